@@ -1,0 +1,20 @@
+# Decides whether the CUDA half is built: sets KVTIER_WITH_CUDA. No GPU is looked for.
+set(KVTIER_WITH_CUDA FALSE)
+if(NOT KVTIER_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    # 80-real;90a-real;90-virtual: Ampere, Hopper, and PTX for what comes later.
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 90-virtual)
+    endif()
+    enable_language(CUDA)
+    # CMake 3.25 does not know the dialects of nvcc 13, so the flag is given by hand.
+    string(APPEND CMAKE_CUDA_FLAGS " -std=c++20")
+    find_package(CUDAToolkit 13 REQUIRED)
+    set(KVTIER_WITH_CUDA TRUE)
+  elseif(KVTIER_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "KVTIER_CUDA=ON, but nvcc was not found on PATH")
+  endif()
+endif()
+message(STATUS "kvtier: CUDA backend ${KVTIER_WITH_CUDA}")

@@ -1,0 +1,62 @@
+# Helpers that give every target of the project the same warnings and sanitizers.
+
+add_library(kvtier_warnings INTERFACE)
+set(kvtier_warning_flags -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wnon-virtual-dtor
+    -Woverloaded-virtual -Wold-style-cast -Wimplicit-fallthrough)
+target_compile_options(kvtier_warnings INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:${kvtier_warning_flags} -Wpedantic -fopenmp-simd>
+  # nvcc's host pass sees its own generated code, so only the flags that survive it.
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wshadow --expt-relaxed-constexpr -lineinfo
+    -Xcudafe=--diag_suppress=20012>)
+if(KVTIER_WERROR)
+  target_compile_options(kvtier_warnings INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-Werror> $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
+endif()
+# g++ 12 reports false positives of these two in std::string and std::vector at -O2 and above.
+target_compile_options(kvtier_warnings INTERFACE
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wno-restrict -Wno-stringop-overflow>)
+
+if(KVTIER_SANITIZE STREQUAL "address")
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=address,undefined>
+                      $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=all>
+                      $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
+  add_compile_definitions(_GLIBCXX_ASSERTIONS GRPC_ASAN_SUPPRESSED)
+  add_link_options(-fsanitize=address,undefined)
+elseif(KVTIER_SANITIZE STREQUAL "thread")
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=thread>
+                      $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
+  # TBB's fences are invisible to TSan, so parallel_for runs on plain threads there.
+  add_compile_definitions(GRPC_TSAN_SUPPRESSED KVTIER_PLAIN_THREADS)
+  add_link_options(-fsanitize=thread)
+elseif(KVTIER_SANITIZE)
+  message(FATAL_ERROR "KVTIER_SANITIZE: expected empty, address or thread, found ${KVTIER_SANITIZE}")
+endif()
+
+# kvtier_module(NAME n HEADERS ... SOURCES ... CUDA ... DEPS ...)
+#
+# A module: a static library kvtier_<n> whose headers are checked to compile alone. CUDA sources, and
+# `*_cuda.cc` files, are left out of a build without CUDA.
+function(kvtier_module)
+  cmake_parse_arguments(arg "" "NAME" "HEADERS;SOURCES;CUDA;DEPS" ${ARGN})
+  set(target kvtier_${arg_NAME})
+  add_library(${target} STATIC ${arg_SOURCES})
+  target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${arg_HEADERS})
+  target_link_libraries(${target} PUBLIC kvtier_api ${arg_DEPS} PRIVATE kvtier_warnings)
+  if(KVTIER_WITH_CUDA)
+    target_sources(${target} PRIVATE ${arg_CUDA})
+    target_compile_definitions(${target} PUBLIC KVTIER_WITH_CUDA)
+    if(arg_CUDA)
+      target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+    endif()
+  endif()
+endfunction()
+
+# kvtier_test(NAME n SOURCES ... DEPS ... LABELS ...): a GoogleTest binary n, its cases found when ctest
+# runs, so that no GPU binary is started by the build.
+function(kvtier_test)
+  cmake_parse_arguments(arg "" "NAME" "SOURCES;DEPS;LABELS;ENVIRONMENT" ${ARGN})
+  add_executable(${arg_NAME} ${arg_SOURCES})
+  target_link_libraries(${arg_NAME} PRIVATE ${arg_DEPS} GTest::gmock GTest::gtest_main kvtier_warnings)
+  gtest_discover_tests(${arg_NAME} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 120
+    PROPERTIES LABELS "${arg_LABELS}" TIMEOUT 600 ENVIRONMENT "${arg_ENVIRONMENT}")
+endfunction()

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvtier/tensor.h"
+
+namespace kvtier::formats {
+
+/// A tensor inside a mapped file. Dense, row-major.
+struct Tensor {
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> shape;
+  const std::byte* data = nullptr;  ///< Valid as long as the file object; at least element aligned.
+  std::size_t bytes = 0;
+
+  [[nodiscard]] std::int64_t elements() const noexcept;
+  template <typename T>
+  [[nodiscard]] const T* as() const noexcept {
+    return reinterpret_cast<const T*>(data);
+  }
+};
+
+/// A safetensors file, memory-mapped read-only: an 8-byte little-endian header length, a JSON header
+/// of {name: {dtype, shape, data_offsets}}, then the data. Dtypes F32, F16, BF16 and I32.
+///
+/// Opening validates everything before any tensor is handed out: the header length against the file, each dtype,
+/// shape products (with overflow), offsets in order, within the data and equal to the shape's
+/// bytes, no overlap, no hole. Throws `kNotFound` when the file cannot be opened, `kDataLoss` when it is
+/// truncated or malformed, `kInvalidArgument` for an unsupported dtype; messages give the file, the tensor,
+/// expected and found. Move-only, immutable afterwards, safe to share between threads.
+class SafeTensors {
+ public:
+  [[nodiscard]] static SafeTensors open(const std::filesystem::path& path);
+  SafeTensors(SafeTensors&&) noexcept;
+  SafeTensors& operator=(SafeTensors&&) noexcept;
+  ~SafeTensors();
+
+  /// Returns a tensor; throws `kNotFound` with the names of the file when there is none.
+  [[nodiscard]] const Tensor& at(std::string_view name) const;
+  [[nodiscard]] bool contains(std::string_view name) const;
+  /// Returns a tensor and checks it: throws `kInvalidArgument` unless dtype and shape are as
+  /// expected; -1 in `shape` matches any extent.
+  [[nodiscard]] const Tensor& at(std::string_view name, DType dtype,
+                                 const std::vector<std::int64_t>& shape) const;
+  [[nodiscard]] const std::map<std::string, Tensor, std::less<>>& tensors() const noexcept {
+    return tensors_;
+  }
+  /// Returns the `__metadata__` strings.
+  [[nodiscard]] const std::map<std::string, std::string, std::less<>>& metadata() const noexcept {
+    return metadata_;
+  }
+  [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
+
+ private:
+  SafeTensors() = default;
+
+  std::filesystem::path path_;
+  const std::byte* mapping_ = nullptr;
+  std::size_t mapping_bytes_ = 0;
+  std::map<std::string, Tensor, std::less<>> tensors_;
+  std::map<std::string, std::string, std::less<>> metadata_;
+};
+
+/// Writes tensors to a safetensors file: to a temporary name beside it first, then renamed, so that a
+/// reader never sees half a file. Throws `kUnavailable` with the reason when it cannot be written.
+void write_safetensors(const std::filesystem::path& path,
+                       const std::map<std::string, Tensor>& tensors,
+                       const std::map<std::string, std::string>& metadata = {});
+
+}  // namespace kvtier::formats

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hashing/planes.h"
+#include "transfer/batch.h"
+#include "transfer/device.h"
+#include "transfer/host_device.h"
+#include "transfer/rows.h"
+#include "transfer/sequence.h"
+
+namespace kvtier::hashing {
+
+/// Tokens per sketch block. A block is the unit of allocation; tiles of 256 tokens inside it are
+/// contiguous per chunk and head.
+inline constexpr int kBlockTokens = 1024;
+
+/// A chunk is 128 sign bits: what one lane loads at once, and the depth of a binary matrix product.
+inline constexpr int kChunkBits = 128;
+inline constexpr int kChunkBytes = 16;
+
+/// fp16 bits of the norm of a token with NaN or infinity in its key or value: such a token scores
+/// lowest. Finite norms are clamped to [2^-24, 65504] and never have this value.
+inline constexpr std::uint16_t kNonfiniteNorm = 0x7C00;
+
+/// Layout of one sketch block of one layer, for all KV heads:
+///
+///     bits         [kv_heads][chunks][kBlockTokens][16 bytes]
+///     key norms    [kv_heads][kBlockTokens] fp16
+///     value norms  [kv_heads][kBlockTokens] fp16
+///
+/// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0 is the
+/// most significant, so the bucket id of a table is P consecutive bits read as a big-endian number.
+/// Words are stored in native (little-endian) order, word w in chunk w / 4. Bits past `num_planes` are 0.
+struct SketchGeometry {
+  int kv_heads = 0;
+  int num_planes = 0;
+
+  KVTIER_HOST_DEVICE int chunks() const { return (num_planes + kChunkBits - 1) / kChunkBits; }
+  KVTIER_HOST_DEVICE std::int64_t bits_bytes() const {
+    return std::int64_t{kv_heads} * chunks() * kBlockTokens * kChunkBytes;
+  }
+  KVTIER_HOST_DEVICE std::int64_t norms_bytes() const {
+    return std::int64_t{kv_heads} * kBlockTokens * 2;
+  }
+  KVTIER_HOST_DEVICE std::int64_t block_bytes() const { return bits_bytes() + 2 * norms_bytes(); }
+  /// Offset of a token's chunk inside its block.
+  KVTIER_HOST_DEVICE std::int64_t chunk_offset(int kv_head, int chunk, int token_in_block) const {
+    return ((std::int64_t{kv_head} * chunks() + chunk) * kBlockTokens + token_in_block) * kChunkBytes;
+  }
+  KVTIER_HOST_DEVICE std::int64_t key_norm_offset(int kv_head, int token_in_block) const {
+    return bits_bytes() + (std::int64_t{kv_head} * kBlockTokens + token_in_block) * 2;
+  }
+  KVTIER_HOST_DEVICE std::int64_t value_norm_offset(int kv_head, int token_in_block) const {
+    return key_norm_offset(kv_head, token_in_block) + norms_bytes();
+  }
+  /// Sketch bytes of one token and KV head that an estimator reads: bits, and one or both norms.
+  KVTIER_HOST_DEVICE std::int64_t token_bytes() const {
+    return std::int64_t{chunks()} * kChunkBytes + 4;
+  }
+};
+
+/// New tokens to sketch of one sequence: those of `transfer::AppendItem`, and where their blocks are.
+struct SketchItem {
+  std::byte* const* blocks = nullptr;  ///< Device array of block addresses.
+  transfer::SequenceCounters* counters = nullptr;
+  std::int32_t tokens = 0;
+  std::int64_t packed_offset = 0;
+};
+using SketchBatch = transfer::Batch<SketchItem, 32>;
+
+/// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens - 1
+/// of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued before
+/// `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
+///
+/// A projection within rounding of zero may differ between backends.
+void sketch_keys(transfer::Stream& stream, const PlanesView& planes,
+                 const transfer::KvGeometry& kv, const SketchGeometry& geometry,
+                 const SketchBatch& batch, const std::byte* packed);
+
+}  // namespace kvtier::hashing

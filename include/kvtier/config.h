@@ -1,0 +1,173 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvtier/export.h"
+#include "kvtier/tensor.h"
+
+namespace kvtier {
+
+inline constexpr std::size_t KiB = std::size_t{1} << 10;
+inline constexpr std::size_t MiB = std::size_t{1} << 20;
+inline constexpr std::size_t GiB = std::size_t{1} << 30;
+
+/// Where kernels run. `kAuto` takes CUDA when the build has it and a usable GPU is found, and the
+/// CPU otherwise; `Engine::backend` tells which, the log says why.
+enum class Backend : std::uint8_t { kAuto, kCpu, kCuda };
+
+/// How a token is scored from its sketch.
+enum class Estimator : std::uint8_t {
+  /// SOCKET, Algorithm 3: sum over tables of the query's soft probability of the key's bucket.
+  kSoftCollision,
+  /// The tau -> 0 limit: the number of tables in which query and key share a bucket.
+  kHardCollision,
+  /// Sign-projection estimate of q.k / sqrt(d), times the key norm, plus ln of the value norm.
+  kNormAware,
+};
+
+/// How the value norm enters a score. Allowed pairs: soft collision with all three, hard collision
+/// with `kLinear` or `kNone`, norm-aware with `kLogit` or `kNone`. `kDefault` is `kLinear` for the
+/// collision estimators and `kLogit` for norm-aware.
+enum class ValueWeighting : std::uint8_t {
+  kDefault,
+  /// score = ||v|| * collisions (SOCKET).
+  kLinear,
+  /// Collisions are inverted to an angle, then weighted as a logit: ||q|| ||k|| cos(t) / sqrt(d) +
+  /// ln ||v||.
+  kCalibrated,
+  /// The estimate of the logit plus ln ||v||.
+  kLogit,
+  kNone,
+};
+
+/// Whether query heads of one KV head share a selection.
+enum class Selection : std::uint8_t {
+  /// Each query head has its own k tokens (SOCKET). Rows chosen twice are fetched once.
+  kPerQueryHead,
+  /// One set of k tokens for the query heads of a KV head, from their normalised scores.
+  kPerKvHead,
+};
+
+enum class PlaneKind : std::uint8_t {
+  kGaussian,    ///< i.i.d. N(0, 1).
+  kOrthogonal,  ///< Blocks of head_dim rows orthonormalised and scaled to length sqrt(head_dim).
+};
+
+/// What a layer's attention sees.
+enum class LayerMode : std::uint8_t { kSparse, kDense, kSlidingWindow };
+
+/// The sign bits kept of each key. Identity of a sketch: all fields, and head_dim. The first M
+/// planes do not depend on `num_planes`, so any estimator that needs at most `num_planes` of the
+/// wanted kind and seed can read it.
+struct SketchConfig {
+  PlaneKind kind = PlaneKind::kGaussian;
+  int num_planes = 600;    ///< 1..1024 bits per (token, KV head), stored packed.
+  std::uint64_t seed = 0;  ///< Key of the Philox counter.
+
+  friend bool operator==(const SketchConfig&, const SketchConfig&) = default;
+};
+
+/// How tokens are scored and chosen. The defaults are the paper's.
+struct RetrievalConfig {
+  Estimator estimator = Estimator::kSoftCollision;
+  ValueWeighting value_weighting = ValueWeighting::kDefault;
+  Selection selection = Selection::kPerKvHead;
+
+  /// Kind of planes; by default gaussian for the collision estimators, orthogonal for norm-aware.
+  std::optional<PlaneKind> plane_kind;
+  std::uint64_t seed = 0;
+
+  int planes_per_table = 10;  ///< P, 1..12 (collision estimators). P * L <= 1024.
+  int tables = 60;            ///< L (collision estimators).
+  float tau = 0.4F;           ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
+  int num_planes = 256;       ///< Sign bits read by norm-aware, 64..1024.
+  int query_bits = 4;         ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
+
+  /// Tokens to select: `top_k`, unless `sparsity` > 0, then max(1, floor(N / sparsity)) with N the
+  /// tokens visible to the query.
+  int top_k = 2048;
+  double sparsity = 0.0;
+
+  int sink_tokens = 128;    ///< First tokens, always attended.
+  int recent_tokens = 128;  ///< Last tokens, always attended.
+
+  /// Returns the kind of planes in force.
+  [[nodiscard]] KVTIER_EXPORT PlaneKind planes() const noexcept;
+  /// Returns the value weighting in force.
+  [[nodiscard]] KVTIER_EXPORT ValueWeighting weighting() const noexcept;
+  /// Returns the smallest sketch that this estimator can read.
+  [[nodiscard]] KVTIER_EXPORT SketchConfig sketch() const noexcept;
+  /// Returns every problem, empty when valid.
+  [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;
+};
+
+struct LayerConfig {
+  LayerMode mode = LayerMode::kSparse;
+  std::int64_t window_tokens = 0;     ///< Last tokens attended, for `kSlidingWindow`.
+  std::optional<float> softmax_scale;  ///< Default 1 / sqrt(head_dim).
+  float logit_softcap = 0.0F;          ///< logit = cap * tanh(logit / cap) when > 0.
+};
+
+struct ModelConfig {
+  int layers = 1;
+  int query_heads = 1;
+  int kv_heads = 1;    ///< Divides query_heads; 1..16 query heads per KV head.
+  int head_dim = 128;  ///< 64, 96, 128 or 256.
+  DType kv_dtype = DType::kBFloat16;  ///< Storage of K and V: bf16 or fp16.
+  /// Empty (every layer sparse), or one entry per layer.
+  std::vector<LayerConfig> layer_options;
+};
+
+/// Where the KV pages are.
+enum class KvPlacement : std::uint8_t {
+  kHost,    ///< Pinned host memory; selected rows are fetched by the step.
+  kDevice,  ///< Device memory, when all of it fits; rows are read in place.
+};
+
+struct MemoryConfig {
+  /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
+  std::size_t device_bytes = 512 * MiB;
+  /// Size of the page pool. Pinned on the CUDA backend.
+  std::size_t host_bytes = 1 * GiB;
+  KvPlacement placement = KvPlacement::kHost;
+  int page_tokens = 64;  ///< 16, 32, 64, 128 or 256.
+  /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 16 bytes
+  /// per page and layer, and the score workspace.
+  std::int64_t max_session_tokens = std::int64_t{1} << 17;
+  /// Query tokens scored together; longer queries are processed in chunks. 1..64.
+  int max_batch_rows = 16;
+  /// Rows per (query, KV head) fetched ahead of attention into device staging; rows beyond are read
+  /// in place. -1: all selected rows on CUDA, none on the CPU, where in place is the faster way.
+  int staging_rows = -1;
+  int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
+  /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.
+  std::function<void(std::size_t, std::size_t)> progress;
+};
+
+enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError };
+
+struct Config {
+  ModelConfig model;
+  MemoryConfig memory;
+  RetrievalConfig retrieval;
+  /// Sketches that every session carries beside the one that `retrieval` needs.
+  std::vector<SketchConfig> extra_sketches;
+  Backend backend = Backend::kAuto;
+  /// Host tensors with NaN or infinity are rejected before anything changes; device tensors raise a
+  /// flag, and the next call on that session throws. When false, tokens with such keys or values
+  /// score lowest and are counted in `Stats`.
+  bool reject_nonfinite = true;
+  /// The only sink of the library's messages: state changes, never per step. May be empty.
+  std::function<void(LogLevel, std::string_view)> log;
+
+  /// Returns every problem at once, empty when valid.
+  [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;
+};
+
+}  // namespace kvtier

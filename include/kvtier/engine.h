@@ -1,0 +1,178 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "kvtier/config.h"
+#include "kvtier/error.h"
+#include "kvtier/export.h"
+#include "kvtier/stats.h"
+#include "kvtier/tensor.h"
+
+namespace kvtier {
+
+class Session;
+
+/// Per-call overrides. Everything left out comes from `Config`.
+struct AttendOptions {
+  std::optional<float> softmax_scale;
+  std::optional<float> logit_softcap;
+  std::optional<LayerMode> mode;
+  /// Tokens at or after this index are always attended.
+  std::optional<std::int64_t> dense_from;
+  /// Replaces `Config::retrieval`. Its sketch must fit one that the session carries, otherwise
+  /// `kFailedPrecondition`. Not kept after the call.
+  const RetrievalConfig* retrieval = nullptr;
+};
+
+/// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up to
+/// and including the session's token number length - T + t (a causal tail).
+/// `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside
+/// sink, window and dense tokens, -1 for none, any order; replaces scoring.
+struct AttendInputs {
+  TensorView query;
+  TensorView selected;
+};
+
+/// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads, head_dim]`.
+struct DecodeInputs {
+  TensorView query;
+  TensorView key;
+  TensorView value;
+  TensorView selected;
+};
+
+/// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,
+/// query_heads]`, natural log of the softmax denominator; with it, results over disjoint token sets
+/// merge (`Engine::merge`). `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]`
+/// receives the ids chosen by score, ascending, padded with -1; n >= k.
+struct AttendOutputs {
+  MutableTensorView out;
+  MutableTensorView lse;
+  MutableTensorView selected;
+};
+
+/// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for
+/// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of each
+/// id (per KV head: the combined one), -infinity where padded.
+struct SelectOutputs {
+  MutableTensorView ids;
+  MutableTensorView scores;
+};
+
+/// One partial result of `Engine::merge`: fp32 `out [tokens, query_heads, head_dim]`, `lse [tokens,
+/// query_heads]`.
+struct PartialResult {
+  TensorView out;
+  TensorView lse;
+};
+
+struct SessionConfig {
+  /// Tokens the session may hold; 0: `MemoryConfig::max_session_tokens`.
+  std::int64_t capacity_tokens = 0;
+};
+
+/// One entry of a ragged batch: a session and its tensors. Every session at most once.
+struct BatchItem {
+  Session* session = nullptr;
+  DecodeInputs inputs;
+  AttendOutputs outputs;
+  AttendOptions options;
+};
+
+/// Owns the device, the page pool, the planes and the workspaces; allocates at construction all that
+/// steps will use.
+///
+/// Thread-safe. Sessions keep the engine's state alive, so the order of destruction is free.
+class KVTIER_EXPORT Engine {
+ public:
+  /// Throws `kInvalidArgument` with all problems of `config`, `kResourceExhausted` when memory cannot
+  /// be allocated or pinned, `kUnimplemented` when CUDA is asked for and cannot be used.
+  explicit Engine(const Config& config);
+  ~Engine();
+  Engine(Engine&&) noexcept;
+  Engine& operator=(Engine&&) noexcept;
+
+  /// Opens an empty session. Throws `kResourceExhausted` when its tables do not fit.
+  [[nodiscard]] Session open(const SessionConfig& config = {});
+
+  /// `Session::decode` for a ragged batch: items may differ in length, tokens and options. All items
+  /// are checked before any changes.
+  void decode(int layer, std::span<const BatchItem> items, StreamRef stream = {});
+
+  /// Merges partial attention over disjoint token sets by log-sum-exp. `result.out` and
+  /// `result.lse` have the shape of the parts.
+  void merge(std::span<const PartialResult> parts, const AttendOutputs& result,
+             StreamRef stream = {});
+
+  /// Returns the backend in use: `kCpu` or `kCuda`.
+  [[nodiscard]] Backend backend() const noexcept;
+  [[nodiscard]] const Config& config() const noexcept;
+  [[nodiscard]] Stats stats() const;
+
+  class Impl;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+/// The KV of one sequence and its sketches, in all layers. Used by one thread at a time, and by one
+/// stream at a time unless the caller orders the streams. Move-only; destruction closes, waiting for
+/// nothing: pages return when the last enqueued reader is done.
+///
+/// Tensors are host or device memory (`TensorView::space`). With a stream, device tensors must stay
+/// valid until the stream has passed the call; host tensors are taken only without a stream.
+class KVTIER_EXPORT Session {
+ public:
+  ~Session();
+  Session(Session&&) noexcept;
+  Session& operator=(Session&&) noexcept;
+
+  /// Stores keys and values of new tokens, `[tokens, kv_heads, head_dim]` each, any float dtype, and
+  /// sketches them. Rotary embedding must already be applied.
+  /// Throws `kInvalidArgument` (shape, dtype, layer, non-finite host data), `kResourceExhausted` (at
+  /// capacity, or no page or sketch block left): nothing has changed then.
+  void append(int layer, const TensorView& keys, const TensorView& values, StreamRef stream = {});
+
+  /// Makes room for `tokens` more tokens in every layer, so that appends up to there take no page.
+  /// Needed before `decode` is captured in a CUDA graph; never itself captured.
+  void reserve(std::int64_t tokens, StreamRef stream = {});
+
+  /// Scores the eligible tokens and returns the chosen ids. Stores nothing.
+  /// Throws `kFailedPrecondition` on an empty layer or without a fitting sketch.
+  void select(int layer, const TensorView& query, const SelectOutputs& outputs,
+              StreamRef stream = {}, const AttendOptions& options = {});
+
+  /// Selects and attends; stores nothing. Output equals exact softmax attention over the attended
+  /// set: sink, window, dense tokens and the k selected, each once.
+  void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+              StreamRef stream = {}, const AttendOptions& options = {});
+
+  /// Appends, then attends. One CUDA-graph-capturable sequence of launches after `reserve`.
+  void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+              StreamRef stream = {}, const AttendOptions& options = {});
+
+  /// Returns the tokens of one layer, appends enqueued included.
+  [[nodiscard]] std::int64_t length(int layer) const;
+  /// Returns the tokens that every layer has.
+  [[nodiscard]] std::int64_t length() const;
+
+  /// Drops the tokens from index `tokens` on, in every layer (those shorter keep their length).
+  /// Throws `kInvalidArgument` when `tokens` is negative or above every layer's length.
+  void truncate(std::int64_t tokens, StreamRef stream = {});
+
+  /// Tells the session that replays of a captured graph have appended `tokens` to `layer`: replays
+  /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what was
+  /// reserved.
+  void advance(int layer, std::int64_t tokens);
+
+ private:
+  friend class Engine;
+  class Impl;
+  explicit Session(std::unique_ptr<Impl> impl) noexcept;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hashing/planes.h"
+#include "kvtier/config.h"
+#include "transfer/device.h"
+#include "transfer/host_device.h"
+
+namespace kvtier::scoring {
+
+/// Numbers that define a score, resolved from `RetrievalConfig`; by value to kernels.
+struct ScoreParams {
+  Estimator estimator = Estimator::kSoftCollision;
+  ValueWeighting weighting = ValueWeighting::kLinear;
+  Selection selection = Selection::kPerKvHead;
+  int planes_per_table = 10;  ///< P
+  int tables = 60;            ///< L
+  int num_planes = 256;       ///< Planes read by norm-aware.
+  int query_bits = 4;
+  float tau = 0.4F;
+  float logit_scale = 0.0F;  ///< Softmax scale of the layer, 1 / sqrt(d) unless overridden.
+  float sign_scale = 0.0F;   ///< c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal.
+  int top_k = 0;
+  double sparsity = 0.0;
+
+  /// Planes of the sketch that are read.
+  KVTIER_HOST_DEVICE int planes_read() const {
+    return estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
+  }
+  /// Logit-like scores combine over heads by log-mean-exp, collision scores by the mean of shares.
+  KVTIER_HOST_DEVICE bool logit_like() const {
+    return estimator == Estimator::kNormAware || weighting == ValueWeighting::kCalibrated;
+  }
+};
+
+[[nodiscard]] ScoreParams score_params(const RetrievalConfig& config, int head_dim,
+                                       float softmax_scale);
+
+/// Score of a token whose key or value is not finite: below every other eligible token, above a masked
+/// one. Reductions over heads skip it.
+inline constexpr float kLowestScore = -3.0e38F;
+
+/// What a query contributes to scores, per (query row, query head); device memory, fp32.
+///
+/// - soft collision: `[tables][2^hi + 2^lo]` with hi = ceil(P / 2), lo = P - hi. p_l(r) = A_l[r >> lo] *
+///   B_l[r & (2^lo - 1)]: A is the product of sigmoid(2 c_i u_i / tau) over the first hi planes of the table, B over the
+///   rest, u = tanh(W q) / sqrt(d). (Corners are the whole hypercube, so the softmax factorises.)
+/// - hard collision: `[tables]`, the query's bucket ids as int32 bits.
+/// - norm-aware: `[num_planes]` p_i = w_i . q; with query_bits 4 or 8 the integers
+///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats.
+struct QueryTables {
+  const float* entries = nullptr;  ///< `[rows][query_heads][entries_per_head]`
+  std::int64_t entries_per_head = 0;
+  const struct QueryScalars* scalars = nullptr;  ///< `[rows][query_heads]`
+};
+
+struct QueryScalars {
+  float query_norm = 0.0F;  ///< ||q||
+  float mean_agreement = 0.0F;  ///< m of `calibrated`: mean over planes of |tanh(u / tau)|.
+  float weight_step = 1.0F;  ///< p_i = weight_step * integer (1 for float weights; 0 when q is 0).
+};
+
+/// Entries per (row, head) for the given parameters.
+[[nodiscard]] std::int64_t entries_per_head(const ScoreParams& params) noexcept;
+/// The most that any valid parameters need.
+inline constexpr std::int64_t kMaxEntriesPerHead = 10880;
+
+/// Fills the tables for `num_rows` query rows: `queries` fp32 `[num_rows, query_heads, head_dim]`.
+/// `entries` and `scalars` are device memory of the sizes above. Enqueued.
+void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
+                        const hashing::PlanesView& planes, const float* queries, int num_rows,
+                        int query_heads, float* entries, QueryScalars* scalars);
+
+}  // namespace kvtier::scoring

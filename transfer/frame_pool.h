@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "transfer/device.h"
+
+namespace kvtier::transfer {
+
+/// Fixed-size frames out of one allocation: page frames in pinned memory, sketch blocks on the device.
+///
+/// A frame is taken by its owner and given back *with the event of its last reader*; it is handed out
+/// again only when that event is done. `take_all` is all or nothing, so a caller that runs out has
+/// changed nothing. Thread-safe; the mutex guards the free list and the retiring batches, and is never
+/// held over a copy or a wait.
+class FramePool {
+ public:
+  /// Allocates floor(bytes / frame_bytes) frames (none when 0). Throws `kResourceExhausted`.
+  FramePool(Device& device, Space space, std::size_t frame_bytes, std::size_t bytes,
+            const PinOptions& options = {});
+
+  /// Takes `frames.size()` frames, or none and returns false when fewer can be had now. Events of
+  /// retiring frames are polled when the free list is short; when `stream` is given and polling is not
+  /// enough, `stream` is made to wait for the retiring frames that are taken.
+  [[nodiscard]] bool take_all(std::span<std::byte*> frames, Stream* stream = nullptr);
+
+  /// Gives frames back; each is reused only after `last_use` is done.
+  void give_back(std::span<std::byte* const> frames, Event last_use);
+
+  [[nodiscard]] std::size_t frame_bytes() const noexcept { return frame_bytes_; }
+  [[nodiscard]] std::size_t num_frames() const noexcept { return num_frames_; }
+  [[nodiscard]] std::size_t num_used() const;  ///< Taken and not given back.
+
+ private:
+  struct Retiring {
+    Event last_use;
+    std::vector<std::byte*> frames;
+  };
+  void collect_locked();
+
+  std::size_t frame_bytes_;
+  std::size_t num_frames_;
+  Buffer memory_;
+  mutable std::mutex mutex_;
+  std::vector<std::byte*> free_;
+  std::deque<Retiring> retiring_;
+  std::size_t num_used_ = 0;
+};
+
+}  // namespace kvtier::transfer

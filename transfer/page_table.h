@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "transfer/device.h"
+#include "transfer/frame_pool.h"
+
+namespace kvtier::transfer {
+
+/// Frames of one sequence and layer in token order, and their addresses mirrored in a device array:
+/// the page table of KV pages, and the block table of sketches.
+///
+/// Owns its frames. The device array is written in stream order by `patch_table`, so work enqueued
+/// earlier keeps reading the addresses it was enqueued with.
+class PageTable {
+ public:
+  /// `device_addresses` has room for `capacity` entries and outlives the table.
+  PageTable(FramePool& pool, std::byte** device_addresses, std::int64_t capacity);
+  PageTable(PageTable&&) noexcept;
+  PageTable& operator=(PageTable&&) = delete;  // frames would have to be given back without an event
+  ~PageTable();  // frames still held go back with an empty event: call `clear` first
+
+  /// Takes frames until there are `count`. Returns false, with nothing changed, when the pool has too
+  /// few or `count` exceeds the capacity.
+  [[nodiscard]] bool grow(Stream& stream, std::int64_t count);
+
+  /// Gives the frames from index `count` on back, reused after the work enqueued on `stream` so far.
+  void shrink(Stream& stream, std::int64_t count);
+
+  [[nodiscard]] std::int64_t size() const noexcept {
+    return static_cast<std::int64_t>(frames_.size());
+  }
+  [[nodiscard]] std::int64_t capacity() const noexcept { return capacity_; }
+  [[nodiscard]] std::byte* frame(std::int64_t i) const {
+    return frames_[static_cast<std::size_t>(i)];
+  }
+  [[nodiscard]] std::byte* const* device_addresses() const noexcept { return device_addresses_; }
+
+ private:
+  FramePool* pool_;
+  std::byte** device_addresses_;
+  std::int64_t capacity_;
+  std::vector<std::byte*> frames_;
+};
+
+}  // namespace kvtier::transfer

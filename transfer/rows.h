@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+
+#include "transfer/batch.h"
+#include "transfer/device.h"
+#include "transfer/sequence.h"
+
+namespace kvtier::transfer {
+
+/// A strided float tensor `[tokens, heads, head_dim]` readable by the device; the last stride is 1.
+struct TokenTensor {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t token_stride = 0;  ///< In elements.
+  std::int64_t head_stride = 0;
+};
+
+/// Counters that kernels raise and the host reads without waiting. In pinned host memory.
+struct StepFlags {
+  std::uint64_t nonfinite_tokens = 0;  ///< (token, KV head) pairs with NaN or infinity in K or V.
+  std::uint64_t nonfinite_queries = 0;
+  std::uint64_t rows_fetched_host = 0;  ///< Rows read from host pages.
+  std::uint64_t rows_resident = 0;      ///< Rows read from device memory.
+  std::uint64_t rows_selected = 0;
+  std::uint64_t tokens_scored = 0;      ///< (eligible token, KV head, query row) triples.
+};
+
+/// New tokens of one sequence.
+struct AppendItem {
+  SequenceView sequence;
+  TokenTensor keys;
+  TokenTensor values;
+  std::int32_t tokens = 0;
+  std::int64_t packed_offset = 0;  ///< First token's index in the packed array.
+  StepFlags* flags = nullptr;
+};
+using AppendBatch = Batch<AppendItem, 32>;
+
+/// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items, kv_heads,
+/// row]`. Counts non-finite (token, head) pairs in `flags`. Enqueued; inputs must stay valid until the
+/// stream has passed it.
+void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+               std::byte* packed);
+
+/// Writes packed rows at tokens length .. length + tokens - 1 of each sequence: to their pages, to the
+/// sink buffer and to the ring. Tokens past `capacity` are dropped. Lengths do not change: see
+/// `append_done`.
+void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+                const std::byte* packed);
+
+/// Adds the tokens to each sequence's length, after everything else of an append has been enqueued.
+/// The part of `tokens` past `capacity` is added to `overflow` instead.
+void append_done(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch);
+
+/// Sets length and capacity: truncation (`length` below the present one) and reservation.
+void set_length(Stream& stream, SequenceCounters* counters, std::int64_t length,
+                std::int64_t capacity);
+
+/// Writes `values` (at most `kMaxTablePatch`) to `table[begin ...]`.
+inline constexpr int kMaxTablePatch = 256;
+struct TablePatch {
+  std::byte* values[kMaxTablePatch];
+};
+void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
+                 int count);
+
+/// Copies the first `selection.staged_capacity` selected rows of each (row, KV head) to
+/// `selection.staged`, from pages in host memory or on the device, by loads of the compute units.
+/// `pages_on_device` tells which link the bytes are counted on. Enqueued.
+void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch& sequences,
+                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
+                 StepFlags* flags);
+
+/// Converts queries to fp32: `out [rows, query_heads, head_dim]`. Row r of the batch is token
+/// `token_index[r]` of `queries[r]`. Counts rows with NaN or infinity.
+struct QueryItem {
+  TokenTensor query;
+  std::int32_t token = 0;
+  StepFlags* flags = nullptr;
+};
+using QueryItems = Batch<QueryItem>;
+void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out);
+
+/// Tells whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity.
+[[nodiscard]] bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads, int head_dim);
+
+}  // namespace kvtier::transfer
