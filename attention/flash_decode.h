@@ -1,12 +1,12 @@
 #pragma once
 
-#include <cstdint>
-#include <span>
-
 #include "attention/softmax_state.h"
 #include "transfer/batch.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
+
+#include <cstdint>
+#include <span>
 
 namespace kvtier::attention {
 
@@ -40,8 +40,8 @@ struct FlashDecodeLimits {
   int head_dim = 128;
 };
 
-/// Exact softmax attention over sets of rows, split over many workers (flash-decode): partial results
-/// over the always-attended spans and over the selected rows, then one merge.
+/// Exact softmax attention over sets of rows, split over many workers (flash-decode): partial
+/// results over the always-attended spans and over the selected rows, then one merge.
 ///
 /// Owns the workspace of partial results. Used by one step at a time; `spans` and `selected` write
 /// disjoint parts and may run on two streams.
@@ -54,8 +54,8 @@ class FlashDecode {
   /// Enqueues partial attention over [0, sink_end) and [tail_begin, visible).
   void spans(transfer::Stream& stream, const AttendRequest& request);
 
-  /// Enqueues partial attention over the selected rows: staged ones from the staging area, the others
-  /// in place. `max_selected` bounds the counts; it decides the number of splits.
+  /// Enqueues partial attention over the selected rows: staged ones from the staging area, the
+  /// others in place. `max_selected` bounds the counts; it decides the number of splits.
   void selected(transfer::Stream& stream, const AttendRequest& request,
                 const transfer::SelectionView& selection, std::int64_t max_selected);
 
@@ -68,13 +68,13 @@ class FlashDecode {
  private:
   FlashDecodeLimits limits_;
   transfer::Buffer memory_;
-  float* partial_out_ = nullptr;         // [2][rows][query_heads][kMaxSplits][head_dim]
+  float* partial_out_ = nullptr;           // [2][rows][query_heads][kMaxSplits][head_dim]
   SoftmaxState* partial_state_ = nullptr;  // [2][rows][query_heads][kMaxSplits]
   int splits_[2] = {0, 0};
 };
 
-/// A merged set of partial results, `[tokens, query_heads, head_dim]` fp32 with `[tokens, query_heads]`
-/// lse, contiguous, normalised outputs. Merges by log-sum-exp in the order given.
+/// A merged set of partial results, `[tokens, query_heads, head_dim]` fp32 with `[tokens,
+/// query_heads]` lse, contiguous, normalised outputs. Merges by log-sum-exp in the order given.
 struct MergeInput {
   const float* out = nullptr;
   const float* lse = nullptr;

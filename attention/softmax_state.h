@@ -1,8 +1,8 @@
 #pragma once
 
-#include <cmath>
-
 #include "transfer/host_device.h"
+
+#include <cmath>
 
 namespace kvtier::attention {
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/tensor.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -8,8 +10,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include "kvtier/tensor.h"
 
 namespace kvtier::formats {
 
@@ -27,14 +27,15 @@ struct Tensor {
   }
 };
 
-/// A safetensors file, memory-mapped read-only: an 8-byte little-endian header length, a JSON header
-/// of {name: {dtype, shape, data_offsets}}, then the data. Dtypes F32, F16, BF16 and I32.
+/// A safetensors file, memory-mapped read-only: an 8-byte little-endian header length, a JSON
+/// header of {name: {dtype, shape, data_offsets}}, then the data. Dtypes F32, F16, BF16 and I32.
 ///
-/// Opening validates everything before any tensor is handed out: the header length against the file, each dtype,
-/// shape products (with overflow), offsets in order, within the data and equal to the shape's
-/// bytes, no overlap, no hole. Throws `kNotFound` when the file cannot be opened, `kDataLoss` when it is
-/// truncated or malformed, `kInvalidArgument` for an unsupported dtype; messages give the file, the tensor,
-/// expected and found. Move-only, immutable afterwards, safe to share between threads.
+/// Opening validates everything before any tensor is handed out: the header length against the
+/// file, each dtype, shape products (with overflow), offsets in order, within the data and equal to
+/// the shape's bytes, no overlap, no hole. Throws `kNotFound` when the file cannot be opened,
+/// `kDataLoss` when it is truncated or malformed, `kInvalidArgument` for an unsupported dtype;
+/// messages give the file, the tensor, expected and found. Move-only, immutable afterwards, safe to
+/// share between threads.
 class SafeTensors {
  public:
   [[nodiscard]] static SafeTensors open(const std::filesystem::path& path);
@@ -68,8 +69,9 @@ class SafeTensors {
   std::map<std::string, std::string, std::less<>> metadata_;
 };
 
-/// Writes tensors to a safetensors file: to a temporary name beside it first, then renamed, so that a
-/// reader never sees half a file. Throws `kUnavailable` with the reason when it cannot be written.
+/// Writes tensors to a safetensors file: to a temporary name beside it first, then renamed, so that
+/// a reader never sees half a file. Throws `kUnavailable` with the reason when it cannot be
+/// written.
 void write_safetensors(const std::filesystem::path& path,
                        const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata = {});

@@ -1,14 +1,14 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include "hashing/planes.h"
 #include "transfer/batch.h"
 #include "transfer/device.h"
 #include "transfer/host_device.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
+
+#include <cstddef>
+#include <cstdint>
 
 namespace kvtier::hashing {
 
@@ -30,9 +30,10 @@ inline constexpr std::uint16_t kNonfiniteNorm = 0x7C00;
 ///     key norms    [kv_heads][kBlockTokens] fp16
 ///     value norms  [kv_heads][kBlockTokens] fp16
 ///
-/// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0 is the
-/// most significant, so the bucket id of a table is P consecutive bits read as a big-endian number.
-/// Words are stored in native (little-endian) order, word w in chunk w / 4. Bits past `num_planes` are 0.
+/// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0
+/// is the most significant, so the bucket id of a table is P consecutive bits read as a big-endian
+/// number. Words are stored in native (little-endian) order, word w in chunk w / 4. Bits past
+/// `num_planes` are 0.
 struct SketchGeometry {
   int kv_heads = 0;
   int num_planes = 0;
@@ -47,7 +48,8 @@ struct SketchGeometry {
   KVTIER_HOST_DEVICE std::int64_t block_bytes() const { return bits_bytes() + 2 * norms_bytes(); }
   /// Offset of a token's chunk inside its block.
   KVTIER_HOST_DEVICE std::int64_t chunk_offset(int kv_head, int chunk, int token_in_block) const {
-    return ((std::int64_t{kv_head} * chunks() + chunk) * kBlockTokens + token_in_block) * kChunkBytes;
+    return ((std::int64_t{kv_head} * chunks() + chunk) * kBlockTokens + token_in_block) *
+           kChunkBytes;
   }
   KVTIER_HOST_DEVICE std::int64_t key_norm_offset(int kv_head, int token_in_block) const {
     return bits_bytes() + (std::int64_t{kv_head} * kBlockTokens + token_in_block) * 2;
@@ -61,7 +63,8 @@ struct SketchGeometry {
   }
 };
 
-/// New tokens to sketch of one sequence: those of `transfer::AppendItem`, and where their blocks are.
+/// New tokens to sketch of one sequence: those of `transfer::AppendItem`, and where their blocks
+/// are.
 struct SketchItem {
   std::byte* const* blocks = nullptr;  ///< Device array of block addresses.
   transfer::SequenceCounters* counters = nullptr;
@@ -70,13 +73,12 @@ struct SketchItem {
 };
 using SketchBatch = transfer::Batch<SketchItem, 32>;
 
-/// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens - 1
-/// of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued before
-/// `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
+/// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens -
+/// 1 of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued
+/// before `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
 ///
 /// A projection within rounding of zero may differ between backends.
-void sketch_keys(transfer::Stream& stream, const PlanesView& planes,
-                 const transfer::KvGeometry& kv, const SketchGeometry& geometry,
-                 const SketchBatch& batch, const std::byte* packed);
+void sketch_keys(transfer::Stream& stream, const PlanesView& planes, const transfer::KvGeometry& kv,
+                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed);
 
 }  // namespace kvtier::hashing

@@ -1,12 +1,13 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "kvtier/config.h"
 
 #include "hashing/planes.h"
-#include "kvtier/config.h"
 #include "transfer/device.h"
 #include "transfer/host_device.h"
+
+#include <cstddef>
+#include <cstdint>
 
 namespace kvtier::scoring {
 
@@ -21,7 +22,8 @@ struct ScoreParams {
   int query_bits = 4;
   float tau = 0.4F;
   float logit_scale = 0.0F;  ///< Softmax scale of the layer, 1 / sqrt(d) unless overridden.
-  float sign_scale = 0.0F;   ///< c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal.
+  float sign_scale =
+      0.0F;  ///< c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal.
   int top_k = 0;
   double sparsity = 0.0;
 
@@ -38,15 +40,17 @@ struct ScoreParams {
 [[nodiscard]] ScoreParams score_params(const RetrievalConfig& config, int head_dim,
                                        float softmax_scale);
 
-/// Score of a token whose key or value is not finite: below every other eligible token, above a masked
-/// one. Reductions over heads skip it.
+/// Score of a token whose key or value is not finite: below every other eligible token, above a
+/// masked one. Reductions over heads skip it.
 inline constexpr float kLowestScore = -3.0e38F;
 
 /// What a query contributes to scores, per (query row, query head); device memory, fp32.
 ///
-/// - soft collision: `[tables][2^hi + 2^lo]` with hi = ceil(P / 2), lo = P - hi. p_l(r) = A_l[r >> lo] *
-///   B_l[r & (2^lo - 1)]: A is the product of sigmoid(2 c_i u_i / tau) over the first hi planes of the table, B over the
-///   rest, u = tanh(W q) / sqrt(d). (Corners are the whole hypercube, so the softmax factorises.)
+/// - soft collision: `[tables][2^hi + 2^lo]` with hi = ceil(P / 2), lo = P - hi. p_l(r) = A_l[r >>
+/// lo] *
+///   B_l[r & (2^lo - 1)]: A is the product of sigmoid(2 c_i u_i / tau) over the first hi planes of
+///   the table, B over the rest, u = tanh(W q) / sqrt(d). (Corners are the whole hypercube, so the
+///   softmax factorises.)
 /// - hard collision: `[tables]`, the query's bucket ids as int32 bits.
 /// - norm-aware: `[num_planes]` p_i = w_i . q; with query_bits 4 or 8 the integers
 ///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats.
@@ -57,7 +61,7 @@ struct QueryTables {
 };
 
 struct QueryScalars {
-  float query_norm = 0.0F;  ///< ||q||
+  float query_norm = 0.0F;      ///< ||q||
   float mean_agreement = 0.0F;  ///< m of `calibrated`: mean over planes of |tanh(u / tau)|.
   float weight_step = 1.0F;  ///< p_i = weight_step * integer (1 for float weights; 0 when q is 0).
 };

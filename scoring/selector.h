@@ -1,11 +1,11 @@
 #pragma once
 
-#include <cstdint>
-
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
+
+#include <cstdint>
 
 namespace kvtier::scoring {
 
@@ -40,16 +40,19 @@ struct SelectorLimits {
   int rows = 1;
   int query_heads = 1;
   int kv_heads = 1;
-  std::int64_t max_tokens = 0;    ///< Longest sequence.
-  std::int64_t max_selected = 0;  ///< Most ids per (row, KV head): G * k for per-query-head sets, <= max_tokens.
-  std::int64_t staged_rows = 0;   ///< Rows per (row, KV head) of the staging area; 0: none.
+  std::int64_t max_tokens = 0;  ///< Longest sequence.
+  std::int64_t max_selected =
+      0;  ///< Most ids per (row, KV head): G * k for per-query-head sets, <= max_tokens.
+  std::int64_t staged_rows = 0;  ///< Rows per (row, KV head) of the staging area; 0: none.
   std::int64_t row_bytes = 0;
 };
 
-/// Scores every eligible token from its sketch and keeps the k best of each row; owns the workspace.
+/// Scores every eligible token from its sketch and keeps the k best of each row; owns the
+/// workspace.
 ///
-/// Definitions: sections "Score" and "Select" of docs/algorithm.md. Selection is deterministic: ties go to
-/// the lower token index, judged on the fp32 score as stored. Used by one step at a time.
+/// Definitions: sections "Score" and "Select" of docs/algorithm.md. Selection is deterministic:
+/// ties go to the lower token index, judged on the fp32 score as stored. Used by one step at a
+/// time.
 class Selector {
  public:
   /// Throws `kResourceExhausted` when the workspace does not fit.
@@ -61,31 +64,31 @@ class Selector {
   /// Enqueues scoring and selection. The result is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
 
-  /// Makes a selection of the caller's ids: those in [0, visible) that are not in an always-attended
-  /// span, duplicates once; others are ignored.
+  /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
+  /// always-attended span, duplicates once; others are ignored.
   transfer::SelectionView adopt(transfer::Stream& stream, const SelectRequest& request,
                                 const IdTensor& ids);
 
-  /// Writes the ids of the last selection per head, ascending, padded with -1 (the lowest `n` ids when
-  /// there are more).
+  /// Writes the ids of the last selection per head, ascending, padded with -1 (the lowest `n` ids
+  /// when there are more).
   void export_ids(transfer::Stream& stream, const SelectRequest& request, const IdTensor& out);
 
-  /// Writes the scores of the ids that `export_ids` wrote to `ids`, -infinity where padded.
-  /// `out` has the shape of `ids`. Only after `select`.
+  /// Writes the scores of the ids that `export_ids` wrote to `ids`, -infinity where padded. `out`
+  /// is fp32 with the shape of `ids`; its strides count elements. Only after `select`.
   void export_scores(transfer::Stream& stream, const SelectRequest& request, const IdTensor& ids,
                      float* out, std::int64_t row_stride, std::int64_t head_stride);
 
  private:
   SelectorLimits limits_;
   transfer::Buffer memory_;
-  // Regions of memory_, in this order.
-  float* entries_ = nullptr;             // [rows][query_heads][kMaxEntriesPerHead]
-  QueryScalars* scalars_ = nullptr;      // [rows][query_heads]
-  float* scores_ = nullptr;              // [rows][query_heads][max_tokens]
-  float* combined_ = nullptr;            // [rows][kv_heads][max_tokens]
-  std::uint16_t* token_mask_ = nullptr;  // [rows][kv_heads][max_tokens]
-  std::byte* scratch_ = nullptr;         // partial reductions, histograms, thresholds
-  transfer::SelectionView selection_;
+  // Regions of memory_, in this order; selector_kernels.h gives the shapes.
+  float* entries_ = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]
+  QueryScalars* scalars_ = nullptr;  // [rows][query_heads]
+  float* scores_ = nullptr;
+  float* combined_ = nullptr;
+  std::uint16_t* token_mask_ = nullptr;
+  std::byte* scratch_ = nullptr;
+  transfer::SelectionView selection_;  // its arrays, then the staging area
 };
 
 }  // namespace kvtier::scoring

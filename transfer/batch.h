@@ -1,9 +1,9 @@
 #pragma once
 
+#include "transfer/host_device.h"
+
 #include <cassert>
 #include <cstdint>
-
-#include "transfer/host_device.h"
 
 namespace kvtier::transfer {
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "kvtier/config.h"
+#include "kvtier/tensor.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -9,9 +12,6 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
-
-#include "kvtier/config.h"
-#include "kvtier/tensor.h"
 
 /// The only interface between CPU and CUDA. Above it there is no CUDA header; below it each kernel
 /// chooses its backend once, at its front door:
@@ -42,8 +42,8 @@ class Task {
 
   Task() = default;
   template <typename F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, Task>)
-  Task(F&& f) {  // NOLINT(google-explicit-constructor): callers pass lambdas
+  requires(!std::is_same_v<std::remove_cvref_t<F>, Task>)
+      Task(F&& f) {  // NOLINT(google-explicit-constructor): callers pass lambdas
     using Callable = std::remove_cvref_t<F>;
     static_assert(sizeof(Callable) <= kBytes, "the callable captures too much");
     static_assert(alignof(Callable) <= alignof(std::max_align_t));
@@ -89,11 +89,12 @@ class EventState {
  public:
   virtual ~EventState() = default;
   [[nodiscard]] virtual bool done() const = 0;
-  virtual void wait() const = 0;     ///< Blocks the host.
+  virtual void wait() const = 0;        ///< Blocks the host.
   virtual void release() noexcept = 0;  ///< Returns the state to its device's pool.
 };
 
-/// A point in a stream's work. Move-only; an empty event counts as done. Must not outlive its device.
+/// A point in a stream's work. Move-only; an empty event counts as done. Must not outlive its
+/// device.
 class Event {
  public:
   Event() = default;
@@ -216,9 +217,10 @@ class Device {
   Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
-  /// Allocates at least 256-byte aligned memory, contents undefined. `kPinnedHost` memory is touched
-  /// by several threads and registered in chunks, page aligned, and readable by kernels at the same
-  /// address. Throws `kResourceExhausted` with the sizes, everything already obtained given back.
+  /// Allocates at least 256-byte aligned memory, contents undefined. `kPinnedHost` memory is
+  /// touched by several threads and registered in chunks, page aligned, and readable by kernels at
+  /// the same address. Throws `kResourceExhausted` with the sizes, everything already obtained
+  /// given back.
   [[nodiscard]] virtual Buffer allocate(Space space, std::size_t bytes,
                                         const PinOptions& options = {}) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "kvtier/tensor.h"
+
 #include <bit>
 #include <cstdint>
-
-#include "kvtier/tensor.h"
 
 /// 16-bit floats of the host code. Kernels use the types of cuda_fp16.h and cuda_bf16.h.
 namespace kvtier::transfer {
@@ -43,7 +43,8 @@ struct Float16 {
     if (magnitude >= 0x477FF000U) return {static_cast<std::uint16_t>(sign | 0x7C00U)};
     if (magnitude < 0x38800000U) {  // subnormal: adding 0.5 aligns the rounding position
       const float aligned = std::bit_cast<float>(magnitude) + 0.5F;
-      return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(aligned) - 0x3F000000U))};
+      return {
+          static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(aligned) - 0x3F000000U))};
     }
     const std::uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13) & 1U) - 0x38000000U;
     return {static_cast<std::uint16_t>(sign | (rounded >> 13))};

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "transfer/device.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -8,16 +10,15 @@
 #include <span>
 #include <vector>
 
-#include "transfer/device.h"
-
 namespace kvtier::transfer {
 
-/// Fixed-size frames out of one allocation: page frames in pinned memory, sketch blocks on the device.
+/// Fixed-size frames out of one allocation: page frames in pinned memory, sketch blocks on the
+/// device.
 ///
-/// A frame is taken by its owner and given back *with the event of its last reader*; it is handed out
-/// again only when that event is done. `take_all` is all or nothing, so a caller that runs out has
-/// changed nothing. Thread-safe; the mutex guards the free list and the retiring batches, and is never
-/// held over a copy or a wait.
+/// A frame is taken by its owner and given back *with the event of its last reader*; it is handed
+/// out again only when that event is done. `take_all` is all or nothing, so a caller that runs out
+/// has changed nothing. Thread-safe; the mutex guards the free list and the retiring batches, and
+/// is never held over a copy or a wait.
 class FramePool {
  public:
   /// Allocates floor(bytes / frame_bytes) frames (none when 0). Throws `kResourceExhausted`.
@@ -25,8 +26,8 @@ class FramePool {
             const PinOptions& options = {});
 
   /// Takes `frames.size()` frames, or none and returns false when fewer can be had now. Events of
-  /// retiring frames are polled when the free list is short; when `stream` is given and polling is not
-  /// enough, `stream` is made to wait for the retiring frames that are taken.
+  /// retiring frames are polled when the free list is short; when `stream` is given and polling is
+  /// not enough, `stream` is made to wait for the retiring frames that are taken.
   [[nodiscard]] bool take_all(std::span<std::byte*> frames, Stream* stream = nullptr);
 
   /// Gives frames back; each is reused only after `last_use` is done.

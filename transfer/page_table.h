@@ -1,11 +1,11 @@
 #pragma once
 
+#include "transfer/device.h"
+#include "transfer/frame_pool.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include "transfer/device.h"
-#include "transfer/frame_pool.h"
 
 namespace kvtier::transfer {
 
@@ -19,14 +19,16 @@ class PageTable {
   /// `device_addresses` has room for `capacity` entries and outlives the table.
   PageTable(FramePool& pool, std::byte** device_addresses, std::int64_t capacity);
   PageTable(PageTable&&) noexcept;
-  PageTable& operator=(PageTable&&) = delete;  // frames would have to be given back without an event
+  PageTable& operator=(PageTable&&) =
+      delete;    // frames would have to be given back without an event
   ~PageTable();  // frames still held go back with an empty event: call `clear` first
 
-  /// Takes frames until there are `count`. Returns false, with nothing changed, when the pool has too
-  /// few or `count` exceeds the capacity.
+  /// Takes frames until there are `count`. Returns false, with nothing changed, when the pool has
+  /// too few or `count` exceeds the capacity.
   [[nodiscard]] bool grow(Stream& stream, std::int64_t count);
 
-  /// Gives the frames from index `count` on back, reused after the work enqueued on `stream` so far.
+  /// Gives the frames from index `count` on back, reused after the work enqueued on `stream` so
+  /// far.
   void shrink(Stream& stream, std::int64_t count);
 
   [[nodiscard]] std::int64_t size() const noexcept {

@@ -2,15 +2,14 @@
 
 #include <cstddef>
 #include <cstdint>
-
 #include <functional>
 
 namespace kvtier::transfer {
 
-/// Calls `body(begin, end)` over disjoint ranges that cover [0, count), at least `grain` long (the last
-/// may be shorter), on several threads; returns when all are done. Ranges may start in any order.
-/// Exceptions of a body are rethrown, one of them when several throw. Nested calls are allowed.
-/// `body` is not copied.
+/// Calls `body(begin, end)` over disjoint ranges that cover [0, count), at least `grain` long (the
+/// last may be shorter), on several threads; returns when all are done. Ranges may start in any
+/// order. Exceptions of a body are rethrown, one of them when several throw. Nested calls are
+/// allowed. `body` is not copied.
 void parallel_for(std::int64_t count, std::int64_t grain,
                   const std::function<void(std::int64_t, std::int64_t)>& body);
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <cstdint>
-
 #include "transfer/batch.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
+
+#include <cstdint>
 
 namespace kvtier::transfer {
 
@@ -23,7 +23,7 @@ struct StepFlags {
   std::uint64_t rows_fetched_host = 0;  ///< Rows read from host pages.
   std::uint64_t rows_resident = 0;      ///< Rows read from device memory.
   std::uint64_t rows_selected = 0;
-  std::uint64_t tokens_scored = 0;      ///< (eligible token, KV head, query row) triples.
+  std::uint64_t tokens_scored = 0;  ///< (eligible token, KV head, query row) triples.
 };
 
 /// New tokens of one sequence.
@@ -37,14 +37,14 @@ struct AppendItem {
 };
 using AppendBatch = Batch<AppendItem, 32>;
 
-/// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items, kv_heads,
-/// row]`. Counts non-finite (token, head) pairs in `flags`. Enqueued; inputs must stay valid until the
-/// stream has passed it.
+/// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items,
+/// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`. Enqueued; inputs must stay
+/// valid until the stream has passed it.
 void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
                std::byte* packed);
 
-/// Writes packed rows at tokens length .. length + tokens - 1 of each sequence: to their pages, to the
-/// sink buffer and to the ring. Tokens past `capacity` are dropped. Lengths do not change: see
+/// Writes packed rows at tokens length .. length + tokens - 1 of each sequence: to their pages, to
+/// the sink buffer and to the ring. Tokens past `capacity` are dropped. Lengths do not change: see
 /// `append_done`.
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
                 const std::byte* packed);
@@ -83,6 +83,7 @@ using QueryItems = Batch<QueryItem>;
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out);
 
 /// Tells whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity.
-[[nodiscard]] bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads, int head_dim);
+[[nodiscard]] bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads,
+                              int head_dim);
 
 }  // namespace kvtier::transfer

@@ -1,17 +1,18 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include "kvtier/config.h"
+
 #include "transfer/batch.h"
 #include "transfer/host_device.h"
+
+#include <cstddef>
+#include <cstdint>
 
 namespace kvtier::transfer {
 
 /// Shape of the stored KV. A *row* is K then V of one (token, KV head), `2 * head_dim` 16-bit
-/// elements, a multiple of 64 bytes for every head_dim supported. A *page* holds `page_tokens` rows of
-/// each head: `[kv_heads, page_tokens, row]`, so that neighbours of one head are one run.
+/// elements, a multiple of 64 bytes for every head_dim supported. A *page* holds `page_tokens` rows
+/// of each head: `[kv_heads, page_tokens, row]`, so that neighbours of one head are one run.
 struct KvGeometry {
   int kv_heads = 0;
   int query_heads = 0;
@@ -39,9 +40,11 @@ struct SequenceCounters {
 
 /// Addresses of one (sequence, layer), by value to kernels.
 struct SequenceView {
-  const std::byte* const* pages = nullptr;  ///< Device array of page addresses (host or device memory).
-  std::byte* sink_rows = nullptr;    ///< `[kv_heads, sink_capacity, row]`, device.
-  std::byte* recent_rows = nullptr;  ///< `[kv_heads, recent_capacity, row]`, ring by token index, device.
+  const std::byte* const* pages =
+      nullptr;                     ///< Device array of page addresses (host or device memory).
+  std::byte* sink_rows = nullptr;  ///< `[kv_heads, sink_capacity, row]`, device.
+  std::byte* recent_rows =
+      nullptr;  ///< `[kv_heads, recent_capacity, row]`, ring by token index, device.
   SequenceCounters* counters = nullptr;  ///< Device.
 };
 
@@ -49,8 +52,8 @@ using SequenceBatch = Batch<SequenceView>;
 
 /// One query token of a batch. It sees tokens 0 .. length - lag - 1 of its sequence.
 struct QueryRow {
-  std::int32_t sequence = 0;  ///< Index into the `SequenceBatch`.
-  std::int32_t lag = 0;       ///< Newer tokens of the sequence that this query must not see.
+  std::int32_t sequence = 0;    ///< Index into the `SequenceBatch`.
+  std::int32_t lag = 0;         ///< Newer tokens of the sequence that this query must not see.
   std::int64_t dense_from = 0;  ///< First token always attended; INT64_MAX for none.
 };
 
@@ -78,8 +81,8 @@ struct AttendedSpans {
 
 /// Computes the spans; with no eligible token everything visible is in the tail span.
 ///
-/// Example: sparse, length 1000, lag 0, sink 128, recent 128, dense_from 800 -> sink [0, 128), eligible
-/// [128, 800), tail [800, 1000).
+/// Example: sparse, length 1000, lag 0, sink 128, recent 128, dense_from 800 -> sink [0, 128),
+/// eligible [128, 800), tail [800, 1000).
 KVTIER_HOST_DEVICE inline AttendedSpans attended_spans(const SpanRule& rule, std::int64_t length,
                                                        const QueryRow& row) {
   AttendedSpans spans;
@@ -99,8 +102,8 @@ KVTIER_HOST_DEVICE inline AttendedSpans attended_spans(const SpanRule& rule, std
   return spans;
 }
 
-/// Returns the number of tokens to select: k given, or max(1, floor(visible / sparsity)), clamped to
-/// the eligible tokens.
+/// Returns the number of tokens to select: k given, or max(1, floor(visible / sparsity)), clamped
+/// to the eligible tokens.
 KVTIER_HOST_DEVICE inline std::int64_t num_to_select(int top_k, double sparsity,
                                                      const AttendedSpans& spans) {
   std::int64_t k = top_k;
@@ -124,21 +127,22 @@ KVTIER_HOST_DEVICE inline const std::byte* row_address(const KvGeometry& geometr
   }
   if (geometry.recent_capacity > 0 && token >= resident_begin) {
     return sequence.recent_rows +
-           (std::int64_t{kv_head} * geometry.recent_capacity + token % geometry.recent_capacity) * row;
+           (std::int64_t{kv_head} * geometry.recent_capacity + token % geometry.recent_capacity) *
+               row;
   }
   const std::byte* page = sequence.pages[token / geometry.page_tokens];
   return page + (std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens) * row;
 }
 
-/// Rows of a step chosen for attention, per (query row, KV head): ascending token ids, and which query
-/// heads of the group attend each.
+/// Rows of a step chosen for attention, per (query row, KV head): ascending token ids, and which
+/// query heads of the group attend each.
 struct SelectionView {
-  std::int32_t* ids = nullptr;          ///< `[rows, kv_heads, capacity]`.
-  std::uint16_t* head_mask = nullptr;   ///< Same shape; bit h = query head h of the group.
-  std::int32_t* counts = nullptr;       ///< `[rows, kv_heads]`.
+  std::int32_t* ids = nullptr;         ///< `[rows, kv_heads, capacity]`.
+  std::uint16_t* head_mask = nullptr;  ///< Same shape; bit h = query head h of the group.
+  std::int32_t* counts = nullptr;      ///< `[rows, kv_heads]`.
   std::int64_t capacity = 0;
-  std::byte* staged = nullptr;          ///< `[rows, kv_heads, staged_capacity, row]` or nullptr.
-  std::int64_t staged_capacity = 0;     ///< Entries beyond it are read at `row_address`.
+  std::byte* staged = nullptr;       ///< `[rows, kv_heads, staged_capacity, row]` or nullptr.
+  std::int64_t staged_capacity = 0;  ///< Entries beyond it are read at `row_address`.
 };
 
 }  // namespace kvtier::transfer

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "kvtier/export.h"
+#include "kvtier/tensor.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -7,9 +10,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include "kvtier/export.h"
-#include "kvtier/tensor.h"
 
 namespace kvtier {
 
@@ -85,9 +85,9 @@ struct RetrievalConfig {
 
   int planes_per_table = 10;  ///< P, 1..12 (collision estimators). P * L <= 1024.
   int tables = 60;            ///< L (collision estimators).
-  float tau = 0.4F;           ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
-  int num_planes = 256;       ///< Sign bits read by norm-aware, 64..1024.
-  int query_bits = 4;         ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
+  float tau = 0.4F;      ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
+  int num_planes = 256;  ///< Sign bits read by norm-aware, 64..1024.
+  int query_bits = 4;    ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
 
   /// Tokens to select: `top_k`, unless `sparsity` > 0, then max(1, floor(N / sparsity)) with N the
   /// tokens visible to the query.
@@ -109,7 +109,7 @@ struct RetrievalConfig {
 
 struct LayerConfig {
   LayerMode mode = LayerMode::kSparse;
-  std::int64_t window_tokens = 0;     ///< Last tokens attended, for `kSlidingWindow`.
+  std::int64_t window_tokens = 0;      ///< Last tokens attended, for `kSlidingWindow`.
   std::optional<float> softmax_scale;  ///< Default 1 / sqrt(head_dim).
   float logit_softcap = 0.0F;          ///< logit = cap * tanh(logit / cap) when > 0.
 };
@@ -117,8 +117,8 @@ struct LayerConfig {
 struct ModelConfig {
   int layers = 1;
   int query_heads = 1;
-  int kv_heads = 1;    ///< Divides query_heads; 1..16 query heads per KV head.
-  int head_dim = 128;  ///< 64, 96, 128 or 256.
+  int kv_heads = 1;                   ///< Divides query_heads; 1..16 query heads per KV head.
+  int head_dim = 128;                 ///< 64, 96, 128 or 256.
   DType kv_dtype = DType::kBFloat16;  ///< Storage of K and V: bf16 or fp16.
   /// Empty (every layer sparse), or one entry per layer.
   std::vector<LayerConfig> layer_options;

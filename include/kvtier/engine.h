@@ -1,15 +1,15 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <span>
-
 #include "kvtier/config.h"
 #include "kvtier/error.h"
 #include "kvtier/export.h"
 #include "kvtier/stats.h"
 #include "kvtier/tensor.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
 
 namespace kvtier {
 
@@ -27,16 +27,17 @@ struct AttendOptions {
   const RetrievalConfig* retrieval = nullptr;
 };
 
-/// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up to
-/// and including the session's token number length - T + t (a causal tail).
-/// `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside
-/// sink, window and dense tokens, -1 for none, any order; replaces scoring.
+/// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up
+/// to and including the session's token number length - T + t (a causal tail). `selected`
+/// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
+/// and dense tokens, -1 for none, any order; replaces scoring.
 struct AttendInputs {
   TensorView query;
   TensorView selected;
 };
 
-/// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads, head_dim]`.
+/// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads,
+/// head_dim]`.
 struct DecodeInputs {
   TensorView query;
   TensorView key;
@@ -55,8 +56,8 @@ struct AttendOutputs {
 };
 
 /// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for
-/// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of each
-/// id (per KV head: the combined one), -infinity where padded.
+/// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of
+/// each id (per KV head: the combined one), -infinity where padded.
 struct SelectOutputs {
   MutableTensorView ids;
   MutableTensorView scores;
@@ -82,14 +83,14 @@ struct BatchItem {
   AttendOptions options;
 };
 
-/// Owns the device, the page pool, the planes and the workspaces; allocates at construction all that
-/// steps will use.
+/// Owns the device, the page pool, the planes and the workspaces; allocates at construction all
+/// that steps will use.
 ///
 /// Thread-safe. Sessions keep the engine's state alive, so the order of destruction is free.
 class KVTIER_EXPORT Engine {
  public:
-  /// Throws `kInvalidArgument` with all problems of `config`, `kResourceExhausted` when memory cannot
-  /// be allocated or pinned, `kUnimplemented` when CUDA is asked for and cannot be used.
+  /// Throws `kInvalidArgument` with all problems of `config`, `kResourceExhausted` when memory
+  /// cannot be allocated or pinned, `kUnimplemented` when CUDA is asked for and cannot be used.
   explicit Engine(const Config& config);
   ~Engine();
   Engine(Engine&&) noexcept;
@@ -98,8 +99,8 @@ class KVTIER_EXPORT Engine {
   /// Opens an empty session. Throws `kResourceExhausted` when its tables do not fit.
   [[nodiscard]] Session open(const SessionConfig& config = {});
 
-  /// `Session::decode` for a ragged batch: items may differ in length, tokens and options. All items
-  /// are checked before any changes.
+  /// `Session::decode` for a ragged batch: items may differ in length, tokens and options. All
+  /// items are checked before any changes.
   void decode(int layer, std::span<const BatchItem> items, StreamRef stream = {});
 
   /// Merges partial attention over disjoint token sets by log-sum-exp. `result.out` and
@@ -119,8 +120,8 @@ class KVTIER_EXPORT Engine {
 };
 
 /// The KV of one sequence and its sketches, in all layers. Used by one thread at a time, and by one
-/// stream at a time unless the caller orders the streams. Move-only; destruction closes, waiting for
-/// nothing: pages return when the last enqueued reader is done.
+/// stream at a time unless the caller orders the streams. Move-only; destruction closes, waiting
+/// for nothing: pages return when the last enqueued reader is done.
 ///
 /// Tensors are host or device memory (`TensorView::space`). With a stream, device tensors must stay
 /// valid until the stream has passed the call; host tensors are taken only without a stream.
@@ -130,10 +131,10 @@ class KVTIER_EXPORT Session {
   Session(Session&&) noexcept;
   Session& operator=(Session&&) noexcept;
 
-  /// Stores keys and values of new tokens, `[tokens, kv_heads, head_dim]` each, any float dtype, and
-  /// sketches them. Rotary embedding must already be applied.
-  /// Throws `kInvalidArgument` (shape, dtype, layer, non-finite host data), `kResourceExhausted` (at
-  /// capacity, or no page or sketch block left): nothing has changed then.
+  /// Stores keys and values of new tokens, `[tokens, kv_heads, head_dim]` each, any float dtype,
+  /// and sketches them. Rotary embedding must already be applied. Throws `kInvalidArgument` (shape,
+  /// dtype, layer, non-finite host data), `kResourceExhausted` (at capacity, or no page or sketch
+  /// block left): nothing has changed then.
   void append(int layer, const TensorView& keys, const TensorView& values, StreamRef stream = {});
 
   /// Makes room for `tokens` more tokens in every layer, so that appends up to there take no page.
@@ -164,8 +165,8 @@ class KVTIER_EXPORT Session {
   void truncate(std::int64_t tokens, StreamRef stream = {});
 
   /// Tells the session that replays of a captured graph have appended `tokens` to `layer`: replays
-  /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what was
-  /// reserved.
+  /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what
+  /// was reserved.
   void advance(int layer, std::int64_t tokens);
 
  private:

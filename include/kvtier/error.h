@@ -1,11 +1,11 @@
 #pragma once
 
+#include "kvtier/export.h"
+
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-
-#include "kvtier/export.h"
 
 namespace kvtier {
 

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "kvtier/export.h"
+
 #include <cstddef>
 #include <cstdint>
-
-#include "kvtier/export.h"
 
 namespace kvtier {
 
@@ -13,23 +13,23 @@ struct Stats {
   struct Cumulative {
     std::uint64_t tokens_appended = 0;  ///< (token, layer) pairs.
     std::uint64_t queries = 0;          ///< (query token, layer) pairs attended.
-    std::uint64_t rows_selected = 0;    ///< Rows chosen by score, per (query token, KV head, layer).
-    std::uint64_t rows_attended = 0;    ///< Rows chosen plus sink, window and dense rows, likewise.
-    std::uint64_t bytes_host_to_device = 0;  ///< Rows read from host pages by steps.
-    std::uint64_t bytes_device_to_host = 0;  ///< Rows written to host pages by appends.
+    std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
+    std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
+    std::uint64_t bytes_host_to_device = 0;   ///< Rows read from host pages by steps.
+    std::uint64_t bytes_device_to_host = 0;   ///< Rows written to host pages by appends.
     std::uint64_t bytes_device_resident = 0;  ///< Rows attended out of device memory.
-    std::uint64_t bytes_sketch_read = 0;     ///< Sketch and norm bytes read by scoring.
-    std::uint64_t nonfinite_tokens = 0;      ///< (token, KV head) pairs with NaN or infinity.
+    std::uint64_t bytes_sketch_read = 0;      ///< Sketch and norm bytes read by scoring.
+    std::uint64_t nonfinite_tokens = 0;       ///< (token, KV head) pairs with NaN or infinity.
 
     friend KVTIER_EXPORT Cumulative operator-(const Cumulative& a, const Cumulative& b) noexcept;
   };
   struct Snapshot {
     std::size_t sessions = 0;
-    std::size_t host_page_bytes = 0;      ///< Bytes of page frames, in use and in all.
+    std::size_t host_page_bytes = 0;  ///< Bytes of page frames, in use and in all.
     std::size_t host_page_bytes_used = 0;
-    std::size_t device_bytes = 0;         ///< Bytes the engine holds on the device.
-    std::size_t sketch_bytes_used = 0;    ///< Bytes of sketch blocks in use.
-    std::size_t pages = 0;                ///< Page frames in all.
+    std::size_t device_bytes = 0;       ///< Bytes the engine holds on the device.
+    std::size_t sketch_bytes_used = 0;  ///< Bytes of sketch blocks in use.
+    std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
   };
   /// Host-clock time of calls that returned with their outputs written (no stream given), in

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/export.h"
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -7,8 +9,6 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-
-#include "kvtier/export.h"
 
 namespace kvtier {
 
@@ -60,8 +60,8 @@ struct BasicTensorView {
 
   /// A writable view converts to a read-only one.
   template <typename Other>
-    requires(std::is_convertible_v<Other*, Void*> && !std::is_same_v<Other, Void>)
-  BasicTensorView(const BasicTensorView<Other>& other)  // NOLINT(google-explicit-constructor)
+  requires(std::is_convertible_v<Other*, Void*> && !std::is_same_v<Other, Void>)
+      BasicTensorView(const BasicTensorView<Other>& other)  // NOLINT(google-explicit-constructor)
       : data(other.data),
         dtype(other.dtype),
         space(other.space),

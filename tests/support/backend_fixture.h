@@ -1,5 +1,9 @@
 #pragma once
 
+#include "kvtier/error.h"
+
+#include "transfer/device.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,9 +12,6 @@
 #include <span>
 #include <string>
 #include <vector>
-
-#include "kvtier/error.h"
-#include "transfer/device.h"
 
 namespace kvtier::testing {
 
@@ -82,7 +83,6 @@ inline std::vector<Backend> compiled_backends() {
 
 }  // namespace kvtier::testing
 
-#define KVTIER_INSTANTIATE_BACKENDS(Suite)                                                  \
-  INSTANTIATE_TEST_SUITE_P(, Suite,                                                         \
-                           ::testing::ValuesIn(::kvtier::testing::compiled_backends()),     \
+#define KVTIER_INSTANTIATE_BACKENDS(Suite)                                                       \
+  INSTANTIATE_TEST_SUITE_P(, Suite, ::testing::ValuesIn(::kvtier::testing::compiled_backends()), \
                            ::kvtier::testing::backend_name)

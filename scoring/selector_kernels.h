@@ -1,0 +1,52 @@
+#pragma once
+
+#include "scoring/selector.h"
+
+#include <cstddef>
+#include <cstdint>
+
+/// The two implementations behind scoring/selector.h.
+namespace kvtier::scoring {
+
+/// Memory of a `Selector`, all on the device, strides by `limits`.
+struct SelectorWorkspace {
+  SelectorLimits limits;
+  QueryTables tables;                   ///< Written by build_query_tables before `select`.
+  float* scores = nullptr;              ///< `[rows][query_heads][max_tokens]`
+  float* combined = nullptr;            ///< `[rows][kv_heads][max_tokens]`, per-KV-head scores.
+  std::uint16_t* token_mask = nullptr;  ///< `[rows][kv_heads][max_tokens]`, bit h: head h chose it.
+  std::byte* scratch = nullptr;         ///< `scratch_bytes(limits)` bytes, 256-byte aligned.
+  transfer::SelectionView selection;    ///< What `select` and `adopt` fill.
+};
+
+/// Where `export_scores` writes: fp32, the shape of the ids, strides in elements.
+struct ScoreTensor {
+  float* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+namespace cpu {
+[[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
+/// Scores (one estimator), combines heads if asked, finds each row's k-th best, writes the
+/// selection.
+void select(const SelectRequest& request, const SelectorWorkspace& workspace);
+void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids);
+void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
+                const IdTensor& out);
+void export_scores(const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const IdTensor& ids, const ScoreTensor& out);
+}  // namespace cpu
+
+namespace cuda {  // `stream` is a cudaStream_t
+[[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
+void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace);
+void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+           const IdTensor& ids);
+void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                const IdTensor& out);
+void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const IdTensor& ids, const ScoreTensor& out);
+}  // namespace cuda
+
+}  // namespace kvtier::scoring
