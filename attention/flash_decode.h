@@ -3,6 +3,7 @@
 #include "attention/softmax_state.h"
 #include "transfer/batch.h"
 #include "transfer/device.h"
+#include "transfer/rows.h"
 #include "transfer/sequence.h"
 
 #include <cstdint>

@@ -1,0 +1,346 @@
+#include "attention/flash_decode_kernels.h"
+#include "attention/flash_decode_simd.h"
+#include "transfer/float16.h"
+#include "transfer/parallel.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cassert>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace kvtier::attention::cpu {
+namespace {
+
+using transfer::AttendedSpans;
+using transfer::KvGeometry;
+using transfer::SequenceView;
+
+// Rows converted to fp32 together: 32 KiB of K and V at head_dim 128, so that they stay in the
+// second-level cache while every query row and head of the group passes over them.
+constexpr int kTileRows = 32;
+constexpr int kMaxHeadDim = 256;
+// Tokens of one split. Splits depend on the call's limits alone, never on the number of threads, so
+// the result does not either.
+constexpr std::int64_t kSplitTokens = 512;
+
+/// K and V of up to kTileRows tokens in fp32, a row as it is stored: K then V.
+struct Tile {
+  alignas(64) std::array<float, std::size_t{kTileRows} * 2 * kMaxHeadDim> values;
+};
+
+struct RowCounts {
+  std::uint64_t host = 0;
+  std::uint64_t resident = 0;
+};
+
+void count_rows(const AttendRequest& request, const RowCounts& counts) {
+  if (request.flags == nullptr) return;
+  std::atomic_ref(request.flags->rows_fetched_host)
+      .fetch_add(counts.host, std::memory_order_relaxed);
+  std::atomic_ref(request.flags->rows_resident)
+      .fetch_add(counts.resident, std::memory_order_relaxed);
+}
+
+/// Tells whether a token's row is in its page only, in memory across the host link.
+bool in_host_page(const AttendRequest& request, std::int64_t resident_begin, std::int64_t token) {
+  if (request.pages_on_device || token < request.kv.sink_capacity) return false;
+  return request.kv.recent_capacity == 0 || token < resident_begin;
+}
+
+/// The running softmax of one (query row, query head) over the tokens of one split.
+struct Accumulator {
+  const float* query = nullptr;  ///< `[head_dim]`, times the softmax scale.
+  float* out = nullptr;          ///< `[head_dim]`
+  SoftmaxState* state = nullptr;
+};
+
+void attend_tile(const AttendRequest& request, const Tile& tile, const std::int32_t* index,
+                 int count, const Accumulator& acc) {
+  if (count == 0) return;
+  const int d = request.kv.head_dim;
+  const std::int64_t stride = 2 * std::int64_t{d};
+  std::array<float, kTileRows> logits;
+  dot_rows(acc.query, tile.values.data(), stride, index, count, d, logits.data());
+  if (request.logit_softcap > 0.0F) {
+    for (int i = 0; i < count; ++i) {
+      float& logit = logits[static_cast<std::size_t>(i)];
+      logit = soft_cap(logit, request.logit_softcap);
+    }
+  }
+  SoftmaxState tile_state;
+  tile_state.max = max_of(logits.data(), count);
+  const float max = std::max(acc.state->max, tile_state.max);
+  tile_state.max = max;
+  tile_state.sum = exp_and_sum(logits.data(), count, max);
+  const MergeWeights weights = merge(*acc.state, tile_state);
+  *acc.state = weights.state;
+  accumulate_rows(acc.out, weights.a, logits.data(), tile.values.data() + d, stride, index, count,
+                  d);
+}
+
+/// Clears the partial results of (row, KV head, split) and pairs them with the scaled queries.
+void open_accumulators(const AttendRequest& request, const PartialView& partial, int row,
+                       int kv_head, int split, float* queries, Accumulator* accumulators) {
+  const KvGeometry& kv = request.kv;
+  const int group = kv.group();
+  for (int h = 0; h < group; ++h) {
+    const std::int64_t head = std::int64_t{row} * kv.query_heads + kv_head * group + h;
+    const std::int64_t slot = head * FlashDecode::kMaxSplits + split;
+    float* query = queries + std::int64_t{h} * kv.head_dim;
+    const float* source = request.queries + head * kv.head_dim;
+    for (int x = 0; x < kv.head_dim; ++x) query[x] = source[x] * request.softmax_scale;
+    accumulators[h] = {query, partial.out + slot * kv.head_dim, partial.state + slot};
+    std::fill_n(accumulators[h].out, kv.head_dim, 0.0F);
+    *accumulators[h].state = {};
+  }
+}
+
+/// Query rows of one sequence that stand next to each other in the batch; they share conversions.
+struct RowRun {
+  int begin = 0;
+  int end = 0;
+};
+
+std::vector<RowRun> row_runs(const transfer::QueryBatch& rows) {
+  std::vector<RowRun> runs;
+  for (int r = 0; r < rows.count; ++r) {
+    if (runs.empty() || rows[r].sequence != rows[runs.back().begin].sequence) {
+      runs.push_back({r, r});
+    }
+    runs.back().end = r + 1;
+  }
+  return runs;
+}
+
+/// The union of the always-attended tokens of a run: [0, head_end) and [tail_begin, tail_end).
+struct SpanUnion {
+  std::int64_t head_end = 0;
+  std::int64_t tail_begin = 0;
+  std::int64_t tail_end = 0;
+
+  [[nodiscard]] std::int64_t size() const { return head_end + tail_end - tail_begin; }
+  [[nodiscard]] std::int64_t token(std::int64_t i) const {
+    return i < head_end ? i : i - head_end + tail_begin;
+  }
+};
+
+SpanUnion unite(const std::vector<AttendedSpans>& spans) {
+  SpanUnion all{0, std::numeric_limits<std::int64_t>::max(), 0};
+  for (const AttendedSpans& s : spans) {
+    all.head_end = std::max(all.head_end, s.sink_end);
+    all.tail_begin = std::min(all.tail_begin, s.tail_begin);
+    all.tail_end = std::max(all.tail_end, s.visible);
+  }
+  all.tail_begin = std::min(all.tail_begin, all.tail_end);
+  all.head_end = std::min(all.head_end, all.tail_begin);
+  return all;
+}
+
+void attend_spans(const AttendRequest& request, const PartialView& partial, const RowRun& run,
+                  int kv_head, int split, int splits) {
+  const KvGeometry& kv = request.kv;
+  const auto group = static_cast<std::size_t>(kv.group());
+  const auto num_rows = static_cast<std::size_t>(run.end - run.begin);
+  const SequenceView& sequence = request.sequences[request.rows[run.begin].sequence];
+  const std::int64_t length = sequence.counters->length;
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+
+  std::vector<AttendedSpans> spans(num_rows);
+  std::vector<float> queries(num_rows * group * static_cast<std::size_t>(kv.head_dim));
+  std::vector<Accumulator> accumulators(num_rows * group);
+  for (std::size_t r = 0; r < num_rows; ++r) {
+    const int row = run.begin + static_cast<int>(r);
+    spans[r] = transfer::attended_spans(request.rule, length, request.rows[row]);
+    open_accumulators(request, partial, row, kv_head, split,
+                      queries.data() + r * group * static_cast<std::size_t>(kv.head_dim),
+                      accumulators.data() + r * group);
+  }
+
+  const SpanUnion all = unite(spans);
+  const std::int64_t chunk = (all.size() + splits - 1) / splits;
+  const std::int64_t end = std::min(all.size(), (split + 1) * chunk);
+  RowCounts counts;
+  Tile tile;
+  std::array<std::int64_t, kTileRows> tokens;
+  std::array<std::int32_t, kTileRows> index;
+  for (std::int64_t begin = split * chunk; begin < end; begin += kTileRows) {
+    const auto filled = static_cast<std::size_t>(std::min<std::int64_t>(kTileRows, end - begin));
+    for (std::size_t i = 0; i < filled; ++i) {
+      tokens[i] = all.token(begin + static_cast<std::int64_t>(i));
+      widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, tokens[i]),
+            2 * std::int64_t{kv.head_dim},
+            tile.values.data() + i * 2 * static_cast<std::size_t>(kv.head_dim));
+    }
+    for (std::size_t r = 0; r < num_rows; ++r) {
+      int seen = 0;
+      for (std::size_t i = 0; i < filled; ++i) {
+        const bool attended = tokens[i] < spans[r].sink_end ||
+                              (tokens[i] >= spans[r].tail_begin && tokens[i] < spans[r].visible);
+        if (!attended) continue;
+        index[static_cast<std::size_t>(seen++)] = static_cast<std::int32_t>(i);
+        in_host_page(request, resident_begin, tokens[i]) ? ++counts.host : ++counts.resident;
+      }
+      for (std::size_t h = 0; h < group; ++h) {
+        attend_tile(request, tile, index.data(), seen, accumulators[r * group + h]);
+      }
+    }
+  }
+  count_rows(request, counts);
+}
+
+void attend_selected(const AttendRequest& request, const transfer::SelectionView& selection,
+                     const PartialView& partial, int row, int kv_head, int split, int splits) {
+  const KvGeometry& kv = request.kv;
+  const auto group = static_cast<std::size_t>(kv.group());
+  const SequenceView& sequence = request.sequences[request.rows[row].sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+  std::vector<float> queries(group * static_cast<std::size_t>(kv.head_dim));
+  std::vector<Accumulator> accumulators(group);
+  open_accumulators(request, partial, row, kv_head, split, queries.data(), accumulators.data());
+
+  const std::int64_t list = std::int64_t{row} * kv.kv_heads + kv_head;
+  const std::int32_t* ids = selection.ids + list * selection.capacity;
+  const std::uint16_t* masks = selection.head_mask + list * selection.capacity;
+  const std::int64_t count = selection.counts[list];
+  const std::int64_t num_staged =
+      selection.staged != nullptr ? std::min(count, selection.staged_capacity) : 0;
+  const std::int64_t chunk = (count + splits - 1) / splits;
+  const std::int64_t end = std::min(count, (split + 1) * chunk);
+  RowCounts counts;
+  Tile tile;
+  std::array<std::int32_t, kTileRows> index;
+  for (std::int64_t begin = split * chunk; begin < end; begin += kTileRows) {
+    const std::int64_t filled = std::min<std::int64_t>(kTileRows, end - begin);
+    for (std::int64_t i = 0; i < filled; ++i) {
+      const std::int64_t entry = begin + i;
+      assert(ids[entry] >= 0);
+      const std::byte* row_bytes = nullptr;
+      if (entry < num_staged) {
+        row_bytes = selection.staged + (list * selection.staged_capacity + entry) * kv.row_bytes();
+      } else {
+        row_bytes = row_address(kv, sequence, resident_begin, kv_head, ids[entry]);
+        in_host_page(request, resident_begin, ids[entry]) ? ++counts.host : ++counts.resident;
+      }
+      widen(kv.dtype, row_bytes, 2 * std::int64_t{kv.head_dim},
+            tile.values.data() + i * 2 * kv.head_dim);
+    }
+    for (std::size_t h = 0; h < group; ++h) {
+      int seen = 0;
+      for (std::int64_t i = 0; i < filled; ++i) {
+        if (((masks[begin + i] >> h) & 1U) == 0) continue;
+        index[static_cast<std::size_t>(seen++)] = static_cast<std::int32_t>(i);
+      }
+      attend_tile(request, tile, index.data(), seen, accumulators[h]);
+    }
+  }
+  count_rows(request, counts);
+}
+
+void store(DType dtype, const float* values, int count, void* out, std::int64_t offset) {
+  transfer::with_float_type(dtype, [&](auto type) {
+    using Stored = decltype(type);
+    std::byte* to =
+        static_cast<std::byte*>(out) + offset * static_cast<std::int64_t>(sizeof(Stored));
+    for (int x = 0; x < count; ++x) {
+      const Stored stored = Stored::from_float(values[x]);
+      std::memcpy(to + static_cast<std::size_t>(x) * sizeof(Stored), &stored, sizeof(Stored));
+    }
+  });
+}
+
+}  // namespace
+
+int num_splits(const AttendRequest&, std::int64_t tokens) {
+  return static_cast<int>(std::clamp<std::int64_t>((tokens + kSplitTokens - 1) / kSplitTokens, 1,
+                                                   FlashDecode::kMaxSplits));
+}
+
+void spans(const AttendRequest& request, const PartialView& partial, int splits) {
+  assert(request.kv.head_dim <= kMaxHeadDim);
+  const std::vector<RowRun> runs = row_runs(request.rows);
+  const std::int64_t per_run = std::int64_t{request.kv.kv_heads} * splits;
+  const std::int64_t count = static_cast<std::int64_t>(runs.size()) * per_run;
+  transfer::parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      attend_spans(request, partial, runs[static_cast<std::size_t>(i / per_run)],
+                   static_cast<int>(i % per_run / splits), static_cast<int>(i % splits), splits);
+    }
+  });
+}
+
+void selected(const AttendRequest& request, const transfer::SelectionView& selection,
+              const PartialView& partial, int splits) {
+  assert(request.kv.head_dim <= kMaxHeadDim);
+  const std::int64_t per_row = std::int64_t{request.kv.kv_heads} * splits;
+  transfer::parallel_for(
+      request.rows.count * per_row, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          attend_selected(request, selection, partial, static_cast<int>(i / per_row),
+                          static_cast<int>(i % per_row / splits), static_cast<int>(i % splits),
+                          splits);
+        }
+      });
+}
+
+void merge(const AttendRequest& request, const PartialParts& parts, const OutputBatch& outputs) {
+  const int d = request.kv.head_dim;
+  const std::int64_t heads = request.kv.query_heads;
+  transfer::parallel_for(request.rows.count * heads, 8, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> sum(static_cast<std::size_t>(d));
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::fill(sum.begin(), sum.end(), 0.0F);
+      SoftmaxState total;
+      for (int part = 0; part < 2; ++part) {
+        for (int split = 0; split < parts.splits[part]; ++split) {
+          const std::int64_t slot = i * FlashDecode::kMaxSplits + split;
+          const SoftmaxState& state = parts.parts[part].state[slot];
+          if (!(state.sum > 0.0F)) continue;
+          total.max = std::max(total.max, state.max);
+        }
+      }
+      for (int part = 0; part < 2; ++part) {
+        for (int split = 0; split < parts.splits[part]; ++split) {
+          const std::int64_t slot = i * FlashDecode::kMaxSplits + split;
+          const SoftmaxState& state = parts.parts[part].state[slot];
+          if (!(state.sum > 0.0F)) continue;
+          const float weight = std::exp(state.max - total.max);
+          total.sum += weight * state.sum;
+          add_scaled(sum.data(), weight, parts.parts[part].out + slot * d, d);
+        }
+      }
+      const float inverse = total.inverse_sum();
+      for (float& x : sum) x *= inverse;
+      const OutputItem& item = outputs[static_cast<int>(i / heads)];
+      const std::int64_t head = i % heads;
+      store(item.dtype, sum.data(), d, item.out, head * item.head_stride);
+      if (item.lse != nullptr) item.lse[head * item.lse_stride] = total.lse();
+    }
+  });
+}
+
+void merge_results(const MergeBatch& parts, std::int64_t num_heads_total, int head_dim, void* out,
+                   DType out_dtype, float* lse) {
+  transfer::parallel_for(num_heads_total, 64, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> sum(static_cast<std::size_t>(head_dim));
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::fill(sum.begin(), sum.end(), 0.0F);
+      SoftmaxState total;
+      for (int p = 0; p < parts.count; ++p) total.max = std::max(total.max, parts[p].lse[i]);
+      for (int p = 0; p < parts.count; ++p) {
+        if (parts[p].lse[i] == -std::numeric_limits<float>::infinity()) continue;
+        const float weight = std::exp(parts[p].lse[i] - total.max);
+        total.sum += weight;
+        add_scaled(sum.data(), weight, parts[p].out + i * head_dim, head_dim);
+      }
+      const float inverse = total.inverse_sum();
+      for (float& x : sum) x *= inverse;
+      store(out_dtype, sum.data(), head_dim, out, i * head_dim);
+      if (lse != nullptr) lse[i] = total.lse();
+    }
+  });
+}
+
+}  // namespace kvtier::attention::cpu
