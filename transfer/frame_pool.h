@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -39,10 +39,12 @@ class FramePool {
 
  private:
   struct Retiring {
-    Event last_use;
+    std::shared_ptr<Event> last_use;  // shared with a `take_all` that took some of the frames
     std::vector<std::byte*> frames;
   };
   void collect_locked();
+  [[nodiscard]] std::vector<Retiring> borrow_locked(std::size_t count);
+  void return_frames(std::span<std::byte* const> free, std::vector<Retiring> borrowed);
 
   std::size_t frame_bytes_;
   std::size_t num_frames_;

@@ -21,7 +21,7 @@ class PageTable {
   PageTable(PageTable&&) noexcept;
   PageTable& operator=(PageTable&&) =
       delete;    // frames would have to be given back without an event
-  ~PageTable();  // frames still held go back with an empty event: call `clear` first
+  ~PageTable();  // frames still held go back with an empty event: shrink to 0 first
 
   /// Takes frames until there are `count`. Returns false, with nothing changed, when the pool has
   /// too few or `count` exceeds the capacity.

@@ -1,0 +1,80 @@
+#include "kvtier/tensor.h"
+
+#include "kvtier/error.h"
+
+namespace kvtier {
+
+std::size_t dtype_bytes(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      break;
+  }
+  return 4;
+}
+
+std::string_view dtype_name(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "fp32";
+    case DType::kFloat16:
+      return "fp16";
+    case DType::kBFloat16:
+      return "bf16";
+    case DType::kInt32:
+      return "int32";
+  }
+  return "unknown";
+}
+
+std::string describe(const TensorView& view) {
+  if (view.empty()) return "no tensor";
+  std::string text(dtype_name(view.dtype));
+  text += " [";
+  for (int dim = 0; dim < view.rank; ++dim) {
+    if (dim > 0) text += ", ";
+    if (dim == kMaxTensorRank) {
+      text += "...";
+      break;
+    }
+    text += std::to_string(view.shape[static_cast<std::size_t>(dim)]);
+  }
+  text += "]";
+  return text;
+}
+
+std::string_view error_code_name(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::kCancelled:
+      return "CANCELLED";
+    case ErrorCode::kInvalidArgument:
+      return "INVALID_ARGUMENT";
+    case ErrorCode::kDeadlineExceeded:
+      return "DEADLINE_EXCEEDED";
+    case ErrorCode::kNotFound:
+      return "NOT_FOUND";
+    case ErrorCode::kResourceExhausted:
+      return "RESOURCE_EXHAUSTED";
+    case ErrorCode::kFailedPrecondition:
+      return "FAILED_PRECONDITION";
+    case ErrorCode::kAborted:
+      return "ABORTED";
+    case ErrorCode::kUnimplemented:
+      return "UNIMPLEMENTED";
+    case ErrorCode::kInternal:
+      return "INTERNAL";
+    case ErrorCode::kUnavailable:
+      return "UNAVAILABLE";
+    case ErrorCode::kDataLoss:
+      return "DATA_LOSS";
+  }
+  return "UNKNOWN";
+}
+
+Error::Error(ErrorCode code, const std::string& message)
+    : std::runtime_error(message), code_(code) {}
+
+}  // namespace kvtier
