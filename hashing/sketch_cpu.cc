@@ -1,0 +1,217 @@
+#include "hashing/sketch_kernels.h"
+#include "transfer/float16.h"
+#include "transfer/parallel.h"
+#include "transfer/simd.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cassert>
+#include <cmath>
+#include <cstring>
+
+namespace kvtier::hashing {
+
+namespace {
+
+// A register block: 6 tokens by 16 planes are 6 accumulators of 512 bits or 12 of 256 bits.
+constexpr int kTokensAtOnce = 6;
+constexpr int kPlanesAtOnce = 16;
+// Tokens whose keys stay in the cache, as fp32, while all planes pass over them.
+constexpr int kTileTokens = 96;
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxWords = 32;
+
+static_assert(kTileTokens % kTokensAtOnce == 0);
+
+struct Tile {
+  int tokens = 0;
+  alignas(64) float keys[kTileTokens * kMaxHeadDim];  // [tokens][head_dim]
+  std::uint32_t words[kTileTokens][kMaxWords];
+  std::uint16_t key_norms[kTileTokens];
+  std::uint16_t value_norms[kTileTokens];
+};
+
+// Widens `count` 16-bit floats and returns the sum of their squares; infinity or NaN when one of
+// them is not finite, or when the sum is above the range of fp32.
+KVTIER_SIMD_CLONES
+float widen_bf16(const std::uint16_t* from, int count, float* to) {
+  float sum = 0.0F;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < count; ++i) {
+    const float x = std::bit_cast<float>(static_cast<std::uint32_t>(from[i]) << 16);
+    to[i] = x;
+    sum += x * x;
+  }
+  return sum;
+}
+
+KVTIER_SIMD_CLONES
+float widen_fp16(const std::uint16_t* from, int count, float* to) {
+  float sum = 0.0F;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < count; ++i) {
+    const std::uint32_t bits = from[i];
+    const std::uint32_t magnitude = bits & 0x7FFFU;
+    // Scaling by 2^112 moves the exponent bias, and normalises subnormals exactly.
+    const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
+    const std::uint32_t finite = std::bit_cast<std::uint32_t>(scaled);
+    const std::uint32_t special = 0x7F800000U | (magnitude << 13);
+    const std::uint32_t value = magnitude >= 0x7C00U ? special : finite;
+    const float x = std::bit_cast<float>(value | ((bits & 0x8000U) << 16));
+    to[i] = x;
+    sum += x * x;
+  }
+  return sum;
+}
+
+KVTIER_SIMD_CLONES
+int count_nonfinite(const float* x, int count) {
+  int found = 0;
+#pragma omp simd reduction(+ : found)
+  for (int i = 0; i < count; ++i) {
+    found += (std::bit_cast<std::uint32_t>(x[i]) & 0x7F800000U) == 0x7F800000U ? 1 : 0;
+  }
+  return found;
+}
+
+// Signs of `kTokensAtOnce` keys against 16 planes (`planes` [head_dim][16]); bit 15 - i is plane i.
+KVTIER_SIMD_CLONES
+void project_signs(const float* keys, int head_dim, const float* planes, std::uint32_t* signs) {
+  float acc[kTokensAtOnce][kPlanesAtOnce] = {};
+  for (int x = 0; x < head_dim; ++x) {
+    const float* w = planes + x * kPlanesAtOnce;
+    for (int t = 0; t < kTokensAtOnce; ++t) {
+      const float k = keys[t * head_dim + x];
+#pragma omp simd
+      for (int i = 0; i < kPlanesAtOnce; ++i) acc[t][i] += k * w[i];
+    }
+  }
+  for (int t = 0; t < kTokensAtOnce; ++t) {
+    std::uint32_t bits = 0;
+#pragma omp simd reduction(| : bits)
+    for (int i = 0; i < kPlanesAtOnce; ++i) {
+      bits |= acc[t][i] >= 0.0F ? 0x8000U >> i : 0U;
+    }
+    signs[t] = bits;
+  }
+}
+
+float widen(DType dtype, const std::uint16_t* from, int count, float* to) {
+  return dtype == DType::kBFloat16 ? widen_bf16(from, count, to) : widen_fp16(from, count, to);
+}
+
+std::uint16_t norm_bits(float sum_of_squares) {
+  const float norm = std::clamp(std::sqrt(sum_of_squares), 0x1p-24F, 65504.0F);
+  return transfer::Float16::from_float(norm).bits;
+}
+
+// Reads one row; a token that is not finite gets a zero key, so that it cannot disturb the others.
+void load_token(const transfer::KvGeometry& kv, const std::uint16_t* row, Tile& tile, int t) {
+  const int dim = kv.head_dim;
+  std::array<float, kMaxHeadDim> value;
+  float* key = tile.keys + std::int64_t{t} * dim;
+  const float key_sum = widen(kv.dtype, row, dim, key);
+  const float value_sum = widen(kv.dtype, row + dim, dim, value.data());
+  const bool suspect = !std::isfinite(key_sum) || !std::isfinite(value_sum);
+  if (suspect && count_nonfinite(key, dim) + count_nonfinite(value.data(), dim) != 0) {
+    std::fill_n(key, dim, 0.0F);
+    tile.key_norms[t] = tile.value_norms[t] = kNonfiniteNorm;
+    return;
+  }
+  tile.key_norms[t] = norm_bits(key_sum);
+  tile.value_norms[t] = norm_bits(value_sum);
+}
+
+void project_tile(const PlanesView& planes, Tile& tile) {
+  const int dim = planes.head_dim;
+  alignas(64) std::array<float, kMaxHeadDim * kPlanesAtOnce> group;
+  for (int plane = 0; plane < planes.num_planes; plane += kPlanesAtOnce) {
+    for (int x = 0; x < dim; ++x) {
+      std::copy_n(planes.transposed + std::int64_t{x} * planes.stride + plane, kPlanesAtOnce,
+                  group.data() + x * kPlanesAtOnce);
+    }
+    const int present = std::min(kPlanesAtOnce, planes.num_planes - plane);
+    const std::uint32_t mask = 0xFFFFU & ~(0xFFFFU >> present);
+    const int word = plane / 32;
+    const bool upper = plane % 32 == 0;
+    for (int t = 0; t < tile.tokens; t += kTokensAtOnce) {
+      std::array<std::uint32_t, kTokensAtOnce> signs{};
+      project_signs(tile.keys + std::int64_t{t} * dim, dim, group.data(), signs.data());
+      for (int i = 0; i < kTokensAtOnce; ++i) {
+        const std::uint32_t bits = signs[static_cast<std::size_t>(i)] & mask;
+        if (upper) {
+          tile.words[t + i][word] = bits << 16;
+        } else {
+          tile.words[t + i][word] |= bits;
+        }
+      }
+    }
+  }
+}
+
+void store_token(const SketchGeometry& geometry, int head, std::byte* block, int token_in_block,
+                 Tile& tile, int t) {
+  const int words = (geometry.num_planes + 31) / 32;
+  std::array<std::uint32_t, kMaxWords> bits{};
+  if (tile.key_norms[t] != kNonfiniteNorm) std::copy_n(tile.words[t], words, bits.begin());
+  for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
+    std::memcpy(block + geometry.chunk_offset(head, chunk, token_in_block),
+                bits.data() + std::ptrdiff_t{4} * chunk, kChunkBytes);
+  }
+  std::memcpy(block + geometry.key_norm_offset(head, token_in_block), &tile.key_norms[t], 2);
+  std::memcpy(block + geometry.value_norm_offset(head, token_in_block), &tile.value_norms[t], 2);
+}
+
+// Sketches tokens [begin, end) of the item, one KV head.
+void sketch_range(const PlanesView& planes, const transfer::KvGeometry& kv,
+                  const SketchGeometry& geometry, const SketchItem& item, const std::byte* packed,
+                  int head, std::int64_t begin, std::int64_t end) {
+  thread_local Tile tile;
+  const std::int64_t length = item.counters->length;
+  for (std::int64_t first = begin; first < end; first += kTileTokens) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kTileTokens, end - first));
+    tile.tokens = (count + kTokensAtOnce - 1) / kTokensAtOnce * kTokensAtOnce;
+    for (int t = 0; t < count; ++t) {
+      const std::int64_t row = (item.packed_offset + first + t) * kv.kv_heads + head;
+      load_token(kv, reinterpret_cast<const std::uint16_t*>(packed + row * kv.row_bytes()), tile,
+                 t);
+    }
+    std::fill_n(tile.keys + std::int64_t{count} * kv.head_dim,
+                std::int64_t{tile.tokens - count} * kv.head_dim, 0.0F);
+    project_tile(planes, tile);
+    for (int t = 0; t < count; ++t) {
+      const std::int64_t token = length + first + t;
+      store_token(geometry, head, item.blocks[token / kBlockTokens],
+                  static_cast<int>(token % kBlockTokens), tile, t);
+    }
+  }
+}
+
+}  // namespace
+
+namespace cpu {
+
+void sketch_keys(const PlanesView& planes, const transfer::KvGeometry& kv,
+                 const SketchGeometry& geometry, const SketchBatch& batch,
+                 const std::byte* packed) {
+  assert(kv.head_dim <= kMaxHeadDim && planes.num_planes <= 32 * kMaxWords);
+  for (int i = 0; i < batch.count; ++i) {
+    const SketchItem& item = batch[i];
+    const std::int64_t room = item.counters->capacity - item.counters->length;
+    const std::int64_t tokens = std::clamp<std::int64_t>(room, 0, item.tokens);
+    const std::int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
+    transfer::parallel_for(
+        tiles * kv.kv_heads, 1, [&](std::int64_t task_begin, std::int64_t task_end) {
+          for (std::int64_t task = task_begin; task < task_end; ++task) {
+            const std::int64_t begin = task / kv.kv_heads * kTileTokens;
+            sketch_range(planes, kv, geometry, item, packed, static_cast<int>(task % kv.kv_heads),
+                         begin, std::min(begin + kTileTokens, tokens));
+          }
+        });
+  }
+}
+
+}  // namespace cpu
+
+}  // namespace kvtier::hashing
