@@ -1,0 +1,358 @@
+#include "formats/safetensors.h"
+
+#include "kvtier/error.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <limits>
+#include <optional>
+#include <set>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+namespace kvtier::formats {
+namespace {
+
+using nlohmann::json;
+
+static_assert(std::endian::native == std::endian::little, "the format is little-endian");
+
+constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kMaxHeaderBytes = std::size_t{100} << 20;
+constexpr int kMaxHeaderDepth = 3;  // file, tensor, shape
+constexpr std::size_t kMaxNamesInMessage = 32;
+constexpr std::string_view kMetadataName = "__metadata__";
+
+[[noreturn]] void fail(ErrorCode code, const std::filesystem::path& path, const std::string& what) {
+  throw Error(code, path.string() + ": " + what);
+}
+
+/// What a message quotes of a file, which may be hostile.
+std::string quote(std::string text) {
+  constexpr std::size_t kMost = 200;
+  if (text.size() > kMost) text.replace(kMost, std::string::npos, "...");
+  return text;
+}
+
+std::string quote(const json& value) { return quote(value.dump()); }
+
+struct Mapping {
+  const std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+Mapping map_file(const std::filesystem::path& path) {
+  // Without O_NONBLOCK a FIFO would hold the caller until somebody writes to it.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) fail(ErrorCode::kNotFound, path, std::strerror(errno));
+  struct stat status {};
+  const bool known = ::fstat(file, &status) == 0;
+  const auto bytes = known ? static_cast<std::size_t>(status.st_size) : 0;
+  const bool regular = known && S_ISREG(status.st_mode);
+  void* data = MAP_FAILED;
+  if (regular && bytes >= kLengthBytes) {
+    data = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0);
+  }
+  const int reason = errno;
+  ::close(file);
+  if (!regular) fail(ErrorCode::kNotFound, path, "expected a regular file, found something else");
+  if (bytes < kLengthBytes) {
+    fail(ErrorCode::kDataLoss, path,
+         "expected at least " + std::to_string(kLengthBytes) + " bytes, found " +
+             std::to_string(bytes));
+  }
+  if (data == MAP_FAILED) fail(ErrorCode::kNotFound, path, std::strerror(reason));
+  return {static_cast<const std::byte*>(data), bytes};
+}
+
+/// Parses the header, and refuses what the parser would let pass: a key given twice, and nesting
+/// that no header has.
+json parse_header(const std::filesystem::path& path, const char* begin, const char* end) {
+  std::set<std::string> keys[kMaxHeaderDepth + 1];
+  const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
+    switch (event) {
+      case json::parse_event_t::object_start:
+      case json::parse_event_t::array_start:
+        if (depth >= kMaxHeaderDepth) {
+          fail(ErrorCode::kDataLoss, path,
+               "header: expected at most " + std::to_string(kMaxHeaderDepth) +
+                   " levels, found more");
+        }
+        keys[depth + 1].clear();
+        break;
+      case json::parse_event_t::key: {
+        const auto& key = parsed.get_ref<const std::string&>();
+        if (!keys[depth].insert(key).second) {
+          fail(ErrorCode::kDataLoss, path,
+               "header: expected each name once, found '" + quote(key) + "' twice");
+        }
+        break;
+      }
+      default:
+        break;
+    }
+    return true;
+  };
+  try {
+    return json::parse(begin, end, check);
+  } catch (const json::exception& error) {
+    fail(ErrorCode::kDataLoss, path,
+         std::string("header: expected JSON, found ") + quote(std::string(error.what())));
+  }
+}
+
+/// One entry of the header being read: what an error says about it.
+struct Entry {
+  const std::filesystem::path& path;
+  const std::string& name;
+  const json& value;
+
+  [[noreturn]] void reject(ErrorCode code, const std::string& what) const {
+    fail(code, path, "tensor '" + quote(name) + "': " + what);
+  }
+  [[nodiscard]] const json& member(const char* key) const {
+    const auto found = value.find(key);
+    if (found == value.end()) {
+      reject(ErrorCode::kDataLoss, std::string("expected ") + key + ", found none");
+    }
+    return *found;
+  }
+  /// Reads an array of integers that fit in int64 and are not negative.
+  [[nodiscard]] std::vector<std::int64_t> integers(const char* key) const {
+    const json& array = member(key);
+    std::vector<std::int64_t> numbers;
+    if (!array.is_array()) {
+      reject(ErrorCode::kDataLoss, std::string(key) + ": expected an array, found " + quote(array));
+    }
+    for (const json& number : array) {
+      constexpr auto kMost = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+      if (!number.is_number_unsigned() || number.get<std::uint64_t>() > kMost) {
+        reject(ErrorCode::kDataLoss,
+               std::string(key) + ": expected integers from 0 to 2^63 - 1, found " + quote(number));
+      }
+      numbers.push_back(number.get<std::int64_t>());
+    }
+    return numbers;
+  }
+  [[nodiscard]] DType dtype() const {
+    const json& dtype = member("dtype");
+    if (!dtype.is_string()) {
+      reject(ErrorCode::kDataLoss, "dtype: expected a string, found " + quote(dtype));
+    }
+    const auto& name_found = dtype.get_ref<const std::string&>();
+    if (name_found == "F32") return DType::kFloat32;
+    if (name_found == "F16") return DType::kFloat16;
+    if (name_found == "BF16") return DType::kBFloat16;
+    if (name_found == "I32") return DType::kInt32;
+    reject(ErrorCode::kInvalidArgument,
+           "dtype: expected F32, F16, BF16 or I32, found " + quote(name_found));
+  }
+};
+
+std::optional<std::int64_t> checked_bytes(const std::vector<std::int64_t>& shape, DType dtype) {
+  std::int64_t product = 1;
+  for (const std::int64_t extent : shape) {
+    if (__builtin_mul_overflow(product, extent, &product)) return std::nullopt;
+  }
+  if (__builtin_mul_overflow(product, static_cast<std::int64_t>(dtype_bytes(dtype)), &product)) {
+    return std::nullopt;
+  }
+  return product;
+}
+
+struct Placed {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  const std::string* name = nullptr;
+};
+
+/// Reads one entry; the place of its bytes goes to `placed`.
+Tensor read_entry(const Entry& entry, std::int64_t data_bytes, Placed& placed) {
+  if (!entry.value.is_object()) {
+    entry.reject(ErrorCode::kDataLoss, "expected an object, found " + quote(entry.value));
+  }
+  Tensor tensor;
+  tensor.dtype = entry.dtype();
+  tensor.shape = entry.integers("shape");
+  const std::optional<std::int64_t> bytes = checked_bytes(tensor.shape, tensor.dtype);
+  if (!bytes) {
+    entry.reject(ErrorCode::kDataLoss,
+                 "shape: expected fewer than 2^63 bytes, found " + quote(entry.member("shape")));
+  }
+  const std::vector<std::int64_t> offsets = entry.integers("data_offsets");
+  if (offsets.size() != 2 || offsets[0] > offsets[1] || offsets[1] > data_bytes) {
+    entry.reject(ErrorCode::kDataLoss,
+                 "data_offsets: expected begin <= end <= " + std::to_string(data_bytes) +
+                     ", found " + quote(entry.member("data_offsets")));
+  }
+  if (offsets[1] - offsets[0] != *bytes) {
+    entry.reject(ErrorCode::kDataLoss, "data_offsets: expected the " + std::to_string(*bytes) +
+                                           " bytes of its shape, found " +
+                                           std::to_string(offsets[1] - offsets[0]));
+  }
+  tensor.bytes = static_cast<std::size_t>(*bytes);
+  placed = {offsets[0], offsets[1], &entry.name};
+  return tensor;
+}
+
+std::map<std::string, std::string, std::less<>> read_metadata(const std::filesystem::path& path,
+                                                              const json& value) {
+  std::map<std::string, std::string, std::less<>> metadata;
+  bool strings = value.is_object();
+  if (strings) {
+    for (const auto& [key, text] : value.items()) {
+      strings = strings && text.is_string();
+      if (strings) metadata.emplace(key, text.get<std::string>());
+    }
+  }
+  if (!strings) {
+    fail(ErrorCode::kDataLoss, path,
+         "__metadata__: expected an object of strings, found " + quote(value));
+  }
+  return metadata;
+}
+
+/// The tensors have to cover the data exactly.
+void check_coverage(const std::filesystem::path& path, std::vector<Placed> placed,
+                    std::int64_t data_bytes) {
+  std::ranges::sort(placed, [](const Placed& a, const Placed& b) {
+    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+  });
+  std::int64_t covered = 0;
+  for (const Placed& one : placed) {
+    if (one.begin != covered) {
+      fail(ErrorCode::kDataLoss, path,
+           "tensor '" + quote(*one.name) + "': expected its data at " + std::to_string(covered) +
+               (one.begin < covered ? ", found an overlap at " : ", found a hole up to ") +
+               std::to_string(one.begin));
+    }
+    covered = one.end;
+  }
+  if (covered != data_bytes) {
+    fail(ErrorCode::kDataLoss, path,
+         "expected " + std::to_string(covered) + " bytes of data, found " +
+             std::to_string(data_bytes));
+  }
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += shape[i] < 0 ? std::string("any") : std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+}  // namespace
+
+std::int64_t Tensor::elements() const noexcept {
+  std::int64_t product = 1;
+  for (const std::int64_t extent : shape) product *= extent;
+  return product;
+}
+
+SafeTensors SafeTensors::open(const std::filesystem::path& path) {
+  SafeTensors file;
+  file.path_ = path;
+  const Mapping mapping = map_file(path);
+  file.mapping_ = mapping.data;
+  file.mapping_bytes_ = mapping.bytes;
+
+  std::uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, mapping.data, kLengthBytes);
+  const std::size_t most = std::min(mapping.bytes - kLengthBytes, kMaxHeaderBytes);
+  if (header_bytes > most) {
+    fail(ErrorCode::kDataLoss, path,
+         "header length: expected at most " + std::to_string(most) + ", found " +
+             std::to_string(header_bytes));
+  }
+  const char* begin = reinterpret_cast<const char*>(mapping.data + kLengthBytes);
+  const json header = parse_header(path, begin, begin + header_bytes);
+  if (!header.is_object()) {
+    fail(ErrorCode::kDataLoss, path, "header: expected an object, found something else");
+  }
+
+  const std::byte* data = mapping.data + kLengthBytes + header_bytes;
+  const auto data_bytes = static_cast<std::int64_t>(mapping.bytes - kLengthBytes -
+                                                    static_cast<std::size_t>(header_bytes));
+  std::vector<Placed> all;
+  for (const auto& [name, value] : header.items()) {
+    if (name == kMetadataName) {
+      file.metadata_ = read_metadata(path, value);
+      continue;
+    }
+    Placed placed;
+    Tensor tensor = read_entry({path, name, value}, data_bytes, placed);
+    tensor.data = data + placed.begin;
+    const auto [where, inserted] = file.tensors_.emplace(name, std::move(tensor));
+    placed.name = &where->first;
+    all.push_back(placed);
+  }
+  check_coverage(path, std::move(all), data_bytes);
+
+  for (auto& [name, tensor] : file.tensors_) {
+    if (tensor.bytes == 0) tensor.data = file.mapping_;
+    if (reinterpret_cast<std::uintptr_t>(tensor.data) % dtype_bytes(tensor.dtype) == 0) continue;
+    file.aligned_copies_.emplace_back(tensor.data, tensor.data + tensor.bytes);
+    tensor.data = file.aligned_copies_.back().data();
+  }
+  return file;
+}
+
+SafeTensors::SafeTensors(SafeTensors&& other) noexcept { *this = std::move(other); }
+
+SafeTensors& SafeTensors::operator=(SafeTensors&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapping_bytes_, other.mapping_bytes_);
+  std::swap(aligned_copies_, other.aligned_copies_);
+  std::swap(tensors_, other.tensors_);
+  std::swap(metadata_, other.metadata_);
+  return *this;
+}
+
+SafeTensors::~SafeTensors() {
+  if (mapping_ != nullptr) ::munmap(const_cast<std::byte*>(mapping_), mapping_bytes_);
+}
+
+const Tensor& SafeTensors::at(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  if (found != tensors_.end()) return found->second;
+
+  std::string names;
+  std::size_t listed = 0;
+  for (const auto& [other, tensor] : tensors_) {
+    if (listed == kMaxNamesInMessage) break;
+    names += (listed++ == 0 ? "" : ", ") + other;
+  }
+  if (listed < tensors_.size()) names += ", ... (" + std::to_string(tensors_.size()) + " in all)";
+  fail(ErrorCode::kNotFound, path_,
+       "expected tensor '" + std::string(name) + "', found: " + (listed == 0 ? "none" : names));
+}
+
+bool SafeTensors::contains(std::string_view name) const { return tensors_.contains(name); }
+
+const Tensor& SafeTensors::at(std::string_view name, DType dtype,
+                              const std::vector<std::int64_t>& shape) const {
+  const Tensor& tensor = at(name);
+  const bool fits = std::ranges::equal(
+      shape, tensor.shape,
+      [](std::int64_t wanted, std::int64_t found) { return wanted == -1 || wanted == found; });
+  if (tensor.dtype != dtype || !fits) {
+    fail(ErrorCode::kInvalidArgument, path_,
+         "tensor '" + std::string(name) + "': expected " + std::string(dtype_name(dtype)) + " " +
+             shape_text(shape) + ", found " + std::string(dtype_name(tensor.dtype)) + " " +
+             shape_text(tensor.shape));
+  }
+  return tensor;
+}
+
+}  // namespace kvtier::formats

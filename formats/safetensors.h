@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,8 +34,8 @@ struct Tensor {
 /// file, each dtype, shape products (with overflow), offsets in order, within the data and equal to
 /// the shape's bytes, no overlap, no hole. Throws `kNotFound` when the file cannot be opened,
 /// `kDataLoss` when it is truncated or malformed, `kInvalidArgument` for an unsupported dtype;
-/// messages give the file, the tensor, expected and found. Move-only, immutable afterwards, safe to
-/// share between threads.
+/// messages give the file, the tensor, expected and found. A tensor that is misaligned in the file
+/// is copied. Move-only, immutable afterwards, safe to share between threads.
 class SafeTensors {
  public:
   [[nodiscard]] static SafeTensors open(const std::filesystem::path& path);
@@ -65,13 +65,15 @@ class SafeTensors {
   std::filesystem::path path_;
   const std::byte* mapping_ = nullptr;
   std::size_t mapping_bytes_ = 0;
+  std::vector<std::vector<std::byte>> aligned_copies_;
   std::map<std::string, Tensor, std::less<>> tensors_;
   std::map<std::string, std::string, std::less<>> metadata_;
 };
 
 /// Writes tensors to a safetensors file: to a temporary name beside it first, then renamed, so that
-/// a reader never sees half a file. Throws `kUnavailable` with the reason when it cannot be
-/// written.
+/// a reader never sees half a file. Throws `kInvalidArgument` when a tensor's bytes do not fit its
+/// shape or a name cannot be stored, `kUnavailable` with the reason when the file cannot be
+/// written; then nothing is left behind and a file of that name is as it was.
 void write_safetensors(const std::filesystem::path& path,
                        const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
