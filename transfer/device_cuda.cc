@@ -1,0 +1,435 @@
+#include "transfer/device_cuda.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/cuda_check.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cassert>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <sys/mman.h>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+namespace kvtier::transfer::cuda {
+namespace {
+
+constexpr std::size_t kEventsAtStart = 256;
+constexpr int kMinComputeCapability = 8;
+
+/// Pinned memory is registered in chunks that end at multiples of this address, and copies are cut
+/// there: a copy must not span two registrations.
+constexpr std::size_t kPinChunk = 512 * MiB;
+constexpr std::size_t kHugePage = 2 * MiB;
+constexpr std::size_t kTouchPiece = 16 * MiB;
+
+/// Lets calls that are unsafe while some other thread captures a graph (queries, allocations) pass:
+/// they touch no stream that is being captured.
+class OutsideCapture {
+ public:
+  OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  OutsideCapture(const OutsideCapture&) = delete;  // restores the thread's mode once
+  OutsideCapture& operator=(const OutsideCapture&) = delete;
+  ~OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class EventPool;
+
+class CudaEvent final : public EventState {
+ public:
+  explicit CudaEvent(EventPool& pool) : pool_(pool) {
+    KVTIER_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  }
+  CudaEvent(const CudaEvent&) = delete;  // owns event_
+  CudaEvent& operator=(const CudaEvent&) = delete;
+  ~CudaEvent() override { check_in_destructor(cudaEventDestroy(event_)); }
+
+  /// An event of a capture orders nodes of the graph; there is nothing that the host could ask.
+  [[nodiscard]] bool done() const override {
+    if (captured_) return true;
+    const OutsideCapture guard;
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(status, "cudaEventQuery(event_)");
+    return true;
+  }
+  void wait() const override {
+    if (captured_) return;
+    const OutsideCapture guard;
+    KVTIER_CUDA_CHECK(cudaEventSynchronize(event_));
+  }
+  void release() noexcept override;
+
+  void record(cudaStream_t stream, bool captured) {
+    captured_ = captured;
+    KVTIER_CUDA_CHECK(cudaEventRecord(event_, stream));
+  }
+  [[nodiscard]] cudaEvent_t native() const noexcept { return event_; }
+  [[nodiscard]] bool captured() const noexcept { return captured_; }
+
+ private:
+  EventPool& pool_;
+  cudaEvent_t event_ = nullptr;
+  bool captured_ = false;
+};
+
+class EventPool {
+ public:
+  EventPool() {
+    for (std::size_t i = 0; i < kEventsAtStart; ++i) free_.push_back(create());
+  }
+
+  CudaEvent* take() {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) free_.push_back(create());
+    CudaEvent* event = free_.back();
+    free_.pop_back();
+    return event;
+  }
+  void put_back(CudaEvent* event) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(event);  // within the capacity that `create` reserved
+  }
+
+ private:
+  CudaEvent* create() {
+    free_.reserve(events_.size() + 1);
+    return events_.emplace_back(std::make_unique<CudaEvent>(*this)).get();
+  }
+
+  std::mutex mutex_;  // guards both
+  std::vector<std::unique_ptr<CudaEvent>> events_;
+  std::vector<CudaEvent*> free_;
+};
+
+void CudaEvent::release() noexcept { pool_.put_back(this); }
+
+std::size_t bytes_to_chunk_end(const void* address) {
+  return kPinChunk - reinterpret_cast<std::uintptr_t>(address) % kPinChunk;
+}
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(EventPool& events, cudaStream_t stream, bool owned)
+      : events_(events), stream_(stream), owned_(owned) {}
+  ~CudaStream() override {
+    if (owned_) check_in_destructor(cudaStreamDestroy(stream_));
+  }
+
+  [[nodiscard]] void* native() const noexcept override { return stream_; }
+  void run(Task /*task*/) override {
+    throw Error(ErrorCode::kInternal, "stream: expected work of the CUDA backend, found a task");
+  }
+  void copy(std::span<const CopyRun> runs) override {
+    for (CopyRun run : runs) {
+      while (run.bytes != 0) {
+        const std::size_t part =
+            std::min({run.bytes, bytes_to_chunk_end(run.to), bytes_to_chunk_end(run.from)});
+        KVTIER_CUDA_CHECK(cudaMemcpyAsync(run.to, run.from, part, cudaMemcpyDefault, stream_));
+        run.to = static_cast<std::byte*>(run.to) + part;
+        run.from = static_cast<const std::byte*>(run.from) + part;
+        run.bytes -= part;
+      }
+    }
+  }
+  void fill(void* to, std::uint8_t value, std::size_t bytes) override {
+    while (bytes != 0) {
+      const std::size_t part = std::min(bytes, bytes_to_chunk_end(to));
+      KVTIER_CUDA_CHECK(cudaMemsetAsync(to, value, part, stream_));
+      to = static_cast<std::byte*>(to) + part;
+      bytes -= part;
+    }
+  }
+  [[nodiscard]] Event record() override {
+    CudaEvent* state = events_.take();
+    Event event(state);  // gives the state back if recording throws
+    state->record(stream_, capturing());
+    return event;
+  }
+  void wait(const Event& event) override {
+    if (event.state() == nullptr) return;
+    auto* state = dynamic_cast<CudaEvent*>(event.state());
+    if (state == nullptr) {
+      throw Error(ErrorCode::kInternal, "event: expected one of the CUDA backend, found another");
+    }
+    if (!state->captured() && capturing()) {
+      // Waiting on the device for work outside the graph would break the capture.
+      if (state->done()) return;
+      throw Error(ErrorCode::kFailedPrecondition,
+                  "capture: expected all work that the step depends on to be finished or captured, "
+                  "found an event still pending");
+    }
+    KVTIER_CUDA_CHECK(cudaStreamWaitEvent(stream_, state->native(), 0));
+  }
+  void synchronize() override { KVTIER_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+  [[nodiscard]] bool capturing() const override {
+    if (stream_ == cudaStreamLegacy) return false;  // asking would end another thread's capture
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    KVTIER_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+ private:
+  EventPool& events_;
+  cudaStream_t stream_;
+  bool owned_;
+};
+
+void free_device(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
+  const OutsideCapture guard;
+  check_in_destructor(cudaFree(data));
+}
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+std::size_t physical_bytes() {
+  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
+}
+
+void unregister_chunks(std::byte* data, std::size_t bytes) noexcept {
+  while (bytes != 0) {
+    const std::size_t part = std::min(bytes, bytes_to_chunk_end(data));
+    check_in_destructor(cudaHostUnregister(data));
+    data += part;
+    bytes -= part;
+  }
+}
+
+void free_pinned(void* /*context*/, std::byte* data, std::size_t bytes) noexcept {
+  const std::size_t mapped = round_up(bytes, page_bytes());
+  const OutsideCapture guard;
+  unregister_chunks(data, mapped);
+  munmap(data, mapped);
+}
+
+/// Maps whole pages, aligned to huge pages when there is one to fill. Returns nullptr when the
+/// address space or the commit limit does not allow it.
+std::byte* map_pages(std::size_t mapped) {
+  const std::size_t slack = mapped >= kHugePage ? kHugePage : 0;
+  void* const base = mmap(nullptr, mapped + slack, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  auto* data = static_cast<std::byte*>(base);
+  if (slack == 0) return data;
+  const std::size_t head = round_up(reinterpret_cast<std::uintptr_t>(data), kHugePage) -
+                           reinterpret_cast<std::uintptr_t>(data);
+  if (head != 0) munmap(data, head);
+  if (head != slack) munmap(data + head + mapped, slack - head);
+  // Only a hint: registration works on small pages too.
+  static_cast<void>(madvise(data + head, mapped, MADV_HUGEPAGE));
+  return data + head;
+}
+
+/// Touches [data, data + bytes) with several threads, front to back, while the caller registers
+/// what is ready.
+class FirstTouch {
+ public:
+  FirstTouch(std::byte* data, std::size_t bytes, int threads)
+      : data_(data),
+        bytes_(bytes),
+        pieces_((bytes + kTouchPiece - 1) / kTouchPiece),
+        ready_(pieces_) {
+    const auto wanted = threads > 0 ? static_cast<unsigned>(threads)
+                                    : std::max(1U, std::thread::hardware_concurrency());
+    const std::size_t count = std::min<std::size_t>(wanted, pieces_);
+    threads_.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
+  }
+  FirstTouch(const FirstTouch&) = delete;  // threads point to it
+  FirstTouch& operator=(const FirstTouch&) = delete;
+  ~FirstTouch() {
+    next_ = pieces_;
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  /// Blocks until the first `bytes` bytes have been touched.
+  void wait_for(std::size_t bytes) const {
+    const std::size_t pieces = (bytes + kTouchPiece - 1) / kTouchPiece;
+    for (std::size_t i = 0; i < pieces; ++i) ready_[i].wait(false);
+  }
+
+ private:
+  void work() {
+    const std::size_t page = page_bytes();
+    for (std::size_t piece = next_++; piece < pieces_; piece = next_++) {
+      const std::size_t end = std::min(bytes_, (piece + 1) * kTouchPiece);
+      for (std::size_t i = piece * kTouchPiece; i < end; i += page) {
+        *static_cast<volatile std::byte*>(data_ + i) = std::byte{0};
+      }
+      ready_[piece] = true;
+      ready_[piece].notify_all();
+    }
+  }
+
+  std::byte* data_;
+  std::size_t bytes_;
+  std::size_t pieces_;
+  std::vector<std::atomic<bool>> ready_;
+  std::atomic<std::size_t> next_ = 0;
+  std::vector<std::thread> threads_;
+};
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(int index, const cudaDeviceProp& properties)
+      : index_(index),
+        name_(std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) +
+              " SMs") {}
+
+  [[nodiscard]] Buffer allocate(Space space, std::size_t bytes,
+                                const PinOptions& options) override {
+    if (bytes == 0) return {};
+    use();
+    const OutsideCapture guard;
+    return space == Space::kDevice ? allocate_device(bytes) : allocate_pinned(bytes, options);
+  }
+  [[nodiscard]] std::unique_ptr<Stream> make_stream() override {
+    use();
+    cudaStream_t stream = nullptr;
+    KVTIER_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return std::make_unique<CudaStream>(events_, stream, true);
+  }
+  [[nodiscard]] std::unique_ptr<Stream> adopt(StreamRef external) override {
+    assert(external.given());
+    use();
+    cudaStream_t stream = stream_of(external.handle());
+    return std::make_unique<CudaStream>(events_, stream != nullptr ? stream : cudaStreamLegacy,
+                                        false);
+  }
+  [[nodiscard]] MemoryInfo memory() const override {
+    use();
+    MemoryInfo info;
+    KVTIER_CUDA_CHECK(cudaMemGetInfo(&info.free_bytes, &info.total_bytes));
+    return info;
+  }
+  [[nodiscard]] Backend backend() const noexcept override { return Backend::kCuda; }
+  [[nodiscard]] std::string_view name() const noexcept override { return name_; }
+
+ private:
+  /// Makes the device current in the calling thread, where its kernels are about to be launched.
+  void use() const { KVTIER_CUDA_CHECK(cudaSetDevice(index_)); }
+
+  [[nodiscard]] Buffer allocate_device(std::size_t bytes) const {
+    const MemoryInfo info = memory();
+    void* data = nullptr;
+    const cudaError_t status =
+        bytes > info.total_bytes ? cudaErrorMemoryAllocation : cudaMalloc(&data, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      throw Error(ErrorCode::kResourceExhausted, "device memory: wanted " + std::to_string(bytes) +
+                                                     " bytes, found " +
+                                                     std::to_string(info.free_bytes) + " free of " +
+                                                     std::to_string(info.total_bytes));
+    }
+    check(status, "cudaMalloc(&data, bytes)");
+    return {static_cast<std::byte*>(data), bytes, free_device, nullptr};
+  }
+
+  [[nodiscard]] static Buffer allocate_pinned(std::size_t bytes, const PinOptions& options) {
+    const std::size_t physical = physical_bytes();
+    const std::size_t mapped = bytes > physical ? 0 : round_up(bytes, page_bytes());
+    std::byte* const data = mapped == 0 ? nullptr : map_pages(mapped);
+    if (data == nullptr) {
+      throw Error(ErrorCode::kResourceExhausted,
+                  "pinned memory: wanted " + std::to_string(bytes) + " bytes, found " +
+                      std::to_string(physical) + " of physical memory, not all of it to be had");
+    }
+    std::size_t registered = 0;
+    try {
+      const FirstTouch touch(data, mapped, options.threads);
+      while (registered < mapped) {
+        const std::size_t part =
+            std::min(mapped - registered, bytes_to_chunk_end(data + registered));
+        touch.wait_for(registered + part);
+        register_chunk(data + registered, part, bytes);
+        registered += part;
+        if (options.progress) options.progress(std::min(registered, bytes), bytes);
+      }
+    } catch (...) {
+      unregister_chunks(data, registered);
+      munmap(data, mapped);
+      throw;
+    }
+    return {data, bytes, free_pinned, nullptr};
+  }
+
+  static void register_chunk(std::byte* data, std::size_t part, std::size_t wanted) {
+    const cudaError_t status =
+        cudaHostRegister(data, part, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (status == cudaSuccess) return;
+    static_cast<void>(cudaGetLastError());
+    throw Error(ErrorCode::kResourceExhausted, "pinned memory: wanted " + std::to_string(wanted) +
+                                                   " bytes, registering " + std::to_string(part) +
+                                                   " of them failed: " + cudaGetErrorName(status) +
+                                                   " (" + cudaGetErrorString(status) + ")");
+  }
+
+  int index_;
+  std::string name_;
+  EventPool events_;
+};
+
+/// Tells whether a device fits; leaves it current in the calling thread if it does.
+bool usable(int index, cudaDeviceProp& properties, std::string& why_not) {
+  cudaError_t status = cudaGetDeviceProperties(&properties, index);
+  if (status == cudaSuccess && properties.major < kMinComputeCapability) {
+    why_not = std::string(properties.name) + ": expected compute capability " +
+              std::to_string(kMinComputeCapability) + ".0 or later, found " +
+              std::to_string(properties.major) + "." + std::to_string(properties.minor);
+    return false;
+  }
+  int same_pointer = 0;
+  if (status == cudaSuccess) status = cudaSetDevice(index);
+  if (status == cudaSuccess) {
+    status =
+        cudaDeviceGetAttribute(&same_pointer, cudaDevAttrCanUseHostPointerForRegisteredMem, index);
+  }
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    why_not = "GPU " + std::to_string(index) + ": " + cudaGetErrorString(status);
+    return false;
+  }
+  if (same_pointer == 0) {
+    why_not = std::string(properties.name) + ": cannot read registered host memory in place";
+    return false;
+  }
+  if (has_kernel_image(why_not)) return true;
+  why_not = std::string(properties.name) + ": " + why_not;
+  return false;
+}
+
+}  // namespace
+
+std::unique_ptr<Device> make_cuda_device(std::string& why_not) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    static_cast<void>(cudaGetLastError());
+    why_not = status != cudaSuccess ? cudaGetErrorString(status) : "no CUDA device found";
+    return nullptr;
+  }
+  for (int index = 0; index < count; ++index) {
+    cudaDeviceProp properties;
+    if (usable(index, properties, why_not)) return std::make_unique<CudaDevice>(index, properties);
+  }
+  return nullptr;
+}
+
+}  // namespace kvtier::transfer::cuda

@@ -1,0 +1,415 @@
+#include "transfer/cuda_check.h"
+#include "transfer/rows_kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+namespace kvtier::transfer {
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr unsigned kThreads = 256;
+constexpr unsigned kWarps = kThreads / kWarp;
+constexpr unsigned kFullMask = 0xFFFFFFFFU;
+/// Blocks of a launch that walks over its work: enough for 132 SMs to hold 8 each.
+constexpr std::int64_t kMaxBlocks = 1056;
+/// Selected rows that one warp has in flight. Reading pinned memory, the launch shape hardly
+/// matters from 66 blocks up (H200: 42 to 50 GB/s for 4K to 32K rows).
+constexpr int kGatherRows = 4;
+
+__device__ unsigned lane_id() { return threadIdx.x % kWarp; }
+__device__ unsigned warp_id() { return threadIdx.x / kWarp; }
+
+/// Adds to a counter in host memory; one call per block at most, for each crosses the link.
+__device__ void raise(std::uint64_t* counter, std::uint64_t n) {
+  static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
+  if (n != 0) {
+    atomicAdd_system(reinterpret_cast<unsigned long long*>(counter),
+                     static_cast<unsigned long long>(n));
+  }
+}
+
+__device__ float load_float(const void* data, DType dtype, std::int64_t i) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(data)[i]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    default:
+      return static_cast<const float*>(data)[i];
+  }
+}
+
+/// Returns the bits of a value rounded to the storage dtype, and whether they are NaN or infinity.
+__device__ std::uint16_t to_storage(float value, DType dtype, bool& nonfinite) {
+  if (dtype == DType::kFloat16) {
+    const std::uint16_t bits = __half_as_ushort(__float2half_rn(value));
+    nonfinite |= (bits & 0x7C00U) == 0x7C00U;
+    return bits;
+  }
+  const std::uint16_t bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+  nonfinite |= (bits & 0x7F80U) == 0x7F80U;
+  return bits;
+}
+
+/// One warp converts one K or V; `head_dim` is even.
+__device__ bool convert_warp(const TokenTensor& tensor, std::int64_t token, int head, int head_dim,
+                             DType dtype, std::uint16_t* to) {
+  const std::int64_t base = token * tensor.token_stride + head * tensor.head_stride;
+  bool nonfinite = false;
+  for (int i = 2 * static_cast<int>(lane_id()); i < head_dim; i += 2 * static_cast<int>(kWarp)) {
+    const float low = load_float(tensor.data, tensor.dtype, base + i);
+    const float high = load_float(tensor.data, tensor.dtype, base + i + 1);
+    ushort2 pair;
+    pair.x = to_storage(low, dtype, nonfinite);
+    pair.y = to_storage(high, dtype, nonfinite);
+    *reinterpret_cast<ushort2*>(to + i) = pair;
+  }
+  return nonfinite;
+}
+
+/// A warp per (token, KV head); blockIdx.y is the item.
+__global__ void __launch_bounds__(kThreads)
+    pack_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                     const __grid_constant__ AppendBatch batch, std::byte* packed) {
+  __shared__ unsigned block_nonfinite;
+  if (threadIdx.x == 0) block_nonfinite = 0;
+  __syncthreads();  // block_nonfinite is zero before any warp adds to it
+
+  const AppendItem& item = batch[static_cast<int>(blockIdx.y)];
+  const std::int64_t pairs = std::int64_t{item.tokens} * geometry.kv_heads;
+  unsigned count = 0;
+  for (std::int64_t pair = std::int64_t{blockIdx.x} * kWarps + warp_id(); pair < pairs;
+       pair += std::int64_t{gridDim.x} * kWarps) {
+    const std::int64_t token = pair / geometry.kv_heads;
+    const int head = static_cast<int>(pair % geometry.kv_heads);
+    auto* row = reinterpret_cast<std::uint16_t*>(
+        packed + (item.packed_offset * geometry.kv_heads + pair) * geometry.row_bytes());
+    bool bad = convert_warp(item.keys, token, head, geometry.head_dim, geometry.dtype, row);
+    bad |= convert_warp(item.values, token, head, geometry.head_dim, geometry.dtype,
+                        row + geometry.head_dim);
+    if (__any_sync(kFullMask, bad)) ++count;
+  }
+  if (lane_id() == 0 && count != 0) atomicAdd(&block_nonfinite, count);
+  __syncthreads();  // all warps have added
+  if (threadIdx.x == 0 && item.flags != nullptr) {
+    raise(&item.flags->nonfinite_tokens, block_nonfinite);
+  }
+}
+
+/// Tokens of an append that fit in the capacity.
+__device__ std::int64_t tokens_stored(const SequenceCounters& counters, std::int64_t tokens) {
+  const std::int64_t room = counters.capacity - counters.length;
+  return room < 0 ? 0 : min(room, tokens);
+}
+
+/// Lanes copy a row, 16 bytes each.
+__device__ void copy_row(std::byte* to, uint4 value, std::int64_t vector) {
+  reinterpret_cast<uint4*>(to)[vector] = value;
+}
+
+/// A warp per (token, KV head), tokens running fastest so that the rows of one head leave as one
+/// run; blockIdx.y is the item.
+__global__ void __launch_bounds__(kThreads)
+    store_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                      const __grid_constant__ AppendBatch batch, const std::byte* packed) {
+  const AppendItem& item = batch[static_cast<int>(blockIdx.y)];
+  const SequenceView& sequence = item.sequence;
+  const std::int64_t row_bytes = geometry.row_bytes();
+  const std::int64_t length = sequence.counters->length;
+  const std::int64_t stored = tokens_stored(*sequence.counters, item.tokens);
+  // Earlier tokens would share a slot of the ring with later ones.
+  const std::int64_t ring_begin = length + stored - geometry.recent_capacity;
+
+  for (std::int64_t pair = std::int64_t{blockIdx.x} * kWarps + warp_id();
+       pair < stored * geometry.kv_heads; pair += std::int64_t{gridDim.x} * kWarps) {
+    const std::int64_t head = pair / stored;
+    const std::int64_t i = pair % stored;
+    const std::int64_t token = length + i;
+    const auto* row = reinterpret_cast<const uint4*>(
+        packed + ((item.packed_offset + i) * geometry.kv_heads + head) * row_bytes);
+    auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]) +
+                 (head * geometry.page_tokens + token % geometry.page_tokens) * row_bytes;
+    std::byte* sink = nullptr;
+    std::byte* ring = nullptr;
+    if (token < geometry.sink_capacity) {
+      sink = sequence.sink_rows + (head * geometry.sink_capacity + token) * row_bytes;
+    }
+    if (token >= ring_begin) {
+      const std::int64_t slot = token % geometry.recent_capacity;
+      ring = sequence.recent_rows + (head * geometry.recent_capacity + slot) * row_bytes;
+    }
+    for (std::int64_t v = lane_id(); v < row_bytes / 16; v += kWarp) {
+      const uint4 value = row[v];
+      copy_row(page, value, v);
+      if (sink != nullptr) copy_row(sink, value, v);
+      if (ring != nullptr) copy_row(ring, value, v);
+    }
+  }
+}
+
+/// A thread per item.
+__global__ void append_done_kernel(const __grid_constant__ KvGeometry geometry,
+                                   const __grid_constant__ AppendBatch batch) {
+  if (static_cast<int>(threadIdx.x) >= batch.count) return;
+  const AppendItem& item = batch[static_cast<int>(threadIdx.x)];
+  SequenceCounters& counters = *item.sequence.counters;
+  const std::int64_t stored = tokens_stored(counters, item.tokens);
+  counters.overflow += item.tokens - stored;
+  counters.length += stored;
+  counters.resident_begin =
+      max(counters.resident_begin, counters.length - std::int64_t{geometry.recent_capacity});
+}
+
+__global__ void set_length_kernel(SequenceCounters* counters, std::int64_t length,
+                                  std::int64_t capacity) {
+  counters->length = length;
+  counters->capacity = capacity;
+  counters->resident_begin = min(counters->resident_begin, length);
+}
+
+__global__ void patch_table_kernel(std::byte** table, const __grid_constant__ TablePatch patch,
+                                   int count) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) table[i] = patch.values[i];
+}
+
+/// Loads 16 bytes that no thread of this kernel writes, past L1: rows are read once.
+__device__ uint4 load_row_vector(const std::byte* from) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(from));
+  return v;
+}
+
+/// Rows that a gather copies for one (query row, KV head).
+__device__ std::int64_t gathered(const SelectionView& selection, std::int64_t lane) {
+  return min(std::int64_t{selection.counts[lane]}, selection.staged_capacity);
+}
+
+/// Index of the first of `count` ascending ids that is not below `bound`.
+__device__ std::int64_t lower_bound(const std::int32_t* ids, std::int64_t count,
+                                    std::int64_t bound) {
+  std::int64_t begin = 0;
+  while (count > 0) {
+    const std::int64_t half = count / 2;
+    if (ids[begin + half] < bound) {
+      begin += half + 1;
+      count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  return begin;
+}
+
+/// One block counts the rows of the whole gather, while the others copy: ids are ascending, so
+/// those in pages are one run.
+__device__ void count_gathered(const KvGeometry& geometry, const SequenceBatch& sequences,
+                               const QueryBatch& rows, const SelectionView& selection,
+                               bool pages_on_device, StepFlags* flags) {
+  __shared__ unsigned long long totals[2];  // all rows, rows in pages
+  if (threadIdx.x < 2) totals[threadIdx.x] = 0;
+  __syncthreads();  // totals are zero before any thread adds to them
+  unsigned long long all = 0;
+  unsigned long long paged = 0;
+  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
+  for (std::int64_t lane = threadIdx.x; lane < lanes; lane += kThreads) {
+    const std::int64_t count = gathered(selection, lane);
+    const std::int32_t* ids = selection.ids + lane * selection.capacity;
+    const int sequence = rows[static_cast<int>(lane / geometry.kv_heads)].sequence;
+    std::int64_t end = count;
+    if (geometry.recent_capacity > 0) {
+      end = lower_bound(ids, count, sequences[sequence].counters->resident_begin);
+    }
+    const std::int64_t begin = lower_bound(ids, end, geometry.sink_capacity);
+    all += static_cast<unsigned long long>(count);
+    paged += static_cast<unsigned long long>(end - begin);
+  }
+  if (all != 0) atomicAdd(&totals[0], all);
+  if (paged != 0) atomicAdd(&totals[1], paged);
+  __syncthreads();  // all threads have added
+  if (threadIdx.x != 0) return;
+  const std::uint64_t fetched = pages_on_device ? 0 : totals[1];
+  raise(&flags->rows_selected, totals[0]);
+  raise(&flags->rows_fetched_host, fetched);
+  raise(&flags->rows_resident, totals[0] - fetched);
+}
+
+/// A warp copies `kGatherRows` rows at a time. Block (x, KV head, query row); the last x counts.
+template <int HeadDim>
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                       const __grid_constant__ SequenceBatch sequences,
+                       const __grid_constant__ QueryBatch rows,
+                       const __grid_constant__ SelectionView selection, bool pages_on_device,
+                       StepFlags* flags) {
+  constexpr int kVectors = HeadDim / 4;  // of 16 bytes, in a row
+  constexpr int kLoads = kGatherRows * kVectors / static_cast<int>(kWarp);
+  static_assert(kGatherRows * kVectors % static_cast<int>(kWarp) == 0);
+
+  const unsigned copying_blocks = gridDim.x - 1;
+  if (blockIdx.x == copying_blocks) {
+    if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
+      count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+    }
+    return;
+  }
+  const int head = static_cast<int>(blockIdx.y);
+  const std::int64_t lane_of_selection = std::int64_t{blockIdx.z} * geometry.kv_heads + head;
+  const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+  const std::int64_t count = gathered(selection, lane_of_selection);
+  const std::int32_t* ids = selection.ids + lane_of_selection * selection.capacity;
+  std::byte* staged =
+      selection.staged + lane_of_selection * selection.staged_capacity * geometry.row_bytes();
+
+  const int lane = static_cast<int>(lane_id());
+  for (std::int64_t first = (std::int64_t{blockIdx.x} * kWarps + warp_id()) * kGatherRows;
+       first < count; first += std::int64_t{copying_blocks} * kWarps * kGatherRows) {
+    const std::byte* address = nullptr;
+    if (lane < kGatherRows && first + lane < count) {
+      address = row_address(geometry, sequence, resident_begin, head, ids[first + lane]);
+    }
+    uint4 values[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int unit = i * static_cast<int>(kWarp) + lane;
+      const auto from = reinterpret_cast<const std::byte*>(
+          __shfl_sync(kFullMask, reinterpret_cast<unsigned long long>(address), unit / kVectors));
+      if (from != nullptr) values[i] = load_row_vector(from + unit % kVectors * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int unit = i * static_cast<int>(kWarp) + lane;
+      if (first + unit / kVectors < count) {
+        copy_row(staged + first * (kVectors * 16), values[i], unit);
+      }
+    }
+  }
+}
+
+/// A block per query row.
+__global__ void __launch_bounds__(kThreads)
+    pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
+                        const __grid_constant__ QueryItems items, float* out) {
+  const QueryItem& item = items[static_cast<int>(blockIdx.x)];
+  const int elements = geometry.query_heads * geometry.head_dim;
+  const std::int64_t base = std::int64_t{item.token} * item.query.token_stride;
+  int nonfinite = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < elements; i += static_cast<int>(kThreads)) {
+    const std::int64_t head = i / geometry.head_dim;
+    const float value = load_float(item.query.data, item.query.dtype,
+                                   base + head * item.query.head_stride + i % geometry.head_dim);
+    nonfinite |= isfinite(value) ? 0 : 1;
+    out[std::int64_t{blockIdx.x} * elements + i] = value;
+  }
+  nonfinite = __syncthreads_or(nonfinite);
+  if (threadIdx.x == 0 && nonfinite != 0 && item.flags != nullptr) {
+    raise(&item.flags->nonfinite_queries, 1);
+  }
+}
+
+/// Grid of the append kernels: a warp per (token, KV head) of the longest item, bounded.
+dim3 append_grid(const KvGeometry& geometry, const AppendBatch& batch) {
+  std::int64_t pairs = 1;
+  for (int i = 0; i < batch.count; ++i) {
+    pairs = std::max(pairs, std::int64_t{batch[i].tokens} * geometry.kv_heads);
+  }
+  const std::int64_t blocks = std::min((pairs + kWarps - 1) / kWarps, kMaxBlocks);
+  return {static_cast<unsigned>(blocks), static_cast<unsigned>(batch.count)};
+}
+
+}  // namespace
+
+namespace cuda {
+
+bool has_kernel_image(std::string& why_not) {
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, set_length_kernel);
+  if (status == cudaSuccess) return true;
+  static_cast<void>(cudaGetLastError());
+  why_not = cudaGetErrorString(status);
+  return false;
+}
+
+void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
+               std::byte* packed) {
+  if (batch.count == 0) return;
+  pack_rows_kernel<<<append_grid(geometry, batch), kThreads, 0, stream_of(stream)>>>(geometry,
+                                                                                     batch, packed);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void store_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
+                const std::byte* packed) {
+  if (batch.count == 0) return;
+  store_rows_kernel<<<append_grid(geometry, batch), kThreads, 0, stream_of(stream)>>>(
+      geometry, batch, packed);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void append_done(void* stream, const KvGeometry& geometry, const AppendBatch& batch) {
+  if (batch.count == 0) return;
+  append_done_kernel<<<1, kWarp, 0, stream_of(stream)>>>(geometry, batch);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void set_length(void* stream, SequenceCounters* counters, std::int64_t length,
+                std::int64_t capacity) {
+  set_length_kernel<<<1, 1, 0, stream_of(stream)>>>(counters, length, capacity);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void patch_table(void* stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
+                 int count) {
+  static_assert(kMaxTablePatch == static_cast<int>(kThreads));
+  if (count == 0) return;
+  patch_table_kernel<<<1, kThreads, 0, stream_of(stream)>>>(table + begin, patch, count);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& sequences,
+                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
+                 StepFlags* flags) {
+  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
+  const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
+  if (lanes == 0 || most <= 0) return;
+  const std::int64_t wanted = (most + kWarps * kGatherRows - 1) / (kWarps * kGatherRows);
+  const std::int64_t blocks = std::clamp<std::int64_t>(kMaxBlocks / lanes, 1, wanted);
+  const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
+                  static_cast<unsigned>(rows.count));
+  const auto launch = [&](auto kernel) {
+    kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, sequences, rows, selection,
+                                                     pages_on_device, flags);
+  };
+  switch (geometry.head_dim) {
+    case 64:
+      launch(gather_rows_kernel<64>);
+      break;
+    case 96:
+      launch(gather_rows_kernel<96>);
+      break;
+    case 128:
+      launch(gather_rows_kernel<128>);
+      break;
+    default:
+      launch(gather_rows_kernel<256>);
+  }
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void pack_queries(void* stream, const KvGeometry& geometry, const QueryItems& items, float* out) {
+  if (items.count == 0) return;
+  pack_queries_kernel<<<static_cast<unsigned>(items.count), kThreads, 0, stream_of(stream)>>>(
+      geometry, items, out);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace cuda
+
+}  // namespace kvtier::transfer

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "kvtier/error.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+/// Errors of the CUDA runtime, for `*_cuda.*` files only.
+namespace kvtier::transfer::cuda {
+
+/// Throws `kInternal` with the call and CUDA's words when `status` is an error, which is also taken
+/// out of the runtime's per-thread record, so that nobody else meets it.
+inline void check(cudaError_t status, const char* call) {
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());
+  throw Error(ErrorCode::kInternal, std::string(call) + ": CUDA reports " +
+                                        cudaGetErrorName(status) + " (" +
+                                        cudaGetErrorString(status) + ")");
+}
+
+/// For destructors, which cannot throw: a fault has been or will be reported by the next checked
+/// call, and after `cudaErrorCudartUnloading` the process is going away with the memory.
+inline void check_in_destructor(cudaError_t status) noexcept {
+  if (status != cudaSuccess) static_cast<void>(cudaGetLastError());
+}
+
+/// The stream behind the `void*` of the kernel headers.
+inline cudaStream_t stream_of(void* native) noexcept { return static_cast<cudaStream_t>(native); }
+
+/// Tells whether the current device can run the kernels of this build; the reason if not.
+/// Defined beside the kernels of transfer.
+[[nodiscard]] bool has_kernel_image(std::string& why_not);
+
+}  // namespace kvtier::transfer::cuda
+
+/// Every call of the CUDA runtime goes through this, and after each launch `cudaGetLastError()`.
+#define KVTIER_CUDA_CHECK(call) ::kvtier::transfer::cuda::check((call), #call)
