@@ -1,0 +1,185 @@
+#include "kvtier/config.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtier {
+
+namespace {
+
+/// Collects problems as "field: expected ..., found ...".
+class Problems {
+ public:
+  template <typename Found>
+  void require(bool ok, std::string_view field, std::string_view expected, const Found& found) {
+    if (ok) return;
+    std::string text(field);
+    text.append(": expected ").append(expected).append(", found ").append(to_text(found));
+    list_.push_back(std::move(text));
+  }
+  void append(std::string_view prefix, const std::vector<std::string>& others) {
+    for (const std::string& other : others) list_.push_back(std::string(prefix) + other);
+  }
+  [[nodiscard]] std::vector<std::string> take() { return std::move(list_); }
+
+ private:
+  static std::string to_text(const std::string& text) { return text; }
+  static std::string to_text(const char* text) { return text; }
+  template <typename Number>
+  static std::string to_text(Number number) {
+    return std::to_string(number);
+  }
+
+  std::vector<std::string> list_;
+};
+
+bool weighting_fits(Estimator estimator, ValueWeighting weighting) {
+  switch (estimator) {
+    case Estimator::kSoftCollision:
+      return weighting != ValueWeighting::kLogit;
+    case Estimator::kHardCollision:
+      return weighting == ValueWeighting::kLinear || weighting == ValueWeighting::kNone;
+    case Estimator::kNormAware:
+      return weighting == ValueWeighting::kLogit || weighting == ValueWeighting::kNone;
+  }
+  return false;
+}
+
+const char* weighting_name(ValueWeighting weighting) {
+  switch (weighting) {
+    case ValueWeighting::kDefault:
+      return "default";
+    case ValueWeighting::kLinear:
+      return "linear";
+    case ValueWeighting::kCalibrated:
+      return "calibrated";
+    case ValueWeighting::kLogit:
+      return "logit";
+    case ValueWeighting::kNone:
+      return "none";
+  }
+  return "unknown";
+}
+
+const char* allowed_weightings(Estimator estimator) {
+  switch (estimator) {
+    case Estimator::kSoftCollision:
+      return "linear, calibrated or none with soft collision";
+    case Estimator::kHardCollision:
+      return "linear or none with hard collision";
+    case Estimator::kNormAware:
+      return "logit or none with norm-aware";
+  }
+  return "a known estimator";
+}
+
+std::vector<std::string> check_layer(const LayerConfig& layer) {
+  Problems problems;
+  if (layer.mode == LayerMode::kSlidingWindow) {
+    problems.require(layer.window_tokens >= 1, "window_tokens",
+                     "at least 1 in a sliding-window layer", layer.window_tokens);
+  }
+  if (layer.softmax_scale) {
+    problems.require(std::isfinite(*layer.softmax_scale) && *layer.softmax_scale > 0.0F,
+                     "softmax_scale", "a finite number above 0", *layer.softmax_scale);
+  }
+  problems.require(std::isfinite(layer.logit_softcap) && layer.logit_softcap >= 0.0F,
+                   "logit_softcap", "0 or a finite number above", layer.logit_softcap);
+  return problems.take();
+}
+
+}  // namespace
+
+PlaneKind RetrievalConfig::planes() const noexcept {
+  if (plane_kind) return *plane_kind;
+  return estimator == Estimator::kNormAware ? PlaneKind::kOrthogonal : PlaneKind::kGaussian;
+}
+
+ValueWeighting RetrievalConfig::weighting() const noexcept {
+  if (value_weighting != ValueWeighting::kDefault) return value_weighting;
+  return estimator == Estimator::kNormAware ? ValueWeighting::kLogit : ValueWeighting::kLinear;
+}
+
+SketchConfig RetrievalConfig::sketch() const noexcept {
+  const int bits = estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
+  return {.kind = planes(), .num_planes = bits, .seed = seed};
+}
+
+std::vector<std::string> RetrievalConfig::validate() const {
+  Problems problems;
+  problems.require(weighting_fits(estimator, weighting()), "value_weighting",
+                   allowed_weightings(estimator), weighting_name(weighting()));
+  if (estimator == Estimator::kNormAware) {
+    problems.require(num_planes >= 64 && num_planes <= 1024, "num_planes", "64..1024", num_planes);
+    problems.require(query_bits == 0 || query_bits == 4 || query_bits == 8, "query_bits",
+                     "0, 4 or 8", query_bits);
+  } else {
+    problems.require(planes_per_table >= 1 && planes_per_table <= 12, "planes_per_table", "1..12",
+                     planes_per_table);
+    problems.require(tables >= 1 && tables <= 1024, "tables", "1..1024", tables);
+    const std::int64_t bits = std::int64_t{planes_per_table} * tables;
+    problems.require(bits <= 1024, "planes_per_table * tables", "at most 1024", bits);
+    problems.require(std::isfinite(tau) && tau > 0.0F, "tau", "a finite number above 0", tau);
+  }
+  if (sparsity == 0.0) {
+    problems.require(top_k >= 1, "top_k", "at least 1", top_k);
+  } else {
+    problems.require(std::isfinite(sparsity) && sparsity >= 1.0, "sparsity",
+                     "0 (use top_k) or a finite number of at least 1", sparsity);
+  }
+  problems.require(sink_tokens >= 0, "sink_tokens", "at least 0", sink_tokens);
+  problems.require(recent_tokens >= 0, "recent_tokens", "at least 0", recent_tokens);
+  return problems.take();
+}
+
+std::vector<std::string> Config::validate() const {
+  Problems problems;
+  problems.require(model.layers >= 1 && model.layers <= 4096, "model.layers", "1..4096",
+                   model.layers);
+  problems.require(model.kv_heads >= 1 && model.kv_heads <= 1024, "model.kv_heads", "1..1024",
+                   model.kv_heads);
+  const bool heads_divide = model.kv_heads >= 1 && model.query_heads >= 1 &&
+                            model.query_heads % model.kv_heads == 0 &&
+                            model.query_heads / model.kv_heads <= 16;
+  problems.require(heads_divide, "model.query_heads",
+                   "1 to 16 times kv_heads (" + std::to_string(model.kv_heads) + ")",
+                   model.query_heads);
+  const int d = model.head_dim;
+  problems.require(d == 64 || d == 96 || d == 128 || d == 256, "model.head_dim",
+                   "64, 96, 128 or 256", d);
+  problems.require(model.kv_dtype == DType::kBFloat16 || model.kv_dtype == DType::kFloat16,
+                   "model.kv_dtype", "bf16 or fp16", std::string(dtype_name(model.kv_dtype)));
+  problems.require(model.layer_options.empty() ||
+                       model.layer_options.size() == static_cast<std::size_t>(model.layers),
+                   "model.layer_options",
+                   "no entry or one per layer (" + std::to_string(model.layers) + ")",
+                   model.layer_options.size());
+  for (std::size_t i = 0; i < model.layer_options.size(); ++i) {
+    problems.append("model.layer_options[" + std::to_string(i) + "].",
+                    check_layer(model.layer_options[i]));
+  }
+
+  const int p = memory.page_tokens;
+  problems.require(p == 16 || p == 32 || p == 64 || p == 128 || p == 256, "memory.page_tokens",
+                   "16, 32, 64, 128 or 256", p);
+  problems.require(
+      memory.max_session_tokens >= 1 && memory.max_session_tokens <= (std::int64_t{1} << 30),
+      "memory.max_session_tokens", "1..2^30", memory.max_session_tokens);
+  problems.require(memory.max_batch_rows >= 1 && memory.max_batch_rows <= 64,
+                   "memory.max_batch_rows", "1..64", memory.max_batch_rows);
+  problems.require(memory.staging_rows >= -1, "memory.staging_rows", "-1 (automatic) or at least 0",
+                   memory.staging_rows);
+  problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
+
+  problems.append("retrieval.", retrieval.validate());
+  for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
+    const int planes = extra_sketches[i].num_planes;
+    problems.require(planes >= 1 && planes <= 1024,
+                     "extra_sketches[" + std::to_string(i) + "].num_planes", "1..1024", planes);
+  }
+  problems.require(extra_sketches.size() <= 15, "extra_sketches", "at most 15 entries",
+                   extra_sketches.size());
+  return problems.take();
+}
+
+}  // namespace kvtier

@@ -1,0 +1,329 @@
+#include "kvtier/engine.h"
+
+#include "attention/flash_decode.h"
+#include "runtime/arguments.h"
+#include "runtime/engine_state.h"
+#include "runtime/session.h"
+#include "runtime/step.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvtier {
+
+class Engine::Impl : public runtime::EngineState {
+ public:
+  using EngineState::EngineState;
+};
+
+class Session::Impl : public runtime::SessionState {
+ public:
+  using SessionState::SessionState;
+};
+
+namespace {
+
+using runtime::AttendPart;
+using runtime::EngineState;
+using runtime::SessionState;
+
+/// Makes room for the tokens of an append; while a graph is being captured the room must be there.
+void make_room(EngineState::Turn& turn, SessionState& session, int layer, std::int64_t tokens) {
+  const runtime::LayerState& state = session.layer(layer);
+  if (turn.capturing()) {
+    if (state.length + tokens > state.capacity) {
+      throw Error(ErrorCode::kFailedPrecondition,
+                  "graph capture: expected room for " + std::to_string(state.length + tokens) +
+                      " tokens in layer " + std::to_string(layer) + ", found " +
+                      std::to_string(state.capacity) + "; call reserve before the capture");
+    }
+    return;
+  }
+  session.ensure_capacity(turn.stream(), layer, state.length + tokens);
+}
+
+/// Completes a part whose tensors and options have been checked.
+AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inputs,
+                       const AttendOutputs& outputs, const AttendOptions& options) {
+  const EngineState& engine = session.engine();
+  AttendPart part;
+  part.session = &session;
+  part.inputs = inputs;
+  part.outputs = outputs;
+  part.options = runtime::resolve_options(engine, layer, options);
+  const bool scores = part.options.rule.mode == LayerMode::kSparse && inputs.selected.empty();
+  if (scores) {
+    part.sketch =
+        engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
+  }
+  return part;
+}
+
+void check_partial(const TensorView& tensor, std::string_view name, int rank,
+                   const TensorView& like) {
+  bool same = tensor.rank == rank && like.rank == rank;
+  std::int64_t dense = 1;
+  for (int i = rank - 1; i >= 0 && same; --i) {
+    const auto dim = static_cast<std::size_t>(i);
+    same = tensor.shape[dim] == like.shape[dim] &&
+           (tensor.shape[dim] == 1 || tensor.strides[dim] == dense);
+    dense *= tensor.shape[dim];
+  }
+  if (tensor.empty() || !same || tensor.space != like.space) {
+    throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": expected contiguous " +
+                                                 describe(like) + " in the same memory, found " +
+                                                 describe(tensor));
+  }
+}
+
+void check_fp32(const TensorView& tensor, std::string_view name) {
+  if (tensor.dtype == DType::kFloat32) return;
+  throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": expected fp32, found " +
+                                               std::string(dtype_name(tensor.dtype)));
+}
+
+}  // namespace
+
+Engine::Engine(const Config& config) : impl_(std::make_shared<Impl>(config)) {}
+Engine::~Engine() = default;
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+
+Session Engine::open(const SessionConfig& config) {
+  return Session(std::make_unique<Session::Impl>(impl_, config));
+}
+
+void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef stream) {
+  runtime::check_layer(*impl_, layer);
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const BatchItem& item = items[i];
+    const auto where = "items[" + std::to_string(i) + "]: ";
+    if (item.session == nullptr || item.session->impl_ == nullptr) {
+      throw Error(ErrorCode::kInvalidArgument, where + "expected an open session, found none");
+    }
+    SessionState& session = *item.session->impl_;
+    if (&session.engine() != impl_.get()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  where + "expected a session of this engine, found another engine's");
+    }
+    const bool twice =
+        std::any_of(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(i),
+                    [&](const BatchItem& other) { return other.session == item.session; });
+    if (twice) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  where + "expected each session once, found it twice");
+    }
+    try {
+      session.check_flags();
+      const std::int64_t tokens =
+          runtime::check_append(*impl_, item.inputs.key, item.inputs.value, stream);
+      runtime::check_attend(session, layer, {item.inputs.query, item.inputs.selected}, item.outputs,
+                            tokens, stream, item.options);
+    } catch (const Error& error) {
+      throw Error(error.code(), where + error.what());
+    }
+  }
+  if (items.empty()) return;
+
+  EngineState::Turn turn(*impl_, stream);
+  std::vector<runtime::AppendPart> appends;
+  std::vector<AttendPart> attends;
+  appends.reserve(items.size());
+  attends.reserve(items.size());
+  // Room for all items first: when it runs out, no length has changed.
+  for (const BatchItem& item : items) {
+    SessionState& session = *item.session->impl_;
+    session.begin_use(turn);
+    make_room(turn, session, layer, item.inputs.key.shape[0]);
+    appends.push_back({&session, item.inputs.key, item.inputs.value});
+    attends.push_back(attend_part(session, layer, {item.inputs.query, item.inputs.selected},
+                                  item.outputs, item.options));
+  }
+  runtime::append(turn, *impl_, layer, appends);
+  runtime::attend(turn, *impl_, layer, attends);
+  for (const BatchItem& item : items) item.session->impl_->end_use(turn);
+  turn.finish();
+}
+
+void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& result,
+                   StreamRef stream) {
+  attention::MergeBatch batch;
+  constexpr std::size_t kMaxParts = sizeof(batch.items) / sizeof(batch.items[0]);
+  if (parts.empty() || parts.size() > kMaxParts) {
+    throw Error(ErrorCode::kInvalidArgument, "parts: expected 1.." + std::to_string(kMaxParts) +
+                                                 ", found " + std::to_string(parts.size()));
+  }
+  const int heads = impl_->kv.query_heads;
+  const std::int64_t tokens = runtime::check_tokens(*impl_, "out", result.out, heads, stream);
+  check_partial(result.out, "out", 3, result.out);
+  if (!result.lse.empty()) {
+    check_fp32(result.lse, "lse");
+    check_partial(result.lse, "lse", 2, parts[0].lse);
+  }
+  for (const PartialResult& part : parts) {
+    check_fp32(part.out, "parts.out");
+    check_fp32(part.lse, "parts.lse");
+    check_partial(part.out, "parts.out", 3, result.out);
+    check_partial(part.lse, "parts.lse", 2, parts[0].lse);
+  }
+  if (parts[0].lse.shape[0] != tokens || parts[0].lse.shape[1] != heads) {
+    throw Error(ErrorCode::kInvalidArgument, "parts.lse: expected [" + std::to_string(tokens) +
+                                                 ", " + std::to_string(heads) + "], found " +
+                                                 describe(parts[0].lse));
+  }
+
+  EngineState::Turn turn(*impl_, stream);
+  runtime::HostStaging& staging = *impl_->staging;
+  for (const PartialResult& part : parts) {
+    batch.push({static_cast<const float*>(staging.input(turn.stream(), part.out, 0, tokens).data),
+                static_cast<const float*>(staging.input(turn.stream(), part.lse, 0, tokens).data)});
+  }
+  void* out = staging.output(result.out, 0, tokens).data;
+  float* lse = result.lse.empty() ? nullptr
+                                  : static_cast<float*>(staging.output(result.lse, 0, tokens).data);
+  attention::merge_results(turn.stream(), batch, tokens * heads, impl_->kv.head_dim, out,
+                           result.out.dtype, lse);
+  staging.finish(turn.stream());
+  turn.finish();
+}
+
+Backend Engine::backend() const noexcept { return impl_->device->backend(); }
+const Config& Engine::config() const noexcept { return impl_->config; }
+Stats Engine::stats() const { return impl_->stats(); }
+
+Session::Session(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
+Session::~Session() = default;
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+
+void Session::append(int layer, const TensorView& keys, const TensorView& values,
+                     StreamRef stream) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  const std::int64_t tokens = runtime::check_append(engine, keys, values, stream);
+
+  EngineState::Turn turn(engine, stream);
+  impl_->begin_use(turn);
+  make_room(turn, *impl_, layer, tokens);
+  const runtime::AppendPart part{impl_.get(), keys, values};
+  runtime::append(turn, engine, layer, {&part, 1});
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+void Session::reserve(std::int64_t tokens, StreamRef stream) {
+  if (tokens < 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "tokens: expected at least 0, found " + std::to_string(tokens));
+  }
+  EngineState::Turn turn(impl_->engine(), stream);
+  if (turn.capturing()) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "reserve: expected a stream that is not being captured, found a capture");
+  }
+  impl_->begin_use(turn);
+  impl_->reserve(turn.stream(), tokens);
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+void Session::select(int layer, const TensorView& query, const SelectOutputs& outputs,
+                     StreamRef stream, const AttendOptions& options) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  runtime::check_select(*impl_, layer, query, outputs, stream, options);
+
+  AttendPart part = attend_part(*impl_, layer, {.query = query, .selected = {}}, {}, options);
+  part.select = outputs;
+  EngineState::Turn turn(engine, stream);
+  impl_->begin_use(turn);
+  runtime::attend(turn, engine, layer, {&part, 1});
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+                     StreamRef stream, const AttendOptions& options) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  runtime::check_attend(*impl_, layer, inputs, outputs, 0, stream, options);
+
+  const AttendPart part = attend_part(*impl_, layer, inputs, outputs, options);
+  EngineState::Turn turn(engine, stream);
+  impl_->begin_use(turn);
+  runtime::attend(turn, engine, layer, {&part, 1});
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+                     StreamRef stream, const AttendOptions& options) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  const std::int64_t tokens = runtime::check_append(engine, inputs.key, inputs.value, stream);
+  const AttendInputs attend_inputs{inputs.query, inputs.selected};
+  runtime::check_attend(*impl_, layer, attend_inputs, outputs, tokens, stream, options);
+
+  const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
+  const runtime::AppendPart append_part{impl_.get(), inputs.key, inputs.value};
+  EngineState::Turn turn(engine, stream);
+  impl_->begin_use(turn);
+  make_room(turn, *impl_, layer, tokens);
+  runtime::append(turn, engine, layer, {&append_part, 1});
+  runtime::attend(turn, engine, layer, {&part, 1});
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+std::int64_t Session::length(int layer) const {
+  runtime::check_layer(impl_->engine(), layer);
+  return impl_->layer(layer).length;
+}
+
+std::int64_t Session::length() const {
+  std::int64_t shortest = impl_->layer(0).length;
+  for (int i = 1; i < impl_->num_layers(); ++i) {
+    shortest = std::min(shortest, impl_->layer(i).length);
+  }
+  return shortest;
+}
+
+void Session::truncate(std::int64_t tokens, StreamRef stream) {
+  std::int64_t longest = 0;
+  for (int i = 0; i < impl_->num_layers(); ++i) {
+    longest = std::max(longest, impl_->layer(i).length);
+  }
+  if (tokens < 0 || tokens > longest) {
+    throw Error(ErrorCode::kInvalidArgument, "tokens: expected 0.." + std::to_string(longest) +
+                                                 " (the longest layer), found " +
+                                                 std::to_string(tokens));
+  }
+  EngineState::Turn turn(impl_->engine(), stream);
+  if (turn.capturing()) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "truncate: expected a stream that is not being captured, found a capture");
+  }
+  impl_->begin_use(turn);
+  impl_->truncate(turn.stream(), tokens);
+  impl_->end_use(turn);
+  turn.finish();
+}
+
+void Session::advance(int layer, std::int64_t tokens) {
+  runtime::check_layer(impl_->engine(), layer);
+  runtime::LayerState& state = impl_->layer(layer);
+  if (tokens < 0 || state.length + tokens > state.capacity) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "tokens: expected 0.." + std::to_string(state.capacity - state.length) +
+                    " (reserved beyond the length), found " + std::to_string(tokens));
+  }
+  state.length += tokens;
+}
+
+}  // namespace kvtier

@@ -1,0 +1,24 @@
+#include "kvtier/stats.h"
+
+namespace kvtier {
+
+Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative& b) noexcept {
+  return {.tokens_appended = a.tokens_appended - b.tokens_appended,
+          .queries = a.queries - b.queries,
+          .rows_selected = a.rows_selected - b.rows_selected,
+          .rows_attended = a.rows_attended - b.rows_attended,
+          .bytes_host_to_device = a.bytes_host_to_device - b.bytes_host_to_device,
+          .bytes_device_to_host = a.bytes_device_to_host - b.bytes_device_to_host,
+          .bytes_device_resident = a.bytes_device_resident - b.bytes_device_resident,
+          .bytes_sketch_read = a.bytes_sketch_read - b.bytes_sketch_read,
+          .nonfinite_tokens = a.nonfinite_tokens - b.nonfinite_tokens};
+}
+
+Stats::StageSeconds operator-(const Stats::StageSeconds& a, const Stats::StageSeconds& b) noexcept {
+  return {.append = a.append - b.append,
+          .score = a.score - b.score,
+          .fetch = a.fetch - b.fetch,
+          .attend = a.attend - b.attend};
+}
+
+}  // namespace kvtier

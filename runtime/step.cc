@@ -1,0 +1,388 @@
+#include "runtime/step.h"
+
+#include "attention/flash_decode.h"
+#include "hashing/sketch.h"
+#include "transfer/rows.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+namespace kvtier::runtime {
+
+namespace {
+
+/// Adds host-clock time of a stage to `total`, waiting for the stage, when stages are timed.
+class StageTimer {
+ public:
+  StageTimer(EngineState::Turn& turn, const EngineState& engine, double& total)
+      : turn_(turn), active_(engine.config.time_stages && turn.synchronous()), total_(total) {
+    if (active_) start_ = std::chrono::steady_clock::now();
+  }
+  void stop() {
+    if (!active_) return;
+    turn_.stream().synchronize();
+    total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  EngineState::Turn& turn_;
+  bool active_;
+  double& total_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+transfer::TokenTensor token_tensor(const HostStaging::Slice& slice, DType dtype) {
+  return {slice.data, dtype, slice.token_stride, slice.head_stride};
+}
+
+/// Enqueues one launch of every append kernel.
+void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
+                  const transfer::AppendBatch& batch, std::span<SessionState* const> sessions) {
+  transfer::Stream& stream = turn.stream();
+  auto* packed = engine.packed.data();
+  StageTimer timer(turn, engine, engine.seconds.append);
+  transfer::pack_rows(stream, engine.kv, batch, packed);
+  transfer::store_rows(stream, engine.kv, batch, packed);
+  for (std::size_t i = 0; i < engine.sketches.size(); ++i) {
+    hashing::SketchBatch sketch;
+    for (int j = 0; j < batch.count; ++j) {
+      LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
+      sketch.push({.blocks = state.blocks[i].device_addresses(),
+                   .counters = state.view.counters,
+                   .tokens = batch[j].tokens,
+                   .packed_offset = batch[j].packed_offset});
+    }
+    const SketchStore& store = engine.sketches[i];
+    hashing::sketch_keys(stream, store.planes.view(), engine.kv, store.geometry, sketch, packed);
+  }
+  transfer::append_done(stream, engine.kv, batch);
+  engine.staging->finish(stream);
+  timer.stop();
+  for (int j = 0; j < batch.count; ++j) {
+    engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
+    if (!turn.capturing()) {
+      sessions[static_cast<std::size_t>(j)]->layer(layer).length += batch[j].tokens;
+    }
+  }
+}
+
+/// Query tokens [begin, begin + count) of one part.
+struct Slice {
+  const AttendPart* part = nullptr;
+  std::int64_t begin = 0;
+  std::int64_t count = 0;
+};
+
+bool has_ids(const AttendPart& part) {
+  return !part.inputs.selected.empty() || !part.outputs.selected.empty() ||
+         !part.select.ids.empty();
+}
+
+/// One launch of every attend kernel over at most `batch_rows` query rows.
+class AttendLaunch {
+ public:
+  AttendLaunch(EngineState::Turn& turn, EngineState& engine, int layer)
+      : turn_(turn), engine_(engine), layer_(layer) {}
+
+  [[nodiscard]] int rows() const noexcept { return rows_.count; }
+
+  [[nodiscard]] bool accepts(const AttendPart& part) const {
+    if (slices_.empty()) return true;
+    const AttendPart& first = *slices_.front().part;
+    return !has_ids(first) && !has_ids(part) && first.sketch == part.sketch &&
+           first.options.same_launch(part.options);
+  }
+
+  void add(const Slice& slice) {
+    const LayerState& state = slice.part->session->layer(layer_);
+    const std::int64_t total = slice.part->inputs.query.shape[0];
+    for (std::int64_t t = slice.begin; t < slice.begin + slice.count; ++t) {
+      rows_.push({.sequence = sequences_.count,
+                  .lag = static_cast<std::int32_t>(total - 1 - t),
+                  .dense_from = slice.part->options.dense_from});
+    }
+    sequences_.push(state.view);
+    sketches_.push(sparse(*slice.part) ? state.blocks[slice.part->sketch].device_addresses()
+                                       : nullptr);
+    max_length_ = std::max(max_length_, turn_.capturing() ? state.capacity : state.length);
+    slices_.push_back(slice);
+  }
+
+  void enqueue() {
+    if (slices_.empty()) return;
+    pack_queries();
+    if (slices_.front().part->select.ids.empty()) {
+      attend();
+    } else {
+      (void)choose();
+      export_ids(slices_.front().part->select.ids, slices_.front().part->select.scores);
+    }
+    engine_.staging->finish(turn_.stream());
+    engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
+    slices_.clear();
+    rows_.count = sequences_.count = sketches_.count = 0;
+    max_length_ = 0;
+  }
+
+ private:
+  static bool sparse(const AttendPart& part) {
+    return part.options.rule.mode == LayerMode::kSparse;
+  }
+  [[nodiscard]] const ResolvedOptions& options() const { return slices_.front().part->options; }
+  [[nodiscard]] std::size_t flags_index() const {
+    const AttendPart& part = *slices_.front().part;
+    return sparse(part) ? part.sketch : engine_.sketches.size();
+  }
+
+  void pack_queries() {
+    transfer::QueryItems items;
+    for (const Slice& slice : slices_) {
+      const TensorView& query = slice.part->inputs.query;
+      const HostStaging::Slice on_device =
+          engine_.staging->input(turn_.stream(), query, slice.begin, slice.count);
+      for (std::int64_t t = 0; t < slice.count; ++t) {
+        items.push({.query = token_tensor(on_device, query.dtype),
+                    .token = static_cast<std::int32_t>(t),
+                    .flags = slice.part->session->flags()});
+      }
+    }
+    transfer::pack_queries(turn_.stream(), engine_.kv, items, engine_.queries.as<float>());
+  }
+
+  [[nodiscard]] scoring::SelectRequest select_request() const {
+    const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
+    return {.params = options().params,
+            .rule = options().rule,
+            .kv = engine_.kv,
+            .sketch = store.geometry,
+            .planes = store.planes.view(),
+            .sequences = sequences_,
+            .sketches = sketches_,
+            .rows = rows_,
+            .queries = engine_.queries.as<float>(),
+            .max_length = max_length_,
+            .flags = engine_.step_flags(flags_index())};
+  }
+
+  [[nodiscard]] scoring::IdTensor id_tensor(const HostStaging::Slice& slice,
+                                            const TensorView& tensor) const {
+    return {.data = static_cast<std::int32_t*>(slice.data),
+            .row_stride = slice.token_stride,
+            .head_stride = slice.head_stride,
+            .heads = static_cast<int>(tensor.shape[1]),
+            .n = tensor.shape[2]};
+  }
+
+  transfer::SelectionView choose() {
+    const Slice& first = slices_.front();
+    const TensorView& given = first.part->inputs.selected;
+    StageTimer timer(turn_, engine_, engine_.seconds.score);
+    transfer::SelectionView selection;
+    if (given.empty()) {
+      selection = engine_.selector->select(turn_.stream(), select_request());
+    } else {
+      const HostStaging::Slice ids =
+          engine_.staging->input(turn_.stream(), given, first.begin, first.count);
+      selection = engine_.selector->adopt(turn_.stream(), select_request(), id_tensor(ids, given));
+    }
+    timer.stop();
+    return selection;
+  }
+
+  void export_ids(const MutableTensorView& ids, const MutableTensorView& scores) {
+    const Slice& first = slices_.front();
+    const HostStaging::Slice id_slice = engine_.staging->output(ids, first.begin, first.count);
+    const scoring::IdTensor out = id_tensor(id_slice, ids);
+    const scoring::SelectRequest request = select_request();
+    engine_.selector->export_ids(turn_.stream(), request, out);
+    if (scores.empty()) return;
+    const HostStaging::Slice score_slice =
+        engine_.staging->output(scores, first.begin, first.count);
+    engine_.selector->export_scores(turn_.stream(), request, out,
+                                    static_cast<float*>(score_slice.data), score_slice.token_stride,
+                                    score_slice.head_stride);
+  }
+
+  [[nodiscard]] std::int64_t selected_bound() const {
+    const Slice& first = slices_.front();
+    const TensorView& given = first.part->inputs.selected;
+    const scoring::ScoreParams& params = options().params;
+    const int group = engine_.kv.group();
+    if (!given.empty()) {
+      return std::min(max_length_, given.shape[2] * (given.shape[1] / engine_.kv.kv_heads));
+    }
+    const bool per_head = params.selection == Selection::kPerQueryHead;
+    return std::min(max_length_, max_per_row(params, max_length_) * (per_head ? group : 1));
+  }
+
+  /// Main line: spans, which are resident; branch: the selected rows are fetched and attended
+  /// meanwhile.
+  void attend() {
+    transfer::Stream& stream = turn_.stream();
+    const attention::AttendRequest request{
+        .kv = engine_.kv,
+        .rule = options().rule,
+        .sequences = sequences_,
+        .rows = rows_,
+        .queries = engine_.queries.as<float>(),
+        .softmax_scale = options().softmax_scale,
+        .logit_softcap = options().logit_softcap,
+        .max_length = max_length_,
+        .flags = engine_.step_flags(flags_index()),
+        .pages_on_device = engine_.config.memory.placement == KvPlacement::kDevice};
+
+    if (!sparse(*slices_.front().part)) {
+      StageTimer timer(turn_, engine_, engine_.seconds.attend);
+      engine_.flash->spans(stream, request);
+      merge(request);
+      timer.stop();
+      return;
+    }
+    const transfer::SelectionView selection = choose();
+    const bool fetch_apart = selection.staged_capacity > 0;
+    transfer::Stream& branch = fetch_apart ? *engine_.side : stream;
+    if (fetch_apart) branch.wait(stream.record());
+    {
+      StageTimer timer(turn_, engine_, engine_.seconds.fetch);
+      transfer::gather_rows(branch, engine_.kv, sequences_, rows_, selection,
+                            request.pages_on_device, request.flags);
+      if (fetch_apart && engine_.config.time_stages && turn_.synchronous()) branch.synchronize();
+      timer.stop();
+    }
+    StageTimer timer(turn_, engine_, engine_.seconds.attend);
+    engine_.flash->selected(branch, request, selection, selected_bound());
+    engine_.flash->spans(stream, request);
+    if (fetch_apart) stream.wait(branch.record());
+    merge(request);
+    timer.stop();
+    const MutableTensorView& ids = slices_.front().part->outputs.selected;
+    if (!ids.empty()) export_ids(ids, {});
+  }
+
+  void merge(const attention::AttendRequest& request) {
+    attention::OutputBatch outputs;
+    for (const Slice& slice : slices_) {
+      const MutableTensorView& out = slice.part->outputs.out;
+      const MutableTensorView& lse = slice.part->outputs.lse;
+      const HostStaging::Slice to = engine_.staging->output(out, slice.begin, slice.count);
+      HostStaging::Slice lse_to;
+      if (!lse.empty()) lse_to = engine_.staging->output(lse, slice.begin, slice.count);
+      const auto element = static_cast<std::int64_t>(dtype_bytes(out.dtype));
+      for (std::int64_t t = 0; t < slice.count; ++t) {
+        attention::OutputItem item{
+            .out = static_cast<std::byte*>(to.data) + t * to.token_stride * element,
+            .dtype = out.dtype,
+            .head_stride = to.head_stride};
+        if (!lse.empty()) {
+          item.lse = static_cast<float*>(lse_to.data) + t * lse_to.token_stride;
+          item.lse_stride = lse_to.head_stride;
+        }
+        outputs.push(item);
+      }
+    }
+    engine_.flash->merge(turn_.stream(), request, outputs);
+  }
+
+  EngineState::Turn& turn_;
+  EngineState& engine_;
+  int layer_;
+  std::vector<Slice> slices_;
+  transfer::SequenceBatch sequences_;
+  scoring::SketchTables sketches_;
+  transfer::QueryBatch rows_;
+  std::int64_t max_length_ = 0;
+};
+
+}  // namespace
+
+bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
+  return rule == other.rule && params == other.params && softmax_scale == other.softmax_scale &&
+         logit_softcap == other.logit_softcap;
+}
+
+ResolvedOptions resolve_options(const EngineState& engine, int layer,
+                                const AttendOptions& options) {
+  const ModelConfig& model = engine.config.model;
+  const LayerConfig defaults = model.layer_options.empty()
+                                   ? LayerConfig{}
+                                   : model.layer_options[static_cast<std::size_t>(layer)];
+  const RetrievalConfig& retrieval =
+      options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
+  ResolvedOptions resolved;
+  const float default_scale = 1.0F / std::sqrt(static_cast<float>(model.head_dim));
+  resolved.softmax_scale =
+      options.softmax_scale.value_or(defaults.softmax_scale.value_or(default_scale));
+  resolved.logit_softcap = options.logit_softcap.value_or(defaults.logit_softcap);
+  resolved.dense_from = options.dense_from.value_or(std::numeric_limits<std::int64_t>::max());
+  resolved.rule = {.mode = options.mode.value_or(defaults.mode),
+                   .sink_tokens = retrieval.sink_tokens,
+                   .recent_tokens = retrieval.recent_tokens,
+                   .window_tokens = defaults.window_tokens};
+  resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale);
+  return resolved;
+}
+
+std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length) {
+  const transfer::AttendedSpans everything{
+      .sink_end = 0, .eligible_end = length, .tail_begin = length, .visible = length};
+  return transfer::num_to_select(params.top_k, params.sparsity, everything);
+}
+
+void append(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AppendPart> parts) {
+  transfer::AppendBatch batch;
+  std::vector<SessionState*> sessions;
+  sessions.reserve(static_cast<std::size_t>(transfer::kMaxBatch));
+  std::int64_t packed_tokens = 0;
+  const auto flush = [&] {
+    if (batch.count == 0) return;
+    flush_append(turn, engine, layer, batch, sessions);
+    batch.count = 0;
+    sessions.clear();
+    packed_tokens = 0;
+  };
+  for (const AppendPart& part : parts) {
+    const std::int64_t tokens = part.keys.shape[0];
+    for (std::int64_t begin = 0; begin < tokens;) {
+      // A launch writes at each sequence's length, so a sequence is in it once.
+      if (begin > 0 || sessions.size() == 32 || packed_tokens == engine.append_tokens) flush();
+      const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
+      const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
+      const HostStaging::Slice values =
+          engine.staging->input(turn.stream(), part.values, begin, count);
+      batch.push({.sequence = part.session->layer(layer).view,
+                  .keys = token_tensor(keys, part.keys.dtype),
+                  .values = token_tensor(values, part.values.dtype),
+                  .tokens = static_cast<std::int32_t>(count),
+                  .packed_offset = packed_tokens,
+                  .flags = part.session->flags()});
+      sessions.push_back(part.session);
+      packed_tokens += count;
+      begin += count;
+    }
+  }
+  flush();
+}
+
+void attend(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AttendPart> parts) {
+  AttendLaunch launch(turn, engine, layer);
+  for (const AttendPart& part : parts) {
+    const std::int64_t tokens = part.inputs.query.shape[0];
+    for (std::int64_t begin = 0; begin < tokens;) {
+      if (!launch.accepts(part) || launch.rows() == engine.batch_rows ||
+          (begin > 0 && has_ids(part))) {
+        launch.enqueue();
+      }
+      const std::int64_t count =
+          std::min<std::int64_t>(tokens - begin, engine.batch_rows - launch.rows());
+      launch.add({&part, begin, count});
+      begin += count;
+    }
+  }
+  launch.enqueue();
+}
+
+}  // namespace kvtier::runtime

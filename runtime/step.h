@@ -1,0 +1,58 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include "runtime/engine_state.h"
+#include "runtime/session.h"
+#include "scoring/estimator.h"
+
+#include <cstdint>
+#include <span>
+
+/// The decode step: what is enqueued, in order. Arguments are checked before (runtime/arguments.h).
+namespace kvtier::runtime {
+
+/// `Config` and `AttendOptions` merged for one layer.
+struct ResolvedOptions {
+  transfer::SpanRule rule;
+  scoring::ScoreParams params;
+  float softmax_scale = 0.0F;
+  float logit_softcap = 0.0F;
+  std::int64_t dense_from = 0;
+
+  /// True when rows of both calls may share launches; `dense_from` is per row.
+  [[nodiscard]] bool same_launch(const ResolvedOptions& other) const;
+};
+[[nodiscard]] ResolvedOptions resolve_options(const EngineState& engine, int layer,
+                                              const AttendOptions& options);
+
+/// Most tokens that one head selects at the given length.
+[[nodiscard]] std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length);
+
+/// One session's part of an append.
+struct AppendPart {
+  SessionState* session = nullptr;
+  TensorView keys;
+  TensorView values;
+};
+
+/// One session's part of an attend or a select. Exactly one of `outputs` and `select` is used.
+struct AttendPart {
+  SessionState* session = nullptr;
+  AttendInputs inputs;
+  AttendOutputs outputs;
+  SelectOutputs select;
+  ResolvedOptions options;
+  std::size_t sketch = 0;  ///< Index of the sketch to score with.
+};
+
+/// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
+/// graph is being captured.
+void append(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AppendPart> parts);
+
+/// Enqueues attention (or selection alone) of one layer.
+void attend(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AttendPart> parts);
+
+}  // namespace kvtier::runtime

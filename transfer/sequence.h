@@ -65,6 +65,8 @@ struct SpanRule {
   std::int64_t sink_tokens = 0;
   std::int64_t recent_tokens = 0;
   std::int64_t window_tokens = 0;  ///< Of `kSlidingWindow`.
+
+  friend bool operator==(const SpanRule&, const SpanRule&) = default;
 };
 
 /// The tokens of a query: [0, sink_end) and [tail_begin, visible) are always attended, [sink_end,

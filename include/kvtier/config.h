@@ -163,6 +163,8 @@ struct Config {
   /// flag, and the next call on that session throws. When false, tokens with such keys or values
   /// score lowest and are counted in `Stats`.
   bool reject_nonfinite = true;
+  /// Waits after each stage of calls without a stream, to fill `Stats::seconds`. Slower.
+  bool time_stages = false;
   /// The only sink of the library's messages: state changes, never per step. May be empty.
   std::function<void(LogLevel, std::string_view)> log;
 

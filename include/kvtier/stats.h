@@ -32,8 +32,8 @@ struct Stats {
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
   };
-  /// Host-clock time of calls that returned with their outputs written (no stream given), in
-  /// seconds. Zero for work enqueued on a caller's stream.
+  /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
+  /// and for work enqueued on a caller's stream zero.
   struct StageSeconds {
     double append = 0, score = 0, fetch = 0, attend = 0;
     friend KVTIER_EXPORT StageSeconds operator-(const StageSeconds& a,

@@ -1,0 +1,237 @@
+#include "runtime/arguments.h"
+
+#include "runtime/step.h"
+#include "transfer/rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace kvtier::runtime {
+
+namespace {
+
+[[noreturn]] void invalid(std::string_view name, const std::string& expected,
+                          const std::string& found) {
+  throw Error(ErrorCode::kInvalidArgument,
+              std::string(name) + ": expected " + expected + ", found " + found);
+}
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
+std::string shape3(std::int64_t tokens, int heads, const std::string& last) {
+  return "[" + (tokens < 0 ? std::string("tokens") : std::to_string(tokens)) + ", " +
+         std::to_string(heads) + ", " + last + "]";
+}
+
+/// Host memory is read and written only by calls that wait; the CPU backend has no streams to take.
+void check_space(std::string_view name, const TensorView& tensor, StreamRef stream) {
+  if (stream.given() && tensor.space == MemorySpace::kHost) {
+    invalid(name, "device memory in a call with a stream", "host memory");
+  }
+}
+
+void check_last_stride(std::string_view name, const TensorView& tensor, std::size_t dim) {
+  if (tensor.shape[dim] > 1 && tensor.strides[dim] != 1) {
+    invalid(name, "last stride 1", "last stride " + std::to_string(tensor.strides[dim]));
+  }
+  for (std::size_t i = 0; i < dim; ++i) {
+    if (tensor.strides[i] < 0) {
+      invalid(name, "strides of at least 0", "stride " + std::to_string(tensor.strides[i]));
+    }
+  }
+}
+
+void check_finite(std::string_view name, const EngineState& engine, const TensorView& tensor,
+                  int heads) {
+  const bool readable =
+      tensor.space == MemorySpace::kHost || engine.device->backend() == Backend::kCpu;
+  if (!engine.config.reject_nonfinite || !readable) return;
+  const transfer::TokenTensor tokens{tensor.data, tensor.dtype, tensor.strides[0],
+                                     tensor.strides[1]};
+  if (!transfer::all_finite(tokens, tensor.shape[0], heads, engine.config.model.head_dim)) {
+    invalid(name, "finite elements", "NaN or infinity");
+  }
+}
+
+/// Checks an int32 or fp32 tensor `[tokens, heads, n]` with `n >= min_n` and heads = either count.
+void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std::int64_t tokens,
+               const EngineState& engine, std::int64_t min_n, StreamRef stream) {
+  if (tensor.dtype != dtype) {
+    invalid(name, std::string(dtype_name(dtype)), std::string(dtype_name(tensor.dtype)));
+  }
+  const int query_heads = engine.kv.query_heads;
+  const int kv_heads = engine.kv.kv_heads;
+  const bool heads_fit =
+      tensor.rank == 3 && (tensor.shape[1] == query_heads || tensor.shape[1] == kv_heads);
+  if (!heads_fit || tensor.shape[0] != tokens || tensor.shape[2] < min_n) {
+    invalid(name,
+            shape3(tokens, query_heads, "n") + " or " + shape3(tokens, kv_heads, "n") +
+                " with n >= " + std::to_string(min_n),
+            describe(tensor));
+  }
+  check_last_stride(name, tensor, 2);
+  check_space(name, tensor, stream);
+}
+
+/// Most ids that one head of the query, or one KV head, may get.
+std::int64_t max_selected(const EngineState& engine, int layer, const AttendOptions& options,
+                          std::int64_t length, std::int64_t ids_heads) {
+  const ResolvedOptions resolved = resolve_options(engine, layer, options);
+  if (resolved.rule.mode != LayerMode::kSparse) return 0;
+  const std::int64_t k = max_per_row(resolved.params, length);
+  const bool union_of_group =
+      resolved.params.selection == Selection::kPerQueryHead && ids_heads == engine.kv.kv_heads;
+  return std::min(length, k * (union_of_group ? engine.kv.group() : 1));
+}
+
+void check_query(const SessionState& session, int layer, const TensorView& query,
+                 std::int64_t key_tokens, StreamRef stream) {
+  const EngineState& engine = session.engine();
+  const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads, stream);
+  check_finite("query", engine, query, engine.kv.query_heads);
+  const std::int64_t length = session.layer(layer).length + key_tokens;
+  if (length == 0) {
+    throw Error(
+        ErrorCode::kFailedPrecondition,
+        "layer " + std::to_string(layer) + ": expected stored tokens, found an empty layer");
+  }
+  if (tokens > length) {
+    invalid("query", "at most " + std::to_string(length) + " tokens (the layer's length)",
+            std::to_string(tokens));
+  }
+}
+
+}  // namespace
+
+void check_layer(const EngineState& engine, int layer) {
+  if (layer < 0 || layer >= engine.config.model.layers) {
+    invalid("layer", "0.." + std::to_string(engine.config.model.layers - 1), std::to_string(layer));
+  }
+}
+
+std::int64_t check_tokens(const EngineState& engine, std::string_view name,
+                          const TensorView& tensor, int heads, StreamRef stream) {
+  if (tensor.empty()) invalid(name, "a tensor", "none");
+  if (!is_float(tensor.dtype)) {
+    invalid(name, "fp32, fp16 or bf16", std::string(dtype_name(tensor.dtype)));
+  }
+  const int head_dim = engine.config.model.head_dim;
+  if (tensor.rank != 3 || tensor.shape[0] < 1 || tensor.shape[1] != heads ||
+      tensor.shape[2] != head_dim) {
+    invalid(name, shape3(-1, heads, std::to_string(head_dim)) + " with tokens >= 1",
+            describe(tensor));
+  }
+  check_last_stride(name, tensor, 2);
+  check_space(name, tensor, stream);
+  return tensor.shape[0];
+}
+
+std::int64_t check_append(const EngineState& engine, const TensorView& keys,
+                          const TensorView& values, StreamRef stream) {
+  const int heads = engine.kv.kv_heads;
+  const std::int64_t tokens = check_tokens(engine, "keys", keys, heads, stream);
+  const std::int64_t value_tokens = check_tokens(engine, "values", values, heads, stream);
+  if (tokens != value_tokens) {
+    invalid("values", std::to_string(tokens) + " tokens, as in keys", std::to_string(value_tokens));
+  }
+  check_finite("keys", engine, keys, heads);
+  check_finite("values", engine, values, heads);
+  return tokens;
+}
+
+void check_options(const EngineState& engine, const AttendOptions& options, bool selects) {
+  if (options.softmax_scale &&
+      !(std::isfinite(*options.softmax_scale) && *options.softmax_scale > 0)) {
+    invalid("softmax_scale", "a finite number above 0", std::to_string(*options.softmax_scale));
+  }
+  if (options.logit_softcap &&
+      !(std::isfinite(*options.logit_softcap) && *options.logit_softcap >= 0)) {
+    invalid("logit_softcap", "0 or a finite number above", std::to_string(*options.logit_softcap));
+  }
+  if (options.dense_from && *options.dense_from < 0) {
+    invalid("dense_from", "at least 0", std::to_string(*options.dense_from));
+  }
+  if (options.retrieval != nullptr) {
+    const std::vector<std::string> problems = options.retrieval->validate();
+    if (!problems.empty()) {
+      std::string message = "options.retrieval: ";
+      for (const std::string& problem : problems) message += "\n  " + problem;
+      throw Error(ErrorCode::kInvalidArgument, message);
+    }
+  }
+  if (selects) {
+    (void)engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
+  }
+}
+
+void check_attend(const SessionState& session, int layer, const AttendInputs& inputs,
+                  const AttendOutputs& outputs, std::int64_t key_tokens, StreamRef stream,
+                  const AttendOptions& options) {
+  const EngineState& engine = session.engine();
+  check_query(session, layer, inputs.query, key_tokens, stream);
+  const ResolvedOptions resolved = resolve_options(engine, layer, options);
+  const bool sparse = resolved.rule.mode == LayerMode::kSparse;
+  check_options(engine, options, sparse && inputs.selected.empty());
+  if (resolved.rule.mode == LayerMode::kSlidingWindow && resolved.rule.window_tokens < 1) {
+    invalid("mode", "sliding window only in a layer configured with window_tokens",
+            "window_tokens 0");
+  }
+  const std::int64_t tokens = inputs.query.shape[0];
+  const int heads = engine.kv.query_heads;
+  const std::int64_t out_tokens = check_tokens(engine, "out", outputs.out, heads, stream);
+  if (out_tokens != tokens) {
+    invalid("out", std::to_string(tokens) + " tokens, as in query", std::to_string(out_tokens));
+  }
+  if (!outputs.lse.empty()) {
+    const MutableTensorView& lse = outputs.lse;
+    if (lse.dtype != DType::kFloat32 || lse.rank != 2 || lse.shape[0] != tokens ||
+        lse.shape[1] != heads) {
+      invalid("lse", "fp32 [" + std::to_string(tokens) + ", " + std::to_string(heads) + "]",
+              describe(lse));
+    }
+    check_space("lse", lse, stream);
+  }
+  if (!inputs.selected.empty()) {
+    check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, stream);
+    if (!sparse) {
+      invalid("selected", "none in a dense or sliding-window layer", describe(inputs.selected));
+    }
+  }
+  if (!outputs.selected.empty()) {
+    const std::int64_t length = session.layer(layer).length + key_tokens;
+    const std::int64_t ids_heads = outputs.selected.shape[1];
+    const std::int64_t min_n = inputs.selected.empty()
+                                   ? max_selected(engine, layer, options, length, ids_heads)
+                                   : std::int64_t{0};
+    check_ids("selected (output)", outputs.selected, DType::kInt32, tokens, engine, min_n, stream);
+  }
+}
+
+void check_select(const SessionState& session, int layer, const TensorView& query,
+                  const SelectOutputs& outputs, StreamRef stream, const AttendOptions& options) {
+  const EngineState& engine = session.engine();
+  check_query(session, layer, query, 0, stream);
+  const ResolvedOptions resolved = resolve_options(engine, layer, options);
+  if (resolved.rule.mode != LayerMode::kSparse) {
+    throw Error(ErrorCode::kFailedPrecondition, "select: expected a sparse layer, found layer " +
+                                                    std::to_string(layer) +
+                                                    " dense or sliding-window");
+  }
+  check_options(engine, options, true);
+  const std::int64_t tokens = query.shape[0];
+  if (outputs.ids.empty()) invalid("ids", "a tensor", "none");
+  const std::int64_t min_n =
+      max_selected(engine, layer, options, session.layer(layer).length, outputs.ids.shape[1]);
+  check_ids("ids", outputs.ids, DType::kInt32, tokens, engine, min_n, stream);
+  if (!outputs.scores.empty()) {
+    check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, stream);
+    if (outputs.scores.shape != outputs.ids.shape) {
+      invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
+    }
+  }
+}
+
+}  // namespace kvtier::runtime

@@ -1,0 +1,307 @@
+#include "runtime/engine_state.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+
+namespace kvtier::runtime {
+
+namespace {
+
+constexpr std::size_t kMaxSessions = 16384;
+constexpr std::size_t kFlagBytes = 128;  // one StepFlags, alone on its cache lines
+constexpr std::int64_t kAppendTokens = 2048;
+
+static_assert(sizeof(transfer::StepFlags) <= kFlagBytes);
+
+std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+std::uint64_t load(std::uint64_t& counter) {
+  return std::atomic_ref<std::uint64_t>(counter).load(std::memory_order_relaxed);
+}
+
+const Config& validated(const Config& config) {
+  const std::vector<std::string> problems = config.validate();
+  if (problems.empty()) return config;
+  std::string message = "configuration: expected valid values, found " +
+                        std::to_string(problems.size()) + " problem" +
+                        (problems.size() == 1 ? "" : "s");
+  for (const std::string& problem : problems) message += "\n  " + problem;
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+std::string describe_sketch(const SketchConfig& sketch) {
+  return std::string(sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal") + " x " +
+         std::to_string(sketch.num_planes) + ", seed " + std::to_string(sketch.seed);
+}
+
+}  // namespace
+
+EngineState::EngineState(const Config& config_in)
+    : config(validated(config_in)),
+      device(transfer::make_device(config.backend, config.log)),
+      main(device->make_stream()),
+      side(device->make_stream()) {
+  const bool on_host = config.memory.placement == KvPlacement::kHost;
+  kv = {.kv_heads = config.model.kv_heads,
+        .query_heads = config.model.query_heads,
+        .head_dim = config.model.head_dim,
+        .page_tokens = config.memory.page_tokens,
+        .sink_capacity = on_host ? config.retrieval.sink_tokens : 0,
+        .recent_capacity =
+            on_host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
+        .dtype = config.model.kv_dtype};
+  config.retrieval.top_k = static_cast<int>(
+      std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
+
+  size_workspace();
+  const transfer::PinOptions pin{.threads = config.memory.pin_threads,
+                                 .progress = config.memory.progress};
+  if (on_host) {
+    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
+                                                  static_cast<std::size_t>(kv.page_bytes()),
+                                                  config.memory.host_bytes, pin);
+  }
+  make_sketches();
+  session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
+                                                        kFlagBytes, kFlagBytes * kMaxSessions);
+  flags = device->allocate(transfer::Space::kPinnedHost,
+                           sizeof(transfer::StepFlags) * (sketches.size() + 1));
+  for (std::size_t i = 0; i <= sketches.size(); ++i) {
+    new (step_flags(i)) transfer::StepFlags{};
+  }
+  staging = std::make_unique<HostStaging>(*device);
+  log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
+                           std::to_string(pages->num_frames()) + " pages of " +
+                           std::to_string(kv.page_bytes() >> 10) + " KiB, " +
+                           mebibytes(fixed_device_bytes_) + " on the device");
+}
+
+EngineState::~EngineState() {
+  try {
+    main->synchronize();
+    side->synchronize();
+    for (Retired& retired : retired_) retired.last_use.wait();
+  } catch (...) {
+    // A failed device has nothing left to wait for.
+  }
+}
+
+void EngineState::size_workspace() {
+  const std::int64_t max_tokens = config.memory.max_session_tokens;
+  const auto row_bytes = static_cast<std::size_t>(kv.row_bytes());
+  const int group = kv.group();
+  const RetrievalConfig& retrieval = config.retrieval;
+  const bool per_head = retrieval.selection == Selection::kPerQueryHead;
+
+  std::int64_t default_k = retrieval.top_k;
+  if (retrieval.sparsity > 0.0) {
+    default_k = static_cast<std::int64_t>(static_cast<double>(max_tokens) / retrieval.sparsity) + 1;
+  }
+  const std::int64_t default_selected = std::min(max_tokens, default_k * (per_head ? group : 1));
+  staged_rows = config.memory.staging_rows;
+  if (staged_rows < 0) staged_rows = device->backend() == Backend::kCuda ? default_selected : 0;
+  if (config.memory.placement == KvPlacement::kDevice) staged_rows = 0;
+  staged_rows = std::min(staged_rows, max_tokens);
+
+  scoring::SelectorLimits limits{.rows = config.memory.max_batch_rows,
+                                 .query_heads = kv.query_heads,
+                                 .kv_heads = kv.kv_heads,
+                                 .max_tokens = max_tokens,
+                                 .max_selected = max_tokens,
+                                 .staged_rows = staged_rows,
+                                 .row_bytes = kv.row_bytes()};
+  const std::size_t share = config.memory.device_bytes / 2;
+  while (limits.rows > 1 && scoring::Selector::workspace_bytes(limits) > share) --limits.rows;
+  while (limits.staged_rows > 0 && scoring::Selector::workspace_bytes(limits) > share) {
+    limits.staged_rows /= 2;  // rows beyond the staging area are read in place
+  }
+  staged_rows = limits.staged_rows;
+  batch_rows = limits.rows;
+  const attention::FlashDecodeLimits flash_limits{
+      .rows = batch_rows, .query_heads = kv.query_heads, .head_dim = kv.head_dim};
+
+  append_tokens = std::min(kAppendTokens, max_tokens);
+  const std::size_t packed_bytes =
+      static_cast<std::size_t>(append_tokens * kv.kv_heads) * row_bytes;
+  const std::size_t query_bytes = sizeof(float) * static_cast<std::size_t>(batch_rows) *
+                                  static_cast<std::size_t>(kv.query_heads * kv.head_dim);
+  const std::size_t wanted = scoring::Selector::workspace_bytes(limits) +
+                             attention::FlashDecode::workspace_bytes(flash_limits) + packed_bytes +
+                             query_bytes;
+  if (wanted > config.memory.device_bytes) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "memory.device_bytes: expected at least " + mebibytes(wanted) +
+                    " for the workspace of one query over " + std::to_string(max_tokens) +
+                    " tokens (memory.max_session_tokens) and the sketches beside it, found " +
+                    mebibytes(config.memory.device_bytes));
+  }
+  selector = std::make_unique<scoring::Selector>(*device, limits);
+  flash = std::make_unique<attention::FlashDecode>(*device, flash_limits);
+  packed = device->allocate(transfer::Space::kDevice, packed_bytes);
+  queries = device->allocate(transfer::Space::kDevice, query_bytes);
+  fixed_device_bytes_ = wanted;
+}
+
+void EngineState::make_sketches() {
+  std::vector<SketchConfig> wanted{config.retrieval.sketch()};
+  for (const SketchConfig& extra : config.extra_sketches) {
+    if (std::find(wanted.begin(), wanted.end(), extra) == wanted.end()) wanted.push_back(extra);
+  }
+  std::size_t token_bytes = 0;
+  for (const SketchConfig& sketch : wanted) {
+    const hashing::SketchGeometry geometry{kv.kv_heads, sketch.num_planes};
+    token_bytes += static_cast<std::size_t>(geometry.block_bytes()) / hashing::kBlockTokens;
+    sketches.push_back({.config = sketch,
+                        .planes = hashing::Planes(*device, sketch, kv.head_dim),
+                        .geometry = geometry,
+                        .blocks = nullptr});
+  }
+
+  const std::size_t left = config.memory.device_bytes - fixed_device_bytes_;
+  const auto page_token_bytes = static_cast<std::size_t>(kv.page_bytes() / kv.page_tokens);
+  std::size_t tokens = 0;
+  if (pages) {
+    // Blocks for every token that the pages hold, and a part-filled block for many short layers.
+    const std::size_t page_tokens = pages->num_frames() * static_cast<std::size_t>(kv.page_tokens);
+    tokens = std::min(left / token_bytes, 2 * page_tokens + 64 * 1024);
+  } else {
+    tokens = left / (token_bytes + page_token_bytes);
+    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice,
+                                                  static_cast<std::size_t>(kv.page_bytes()),
+                                                  tokens * page_token_bytes);
+    fixed_device_bytes_ += pages->num_frames() * pages->frame_bytes();
+  }
+  const std::size_t blocks = tokens / hashing::kBlockTokens;
+  if (blocks < 1) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "memory.device_bytes: expected room for at least one sketch block (" +
+                    std::to_string(token_bytes * hashing::kBlockTokens) +
+                    " bytes) beside the workspace of " + mebibytes(fixed_device_bytes_) +
+                    ", found " + std::to_string(left) + " bytes of " +
+                    mebibytes(config.memory.device_bytes));
+  }
+  for (SketchStore& sketch : sketches) {
+    const auto block_bytes = static_cast<std::size_t>(sketch.geometry.block_bytes());
+    sketch.blocks = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice,
+                                                          block_bytes, blocks * block_bytes);
+    fixed_device_bytes_ += blocks * block_bytes;
+  }
+}
+
+transfer::Stream* EngineState::adopted(StreamRef stream) {
+  std::unique_ptr<transfer::Stream>& slot = adopted_[stream.handle()];
+  if (!slot) slot = device->adopt(stream);
+  return slot.get();
+}
+
+EngineState::Turn::Turn(EngineState& engine, StreamRef stream)
+    : engine_(engine), lock_(engine.mutex), synchronous_(!stream.given()) {
+  engine_.check_alive();
+  stream_ = stream.given() ? engine_.adopted(stream) : engine_.main.get();
+  capturing_ = stream_->capturing();
+  if (!capturing_ && engine_.workspace_last_stream_ != stream_) {
+    stream_->wait(engine_.workspace_last_use_);
+  }
+}
+
+EngineState::Turn::~Turn() {
+  if (capturing_) return;
+  try {
+    engine_.workspace_last_use_ = stream_->record();
+    engine_.workspace_last_stream_ = stream_;
+  } catch (const std::exception& error) {
+    engine_.failure_ = error.what();
+  }
+}
+
+void EngineState::Turn::finish() {
+  if (!synchronous_) return;
+  try {
+    stream_->synchronize();
+  } catch (const std::exception& error) {
+    engine_.failure_ = error.what();
+    engine_.log(LogLevel::kError, "engine failed: " + engine_.failure_);
+    throw Error(ErrorCode::kInternal, engine_.failure_);
+  }
+}
+
+void EngineState::check_alive() const {
+  if (!failure_.empty()) throw Error(ErrorCode::kInternal, "the engine has failed: " + failure_);
+}
+
+void EngineState::retire(transfer::Event last_use, transfer::Buffer memory) {
+  retired_.push_back({std::move(last_use), std::move(memory)});
+}
+
+void EngineState::collect_retired() {
+  std::erase_if(retired_, [](const Retired& retired) { return retired.last_use.done(); });
+}
+
+void EngineState::log(LogLevel level, const std::string& message) const {
+  if (config.log) config.log(level, message);
+}
+
+std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const {
+  const SketchConfig wanted = retrieval.sketch();
+  for (std::size_t i = 0; i < sketches.size(); ++i) {
+    const SketchConfig& have = sketches[i].config;
+    if (have.kind == wanted.kind && have.seed == wanted.seed &&
+        have.num_planes >= wanted.num_planes) {
+      return i;
+    }
+  }
+  std::string found;
+  for (const SketchStore& sketch : sketches) {
+    found += (found.empty() ? "" : "; ") + describe_sketch(sketch.config);
+  }
+  throw Error(ErrorCode::kFailedPrecondition, "sketch: expected one that the estimator can read (" +
+                                                  describe_sketch(wanted) + "), found " + found);
+}
+
+Stats EngineState::stats() const {
+  const std::lock_guard lock(mutex);
+  Stats stats;
+  stats.seconds = seconds;
+  Stats::Cumulative& sum = stats.cumulative;
+  sum.tokens_appended = tokens_appended.load(std::memory_order_relaxed);
+  sum.queries = query_tokens.load(std::memory_order_relaxed);
+  const auto row_bytes = static_cast<std::uint64_t>(kv.row_bytes());
+  for (std::size_t i = 0; i <= sketches.size(); ++i) {
+    transfer::StepFlags& step = *step_flags(i);
+    const std::uint64_t fetched = load(step.rows_fetched_host);
+    const std::uint64_t resident = load(step.rows_resident);
+    sum.rows_selected += load(step.rows_selected);
+    sum.rows_attended += fetched + resident;
+    sum.bytes_host_to_device += fetched * row_bytes;
+    sum.bytes_device_resident += resident * row_bytes;
+    if (i < sketches.size()) {
+      sum.bytes_sketch_read +=
+          load(step.tokens_scored) * static_cast<std::uint64_t>(sketches[i].geometry.token_bytes());
+    }
+  }
+  if (config.memory.placement == KvPlacement::kHost) {
+    sum.bytes_device_to_host =
+        sum.tokens_appended * static_cast<std::uint64_t>(kv.kv_heads) * row_bytes;
+  }
+  sum.nonfinite_tokens = closed_nonfinite;
+  for (transfer::StepFlags* session : live_flags) {
+    sum.nonfinite_tokens += load(session->nonfinite_tokens);
+  }
+
+  Stats::Snapshot& now = stats.snapshot;
+  now.sessions = num_sessions;
+  now.pages = pages->num_frames();
+  now.pages_used = pages->num_used();
+  if (config.memory.placement == KvPlacement::kHost) {
+    now.host_page_bytes = now.pages * pages->frame_bytes();
+    now.host_page_bytes_used = now.pages_used * pages->frame_bytes();
+  }
+  now.device_bytes = fixed_device_bytes_ + session_device_bytes;
+  for (const SketchStore& sketch : sketches) {
+    now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->frame_bytes();
+  }
+  return stats;
+}
+
+}  // namespace kvtier::runtime

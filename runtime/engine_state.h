@@ -1,0 +1,136 @@
+#pragma once
+
+#include "kvtier/config.h"
+#include "kvtier/stats.h"
+
+#include "attention/flash_decode.h"
+#include "hashing/planes.h"
+#include "hashing/sketch.h"
+#include "runtime/host_staging.h"
+#include "scoring/selector.h"
+#include "transfer/device.h"
+#include "transfer/frame_pool.h"
+#include "transfer/rows.h"
+#include "transfer/sequence.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace kvtier::runtime {
+
+/// One kind of sketch that every session of the engine carries: its planes, layout and blocks.
+struct SketchStore {
+  SketchConfig config;
+  hashing::Planes planes;
+  hashing::SketchGeometry geometry;
+  std::unique_ptr<transfer::FramePool> blocks;
+};
+
+/// Everything that sessions share: the device, the pools, the planes, and the workspace of one
+/// step.
+///
+/// There is one workspace, so steps of different sessions run one after another: `Turn` orders them
+/// on the device by an event, on the host by the mutex. A step under graph capture takes no part in
+/// that order: its replays must be ordered with other calls of the engine by the caller.
+class EngineState {
+ public:
+  explicit EngineState(const Config& config_in);
+  ~EngineState();
+  EngineState(const EngineState&) = delete;  // sessions point to it
+  EngineState& operator=(const EngineState&) = delete;
+
+  /// The right to enqueue one call: holds the mutex, has made the stream wait for the workspace's
+  /// last use, and marks the new last use when it ends. `stream()` is the caller's stream, or the
+  /// engine's own when none was given; `finish()` then waits for the outputs.
+  class Turn {
+   public:
+    Turn(EngineState& engine, StreamRef stream);
+    Turn(const Turn&) = delete;  // one owner of the mutex
+    Turn& operator=(const Turn&) = delete;
+    ~Turn();
+
+    [[nodiscard]] transfer::Stream& stream() noexcept { return *stream_; }
+    /// True when the call returns with its outputs written.
+    [[nodiscard]] bool synchronous() const noexcept { return synchronous_; }
+    [[nodiscard]] bool capturing() const noexcept { return capturing_; }
+    /// Waits when the call is synchronous. A fault of the device fails the engine.
+    void finish();
+
+   private:
+    EngineState& engine_;
+    std::unique_lock<std::mutex> lock_;
+    transfer::Stream* stream_ = nullptr;
+    bool synchronous_ = false;
+    bool capturing_ = false;
+  };
+
+  /// Throws what failed the engine, if anything did.
+  void check_alive() const;
+  /// Keeps a session's memory until the work that uses it is done. Called with the mutex held.
+  void retire(transfer::Event last_use, transfer::Buffer memory);
+  /// Frees retired memory whose work is done. Called with the mutex held.
+  void collect_retired();
+
+  void log(LogLevel level, const std::string& message) const;
+  /// Returns the index of a sketch that the estimator of `retrieval` can read; throws
+  /// `kFailedPrecondition` naming what is there.
+  [[nodiscard]] std::size_t fitting_sketch(const RetrievalConfig& retrieval) const;
+  [[nodiscard]] Stats stats() const;
+
+  Config config;
+  transfer::KvGeometry kv;
+  std::unique_ptr<transfer::Device> device;
+  std::unique_ptr<transfer::Stream> main;  ///< For calls without a stream.
+  std::unique_ptr<transfer::Stream> side;  ///< Fetches rows beside `main` or the caller's stream.
+  std::vector<SketchStore> sketches;
+  std::unique_ptr<transfer::FramePool> pages;
+  std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
+
+  // The workspace of a step, sized at construction, on the device.
+  int batch_rows = 1;              ///< Query rows per launch.
+  std::int64_t append_tokens = 0;  ///< Tokens packed at a time.
+  std::int64_t staged_rows = 0;
+  std::unique_ptr<scoring::Selector> selector;
+  std::unique_ptr<attention::FlashDecode> flash;
+  transfer::Buffer packed;   ///< `[append_tokens, kv_heads, row]`
+  transfer::Buffer queries;  ///< `[batch_rows, query_heads, head_dim]` fp32
+  transfer::Buffer flags;    ///< Pinned `StepFlags`: one per sketch, the last for unscored rows.
+  std::unique_ptr<HostStaging> staging;
+
+  // Counters and state below are guarded by `mutex`, the atomics apart.
+  mutable std::mutex mutex;
+  std::size_t num_sessions = 0;
+  std::size_t session_device_bytes = 0;
+  std::uint64_t closed_nonfinite = 0;
+  std::vector<transfer::StepFlags*> live_flags;
+  Stats::StageSeconds seconds;
+  std::atomic<std::uint64_t> tokens_appended{0};
+  std::atomic<std::uint64_t> query_tokens{0};
+
+  [[nodiscard]] transfer::StepFlags* step_flags(std::size_t index) const {
+    return flags.as<transfer::StepFlags>() + index;
+  }
+
+ private:
+  void size_workspace();
+  void make_sketches();
+  transfer::Stream* adopted(StreamRef stream);
+
+  struct Retired {
+    transfer::Event last_use;
+    transfer::Buffer memory;
+  };
+  std::unordered_map<void*, std::unique_ptr<transfer::Stream>> adopted_;
+  std::vector<Retired> retired_;
+  transfer::Event workspace_last_use_;
+  transfer::Stream* workspace_last_stream_ = nullptr;
+  std::string failure_;
+  std::size_t fixed_device_bytes_ = 0;
+};
+
+}  // namespace kvtier::runtime
