@@ -1,0 +1,268 @@
+/* The C ABI of kvtier: the verbs of kvtier/engine.h over opaque handles. Shapes, dtypes, units and
+ * the completion rule are those of kvtier/engine.h and kvtier/tensor.h.
+ *
+ * Every function that can fail returns a kvtier_status; `kvtier_last_error` gives the message of
+ * the calling thread's last failure. A call that fails has changed nothing, except with
+ * KVTIER_INTERNAL, after which the engine is failed.
+ *
+ * Structs that may grow begin with `struct_size`. The `..._init` functions set it, and every field,
+ * to the defaults; a size that this library does not know is refused. A struct that is only written
+ * to (kvtier_stats) is filled up to the caller's size.
+ */
+#ifndef KVTIER_KVTIER_H_
+#define KVTIER_KVTIER_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define KVTIER_C_EXPORT __attribute__((visibility("default")))
+#else
+#define KVTIER_C_EXPORT
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Numbers of gRPC's canonical codes; when each is returned: kvtier/error.h. */
+typedef enum kvtier_status {
+  KVTIER_OK = 0,
+  KVTIER_CANCELLED = 1,
+  KVTIER_INVALID_ARGUMENT = 3,
+  KVTIER_DEADLINE_EXCEEDED = 4,
+  KVTIER_NOT_FOUND = 5,
+  KVTIER_RESOURCE_EXHAUSTED = 8,
+  KVTIER_FAILED_PRECONDITION = 9,
+  KVTIER_ABORTED = 10,
+  KVTIER_UNIMPLEMENTED = 12,
+  KVTIER_INTERNAL = 13,
+  KVTIER_UNAVAILABLE = 14,
+  KVTIER_DATA_LOSS = 15
+} kvtier_status;
+
+typedef enum kvtier_dtype {
+  KVTIER_FP32 = 0,
+  KVTIER_FP16 = 1,
+  KVTIER_BF16 = 2,
+  KVTIER_INT32 = 3
+} kvtier_dtype;
+
+typedef enum kvtier_space { KVTIER_HOST = 0, KVTIER_DEVICE = 1 } kvtier_space;
+
+typedef enum kvtier_backend {
+  KVTIER_BACKEND_AUTO = 0,
+  KVTIER_BACKEND_CPU = 1,
+  KVTIER_BACKEND_CUDA = 2
+} kvtier_backend;
+
+typedef enum kvtier_estimator {
+  KVTIER_SOFT_COLLISION = 0,
+  KVTIER_HARD_COLLISION = 1,
+  KVTIER_NORM_AWARE = 2
+} kvtier_estimator;
+
+typedef enum kvtier_value_weighting {
+  KVTIER_WEIGHTING_DEFAULT = 0,
+  KVTIER_WEIGHTING_LINEAR = 1,
+  KVTIER_WEIGHTING_CALIBRATED = 2,
+  KVTIER_WEIGHTING_LOGIT = 3,
+  KVTIER_WEIGHTING_NONE = 4
+} kvtier_value_weighting;
+
+typedef enum kvtier_selection {
+  KVTIER_PER_QUERY_HEAD = 0,
+  KVTIER_PER_KV_HEAD = 1
+} kvtier_selection;
+
+typedef enum kvtier_plane_kind {
+  KVTIER_PLANES_DEFAULT = -1, /* gaussian, or orthogonal for norm-aware */
+  KVTIER_PLANES_GAUSSIAN = 0,
+  KVTIER_PLANES_ORTHOGONAL = 1
+} kvtier_plane_kind;
+
+typedef enum kvtier_layer_mode {
+  KVTIER_LAYER_DEFAULT = -1, /* the layer's own, in options */
+  KVTIER_LAYER_SPARSE = 0,
+  KVTIER_LAYER_DENSE = 1,
+  KVTIER_LAYER_SLIDING_WINDOW = 2
+} kvtier_layer_mode;
+
+typedef enum kvtier_placement { KVTIER_PLACE_HOST = 0, KVTIER_PLACE_DEVICE = 1 } kvtier_placement;
+
+typedef struct kvtier_engine kvtier_engine;
+typedef struct kvtier_session kvtier_session;
+
+/* A strided array; `data` NULL stands for an optional tensor that is not given. */
+typedef struct kvtier_tensor {
+  void* data;
+  kvtier_dtype dtype;
+  kvtier_space space;
+  int32_t rank;
+  int64_t shape[4];
+  int64_t strides[4]; /* in elements; all 0: row-major without gaps */
+} kvtier_tensor;
+
+typedef struct kvtier_sketch_config {
+  kvtier_plane_kind kind;
+  int32_t num_planes;
+  uint64_t seed;
+} kvtier_sketch_config;
+
+typedef struct kvtier_retrieval_config {
+  size_t struct_size;
+  kvtier_estimator estimator;
+  kvtier_value_weighting value_weighting;
+  kvtier_selection selection;
+  kvtier_plane_kind plane_kind;
+  uint64_t seed;
+  int32_t planes_per_table;
+  int32_t tables;
+  float tau;
+  int32_t num_planes;
+  int32_t query_bits;
+  int32_t top_k;
+  double sparsity;
+  int32_t sink_tokens;
+  int32_t recent_tokens;
+} kvtier_retrieval_config;
+
+typedef struct kvtier_layer_config {
+  kvtier_layer_mode mode;
+  int64_t window_tokens;
+  float softmax_scale; /* 0: 1 / sqrt(head_dim) */
+  float logit_softcap;
+} kvtier_layer_config;
+
+typedef struct kvtier_config {
+  size_t struct_size;
+  int32_t layers;
+  int32_t query_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  kvtier_dtype kv_dtype;
+  const kvtier_layer_config* layer_options; /* NULL, or one per layer */
+  uint64_t device_bytes;
+  uint64_t host_bytes;
+  kvtier_placement placement;
+  int32_t page_tokens;
+  int64_t max_session_tokens;
+  int32_t max_batch_rows;
+  int32_t staging_rows;
+  int32_t pin_threads;
+  kvtier_retrieval_config retrieval;
+  const kvtier_sketch_config* extra_sketches;
+  size_t num_extra_sketches;
+  kvtier_backend backend;
+  int32_t reject_nonfinite;
+  void (*log)(void* context, int32_t level, const char* message); /* NULL: no messages */
+  void* log_context;
+} kvtier_config;
+
+/* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
+typedef struct kvtier_options {
+  size_t struct_size;
+  float softmax_scale; /* 0: not given */
+  float logit_softcap; /* negative: not given */
+  kvtier_layer_mode mode;
+  int64_t dense_from;                       /* negative: not given */
+  const kvtier_retrieval_config* retrieval; /* NULL: the engine's */
+} kvtier_options;
+
+/* A caller's stream. given 0: the call returns with its outputs written; otherwise `handle` is a
+ * cudaStream_t on which the call is enqueued. */
+typedef struct kvtier_stream {
+  int32_t given;
+  void* handle;
+} kvtier_stream;
+
+/* Tensors of one attend or decode; key and value are used by decode alone. */
+typedef struct kvtier_attend_args {
+  size_t struct_size;
+  kvtier_tensor query;
+  kvtier_tensor key;
+  kvtier_tensor value;
+  kvtier_tensor selected; /* optional input ids */
+  kvtier_tensor out;
+  kvtier_tensor lse;             /* optional */
+  kvtier_tensor selected_out;    /* optional */
+  const kvtier_options* options; /* NULL: defaults */
+} kvtier_attend_args;
+
+typedef struct kvtier_batch_item {
+  kvtier_session* session;
+  const kvtier_attend_args* args;
+} kvtier_batch_item;
+
+typedef struct kvtier_stats {
+  size_t struct_size;
+  uint64_t tokens_appended, queries, rows_selected, rows_attended;
+  uint64_t bytes_host_to_device, bytes_device_to_host, bytes_device_resident, bytes_sketch_read;
+  uint64_t nonfinite_tokens;
+  uint64_t sessions, host_page_bytes, host_page_bytes_used, device_bytes, sketch_bytes_used;
+  uint64_t pages, pages_used;
+} kvtier_stats;
+
+/* "major.minor.patch" of the library. */
+KVTIER_C_EXPORT const char* kvtier_version(void);
+/* Message of the calling thread's last failure; valid until its next call. Never NULL. */
+KVTIER_C_EXPORT const char* kvtier_last_error(void);
+KVTIER_C_EXPORT const char* kvtier_status_name(kvtier_status status);
+
+/* Set every field to the default of the C++ API. */
+KVTIER_C_EXPORT void kvtier_config_init(kvtier_config* config);
+KVTIER_C_EXPORT void kvtier_retrieval_config_init(kvtier_retrieval_config* config);
+KVTIER_C_EXPORT void kvtier_options_init(kvtier_options* options);
+KVTIER_C_EXPORT void kvtier_attend_args_init(kvtier_attend_args* args);
+
+KVTIER_C_EXPORT kvtier_status kvtier_engine_create(const kvtier_config* config,
+                                                   kvtier_engine** engine);
+/* Sessions may outlive their engine's handle. NULL is ignored. */
+KVTIER_C_EXPORT void kvtier_engine_destroy(kvtier_engine* engine);
+KVTIER_C_EXPORT kvtier_backend kvtier_engine_backend(const kvtier_engine* engine);
+/* `stats->struct_size` must be set. */
+KVTIER_C_EXPORT kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* stats);
+/* A ragged batch: Engine::decode. */
+KVTIER_C_EXPORT kvtier_status kvtier_engine_decode(kvtier_engine* engine, int32_t layer,
+                                                   const kvtier_batch_item* items, size_t num_items,
+                                                   kvtier_stream stream);
+/* Merges `num_parts` partial results (fp32 outs and lses) by log-sum-exp: Engine::merge. */
+KVTIER_C_EXPORT kvtier_status kvtier_engine_merge(kvtier_engine* engine, const kvtier_tensor* outs,
+                                                  const kvtier_tensor* lses, size_t num_parts,
+                                                  const kvtier_tensor* out,
+                                                  const kvtier_tensor* lse, kvtier_stream stream);
+
+/* capacity_tokens 0: max_session_tokens. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_open(kvtier_engine* engine, int64_t capacity_tokens,
+                                                  kvtier_session** session);
+KVTIER_C_EXPORT void kvtier_session_close(kvtier_session* session);
+KVTIER_C_EXPORT kvtier_status kvtier_session_append(kvtier_session* session, int32_t layer,
+                                                    const kvtier_tensor* keys,
+                                                    const kvtier_tensor* values,
+                                                    kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_reserve(kvtier_session* session, int64_t tokens,
+                                                     kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_select(kvtier_session* session, int32_t layer,
+                                                    const kvtier_tensor* query,
+                                                    const kvtier_tensor* ids,
+                                                    const kvtier_tensor* scores, /* may be NULL */
+                                                    const kvtier_options* options,
+                                                    kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_attend(kvtier_session* session, int32_t layer,
+                                                    const kvtier_attend_args* args,
+                                                    kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_decode(kvtier_session* session, int32_t layer,
+                                                    const kvtier_attend_args* args,
+                                                    kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_length(const kvtier_session* session, int32_t layer,
+                                                    int64_t* tokens);
+KVTIER_C_EXPORT kvtier_status kvtier_session_truncate(kvtier_session* session, int64_t tokens,
+                                                      kvtier_stream stream);
+KVTIER_C_EXPORT kvtier_status kvtier_session_advance(kvtier_session* session, int32_t layer,
+                                                     int64_t tokens);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVTIER_KVTIER_H_ */
