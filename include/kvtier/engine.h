@@ -17,11 +17,11 @@ class Session;
 
 /// Per-call overrides. Everything left out comes from `Config`.
 struct AttendOptions {
-  std::optional<float> softmax_scale;
-  std::optional<float> logit_softcap;
-  std::optional<LayerMode> mode;
+  std::optional<float> softmax_scale{};
+  std::optional<float> logit_softcap{};
+  std::optional<LayerMode> mode{};
   /// Tokens at or after this index are always attended.
-  std::optional<std::int64_t> dense_from;
+  std::optional<std::int64_t> dense_from{};
   /// Replaces `Config::retrieval`. Its sketch must fit one that the session carries, otherwise
   /// `kFailedPrecondition`. Not kept after the call.
   const RetrievalConfig* retrieval = nullptr;
@@ -32,17 +32,17 @@ struct AttendOptions {
 /// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
 /// and dense tokens, -1 for none, any order; replaces scoring.
 struct AttendInputs {
-  TensorView query;
-  TensorView selected;
+  TensorView query{};
+  TensorView selected{};
 };
 
 /// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads,
 /// head_dim]`.
 struct DecodeInputs {
-  TensorView query;
-  TensorView key;
-  TensorView value;
-  TensorView selected;
+  TensorView query{};
+  TensorView key{};
+  TensorView value{};
+  TensorView selected{};
 };
 
 /// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,
@@ -50,24 +50,24 @@ struct DecodeInputs {
 /// merge (`Engine::merge`). `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]`
 /// receives the ids chosen by score, ascending, padded with -1; n >= k.
 struct AttendOutputs {
-  MutableTensorView out;
-  MutableTensorView lse;
-  MutableTensorView selected;
+  MutableTensorView out{};
+  MutableTensorView lse{};
+  MutableTensorView selected{};
 };
 
 /// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for
 /// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of
 /// each id (per KV head: the combined one), -infinity where padded.
 struct SelectOutputs {
-  MutableTensorView ids;
-  MutableTensorView scores;
+  MutableTensorView ids{};
+  MutableTensorView scores{};
 };
 
 /// One partial result of `Engine::merge`: fp32 `out [tokens, query_heads, head_dim]`, `lse [tokens,
 /// query_heads]`.
 struct PartialResult {
-  TensorView out;
-  TensorView lse;
+  TensorView out{};
+  TensorView lse{};
 };
 
 struct SessionConfig {
@@ -78,9 +78,9 @@ struct SessionConfig {
 /// One entry of a ragged batch: a session and its tensors. Every session at most once.
 struct BatchItem {
   Session* session = nullptr;
-  DecodeInputs inputs;
-  AttendOutputs outputs;
-  AttendOptions options;
+  DecodeInputs inputs{};
+  AttendOutputs outputs{};
+  AttendOptions options{};
 };
 
 /// Owns the device, the page pool, the planes and the workspaces; allocates at construction all
