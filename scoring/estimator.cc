@@ -1,0 +1,78 @@
+#include "scoring/estimator.h"
+
+#include "scoring/estimator_kernels.h"
+
+#include <cassert>
+#include <cmath>
+#include <numbers>
+
+namespace kvtier::scoring {
+
+namespace {
+
+ValueWeighting resolve(ValueWeighting weighting, Estimator estimator) {
+  if (weighting != ValueWeighting::kDefault) return weighting;
+  return estimator == Estimator::kNormAware ? ValueWeighting::kLogit : ValueWeighting::kLinear;
+}
+
+PlaneKind resolve(std::optional<PlaneKind> kind, Estimator estimator) {
+  return kind.value_or(estimator == Estimator::kNormAware ? PlaneKind::kOrthogonal
+                                                          : PlaneKind::kGaussian);
+}
+
+}  // namespace
+
+ScoreParams score_params(const RetrievalConfig& config, int head_dim, float softmax_scale) {
+  ScoreParams params;
+  params.estimator = config.estimator;
+  params.weighting = resolve(config.value_weighting, config.estimator);
+  params.selection = config.selection;
+  params.planes_per_table = config.planes_per_table;
+  params.tables = config.tables;
+  params.num_planes = config.num_planes;
+  params.query_bits = config.query_bits;
+  params.tau = config.tau;
+  params.logit_scale = softmax_scale;
+  params.top_k = config.top_k;
+  params.sparsity = config.sparsity;
+
+  double scale = std::sqrt(std::numbers::pi / 2.0) / config.num_planes;
+  if (resolve(config.plane_kind, config.estimator) == PlaneKind::kOrthogonal) {
+    scale /= 1.0 + 1.0 / (4.0 * head_dim);
+  }
+  params.sign_scale = static_cast<float>(scale);
+  return params;
+}
+
+std::int64_t entries_per_head(const ScoreParams& params) noexcept {
+  switch (params.estimator) {
+    case Estimator::kSoftCollision: {
+      const int hi = (params.planes_per_table + 1) / 2;
+      const int lo = params.planes_per_table - hi;
+      return std::int64_t{params.tables} * ((1 << hi) + (1 << lo));
+    }
+    case Estimator::kHardCollision:
+      return params.tables;
+    case Estimator::kNormAware:
+      break;
+  }
+  return params.num_planes;
+}
+
+void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
+                        const hashing::PlanesView& planes, const float* queries, int num_rows,
+                        int query_heads, float* entries, QueryScalars* scalars) {
+  assert(params.planes_read() <= planes.num_planes);
+  assert(params.weighting != ValueWeighting::kDefault);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::build_query_tables(stream.native(), params, planes, queries, num_rows,
+                                      query_heads, entries, scalars);
+    }
+  }
+  stream.run([=] {
+    cpu::build_query_tables(params, planes, queries, num_rows, query_heads, entries, scalars);
+  });
+}
+
+}  // namespace kvtier::scoring

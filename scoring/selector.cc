@@ -1,0 +1,164 @@
+#include "scoring/selector.h"
+
+#include "scoring/selector_kernels.h"
+
+#include <algorithm>
+#include <cassert>
+
+namespace kvtier::scoring {
+
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+/// Byte offsets of the regions of the workspace.
+struct Layout {
+  std::size_t entries = 0;
+  std::size_t scalars = 0;
+  std::size_t scores = 0;
+  std::size_t combined = 0;
+  std::size_t token_mask = 0;
+  std::size_t scratch = 0;
+  std::size_t ids = 0;
+  std::size_t head_mask = 0;
+  std::size_t counts = 0;
+  std::size_t staged = 0;
+  std::size_t total = 0;
+};
+
+Layout layout(const SelectorLimits& limits, std::size_t scratch_bytes) {
+  Layout result;
+  const auto place = [&result](std::size_t& offset, std::size_t bytes) {
+    offset = result.total;
+    result.total += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  const auto rows = static_cast<std::size_t>(limits.rows);
+  const std::size_t queries = rows * static_cast<std::size_t>(limits.query_heads);
+  const std::size_t groups = rows * static_cast<std::size_t>(limits.kv_heads);
+  const auto tokens = static_cast<std::size_t>(limits.max_tokens);
+  const auto selected = static_cast<std::size_t>(limits.max_selected);
+  place(result.entries, queries * kMaxEntriesPerHead * sizeof(float));
+  place(result.scalars, queries * sizeof(QueryScalars));
+  place(result.scores, queries * tokens * sizeof(float));
+  place(result.combined, groups * tokens * sizeof(float));
+  place(result.token_mask, groups * tokens * sizeof(std::uint16_t));
+  place(result.scratch, scratch_bytes);
+  place(result.ids, groups * selected * sizeof(std::int32_t));
+  place(result.head_mask, groups * selected * sizeof(std::uint16_t));
+  place(result.counts, groups * sizeof(std::int32_t));
+  place(result.staged, groups * static_cast<std::size_t>(limits.staged_rows) *
+                           static_cast<std::size_t>(limits.row_bytes));
+  return result;
+}
+
+std::size_t scratch_bytes(Backend backend, const SelectorLimits& limits) {
+  if constexpr (transfer::kWithCuda) {
+    if (backend == Backend::kCuda) return cuda::scratch_bytes(limits);
+  }
+  assert(backend == Backend::kCpu);
+  return cpu::scratch_bytes(limits);
+}
+
+void check(const SelectRequest& request, const SelectorLimits& limits) {
+  assert(request.rows.count <= limits.rows);
+  assert(request.kv.query_heads == limits.query_heads);
+  assert(request.kv.kv_heads == limits.kv_heads);
+  assert(request.max_length <= limits.max_tokens);
+  static_cast<void>(request);
+  static_cast<void>(limits);
+}
+
+}  // namespace
+
+Selector::Selector(transfer::Device& device, const SelectorLimits& limits) : limits_(limits) {
+  const Layout at = layout(limits, scratch_bytes(device.backend(), limits));
+  memory_ = device.allocate(transfer::Space::kDevice, at.total);
+  std::byte* base = memory_.data();
+  entries_ = reinterpret_cast<float*>(base + at.entries);
+  scalars_ = reinterpret_cast<QueryScalars*>(base + at.scalars);
+  scores_ = reinterpret_cast<float*>(base + at.scores);
+  combined_ = reinterpret_cast<float*>(base + at.combined);
+  token_mask_ = reinterpret_cast<std::uint16_t*>(base + at.token_mask);
+  scratch_ = base + at.scratch;
+  selection_.ids = reinterpret_cast<std::int32_t*>(base + at.ids);
+  selection_.head_mask = reinterpret_cast<std::uint16_t*>(base + at.head_mask);
+  selection_.counts = reinterpret_cast<std::int32_t*>(base + at.counts);
+  selection_.capacity = limits.max_selected;
+  selection_.staged = limits.staged_rows > 0 ? base + at.staged : nullptr;
+  selection_.staged_capacity = limits.staged_rows;
+}
+
+std::size_t Selector::workspace_bytes(const SelectorLimits& limits) {
+  std::size_t scratch = cpu::scratch_bytes(limits);
+  if constexpr (transfer::kWithCuda) scratch = std::max(scratch, cuda::scratch_bytes(limits));
+  return layout(limits, scratch).total;
+}
+
+SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
+  return {.limits = limits_,
+          .tables = {.entries = entries_,
+                     .entries_per_head = entries_per_head(params),
+                     .scalars = scalars_},
+          .scores = scores_,
+          .combined = combined_,
+          .token_mask = token_mask_,
+          .scratch = scratch_,
+          .selection = selection_};
+}
+
+transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request) {
+  check(request, limits_);
+  build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
+                     request.kv.query_heads, entries_, scalars_);
+  const SelectorWorkspace space = workspace(request.params);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      cuda::select(stream.native(), request, space);
+      return selection_;
+    }
+  }
+  stream.run([=] { cpu::select(request, space); });
+  return selection_;
+}
+
+transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,
+                                        const IdTensor& ids) {
+  check(request, limits_);
+  const SelectorWorkspace space = workspace(request.params);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      cuda::adopt(stream.native(), request, space, ids);
+      return selection_;
+    }
+  }
+  stream.run([=] { cpu::adopt(request, space, ids); });
+  return selection_;
+}
+
+void Selector::export_ids(transfer::Stream& stream, const SelectRequest& request,
+                          const IdTensor& out) {
+  check(request, limits_);
+  const SelectorWorkspace space = workspace(request.params);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::export_ids(stream.native(), request, space, out);
+    }
+  }
+  stream.run([=] { cpu::export_ids(request, space, out); });
+}
+
+void Selector::export_scores(transfer::Stream& stream, const SelectRequest& request,
+                             const IdTensor& ids, float* out, std::int64_t row_stride,
+                             std::int64_t head_stride) {
+  check(request, limits_);
+  const SelectorWorkspace space = workspace(request.params);
+  const ScoreTensor tensor{.data = out, .row_stride = row_stride, .head_stride = head_stride};
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::export_scores(stream.native(), request, space, ids, tensor);
+    }
+  }
+  stream.run([=] { cpu::export_scores(request, space, ids, tensor); });
+}
+
+}  // namespace kvtier::scoring

@@ -36,6 +36,8 @@ struct IdTensor {
   std::int64_t n = 0;
 };
 
+struct SelectorWorkspace;
+
 struct SelectorLimits {
   int rows = 1;
   int query_heads = 1;
@@ -79,6 +81,8 @@ class Selector {
                      float* out, std::int64_t row_stride, std::int64_t head_stride);
 
  private:
+  [[nodiscard]] SelectorWorkspace workspace(const ScoreParams& params) const;
+
   SelectorLimits limits_;
   transfer::Buffer memory_;
   // Regions of memory_, in this order; selector_kernels.h gives the shapes.

@@ -1,0 +1,348 @@
+#include "scoring/scores_cpu.h"
+#include "scoring/selector_kernels.h"
+#include "scoring/top_k_cpu.h"
+#include "transfer/parallel.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cassert>
+#include <limits>
+
+namespace kvtier::scoring::cpu {
+
+namespace {
+
+using transfer::AttendedSpans;
+using transfer::parallel_for;
+
+// Tiles that a thread takes at once: a tile costs tens of microseconds.
+constexpr std::int64_t kTileGrain = 4;
+constexpr std::size_t kAlignment = 256;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+std::int64_t tiles_of(std::int64_t tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
+
+std::uint16_t all_heads(int group) { return static_cast<std::uint16_t>((1U << group) - 1U); }
+
+// One call: the spans of each row, and where each (row, head) has its memory.
+class Call {
+ public:
+  Call(const SelectRequest& request, const SelectorWorkspace& space)
+      : request_(request), space_(space), group_(request.kv.group()) {
+    for (int row = 0; row < request.rows.count; ++row) {
+      const transfer::QueryRow& query = request.rows[row];
+      const std::int64_t length = request.sequences[query.sequence].counters->length;
+      assert(length <= space.limits.max_tokens);
+      AttendedSpans& spans = spans_[static_cast<std::size_t>(row)];
+      spans = transfer::attended_spans(request.rule, length, query);
+      if (spans.num_eligible() > 0) max_tiles_ = std::max(max_tiles_, tiles_of(spans.eligible_end));
+    }
+  }
+
+  [[nodiscard]] const SelectRequest& request() const { return request_; }
+  [[nodiscard]] const transfer::SelectionView& selection() const { return space_.selection; }
+  [[nodiscard]] const AttendedSpans& spans(int row) const {
+    return spans_[static_cast<std::size_t>(row)];
+  }
+  [[nodiscard]] int rows() const { return request_.rows.count; }
+  [[nodiscard]] int group() const { return group_; }
+  [[nodiscard]] int kv_heads() const { return request_.kv.kv_heads; }
+  [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
+  [[nodiscard]] std::int64_t max_tiles() const { return max_tiles_; }
+  [[nodiscard]] std::int64_t max_tokens() const { return space_.limits.max_tokens; }
+  [[nodiscard]] bool per_query_head() const {
+    return request_.params.selection == Selection::kPerQueryHead;
+  }
+
+  [[nodiscard]] GroupQuery group_query(int row, int kv_head) const {
+    const std::int64_t head = std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
+    const std::size_t slot = static_cast<std::size_t>(row * kv_heads() + kv_head);
+    return {.entries = space_.tables.entries + head * space_.tables.entries_per_head,
+            .scalars = space_.tables.scalars + head,
+            .group = group_,
+            .prepared = space_.scratch + slot * aligned(prepared_bytes(group_))};
+  }
+  // Scores of the first head of a group.
+  [[nodiscard]] float* scores(int row, int kv_head) const {
+    return space_.scores +
+           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * max_tokens();
+  }
+  [[nodiscard]] float* combined(int row, int kv_head) const {
+    return space_.combined + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
+  }
+  [[nodiscard]] std::uint16_t* token_mask(int row, int kv_head) const {
+    return space_.token_mask + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
+  }
+  // Reductions of the first head of a group, `partial_stride()` apart from the next head's.
+  [[nodiscard]] TilePartial* partials(int row, int kv_head) const {
+    const auto groups = static_cast<std::size_t>(space_.limits.rows * space_.limits.kv_heads);
+    auto* base =
+        reinterpret_cast<TilePartial*>(space_.scratch + groups * aligned(prepared_bytes(group_)));
+    return base +
+           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * partial_stride();
+  }
+  [[nodiscard]] std::int64_t partial_stride() const { return tiles_of(max_tokens()); }
+
+  // Calls body(row, kv_head, first token, count) for the eligible tokens of each tile, in parallel.
+  template <typename Body>
+  void for_each_tile(const Body& body) const {
+    const std::int64_t pairs = std::int64_t{rows()} * kv_heads();
+    parallel_for(pairs * max_tiles_, kTileGrain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        const auto pair = static_cast<int>(i / max_tiles_);
+        const int row = pair / kv_heads();
+        const std::int64_t tile = i % max_tiles_ * kTileTokens;
+        const std::int64_t first = std::max(tile, spans(row).sink_end);
+        const std::int64_t last = std::min(tile + kTileTokens, spans(row).eligible_end);
+        if (first < last) body(row, pair % kv_heads(), first, static_cast<int>(last - first));
+      }
+    });
+  }
+  // Calls body(row, kv_head) for each pair, in parallel.
+  template <typename Body>
+  void for_each_group(const Body& body) const {
+    parallel_for(std::int64_t{rows()} * kv_heads(), 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
+      }
+    });
+  }
+
+ private:
+  const SelectRequest& request_;
+  const SelectorWorkspace& space_;
+  int group_;
+  std::int64_t max_tiles_ = 0;
+  std::array<AttendedSpans, transfer::kMaxBatch> spans_;
+};
+
+// Appends to one (row, KV head) of a selection.
+class SelectionWriter {
+ public:
+  SelectionWriter(const transfer::SelectionView& view, std::int64_t slot)
+      : ids_(view.ids + slot * view.capacity),
+        masks_(view.head_mask + slot * view.capacity),
+        count_(view.counts + slot),
+        capacity_(view.capacity) {}
+
+  void add(std::int64_t token, std::uint16_t mask) {
+    assert(used_ < capacity_);
+    if (used_ == capacity_) return;
+    ids_[used_] = static_cast<std::int32_t>(token);
+    masks_[used_] = mask;
+    ++used_;
+  }
+  void finish() { *count_ = static_cast<std::int32_t>(used_); }
+
+ private:
+  std::int32_t* ids_;
+  std::uint16_t* masks_;
+  std::int32_t* count_;
+  std::int64_t capacity_;
+  std::int64_t used_ = 0;
+};
+
+// Calls take(i) for the k best of `count` scores, in ascending order.
+template <typename Take>
+void visit_top_k(const float* scores, std::int64_t count, std::int64_t k, const Take& take) {
+  if (k <= 0) return;
+  TopK top = find_top_k(scores, count, k);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t key = ordered_key(scores[i]);
+    if (key > top.threshold || (key == top.threshold && top.ties-- > 0)) take(i);
+  }
+}
+
+void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, std::int64_t end) {
+  const std::uint16_t* mask = call.token_mask(row, kv_head);
+  SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
+  for (std::int64_t token = begin; token < end; ++token) {
+    if (mask[token] != 0) writer.add(token, mask[token]);
+  }
+  writer.finish();
+}
+
+void score(const Call& call) {
+  const SelectRequest& request = call.request();
+  call.for_each_group([&](int row, int kv_head) {
+    if (call.spans(row).num_eligible() > 0) {
+      prepare_group(request.params, call.group_query(row, kv_head));
+    }
+  });
+  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
+    std::byte* const* blocks = request.sketches[request.rows[row].sequence];
+    const SketchTile tile{.block = blocks[first / hashing::kBlockTokens],
+                          .kv_head = kv_head,
+                          .first = static_cast<int>(first % hashing::kBlockTokens),
+                          .count = count};
+    score_tile(request.params, request.sketch, call.group_query(row, kv_head), tile,
+               call.scores(row, kv_head) + first, call.max_tokens(),
+               call.partials(row, kv_head) + first / kTileTokens, call.partial_stride());
+  });
+}
+
+void combine(const Call& call) {
+  const ScoreParams& params = call.request().params;
+  call.for_each_group([&](int row, int kv_head) {
+    const AttendedSpans& spans = call.spans(row);
+    if (spans.num_eligible() == 0) return;
+    const std::int64_t first = spans.sink_end / kTileTokens;
+    TilePartial* partials = call.partials(row, kv_head);
+    for (int h = 0; h < call.group(); ++h) {
+      TilePartial* head = partials + h * call.partial_stride();
+      head[first].sum = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
+    }
+  });
+  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
+    const TilePartial* partials = call.partials(row, kv_head);
+    const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
+    std::array<float, kMaxGroup> totals{};
+    for (int h = 0; h < call.group(); ++h) {
+      totals[static_cast<std::size_t>(h)] = partials[h * call.partial_stride() + first_tile].sum;
+    }
+    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(), totals.data(),
+                 call.group(), count, call.combined(row, kv_head) + first);
+  });
+}
+
+void choose_per_kv_head(const Call& call, int row, int kv_head, std::int64_t k) {
+  const AttendedSpans& spans = call.spans(row);
+  // Normalising one head keeps its order, but not every last bit of it.
+  const float* scores = call.group() == 1 ? call.scores(row, kv_head) : call.combined(row, kv_head);
+  SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
+  const std::uint16_t mask = all_heads(call.group());
+  visit_top_k(scores + spans.sink_end, spans.num_eligible(), k,
+              [&](std::int64_t i) { writer.add(spans.sink_end + i, mask); });
+  writer.finish();
+}
+
+void choose_per_query_head(const Call& call, int row, int kv_head, std::int64_t k) {
+  const AttendedSpans& spans = call.spans(row);
+  std::uint16_t* mask = call.token_mask(row, kv_head) + spans.sink_end;
+  std::fill_n(mask, spans.num_eligible(), std::uint16_t{0});
+  for (int h = 0; h < call.group(); ++h) {
+    const float* scores = call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
+    const auto bit = static_cast<std::uint16_t>(1U << h);
+    visit_top_k(scores, spans.num_eligible(), k,
+                [&](std::int64_t i) { mask[i] = static_cast<std::uint16_t>(mask[i] | bit); });
+  }
+  write_masked(call, row, kv_head, spans.sink_end, spans.eligible_end);
+}
+
+// Query heads of the group of `kv_head` that head `head` of an id tensor speaks for.
+struct HeadOfTensor {
+  int kv_head;
+  std::uint16_t mask;
+};
+HeadOfTensor head_of_tensor(const Call& call, const IdTensor& ids, int head) {
+  if (ids.heads == call.kv_heads()) return {head, all_heads(call.group())};
+  assert(ids.heads == call.query_heads());
+  return {head / call.group(), static_cast<std::uint16_t>(1U << (head % call.group()))};
+}
+
+float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64_t token) {
+  if (!call.per_query_head()) return call.combined(row, head.kv_head)[token];
+  float best = -std::numeric_limits<float>::infinity();
+  for (int h = 0; h < call.group(); ++h) {
+    if (((head.mask >> h) & 1) == 0) continue;
+    best = std::max(best, call.scores(row, head.kv_head)[h * call.max_tokens() + token]);
+  }
+  return best;
+}
+
+}  // namespace
+
+std::size_t scratch_bytes(const SelectorLimits& limits) {
+  const auto groups =
+      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.kv_heads);
+  const auto heads =
+      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads);
+  const int group = limits.query_heads / limits.kv_heads;
+  return groups * aligned(prepared_bytes(group)) +
+         aligned(heads * static_cast<std::size_t>(tiles_of(limits.max_tokens)) *
+                 sizeof(TilePartial));
+}
+
+void select(const SelectRequest& request, const SelectorWorkspace& workspace) {
+  const Call call(request, workspace);
+  score(call);
+  if (!call.per_query_head()) combine(call);
+  call.for_each_group([&](int row, int kv_head) {
+    const std::int64_t k =
+        transfer::num_to_select(request.params.top_k, request.params.sparsity, call.spans(row));
+    if (call.per_query_head()) {
+      choose_per_query_head(call, row, kv_head, k);
+    } else {
+      choose_per_kv_head(call, row, kv_head, k);
+    }
+  });
+  if (request.flags == nullptr) return;
+  std::uint64_t scored = 0;
+  for (int row = 0; row < call.rows(); ++row) {
+    scored += static_cast<std::uint64_t>(call.spans(row).num_eligible() * call.kv_heads());
+  }
+  std::atomic_ref(request.flags->tokens_scored).fetch_add(scored, std::memory_order_relaxed);
+}
+
+void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids) {
+  const Call call(request, workspace);
+  call.for_each_group([&](int row, int kv_head) {
+    const AttendedSpans& spans = call.spans(row);
+    std::uint16_t* mask = call.token_mask(row, kv_head);
+    std::fill(mask + spans.sink_end, mask + spans.tail_begin, std::uint16_t{0});
+    for (int head = 0; head < ids.heads; ++head) {
+      const HeadOfTensor target = head_of_tensor(call, ids, head);
+      if (target.kv_head != kv_head) continue;
+      const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
+      for (std::int64_t i = 0; i < ids.n; ++i) {
+        if (from[i] < spans.sink_end || from[i] >= spans.tail_begin) continue;
+        mask[from[i]] = static_cast<std::uint16_t>(mask[from[i]] | target.mask);
+      }
+    }
+    write_masked(call, row, kv_head, spans.sink_end, spans.tail_begin);
+  });
+}
+
+void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
+                const IdTensor& out) {
+  const Call call(request, workspace);
+  const transfer::SelectionView& view = workspace.selection;
+  for (int row = 0; row < call.rows(); ++row) {
+    for (int head = 0; head < out.heads; ++head) {
+      const HeadOfTensor source = head_of_tensor(call, out, head);
+      const std::int64_t slot = std::int64_t{row} * call.kv_heads() + source.kv_head;
+      std::int32_t* to = out.data + row * out.row_stride + head * out.head_stride;
+      std::int64_t used = 0;
+      for (std::int64_t i = 0; i < view.counts[slot] && used < out.n; ++i) {
+        if ((view.head_mask[slot * view.capacity + i] & source.mask) == 0) continue;
+        to[used++] = view.ids[slot * view.capacity + i];
+      }
+      std::fill(to + used, to + out.n, -1);
+    }
+  }
+}
+
+void export_scores(const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const IdTensor& ids, const ScoreTensor& out) {
+  const Call call(request, workspace);
+  for (int row = 0; row < call.rows(); ++row) {
+    const AttendedSpans& spans = call.spans(row);
+    for (int head = 0; head < ids.heads; ++head) {
+      const HeadOfTensor source = head_of_tensor(call, ids, head);
+      const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
+      float* to = out.data + row * out.row_stride + head * out.head_stride;
+      for (std::int64_t i = 0; i < ids.n; ++i) {
+        const bool scored = from[i] >= spans.sink_end && from[i] < spans.eligible_end;
+        to[i] = scored ? best_score(call, row, source, from[i])
+                       : -std::numeric_limits<float>::infinity();
+      }
+    }
+  }
+}
+
+}  // namespace kvtier::scoring::cpu
