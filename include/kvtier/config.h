@@ -80,7 +80,7 @@ struct RetrievalConfig {
   Selection selection = Selection::kPerKvHead;
 
   /// Kind of planes; by default gaussian for the collision estimators, orthogonal for norm-aware.
-  std::optional<PlaneKind> plane_kind;
+  std::optional<PlaneKind> plane_kind{};
   std::uint64_t seed = 0;
 
   int planes_per_table = 10;  ///< P, 1..12 (collision estimators). P * L <= 1024.
@@ -110,7 +110,7 @@ struct RetrievalConfig {
 struct LayerConfig {
   LayerMode mode = LayerMode::kSparse;
   std::int64_t window_tokens = 0;      ///< Last tokens attended, for `kSlidingWindow`.
-  std::optional<float> softmax_scale;  ///< Default 1 / sqrt(head_dim).
+  std::optional<float> softmax_scale{};  ///< Default 1 / sqrt(head_dim).
   float logit_softcap = 0.0F;          ///< logit = cap * tanh(logit / cap) when > 0.
 };
 
@@ -121,7 +121,7 @@ struct ModelConfig {
   int head_dim = 128;                 ///< 64, 96, 128 or 256.
   DType kv_dtype = DType::kBFloat16;  ///< Storage of K and V: bf16 or fp16.
   /// Empty (every layer sparse), or one entry per layer.
-  std::vector<LayerConfig> layer_options;
+  std::vector<LayerConfig> layer_options{};
 };
 
 /// Where the KV pages are.
@@ -147,17 +147,17 @@ struct MemoryConfig {
   int staging_rows = -1;
   int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
   /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.
-  std::function<void(std::size_t, std::size_t)> progress;
+  std::function<void(std::size_t, std::size_t)> progress{};
 };
 
 enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError };
 
 struct Config {
-  ModelConfig model;
-  MemoryConfig memory;
-  RetrievalConfig retrieval;
+  ModelConfig model{};
+  MemoryConfig memory{};
+  RetrievalConfig retrieval{};
   /// Sketches that every session carries beside the one that `retrieval` needs.
-  std::vector<SketchConfig> extra_sketches;
+  std::vector<SketchConfig> extra_sketches{};
   Backend backend = Backend::kAuto;
   /// Host tensors with NaN or infinity are rejected before anything changes; device tensors raise a
   /// flag, and the next call on that session throws. When false, tokens with such keys or values
@@ -166,7 +166,7 @@ struct Config {
   /// Waits after each stage of calls without a stream, to fill `Stats::seconds`. Slower.
   bool time_stages = false;
   /// The only sink of the library's messages: state changes, never per step. May be empty.
-  std::function<void(LogLevel, std::string_view)> log;
+  std::function<void(LogLevel, std::string_view)> log{};
 
   /// Returns every problem at once, empty when valid.
   [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;
