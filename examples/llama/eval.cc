@@ -1,0 +1,216 @@
+#include "llama/eval.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+namespace kvtier::llama {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double log_sum_exp(std::span<const float> logits, double max) {
+  double sum = 0.0;
+  for (const float x : logits) sum += std::exp(x - max);
+  return max + std::log(sum);
+}
+
+/// The tail of one sequence under one method.
+struct TailRun {
+  std::vector<float> logits;
+  double seconds = 0.0;
+  Stats::Cumulative counted;
+};
+
+TailRun run_tail(Decoder& decoder, const Engine& engine, Session& session,
+                 std::span<const std::int32_t> tail, const AttendOptions& attend) {
+  const Stats::Cumulative before = engine.stats().cumulative;
+  const auto start = std::chrono::steady_clock::now();
+  TailRun run;
+  run.logits = decoder.decode(session, tail, attend);
+  run.seconds = seconds_since(start);
+  run.counted = engine.stats().cumulative - before;
+  return run;
+}
+
+void add_run(EvalRow& row, const TaskCase& task, const Scores& scores, const TailRun& run,
+             const Stats& stats, int kv_heads) {
+  row.exact += scores.exact;
+  row.first_token += scores.first_token;
+  row.fwe += scores.fwe;
+  row.kl += scores.kl;
+  row.kl_answers += scores.kl_answers;
+  const double steps = static_cast<double>(run.counted.queries) * kv_heads;
+  row.rows_attended += static_cast<double>(run.counted.rows_attended) / steps;
+  row.sketch_bytes_read += static_cast<double>(run.counted.bytes_sketch_read) / steps;
+  row.tokens_per_second += static_cast<double>(task.tail()) / run.seconds;
+  row.device_bytes = stats.snapshot.sketch_bytes_used;
+  row.host_bytes = stats.snapshot.host_page_bytes_used;
+  ++row.sequences;
+}
+
+void finish_row(EvalRow& row) {
+  const auto count = static_cast<double>(row.sequences);
+  for (double* sum : {&row.exact, &row.first_token, &row.fwe, &row.kl, &row.kl_answers,
+                      &row.rows_attended, &row.sketch_bytes_read, &row.tokens_per_second}) {
+    *sum /= count;
+  }
+  // Query t of the tail sees the context, the tail before it and itself.
+  const double visible = static_cast<double>(row.context) + (static_cast<double>(row.tail) + 1) / 2;
+  row.effective_sparsity = visible / row.rows_attended;
+}
+
+/// Evaluates one case with one open engine; rows are in the order of `methods`.
+class CaseRun {
+ public:
+  CaseRun(Decoder& decoder, Engine& engine, std::vector<Method>& methods,
+          const EvalOptions& options, const TaskCase& task)
+      : decoder_(decoder), engine_(engine), methods_(methods), options_(options), task_(task) {
+    for (const Method& method : methods) {
+      EvalRow row;
+      row.task = task.name;
+      row.method = method;
+      row.context = task.context;
+      row.tail = task.tail();
+      rows_.push_back(row);
+    }
+  }
+
+  double run_sequence(std::int64_t index, std::int64_t count) {
+    const std::span<const std::int32_t> tokens = task_.sequence(index);
+    const auto context = static_cast<std::size_t>(task_.context);
+    const std::string label = task_.name + "  sequence " + std::to_string(index + 1) + " of " +
+                              std::to_string(count) + "  ";
+    Session session = engine_.open({.capacity_tokens = task_.length});
+    PassOptions pass;
+    pass.progress = [&](std::int64_t done, std::int64_t all) {
+      tell(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
+    };
+    const auto start = std::chrono::steady_clock::now();
+    decoder_.prefill(session, tokens.first(context), pass);
+    const double prefill_seconds = seconds_since(start);
+
+    Method dense{.dense = true, .sparsity = 1.0, .retrieval = {}};
+    tell(label + "dense tail", 0.0);
+    const TailRun reference = run_tail(decoder_, engine_, session, tokens.subspan(context),
+                                       attend_options(dense, task_.context, 0));
+    for (std::size_t i = 0; i < methods_.size(); ++i) {
+      Method& method = methods_[i];
+      tell(label + "tail " + std::to_string(i + 1) + " of " + std::to_string(methods_.size()),
+           static_cast<double>(i) / static_cast<double>(methods_.size()));
+      const AttendOptions attend = attend_options(method, task_.context, options_.retrieval.window);
+      TailRun other;
+      if (!method.dense) {
+        session.truncate(task_.context);
+        other = run_tail(decoder_, engine_, session, tokens.subspan(context), attend);
+      }
+      const TailRun& run = method.dense ? reference : other;
+      const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);
+      add_run(rows_[i], task_, scores, run, engine_.stats(), decoder_.config().kv_heads);
+      rows_[i].method = method;
+    }
+    return prefill_seconds;
+  }
+
+  std::vector<EvalRow> take() {
+    for (EvalRow& row : rows_) finish_row(row);
+    return std::move(rows_);
+  }
+
+ private:
+  void tell(const std::string& what, double share) const {
+    if (options_.progress) options_.progress(what, share);
+  }
+
+  Decoder& decoder_;
+  Engine& engine_;
+  std::vector<Method>& methods_;
+  const EvalOptions& options_;
+  const TaskCase& task_;
+  std::vector<EvalRow> rows_;
+};
+
+}  // namespace
+
+double divergence(std::span<const float> p_logits, std::span<const float> q_logits) {
+  const double p_norm = log_sum_exp(p_logits, *std::max_element(p_logits.begin(), p_logits.end()));
+  const double q_norm = log_sum_exp(q_logits, *std::max_element(q_logits.begin(), q_logits.end()));
+  double sum = 0.0;
+  for (std::size_t i = 0; i < p_logits.size(); ++i) {
+    const double log_p = p_logits[i] - p_norm;
+    sum += std::exp(log_p) * (log_p - (q_logits[i] - q_norm));
+  }
+  return std::max(sum, 0.0);
+}
+
+Scores score_logits(const TaskCase& task, std::span<const std::int32_t> tokens,
+                    const std::vector<float>& logits, const std::vector<float>& dense) {
+  const auto tail = static_cast<std::size_t>(task.tail());
+  const std::size_t vocab = logits.size() / tail;
+  const auto row = [vocab](const std::vector<float>& from, std::int64_t index) {
+    return std::span<const float>(from).subspan(static_cast<std::size_t>(index) * vocab, vocab);
+  };
+  const auto right = [&](std::size_t answer) {
+    const std::int64_t position = task.answers[answer];
+    const std::span<const float> guess = row(logits, position - 1 - task.context);
+    const auto best = std::max_element(guess.begin(), guess.end()) - guess.begin();
+    return best == tokens[static_cast<std::size_t>(position)];
+  };
+
+  Scores scores;
+  const auto queries = static_cast<std::size_t>(task.queries());
+  for (std::size_t query = 0; query < queries; ++query) {
+    const bool first = right(3 * query);
+    scores.first_token += first ? 1.0 : 0.0;
+    scores.exact += first && right(3 * query + 1) && right(3 * query + 2) ? 1.0 : 0.0;
+  }
+  scores.first_token /= static_cast<double>(queries);
+  scores.exact /= static_cast<double>(queries);
+  for (std::size_t i = 0; i < 3; ++i) scores.fwe += right(3 * queries + i) ? 1.0 / 3.0 : 0.0;
+  for (std::int64_t i = 0; i < task.tail(); ++i) {
+    scores.kl += divergence(row(dense, i), row(logits, i)) / static_cast<double>(tail);
+  }
+  for (const std::int64_t position : task.answers) {
+    const std::int64_t i = position - 1 - task.context;
+    scores.kl_answers +=
+        divergence(row(dense, i), row(logits, i)) / static_cast<double>(task.answers.size());
+  }
+  return scores;
+}
+
+EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& options) {
+  EvalResult result;
+  std::vector<Method> methods = make_methods(options.retrieval, result.left_out);
+  std::vector<TaskCase> cases;
+  std::int64_t longest = 0;
+  for (const std::string& name : options.cases) {
+    cases.push_back(tasks.at(name));
+    longest = std::max(longest, cases.back().length);
+    if (options.sequences < 1 || options.sequences > cases.back().sequences) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "--sequences: expected 1 to " + std::to_string(cases.back().sequences) + " of " +
+                      name + ", found " + std::to_string(options.sequences));
+    }
+  }
+  const Config config = engine_config(decoder.config(), options.runtime, methods, longest);
+  Engine engine(config);
+
+  result.backend = engine.backend();
+  result.sketches.push_back(config.retrieval.sketch());
+  result.sketches.insert(result.sketches.end(), config.extra_sketches.begin(),
+                         config.extra_sketches.end());
+  for (const TaskCase& task : cases) {
+    CaseRun run(decoder, engine, methods, options, task);
+    for (std::int64_t i = 0; i < options.sequences; ++i) {
+      result.prefill_seconds += run.run_sequence(i, options.sequences);
+    }
+    for (EvalRow& row : run.take()) result.rows.push_back(std::move(row));
+  }
+  return result;
+}
+
+}  // namespace kvtier::llama

@@ -1,0 +1,72 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include "llama/decoder.h"
+#include "llama/runtime_options.h"
+#include "llama/tasks.h"
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace kvtier::llama {
+
+struct EvalOptions {
+  std::vector<std::string> cases;
+  std::int64_t sequences = 1;  ///< Of each case, from the first.
+  RuntimeOptions runtime;
+  RetrievalOptions retrieval;
+  /// Told what is being computed and how far it is, 0 to 1.
+  std::function<void(const std::string&, double)> progress;
+};
+
+/// One method on one case, averaged over sequences.
+struct EvalRow {
+  std::string task;
+  Method method;
+  std::int64_t context = 0;
+  std::int64_t tail = 0;
+  std::int64_t sequences = 0;
+  double exact = 0.0;          ///< Share of queries with all three answer tokens right.
+  double first_token = 0.0;    ///< Share of queries with the first answer token right.
+  double fwe = 0.0;            ///< Share of the frequent words right.
+  double kl = 0.0;             ///< KL(dense || this), nats, mean over positions after the context.
+  double kl_answers = 0.0;     ///< The same over the positions that predict an answer token.
+  double rows_attended = 0.0;  ///< Mean per query token, KV head and layer.
+  double effective_sparsity = 0.0;  ///< Rows visible over rows attended.
+  double sketch_bytes_read = 0.0;   ///< Mean per query token, KV head and layer.
+  double tokens_per_second = 0.0;   ///< Of the tail, whole model.
+  std::size_t device_bytes = 0;     ///< Sketches of the session.
+  std::size_t host_bytes = 0;       ///< KV pages of the session.
+};
+
+struct EvalResult {
+  Backend backend = Backend::kCpu;
+  std::vector<EvalRow> rows;
+  std::vector<SketchConfig> sketches;  ///< That the sessions carried.
+  std::vector<std::string> left_out;   ///< Methods asked for that kvtier does not allow.
+  double prefill_seconds = 0.0;
+};
+
+/// Marks of one sequence: shares in [0, 1] but for the divergences.
+struct Scores {
+  double exact = 0.0, first_token = 0.0, fwe = 0.0, kl = 0.0, kl_answers = 0.0;
+};
+
+/// Scores logits `[tail, vocab]` of the tokens after the context against those of dense attention.
+/// The token at position p is right when the argmax of the logits at p - 1 equals it.
+[[nodiscard]] Scores score_logits(const TaskCase& task, std::span<const std::int32_t> tokens,
+                                  const std::vector<float>& logits,
+                                  const std::vector<float>& dense);
+
+/// Returns KL(p || q), in nats, of the distributions whose logits are given.
+[[nodiscard]] double divergence(std::span<const float> p_logits, std::span<const float> q_logits);
+
+/// Runs every method on every case: each sequence's context is prefilled once, densely; the tokens
+/// after it go through kvtier, teacher-forced, once per method.
+[[nodiscard]] EvalResult evaluate(Decoder& decoder, const TaskFile& tasks,
+                                  const EvalOptions& options);
+
+}  // namespace kvtier::llama

@@ -1,0 +1,220 @@
+#include "kvtier/error.h"
+
+#include "llama/eval.h"
+#include "llama/generate.h"
+#include "llama/record.h"
+#include "llama/report.h"
+
+#include <CLI/CLI.hpp>
+
+#include <cstdio>
+#include <iostream>
+#include <unistd.h>
+
+namespace {
+
+using namespace kvtier;         // NOLINT(google-build-using-namespace): a program, not a library
+using namespace kvtier::llama;  // NOLINT(google-build-using-namespace)
+
+struct Arguments {
+  std::string model, tasks, json, prompt, task, trace;
+  std::string backend = "auto";
+  std::string plane_kind;
+  EvalOptions eval;
+  std::int64_t max_tokens = 32;
+  double sparsity = 0.0;
+  std::string estimator = "soft_collision";
+  std::string weighting = "default";
+  std::string selection = "per_kv_head";
+  RecordOptions record;
+  int layer = -1;
+};
+
+void add_runtime(CLI::App& app, Arguments& a) {
+  RuntimeOptions& runtime = a.eval.runtime;
+  app.add_option("--model", a.model, "Directory of config.json and *.safetensors")->required();
+  app.add_option("--backend", a.backend, "Where kvtier runs")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--threads", runtime.threads, "Threads of the decoder's own arithmetic; 0: all")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--host-mib", runtime.host_mib, "Page pool, MiB; 0: what the session needs")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--device-mib", runtime.device_mib,
+                 "Sketches and workspaces, MiB; 0: what the session needs")
+      ->check(CLI::NonNegativeNumber);
+}
+
+void add_retrieval(CLI::App& app, Arguments& a) {
+  RetrievalOptions& retrieval = a.eval.retrieval;
+  RetrievalConfig& shared = retrieval.shared;
+  app.add_option("--bits", shared.num_planes, "Sign bits per key of norm_aware")
+      ->capture_default_str();
+  app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
+      ->capture_default_str();
+  app.add_option("--tables", shared.tables, "L of the collision estimators")->capture_default_str();
+  app.add_option("--tau", shared.tau, "Temperature of soft_collision")->capture_default_str();
+  app.add_option("--query-bits", shared.query_bits, "Bits of norm_aware query weights: 0, 4 or 8")
+      ->capture_default_str();
+  app.add_option("--plane-kind", a.plane_kind, "Kind of planes; by default the estimator's own")
+      ->check(CLI::IsMember({"gaussian", "orthogonal"}));
+  app.add_option("--sink", retrieval.sink, "First tokens, always attended")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--window", retrieval.window, "Last tokens, always attended")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--seed", shared.seed, "Seed of the planes")->capture_default_str();
+}
+
+CLI::App* add_eval(CLI::App& app, Arguments& a) {
+  CLI::App* eval =
+      app.add_subcommand("eval", "Answer retrieval tasks, dense and sparse, and compare");
+  add_runtime(*eval, a);
+  RetrievalOptions& retrieval = a.eval.retrieval;
+  eval->add_option("--tasks", a.tasks, "Task file (safetensors)")->required();
+  eval->add_option("--cases", a.eval.cases, "Cases, such as n8192.d100")
+      ->delimiter(',')
+      ->required();
+  eval->add_option("--sequences", a.eval.sequences, "Sequences of each case")
+      ->capture_default_str();
+  eval->add_option("--estimator", retrieval.estimators,
+                   "soft_collision, hard_collision, norm_aware")
+      ->delimiter(',')
+      ->capture_default_str();
+  eval->add_option("--value-weighting", retrieval.weightings,
+                   "default, linear, calibrated, logit, none")
+      ->delimiter(',')
+      ->capture_default_str();
+  eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head")
+      ->delimiter(',')
+      ->capture_default_str();
+  eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
+      ->delimiter(',')
+      ->capture_default_str();
+  eval->add_option("--json", a.json, "File for the figures");
+  add_retrieval(*eval, a);
+  return eval;
+}
+
+CLI::App* add_generate(CLI::App& app, Arguments& a) {
+  CLI::App* generate = app.add_subcommand("generate", "Continue a prompt greedily");
+  add_runtime(*generate, a);
+  generate->add_option("--prompt-ids", a.prompt, "Token ids: 1,2,3 or @FILE")->required();
+  generate->add_option("--max-tokens", a.max_tokens, "Most tokens to generate")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  generate->add_option("--sparsity", a.sparsity, "Tokens visible over tokens selected; 0: dense")
+      ->capture_default_str();
+  generate->add_option("--estimator", a.estimator, "As of eval")->capture_default_str();
+  generate->add_option("--value-weighting", a.weighting, "As of eval")->capture_default_str();
+  generate->add_option("--selection", a.selection, "As of eval")->capture_default_str();
+  add_retrieval(*generate, a);
+  return generate;
+}
+
+CLI::App* add_record(CLI::App& app, Arguments& a) {
+  CLI::App* record = app.add_subcommand("record", "Write a trace of dense decoding");
+  add_runtime(*record, a);
+  record->add_option("--tasks", a.tasks, "Task file (safetensors)")->required();
+  record->add_option("--case", a.record.task, "Case, such as n8192.d100")->required();
+  record->add_option("--sequence", a.record.sequence, "Sequence of the case")
+      ->capture_default_str();
+  record->add_option("--steps", a.record.steps, "Tokens after the context; 0: all")
+      ->capture_default_str();
+  record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all");
+  record->add_option("--out", a.trace, "File to write (safetensors)")->required();
+  return record;
+}
+
+Backend parse_backend(const std::string& name) {
+  if (name == "cpu") return Backend::kCpu;
+  return name == "cuda" ? Backend::kCuda : Backend::kAuto;
+}
+
+void show_progress(const std::string& what, double share) {
+  std::fprintf(stderr, "\r\033[K%s %3.0f %%", what.c_str(), 100.0 * share);
+  std::fflush(stderr);
+}
+
+void clear_progress() {
+  if (isatty(STDERR_FILENO) != 0) std::fprintf(stderr, "\r\033[K");
+}
+
+void run_eval(Arguments& a, const std::string& command) {
+  if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
+  const TaskFile tasks(a.tasks);
+  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
+  const EvalResult result = evaluate(decoder, tasks, a.eval);
+  clear_progress();
+  print_report(std::cout, decoder.config(), result);
+  if (!a.json.empty()) write_json(a.json, {.model = a.model, .command = command}, result);
+}
+
+void run_generate(const Arguments& a) {
+  RetrievalOptions retrieval = a.eval.retrieval;
+  retrieval.estimators = {a.estimator};
+  retrieval.weightings = {a.weighting};
+  retrieval.selections = {a.selection};
+  retrieval.sparsities = {a.sparsity};
+  std::vector<std::string> left_out;
+  GenerateOptions options;
+  options.prompt = parse_ids(a.prompt);
+  options.max_tokens = a.max_tokens;
+  options.runtime = a.eval.runtime;
+  options.method = make_methods(retrieval, left_out).front();
+  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
+  bool first = true;
+  generate(decoder, options, [&first](std::int32_t token) {
+    std::cout << (first ? "" : ",") << token << std::flush;
+    first = false;
+  });
+  std::cout << '\n';
+}
+
+void run_record(Arguments& a) {
+  a.record.runtime = a.eval.runtime;
+  if (a.layer >= 0) a.record.layer = a.layer;
+  const TaskFile tasks(a.tasks);
+  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
+  record(decoder, tasks, a.record, a.trace);
+  std::cout << "wrote " << a.trace << '\n';
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("kvtier-llama: a small Llama and Qwen3 decoder that keeps its KV in kvtier");
+  app.require_subcommand(1);
+  Arguments a;
+  const CLI::App* eval = add_eval(app, a);
+  const CLI::App* generate = add_generate(app, a);
+  add_record(app, a);
+  CLI11_PARSE(app, argc, argv);
+
+  std::string command;
+  for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);
+  try {
+    a.eval.runtime.backend = parse_backend(a.backend);
+    if (!a.plane_kind.empty()) {
+      a.eval.retrieval.shared.plane_kind =
+          a.plane_kind == "gaussian" ? PlaneKind::kGaussian : PlaneKind::kOrthogonal;
+    }
+    if (eval->parsed()) {
+      run_eval(a, command);
+    } else if (generate->parsed()) {
+      run_generate(a);
+    } else {
+      run_record(a);
+    }
+  } catch (const Error& error) {
+    clear_progress();
+    std::cerr << "kvtier-llama: " << error_code_name(error.code()) << ": " << error.what() << '\n';
+    return 1;
+  } catch (const std::exception& error) {
+    clear_progress();
+    std::cerr << "kvtier-llama: " << error.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,202 @@
+#include "llama/report.h"
+
+#include "kvtier/error.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+
+namespace kvtier::llama {
+namespace {
+
+template <typename... Args>
+std::string format(const char* pattern, Args... args) {
+  const int size = std::snprintf(nullptr, 0, pattern, args...);
+  std::string text(static_cast<std::size_t>(size) + 1, '\0');
+  std::snprintf(text.data(), text.size(), pattern, args...);
+  text.pop_back();
+  return text;
+}
+
+std::string bytes_text(double bytes) {
+  if (bytes >= static_cast<double>(GiB))
+    return format("%.2f GiB", bytes / static_cast<double>(GiB));
+  if (bytes >= static_cast<double>(MiB))
+    return format("%.2f MiB", bytes / static_cast<double>(MiB));
+  return format("%.1f KiB", bytes / static_cast<double>(KiB));
+}
+
+/// Divergences span many magnitudes: fixed-point where four digits say something.
+std::string divergence_text(double kl) {
+  return kl >= 1e-4 || kl == 0.0 ? format("%.4f", kl) : format("%.0e", kl);
+}
+
+std::string grouped(double value) {
+  std::string digits = format("%.0f", value);
+  for (std::size_t at = digits.size(); at > 3;) {
+    at -= 3;
+    digits.insert(at, ",");
+  }
+  return digits;
+}
+
+void print_header(std::ostream& out, const EvalRow& row, Backend backend) {
+  const bool several = row.sequences > 1;
+  out << format("%s   %s tokens of context, then %lld tokens of questions and answers, ",
+                row.task.c_str(), grouped(static_cast<double>(row.context)).c_str(),
+                static_cast<long long>(row.tail))
+      << row.sequences << (several ? " sequences" : " sequence") << ", backend "
+      << backend_name(backend) << "\n\n";
+  out << format("  %-26s %-14s %8s %6s %6s %6s %7s %7s %8s %5s %6s\n", "estimator, value weighting",
+                "selection", "sparsity", "exact", "first", "fwe", "KL", "KL ans", "rows", "eff.",
+                "tok/s");
+  out << "  " << std::string(108, '-') << '\n';
+}
+
+void print_row(std::ostream& out, const EvalRow& row) {
+  std::string name = "dense";
+  std::string selection = "-";
+  std::string sparsity = "-";
+  if (!row.method.dense) {
+    const RetrievalConfig& retrieval = row.method.retrieval;
+    name = estimator_name(retrieval.estimator) + ", " + weighting_name(retrieval.weighting());
+    selection = selection_name(retrieval.selection);
+    sparsity = format("%gx", row.method.sparsity);
+  }
+  out << format("  %-26s %-14s %8s %6.3f %6.3f %6.3f %7s %7s %8s %4.1fx %6.1f\n", name.c_str(),
+                selection.c_str(), sparsity.c_str(), row.exact, row.first_token, row.fwe,
+                divergence_text(row.kl).c_str(), divergence_text(row.kl_answers).c_str(),
+                grouped(row.rows_attended).c_str(), row.effective_sparsity, row.tokens_per_second);
+}
+
+void print_legend(std::ostream& out) {
+  out << "\n  exact, first, fwe: shares of answers wholly right, of first tokens right, of frequent"
+         " words right\n"
+         "  KL: divergence of the next-token distribution from dense, nats (all positions; answer"
+         " positions)\n"
+         "  rows: keys and values attended per query token, KV head and layer, sink and window"
+         " included;\n"
+         "  eff.: rows visible over rows attended\n";
+}
+
+std::string sketches_text(const std::vector<SketchConfig>& sketches) {
+  std::string text;
+  for (const SketchConfig& sketch : sketches) {
+    text += (text.empty() ? "" : " + ") + std::to_string(sketch.num_planes) +
+            (sketch.kind == PlaneKind::kGaussian ? " gaussian" : " orthogonal");
+  }
+  return text;
+}
+
+void print_placement(std::ostream& out, const ModelConfig& model, const EvalResult& result) {
+  const EvalRow& row =
+      *std::max_element(result.rows.begin(), result.rows.end(),
+                        [](const EvalRow& a, const EvalRow& b) { return a.context < b.context; });
+  const auto host = static_cast<double>(row.host_bytes);
+  const auto device = static_cast<double>(row.device_bytes);
+  out << "Where the KV lives (" << row.task << ", backend " << backend_name(result.backend)
+      << ")\n\n";
+  out << format(
+      "  %-24s %12s   %s\n", "keys and values", bytes_text(host).c_str(),
+      result.backend == Backend::kCuda ? "pages in pinned host memory" : "pages in host memory");
+  out << format("  %-24s %12s   device memory: %s sign bits per key, and norms\n", "sketches",
+                bytes_text(device).c_str(), sketches_text(result.sketches).c_str());
+  out << format("  %-24s %12s   of the keys and values stay on the device\n", "ratio",
+                format("%.1f %%", 100.0 * device / host).c_str());
+  const double row_bytes = 4.0 * model.head_dim;
+  double fewest = row.rows_attended;
+  for (const EvalRow& other : result.rows) {
+    if (other.task == row.task) fewest = std::min(fewest, other.rows_attended);
+  }
+  const double visible = static_cast<double>(row.context) + (static_cast<double>(row.tail) + 1) / 2;
+  out << format("  %-24s %12s   of %s rows visible, at the sparsest: %s per token and layer\n",
+                "rows attended", grouped(fewest).c_str(), grouped(visible).c_str(),
+                bytes_text(fewest * row_bytes * model.kv_heads).c_str());
+}
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  std::string text(20, '\0');
+  std::strftime(text.data(), text.size() + 1, "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+nlohmann::json row_json(const EvalRow& row, Backend backend) {
+  nlohmann::json json;
+  const RetrievalConfig& retrieval = row.method.retrieval;
+  const bool dense = row.method.dense;
+  json["case"] = row.task;
+  json["sparsity"] = dense ? 0.0 : row.method.sparsity;
+  json["estimator"] = dense ? "dense" : estimator_name(retrieval.estimator);
+  json["value_weighting"] = dense ? "none" : weighting_name(retrieval.weighting());
+  json["selection"] = dense ? "none" : selection_name(retrieval.selection);
+  json["sequences"] = row.sequences;
+  json["backend"] = backend_name(backend);
+  json["exact"] = row.exact;
+  json["first_token"] = row.first_token;
+  json["fwe"] = row.fwe;
+  json["kl"] = row.kl;
+  json["kl_answers"] = row.kl_answers;
+  json["rows_attended"] = row.rows_attended;
+  json["effective_sparsity"] = row.effective_sparsity;
+  json["device_bytes"] = row.device_bytes;
+  json["host_bytes"] = row.host_bytes;
+  json["tokens_per_second"] = row.tokens_per_second;
+  json["sketch_bytes_read"] = row.sketch_bytes_read;
+  if (dense) return json;
+  const SketchConfig sketch = retrieval.sketch();
+  json["top_k"] = retrieval.top_k;
+  json["sketch_bits"] = sketch.num_planes;
+  json["plane_kind"] = sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal";
+  json["seed"] = retrieval.seed;
+  return json;
+}
+
+}  // namespace
+
+void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result) {
+  const EvalRow* previous = nullptr;
+  for (const EvalRow& row : result.rows) {
+    if (previous == nullptr || previous->task != row.task) {
+      if (previous != nullptr) out << '\n';
+      print_header(out, row, result.backend);
+    }
+    print_row(out, row);
+    previous = &row;
+  }
+  if (previous == nullptr) return;
+  print_legend(out);
+  out << '\n';
+  print_placement(out, model, result);
+  for (const std::string& note : result.left_out) out << "\nleft out: " << note << '\n';
+}
+
+void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result) {
+  nlohmann::json root;
+  root["model"] = info.model;
+  root["command"] = info.command;
+  root["date"] = utc_now();
+  root["threads"] = info.threads;
+  root["prefill_seconds"] = result.prefill_seconds;
+  root["cases"] = nlohmann::json::array();
+  for (const EvalRow& row : result.rows) root["cases"].push_back(row_json(row, result.backend));
+
+  std::filesystem::path temporary = path;
+  temporary += ".tmp";
+  std::ofstream file(temporary);
+  file << root.dump(1) << '\n';
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error) {
+    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + path.string());
+  }
+}
+
+}  // namespace kvtier::llama

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "llama/eval.h"
+
+#include <filesystem>
+#include <ostream>
+#include <string>
+
+namespace kvtier::llama {
+
+/// What a report says about the run beside its figures.
+struct RunInfo {
+  std::string model;    ///< Directory, as given.
+  std::string command;  ///< The command line.
+  int threads = 0;
+};
+
+/// Prints one table per case, 100 columns wide, then where the keys and values were.
+void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result);
+
+/// Writes {"model", "command", "date", "cases": [...]}, one entry per row of the table, to a
+/// temporary name first. Throws `kUnavailable` when the file cannot be written.
+void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result);
+
+}  // namespace kvtier::llama

@@ -1,0 +1,194 @@
+#include "llama/runtime_options.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+namespace kvtier::llama {
+namespace {
+
+template <typename Enum, std::size_t N>
+using Names = std::array<std::pair<const char*, Enum>, N>;
+
+constexpr Names<Estimator, 3> kEstimators{{{"soft_collision", Estimator::kSoftCollision},
+                                           {"hard_collision", Estimator::kHardCollision},
+                                           {"norm_aware", Estimator::kNormAware}}};
+constexpr Names<ValueWeighting, 5> kWeightings{{{"default", ValueWeighting::kDefault},
+                                                {"linear", ValueWeighting::kLinear},
+                                                {"calibrated", ValueWeighting::kCalibrated},
+                                                {"logit", ValueWeighting::kLogit},
+                                                {"none", ValueWeighting::kNone}}};
+constexpr Names<Selection, 2> kSelections{
+    {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
+
+template <typename Enum, std::size_t N>
+std::string name_of(const Names<Enum, N>& names, Enum value) {
+  const auto* it = std::find_if(names.begin(), names.end(),
+                                [value](const auto& entry) { return entry.second == value; });
+  return it == names.end() ? "unknown" : it->first;
+}
+
+template <typename Enum, std::size_t N>
+Enum value_of(const Names<Enum, N>& names, const std::string& option, const std::string& name) {
+  std::string known;
+  for (const auto& [text, value] : names) {
+    if (name == text) return value;
+    known += (known.empty() ? "" : ", ") + std::string(text);
+  }
+  throw Error(ErrorCode::kInvalidArgument, option + ": expected " + known + ", found " + name);
+}
+
+bool allowed(Estimator estimator, ValueWeighting weighting) {
+  switch (weighting) {
+    case ValueWeighting::kDefault:
+    case ValueWeighting::kNone:
+      return true;
+    case ValueWeighting::kLinear:
+      return estimator != Estimator::kNormAware;
+    case ValueWeighting::kCalibrated:
+      return estimator == Estimator::kSoftCollision;
+    case ValueWeighting::kLogit:
+      return estimator == Estimator::kNormAware;
+  }
+  return false;
+}
+
+std::vector<RetrievalConfig> make_selectors(const RetrievalOptions& options,
+                                            std::vector<std::string>& left_out) {
+  std::vector<RetrievalConfig> result;
+  for (const std::string& estimator : options.estimators) {
+    const Estimator kind = value_of(kEstimators, "--estimator", estimator);
+    bool used = false;
+    for (const std::string& weighting : options.weightings) {
+      RetrievalConfig retrieval = options.shared;
+      retrieval.estimator = kind;
+      retrieval.value_weighting = value_of(kWeightings, "--value-weighting", weighting);
+      if (!allowed(kind, retrieval.value_weighting)) {
+        left_out.push_back(estimator + " has no value weighting " + weighting);
+        continue;
+      }
+      used = true;
+      for (const std::string& selection : options.selections) {
+        retrieval.selection = value_of(kSelections, "--selection", selection);
+        result.push_back(retrieval);
+      }
+    }
+    if (!used) {
+      throw Error(ErrorCode::kInvalidArgument, "--value-weighting: expected one that " + estimator +
+                                                   " has, found " + left_out.back());
+    }
+  }
+  return result;
+}
+
+void check(const RetrievalConfig& retrieval) {
+  const std::vector<std::string> problems = retrieval.validate();
+  if (problems.empty()) return;
+  std::string message = "retrieval settings:";
+  for (const std::string& problem : problems) message += "\n  " + problem;
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+/// Keeps one sketch per kind and seed, the largest: it serves the smaller ones too.
+void merge_sketch(std::vector<SketchConfig>& sketches, const SketchConfig& sketch) {
+  for (SketchConfig& have : sketches) {
+    if (have.kind != sketch.kind || have.seed != sketch.seed) continue;
+    have.num_planes = std::max(have.num_planes, sketch.num_planes);
+    return;
+  }
+  sketches.push_back(sketch);
+}
+
+std::size_t mebibytes(std::int64_t count) { return static_cast<std::size_t>(count) * MiB; }
+
+}  // namespace
+
+std::string estimator_name(Estimator estimator) { return name_of(kEstimators, estimator); }
+std::string weighting_name(ValueWeighting weighting) { return name_of(kWeightings, weighting); }
+std::string selection_name(Selection selection) { return name_of(kSelections, selection); }
+std::string backend_name(Backend backend) {
+  return backend == Backend::kCuda ? "cuda" : backend == Backend::kCpu ? "cpu" : "auto";
+}
+
+std::vector<Method> make_methods(const RetrievalOptions& options,
+                                 std::vector<std::string>& left_out) {
+  RetrievalOptions adjusted = options;
+  adjusted.shared.sink_tokens = options.sink;
+  adjusted.shared.recent_tokens = options.window;
+  std::vector<Method> methods;
+  const auto& sparsities = options.sparsities;
+  if (std::find(sparsities.begin(), sparsities.end(), 0.0) != sparsities.end()) {
+    methods.push_back({.dense = true, .sparsity = 1.0, .retrieval = {}});
+  }
+  for (const RetrievalConfig& retrieval : make_selectors(adjusted, left_out)) {
+    for (const double sparsity : sparsities) {
+      if (sparsity == 0.0) continue;
+      if (!(std::isfinite(sparsity) && sparsity >= 1.0)) {
+        throw Error(ErrorCode::kInvalidArgument,
+                    "--sparsity: expected 0 (dense) or a number of at least 1, found " +
+                        std::to_string(sparsity));
+      }
+      check(retrieval);
+      methods.push_back({.dense = false, .sparsity = sparsity, .retrieval = retrieval});
+    }
+  }
+  return methods;
+}
+
+Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
+                     const std::vector<Method>& methods, std::int64_t tokens) {
+  Config config;
+  config.backend = runtime.backend;
+  config.model.layers = model.layers;
+  config.model.query_heads = model.query_heads;
+  config.model.kv_heads = model.kv_heads;
+  config.model.head_dim = model.head_dim;
+
+  std::vector<SketchConfig> sketches;
+  for (const Method& method : methods) {
+    if (method.dense) continue;
+    if (sketches.empty()) config.retrieval = method.retrieval;
+    merge_sketch(sketches, method.retrieval.sketch());
+  }
+  const SketchConfig own = config.retrieval.sketch();
+  std::int64_t sketch_bytes = 8 + own.num_planes / 8;
+  for (const SketchConfig& sketch : sketches) {
+    if (sketch == own) continue;
+    config.extra_sketches.push_back(sketch);
+    sketch_bytes += 16 + sketch.num_planes / 8;
+  }
+
+  // Whole pages, and one more for each layer; twice the sketches, which kvtier takes in blocks; and
+  // the scores of a batch of queries beside a fixed share for the rest.
+  const std::int64_t padded = tokens + 2 * config.memory.page_tokens;
+  const std::int64_t heads = std::int64_t{model.layers} * model.kv_heads;
+  const std::int64_t host_bytes = padded * heads * model.head_dim * 4;
+  const std::int64_t scores = padded * config.memory.max_batch_rows * model.query_heads * 16;
+  const std::int64_t device_bytes = 2 * padded * heads * sketch_bytes + scores;
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  config.memory.max_session_tokens = tokens;
+  config.memory.host_bytes =
+      mebibytes(runtime.host_mib > 0 ? runtime.host_mib : host_bytes / kMiB + 1);
+  config.memory.device_bytes =
+      mebibytes(runtime.device_mib > 0 ? runtime.device_mib : device_bytes / kMiB + 512);
+  return config;
+}
+
+AttendOptions attend_options(Method& method, std::int64_t context, int window) {
+  AttendOptions options;
+  if (method.dense) {
+    options.mode = LayerMode::kDense;
+    return options;
+  }
+  const double k = std::floor(static_cast<double>(context) / method.sparsity);
+  method.retrieval.sparsity = 0.0;
+  method.retrieval.top_k = std::max(1, static_cast<int>(k));
+  options.retrieval = &method.retrieval;
+  options.dense_from = std::max<std::int64_t>(0, context - window);
+  return options;
+}
+
+}  // namespace kvtier::llama

@@ -1,0 +1,63 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include "llama/decoder.h"
+#include "llama/model_config.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvtier::llama {
+
+/// How kvtier is set up for a model, shared by all commands.
+struct RuntimeOptions {
+  Backend backend = Backend::kAuto;
+  std::int64_t host_mib = 0;    ///< Page pool; 0: what the session needs.
+  std::int64_t device_mib = 0;  ///< Sketches and workspaces; 0: what the session needs.
+  int threads = 0;              ///< Of the decoder's own arithmetic; 0: all.
+};
+
+/// Retrieval settings that the rows of a report share.
+struct RetrievalOptions {
+  std::vector<std::string> estimators{"soft_collision"};
+  std::vector<std::string> weightings{"default"};
+  std::vector<std::string> selections{"per_kv_head"};
+  std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
+  RetrievalConfig shared;  ///< Everything but estimator, weighting, selection and k.
+  int sink = 64;
+  int window = 64;
+};
+
+/// One row: dense attention, or a selector at one sparsity.
+struct Method {
+  bool dense = false;
+  double sparsity = 1.0;
+  RetrievalConfig retrieval;
+};
+
+[[nodiscard]] std::string estimator_name(Estimator estimator);
+[[nodiscard]] std::string weighting_name(ValueWeighting weighting);
+[[nodiscard]] std::string selection_name(Selection selection);
+[[nodiscard]] std::string backend_name(Backend backend);
+
+/// Returns the rows of `options`: dense once, when 0 is among the sparsities, then every estimator
+/// with every weighting and selection at every other sparsity. Pairs of estimator and weighting
+/// that kvtier does not allow are left out and told in `left_out`. Throws `kInvalidArgument` for an
+/// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
+[[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,
+                                               std::vector<std::string>& left_out);
+
+/// Returns an engine configuration whose sessions hold `tokens` tokens and carry the sketches that
+/// `methods` read.
+[[nodiscard]] Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
+                                   const std::vector<Method>& methods, std::int64_t tokens);
+
+/// Returns per-call options of a method for queries that follow `context` tokens: k = floor(context
+/// / sparsity) tokens by score, among those between the sink and the last `window` tokens of the
+/// context; those outside, and all after the context, are always attended. `method` must outlive
+/// the result when not dense.
+[[nodiscard]] AttendOptions attend_options(Method& method, std::int64_t context, int window);
+
+}  // namespace kvtier::llama
