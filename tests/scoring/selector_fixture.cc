@@ -1,0 +1,306 @@
+#include "selector_fixture.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numbers>
+#include <set>
+
+namespace kvtier::scoring {
+
+namespace {
+
+std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+}  // namespace
+
+double Random::normal() {
+  const double radius = std::sqrt(-2.0 * std::log(1.0 - uniform()));
+  return radius * std::cos(2.0 * std::numbers::pi * uniform());
+}
+
+std::vector<float> random_queries(std::uint64_t seed, std::size_t count, double scale) {
+  Random random(seed);
+  std::vector<float> queries(count);
+  for (float& x : queries) x = static_cast<float>(scale * random.normal());
+  return queries;
+}
+
+TokenSet random_tokens(std::uint64_t seed, int kv_heads, std::int64_t length,
+                       const std::vector<std::uint8_t>& signs) {
+  Random random(seed);
+  TokenSet set;
+  set.length = length;
+  set.heads.resize(index(kv_heads));
+  for (auto& head : set.heads) {
+    head.resize(index(length));
+    for (oracle::Sketch& token : head) {
+      const double agreement = 0.5 + 0.35 * std::pow(random.uniform(), 3.0);
+      for (const std::uint8_t sign : signs) {
+        token.bits.push_back(random.uniform() < agreement ? sign : std::uint8_t(1 - sign));
+      }
+      token.key_norm = oracle::round_to(DType::kFloat16, std::exp(random.normal() * 0.3) * 8.0);
+      token.value_norm = oracle::round_to(DType::kFloat16, std::exp(random.normal() * 0.5));
+    }
+  }
+  return set;
+}
+
+oracle::ScoreSpec Problem::spec() const {
+  const bool norm_aware = config.estimator == Estimator::kNormAware;
+  oracle::ScoreSpec spec;
+  spec.estimator = config.estimator;
+  spec.weighting = config.value_weighting;
+  if (spec.weighting == ValueWeighting::kDefault) {
+    spec.weighting = norm_aware ? ValueWeighting::kLogit : ValueWeighting::kLinear;
+  }
+  spec.selection = config.selection;
+  spec.planes_per_table = config.planes_per_table;
+  spec.tables = config.tables;
+  spec.num_planes = config.num_planes;
+  spec.query_bits = config.query_bits;
+  spec.tau = static_cast<double>(config.tau);
+  spec.softmax_scale = static_cast<double>(softmax_scale);
+  return spec;
+}
+
+oracle::VisibleRule Problem::rule(int row) const {
+  return {.mode = mode,
+          .sink = config.sink_tokens,
+          .recent = config.recent_tokens,
+          .window = config.recent_tokens,
+          .dense_from = rows[index(row)].dense_from};
+}
+
+oracle::Visible Problem::visible(int row) const {
+  const transfer::QueryRow& query = rows[index(row)];
+  return oracle::visible_tokens(rule(row), sequences[index(query.sequence)]->length, query.lag);
+}
+
+std::int64_t Problem::k(int row) const {
+  const oracle::Visible tokens = visible(row);
+  return oracle::selection_size(config.top_k, config.sparsity, tokens.count,
+                                static_cast<std::int64_t>(tokens.eligible.size()));
+}
+
+std::vector<std::int64_t> Selected::of(int row, int head) const {
+  std::vector<std::int64_t> result;
+  const std::int32_t* from = ids.data() + (std::int64_t{row} * heads + head) * n;
+  for (std::int64_t i = 0; i < n && from[i] != -1; ++i) result.push_back(from[i]);
+  return result;
+}
+
+oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
+  const bool per_kv = problem.config.selection == Selection::kPerKvHead;
+  const int kv_head = per_kv ? head : head / problem.group;
+  const int dim = problem.planes->view().head_dim;
+  const oracle::Planes planes = oracle::planes_from_bf16(
+      problem.planes->host_bits(), dim, problem.planes->config().kind == PlaneKind::kOrthogonal);
+  const auto& tokens =
+      problem.sequences[index(problem.rows[index(row)].sequence)]->heads[index(kv_head)];
+  std::vector<oracle::Sketch> eligible;
+  for (const std::int64_t t : problem.visible(row).eligible) eligible.push_back(tokens[index(t)]);
+  if (eligible.empty()) return {};
+
+  std::vector<std::vector<double>> heads;
+  double slack = 0.0;
+  for (int h = 0; h < (per_kv ? problem.group : 1); ++h) {
+    const int query_head = per_kv ? kv_head * problem.group + h : head;
+    const float* from =
+        problem.queries.data() + (std::int64_t{row} * problem.query_heads() + query_head) * dim;
+    const std::vector<double> query(from, from + dim);
+    oracle::HeadScores scores = oracle::scores(problem.spec(), planes, query, eligible);
+    slack = std::max(slack, scores.slack);
+    heads.push_back(std::move(scores.values));
+  }
+  // A change of one logit by x changes its log-sum-exp by at most x, so their difference by 2 x.
+  if (per_kv) return {oracle::combine(problem.spec(), heads), 2.0 * slack};
+  return {heads[0], slack};
+}
+
+std::unique_ptr<hashing::Planes> SelectorTest::make_planes(PlaneKind kind, int num_planes,
+                                                           int head_dim) {
+  return std::make_unique<hashing::Planes>(
+      *device_, SketchConfig{.kind = kind, .num_planes = num_planes, .seed = 11}, head_dim);
+}
+
+DeviceTokens SelectorTest::place(const TokenSet& tokens, const hashing::SketchGeometry& geometry) {
+  const std::int64_t count = (tokens.length + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
+  // Blocks are placed in reverse, so that a reader that ignores the table is noticed.
+  std::vector<std::byte> host(index(count * geometry.block_bytes()), std::byte{0x5A});
+  const auto put = [&](std::int64_t block, std::int64_t offset, const void* from,
+                       std::size_t bytes) {
+    std::memcpy(host.data() + (count - 1 - block) * geometry.block_bytes() + offset, from, bytes);
+  };
+  for (int head = 0; head < geometry.kv_heads; ++head) {
+    for (std::int64_t t = 0; t < tokens.length; ++t) {
+      const oracle::Sketch& token = tokens.heads[index(head)][index(t)];
+      const std::int64_t block = t / hashing::kBlockTokens;
+      const auto at = static_cast<int>(t % hashing::kBlockTokens);
+      std::vector<std::uint32_t> words(index(geometry.chunks() * 4), 0);
+      for (std::size_t i = 0; i < token.bits.size() && token.finite; ++i) {
+        if (token.bits[i] != 0) words[i / 32] |= std::uint32_t{1} << (31 - i % 32);
+      }
+      for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
+        put(block, geometry.chunk_offset(head, chunk, at), words.data() + std::ptrdiff_t{4} * chunk,
+            16);
+      }
+      const std::uint16_t key = token.finite ? oracle::to_fp16(token.key_norm) : 0x7C00;
+      const std::uint16_t value = token.finite ? oracle::to_fp16(token.value_norm) : 0x7C00;
+      put(block, geometry.key_norm_offset(head, at), &key, 2);
+      put(block, geometry.value_norm_offset(head, at), &value, 2);
+    }
+  }
+  DeviceTokens placed;
+  placed.blocks = upload(host);
+  std::vector<std::byte*> table;
+  for (std::int64_t block = 0; block < count; ++block) {
+    table.push_back(placed.blocks.data() + (count - 1 - block) * geometry.block_bytes());
+  }
+  placed.table = upload(table);
+  const transfer::SequenceCounters counters{.length = tokens.length, .capacity = tokens.length};
+  placed.counters = upload(std::span<const transfer::SequenceCounters>(&counters, 1));
+  return placed;
+}
+
+SelectRequest SelectorTest::make_request(const Problem& problem) {
+  const hashing::PlanesView planes = problem.planes->view();
+  SelectRequest request;
+  request.params = score_params(problem.config, planes.head_dim, problem.softmax_scale);
+  request.rule = {.mode = problem.mode,
+                  .sink_tokens = problem.config.sink_tokens,
+                  .recent_tokens = problem.config.recent_tokens,
+                  .window_tokens = problem.config.recent_tokens};
+  request.kv = {.kv_heads = problem.kv_heads,
+                .query_heads = problem.query_heads(),
+                .head_dim = planes.head_dim,
+                .page_tokens = 64};
+  request.sketch = {.kv_heads = problem.kv_heads, .num_planes = planes.num_planes};
+  request.planes = planes;
+  for (const TokenSet* tokens : problem.sequences) {
+    DeviceTokens placed = place(*tokens, request.sketch);
+    request.sequences.push({.counters = placed.counters.as<transfer::SequenceCounters>()});
+    request.sketches.push(placed.table.as<std::byte*>());
+    request.max_length = std::max(request.max_length, tokens->length);
+    kept_.push_back(std::move(placed.blocks));
+    kept_.push_back(std::move(placed.table));
+    kept_.push_back(std::move(placed.counters));
+  }
+  for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
+  kept_.push_back(upload(problem.queries));
+  request.queries = kept_.back().as<const float>();
+  flags_ = device_->allocate(transfer::Space::kPinnedHost, sizeof(transfer::StepFlags));
+  request.flags = ::new (flags_.data()) transfer::StepFlags;
+  return request;
+}
+
+SelectorLimits SelectorTest::make_limits(const Problem& problem, std::int64_t max_selected) {
+  SelectorLimits limits;
+  limits.rows = static_cast<int>(problem.rows.size());
+  limits.query_heads = problem.query_heads();
+  limits.kv_heads = problem.kv_heads;
+  for (const TokenSet* tokens : problem.sequences) {
+    limits.max_tokens = std::max(limits.max_tokens, tokens->length);
+  }
+  limits.max_tokens = std::max<std::int64_t>(limits.max_tokens, 1);
+  limits.max_selected = std::min(max_selected, limits.max_tokens);
+  return limits;
+}
+
+Selected SelectorTest::download_selection(const Problem& problem, const SelectRequest& request,
+                                          Selector& selector, const transfer::SelectionView& view,
+                                          int heads, std::int64_t n, bool with_scores) {
+  const std::size_t rows = problem.rows.size();
+  const std::size_t size = rows * index(heads) * index(n);
+  transfer::Buffer ids = allocate<std::int32_t>(size);
+  transfer::Buffer scores = allocate<float>(size);
+  const IdTensor tensor{.data = ids.as<std::int32_t>(),
+                        .row_stride = heads * n,
+                        .head_stride = n,
+                        .heads = heads,
+                        .n = n};
+  selector.export_ids(*stream_, request, tensor);
+  if (with_scores) {
+    selector.export_scores(*stream_, request, tensor, scores.as<float>(), heads * n, n);
+  }
+  Selected found;
+  found.heads = heads;
+  found.n = n;
+  found.ids = download<std::int32_t>(ids.data(), size);
+  if (with_scores) found.scores = download<float>(scores.data(), size);
+  const std::size_t groups = rows * index(problem.kv_heads);
+  found.capacity = view.capacity;
+  found.counts = download<std::int32_t>(view.counts, groups);
+  found.union_ids = download<std::int32_t>(view.ids, groups * index(view.capacity));
+  found.masks = download<std::uint16_t>(view.head_mask, groups * index(view.capacity));
+  found.tokens_scored = request.flags->tokens_scored;
+  return found;
+}
+
+Selected SelectorTest::run(const Problem& problem) {
+  const bool per_kv = problem.config.selection == Selection::kPerKvHead;
+  std::int64_t k = 1;
+  for (std::size_t row = 0; row < problem.rows.size(); ++row) {
+    k = std::max(k, problem.k(static_cast<int>(row)));
+  }
+  const SelectRequest request = make_request(problem);
+  Selector selector(*device_, make_limits(problem, per_kv ? k : k * problem.group));
+  const transfer::SelectionView view = selector.select(*stream_, request);
+  const int heads = per_kv ? problem.kv_heads : problem.query_heads();
+  return download_selection(problem, request, selector, view, heads, k + 3, true);
+}
+
+void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) {
+  std::uint64_t scored = 0;
+  for (int row = 0; row < static_cast<int>(problem.rows.size()); ++row) {
+    const oracle::Visible visible = problem.visible(row);
+    scored += visible.eligible.size() * index(problem.kv_heads);
+    const std::int64_t k = problem.k(row);
+    std::vector<std::set<std::int64_t>> chosen(index(problem.kv_heads));
+    for (int head = 0; head < found.heads; ++head) {
+      SCOPED_TRACE(::testing::Message() << "row " << row << ", head " << head);
+      const oracle::HeadScores expected = expected_scores(problem, row, head);
+      const std::vector<std::int64_t> ids = found.of(row, head);
+      const std::int64_t offset = visible.eligible.empty() ? 0 : visible.eligible.front();
+      std::vector<std::int64_t> positions;
+      for (const std::int64_t id : ids) positions.push_back(id - offset);
+      EXPECT_EQ(oracle::compare_selection(expected.values, positions, k, expected.slack), "");
+      chosen[index(head * problem.kv_heads / found.heads)].insert(ids.begin(), ids.end());
+
+      // fp32 sums of at most 1024 terms: 1024 * 2^-24, relative to the largest score.
+      double magnitude = 0.0;
+      for (const double s : expected.values) {
+        if (std::isfinite(s)) magnitude = std::max(magnitude, std::fabs(s));
+      }
+      const double tolerance = magnitude * 0x1p-14 + expected.slack;
+      const float* scores =
+          found.scores.data() + (std::int64_t{row} * found.heads + head) * found.n;
+      for (std::int64_t i = 0; i < found.n; ++i) {
+        if (i >= static_cast<std::int64_t>(ids.size())) {
+          ASSERT_EQ(scores[i], -std::numeric_limits<float>::infinity());
+          continue;
+        }
+        const std::int64_t position = positions[index(i)];
+        if (position < 0 || position >= std::ssize(expected.values)) continue;
+        if (!std::isfinite(expected.values[index(position)])) {
+          ASSERT_EQ(scores[i], kLowestScore) << "token " << ids[index(i)];
+        } else {
+          ASSERT_NEAR(static_cast<double>(scores[i]), expected.values[index(position)], tolerance)
+              << "token " << ids[index(i)];
+        }
+      }
+    }
+    for (int kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
+      const std::int64_t slot = std::int64_t{row} * problem.kv_heads + kv_head;
+      const std::int32_t* ids = found.union_ids.data() + slot * found.capacity;
+      const auto& expected = chosen[index(kv_head)];
+      ASSERT_EQ(std::vector<std::int64_t>(ids, ids + found.counts[index(slot)]),
+                std::vector<std::int64_t>(expected.begin(), expected.end()))
+          << "row " << row << ", kv head " << kv_head;
+    }
+  }
+  EXPECT_EQ(found.tokens_scored, scored);
+}
+
+}  // namespace kvtier::scoring

@@ -1,0 +1,258 @@
+#include "selector_fixture.h"
+
+#include <limits>
+#include <string>
+
+namespace kvtier::scoring {
+
+namespace {
+
+constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
+constexpr int kHeadDim = 64;
+constexpr int kNumPlanes = 256;
+
+struct EstimatorCase {
+  Estimator estimator;
+  ValueWeighting weighting;
+  int query_bits;
+};
+
+const std::vector<EstimatorCase>& estimator_cases() {
+  static const std::vector<EstimatorCase> cases = {
+      {Estimator::kSoftCollision, ValueWeighting::kLinear, 0},
+      {Estimator::kSoftCollision, ValueWeighting::kNone, 0},
+      {Estimator::kSoftCollision, ValueWeighting::kCalibrated, 0},
+      {Estimator::kHardCollision, ValueWeighting::kLinear, 0},
+      {Estimator::kHardCollision, ValueWeighting::kNone, 0},
+      {Estimator::kNormAware, ValueWeighting::kLogit, 0},
+      {Estimator::kNormAware, ValueWeighting::kLogit, 4},
+      {Estimator::kNormAware, ValueWeighting::kLogit, 8},
+      {Estimator::kNormAware, ValueWeighting::kNone, 4},
+  };
+  return cases;
+}
+
+std::string describe(const RetrievalConfig& config, int group) {
+  return "estimator " + std::to_string(static_cast<int>(config.estimator)) + ", weighting " +
+         std::to_string(static_cast<int>(config.value_weighting)) + ", query bits " +
+         std::to_string(config.query_bits) + ", P " + std::to_string(config.planes_per_table) +
+         ", L " + std::to_string(config.tables) + ", planes " + std::to_string(config.num_planes) +
+         ", selection " + std::to_string(static_cast<int>(config.selection)) + ", group " +
+         std::to_string(group);
+}
+
+std::vector<std::uint8_t> random_signs(std::uint64_t seed, int count) {
+  Random random(seed);
+  std::vector<std::uint8_t> signs(static_cast<std::size_t>(count));
+  for (std::uint8_t& sign : signs) sign = static_cast<std::uint8_t>(random.bits() & 1);
+  return signs;
+}
+
+// Every row of a batch has its own sequence, so one call covers all lengths.
+void add_row_per_sequence(Problem& problem) {
+  for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
+    problem.rows.push_back(
+        {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
+  }
+}
+
+void add_queries(Problem& problem, std::uint64_t seed) {
+  problem.queries = random_queries(
+      seed, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+}
+
+RetrievalConfig small_config(const EstimatorCase& test, Selection selection) {
+  RetrievalConfig config;
+  config.estimator = test.estimator;
+  config.value_weighting = test.weighting;
+  config.query_bits = test.query_bits;
+  config.selection = selection;
+  config.planes_per_table = test.estimator == Estimator::kHardCollision ? 3 : 5;
+  config.tables = 23;
+  config.num_planes = 200;
+  config.tau = 0.05F;  // head_dim 64 and this temperature give soft scores that spread
+  config.top_k = 40;
+  config.sink_tokens = 16;
+  config.recent_tokens = 24;
+  return config;
+}
+
+class SelectorOracleTest : public SelectorTest {};
+
+TEST_P(SelectorOracleTest, AgreesWithTheOracleForEveryEstimatorSelectionGroupAndLength) {
+  const auto gaussian = make_planes(PlaneKind::kGaussian, kNumPlanes, kHeadDim);
+  const auto orthogonal = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
+  for (const int group : {1, 2, 4, 16}) {
+    const int kv_heads = group == 16 ? 1 : 2;
+    std::vector<TokenSet> sets;
+    for (const std::int64_t length : {0, 1, 40, 41, 1000, 3000}) {
+      sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 1, kv_heads, length,
+                                   random_signs(3, kNumPlanes)));
+    }
+    for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
+      for (const EstimatorCase& test : estimator_cases()) {
+        Problem problem;
+        problem.config = small_config(test, selection);
+        problem.planes =
+            test.estimator == Estimator::kNormAware ? orthogonal.get() : gaussian.get();
+        problem.kv_heads = kv_heads;
+        problem.group = group;
+        for (const TokenSet& set : sets) problem.sequences.push_back(&set);
+        add_row_per_sequence(problem);
+        add_queries(problem, 77);
+        SCOPED_TRACE(describe(problem.config, group));
+
+        expect_oracle(problem, run(problem));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(SelectorOracleTest, AgreesForTableShapesThatStraddleWords) {
+  struct Shape {
+    int planes_per_table;
+    int tables;
+  };
+  const auto planes = make_planes(PlaneKind::kGaussian, 1024, kHeadDim);
+  const TokenSet set = random_tokens(5, 2, 1500, random_signs(4, 1024));
+  for (const Shape shape : {Shape{1, 1}, Shape{1, 1024}, Shape{2, 300}, Shape{7, 37}, Shape{10, 60},
+                            Shape{11, 93}, Shape{12, 85}}) {
+    for (const Estimator estimator : {Estimator::kSoftCollision, Estimator::kHardCollision}) {
+      Problem problem;
+      problem.config = small_config({estimator, ValueWeighting::kLinear, 0}, Selection::kPerKvHead);
+      problem.config.planes_per_table = shape.planes_per_table;
+      problem.config.tables = shape.tables;
+      problem.planes = planes.get();
+      problem.kv_heads = 2;
+      problem.group = 3;
+      problem.sequences = {&set};
+      add_row_per_sequence(problem);
+      add_queries(problem, 78);
+      SCOPED_TRACE(describe(problem.config, problem.group));
+
+      expect_oracle(problem, run(problem));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(SelectorOracleTest, AgreesForAnyNumberOfNormAwarePlanes) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, 1024, kHeadDim);
+  const TokenSet set = random_tokens(6, 1, 1500, random_signs(4, 1024));
+  for (const int num_planes : {64, 65, 127, 128, 129, 256, 600, 1024}) {
+    for (const int query_bits : {0, 4, 8}) {
+      Problem problem;
+      problem.config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits},
+                                    Selection::kPerQueryHead);
+      problem.config.num_planes = num_planes;
+      problem.planes = planes.get();
+      problem.group = 5;
+      problem.sequences = {&set};
+      add_row_per_sequence(problem);
+      add_queries(problem, 79);
+      SCOPED_TRACE(describe(problem.config, problem.group));
+
+      expect_oracle(problem, run(problem));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(SelectorOracleTest, OrthogonalPlanesServeCollisionsAndGaussianOnesNormAware) {
+  const TokenSet set = random_tokens(8, 1, 700, random_signs(4, kNumPlanes));
+  for (const EstimatorCase& test : estimator_cases()) {
+    const bool norm_aware = test.estimator == Estimator::kNormAware;
+    const auto planes = make_planes(norm_aware ? PlaneKind::kGaussian : PlaneKind::kOrthogonal,
+                                    kNumPlanes, kHeadDim);
+    Problem problem;
+    problem.config = small_config(test, Selection::kPerKvHead);
+    problem.config.plane_kind = planes->config().kind;
+    problem.planes = planes.get();
+    problem.group = 2;
+    problem.sequences = {&set};
+    add_row_per_sequence(problem);
+    add_queries(problem, 80);
+    SCOPED_TRACE(describe(problem.config, problem.group));
+
+    expect_oracle(problem, run(problem));
+  }
+}
+
+TEST_P(SelectorOracleTest, RowsOfSeveralSequencesLagAndDenseFrom) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
+  const TokenSet first = random_tokens(9, 2, 1300, random_signs(4, kNumPlanes));
+  const TokenSet second = random_tokens(10, 2, 2100, random_signs(4, kNumPlanes));
+  for (const EstimatorCase& test : estimator_cases()) {
+    Problem problem;
+    problem.config = small_config(test, Selection::kPerKvHead);
+    problem.config.plane_kind = PlaneKind::kOrthogonal;
+    problem.planes = planes.get();
+    problem.kv_heads = 2;
+    problem.group = 2;
+    problem.sequences = {&first, &second};
+    problem.rows = {{.sequence = 1, .lag = 3, .dense_from = kNoDense},
+                    {.sequence = 0, .lag = 0, .dense_from = 900},
+                    {.sequence = 1, .lag = 0, .dense_from = 2090},
+                    {.sequence = 0, .lag = 1299, .dense_from = kNoDense},
+                    {.sequence = 0, .lag = 1400, .dense_from = kNoDense},
+                    {.sequence = 0, .lag = 200, .dense_from = 10},
+                    {.sequence = 1, .lag = 1000, .dense_from = 1100}};
+    add_queries(problem, 81);
+    SCOPED_TRACE(describe(problem.config, problem.group));
+
+    expect_oracle(problem, run(problem));
+  }
+}
+
+TEST_P(SelectorOracleTest, SparsityTakesItsShareOfTheVisibleTokens) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
+  const TokenSet set = random_tokens(12, 1, 1000, random_signs(4, kNumPlanes));
+  for (const double sparsity : {1.0, 3.0, 33.0, 1000.0, 5000.0}) {
+    Problem problem;
+    problem.config =
+        small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4}, Selection::kPerKvHead);
+    problem.config.sparsity = sparsity;
+    problem.planes = planes.get();
+    problem.group = 2;
+    problem.sequences = {&set};
+    problem.rows = {{.sequence = 0, .lag = 1, .dense_from = kNoDense},
+                    {.sequence = 0, .lag = 500, .dense_from = kNoDense}};
+    add_queries(problem, 82);
+    SCOPED_TRACE(sparsity);
+
+    expect_oracle(problem, run(problem));
+  }
+}
+
+TEST_P(SelectorOracleTest, NonFiniteTokensComeLast) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
+  TokenSet set = random_tokens(13, 2, 600, random_signs(4, kNumPlanes));
+  for (std::size_t t = 5; t < 600; t += 7) set.heads[0][t].finite = false;
+  for (auto& token : set.heads[1]) token.finite = false;
+  for (const EstimatorCase& test : estimator_cases()) {
+    for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
+      // 540 of the 560 eligible tokens: some that are not finite have to be taken, lowest id first.
+      Problem problem;
+      problem.config = small_config(test, selection);
+      problem.config.plane_kind = PlaneKind::kOrthogonal;
+      problem.config.top_k = 540;
+      problem.planes = planes.get();
+      problem.kv_heads = 2;
+      problem.group = 2;
+      problem.sequences = {&set};
+      add_row_per_sequence(problem);
+      add_queries(problem, 83);
+      SCOPED_TRACE(describe(problem.config, problem.group));
+
+      expect_oracle(problem, run(problem));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+KVTIER_INSTANTIATE_BACKENDS(SelectorOracleTest);
+
+}  // namespace
+
+}  // namespace kvtier::scoring
