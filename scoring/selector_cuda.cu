@@ -1,0 +1,233 @@
+#include "scoring/block_cuda.cuh"
+#include "scoring/selector_cuda.h"
+#include "transfer/cuda_check.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct PlanArgs {
+  transfer::SpanRule rule;
+  transfer::SequenceBatch sequences;
+  SketchTables sketches;
+  transfer::QueryBatch rows;
+  Scratch scratch;
+  std::int32_t* counts;
+  transfer::StepFlags* flags;  // nullptr: tokens are not counted
+  double sparsity;
+  int top_k;
+  int query_heads;
+  int kv_heads;
+};
+
+// Grid: query heads x rows.
+__global__ void plan_rows(const __grid_constant__ PlanArgs args) {
+  const int row = static_cast<int>(blockIdx.y);
+  const int head = static_cast<int>(blockIdx.x);
+  const std::int64_t set = std::int64_t{row} * args.query_heads + head;
+  std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
+  for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kThreads) {
+    histogram[bin] = 0;
+  }
+  if (threadIdx.x != 0) return;
+
+  const transfer::QueryRow& query = args.rows[row];
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(args.rule, args.sequences[query.sequence].counters->length, query);
+  const std::int64_t k = transfer::num_to_select(args.top_k, args.sparsity, spans);
+  SetState& state = args.scratch.states[set];
+  state.threshold = 0;
+  state.remaining = static_cast<std::uint32_t>(k);
+  state.all_ties = 0;
+  state.ticket = 0;
+  if (head < args.kv_heads) args.counts[std::int64_t{row} * args.kv_heads + head] = 0;
+  if (head != 0) return;
+
+  RowPlan& plan = args.scratch.plans[row];
+  plan.begin = spans.sink_end;
+  plan.end = spans.eligible_end;
+  plan.k = k;
+  plan.blocks = args.sketches[query.sequence];
+  if (args.flags != nullptr && spans.num_eligible() > 0) {
+    const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
+    atomicAdd_system(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
+  }
+}
+
+struct ExportIdsArgs {
+  transfer::SelectionView selection;
+  IdTensor out;
+  int kv_heads;
+  int group;  // of the heads of `out`: query heads per KV head, or 1 when they are KV heads
+};
+
+// Grid: heads of `out` x rows. The block walks the ascending ids, so the order is theirs.
+__global__ __launch_bounds__(kThreads) void export_id_rows(
+    const __grid_constant__ ExportIdsArgs args) {
+  const int head = static_cast<int>(blockIdx.x);
+  const int kv_head = head / args.group;
+  const std::int64_t list = std::int64_t{blockIdx.y} * args.kv_heads + kv_head;
+  const std::int32_t* ids = args.selection.ids + list * args.selection.capacity;
+  const std::uint16_t* masks = args.selection.head_mask + list * args.selection.capacity;
+  const unsigned wanted =
+      args.out.heads == args.kv_heads ? 0xFFFFU : 1U << (head - kv_head * args.group);
+  std::int32_t* out =
+      args.out.data + blockIdx.y * args.out.row_stride + head * args.out.head_stride;
+
+  const std::int64_t count = args.selection.counts[list];
+  std::int64_t written = 0;
+  for (std::int64_t base = 0; base < count; base += kThreads) {
+    const std::int64_t i = base + threadIdx.x;
+    const bool mine = i < count && (masks[i] & wanted) != 0;
+    std::uint32_t total = 0;
+    const std::int64_t position = written + block_exclusive_sum(mine ? 1 : 0, &total);
+    if (mine && position < args.out.n) out[position] = ids[i];
+    written += total;
+  }
+  for (std::int64_t i = written + threadIdx.x; i < args.out.n; i += kThreads) out[i] = -1;
+}
+
+struct ExportScoresArgs {
+  const float* scores;  // of `score_heads` heads per row
+  IdTensor ids;
+  ScoreTensor out;
+  std::int64_t max_tokens;
+  int score_heads;
+};
+
+// Grid: blocks of ids x heads of `ids` x rows. With fewer heads of ids than of scores, a token's
+// score is the largest of its group.
+__global__ __launch_bounds__(kThreads) void export_score_rows(
+    const __grid_constant__ ExportScoresArgs args) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= args.ids.n) return;
+  const int head = static_cast<int>(blockIdx.y);
+  const std::int64_t row = blockIdx.z;
+  const std::int32_t id =
+      args.ids.data[row * args.ids.row_stride + head * args.ids.head_stride + i];
+  const int group = args.score_heads / args.ids.heads;
+  float best = -std::numeric_limits<float>::infinity();
+  if (id >= 0 && id < args.max_tokens) {
+    const float* scores =
+        args.scores + (row * args.score_heads + std::int64_t{head} * group) * args.max_tokens + id;
+    for (int h = 0; h < group; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
+  }
+  args.out.data[row * args.out.row_stride + head * args.out.head_stride + i] = best;
+}
+
+Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
+  return Stage{.stream = static_cast<cudaStream_t>(stream),
+               .request = request,
+               .workspace = workspace,
+               .scratch = scratch_layout(workspace.limits, workspace.scratch)};
+}
+
+}  // namespace
+
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes) {
+  const std::int64_t rows = limits.rows;
+  const std::int64_t sets = rows * limits.query_heads;
+  Scratch scratch{};
+  scratch.tiles = (limits.max_tokens + kTileTokens - 1) / kTileTokens;
+  scratch.segments = scratch.tiles * (kTileTokens / kSegmentTokens);
+
+  std::size_t offset = 0;
+  const auto place = [&]<typename T>(T*& array, std::int64_t count) {
+    array = base == nullptr ? nullptr : reinterpret_cast<T*>(base + offset);
+    constexpr std::size_t kAlignment = 256;
+    const std::size_t size = static_cast<std::size_t>(count) * sizeof(T);
+    offset += (size + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  place(scratch.plans, rows);
+  place(scratch.states, sets);
+  place(scratch.histogram, sets * kRadixBins);
+  place(scratch.ties, sets * scratch.segments);
+  place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
+  place(scratch.partials, sets * scratch.tiles);
+  place(scratch.normalisers, sets);
+  if (bytes != nullptr) *bytes = offset;
+  return scratch;
+}
+
+std::size_t scratch_bytes(const SelectorLimits& limits) {
+  std::size_t bytes = 0;
+  (void)scratch_layout(limits, nullptr, &bytes);
+  return bytes;
+}
+
+void enqueue_plan(const Stage& stage, bool counts_tokens) {
+  const SelectRequest& request = stage.request;
+  const PlanArgs args{.rule = request.rule,
+                      .sequences = request.sequences,
+                      .sketches = request.sketches,
+                      .rows = request.rows,
+                      .scratch = stage.scratch,
+                      .counts = stage.workspace.selection.counts,
+                      .flags = counts_tokens ? request.flags : nullptr,
+                      .sparsity = request.params.sparsity,
+                      .top_k = request.params.top_k,
+                      .query_heads = request.kv.query_heads,
+                      .kv_heads = request.kv.kv_heads};
+  const dim3 grid(static_cast<unsigned>(args.query_heads), static_cast<unsigned>(stage.num_rows()));
+  plan_rows<<<grid, kThreads, 0, stage.stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
+  if (request.rows.count == 0) return;
+  const Stage stage = make_stage(stream, request, workspace);
+  enqueue_plan(stage, true);
+  if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
+  enqueue_scores(stage);
+  if (stage.per_kv_head()) enqueue_combine(stage);
+  enqueue_top_k(stage);
+  enqueue_compact(stage);
+}
+
+void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+           const IdTensor& ids) {
+  if (request.rows.count == 0) return;
+  const Stage stage = make_stage(stream, request, workspace);
+  enqueue_plan(stage, false);
+  if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
+  enqueue_adopt(stage, ids);
+  enqueue_compact(stage);
+}
+
+void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                const IdTensor& out) {
+  if (request.rows.count == 0 || out.n == 0) return;
+  const bool per_kv_head = out.heads == request.kv.kv_heads;
+  const ExportIdsArgs args{.selection = workspace.selection,
+                           .out = out,
+                           .kv_heads = request.kv.kv_heads,
+                           .group = per_kv_head ? 1 : request.kv.group()};
+  const dim3 grid(static_cast<unsigned>(out.heads), static_cast<unsigned>(request.rows.count));
+  export_id_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const IdTensor& ids, const ScoreTensor& out) {
+  if (request.rows.count == 0 || ids.n == 0) return;
+  const bool combined =
+      ids.heads == request.kv.kv_heads && request.params.selection == Selection::kPerKvHead;
+  const ExportScoresArgs args{
+      .scores = combined ? workspace.combined : workspace.scores,
+      .ids = ids,
+      .out = out,
+      .max_tokens = workspace.limits.max_tokens,
+      .score_heads = combined ? request.kv.kv_heads : request.kv.query_heads};
+  const dim3 grid(static_cast<unsigned>((ids.n + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(ids.heads), static_cast<unsigned>(request.rows.count));
+  export_score_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+/// Device functions for a block of whole warps, at most 32. All threads must call them together;
+/// each begins with a barrier, so that calls may follow one another.
+namespace kvtier::scoring::cuda {
+
+inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
+
+/// Reduces in a fixed order: a tree within the warp, then warp after warp. Every thread gets the
+/// result.
+template <typename T, typename Combine>
+__device__ T block_reduce(T value, Combine combine) {
+  __shared__ T warps[32];
+  __shared__ T total;
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = combine(value, __shfl_down_sync(kFullWarp, value, offset));
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) value = combine(value, warps[warp]);
+    total = value;
+  }
+  __syncthreads();
+  return total;
+}
+
+/// Returns the sum of the values of earlier threads; `total` receives that of all.
+__device__ inline std::uint32_t block_exclusive_sum(std::uint32_t value, std::uint32_t* total) {
+  __shared__ std::uint32_t warps[32];
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned warp = threadIdx.x / 32;
+  std::uint32_t inclusive = value;
+  for (unsigned offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t before = __shfl_up_sync(kFullWarp, inclusive, offset);
+    if (lane >= offset) inclusive += before;
+  }
+  __syncthreads();
+  if (lane == 31) warps[warp] = inclusive;
+  __syncthreads();
+  std::uint32_t base = 0;
+  std::uint32_t sum = 0;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) {
+    if (i == warp) base = sum;
+    sum += warps[i];
+  }
+  *total = sum;
+  return base + inclusive - value;
+}
+
+/// Tells the last of `participants` blocks that it is the last: then the writes of the others are
+/// visible to it through L2 (`__ldcg`), and the ticket is 0 again.
+__device__ inline bool last_block(std::uint32_t* ticket, std::uint32_t participants) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(ticket, 1U) == participants - 1;
+    if (last) *ticket = 0;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+/// Replaces counts by the sum of the counts before each; returns the sum of all. One block.
+__device__ inline std::uint32_t exclusive_scan_in_place(std::uint32_t* counts, std::int64_t count) {
+  std::uint32_t carry = 0;
+  for (std::int64_t base = 0; base < count; base += blockDim.x) {
+    const std::int64_t i = base + threadIdx.x;
+    const std::uint32_t value = i < count ? __ldcg(counts + i) : 0;
+    std::uint32_t total = 0;
+    const std::uint32_t before = block_exclusive_sum(value, &total);
+    if (i < count) counts[i] = carry + before;
+    carry += total;
+  }
+  return carry;
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,179 @@
+#pragma once
+
+#include "hashing/sketch.h"
+#include "scoring/estimator.h"
+#include "transfer/host_device.h"
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+/// The algebra of scoring, defined once for host and device. Formulas: docs/algorithm.md, sections
+/// "Score" and "Select".
+namespace kvtier::scoring {
+
+/// Returns the low 32 bits of (high:low) >> shift; shift in 0..31.
+KVTIER_HOST_DEVICE inline std::uint32_t shift_pair_right(std::uint32_t high, std::uint32_t low,
+                                                         int shift) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_r(low, high, static_cast<unsigned>(shift));
+#else
+  return static_cast<std::uint32_t>(((std::uint64_t{high} << 32) | low) >> shift);
+#endif
+}
+
+/// Returns the high 32 bits of (high:low) << shift; shift in 0..31.
+KVTIER_HOST_DEVICE inline std::uint32_t shift_pair_left(std::uint32_t high, std::uint32_t low,
+                                                        int shift) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_l(low, high, static_cast<unsigned>(shift));
+#else
+  return static_cast<std::uint32_t>((((std::uint64_t{high} << 32) | low) << shift) >> 32);
+#endif
+}
+
+/// Reads bucket ids of 1..12 bits, first plane most significant, from the words of a sketch:
+/// `push` a word, then `next` while `ready`. A bucket may begin in one word and end in the next.
+class BucketReader {
+ public:
+  KVTIER_HOST_DEVICE explicit BucketReader(int bits)
+      : bits_(bits), mask_((std::uint32_t{1} << bits) - 1) {}
+
+  KVTIER_HOST_DEVICE void push(std::uint32_t word) {
+    high_ = low_;
+    low_ = word;
+    available_ += 32;
+  }
+  KVTIER_HOST_DEVICE bool ready() const { return available_ >= bits_; }
+  KVTIER_HOST_DEVICE std::uint32_t next() {
+    available_ -= bits_;
+    return shift_pair_right(high_, low_, available_) & mask_;
+  }
+
+ private:
+  int bits_;
+  int available_ = 0;
+  std::uint32_t mask_;
+  std::uint32_t high_ = 0;
+  std::uint32_t low_ = 0;
+};
+
+/// Returns the bits of word `word` at which a table of `planes` bits begins.
+KVTIER_HOST_DEVICE inline std::uint32_t table_starts(int word, int planes, int tables) {
+  std::uint32_t starts = 0;
+  const int end = word * 32 + 32;
+  for (int table = (word * 32 + planes - 1) / planes; table < tables && table * planes < end;
+       ++table) {
+    starts |= std::uint32_t{1} << (31 - table * planes % 32);
+  }
+  return starts;
+}
+
+/// Counts the tables that begin in a word and whose `planes` bits all agree. `high` is the word's
+/// difference (token XOR query), `low` that of the next word, `starts` as `table_starts` says.
+KVTIER_HOST_DEVICE inline int agreeing_tables(std::uint32_t high, std::uint32_t low, int planes,
+                                              std::uint32_t starts) {
+  std::uint32_t differs = high;
+  for (int i = 1; i < planes; ++i) differs |= shift_pair_left(high, low, i);
+#if defined(__CUDA_ARCH__)
+  return __popc(~differs & starts);
+#else
+  return std::popcount(~differs & starts);
+#endif
+}
+
+/// Returns an integer that orders as the scores do: -0 equals +0, NaN comes below everything.
+KVTIER_HOST_DEVICE inline std::uint32_t ordered_key(float score) {
+  if (score != score) return 0;
+  const auto bits = std::bit_cast<std::uint32_t>(score + 0.0F);
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+}
+
+/// Largest magnitude of a query weight of `query_bits` bits.
+KVTIER_HOST_DEVICE inline float weight_levels(int query_bits) {
+  return static_cast<float>((1 << (query_bits - 1)) - 1);
+}
+
+/// Rounds a query weight, half to even, to an integer in -levels .. levels; `largest` is max|p| >
+/// 0.
+KVTIER_HOST_DEVICE inline float quantised_weight(float weight, float largest, float levels) {
+  const float rounded = rintf(levels * (weight / largest));
+  return rounded == rounded ? rounded : 0.0F;
+}
+
+/// Returns cos(t) of `calibrated`: t is the angle at which the expected soft score is `collisions`.
+KVTIER_HOST_DEVICE inline float calibrated_cosine(const ScoreParams& params, float mean_agreement,
+                                                  float collisions) {
+  if (!(mean_agreement > 0.0F)) return 0.0F;
+  const float share = collisions / static_cast<float>(params.tables);
+  const float agreement = 2.0F * exp2f(log2f(share) / static_cast<float>(params.planes_per_table));
+  // cos(t) = sin(pi / 2 - t), and pi / 2 - t = pi / 2 * x.
+  const float x = fminf(fmaxf((agreement - 1.0F) / mean_agreement, -1.0F), 1.0F);
+#if defined(__CUDA_ARCH__)
+  return sinpif(0.5F * x);
+#else
+  return std::sin(1.57079632679489662F * x);
+#endif
+}
+
+/// What multiplies `sum * key_norm` in a norm-aware score.
+KVTIER_HOST_DEVICE inline float sign_factor(const ScoreParams& params,
+                                            const QueryScalars& scalars) {
+  return params.sign_scale * params.logit_scale * scalars.weight_step;
+}
+
+/// Returns the score of a token from its estimator's sum: collisions, or the signed sum of query
+/// weights. The norms are finite and positive.
+KVTIER_HOST_DEVICE inline float weighted_score(const ScoreParams& params,
+                                               const QueryScalars& scalars, float sum,
+                                               float key_norm, float value_norm) {
+  float score = sum;
+  if (params.estimator == Estimator::kNormAware) {
+    score = sign_factor(params, scalars) * sum * key_norm;
+  }
+  switch (params.weighting) {
+    case ValueWeighting::kLinear:
+      return score * value_norm;
+    case ValueWeighting::kCalibrated:
+      return scalars.query_norm * key_norm * params.logit_scale *
+                 calibrated_cosine(params, scalars.mean_agreement, sum) +
+             logf(value_norm);
+    case ValueWeighting::kLogit:
+      return score + logf(value_norm);
+    case ValueWeighting::kDefault:
+    case ValueWeighting::kNone:
+      break;
+  }
+  return score;
+}
+
+/// A sum of exponentials, kept as e^max * sum. Empty: sum 0.
+struct LogSum {
+  float max = -std::numeric_limits<float>::infinity();
+  float sum = 0.0F;
+
+  KVTIER_HOST_DEVICE void add(float x) {
+    if (sum == 0.0F) {
+      max = x;
+      sum = 1.0F;
+      return;
+    }
+    const float scale = expf(-fabsf(x - max));
+    sum = x > max ? sum * scale + 1.0F : sum + scale;
+    max = fmaxf(max, x);
+  }
+  KVTIER_HOST_DEVICE void merge(const LogSum& other) {
+    if (other.sum == 0.0F) return;
+    if (sum == 0.0F) {
+      *this = other;
+      return;
+    }
+    const float scale = expf(-fabsf(other.max - max));
+    sum = other.max > max ? sum * scale + other.sum : sum + other.sum * scale;
+    max = fmaxf(max, other.max);
+  }
+  KVTIER_HOST_DEVICE float log() const { return max + logf(sum); }
+};
+
+}  // namespace kvtier::scoring

@@ -1,0 +1,56 @@
+#include "scoring/scores_cuda.cuh"
+#include "transfer/cuda_check.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+int num_processors() {
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  int count = 0;
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+}  // namespace
+
+void enqueue_scores(const Stage& stage) {
+  const SelectRequest& request = stage.request;
+  ScoreArgs args{.params = request.params,
+                 .sketch = request.sketch,
+                 .plans = stage.scratch.plans,
+                 .tables = stage.workspace.tables,
+                 .scores = stage.workspace.scores,
+                 .max_tokens = stage.workspace.limits.max_tokens,
+                 .query_heads = request.kv.query_heads,
+                 .group = request.kv.group(),
+                 .heads_per_block = request.kv.group(),
+                 .subsets = 1};
+  const bool integers =
+      args.params.estimator == Estimator::kNormAware && args.params.query_bits > 0;
+  const ScoreLaunch launch = integers ? sign_launch(args) : collision_launch(args);
+
+  const std::int64_t per_iteration =
+      std::int64_t{request.kv.kv_heads} * args.subsets * stage.num_rows();
+  const std::int64_t tiles =
+      (request.max_length + launch.tokens_per_block - 1) / launch.tokens_per_block;
+  const std::int64_t share =
+      std::max<std::int64_t>(1, kBlocksPerProcessor * num_processors() / per_iteration);
+  const dim3 grid(static_cast<unsigned>(std::min(tiles, share)),
+                  static_cast<unsigned>(request.kv.kv_heads * args.subsets),
+                  static_cast<unsigned>(stage.num_rows()));
+  constexpr int kDefaultLimit = 48 * 1024;
+  if (launch.shared_bytes > kDefaultLimit) {
+    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
+        launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes));
+  }
+  launch
+      .kernel<<<grid, kScoreThreads, static_cast<std::size_t>(launch.shared_bytes), stage.stream>>>(
+          args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace kvtier::scoring::cuda

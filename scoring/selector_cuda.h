@@ -1,0 +1,86 @@
+#pragma once
+
+#include "scoring/selector_kernels.h"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+/// Internal to the CUDA half of the selector: the stages of a selection, each a few launches.
+///
+/// Every stage is stream-ordered, allocates nothing and reads nothing on the host. What depends on
+/// a sequence's length is in `RowPlan`, which `enqueue_plan` writes on the device from the
+/// counters; grids cover `request.max_length` and blocks outside a row's range return at once.
+namespace kvtier::scoring::cuda {
+
+/// Tokens that a warp, and a block of 8 warps, handles in the stages after scoring.
+inline constexpr int kSegmentTokens = 256;
+inline constexpr int kTileTokens = 2048;
+inline constexpr int kTileThreads = kTileTokens / kSegmentTokens * 32;
+
+/// Bins of one radix pass over 32-bit keys, of 11, 11 and 10 bits.
+inline constexpr int kRadixBins = 2048;
+
+/// A query row: its eligible tokens [begin, end), how many to select, its sketch blocks.
+struct RowPlan {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t k = 0;
+  const std::byte* const* blocks = nullptr;
+};
+
+/// Progress of one set's radix select, and the tickets of the launches over it.
+struct SetState {
+  std::uint32_t threshold;  ///< Bits known so far of the k-th best key.
+  std::uint32_t remaining;  ///< Of the keys that match those bits, how many to take.
+  std::uint32_t all_ties;   ///< 1: every key equal to the threshold is taken.
+  std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
+};
+
+/// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
+/// query head; arrays per set have the stride of query heads in both cases.
+struct Scratch {
+  RowPlan* plans;            // [rows]
+  SetState* states;          // [rows][query_heads]
+  std::uint32_t* histogram;  // [rows][query_heads][kRadixBins], zero between launches
+  std::uint32_t* ties;       // [rows][query_heads][segments] counts, then counts before the segment
+  std::uint32_t* chosen;     // [rows][kv_heads][segments] likewise
+  float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
+  float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
+  std::int64_t segments;
+  std::int64_t tiles;
+};
+
+/// Lays the arrays out in `base`; `bytes`, when given, receives the size of all of them.
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes = nullptr);
+
+/// The arguments that all stages share.
+struct Stage {
+  cudaStream_t stream;
+  const SelectRequest& request;
+  const SelectorWorkspace& workspace;
+  Scratch scratch;
+
+  int num_rows() const { return request.rows.count; }
+  bool per_kv_head() const { return request.params.selection == Selection::kPerKvHead; }
+  int num_sets() const { return per_kv_head() ? request.kv.kv_heads : request.kv.query_heads; }
+  unsigned num_tiles() const {
+    return static_cast<unsigned>((request.max_length + kTileTokens - 1) / kTileTokens);
+  }
+};
+
+/// Writes the plans and clears the states. `counts_tokens`: raises `flags->tokens_scored`.
+void enqueue_plan(const Stage& stage, bool counts_tokens);
+/// Writes the scores of the eligible tokens, per query head.
+void enqueue_scores(const Stage& stage);
+/// Writes the combined scores, per KV head.
+void enqueue_combine(const Stage& stage);
+/// Finds the k best of every set and writes `token_mask` and the counts per segment.
+void enqueue_top_k(const Stage& stage);
+/// Writes `token_mask` and the counts per segment from the caller's ids.
+void enqueue_adopt(const Stage& stage, const IdTensor& ids);
+/// Writes the selection from `token_mask` and the counts per segment.
+void enqueue_compact(const Stage& stage);
+
+}  // namespace kvtier::scoring::cuda
