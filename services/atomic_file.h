@@ -1,0 +1,31 @@
+#pragma once
+
+#include <filesystem>
+#include <string_view>
+
+namespace kvtier::services {
+
+/// A file that appears whole or not at all: written under a temporary name beside its place, then
+/// renamed.
+///
+/// The constructor creates the temporary file, so that a place that cannot be written is known
+/// before the work whose result goes there; destruction without `commit` removes it.
+class AtomicFile {
+ public:
+  /// Throws `kUnavailable` with the reason when the file cannot be created or `path` is a
+  /// directory.
+  explicit AtomicFile(std::filesystem::path path);
+  AtomicFile(const AtomicFile&) = delete;  // owns a name in the file system
+  AtomicFile& operator=(const AtomicFile&) = delete;
+  ~AtomicFile();
+
+  /// Writes `text` and puts the file in its place. Throws `kUnavailable`, the former file
+  /// untouched.
+  void commit(std::string_view text);
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,212 @@
+#include "services/cli.h"
+
+#include "kvtier/error.h"
+
+#include "services/atomic_file.h"
+#include "services/names.h"
+#include "services/replay.h"
+#include "services/replay_report.h"
+#include "services/trace.h"
+
+#include <CLI/CLI.hpp>
+#include <spdlog/logger.h>
+#include <spdlog/sinks/ostream_sink.h>
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kExitError = 1;
+constexpr int kExitUsage = 2;
+
+template <typename Names>
+std::vector<std::string> names_in(const Names& names) {
+  std::vector<std::string> list;
+  for (const auto& entry : names) list.emplace_back(entry.first);
+  return list;
+}
+
+/// Adds an option whose values are names of a table; the parsed enumerators go to `to` at once.
+template <typename Names, typename Enum>
+CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
+                       const std::string& description) {
+  return app
+      .add_option_function<std::string>(
+          flag,
+          [&names, &to](const std::string& text) {
+            for (const auto& [name, value] : names) {
+              if (name == text) to = value;
+            }
+          },
+          description)
+      ->check(CLI::IsMember(names_in(names)));
+}
+
+template <typename Names, typename Enum>
+CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names& names,
+                            std::vector<Enum>& to, const std::string& description) {
+  return app
+      .add_option_function<std::vector<std::string>>(
+          flag,
+          [&names, &to](const std::vector<std::string>& texts) {
+            to.clear();
+            for (const std::string& text : texts) {
+              for (const auto& [name, value] : names) {
+                if (name == text) to.push_back(value);
+              }
+            }
+          },
+          description)
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(names_in(names)));
+}
+
+struct ReplayCommand {
+  std::string trace;
+  std::string json;
+  ReplayOptions options;
+};
+
+void add_replay(CLI::App& program, ReplayCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "replay",
+      "Replay a recorded trace through the selectors and compare them with dense attention");
+  ReplayGrid& grid = command.options.grid;
+  app.add_option("TRACE", command.trace,
+                 "Safetensors file with k, v [kv_heads, tokens, head_dim] and q, o [query_heads, "
+                 "steps, head_dim], or layers.N.k and so on")
+      ->required();
+  add_named(app, "--backend", kBackendNames, command.options.backend,
+            "Where kernels run (default auto)");
+  add_named_list(app, "--estimator", kEstimatorNames, grid.estimators,
+                 "Estimators to compare (default all)");
+  add_named_list(app, "--value-weighting", kWeightingNames, grid.weightings,
+                 "Value weightings; each must go with each estimator (default: the estimator's)");
+  add_named_list(app, "--selection", kSelectionNames, grid.selections,
+                 "Who shares a selection (default per_kv_head)");
+  app.add_option_function<std::string>(
+         "--plane-kind",
+         [&grid](const std::string& text) {
+           grid.plane_kind = text == "gaussian" ? PlaneKind::kGaussian : PlaneKind::kOrthogonal;
+         },
+         "Kind of hyperplanes (default: gaussian for collisions, orthogonal for norm_aware)")
+      ->check(CLI::IsMember(names_in(kPlaneKindNames)));
+  app.add_option("--planes-per-table", grid.planes_per_table,
+                 "P of the collision estimators (default 10, hard_collision 2)");
+  app.add_option("--tables", grid.tables,
+                 "L of the collision estimators (default 60, hard_collision 300)");
+  app.add_option("--bits", grid.bits, "Sign bits of norm_aware")->capture_default_str();
+  app.add_option("--query-bits", grid.query_bits, "Query weights of norm_aware: 0 (float), 4 or 8")
+      ->capture_default_str();
+  app.add_option("--tau", grid.tau, "Temperature of soft_collision")->capture_default_str();
+  CLI::Option* sparsity = app.add_option("--sparsity", grid.sparsities,
+                                         "Select 1/S of the visible tokens (default 10,33,100)")
+                              ->delimiter(',')
+                              ->allow_extra_args(false);
+  app.add_option("--k", grid.top_ks, "Select k tokens, instead of --sparsity")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->excludes(sparsity);
+  app.add_option("--sink", grid.sink, "First tokens, always attended")->capture_default_str();
+  app.add_option("--window", grid.window, "Last tokens, always attended")->capture_default_str();
+  app.add_option("--seed", grid.seed, "Seed of the hyperplanes")->capture_default_str();
+  app.add_option("--steps", command.options.steps,
+                 "Steps to replay, evenly spread over the trace; 0: all")
+      ->capture_default_str();
+  app.add_option("--first-step", command.options.first_step, "First step that is replayed")
+      ->capture_default_str();
+  app.add_option("--json", command.json, "Write the report, with every layer, to this file");
+}
+
+/// Draws a bar that overwrites itself; the last call ends the line.
+class ProgressBar {
+ public:
+  explicit ProgressBar(std::ostream& err) : err_(err) {}
+  void show(double share) {
+    constexpr int kWidth = 40;
+    const int filled = static_cast<int>(std::lround(share * kWidth));
+    if (filled == shown_) return;
+    shown_ = filled;
+    err_ << "\rreplay [" << std::string(static_cast<std::size_t>(filled), '#')
+         << std::string(static_cast<std::size_t>(kWidth - filled), ' ') << "]"
+         << (filled == kWidth ? "\n" : "") << std::flush;
+  }
+
+ private:
+  std::ostream& err_;
+  int shown_ = -1;
+};
+
+std::function<void(LogLevel, std::string_view)> make_log(std::ostream& err,
+                                                         const std::string& level) {
+  auto logger = std::make_shared<spdlog::logger>(
+      "kvtier", std::make_shared<spdlog::sinks::ostream_sink_mt>(err, true));
+  logger->set_pattern("%l: %v");
+  logger->set_level(spdlog::level::from_str(level));
+  return [logger](LogLevel message_level, std::string_view text) {
+    constexpr std::array kLevels = {spdlog::level::debug, spdlog::level::info, spdlog::level::warn,
+                                    spdlog::level::err};
+    logger->log(kLevels[static_cast<std::size_t>(message_level)],
+                spdlog::string_view_t(text.data(), text.size()));
+  };
+}
+
+void run_replay(ReplayCommand& command, const Console& console) {
+  std::optional<AtomicFile> json;
+  if (!command.json.empty()) json.emplace(command.json);
+  const Trace trace = Trace::open(command.trace);
+  ProgressBar bar(console.err);
+  if (console.err_is_terminal) {
+    command.options.progress = [&bar](double share) { bar.show(share); };
+  }
+  const ReplayReport report = replay(trace, command.options);
+  write_table(console.out, trace, report);
+  if (json) json->commit(to_json(trace, command.options, report));
+}
+
+int run_program(std::vector<std::string> arguments, const Console& console) {
+  CLI::App app("kvtier: long-context KV cache off the GPU", "kvtier");
+  app.set_version_flag("--version", "kvtier " KVTIER_VERSION);
+  std::string log_level = "warning";
+  app.add_option("--log-level", log_level, "Messages of the library on stderr")
+      ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
+      ->capture_default_str();
+  ReplayCommand replay_command;
+  add_replay(app, replay_command);
+  try {
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
+    app.parse(std::move(arguments));
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error, console.out, console.err) == 0 ? 0 : kExitUsage;
+  }
+  if (app.get_subcommands().empty()) {
+    console.err << "error: expected a subcommand, found none\n\n" << app.help();
+    return kExitUsage;
+  }
+  replay_command.options.log = make_log(console.err, log_level);
+  run_replay(replay_command, console);
+  return 0;
+}
+
+}  // namespace
+
+int run_cli(std::vector<std::string> arguments, const Console& console) {
+  try {
+    return run_program(std::move(arguments), console);
+  } catch (const Error& error) {
+    console.err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
+  } catch (const std::exception& error) {
+    console.err << "error: " << error_code_name(ErrorCode::kInternal) << ": " << error.what()
+                << '\n';
+  }
+  return kExitError;
+}
+
+}  // namespace kvtier::services

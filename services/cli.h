@@ -1,0 +1,21 @@
+#pragma once
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Where a command writes.
+struct Console {
+  std::ostream& out;
+  std::ostream& err;
+  bool err_is_terminal = false;  ///< Progress is shown on `err` only then.
+};
+
+/// Runs the program `kvtier` with `arguments` (without the program's name). Returns its exit code:
+/// 0, 1 after a `kvtier::Error`, printed as "error: CODE: message", 2 for a command line that is
+/// not understood. Keeps no state between calls.
+[[nodiscard]] int run_cli(std::vector<std::string> arguments, const Console& console);
+
+}  // namespace kvtier::services

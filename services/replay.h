@@ -1,0 +1,106 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include "services/trace.h"
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Which selectors a replay compares: every estimator with every value weighting, selection and
+/// size. Fields left out take the estimator's defaults.
+struct ReplayGrid {
+  std::vector<Estimator> estimators = {Estimator::kSoftCollision, Estimator::kHardCollision,
+                                       Estimator::kNormAware};
+  std::vector<ValueWeighting> weightings = {ValueWeighting::kDefault};
+  std::vector<Selection> selections = {Selection::kPerKvHead};
+  std::vector<double> sparsities = {10.0, 33.0, 100.0};  ///< Ignored when `top_ks` is not empty.
+  std::vector<int> top_ks;
+
+  std::optional<PlaneKind> plane_kind;
+  std::optional<int> planes_per_table;  ///< Default 10, for hard collision 2.
+  std::optional<int> tables;            ///< Default 60, for hard collision 300.
+  int bits = 256;                       ///< Sign bits of norm-aware.
+  int query_bits = 4;
+  float tau = 0.4F;
+  std::uint64_t seed = 0;
+  int sink = 128;
+  int window = 128;
+
+  /// Returns one configuration per row, without the exact selector's. Throws `kInvalidArgument`
+  /// with every problem; an estimator and a weighting that do not fit are named together.
+  [[nodiscard]] std::vector<RetrievalConfig> expand() const;
+};
+
+/// Means over steps and query heads (docs/algorithm.md, section 6), per layer or over all layers.
+/// NaN where no step had anything to measure, such as precision with no eligible token.
+///
+/// The relevant tokens of a query head are its own exact top-k by q.k among the eligible, k being
+/// the number of tokens selected for it. With one selection per KV head, every query head of the
+/// group is compared with the shared set in this way, so even the exact shared set scores below 1.
+struct ReplayMetrics {
+  double attention_mass = 0;
+  double precision = 0;
+  double jaccard = 0;
+  double ndcg = 0;  ///< Binary relevance, selected tokens ranked by the selector's score.
+  double output_error = 0;
+  double attended_rows = 0;       ///< Tokens attended by a query head in one step.
+  double effective_sparsity = 0;  ///< Visible tokens over attended tokens.
+
+  // Per step and layer.
+  double selected_rows_per_kv_head = 0;  ///< Union over the query heads of the group.
+  double bytes_host_to_device = 0;
+  double bytes_device_resident = 0;
+  double bytes_sketch_read = 0;
+  double score_seconds = 0;
+  double fetch_seconds = 0;
+  double attend_seconds = 0;
+};
+
+/// One selector at one size. The exact selector takes the top-k by q.k, or, with one selection per
+/// KV head, by the mean over its query heads of the softmax weight among the eligible.
+struct ReplayRow {
+  bool exact = false;
+  RetrievalConfig retrieval;  ///< Of the exact selector: selection, size, sink and window.
+  ReplayMetrics mean;
+  std::vector<ReplayMetrics> layers;
+};
+
+/// Relative difference ||y - o|| / ||o|| of kvtier's dense output y to the recorded o, over query
+/// heads and steps.
+struct DenseError {
+  double mean = 0;
+  double max = 0;
+};
+
+struct ReplayReport {
+  Backend backend = Backend::kCpu;
+  std::int64_t steps = 0;  ///< Steps replayed.
+  DenseError dense;
+  std::vector<DenseError> dense_layers;
+  double append_seconds = 0;        ///< Of all tokens in all layers.
+  double bytes_device_to_host = 0;  ///< Written by the appends.
+  std::vector<ReplayRow> rows;
+};
+
+struct ReplayOptions {
+  Backend backend = Backend::kAuto;
+  ReplayGrid grid;
+  /// Steps to replay; 0: all. With S recorded, the i-th of N is `first_step` + floor(i S / N).
+  std::int64_t steps = 0;
+  std::int64_t first_step = 0;
+  std::function<void(LogLevel, std::string_view)> log;
+  std::function<void(double)> progress;  ///< Called with the share of the work done.
+};
+
+/// Replays a trace: appends its keys and values, decodes its queries with every selector of the
+/// grid, and measures each against dense attention in double. One prefill serves all selectors.
+/// Throws `kInvalidArgument` for options that do not fit the trace, and what `Engine` throws.
+[[nodiscard]] ReplayReport replay(const Trace& trace, const ReplayOptions& options);
+
+}  // namespace kvtier::services
