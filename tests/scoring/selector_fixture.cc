@@ -190,8 +190,8 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
   for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
   kept_.push_back(upload(problem.queries));
   request.queries = kept_.back().as<const float>();
-  flags_ = device_->allocate(transfer::Space::kPinnedHost, sizeof(transfer::StepFlags));
-  request.flags = ::new (flags_.data()) transfer::StepFlags;
+  kept_.push_back(device_->allocate(transfer::Space::kPinnedHost, sizeof(transfer::StepFlags)));
+  request.flags = ::new (kept_.back().data()) transfer::StepFlags;
   return request;
 }
 

@@ -100,7 +100,6 @@ class SelectorTest : public testing::BackendTest {
 
  private:
   std::vector<transfer::Buffer> kept_;
-  transfer::Buffer flags_;
 };
 
 }  // namespace kvtier::scoring
