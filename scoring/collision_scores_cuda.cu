@@ -126,6 +126,10 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void lookup_sco
         }
       }
     }
+    if (!kFactored && left > 0) {  // the last table's planes end past the last word
+      reader.push(0);
+      visit();
+    }
     write_scores(args, work, token, norms, sums);
   }
 }

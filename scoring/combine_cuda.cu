@@ -90,10 +90,11 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
     const float* scores = args.scores + first_head * args.max_tokens + token;
     LogSum exponentials;
     float shares = 0.0F;
-    bool finite = true;
+    bool finite = false;
     for (int h = 0; h < args.group; ++h) {
       const float score = scores[h * args.max_tokens];
-      finite = finite && score != kLowestScore;
+      if (score == kLowestScore) continue;
+      finite = true;
       if (args.logit_like) {
         exponentials.add(score - normalisers[h]);
       } else if (normalisers[h] > 0.0F) {
@@ -101,7 +102,7 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
       }
     }
     const float mean = args.logit_like ? exponentials.log() - logf(group) : shares / group;
-    combined[token] = finite ? mean : kLowestScore;
+    combined[token] = finite ? settled_score(mean) : kLowestScore;
   }
 }
 

@@ -123,6 +123,11 @@ KVTIER_HOST_DEVICE inline float sign_factor(const ScoreParams& params,
   return params.sign_scale * params.logit_scale * scalars.weight_step;
 }
 
+/// Bounds a score, so that an eligible token's is finite; NaN becomes `kLowestScore`.
+KVTIER_HOST_DEVICE inline float settled_score(float score) {
+  return score > kLowestScore ? fminf(score, -kLowestScore) : kLowestScore;
+}
+
 /// Returns the score of a token from its estimator's sum: collisions, or the signed sum of query
 /// weights. The norms are finite and positive.
 KVTIER_HOST_DEVICE inline float weighted_score(const ScoreParams& params,
@@ -131,21 +136,23 @@ KVTIER_HOST_DEVICE inline float weighted_score(const ScoreParams& params,
   float score = sum;
   if (params.estimator == Estimator::kNormAware) {
     score = sign_factor(params, scalars) * sum * key_norm;
+  } else if (params.weighting == ValueWeighting::kCalibrated) {
+    score = scalars.query_norm * key_norm * params.logit_scale *
+            calibrated_cosine(params, scalars.mean_agreement, sum);
   }
   switch (params.weighting) {
     case ValueWeighting::kLinear:
-      return score * value_norm;
+      score *= value_norm;
+      break;
     case ValueWeighting::kCalibrated:
-      return scalars.query_norm * key_norm * params.logit_scale *
-                 calibrated_cosine(params, scalars.mean_agreement, sum) +
-             logf(value_norm);
     case ValueWeighting::kLogit:
-      return score + logf(value_norm);
+      score += logf(value_norm);
+      break;
     case ValueWeighting::kDefault:
     case ValueWeighting::kNone:
       break;
   }
-  return score;
+  return settled_score(score);
 }
 
 /// A sum of exponentials, kept as e^max * sum. Empty: sum 0.

@@ -43,13 +43,13 @@ void enqueue_scores(const Stage& stage) {
                   static_cast<unsigned>(request.kv.kv_heads * args.subsets),
                   static_cast<unsigned>(stage.num_rows()));
   constexpr int kDefaultLimit = 48 * 1024;
+  const ScoreKernel kernel = launch.kernel;
+  const auto shared_bytes = static_cast<std::size_t>(launch.shared_bytes);
   if (launch.shared_bytes > kDefaultLimit) {
-    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
-        launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes));
+    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           launch.shared_bytes));
   }
-  launch
-      .kernel<<<grid, kScoreThreads, static_cast<std::size_t>(launch.shared_bytes), stage.stream>>>(
-          args);
+  kernel<<<grid, kScoreThreads, shared_bytes, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -19,7 +19,8 @@ struct PlanArgs {
   transfer::QueryBatch rows;
   Scratch scratch;
   std::int32_t* counts;
-  transfer::StepFlags* flags;  // nullptr: tokens are not counted
+  transfer::StepFlags* flags;
+  PlanPurpose purpose;
   double sparsity;
   int top_k;
   int query_heads;
@@ -51,10 +52,10 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
 
   RowPlan& plan = args.scratch.plans[row];
   plan.begin = spans.sink_end;
-  plan.end = spans.eligible_end;
+  plan.end = args.purpose == PlanPurpose::kScore ? spans.eligible_end : spans.tail_begin;
   plan.k = k;
   plan.blocks = args.sketches[query.sequence];
-  if (args.flags != nullptr && spans.num_eligible() > 0) {
+  if (args.purpose == PlanPurpose::kScore && args.flags != nullptr && spans.num_eligible() > 0) {
     const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
     atomicAdd_system(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
   }
@@ -94,7 +95,8 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(
 }
 
 struct ExportScoresArgs {
-  const float* scores;  // of `score_heads` heads per row
+  const RowPlan* plans;
+  const float* scores;  // [rows][score_heads][max_tokens]
   IdTensor ids;
   ScoreTensor out;
   std::int64_t max_tokens;
@@ -102,7 +104,7 @@ struct ExportScoresArgs {
 };
 
 // Grid: blocks of ids x heads of `ids` x rows. With fewer heads of ids than of scores, a token's
-// score is the largest of its group.
+// score is the largest of its group; with more, the group's.
 __global__ __launch_bounds__(kThreads) void export_score_rows(
     const __grid_constant__ ExportScoresArgs args) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -111,12 +113,12 @@ __global__ __launch_bounds__(kThreads) void export_score_rows(
   const std::int64_t row = blockIdx.z;
   const std::int32_t id =
       args.ids.data[row * args.ids.row_stride + head * args.ids.head_stride + i];
-  const int group = args.score_heads / args.ids.heads;
+  const int first = static_cast<int>(std::int64_t{head} * args.score_heads / args.ids.heads);
+  const int count = max(1, args.score_heads / args.ids.heads);
   float best = -std::numeric_limits<float>::infinity();
-  if (id >= 0 && id < args.max_tokens) {
-    const float* scores =
-        args.scores + (row * args.score_heads + std::int64_t{head} * group) * args.max_tokens + id;
-    for (int h = 0; h < group; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
+  if (id >= args.plans[row].begin && id < args.plans[row].end) {
+    const float* scores = args.scores + (row * args.score_heads + first) * args.max_tokens + id;
+    for (int h = 0; h < count; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
   }
   args.out.data[row * args.out.row_stride + head * args.out.head_stride + i] = best;
 }
@@ -161,7 +163,7 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
   return bytes;
 }
 
-void enqueue_plan(const Stage& stage, bool counts_tokens) {
+void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
   const SelectRequest& request = stage.request;
   const PlanArgs args{.rule = request.rule,
                       .sequences = request.sequences,
@@ -169,7 +171,8 @@ void enqueue_plan(const Stage& stage, bool counts_tokens) {
                       .rows = request.rows,
                       .scratch = stage.scratch,
                       .counts = stage.workspace.selection.counts,
-                      .flags = counts_tokens ? request.flags : nullptr,
+                      .flags = request.flags,
+                      .purpose = purpose,
                       .sparsity = request.params.sparsity,
                       .top_k = request.params.top_k,
                       .query_heads = request.kv.query_heads,
@@ -182,7 +185,7 @@ void enqueue_plan(const Stage& stage, bool counts_tokens) {
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
-  enqueue_plan(stage, true);
+  enqueue_plan(stage, PlanPurpose::kScore);
   if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
   enqueue_scores(stage);
   if (stage.per_kv_head()) enqueue_combine(stage);
@@ -194,8 +197,8 @@ void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& 
            const IdTensor& ids) {
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
-  enqueue_plan(stage, false);
-  if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
+  enqueue_plan(stage, PlanPurpose::kAdopt);
+  if (request.max_length <= 0) return;
   enqueue_adopt(stage, ids);
   enqueue_compact(stage);
 }
@@ -216,17 +219,16 @@ void export_ids(void* stream, const SelectRequest& request, const SelectorWorksp
 void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                    const IdTensor& ids, const ScoreTensor& out) {
   if (request.rows.count == 0 || ids.n == 0) return;
-  const bool combined =
-      ids.heads == request.kv.kv_heads && request.params.selection == Selection::kPerKvHead;
-  const ExportScoresArgs args{
-      .scores = combined ? workspace.combined : workspace.scores,
-      .ids = ids,
-      .out = out,
-      .max_tokens = workspace.limits.max_tokens,
-      .score_heads = combined ? request.kv.kv_heads : request.kv.query_heads};
+  const Stage stage = make_stage(stream, request, workspace);
+  const ExportScoresArgs args{.plans = stage.scratch.plans,
+                              .scores = stage.per_kv_head() ? workspace.combined : workspace.scores,
+                              .ids = ids,
+                              .out = out,
+                              .max_tokens = workspace.limits.max_tokens,
+                              .score_heads = stage.num_sets()};
   const dim3 grid(static_cast<unsigned>((ids.n + kThreads - 1) / kThreads),
                   static_cast<unsigned>(ids.heads), static_cast<unsigned>(request.rows.count));
-  export_score_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  export_score_rows<<<grid, kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -22,7 +22,8 @@ inline constexpr int kTileThreads = kTileTokens / kSegmentTokens * 32;
 /// Bins of one radix pass over 32-bit keys, of 11, 11 and 10 bits.
 inline constexpr int kRadixBins = 2048;
 
-/// A query row: its eligible tokens [begin, end), how many to select, its sketch blocks.
+/// A query row: the tokens [begin, end) that may be selected, how many to select, its sketch
+/// blocks.
 struct RowPlan {
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -70,8 +71,11 @@ struct Stage {
   }
 };
 
-/// Writes the plans and clears the states. `counts_tokens`: raises `flags->tokens_scored`.
-void enqueue_plan(const Stage& stage, bool counts_tokens);
+/// What a plan is for: the eligible tokens, counted in `flags->tokens_scored`, or all tokens that
+/// are not always attended, which a sliding window has and a caller may name.
+enum class PlanPurpose { kScore, kAdopt };
+/// Writes the plans and clears the states and the counts of the selection.
+void enqueue_plan(const Stage& stage, PlanPurpose purpose);
 /// Writes the scores of the eligible tokens, per query head.
 void enqueue_scores(const Stage& stage);
 /// Writes the combined scores, per KV head.

@@ -277,8 +277,10 @@ __global__ __launch_bounds__(kTileThreads) void compact(
 }
 
 TopKArgs make_args(const Stage& stage) {
+  // Normalising one head keeps its order, but not every last bit of it.
+  const bool combined = stage.per_kv_head() && stage.request.kv.group() > 1;
   return {.scratch = stage.scratch,
-          .scores = stage.per_kv_head() ? stage.workspace.combined : stage.workspace.scores,
+          .scores = combined ? stage.workspace.combined : stage.workspace.scores,
           .token_mask = stage.workspace.token_mask,
           .counts = stage.workspace.selection.counts,
           .max_tokens = stage.workspace.limits.max_tokens,
