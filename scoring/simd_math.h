@@ -45,7 +45,7 @@ inline float log(float x) {
   return n * 0.693359375F + (p * s - n * 2.12194440e-4F);
 }
 
-/// sin(pi / 2 * y) for y in [-1, 1], error below 2e-7.
+/// sin(pi / 2 * y) for y in [-1, 1], error below 3e-7.
 inline float sin_quarter_turns(float y) {
   const float z = y * y;
   float p = -3.5988432e-6F;
