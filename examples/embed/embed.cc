@@ -41,7 +41,7 @@ int main() try {
   std::vector<float> query = random(kHeads * kDim);
   for (std::size_t i = 0; i < query.size(); ++i) {
     const std::size_t kv_head = i / kDim / (kHeads / kKvHeads);
-    query[i] = 0.3F * query[i] + 2.0F * keys[(1000 * kKvHeads + kv_head) * kDim + i % kDim];
+    query[i] = 0.3F * query[i] + 1.2F * keys[(1000 * kKvHeads + kv_head) * kDim + i % kDim];
   }
   const std::vector<float> key = random(kKvHeads * kDim), value = random(kKvHeads * kDim);
   std::vector<float> sparse(kHeads * kDim), dense(kHeads * kDim);
@@ -64,8 +64,10 @@ int main() try {
     norm += std::pow(dense[i], 2);
   }
   const kvtier::Stats stats = engine.stats();
+  const kvtier::RetrievalConfig& r = config.retrieval;
   std::printf("%lld tokens, %d attended: relative error of the output %.4f\n",
-              static_cast<long long>(session.length()), 128 + 128 + 128, std::sqrt(error / norm));
+              static_cast<long long>(session.length()), r.sink_tokens + r.recent_tokens + r.top_k,
+              std::sqrt(error / norm));
   std::printf("keys and values on the host: %zu KiB, sketches on the device: %zu KiB\n",
               stats.snapshot.host_page_bytes_used / kvtier::KiB,
               stats.snapshot.sketch_bytes_used / kvtier::KiB);

@@ -30,8 +30,9 @@ std::string bytes_text(double bytes) {
   return format("%.1f KiB", bytes / static_cast<double>(KiB));
 }
 
-/// Divergences span many magnitudes: fixed-point where four digits say something.
+/// Divergences span many magnitudes: fixed-point where that says something. Six characters.
 std::string divergence_text(double kl) {
+  if (kl >= 10.0) return format("%.3g", kl);
   return kl >= 1e-4 || kl == 0.0 ? format("%.4f", kl) : format("%.0e", kl);
 }
 
@@ -51,10 +52,10 @@ void print_header(std::ostream& out, const EvalRow& row, Backend backend) {
                 static_cast<long long>(row.tail))
       << row.sequences << (several ? " sequences" : " sequence") << ", backend "
       << backend_name(backend) << "\n\n";
-  out << format("  %-26s %-14s %8s %6s %6s %6s %7s %7s %8s %5s %6s\n", "estimator, value weighting",
+  out << format("  %-26s %-14s %8s %6s %6s %6s %6s %6s %7s %6s %6s\n", "estimator, value weighting",
                 "selection", "sparsity", "exact", "first", "fwe", "KL", "KL ans", "rows", "eff.",
                 "tok/s");
-  out << "  " << std::string(108, '-') << '\n';
+  out << "  " << std::string(107, '-') << '\n';
 }
 
 void print_row(std::ostream& out, const EvalRow& row) {
@@ -67,10 +68,11 @@ void print_row(std::ostream& out, const EvalRow& row) {
     selection = selection_name(retrieval.selection);
     sparsity = format("%gx", row.method.sparsity);
   }
-  out << format("  %-26s %-14s %8s %6.3f %6.3f %6.3f %7s %7s %8s %4.1fx %6.1f\n", name.c_str(),
+  out << format("  %-26s %-14s %8s %6.3f %6.3f %6.3f %6s %6s %7s %6s %6s\n", name.c_str(),
                 selection.c_str(), sparsity.c_str(), row.exact, row.first_token, row.fwe,
                 divergence_text(row.kl).c_str(), divergence_text(row.kl_answers).c_str(),
-                grouped(row.rows_attended).c_str(), row.effective_sparsity, row.tokens_per_second);
+                grouped(row.rows_attended).c_str(), format("%.1fx", row.effective_sparsity).c_str(),
+                grouped(row.tokens_per_second).c_str());
 }
 
 void print_legend(std::ostream& out) {
@@ -101,11 +103,13 @@ void print_placement(std::ostream& out, const ModelConfig& model, const EvalResu
   out << "Where the KV lives (" << row.task << ", backend " << backend_name(result.backend)
       << ")\n\n";
   out << format(
-      "  %-24s %12s   %s\n", "keys and values", bytes_text(host).c_str(),
+      "  %-18s %10s   %s\n", "keys and values", bytes_text(host).c_str(),
       result.backend == Backend::kCuda ? "pages in pinned host memory" : "pages in host memory");
-  out << format("  %-24s %12s   device memory: %s sign bits per key, and norms\n", "sketches",
-                bytes_text(device).c_str(), sketches_text(result.sketches).c_str());
-  out << format("  %-24s %12s   of the keys and values stay on the device\n", "ratio",
+  out << format("  %-18s %10s   %s: %s bits per key, and norms\n", "sketches",
+                bytes_text(device).c_str(),
+                result.backend == Backend::kCuda ? "in device memory" : "all that a GPU would hold",
+                sketches_text(result.sketches).c_str());
+  out << format("  %-18s %10s   of the size of the keys and values\n", "",
                 format("%.1f %%", 100.0 * device / host).c_str());
   const double row_bytes = 4.0 * model.head_dim;
   double fewest = row.rows_attended;
@@ -113,7 +117,7 @@ void print_placement(std::ostream& out, const ModelConfig& model, const EvalResu
     if (other.task == row.task) fewest = std::min(fewest, other.rows_attended);
   }
   const double visible = static_cast<double>(row.context) + (static_cast<double>(row.tail) + 1) / 2;
-  out << format("  %-24s %12s   of %s rows visible, at the sparsest: %s per token and layer\n",
+  out << format("  %-18s %10s   of %s visible, in the sparsest case: %s read per token and layer\n",
                 "rows attended", grouped(fewest).c_str(), grouped(visible).c_str(),
                 bytes_text(fewest * row_bytes * model.kv_heads).c_str());
 }

@@ -15,7 +15,7 @@ struct RunInfo {
   int threads = 0;
 };
 
-/// Prints one table per case, 100 columns wide, then where the keys and values were.
+/// Prints one table per case, 109 columns wide, then where the keys and values were.
 void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result);
 
 /// Writes {"model", "command", "date", "cases": [...]}, one entry per row of the table, to a

@@ -1,0 +1,94 @@
+#include "llama/tasks.h"
+#include "tests/llama/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <cstdlib>
+#include <string>
+#include <sys/wait.h>
+
+namespace kvtier::llama {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+/// Runs the program; standard output and error go to files in a folder of its own.
+class CliTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!std::filesystem::exists(KVTIER_LLAMA_BINARY) ||
+        !std::filesystem::exists(KVTIER_DATA_DIR)) {
+      GTEST_SKIP() << "no build or source tree on this machine";
+    }
+  }
+
+  int run(const std::string& arguments) {
+    const std::string command = std::string(KVTIER_LLAMA_BINARY) + " " + arguments + " > " +
+                                (folder_.path() / "out").string() + " 2> " +
+                                (folder_.path() / "err").string();
+    const int status = std::system(command.c_str());
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+  std::string out() const { return folder_.read("out"); }
+  std::string err() const { return folder_.read("err"); }
+
+  const std::string model_ = std::string("--model ") + KVTIER_DATA_DIR + "/needle-llama/model ";
+  const std::string file_ = std::string(KVTIER_DATA_DIR) + "/needle-llama/tasks/dev.safetensors";
+  const std::string tasks_ = "--tasks " + file_ + " ";
+  TemporaryFolder folder_;
+};
+
+TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
+  const std::string json = (folder_.path() / "out.json").string();
+
+  ASSERT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend cpu --sparsity 0,33 " +
+                "--estimator norm_aware --json " + json),
+            0)
+      << err();
+
+  const auto cases = nlohmann::json::parse(folder_.read("out.json"))["cases"];
+  ASSERT_EQ(cases.size(), 2U);
+  const double stated = metadata_number(TaskFile(file_).at("n4096.d100").metadata, "dense_exact");
+  EXPECT_GE(cases[0]["exact"].get<double>(), stated - 1.0 / 32 - 1e-9);
+  EXPECT_EQ(cases[0]["rows_attended"].get<double>(), 4096 + 131);
+  EXPECT_GE(cases[1]["exact"].get<double>(), stated - 2.0 / 32 - 1e-9);
+  EXPECT_LT(cases[1]["kl_answers"].get<double>(), 0.05);
+  EXPECT_THAT(out(), HasSubstr("norm_aware, logit"));
+  EXPECT_EQ(err(), "");
+}
+
+TEST_F(CliTest, ContinuesAPrompt) {
+  ASSERT_EQ(run("generate " + model_ + "--prompt-ids 1,20,30,40 --max-tokens 3 --backend cpu"), 0)
+      << err();
+
+  EXPECT_THAT(out(), ::testing::MatchesRegex("[0-9]+(,[0-9]+)*\n"));
+}
+
+TEST_F(CliTest, ExplainsUsageErrors) {
+  EXPECT_NE(run(""), 0);
+  EXPECT_THAT(err(), HasSubstr("subcommand is required"));
+  EXPECT_NE(run("eval " + model_), 0);
+  EXPECT_THAT(err(), HasSubstr("--tasks is required"));
+  EXPECT_NE(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend tpu"), 0);
+  EXPECT_THAT(err(), HasSubstr("--backend"));
+}
+
+TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
+  EXPECT_EQ(run("eval --model /no/such/model " + tasks_ + "--cases n4096.d100"), 1);
+  EXPECT_THAT(err(), HasSubstr("kvtier-llama: NOT_FOUND: model: expected a directory"));
+  EXPECT_EQ(run("eval " + model_ + "--tasks /no/such/file --cases n4096.d100"), 1);
+  EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
+  EXPECT_EQ(run("eval " + model_ + tasks_ + "--cases n1.d1"), 1);
+  EXPECT_THAT(err(), HasSubstr("case: expected one of"));
+  EXPECT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --estimator guess"), 1);
+  EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --estimator: expected"));
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1,2000"), 1);
+  EXPECT_THAT(err(), HasSubstr("token: expected 0 to 1039, found 2000"));
+  EXPECT_EQ(out(), "");
+}
+
+}  // namespace
+}  // namespace kvtier::llama

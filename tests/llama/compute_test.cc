@@ -1,0 +1,210 @@
+#include "llama/compute.h"
+
+#include "llama/numeric.h"
+#include "llama/simd_loops.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+namespace kvtier::llama {
+namespace {
+
+std::vector<float> random_values(std::int64_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+Buffer upload(Compute& compute, const std::vector<float>& values) {
+  Buffer buffer = compute.allocate(values.size() * sizeof(float));
+  compute.upload(buffer.floats(), values.data(), values.size() * sizeof(float));
+  return buffer;
+}
+
+TEST(SimdLoops, SoftmaxBlocksGiveTheSoftmaxOfTheWhole) {
+  for (const std::int64_t split : {0, 1, 15, 16, 17, 40}) {
+    std::vector<float> row = random_values(40, 3);
+    for (float& x : row) x *= 20.0F;
+    const std::vector<float> logits = row;
+    SoftmaxState state{-std::numeric_limits<float>::infinity(), 0.0F};
+
+    softmax_block(row.data(), split, split, state);
+    const float factor = softmax_block(row.data() + split, 40 - split, 40 - split, state);
+
+    double max = -1e30;
+    double sum = 0.0;
+    for (const float x : logits) max = std::max(max, static_cast<double>(x));
+    for (const float x : logits) sum += std::exp(x - max);
+    for (std::size_t i = 0; i < 40; ++i) {
+      const double scale = static_cast<std::int64_t>(i) < split ? double{factor} : 1.0;
+      // 2 ulp of the exponential, and the rounding of x - max (|x - max| <= 100).
+      EXPECT_NEAR(row[i] * scale / state.sum, std::exp(logits[i] - max) / sum, 1e-5) << split;
+    }
+  }
+}
+
+TEST(SimdLoops, SoftmaxBlockZeroesWhatIsMasked) {
+  std::vector<float> row{1.0F, 2.0F, 300.0F, 400.0F};
+  SoftmaxState state{-std::numeric_limits<float>::infinity(), 0.0F};
+
+  EXPECT_EQ(softmax_block(row.data(), 0, 0, state), 1.0F);
+  EXPECT_EQ(state.sum, 0.0F);
+  softmax_block(row.data(), 2, 4, state);
+
+  EXPECT_EQ(row[2], 0.0F);
+  EXPECT_EQ(row[3], 0.0F);
+  EXPECT_FLOAT_EQ(state.max, 2.0F);
+  EXPECT_FLOAT_EQ(state.sum, 1.0F + std::exp(-1.0F));
+}
+
+TEST(SimdLoops, SiluIsExactToFloatOverTheWholeRange) {
+  std::vector<float> gate;
+  for (float x = -120.0F; x <= 120.0F; x += 0.37F) gate.push_back(x);
+  const std::vector<float> input = gate;
+  const std::vector<float> up(gate.size(), 2.0F);
+
+  silu_times(gate.data(), up.data(), static_cast<std::int64_t>(gate.size()));
+
+  for (std::size_t i = 0; i < gate.size(); ++i) {
+    const double x = input[i];
+    const double expected = 2.0 * x / (1.0 + std::exp(-x));
+    EXPECT_NEAR(gate[i], expected, 1e-6 * std::abs(expected) + 1e-30) << x;
+  }
+}
+
+TEST(CpuCompute, MultipliesAtSizesAroundItsTiles) {
+  for (const std::int64_t rows : {1, 3, 127, 128, 129}) {
+    for (const std::int64_t columns : {1, 255, 256, 257}) {
+      const std::int64_t depth = 130;  // 129 x 257 x 130 is above the limit of serial work.
+      const auto compute = make_cpu_compute(3);
+      const std::vector<float> x = random_values(rows * depth, 1);
+      const std::vector<float> w = random_values(columns * depth, 2);
+      const std::vector<float> b = random_values(columns, 3);
+      std::vector<float> out(static_cast<std::size_t>(rows * columns), -77.0F);
+
+      compute->linear(x.data(), rows, {upload(*compute, w), columns, depth}, upload(*compute, b),
+                      out.data());
+
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < columns; ++c) {
+          double expected = b[static_cast<std::size_t>(c)];
+          for (std::int64_t i = 0; i < depth; ++i) {
+            expected += double{x[static_cast<std::size_t>(r * depth + i)]} *
+                        w[static_cast<std::size_t>(c * depth + i)];
+          }
+          // 130 products of order 1, each rounded: 130 * 2^-24 * a few.
+          ASSERT_NEAR(out[static_cast<std::size_t>(r * columns + c)], expected, 1e-4)
+              << rows << " x " << columns << " at " << r << ", " << c;
+        }
+      }
+    }
+  }
+}
+
+/// Dense causal attention in double.
+double attention_at(const PrefillAttention& in, std::int64_t token, int head, int element) {
+  const int kv_head = head / (in.query_heads / in.kv_heads);
+  const float* query = in.query + (token * in.query_heads + head) * in.head_dim;
+  double sum = 0.0;
+  double weighted = 0.0;
+  for (std::int64_t key = 0; key <= in.first_position + token; ++key) {
+    const std::int64_t row = (kv_head * in.capacity + key) * in.head_dim;
+    double dot = 0.0;
+    for (int i = 0; i < in.head_dim; ++i) dot += double{query[i]} * in.keys[row + i];
+    const double weight = std::exp(dot * in.scale);
+    sum += weight;
+    weighted += weight * in.values[row + element];
+  }
+  return weighted / sum;
+}
+
+TEST(CpuCompute, AttendsAtSizesAroundItsBlocks) {
+  struct Size {
+    std::int64_t tokens, first;
+  };
+  for (const Size size : {Size{1, 0}, Size{63, 0}, Size{65, 0}, Size{1, 511}, Size{1, 512},
+                          Size{130, 450}, Size{3, 1023}}) {
+    SCOPED_TRACE(std::to_string(size.tokens) + " after " + std::to_string(size.first));
+    const auto compute = make_cpu_compute(3);
+    const std::int64_t capacity = size.first + size.tokens + 5;
+    const std::vector<float> query = random_values(size.tokens * 6 * 64, 1);
+    std::vector<float> keys = random_values(2 * capacity * 64, 2);
+    const std::vector<float> values = random_values(2 * capacity * 64, 3);
+    std::vector<float> out(query.size(), -77.0F);
+    const PrefillAttention in{.query = query.data(),
+                              .keys = keys.data(),
+                              .values = values.data(),
+                              .out = out.data(),
+                              .tokens = size.tokens,
+                              .first_position = size.first,
+                              .capacity = capacity,
+                              .query_heads = 6,
+                              .kv_heads = 2,
+                              .head_dim = 64,
+                              .scale = 0.125F};
+
+    compute->attend(in);
+
+    for (const std::int64_t token : {std::int64_t{0}, size.tokens / 2, size.tokens - 1}) {
+      for (int head = 0; head < 6; ++head) {
+        for (const int element : {0, 37, 63}) {
+          const auto at = static_cast<std::size_t>((token * 6 + head) * 64 + element);
+          // fp32 logits of order 1 over at most 1026 keys.
+          ASSERT_NEAR(out[at], attention_at(in, token, head, element), 1e-5) << head;
+        }
+      }
+    }
+  }
+}
+
+TEST(CpuCompute, AttentionDoesNotReadBeyondTheVisibleKeys) {
+  const auto compute = make_cpu_compute(1);
+  const std::vector<float> query = random_values(2 * 64, 1);
+  std::vector<float> keys = random_values(8 * 64, 2);
+  std::vector<float> values = random_values(8 * 64, 3);
+  std::fill(keys.begin() + 4 * 64, keys.end(), std::numeric_limits<float>::quiet_NaN());
+  std::fill(values.begin() + 4 * 64, values.end(), std::numeric_limits<float>::quiet_NaN());
+  std::vector<float> out(query.size());
+
+  compute->attend({.query = query.data(),
+                   .keys = keys.data(),
+                   .values = values.data(),
+                   .out = out.data(),
+                   .tokens = 2,
+                   .first_position = 2,
+                   .capacity = 8,
+                   .query_heads = 1,
+                   .kv_heads = 1,
+                   .head_dim = 64,
+                   .scale = 0.125F});
+
+  for (const float x : out) EXPECT_TRUE(std::isfinite(x));
+}
+
+TEST(Numeric, RoundsToBfloat16ToNearestEven) {
+  EXPECT_EQ(to_bfloat16(1.0F), 0x3f80);
+  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f808000U)), 0x3f80);  // tie, even below
+  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f818000U)), 0x3f82);  // tie, even above
+  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f808001U)), 0x3f81);
+  EXPECT_EQ(to_bfloat16(-std::numeric_limits<float>::infinity()), 0xff80);
+  EXPECT_TRUE(std::isnan(from_bfloat16(to_bfloat16(std::bit_cast<float>(0x7f800001U)))));
+}
+
+TEST(Numeric, WidensFloat16) {
+  EXPECT_EQ(from_float16(0x3c00), 1.0F);
+  EXPECT_EQ(from_float16(0xc000), -2.0F);
+  EXPECT_EQ(from_float16(0x0001), 0x1p-24F);
+  EXPECT_EQ(from_float16(0x8000), -0.0F);
+  EXPECT_EQ(from_float16(0x7bff), 65504.0F);
+  EXPECT_TRUE(std::isinf(from_float16(0x7c00)));
+  EXPECT_TRUE(std::isnan(from_float16(0x7e00)));
+}
+
+}  // namespace
+}  // namespace kvtier::llama

@@ -1,0 +1,213 @@
+#include "llama/eval.h"
+
+#include "kvtier/error.h"
+
+#include "llama/report.h"
+#include "tests/llama/reference_model.h"
+#include "tests/llama/temporary_folder.h"
+#include "tests/llama/tiny_tasks.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <sstream>
+
+namespace kvtier::llama {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::ReferenceModel;
+using testing::TemporaryFolder;
+using testing::write_tiny_tasks;
+
+TEST(Divergence, IsTheSumOverTheDistribution) {
+  const std::vector<float> p{0.0F, std::log(3.0F)};  // 1/4, 3/4
+  const std::vector<float> q{5.0F, 5.0F};            // 1/2, 1/2
+
+  EXPECT_NEAR(divergence(p, q), 0.25 * std::log(0.5) + 0.75 * std::log(1.5), 1e-6);
+  EXPECT_EQ(divergence(q, q), 0.0);
+}
+
+TEST(Scores, CountQueriesFirstTokensAndFrequentWords) {
+  // Context of 2, then 9 tokens of which 3..8 are answers: one query, and three frequent words.
+  const std::vector<std::int32_t> tokens{0, 0, 0, 1, 2, 3, 1, 2, 3, 0, 0};
+  TaskCase task;
+  task.context = 2;
+  task.length = 11;
+  task.answers = {3, 4, 5, 6, 7, 8};
+  const auto logits_of = [](const std::vector<std::size_t>& guesses) {
+    std::vector<float> logits(guesses.size() * 4);
+    for (std::size_t i = 0; i < guesses.size(); ++i) logits[4 * i + guesses[i]] = 9.0F;
+    return logits;
+  };
+  const std::vector<float> right = logits_of({1, 2, 3, 1, 2, 3, 0, 0, 0});
+  const std::vector<float> wrong = logits_of({1, 2, 0, 1, 0, 3, 0, 0, 0});
+
+  const Scores all = score_logits(task, tokens, right, right);
+  const Scores some = score_logits(task, tokens, wrong, right);
+
+  EXPECT_EQ(all.exact, 1.0);
+  EXPECT_EQ(all.first_token, 1.0);
+  EXPECT_DOUBLE_EQ(all.fwe, 1.0);
+  EXPECT_EQ(all.kl, 0.0);
+  EXPECT_EQ(some.exact, 0.0);
+  EXPECT_EQ(some.first_token, 1.0);
+  EXPECT_NEAR(some.fwe, 2.0 / 3.0, 1e-12);
+  // Two rows differ, by the same divergence, both among the 6 answers and the 9 positions.
+  const double one = divergence(std::span(right).subspan(8, 4), std::span(wrong).subspan(8, 4));
+  EXPECT_NEAR(some.kl, 2.0 * one / 9.0, 1e-9);
+  EXPECT_NEAR(some.kl_answers, 2.0 * one / 6.0, 1e-9);
+}
+
+class EvalTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    model_.randomize(2);
+    model_.write(folder_.path());
+    write_tiny_tasks(tasks(), model_.vocab);
+    options_.cases = {"tiny"};
+    options_.runtime.backend = Backend::kCpu;
+    options_.retrieval.sink = 4;
+    options_.retrieval.window = 8;
+  }
+
+  std::filesystem::path tasks() const { return folder_.path() / "tasks.safetensors"; }
+  EvalResult run() {
+    Decoder decoder = load_decoder(folder_.path(), make_cpu_compute(2));
+    return evaluate(decoder, TaskFile(tasks()), options_);
+  }
+
+  TemporaryFolder folder_;
+  ReferenceModel model_;
+  EvalOptions options_;
+};
+
+TEST_F(EvalTest, CountsRowsByTheProtocol) {
+  options_.sequences = 2;
+  options_.retrieval.sparsities = {0, 1, 10};
+
+  const EvalResult result = run();
+
+  ASSERT_EQ(result.rows.size(), 3U);
+  const EvalRow& dense = result.rows[0];
+  EXPECT_EQ(dense.kl, 0.0);
+  EXPECT_EQ(dense.sequences, 2);
+  // Tail token t of 12 sees 300 + t + 1 tokens.
+  EXPECT_DOUBLE_EQ(dense.rows_attended, 306.5);
+  EXPECT_DOUBLE_EQ(dense.effective_sparsity, 1.0);
+  // Everything selected is dense attention again, in another order of summation.
+  EXPECT_LT(result.rows[1].kl, 1e-6);
+  EXPECT_DOUBLE_EQ(result.rows[1].rows_attended, 306.5);
+  // 4 + 8 always, 30 of 288 by score, and the tail up to the token.
+  EXPECT_DOUBLE_EQ(result.rows[2].rows_attended, 4 + 8 + 30 + 6.5);
+  EXPECT_GT(result.rows[2].kl, 1e-4);
+  EXPECT_GT(result.rows[2].device_bytes, 0U);
+  // 312 tokens, 2 layers, 2 KV heads, 64 elements of K and V in bf16, in whole pages.
+  EXPECT_GE(result.rows[2].host_bytes, 312U * 2 * 2 * 64 * 4);
+  EXPECT_EQ(result.backend, Backend::kCpu);
+}
+
+TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
+  options_.retrieval.estimators = {"soft_collision", "norm_aware"};
+  options_.retrieval.sparsities = {10};
+  const EvalResult both = run();
+  options_.retrieval.estimators = {"norm_aware"};
+  const EvalResult alone = run();
+
+  EXPECT_DOUBLE_EQ(both.rows[1].kl, alone.rows[0].kl);
+  EXPECT_DOUBLE_EQ(both.rows[1].rows_attended, alone.rows[0].rows_attended);
+}
+
+TEST_F(EvalTest, PrintsAlignedTables) {
+  options_.retrieval.weightings = {"linear", "logit"};
+  const EvalResult result = run();
+  std::ostringstream out;
+
+  print_report(out, read_model_config(folder_.path()), result);
+
+  EXPECT_THAT(out.str(), HasSubstr("soft_collision, linear"));
+  EXPECT_THAT(out.str(), HasSubstr("Where the KV lives"));
+  EXPECT_THAT(out.str(), HasSubstr("left out: soft_collision has no value weighting logit"));
+  std::istringstream lines(out.str());
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 110U) << line;
+}
+
+TEST_F(EvalTest, WritesJson) {
+  options_.retrieval.sparsities = {0, 10};
+  const EvalResult result = run();
+
+  write_json(folder_.path() / "out.json", {.model = "m", .command = "c", .threads = 2}, result);
+
+  const auto json = nlohmann::json::parse(folder_.read("out.json"));
+  EXPECT_EQ(json["model"], "m");
+  EXPECT_EQ(json["command"], "c");
+  EXPECT_EQ(json["date"].get<std::string>().size(), 20U);
+  ASSERT_EQ(json["cases"].size(), 2U);
+  const auto& row = json["cases"][1];
+  EXPECT_EQ(row["case"], "tiny");
+  EXPECT_EQ(row["sparsity"], 10.0);
+  EXPECT_EQ(row["estimator"], "soft_collision");
+  EXPECT_EQ(row["value_weighting"], "linear");
+  EXPECT_EQ(row["selection"], "per_kv_head");
+  EXPECT_EQ(row["backend"], "cpu");
+  EXPECT_EQ(row["sequences"], 1);
+  EXPECT_DOUBLE_EQ(row["kl"].get<double>(), result.rows[1].kl);
+  for (const char* key :
+       {"exact", "first_token", "fwe", "kl_answers", "rows_attended", "effective_sparsity",
+        "device_bytes", "host_bytes", "tokens_per_second"}) {
+    EXPECT_TRUE(row.contains(key)) << key;
+  }
+}
+
+TEST_F(EvalTest, JsonThatCannotBeWrittenIsAnError) {
+  try {
+    write_json(folder_.path() / "absent" / "out.json", {}, {});
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
+  }
+}
+
+TEST_F(EvalTest, RejectsMoreSequencesThanThereAre) {
+  options_.sequences = 3;
+
+  EXPECT_THROW((void)run(), Error);
+}
+
+TEST_F(EvalTest, NamesTheCasesThereAre) {
+  try {
+    (void)TaskFile(tasks()).at("n1.d1");
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kNotFound);
+    EXPECT_THAT(error.what(), HasSubstr("case: expected one of tiny, found n1.d1"));
+  }
+}
+
+TEST_F(EvalTest, RejectsTasksThatContradictThemselves) {
+  const auto code = [this] {
+    try {
+      (void)TaskFile(tasks()).at("tiny");
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return ErrorCode::kInternal;
+  };
+  const std::vector<std::int32_t> good{304, 305, 306, 309, 310, 311};
+
+  write_tiny_tasks(tasks(), 50, 1, "density=3", good);
+  EXPECT_EQ(code(), ErrorCode::kDataLoss);
+  write_tiny_tasks(tasks(), 50, 1, "context=304", good);
+  EXPECT_EQ(code(), ErrorCode::kDataLoss);
+  write_tiny_tasks(tasks(), 50, 1, "context=300", {304, 305, 306, 309, 310, 312});
+  EXPECT_EQ(code(), ErrorCode::kDataLoss);
+  write_tiny_tasks(tasks(), 50, 1, "context=300", {304, 306, 305, 309, 310, 311});
+  EXPECT_EQ(code(), ErrorCode::kDataLoss);
+  write_tiny_tasks(tasks(), 50, 1, "context=300", {304, 305, 306, 309});
+  EXPECT_EQ(code(), ErrorCode::kDataLoss);
+}
+
+}  // namespace
+}  // namespace kvtier::llama

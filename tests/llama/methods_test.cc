@@ -1,0 +1,125 @@
+#include "kvtier/error.h"
+
+#include "llama/runtime_options.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace kvtier::llama {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+std::string error_of(const RetrievalOptions& options) {
+  std::vector<std::string> left_out;
+  try {
+    (void)make_methods(options, left_out);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(Methods, AreDenseOnceThenEverySelectorAtEverySparsity) {
+  RetrievalOptions options;
+  options.estimators = {"soft_collision", "norm_aware"};
+  options.selections = {"per_kv_head", "per_query_head"};
+  options.sparsities = {10, 0, 33};
+  options.sink = 5;
+  options.window = 7;
+  std::vector<std::string> left_out;
+
+  const std::vector<Method> methods = make_methods(options, left_out);
+
+  ASSERT_THAT(methods, SizeIs(1 + 2 * 2 * 2));
+  EXPECT_THAT(left_out, IsEmpty());
+  EXPECT_TRUE(methods[0].dense);
+  EXPECT_EQ(methods[2].sparsity, 33.0);
+  EXPECT_EQ(methods[3].retrieval.selection, Selection::kPerQueryHead);
+  EXPECT_EQ(methods[8].retrieval.estimator, Estimator::kNormAware);
+  EXPECT_EQ(methods[8].retrieval.sink_tokens, 5);
+  EXPECT_EQ(methods[8].retrieval.recent_tokens, 7);
+}
+
+TEST(Methods, LeaveOutPairsThatAreNotAllowedAndSaySo) {
+  RetrievalOptions options;
+  options.estimators = {"soft_collision", "hard_collision", "norm_aware"};
+  options.weightings = {"linear", "calibrated", "logit", "none"};
+  options.sparsities = {10};
+  std::vector<std::string> left_out;
+
+  const std::vector<Method> methods = make_methods(options, left_out);
+
+  EXPECT_THAT(methods, SizeIs(3 + 2 + 2));
+  EXPECT_THAT(left_out, ::testing::ElementsAre("soft_collision has no value weighting logit",
+                                               "hard_collision has no value weighting calibrated",
+                                               "hard_collision has no value weighting logit",
+                                               "norm_aware has no value weighting linear",
+                                               "norm_aware has no value weighting calibrated"));
+}
+
+TEST(Methods, RejectWhatTheyCannotRun) {
+  RetrievalOptions options;
+
+  options.estimators = {"quest"};
+  EXPECT_THAT(error_of(options), HasSubstr("--estimator: expected soft_collision, hard_collision, "
+                                           "norm_aware, found quest"));
+  options.estimators = {"norm_aware"};
+  options.weightings = {"linear"};
+  EXPECT_THAT(error_of(options), HasSubstr("--value-weighting: expected one that norm_aware has"));
+  options.weightings = {"loud"};
+  EXPECT_THAT(error_of(options), HasSubstr("found loud"));
+  options.weightings = {"default"};
+  options.selections = {"all"};
+  EXPECT_THAT(error_of(options), HasSubstr("--selection: expected per_kv_head, per_query_head"));
+  options.selections = {"per_kv_head"};
+  options.sparsities = {0.5};
+  EXPECT_THAT(error_of(options), HasSubstr("--sparsity: expected 0 (dense)"));
+  options.sparsities = {10};
+  options.shared.num_planes = 4096;
+  EXPECT_THAT(error_of(options), HasSubstr("num_planes"));
+}
+
+TEST(Methods, AttendToAllAfterTheWindowOfTheContext) {
+  Method method;
+  method.sparsity = 33.0;
+
+  const AttendOptions options = attend_options(method, 8192, 64);
+
+  EXPECT_EQ(options.dense_from, 8192 - 64);
+  ASSERT_EQ(options.retrieval, &method.retrieval);
+  EXPECT_EQ(method.retrieval.top_k, 248);
+  EXPECT_EQ(method.retrieval.sparsity, 0.0);
+  EXPECT_FALSE(options.mode.has_value());
+
+  method.sparsity = 1e6;
+  (void)attend_options(method, 100, 200);
+  EXPECT_EQ(method.retrieval.top_k, 1);
+  EXPECT_EQ(attend_options(method, 100, 200).dense_from, 0);
+}
+
+TEST(Methods, ShareOneSketchPerKindAndSeed) {
+  ModelConfig model;
+  model.layers = 1;
+  model.query_heads = 1;
+  model.kv_heads = 1;
+  model.head_dim = 64;
+  RetrievalOptions options;
+  options.estimators = {"norm_aware", "soft_collision", "hard_collision"};
+  options.sparsities = {10};
+  std::vector<std::string> left_out;
+
+  const Config config = engine_config(model, {}, make_methods(options, left_out), 1000);
+
+  EXPECT_THAT(config.validate(), IsEmpty());
+  EXPECT_EQ(config.retrieval.sketch().kind, PlaneKind::kOrthogonal);
+  ASSERT_THAT(config.extra_sketches, SizeIs(1));
+  EXPECT_EQ(config.extra_sketches[0].kind, PlaneKind::kGaussian);
+  EXPECT_EQ(config.extra_sketches[0].num_planes, 600);
+}
+
+}  // namespace
+}  // namespace kvtier::llama
