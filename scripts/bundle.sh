@@ -6,9 +6,9 @@
 #   scripts/bundle.sh [--limit MIB] BUILD_DIR OUTPUT_DIR [BINARY...]
 #
 # BINARY is a path, or one relative to BUILD_DIR. Without any: the test programs under BUILD_DIR/tests, kvtier,
-# kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the limit (default 18 MiB) nothing is
-# written and the sizes are listed; -DCMAKE_CUDA_FLAGS=--compress-mode=size makes the GPU code of a build seven
-# times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
+# kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the limit (default
+# 18 MiB) nothing is written and the sizes are listed; -DCMAKE_CUDA_FLAGS=--compress-mode=size makes the GPU
+# code of a build seven times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
 #
 #   OUTPUT_DIR/run.sh BINARY [ARGUMENT...]      runs a program there, from any directory
 set -euo pipefail
