@@ -249,7 +249,7 @@ TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {
   for (const unsigned seed : {1U, 2U, 3U, 4U}) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     PageTableModel model(seed);
-    model.run(30'000);
+    model.run(25'000);
     model.finish();
   }
 }

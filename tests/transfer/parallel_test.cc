@@ -110,8 +110,8 @@ TEST(ParallelFor, Nests) {
 TEST(ParallelFor, NestedCallRethrows) {
   EXPECT_THROW(parallel_for(8, 1,
                             [](std::int64_t, std::int64_t) {
-                              parallel_for(8, 1, [](std::int64_t begin, std::int64_t) {
-                                if (begin == 3) throw std::runtime_error("inner");
+                              parallel_for(8, 1, [](std::int64_t begin, std::int64_t end) {
+                                if (begin <= 3 && 3 < end) throw std::runtime_error("inner");
                               });
                             }),
                std::runtime_error);
