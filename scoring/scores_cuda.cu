@@ -2,10 +2,17 @@
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
+#include <cassert>
+#include <cstddef>
 #include <cstdint>
 
 namespace kvtier::scoring::cuda {
 namespace {
+
+// Shared memory that a launch may use without asking, and the most that any of ours uses. The limit
+// of a kernel is never set lower than that, since captured graphs may hold larger launches of it.
+constexpr int kDefaultSharedBytes = 48 * 1024;
+constexpr int kMostSharedBytes = 96 * 1024;
 
 int num_processors() {
   int device = 0;
@@ -42,12 +49,12 @@ void enqueue_scores(const Stage& stage) {
   const dim3 grid(static_cast<unsigned>(std::min(tiles, share)),
                   static_cast<unsigned>(request.kv.kv_heads * args.subsets),
                   static_cast<unsigned>(stage.num_rows()));
-  constexpr int kDefaultLimit = 48 * 1024;
   const ScoreKernel kernel = launch.kernel;
   const auto shared_bytes = static_cast<std::size_t>(launch.shared_bytes);
-  if (launch.shared_bytes > kDefaultLimit) {
+  assert(launch.shared_bytes <= kMostSharedBytes);
+  if (launch.shared_bytes > kDefaultSharedBytes) {
     KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           launch.shared_bytes));
+                                           kMostSharedBytes));
   }
   kernel<<<grid, kScoreThreads, shared_bytes, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
