@@ -192,6 +192,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
       invalid("lse", "fp32 [" + std::to_string(tokens) + ", " + std::to_string(heads) + "]",
               describe(lse));
     }
+    check_last_stride("lse", lse, 1);
     check_space("lse", lse, stream);
   }
   if (!inputs.selected.empty()) {

@@ -305,7 +305,8 @@ void kvtier_attend_args_init(kvtier_attend_args* args) {
 
 kvtier_status kvtier_engine_create(const kvtier_config* config, kvtier_engine** engine) {
   return guarded([&] {
-    given(engine, "engine") = new kvtier_engine{kvtier::Engine(to_config(given(config, "config")))};
+    kvtier_engine*& created = given(engine, "engine");
+    created = new kvtier_engine{kvtier::Engine(to_config(given(config, "config")))};
   });
 }
 
@@ -383,7 +384,8 @@ kvtier_status kvtier_engine_merge(kvtier_engine* engine, const kvtier_tensor* ou
 kvtier_status kvtier_session_open(kvtier_engine* engine, int64_t capacity_tokens,
                                   kvtier_session** session) {
   return guarded([&] {
-    given(session, "session") = new kvtier_session{
+    kvtier_session*& opened = given(session, "session");
+    opened = new kvtier_session{
         given(engine, "engine").engine.open({.capacity_tokens = capacity_tokens})};
   });
 }

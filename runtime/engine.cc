@@ -29,11 +29,35 @@ using runtime::AttendPart;
 using runtime::EngineState;
 using runtime::SessionState;
 
+/// A session's use by one turn: ordered after the uses before it, and marked when it ends, also by
+/// an error, because work may have been enqueued by then.
+class SessionUse {
+ public:
+  SessionUse(SessionState& session, EngineState::Turn& turn) : session_(&session), turn_(&turn) {
+    session.begin_use(turn);
+  }
+  SessionUse(SessionUse&& other) noexcept
+      : session_(std::exchange(other.session_, nullptr)), turn_(other.turn_) {}
+  SessionUse& operator=(SessionUse&&) = delete;  // a use ends once
+  ~SessionUse() {
+    if (session_ == nullptr) return;
+    try {
+      session_->end_use(*turn_);
+    } catch (...) {
+      // The device has failed, which the turn reports.
+    }
+  }
+
+ private:
+  SessionState* session_;
+  EngineState::Turn* turn_;
+};
+
 /// Makes room for the tokens of an append; while a graph is being captured the room must be there.
 void make_room(EngineState::Turn& turn, SessionState& session, int layer, std::int64_t tokens) {
   const runtime::LayerState& state = session.layer(layer);
   if (turn.capturing()) {
-    if (state.length + tokens > state.capacity) {
+    if (tokens > state.capacity - state.length) {
       throw Error(ErrorCode::kFailedPrecondition,
                   "graph capture: expected room for " + std::to_string(state.length + tokens) +
                       " tokens in layer " + std::to_string(layer) + ", found " +
@@ -41,7 +65,29 @@ void make_room(EngineState::Turn& turn, SessionState& session, int layer, std::i
     }
     return;
   }
-  session.ensure_capacity(turn.stream(), layer, state.length + tokens);
+  session.ensure_capacity(turn.stream(), layer, tokens);
+}
+
+/// Makes room for all parts or for none: when it runs out, those before give theirs back.
+std::vector<SessionUse> make_room_for_all(EngineState::Turn& turn, int layer,
+                                          std::span<const runtime::AppendPart> parts) {
+  std::vector<SessionUse> uses;
+  std::vector<std::int64_t> before;
+  uses.reserve(parts.size());
+  before.reserve(parts.size());
+  try {
+    for (const runtime::AppendPart& part : parts) {
+      uses.emplace_back(*part.session, turn);
+      before.push_back(part.session->layer(layer).capacity);
+      make_room(turn, *part.session, layer, part.keys.shape[0]);
+    }
+  } catch (const Error&) {
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      parts[i].session->restore_capacity(turn.stream(), layer, before[i]);
+    }
+    throw;
+  }
+  return uses;
 }
 
 /// Completes a part whose tensors and options have been checked.
@@ -127,23 +173,23 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   }
   if (items.empty()) return;
 
-  EngineState::Turn turn(*impl_, stream);
   std::vector<runtime::AppendPart> appends;
   std::vector<AttendPart> attends;
   appends.reserve(items.size());
   attends.reserve(items.size());
-  // Room for all items first: when it runs out, no length has changed.
   for (const BatchItem& item : items) {
     SessionState& session = *item.session->impl_;
-    session.begin_use(turn);
-    make_room(turn, session, layer, item.inputs.key.shape[0]);
     appends.push_back({&session, item.inputs.key, item.inputs.value});
     attends.push_back(attend_part(session, layer, {item.inputs.query, item.inputs.selected},
                                   item.outputs, item.options));
   }
-  runtime::append(turn, *impl_, layer, appends);
-  runtime::attend(turn, *impl_, layer, attends);
-  for (const BatchItem& item : items) item.session->impl_->end_use(turn);
+
+  EngineState::Turn turn(*impl_, stream);
+  {
+    const std::vector<SessionUse> uses = make_room_for_all(turn, layer, appends);
+    runtime::append(turn, *impl_, layer, appends);
+    runtime::attend(turn, *impl_, layer, attends);
+  }
   turn.finish();
 }
 
@@ -158,20 +204,16 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
   const int heads = impl_->kv.query_heads;
   const std::int64_t tokens = runtime::check_tokens(*impl_, "out", result.out, heads, stream);
   check_partial(result.out, "out", 3, result.out);
+  const TensorView like_lse(result.out.data, DType::kFloat32, {tokens, heads}, result.out.space);
   if (!result.lse.empty()) {
     check_fp32(result.lse, "lse");
-    check_partial(result.lse, "lse", 2, parts[0].lse);
+    check_partial(result.lse, "lse", 2, like_lse);
   }
   for (const PartialResult& part : parts) {
     check_fp32(part.out, "parts.out");
     check_fp32(part.lse, "parts.lse");
     check_partial(part.out, "parts.out", 3, result.out);
-    check_partial(part.lse, "parts.lse", 2, parts[0].lse);
-  }
-  if (parts[0].lse.shape[0] != tokens || parts[0].lse.shape[1] != heads) {
-    throw Error(ErrorCode::kInvalidArgument, "parts.lse: expected [" + std::to_string(tokens) +
-                                                 ", " + std::to_string(heads) + "], found " +
-                                                 describe(parts[0].lse));
+    check_partial(part.lse, "parts.lse", 2, like_lse);
   }
 
   EngineState::Turn turn(*impl_, stream);
@@ -206,11 +248,12 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
   const std::int64_t tokens = runtime::check_append(engine, keys, values, stream);
 
   EngineState::Turn turn(engine, stream);
-  impl_->begin_use(turn);
-  make_room(turn, *impl_, layer, tokens);
-  const runtime::AppendPart part{impl_.get(), keys, values};
-  runtime::append(turn, engine, layer, {&part, 1});
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    make_room(turn, *impl_, layer, tokens);
+    const runtime::AppendPart part{impl_.get(), keys, values};
+    runtime::append(turn, engine, layer, {&part, 1});
+  }
   turn.finish();
 }
 
@@ -224,9 +267,10 @@ void Session::reserve(std::int64_t tokens, StreamRef stream) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "reserve: expected a stream that is not being captured, found a capture");
   }
-  impl_->begin_use(turn);
-  impl_->reserve(turn.stream(), tokens);
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    impl_->reserve(turn.stream(), tokens);
+  }
   turn.finish();
 }
 
@@ -240,9 +284,10 @@ void Session::select(int layer, const TensorView& query, const SelectOutputs& ou
   AttendPart part = attend_part(*impl_, layer, {.query = query, .selected = {}}, {}, options);
   part.select = outputs;
   EngineState::Turn turn(engine, stream);
-  impl_->begin_use(turn);
-  runtime::attend(turn, engine, layer, {&part, 1});
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    runtime::attend(turn, engine, layer, {&part, 1});
+  }
   turn.finish();
 }
 
@@ -255,9 +300,10 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
 
   const AttendPart part = attend_part(*impl_, layer, inputs, outputs, options);
   EngineState::Turn turn(engine, stream);
-  impl_->begin_use(turn);
-  runtime::attend(turn, engine, layer, {&part, 1});
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    runtime::attend(turn, engine, layer, {&part, 1});
+  }
   turn.finish();
 }
 
@@ -273,11 +319,12 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
   const runtime::AppendPart append_part{impl_.get(), inputs.key, inputs.value};
   EngineState::Turn turn(engine, stream);
-  impl_->begin_use(turn);
-  make_room(turn, *impl_, layer, tokens);
-  runtime::append(turn, engine, layer, {&append_part, 1});
-  runtime::attend(turn, engine, layer, {&part, 1});
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    make_room(turn, *impl_, layer, tokens);
+    runtime::append(turn, engine, layer, {&append_part, 1});
+    runtime::attend(turn, engine, layer, {&part, 1});
+  }
   turn.finish();
 }
 
@@ -309,16 +356,17 @@ void Session::truncate(std::int64_t tokens, StreamRef stream) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "truncate: expected a stream that is not being captured, found a capture");
   }
-  impl_->begin_use(turn);
-  impl_->truncate(turn.stream(), tokens);
-  impl_->end_use(turn);
+  {
+    const SessionUse use(*impl_, turn);
+    impl_->truncate(turn.stream(), tokens);
+  }
   turn.finish();
 }
 
 void Session::advance(int layer, std::int64_t tokens) {
   runtime::check_layer(impl_->engine(), layer);
   runtime::LayerState& state = impl_->layer(layer);
-  if (tokens < 0 || state.length + tokens > state.capacity) {
+  if (tokens < 0 || tokens > state.capacity - state.length) {
     throw Error(ErrorCode::kInvalidArgument,
                 "tokens: expected 0.." + std::to_string(state.capacity - state.length) +
                     " (reserved beyond the length), found " + std::to_string(tokens));

@@ -131,7 +131,7 @@ void EngineState::size_workspace() {
                              query_bytes;
   if (wanted > config.memory.device_bytes) {
     throw Error(ErrorCode::kResourceExhausted,
-                "memory.device_bytes: expected at least " + mebibytes(wanted) +
+                "memory.device_bytes: expected at least " + mebibytes(wanted + MiB - 1) +
                     " for the workspace of one query over " + std::to_string(max_tokens) +
                     " tokens (memory.max_session_tokens) and the sketches beside it, found " +
                     mebibytes(config.memory.device_bytes));

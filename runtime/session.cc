@@ -57,6 +57,16 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   memory_ = engine_->device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
 
   layers_.reserve(num_layers);
+  engine_->live_flags.reserve(engine_->live_flags.size() + 1);
+  // The last thing that can run out, before work is enqueued on the memory.
+  std::byte* frame = nullptr;
+  if (!engine_->session_flags->take_all({&frame, 1}, &turn.stream())) {
+    const std::string most = std::to_string(engine_->session_flags->num_frames());
+    throw Error(ErrorCode::kResourceExhausted,
+                "sessions: expected at most " + most + " open, found " + most);
+  }
+  flags_ = new (frame) transfer::StepFlags{};
+
   std::byte* at = memory_.data();
   const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
   for (std::size_t i = 0; i < num_layers; ++i) {
@@ -78,15 +88,6 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
     layers_.push_back(std::move(layer));
     turn.stream().fill(layers_.back().view.counters, 0, sizeof(transfer::SequenceCounters));
   }
-  engine_->live_flags.reserve(engine_->live_flags.size() + 1);
-  std::byte* frame = nullptr;
-  if (!engine_->session_flags->take_all({&frame, 1}, &turn.stream())) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "sessions: expected at most " +
-                    std::to_string(engine_->session_flags->num_frames()) +
-                    " open, found all in use");
-  }
-  flags_ = new (frame) transfer::StepFlags{};
   engine_->live_flags.push_back(flags_);
   ++engine_->num_sessions;
   engine_->session_device_bytes += memory_.bytes();
@@ -116,15 +117,16 @@ SessionState::~SessionState() {
   }
 }
 
-void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t tokens) {
+void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
-  if (tokens <= layer.capacity) return;
-  if (tokens > max_tokens_) {
+  if (more <= layer.capacity - layer.length) return;
+  if (more > max_tokens_ - layer.length) {
     throw Error(ErrorCode::kResourceExhausted,
                 "layer " + std::to_string(index) + ": expected at most " +
                     std::to_string(max_tokens_) + " tokens (the session's capacity), found " +
-                    std::to_string(tokens));
+                    std::to_string(layer.length) + " and " + std::to_string(more) + " more");
   }
+  const std::int64_t tokens = layer.length + more;
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   const std::int64_t num_pages = ceil_div(tokens, page_tokens);
   const std::int64_t old_pages = layer.pages.size();
@@ -155,6 +157,11 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
 }
 
+void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t capacity) {
+  LayerState& layer = this->layer(index);
+  if (layer.capacity > capacity) shrink(stream, layer, capacity);
+}
+
 void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens) {
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
   layer.capacity = std::min(layer.pages.size() * engine_->kv.page_tokens, max_tokens_);
@@ -170,11 +177,11 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
   try {
     for (int i = 0; i < num_layers(); ++i) {
       before.push_back(layer(i).capacity);
-      ensure_capacity(stream, i, layer(i).length + tokens);
+      ensure_capacity(stream, i, tokens);
     }
   } catch (const Error&) {
     for (std::size_t i = 0; i < before.size(); ++i) {
-      if (layers_[i].capacity > before[i]) shrink(stream, layers_[i], before[i]);
+      restore_capacity(stream, static_cast<int>(i), before[i]);
     }
     throw;
   }

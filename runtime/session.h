@@ -31,9 +31,11 @@ class SessionState {
   SessionState(const SessionState&) = delete;  // owns frames of the engine's pools
   SessionState& operator=(const SessionState&) = delete;
 
-  /// Holds pages and blocks for `tokens` tokens of a layer. Throws `kResourceExhausted` with
+  /// Holds pages and blocks for `tokens` more tokens of a layer. Throws `kResourceExhausted` with
   /// nothing changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
+  /// Gives back what `ensure_capacity` took since the layer's capacity was `capacity`.
+  void restore_capacity(transfer::Stream& stream, int layer, std::int64_t capacity);
   /// Holds pages and blocks for `tokens` more tokens of every layer; as `ensure_capacity`, for all
   /// layers or none.
   void reserve(transfer::Stream& stream, std::int64_t tokens);

@@ -160,6 +160,60 @@ inline Config small_config(Backend backend) {
   return config;
 }
 
+/// Tensors of one call, made from a seed: `tokens` tokens of K, V and Q, and room for every output.
+struct CallTensors {
+  CallTensors(const ModelConfig& model, std::int64_t tokens, std::uint64_t seed,
+              DType dtype = DType::kBFloat16, std::int64_t max_ids = 1024)
+      : key(HostTensor::random(tokens, model.kv_heads, model.head_dim, dtype, 3 * seed)),
+        value(HostTensor::random(tokens, model.kv_heads, model.head_dim, dtype, 3 * seed + 1)),
+        query(HostTensor::random(tokens, model.query_heads, model.head_dim, dtype, 3 * seed + 2)),
+        out(tokens, model.query_heads, model.head_dim, DType::kFloat32),
+        lse(tokens, 1, model.query_heads, DType::kFloat32),
+        ids(tokens, model.query_heads, max_ids) {}
+
+  [[nodiscard]] DecodeInputs inputs() const {
+    return {.query = query.view(), .key = key.view(), .value = value.view(), .selected = {}};
+  }
+  [[nodiscard]] AttendInputs attend_inputs() const {
+    return {.query = query.view(), .selected = {}};
+  }
+  [[nodiscard]] MutableTensorView lse_view() {
+    return {lse.mutable_view().data, DType::kFloat32, {lse.tokens(), lse.n()}};
+  }
+  /// `out` and `lse`; ids too when asked for, which keeps a batch from sharing launches.
+  [[nodiscard]] AttendOutputs outputs(bool with_ids = false) {
+    return {.out = out.mutable_view(),
+            .lse = lse_view(),
+            .selected = with_ids ? ids.view() : MutableTensorView{}};
+  }
+  /// Tells whether two calls gave the same bits.
+  [[nodiscard]] bool same_results(const CallTensors& other) const {
+    return out.bytes() == other.out.bytes() && lse.bytes() == other.lse.bytes() &&
+           ids.data == other.ids.data;
+  }
+
+  HostTensor key, value, query, out, lse;
+  HostIds ids;
+};
+
+/// Appends `tokens` random tokens to a layer.
+inline void append_random(Session& session, const ModelConfig& model, int layer,
+                          std::int64_t tokens, std::uint64_t seed) {
+  const CallTensors call(model, tokens, seed, DType::kBFloat16, 1);
+  session.append(layer, call.key.view(), call.value.view());
+}
+
+/// Runs a call that must throw, and returns what it threw.
+template <typename Call>
+std::optional<Error> error_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
 /// Runs a suite on each backend; CUDA cases are skipped, visibly, without a usable GPU.
 class EngineTest : public ::testing::TestWithParam<Backend> {
  protected:
