@@ -24,9 +24,9 @@ constexpr int kMaxSplits = FlashDecode::kMaxSplits;
 constexpr int kBlocksPerSm = 2;
 constexpr int kMergeWarps = 4;  // of merge_results
 
-/// Shape of a block. At the start of a wait all stages are under way: 64 KiB and more per SM at
-/// head_dim 128, twice what covers the latency of HBM; and a block fits the 99 KiB of shared memory
-/// that the smallest GPU with the same instructions has.
+/// Shape of a block. At head_dim 128 an SM has 128 KiB under way at the start of a wait and 64 KiB
+/// while a tile is worked on, twice what covers the latency of HBM. A block fits the 99 KiB of
+/// shared memory of the smallest GPU with the same instructions.
 template <typename T, int D, int NT>
 struct BlockShape {
   static constexpr int kWarps = D == 256 ? 2 : 4;
