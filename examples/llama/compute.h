@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace kvtier::llama {
 
@@ -54,8 +55,8 @@ struct PrefillAttention {
 };
 
 /// The arithmetic of a decoder outside kvtier, on memory of its own: host memory here, device
-/// memory for an implementation on a GPU. Arrays are row-major fp32 unless stated. Calls run in
-/// order; `download` waits for those before it.
+/// memory for the GPU's. Arrays are row-major fp32 unless stated. Calls run in order on `stream`,
+/// and may return before they are done; `wait` and `download` wait for those before them.
 class Compute {
  public:
   Compute() = default;
@@ -66,6 +67,10 @@ class Compute {
 
   /// Where buffers are, as kvtier's tensor views state it.
   [[nodiscard]] virtual MemorySpace space() const noexcept = 0;
+  /// The stream of the calls, for kvtier's to follow; none when they are done on return.
+  [[nodiscard]] virtual StreamRef stream() const noexcept = 0;
+  virtual void wait() = 0;
+  /// Throws `kResourceExhausted` or std::bad_alloc.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes) = 0;
   virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
   virtual void download(void* to, const void* from, std::size_t bytes) = 0;
@@ -99,5 +104,10 @@ class Compute {
 
 /// OpenBLAS on `threads` threads (0: all).
 [[nodiscard]] std::unique_ptr<Compute> make_cpu_compute(int threads = 0);
+
+/// cuBLAS, loaded from `cublas_directory` or, when that is empty, from where the system has it, and
+/// a few kernels. Goes with kvtier's CUDA backend. Throws `kNotFound` without the library,
+/// `kUnimplemented` without a GPU or in a build without CUDA.
+[[nodiscard]] std::unique_ptr<Compute> make_cuda_compute(const std::string& cublas_directory);
 
 }  // namespace kvtier::llama

@@ -104,6 +104,9 @@ class CpuCompute final : public Compute {
 
   [[nodiscard]] MemorySpace space() const noexcept override { return MemorySpace::kHost; }
 
+  [[nodiscard]] StreamRef stream() const noexcept override { return {}; }
+  void wait() override {}
+
   [[nodiscard]] Buffer allocate(std::size_t bytes) override {
     constexpr std::align_val_t kAlignment{64};
     void* memory = ::operator new(std::max<std::size_t>(bytes, 1), kAlignment);

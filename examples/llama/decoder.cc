@@ -50,7 +50,7 @@ class Decoder::DensePrefill final : public Attention {
                          {step.tokens, config_.kv_heads, config_.head_dim}, space);
     const TensorView value(step.value, DType::kBFloat16,
                            {step.tokens, config_.kv_heads, config_.head_dim}, space);
-    session_.append(step.layer, key, value);
+    session_.append(step.layer, key, value, compute_.stream());
     if (step.query == nullptr) return;
 
     compute_.scatter_heads(step.key, step.tokens, config_.kv_heads, config_.head_dim,
@@ -80,27 +80,28 @@ class Decoder::DensePrefill final : public Attention {
 
 class Decoder::Kvtier final : public Attention {
  public:
-  Kvtier(const ModelConfig& config, MemorySpace space, Session& session,
+  Kvtier(const ModelConfig& config, Compute& compute, Session& session,
          const AttendOptions& options)
-      : config_(config), space_(space), session_(session), options_(options) {}
+      : config_(config), compute_(compute), session_(session), options_(options) {}
 
   void run(const LayerStep& step) override {
+    const MemorySpace space = compute_.space();
     DecodeInputs inputs;
     inputs.query = TensorView(step.query, DType::kFloat32,
-                              {step.tokens, config_.query_heads, config_.head_dim}, space_);
+                              {step.tokens, config_.query_heads, config_.head_dim}, space);
     inputs.key = TensorView(step.key, DType::kBFloat16,
-                            {step.tokens, config_.kv_heads, config_.head_dim}, space_);
+                            {step.tokens, config_.kv_heads, config_.head_dim}, space);
     inputs.value = TensorView(step.value, DType::kBFloat16,
-                              {step.tokens, config_.kv_heads, config_.head_dim}, space_);
+                              {step.tokens, config_.kv_heads, config_.head_dim}, space);
     AttendOutputs outputs;
     outputs.out = MutableTensorView(step.out, DType::kFloat32,
-                                    {step.tokens, config_.query_heads, config_.head_dim}, space_);
-    session_.decode(step.layer, inputs, outputs, {}, options_);
+                                    {step.tokens, config_.query_heads, config_.head_dim}, space);
+    session_.decode(step.layer, inputs, outputs, compute_.stream(), options_);
   }
 
  private:
   const ModelConfig& config_;
-  MemorySpace space_;
+  Compute& compute_;
   Session& session_;
   const AttendOptions& options_;
 };
@@ -124,6 +125,7 @@ void Decoder::prefill(Session& session, std::span<const std::int32_t> tokens,
   if (tokens.empty()) return;
   DensePrefill attention(config_, *compute_, session, static_cast<std::int64_t>(tokens.size()));
   forward(tokens, 0, attention, false, options);
+  compute_->wait();
 }
 
 std::vector<float> Decoder::decode(Session& session, std::span<const std::int32_t> tokens,
@@ -132,7 +134,7 @@ std::vector<float> Decoder::decode(Session& session, std::span<const std::int32_
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::vector<float> logits(tokens.size() * static_cast<std::size_t>(config_.vocab_size));
   if (tokens.empty()) return logits;
-  Kvtier attention(config_, compute_->space(), session, attend);
+  Kvtier attention(config_, *compute_, session, attend);
   PassOptions pass = options;
   pass.chunk_tokens = std::min(pass.chunk_tokens, kDecodeTokens);
   const Buffer hidden = forward(tokens, session.length(), attention, true, pass);

@@ -20,6 +20,8 @@ using namespace kvtier::llama;  // NOLINT(google-build-using-namespace)
 struct Arguments {
   std::string model, tasks, json, prompt, task, trace;
   std::string backend = "auto";
+  std::string matmul = "cpu";
+  std::string cuda_libs;
   std::string plane_kind;
   EvalOptions eval;
   std::int64_t max_tokens = 32;
@@ -37,6 +39,10 @@ void add_runtime(CLI::App& app, Arguments& a) {
   app.add_option("--backend", a.backend, "Where kvtier runs")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
+  app.add_option("--matmul", a.matmul, "Where the decoder's own arithmetic runs")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--cuda-libs", a.cuda_libs, "Folder of libcublas.so, for --matmul cuda");
   app.add_option("--threads", runtime.threads, "Threads of the decoder's own arithmetic; 0: all")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--host-mib", runtime.host_mib, "Page pool, MiB; 0: what the session needs")
@@ -133,6 +139,18 @@ Backend parse_backend(const std::string& name) {
   return name == "cuda" ? Backend::kCuda : Backend::kAuto;
 }
 
+/// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
+std::unique_ptr<Compute> make_compute(Arguments& a) {
+  RuntimeOptions& runtime = a.eval.runtime;
+  if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
+  if (runtime.backend == Backend::kCpu) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--matmul: expected cpu with --backend cpu, found cuda");
+  }
+  runtime.backend = Backend::kCuda;
+  return make_cuda_compute(a.cuda_libs);
+}
+
 void show_progress(const std::string& what, double share) {
   std::fprintf(stderr, "\r\033[K%s %3.0f %%", what.c_str(), 100.0 * share);
   std::fflush(stderr);
@@ -145,14 +163,15 @@ void clear_progress() {
 void run_eval(Arguments& a, const std::string& command) {
   if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
   const TaskFile tasks(a.tasks);
-  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
+  Decoder decoder = load_decoder(a.model, make_compute(a));
   const EvalResult result = evaluate(decoder, tasks, a.eval);
   clear_progress();
   print_report(std::cout, decoder.config(), result);
   if (!a.json.empty()) write_json(a.json, {.model = a.model, .command = command}, result);
 }
 
-void run_generate(const Arguments& a) {
+void run_generate(Arguments& a) {
+  Decoder decoder = load_decoder(a.model, make_compute(a));
   RetrievalOptions retrieval = a.eval.retrieval;
   retrieval.estimators = {a.estimator};
   retrieval.weightings = {a.weighting};
@@ -164,7 +183,6 @@ void run_generate(const Arguments& a) {
   options.max_tokens = a.max_tokens;
   options.runtime = a.eval.runtime;
   options.method = make_methods(retrieval, left_out).front();
-  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
   bool first = true;
   generate(decoder, options, [&first](std::int32_t token) {
     std::cout << (first ? "" : ",") << token << std::flush;
@@ -174,10 +192,10 @@ void run_generate(const Arguments& a) {
 }
 
 void run_record(Arguments& a) {
-  a.record.runtime = a.eval.runtime;
   if (a.layer >= 0) a.record.layer = a.layer;
   const TaskFile tasks(a.tasks);
-  Decoder decoder = load_decoder(a.model, make_cpu_compute(a.eval.runtime.threads));
+  Decoder decoder = load_decoder(a.model, make_compute(a));
+  a.record.runtime = a.eval.runtime;
   record(decoder, tasks, a.record, a.trace);
   std::cout << "wrote " << a.trace << '\n';
 }

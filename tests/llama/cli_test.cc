@@ -76,6 +76,14 @@ TEST_F(CliTest, ExplainsUsageErrors) {
   EXPECT_THAT(err(), HasSubstr("--backend"));
 }
 
+TEST_F(CliTest, RefusesCudaArithmeticItCannotHave) {
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --backend cpu"), 1);
+  EXPECT_THAT(err(), HasSubstr("--matmul: expected cpu with --backend cpu"));
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --cuda-libs /no/such"), 1);
+  EXPECT_THAT(err(), ::testing::AnyOf(HasSubstr("UNIMPLEMENTED: --matmul cuda"),
+                                      HasSubstr("NOT_FOUND: cuBLAS: expected libcublas.so.13")));
+}
+
 TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
   EXPECT_EQ(run("eval --model /no/such/model " + tasks_ + "--cases n4096.d100"), 1);
   EXPECT_THAT(err(), HasSubstr("kvtier-llama: NOT_FOUND: model: expected a directory"));

@@ -1,7 +1,11 @@
 #include "llama/compute.h"
 
+#include "kvtier/error.h"
+
 #include "llama/numeric.h"
 #include "llama/simd_loops.h"
+#include "tests/llama/test_compute.h"
+#include "tests/support/backend_fixture.h"
 
 #include <gtest/gtest.h>
 
@@ -19,12 +23,6 @@ std::vector<float> random_values(std::int64_t count, unsigned seed) {
   std::vector<float> values(static_cast<std::size_t>(count));
   for (float& value : values) value = normal(generator);
   return values;
-}
-
-Buffer upload(Compute& compute, const std::vector<float>& values) {
-  Buffer buffer = compute.allocate(values.size() * sizeof(float));
-  compute.upload(buffer.floats(), values.data(), values.size() * sizeof(float));
-  return buffer;
 }
 
 TEST(SimdLoops, SoftmaxBlocksGiveTheSoftmaxOfTheWhole) {
@@ -78,19 +76,48 @@ TEST(SimdLoops, SiluIsExactToFloatOverTheWholeRange) {
   }
 }
 
-TEST(CpuCompute, MultipliesAtSizesAroundItsTiles) {
+/// Runs on OpenBLAS and on cuBLAS, whose folder the variable KVTIER_CUDA_LIBS names.
+class ComputeTest : public testing::BackendTest {
+ protected:
+  void SetUp() override {
+    BackendTest::SetUp();
+    if (IsSkipped()) return;
+    try {
+      compute_ = testing::make_test_compute(GetParam(), 3);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kNotFound) throw;
+      GTEST_SKIP() << error.what();
+    }
+  }
+
+  Buffer upload(const std::vector<float>& values) {
+    Buffer buffer = compute_->allocate(values.size() * sizeof(float));
+    compute_->upload(buffer.floats(), values.data(), values.size() * sizeof(float));
+    return buffer;
+  }
+  std::vector<float> download(const Buffer& buffer, std::size_t count) {
+    std::vector<float> values(count);
+    compute_->download(values.data(), buffer.floats(), count * sizeof(float));
+    return values;
+  }
+
+  std::unique_ptr<Compute> compute_;
+};
+
+TEST_P(ComputeTest, MultipliesAtSizesAroundItsTiles) {
   for (const std::int64_t rows : {1, 3, 127, 128, 129}) {
     for (const std::int64_t columns : {1, 255, 256, 257}) {
       const std::int64_t depth = 130;  // 129 x 257 x 130 is above the limit of serial work.
-      const auto compute = make_cpu_compute(3);
       const std::vector<float> x = random_values(rows * depth, 1);
       const std::vector<float> w = random_values(columns * depth, 2);
       const std::vector<float> b = random_values(columns, 3);
-      std::vector<float> out(static_cast<std::size_t>(rows * columns), -77.0F);
+      const auto count = static_cast<std::size_t>(rows * columns);
+      const Buffer result = upload(std::vector<float>(count, -77.0F));
 
-      compute->linear(x.data(), rows, {upload(*compute, w), columns, depth}, upload(*compute, b),
-                      out.data());
+      compute_->linear(upload(x).floats(), rows, {upload(w), columns, depth}, upload(b),
+                       result.floats());
 
+      const std::vector<float> out = download(result, count);
       for (std::int64_t r = 0; r < rows; ++r) {
         for (std::int64_t c = 0; c < columns; ++c) {
           double expected = b[static_cast<std::size_t>(c)];
@@ -124,68 +151,94 @@ double attention_at(const PrefillAttention& in, std::int64_t token, int head, in
   return weighted / sum;
 }
 
-TEST(CpuCompute, AttendsAtSizesAroundItsBlocks) {
+TEST_P(ComputeTest, AttendsAtSizesAroundItsBlocks) {
   struct Size {
     std::int64_t tokens, first;
   };
   for (const Size size : {Size{1, 0}, Size{63, 0}, Size{65, 0}, Size{1, 511}, Size{1, 512},
-                          Size{130, 450}, Size{3, 1023}}) {
+                          Size{130, 450}, Size{3, 1023}, Size{2, 4095}, Size{33, 8180}}) {
     SCOPED_TRACE(std::to_string(size.tokens) + " after " + std::to_string(size.first));
-    const auto compute = make_cpu_compute(3);
     const std::int64_t capacity = size.first + size.tokens + 5;
     const std::vector<float> query = random_values(size.tokens * 6 * 64, 1);
-    std::vector<float> keys = random_values(2 * capacity * 64, 2);
+    const std::vector<float> keys = random_values(2 * capacity * 64, 2);
     const std::vector<float> values = random_values(2 * capacity * 64, 3);
-    std::vector<float> out(query.size(), -77.0F);
-    const PrefillAttention in{.query = query.data(),
-                              .keys = keys.data(),
-                              .values = values.data(),
-                              .out = out.data(),
-                              .tokens = size.tokens,
-                              .first_position = size.first,
-                              .capacity = capacity,
-                              .query_heads = 6,
-                              .kv_heads = 2,
-                              .head_dim = 64,
-                              .scale = 0.125F};
+    PrefillAttention in{.query = query.data(),
+                        .keys = keys.data(),
+                        .values = values.data(),
+                        .out = nullptr,
+                        .tokens = size.tokens,
+                        .first_position = size.first,
+                        .capacity = capacity,
+                        .query_heads = 6,
+                        .kv_heads = 2,
+                        .head_dim = 64,
+                        .scale = 0.125F};
+    const PrefillAttention on_host = in;
+    const Buffer q = upload(query), k = upload(keys), v = upload(values);
+    const Buffer result = upload(std::vector<float>(query.size(), -77.0F));
+    in.query = q.floats();
+    in.keys = k.floats();
+    in.values = v.floats();
+    in.out = result.floats();
 
-    compute->attend(in);
+    compute_->attend(in);
 
+    const std::vector<float> out = download(result, query.size());
     for (const std::int64_t token : {std::int64_t{0}, size.tokens / 2, size.tokens - 1}) {
       for (int head = 0; head < 6; ++head) {
         for (const int element : {0, 37, 63}) {
           const auto at = static_cast<std::size_t>((token * 6 + head) * 64 + element);
-          // fp32 logits of order 1 over at most 1026 keys.
-          ASSERT_NEAR(out[at], attention_at(in, token, head, element), 1e-5) << head;
+          // fp32 logits of order 1 over a few thousand keys.
+          ASSERT_NEAR(out[at], attention_at(on_host, token, head, element), 1e-5) << head;
         }
       }
     }
   }
 }
 
-TEST(CpuCompute, AttentionDoesNotReadBeyondTheVisibleKeys) {
-  const auto compute = make_cpu_compute(1);
+TEST_P(ComputeTest, AttentionDoesNotReadBeyondTheVisibleKeys) {
   const std::vector<float> query = random_values(2 * 64, 1);
   std::vector<float> keys = random_values(8 * 64, 2);
   std::vector<float> values = random_values(8 * 64, 3);
   std::fill(keys.begin() + 4 * 64, keys.end(), std::numeric_limits<float>::quiet_NaN());
   std::fill(values.begin() + 4 * 64, values.end(), std::numeric_limits<float>::quiet_NaN());
-  std::vector<float> out(query.size());
+  const Buffer q = upload(query), k = upload(keys), v = upload(values);
+  const Buffer result = upload(query);
 
-  compute->attend({.query = query.data(),
-                   .keys = keys.data(),
-                   .values = values.data(),
-                   .out = out.data(),
-                   .tokens = 2,
-                   .first_position = 2,
-                   .capacity = 8,
-                   .query_heads = 1,
-                   .kv_heads = 1,
-                   .head_dim = 64,
-                   .scale = 0.125F});
+  compute_->attend({.query = q.floats(),
+                    .keys = k.floats(),
+                    .values = v.floats(),
+                    .out = result.floats(),
+                    .tokens = 2,
+                    .first_position = 2,
+                    .capacity = 8,
+                    .query_heads = 1,
+                    .kv_heads = 1,
+                    .head_dim = 64,
+                    .scale = 0.125F});
 
-  for (const float x : out) EXPECT_TRUE(std::isfinite(x));
+  for (const float x : download(result, query.size())) EXPECT_TRUE(std::isfinite(x));
 }
+
+TEST_P(ComputeTest, NormalisesRows) {
+  const std::vector<float> x = random_values(3 * 300, 4);
+  const std::vector<float> weight = random_values(300, 5);
+  const Buffer rows = upload(x);
+
+  compute_->rms_norm(rows.floats(), upload(weight), 3, 300, 1e-5F, rows.floats());
+
+  const std::vector<float> out = download(rows, x.size());
+  for (std::size_t row = 0; row < 3; ++row) {
+    double squares = 0.0;
+    for (std::size_t i = 0; i < 300; ++i) squares += std::pow(x[row * 300 + i], 2);
+    for (std::size_t i = 0; i < 300; ++i) {
+      const double expected = x[row * 300 + i] / std::sqrt(squares / 300 + 1e-5) * weight[i];
+      ASSERT_NEAR(out[row * 300 + i], expected, 1e-5) << row << ", " << i;
+    }
+  }
+}
+
+KVTIER_INSTANTIATE_BACKENDS(ComputeTest);
 
 TEST(Numeric, RoundsToBfloat16ToNearestEven) {
   EXPECT_EQ(to_bfloat16(1.0F), 0x3f80);

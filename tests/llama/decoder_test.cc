@@ -5,6 +5,7 @@
 #include "llama/runtime_options.h"
 #include "tests/llama/reference_model.h"
 #include "tests/llama/temporary_folder.h"
+#include "tests/llama/test_compute.h"
 #include "tests/support/backend_fixture.h"
 
 #include <gmock/gmock.h>
@@ -27,11 +28,13 @@ constexpr double kTolerance = 2e-2;
 
 class DecoderTest : public testing::BackendTest {
  protected:
-  void open(ReferenceModel model, unsigned seed = 1) {
+  void open(ReferenceModel model, unsigned seed = 1,
+            std::unique_ptr<Compute> compute = make_cpu_compute(2)) {
     model_ = std::move(model);
     model_.randomize(seed);
     model_.write(folder_.path());
-    decoder_.emplace(load_decoder(folder_.path(), make_cpu_compute(2)));
+    engine_.reset();
+    decoder_.emplace(load_decoder(folder_.path(), std::move(compute)));
     RuntimeOptions runtime;
     runtime.backend = GetParam();
     Method sparse;
@@ -146,6 +149,20 @@ TEST_P(DecoderTest, ComputesTheFirstTokenWithoutContext) {
   open({});
 
   expect_reference({7}, 0);
+}
+
+TEST_P(DecoderTest, ComputesWithItsTensorsWhereTheBackendIs) {
+  ReferenceModel model;
+  model.qwen3 = true;
+  model.bias = true;
+  try {
+    open(model, 1, testing::make_test_compute(GetParam(), 1));
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotFound) throw;
+    GTEST_SKIP() << error.what();
+  }
+
+  expect_reference(random_tokens(90, model_.vocab, 12), 70);
 }
 
 TEST_P(DecoderTest, PrefillsAlikeInAnyChunks) {
