@@ -67,8 +67,8 @@ void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const Ta
 
 /// Copies the first `selection.staged_capacity` selected rows of each (row, KV head) to
 /// `selection.staged`, from pages in host memory or on the device, by loads of the compute units.
-/// `pages_on_device` tells which link the bytes are counted on; attention counts the rows that stay
-/// where they are. Enqueued.
+/// Counts all rows selected, and those copied by where they were read; attention counts the others
+/// when it reads them. `pages_on_device`: rows in pages count as resident. Enqueued.
 void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch& sequences,
                  const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
                  StepFlags* flags);

@@ -168,11 +168,14 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, con
       }
       copied += std::max<std::int64_t>(last - first, 0);
     }
-    count(flags, &StepFlags::rows_selected, copied);
     count(flags, &StepFlags::rows_resident, resident);
     count(flags, &StepFlags::rows_fetched_host, copied - resident);
   };
   parallel_for(lanes * blocks, grain_of(kGatherBlock * row_bytes), body);
+
+  std::int64_t selected = 0;
+  for (std::int64_t lane = 0; lane < lanes; ++lane) selected += selection.counts[lane];
+  count(flags, &StepFlags::rows_selected, selected);
 }
 
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out) {

@@ -87,11 +87,11 @@ class RowsGatherTest : public RowsTest {
         const std::size_t lane = r * heads + h;
         std::copy(chosen.begin(), chosen.end(), &flat[lane * cap]);
         counts.push_back(static_cast<std::int32_t>(chosen.size()));
+        expected_flags.rows_selected += chosen.size();
         for (std::size_t i = 0; i < std::min(chosen.size(), staged_cap); ++i) {
           const int source = source_of(g, s, chosen[i]);
           std::fill_n(&expected[(lane * staged_cap + i) * row], row,
                       mark(chosen[i], static_cast<int>(h), source));
-          ++expected_flags.rows_selected;
           ++(source != 1 || pages_on_device ? expected_flags.rows_resident
                                             : expected_flags.rows_fetched_host);
         }
@@ -185,7 +185,7 @@ TEST_P(RowsGatherTest, GathersThousands) {
   check_gather(g, {&s}, {0}, {ids}, 1000, 700, false);
 }
 
-TEST_P(RowsGatherTest, OfNoRowsOrNoStagingDoesNothing) {
+TEST_P(RowsGatherTest, OfNoRowsOrNoStagingOnlyCounts) {
   const KvGeometry g = geometry(2, 64, 16, 4, 8);
   const SequenceUnderTest s = marked_sequence(g, 40);
 
