@@ -153,13 +153,18 @@ struct SelectedIds {
   }
 };
 
-std::int64_t num_to_select(const RetrievalConfig& retrieval, const StepSpans& spans) {
+/// Tokens that a step asks for, eligible or not.
+std::int64_t wanted_tokens(const RetrievalConfig& retrieval, const StepSpans& spans) {
   std::int64_t k = retrieval.top_k;
   if (retrieval.sparsity > 0.0) {
     k = static_cast<std::int64_t>(static_cast<double>(spans.visible) / retrieval.sparsity);
     k = std::max<std::int64_t>(k, 1);
   }
-  return std::min(k, spans.num_eligible());
+  return std::min(k, spans.visible);
+}
+
+std::int64_t num_to_select(const RetrievalConfig& retrieval, const StepSpans& spans) {
+  return std::min(wanted_tokens(retrieval, spans), spans.num_eligible());
 }
 
 /// Replays one layer of a trace; all rows see the same session.
@@ -255,7 +260,7 @@ class LayerReplay {
  private:
   [[nodiscard]] SelectedIds make_ids(const RetrievalConfig& retrieval) const {
     std::int64_t k = 0;
-    for (const StepSpans& spans : spans_) k = std::max(k, num_to_select(retrieval, spans));
+    for (const StepSpans& spans : spans_) k = std::max(k, wanted_tokens(retrieval, spans));
     const bool per_query = retrieval.selection == Selection::kPerQueryHead;
     return {chunk_.steps, per_query ? trace_.query_heads() : trace_.kv_heads(), k};
   }

@@ -1,0 +1,195 @@
+#include "tests/services/trace_fixture.h"
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+#include <fstream>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+class CliTest : public FolderTest {
+ protected:
+  CliResult replay_small(std::vector<std::string> options, bool terminal = false) {
+    write_trace(file("trace.safetensors"), make_layer({}, 1));
+    options.insert(options.begin(),
+                   {"replay", file("trace.safetensors").string(), "--backend", "cpu"});
+    return run_kvtier(std::move(options), terminal);
+  }
+};
+
+TEST_F(CliTest, PrintsItsVersion) {
+  const CliResult result = run_kvtier({"--version"});
+
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.out, StartsWith("kvtier 0."));
+  EXPECT_EQ(result.err, "");
+}
+
+TEST_F(CliTest, PrintsHelp) {
+  const CliResult program = run_kvtier({"--help"});
+  EXPECT_EQ(program.code, 0);
+  EXPECT_THAT(program.out, HasSubstr("replay"));
+  const CliResult result = run_kvtier({"replay", "--help"});
+  EXPECT_EQ(result.code, 0);
+  for (const char* option :
+       {"--backend", "--estimator", "--value-weighting", "--selection", "--plane-kind",
+        "--planes-per-table", "--tables", "--bits", "--query-bits", "--tau", "--sparsity", "--k",
+        "--sink", "--window", "--seed", "--steps", "--first-step", "--json"}) {
+    EXPECT_THAT(result.out, HasSubstr(option));
+  }
+}
+
+TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
+  const std::string trace = recorded_trace().string();
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{}, "expected a subcommand"},
+      {{"replya"}, "replya"},
+      {{"--loud"}, "--loud"},
+      {{"replay"}, "TRACE"},
+      {{"replay", trace, "--sparsty", "3"}, "--sparsty"},
+      {{"replay", trace, "another"}, "another"},
+      {{"replay", trace, "--estimator", "softest"}, "softest"},
+      {{"replay", trace, "--value-weighting", "linear,heavy"}, "heavy"},
+      {{"replay", trace, "--selection", "all"}, "all"},
+      {{"replay", trace, "--plane-kind", "paper"}, "paper"},
+      {{"replay", trace, "--backend", "gpu"}, "gpu"},
+      {{"replay", trace, "--tau", "warm"}, "warm"},
+      {{"replay", trace, "--k", "3.5"}, "3.5"},
+      {{"replay", trace, "--k", "8", "--sparsity", "3"}, "excludes"},
+      {{"--log-level", "all", "replay", trace}, "all"}};
+  for (const auto& [arguments, message] : cases) {
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(CliTest, PrintsErrorsWithTheirCode) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--estimator", "norm_aware", "--value-weighting", "linear"},
+       "error: INVALID_ARGUMENT: replay options:\n  estimator norm_aware does not go with value "
+       "weighting linear"},
+      {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
+      {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: num_planes"},
+      {{"--steps", "6"}, "error: INVALID_ARGUMENT: steps: expected 0..5, found 6"},
+      {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "}};
+  for (const auto& [options, message] : cases) {
+    const CliResult result = replay_small(options);
+    EXPECT_EQ(result.code, 1) << message;
+    EXPECT_THAT(result.err, StartsWith(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
+  EXPECT_THAT(run_kvtier({"replay", file("none").string()}).err, StartsWith("error: NOT_FOUND: "));
+  std::ofstream(file("short")) << "abc";
+  EXPECT_THAT(run_kvtier({"replay", file("short").string()}).err, StartsWith("error: DATA_LOSS: "));
+  TraceValues tensors = make_layer({}, 1);
+  tensors.erase("o");
+  write_trace(file("trace.safetensors"), tensors);
+  const CliResult result = run_kvtier({"replay", file("trace.safetensors").string()});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, StartsWith("error: NOT_FOUND: "));
+  tensors = make_layer({.head_dim = 80}, 1);
+  write_trace(file("trace.safetensors"), tensors);
+  EXPECT_THAT(run_kvtier({"replay", file("trace.safetensors").string()}).err,
+              HasSubstr("head_dim"));
+}
+
+TEST_F(CliTest, ChecksTheJsonPlaceBeforeItOpensTheTrace) {
+  const CliResult result = run_kvtier(
+      {"replay", file("none").string(), "--json", (folder_ / "missing" / "a.json").string()});
+
+  EXPECT_THAT(result.err, StartsWith("error: UNAVAILABLE: "));
+}
+
+TEST_F(CliTest, LeavesNoJsonAfterAnError) {
+  std::ofstream(file("report.json")) << "former";
+  EXPECT_EQ(replay_small({"--steps", "6", "--json", file("report.json").string()}).code, 1);
+
+  EXPECT_EQ(read_text(file("report.json")), "former");
+  EXPECT_EQ(listing(), (std::vector<std::string>{"report.json", "trace.safetensors"}));
+}
+
+TEST_F(CliTest, TakesListsBetweenOtherArguments) {
+  write_trace(file("trace.safetensors"), make_layer({}, 1));
+  const CliResult result =
+      run_kvtier({"replay", "--estimator", "norm_aware", "--estimator", "hard_collision", "--k",
+                  "8,16", "--backend", "cpu", file("trace.safetensors").string()});
+
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("norm_aware"));
+  EXPECT_THAT(result.out, HasSubstr("hard_collision"));
+  EXPECT_THAT(result.out, Not(HasSubstr("soft_collision")));
+  EXPECT_THAT(result.out, HasSubstr("k=16"));
+}
+
+TEST_F(CliTest, ShowsProgressOnATerminalOnly) {
+  EXPECT_EQ(replay_small({"--k", "16"}).err, "");
+  EXPECT_THAT(replay_small({"--k", "16"}, true).err, HasSubstr("[####"));
+}
+
+TEST_F(CliTest, LogsWhatTheLibrarySaysWhenAsked) {
+  write_trace(file("trace.safetensors"), make_layer({}, 1));
+  const CliResult result = run_kvtier(
+      {"--log-level", "info", "replay", "--backend", "cpu", file("trace.safetensors").string()});
+
+  EXPECT_THAT(result.err, HasSubstr("info: engine ready on CPU"));
+}
+
+TEST_F(CliTest, ReplaysTheRecordedTrace) {
+  const std::filesystem::path json_file = file("report.json");
+  const CliResult result = run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu",
+                                       "--steps", "4", "--selection", "per_query_head,per_kv_head",
+                                       "--sparsity", "10,33", "--json", json_file.string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json report = nlohmann::json::parse(read_text(json_file));
+
+  EXPECT_EQ(report["backend"], "cpu");
+  EXPECT_EQ(report["steps_replayed"], 4);
+  EXPECT_EQ(report["trace"]["context_tokens"], 3072);
+  EXPECT_EQ(report["trace"]["layers"], nlohmann::json::array({"2"}));
+  // The recorded output is rounded to bf16: at most 2^-8 of each element.
+  EXPECT_LT(report["dense"]["mean"]["max_relative_error"].get<double>(), 0x1p-8);
+  ASSERT_EQ(report["rows"].size(), 4U + 12U);
+  std::map<std::string, double> mass;
+  for (const nlohmann::json& row : report["rows"]) {
+    const nlohmann::json& mean = row["mean"];
+    EXPECT_EQ(mean["attention_mass"], row["layers"]["2"]["attention_mass"]);
+    for (const char* share : {"attention_mass", "precision", "jaccard", "ndcg"}) {
+      EXPECT_GT(mean[share].get<double>(), 0.0) << share;
+      EXPECT_LE(mean[share].get<double>(), 1.0 + 1e-12) << share;
+    }
+    EXPECT_LE(mean["jaccard"], mean["precision"]);
+    const double sparsity = row["sparsity"].get<double>();
+    EXPECT_LT(mean["effective_sparsity"].get<double>(), sparsity);
+    EXPECT_NEAR(mean["attended_rows"].get<double>(), 256 + 3090 / sparsity, 3.0);
+    EXPECT_GT(mean["bytes_host_to_device"].get<double>(), 0.0);
+    if (row["selection"] == "per_query_head" && sparsity == 33.0) {
+      mass[row["estimator"].get<std::string>()] = mean["attention_mass"].get<double>();
+    }
+  }
+  EXPECT_GT(mass["exact"], mass["norm_aware"]);
+  EXPECT_GT(mass["norm_aware"], mass["soft_collision"]);
+  EXPECT_GT(mass["soft_collision"], mass["hard_collision"]);
+}
+
+TEST_F(CliTest, WritesNullForMetricsThatNothingMeasured) {
+  const CliResult result =
+      replay_small({"--window", "400", "--k", "4", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json report = nlohmann::json::parse(read_text(file("report.json")));
+
+  EXPECT_TRUE(report["rows"][0]["mean"]["precision"].is_null());
+  EXPECT_EQ(report["rows"][0]["mean"]["attention_mass"], 1.0);
+}
+
+}  // namespace
+}  // namespace kvtier::services
