@@ -105,8 +105,8 @@ TEST_P(PipelineTest, EveryEstimatorFindsTheKeysThatLeanTowardsTheQuery) {
     int tables;
     double recall;
   };
-  // 48 of the eligible keys lean. The planted margin is about ten times the noise of each estimate,
-  // but for hard collision, whose counts are small.
+  // 48 of the eligible keys lean, by eight standard deviations of the others' logits. The counts of
+  // hard collision are small, so noise costs it more.
   for (const Case& test :
        {Case{Estimator::kSoftCollision, 10, 60, 0.95}, Case{Estimator::kHardCollision, 2, 300, 0.9},
         Case{Estimator::kNormAware, 1, 1, 0.95}}) {

@@ -105,6 +105,7 @@ oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
 
   std::vector<std::vector<double>> heads;
   double slack = 0.0;
+  double magnitude = 0.0;
   for (int h = 0; h < (per_kv ? problem.group : 1); ++h) {
     const int query_head = per_kv ? kv_head * problem.group + h : head;
     const float* from =
@@ -112,11 +113,18 @@ oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
     const std::vector<double> query(from, from + dim);
     oracle::HeadScores scores = oracle::scores(problem.spec(), planes, query, eligible);
     slack = std::max(slack, scores.slack);
+    magnitude = std::max(magnitude, scores.magnitude);
     heads.push_back(std::move(scores.values));
   }
-  // A change of one logit by x changes its log-sum-exp by at most x, so their difference by 2 x.
-  if (per_kv) return {oracle::combine(problem.spec(), heads), 2.0 * slack};
-  return {heads[0], slack};
+  if (!per_kv) return {heads[0], slack, magnitude};
+  oracle::HeadScores combined{oracle::combine(problem.spec(), heads), 2.0 * slack, 0.0};
+  if (problem.spec().logit_like()) {
+    // A change of all logits by x changes a log-sum-exp by at most x, so a difference by 2 x.
+    combined.magnitude = 2.0 * magnitude;
+  } else {
+    for (const double s : combined.values) combined.magnitude = std::max(combined.magnitude, s);
+  }
+  return combined;
 }
 
 std::unique_ptr<hashing::Planes> SelectorTest::make_planes(PlaneKind kind, int num_planes,
@@ -268,12 +276,8 @@ void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) 
       EXPECT_EQ(oracle::compare_selection(expected.values, positions, k, expected.slack), "");
       chosen[index(head * problem.kv_heads / found.heads)].insert(ids.begin(), ids.end());
 
-      // fp32 sums of at most 1024 terms: 1024 * 2^-24, relative to the largest score.
-      double magnitude = 0.0;
-      for (const double s : expected.values) {
-        if (std::isfinite(s)) magnitude = std::max(magnitude, std::fabs(s));
-      }
-      const double tolerance = magnitude * 0x1p-14 + expected.slack;
+      // fp32 sums of at most 1024 terms: 1024 * 2^-24 of the sum of their magnitudes.
+      const double tolerance = expected.magnitude * 0x1p-14 + expected.slack;
       const float* scores =
           found.scores.data() + (std::int64_t{row} * found.heads + head) * found.n;
       for (std::int64_t i = 0; i < found.n; ++i) {

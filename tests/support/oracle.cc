@@ -191,6 +191,8 @@ HeadScores scores(const ScoreSpec& spec, const Planes& planes, std::span<const d
     double c = std::sqrt(std::numbers::pi / 2.0) / spec.num_planes;
     if (planes.orthogonal) c /= 1.0 + 1.0 / (4.0 * planes.head_dim);
     double largest_norm = 0.0;
+    double weight_sum = 0.0;
+    for (const double w : weights.values) weight_sum += std::fabs(w);
     for (std::size_t j = 0; j < tokens.size(); ++j) {
       const Sketch& token = tokens[j];
       if (!token.finite) continue;
@@ -201,6 +203,9 @@ HeadScores scores(const ScoreSpec& spec, const Planes& planes, std::span<const d
       result.values[j] = c * weights.step * s * token.key_norm * spec.softmax_scale;
       if (spec.weighting == ValueWeighting::kLogit) result.values[j] += std::log(token.value_norm);
       largest_norm = std::max(largest_norm, token.key_norm);
+      result.magnitude = std::max(
+          result.magnitude, c * weights.step * weight_sum * token.key_norm * spec.softmax_scale +
+                                std::fabs(std::log(token.value_norm)));
     }
     result.slack = weights.uncertain * c * weights.step * largest_norm * spec.softmax_scale;
     return result;
@@ -233,9 +238,13 @@ HeadScores scores(const ScoreSpec& spec, const Planes& planes, std::span<const d
     if (!tokens[j].finite) continue;
     if (spec.weighting == ValueWeighting::kCalibrated) {
       result.values[j] = calibrated(spec, sums[j], agreement, norm(query), tokens[j]);
+      result.magnitude =
+          std::max(result.magnitude, norm(query) * tokens[j].key_norm * spec.softmax_scale +
+                                         std::fabs(std::log(tokens[j].value_norm)));
     } else {
       result.values[j] =
           spec.weighting == ValueWeighting::kLinear ? sums[j] * tokens[j].value_norm : sums[j];
+      result.magnitude = std::max(result.magnitude, result.values[j]);
     }
   }
   return result;

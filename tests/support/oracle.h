@@ -85,6 +85,9 @@ struct HeadScores {
   std::vector<double> values;
   /// Largest change of a score that the uncertain integers of norm-aware can cause; else 0.
   double slack = 0.0;
+  /// Largest sum of the magnitudes of a score's terms: what fp32 rounding errors are relative to,
+  /// also where the terms cancel.
+  double magnitude = 0.0;
 };
 [[nodiscard]] HeadScores scores(const ScoreSpec& spec, const Planes& planes,
                                 std::span<const double> query, std::span<const Sketch> tokens);
