@@ -1,0 +1,230 @@
+#include "kvtier/kvtier.h"
+
+#include "runtime/engine_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace kvtier::testing {
+namespace {
+
+constexpr kvtier_stream kNoStream = {0, nullptr};
+
+template <typename Void>
+kvtier_tensor to_c(const BasicTensorView<Void>& view) {
+  kvtier_tensor tensor{};
+  tensor.data = const_cast<void*>(static_cast<const void*>(view.data));
+  tensor.dtype = static_cast<kvtier_dtype>(view.dtype);
+  tensor.space = static_cast<kvtier_space>(view.space);
+  tensor.rank = view.rank;
+  std::copy(view.shape.begin(), view.shape.end(), tensor.shape);
+  std::copy(view.strides.begin(), view.strides.end(), tensor.strides);
+  return tensor;
+}
+
+kvtier_attend_args to_c(const DecodeInputs& inputs, const AttendOutputs& outputs) {
+  kvtier_attend_args args;
+  kvtier_attend_args_init(&args);
+  args.query = to_c(inputs.query);
+  args.key = to_c(inputs.key);
+  args.value = to_c(inputs.value);
+  args.out = to_c(outputs.out);
+  args.lse = to_c(outputs.lse);
+  args.selected_out = to_c(outputs.selected);
+  return args;
+}
+
+/// The same engine and sequence through both APIs.
+class CApiEqualityTest : public EngineTest {
+ protected:
+  void SetUp() override {
+    EngineTest::SetUp();
+    if (IsSkipped()) return;
+    config_ = config();
+    config_.model.layers = 2;
+    config_.model.layer_options = {{}, {.mode = LayerMode::kSlidingWindow, .window_tokens = 30}};
+    config_.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 4}};
+    engine_.emplace(config_);
+    session_.emplace(engine_->open());
+
+    const kvtier_layer_config layers[] = {{KVTIER_LAYER_DEFAULT, 0, 0.0F, 0.0F},
+                                          {KVTIER_LAYER_SLIDING_WINDOW, 30, 0.0F, 0.0F}};
+    const kvtier_sketch_config extra = {KVTIER_PLANES_ORTHOGONAL, 128, 4};
+    kvtier_config c;
+    kvtier_config_init(&c);
+    c.layers = 2;
+    c.query_heads = config_.model.query_heads;
+    c.kv_heads = config_.model.kv_heads;
+    c.head_dim = config_.model.head_dim;
+    c.layer_options = layers;
+    c.device_bytes = config_.memory.device_bytes;
+    c.host_bytes = config_.memory.host_bytes;
+    c.max_session_tokens = config_.memory.max_session_tokens;
+    c.max_batch_rows = config_.memory.max_batch_rows;
+    c.retrieval = to_c(config_.retrieval);
+    c.extra_sketches = &extra;
+    c.num_extra_sketches = 1;
+    c.backend = static_cast<kvtier_backend>(GetParam());
+    ASSERT_EQ(kvtier_engine_create(&c, &c_engine_), KVTIER_OK) << kvtier_last_error();
+    ASSERT_EQ(kvtier_session_open(c_engine_, 0, &c_session_), KVTIER_OK) << kvtier_last_error();
+    ASSERT_EQ(kvtier_engine_backend(c_engine_), c.backend);
+    for (int layer = 0; layer < 2; ++layer) {
+      const CallTensors prompt(config_.model, 500, 8 + static_cast<std::uint64_t>(layer));
+      session_->append(layer, prompt.key.view(), prompt.value.view());
+      const kvtier_tensor key = to_c(prompt.key.view());
+      const kvtier_tensor value = to_c(prompt.value.view());
+      ASSERT_EQ(kvtier_session_append(c_session_, layer, &key, &value, kNoStream), KVTIER_OK);
+    }
+  }
+  void TearDown() override {
+    kvtier_engine_destroy(c_engine_);
+    kvtier_session_close(c_session_);
+  }
+  static kvtier_retrieval_config to_c(const RetrievalConfig& config) {
+    kvtier_retrieval_config c;
+    kvtier_retrieval_config_init(&c);
+    c.estimator = static_cast<kvtier_estimator>(config.estimator);
+    c.value_weighting = static_cast<kvtier_value_weighting>(config.value_weighting);
+    c.selection = static_cast<kvtier_selection>(config.selection);
+    c.seed = config.seed;
+    c.planes_per_table = config.planes_per_table;
+    c.tables = config.tables;
+    c.num_planes = config.num_planes;
+    c.query_bits = config.query_bits;
+    c.top_k = config.top_k;
+    c.sparsity = config.sparsity;
+    c.sink_tokens = config.sink_tokens;
+    c.recent_tokens = config.recent_tokens;
+    return c;
+  }
+  template <typename View>
+  static kvtier_tensor to_c(const View& view) {
+    return testing::to_c(view);
+  }
+
+  Config config_;
+  std::optional<Engine> engine_;
+  std::optional<Session> session_;
+  kvtier_engine* c_engine_ = nullptr;
+  kvtier_session* c_session_ = nullptr;
+};
+
+TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
+  RetrievalConfig norm_aware = config_.retrieval;
+  norm_aware.estimator = Estimator::kNormAware;
+  norm_aware.num_planes = 128;
+  norm_aware.seed = 4;
+  const kvtier_retrieval_config c_norm_aware = to_c(norm_aware);
+  kvtier_options c_options;
+  kvtier_options_init(&c_options);
+  c_options.softmax_scale = 0.2F;
+  c_options.logit_softcap = 30.0F;
+  c_options.dense_from = 450;
+  c_options.retrieval = &c_norm_aware;
+  const AttendOptions options{.softmax_scale = 0.2F,
+                              .logit_softcap = 30.0F,
+                              .mode = {},
+                              .dense_from = 450,
+                              .retrieval = &norm_aware};
+  for (int layer = 0; layer < 2; ++layer) {
+    for (const bool with_options : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << "layer " << layer << " options " << with_options);
+      CallTensors a(config_.model, 3, 20), b(config_.model, 3, 20);
+      session_->decode(layer, a.inputs(), a.outputs(true), {},
+                       with_options ? options : AttendOptions{});
+      kvtier_attend_args args = testing::to_c(b.inputs(), b.outputs(true));
+      if (with_options) args.options = &c_options;
+      ASSERT_EQ(kvtier_session_decode(c_session_, layer, &args, kNoStream), KVTIER_OK)
+          << kvtier_last_error();
+      EXPECT_TRUE(a.same_results(b)) << "decode";
+
+      session_->attend(layer, a.attend_inputs(), a.outputs(true), {},
+                       with_options ? options : AttendOptions{});
+      ASSERT_EQ(kvtier_session_attend(c_session_, layer, &args, kNoStream), KVTIER_OK);
+      EXPECT_TRUE(a.same_results(b)) << "attend";
+
+      std::int64_t tokens = 0;
+      ASSERT_EQ(kvtier_session_length(c_session_, layer, &tokens), KVTIER_OK);
+      EXPECT_EQ(tokens, session_->length(layer));
+    }
+  }
+  CallTensors a(config_.model, 1, 30), b(config_.model, 1, 30);
+  HostTensor a_scores(1, 4, 1024, DType::kFloat32), b_scores(1, 4, 1024, DType::kFloat32);
+  session_->select(0, a.query.view(), {.ids = a.ids.view(), .scores = a_scores.mutable_view()}, {},
+                   options);
+  const kvtier_tensor query = to_c(b.query.view());
+  const kvtier_tensor ids = to_c(b.ids.view());
+  const kvtier_tensor scores = to_c(b_scores.mutable_view());
+  ASSERT_EQ(kvtier_session_select(c_session_, 0, &query, &ids, &scores, &c_options, kNoStream),
+            KVTIER_OK)
+      << kvtier_last_error();
+  EXPECT_EQ(a.ids.data, b.ids.data);
+  EXPECT_EQ(a_scores.bytes(), b_scores.bytes());
+
+  session_->truncate(333);
+  ASSERT_EQ(kvtier_session_truncate(c_session_, 333, kNoStream), KVTIER_OK);
+  session_->reserve(100);
+  ASSERT_EQ(kvtier_session_reserve(c_session_, 100, kNoStream), KVTIER_OK);
+  session_->decode(0, a.inputs(), a.outputs(true));
+  const kvtier_attend_args args = testing::to_c(b.inputs(), b.outputs(true));
+  const kvtier_batch_item item = {c_session_, &args};
+  ASSERT_EQ(kvtier_engine_decode(c_engine_, 0, &item, 1, kNoStream), KVTIER_OK);
+  EXPECT_TRUE(a.same_results(b)) << "after truncate and reserve, as a batch";
+}
+
+TEST_P(CApiEqualityTest, MergeGivesTheSameBits) {
+  CallTensors a(config_.model, 2, 40), b(config_.model, 2, 41), merged(config_.model, 2, 42);
+  CallTensors c_merged(config_.model, 2, 42);
+  session_->attend(0, a.attend_inputs(), a.outputs());
+  session_->attend(0, b.attend_inputs(), b.outputs());
+  const std::vector<PartialResult> parts = {{a.out.view(), a.lse_view()},
+                                            {b.out.view(), b.lse_view()}};
+  engine_->merge(parts, merged.outputs());
+
+  const kvtier_tensor outs[] = {to_c(a.out.view()), to_c(b.out.view())};
+  const kvtier_tensor lses[] = {to_c(a.lse_view()), to_c(b.lse_view())};
+  const kvtier_tensor out = to_c(c_merged.outputs().out);
+  const kvtier_tensor lse = to_c(c_merged.lse_view());
+  ASSERT_EQ(kvtier_engine_merge(c_engine_, outs, lses, 2, &out, &lse, kNoStream), KVTIER_OK)
+      << kvtier_last_error();
+  EXPECT_TRUE(merged.same_results(c_merged));
+}
+
+TEST(CApiDefaults, AreThoseOfTheCppApi) {
+  kvtier_config c;
+  kvtier_config_init(&c);
+  const Config d;
+  EXPECT_EQ(c.struct_size, sizeof(c));
+  EXPECT_EQ(c.retrieval.struct_size, sizeof(c.retrieval));
+  EXPECT_EQ(c.layers, d.model.layers);
+  EXPECT_EQ(c.head_dim, d.model.head_dim);
+  EXPECT_EQ(c.kv_dtype, KVTIER_BF16);
+  EXPECT_EQ(c.device_bytes, d.memory.device_bytes);
+  EXPECT_EQ(c.host_bytes, d.memory.host_bytes);
+  EXPECT_EQ(c.placement, KVTIER_PLACE_HOST);
+  EXPECT_EQ(c.page_tokens, d.memory.page_tokens);
+  EXPECT_EQ(c.max_session_tokens, d.memory.max_session_tokens);
+  EXPECT_EQ(c.max_batch_rows, d.memory.max_batch_rows);
+  EXPECT_EQ(c.staging_rows, d.memory.staging_rows);
+  EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
+  EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);
+  EXPECT_EQ(c.retrieval.selection, KVTIER_PER_KV_HEAD);
+  EXPECT_EQ(c.retrieval.plane_kind, KVTIER_PLANES_DEFAULT);
+  EXPECT_EQ(c.retrieval.planes_per_table, d.retrieval.planes_per_table);
+  EXPECT_EQ(c.retrieval.tables, d.retrieval.tables);
+  EXPECT_EQ(c.retrieval.tau, d.retrieval.tau);
+  EXPECT_EQ(c.retrieval.num_planes, d.retrieval.num_planes);
+  EXPECT_EQ(c.retrieval.query_bits, d.retrieval.query_bits);
+  EXPECT_EQ(c.retrieval.top_k, d.retrieval.top_k);
+  EXPECT_EQ(c.retrieval.sparsity, d.retrieval.sparsity);
+  EXPECT_EQ(c.retrieval.sink_tokens, d.retrieval.sink_tokens);
+  EXPECT_EQ(c.retrieval.recent_tokens, d.retrieval.recent_tokens);
+  EXPECT_EQ(c.backend, KVTIER_BACKEND_AUTO);
+  EXPECT_EQ(c.reject_nonfinite, 1);
+}
+
+KVTIER_INSTANTIATE_BACKENDS(CApiEqualityTest);
+
+}  // namespace
+}  // namespace kvtier::testing
