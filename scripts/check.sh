@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The cheap checks: format, shell scripts, and the rules of the whole tree (who may include whom, file sizes,
+# what the documents promise). The first stage of test.sh, and a pre-commit hook:
+#
+#   ln -s ../../scripts/check.sh .git/hooks/pre-commit
+#
+#   scripts/check.sh [--tidy [BASE]]
+#
+# --tidy adds clang-tidy over the sources that differ from BASE (default HEAD). Installs nothing; a tool that
+# is not there is named.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+# shellcheck source=scripts/setup.sh
+source scripts/setup.sh
+
+tidy=0
+base=HEAD
+if [[ ${1:-} == --tidy ]]; then
+  tidy=1
+  base=${2:-HEAD}
+elif (($# > 0)); then
+  echo "unknown argument: $1" >&2
+  exit 2
+fi
+
+# The tree may belong to another user, as in a container.
+tracked() { git -c safe.directory='*' ls-files -- "$@"; }
+
+say "format"
+mapfile -t sources < <(tracked '*.h' '*.cc' '*.c' '*.cu' '*.cuh')
+if command -v clang-format-14 >/dev/null; then
+  clang-format-14 --dry-run --Werror "${sources[@]}"
+  echo "${#sources[@]} files"
+else
+  echo "clang-format-14 is not installed: the format is not checked"
+fi
+
+say "shell scripts"
+mapfile -t shell_scripts < <(tracked '*.sh' .ci/run)
+for script in "${shell_scripts[@]}"; do bash -n "$script"; done
+if command -v shellcheck >/dev/null; then shellcheck -x "${shell_scripts[@]}"; fi
+echo "${#shell_scripts[@]} files"
+
+say "tree"
+mkdir -p build
+mapfile -t options < <(cmake_options)
+cmake --preset dev -B build/check -DKVTIER_BUILD_SERVICES=OFF -DKVTIER_BUILD_EXAMPLES=OFF "${options[@]}" \
+  >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
+cmake --build build/check --target tree_test >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
+build/check/tests/tree/tree_test --gtest_brief=1
+
+if ((tidy)); then
+  say "clang-tidy, against $base"
+  mapfile -t changed < <(git diff --name-only --diff-filter=d "$base" -- '*.cc')
+  cmake --preset dev "${options[@]}" >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
+  cmake --build --preset dev  # generated headers
+  if ((${#changed[@]} > 0)); then clang-tidy-14 -p build/dev --quiet --extra-arg=-Wno-unknown-warning-option "${changed[@]}"; fi
+  echo "${#changed[@]} files"
+fi

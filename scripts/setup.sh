@@ -1,0 +1,97 @@
+# What demo.sh, test.sh and .ci/run share: packages, the search for a GPU, how many jobs. Sourced, never run.
+# shellcheck shell=bash disable=SC2034
+
+# Debian 12 and Ubuntu 24.04 call them alike.
+kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libopenblas-dev libcli11-dev
+  nlohmann-json3-dev)
+kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libgrpc++-dev libprotobuf-dev
+  protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
+  clang-format-14)
+
+say() { printf '\n== %s\n' "$*"; }
+
+# need_packages PACKAGE...: installs with apt those that are missing. KVTIER_SKIP_SETUP=1 takes the machine as
+# it is.
+need_packages() {
+  if [[ ${KVTIER_SKIP_SETUP:-0} == 1 ]]; then return; fi
+  if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+    {
+      echo "This machine has no apt. Install what Debian 12 calls"
+      printf '    %s\n' "$*"
+      echo "(g++ >= 12, CMake >= 3.25), then run again with KVTIER_SKIP_SETUP=1."
+    } >&2
+    exit 1
+  fi
+  local package missing=()
+  for package in "$@"; do
+    # shellcheck disable=SC2016  # a format of dpkg-query
+    if [[ $(dpkg-query -W -f='${Status}' "$package" 2>/dev/null) != "install ok installed" ]]; then
+      missing+=("$package")
+    fi
+  done
+  if ((${#missing[@]} == 0)); then return; fi
+
+  local as_root=()
+  if ((EUID != 0)); then
+    if ! command -v sudo >/dev/null; then
+      echo "Missing packages, and neither root nor sudo: ${missing[*]}" >&2
+      exit 1
+    fi
+    as_root=(sudo)
+  fi
+  say "installing with apt: ${missing[*]}"
+  "${as_root[@]}" apt-get update -qq
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" </dev/null
+}
+
+# find_nvcc: prints the path of an nvcc that can build kvtier (CUDA 13), or fails.
+find_nvcc() {
+  local nvcc
+  nvcc=$(command -v nvcc || true)
+  if [[ -z $nvcc && -x /usr/local/cuda/bin/nvcc ]]; then nvcc=/usr/local/cuda/bin/nvcc; fi
+  [[ -n $nvcc ]] && "$nvcc" --version | grep -qE 'release (1[3-9]|[2-9][0-9])\.' && echo "$nvcc"
+}
+
+has_gpu() {
+  [[ -e /dev/nvidiactl ]] || nvidia-smi -L >/dev/null 2>&1
+}
+
+# use_cuda: succeeds when a GPU can be used, CUDACXX then being set; otherwise says why not.
+use_cuda() {
+  if ! has_gpu; then
+    echo "No NVIDIA GPU found: the CPU backend is used."
+    return 1
+  fi
+  if ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "An NVIDIA GPU is there, but its driver does not answer (nvidia-smi): the CPU backend is used."
+    return 1
+  fi
+  if ! CUDACXX=$(find_nvcc); then
+    echo "An NVIDIA GPU is there, but no nvcc of CUDA 13 or later: the CPU backend is used."
+    echo "Install the CUDA toolkit to use the GPU; this script does not."
+    return 1
+  fi
+  export CUDACXX
+  echo "Using $(nvidia-smi -L | head -n 1) with $CUDACXX."
+}
+
+# num_jobs: one per core, as long as each has 1.5 GiB.
+num_jobs() {
+  local cores memory_mb
+  cores=$(nproc)
+  memory_mb=$(awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)
+  local by_memory=$((memory_mb / 1536))
+  if ((by_memory < 1)); then by_memory=1; fi
+  echo $((cores < by_memory ? cores : by_memory))
+}
+
+# cmake_options: prints, one a line, what this machine's compiler and cache ask for.
+cmake_options() {
+  if command -v ccache >/dev/null; then
+    echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache
+    echo -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache
+  fi
+  # The tree is kept free of the warnings of g++ 12; other compilers have others.
+  if [[ $(c++ -dumpversion) != 12* ]]; then echo -DKVTIER_WERROR=OFF; fi
+}

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Builds everything and runs every test that this machine can run; ctest's summary comes last. Needs Debian 12
+# or Ubuntu 24.04, git and a shell.
+#
+#   scripts/test.sh [--preset NAME] [options of ctest]
+#
+# The preset is `cuda` on a machine with a usable GPU and `release` elsewhere.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/setup.sh
+source scripts/setup.sh
+
+preset=
+if [[ ${1:-} == --preset ]]; then
+  preset=${2:?--preset needs a name}
+  shift 2
+fi
+
+need_packages "${kvtier_test_packages[@]}"
+if use_cuda; then : "${preset:=cuda}"; else : "${preset:=release}"; fi
+
+scripts/check.sh
+
+say "building preset $preset"
+mapfile -t options < <(cmake_options)
+cmake --preset "$preset" "${options[@]}"
+cmake --build "build/$preset" --parallel "$(num_jobs)"
+
+say "testing preset $preset"
+exec ctest --test-dir "build/$preset" --output-on-failure --no-tests=error "$@"
