@@ -1,0 +1,134 @@
+#include "tests/tree/source_tree.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <regex>
+#include <set>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+namespace kvtier::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::UnorderedElementsAre;
+
+std::vector<std::string> all_matches(const std::string& text, const std::regex& pattern) {
+  std::vector<std::string> found;
+  for (std::sregex_iterator it(text.begin(), text.end(), pattern), end; it != end; ++it) {
+    found.push_back((*it)[1].str());
+  }
+  return found;
+}
+
+/// What a document promises to exist.
+struct Promises {
+  std::set<std::string> links;     ///< Relative targets of [text](target), anchors cut off.
+  std::set<std::string> commands;  ///< Programs of the repository named in code.
+  std::set<std::string> presets;   ///< Of `cmake --preset`, `ctest --preset`.
+};
+
+Promises find_promises(const SourceFile& document) {
+  static const std::regex link(R"(\]\(([^)#:\s]+)(#[^)]*)?\))");
+  static const std::regex command(R"((?:^|[\s`])((?:\./)?(?:scripts/[a-z_]+\.sh|\.ci/run)))");
+  static const std::regex preset(R"(--preset[ =]([a-z]+))");
+  Promises promises;
+  for (const std::string& line : document.lines) {
+    for (auto& target : all_matches(line, link)) promises.links.insert(target);
+    for (auto& program : all_matches(line, command)) promises.commands.insert(program);
+    for (auto& name : all_matches(line, preset)) promises.presets.insert(name);
+  }
+  return promises;
+}
+
+std::set<std::string> preset_names() {
+  std::set<std::string> names;
+  for (const std::string& line : read_source(source_root(), "CMakePresets.json").lines) {
+    for (auto& name : all_matches(line, std::regex(R"re("name": "([a-z]+)")re")))
+      names.insert(name);
+  }
+  return names;
+}
+
+std::vector<SourceFile> documents() {
+  std::vector<SourceFile> found =
+      read_tree(source_root(), {"docs", "examples", "benchmarks"}, {".md"});
+  for (const char* name : {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}) {
+    found.push_back(read_source(source_root(), name));
+  }
+  return found;
+}
+
+TEST(Promises, AreFoundInText) {
+  const SourceFile document{
+      "x.md",
+      {"See [the rules](docs/a.md#part), [site](https://example.org).", "`scripts/demo.sh --help`",
+       "    ./scripts/test.sh -R x", ".ci/run", "cmake --preset dev && ctest --preset=asan"}};
+
+  const Promises promises = find_promises(document);
+
+  EXPECT_THAT(promises.links, ElementsAre("docs/a.md"));
+  EXPECT_THAT(promises.commands,
+              UnorderedElementsAre("scripts/demo.sh", "./scripts/test.sh", ".ci/run"));
+  EXPECT_THAT(promises.presets, UnorderedElementsAre("dev", "asan"));
+}
+
+TEST(Documents, NameProgramsThatExistAndAreExecutable) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  for (const SourceFile& document : documents()) {
+    for (const std::string& program : find_promises(document).commands) {
+      const fs::path path = source_root() / program;
+      EXPECT_EQ(::access(path.c_str(), X_OK), 0) << program << " in " << document.path;
+    }
+  }
+}
+
+TEST(Documents, NamePresetsThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  for (const SourceFile& document : documents()) {
+    for (const std::string& preset : find_promises(document).presets) {
+      EXPECT_THAT(preset_names(), Contains(preset)) << document.path;
+    }
+  }
+}
+
+TEST(Documents, LinkToFilesThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  for (const SourceFile& document : documents()) {
+    const fs::path folder = (source_root() / document.path).parent_path();
+    for (const std::string& target : find_promises(document).links) {
+      EXPECT_TRUE(fs::exists(folder / target)) << target << " in " << document.path;
+    }
+  }
+}
+
+TEST(Documents, GiveTheTwoCommandsInTheReadme) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const Promises promises = find_promises(read_source(source_root(), "README.md"));
+
+  EXPECT_THAT(promises.commands, Contains("scripts/demo.sh"));
+  EXPECT_THAT(promises.commands, Contains("scripts/test.sh"));
+}
+
+TEST(Documents, NameEveryFolderOfSourcesInTheReadme) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  std::string text;
+  for (const std::string& line : read_source(source_root(), "README.md").lines) text += line + "\n";
+
+  for (const std::string& folder : source_folders()) {
+    EXPECT_NE(text.find("`" + folder + "/"), std::string::npos) << folder;
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::testing

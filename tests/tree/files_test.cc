@@ -1,0 +1,84 @@
+#include "kvtier/version.h"
+
+#include "tests/tree/source_tree.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+namespace kvtier::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMaxLines = 500;
+
+/// A folder that disappears with the test.
+class TemporaryTree {
+ public:
+  TemporaryTree() {
+    std::string pattern = (fs::temp_directory_path() / "kvtier-tree-XXXXXX").string();
+    root_ = ::mkdtemp(pattern.data());
+  }
+  TemporaryTree(const TemporaryTree&) = delete;  // one owner of the folder
+  TemporaryTree& operator=(const TemporaryTree&) = delete;
+  ~TemporaryTree() { fs::remove_all(root_); }
+
+  void write(const std::string& path, const std::string& text) const {
+    fs::create_directories((root_ / path).parent_path());
+    std::ofstream(root_ / path) << text;
+  }
+  [[nodiscard]] const fs::path& root() const { return root_; }
+
+ private:
+  fs::path root_;
+};
+
+TEST(SourceTree, ReadsTheWantedExtensionsAndSkipsHiddenAndGeneratedFolders) {
+  const TemporaryTree tree;
+  tree.write("scoring/b.cc", "one\ntwo\n");
+  tree.write("scoring/a.h", "one\n");
+  tree.write("scoring/notes.md", "one\n");
+  tree.write("scoring/.hidden/c.cc", "one\n");
+  tree.write("scoring/build/d.cc", "one\n");
+
+  const auto files = read_tree(tree.root(), {"scoring", "absent"}, {".h", ".cc"});
+
+  ASSERT_EQ(files.size(), 2U);
+  EXPECT_EQ(files[0].path, "scoring/a.h");
+  EXPECT_EQ(files[1].path, "scoring/b.cc");
+  EXPECT_THAT(files[1].lines, ::testing::ElementsAre("one", "two"));
+}
+
+TEST(Files, NoSourceIsLongerThanTheLimit) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const auto files = read_tree(source_root(), source_folders(), source_extensions());
+
+  EXPECT_GT(files.size(), 40U);
+  for (const SourceFile& file : files) EXPECT_LE(file.lines.size(), kMaxLines) << file.path;
+}
+
+TEST(Files, EveryHeaderIsGuardedByPragmaOnce) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  for (const SourceFile& file : read_tree(source_root(), source_folders(), {".h", ".cuh"})) {
+    if (file.path == "include/kvtier/kvtier.h") continue;  // C, guarded by a macro
+    EXPECT_THAT(file.lines, ::testing::Contains("#pragma once")) << file.path;
+  }
+}
+
+TEST(Files, VersionIsTheSameInHeaderAndBuild) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const auto lines = read_source(source_root(), "CMakeLists.txt").lines;
+
+  EXPECT_THAT(lines, ::testing::Contains(::testing::HasSubstr("VERSION " KVTIER_VERSION " ")));
+}
+
+}  // namespace
+}  // namespace kvtier::testing

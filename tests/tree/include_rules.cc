@@ -1,0 +1,110 @@
+#include "tests/tree/include_rules.h"
+
+#include <algorithm>
+#include <map>
+#include <regex>
+#include <set>
+
+namespace kvtier::testing {
+namespace {
+
+using Modules = std::set<std::string, std::less<>>;
+
+// "api" is include/kvtier. A module may always include itself; tests and benchmarks anything.
+const std::map<std::string, Modules, std::less<>> kArrows{
+    {"api", {}},
+    {"transfer", {"api"}},
+    {"hashing", {"transfer", "api"}},
+    {"scoring", {"hashing", "transfer", "api"}},
+    {"attention", {"transfer", "api"}},
+    {"runtime", {"attention", "scoring", "hashing", "transfer", "api"}},
+    {"formats", {"api"}},
+    {"proto", {}},
+    {"services", {"api", "formats", "proto"}},
+    {"examples", {"api", "formats", "proto"}},
+};
+const Modules kUnrestricted{"tests", "benchmarks"};
+
+std::string first_component(std::string_view path) {
+  return std::string(path.substr(0, path.find('/')));
+}
+
+std::string module_of_file(std::string_view file) {
+  std::string first = first_component(file);
+  return first == "include" ? "api" : first;
+}
+
+bool is_module(const std::string& name) { return kArrows.contains(name) && name != "api"; }
+
+std::string module_of_include(std::string_view file, std::string_view target,
+                              const Exists& exists) {
+  if (target.starts_with("kvtier/v1/")) return "proto";
+  std::string first = first_component(target);
+  if (first == "kvtier") return "api";
+  if (is_module(first) || kUnrestricted.contains(first)) return first;
+  // Beside the including file, or below one of the folders above it.
+  for (std::string folder(file); folder.find('/') != std::string::npos;) {
+    folder.resize(folder.rfind('/'));
+    if (exists(folder + "/" + std::string(target))) return module_of_file(folder + "/");
+  }
+  return {};
+}
+
+bool is_cuda_header(const std::string& target) {
+  static const std::regex pattern(
+      R"((cuda|cublas|curand|cufft|cusparse|nvml|nvtx|cooperative_groups)[^/]*(\.h(pp)?)?|)"
+      R"((cuda|cub|thrust|nvtx3|cooperative_groups)/.*|mma\.h|device_launch_parameters\.h)");
+  return std::regex_match(target, pattern);
+}
+
+bool may_see_cuda(const std::string& file) {
+  static const std::regex pattern(R"(.*_cuda(_test)?\.[a-z]+|.*\.cuh|benchmarks/.*\.cu)");
+  return file == "transfer/cuda_check.h" || std::regex_match(file, pattern);
+}
+
+bool is_tbb_header(std::string_view target) {
+  return target.starts_with("tbb/") || target.starts_with("oneapi/");
+}
+
+bool is_standard_header(const std::string& target) {
+  static const Modules c_headers{"stdbool.h", "stddef.h", "stdint.h"};
+  return c_headers.contains(target) || target.find_first_of("/.") == std::string::npos;
+}
+
+}  // namespace
+
+std::vector<Include> find_includes(const std::vector<std::string>& lines) {
+  static const std::regex pattern(R"re(^\s*#\s*include\s*([<"])([^>"]+)[>"].*)re");
+  std::vector<Include> includes;
+  for (const std::string& line : lines) {
+    std::smatch match;
+    if (std::regex_match(line, match, pattern)) {
+      includes.push_back({match[2].str(), match[1].str() == "\""});
+    }
+  }
+  return includes;
+}
+
+std::string include_problem(std::string_view file, const Include& include, const Exists& exists) {
+  const std::string path(file);
+  const std::string from = module_of_file(file);
+  if (is_cuda_header(include.target)) {
+    return may_see_cuda(path) ? "" : "CUDA header outside *_cuda.*: " + include.target;
+  }
+  if (kUnrestricted.contains(from)) return {};
+  if (!kArrows.contains(from)) return "file outside every module: " + path;
+  if (is_tbb_header(include.target) && path != "transfer/parallel.cc") {
+    return "TBB outside transfer/parallel.cc: " + include.target;
+  }
+
+  const std::string to = module_of_include(file, include.target, exists);
+  if (to == from || (!to.empty() && kArrows.at(from).contains(to))) return {};
+  if (!to.empty()) return from + " must not include " + to + ": " + include.target;
+  if (include.quoted) return "no such file in the repository: " + include.target;
+  if (from == "api" && !is_standard_header(include.target)) {
+    return "the public API includes the standard library only: " + include.target;
+  }
+  return {};
+}
+
+}  // namespace kvtier::testing

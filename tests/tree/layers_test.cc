@@ -1,0 +1,126 @@
+#include "tests/tree/include_rules.h"
+#include "tests/tree/source_tree.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace kvtier::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+bool nothing_exists(const std::string&) { return false; }
+
+std::string problem(std::string_view file, const std::string& target, bool quoted = true) {
+  return include_problem(file, {target, quoted}, nothing_exists);
+}
+
+TEST(IncludeRules, AcceptTheArrowsOfTheArchitecture) {
+  EXPECT_THAT(problem("transfer/rows.cc", "transfer/rows.h"), IsEmpty());
+  EXPECT_THAT(problem("transfer/rows.cc", "kvtier/error.h"), IsEmpty());
+  EXPECT_THAT(problem("hashing/sketch.h", "transfer/device.h"), IsEmpty());
+  EXPECT_THAT(problem("scoring/selector.h", "hashing/sketch.h"), IsEmpty());
+  EXPECT_THAT(problem("runtime/step.cc", "attention/flash_decode.h"), IsEmpty());
+  EXPECT_THAT(problem("services/wire.cc", "kvtier/v1/session.pb.h"), IsEmpty());
+  EXPECT_THAT(problem("examples/llama/weights.cc", "formats/safetensors.h"), IsEmpty());
+  EXPECT_THAT(problem("tests/runtime/step_test.cc", "runtime/step.h"), IsEmpty());
+  EXPECT_THAT(problem("benchmarks/attention.cc", "attention/flash_decode.h"), IsEmpty());
+}
+
+TEST(IncludeRules, FindAPlantedUpwardInclude) {
+  EXPECT_THAT(problem("transfer/rows.cc", "hashing/sketch.h"),
+              HasSubstr("transfer must not include hashing"));
+  EXPECT_THAT(problem("hashing/sketch.cc", "scoring/selector.h"),
+              HasSubstr("hashing must not include scoring"));
+  EXPECT_THAT(problem("attention/flash_decode.cc", "scoring/selector.h"),
+              HasSubstr("attention must not include scoring"));
+  EXPECT_THAT(problem("services/server.cc", "runtime/session.h"),
+              HasSubstr("services must not include runtime"));
+  EXPECT_THAT(problem("services/server.cc", "runtime/session.h", false),
+              HasSubstr("services must not include runtime"));
+  EXPECT_THAT(problem("examples/llama/model.cc", "transfer/parallel.h"),
+              HasSubstr("examples must not include transfer"));
+  EXPECT_THAT(problem("formats/safetensors.cc", "transfer/device.h"),
+              HasSubstr("formats must not include transfer"));
+  EXPECT_THAT(problem("include/kvtier/engine.h", "transfer/device.h"),
+              HasSubstr("api must not include transfer"));
+  EXPECT_THAT(problem("runtime/engine.cc", "tests/support/oracle.h"),
+              HasSubstr("runtime must not include tests"));
+}
+
+TEST(IncludeRules, FindCudaAboveTheSeam) {
+  for (const char* header : {"cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda.h",
+                             "cub/cub.cuh", "mma.h", "cublas_v2.h", "cuda/std/atomic"}) {
+    EXPECT_THAT(problem("runtime/step.cc", header, false), HasSubstr("CUDA header")) << header;
+    EXPECT_THAT(problem("tests/runtime/step_test.cc", header, false), HasSubstr("CUDA header"));
+    EXPECT_THAT(problem("scoring/selector_cuda.cu", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("transfer/device_cuda.cc", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("attention/row_loads.cuh", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("transfer/cuda_check.h", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("tests/runtime/graph_cuda_test.cc", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("benchmarks/decode_step.cu", header, false), IsEmpty()) << header;
+  }
+}
+
+TEST(IncludeRules, KeepTbbInOneFile) {
+  EXPECT_THAT(problem("hashing/sketch_cpu.cc", "tbb/parallel_for.h", false), HasSubstr("TBB"));
+  EXPECT_THAT(problem("transfer/parallel.cc", "tbb/parallel_for.h", false), IsEmpty());
+}
+
+TEST(IncludeRules, KeepTheApiToTheStandardLibrary) {
+  EXPECT_THAT(problem("include/kvtier/engine.h", "memory", false), IsEmpty());
+  EXPECT_THAT(problem("include/kvtier/kvtier.h", "stdint.h", false), IsEmpty());
+  EXPECT_THAT(problem("include/kvtier/engine.h", "spdlog/spdlog.h", false),
+              HasSubstr("standard library only"));
+  EXPECT_THAT(problem("include/kvtier/engine.h", "unistd.h", false),
+              HasSubstr("standard library only"));
+}
+
+TEST(IncludeRules, ResolveNamesBesideTheFileAndReportUnknownOnes) {
+  const Exists exists = [](const std::string& path) { return path == "examples/llama/model.h"; };
+
+  EXPECT_THAT(include_problem("examples/llama/main.cc", {"model.h", true}, exists), IsEmpty());
+  EXPECT_THAT(include_problem("examples/llama/main.cc", {"llama/model.h", true}, exists),
+              IsEmpty());
+  EXPECT_THAT(include_problem("examples/llama/main.cc", {"absent.h", true}, exists),
+              HasSubstr("no such file"));
+  EXPECT_THAT(include_problem("python/module.cc", {"vector", false}, exists),
+              HasSubstr("outside every module"));
+}
+
+TEST(IncludeRules, ReadIncludeLines) {
+  const std::vector<Include> includes =
+      find_includes({"#include \"a/b.h\"", "  #  include <vector>  // why", "// #include <map>",
+                     "int include = 0;"});
+
+  ASSERT_EQ(includes.size(), 2U);
+  EXPECT_EQ(includes[0].target, "a/b.h");
+  EXPECT_TRUE(includes[0].quoted);
+  EXPECT_EQ(includes[1].target, "vector");
+  EXPECT_FALSE(includes[1].quoted);
+}
+
+TEST(Layers, EveryIncludeFollowsTheArrows) {
+  const std::filesystem::path root = source_root();
+  if (!std::filesystem::exists(root)) GTEST_SKIP() << "no source tree on this machine";
+  const Exists exists = [&](const std::string& path) {
+    return std::filesystem::exists(root / path);
+  };
+
+  std::size_t num_includes = 0;
+  for (const SourceFile& file : read_tree(root, source_folders(), source_extensions())) {
+    for (const Include& include : find_includes(file.lines)) {
+      ++num_includes;
+      EXPECT_THAT(include_problem(file.path, include, exists), IsEmpty()) << "in " << file.path;
+    }
+  }
+  EXPECT_GT(num_includes, 100U) << "the scan found next to nothing in " << root;
+}
+
+}  // namespace
+}  // namespace kvtier::testing
