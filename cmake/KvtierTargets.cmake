@@ -51,6 +51,25 @@ function(kvtier_module)
   endif()
 endfunction()
 
+# kvtier_merge_modules(target modules...): makes `target` the library of those modules' objects, with the
+# public API as its only public dependency. A shared one exports what cmake/kvtier.map lists.
+function(kvtier_merge_modules target)
+  foreach(module IN LISTS ARGN)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:kvtier_${module}>)
+  endforeach()
+  target_link_libraries(${target} PUBLIC kvtier_api PRIVATE Threads::Threads TBB::tbb)
+  if(KVTIER_WITH_CUDA)
+    target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  endif()
+  set_target_properties(${target} PROPERTIES LINKER_LANGUAGE CXX)
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "SHARED_LIBRARY")
+    set(map ${PROJECT_SOURCE_DIR}/cmake/kvtier.map)
+    target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL -Wl,--version-script=${map})
+    set_target_properties(${target} PROPERTIES LINK_DEPENDS ${map})
+  endif()
+endfunction()
+
 # kvtier_test(NAME n SOURCES ... DEPS ... LABELS ...): a GoogleTest binary n, its cases found when ctest
 # runs, so that no GPU binary is started by the build.
 function(kvtier_test)
