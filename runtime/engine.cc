@@ -372,6 +372,7 @@ void Session::advance(int layer, std::int64_t tokens) {
                     " (reserved beyond the length), found " + std::to_string(tokens));
   }
   state.length += tokens;
+  impl_->engine().tokens_appended += static_cast<std::uint64_t>(tokens);
 }
 
 }  // namespace kvtier

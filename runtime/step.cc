@@ -60,11 +60,10 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
   transfer::append_done(stream, engine.kv, batch);
   engine.staging->finish(stream);
   timer.stop();
+  if (turn.capturing()) return;  // replays append, and `advance` tells of them
   for (int j = 0; j < batch.count; ++j) {
     engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
-    if (!turn.capturing()) {
-      sessions[static_cast<std::size_t>(j)]->layer(layer).length += batch[j].tokens;
-    }
+    sessions[static_cast<std::size_t>(j)]->layer(layer).length += batch[j].tokens;
   }
 }
 
@@ -120,7 +119,7 @@ class AttendLaunch {
       export_ids(slices_.front().part->select.ids, slices_.front().part->select.scores);
     }
     engine_.staging->finish(turn_.stream());
-    engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
+    if (!turn_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
     slices_.clear();
     rows_.count = sequences_.count = sketches_.count = 0;
     max_length_ = 0;
