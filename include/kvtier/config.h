@@ -109,9 +109,9 @@ struct RetrievalConfig {
 
 struct LayerConfig {
   LayerMode mode = LayerMode::kSparse;
-  std::int64_t window_tokens = 0;      ///< Last tokens attended, for `kSlidingWindow`.
+  std::int64_t window_tokens = 0;        ///< Last tokens attended, for `kSlidingWindow`.
   std::optional<float> softmax_scale{};  ///< Default 1 / sqrt(head_dim).
-  float logit_softcap = 0.0F;          ///< logit = cap * tanh(logit / cap) when > 0.
+  float logit_softcap = 0.0F;            ///< logit = cap * tanh(logit / cap) when > 0.
 };
 
 struct ModelConfig {
