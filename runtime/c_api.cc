@@ -74,10 +74,20 @@ void check_size(std::size_t found, std::size_t expected, const char* name) {
           std::to_string(found));
 }
 
+/// Returns the number in an enumeration of C, which may hold any; reading it as an enumerator of
+/// C++ would be undefined then.
+template <typename CEnum>
+int number_of(const CEnum& value) {
+  static_assert(sizeof(CEnum) == sizeof(int));
+  int number = 0;
+  std::memcpy(&number, &value, sizeof(number));
+  return number;
+}
+
 /// Converts an enumerator after checking that it is one of 0..last.
 template <typename Enum, typename CEnum>
-Enum checked(CEnum value, int last, const char* name) {
-  const int number = static_cast<int>(value);
+Enum checked(const CEnum& value, int last, const char* name) {
+  const int number = number_of(value);
   if (number < 0 || number > last) {
     invalid(std::string(name) + ": expected 0.." + std::to_string(last) + ", found " +
             std::to_string(number));
@@ -115,7 +125,7 @@ kvtier::MutableTensorView to_view(const kvtier_tensor* tensor, const char* name)
   return tensor == nullptr ? kvtier::MutableTensorView{} : to_view(*tensor, name);
 }
 
-kvtier::PlaneKind to_planes(kvtier_plane_kind kind) {
+kvtier::PlaneKind to_planes(const kvtier_plane_kind& kind) {
   return checked<kvtier::PlaneKind>(kind, KVTIER_PLANES_ORTHOGONAL, "plane kind");
 }
 
@@ -126,7 +136,7 @@ kvtier::RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
   config.value_weighting =
       checked<kvtier::ValueWeighting>(c.value_weighting, KVTIER_WEIGHTING_NONE, "value_weighting");
   config.selection = checked<kvtier::Selection>(c.selection, KVTIER_PER_KV_HEAD, "selection");
-  if (c.plane_kind != KVTIER_PLANES_DEFAULT) config.plane_kind = to_planes(c.plane_kind);
+  if (number_of(c.plane_kind) != KVTIER_PLANES_DEFAULT) config.plane_kind = to_planes(c.plane_kind);
   config.seed = c.seed;
   config.planes_per_table = c.planes_per_table;
   config.tables = c.tables;
@@ -142,7 +152,7 @@ kvtier::RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
 
 kvtier::LayerConfig to_layer(const kvtier_layer_config& c) {
   kvtier::LayerConfig layer;
-  if (c.mode != KVTIER_LAYER_DEFAULT) {
+  if (number_of(c.mode) != KVTIER_LAYER_DEFAULT) {
     layer.mode =
         checked<kvtier::LayerMode>(c.mode, KVTIER_LAYER_SLIDING_WINDOW, "layer_options.mode");
   }
@@ -203,7 +213,7 @@ struct Options {
     check_size(c->struct_size, sizeof(*c), "kvtier_options");
     if (c->softmax_scale != 0.0F) options.softmax_scale = c->softmax_scale;
     if (!(c->logit_softcap < 0.0F)) options.logit_softcap = c->logit_softcap;
-    if (c->mode != KVTIER_LAYER_DEFAULT) {
+    if (number_of(c->mode) != KVTIER_LAYER_DEFAULT) {
       options.mode =
           checked<kvtier::LayerMode>(c->mode, KVTIER_LAYER_SLIDING_WINDOW, "options.mode");
     }
@@ -244,8 +254,10 @@ const char* kvtier_version(void) { return KVTIER_VERSION; }
 const char* kvtier_last_error(void) { return last_error().c_str(); }
 
 const char* kvtier_status_name(kvtier_status status) {
-  return status == KVTIER_OK ? "OK"
-                             : kvtier::error_code_name(static_cast<ErrorCode>(status)).data();
+  const int number = number_of(status);
+  if (number == KVTIER_OK) return "OK";
+  const bool known = number > 0 && number <= KVTIER_DATA_LOSS;
+  return kvtier::error_code_name(static_cast<ErrorCode>(known ? number : 0)).data();
 }
 
 void kvtier_retrieval_config_init(kvtier_retrieval_config* config) {

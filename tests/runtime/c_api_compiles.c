@@ -58,3 +58,5 @@ int c_round_trip(int backend, float* out) {
   kvtier_engine_destroy(engine);
   return (int)status;
 }
+
+const char* c_status_name(int number) { return kvtier_status_name((kvtier_status)number); }

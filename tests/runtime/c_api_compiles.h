@@ -9,6 +9,9 @@ extern "C" {
  * first status that is not KVTIER_OK, as a number; `out` takes 64 floats. */
 int c_round_trip(int backend, float* out);
 
+/* kvtier_status_name of any number, which only C may pass. */
+const char* c_status_name(int number);
+
 #ifdef __cplusplus
 }
 #endif

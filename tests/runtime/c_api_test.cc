@@ -144,7 +144,9 @@ TEST(CApi, NamesEveryStatus) {
       {KVTIER_UNAVAILABLE, "UNAVAILABLE"},
       {KVTIER_DATA_LOSS, "DATA_LOSS"}};
   for (const auto& [status, name] : names) EXPECT_EQ(kvtier_status_name(status), name);
-  EXPECT_STREQ(kvtier_status_name(static_cast<kvtier_status>(7)), "UNKNOWN");
+  for (const int number : {7, 16, 259, -1}) {  // 259 is 3 in eight bits
+    EXPECT_STREQ(c_status_name(number), "UNKNOWN") << number;
+  }
 }
 
 TEST(CApi, EachKindOfFailureHasItsStatus) {
@@ -337,6 +339,9 @@ TEST(CApi, RefusesUnknownEnumerators) {
   expect_refused([&](kvtier_config& c) { set(c.retrieval.value_weighting, 5); }, "weighting");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.selection, 2); }, "selection");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.plane_kind, 2); }, "plane kind");
+  kvtier_layer_config layer = {KVTIER_LAYER_SPARSE, 0, 0.0F, 0.0F};
+  set(layer.mode, 3);
+  expect_refused([&](kvtier_config& c) { c.layer_options = &layer; }, "layer_options.mode");
 
   const EnginePtr engine = make_engine();
   const SessionPtr session = open_session(engine);
