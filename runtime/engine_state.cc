@@ -198,6 +198,7 @@ transfer::Stream* EngineState::adopted(StreamRef stream) {
 EngineState::Turn::Turn(EngineState& engine, StreamRef stream)
     : engine_(engine), lock_(engine.mutex), synchronous_(!stream.given()) {
   engine_.check_alive();
+  engine_.staging->discard();
   stream_ = stream.given() ? engine_.adopted(stream) : engine_.main.get();
   capturing_ = stream_->capturing();
   if (!capturing_ && engine_.workspace_last_stream_ != stream_) {

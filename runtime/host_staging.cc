@@ -101,6 +101,10 @@ void HostStaging::finish(transfer::Stream& stream) {
                    std::memcpy(to + target, pending.block->pinned.data() + dense, run);
                  });
   }
+  discard();
+}
+
+void HostStaging::discard() noexcept {
   pending_.clear();
   used_ = 0;
 }

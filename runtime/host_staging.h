@@ -34,6 +34,8 @@ class HostStaging {
   Slice output(const MutableTensorView& tensor, std::int64_t begin, std::int64_t count);
   /// Waits for the stream and writes the outputs, when there is anything of the host's to wait for.
   void finish(transfer::Stream& stream);
+  /// Forgets the tensors of a call that ended by an error before `finish`.
+  void discard() noexcept;
 
  private:
   struct Block {
