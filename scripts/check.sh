@@ -54,6 +54,10 @@ if ((tidy)); then
   mapfile -t changed < <(git diff --name-only --diff-filter=d "$base" -- '*.cc')
   cmake --preset dev "${options[@]}" >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
   cmake --build --preset dev  # generated headers
+  if ! command -v clang-tidy-14 >/dev/null; then
+    echo "clang-tidy-14 is not installed" >&2
+    exit 1
+  fi
   if ((${#changed[@]} > 0)); then clang-tidy-14 -p build/dev --quiet --extra-arg=-Wno-unknown-warning-option "${changed[@]}"; fi
   echo "${#changed[@]} files"
 fi
