@@ -58,7 +58,7 @@ bool is_cuda_header(const std::string& target) {
 }
 
 bool may_see_cuda(const std::string& file) {
-  static const std::regex pattern(R"(.*_cuda(_test)?\.[a-z]+|.*\.cuh|benchmarks/.*\.cu)");
+  static const std::regex pattern(R"(.*_cuda(_test)?\.[a-z]+|.*\.cuh)");
   return file == "transfer/cuda_check.h" || std::regex_match(file, pattern);
 }
 

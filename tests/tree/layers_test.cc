@@ -63,7 +63,6 @@ TEST(IncludeRules, FindCudaAboveTheSeam) {
     EXPECT_THAT(problem("attention/row_loads.cuh", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("transfer/cuda_check.h", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("tests/runtime/graph_cuda_test.cc", header, false), IsEmpty()) << header;
-    EXPECT_THAT(problem("benchmarks/decode_step.cu", header, false), IsEmpty()) << header;
   }
 }
 
