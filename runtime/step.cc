@@ -162,7 +162,8 @@ class AttendLaunch {
             .rows = rows_,
             .queries = engine_.queries.as<float>(),
             .max_length = max_length_,
-            .flags = engine_.step_flags(flags_index())};
+            .flags = engine_.step_flags(flags_index()),
+            .keep_scores = !slices_.front().part->select.scores.empty()};
   }
 
   [[nodiscard]] scoring::IdTensor id_tensor(const HostStaging::Slice& slice,

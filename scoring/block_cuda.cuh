@@ -9,6 +9,8 @@
 namespace kvtier::scoring::cuda {
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
+/// Most query heads of a KV head.
+inline constexpr int kMaxGroup = 16;
 
 /// Reduces in a fixed order: a tree within the warp, then warp after warp. Every thread gets the
 /// result.
@@ -43,14 +45,15 @@ __device__ inline std::uint32_t block_exclusive_sum(std::uint32_t value, std::ui
   __syncthreads();
   if (lane == 31) warps[warp] = inclusive;
   __syncthreads();
-  std::uint32_t base = 0;
-  std::uint32_t sum = 0;
-  for (unsigned i = 0; i < blockDim.x / 32; ++i) {
-    if (i == warp) base = sum;
-    sum += warps[i];
+  // Every warp scans the sums of all.
+  const std::uint32_t of_warp = lane < blockDim.x / 32 ? warps[lane] : 0;
+  std::uint32_t through = of_warp;
+  for (unsigned offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t before = __shfl_up_sync(kFullWarp, through, offset);
+    if (lane >= offset) through += before;
   }
-  *total = sum;
-  return base + inclusive - value;
+  *total = __shfl_sync(kFullWarp, through, 31);
+  return __shfl_sync(kFullWarp, through - of_warp, static_cast<int>(warp)) + inclusive - value;
 }
 
 /// Tells the last of `participants` blocks that it is the last: then the writes of the others are

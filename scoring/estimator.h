@@ -35,6 +35,8 @@ struct ScoreParams {
   KVTIER_HOST_DEVICE bool logit_like() const {
     return estimator == Estimator::kNormAware || weighting == ValueWeighting::kCalibrated;
   }
+
+  friend bool operator==(const ScoreParams&, const ScoreParams&) = default;
 };
 
 [[nodiscard]] ScoreParams score_params(const RetrievalConfig& config, int head_dim,

@@ -63,14 +63,18 @@ struct Norms {
   bool finite;
 };
 
+__device__ inline Norms make_norms(std::uint16_t key, std::uint16_t value) {
+  return {norm_value(key), norm_value(value),
+          key != hashing::kNonfiniteNorm && value != hashing::kNonfiniteNorm};
+}
+
 __device__ inline Norms load_norms(const hashing::SketchGeometry& sketch, const std::byte* block,
                                    int kv_head, int token) {
   const auto key =
       __ldg(reinterpret_cast<const std::uint16_t*>(block + sketch.key_norm_offset(kv_head, token)));
   const auto value = __ldg(
       reinterpret_cast<const std::uint16_t*>(block + sketch.value_norm_offset(kv_head, token)));
-  return {norm_value(key), norm_value(value),
-          key != hashing::kNonfiniteNorm && value != hashing::kNonfiniteNorm};
+  return make_norms(key, value);
 }
 
 template <int kHeads>

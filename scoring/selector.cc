@@ -59,6 +59,14 @@ std::size_t scratch_bytes(Backend backend, const SelectorLimits& limits) {
   return cpu::scratch_bytes(limits);
 }
 
+/// Rows of whole sketch blocks, so that a kernel's tile never crosses into the next row.
+SelectorLimits padded(const SelectorLimits& limits) {
+  SelectorLimits result = limits;
+  result.max_tokens = (limits.max_tokens + hashing::kBlockTokens - 1) / hashing::kBlockTokens *
+                      hashing::kBlockTokens;
+  return result;
+}
+
 void check(const SelectRequest& request, const SelectorLimits& limits) {
   assert(request.rows.count <= limits.rows);
   assert(request.kv.query_heads == limits.query_heads);
@@ -70,8 +78,9 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
 
 }  // namespace
 
-Selector::Selector(transfer::Device& device, const SelectorLimits& limits) : limits_(limits) {
-  const Layout at = layout(limits, scratch_bytes(device.backend(), limits));
+Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
+    : limits_(padded(limits)) {
+  const Layout at = layout(limits_, scratch_bytes(device.backend(), limits_));
   memory_ = device.allocate(transfer::Space::kDevice, at.total);
   std::byte* base = memory_.data();
   entries_ = reinterpret_cast<float*>(base + at.entries);
@@ -88,7 +97,8 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits) : lim
   selection_.staged_capacity = limits.staged_rows;
 }
 
-std::size_t Selector::workspace_bytes(const SelectorLimits& limits) {
+std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
+  const SelectorLimits limits = padded(unpadded);
   std::size_t scratch = cpu::scratch_bytes(limits);
   if constexpr (transfer::kWithCuda) scratch = std::max(scratch, cuda::scratch_bytes(limits));
   return layout(limits, scratch).total;

@@ -25,6 +25,8 @@ struct SelectRequest {
   const float* queries = nullptr;  ///< fp32 `[rows, query_heads, head_dim]`.
   std::int64_t max_length = 0;     ///< Upper bound of the lengths; sizes grids and strides.
   transfer::StepFlags* flags = nullptr;
+  /// False when `export_scores` will not be called: the CUDA backend then need not write scores.
+  bool keep_scores = true;
 };
 
 /// An int32 tensor `[rows, heads, n]` of ids; the strides count elements.

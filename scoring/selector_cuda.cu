@@ -1,4 +1,5 @@
 #include "scoring/block_cuda.cuh"
+#include "scoring/filter_cuda.h"
 #include "scoring/selector_cuda.h"
 #include "transfer/cuda_check.h"
 
@@ -57,7 +58,7 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
   plan.blocks = args.sketches[query.sequence];
   if (args.purpose == PlanPurpose::kScore && args.flags != nullptr && spans.num_eligible() > 0) {
     const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
-    atomicAdd_system(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
   }
 }
 
@@ -153,6 +154,20 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
   place(scratch.partials, sets * scratch.tiles);
   place(scratch.normalisers, sets);
+  const std::int64_t groups = rows * limits.kv_heads;
+  const int group = limits.query_heads / limits.kv_heads;
+  FilterScratch& filter = scratch.filter;
+  constexpr int kMostChunks = 8;
+  constexpr int kMostProducts = 4;
+  filter.columns_stride = std::int64_t{(group + 3) / 4} * kMostChunks * kMostProducts * 32;
+  place(filter.heads, sets);
+  place(filter.groups, groups);
+  place(filter.counts, groups * scratch.segments);
+  place(filter.partials, sets * scratch.segments);
+  place(filter.columns, groups * filter.columns_stride);
+  place(filter.weight_sums, sets);
+  place(filter.slots, groups * limits.max_tokens);
+  place(filter.keys, 2 * groups * limits.max_tokens);
   if (bytes != nullptr) *bytes = offset;
   return scratch;
 }
@@ -185,6 +200,10 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
+  if (request.rule.mode == LayerMode::kSparse && request.max_length > 0 && filter_serves(request)) {
+    enqueue_filter(stage);
+    return;
+  }
   enqueue_plan(stage, PlanPurpose::kScore);
   if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
   enqueue_scores(stage);

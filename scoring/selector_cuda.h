@@ -39,6 +39,26 @@ struct SetState {
   std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
 };
 
+/// Per (row, query head), of the filtered path (filter_cuda.h).
+struct FilterHead;
+struct FilterGroup;
+
+/// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
+/// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in `scores`
+/// as
+/// `[slot][group]`.
+struct FilterScratch {
+  FilterHead* heads;          // [rows][query_heads]
+  FilterGroup* groups;        // [rows][kv_heads]
+  std::uint32_t* counts;      // [rows][kv_heads][segments] candidates of a segment
+  float* partials;            // [rows][kv_heads][segments][group] sums of shares
+  std::uint32_t* columns;     // [rows][kv_heads][columns_stride] column operands of sign products
+  std::int32_t* weight_sums;  // [rows][query_heads]
+  std::uint32_t* slots;       // [rows][kv_heads][max_tokens] the candidates' slots, in token order
+  float* keys;                // [rows][kv_heads][2][max_tokens] what is compared, and marks
+  std::int64_t columns_stride;
+};
+
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
 /// query head; arrays per set have the stride of query heads in both cases.
 struct Scratch {
@@ -49,6 +69,7 @@ struct Scratch {
   std::uint32_t* chosen;     // [rows][kv_heads][segments] likewise
   float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
   float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
+  FilterScratch filter;
   std::int64_t segments;
   std::int64_t tiles;
 };

@@ -1,21 +1,13 @@
 #include "scoring/block_cuda.cuh"
 #include "scoring/scores_cuda.cuh"
+#include "scoring/sign_products.cuh"
 
 #include <cstdint>
 
 namespace kvtier::scoring::cuda {
 namespace {
 
-// Norm-aware with integer weights of `kBits` bits, by binary matrix products: tokens are the 16
-// rows, and the columns are bit planes of the query weights in two's complement. A product counts,
-// for each (token, column), the planes where both bits are set.
-//
-// The 8 columns of a product are bit planes 2 j and 2 j + 1 of 4 heads, so that the two columns
-// that a lane receives belong to head lane % 4, and `kBits` / 2 products give it all planes of that
-// head.
-constexpr int kHeadsPerProduct = 4;
 constexpr int kProductRows = 16;
-constexpr int kMaxGroup = 16;
 
 template <int kBits>
 struct SignShape {
@@ -24,62 +16,6 @@ struct SignShape {
   static constexpr int kWarpTokens = kRowGroups * kProductRows;
   static constexpr int kBlockTokens = kWarpTokens * kScoreThreads / 32;
 };
-
-__device__ void multiply_bits(int (&counts)[4], std::uint32_t rows_low, std::uint32_t rows_high,
-                              std::uint32_t columns) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
-      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+r"(counts[0]), "+r"(counts[1]), "+r"(counts[2]), "+r"(counts[3])
-      : "r"(rows_low), "r"(rows_high), "r"(columns));
-}
-
-// Weight of a bit plane in two's complement.
-template <int kBits>
-__device__ constexpr int plane_weight(int plane) {
-  return plane == kBits - 1 ? -(1 << plane) : 1 << plane;
-}
-
-// Fills `columns` [quads][chunks][products][lane], the column operand of each product as the lanes
-// hold it, and `weight_sums` [heads].
-template <int kBits>
-__device__ void fill_columns(const ScoreArgs& args, const Work& work, int chunks, int quads,
-                             std::uint32_t* columns, int* weight_sums) {
-  constexpr int kProducts = SignShape<kBits>::kProducts;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = static_cast<int>(threadIdx.x); i < quads * chunks * kProducts * 32;
-       i += kScoreThreads) {
-    columns[i] = 0;
-  }
-  if (threadIdx.x < kMaxGroup) weight_sums[threadIdx.x] = 0;
-  __syncthreads();
-
-  const int words = chunks * kWordsPerChunk;
-  for (int i = warp; i < work.heads * words; i += kScoreThreads / 32) {
-    const int head = i / words;
-    const int word = i - head * words;
-    const int plane = word * 32 + lane;
-    int weight = 0;
-    if (plane < args.params.num_planes) {
-      const float* entries =
-          args.tables.entries + (work.first_head + head) * args.tables.entries_per_head;
-      weight = static_cast<int>(entries[plane]);
-    }
-    const int chunk = (head / kHeadsPerProduct) * chunks + word / kWordsPerChunk;
-    int sum = 0;
-#pragma unroll
-    for (int bit = 0; bit < kBits; ++bit) {
-      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
-      sum += plane_weight<kBits>(bit) * __popc(set);
-      const int column = head % kHeadsPerProduct * 2 + bit % 2;
-      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
-      if (lane == 0) columns[(chunk * kProducts + bit / 2) * 32 + holder] = __brev(set);
-    }
-    if (lane == 0) atomicAdd(&weight_sums[head], sum);
-  }
-  __syncthreads();
-}
 
 // Counts for `kWarpTokens` tokens and the 4 heads of a quad; `codes` is word lane % 4 of token lane
 // / 4.
@@ -122,9 +58,10 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
       (work.plan.end + Shape::kBlockTokens - 1) / Shape::kBlockTokens) {
     return;
   }
-  const int chunks = (args.params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  const int chunks = sign_chunks(args.params);
   const int quads = (work.heads + kHeadsPerProduct - 1) / kHeadsPerProduct;
-  fill_columns<kBits>(args, work, chunks, quads, columns, weight_sums);
+  fill_columns<kBits, kScoreThreads>(args.tables, args.params.num_planes, work.first_head,
+                                     work.heads, chunks, quads, columns, weight_sums);
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -160,19 +97,13 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
       for (int group = 0; group < Shape::kRowGroups; ++group) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          int agreeing = 0;
-#pragma unroll
-          for (int bit = 0; bit < kBits; ++bit) {
-            agreeing += plane_weight<kBits>(bit) * counts[group][bit / 2][half * 2 + bit % 2];
-          }
           const int row = group * kProductRows + half * 8;
           const int source = row % 32 + lane / 4;
           const float key_norm = __shfl_sync(kFullWarp, norms[row / 32].key, source);
           const float value_norm = __shfl_sync(kFullWarp, norms[row / 32].value, source);
           const std::int64_t token = base + row + lane / 4;
           if (!has_head || token < work.plan.begin || token >= work.plan.end) continue;
-          // A set bit adds its weight, a clear one subtracts it.
-          const auto sum = static_cast<float>(2 * agreeing - weight_sum);
+          const auto sum = static_cast<float>(signed_sum<kBits>(counts[group], half, weight_sum));
           scores[token] = key_norm >= 0.0F
                               ? weighted_score(args.params, scalars, sum, key_norm, value_norm)
                               : kLowestScore;
@@ -184,7 +115,7 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
 
 template <int kBits>
 ScoreLaunch launch_of(const ScoreArgs& args) {
-  const int chunks = (args.params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  const int chunks = sign_chunks(args.params);
   const int quads = (args.group + kHeadsPerProduct - 1) / kHeadsPerProduct;
   const int words = quads * chunks * SignShape<kBits>::kProducts * 32;
   return {sign_scores<kBits>, SignShape<kBits>::kBlockTokens,

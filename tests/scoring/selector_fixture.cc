@@ -84,9 +84,10 @@ std::int64_t Problem::k(int row) const {
                                 static_cast<std::int64_t>(tokens.eligible.size()));
 }
 
-std::vector<std::int64_t> Selected::of(int row, int head) const {
+std::vector<std::int64_t> Selected::of(int row, int head,
+                                       const std::vector<std::int32_t>& all) const {
   std::vector<std::int64_t> result;
-  const std::int32_t* from = ids.data() + (std::int64_t{row} * heads + head) * n;
+  const std::int32_t* from = all.data() + (std::int64_t{row} * heads + head) * n;
   for (std::int64_t i = 0; i < n && from[i] != -1; ++i) result.push_back(from[i]);
   return result;
 }
@@ -252,11 +253,20 @@ Selected SelectorTest::run(const Problem& problem) {
   for (std::size_t row = 0; row < problem.rows.size(); ++row) {
     k = std::max(k, problem.k(static_cast<int>(row)));
   }
-  const SelectRequest request = make_request(problem);
+  SelectRequest request = make_request(problem);
   Selector selector(*device_, make_limits(problem, per_kv ? k : k * problem.group));
-  const transfer::SelectionView view = selector.select(*stream_, request);
   const int heads = per_kv ? problem.kv_heads : problem.query_heads();
-  return download_selection(problem, request, selector, view, heads, k + 3, true);
+  request.keep_scores = false;
+  const transfer::SelectionView filtered = selector.select(*stream_, request);
+  const Selected without_scores =
+      download_selection(problem, request, selector, filtered, heads, k + 3, false);
+  *request.flags = {};
+  request.keep_scores = true;
+  const transfer::SelectionView view = selector.select(*stream_, request);
+  Selected found = download_selection(problem, request, selector, view, heads, k + 3, true);
+  found.ids_without_scores = without_scores.ids;
+  EXPECT_EQ(without_scores.tokens_scored, found.tokens_scored);
+  return found;
 }
 
 void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) {
@@ -274,6 +284,14 @@ void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) 
       std::vector<std::int64_t> positions;
       for (const std::int64_t id : ids) positions.push_back(id - offset);
       EXPECT_EQ(oracle::compare_selection(expected.values, positions, k, expected.slack), "");
+      if (!found.ids_without_scores.empty()) {
+        std::vector<std::int64_t> others;
+        for (const std::int64_t id : found.of(row, head, found.ids_without_scores)) {
+          others.push_back(id - offset);
+        }
+        EXPECT_EQ(oracle::compare_selection(expected.values, others, k, expected.slack), "")
+            << "without scores";
+      }
       chosen[index(head * problem.kv_heads / found.heads)].insert(ids.begin(), ids.end());
 
       // fp32 sums of at most 1024 terms: 1024 * 2^-24 of the sum of their magnitudes.

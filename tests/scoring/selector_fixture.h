@@ -68,7 +68,8 @@ struct Problem {
 struct Selected {
   int heads = 0;
   std::int64_t n = 0;
-  std::vector<std::int32_t> ids;  ///< `[rows, heads, n]`
+  std::vector<std::int32_t> ids;                 ///< `[rows, heads, n]`
+  std::vector<std::int32_t> ids_without_scores;  ///< Of a call that kept no scores.
   std::vector<float> scores;
   std::vector<std::int32_t> counts;  ///< `[rows, kv_heads]`
   std::vector<std::int32_t> union_ids;
@@ -77,7 +78,9 @@ struct Selected {
   std::uint64_t tokens_scored = 0;
 
   /// Ids of one (row, head), without the padding.
-  [[nodiscard]] std::vector<std::int64_t> of(int row, int head) const;
+  [[nodiscard]] std::vector<std::int64_t> of(int row, int head) const { return of(row, head, ids); }
+  [[nodiscard]] std::vector<std::int64_t> of(int row, int head,
+                                             const std::vector<std::int32_t>& all) const;
 };
 
 /// Scores of the eligible tokens by the oracle, of a query head or, for `kPerKvHead`, a KV head.

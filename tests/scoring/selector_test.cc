@@ -159,6 +159,44 @@ TEST_P(SelectorOracleTest, AgreesForAnyNumberOfNormAwarePlanes) {
   }
 }
 
+// A selection that samples a row to guess its threshold must survive a wrong guess: one token of
+// twenty thousand outweighs all others for one head of the group, where no sample is likely to see
+// it. With many tokens to select, candidates are more than a block holds at once.
+TEST_P(SelectorOracleTest, LongRowsWithOneHeavyTokenAndManySelected) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, 64, kHeadDim);
+  TokenSet set = random_tokens(12, 1, 20011, random_signs(4, 64));
+  for (const int top_k : {1, 50, 2000, 11000}) {
+    for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
+      Problem problem;
+      problem.config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4}, selection);
+      problem.config.num_planes = 64;
+      problem.config.top_k = top_k;
+      problem.planes = planes.get();
+      problem.group = 3;
+      problem.softmax_scale = 1.0F;
+      problem.sequences = {&set};
+      add_row_per_sequence(problem);
+      add_queries(problem, 81);
+      oracle::Sketch& heavy = set.heads[0][9973];
+      const float* query = problem.queries.data();
+      for (int i = 0; i < 64; ++i) {
+        double sum = 0.0;
+        for (int x = 0; x < kHeadDim; ++x) {
+          const auto at = static_cast<std::size_t>(i * kHeadDim + x);
+          sum += oracle::from_bf16(planes->host_bits()[at]) * static_cast<double>(query[x]);
+        }
+        heavy.bits[static_cast<std::size_t>(i)] = sum >= 0.0 ? 1 : 0;
+      }
+      heavy.key_norm = 16.0;
+      SCOPED_TRACE(describe(problem.config, problem.group));
+      SCOPED_TRACE(top_k);
+
+      expect_oracle(problem, run(problem));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_P(SelectorOracleTest, OrthogonalPlanesServeCollisionsAndGaussianOnesNormAware) {
   const TokenSet set = random_tokens(8, 1, 700, random_signs(4, kNumPlanes));
   for (const EstimatorCase& test : estimator_cases()) {

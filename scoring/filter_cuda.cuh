@@ -1,0 +1,35 @@
+#pragma once
+
+#include "scoring/block_cuda.cuh"
+#include "scoring/filter_cuda.h"
+#include "scoring/score_math.h"
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+/// Device functions of the filtered path.
+namespace kvtier::scoring::cuda {
+
+inline constexpr float kLog2E = 1.4426950408889634F;
+
+/// Value of a token that scores lowest. Its share is 0.
+inline constexpr float kLowestValue = -3.0e38F;
+
+__device__ inline float share_of(bool logit_like, float value, float reference) {
+  if (value <= kLowestValue) return 0.0F;
+  return logit_like ? exp2f(value - reference + kShareShift) : value * reference;
+}
+
+__device__ inline RowPlan plan_of_row(const FilterArgs& args, int row) {
+  const SelectRequest& request = args.request;
+  const transfer::QueryRow& query = request.rows[row];
+  const transfer::AttendedSpans spans = transfer::attended_spans(
+      request.rule, request.sequences[query.sequence].counters->length, query);
+  return {.begin = spans.sink_end,
+          .end = spans.eligible_end,
+          .k = transfer::num_to_select(request.params.top_k, request.params.sparsity, spans),
+          .blocks = request.sketches[query.sequence]};
+}
+
+}  // namespace kvtier::scoring::cuda

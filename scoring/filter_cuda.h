@@ -1,0 +1,63 @@
+#pragma once
+
+#include "scoring/selector_cuda.h"
+
+#include <cstdint>
+
+/// Internal to the CUDA half of the selector: selection without a score matrix.
+///
+/// One pass over the sketches keeps only *candidates*, tokens whose score may be among the k best:
+///
+/// 1. `sample`: scores some thousand tokens spread over the row; from them a reference that
+///    normalises each head, and a threshold that a little more than k tokens should reach.
+/// 2. `pass`: scores every eligible token once; writes the tokens that reach the threshold, and
+/// what
+///    their heads' exact normalisers need.
+/// 3. `choose`: exact top-k among the candidates, with a proof that no other token belongs to it.
+///    Where the proof fails, it sets a threshold that cannot fail, and
+/// 4. `pass` and `choose` run once more for those sets; for all others they return at once.
+///
+/// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but
+/// for rounding of scores.
+namespace kvtier::scoring::cuda {
+
+/// Per (row, query head). Values are in the estimator's domain: base-2 logits for logit-like
+/// scores, weighted collisions otherwise.
+struct FilterHead {
+  /// The share of a token with value t is 2^(t - reference + kShareShift), or t * reference.
+  float reference;
+  float threshold;  ///< Per query head: least share of a candidate.
+};
+
+/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186.
+inline constexpr float kShareShift = 60.0F;
+
+/// Per (row, KV head).
+struct FilterGroup {
+  float threshold;      ///< Per KV head: least sum of shares of a candidate.
+  std::uint32_t again;  ///< 1: the second pass is for this one.
+};
+
+/// Tells whether the filtered path serves a request on the present device.
+[[nodiscard]] bool filter_serves(const SelectRequest& request);
+/// Fills `workspace.selection`. Everything, the plan included.
+void enqueue_filter(const Stage& stage);
+
+/// The arguments of the stages.
+struct FilterArgs {
+  SelectRequest request;
+  QueryTables tables;
+  RowPlan* plans;
+  FilterScratch filter;
+  std::int32_t* ids;
+  float* values;
+  transfer::SelectionView selection;
+  std::int64_t max_tokens;
+  std::int64_t segments;
+};
+
+void enqueue_sign_sample(cudaStream_t stream, const FilterArgs& args);
+void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
+void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again);
+
+}  // namespace kvtier::scoring::cuda
