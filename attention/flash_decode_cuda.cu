@@ -167,12 +167,11 @@ __device__ void count_rows(const AttendRequest& request, const SelectionView& se
   if (threadIdx.x != 0) return;
   const unsigned long long host = request.pages_on_device ? 0 : totals[1];
   if (host != 0) {
-    atomicAdd_system(reinterpret_cast<unsigned long long*>(&request.flags->rows_fetched_host),
-                     host);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->rows_fetched_host), host);
   }
   if (totals[0] != host) {
-    atomicAdd_system(reinterpret_cast<unsigned long long*>(&request.flags->rows_resident),
-                     totals[0] - host);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->rows_resident),
+              totals[0] - host);
   }
 }
 
@@ -341,18 +340,26 @@ __global__ void merge_kernel(const __grid_constant__ KvGeometry kv,
   }
   __syncthreads();  // weights are complete
 
-  const int d = static_cast<int>(threadIdx.x);
+  // Four threads per element, each over every fourth split; summed in their order.
+  __shared__ float quarters[4][256];
+  const int d = static_cast<int>(threadIdx.x) % kv.head_dim;
+  const int quarter = static_cast<int>(threadIdx.x) / kv.head_dim;
   float sum = 0.0F;
+#pragma unroll
   for (int p = 0; p < 2; ++p) {
     const float* out = parts.parts[p].out + slot * kv.head_dim + d;
-#pragma unroll 8
-    for (int s = 0; s < parts.splits[p]; ++s) {
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 4; ++i) {
+      const int s = i * 4 + quarter;
       // Accumulators of empty splits were never written.
       const float weight = weights[p][s];
-      const float x = weight != 0.0F ? out[std::int64_t{s} * kv.head_dim] : 0.0F;
-      sum += weight * x;
+      if (weight != 0.0F) sum += weight * out[std::int64_t{s} * kv.head_dim];
     }
   }
+  quarters[quarter][d] = sum;
+  __syncthreads();  // quarters are complete
+  if (quarter != 0) return;
+  sum = quarters[0][d] + quarters[1][d] + quarters[2][d] + quarters[3][d];
   store_output(item.dtype, item.out, head * item.head_stride + d, sum);
 }
 
@@ -464,7 +471,7 @@ void merge(void* stream, const AttendRequest& request, const PartialParts& parts
   if (request.rows.count == 0) return;
   const dim3 grid(static_cast<unsigned>(request.kv.query_heads),
                   static_cast<unsigned>(request.rows.count));
-  merge_kernel<<<grid, static_cast<unsigned>(request.kv.head_dim), 0,
+  merge_kernel<<<grid, static_cast<unsigned>(4 * request.kv.head_dim), 0,
                  transfer::cuda::stream_of(stream)>>>(request.kv, parts, outputs);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -27,8 +27,7 @@ __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
 __device__ void raise(std::uint64_t* counter, std::uint64_t n) {
   static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
   if (n != 0) {
-    atomicAdd_system(reinterpret_cast<unsigned long long*>(counter),
-                     static_cast<unsigned long long>(n));
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(n));
   }
 }
 
@@ -208,15 +207,16 @@ __device__ std::int64_t lower_bound(const std::int32_t* ids, std::int64_t count,
 }
 
 /// One block counts the rows of the whole gather, while the others copy: ids are ascending, so
-/// those in pages are one run.
+/// those in pages are one run. All selected rows are counted, staged or not.
 __device__ void count_gathered(const KvGeometry& geometry, const SequenceBatch& sequences,
                                const QueryBatch& rows, const SelectionView& selection,
                                bool pages_on_device, StepFlags* flags) {
-  __shared__ unsigned long long totals[2];  // all rows, rows in pages
-  if (threadIdx.x < 2) totals[threadIdx.x] = 0;
+  __shared__ unsigned long long totals[3];  // rows copied, those in pages, rows selected
+  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
   __syncthreads();  // totals are zero before any thread adds to them
-  unsigned long long all = 0;
+  unsigned long long copied = 0;
   unsigned long long paged = 0;
+  unsigned long long selected = 0;
   const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
   for (std::int64_t lane = threadIdx.x; lane < lanes; lane += kThreads) {
     const std::int64_t count = gathered(selection, lane);
@@ -227,15 +227,17 @@ __device__ void count_gathered(const KvGeometry& geometry, const SequenceBatch& 
       end = lower_bound(ids, count, sequences[sequence].counters->resident_begin);
     }
     const std::int64_t begin = lower_bound(ids, end, geometry.sink_capacity);
-    all += static_cast<unsigned long long>(count);
+    copied += static_cast<unsigned long long>(count);
+    selected += static_cast<unsigned long long>(selection.counts[lane]);
     paged += static_cast<unsigned long long>(end - begin);
   }
-  if (all != 0) atomicAdd(&totals[0], all);
+  if (copied != 0) atomicAdd(&totals[0], copied);
   if (paged != 0) atomicAdd(&totals[1], paged);
+  if (selected != 0) atomicAdd(&totals[2], selected);
   __syncthreads();  // all threads have added
   if (threadIdx.x != 0) return;
   const std::uint64_t fetched = pages_on_device ? 0 : totals[1];
-  raise(&flags->rows_selected, totals[0]);
+  raise(&flags->rows_selected, totals[2]);
   raise(&flags->rows_fetched_host, fetched);
   raise(&flags->rows_resident, totals[0] - fetched);
 }
@@ -378,9 +380,9 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
                  StepFlags* flags) {
   const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
   const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
-  if (lanes == 0 || most <= 0) return;
+  if (lanes == 0 || (most <= 0 && flags == nullptr)) return;
   const std::int64_t wanted = (most + kWarps * kGatherRows - 1) / (kWarps * kGatherRows);
-  const std::int64_t blocks = std::clamp<std::int64_t>(kMaxBlocks / lanes, 1, wanted);
+  const std::int64_t blocks = std::min(std::max<std::int64_t>(kMaxBlocks / lanes, 1), wanted);
   const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
                   static_cast<unsigned>(rows.count));
   const auto launch = [&](auto kernel) {

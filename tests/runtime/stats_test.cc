@@ -55,7 +55,6 @@ TEST_P(StatsTest, CountersAddUp) {
         config.memory.placement = placement;
         config.memory.staging_rows = staging_rows;
         const bool on_host = placement == KvPlacement::kHost;
-        const bool staged = on_host && staging_rows > 0;
         Engine engine(config);
         Session session = engine.open();
         const oracle::VisibleRule rule{.mode = LayerMode::kSparse,
@@ -84,10 +83,7 @@ TEST_P(StatsTest, CountersAddUp) {
         const Stats::Cumulative& c = stats.cumulative;
         EXPECT_EQ(c.tokens_appended, static_cast<std::uint64_t>(length));
         EXPECT_EQ(c.queries, queries);
-        // Counted where rows are gathered, which those read in place do not pass.
-        if (staged) {
-          EXPECT_EQ(c.rows_selected, sum.selected);
-        }
+        EXPECT_EQ(c.rows_selected, sum.selected);
         EXPECT_EQ(c.rows_attended, sum.attended);
         EXPECT_EQ(c.bytes_host_to_device + c.bytes_device_resident, sum.attended * kRowBytes);
         // Sink and window are resident, so that what is fetched is selected rows.
