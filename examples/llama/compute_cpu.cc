@@ -1,9 +1,8 @@
+#include "llama/blas.h"
 #include "llama/compute.h"
 #include "llama/numeric.h"
 #include "llama/simd_loops.h"
 #include "llama/threads.h"
-
-#include <cblas.h>
 
 #include <algorithm>
 #include <cmath>
@@ -22,14 +21,20 @@ constexpr std::int64_t kQueryTile = 64;        // Query tokens of one attention 
 constexpr std::int64_t kKeyBlock = 512;        // 64 tokens x 4 heads x 512 logits fit a 2 MB L2.
 constexpr std::int64_t kSerialWork = 1 << 22;  // Multiply-adds below which threads cost more.
 
-int blas_int(std::int64_t value) { return static_cast<int>(value); }
-
 /// c `[m, n]` = a `[m, k]` * b^T `[n, k]`, with row strides.
 void multiply_transposed(std::int64_t m, std::int64_t n, std::int64_t k, const float* a,
                          std::int64_t a_stride, const float* b, std::int64_t b_stride, float* c,
                          std::int64_t c_stride) {
-  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, blas_int(m), blas_int(n), blas_int(k), 1.0F,
-              a, blas_int(a_stride), b, blas_int(b_stride), 0.0F, c, blas_int(c_stride));
+  multiply({.m = m,
+            .n = n,
+            .k = k,
+            .a = a,
+            .a_stride = a_stride,
+            .b = b,
+            .b_stride = b_stride,
+            .b_transposed = true,
+            .c = c,
+            .c_stride = c_stride});
 }
 
 /// One (KV head, query tile) of prefill attention; rows are (token, query head of the group).
@@ -83,9 +88,16 @@ class AttentionTile {
           softmax_block(&logits_[index(row * kKeyBlock)], valid, width, states_[index(row)]);
       if (factor != 1.0F) scale_row(&out_[index(row * d())], d(), factor);
     }
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, blas_int(rows_), blas_int(d()),
-                blas_int(width), 1.0F, logits_.data(), blas_int(kKeyBlock), values, blas_int(d()),
-                1.0F, out_.data(), blas_int(d()));
+    multiply({.m = rows_,
+              .n = d(),
+              .k = width,
+              .a = logits_.data(),
+              .a_stride = kKeyBlock,
+              .b = values,
+              .b_stride = d(),
+              .c = out_.data(),
+              .c_stride = d(),
+              .beta = 1.0F});
   }
 
   const PrefillAttention& in_;
@@ -99,7 +111,7 @@ class CpuCompute final : public Compute {
   /// BLAS gets one thread: work is divided here, so its threads never meet kvtier's.
   explicit CpuCompute(int threads)
       : threads_(threads > 0 ? threads : static_cast<int>(std::thread::hardware_concurrency())) {
-    openblas_set_num_threads(1);
+    load_blas();
   }
 
   [[nodiscard]] MemorySpace space() const noexcept override { return MemorySpace::kHost; }

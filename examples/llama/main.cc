@@ -1,6 +1,5 @@
 #include "kvtier/error.h"
 
-#include "llama/blas_kernels.h"
 #include "llama/eval.h"
 #include "llama/generate.h"
 #include "llama/record.h"
@@ -203,7 +202,6 @@ void run_record(Arguments& a) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  use_fitting_blas_kernels(argv);
   CLI::App app("kvtier-llama: a small Llama and Qwen3 decoder that keeps its KV in kvtier");
   app.require_subcommand(1);
   Arguments a;
