@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The cheap checks: format, shell scripts, and the rules of the whole tree (who may include whom, file sizes,
-# what the documents promise). The first stage of test.sh, and a pre-commit hook:
+# The cheap checks: format, shell scripts, headers that compile alone, and the rules of the whole tree (who may
+# include whom, file sizes, what the documents promise). The first stage of test.sh, and a pre-commit hook:
 #
 #   ln -s ../../scripts/check.sh .git/hooks/pre-commit
 #
@@ -24,7 +24,12 @@ elif (($# > 0)); then
 fi
 
 # The tree may belong to another user, as in a container.
-tracked() { git -c safe.directory='*' ls-files -- "$@"; }
+tracked() {
+  local file
+  git -c safe.directory='*' ls-files -- "$@" | while read -r file; do
+    if [[ -e $file ]]; then echo "$file"; fi  # a file deleted, but not yet in the index, is left out
+  done
+}
 
 say "format"
 mapfile -t sources < <(tracked '*.h' '*.cc' '*.c' '*.cu' '*.cuh')
@@ -41,12 +46,13 @@ for script in "${shell_scripts[@]}"; do bash -n "$script"; done
 if command -v shellcheck >/dev/null; then shellcheck -x "${shell_scripts[@]}"; fi
 echo "${#shell_scripts[@]} files"
 
-say "tree"
+say "headers and tree"
 mkdir -p build
 mapfile -t options < <(cmake_options)
 cmake --preset dev -B build/check -DKVTIER_BUILD_SERVICES=OFF -DKVTIER_BUILD_EXAMPLES=OFF "${options[@]}" \
   >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
-cmake --build build/check --target tree_test >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
+cmake --build build/check --target tree_test all_verify_interface_header_sets \
+  >build/check.log 2>&1 || { cat build/check.log >&2; exit 1; }
 build/check/tests/tree/tree_test --gtest_brief=1
 
 if ((tidy)); then
