@@ -163,12 +163,32 @@ __device__ Candidates list_candidates(const FilterArgs& args, const RowPlan& pla
           args.values + group_index * args.max_tokens * group, total};
 }
 
-/// Exact normalisers of the heads: references that make the shares of all eligible tokens add up to
-/// 2^kShareShift, or to 1 for collisions. All threads; ends with a barrier.
+/// The normaliser of a head by its candidates alone, for a head with shares at the limit: beside
+/// them all others vanish. Every thread gets it.
+__device__ float candidates_reference(const Candidates& candidates, int head, int group) {
+  const auto value_of = [&](std::uint32_t j) {
+    return candidates.values[std::int64_t{candidates.slots[j]} * group + head];
+  };
+  float most = -INFINITY;
+  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kThreads) {
+    most = fmaxf(most, value_of(j));
+  }
+  most = block_reduce(most, [](float x, float y) { return fmaxf(x, y); });
+  float sum = 0.0F;
+  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kThreads) {
+    sum += exp2f(value_of(j) - most);
+  }
+  sum = block_reduce(sum, [](float x, float y) { return x + y; });
+  return most + log2f(sum);
+}
+
+/// Exact normalisers of the heads: base-2 log of the sum of 2^value over all eligible tokens, or,
+/// for collisions, the inverse of the sum of values. All threads; ends with a barrier.
 __device__ void exact_references(const FilterArgs& args, const RowPlan& plan,
-                                 std::int64_t group_index, int group, const FilterHead* heads,
+                                 const Candidates& candidates, int group, const FilterHead* heads,
                                  float* references) {
   __shared__ float sums[kThreads / 32][kMaxGroup];
+  __shared__ unsigned limited;  // bit h: head h has shares at the limit
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // A warp's lanes cover whole segments: head lane % width, for the group rounded up to a power
@@ -177,7 +197,8 @@ __device__ void exact_references(const FilterArgs& args, const RowPlan& plan,
   while (width < group) width *= 2;
   const int head = lane % width;
   const int per_step = kThreads / width;
-  const float* partials = args.filter.partials + group_index * args.segments * group + head;
+  const float* partials =
+      args.filter.partials + candidates.group_index * args.segments * group + head;
   const std::int64_t last = (plan.end + kSegmentTokens - 1) / kSegmentTokens;
   float sum = 0.0F;
   if (head < group) {
@@ -191,20 +212,44 @@ __device__ void exact_references(const FilterArgs& args, const RowPlan& plan,
     sum += __shfl_xor_sync(kFullWarp, sum, offset);
   }
   if (lane < group) sums[warp][lane] = sum;
+  if (threadIdx.x == 0) limited = 0;
   __syncthreads();
   if (threadIdx.x < group) {
-    double total = 0.0;
-    for (int w = 0; w < kThreads / 32; ++w) total += static_cast<double>(sums[w][threadIdx.x]);
+    float total = 0.0F;
+    for (int w = 0; w < kThreads / 32; ++w) total += sums[w][threadIdx.x];
     const float old = heads[threadIdx.x].reference;
     if (args.request.params.logit_like()) {
-      references[threadIdx.x] =
-          total > 0.0 ? old + static_cast<float>(log2(total)) - kShareShift : old;
+      references[threadIdx.x] = total > 0.0F ? old + log2f(total) - kShareShift : old;
+      if (total >= exp2f(kShareLimit - 1.0F)) atomicOr(&limited, 1U << threadIdx.x);
     } else {
-      references[threadIdx.x] =
-          total > 0.0 ? static_cast<float>(static_cast<double>(old) / total) : 0.0F;
+      references[threadIdx.x] = total > 0.0F ? old / total : 0.0F;
     }
   }
   __syncthreads();
+  if (limited == 0) return;
+  for (int h = 0; h < group; ++h) {
+    if ((limited >> h & 1U) == 0) continue;
+    const float exact = candidates_reference(candidates, h, group);
+    if (threadIdx.x == 0) references[h] = exact;
+  }
+  __syncthreads();
+}
+
+/// What a token is ranked by: base-2 log of the sum of its heads' shares, or, for collisions, that
+/// sum. `references` as above.
+__device__ float combined_value(bool logit_like, const float* values, const float* references,
+                                int group) {
+  if (values[0] <= kLowestValue) return kLowestValue;
+  if (!logit_like) {
+    float sum = 0.0F;
+    for (int h = 0; h < group; ++h) sum += values[h] * references[h];
+    return sum;
+  }
+  float most = -INFINITY;
+  for (int h = 0; h < group; ++h) most = fmaxf(most, values[h] - references[h]);
+  float sum = 0.0F;
+  for (int h = 0; h < group; ++h) sum += exp2f(values[h] - references[h] - most);
+  return most + log2f(sum);
 }
 
 /// Writes the chosen candidates in token order with their masks.
@@ -254,15 +299,7 @@ __device__ void choose_per_kv_head(const FilterArgs& args, const RowPlan& plan,
   const std::int64_t first_head = candidates.group_index * group;
   FilterHead* heads = args.filter.heads + first_head;
   FilterGroup& state = args.filter.groups[candidates.group_index];
-  exact_references(args, plan, candidates.group_index, group, heads, references);
-  // How much the share of a token that was left out may have been underestimated.
-  float slack = 0.0F;
-  for (int h = 0; h < group; ++h) {
-    const float old = heads[h].reference;
-    slack = fmaxf(
-        slack, logit_like ? exp2f(old - references[h]) : (old > 0.0F ? references[h] / old : 0.0F));
-  }
-
+  exact_references(args, plan, candidates, group, heads, references);
   float* keys_memory = args.filter.keys + candidates.group_index * 2 * args.max_tokens;
   const auto k = static_cast<std::uint32_t>(plan.k);
   const bool enough = candidates.count >= k;
@@ -270,14 +307,10 @@ __device__ void choose_per_kv_head(const FilterArgs& args, const RowPlan& plan,
     const float* values = candidates.values + std::int64_t{candidates.slots[j]} * group;
     if (group == 4) {  // the usual group, as one load
       const float4 v = *reinterpret_cast<const float4*>(values);
-      const float sum =
-          share_of(logit_like, v.x, references[0]) + share_of(logit_like, v.y, references[1]) +
-          share_of(logit_like, v.z, references[2]) + share_of(logit_like, v.w, references[3]);
-      return v.x <= kLowestValue ? kLowestValue : sum;
+      const float four[4] = {v.x, v.y, v.z, v.w};
+      return combined_value(logit_like, four, references, 4);
     }
-    float sum = 0.0F;
-    for (int h = 0; h < group; ++h) sum += share_of(logit_like, values[h], references[h]);
-    return values[0] <= kLowestValue ? kLowestValue : sum;
+    return combined_value(logit_like, values, references, group);
   });
   Threshold threshold{0, 0, 0};
   float kth = 0.0F;
@@ -287,15 +320,35 @@ __device__ void choose_per_kv_head(const FilterArgs& args, const RowPlan& plan,
         (threshold.key & 0x80000000U) != 0 ? threshold.key & 0x7FFFFFFFU : ~threshold.key;
     kth = __uint_as_float(bits);  // ordered_key undone
   }
-  // Shares are recomputed here: allow for their rounding.
-  constexpr float kRounding = 1e-4F;
-  const bool proven =
-      enough && (state.threshold <= 0.0F || kth >= state.threshold * slack * (1.0F + kRounding));
+  // Tokens that were left out have a combined value below this bound: their shares add up to less
+  // than the threshold, and a share is at most what its head's reference was off by too small.
+  constexpr float kRounding = 2e-4F;
+  float bound = logit_like ? -INFINITY : 0.0F;
+  for (int h = 0; h < group; ++h) {
+    const float old = heads[h].reference;
+    bound =
+        fmaxf(bound, logit_like ? old - references[h] : (old > 0.0F ? references[h] / old : 0.0F));
+  }
+  if (logit_like) {
+    bound += log2f(state.threshold) - kShareShift + kRounding;
+  } else {
+    bound *= state.threshold * (1.0F + kRounding);
+  }
+  const bool proven = enough && (state.threshold <= 0.0F || kth >= bound);
   __syncthreads();
   if (!proven) {
     if (threadIdx.x == 0) {
       for (int h = 0; h < group; ++h) heads[h].reference = references[h];
-      state.threshold = enough && kth > 0.0F ? kth * (1.0F - kRounding) : 0.0F;
+      // The k-th of some tokens is no better than that of all. Shares that would be subnormal do
+      // not serve as a threshold: then everything passes.
+      constexpr float kLeastShare = -120.0F;
+      constexpr float kMargin = 16.0F * kRounding;
+      float least = 0.0F;
+      if (enough && logit_like && kth + kShareShift > kLeastShare) {
+        least = exp2f(fminf(kth + kShareShift, kShareLimit) - kMargin);
+      }
+      if (enough && !logit_like) least = fmaxf(kth * (1.0F - kMargin), 0.0F);
+      state.threshold = least;
       state.again = 1;
     }
     return;

@@ -18,7 +18,8 @@ inline constexpr float kLowestValue = -3.0e38F;
 
 __device__ inline float share_of(bool logit_like, float value, float reference) {
   if (value <= kLowestValue) return 0.0F;
-  return logit_like ? exp2f(value - reference + kShareShift) : value * reference;
+  return logit_like ? exp2f(fminf(value - reference + kShareShift, kShareLimit))
+                    : value * reference;
 }
 
 __device__ inline RowPlan plan_of_row(const FilterArgs& args, int row) {

@@ -29,8 +29,11 @@ struct FilterHead {
   float threshold;  ///< Per query head: least share of a candidate.
 };
 
-/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186.
+/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186, and no
+/// more than 2^kShareLimit, so that sums of them do not overflow. A share of 0 passes a threshold
+/// of 0 only; a limited one passes every threshold.
 inline constexpr float kShareShift = 60.0F;
+inline constexpr float kShareLimit = 100.0F;
 
 /// Per (row, KV head).
 struct FilterGroup {

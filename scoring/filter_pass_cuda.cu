@@ -344,7 +344,7 @@ __device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state, i
         const float norm = __shfl_sync(kFullWarp, key_norm, row * 8 + lane / 4);
         const float log_norm = __shfl_sync(kFullWarp, log_value, row * 8 + lane / 4);
         const float value = fmaf(state.factors[quad] * static_cast<float>(sum), norm, log_norm);
-        const float share = exp2_fast(value - state.references[quad]);
+        const float share = exp2_fast(fminf(value - state.references[quad], kShareLimit));
         values[quad][row] = value;
         state.totals[quad] += share;
         shares[row] += share;
