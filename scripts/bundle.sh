@@ -5,10 +5,10 @@
 #
 #   scripts/bundle.sh [--limit MIB] BUILD_DIR OUTPUT_DIR [BINARY...]
 #
-# BINARY is a path, or one relative to BUILD_DIR. Without any: the test programs under BUILD_DIR/tests, kvtier,
-# kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the limit (default
-# 18 MiB) nothing is written and the sizes are listed; -DCMAKE_CUDA_FLAGS=--compress-mode=size makes the GPU
-# code of a build seven times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
+# BINARY is a path, or one relative to BUILD_DIR. Without any: BUILD_DIR/tests/gpu_tests (every kernel suite in one
+# program), kvtier, kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the
+# limit (default 18 MiB) nothing is written and the sizes are listed; the preset `cuda` compresses GPU code, which
+# makes it seven times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
 #
 #   OUTPUT_DIR/run.sh BINARY [ARGUMENT...]      runs a program there, from any directory
 set -euo pipefail
@@ -37,6 +37,8 @@ default_binaries() {
     [[ -d $1/$folder ]] || continue
     while IFS= read -r -d '' file; do
       case $folder in
+        # gpu_tests holds every kernel suite; the suites one by one would carry the kernels many times.
+        tests) [[ ${file##*/} == gpu_tests || ! -e $1/tests/gpu_tests ]] || continue ;;
         services) [[ ${file##*/} == kvtier ]] || continue ;;
         examples) [[ ${file##*/} == kvtier-llama ]] || continue ;;
       esac
