@@ -8,6 +8,16 @@
 
 #include <cstdint>
 
+/// The kernels of the filtered path copy in bulk and work in clusters. For older architectures they
+/// are compiled empty; `filter_serves` keeps them from being launched there.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define KVTIER_HAS_CLUSTERS 1
+#define KVTIER_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define KVTIER_CLUSTER(blocks)
+#pragma nv_diag_suppress 177  // what the empty kernels do not call
+#endif
+
 /// Device functions of the filtered path.
 namespace kvtier::scoring::cuda {
 

@@ -377,6 +377,7 @@ template <int kBits, int kQuads, int kChunks, bool kTogether>
 __global__ __launch_bounds__(kMaxPassWarps * 32,
                              1) void sign_pass(const __grid_constant__ FilterArgs args, int stages,
                                                int stage_bytes, bool again) {
+#if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte ring[];
   __shared__ std::uint64_t barriers[kMaxPassWarps][kMaxStages];
   __shared__ std::int64_t starts[transfer::kMaxBatch + 1];
@@ -446,6 +447,7 @@ __global__ __launch_bounds__(kMaxPassWarps * 32,
     if (walk.wanted) state.close(args);
     if (segment + 1 < segments) walk.advance();
   }
+#endif
 }
 
 using PassKernel = void (*)(FilterArgs, int, int, bool);

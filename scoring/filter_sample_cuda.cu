@@ -104,6 +104,8 @@ __device__ int bin_of(float share) {
   return share > 0.0F ? min(static_cast<int>(__float_as_uint(share) >> kBinShift), kBins - 1) : 0;
 }
 
+#if defined(KVTIER_HAS_CLUSTERS)
+
 // Writes to `threshold` the largest share that at least `rank` of the cluster's shares reach, to
 // within a bin. The shares of each block's samples have been counted in its histogram. A block of
 // the cluster sums one slice of all histograms; slices and bins are walked from the top.
@@ -138,10 +140,13 @@ __device__ void sampled_threshold(const cg::cluster_group& cluster, SampleShared
   cluster.sync();  // nobody clears or leaves a histogram that others read
 }
 
+#endif
+
 // Cluster per (row, KV head).
 template <int kBits>
-__global__ __cluster_dims__(kSampleBlocks, 1, 1)
+__global__ KVTIER_CLUSTER(kSampleBlocks)
     __launch_bounds__(kSampleThreads) void sign_sample(const __grid_constant__ FilterArgs args) {
+#if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ float values[];  // [group][kSamplesPerBlock], then the columns
   __shared__ SampleShared shared;
   const cg::cluster_group cluster = cg::this_cluster();
@@ -257,6 +262,7 @@ __global__ __cluster_dims__(kSampleBlocks, 1, 1)
     args.filter.heads[first_head + threadIdx.x].reference = shared.references[threadIdx.x];
   }
   cluster.sync();  // the statistics outlive the others' reads
+#endif
 }
 
 }  // namespace

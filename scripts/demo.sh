@@ -13,11 +13,15 @@ source scripts/setup.sh
 need_packages "${kvtier_demo_packages[@]}"
 
 cuda=OFF
-if use_cuda; then cuda=ON; fi
+architectures=()
+if use_cuda; then
+  cuda=ON
+  architectures=(-DCMAKE_CUDA_ARCHITECTURES=native)  # one architecture, to build sooner
+fi
 
 say "building kvtier-llama"
 mapfile -t options < <(cmake_options)
-cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DKVTIER_CUDA=$cuda -DKVTIER_BUILD_TESTS=OFF \
+cmake -S . -B build/demo -G Ninja -DCMAKE_BUILD_TYPE=Release -DKVTIER_CUDA=$cuda "${architectures[@]}" -DKVTIER_BUILD_TESTS=OFF \
   -DKVTIER_BUILD_SERVICES=OFF -DKVTIER_BUILD_EXAMPLES=ON -DKVTIER_INSTALL=OFF "${options[@]}"
 cmake --build build/demo --target kvtier_llama --parallel "$(num_jobs)"
 program=$(find build/demo -type f -name kvtier-llama -perm -u+x -print -quit)
