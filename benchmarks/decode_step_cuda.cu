@@ -248,34 +248,40 @@ json time_step(const Shape& shape, const kvtier::RetrievalConfig& retrieval,
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Time of one attention layer's decode step by CUDA graph replays"};
+  CLI::App app{"Time of one attention layer's decode step by CUDA graph replays, as JSON"};
   Shape shape;
   kvtier::RetrievalConfig retrieval;
-  std::string estimator = "norm_aware", selection = "per_kv_head", placement = "device",
-              weighting = "default", file;
+  std::string estimator = "norm_aware";
+  std::string selection = "per_kv_head";
+  std::string placement = "device";
+  std::string file;
   bool dense = false;
   int replays = 23;
-  app.add_option("--tokens", shape.tokens);
-  app.add_option("--batch", shape.batch);
-  app.add_option("--query-heads", shape.query_heads);
-  app.add_option("--kv-heads", shape.kv_heads);
-  app.add_option("--head-dim", shape.head_dim);
-  app.add_option("--layers", shape.layers);
-  app.add_option("--estimator", estimator);
-  app.add_option("--selection", selection);
-  app.add_option("--placement", placement);
-  app.add_option("--bits", retrieval.num_planes);
-  app.add_option("--query-bits", retrieval.query_bits);
-  app.add_option("--k", retrieval.top_k);
-  app.add_option("--sparsity", retrieval.sparsity);
-  app.add_option("--replays", replays);
-  app.add_flag("--dense", dense);
-  app.add_option("--json", file);
-  CLI11_PARSE(app, argc, argv);
+  const CLI::Range counts(1, 1 << 30);
+  app.add_option("--tokens", shape.tokens, "context length")->check(counts);
+  app.add_option("--batch", shape.batch, "sequences")->check(CLI::Range(1, 64));
+  app.add_option("--query-heads", shape.query_heads)->check(counts);
+  app.add_option("--kv-heads", shape.kv_heads)->check(counts);
+  app.add_option("--head-dim", shape.head_dim)->check(counts);
+  app.add_option("--layers", shape.layers, "layers in the graph, each with its own memory")
+      ->check(counts);
   const std::map<std::string, kvtier::Estimator> estimators = {
       {"soft_collision", kvtier::Estimator::kSoftCollision},
       {"hard_collision", kvtier::Estimator::kHardCollision},
       {"norm_aware", kvtier::Estimator::kNormAware}};
+  app.add_option("--estimator", estimator)->check(CLI::IsMember(estimators));
+  app.add_option("--selection", selection)->check(CLI::IsMember({"per_kv_head", "per_query_head"}));
+  app.add_option("--placement", placement, "where the KV is")
+      ->check(CLI::IsMember({"device", "host"}));
+  app.add_option("--bits", retrieval.num_planes, "planes of norm_aware");
+  app.add_option("--query-bits", retrieval.query_bits);
+  app.add_option("--k", retrieval.top_k, "rows per head, unless --sparsity is given");
+  app.add_option("--sparsity", retrieval.sparsity, "context length over rows per head");
+  app.add_option("--replays", replays, "the first three are not counted")
+      ->check(CLI::Range(4, 100000));
+  app.add_flag("--dense", dense, "attend to everything instead");
+  app.add_option("--json", file, "writes the result to a file too");
+  CLI11_PARSE(app, argc, argv);
   try {
     retrieval.estimator = estimators.at(estimator);
     retrieval.selection = selection == "per_query_head" ? kvtier::Selection::kPerQueryHead
@@ -294,7 +300,12 @@ int main(int argc, char** argv) {
     result["batch"] = shape.batch;
     result["placement"] = placement;
     std::cout << result.dump() << "\n";
-    if (!file.empty()) std::ofstream(file) << result.dump(1) << "\n";
+    if (!file.empty()) {
+      std::ofstream out(file);
+      out << result.dump(1) << "\n";
+      out.flush();
+      if (!out) throw std::runtime_error(file + ": expected a writable file, found none");
+    }
   } catch (const std::exception& error) {
     std::cerr << "decode_step: " << error.what() << "\n";
     return 1;
