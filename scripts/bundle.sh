@@ -6,9 +6,9 @@
 #   scripts/bundle.sh [--limit MIB] BUILD_DIR OUTPUT_DIR [BINARY...]
 #
 # BINARY is a path, or one relative to BUILD_DIR. Without any: BUILD_DIR/tests/gpu_tests (every kernel suite in one
-# program), kvtier, kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the
-# limit (default 18 MiB) nothing is written and the sizes are listed; the preset `cuda` compresses GPU code, which
-# makes it seven times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
+# program), kvtier-llama and the benchmarks, as far as they are built and have code for a GPU. Above the limit
+# (default 18 MiB) nothing is written and the sizes are listed; the preset `cuda` compresses GPU code, which makes
+# it seven times smaller. OUTPUT_DIR must not exist, or be an earlier bundle, which is replaced.
 #
 #   OUTPUT_DIR/run.sh BINARY [ARGUMENT...]      runs a program there, from any directory
 set -euo pipefail
@@ -33,13 +33,12 @@ has_gpu_code() {
 # default_binaries BUILD_DIR: what is built of the default list.
 default_binaries() {
   local folder file
-  for folder in tests services examples benchmarks; do
+  for folder in tests examples benchmarks; do
     [[ -d $1/$folder ]] || continue
     while IFS= read -r -d '' file; do
       case $folder in
         # gpu_tests holds every kernel suite; the suites one by one would carry the kernels many times.
         tests) [[ ${file##*/} == gpu_tests || ! -e $1/tests/gpu_tests ]] || continue ;;
-        services) [[ ${file##*/} == kvtier ]] || continue ;;
         examples) [[ ${file##*/} == kvtier-llama ]] || continue ;;
       esac
       if is_program "$file" && has_gpu_code "$file"; then printf '%s\n' "$file"; fi
