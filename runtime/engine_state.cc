@@ -16,10 +16,6 @@ static_assert(sizeof(transfer::StepFlags) <= kFlagBytes);
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-std::uint64_t load(std::uint64_t& counter) {
-  return std::atomic_ref<std::uint64_t>(counter).load(std::memory_order_relaxed);
-}
-
 const Config& validated(const Config& config) {
   const std::vector<std::string> problems = config.validate();
   if (problems.empty()) return config;

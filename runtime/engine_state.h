@@ -23,6 +23,11 @@
 
 namespace kvtier::runtime {
 
+/// Reads a counter that a device may be raising.
+[[nodiscard]] inline std::uint64_t load(std::uint64_t& counter) {
+  return std::atomic_ref<std::uint64_t>(counter).load(std::memory_order_relaxed);
+}
+
 /// One kind of sketch that every session of the engine carries: its planes, layout and blocks.
 struct SketchStore {
   SketchConfig config;

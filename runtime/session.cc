@@ -14,10 +14,6 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * 
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-std::uint64_t load(std::uint64_t& counter) {
-  return std::atomic_ref<std::uint64_t>(counter).load(std::memory_order_relaxed);
-}
-
 /// Sizes of one layer's regions in the session's device memory.
 struct LayerBytes {
   std::size_t page_table, block_table, counters, sinks, ring, total;

@@ -1,25 +1,14 @@
 #include "scoring/filter_cuda.cuh"
-#include "transfer/cuda_check.h"
 
 namespace kvtier::scoring::cuda {
 
-namespace {
-
-/// The kernels copy in bulk, asynchronously, and in clusters: compute capability 9.
-bool device_has_bulk_copies() {
-  int device = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  int major = 0;
-  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
-}
-
-}  // namespace
-
 bool filter_serves(const SelectRequest& request) {
+  // The kernels copy in bulk, asynchronously, and in clusters.
+  constexpr int kMajorWithClusters = 9;
   const ScoreParams& params = request.params;
   return !request.keep_scores && params.estimator == Estimator::kNormAware &&
-         params.query_bits > 0 && device_has_bulk_copies();
+         params.query_bits > 0 &&
+         device_attribute(cudaDevAttrComputeCapabilityMajor) >= kMajorWithClusters;
 }
 
 void enqueue_filter(const Stage& stage) {

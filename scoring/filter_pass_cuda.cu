@@ -462,14 +462,6 @@ PassKernel pass_kernel(const SelectRequest& request) {
   return one_quad ? sign_pass<4, 1, 0, kTogether> : sign_pass<4, 4, 0, kTogether>;
 }
 
-int num_processors() {
-  int device = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  int value = 0;
-  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device));
-  return value;
-}
-
 }  // namespace
 
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again) {
@@ -487,7 +479,7 @@ void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again) 
   const int shared = warps * stages * stage_bytes;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  const auto grid = static_cast<unsigned>(num_processors());
+  const auto grid = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount));
   kernel<<<grid, static_cast<unsigned>(warps * 32), static_cast<std::size_t>(shared), stream>>>(
       args, stages, stage_bytes, again);
   KVTIER_CUDA_CHECK(cudaGetLastError());

@@ -14,14 +14,6 @@ namespace {
 constexpr int kDefaultSharedBytes = 48 * 1024;
 constexpr int kMostSharedBytes = 96 * 1024;
 
-int num_processors() {
-  int device = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  int count = 0;
-  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 }  // namespace
 
 void enqueue_scores(const Stage& stage) {
@@ -44,8 +36,8 @@ void enqueue_scores(const Stage& stage) {
       std::int64_t{request.kv.kv_heads} * args.subsets * stage.num_rows();
   const std::int64_t tiles =
       (request.max_length + launch.tokens_per_block - 1) / launch.tokens_per_block;
-  const std::int64_t share =
-      std::max<std::int64_t>(1, kBlocksPerProcessor * num_processors() / per_iteration);
+  const std::int64_t share = std::max<std::int64_t>(
+      1, kBlocksPerProcessor * device_attribute(cudaDevAttrMultiProcessorCount) / per_iteration);
   const dim3 grid(static_cast<unsigned>(std::min(tiles, share)),
                   static_cast<unsigned>(request.kv.kv_heads * args.subsets),
                   static_cast<unsigned>(stage.num_rows()));

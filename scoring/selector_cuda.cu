@@ -133,6 +133,14 @@ Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorks
 
 }  // namespace
 
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  int value = 0;
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
 Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes) {
   const std::int64_t rows = limits.rows;
   const std::int64_t sets = rows * limits.query_heads;

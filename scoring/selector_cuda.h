@@ -92,6 +92,9 @@ struct Stage {
   }
 };
 
+/// Returns an attribute of the current device.
+[[nodiscard]] int device_attribute(cudaDeviceAttr attribute);
+
 /// What a plan is for: the eligible tokens, counted in `flags->tokens_scored`, or all tokens that
 /// are not always attended, which a sliding window has and a caller may name.
 enum class PlanPurpose { kScore, kAdopt };
