@@ -1,4 +1,5 @@
 #include "transfer/cuda_check.h"
+#include "transfer/launch_cuda.cuh"
 #include "transfer/rows_kernels.h"
 
 #include <cuda_bf16.h>
@@ -337,6 +338,15 @@ bool has_kernel_image(std::string& why_not) {
   static_cast<void>(cudaGetLastError());
   why_not = cudaGetErrorString(status);
   return false;
+}
+
+bool overlaps_kernels() {
+  constexpr int kFirstMajor = 9;
+  int device = 0;
+  int major = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= kFirstMajor;
 }
 
 void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,

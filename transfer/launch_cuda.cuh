@@ -1,0 +1,60 @@
+#pragma once
+
+#include "transfer/cuda_check.h"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <type_traits>
+
+/// Launches that overlap with the end of the kernel before them (programmatic dependent launch),
+/// for
+/// `*_cuda.*` files only.
+///
+/// The rules, for every kernel that is launched by `launch_overlapping`:
+/// 1. It calls `wait_for_previous()` in every thread that uses memory of an earlier kernel, before
+///    that use, and at least one thread of every block calls it before the block ends, even where
+///    there is nothing to do: the next kernel's wait then covers all kernels before. Until the call
+///    it may read only its arguments and what no kernel of the step writes.
+/// 2. It may call `let_next_start()` when its blocks no longer need room on the SM that the next
+///    kernel's blocks could use. What it writes later is still seen by the next kernel after that
+///    one's wait.
+/// A kernel launched in another way simply waits for everything before it.
+namespace kvtier::transfer::cuda {
+
+/// Returns when all kernels before this one in the stream are done and what they wrote is visible.
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next kernel's blocks start as soon as every block has called this or has ended.
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Tells whether the current device starts kernels early.
+[[nodiscard]] bool overlaps_kernels();
+
+/// Launches `kernel`, which keeps the rules above. Capturable.
+template <typename... Parameters>
+void launch_overlapping(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
+                        unsigned threads, std::size_t shared_bytes,
+                        const std::type_identity_t<Parameters>&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = overlaps_kernels() ? 1 : 0;
+  KVTIER_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace kvtier::transfer::cuda
