@@ -29,9 +29,9 @@ struct FilterHead {
   float threshold;  ///< Per query head: least share of a candidate.
 };
 
-/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186, and no
-/// more than 2^kShareLimit, so that sums of them do not overflow. A share of 0 passes a threshold
-/// of 0 only; a limited one passes every threshold.
+/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186. One of
+/// more than 2^kShareLimit may stand for itself, for the limit or be infinite: it passes every
+/// threshold, and a sum with it is no normaliser. A share of 0 passes a threshold of 0 only.
 inline constexpr float kShareShift = 60.0F;
 inline constexpr float kShareLimit = 100.0F;
 

@@ -1,6 +1,7 @@
-#include "scoring/filter_cuda.cuh"
-#include "scoring/sign_products.cuh"
+#include "scoring/filter_walk.cuh"
+#include "scoring/sign_tile.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>
@@ -9,160 +10,6 @@ namespace kvtier::scoring::cuda {
 namespace {
 
 constexpr int kMaxPassWarps = 16;
-constexpr int kMaxStages = 4;
-/// Tokens that are copied at once: half a segment.
-constexpr int kUnitTokens = 128;
-constexpr int kUnitsPerSegment = kSegmentTokens / kUnitTokens;
-constexpr int kNormBytes = kUnitTokens * 2;
-
-__device__ std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void barrier_init(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-__device__ void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-__device__ void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
-/// Walks the segments of all rows and KV heads in one order, from any of them on.
-class SegmentWalk {
- public:
-  int row = 0;
-  int kv_head = 0;
-  std::int64_t segment = 0;
-  bool wanted = false;
-
-  /// `starts[row]` is the number of segments before a row's, over all its KV heads.
-  __device__ SegmentWalk(const FilterArgs& args, const std::int64_t* starts, std::int64_t number,
-                         bool again)
-      : args_(args), again_(again) {
-    while (row + 1 < args.request.rows.count && starts[row + 1] <= number) ++row;
-    open_row();
-    const std::int64_t local = number - starts[row];
-    kv_head = static_cast<int>(local / (end_ - first_));
-    segment = first_ + local % (end_ - first_);
-    open_head();
-  }
-  __device__ void advance() {
-    if (++segment < end_) return;
-    if (++kv_head == args_.request.kv.kv_heads) {
-      kv_head = 0;
-      do {
-        if (++row == args_.request.rows.count) return;  // past the last: never used
-        open_row();
-      } while (first_ >= end_);
-    }
-    segment = first_;
-    open_head();
-  }
-  [[nodiscard]] __device__ std::int64_t group_index() const {
-    return std::int64_t{row} * args_.request.kv.kv_heads + kv_head;
-  }
-
- private:
-  __device__ void open_row() {
-    const RowPlan& plan = args_.plans[row];
-    first_ = plan.begin / kSegmentTokens;
-    end_ = plan.k > 0 ? (plan.end + kSegmentTokens - 1) / kSegmentTokens : first_;
-  }
-  __device__ void open_head() { wanted = !again_ || args_.filter.groups[group_index()].again != 0; }
-
-  const FilterArgs& args_;
-  bool again_;
-  std::int64_t first_ = 0;
-  std::int64_t end_ = 0;
-};
-
-/// Copies a warp's units ahead of their use. Lane 0 alone works.
-class Producer {
- public:
-  __device__ Producer(const FilterArgs& args, const SegmentWalk& walk, std::int64_t segments,
-                      std::byte* ring, int stages, int stage_bytes, std::uint64_t* barriers)
-      : args_(args),
-        walk_(walk),
-        units_(segments * kUnitsPerSegment),
-        ring_(ring),
-        stages_(stages),
-        stage_bytes_(stage_bytes),
-        barriers_(barriers) {}
-
-  /// Starts the copies of the warp's next unit, if there is one.
-  __device__ void next(int chunks) {
-    if (units_ == 0) return;
-    --units_;
-    if (walk_.wanted) {
-      fetch(chunks);
-    } else {
-      barrier_expect(&barriers_[stage_], 0);
-    }
-    if (++stage_ == stages_) stage_ = 0;
-    if (++unit_ == kUnitsPerSegment) {
-      unit_ = 0;
-      if (units_ > 0) walk_.advance();
-    }
-  }
-
- private:
-  __device__ void fetch(int chunks) {
-    const hashing::SketchGeometry& sketch = args_.request.sketch;
-    const std::int64_t token = walk_.segment * kSegmentTokens + unit_ * kUnitTokens;
-    const std::int64_t number = token / hashing::kBlockTokens;
-    if (number != block_number_ || walk_.row != block_row_) {
-      block_ = args_.plans[walk_.row].blocks[number];
-      block_number_ = number;
-      block_row_ = walk_.row;
-    }
-    const int in_block = static_cast<int>(token % hashing::kBlockTokens);
-    constexpr std::uint32_t kChunk = kUnitTokens * hashing::kChunkBytes;
-    std::byte* stage = ring_ + stage_ * stage_bytes_;
-    std::uint64_t* barrier = &barriers_[stage_];
-    barrier_expect(barrier, static_cast<std::uint32_t>(chunks) * kChunk + 2 * kNormBytes);
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      bulk_copy(stage + chunk * kChunk,
-                block_ + sketch.chunk_offset(walk_.kv_head, chunk, in_block), kChunk, barrier);
-    }
-    std::byte* norms = stage + chunks * kChunk;
-    bulk_copy(norms, block_ + sketch.key_norm_offset(walk_.kv_head, in_block), kNormBytes, barrier);
-    bulk_copy(norms + kNormBytes, block_ + sketch.value_norm_offset(walk_.kv_head, in_block),
-              kNormBytes, barrier);
-  }
-
-  const FilterArgs& args_;
-  SegmentWalk walk_;
-  std::int64_t units_;
-  std::byte* ring_;
-  int stages_;
-  int stage_bytes_;
-  std::uint64_t* barriers_;
-  int stage_ = 0;
-  int unit_ = 0;
-  std::int64_t block_number_ = -1;
-  int block_row_ = -1;
-  const std::byte* block_ = nullptr;
-};
 
 /// 2^x, 0 below 2^-126.
 __device__ float exp2_fast(float x) {
@@ -185,37 +32,30 @@ __device__ float sum_rows(const float (&rows)[4], int lane) {
 /// What a warp keeps of the (row, KV head) and the segment it is at. kQuads: 4 heads each.
 template <int kQuads>
 struct SegmentState {
-  std::int64_t group_index = -1;
-  std::int64_t segment;
-  std::int64_t plan_begin;
-  std::int64_t plan_end;
-  int begin;  // eligible tokens, relative to the segment
+  std::int64_t first_slot;  // of the segment
+  std::int64_t place;       // of the segment in counts
+  int token;                // first of the segment
+  int begin;                // eligible tokens, relative to the segment
   int end;
+  int written;
   float group_threshold;
   float factors[kQuads];
   float references[kQuads];
   float thresholds[kQuads];
   float totals[kQuads];
   int sums[kQuads];
-  int written;
 
-  __device__ void open(const FilterArgs& args, const SegmentWalk& walk) {
-    if (walk.group_index() != group_index) open_group(args, walk);
-    segment = walk.segment;
-    const std::int64_t from = segment * kSegmentTokens;
-    begin = static_cast<int>(max(plan_begin - from, std::int64_t{0}));
-    end = static_cast<int>(min(plan_end - from, std::int64_t{kSegmentTokens}));
-    written = 0;
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) totals[quad] = 0.0F;
-  }
-
-  __device__ void open_group(const FilterArgs& args, const SegmentWalk& walk) {
+  __device__ void open_run(const FilterArgs& args, const SegmentRun& run) {
     const SelectRequest& request = args.request;
     const int group = request.kv.group();
-    group_index = walk.group_index();
-    plan_begin = args.plans[walk.row].begin;
-    plan_end = args.plans[walk.row].end;
+    const RowPlan& plan = args.plans[run.row];
+    const std::int64_t group_index = std::int64_t{run.row} * request.kv.kv_heads + run.kv_head;
+    token = run.first * kSegmentTokens;
+    begin = static_cast<int>(plan.begin) - token;
+    end = static_cast<int>(plan.end) - token;
+    first_slot = group_index * args.max_tokens + token;
+    place = group_index * args.segments + run.first;
+    written = 0;
     group_threshold = args.filter.groups[group_index].threshold;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -227,14 +67,15 @@ struct SegmentState {
       // A lane without a head adds nothing: its shares are 2^-infinity.
       references[quad] = has_head ? of_head.reference - kShareShift : INFINITY;
       thresholds[quad] = has_head ? of_head.threshold : INFINITY;
+      totals[quad] = 0.0F;
       sums[quad] = args.filter.weight_sums[index];
     }
   }
 
+  /// Writes what choose needs of the segment and goes to the next.
   __device__ void close(const FilterArgs& args) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int group = args.request.kv.group();
-    const std::int64_t place = group_index * args.segments + segment;
     // Rows of a head are spread over 8 lanes.
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -244,131 +85,185 @@ struct SegmentState {
       total += __shfl_xor_sync(kFullWarp, total, 16);
       const int head = quad * 4 + lane;
       if (lane < 4 && head < group) args.filter.partials[place * group + head] = total;
+      totals[quad] = 0.0F;
     }
     if (lane == 0) args.filter.counts[place] = static_cast<std::uint32_t>(written);
+    ++place;
+    first_slot += kSegmentTokens;
+    token += kSegmentTokens;
+    begin -= kSegmentTokens;
+    end -= kSegmentTokens;
+    written = 0;
   }
 };
 
-/// Writes the candidates among 32 tokens: bit r of a lane's `mine` says that the token of row r of
-/// its quad is one.
-template <int kQuads>
-__device__ void write_candidates(const FilterArgs& args, SegmentState<kQuads>& state, int base,
-                                 unsigned mine, const float (&values)[kQuads][4]) {
+/// What a score needs of a token beside its bits.
+struct alignas(8) TokenNorms {
+  float key;
+  float log_value;  ///< Base 2; -infinity for a token that is not finite or not eligible.
+};
+constexpr int kWarpNormBytes = kUnitTokens * static_cast<int>(sizeof(TokenNorms));
+
+/// Base-2 logarithm of a norm, which is no subnormal.
+__device__ float log2_fast(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// Fills `norms` of a unit. `weight`: what the logarithm of the value norm counts, 0 or 1. Tokens
+/// of [begin, end) of the unit are eligible.
+__device__ void prepare_norms(const std::byte* raw, float weight, int begin, int end,
+                              TokenNorms* norms) {
+  constexpr int kPerLane = kUnitTokens / 32;
+  static_assert(kPerLane == 4 && hashing::kNonfiniteNorm == 0x7C00, "infinity in fp16");
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int group = args.request.kv.group();
-  const std::int64_t slot_base =
-      state.group_index * args.max_tokens + state.segment * kSegmentTokens;
+  const auto* key_pairs = reinterpret_cast<const __half2*>(raw) + lane * 2;
+  const auto* value_pairs = reinterpret_cast<const __half2*>(raw + kUnitNormBytes) + lane * 2;
+  TokenNorms own[kPerLane];
 #pragma unroll
-  for (int row = 0; row < 4; ++row) {
-    const unsigned votes = __ballot_sync(kFullWarp, (mine >> row & 1U) != 0);
-    // One bit per token: the four lanes of a quad hold heads of the same token.
-    const unsigned any = (votes | votes >> 1 | votes >> 2 | votes >> 3) & 0x11111111U;
-    const unsigned own = 1U << (lane / 4 * 4);
-    if ((any & own) != 0) {
-      const std::int64_t slot = slot_base + state.written + __popc(any & (own - 1));
-      if (lane % 4 == 0) {
-        args.ids[slot] =
-            static_cast<std::int32_t>(state.segment * kSegmentTokens + base + row * 8 + lane / 4);
-      }
+  for (int pair = 0; pair < kPerLane / 2; ++pair) {
+    const float2 keys = __half22float2(key_pairs[pair]);
+    const float2 values = __half22float2(value_pairs[pair]);
+    const auto settle = [&](float key, float value) {
+      const bool finite = fmaxf(key, value) < INFINITY;
+      return TokenNorms{finite ? key : 0.0F, finite ? weight * log2_fast(value) : -INFINITY};
+    };
+    own[pair * 2] = settle(keys.x, values.x);
+    own[pair * 2 + 1] = settle(keys.y, values.y);
+  }
+  if (begin > 0 || end < kUnitTokens) {
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const int head = quad * 4 + lane % 4;
-        if (head < group) args.values[slot * group + head] = values[quad][row];
-      }
+    for (int i = 0; i < kPerLane; ++i) {
+      const int token = lane * kPerLane + i;
+      if (token < begin || token >= end) own[i].log_value = -INFINITY;
     }
-    state.written += __popc(any);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; i += 2) {
+    *reinterpret_cast<float4*>(norms + lane * kPerLane + i) =
+        make_float4(own[i].key, own[i].log_value, own[i + 1].key, own[i + 1].log_value);
   }
 }
 
-/// Scores one unit, 32 tokens at a time: rows r * 8 + lane / 4 for r = 0 .. 3. kChunks 0: their
-/// number is read at run time.
-template <int kBits, int kQuads, int kChunks, bool kTogether>
-__device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state, int unit,
-                          const std::byte* stage) {
-  constexpr int kProducts = kBits / 2;
-  const SelectRequest& request = args.request;
+/// Gathers what the lanes know of 32 tokens, bit i for token i: lane 4 g + t of token t * 8 + g.
+__device__ unsigned in_token_order(bool mine, int lane) {
+  return __ballot_sync(kFullWarp, __shfl_sync(kFullWarp, mine ? 1 : 0, lane % 8 * 4 + lane / 8));
+}
+
+/// Bits [begin, end) of a word, for any begin and end.
+__device__ unsigned bits_between(int begin, int end) {
+  const unsigned below_end = end <= 0 ? 0U : 0xFFFFFFFFU >> (32 - min(end, 32));
+  return begin <= 0 ? below_end : begin >= 32 ? 0U : below_end & 0xFFFFFFFFU << begin;
+}
+
+/// Writes the candidates `tokens` of the 32 tokens from `base` of the segment on.
+template <int kQuads>
+__device__ void write_candidates(const FilterArgs& args, SegmentState<kQuads>& state, int base,
+                                 unsigned tokens, const float (&values)[kQuads][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int group = request.kv.group();
-  const int chunks = kChunks > 0 ? kChunks : sign_chunks(request.params);
-  const bool weighted = request.params.weighting == ValueWeighting::kLogit;
-  const std::uint32_t* columns =
-      args.filter.columns + state.group_index * args.filter.columns_stride + lane;
-  std::uint32_t held[kChunks > 0 ? kQuads * kChunks * kProducts : 1];
-  if constexpr (kChunks > 0) {
-#pragma unroll
-    for (int i = 0; i < kQuads * kChunks * kProducts; ++i) held[i] = __ldg(columns + i * 32);
+  const int group = args.request.kv.group();
+  const std::int64_t slot = state.first_slot + state.written;
+  if ((tokens >> lane & 1U) != 0) {
+    const int rank = __popc(tokens & ((1U << lane) - 1));
+    args.ids[slot + rank] = state.token + base + lane;
   }
-  const auto* codes = reinterpret_cast<const std::uint32_t*>(stage) + lane;
-  const auto* key_norms =
-      reinterpret_cast<const std::uint16_t*>(stage + chunks * kUnitTokens * hashing::kChunkBytes);
-  const std::uint16_t* value_norms = key_norms + kUnitTokens;
-
-#pragma unroll 2
-  for (int local = 0; local < kUnitTokens; local += 32) {
-    const int base = unit * kUnitTokens + local;
-    // Norms of token `lane` of the 32; an eligible token has a finite logarithm.
-    const Norms own = make_norms(key_norms[local + lane], value_norms[local + lane]);
-    float key_norm = own.finite ? own.key : 0.0F;
-    float log_value = weighted ? __log2f(own.value) : 0.0F;
-    if (!own.finite) log_value = -INFINITY;
-    const bool all_eligible = state.begin <= base && base + 32 <= state.end;
-    const bool eligible = all_eligible || (base + lane >= state.begin && base + lane < state.end);
-    if (!eligible) log_value = -INFINITY;
-
-    float values[kQuads][4];
-    float shares[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-    unsigned mine = 0;
+  float* to = args.values + slot * group + lane % 4;
+#pragma unroll
+  for (int row = 0; row < 4; ++row) {
+    const unsigned own = 1U << (row * 8 + lane / 4);
+    if ((tokens & own) == 0) continue;
+    const int rank = __popc(tokens & (own - 1));
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      if (quad * 4 >= group) break;
-      int counts[2][kProducts][4] = {};
-#pragma unroll
-      for (int chunk = 0; chunk < (kChunks > 0 ? kChunks : chunks); ++chunk) {
-        std::uint32_t rows[4];
-#pragma unroll
-        for (int row = 0; row < 4; ++row) {
-          rows[row] = codes[(chunk * kUnitTokens + local + row * 8) * 4];
-        }
-#pragma unroll
-        for (int product = 0; product < kProducts; ++product) {
-          const int at = (quad * chunks + chunk) * kProducts + product;
-          const std::uint32_t column =
-              kChunks > 0 ? held[kChunks > 0 ? at : 0] : __ldg(columns + at * 32);
-          multiply_bits(counts[0][product], rows[0], rows[1], column);
-          multiply_bits(counts[1][product], rows[2], rows[3], column);
-        }
-      }
-#pragma unroll
-      for (int row = 0; row < 4; ++row) {
-        const int sum = signed_sum<kBits>(counts[row / 2], row % 2, state.sums[quad]);
-        const float norm = __shfl_sync(kFullWarp, key_norm, row * 8 + lane / 4);
-        const float log_norm = __shfl_sync(kFullWarp, log_value, row * 8 + lane / 4);
-        const float value = fmaf(state.factors[quad] * static_cast<float>(sum), norm, log_norm);
-        const float share = exp2_fast(fminf(value - state.references[quad], kShareLimit));
-        values[quad][row] = value;
-        state.totals[quad] += share;
-        shares[row] += share;
-        if (!kTogether && share >= state.thresholds[quad]) mine |= 1U << row;
-      }
+      if (quad * 4 + lane % 4 < group) to[rank * group + quad * 4] = values[quad][row];
     }
-    if (kTogether) {
-      const bool pass = sum_rows(shares, lane) >= state.group_threshold;
-      const unsigned votes = __ballot_sync(kFullWarp, pass);
-      if (votes == 0) continue;
-      // Lane 4 q + r of the votes is row r of quad q.
-      mine = votes >> (lane / 4 * 4) & 0xFU;
-    } else if (__any_sync(kFullWarp, mine != 0) == 0) {
-      continue;
+  }
+  state.written += __popc(tokens);
+}
+
+/// Scores of 32 tokens.
+template <int kQuads>
+struct TileScores {
+  float values[kQuads][4];  ///< Of tokens row * 8 + lane / 4 and heads quad * 4 + lane % 4.
+  unsigned tokens;          ///< The candidates, bit i for token i.
+};
+
+/// Scores the 32 tokens from `local` of the unit on. kChunks 0: their number is read at run time.
+template <int kBits, int kQuads, int kChunks, bool kTogether>
+__device__ TileScores<kQuads> score_tile(SegmentState<kQuads>& state,
+                                         const QuadColumns<kBits, kChunks> (&columns)[kQuads],
+                                         int chunks, int group, const std::byte* stage, int local,
+                                         const TokenNorms* norms) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  TileScores<kQuads> scores;
+  float shares[4];
+  unsigned rows = 0;
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if (quad > 0 && quad * 4 >= group) break;
+    int sums[4];
+    signed_sums<kUnitTokens>(stage + local * hashing::kChunkBytes, columns[quad], chunks,
+                             state.sums[quad], sums);
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      const TokenNorms norm = norms[local + row * 8 + lane / 4];
+      const float value =
+          fmaf(state.factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
+      const float share = exp2_fast(value - state.references[quad]);
+      scores.values[quad][row] = value;
+      state.totals[quad] += share;
+      shares[row] = quad == 0 ? share : shares[row] + share;
+      if (!kTogether && share >= state.thresholds[quad]) rows |= 1U << row;
     }
-    if (!all_eligible) {
+  }
+  bool found = false;  // of token lane % 4 * 8 + lane / 4
+  if (kTogether) {
+    found = sum_rows(shares, lane) >= state.group_threshold;
+  } else {
+    rows |= __shfl_xor_sync(kFullWarp, rows, 1);
+    rows |= __shfl_xor_sync(kFullWarp, rows, 2);
+    found = (rows >> lane % 4 & 1U) != 0;
+  }
+  scores.tokens = in_token_order(found, lane);
+  return scores;
+}
+
+template <int kBits, int kQuads, int kChunks, bool kTogether>
+__device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state,
+                          const QuadColumns<kBits, kChunks> (&columns)[kQuads], int unit,
+                          const std::byte* stage, TokenNorms* norms) {
+  const SelectRequest& request = args.request;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(request.params);
+  const int group = request.kv.group();
+  const int begin = state.begin - unit * kUnitTokens;
+  const int end = state.end - unit * kUnitTokens;
+  prepare_norms(stage + chunks * kUnitChunkBytes,
+                request.params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F, begin, end,
+                norms);
+  __syncwarp();
+  // Two tiles together hide each other's latency where registers allow.
+  constexpr int kTiles = kQuads == 1 ? 2 : 1;
+#pragma unroll 1
+  for (int local = 0; local < kUnitTokens; local += 32 * kTiles) {
+    TileScores<kQuads> scores[kTiles];
+    unsigned any = 0;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      scores[tile] = score_tile<kBits, kQuads, kChunks, kTogether>(state, columns, chunks, group,
+                                                                   stage, local + tile * 32, norms);
+      any |= scores[tile].tokens;
+    }
+    if (any == 0) continue;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int first = local + tile * 32;
       // A threshold of 0 lets everything pass, tokens out of range too.
-      const unsigned in_range = __ballot_sync(kFullWarp, eligible);
-#pragma unroll
-      for (int row = 0; row < 4; ++row) {
-        if ((in_range >> (row * 8 + lane / 4) & 1U) == 0) mine &= ~(1U << row);
+      const unsigned tokens = scores[tile].tokens & bits_between(begin - first, end - first);
+      if (tokens != 0) {
+        write_candidates(args, state, unit * kUnitTokens + first, tokens, scores[tile].values);
       }
     }
-    write_candidates(args, state, base, mine, values);
   }
 }
 
@@ -376,113 +271,91 @@ __device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state, i
 template <int kBits, int kQuads, int kChunks, bool kTogether>
 __global__ __launch_bounds__(kMaxPassWarps * 32,
                              1) void sign_pass(const __grid_constant__ FilterArgs args, int stages,
-                                               int stage_bytes, bool again) {
+                                               bool again) {
 #if defined(KVTIER_HAS_CLUSTERS)
-  extern __shared__ __align__(128) std::byte ring[];
-  __shared__ std::uint64_t barriers[kMaxPassWarps][kMaxStages];
+  extern __shared__ __align__(128) std::byte shared[];  // of every warp its norms and its stages
   __shared__ std::int64_t starts[transfer::kMaxBatch + 1];
-  __shared__ unsigned any_again;
-  const SelectRequest& request = args.request;
-  const int kv_heads = request.kv.kv_heads;
-  if (threadIdx.x == 0) {
-    std::int64_t total = 0;
-    for (int row = 0; row < request.rows.count; ++row) {
-      starts[row] = total;
-      const RowPlan& plan = args.plans[row];
-      if (plan.k <= 0) continue;
-      const std::int64_t segments =
-          (plan.end + kSegmentTokens - 1) / kSegmentTokens - plan.begin / kSegmentTokens;
-      total += segments * kv_heads;
-    }
-    starts[request.rows.count] = total;
-    any_again = 0;
-  }
-  __syncthreads();
-  if (again) {
-    for (int i = static_cast<int>(threadIdx.x); i < request.rows.count * kv_heads;
-         i += static_cast<int>(blockDim.x)) {
-      if (args.filter.groups[i].again != 0) any_again = 1;
-    }
-    __syncthreads();
-    if (any_again == 0) return;
-  }
+  const int kv_heads = args.request.kv.kv_heads;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
+  const int warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int chunks = sign_chunks(request.params);
-  std::byte* stage_of_warp = ring + static_cast<std::int64_t>(warp) * stages * stage_bytes;
-  if (lane < stages) barrier_init(&barriers[warp][lane]);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncwarp();
-
-  // A warp walks neighbouring segments, so that it seldom changes its head.
-  const std::int64_t total = starts[request.rows.count];
-  const std::int64_t num_warps = std::int64_t{gridDim.x} * (blockDim.x / 32);
-  const std::int64_t number = std::int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
-  const std::int64_t first = total * number / num_warps;
-  const std::int64_t segments = total * (number + 1) / num_warps - first;
-  if (segments == 0) return;
-  SegmentWalk walk(args, starts, first, again);
-  Producer producer(args, walk, segments, stage_of_warp, stages, stage_bytes, barriers[warp]);
-  if (lane == 0) {
-    for (int i = 0; i < stages; ++i) producer.next(chunks);
-  }
-  int stage = 0;
-  std::uint32_t parity = 0;
-  SegmentState<kQuads> state;
-  for (std::int64_t segment = 0; segment < segments; ++segment) {
-    if (walk.wanted) state.open(args, walk);
-    for (int unit = 0; unit < kUnitsPerSegment; ++unit) {
-      barrier_wait(&barriers[warp][stage], parity);
-      if (walk.wanted) {
-        pass_unit<kBits, kQuads, kChunks, kTogether>(args, state, unit,
-                                                     stage_of_warp + stage * stage_bytes);
-      }
-      __syncwarp();
-      if (lane == 0) producer.next(chunks);
-      if (++stage == stages) {
-        stage = 0;
-        parity ^= 1;
-      }
+  std::byte* own = shared + warp * (kWarpNormBytes + stages * unit_bytes(chunks));
+  auto* norms = reinterpret_cast<TokenNorms*>(own);
+  UnitRing<kChunks> ring(chunks, own + kWarpNormBytes, stages);
+  transfer::cuda::wait_for_previous();
+  if (again) {
+    bool wanted = false;
+    for (int i = static_cast<int>(threadIdx.x); i < args.request.rows.count * kv_heads;
+         i += static_cast<int>(blockDim.x)) {
+      wanted |= args.filter.groups[i].again != 0;
     }
-    if (walk.wanted) state.close(args);
-    if (segment + 1 < segments) walk.advance();
+    if (__syncthreads_or(wanted ? 1 : 0) == 0) return;
+  }
+  if (threadIdx.x == 0) count_segments(args, starts);
+  __syncthreads();
+
+  RunWalk walk(args, starts, static_cast<int>(blockIdx.x) * warps + warp,
+               static_cast<int>(gridDim.x) * warps);
+  SegmentState<kQuads> state;
+  QuadColumns<kBits, kChunks> columns[kQuads];
+  for (SegmentRun run; walk.next(run);) {
+    const std::int64_t group_index = std::int64_t{run.row} * kv_heads + run.kv_head;
+    if (again && args.filter.groups[group_index].again == 0) continue;
+    ring.open(args, run);
+    state.open_run(args, run);
+    for (int quad = 0; quad < kQuads; ++quad) {
+      columns[quad].load(args.filter.columns + group_index * args.filter.columns_stride +
+                         quad * chunks * (kBits / 2) * 32);
+    }
+    for (int segment = 0; segment < run.count; ++segment) {
+#pragma unroll 1
+      for (int unit = 0; unit < kUnitsPerSegment; ++unit) {
+        pass_unit<kBits, kQuads, kChunks, kTogether>(args, state, columns, unit, ring.wait(),
+                                                     norms);
+        ring.release();
+      }
+      state.close(args);
+    }
   }
 #endif
 }
 
-using PassKernel = void (*)(FilterArgs, int, int, bool);
+using PassKernel = void (*)(FilterArgs, int, bool);
 
 template <bool kTogether>
 PassKernel pass_kernel(const SelectRequest& request) {
   const int chunks = sign_chunks(request.params);
-  const bool one_quad = request.kv.group() <= 4;
+  const int group = request.kv.group();
   if (request.params.query_bits == 8) return sign_pass<8, 4, 0, kTogether>;
-  if (one_quad && chunks == 1) return sign_pass<4, 1, 1, kTogether>;
-  if (one_quad && chunks == 2) return sign_pass<4, 1, 2, kTogether>;
-  return one_quad ? sign_pass<4, 1, 0, kTogether> : sign_pass<4, 4, 0, kTogether>;
+  if (group <= 4 && chunks == 1) return sign_pass<4, 1, 1, kTogether>;
+  if (group <= 4 && chunks == 2) return sign_pass<4, 1, 2, kTogether>;
+  if (group <= 8 && chunks == 2) return sign_pass<4, 2, 2, kTogether>;
+  return group <= 4 ? sign_pass<4, 1, 0, kTogether> : sign_pass<4, 4, 0, kTogether>;
 }
 
 }  // namespace
 
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again) {
   const int chunks = sign_chunks(args.request.params);
-  const int stage_bytes = chunks * kUnitTokens * hashing::kChunkBytes + 2 * kNormBytes;
+  const int stage_bytes = unit_bytes(chunks);
   // Long bit strings: fewer warps, so that each has at least two stages to copy ahead.
-  constexpr int kRingBytes = 216 * 1024;
+  constexpr int kRingBytes = 222 * 1024;
+  const auto stages_of = [&](int warps) {
+    return (kRingBytes / warps - kWarpNormBytes) / stage_bytes;
+  };
   int warps = kMaxPassWarps;
-  while (warps > 2 && kRingBytes / (warps * stage_bytes) < 2) warps /= 2;
-  const int stages = std::min(kRingBytes / (warps * stage_bytes), kMaxStages);
+  while (warps > 2 && stages_of(warps) < 2) warps /= 2;
+  const int stages = std::min(stages_of(warps), UnitRing<0>::kMaxStages);
   const bool together =
       args.request.params.selection == Selection::kPerKvHead || args.request.kv.group() == 1;
   const PassKernel kernel =
       together ? pass_kernel<true>(args.request) : pass_kernel<false>(args.request);
-  const int shared = warps * stages * stage_bytes;
+  const int shared = warps * (stages * stage_bytes + kWarpNormBytes);
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   const auto grid = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount));
-  kernel<<<grid, static_cast<unsigned>(warps * 32), static_cast<std::size_t>(shared), stream>>>(
-      args, stages, stage_bytes, again);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  transfer::cuda::launch_overlapping(stream, kernel, dim3(grid), static_cast<unsigned>(warps * 32),
+                                     static_cast<std::size_t>(shared), args, stages, again);
 }
 
 }  // namespace kvtier::scoring::cuda

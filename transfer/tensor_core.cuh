@@ -27,6 +27,11 @@ __device__ inline void copy_async_16(unsigned to, const void* from, bool present
                "l"(__cvta_generic_to_global(from)), "r"(present ? 16 : 0)
                : "memory");
 }
+__device__ inline void copy_async_16(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>
