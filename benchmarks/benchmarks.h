@@ -1,0 +1,74 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include "benchmarks/harness_cuda.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+/// The benchmarks, one file each; every one adds rows to the run.
+namespace kvtier::bench {
+
+/// Dense decode attention: cuDNN's over plain tensors, kvtier's over pages, and their difference.
+struct DenseCase {
+  std::int64_t tokens = 131072;
+  int batch = 1;
+  int query_heads = 32;
+  int kv_heads = 8;
+  int head_dim = 128;
+};
+void bench_dense_cudnn(Run& run, const DenseCase& dense);
+/// Compares the outputs of both over the same keys and values.
+void check_dense(Run& run, const DenseCase& dense);
+
+/// One layer's decode step through the public API.
+struct StepCase {
+  std::int64_t tokens = 131072;
+  int batch = 1;
+  int query_heads = 32;
+  int kv_heads = 8;
+  int head_dim = 128;
+  int layers =
+      0;  ///< Layers of the graph; 0: enough that the L2 cache does not hold what they read.
+  bool dense = false;
+  KvPlacement placement = KvPlacement::kDevice;
+  RetrievalConfig retrieval{};
+  bool stages = false;  ///< Adds the time of each kernel.
+};
+void bench_decode_step(Run& run, const StepCase& step);
+
+/// Append of new tokens: pack, store, sketch, and the length.
+void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacement placement);
+/// Sketches of a whole prompt, against reading K once and against a bf16 product of the same size.
+void bench_prefill(Run& run, std::int64_t tokens, int bits);
+/// Append of a whole prompt to pages in pinned memory, through the public API.
+void bench_prefill_append(Run& run, std::int64_t tokens);
+/// Tables of a query.
+void bench_tables(Run& run, int batch, const RetrievalConfig& retrieval);
+/// Tables, scores and choice of the k best, and the time of each kernel.
+void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfig& retrieval);
+/// Fetch of random rows into staging, for each number of rows per KV head; row sets rotate over
+/// `region_gib` GiB of pages.
+void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPlacement placement,
+                  std::int64_t region_gib);
+/// Attention over random rows, and over a run of tokens.
+void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_head);
+/// How much of the exact selection the fast paths choose.
+void bench_overlap(Run& run, std::int64_t tokens, const RetrievalConfig& fast,
+                   const RetrievalConfig& exact);
+
+/// Names of options, as `decode_step` takes them and the rows have them.
+[[nodiscard]] std::string name_of(Estimator estimator);
+[[nodiscard]] std::string name_of(Selection selection);
+[[nodiscard]] std::string name_of(KvPlacement placement);
+/// Estimator, selection, bits and number of rows, as a row's parameters.
+[[nodiscard]] json retrieval_parameters(const RetrievalConfig& retrieval);
+/// Bits of the sketch that the estimator reads.
+[[nodiscard]] int bits_read(const RetrievalConfig& retrieval);
+
+/// Every row of docs/performance.md.
+void bench_all(Run& run);
+
+}  // namespace kvtier::bench

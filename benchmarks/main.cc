@@ -1,0 +1,144 @@
+#include "benchmarks/benchmarks.h"
+
+#include <CLI/CLI.hpp>
+
+#include <exception>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace kvtier;         // NOLINT: a program
+using namespace kvtier::bench;  // NOLINT
+
+/// Options that say how rows are chosen.
+struct Retrieval {
+  RetrievalConfig config{};
+  std::string estimator = "norm_aware";
+  std::string selection = "per_kv_head";
+
+  void add_options(CLI::App& app) {
+    app.add_option("--estimator", estimator)
+        ->check(CLI::IsMember({"soft_collision", "hard_collision", "norm_aware"}));
+    app.add_option("--selection", selection)
+        ->check(CLI::IsMember({"per_kv_head", "per_query_head"}));
+    app.add_option("--bits", config.num_planes, "planes of norm_aware");
+    app.add_option("--query-bits", config.query_bits, "of norm_aware");
+    app.add_option("--planes-per-table", config.planes_per_table, "of the collision estimators");
+    app.add_option("--tables", config.tables, "of the collision estimators");
+    app.add_option("--k", config.top_k, "rows per head, unless --sparsity is given");
+    app.add_option("--sparsity", config.sparsity, "context length over rows per head");
+  }
+  [[nodiscard]] RetrievalConfig resolve() const {
+    RetrievalConfig resolved = config;
+    resolved.estimator = estimator == "norm_aware"       ? Estimator::kNormAware
+                         : estimator == "hard_collision" ? Estimator::kHardCollision
+                                                         : Estimator::kSoftCollision;
+    resolved.selection =
+        selection == "per_query_head" ? Selection::kPerQueryHead : Selection::kPerKvHead;
+    return resolved;
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{
+      "Times of kvtier's kernels and of its decode step on an NVIDIA GPU, one JSON row each. Every "
+      "row is printed; --json keeps them with command, machine and date."};
+  app.require_subcommand(1);
+  app.fallthrough();
+  std::string file;
+  std::vector<std::string> cuda_libs;
+  int replays = 20;
+  app.add_option("--json", file, "file of the run");
+  app.add_option("--cuda-libs", cuda_libs, "folders of libcudnn and libcublas")->delimiter(',');
+  app.add_option("--replays", replays, "replays that count")->check(CLI::Range(3, 400));
+
+  const CLI::Range counts(1, 1 << 30);
+  StepCase step;
+  Retrieval retrieval;
+  std::string placement = "device";
+  std::int64_t new_tokens = 1, rows = 2048, region_gib = 64;
+  int bits = 256;
+
+  auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
+  auto* dense = app.add_subcommand("dense", "dense attention by cuDNN");
+  auto* select = app.add_subcommand("select", "tables, scores and the choice of k");
+  auto* tables = app.add_subcommand("tables", "tables of a query");
+  auto* gather = app.add_subcommand("gather", "random rows into staging");
+  auto* flash = app.add_subcommand("flash_decode", "attention over rows and runs of tokens");
+  auto* ingest = app.add_subcommand("ingest", "append of new tokens");
+  auto* prefill = app.add_subcommand("prefill", "sketches of a prompt, and its append");
+  auto* overlap = app.add_subcommand("overlap", "fast against exact selections");
+  auto* all = app.add_subcommand("all", "every row of docs/performance.md");
+
+  for (auto* command : {decode, dense}) {
+    command->add_option("--query-heads", step.query_heads)->check(counts);
+    command->add_option("--kv-heads", step.kv_heads)->check(counts);
+    command->add_option("--head-dim", step.head_dim)->check(counts);
+  }
+  for (auto* command : {decode, dense, select, flash, prefill, overlap}) {
+    command->add_option("--tokens", step.tokens, "context length")->check(counts);
+  }
+  for (auto* command : {decode, dense, select, tables, ingest}) {
+    command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
+  }
+  for (auto* command : {decode, select, tables, overlap}) retrieval.add_options(*command);
+  for (auto* command : {decode, gather, ingest}) {
+    command->add_option("--placement", placement, "where the KV is")
+        ->check(CLI::IsMember({"device", "host"}));
+  }
+  for (auto* command : {gather, flash}) {
+    command->add_option("--rows", rows, "per KV head, of which there are 8")->check(counts);
+  }
+  for (auto* command : {ingest, prefill}) {
+    command->add_option("--bits", bits, "of the sketch")->check(CLI::Range(64, 1024));
+  }
+  decode->add_option("--layers", step.layers, "layers in the graph, each with its own memory")
+      ->check(counts);
+  decode->add_flag("--dense", step.dense, "attend to everything instead");
+  decode->add_flag("--stages", step.stages, "time of each kernel too");
+  gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
+  ingest->add_option("--new-tokens", new_tokens, "of each sequence")->check(CLI::Range(1, 4096));
+  CLI11_PARSE(app, argc, argv);
+
+  std::string command;
+  for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);
+  try {
+    Run run(file, command, cuda_libs, replays);
+    step.placement = placement == "host" ? KvPlacement::kHost : KvPlacement::kDevice;
+    step.retrieval = retrieval.resolve();
+    if (*decode) bench_decode_step(run, step);
+    if (*dense) {
+      const DenseCase shape{.tokens = step.tokens,
+                            .batch = step.batch,
+                            .query_heads = step.query_heads,
+                            .kv_heads = step.kv_heads,
+                            .head_dim = step.head_dim};
+      check_dense(run, shape);
+      bench_dense_cudnn(run, shape);
+    }
+    if (*select) bench_select(run, step.tokens, step.batch, step.retrieval);
+    if (*tables) bench_tables(run, step.batch, step.retrieval);
+    if (*gather) bench_gather(run, {rows}, step.placement, region_gib);
+    if (*flash) bench_flash_decode(run, step.tokens, rows);
+    if (*ingest) bench_ingest(run, step.batch, new_tokens, bits, step.placement);
+    if (*prefill) {
+      bench_prefill(run, step.tokens, bits);
+      bench_prefill_append(run, step.tokens);
+    }
+    if (*overlap) {
+      RetrievalConfig exact = step.retrieval;
+      exact.query_bits = 0;
+      bench_overlap(run, step.tokens, step.retrieval, exact);
+    }
+    if (*all) bench_all(run);
+    return run.failed() ? 1 : 0;
+  } catch (const std::exception& error) {
+    std::cerr << "kvtier-bench: " << error.what() << "\n";
+    return 1;
+  }
+}
