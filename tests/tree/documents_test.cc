@@ -36,7 +36,7 @@ struct Promises {
 Promises find_promises(const SourceFile& document) {
   static const std::regex link(R"(\]\(([^)#:\s]+)(#[^)]*)?\))");
   static const std::regex command(R"((?:^|[\s`])((?:\./)?(?:scripts/[a-z_]+\.sh|\.ci/run)))");
-  static const std::regex preset(R"(--preset[ =]([a-z]+))");
+  static const std::regex preset(R"((?:cmake|ctest|\.sh)\b[^`]*?--preset[ =]([a-z]+))");
   Promises promises;
   for (const std::string& line : document.lines) {
     for (auto& target : all_matches(line, link)) promises.links.insert(target);
