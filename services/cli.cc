@@ -6,6 +6,7 @@
 #include "services/names.h"
 #include "services/replay.h"
 #include "services/replay_report.h"
+#include "services/stress/command.h"
 #include "services/trace.h"
 
 #include <CLI/CLI.hpp>
@@ -180,6 +181,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
       ->capture_default_str();
   ReplayCommand replay_command;
   add_replay(app, replay_command);
+  StressCommand stress_command;
+  add_stress(app, stress_command);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
@@ -190,7 +193,9 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
     console.err << "error: expected a subcommand, found none\n\n" << app.help();
     return kExitUsage;
   }
-  replay_command.options.log = make_log(console.err, log_level);
+  const auto log = make_log(console.err, log_level);
+  if (app.got_subcommand("stress")) return run_stress(stress_command, console, log);
+  replay_command.options.log = log;
   run_replay(replay_command, console);
   return 0;
 }

@@ -15,7 +15,7 @@ struct Console {
 
 /// Runs the program `kvtier` with `arguments` (without the program's name). Returns its exit code:
 /// 0, 1 after a `kvtier::Error`, printed as "error: CODE: message", 2 for a command line that is
-/// not understood. Keeps no state between calls.
+/// not understood, 130 after an interruption. Keeps no state between calls.
 [[nodiscard]] int run_cli(std::vector<std::string> arguments, const Console& console);
 
 }  // namespace kvtier::services

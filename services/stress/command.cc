@@ -1,0 +1,108 @@
+#include "services/stress/command.h"
+
+#include "services/atomic_file.h"
+#include "services/names.h"
+#include "services/stress/interrupt.h"
+#include "services/stress/progress.h"
+#include "services/stress/report.h"
+#include "services/stress/stress.h"
+
+#include <CLI/CLI.hpp>
+
+#include <optional>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kExitInterrupted = 130;
+
+/// Adds an option that takes a size such as 64K; `store` gets the number.
+void add_size(CLI::App& app, const std::string& flag, const std::string& description,
+              std::function<void(std::int64_t)> store) {
+  app.add_option_function<std::string>(
+      flag,
+      [flag, store = std::move(store)](const std::string& text) {
+        const std::optional<std::int64_t> size = parse_size(text);
+        if (!size) {
+          throw CLI::ValidationError(
+              flag, "expected a whole number, or one with K, M or G, found " + text);
+        }
+        store(*size);
+      },
+      description);
+}
+
+template <typename Names, typename Enum>
+void add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
+               const std::string& description) {
+  std::vector<std::string> list;
+  for (const auto& entry : names) list.emplace_back(entry.first);
+  app.add_option_function<std::string>(
+         flag,
+         [&names, &to](const std::string& text) {
+           for (const auto& [name, value] : names) {
+             if (name == text) to = value;
+           }
+         },
+         description)
+      ->check(CLI::IsMember(list));
+}
+
+}  // namespace
+
+void add_stress(CLI::App& program, StressCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "stress", "Decode over a long synthetic context and measure speed, memory and recall");
+  StressOptions& options = command.options;
+  std::vector<std::string> presets;
+  for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
+  app.add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
+      ->check(CLI::IsMember(presets));
+  add_size(app, "--tokens", "Tokens of context, for example 64K or 1M (default 64K)",
+           [&options](std::int64_t size) { options.tokens = size; });
+  app.add_option("--layers", options.layers, "Layers (default 1)");
+  app.add_option("--kv-heads", options.kv_heads, "KV heads (default 8)");
+  app.add_option("--query-heads", options.query_heads, "Query heads (default 32)");
+  app.add_option("--head-dim", options.head_dim, "64, 96, 128 or 256 (default 128)");
+  app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
+  app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
+  add_size(
+      app, "--device-budget", "Most bytes of device memory (default: what is needed)",
+      [&options](std::int64_t size) { options.device_budget = static_cast<std::size_t>(size); });
+  add_size(app, "--host-budget", "Most bytes of KV pages (default: what is needed)",
+           [&options](std::int64_t size) { options.host_budget = static_cast<std::size_t>(size); });
+  add_named(app, "--estimator", kEstimatorNames, options.estimator,
+            "How tokens are scored (default norm_aware)");
+  app.add_option("--bits", options.bits, "Sign bits of norm_aware")->capture_default_str();
+  app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
+  app.add_option("--seed", options.seed, "Seed of the data")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
+  app.add_flag("--compare-dense", options.compare_dense,
+               "Measure dense attention over one layer's KV on the device as well");
+  app.add_option("--json", command.json, "Write the report to this file");
+}
+
+int run_stress(const StressCommand& command, const Console& console,
+               const std::function<void(LogLevel, std::string_view)>& log) {
+  std::optional<AtomicFile> json;
+  if (!command.json.empty()) json.emplace(command.json);
+  const InterruptFlag interrupt;
+  ProgressWriter progress(console.err, console.err_is_terminal);
+  StressRun run(command.options,
+                {.log = log,
+                 .progress = [&progress](const StressProgress& now) { progress.show(now); },
+                 .interrupted = InterruptFlag::raised});
+  run.run();
+  progress.finish();
+  write_report(console.out, run.options(), run.report());
+  if (json) json->commit(to_json(run.options(), run.report()));
+  run.release([&console](std::string_view what, double bytes) {
+    console.err << "freeing " << what << ", " << show_bytes(bytes) << std::endl;
+  });
+  return run.report().interrupted ? kExitInterrupted : 0;
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Attention shape of a published model.
+struct ModelPreset {
+  std::string_view name;
+  int layers;
+  int query_heads;
+  int kv_heads;
+  int head_dim;
+};
+
+/// Returns the presets by name: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-30b-a3b.
+[[nodiscard]] const std::vector<ModelPreset>& model_presets();
+
+/// What a stress run does. Shape fields left out come from the preset, or from the defaults beside
+/// them.
+struct StressOptions {
+  std::string preset;              ///< Empty: none.
+  std::optional<int> layers;       ///< 1
+  std::optional<int> query_heads;  ///< 32
+  std::optional<int> kv_heads;     ///< 8
+  std::optional<int> head_dim;     ///< 128
+
+  std::int64_t tokens = std::int64_t{1} << 16;  ///< Of context, per sequence.
+  int batch = 1;                                ///< Sequences, decoded together.
+  int steps = 64;                               ///< Measured decode steps.
+  int top_k = 2048;                             ///< Rows selected per KV head.
+  Estimator estimator = Estimator::kNormAware;
+  int bits = 256;  ///< Of norm-aware.
+  std::uint64_t seed = 0;
+  Backend backend = Backend::kAuto;
+  bool compare_dense = false;
+
+  /// Left out: what the run needs.
+  std::optional<std::size_t> device_budget;
+  std::optional<std::size_t> host_budget;
+
+  /// Fills the shape in from the preset and the defaults, and checks every field. Throws
+  /// `kInvalidArgument` with all problems, `kNotFound` for an unknown preset.
+  void resolve();
+
+  [[nodiscard]] RetrievalConfig retrieval() const;
+  [[nodiscard]] ModelConfig model() const;
+};
+
+/// Steps decoded before the measured ones, which warm caches and tables.
+inline constexpr int kWarmupSteps = 2;
+/// Most measured steps whose selection is looked at: each has a needle per KV head and layer.
+inline constexpr int kMaxProbes = 16;
+
+/// Parses a whole number with an optional suffix K, M or G (2^10, 2^20, 2^30). Returns nothing for
+/// anything else, and for what does not fit.
+[[nodiscard]] std::optional<std::int64_t> parse_size(std::string_view text);
+
+/// Returns, for example, "4.2 GiB".
+[[nodiscard]] std::string show_bytes(double bytes);
+
+}  // namespace kvtier::services
