@@ -71,7 +71,7 @@ struct SketchItem {
   std::int32_t tokens = 0;
   std::int64_t packed_offset = 0;
 };
-using SketchBatch = transfer::Batch<SketchItem, 32>;
+using SketchBatch = transfer::Batch<SketchItem>;
 
 /// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens -
 /// 1 of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued

@@ -1,3 +1,4 @@
+#include "hashing/sketch_cuda.cuh"
 #include "hashing/sketch_kernels.h"
 #include "transfer/cuda_check.h"
 #include "transfer/tensor_core.cuh"
@@ -66,33 +67,6 @@ struct KeyFragments {
   }
 };
 
-template <typename T>
-__device__ float2 widen(unsigned pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U)};
-  }
-}
-
-template <typename T>
-__device__ bool nonfinite_pair(unsigned pair) {
-  constexpr unsigned kExponent = std::is_same_v<T, __half> ? 0x7C00U : 0x7F80U;
-  return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-}
-
-__device__ float sum_warp(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(kFullWarp, x, distance);
-  }
-  return x;
-}
-
-__device__ std::uint16_t norm_bits(float sum_of_squares) {
-  const float norm = fminf(fmaxf(sqrtf(sum_of_squares), 0x1p-24F), 65504.0F);
-  return __half_as_ushort(__float2half_rn(norm));
-}
-
 /// Norms of the warp's rows: lane r has those of row r, and bit r of `nonfinite` is set when the
 /// row has NaN or infinity.
 struct RowNorms {
@@ -117,21 +91,16 @@ __device__ RowNorms row_norms(const std::byte* rows, std::int64_t count) {
       const int vector = i * 32 + lane;
       if (vector >= kVectors) continue;
       const uint4 loaded = row[vector];
-      float sum = 0.0F;
-      for (const unsigned pair : {loaded.x, loaded.y, loaded.z, loaded.w}) {
-        const float2 x = widen<T>(pair);
-        sum += x.x * x.x + x.y * x.y;
-        nonfinite |= nonfinite_pair<T>(pair);
-      }
+      const float sum = cuda::sum_of_squares<T>(loaded, nonfinite);
       (vector < kVectors / 2 ? key_sum : value_sum) += sum;
     }
-    key_sum = sum_warp(key_sum);
-    value_sum = sum_warp(value_sum);
+    key_sum = cuda::sum_warp(key_sum);
+    value_sum = cuda::sum_warp(value_sum);
     const bool bad = __any_sync(kFullWarp, nonfinite);
     if (bad) norms.nonfinite |= 1U << r;
     if (lane == r) {
-      norms.key = bad ? kNonfiniteNorm : norm_bits(key_sum);
-      norms.value = bad ? kNonfiniteNorm : norm_bits(value_sum);
+      norms.key = bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
+      norms.value = bad ? kNonfiniteNorm : cuda::norm_bits(value_sum);
     }
   }
   return norms;
@@ -265,10 +234,8 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
                                      static_cast<unsigned>(w * 32 * PlanesLayout<D>::kPitch));
       if (lane % 4 == w) kept = signs;
     }
-    const int present = geometry.num_planes - chunk * kChunkBits - lane % 4 * 32;
-    const unsigned mask = present >= 32  ? 0xFFFFFFFFU
-                          : present <= 0 ? 0U
-                                         : ~(0xFFFFFFFFU >> present);
+    const unsigned mask =
+        cuda::plane_mask(geometry.num_planes - chunk * kChunkBits - lane % 4 * 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (to[i] == nullptr) continue;

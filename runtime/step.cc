@@ -1,7 +1,7 @@
 #include "runtime/step.h"
 
 #include "attention/flash_decode.h"
-#include "hashing/sketch.h"
+#include "hashing/append.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -37,27 +37,21 @@ transfer::TokenTensor token_tensor(const HostStaging::Slice& slice, DType dtype)
   return {slice.data, dtype, slice.token_stride, slice.head_stride};
 }
 
-/// Enqueues one launch of every append kernel.
+/// Enqueues one append of at most `kMaxBatch` sequences.
 void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
                   const transfer::AppendBatch& batch, std::span<SessionState* const> sessions) {
   transfer::Stream& stream = turn.stream();
-  auto* packed = engine.packed.data();
   StageTimer timer(turn, engine, engine.seconds.append);
-  transfer::pack_rows(stream, engine.kv, batch, packed);
-  transfer::store_rows(stream, engine.kv, batch, packed);
-  for (std::size_t i = 0; i < engine.sketches.size(); ++i) {
-    hashing::SketchBatch sketch;
-    for (int j = 0; j < batch.count; ++j) {
-      LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
-      sketch.push({.blocks = state.blocks[i].device_addresses(),
-                   .counters = state.view.counters,
-                   .tokens = batch[j].tokens,
-                   .packed_offset = batch[j].packed_offset});
+  std::vector<hashing::SketchTarget> targets;
+  targets.reserve(engine.sketches.size());
+  for (const SketchStore& store : engine.sketches) {
+    const std::size_t i = targets.size();
+    targets.push_back({.planes = store.planes.view(), .geometry = store.geometry, .blocks = {}});
+    for (SessionState* session : sessions) {
+      targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
-    const SketchStore& store = engine.sketches[i];
-    hashing::sketch_keys(stream, store.planes.view(), engine.kv, store.geometry, sketch, packed);
   }
-  transfer::append_done(stream, engine.kv, batch);
+  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed.data());
   engine.staging->finish(stream);
   timer.stop();
   if (turn.capturing()) return;  // replays append, and `advance` tells of them
@@ -347,7 +341,8 @@ void append(EngineState::Turn& turn, EngineState& engine, int layer,
     const std::int64_t tokens = part.keys.shape[0];
     for (std::int64_t begin = 0; begin < tokens;) {
       // A launch writes at each sequence's length, so a sequence is in it once.
-      if (begin > 0 || sessions.size() == 32 || packed_tokens == engine.append_tokens) flush();
+      if (begin > 0 || batch.count == transfer::kMaxBatch || packed_tokens == engine.append_tokens)
+        flush();
       const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
       const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
       const HostStaging::Slice values =

@@ -39,22 +39,36 @@ __device__ inline void let_next_start() {
 /// Tells whether the current device starts kernels early.
 [[nodiscard]] bool overlaps_kernels();
 
-/// Launches `kernel`, which keeps the rules above. Capturable.
+/// Launches `kernel`, which keeps the rules above, in clusters of `cluster_blocks` along x, which
+/// need a device that overlaps kernels. Capturable.
 template <typename... Parameters>
-void launch_overlapping(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
-                        unsigned threads, std::size_t shared_bytes,
-                        const std::type_identity_t<Parameters>&... arguments) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+void launch_overlapping_clusters(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
+                                 unsigned cluster_blocks, unsigned threads,
+                                 std::size_t shared_bytes,
+                                 const std::type_identity_t<Parameters>&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster_blocks;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = overlaps_kernels() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = !overlaps_kernels() ? 0 : cluster_blocks > 1 ? 2 : 1;
   KVTIER_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+/// Launches `kernel`, which keeps the rules above. Capturable.
+template <typename... Parameters>
+void launch_overlapping(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
+                        unsigned threads, std::size_t shared_bytes,
+                        const std::type_identity_t<Parameters>&... arguments) {
+  launch_overlapping_clusters(stream, kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 
 }  // namespace kvtier::transfer::cuda

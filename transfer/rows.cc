@@ -45,9 +45,9 @@ void check_tensor(const char* what, const TokenTensor& tensor) {
   }
 }
 
-void check_append(const KvGeometry& geometry, const AppendBatch& batch) {
+void check_items(const KvGeometry& geometry, const AppendBatch& batch) {
   check_geometry(geometry);
-  check_count("items of an append", batch.count, 32);
+  check_count("items of an append", batch.count, kMaxBatch);
   for (int i = 0; i < batch.count; ++i) {
     if (batch[i].tokens < 0 || batch[i].packed_offset < 0) {
       reject("tokens and packed_offset: expected at least 0, found " +
@@ -64,16 +64,26 @@ void check_sequence(const KvGeometry& geometry, const SequenceView& sequence) {
   }
 }
 
-}  // namespace
-
-void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-               std::byte* packed) {
-  check_append(geometry, batch);
+void check_tensors(const AppendBatch& batch) {
   for (int i = 0; i < batch.count; ++i) {
     if (batch[i].tokens == 0) continue;
     check_tensor("keys", batch[i].keys);
     check_tensor("values", batch[i].values);
   }
+}
+
+}  // namespace
+
+void check_append(const KvGeometry& geometry, const AppendBatch& batch) {
+  check_items(geometry, batch);
+  check_tensors(batch);
+  for (int i = 0; i < batch.count; ++i) check_sequence(geometry, batch[i].sequence);
+}
+
+void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+               std::byte* packed) {
+  check_items(geometry, batch);
+  check_tensors(batch);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::pack_rows(stream.native(), geometry, batch, packed);
@@ -84,7 +94,7 @@ void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& ba
 
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
                 const std::byte* packed) {
-  check_append(geometry, batch);
+  check_items(geometry, batch);
   for (int i = 0; i < batch.count; ++i) check_sequence(geometry, batch[i].sequence);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
@@ -95,7 +105,7 @@ void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& b
 }
 
 void append_done(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch) {
-  check_append(geometry, batch);
+  check_items(geometry, batch);
   for (int i = 0; i < batch.count; ++i) {
     if (batch[i].sequence.counters == nullptr) reject("counters: expected a pointer, found null");
   }
@@ -156,7 +166,7 @@ void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch
       [=] { cpu::gather_rows(geometry, sequences, rows, selection, pages_on_device, flags); });
 }
 
-void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out) {
+void check_queries(const KvGeometry& geometry, const QueryItems& items) {
   check_geometry(geometry);
   check_count("rows", items.count, kMaxBatch);
   for (int i = 0; i < items.count; ++i) {
@@ -165,6 +175,10 @@ void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& 
       reject("token: expected at least 0, found " + std::to_string(items[i].token));
     }
   }
+}
+
+void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out) {
+  check_queries(geometry, items);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::pack_queries(stream.native(), geometry, items, out);

@@ -35,7 +35,10 @@ struct AppendItem {
   std::int64_t packed_offset = 0;  ///< First token's index in the packed array.
   StepFlags* flags = nullptr;
 };
-using AppendBatch = Batch<AppendItem, 32>;
+using AppendBatch = Batch<AppendItem>;
+
+/// Throws `kInvalidArgument` when an append cannot be what the three functions below take.
+void check_append(const KvGeometry& geometry, const AppendBatch& batch);
 
 /// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items,
 /// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`. Enqueued; inputs must stay
@@ -81,6 +84,8 @@ struct QueryItem {
   StepFlags* flags = nullptr;
 };
 using QueryItems = Batch<QueryItem>;
+/// Throws `kInvalidArgument` when queries cannot be what `pack_queries` takes.
+void check_queries(const KvGeometry& geometry, const QueryItems& items);
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out);
 
 /// Tells whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity.

@@ -30,11 +30,6 @@ const void* element(const TokenTensor& tensor, std::int64_t token, std::int64_t 
          offset * static_cast<std::int64_t>(dtype_bytes(tensor.dtype));
 }
 
-/// Tokens of an append that fit in the capacity.
-std::int64_t tokens_stored(const SequenceCounters& counters, std::int64_t tokens) {
-  return std::clamp<std::int64_t>(counters.capacity - counters.length, 0, tokens);
-}
-
 void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* packed) {
   const std::int64_t row_bytes = geometry.row_bytes();
   const auto body = [&](std::int64_t begin, std::int64_t end) {
@@ -124,12 +119,7 @@ void store_rows(const KvGeometry& geometry, const AppendBatch& batch, const std:
 
 void append_done(const KvGeometry& geometry, const AppendBatch& batch) {
   for (int i = 0; i < batch.count; ++i) {
-    SequenceCounters& counters = *batch[i].sequence.counters;
-    const std::int64_t stored = tokens_stored(counters, batch[i].tokens);
-    counters.overflow += batch[i].tokens - stored;
-    counters.length += stored;
-    counters.resident_begin =
-        std::max(counters.resident_begin, counters.length - geometry.recent_capacity);
+    count_appended(geometry, *batch[i].sequence.counters, batch[i].tokens);
   }
 }
 

@@ -1,9 +1,8 @@
+#include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
 #include "transfer/rows_kernels.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / kWarp;
+constexpr unsigned kQueryThreads = 512;  ///< 32 heads of 128 are one piece each.
 constexpr unsigned kFullMask = 0xFFFFFFFFU;
 /// Blocks of a launch that walks over its work: enough for 132 SMs to hold 8 each.
 constexpr std::int64_t kMaxBlocks = 1056;
@@ -24,48 +24,17 @@ constexpr int kGatherRows = 4;
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
 
-/// Adds to a counter in host memory; one call per block at most, for each crosses the link.
-__device__ void raise(std::uint64_t* counter, std::uint64_t n) {
-  static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
-  if (n != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(n));
-  }
-}
-
-__device__ float load_float(const void* data, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(data)[i]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-    default:
-      return static_cast<const float*>(data)[i];
-  }
-}
-
-/// Returns the bits of a value rounded to the storage dtype, and whether they are NaN or infinity.
-__device__ std::uint16_t to_storage(float value, DType dtype, bool& nonfinite) {
-  if (dtype == DType::kFloat16) {
-    const std::uint16_t bits = __half_as_ushort(__float2half_rn(value));
-    nonfinite |= (bits & 0x7C00U) == 0x7C00U;
-    return bits;
-  }
-  const std::uint16_t bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-  nonfinite |= (bits & 0x7F80U) == 0x7F80U;
-  return bits;
-}
-
 /// One warp converts one K or V; `head_dim` is even.
 __device__ bool convert_warp(const TokenTensor& tensor, std::int64_t token, int head, int head_dim,
                              DType dtype, std::uint16_t* to) {
   const std::int64_t base = token * tensor.token_stride + head * tensor.head_stride;
   bool nonfinite = false;
   for (int i = 2 * static_cast<int>(lane_id()); i < head_dim; i += 2 * static_cast<int>(kWarp)) {
-    const float low = load_float(tensor.data, tensor.dtype, base + i);
-    const float high = load_float(tensor.data, tensor.dtype, base + i + 1);
+    const float low = cuda::load_float(tensor.data, tensor.dtype, base + i);
+    const float high = cuda::load_float(tensor.data, tensor.dtype, base + i + 1);
     ushort2 pair;
-    pair.x = to_storage(low, dtype, nonfinite);
-    pair.y = to_storage(high, dtype, nonfinite);
+    pair.x = cuda::to_storage(low, dtype, nonfinite);
+    pair.y = cuda::to_storage(high, dtype, nonfinite);
     *reinterpret_cast<ushort2*>(to + i) = pair;
   }
   return nonfinite;
@@ -96,14 +65,8 @@ __global__ void __launch_bounds__(kThreads)
   if (lane_id() == 0 && count != 0) atomicAdd(&block_nonfinite, count);
   __syncthreads();  // all warps have added
   if (threadIdx.x == 0 && item.flags != nullptr) {
-    raise(&item.flags->nonfinite_tokens, block_nonfinite);
+    cuda::raise(&item.flags->nonfinite_tokens, block_nonfinite);
   }
-}
-
-/// Tokens of an append that fit in the capacity.
-__device__ std::int64_t tokens_stored(const SequenceCounters& counters, std::int64_t tokens) {
-  const std::int64_t room = counters.capacity - counters.length;
-  return room < 0 ? 0 : min(room, tokens);
 }
 
 /// Lanes copy a row, 16 bytes each.
@@ -156,12 +119,7 @@ __global__ void append_done_kernel(const __grid_constant__ KvGeometry geometry,
                                    const __grid_constant__ AppendBatch batch) {
   if (static_cast<int>(threadIdx.x) >= batch.count) return;
   const AppendItem& item = batch[static_cast<int>(threadIdx.x)];
-  SequenceCounters& counters = *item.sequence.counters;
-  const std::int64_t stored = tokens_stored(counters, item.tokens);
-  counters.overflow += item.tokens - stored;
-  counters.length += stored;
-  counters.resident_begin =
-      max(counters.resident_begin, counters.length - std::int64_t{geometry.recent_capacity});
+  count_appended(geometry, *item.sequence.counters, item.tokens);
 }
 
 __global__ void set_length_kernel(SequenceCounters* counters, std::int64_t length,
@@ -238,9 +196,9 @@ __device__ void count_gathered(const KvGeometry& geometry, const SequenceBatch& 
   __syncthreads();  // all threads have added
   if (threadIdx.x != 0) return;
   const std::uint64_t fetched = pages_on_device ? 0 : totals[1];
-  raise(&flags->rows_selected, totals[2]);
-  raise(&flags->rows_fetched_host, fetched);
-  raise(&flags->rows_resident, totals[0] - fetched);
+  cuda::raise(&flags->rows_selected, totals[2]);
+  cuda::raise(&flags->rows_fetched_host, fetched);
+  cuda::raise(&flags->rows_resident, totals[0] - fetched);
 }
 
 /// A warp copies `kGatherRows` rows at a time. Block (x, KV head, query row); the last x counts.
@@ -296,24 +254,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block per query row.
-__global__ void __launch_bounds__(kThreads)
+/// A block per query row, a thread per eight elements at a time.
+__global__ void __launch_bounds__(kQueryThreads)
     pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
                         const __grid_constant__ QueryItems items, float* out) {
   const QueryItem& item = items[static_cast<int>(blockIdx.x)];
-  const int elements = geometry.query_heads * geometry.head_dim;
-  const std::int64_t base = std::int64_t{item.token} * item.query.token_stride;
+  const int pieces = geometry.head_dim / cuda::kPiece;
+  const int count = geometry.query_heads * pieces;
+  auto* row = reinterpret_cast<float4*>(out + std::int64_t{blockIdx.x} * count * cuda::kPiece);
+  cuda::wait_for_previous();
   int nonfinite = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < elements; i += static_cast<int>(kThreads)) {
-    const std::int64_t head = i / geometry.head_dim;
-    const float value = load_float(item.query.data, item.query.dtype,
-                                   base + head * item.query.head_stride + i % geometry.head_dim);
-    nonfinite |= isfinite(value) ? 0 : 1;
-    out[std::int64_t{blockIdx.x} * elements + i] = value;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(kQueryThreads)) {
+    const cuda::HeadSource source = cuda::head_source(item.query, item.token, i / pieces);
+    float x[cuda::kPiece];
+    cuda::to_floats(cuda::load_piece(source, i % pieces), source.dtype, x);
+    for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
+    row[2 * i] = {x[0], x[1], x[2], x[3]};
+    row[2 * i + 1] = {x[4], x[5], x[6], x[7]};
   }
   nonfinite = __syncthreads_or(nonfinite);
   if (threadIdx.x == 0 && nonfinite != 0 && item.flags != nullptr) {
-    raise(&item.flags->nonfinite_queries, 1);
+    cuda::raise(&item.flags->nonfinite_queries, 1);
   }
 }
 
@@ -367,7 +328,7 @@ void store_rows(void* stream, const KvGeometry& geometry, const AppendBatch& bat
 
 void append_done(void* stream, const KvGeometry& geometry, const AppendBatch& batch) {
   if (batch.count == 0) return;
-  append_done_kernel<<<1, kWarp, 0, stream_of(stream)>>>(geometry, batch);
+  append_done_kernel<<<1, kMaxBatch, 0, stream_of(stream)>>>(geometry, batch);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -417,9 +378,9 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
 
 void pack_queries(void* stream, const KvGeometry& geometry, const QueryItems& items, float* out) {
   if (items.count == 0) return;
-  pack_queries_kernel<<<static_cast<unsigned>(items.count), kThreads, 0, stream_of(stream)>>>(
-      geometry, items, out);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch_overlapping(stream_of(stream), pack_queries_kernel,
+                     dim3(static_cast<unsigned>(items.count)), kQueryThreads, 0, geometry, items,
+                     out);
 }
 
 }  // namespace cuda

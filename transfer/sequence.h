@@ -30,13 +30,34 @@ struct KvGeometry {
 };
 
 /// What a sequence's layer knows of itself on the device. Kernels read it, so that a captured graph
-/// serves a growing sequence; only `append_done` and `set_length` write it.
+/// serves a growing sequence; only appends and `set_length` write it.
 struct SequenceCounters {
   std::int64_t length = 0;          ///< Tokens stored.
   std::int64_t resident_begin = 0;  ///< Tokens [resident_begin, length) are in the ring.
   std::int64_t capacity = 0;        ///< Tokens for which pages and sketch blocks exist.
   std::int64_t overflow = 0;        ///< Tokens dropped because a replay went past `capacity`.
+  /// Blocks that have read the counters of an append under way whose first item this is; 0 between
+  /// kernels.
+  std::uint32_t append_ticket = 0;
 };
+
+/// Returns how many of `tokens` new tokens fit in the capacity.
+KVTIER_HOST_DEVICE inline std::int64_t tokens_stored(const SequenceCounters& counters,
+                                                     std::int64_t tokens) {
+  const std::int64_t room = counters.capacity - counters.length;
+  if (room < 0) return 0;
+  return room < tokens ? room : tokens;
+}
+
+/// Counts `tokens` new tokens, those that do not fit as overflow.
+KVTIER_HOST_DEVICE inline void count_appended(const KvGeometry& geometry,
+                                              SequenceCounters& counters, std::int64_t tokens) {
+  const std::int64_t stored = tokens_stored(counters, tokens);
+  counters.overflow += tokens - stored;
+  counters.length += stored;
+  const std::int64_t ring_begin = counters.length - geometry.recent_capacity;
+  if (ring_begin > counters.resident_begin) counters.resident_begin = ring_begin;
+}
 
 /// Addresses of one (sequence, layer), by value to kernels.
 struct SequenceView {

@@ -226,7 +226,7 @@ TEST_F(RowsArguments, RejectsABadAppend) {
   }
   expect_rejected([&] { append_done(*stream_, good_, store.back()); });
   AppendBatch too_many;
-  too_many.count = 33;
+  too_many.count = kMaxBatch + 1;
   expect_rejected([&] { append_done(*stream_, good_, too_many); });
 }
 

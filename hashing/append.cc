@@ -1,0 +1,45 @@
+#include "hashing/append.h"
+
+#include "hashing/append_kernels.h"
+
+#include <cassert>
+
+namespace kvtier::hashing {
+
+namespace {
+
+SketchBatch sketch_batch(const transfer::AppendBatch& batch, const SketchTarget& target) {
+  SketchBatch items;
+  for (int i = 0; i < batch.count; ++i) {
+    items.push({.blocks = target.blocks[i],
+                .counters = batch[i].sequence.counters,
+                .tokens = batch[i].tokens,
+                .packed_offset = batch[i].packed_offset});
+  }
+  return items;
+}
+
+}  // namespace
+
+void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
+                 const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
+                 std::byte* packed) {
+  transfer::check_append(kv, batch);
+  for (const SketchTarget& target : sketches) {
+    assert(target.blocks.count == batch.count);
+    static_cast<void>(target);
+  }
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr && !sketches.empty() && cuda::is_small(batch)) {
+      return cuda::append_small(stream.native(), kv, batch, sketches);
+    }
+  }
+  transfer::pack_rows(stream, kv, batch, packed);
+  transfer::store_rows(stream, kv, batch, packed);
+  for (const SketchTarget& target : sketches) {
+    sketch_keys(stream, target.planes, kv, target.geometry, sketch_batch(batch, target), packed);
+  }
+  transfer::append_done(stream, kv, batch);
+}
+
+}  // namespace kvtier::hashing

@@ -1,0 +1,418 @@
+#include "hashing/append_kernels.h"
+#include "hashing/sketch_cuda.cuh"
+#include "transfer/convert_cuda.cuh"
+#include "transfer/launch_cuda.cuh"
+#include "transfer/tensor_core.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvtier::hashing {
+namespace {
+
+using transfer::KvGeometry;
+using transfer::cuda::HeadSource;
+using transfer::cuda::kFullWarp;
+using transfer::cuda::kPiece;
+using transfer::cuda::RawPiece;
+
+/// Tokens of a launch, sequences times the longest append, up to which one kernel is faster (H200,
+/// head_dim 128: 64 sequences of 2 tokens 11.2 us for 18.5 us with 256 planes, 21.5 us for 28.3 us
+/// with 600).
+constexpr std::int64_t kMostTokens = 128;
+
+constexpr int kWorkerWarps = 4;
+constexpr int kWorkers = 32 * kWorkerWarps;
+constexpr int kThreads = kWorkers + 32;  ///< The workers and the clerk.
+constexpr int kTileRows = 16;            ///< Rows of one matrix product.
+constexpr int kMaxTiles = 4;             ///< Tiles of a block.
+constexpr int kMaxRows = kTileRows * kMaxTiles;
+constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
+constexpr int kMaxPitch = 2 * 256 + 16;
+constexpr int kInFlight = 4;  ///< Pieces that a thread reads before it uses the first.
+/// Blocks worth having before a block is given more than one tile: two per SM of an H200.
+constexpr int kEnoughBlocks = 264;
+
+struct AppendArgs {
+  KvGeometry kv;
+  transfer::AppendBatch batch;
+  transfer::Batch<std::byte* const*> blocks;
+  PlanesView planes;
+  SketchGeometry geometry;
+  int tokens;      // of each item, present or not; a row is ((item, KV head), token)
+  int num_rows;    // (item, KV head, token) triples
+  int block_rows;  // of them, per block
+  bool stores;     // rows to pages, sinks and rings; counts non-finite ones
+  bool advances;   // the counters
+};
+
+/// Where a row goes; null where it does not.
+struct RowTarget {
+  std::byte* page;
+  std::byte* sink;
+  std::byte* ring;
+  std::byte* sketch;  // its word of the sketch, or its key norm
+};
+
+/// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.
+__device__ int pitch_of(const KvGeometry& kv) { return 2 * kv.head_dim + 16; }
+
+struct Shared {
+  alignas(16) std::byte planes[kBlockPlanes * kMaxPitch];
+  alignas(16) std::byte keys[2][kTileRows * kMaxPitch];  // an fp16 key is the sum of two in bf16
+  HeadSource sources[2 * kMaxRows];                      // K and V of each row
+  RowTarget targets[kMaxRows];
+  unsigned nonfinite[kMaxTiles];  // a bit per row
+  unsigned signs[kTileRows];
+};
+
+/// Between the workers.
+__device__ void sync_workers() { asm volatile("bar.sync 2, %0;" ::"n"(kWorkers) : "memory"); }
+/// The workers wait for the targets, and for each other.
+__device__ void await_targets() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+/// The clerk has written the targets; it does not wait.
+__device__ void publish_targets() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory"); }
+
+struct Row {
+  int item;
+  int head;
+  int token;
+};
+
+__device__ Row row_at(const AppendArgs& args, int index) {
+  const int lane = index / args.tokens;
+  return {lane / args.kv.kv_heads, lane % args.kv.kv_heads, index % args.tokens};
+}
+
+__device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norms) {
+  RowTarget target{};
+  const transfer::AppendItem& item = args.batch[row.item];
+  const transfer::SequenceView& sequence = item.sequence;
+  const std::int64_t length = sequence.counters->length;
+  const std::int64_t stored = transfer::tokens_stored(*sequence.counters, item.tokens);
+  if (row.token >= stored) return target;
+  const std::int64_t token = length + row.token;
+  std::byte* block = args.blocks[row.item][token / kBlockTokens];
+  const auto in_block = static_cast<int>(token % kBlockTokens);
+  if (!norms) {
+    const auto word = static_cast<int>(blockIdx.x);
+    target.sketch = block + args.geometry.chunk_offset(row.head, word / 4, in_block) + word % 4 * 4;
+    return target;
+  }
+  target.sketch = block + args.geometry.key_norm_offset(row.head, in_block);
+  if (!args.stores) return target;
+  const KvGeometry& kv = args.kv;
+  const std::int64_t row_bytes = kv.row_bytes();
+  const std::int64_t in_page = std::int64_t{row.head} * kv.page_tokens + token % kv.page_tokens;
+  target.page =
+      const_cast<std::byte*>(sequence.pages[token / kv.page_tokens]) + in_page * row_bytes;
+  if (token < kv.sink_capacity) {
+    target.sink =
+        sequence.sink_rows + (std::int64_t{row.head} * kv.sink_capacity + token) * row_bytes;
+  }
+  // Earlier tokens would share a slot of the ring with later ones.
+  if (token >= length + stored - kv.recent_capacity) {
+    const std::int64_t slot = token % kv.recent_capacity;
+    target.ring =
+        sequence.recent_rows + (std::int64_t{row.head} * kv.recent_capacity + slot) * row_bytes;
+  }
+  return target;
+}
+
+/// The warp beside the workers: says where rows go, and lets the counters grow once every block has
+/// read them. What the other kernels of the append write need not be done then, for the end of the
+/// last kernel orders all of it.
+__device__ void keep_books(const AppendArgs& args, int first, int count, Shared& shared) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  transfer::cuda::wait_for_previous();
+  // Not before the wait: the next kernel may count on the work before this one.
+  transfer::cuda::let_next_start();
+  const bool norms = blockIdx.x + 1 == gridDim.x;
+  for (int r = lane; r < count; r += 32) {
+    shared.targets[r] = target_of(args, row_at(args, first + r), norms);
+  }
+  publish_targets();
+  if (!args.advances) return;
+
+  __syncwarp();
+  std::uint32_t* ticket = &args.batch[0].sequence.counters->append_ticket;
+  unsigned taken = 0;
+  if (lane == 0) {
+    __threadfence();
+    taken = atomicAdd(ticket, 1U);
+  }
+  if (__shfl_sync(kFullWarp, taken, 0) != gridDim.x * gridDim.y - 1) return;
+  __threadfence();
+  for (int i = lane; i < args.batch.count; i += 32) {
+    transfer::count_appended(args.kv, *args.batch[i].sequence.counters, args.batch[i].tokens);
+  }
+  if (lane == 0) *ticket = 0;
+}
+
+/// Workers fill `sources`; null for tokens that an item does not have.
+__device__ void find_sources(const AppendArgs& args, int first, int count, Shared& shared) {
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * count; i += kWorkers) {
+    const Row row = row_at(args, first + i / 2);
+    const transfer::AppendItem& item = args.batch[row.item];
+    shared.sources[i] = {};
+    if (row.token >= item.tokens) continue;
+    shared.sources[i] =
+        transfer::cuda::head_source(i % 2 == 0 ? item.keys : item.values, row.token, row.head);
+  }
+  if (threadIdx.x < kMaxTiles) shared.nonfinite[threadIdx.x] = 0;
+}
+
+/// Starts the copy of the block's planes, zeros past the last.
+__device__ void load_planes(const PlanesView& planes, int pitch, Shared& shared) {
+  const int pieces = planes.head_dim / kPiece;
+  const unsigned to = transfer::cuda::shared_address(shared.planes);
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockPlanes * pieces; i += kWorkers) {
+    const int row = i / pieces;
+    const int plane = static_cast<int>(blockIdx.x) * kBlockPlanes + row;
+    const bool present = plane < planes.num_planes;
+    const std::uint16_t* from =
+        planes.bf16 + (present ? std::int64_t{plane} * planes.head_dim + i % pieces * kPiece : 0);
+    transfer::cuda::copy_async_16(to + static_cast<unsigned>(row * pitch + i % pieces * 2 * kPiece),
+                                  from, present);
+  }
+  transfer::cuda::copy_async_commit();
+}
+
+/// Keys of a tile to shared memory, in bf16; K and V are searched for NaN and infinity.
+template <typename T>
+__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Shared& shared) {
+  const int pieces = args.kv.head_dim / kPiece;
+  const int count = rows * 2 * pieces;
+  const HeadSource* sources = shared.sources + 2 * kTileRows * tile;
+  for (int base = static_cast<int>(threadIdx.x); base < count; base += kInFlight * kWorkers) {
+    RawPiece raw[kInFlight] = {};
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kWorkers;
+      if (i >= count || sources[i / pieces].data == nullptr) continue;
+      raw[j] = transfer::cuda::load_piece(sources[i / pieces], i % pieces);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kWorkers;
+      if (i >= count) continue;
+      const int part = i / pieces;
+      bool bad = false;
+      const uint4 stored =
+          transfer::cuda::store_piece(raw[j], sources[part].dtype, args.kv.dtype, bad);
+      if (bad) atomicOr(&shared.nonfinite[tile], 1U << (part / 2));
+      if (part % 2 != 0) continue;
+      const int at = part / 2 * pitch + i % pieces * 2 * kPiece;
+      if constexpr (std::is_same_v<T, __half>) {
+        const unsigned pairs[4] = {stored.x, stored.y, stored.z, stored.w};
+        unsigned high[4];
+        unsigned low[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 x = cuda::widen<T>(pairs[p]);
+          const auto split = transfer::cuda::split_pair<__nv_bfloat16>(x.x, x.y);
+          high[p] = split.high;
+          low[p] = split.low;
+        }
+        *reinterpret_cast<uint4*>(shared.keys[0] + at) = {high[0], high[1], high[2], high[3]};
+        *reinterpret_cast<uint4*>(shared.keys[1] + at) = {low[0], low[1], low[2], low[3]};
+      } else {
+        *reinterpret_cast<uint4*>(shared.keys[0] + at) = stored;
+      }
+    }
+  }
+}
+
+/// A warp multiplies the tile's keys by its eight planes, in the order of the kernel for many
+/// tokens, and writes its byte of each row's word.
+template <typename T>
+__device__ void write_signs(int head_dim, int pitch, Shared& shared) {
+  constexpr int kParts = std::is_same_v<T, __half> ? 2 : 1;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const unsigned keys = transfer::cuda::shared_address(shared.keys) +
+                        static_cast<unsigned>(lane % 16 * pitch + lane / 16 * 16);
+  const unsigned planes = transfer::cuda::shared_address(shared.planes) +
+                          static_cast<unsigned>((warp * 8 + lane % 8) * pitch + lane / 8 * 16);
+  float c[4] = {};
+#pragma unroll 4
+  for (int step = 0; step < head_dim / 32; ++step) {
+    unsigned b[4];
+    transfer::cuda::load_matrices(b, planes + static_cast<unsigned>(step * 64));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        unsigned a[4];
+        transfer::cuda::load_matrices(
+            a, keys + static_cast<unsigned>(part * kTileRows * kMaxPitch + step * 64 + half * 32));
+        transfer::cuda::multiply_add<__nv_bfloat16>(c, a, b[2 * half], b[2 * half + 1]);
+      }
+    }
+  }
+  const int bit = 7 - lane % 4 * 2;  // of the first of this lane's two planes
+  unsigned bytes = (c[0] >= 0.0F ? 1U : 0U) << bit | (c[1] >= 0.0F ? 1U : 0U) << (bit - 1) |
+                   (c[2] >= 0.0F ? 1U : 0U) << (bit + 8) | (c[3] >= 0.0F ? 1U : 0U) << (bit + 7);
+  bytes |= __shfl_xor_sync(kFullWarp, bytes, 1);
+  bytes |= __shfl_xor_sync(kFullWarp, bytes, 2);
+  if (lane % 4 != 0) return;
+  auto* signs = reinterpret_cast<std::uint8_t*>(shared.signs);
+  signs[lane / 4 * 4 + 3 - warp] = static_cast<std::uint8_t>(bytes);
+  signs[(lane / 4 + 8) * 4 + 3 - warp] = static_cast<std::uint8_t>(bytes >> 8);
+}
+
+/// Blocks that write one word of 32 planes of each row.
+template <typename T>
+__device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) {
+  const int pitch = pitch_of(args.kv);
+  const unsigned mask =
+      cuda::plane_mask(args.geometry.num_planes - static_cast<int>(blockIdx.x) * kBlockPlanes);
+  for (int tile = 0; tile * kTileRows < count; ++tile) {
+    const int rows = min(count - tile * kTileRows, kTileRows);
+    stage_keys<T>(args, tile, rows, pitch, shared);
+    if (tile == 0) transfer::cuda::copy_async_wait<0>();
+    sync_workers();  // keys and planes are there
+    write_signs<T>(args.kv.head_dim, pitch, shared);
+    if (tile == 0) {
+      await_targets();  // signs too are there
+    } else {
+      sync_workers();
+    }
+    const auto row = static_cast<int>(threadIdx.x);
+    if (row >= rows) continue;
+    std::byte* to = shared.targets[tile * kTileRows + row].sketch;
+    if (to == nullptr) continue;
+    const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
+    *reinterpret_cast<unsigned*>(to) = nonfinite ? 0U : shared.signs[row] & mask;
+  }
+}
+
+/// Blocks that write the rows and their norms: a warp takes four rows of each tile at a time.
+template <typename T>
+__device__ void store_tiles(const AppendArgs& args, int first, int count, Shared& shared) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const int pieces = args.kv.head_dim / kPiece;
+  for (int tile = 0; tile * kTileRows < count; ++tile) {
+    float key_sums[kInFlight] = {};
+    float value_sums[kInFlight] = {};
+    bool nonfinite[kInFlight] = {};
+    for (int begin = 0; begin < 2 * pieces; begin += 32) {
+      const int i = begin + lane;
+      RawPiece raw[kInFlight] = {};
+      HeadSource sources[kInFlight] = {};
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int row = tile * kTileRows + warp + j * kWorkerWarps;
+        if (row >= count || i >= 2 * pieces) continue;
+        sources[j] = shared.sources[2 * row + i / pieces];
+        if (sources[j].data == nullptr) continue;
+        raw[j] = transfer::cuda::load_piece(sources[j], i % pieces);
+      }
+      if (tile == 0 && begin == 0) await_targets();
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        if (sources[j].data == nullptr) continue;
+        const uint4 stored =
+            transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
+        const float sum = cuda::sum_of_squares<T>(stored, nonfinite[j]);
+        (i < pieces ? key_sums[j] : value_sums[j]) += sum;
+        const RowTarget& to = shared.targets[tile * kTileRows + warp + j * kWorkerWarps];
+        if (to.page != nullptr) reinterpret_cast<uint4*>(to.page)[i] = stored;
+        if (to.sink != nullptr) reinterpret_cast<uint4*>(to.sink)[i] = stored;
+        if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[i] = stored;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int row = tile * kTileRows + warp + j * kWorkerWarps;
+      if (row >= count) continue;
+      const float key_sum = cuda::sum_warp(key_sums[j]);
+      const float value_sum = cuda::sum_warp(value_sums[j]);
+      const bool bad = __any_sync(kFullWarp, nonfinite[j]);
+      if (lane != 0) continue;
+      std::byte* norms = shared.targets[row].sketch;
+      if (norms != nullptr) {
+        *reinterpret_cast<std::uint16_t*>(norms) = bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
+        *reinterpret_cast<std::uint16_t*>(norms + args.geometry.norms_bytes()) =
+            bad ? kNonfiniteNorm : cuda::norm_bits(value_sum);
+      }
+      if (!bad || !args.stores) continue;
+      transfer::StepFlags* flags = args.batch[row_at(args, first + row).item].flags;
+      if (flags != nullptr) transfer::cuda::raise(&flags->nonfinite_tokens, 1);
+    }
+  }
+}
+
+/// Block (x, y) has rows [y * block_rows, ...); the last x stores them and their norms, the others
+/// write word x of their sketch.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
+  __shared__ Shared shared;
+  const int first = static_cast<int>(blockIdx.y) * args.block_rows;
+  const int count = min(args.num_rows - first, args.block_rows);
+  if (threadIdx.x >= kWorkers) {
+    keep_books(args, first, count, shared);
+    return;
+  }
+  const bool stores = blockIdx.x + 1 == gridDim.x;
+  if (!stores) load_planes(args.planes, pitch_of(args.kv), shared);
+  find_sources(args, first, count, shared);
+  sync_workers();
+  transfer::cuda::wait_for_previous();
+  if (stores) {
+    store_tiles<T>(args, first, count, shared);
+  } else {
+    sketch_tiles<T>(args, count, shared);
+  }
+}
+
+int most_tokens(const transfer::AppendBatch& batch) {
+  int tokens = 0;
+  for (int i = 0; i < batch.count; ++i) tokens = std::max(tokens, batch[i].tokens);
+  return tokens;
+}
+
+}  // namespace
+
+namespace cuda {
+
+bool is_small(const transfer::AppendBatch& batch) {
+  return std::int64_t{batch.count} * most_tokens(batch) <= kMostTokens;
+}
+
+void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatch& batch,
+                  std::span<const SketchTarget> sketches) {
+  const int tokens = most_tokens(batch);
+  if (tokens == 0) return;
+  for (const SketchTarget& target : sketches) {
+    AppendArgs args{.kv = kv,
+                    .batch = batch,
+                    .blocks = target.blocks,
+                    .planes = target.planes,
+                    .geometry = target.geometry,
+                    .tokens = tokens,
+                    .num_rows = batch.count * tokens * kv.kv_heads,
+                    .block_rows = kTileRows,
+                    .stores = &target == &sketches.front(),
+                    .advances = &target == &sketches.back()};
+    const int parts = target.geometry.chunks() * (kChunkBits / kBlockPlanes) + 1;
+    const int tiles = (args.num_rows + kTileRows - 1) / kTileRows;
+    args.block_rows *= std::clamp(tiles * parts / kEnoughBlocks, 1, kMaxTiles);
+    const int groups = (args.num_rows + args.block_rows - 1) / args.block_rows;
+    const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(groups));
+    transfer::cuda::launch_overlapping(
+        transfer::cuda::stream_of(stream),
+        kv.dtype == DType::kFloat16 ? append_kernel<__half> : append_kernel<__nv_bfloat16>, grid,
+        kThreads, 0, args);
+  }
+}
+
+}  // namespace cuda
+
+}  // namespace kvtier::hashing
