@@ -187,8 +187,8 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   EngineState::Turn turn(*impl_, stream);
   {
     const std::vector<SessionUse> uses = make_room_for_all(turn, layer, appends);
-    runtime::append(turn, *impl_, layer, appends);
-    runtime::attend(turn, *impl_, layer, attends);
+    const bool appended = runtime::append(turn, *impl_, layer, appends);
+    runtime::attend(turn, *impl_, layer, attends, appended);
   }
   turn.finish();
 }
@@ -252,7 +252,7 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
     const SessionUse use(*impl_, turn);
     make_room(turn, *impl_, layer, tokens);
     const runtime::AppendPart part{impl_.get(), keys, values};
-    runtime::append(turn, engine, layer, {&part, 1});
+    (void)runtime::append(turn, engine, layer, {&part, 1});
   }
   turn.finish();
 }
@@ -322,8 +322,8 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   {
     const SessionUse use(*impl_, turn);
     make_room(turn, *impl_, layer, tokens);
-    runtime::append(turn, engine, layer, {&append_part, 1});
-    runtime::attend(turn, engine, layer, {&part, 1});
+    const bool appended = runtime::append(turn, engine, layer, {&append_part, 1});
+    runtime::attend(turn, engine, layer, {&part, 1}, appended);
   }
   turn.finish();
 }

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace kvtier::runtime {
 
@@ -76,8 +77,8 @@ bool has_ids(const AttendPart& part) {
 /// One launch of every attend kernel over at most `batch_rows` query rows.
 class AttendLaunch {
  public:
-  AttendLaunch(EngineState::Turn& turn, EngineState& engine, int layer)
-      : turn_(turn), engine_(engine), layer_(layer) {}
+  AttendLaunch(EngineState::Turn& turn, EngineState& engine, int layer, bool after_append)
+      : turn_(turn), engine_(engine), layer_(layer), after_append_(after_append) {}
 
   [[nodiscard]] int rows() const noexcept { return rows_.count; }
 
@@ -105,7 +106,7 @@ class AttendLaunch {
 
   void enqueue() {
     if (slices_.empty()) return;
-    pack_queries();
+    read_queries();
     if (slices_.front().part->select.ids.empty()) {
       attend();
     } else {
@@ -129,7 +130,12 @@ class AttendLaunch {
     return sparse(part) ? part.sketch : engine_.sketches.size();
   }
 
-  void pack_queries() {
+  /// Whether the selector chooses the tokens, from tables of the queries.
+  [[nodiscard]] bool chooses() const {
+    return sparse(*slices_.front().part) && slices_.front().part->inputs.selected.empty();
+  }
+
+  void read_queries() {
     transfer::QueryItems items;
     for (const Slice& slice : slices_) {
       const TensorView& query = slice.part->inputs.query;
@@ -141,7 +147,16 @@ class AttendLaunch {
                     .flags = slice.part->session->flags()});
       }
     }
-    transfer::pack_queries(turn_.stream(), engine_.kv, items, engine_.queries.as<float>());
+    auto* queries = engine_.queries.as<float>();
+    const bool after_append = std::exchange(after_append_, false);
+    if (!chooses()) {
+      transfer::pack_queries(turn_.stream(), engine_.kv, items, queries);
+      return;
+    }
+    const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
+    engine_.selector->read_queries(turn_.stream(), options().params, store.planes.view(),
+                                   {.kv = engine_.kv, .items = items, .after_append = after_append},
+                                   queries);
   }
 
   [[nodiscard]] scoring::SelectRequest select_request() const {
@@ -157,7 +172,8 @@ class AttendLaunch {
             .queries = engine_.queries.as<float>(),
             .max_length = max_length_,
             .flags = engine_.step_flags(flags_index()),
-            .keep_scores = !slices_.front().part->select.scores.empty()};
+            .keep_scores = !slices_.front().part->select.scores.empty(),
+            .tables_built = chooses()};
   }
 
   [[nodiscard]] scoring::IdTensor id_tensor(const HostStaging::Slice& slice,
@@ -282,6 +298,7 @@ class AttendLaunch {
   EngineState::Turn& turn_;
   EngineState& engine_;
   int layer_;
+  bool after_append_;  ///< Until the first launch.
   std::vector<Slice> slices_;
   transfer::SequenceBatch sequences_;
   scoring::SketchTables sketches_;
@@ -324,14 +341,16 @@ std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length
   return transfer::num_to_select(params.top_k, params.sparsity, everything);
 }
 
-void append(EngineState::Turn& turn, EngineState& engine, int layer,
+bool append(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AppendPart> parts) {
   transfer::AppendBatch batch;
   std::vector<SessionState*> sessions;
   sessions.reserve(static_cast<std::size_t>(transfer::kMaxBatch));
   std::int64_t packed_tokens = 0;
+  bool enqueued = false;
   const auto flush = [&] {
     if (batch.count == 0) return;
+    enqueued = true;
     flush_append(turn, engine, layer, batch, sessions);
     batch.count = 0;
     sessions.clear();
@@ -359,11 +378,12 @@ void append(EngineState::Turn& turn, EngineState& engine, int layer,
     }
   }
   flush();
+  return enqueued;
 }
 
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,
-            std::span<const AttendPart> parts) {
-  AttendLaunch launch(turn, engine, layer);
+            std::span<const AttendPart> parts, bool after_append) {
+  AttendLaunch launch(turn, engine, layer, after_append);
   for (const AttendPart& part : parts) {
     const std::int64_t tokens = part.inputs.query.shape[0];
     for (std::int64_t begin = 0; begin < tokens;) {

@@ -75,4 +75,19 @@ void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
   });
 }
 
+void read_queries(transfer::Stream& stream, const ScoreParams& params,
+                  const hashing::PlanesView& planes, const QueryInput& input, float* queries,
+                  float* entries, QueryScalars* scalars) {
+  assert(params.planes_read() <= planes.num_planes && planes.head_dim == input.kv.head_dim);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr && cuda::reads_queries_at_once(input)) {
+      transfer::check_queries(input.kv, input.items);
+      return cuda::read_queries(stream.native(), params, planes, input, queries, entries, scalars);
+    }
+  }
+  transfer::pack_queries(stream, input.kv, input.items, queries);
+  build_query_tables(stream, params, planes, queries, input.items.count, input.kv.query_heads,
+                     entries, scalars);
+}
+
 }  // namespace kvtier::scoring

@@ -5,6 +5,7 @@
 #include "hashing/planes.h"
 #include "transfer/device.h"
 #include "transfer/host_device.h"
+#include "transfer/rows.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -78,5 +79,21 @@ inline constexpr std::int64_t kMaxEntriesPerHead = 10880;
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
                         const hashing::PlanesView& planes, const float* queries, int num_rows,
                         int query_heads, float* entries, QueryScalars* scalars);
+
+/// Queries as the caller gave them.
+struct QueryInput {
+  transfer::KvGeometry kv;
+  transfer::QueryItems items;
+  /// True when the work enqueued just before on the stream is `hashing::append_rows`: memory that
+  /// steps before it used may then be overwritten without waiting for the append.
+  bool after_append = false;
+};
+
+/// Converts queries to fp32 as `transfer::pack_queries` does, `queries [rows, query_heads,
+/// head_dim]`, and fills their tables as `build_query_tables` does. On Hopper one kernel, which
+/// runs beside the append. Enqueued. Throws `kInvalidArgument` as `pack_queries` does.
+void read_queries(transfer::Stream& stream, const ScoreParams& params,
+                  const hashing::PlanesView& planes, const QueryInput& input, float* queries,
+                  float* entries, QueryScalars* scalars);
 
 }  // namespace kvtier::scoring

@@ -15,6 +15,11 @@ namespace cuda {  // `stream` is a cudaStream_t
 void build_query_tables(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
                         const float* queries, int num_rows, int query_heads, float* entries,
                         QueryScalars* scalars);
+
+/// Tells whether the device has what `read_queries` needs, clusters of blocks, and it is faster.
+[[nodiscard]] bool reads_queries_at_once(const QueryInput& input);
+void read_queries(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
+                  const QueryInput& input, float* queries, float* entries, QueryScalars* scalars);
 }  // namespace cuda
 
 }  // namespace kvtier::scoring

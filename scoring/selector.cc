@@ -116,10 +116,20 @@ SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
           .selection = selection_};
 }
 
+void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
+                            const hashing::PlanesView& planes, const QueryInput& input,
+                            float* queries) {
+  assert(input.items.count <= limits_.rows);
+  assert(input.kv.query_heads == limits_.query_heads);
+  scoring::read_queries(stream, params, planes, input, queries, entries_, scalars_);
+}
+
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request) {
   check(request, limits_);
-  build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
-                     request.kv.query_heads, entries_, scalars_);
+  if (!request.tables_built) {
+    build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
+                       request.kv.query_heads, entries_, scalars_);
+  }
   const SelectorWorkspace space = workspace(request.params);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {

@@ -27,6 +27,8 @@ struct SelectRequest {
   transfer::StepFlags* flags = nullptr;
   /// False when `export_scores` will not be called: the CUDA backend then need not write scores.
   bool keep_scores = true;
+  /// True when `read_queries` has built the tables, with these parameters and planes.
+  bool tables_built = false;
 };
 
 /// An int32 tensor `[rows, heads, n]` of ids; the strides count elements.
@@ -64,6 +66,10 @@ class Selector {
 
   /// Bytes that `Selector` allocates for these limits.
   [[nodiscard]] static std::size_t workspace_bytes(const SelectorLimits& limits);
+
+  /// Converts the caller's queries to fp32 `queries` and builds their tables for the next `select`.
+  void read_queries(transfer::Stream& stream, const ScoreParams& params,
+                    const hashing::PlanesView& planes, const QueryInput& input, float* queries);
 
   /// Enqueues scoring and selection. The result is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
