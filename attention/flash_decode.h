@@ -21,7 +21,7 @@ struct OutputItem {
 };
 using OutputBatch = transfer::Batch<OutputItem>;
 
-/// What all parts of one attention call share. All pointers are device memory.
+/// One attention call. All pointers are device memory.
 struct AttendRequest {
   transfer::KvGeometry kv;
   transfer::SpanRule rule;
@@ -30,7 +30,7 @@ struct AttendRequest {
   const float* queries = nullptr;  ///< fp32 `[rows, query_heads, head_dim]`.
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
-  std::int64_t max_length = 0;  ///< Upper bound of the lengths; decides the number of splits.
+  std::int64_t max_length = 0;  ///< Upper bound of the lengths.
   transfer::StepFlags* flags = nullptr;
   bool pages_on_device = false;  ///< On which link rows read in place are counted.
 };
@@ -42,36 +42,30 @@ struct FlashDecodeLimits {
 };
 
 /// Exact softmax attention over sets of rows, split over many workers (flash-decode): partial
-/// results over the always-attended spans and over the selected rows, then one merge.
+/// results over parts of the rows, merged in a fixed order, so that results repeat bit for bit.
 ///
-/// Owns the workspace of partial results. Used by one step at a time; `spans` and `selected` write
-/// disjoint parts and may run on two streams.
+/// Owns the workspace of partial results. Used by one step at a time.
 class FlashDecode {
  public:
   /// Throws `kResourceExhausted`.
   FlashDecode(transfer::Device& device, const FlashDecodeLimits& limits);
-  [[nodiscard]] static std::size_t workspace_bytes(const FlashDecodeLimits& limits);
+  [[nodiscard]] static std::size_t workspace_bytes(Backend backend,
+                                                   const FlashDecodeLimits& limits);
 
-  /// Enqueues partial attention over [0, sink_end) and [tail_begin, visible).
-  void spans(transfer::Stream& stream, const AttendRequest& request);
-
-  /// Enqueues partial attention over the selected rows: staged ones from the staging area, the
-  /// others in place. `max_selected` bounds the counts; it decides the number of splits.
-  void selected(transfer::Stream& stream, const AttendRequest& request,
-                const transfer::SelectionView& selection, std::int64_t max_selected);
-
-  /// Enqueues the merge of what was enqueued since the last merge; join the streams first.
-  void merge(transfer::Stream& stream, const AttendRequest& request, const OutputBatch& outputs);
-
-  /// Splits of one part; partial results are `[parts][rows][query_heads][kMaxSplits]`.
-  static constexpr int kMaxSplits = 32;
+  /// Enqueues attention over the always-attended tokens, [0, sink_end) and [tail_begin, visible),
+  /// and the selected rows, and writes `outputs`: staged rows are read from the staging area, all
+  /// others in place. `selection.ids` is nullptr when there is no selection; `max_selected` bounds
+  /// its counts. On CUDA one launch, which shares the rows out by the counts on the device.
+  ///
+  /// Counts the rows read in place by where they are, and the selected ones when there is no
+  /// staging area (otherwise `gather_rows` has counted them). Throws `kInvalidArgument`.
+  void attend(transfer::Stream& stream, const AttendRequest& request,
+              const transfer::SelectionView& selection, std::int64_t max_selected,
+              const OutputBatch& outputs);
 
  private:
   FlashDecodeLimits limits_;
   transfer::Buffer memory_;
-  float* partial_out_ = nullptr;           // [2][rows][query_heads][kMaxSplits][head_dim]
-  SoftmaxState* partial_state_ = nullptr;  // [2][rows][query_heads][kMaxSplits]
-  int splits_[2] = {0, 0};
 };
 
 /// A merged set of partial results, `[tokens, query_heads, head_dim]` fp32 with `[tokens,

@@ -9,6 +9,7 @@
 #include <cassert>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 namespace kvtier::attention::cpu {
@@ -25,6 +26,20 @@ constexpr int kMaxHeadDim = 256;
 // Tokens of one split. Splits depend on the call's limits alone, never on the number of threads, so
 // the result does not either.
 constexpr std::int64_t kSplitTokens = 512;
+constexpr int kMaxSplits = 32;
+
+/// Partial results of one part (spans, selected rows). Unnormalised accumulators.
+struct PartialView {
+  float* out = nullptr;           ///< `[rows][query_heads][kMaxSplits][head_dim]`
+  SoftmaxState* state = nullptr;  ///< `[rows][query_heads][kMaxSplits]`
+  int splits = 0;                 ///< Those in use.
+};
+using PartialParts = std::array<PartialView, 2>;
+
+std::size_t num_partials(const FlashDecodeLimits& limits) {
+  return static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads) *
+         kMaxSplits;
+}
 
 /// K and V of up to kTileRows tokens in fp32, a row as it is stored: K then V.
 struct Tile {
@@ -88,7 +103,7 @@ void open_accumulators(const AttendRequest& request, const PartialView& partial,
   const int group = kv.group();
   for (int h = 0; h < group; ++h) {
     const std::int64_t head = std::int64_t{row} * kv.query_heads + kv_head * group + h;
-    const std::int64_t slot = head * FlashDecode::kMaxSplits + split;
+    const std::int64_t slot = head * kMaxSplits + split;
     float* query = queries + std::int64_t{h} * kv.head_dim;
     const float* source = request.queries + head * kv.head_dim;
     for (int x = 0; x < kv.head_dim; ++x) query[x] = source[x] * request.softmax_scale;
@@ -205,8 +220,7 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
   const std::int32_t* ids = selection.ids + list * selection.capacity;
   const std::uint16_t* masks = selection.head_mask + list * selection.capacity;
   const std::int64_t count = selection.counts[list];
-  const std::int64_t num_staged =
-      selection.staged != nullptr ? std::min(count, selection.staged_capacity) : 0;
+  const std::int64_t num_staged = std::min(count, selection.staged_capacity);
   const std::int64_t chunk = (count + splits - 1) / splits;
   const std::int64_t end = std::min(count, (split + 1) * chunk);
   RowCounts counts;
@@ -251,16 +265,14 @@ void store(DType dtype, const float* values, int count, void* out, std::int64_t 
   });
 }
 
-}  // namespace
-
-int num_splits(const AttendRequest&, std::int64_t tokens) {
-  return static_cast<int>(std::clamp<std::int64_t>((tokens + kSplitTokens - 1) / kSplitTokens, 1,
-                                                   FlashDecode::kMaxSplits));
+int num_splits(std::int64_t tokens) {
+  return static_cast<int>(
+      std::clamp<std::int64_t>((tokens + kSplitTokens - 1) / kSplitTokens, 1, kMaxSplits));
 }
 
-void spans(const AttendRequest& request, const PartialView& partial, int splits) {
-  assert(request.kv.head_dim <= kMaxHeadDim);
+void spans(const AttendRequest& request, const PartialView& partial) {
   const std::vector<RowRun> runs = row_runs(request.rows);
+  const int splits = partial.splits;
   const std::int64_t per_run = std::int64_t{request.kv.kv_heads} * splits;
   const std::int64_t count = static_cast<std::int64_t>(runs.size()) * per_run;
   transfer::parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -272,8 +284,8 @@ void spans(const AttendRequest& request, const PartialView& partial, int splits)
 }
 
 void selected(const AttendRequest& request, const transfer::SelectionView& selection,
-              const PartialView& partial, int splits) {
-  assert(request.kv.head_dim <= kMaxHeadDim);
+              const PartialView& partial) {
+  const int splits = partial.splits;
   const std::int64_t per_row = std::int64_t{request.kv.kv_heads} * splits;
   transfer::parallel_for(
       request.rows.count * per_row, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -285,6 +297,15 @@ void selected(const AttendRequest& request, const transfer::SelectionView& selec
       });
 }
 
+void count_selected(const AttendRequest& request, const transfer::SelectionView& selection) {
+  if (request.flags == nullptr || selection.staged_capacity > 0) return;
+  std::uint64_t selected = 0;
+  for (int list = 0; list < request.rows.count * request.kv.kv_heads; ++list) {
+    selected += static_cast<std::uint64_t>(selection.counts[list]);
+  }
+  std::atomic_ref(request.flags->rows_selected).fetch_add(selected, std::memory_order_relaxed);
+}
+
 void merge(const AttendRequest& request, const PartialParts& parts, const OutputBatch& outputs) {
   const int d = request.kv.head_dim;
   const std::int64_t heads = request.kv.query_heads;
@@ -293,22 +314,22 @@ void merge(const AttendRequest& request, const PartialParts& parts, const Output
     for (std::int64_t i = begin; i < end; ++i) {
       std::fill(sum.begin(), sum.end(), 0.0F);
       SoftmaxState total;
-      for (int part = 0; part < 2; ++part) {
-        for (int split = 0; split < parts.splits[part]; ++split) {
-          const std::int64_t slot = i * FlashDecode::kMaxSplits + split;
-          const SoftmaxState& state = parts.parts[part].state[slot];
+      for (const PartialView& part : parts) {
+        for (int split = 0; split < part.splits; ++split) {
+          const std::int64_t slot = i * kMaxSplits + split;
+          const SoftmaxState& state = part.state[slot];
           if (!(state.sum > 0.0F)) continue;
           total.max = std::max(total.max, state.max);
         }
       }
-      for (int part = 0; part < 2; ++part) {
-        for (int split = 0; split < parts.splits[part]; ++split) {
-          const std::int64_t slot = i * FlashDecode::kMaxSplits + split;
-          const SoftmaxState& state = parts.parts[part].state[slot];
+      for (const PartialView& part : parts) {
+        for (int split = 0; split < part.splits; ++split) {
+          const std::int64_t slot = i * kMaxSplits + split;
+          const SoftmaxState& state = part.state[slot];
           if (!(state.sum > 0.0F)) continue;
           const float weight = std::exp(state.max - total.max);
           total.sum += weight * state.sum;
-          add_scaled(sum.data(), weight, parts.parts[part].out + slot * d, d);
+          add_scaled(sum.data(), weight, part.out + slot * d, d);
         }
       }
       const float inverse = total.inverse_sum();
@@ -319,6 +340,34 @@ void merge(const AttendRequest& request, const PartialParts& parts, const Output
       if (item.lse != nullptr) item.lse[head * item.lse_stride] = total.lse();
     }
   });
+}
+
+}  // namespace
+
+std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
+  const std::size_t each =
+      static_cast<std::size_t>(limits.head_dim) * sizeof(float) + sizeof(SoftmaxState);
+  return std::tuple_size_v<PartialParts> * num_partials(limits) * each;
+}
+
+void attend(const AttendRequest& request, const transfer::SelectionView& selection,
+            const FlashDecodeLimits& limits, std::byte* memory, std::int64_t max_tokens,
+            std::int64_t max_selected, const OutputBatch& outputs) {
+  assert(request.kv.head_dim <= kMaxHeadDim);
+  const std::size_t partials = num_partials(limits);
+  auto* out = reinterpret_cast<float*>(memory);
+  auto* states = reinterpret_cast<SoftmaxState*>(
+      out + std::tuple_size_v<PartialParts> * partials * static_cast<std::size_t>(limits.head_dim));
+  PartialParts parts{};
+  parts[0] = {out, states, num_splits(max_tokens)};
+  spans(request, parts[0]);
+  if (selection.ids != nullptr) {
+    parts[1] = {out + partials * static_cast<std::size_t>(limits.head_dim), states + partials,
+                num_splits(max_selected)};
+    selected(request, selection, parts[1]);
+    count_selected(request, selection);
+  }
+  merge(request, parts, outputs);
 }
 
 void merge_results(const MergeBatch& parts, std::int64_t num_heads_total, int head_dim, void* out,

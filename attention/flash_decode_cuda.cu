@@ -1,6 +1,9 @@
 #include "attention/flash_decode_kernels.h"
+#include "attention/row_set.cuh"
+#include "attention/store_output.cuh"
 #include "attention/warp_attention.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/bulk_copy.cuh"
+#include "transfer/launch_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,167 +15,127 @@
 namespace kvtier::attention {
 namespace {
 
-using cuda::kTileRows;
-using transfer::AttendedSpans;
-using transfer::KvGeometry;
+using cuda::Plan;
+using cuda::RowFinder;
+using cuda::RowSet;
+using cuda::RowTotals;
+using cuda::Split;
 using transfer::SelectionView;
-using transfer::SequenceView;
+using transfer::cuda::CopyBarrier;
 using transfer::cuda::kFullWarp;
 
-constexpr int kMaxSplits = FlashDecode::kMaxSplits;
-/// Blocks that an SM holds at any head_dim; a launch aims at one wave of them.
+/// Two blocks of an SM, so that one works while the other changes its set or merges.
 constexpr int kBlocksPerSm = 2;
-constexpr int kMergeWarps = 4;  // of merge_results
+/// Most blocks of a launch; a GPU with more SMs leaves some idle.
+constexpr int kMaxBlocks = 320;
+constexpr int kMaxGroup = 16;
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxStages = 4;
 
-/// Shape of a block. At head_dim 128 an SM has 128 KiB under way at the start of a wait and 64 KiB
-/// while a tile is worked on, twice what covers the latency of HBM. A block fits the 99 KiB of
-/// shared memory of the smallest GPU with the same instructions.
+/// Shape of a block. With three stages at head_dim 128 an SM has 192 KiB under way while it waits,
+/// five times what covers the latency of HBM.
 template <typename T, int D, int NT>
 struct BlockShape {
   static constexpr int kWarps = D == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = D == 64 ? 4 : D == 96 ? 3 : 2;  ///< Tiles of one warp.
-  static constexpr int kWarpBytes = kStages * cuda::TileLayout<D>::kBytes;
-  static constexpr int kSharedBytes =
-      kWarps * kWarpBytes + cuda::QueryFragments<T, D, NT>::kSharedBytes;
-  static_assert(kSharedBytes <= 98 * 1024);
-  static_assert(kWarpBytes >= 8 * NT * (D + 4) * 4, "accumulators are merged in the tiles' place");
+  static constexpr int kStageBytes = kWarps * cuda::TileLayout<D>::kBytes;
+  static constexpr int kQueryBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
+  /// One stage must hold what is written in the place of the tiles: accumulators of the warps.
+  static_assert(cuda::TileLayout<D>::kBytes >= 8 * NT * (D + 4) * 4);
+  /// And all of it the states of a merge of `kMaxBlocks` parts.
+  static constexpr int kMergeBytes = kMaxBlocks * 8 * NT * static_cast<int>(sizeof(float2));
 };
 
-/// The rows that one (query row, KV head) attends in this part: a list, or the two spans.
-struct RowSource {
-  const KvGeometry& kv;
-  const SequenceView& sequence;
-  std::int64_t resident_begin = 0;
-  int kv_head = 0;
-  std::int64_t count = 0;
-  AttendedSpans spans;
-  const std::int32_t* ids = nullptr;  ///< nullptr: the spans.
-  const std::uint16_t* masks = nullptr;
-  const std::byte* staged = nullptr;
-  std::int64_t num_staged = 0;
-
-  struct Row {
-    const std::byte* address = nullptr;  ///< nullptr: none, never seen.
-    unsigned mask = 0;
-  };
-
-  __device__ Row row(std::int64_t i) const {
-    if (ids == nullptr) {
-      const std::int64_t token = i < spans.sink_end ? i : i - spans.sink_end + spans.tail_begin;
-      return {row_address(kv, sequence, resident_begin, kv_head, token), 0xFFFFU};
-    }
-    if (i < num_staged) return {staged + i * kv.row_bytes(), masks[i]};
-    return {row_address(kv, sequence, resident_begin, kv_head, ids[i]), masks[i]};
-  }
+/// Rows that a launch has read, until the last block tells the host.
+struct RowCounts {
+  unsigned long long in_place = 0;
+  unsigned long long in_pages = 0;
+  unsigned blocks_done = 0;
 };
 
-/// Rows of a list that are in the staging area.
-__device__ std::int64_t num_staged(const SelectionView& selection, std::int64_t count) {
-  return selection.staged == nullptr ? 0 : min(count, selection.staged_capacity);
+/// Device memory of all launches, zero at first. Partial results are those of block b's first set
+/// (slot 2 b) and of its last (slot 2 b + 1), as far as other blocks share these sets.
+struct Workspace {
+  std::byte* no_row = nullptr;  ///< Zeros, read in the place of rows past the end.
+  RowCounts* counts = nullptr;  ///< Zero between launches.
+  unsigned* tickets = nullptr;  ///< `[sets]`: blocks that have written their part; zero between.
+  float2* states = nullptr;     ///< `[slots][group]`: maximum and sum.
+  float* out = nullptr;         ///< `[slots][group][head_dim]`
+};
+
+constexpr std::size_t kNoRowBytes = std::size_t{4} * kMaxHeadDim;
+constexpr std::size_t kCountBytes = 64;
+static_assert(sizeof(RowCounts) <= kCountBytes);
+
+std::size_t ticket_bytes(const FlashDecodeLimits& limits) {
+  const std::size_t sets =
+      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads);
+  return (sets * sizeof(unsigned) + 255) / 256 * 256;
 }
 
-__device__ RowSource row_source(const AttendRequest& request, const SelectionView& selection,
-                                int row, int kv_head) {
-  const KvGeometry& kv = request.kv;
-  const SequenceView& sequence = request.sequences[request.rows[row].sequence];
-  RowSource source{.kv = kv, .sequence = sequence};
-  source.resident_begin = sequence.counters->resident_begin;
-  source.kv_head = kv_head;
-  if (selection.ids == nullptr) {
-    source.spans = attended_spans(request.rule, sequence.counters->length, request.rows[row]);
-    source.count = source.spans.num_always();
-    return source;
+std::size_t num_partials(const FlashDecodeLimits& limits) {
+  return std::size_t{2} * kMaxBlocks *
+         static_cast<std::size_t>(std::min(limits.query_heads, kMaxGroup));
+}
+
+Workspace workspace_in(std::byte* memory, const FlashDecodeLimits& limits) {
+  Workspace workspace;
+  workspace.no_row = memory;
+  workspace.counts = reinterpret_cast<RowCounts*>(memory + kNoRowBytes);
+  workspace.tickets = reinterpret_cast<unsigned*>(memory + kNoRowBytes + kCountBytes);
+  std::byte* partials = memory + kNoRowBytes + kCountBytes + ticket_bytes(limits);
+  workspace.states = reinterpret_cast<float2*>(partials);
+  workspace.out = reinterpret_cast<float*>(partials + num_partials(limits) * sizeof(float2));
+  return workspace;
+}
+
+__device__ void add(std::uint64_t* counter, unsigned long long n) {
+  static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
+  if (n != 0) atomicAdd(reinterpret_cast<unsigned long long*>(counter), n);
+}
+
+template <typename Integer>
+__device__ Integer warp_sum(Integer value) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, distance);
   }
-  const std::int64_t list = std::int64_t{row} * kv.kv_heads + kv_head;
-  source.count = selection.counts[list];
-  source.ids = selection.ids + list * selection.capacity;
-  source.masks = selection.head_mask + list * selection.capacity;
-  source.num_staged = num_staged(selection, source.count);
-  source.staged = selection.staged + list * selection.staged_capacity * kv.row_bytes();
-  return source;
+  return value;
 }
 
-/// A warp starts copying a tile; lane r < 16 knows row r.
-template <int D>
-__device__ void load_tile(std::byte* tile, const RowSource::Row& row, const void* readable) {
-  using Layout = cuda::TileLayout<D>;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  if (lane < kTileRows) reinterpret_cast<unsigned*>(tile + Layout::kMasks)[lane] = row.mask;
-  const unsigned base = transfer::cuda::shared_address(tile);
-#pragma unroll
-  for (int i = 0; i < kTileRows * Layout::kVectors / 32; ++i) {
-    const int unit = i * 32 + lane;
-    const int r = unit / Layout::kVectors;
-    const int vector = unit % Layout::kVectors;
-    const auto* from = reinterpret_cast<const std::byte*>(
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(row.address), r));
-    transfer::cuda::copy_async_16(base + static_cast<unsigned>(r * Layout::kPitch + vector * 16),
-                                  from != nullptr ? from + vector * 16 : readable, from != nullptr);
+/// The first block counts what the plan knows, while copies cross the memory system: all rows when
+/// pages are on the device. Otherwise rows in pages are counted as they are found.
+__device__ void count_planned(const AttendRequest& request, const SelectionView& selection,
+                              const Workspace& workspace, const RowTotals& totals) {
+  const unsigned long long in_place = warp_sum(totals.in_place);
+  const unsigned long long listed = warp_sum(totals.listed);
+  if (threadIdx.x % 32 != 0) return;
+  if (selection.staged_capacity == 0) add(&request.flags->rows_selected, listed);
+  if (request.pages_on_device) {
+    add(&request.flags->rows_resident, in_place);
+  } else {
+    atomicAdd(&workspace.counts->in_place, in_place);
   }
 }
 
-/// Tokens of [begin, end) whose rows are in pages only.
-__device__ std::int64_t num_in_pages(const KvGeometry& kv, std::int64_t resident_begin,
-                                     std::int64_t begin, std::int64_t end) {
-  const std::int64_t first = max(begin, std::int64_t{kv.sink_capacity});
-  const std::int64_t last = kv.recent_capacity > 0 ? min(end, resident_begin) : end;
-  return max(last - first, std::int64_t{0});
-}
-
-/// Index of the first of `ids[begin .. end)`, ascending, that is not below `bound`.
-__device__ std::int64_t lower_bound(const std::int32_t* ids, std::int64_t begin, std::int64_t end,
-                                    std::int64_t bound) {
-  while (begin < end) {
-    const std::int64_t middle = begin + (end - begin) / 2;
-    if (ids[middle] < bound) {
-      begin = middle + 1;
-    } else {
-      end = middle;
-    }
+/// Every block adds the rows that it found in pages on the host; the last one tells the host, for
+/// each addition crosses the link.
+__device__ void count_found(const AttendRequest& request, const Workspace& workspace, int blocks,
+                            unsigned in_pages) {
+  RowCounts& counts = *workspace.counts;
+  const unsigned found = warp_sum(in_pages);
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&counts.in_pages, static_cast<unsigned long long>(found));
+    __threadfence();  // the additions are seen by whoever sees this block done
   }
-  return begin;
-}
-
-/// One block counts the rows that the launch reads in place, while the others read them; counting
-/// beside the reads would send an atomic over the link from every block.
-__device__ void count_rows(const AttendRequest& request, const SelectionView& selection) {
-  __shared__ unsigned long long totals[2];  // all rows, rows in pages
-  if (threadIdx.x < 2) totals[threadIdx.x] = 0;
-  __syncthreads();  // totals are zero before any thread adds to them
-  unsigned long long all = 0;
-  unsigned long long paged = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < request.rows.count * request.kv.kv_heads;
-       i += static_cast<int>(blockDim.x)) {
-    const RowSource source =
-        row_source(request, selection, i / request.kv.kv_heads, i % request.kv.kv_heads);
-    std::int64_t in_pages = 0;
-    if (source.ids == nullptr) {
-      const AttendedSpans& s = source.spans;
-      in_pages = num_in_pages(request.kv, source.resident_begin, 0, s.sink_end) +
-                 num_in_pages(request.kv, source.resident_begin, s.tail_begin, s.visible);
-    } else {
-      std::int64_t end = source.count;
-      if (request.kv.recent_capacity > 0) {
-        end = lower_bound(source.ids, source.num_staged, end, source.resident_begin);
-      }
-      in_pages = end - lower_bound(source.ids, source.num_staged, end, request.kv.sink_capacity);
-    }
-    all += static_cast<unsigned long long>(source.count - source.num_staged);
-    paged += static_cast<unsigned long long>(in_pages);
-  }
-  atomicAdd(&totals[0], all);
-  atomicAdd(&totals[1], paged);
-  __syncthreads();  // all threads have added
+  __syncthreads();  // all warps have added
   if (threadIdx.x != 0) return;
-  const unsigned long long host = request.pages_on_device ? 0 : totals[1];
-  if (host != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->rows_fetched_host), host);
-  }
-  if (totals[0] != host) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->rows_resident),
-              totals[0] - host);
-  }
+  if (atomicAdd(&counts.blocks_done, 1U) + 1 != static_cast<unsigned>(blocks)) return;
+  __threadfence();
+  const unsigned long long paged = atomicExch(&counts.in_pages, 0ULL);
+  const unsigned long long all = atomicExch(&counts.in_place, 0ULL);
+  counts.blocks_done = 0;
+  add(&request.flags->rows_fetched_host, paged);
+  add(&request.flags->rows_resident, all - paged);
 }
 
 /// Merges the states of the warps, in their order; `weights` are those of their accumulators.
@@ -191,217 +154,255 @@ __device__ SoftmaxState merge_warps(const float2* states, int stride, float (&we
   return total;
 }
 
-/// Block (split, KV head, query row) attends over its share of the rows; its warps take tiles of 16
-/// in turn, each at its own pace. Blocks past the last split count rows.
+__device__ void add_scaled(float4& sum, float weight, const float4& value) {
+  sum.x += weight * value.x;
+  sum.y += weight * value.y;
+  sum.z += weight * value.z;
+  sum.w += weight * value.w;
+}
+
+__device__ void store_output(const OutputItem& item, int head, int x, const float4& value) {
+  const std::int64_t at = head * item.head_stride + x;
+  cuda::store_output(item.dtype, item.out, at, value.x);
+  cuda::store_output(item.dtype, item.out, at + 1, value.y);
+  cuda::store_output(item.dtype, item.out, at + 2, value.z);
+  cuda::store_output(item.dtype, item.out, at + 3, value.w);
+}
+
+/// The parts of a set that several blocks share: `count` of them, the first in slot `first`, the
+/// others in the even slots from `others` on.
+struct Parts {
+  int count = 0;
+  int first = 0;
+  int others = 0;
+
+  __device__ Parts(const Split& split, const RowSet& set) {
+    const int block = split.block_of(set.first_tile);
+    count = split.block_of(set.first_tile + set.tiles() - 1) - block + 1;
+    first = 2 * block + (set.first_tile > split.begin(block) ? 1 : 0);
+    others = 2 * block;
+  }
+  __device__ std::int64_t slot(int part) const { return part == 0 ? first : others + 2 * part; }
+};
+
+/// One block merges the parts of a set, in their order. `shared` has room for a state of every part
+/// and head.
+template <int D, int kWarps>
+__device__ void merge_parts(const AttendRequest& request, const Workspace& workspace,
+                            const OutputItem& item, const RowSet& set, const Parts& parts,
+                            float2* shared) {
+  const int group = request.kv.group();
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  for (int head = static_cast<int>(threadIdx.x / 32); head < group; head += kWarps) {
+    float2* const states = shared + head * parts.count;
+    float largest = -INFINITY;
+    for (int i = lane; i < parts.count; i += 32) {
+      states[i] = __ldcg(workspace.states + parts.slot(i) * group + head);
+      largest = fmaxf(largest, states[i].x);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+    }
+    SoftmaxState total{largest, 0.0F};
+    for (int i = lane; i < parts.count; i += 32) {
+      const float weight = states[i].y > 0.0F ? expf(states[i].x - largest) : 0.0F;
+      total.sum += weight * states[i].y;
+      states[i].x = weight;
+    }
+    total.sum = warp_sum(total.sum);
+    for (int i = lane; i < parts.count; i += 32) states[i].x *= total.inverse_sum();
+    if (lane == 0 && item.lse != nullptr) {
+      item.lse[(set.kv_head * group + head) * item.lse_stride] = total.lse();
+    }
+  }
+  __syncthreads();  // weights of all heads are there
+  for (int i = static_cast<int>(threadIdx.x); i < group * (D / 4); i += 32 * kWarps) {
+    const int head = i / (D / 4);
+    const int x = i % (D / 4) * 4;
+    const float2* weights = shared + head * parts.count;
+    const float* out = workspace.out + std::int64_t{head} * D + x;
+    float4 sum{};
+#pragma unroll 8
+    for (int part = 0; part < parts.count; ++part) {
+      add_scaled(sum, weights[part].x,
+                 __ldcg(reinterpret_cast<const float4*>(out + parts.slot(part) * group * D)));
+    }
+    store_output(item, set.kv_head * group + head, x, sum);
+  }
+}
+
+/// A block attends to its share of the tiles of all sets, one set after another; its warps take
+/// tiles in turn, each at its own pace, with `num_stages` tiles in shared memory. The last block to
+/// finish a set merges it.
 template <typename T, int D, int NT>
 __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     attend_kernel(const __grid_constant__ AttendRequest request,
                   const __grid_constant__ SelectionView selection,
-                  const __grid_constant__ PartialView partial, int splits) {
+                  const __grid_constant__ OutputBatch outputs,
+                  const __grid_constant__ Workspace workspace, int num_stages) {
   using Layout = cuda::TileLayout<D>;
   using Shape = BlockShape<T, D, NT>;
   constexpr int kWarps = Shape::kWarps;
-  constexpr int kStages = Shape::kStages;
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ float2 states[kWarps][8 * NT];
+  __shared__ CopyBarrier barriers[kWarps][kMaxStages];
+  __shared__ __align__(16) std::byte plan_memory[sizeof(Plan<kWarps>)];
+  __shared__ bool merges;
+  auto& plan = *reinterpret_cast<Plan<kWarps>*>(plan_memory);
 
-  const int split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y);
-  const int row = static_cast<int>(blockIdx.z);
-  if (split == splits) {
-    if (kv_head == 0 && row == 0) count_rows(request, selection);
-    return;
-  }
-  const int group = request.kv.group();
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::int64_t first_head = std::int64_t{row} * request.kv.query_heads + kv_head * group;
-  const std::int64_t first_slot = first_head * kMaxSplits + split;
-
-  const RowSource source = row_source(request, selection, row, kv_head);
-  const std::int64_t tiles = (source.count + kTileRows - 1) / kTileRows;
-  const std::int64_t share = (tiles + splits - 1) / splits;
-  const std::int64_t first = split * share;
-  const std::int64_t last = min(tiles, first + share);
-  if (first >= last) {
-    if (static_cast<int>(threadIdx.x) < group) {
-      partial.state[first_slot + std::int64_t{threadIdx.x} * kMaxSplits] = SoftmaxState{};
-    }
-    return;
+  if (lane == 0) {
+    for (int i = 0; i < num_stages; ++i) barriers[warp][i].init();
+    transfer::cuda::publish_barriers();
   }
-
-  std::byte* const stages = shared + warp * Shape::kWarpBytes;
-  std::int64_t next_tile = first + warp;
-  int next_stage = 0;
-  RowSource::Row next_row;
-  const auto find_next_row = [&] {
-    const std::int64_t i = next_tile * kTileRows + lane;
-    next_row = {};
-    if (next_tile < last && lane < kTileRows && i < source.count) next_row = source.row(i);
-  };
-  // One group of copies per call, empty past the end, so that waiting can count groups.
-  const auto load_next_tile = [&] {
-    if (next_tile < last) {
-      load_tile<D>(stages + next_stage * Layout::kBytes, next_row, request.queries);
-      next_tile += kWarps;
-      find_next_row();
-    }
-    transfer::cuda::copy_async_commit();
-    next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
-  };
-  find_next_row();
-  for (int i = 0; i + 1 < kStages; ++i) load_next_tile();
-
-  cuda::QueryFragments<T, D, NT> queries;
-  queries.load(request.queries + first_head * D, group, request.softmax_scale,
-               reinterpret_cast<uint4*>(shared + kWarps * Shape::kWarpBytes));
-  __syncthreads();  // fragments in shared memory are complete
-
-  cuda::WarpAttention<T, D, NT> attention;
-  attention.clear();
-  int stage = 0;
-  for (std::int64_t tile = first + warp; tile < last; tile += kWarps) {
-    load_next_tile();
-    transfer::cuda::copy_async_wait<kStages - 1>();
-    __syncwarp();  // every lane's copies of this tile have arrived
-    attention.attend(queries, stages + stage * Layout::kBytes, request.logit_softcap);
-    __syncwarp();  // no lane reads the tile any more when it is overwritten
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-  }
-  transfer::cuda::copy_async_wait<0>();
   __syncwarp();
-  attention.store(states[warp], reinterpret_cast<float*>(stages));
-  __syncthreads();  // all warps have stored their states and accumulators
+  transfer::cuda::wait_for_previous();
+  const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
+  transfer::cuda::let_next_start();
+  const Split split = plan.split;
+  const int block = static_cast<int>(blockIdx.x);
+  if (block >= split.blocks) return;
+  if (block == 0 && request.flags != nullptr) {
+    count_planned(request, selection, workspace, totals);
+  }
 
-  for (int i = static_cast<int>(threadIdx.x); i < group * D; i += Shape::kThreads) {
-    const int head = i / D;
-    float weights[kWarps];
-    const SoftmaxState state = merge_warps<kWarps>(&states[0][head], 8 * NT, weights);
-    float sum = 0.0F;
+  const int group = request.kv.group();
+  const std::int64_t end = split.begin(block + 1);
+  std::int64_t begin = split.begin(block);
+  RowSet set = plan.set;
+  std::byte* const stages = shared + warp * num_stages * Layout::kBytes;
+  cuda::QueryFragments<T, D, NT> queries;
+  cuda::WarpAttention<T, D, NT> attention;
+  int stage_in = 0;
+  int stage_out = 0;
+  unsigned parity = 0;  // of the phase of stage_out
+  unsigned in_pages = 0;
+  for (int part = 0;; ++part) {
+    const int first = static_cast<int>(begin - set.first_tile);
+    const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
+    const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
+    const bool whole = first == 0 && last == set.tiles();
+    RowFinder<D, kWarps> rows(request, selection, set, workspace.no_row, first + warp, last);
+    int started = 0;
+    const auto start_next = [&] {
+      if (started == count) return;
+      std::byte* const tile = stages + stage_in * Layout::kBytes;
+      const int half = started % 2;
+      if (lane / 16 == half) {
+        reinterpret_cast<unsigned*>(tile + Layout::kMasks)[lane % 16] = rows.row().mask;
+      }
+      barriers[warp][stage_in].template start_rows<4 * D, Layout::kPitch>(
+          tile, rows.row().address(), half * 16);
+      stage_in = stage_in + 1 == num_stages ? 0 : stage_in + 1;
+      if (half == 1) rows.next_pair();
+      ++started;
+    };
+    for (int i = 0; i < num_stages; ++i) start_next();
+
+    const std::int64_t first_head =
+        std::int64_t{set.row} * request.kv.query_heads + set.kv_head * group;
+    queries.load(request.queries + first_head * D, group, request.softmax_scale,
+                 reinterpret_cast<uint4*>(shared + num_stages * Shape::kStageBytes));
+    if constexpr (Shape::kQueryBytes > 0) __syncthreads();  // fragments are complete
+    attention.clear();
+    for (int i = 0; i < count; ++i) {
+      barriers[warp][stage_out].wait(parity);
+      __syncwarp();  // masks are written
+      attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap);
+      __syncwarp();  // no lane reads the tile any more when it is overwritten
+      stage_out = stage_out + 1 == num_stages ? 0 : stage_out + 1;
+      if (stage_out == 0) parity ^= 1U;
+      start_next();
+    }
+    in_pages += rows.num_in_pages();
+    attention.store(states[warp], reinterpret_cast<float*>(stages));
+    __syncthreads();  // all warps have stored their states and accumulators
+
+    const OutputItem& item = outputs[set.row];
+    const std::int64_t slot = 2 * std::int64_t{block} + (part == 0 ? 0 : 1);
+    for (int i = static_cast<int>(threadIdx.x); i < group * (D / 4); i += Shape::kThreads) {
+      const int head = i / (D / 4);
+      const int x = i % (D / 4) * 4;
+      float weights[kWarps];
+      const SoftmaxState state = merge_warps<kWarps>(&states[0][head], 8 * NT, weights);
+      float4 sum{};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const auto* out = reinterpret_cast<const float*>(shared + w * Shape::kWarpBytes);
-      sum += weights[w] * out[head * (D + 4) + i % D];
+      for (int w = 0; w < kWarps; ++w) {
+        const auto* out = reinterpret_cast<const float*>(shared + w * num_stages * Layout::kBytes);
+        const float weight = whole ? weights[w] * state.inverse_sum() : weights[w];
+        add_scaled(sum, weight, *reinterpret_cast<const float4*>(out + head * (D + 4) + x));
+      }
+      const int query_head = set.kv_head * group + head;
+      if (whole) {
+        store_output(item, query_head, x, sum);
+        if (x == 0 && item.lse != nullptr) item.lse[query_head * item.lse_stride] = state.lse();
+      } else {
+        *reinterpret_cast<float4*>(workspace.out + (slot * group + head) * D + x) = sum;
+        if (x == 0) workspace.states[slot * group + head] = {state.max, state.sum};
+      }
     }
-    const std::int64_t slot = first_slot + std::int64_t{head} * kMaxSplits;
-    partial.out[slot * D + i % D] = sum;
-    if (i % D == 0) partial.state[slot] = state;
-  }
-}
-
-__device__ void store_output(DType dtype, void* out, std::int64_t i, float value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(out)[i] = __float2half_rn(value);
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[i] = __float2bfloat16_rn(value);
-      break;
-    default:
-      static_cast<float*>(out)[i] = value;
-  }
-}
-
-/// Merges the states of a warp; every lane receives lane 0's result.
-__device__ SoftmaxState merge_warp(SoftmaxState state) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    SoftmaxState other;
-    other.max = __shfl_xor_sync(kFullWarp, state.max, distance);
-    other.sum = __shfl_xor_sync(kFullWarp, state.sum, distance);
-    state = merge(state, other).state;
-  }
-  state.max = __shfl_sync(kFullWarp, state.max, 0);
-  state.sum = __shfl_sync(kFullWarp, state.sum, 0);
-  return state;
-}
-
-__device__ float weight_in(const SoftmaxState& part, const SoftmaxState& total) {
-  return part.sum > 0.0F ? expf(part.max - total.max) * total.inverse_sum() : 0.0F;
-}
-
-/// Block (query head, query row), a thread per coordinate.
-__global__ void merge_kernel(const __grid_constant__ KvGeometry kv,
-                             const __grid_constant__ PartialParts parts,
-                             const __grid_constant__ OutputBatch outputs) {
-  static_assert(kMaxSplits == 32, "a lane per split");
-  __shared__ float weights[2][kMaxSplits];
-  const int head = static_cast<int>(blockIdx.x);
-  const std::int64_t slot = (std::int64_t{blockIdx.y} * kv.query_heads + head) * kMaxSplits;
-  const OutputItem& item = outputs[static_cast<int>(blockIdx.y)];
-  if (threadIdx.x < 32) {
-    const int lane = static_cast<int>(threadIdx.x);
-    SoftmaxState states[2];
-    for (int p = 0; p < 2; ++p) {
-      if (lane < parts.splits[p]) states[p] = parts.parts[p].state[slot + lane];
+    if (!whole) {
+      const Parts parts(split, set);
+      __threadfence();  // this part is seen by whoever sees the ticket
+      __syncthreads();  // all threads have written, and read the tiles' memory
+      if (threadIdx.x == 0) {
+        unsigned* const ticket = workspace.tickets + set.row * request.kv.kv_heads + set.kv_head;
+        merges = atomicAdd(ticket, 1U) + 1 == static_cast<unsigned>(parts.count);
+        if (merges) *ticket = 0;
+        __threadfence();
+      }
+      __syncthreads();  // `merges` is set
+      if (merges) {
+        merge_parts<D, kWarps>(request, workspace, item, set, parts,
+                               reinterpret_cast<float2*>(shared));
+      }
     }
-    const SoftmaxState total = merge_warp(merge(states[0], states[1]).state);
-    for (int p = 0; p < 2; ++p) weights[p][lane] = weight_in(states[p], total);
-    if (lane == 0 && item.lse != nullptr) item.lse[head * item.lse_stride] = total.lse();
+    begin = set.first_tile + last;
+    if (begin == end) break;
+    RowSet next = cuda::row_set(request, selection, plan.index + part + 1);
+    next.first_tile = set.first_tile + set.tiles();
+    set = next;
+    transfer::cuda::release_to_copies();
+    __syncthreads();  // nobody uses the tiles' memory, the states or the flag any more
   }
-  __syncthreads();  // weights are complete
-
-  // Four threads per element, each over every fourth split; summed in their order.
-  __shared__ float quarters[4][256];
-  const int d = static_cast<int>(threadIdx.x) % kv.head_dim;
-  const int quarter = static_cast<int>(threadIdx.x) / kv.head_dim;
-  float sum = 0.0F;
-#pragma unroll
-  for (int p = 0; p < 2; ++p) {
-    const float* out = parts.parts[p].out + slot * kv.head_dim + d;
-#pragma unroll
-    for (int i = 0; i < kMaxSplits / 4; ++i) {
-      const int s = i * 4 + quarter;
-      // Accumulators of empty splits were never written.
-      const float weight = weights[p][s];
-      if (weight != 0.0F) sum += weight * out[std::int64_t{s} * kv.head_dim];
-    }
+  if (request.flags != nullptr && !request.pages_on_device) {
+    count_found(request, workspace, split.blocks, in_pages);
   }
-  quarters[quarter][d] = sum;
-  __syncthreads();  // quarters are complete
-  if (quarter != 0) return;
-  sum = quarters[0][d] + quarters[1][d] + quarters[2][d] + quarters[3][d];
-  store_output(item.dtype, item.out, head * item.head_stride + d, sum);
 }
 
-/// A warp per head; `head_dim` is a multiple of 32.
-__global__ void __launch_bounds__(32 * kMergeWarps)
-    merge_results_kernel(const __grid_constant__ MergeBatch parts, std::int64_t num_heads,
-                         int head_dim, void* out, DType out_dtype, float* lse) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::int64_t head = std::int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / 32;
-  if (head >= num_heads) return;
-  SoftmaxState state;
-  if (lane < parts.count) {
-    state.max = parts[lane].lse[head];
-    state.sum = state.max == -INFINITY ? 0.0F : 1.0F;
-  }
-  const SoftmaxState total = merge_warp(state);
-  const float weight = weight_in(state, total);
-  for (int d = lane; d < head_dim; d += 32) {
-    const std::int64_t i = head * head_dim + d;
-    float sum = 0.0F;
-    for (int p = 0; p < parts.count; ++p) {
-      const float w = __shfl_sync(kFullWarp, weight, p);
-      if (w != 0.0F) sum += w * parts[p].out[i];
-    }
-    store_output(out_dtype, out, i, sum);
-  }
-  if (lane == 0 && lse != nullptr) lse[head] = total.lse();
+int attribute(cudaDeviceAttr which) {
+  int device = 0;
+  int value = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+/// Tiles per warp: what lets two blocks stay on an SM, or one where that leaves a single tile.
+int num_stages(int stage_bytes, int fixed_bytes) {
+  constexpr int kStaticBytes = 2048;  // of the kernel, and what the system takes of each block
+  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int share = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / kBlocksPerSm;
+  const int stages = (std::min(most, share) - kStaticBytes - fixed_bytes) / stage_bytes;
+  const int alone = (most - kStaticBytes - fixed_bytes) / stage_bytes;
+  return std::clamp(stages >= 2 ? stages : alone, 1, kMaxStages);
 }
 
 template <typename T, int D, int NT>
 void launch_attend(void* stream, const AttendRequest& request, const SelectionView& selection,
-                   const PartialView& partial, int splits, bool counted) {
+                   const OutputBatch& outputs, const Workspace& workspace) {
   using Shape = BlockShape<T, D, NT>;
   const auto kernel = attend_kernel<T, D, NT>;
-  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         Shape::kSharedBytes));
-  const dim3 grid(static_cast<unsigned>(splits + (counted ? 1 : 0)),
-                  static_cast<unsigned>(request.kv.kv_heads),
-                  static_cast<unsigned>(request.rows.count));
-  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, transfer::cuda::stream_of(stream)>>>(
-      request, selection, partial, splits);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  const int stages = num_stages(Shape::kStageBytes, Shape::kQueryBytes);
+  const int blocks = std::min(kBlocksPerSm * attribute(cudaDevAttrMultiProcessorCount), kMaxBlocks);
+  const int bytes = std::max(stages * Shape::kStageBytes, Shape::kMergeBytes) + Shape::kQueryBytes;
+  KVTIER_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  transfer::cuda::launch_overlapping(transfer::cuda::stream_of(stream), kernel,
+                                     dim3(static_cast<unsigned>(blocks)), Shape::kThreads,
+                                     static_cast<std::size_t>(bytes), request, selection, outputs,
+                                     workspace, stages);
 }
 
 template <typename T, int NT, typename... Args>
@@ -411,78 +412,39 @@ void launch_head_dim(int head_dim, const Args&... args) {
       return launch_attend<T, 64, NT>(args...);
     case 96:
       return launch_attend<T, 96, NT>(args...);
-    case 128:
-      return launch_attend<T, 128, NT>(args...);
-    default:
-      assert(head_dim == 256);
+    case 256:
       return launch_attend<T, 256, NT>(args...);
+    default:
+      assert(head_dim == 128);
+      return launch_attend<T, 128, NT>(args...);
   }
 }
 
-/// `selection.ids` is nullptr for the spans.
-void attend(void* stream, const AttendRequest& request, const SelectionView& selection,
-            const PartialView& partial, int splits, bool counted) {
-  assert(request.kv.group() <= 16);
-  const auto launch = [&](auto type) {
-    using T = decltype(type);
-    if (request.kv.group() <= 8) {
-      launch_head_dim<T, 1>(request.kv.head_dim, stream, request, selection, partial, splits,
-                            counted);
-    } else {
-      launch_head_dim<T, 2>(request.kv.head_dim, stream, request, selection, partial, splits,
-                            counted);
-    }
-  };
-  request.kv.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
+template <typename T, typename... Args>
+void launch_group(const transfer::KvGeometry& kv, const Args&... args) {
+  assert(kv.group() <= kMaxGroup);
+  if (kv.group() > 8) return launch_head_dim<T, 2>(kv.head_dim, args...);
+  launch_head_dim<T, 1>(kv.head_dim, args...);
 }
 
 }  // namespace
 
 namespace cuda {
 
-int num_splits(const AttendRequest& request, std::int64_t tokens) {
-  int device = 0;
-  int sms = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  const std::int64_t lanes =
-      std::max<std::int64_t>(std::int64_t{request.rows.count} * request.kv.kv_heads, 1);
-  const std::int64_t wave = std::int64_t{sms} * kBlocksPerSm / lanes;
-  constexpr std::int64_t kRowsPerPass = std::int64_t{4} * kTileRows;  // of a block's four warps
-  const std::int64_t useful = (tokens + kRowsPerPass - 1) / kRowsPerPass;
-  return static_cast<int>(std::clamp<std::int64_t>(std::min(wave, useful), 1, kMaxSplits));
+std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
+  const std::size_t each =
+      sizeof(float2) + sizeof(float) * static_cast<std::size_t>(limits.head_dim);
+  return kNoRowBytes + kCountBytes + ticket_bytes(limits) + num_partials(limits) * each;
 }
 
-void spans(void* stream, const AttendRequest& request, const PartialView& partial, int splits) {
+void attend(void* stream, const AttendRequest& request, const SelectionView& selection,
+            const FlashDecodeLimits& limits, std::byte* memory, const OutputBatch& outputs) {
   if (request.rows.count == 0) return;
-  attend(stream, request, {}, partial, splits, request.flags != nullptr);
-}
-
-void selected(void* stream, const AttendRequest& request, const SelectionView& selection,
-              const PartialView& partial, int splits) {
-  if (request.rows.count == 0) return;
-  const bool in_place =
-      selection.staged == nullptr || selection.staged_capacity < selection.capacity;
-  attend(stream, request, selection, partial, splits, in_place && request.flags != nullptr);
-}
-
-void merge(void* stream, const AttendRequest& request, const PartialParts& parts,
-           const OutputBatch& outputs) {
-  if (request.rows.count == 0) return;
-  const dim3 grid(static_cast<unsigned>(request.kv.query_heads),
-                  static_cast<unsigned>(request.rows.count));
-  merge_kernel<<<grid, static_cast<unsigned>(4 * request.kv.head_dim), 0,
-                 transfer::cuda::stream_of(stream)>>>(request.kv, parts, outputs);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
-}
-
-void merge_results(void* stream, const MergeBatch& parts, std::int64_t num_heads_total,
-                   int head_dim, void* out, DType out_dtype, float* lse) {
-  if (num_heads_total == 0) return;
-  const auto blocks = static_cast<unsigned>((num_heads_total + kMergeWarps - 1) / kMergeWarps);
-  merge_results_kernel<<<blocks, 32 * kMergeWarps, 0, transfer::cuda::stream_of(stream)>>>(
-      parts, num_heads_total, head_dim, out, out_dtype, lse);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  const Workspace workspace = workspace_in(memory, limits);
+  if (request.kv.dtype == DType::kFloat16) {
+    return launch_group<__half>(request.kv, stream, request, selection, outputs, workspace);
+  }
+  launch_group<__nv_bfloat16>(request.kv, stream, request, selection, outputs, workspace);
 }
 
 }  // namespace cuda

@@ -131,10 +131,8 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
     const RandomSelections selections(run, layers, num_layers, rows_per_head, false);
     const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {
       for (int layer = 0; layer < num_layers; ++layer) {
-        const attention::AttendRequest attend = request(layer, LayerMode::kSparse);
-        flash.selected(run.queue(), attend, selections.view(layer), rows_per_head);
-        flash.spans(run.queue(), attend);
-        flash.merge(run.queue(), attend, outputs);
+        flash.attend(run.queue(), request(layer, LayerMode::kSparse), selections.view(layer),
+                     rows_per_head, outputs);
       }
     });
     json random = parameters;
@@ -144,9 +142,7 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
   {
     const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {
       for (int layer = 0; layer < num_layers; ++layer) {
-        const attention::AttendRequest attend = request(layer, LayerMode::kSlidingWindow);
-        flash.spans(run.queue(), attend);
-        flash.merge(run.queue(), attend, outputs);
+        flash.attend(run.queue(), request(layer, LayerMode::kSlidingWindow), {}, 0, outputs);
       }
     });
     json contiguous = parameters;

@@ -36,8 +36,7 @@ std::string describe_sketch(const SketchConfig& sketch) {
 EngineState::EngineState(const Config& config_in)
     : config(validated(config_in)),
       device(transfer::make_device(config.backend, config.log)),
-      main(device->make_stream()),
-      side(device->make_stream()) {
+      main(device->make_stream()) {
   const bool on_host = config.memory.placement == KvPlacement::kHost;
   kv = {.kv_heads = config.model.kv_heads,
         .query_heads = config.model.query_heads,
@@ -76,7 +75,6 @@ EngineState::EngineState(const Config& config_in)
 EngineState::~EngineState() {
   try {
     main->synchronize();
-    side->synchronize();
     for (Retired& retired : retired_) retired.last_use.wait();
   } catch (...) {
     // A failed device has nothing left to wait for.
@@ -122,9 +120,10 @@ void EngineState::size_workspace() {
       static_cast<std::size_t>(append_tokens * kv.kv_heads) * row_bytes;
   const std::size_t query_bytes = sizeof(float) * static_cast<std::size_t>(batch_rows) *
                                   static_cast<std::size_t>(kv.query_heads * kv.head_dim);
-  const std::size_t wanted = scoring::Selector::workspace_bytes(limits) +
-                             attention::FlashDecode::workspace_bytes(flash_limits) + packed_bytes +
-                             query_bytes;
+  const std::size_t wanted =
+      scoring::Selector::workspace_bytes(limits) +
+      attention::FlashDecode::workspace_bytes(device->backend(), flash_limits) + packed_bytes +
+      query_bytes;
   if (wanted > config.memory.device_bytes) {
     throw Error(ErrorCode::kResourceExhausted,
                 "memory.device_bytes: expected at least " + mebibytes(wanted + MiB - 1) +

@@ -91,7 +91,6 @@ class EngineState {
   transfer::KvGeometry kv;
   std::unique_ptr<transfer::Device> device;
   std::unique_ptr<transfer::Stream> main;  ///< For calls without a stream.
-  std::unique_ptr<transfer::Stream> side;  ///< Fetches rows beside `main` or the caller's stream.
   std::vector<SketchStore> sketches;
   std::unique_ptr<transfer::FramePool> pages;
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.

@@ -227,8 +227,6 @@ class AttendLaunch {
     return std::min(max_length_, max_per_row(params, max_length_) * (per_head ? group : 1));
   }
 
-  /// Main line: spans, which are resident; branch: the selected rows are fetched and attended
-  /// meanwhile.
   void attend() {
     transfer::Stream& stream = turn_.stream();
     const attention::AttendRequest request{
@@ -243,35 +241,26 @@ class AttendLaunch {
         .flags = engine_.step_flags(flags_index()),
         .pages_on_device = engine_.config.memory.placement == KvPlacement::kDevice};
 
-    if (!sparse(*slices_.front().part)) {
-      StageTimer timer(turn_, engine_, engine_.seconds.attend);
-      engine_.flash->spans(stream, request);
-      merge(request);
-      timer.stop();
-      return;
+    transfer::SelectionView selection;
+    std::int64_t max_selected = 0;
+    if (sparse(*slices_.front().part)) {
+      selection = choose();
+      max_selected = selected_bound();
     }
-    const transfer::SelectionView selection = choose();
-    const bool fetch_apart = selection.staged_capacity > 0;
-    transfer::Stream& branch = fetch_apart ? *engine_.side : stream;
-    if (fetch_apart) branch.wait(stream.record());
-    {
+    if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-      transfer::gather_rows(branch, engine_.kv, sequences_, rows_, selection,
+      transfer::gather_rows(stream, engine_.kv, sequences_, rows_, selection,
                             request.pages_on_device, request.flags);
-      if (fetch_apart && engine_.config.time_stages && turn_.synchronous()) branch.synchronize();
       timer.stop();
     }
     StageTimer timer(turn_, engine_, engine_.seconds.attend);
-    engine_.flash->selected(branch, request, selection, selected_bound());
-    engine_.flash->spans(stream, request);
-    if (fetch_apart) stream.wait(branch.record());
-    merge(request);
+    engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids(ids, {});
   }
 
-  void merge(const attention::AttendRequest& request) {
+  [[nodiscard]] attention::OutputBatch output_batch() const {
     attention::OutputBatch outputs;
     for (const Slice& slice : slices_) {
       const MutableTensorView& out = slice.part->outputs.out;
@@ -292,7 +281,7 @@ class AttendLaunch {
         outputs.push(item);
       }
     }
-    engine_.flash->merge(turn_.stream(), request, outputs);
+    return outputs;
   }
 
   EngineState::Turn& turn_;

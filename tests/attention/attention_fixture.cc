@@ -281,11 +281,8 @@ Outcome AttentionTest::download_outcome(const Problem& problem, const Placed& pl
 Outcome AttentionTest::run(const Problem& problem) {
   const Placed placed = place(problem);
   FlashDecode flash(*device_, limits_of(problem));
-  flash.spans(*stream_, placed.request);
-  if (!problem.selected.empty()) {
-    flash.selected(*stream_, placed.request, placed.selection, placed.selection.capacity);
-  }
-  flash.merge(*stream_, placed.request, placed.outputs);
+  flash.attend(*stream_, placed.request, placed.selection, placed.selection.capacity,
+               placed.outputs);
   return download_outcome(problem, placed);
 }
 
@@ -325,6 +322,7 @@ void AttentionTest::expect_oracle(const Problem& problem) {
       std::vector<std::int64_t> in_place = problem.always(row);
       if (!problem.selected.empty()) {
         const auto& list = problem.selected[row * kv_heads + kv_head];
+        if (problem.staged_capacity == 0) flags.rows_selected += list.size();
         for (std::size_t i = static_cast<std::size_t>(problem.staged_capacity); i < list.size();
              ++i) {
           in_place.push_back(list[i].id);
@@ -337,6 +335,7 @@ void AttentionTest::expect_oracle(const Problem& problem) {
   }
   EXPECT_EQ(found.flags.rows_fetched_host, flags.rows_fetched_host);
   EXPECT_EQ(found.flags.rows_resident, flags.rows_resident);
+  EXPECT_EQ(found.flags.rows_selected, flags.rows_selected);
 }
 
 }  // namespace kvtier::attention

@@ -83,7 +83,7 @@ class AttentionTest : public testing::BackendTest {
   };
   Placed place(const Problem& problem);
   Outcome download_outcome(const Problem& problem, const Placed& placed);
-  /// Runs spans, selected (when there is one) and merge.
+  /// Runs one call.
   Outcome run(const Problem& problem);
   /// Runs and compares output, log-sum-exp and counters with the oracle.
   void expect_oracle(const Problem& problem);

@@ -3,7 +3,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <set>
 
 namespace kvtier::attention {
 namespace {
@@ -214,52 +213,71 @@ TEST_P(FlashDecodeTest, RepeatsBitForBit) {
   }
 }
 
-TEST_P(FlashDecodeTest, MergesOnlyWhatCameSinceTheLastMerge) {
+TEST_P(FlashDecodeTest, LeavesNothingBehindForTheNextCall) {
   Problem problem = make_problem(22, DType::kBFloat16, 64, 1, 2, {300}, {0});
   select_at_random(problem, 22, 0.5);
   const Placed placed = place(problem);
   FlashDecode flash(*device_, limits_of(problem));
-  flash.spans(*stream_, placed.request);
-  flash.selected(*stream_, placed.request, placed.selection, placed.selection.capacity);
-  flash.merge(*stream_, placed.request, placed.outputs);
-  flash.spans(*stream_, placed.request);
-  flash.merge(*stream_, placed.request, placed.outputs);
-  const Outcome second = download_outcome(problem, placed);
-  flash.merge(*stream_, placed.request, placed.outputs);
-  const Outcome nothing = download_outcome(problem, placed);
+  const auto attend = [&](const transfer::SelectionView& selection) {
+    flash.attend(*stream_, placed.request, selection, placed.selection.capacity, placed.outputs);
+    return download_outcome(problem, placed);
+  };
+  const Outcome both = attend(placed.selection);
+  const Outcome spans = attend({});
+  const Outcome again = attend(placed.selection);
+  const Outcome both_alone = run(problem);
   problem.selected.clear();
   const Outcome spans_alone = run(problem);
 
-  EXPECT_EQ(second.bytes, spans_alone.bytes);
-  EXPECT_EQ(nothing.lse[0], -std::numeric_limits<float>::infinity());
-  EXPECT_EQ(nothing.out[0], 0.0F);
+  EXPECT_EQ(both.bytes, both_alone.bytes);
+  EXPECT_EQ(spans.bytes, spans_alone.bytes);
+  EXPECT_EQ(again.bytes, both_alone.bytes);
+  EXPECT_NE(both.bytes, spans.bytes);
 }
 
-TEST_P(FlashDecodeTest, AttendsOnlySelectedRows) {
-  Problem problem = make_problem(23, DType::kBFloat16, 64, 1, 2, {300}, {0});
+TEST_P(FlashDecodeTest, AttendsSelectedRowsWithoutSpans) {
+  Problem problem = make_problem(23, DType::kBFloat16, 64, 2, 2, {300, 40}, {0, 3});
+  problem.rule.sink_tokens = 0;
+  problem.rule.recent_tokens = 0;
   select_at_random(problem, 23, 0.5);
-  const Placed placed = place(problem);
-  FlashDecode flash(*device_, limits_of(problem));
-  flash.selected(*stream_, placed.request, placed.selection, placed.selection.capacity);
-  flash.merge(*stream_, placed.request, placed.outputs);
-  const Outcome found = download_outcome(problem, placed);
+  ASSERT_TRUE(problem.always(0).empty());
+  expect_oracle(problem);
+}
 
-  const std::set<std::int64_t> excluded = [&] {
-    const std::vector<std::int64_t> always = problem.always(0);
-    return std::set<std::int64_t>(always.begin(), always.end());
-  }();
-  for (int head = 0; head < 2; ++head) {
-    std::vector<std::int64_t> tokens = problem.attended(0, head);
-    std::erase_if(tokens, [&](std::int64_t t) { return excluded.contains(t); });
-    const oracle::KvView view{problem.sequences[0].keys.data(), problem.sequences[0].values.data(),
-                              64, 64};
-    const oracle::Attention expected =
-        oracle::attend(std::span(problem.queries).subspan(static_cast<std::size_t>(head) * 64, 64),
-                       view, tokens, static_cast<double>(problem.softmax_scale));
-    EXPECT_LE(
-        oracle::relative_error(
-            std::span(found.out).subspan(static_cast<std::size_t>(head) * 64, 64), expected.out),
-        tolerance());
+TEST_P(FlashDecodeTest, SharesOutRaggedBatches) {
+  // Long rows that many workers share, beside short ones and empty selections.
+  Problem problem = make_problem(26, DType::kBFloat16, 64, 2, 4, {1, 5000, 30, 0, 17, 700}, {0, 1});
+  problem.rows[2].dense_from = 100;
+  select_at_random(problem, 26, 0.3);
+  for (const std::size_t list : {7U, 20U, 21U}) problem.selected[list].clear();
+  problem.selected[22].resize(1);
+  for (const bool pages_on_device : {false, true}) {
+    problem.pages_on_device = pages_on_device;
+    expect_oracle(problem);
+  }
+  const Outcome first = run(problem);
+  const Outcome again = run(problem);
+  EXPECT_EQ(first.bytes, again.bytes);
+  EXPECT_EQ(first.lse, again.lse);
+}
+
+TEST_P(FlashDecodeTest, AttendsMoreSetsThanThereAreWorkers) {
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t i = 0; i < transfer::kMaxBatch; ++i) lengths.push_back(i * i % 97);
+  lengths[40] = 2000;
+  Problem problem = make_problem(27, DType::kFloat16, 64, 6, 1, lengths, {0});
+  select_at_random(problem, 27, 0.5);
+  expect_oracle(problem);
+}
+
+TEST_P(FlashDecodeTest, MergesOneSetOfManyParts) {
+  for (const int group : {4, 16}) {
+    SCOPED_TRACE("group " + std::to_string(group));
+    Problem problem = make_problem(28, DType::kBFloat16, 64, 1, group, {20000}, {0});
+    problem.rule.mode = LayerMode::kDense;
+    expect_oracle(problem);
+    const Outcome first = run(problem);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(first.bytes, run(problem).bytes);
   }
 }
 
@@ -267,8 +285,7 @@ TEST_P(FlashDecodeTest, DoesNothingWithoutQueries) {
   Problem problem = make_problem(24, DType::kBFloat16, 64, 1, 2, {50}, {});
   const Placed placed = place(problem);
   FlashDecode flash(*device_, {.rows = 1, .query_heads = 2, .head_dim = 64});
-  flash.spans(*stream_, placed.request);
-  flash.merge(*stream_, placed.request, placed.outputs);
+  flash.attend(*stream_, placed.request, {}, 0, placed.outputs);
   stream_->synchronize();
 
   EXPECT_EQ(placed.request.flags->rows_resident, 0U);
@@ -284,9 +301,7 @@ TEST_P(FlashDecodeTest, RejectsWhatItsWorkspaceCannotHold) {
     std::int64_t max_selected = wrong.selection.capacity;
     change(wrong, max_selected);
     try {
-      flash.spans(*stream_, wrong.request);
-      flash.selected(*stream_, wrong.request, wrong.selection, max_selected);
-      flash.merge(*stream_, wrong.request, wrong.outputs);
+      flash.attend(*stream_, wrong.request, wrong.selection, max_selected, wrong.outputs);
       ADD_FAILURE() << "expected an error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();

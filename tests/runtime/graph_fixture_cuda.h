@@ -160,11 +160,6 @@ class Graph {
     check(cudaGraphGetNodes(graph_, nullptr, &count));
     return count;
   }
-  [[nodiscard]] std::size_t num_edges() const {
-    std::size_t count = 0;
-    check(cudaGraphGetEdges(graph_, nullptr, nullptr, nullptr, &count));
-    return count;
-  }
 
  private:
   cudaGraph_t graph_ = nullptr;

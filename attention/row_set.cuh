@@ -1,0 +1,250 @@
+#pragma once
+
+#include "attention/flash_decode.h"
+#include "attention/warp_attention.cuh"
+#include "transfer/sequence.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+/// The rows of an attention launch: which there are, who works on them, and where they lie. All is
+/// read from device memory, so that a captured launch serves sequences that grow.
+namespace kvtier::attention::cuda {
+
+/// The rows that one (query row, KV head) attends: the always-attended tokens, then the list.
+struct RowSet {
+  std::int64_t first_tile = 0;  ///< Among the tiles of all sets of the launch.
+  std::int64_t resident_begin = 0;
+  int row = 0;
+  int kv_head = 0;
+  int sink_end = 0;    ///< Entries [0, sink_end) are these tokens,
+  int tail_begin = 0;  ///< entries [sink_end, always) those from here on,
+  int always = 0;      ///< entries [always, count) the list.
+  int count = 0;
+
+  /// A set without rows has a tile too, so that somebody writes its result.
+  [[nodiscard]] __device__ std::int64_t tiles() const {
+    return count > 0 ? (count + kTileRows - 1) / kTileRows : 1;
+  }
+};
+
+[[nodiscard]] __device__ inline int num_sets(const AttendRequest& request) {
+  return request.rows.count * request.kv.kv_heads;
+}
+
+/// Set `index` in the order of (query row, KV head); `first_tile` is left to the caller.
+[[nodiscard]] __device__ inline RowSet row_set(const AttendRequest& request,
+                                               const transfer::SelectionView& selection,
+                                               int index) {
+  RowSet set;
+  set.row = index / request.kv.kv_heads;
+  set.kv_head = index % request.kv.kv_heads;
+  const transfer::QueryRow& query = request.rows[set.row];
+  const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
+  const std::int64_t length = counters->length;
+  set.resident_begin = counters->resident_begin;
+  const int listed = selection.ids != nullptr ? selection.counts[index] : 0;
+  const transfer::AttendedSpans spans = attended_spans(request.rule, length, query);
+  set.sink_end = static_cast<int>(spans.sink_end);
+  set.tail_begin = static_cast<int>(spans.tail_begin);
+  set.always = static_cast<int>(spans.num_always());
+  set.count = set.always + listed;
+  return set;
+}
+
+/// Rows of a list of `listed` entries that are in the staging area.
+[[nodiscard]] __device__ inline int num_staged(const transfer::SelectionView& selection,
+                                               int listed) {
+  return static_cast<int>(min(std::int64_t{listed}, selection.staged_capacity));
+}
+
+/// How the tiles of a launch are dealt out: block b of `blocks` has tiles [begin(b), begin(b + 1)).
+struct Split {
+  std::int64_t tiles = 0;
+  int blocks = 0;
+
+  [[nodiscard]] __device__ std::int64_t begin(int block) const { return tiles * block / blocks; }
+  [[nodiscard]] __device__ int block_of(std::int64_t tile) const {
+    return static_cast<int>(((tile + 1) * blocks - 1) / tiles);
+  }
+};
+
+/// What a block learns of the launch, in shared memory.
+template <int kWarps>
+struct Plan {
+  Split split;
+  RowSet set;     ///< The set of the block's first tile,
+  int index = 0;  ///< and its number.
+  std::int64_t warp_tiles[kWarps];
+};
+
+/// Rows and list entries of the sets that the calling thread has looked at.
+struct RowTotals {
+  unsigned long long in_place = 0;
+  unsigned long long listed = 0;
+};
+
+/// All threads of a block find its share of the tiles. A block gets a tile for each of its warps
+/// while there are enough; blocks past `split.blocks` get none.
+template <int kWarps>
+__device__ RowTotals make_plan(const AttendRequest& request,
+                               const transfer::SelectionView& selection, Plan<kWarps>& plan) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int sets = num_sets(request);
+  const int per_thread = (sets + 32 * kWarps - 1) / (32 * kWarps);
+  const int first = min(thread * per_thread, sets);
+  const int last = min(first + per_thread, sets);
+  RowTotals totals;
+  std::int64_t tiles = 0;
+  for (int i = first; i < last; ++i) {
+    const RowSet set = row_set(request, selection, i);
+    const int listed = set.count - set.always;
+    tiles += set.tiles();
+    totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
+    totals.listed += static_cast<unsigned long long>(listed);
+  }
+  std::int64_t before = tiles;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const std::int64_t up = __shfl_up_sync(transfer::cuda::kFullWarp, before, distance);
+    if (lane >= distance) before += up;
+  }
+  if (lane == 31) plan.warp_tiles[thread / 32] = before;
+  __syncthreads();  // the sums of all warps are there
+  before -= tiles;
+  Split split;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < thread / 32) before += plan.warp_tiles[w];
+    split.tiles += plan.warp_tiles[w];
+  }
+  split.blocks = static_cast<int>(
+      min((split.tiles + kWarps - 1) / kWarps, static_cast<std::int64_t>(gridDim.x)));
+  if (thread == 0) plan.split = split;
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < split.blocks) {
+    const std::int64_t begin = split.begin(block);
+    if (before <= begin && begin < before + tiles) {
+      plan.index = first;
+      plan.set = row_set(request, selection, first);
+      while (before + plan.set.tiles() <= begin) {
+        before += plan.set.tiles();
+        plan.set = row_set(request, selection, ++plan.index);
+      }
+      plan.set.first_tile = before;
+    }
+  }
+  __syncthreads();  // the plan is complete
+  return totals;
+}
+
+/// Finds the rows of one warp's tiles in a set, two tiles at a time, lane r + 16 i being row r of
+/// tile i. Ids are loaded two pairs ahead and page addresses one pair ahead, so that neither load
+/// is waited for.
+template <int D, int kWarps>
+class RowFinder {
+ public:
+  struct Row {
+    const std::byte* base = nullptr;
+    int index = 0;
+    unsigned mask = 0;
+
+    [[nodiscard]] __device__ const std::byte* address() const {
+      return base + std::int64_t{index} * (4 * D);
+    }
+  };
+
+  /// Tiles `begin`, `begin + kWarps`, ... below `end` of the set. `no_row` is read in the place of
+  /// rows past the end: finite values, seen by no head.
+  __device__ RowFinder(const AttendRequest& request, const transfer::SelectionView& selection,
+                       const RowSet& set, const std::byte* no_row, int begin, int end)
+      : kv_(request.kv),
+        sequence_(request.sequences[request.rows[set.row].sequence]),
+        set_(set),
+        no_row_(no_row),
+        tile_(begin + static_cast<int>(threadIdx.x % 32 / 16) * kWarps),
+        end_(end) {
+    if (selection.ids != nullptr) {
+      const std::int64_t list = std::int64_t{set.row} * kv_.kv_heads + set.kv_head;
+      ids_ = selection.ids + list * selection.capacity;
+      masks_ = selection.head_mask + list * selection.capacity;
+      if (selection.staged_capacity > 0) {
+        num_staged_ = num_staged(selection, set.count - set.always);
+        staged_ = selection.staged + list * selection.staged_capacity * (4 * D);
+      }
+    }
+    const Entry first = next_entry();
+    const Entry second = next_entry();
+    entry_ = next_entry();
+    row_ = locate(first);
+    next_row_ = locate(second);
+  }
+
+  /// This lane's row of the present pair.
+  [[nodiscard]] __device__ const Row& row() const { return row_; }
+
+  __device__ void next_pair() {
+    row_ = next_row_;
+    next_row_ = locate(entry_);
+    entry_ = next_entry();
+  }
+
+  /// Rows that this lane has found in pages.
+  [[nodiscard]] __device__ unsigned num_in_pages() const { return in_pages_; }
+
+ private:
+  struct Entry {
+    int token = kNone;  ///< Or kNone, or below it, staged row kNone - 1 - token.
+    unsigned mask = 0;
+  };
+  static constexpr int kNone = -1;
+
+  __device__ Entry next_entry() {
+    const int i = tile_ * kTileRows + static_cast<int>(threadIdx.x % 16);
+    const bool present = tile_ < end_ && i < set_.count;
+    tile_ += 2 * kWarps;
+    if (!present) return {};
+    if (i < set_.sink_end) return {i, 0xFFFFU};
+    if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU};
+    const int entry = i - set_.always;
+    if (entry < num_staged_) return {kNone - 1 - entry, masks_[entry]};
+    return {ids_[entry], masks_[entry]};
+  }
+
+  __device__ Row locate(const Entry& entry) {
+    const int token = entry.token;
+    if (token == kNone) return {no_row_, 0, 0};
+    if (token < kNone) return {staged_, kNone - 1 - token, entry.mask};
+    if (token < kv_.sink_capacity) {
+      return {sequence_.sink_rows, set_.kv_head * kv_.sink_capacity + token, entry.mask};
+    }
+    const auto number = static_cast<unsigned>(token);
+    if (kv_.recent_capacity > 0 && token >= set_.resident_begin) {
+      const unsigned slot = number % static_cast<unsigned>(kv_.recent_capacity);
+      return {sequence_.recent_rows, set_.kv_head * kv_.recent_capacity + static_cast<int>(slot),
+              entry.mask};
+    }
+    ++in_pages_;
+    const auto page_tokens = static_cast<unsigned>(kv_.page_tokens);
+    return {sequence_.pages[number / page_tokens],
+            set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask};
+  }
+
+  const transfer::KvGeometry& kv_;
+  const transfer::SequenceView& sequence_;
+  const RowSet& set_;
+  const std::byte* no_row_;
+  int tile_;
+  int end_;
+  const std::int32_t* ids_ = nullptr;
+  const std::uint16_t* masks_ = nullptr;
+  const std::byte* staged_ = nullptr;
+  int num_staged_ = 0;
+  unsigned in_pages_ = 0;
+  Entry entry_;
+  Row row_;
+  Row next_row_;
+};
+
+}  // namespace kvtier::attention::cuda
