@@ -32,10 +32,11 @@ __device__ float sum_rows(const float (&rows)[4], int lane) {
 /// What a warp keeps of the (row, KV head) and the segment it is at. kQuads: 4 heads each.
 template <int kQuads>
 struct SegmentState {
-  std::int64_t first_slot;  // of the segment
-  std::int64_t place;       // of the segment in counts
-  int token;                // first of the segment
-  int begin;                // eligible tokens, relative to the segment
+  std::int32_t* ids;   // where the next candidate goes
+  float* values;       // likewise, for head lane % 4
+  std::int64_t place;  // of the segment in counts
+  int token;           // first of the segment
+  int begin;           // eligible tokens, relative to the segment
   int end;
   int written;
   float group_threshold;
@@ -44,6 +45,7 @@ struct SegmentState {
   float thresholds[kQuads];
   float totals[kQuads];
   int sums[kQuads];
+  unsigned present[kQuads];  // all bits, or none where the lane has no head
 
   __device__ void open_run(const FilterArgs& args, const SegmentRun& run) {
     const SelectRequest& request = args.request;
@@ -53,7 +55,8 @@ struct SegmentState {
     token = run.first * kSegmentTokens;
     begin = static_cast<int>(plan.begin) - token;
     end = static_cast<int>(plan.end) - token;
-    first_slot = group_index * args.max_tokens + token;
+    ids = args.ids + group_index * args.max_tokens + token;
+    values = args.values + (group_index * args.max_tokens + token) * group + threadIdx.x % 4;
     place = group_index * args.segments + run.first;
     written = 0;
     group_threshold = args.filter.groups[group_index].threshold;
@@ -67,6 +70,7 @@ struct SegmentState {
       // A lane without a head adds nothing: its shares are 2^-infinity.
       references[quad] = has_head ? of_head.reference - kShareShift : INFINITY;
       thresholds[quad] = has_head ? of_head.threshold : INFINITY;
+      present[quad] = has_head ? 0xFFFFFFFFU : 0U;
       totals[quad] = 0.0F;
       sums[quad] = args.filter.weight_sums[index];
     }
@@ -89,7 +93,8 @@ struct SegmentState {
     }
     if (lane == 0) args.filter.counts[place] = static_cast<std::uint32_t>(written);
     ++place;
-    first_slot += kSegmentTokens;
+    ids += kSegmentTokens - written;
+    values += (kSegmentTokens - written) * group;
     token += kSegmentTokens;
     begin -= kSegmentTokens;
     end -= kSegmentTokens;
@@ -157,29 +162,30 @@ __device__ unsigned bits_between(int begin, int end) {
   return begin <= 0 ? below_end : begin >= 32 ? 0U : below_end & 0xFFFFFFFFU << begin;
 }
 
-/// Writes the candidates `tokens` of the 32 tokens from `base` of the segment on.
+/// Writes the candidates `tokens` of the 32 tokens from `base` of the segment on. Without branches:
+/// every third token may be one.
 template <int kQuads>
-__device__ void write_candidates(const FilterArgs& args, SegmentState<kQuads>& state, int base,
-                                 unsigned tokens, const float (&values)[kQuads][4]) {
+__device__ void write_candidates(SegmentState<kQuads>& state, int group, int base, unsigned tokens,
+                                 const float (&values)[kQuads][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int group = args.request.kv.group();
-  const std::int64_t slot = state.first_slot + state.written;
   if ((tokens >> lane & 1U) != 0) {
-    const int rank = __popc(tokens & ((1U << lane) - 1));
-    args.ids[slot + rank] = state.token + base + lane;
+    state.ids[__popc(tokens & ((1U << lane) - 1))] = state.token + base + lane;
   }
-  float* to = args.values + slot * group + lane % 4;
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
     const unsigned own = 1U << (row * 8 + lane / 4);
-    if ((tokens & own) == 0) continue;
-    const int rank = __popc(tokens & (own - 1));
+    const int to = __popc(tokens & (own - 1)) * group;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      if (quad * 4 + lane % 4 < group) to[rank * group + quad * 4] = values[quad][row];
+      // Lanes without a head have a null mask.
+      if ((tokens & own & state.present[quad]) != 0)
+        state.values[to + quad * 4] = values[quad][row];
     }
   }
-  state.written += __popc(tokens);
+  const int count = __popc(tokens);
+  state.ids += count;
+  state.values += count * group;
+  state.written += count;
 }
 
 /// Scores of 32 tokens.
@@ -261,7 +267,7 @@ __device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state,
       // A threshold of 0 lets everything pass, tokens out of range too.
       const unsigned tokens = scores[tile].tokens & bits_between(begin - first, end - first);
       if (tokens != 0) {
-        write_candidates(args, state, unit * kUnitTokens + first, tokens, scores[tile].values);
+        write_candidates(state, group, unit * kUnitTokens + first, tokens, scores[tile].values);
       }
     }
   }
@@ -283,26 +289,36 @@ __global__ __launch_bounds__(kMaxPassWarps * 32,
   auto* norms = reinterpret_cast<TokenNorms*>(own);
   UnitRing<kChunks> ring(chunks, own + kWarpNormBytes, stages);
   transfer::cuda::wait_for_previous();
+  int wanted = 0;
   if (again) {
-    bool wanted = false;
-    for (int i = static_cast<int>(threadIdx.x); i < args.request.rows.count * kv_heads;
-         i += static_cast<int>(blockDim.x)) {
-      wanted |= args.filter.groups[i].again != 0;
+    const int groups = args.request.rows.count * kv_heads;
+    for (int base = 0; base < groups; base += static_cast<int>(blockDim.x)) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      wanted += __syncthreads_count(i < groups && args.filter.groups[i].again != 0 ? 1 : 0);
     }
-    if (__syncthreads_or(wanted ? 1 : 0) == 0) return;
+    if (wanted == 0) return;
   }
   if (threadIdx.x == 0) count_segments(args, starts);
   __syncthreads();
 
-  RunWalk walk(args, starts, static_cast<int>(blockIdx.x) * warps + warp,
-               static_cast<int>(gridDim.x) * warps);
+  WorkShare share(starts[args.request.rows.count], static_cast<int>(blockIdx.x) * warps + warp,
+                  static_cast<int>(gridDim.x) * warps, args.filter.ticket);
+  RunWalk walk(args, starts, share.first(), share.count());
+  AgainWalk again_walk(args, wanted);
   SegmentState<kQuads> state;
   QuadColumns<kBits, kChunks> columns[kQuads];
-  for (SegmentRun run; walk.next(run);) {
-    const std::int64_t group_index = std::int64_t{run.row} * kv_heads + run.kv_head;
-    if (again && args.filter.groups[group_index].again == 0) continue;
+  for (SegmentRun run;;) {
+    if (again) {
+      if (!again_walk.next(run)) break;
+    } else if (!walk.next(run)) {
+      if (!share.take()) break;
+      walk = RunWalk(args, starts, share.first(), share.count());
+      continue;
+    }
     ring.open(args, run);
     state.open_run(args, run);
+    ring.start();
+    const std::int64_t group_index = std::int64_t{run.row} * kv_heads + run.kv_head;
     for (int quad = 0; quad < kQuads; ++quad) {
       columns[quad].load(args.filter.columns + group_index * args.filter.columns_stride +
                          quad * chunks * (kBits / 2) * 32);

@@ -161,6 +161,7 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   const std::int64_t eligible = plan.end - plan.begin;
   if (rank == 0 && threadIdx.x == 0) {
     if (kv_head == 0) {
+      if (row == 0) *args.filter.ticket = 0;
       args.plans[row] = plan;
       if (eligible > 0 && request.flags != nullptr) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),

@@ -30,17 +30,15 @@ struct SegmentRun {
   int count;
 };
 
-/// Divides the segments of all rows and KV heads evenly among workers; each gets neighbours, so
-/// that it seldom changes its head, as one or more runs.
+/// Walks segments in the order of rows, KV heads and tokens, run by run.
 class RunWalk {
  public:
-  /// `starts[row]`: the segments before a row's, over all its KV heads.
-  __device__ RunWalk(const FilterArgs& args, const std::int64_t* starts, int worker, int workers)
-      : args_(args) {
-    const std::int64_t total = starts[args.request.rows.count];
-    const std::int64_t number = total * worker / workers;
-    left_ = static_cast<int>(total * (worker + 1) / workers - number);
-    if (left_ == 0) return;
+  /// Over the `count` segments from `number` on. `starts[row]`: the segments before a row's, over
+  /// all its KV heads.
+  __device__ RunWalk(const FilterArgs& args, const std::int64_t* starts, std::int64_t number,
+                     int count)
+      : args_(&args), left_(count) {
+    if (left_ <= 0) return;
     while (run_.row + 1 < args.request.rows.count && starts[run_.row + 1] <= number) ++run_.row;
     open_row();
     const auto local = static_cast<int>(number - starts[run_.row]);
@@ -50,12 +48,12 @@ class RunWalk {
 
   /// Tells whether there is a run, and which.
   __device__ bool next(SegmentRun& run) {
-    if (left_ == 0) return false;
+    if (left_ <= 0) return false;
     run_.count = min(left_, end_ - run_.first);
     left_ -= run_.count;
     run = run_;
     if (left_ == 0) return true;
-    if (++run_.kv_head == args_.request.kv.kv_heads) {
+    if (++run_.kv_head == args_->request.kv.kv_heads) {
       run_.kv_head = 0;
       do {
         ++run_.row;
@@ -68,15 +66,15 @@ class RunWalk {
 
  private:
   __device__ void open_row() {
-    const RowPlan& plan = args_.plans[run_.row];
+    const RowPlan& plan = args_->plans[run_.row];
     begin_ = static_cast<int>(plan.begin / kSegmentTokens);
     end_ = begin_;
     if (plan.k > 0) end_ = static_cast<int>((plan.end + kSegmentTokens - 1) / kSegmentTokens);
   }
 
-  const FilterArgs& args_;
+  const FilterArgs* args_;
   SegmentRun run_{};
-  int left_ = 0;
+  int left_;
   int begin_ = 0;
   int end_ = 0;
 };
@@ -94,6 +92,109 @@ __device__ inline void count_segments(const FilterArgs& args, std::int64_t* star
   starts[args.request.rows.count] = total;
 }
 
+/// Divides the segments of the groups that need a second pass among the warps of the grid: blocks
+/// share a group when there are few of them.
+class AgainWalk {
+ public:
+  /// `wanted`: how many groups there are.
+  __device__ AgainWalk(const FilterArgs& args, int wanted) : args_(args), wanted_(wanted) {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int warps = static_cast<int>(blockDim.x) / 32;
+    const int sharing = max(1, blocks / max(wanted, 1));
+    next_ = static_cast<int>(blockIdx.x) / sharing;
+    step_ = blocks / sharing;
+    workers_ = sharing * warps;
+    worker_ = static_cast<int>(blockIdx.x) % sharing * warps + static_cast<int>(threadIdx.x) / 32;
+  }
+
+  __device__ bool next(SegmentRun& run) {
+    for (; next_ < wanted_; next_ += step_) {
+      const int index = nth_wanted(next_);
+      run.row = index / args_.request.kv.kv_heads;
+      run.kv_head = index % args_.request.kv.kv_heads;
+      const RowPlan& plan = args_.plans[run.row];
+      const std::int64_t begin = plan.begin / kSegmentTokens;
+      const std::int64_t total = (plan.end + kSegmentTokens - 1) / kSegmentTokens - begin;
+      const std::int64_t before = total * worker_ / workers_;
+      run.first = static_cast<int>(begin + before);
+      run.count = static_cast<int>(total * (worker_ + 1) / workers_ - before);
+      if (run.count == 0) continue;
+      next_ += step_;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  /// Index of the n-th group that is wanted.
+  __device__ int nth_wanted(int n) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int groups = args_.request.rows.count * args_.request.kv.kv_heads;
+    for (int base = 0;; base += 32) {
+      const bool mine = base + lane < groups && args_.filter.groups[base + lane].again != 0;
+      unsigned found = __ballot_sync(kFullWarp, mine);
+      const int count = __popc(found);
+      if (n >= count) {
+        n -= count;
+        continue;
+      }
+      for (; n > 0; --n) found &= found - 1;
+      return base + __ffs(static_cast<int>(found)) - 1;
+    }
+  }
+
+  const FilterArgs& args_;
+  int wanted_;
+  int next_;
+  int step_;
+  int worker_;
+  int workers_;
+};
+
+/// Divides the segments among warps as neighbours, so that a warp seldom changes its head: evenly,
+/// or, where there are many, three quarters evenly and the rest by tickets, a few at a time,
+/// because SMs do not all read equally fast.
+class WorkShare {
+ public:
+  /// `ticket` is 0 when the kernel starts.
+  __device__ WorkShare(std::int64_t total, int worker, int workers, std::uint32_t* ticket)
+      : total_(total), ticket_(ticket) {
+    // Below, a ticket's latency costs more than it mends (H200, 128K and 1M tokens of 8 heads).
+    constexpr int kManyPerWorker = 8;
+    if (total >= std::int64_t{workers} * kManyPerWorker) {
+      count_ = static_cast<int>(total * 3 / 4 / workers);
+      first_ = std::int64_t{worker} * count_;
+      shared_from_ = std::int64_t{workers} * count_;
+    } else {
+      first_ = total * worker / workers;
+      count_ = static_cast<int>(total * (worker + 1) / workers - first_);
+      shared_from_ = total;
+    }
+  }
+  [[nodiscard]] __device__ std::int64_t first() const { return first_; }
+  /// Segments from `first()` on.
+  [[nodiscard]] __device__ int count() const { return count_; }
+
+  /// Takes the next share, if there is one. The whole warp.
+  __device__ bool take() {
+    if (shared_from_ == total_) return false;
+    constexpr int kAtOnce = 2;
+    unsigned number = 0;
+    if (threadIdx.x % 32 == 0) number = atomicAdd(ticket_, 1U);
+    number = __shfl_sync(kFullWarp, number, 0);
+    first_ = shared_from_ + std::int64_t{number} * kAtOnce;
+    count_ = static_cast<int>(min(std::int64_t{kAtOnce}, total_ - first_));
+    return count_ > 0;
+  }
+
+ private:
+  std::int64_t total_;
+  std::int64_t first_;
+  std::int64_t shared_from_;
+  std::uint32_t* ticket_;
+  int count_;
+};
+
 /// A warp's ring of stages, filled ahead of its use. Whole warps only. kChunks 0: their number is
 /// known at run time only.
 template <int kChunks>
@@ -105,7 +206,7 @@ class UnitRing {
   __device__ UnitRing(int chunks, std::byte* memory, int stages)
       : memory_(memory), chunks_(chunks), stages_(stages) {}
 
-  /// Starts to copy the units of a run. All units of the run before have been consumed.
+  /// Finds the units of a run. All units of the run before have been consumed.
   __device__ void open(const FilterArgs& args, const SegmentRun& run) {
     const hashing::SketchGeometry& sketch = args.request.sketch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -120,6 +221,9 @@ class UnitRing {
     norms_ += lane % 16 * 16;
     block_ = table_[0];
     find_next_block();
+  }
+  /// Starts to copy them.
+  __device__ void start() {
     for (int i = 0; i < stages_; ++i) fill_next();
   }
 
