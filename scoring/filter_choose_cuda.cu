@@ -1,447 +1,493 @@
-#include "scoring/filter_cuda.cuh"
+#include "scoring/filter_candidates_cuda.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/launch_cuda.cuh"
 
 #include <cstdint>
 
 namespace kvtier::scoring::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-/// Candidates whose keys stay in registers: what most steps have.
-constexpr int kRegisterKeys = 8;
+/// Of combined values and shares, in octaves.
+constexpr float kRounding = 2e-4F;
 
-__device__ std::uint32_t block_sum(std::uint32_t value) {
-  return block_reduce(value, [](std::uint32_t a, std::uint32_t b) { return a + b; });
+#if defined(KVTIER_HAS_CLUSTERS)
+
+__device__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
 }
 
-/// A set of keys: thread t owns keys [t * per_thread, (t + 1) * per_thread), so that thread order
-/// is token order. Few are held in registers, many are read again.
-struct Keys {
-  const float* memory;
-  std::int64_t count;
-  std::int64_t per_thread;
-  std::uint32_t held[kRegisterKeys];
-
-  /// Key j is `value_of(j)`; kept in `memory_in` when there are many.
-  template <typename ValueOf>
-  __device__ Keys(float* memory_in, std::int64_t count_in, ValueOf&& value_of)
-      : memory(memory_in), count(count_in) {
-    per_thread = (count + kThreads - 1) / kThreads;
-    const std::int64_t begin = threadIdx.x * per_thread;
-    if (in_registers()) {
-#pragma unroll
-      for (int i = 0; i < kRegisterKeys; ++i) {
-        held[i] = i < per_thread && begin + i < count ? ordered_key(value_of(begin + i)) : 0;
-      }
-      return;
+/// Opens the searches where the k-th best is likely: a little above the least value of a candidate.
+/// Keys of logit-like values are counted from a whole number below that one, where floats lie
+/// densely, so that a difference that values have is not lost. Writes `bound` too: tokens that were
+/// left out have a combined value below it, for their shares add up to less than the threshold, and
+/// a share is at most what its head's reference was off by too small. Warp 0.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ void open_searches(const ChooseWork<kTogether, kLogit, kGroup>& work,
+                              std::uint32_t candidates) {
+  ChooseShared& shared = work.shared;
+  const int lane = static_cast<int>(threadIdx.x);
+  const FilterHead head = shared.heads[min(lane, work.group() - 1)];
+  float threshold = head.threshold;
+  float reference = head.reference;  // of what the threshold is compared with
+  float most = kLogit ? reference + 2.0F : 1.1F / reference;
+  if constexpr (kTogether) {
+    const float exact = shared.references[min(lane, work.group() - 1)];
+    const float off =
+        kLogit ? head.reference - exact : (head.reference > 0.0F ? exact / head.reference : 0.0F);
+    float least = off;
+    float largest = off;
+#pragma unroll 1
+    for (int offset = 8; offset > 0; offset /= 2) {
+      least = fminf(least, __shfl_xor_sync(kFullWarp, least, offset));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     }
-    for (std::int64_t j = begin; j < min(begin + per_thread, count); ++j) {
-      memory_in[j] = value_of(j);
+    threshold = shared.group_threshold;
+    if (lane == 0) {
+      shared.bound = kLogit ? largest + __log2f(threshold) - kShareShift + kRounding
+                            : largest * threshold * (1.0F + kRounding);
     }
+    reference = kLogit ? least : 1.0F / least;
+    most = kLogit ? 5.0F : 1.1F * static_cast<float>(work.group());
+    static_assert(kMaxGroup <= 16, "5 octaves for the sum of shares");
   }
-  __device__ bool in_registers() const { return per_thread <= kRegisterKeys; }
-
-  /// Calls `f(index, key)` for the thread's keys in order.
-  template <typename F>
-  __device__ void each(F&& f) const {
-    if (in_registers()) {
-#pragma unroll
-      for (int i = 0; i < kRegisterKeys; ++i) {
-        const std::int64_t j = threadIdx.x * per_thread + i;
-        if (i < per_thread && j < count) f(j, held[i]);
-      }
-      return;
+  if (lane < work.sets()) {
+    constexpr std::uint32_t kWindowShift = 16;  // 128 bins an octave of keys
+    const bool known = threshold > 0.0F;
+    float offset = 0.0F;
+    float least = 0.0F;
+    if constexpr (!kLogit) least = threshold / reference;
+    if (kLogit && known) {
+      offset = floorf(__log2f(threshold) - kShareShift + reference) - 1.0F;
+      least = 1.0F;
+      most -= offset;
     }
-    const std::int64_t end = min((threadIdx.x + 1) * per_thread, count);
-    for (std::int64_t j = threadIdx.x * per_thread; j < end; ++j) f(j, ordered_key(memory[j]));
+    shared.offsets[lane] = offset;
+    shared.cuts[lane] = 0xFFFFFFFFU;
+    shared.search[lane].open(candidates, known ? ordered_key(least) : 0, known ? kWindowShift : 24,
+                             known ? ordered_key(most) : 0xFFFFFFFFU);
   }
-};
-
-struct Threshold {
-  std::uint32_t key;    ///< The k-th best key.
-  std::uint32_t above;  ///< Keys better than it.
-  std::uint32_t ties;   ///< Keys equal to it.
-};
-
-constexpr int kBins = 2048;
-
-/// Finds the k-th best of at least k keys. Each round spreads the keys that are still in question
-/// over bins between their least and their greatest, and goes on with the bin that holds the k-th;
-/// keys that fill one narrow range, as those above a threshold do, need two or three rounds.
-__device__ Threshold kth_best(const Keys& keys, std::uint32_t k) {
-  __shared__ std::uint32_t bins[kBins];
-  __shared__ std::uint32_t found_bin, found_above, found_count;
-  const auto least_of = [](std::uint32_t a, std::uint32_t b) { return min(a, b); };
-  const auto most_of = [](std::uint32_t a, std::uint32_t b) { return max(a, b); };
-  std::uint32_t least = 0xFFFFFFFFU;
-  std::uint32_t most = 0;
-  keys.each([&](std::int64_t, std::uint32_t key) {
-    least = min(least, key);
-    most = max(most, key);
-  });
-  least = block_reduce(least, least_of);
-  most = block_reduce(most, most_of);
-  std::uint32_t above = 0;
-  for (;;) {
-    // Bins of 2^shift keys from `least` on.
-    const std::uint32_t range = most - least;
-    const int shift = max(0, 32 - __clz(range | 1U) - 11);
-    for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) bins[i] = 0;
-    __syncthreads();
-    keys.each([&](std::int64_t, std::uint32_t key) {
-      if (key >= least && key <= most) atomicAdd(&bins[(key - least) >> shift], 1U);
-    });
-    __syncthreads();
-    // Thread 0 has the top bins.
-    constexpr int kPerThread = kBins / kThreads;
-    const int top = kBins - static_cast<int>(threadIdx.x) * kPerThread;
-    std::uint32_t mine = 0;
-#pragma unroll
-    for (int i = 1; i <= kPerThread; ++i) mine += bins[top - i];
-    std::uint32_t total = 0;
-    std::uint32_t before = above + block_exclusive_sum(mine, &total);
-    if (before < k && before + mine >= k) {
-      int i = 1;
-      while (before + bins[top - i] < k) before += bins[top - i++];
-      found_bin = static_cast<std::uint32_t>(top - i);
-      found_above = before;
-      found_count = bins[top - i];
-    }
-    __syncthreads();
-    above = found_above;
-    least += found_bin << shift;
-    if (shift == 0) return {least, above, found_count};
-    most = least + ((1U << shift) - 1);
-    __syncthreads();
-  }
-}
-
-struct Candidates {
-  std::int64_t group_index;    // of [rows][kv_heads]
-  const std::uint32_t* slots;  // in shared memory when they are few
-  const std::int32_t* ids;
-  const float* values;  // [slot][group]
-  std::uint32_t count;
-};
-
-constexpr int kSharedSlots = kRegisterKeys * kThreads;
-/// Segments whose counts a thread reads at once.
-constexpr int kCountsAtOnce = 8;
-
-/// Lists the slots of the candidates in token order.
-__device__ Candidates list_candidates(const FilterArgs& args, const RowPlan& plan,
-                                      std::int64_t group_index, int group) {
-  __shared__ std::uint32_t shared_slots[kSharedSlots];
-  const std::uint32_t* counts = args.filter.counts + group_index * args.segments;
-  const std::int64_t first = plan.begin / kSegmentTokens;
-  const std::int64_t last = (plan.end + kSegmentTokens - 1) / kSegmentTokens;
-  const std::int64_t per_thread = (last - first + kThreads - 1) / kThreads;
-  const std::int64_t begin = first + threadIdx.x * per_thread;
-  const std::int64_t end = min(begin + per_thread, last);
-  std::uint32_t held[kCountsAtOnce];
-  std::uint32_t mine = 0;
-#pragma unroll
-  for (int i = 0; i < kCountsAtOnce; ++i) {
-    held[i] = begin + i < end ? counts[begin + i] : 0;
-    mine += held[i];
-  }
-  for (std::int64_t s = begin + kCountsAtOnce; s < end; ++s) mine += counts[s];
-  std::uint32_t total = 0;
-  std::uint32_t at = block_exclusive_sum(mine, &total);
-  std::uint32_t* slots =
-      total <= kSharedSlots ? shared_slots : args.filter.slots + group_index * args.max_tokens;
-  const auto list = [&](std::int64_t s, std::uint32_t count) {
-    for (std::uint32_t i = 0; i < count; ++i) {
-      slots[at++] = static_cast<std::uint32_t>(s * kSegmentTokens) + i;
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < kCountsAtOnce; ++i) list(begin + i, held[i]);
-  for (std::int64_t s = begin + kCountsAtOnce; s < end; ++s) list(s, counts[s]);
-  __syncthreads();
-  return {group_index, slots, args.ids + group_index * args.max_tokens,
-          args.values + group_index * args.max_tokens * group, total};
-}
-
-/// The normaliser of a head by its candidates alone, for a head with shares at the limit: beside
-/// them all others vanish. Every thread gets it.
-__device__ float candidates_reference(const Candidates& candidates, int head, int group) {
-  const auto value_of = [&](std::uint32_t j) {
-    return candidates.values[std::int64_t{candidates.slots[j]} * group + head];
-  };
-  float most = -INFINITY;
-  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kThreads) {
-    most = fmaxf(most, value_of(j));
-  }
-  most = block_reduce(most, [](float x, float y) { return fmaxf(x, y); });
-  float sum = 0.0F;
-  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kThreads) {
-    sum += exp2f(value_of(j) - most);
-  }
-  sum = block_reduce(sum, [](float x, float y) { return x + y; });
-  return most + log2f(sum);
-}
-
-/// Exact normalisers of the heads: base-2 log of the sum of 2^value over all eligible tokens, or,
-/// for collisions, the inverse of the sum of values. All threads; ends with a barrier.
-__device__ void exact_references(const FilterArgs& args, const RowPlan& plan,
-                                 const Candidates& candidates, int group, const FilterHead* heads,
-                                 float* references) {
-  __shared__ float sums[kThreads / 32][kMaxGroup];
-  __shared__ unsigned limited;  // bit h: head h has shares at the limit
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  // A warp's lanes cover whole segments: head lane % width, for the group rounded up to a power
-  // of 2.
-  int width = 1;
-  while (width < group) width *= 2;
-  const int head = lane % width;
-  const int per_step = kThreads / width;
-  const float* partials =
-      args.filter.partials + candidates.group_index * args.segments * group + head;
-  const std::int64_t last = (plan.end + kSegmentTokens - 1) / kSegmentTokens;
-  float sum = 0.0F;
-  if (head < group) {
-#pragma unroll 4
-    for (std::int64_t s = plan.begin / kSegmentTokens + threadIdx.x / width; s < last;
-         s += per_step) {
-      sum += partials[s * group];
-    }
-  }
-  for (int offset = 16; offset >= width; offset /= 2) {
-    sum += __shfl_xor_sync(kFullWarp, sum, offset);
-  }
-  if (lane < group) sums[warp][lane] = sum;
-  if (threadIdx.x == 0) limited = 0;
-  __syncthreads();
-  if (threadIdx.x < group) {
-    float total = 0.0F;
-    for (int w = 0; w < kThreads / 32; ++w) total += sums[w][threadIdx.x];
-    const float old = heads[threadIdx.x].reference;
-    if (args.request.params.logit_like()) {
-      references[threadIdx.x] = total > 0.0F ? old + log2f(total) - kShareShift : old;
-      if (total >= exp2f(kShareLimit - 1.0F)) atomicOr(&limited, 1U << threadIdx.x);
-    } else {
-      references[threadIdx.x] = total > 0.0F ? old / total : 0.0F;
-    }
-  }
-  __syncthreads();
-  if (limited == 0) return;
-  for (int h = 0; h < group; ++h) {
-    if ((limited >> h & 1U) == 0) continue;
-    const float exact = candidates_reference(candidates, h, group);
-    if (threadIdx.x == 0) references[h] = exact;
-  }
-  __syncthreads();
 }
 
 /// What a token is ranked by: base-2 log of the sum of its heads' shares, or, for collisions, that
-/// sum. `references` as above.
-__device__ float combined_value(bool logit_like, const float* values, const float* references,
-                                int group) {
-  if (values[0] <= kLowestValue) return kLowestValue;
-  if (!logit_like) {
-    float sum = 0.0F;
-    for (int h = 0; h < group; ++h) sum += values[h] * references[h];
-    return sum;
-  }
-  float most = -INFINITY;
-  for (int h = 0; h < group; ++h) most = fmaxf(most, values[h] - references[h]);
+/// sum.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ float combined_value(const ChooseWork<kTogether, kLogit, kGroup>& work,
+                                const float* values) {
+  const float* references = work.shared.references;
   float sum = 0.0F;
-  for (int h = 0; h < group; ++h) sum += exp2f(values[h] - references[h] - most);
-  return most + log2f(sum);
+  if constexpr (kGroup == 4 && kLogit) {  // the usual group, as one load
+    const float4 v = *reinterpret_cast<const float4*>(values);
+    if (v.x <= kLowestValue) return kLowestValue;
+    const float4 r = *reinterpret_cast<const float4*>(references);
+    const float x = v.x - r.x;
+    const float y = v.y - r.y;
+    const float z = v.z - r.z;
+    const float w = v.w - r.w;
+    const float most = fmaxf(fmaxf(x, y), fmaxf(z, w));
+    sum = exp2_fast(x - most) + exp2_fast(y - most) + exp2_fast(z - most) + exp2_fast(w - most);
+    return most + __log2f(sum);
+  } else {
+    if (values[0] <= kLowestValue) return kLowestValue;
+    float most = kLogit ? -INFINITY : 0.0F;
+    if constexpr (kLogit) {
+#pragma unroll 1
+      for (int h = 0; h < work.group(); ++h) most = fmaxf(most, values[h] - references[h]);
+    }
+#pragma unroll 1
+    for (int h = 0; h < work.group(); ++h) {
+      sum += kLogit ? exp2_fast(values[h] - references[h] - most) : values[h] * references[h];
+    }
+    return kLogit ? most + __log2f(sum) : sum;
+  }
+}
+
+/// Writes the candidates' slots to `places`.
+template <typename Work>
+__device__ void write_slots(const Work& work, const Candidates& candidates) {
+  // Two at once: both wait for memory.
+#pragma unroll 1
+  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += 2 * kChooseThreads) {
+    const std::uint32_t next = min(j + kChooseThreads, candidates.count - 1);
+    const std::uint32_t slot = slot_of(work, candidates.begin + j);
+    const std::uint32_t next_slot = slot_of(work, candidates.begin + next);
+    candidates.places[j] = slot;
+    if (j + kChooseThreads < candidates.count) candidates.places[next] = next_slot;
+  }
+}
+
+/// Writes the candidates' keys, and their ids unless spilled; counts the keys in `bins`.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ void write_keys(const ChooseWork<kTogether, kLogit, kGroup>& work,
+                           const Candidates& candidates, std::uint32_t* bins) {
+  const ChooseShared& shared = work.shared;
+#pragma unroll 1
+  for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kChooseThreads) {
+    const std::uint32_t slot = candidates.places[j];
+    const float* values = work.values() + std::size_t{slot} * work.group();
+    const std::int32_t id = candidates.slot_ids[slot];
+#pragma unroll 1
+    for (int set = 0; set < work.sets(); ++set) {
+      const float value = kTogether ? combined_value(work, values) : values[set];
+      const std::uint32_t key = ordered_key(value - shared.offsets[set]);
+      candidates.key(j, set) = key;
+      shared.search[set].add(bins + set * kSearchStride, key);
+    }
+    if (!candidates.spilled) candidates.places[j] = static_cast<std::uint32_t>(id);
+  }
+}
+
+/// The k-th best value of a set, or a little less.
+__device__ float kth_value(const ChooseShared& shared, int set) {
+  const std::uint32_t key = shared.search[set].low;  // ordered_key undone
+  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key) + shared.offsets[set];
+}
+
+/// Tells whether a token that is no candidate may belong to the k best of a set.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ bool may_fail(const ChooseWork<kTogether, kLogit, kGroup>& work, int set) {
+  const ChooseShared& shared = work.shared;
+  const float kth = kth_value(shared, set);
+  if (kTogether) return shared.group_threshold > 0.0F && !(kth >= shared.bound);
+  const FilterHead head = shared.heads[set];
+  return !(share_of(kLogit, kth, head.reference) >= head.threshold);
+}
+
+/// Narrows every search to its k-th best key. `bins` has the counts of the first round; behind it
+/// are the clear totals of two rounds. Ends with a barrier.
+template <typename Work>
+__device__ void run_searches(const Work& work, const Candidates& candidates, std::uint32_t* bins) {
+  ChooseShared& shared = work.shared;
+  const int words = work.sets() * kSearchStride;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    // Cleared by this block before the round between, so before others can have come here.
+    std::uint32_t* totals = bins + (1 + (round & 1)) * words;
+    __syncthreads();
+    Inbox& inbox = shared.round_inbox[round & 1];
+    if (threadIdx.x == 0) inbox.expect(work.shape.blocks * words * sizeof(std::uint32_t));
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += kChooseThreads) {
+      const std::uint32_t count = bins[i];
+      bins[i] = 0;
+#pragma unroll 1
+      for (unsigned block = 0; block < work.shape.blocks; ++block) {
+        inbox.send_sum(totals + i, block, count);
+      }
+    }
+    bool open = false;
+    if (warp < work.sets()) {
+      inbox.wait(round >> 1 & 1);
+      narrow(shared.search[warp], totals + warp * kSearchStride, work.k);
+      open = !shared.search[warp].done(work.k);
+      if (!open) shared.failed[warp] = may_fail(work, warp);
+    }
+    if (__syncthreads_or(open ? 1 : 0) == 0) return;
+#pragma unroll 1
+    for (int set = 0; set < work.sets(); ++set) {
+      const Search search = shared.search[set];
+#pragma unroll 1
+      for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kChooseThreads) {
+        search.add(bins + set * kSearchStride, candidates.key(j, set));
+      }
+    }
+  }
+}
+
+/// Asks for another pass with a threshold that cannot fail: the k-th of some tokens is no better
+/// than that of all. Threads of the sets, and of the heads, of one block.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ __noinline__ void ask_again(const ChooseWork<kTogether, kLogit, kGroup>& work,
+                                       bool enough) {
+  const ChooseShared& shared = work.shared;
+  FilterGroup& state = work.args.filter.groups[work.group_index];
+  FilterHead* heads = work.args.filter.heads + work.group_index * work.group();
+  const auto thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) state.again = 1;
+  if (kTogether && thread < work.group()) heads[thread].reference = shared.references[thread];
+  if (thread >= work.sets() || (enough && !shared.failed[thread])) return;
+  float least = 0.0F;
+  if (enough) {
+    const float reference = shared.heads[thread].reference;
+    const float kth = kth_value(shared, thread);
+    // Shares that would be subnormal do not serve as a threshold: then everything passes.
+    constexpr float kLeastShare = -120.0F;
+    constexpr float kMargin = 16.0F * kRounding;
+    if (kLogit) {
+      const float share = kth - (kTogether ? 0.0F : reference) + kShareShift;
+      if (share > kLeastShare) least = exp2f(fminf(share, kShareLimit) - kMargin);
+    } else {
+      least = fmaxf(kth * (kTogether ? 1.0F : reference) * (1.0F - kMargin), 0.0F);
+    }
+  }
+  (kTogether ? state.threshold : heads[thread].threshold) = least;
+}
+
+/// Sets the cuts of sets that take only the first of the keys equal to the k-th. All blocks.
+template <typename Work>
+__device__ __noinline__ void cut_ties(const Work& work, const Candidates& candidates) {
+  ChooseShared& shared = work.shared;
+#pragma unroll 1
+  for (int set = 0; set < work.sets(); ++set) {
+    const std::uint32_t kth = shared.search[set].low;
+    std::uint32_t ties = 0;
+#pragma unroll 1
+    for (std::uint32_t j = threadIdx.x; j < candidates.count; j += kChooseThreads) {
+      if (candidates.key(j, set) == kth) ++ties;
+    }
+    ties = block_reduce(ties, [](std::uint32_t a, std::uint32_t b) { return a + b; });
+    if (threadIdx.x < work.shape.blocks) {
+      push(&shared.ties[work.rank][set], threadIdx.x, ties);
+    }
+  }
+  cluster_sync();
+#pragma unroll 1
+  for (int set = 0; set < work.sets(); ++set) {
+    const Search search = shared.search[set];
+    const std::uint32_t take = work.k - search.above;
+    if (take >= search.count) continue;
+    std::uint32_t seen = 0;
+    for (unsigned block = 0; block < work.rank; ++block) seen += shared.ties[block][set];
+#pragma unroll 1
+    for (std::uint32_t base = 0; base < candidates.count && seen < take; base += kChooseThreads) {
+      const std::uint32_t j = base + threadIdx.x;
+      const bool tie = j < candidates.count && candidates.key(j, set) == search.low;
+      std::uint32_t total = 0;
+      const std::uint32_t before = seen + block_exclusive_sum(tie ? 1 : 0, &total);
+      seen += total;
+      if (!tie || before != take - 1) continue;
+      for (unsigned block = 0; block < work.shape.blocks; ++block) {
+        push(&shared.cuts[set], block, candidates.begin + j);
+      }
+    }
+  }
+  cluster_sync();
+}
+
+/// Heads that chose a candidate.
+template <bool kTogether, bool kLogit, int kGroup>
+__device__ unsigned mask_of(const ChooseWork<kTogether, kLogit, kGroup>& work,
+                            const Candidates& candidates, std::uint32_t j) {
+  unsigned mask = 0;
+  if (j >= candidates.count) return 0;
+#pragma unroll 1
+  for (int set = 0; set < work.sets(); ++set) {
+    const std::uint32_t key = candidates.key(j, set);
+    const std::uint32_t kth = work.shared.search[set].low;
+    if (key > kth || (key == kth && candidates.begin + j <= work.shared.cuts[set])) {
+      mask |= 1U << set;
+    }
+  }
+  return kTogether && mask != 0 ? (1U << work.group()) - 1 : mask;
 }
 
 /// Writes the chosen candidates in token order with their masks.
-template <typename MaskOf>
-__device__ void write_selection(const FilterArgs& args, const Candidates& candidates,
-                                MaskOf&& mask_of) {
-  const transfer::SelectionView& out = args.selection;
-  const std::int64_t per_thread = (std::int64_t{candidates.count} + kThreads - 1) / kThreads;
-  const std::int64_t begin = threadIdx.x * per_thread;
-  const std::int64_t end = min(begin + per_thread, std::int64_t{candidates.count});
+template <typename Work>
+__device__ void write_selection(const Work& work, const Candidates& candidates) {
+  ChooseShared& shared = work.shared;
+  const transfer::SelectionView& out = work.args.selection;
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned warp = threadIdx.x / 32;
+  // A warp has neighbouring candidates.
+  const std::uint32_t per_warp = (candidates.count + kChooseThreads - 1) / kChooseThreads * 32;
+  const std::uint32_t begin = warp * per_warp;
+  const std::uint32_t end = min(begin + per_warp, candidates.count);
   std::uint32_t mine = 0;
-  for (std::int64_t j = begin; j < end; ++j) mine += mask_of(j) != 0 ? 1U : 0U;
-  std::uint32_t total = 0;
-  std::int64_t at = candidates.group_index * out.capacity + block_exclusive_sum(mine, &total);
-  for (std::int64_t j = begin; j < end; ++j) {
-    const std::uint32_t mask = mask_of(j);
-    if (mask == 0) continue;
-    out.ids[at] = candidates.ids[candidates.slots[j]];
-    out.head_mask[at] = static_cast<std::uint16_t>(mask);
-    ++at;
+#pragma unroll 1
+  for (std::uint32_t base = begin; base < end; base += 32) {
+    mine += __popc(__ballot_sync(kFullWarp, mask_of(work, candidates, base + lane) != 0));
   }
-  if (threadIdx.x == 0) out.counts[candidates.group_index] = static_cast<std::int32_t>(total);
-}
-
-/// Calls `mark(j)` for the chosen keys: all above the threshold, and the first of those equal to
-/// it.
-template <typename Mark>
-__device__ void mark_chosen(const Keys& keys, const Threshold& threshold, std::uint32_t k,
-                            Mark&& mark) {
-  const std::uint32_t take = k - threshold.above;
-  std::uint32_t rank = 0;
-  if (take < threshold.ties) {
-    std::uint32_t ties = 0;
-    keys.each([&](std::int64_t, std::uint32_t key) { ties += key == threshold.key ? 1U : 0U; });
-    std::uint32_t total = 0;
-    rank = block_exclusive_sum(ties, &total);
-  }
-  keys.each([&](std::int64_t j, std::uint32_t key) {
-    if (key > threshold.key || (key == threshold.key && rank++ < take)) mark(j);
-  });
-}
-
-__device__ void choose_per_kv_head(const FilterArgs& args, const RowPlan& plan,
-                                   const Candidates& candidates, int group) {
-  __shared__ float references[kMaxGroup];
-  const bool logit_like = args.request.params.logit_like();
-  const std::int64_t first_head = candidates.group_index * group;
-  FilterHead* heads = args.filter.heads + first_head;
-  FilterGroup& state = args.filter.groups[candidates.group_index];
-  exact_references(args, plan, candidates, group, heads, references);
-  float* keys_memory = args.filter.keys + candidates.group_index * 2 * args.max_tokens;
-  const auto k = static_cast<std::uint32_t>(plan.k);
-  const bool enough = candidates.count >= k;
-  const Keys keys(keys_memory, candidates.count, [&](std::int64_t j) {
-    const float* values = candidates.values + std::int64_t{candidates.slots[j]} * group;
-    if (group == 4) {  // the usual group, as one load
-      const float4 v = *reinterpret_cast<const float4*>(values);
-      const float four[4] = {v.x, v.y, v.z, v.w};
-      return combined_value(logit_like, four, references, 4);
-    }
-    return combined_value(logit_like, values, references, group);
-  });
-  Threshold threshold{0, 0, 0};
-  float kth = 0.0F;
-  if (enough && k > 0) {
-    threshold = kth_best(keys, k);
-    const std::uint32_t bits =
-        (threshold.key & 0x80000000U) != 0 ? threshold.key & 0x7FFFFFFFU : ~threshold.key;
-    kth = __uint_as_float(bits);  // ordered_key undone
-  }
-  // Tokens that were left out have a combined value below this bound: their shares add up to less
-  // than the threshold, and a share is at most what its head's reference was off by too small.
-  constexpr float kRounding = 2e-4F;
-  float bound = logit_like ? -INFINITY : 0.0F;
-  for (int h = 0; h < group; ++h) {
-    const float old = heads[h].reference;
-    bound =
-        fmaxf(bound, logit_like ? old - references[h] : (old > 0.0F ? references[h] / old : 0.0F));
-  }
-  if (logit_like) {
-    bound += log2f(state.threshold) - kShareShift + kRounding;
-  } else {
-    bound *= state.threshold * (1.0F + kRounding);
-  }
-  const bool proven = enough && (state.threshold <= 0.0F || kth >= bound);
+  if (lane == 0) shared.warp_counts[warp] = mine;
   __syncthreads();
-  if (!proven) {
-    if (threadIdx.x == 0) {
-      for (int h = 0; h < group; ++h) heads[h].reference = references[h];
-      // The k-th of some tokens is no better than that of all. Shares that would be subnormal do
-      // not serve as a threshold: then everything passes.
-      constexpr float kLeastShare = -120.0F;
-      constexpr float kMargin = 16.0F * kRounding;
-      float least = 0.0F;
-      if (enough && logit_like && kth + kShareShift > kLeastShare) {
-        least = exp2f(fminf(kth + kShareShift, kShareLimit) - kMargin);
-      }
-      if (enough && !logit_like) least = fmaxf(kth * (1.0F - kMargin), 0.0F);
-      state.threshold = least;
-      state.again = 1;
+  const std::uint32_t of_lane = lane < kChooseWarps ? shared.warp_counts[lane] : 0;
+  const std::uint32_t total = __reduce_add_sync(kFullWarp, of_lane);
+  if (threadIdx.x < work.shape.blocks) {
+    shared.chosen_inbox.send(&shared.chosen[work.rank], threadIdx.x, total);
+  }
+  shared.chosen_inbox.wait(0);
+  const std::uint32_t of_blocks =
+      __reduce_add_sync(kFullWarp, lane < work.rank ? shared.chosen[lane] : 0);
+  const std::int64_t list = work.group_index * out.capacity;
+  std::uint32_t before = of_blocks + __reduce_add_sync(kFullWarp, lane < warp ? of_lane : 0);
+#pragma unroll 1
+  for (std::uint32_t base = begin; base < end; base += 32) {
+    const unsigned mask = mask_of(work, candidates, base + lane);
+    const unsigned votes = __ballot_sync(kFullWarp, mask != 0);
+    if (mask != 0) {
+      const std::int64_t at = list + before + __popc(votes & ((1U << lane) - 1));
+      out.ids[at] = candidates.id(base + lane);
+      out.head_mask[at] = static_cast<std::uint16_t>(mask);
     }
-    return;
+    before += __popc(votes);
   }
-  if (threadIdx.x == 0) state.again = 0;
-  const std::uint32_t all_heads = (1U << group) - 1;
-  if (keys.in_registers()) {
-    unsigned chosen = 0;
-    mark_chosen(keys, threshold, k,
-                [&](std::int64_t j) { chosen |= 1U << (j - threadIdx.x * keys.per_thread); });
-    write_selection(args, candidates, [&](std::int64_t j) {
-      return (chosen >> (j - threadIdx.x * keys.per_thread) & 1U) != 0 ? all_heads : 0U;
-    });
-    return;
+  if (work.rank == work.shape.blocks - 1 && threadIdx.x == 0) {
+    out.counts[work.group_index] = static_cast<std::int32_t>(of_blocks + total);
   }
-  auto* marks = reinterpret_cast<std::uint32_t*>(keys_memory + args.max_tokens);
-  const std::int64_t begin = threadIdx.x * keys.per_thread;
-  const std::int64_t end = min(begin + keys.per_thread, std::int64_t{candidates.count});
-  for (std::int64_t j = begin; j < end; ++j) marks[j] = 0;
-  mark_chosen(keys, threshold, k, [&](std::int64_t j) { marks[j] = all_heads; });
-  write_selection(args, candidates, [&](std::int64_t j) { return marks[j]; });
 }
 
-__device__ void choose_per_query_head(const FilterArgs& args, const RowPlan& plan,
-                                      const Candidates& candidates, int group) {
-  const std::int64_t first_head = candidates.group_index * group;
-  FilterHead* heads = args.filter.heads + first_head;
-  FilterGroup& state = args.filter.groups[candidates.group_index];
-  const bool logit_like = args.request.params.logit_like();
-  const auto k = static_cast<std::uint32_t>(plan.k);
-  const auto per_thread = (std::int64_t{candidates.count} + kThreads - 1) / kThreads;
-  const std::int64_t begin = threadIdx.x * per_thread;
-  const std::int64_t end = min(begin + per_thread, std::int64_t{candidates.count});
+#endif
 
-  bool proven = true;
-  for (int h = 0; h < group; ++h) {
-    std::uint32_t passing = 0;
-    for (std::int64_t j = begin; j < end; ++j) {
-      const float value = candidates.values[std::int64_t{candidates.slots[j]} * group + h];
-      passing += share_of(logit_like, value, heads[h].reference) >= heads[h].threshold ? 1U : 0U;
-    }
-    if (block_sum(passing) >= k) continue;
-    proven = false;
-    __syncthreads();
-    if (threadIdx.x == 0) heads[h].threshold = 0.0F;
+// A cluster per (row, KV head); its blocks have equal shares of the candidates. Dynamic shared
+// memory: a block's bins, totals of two rounds, then places and keys. In most steps the blocks
+// exchange four things: the sums of shares, the counts in bins, twice, and the numbers of chosen
+// candidates. Each waits for all the others' part before it sends the next.
+template <bool kTogether, bool kLogit, int kGroup>
+__global__ __launch_bounds__(kChooseThreads,
+                             1) void choose(const __grid_constant__ FilterArgs args,
+                                            const __grid_constant__ ChooseShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(16) std::uint32_t dynamic[];
+  __shared__ __align__(16) ChooseShared shared;
+  transfer::cuda::let_next_start();
+  if (threadIdx.x == 0) {
+    shared.sums_inbox.open();
+    shared.round_inbox[0].open();
+    shared.round_inbox[1].open();
+    shared.chosen_inbox.open();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x == 0) state.again = proven ? 0 : 1;
-  if (!proven) return;
-
-  float* keys_memory = args.filter.keys + candidates.group_index * 2 * args.max_tokens;
-  auto* masks = reinterpret_cast<std::uint32_t*>(keys_memory + args.max_tokens);
-  for (std::int64_t j = begin; j < end; ++j) masks[j] = 0;
-  for (int h = 0; h < group; ++h) {
-    const Keys keys(keys_memory, candidates.count, [&](std::int64_t j) {
-      return candidates.values[std::int64_t{candidates.slots[j]} * group + h];
-    });
-    const Threshold threshold = kth_best(keys, k);
-    mark_chosen(keys, threshold, k, [&](std::int64_t j) { masks[j] |= 1U << h; });
-    __syncthreads();
+  const int group = kGroup > 0 ? kGroup : shape.group;
+  const int words = (kTogether ? 1 : group) * kSearchStride;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < 3 * words / 4; i += kChooseThreads) {
+    reinterpret_cast<uint4*>(dynamic)[i] = make_uint4(0, 0, 0, 0);
   }
-  write_selection(args, candidates, [&](std::int64_t j) { return masks[j]; });
-}
+  const auto row = static_cast<int>(blockIdx.y);
+  const std::int64_t group_index =
+      std::int64_t{row} * args.request.kv.kv_heads + blockIdx.x / shape.blocks;
+  const unsigned rank = blockIdx.x % shape.blocks;
+  cluster_arrive();
+  transfer::cuda::wait_for_previous();
 
-// Grid: KV heads x rows.
-__global__ __launch_bounds__(kThreads) void choose(const __grid_constant__ FilterArgs args,
-                                                   bool again) {
-  const int kv_heads = args.request.kv.kv_heads;
-  const int group = args.request.kv.group();
-  const std::int64_t group_index = std::int64_t{blockIdx.y} * kv_heads + blockIdx.x;
-  if (again && args.filter.groups[group_index].again == 0) return;
-  const RowPlan plan = args.plans[blockIdx.y];
-  if (plan.k <= 0) {
-    if (threadIdx.x == 0) {
+  if (shape.again && args.filter.groups[group_index].again == 0) return;
+  const RowPlan& plan = args.plans[row];
+  const std::int64_t k = plan.k;
+  if (k <= 0) {
+    if (rank == 0 && threadIdx.x == 0) {
       args.selection.counts[group_index] = 0;
       args.filter.groups[group_index].again = 0;
     }
     return;
   }
-  const Candidates candidates = list_candidates(args, plan, group_index, group);
-  if (args.request.params.selection == Selection::kPerKvHead || group == 1) {
-    choose_per_kv_head(args, plan, candidates, group);
-  } else {
-    choose_per_query_head(args, plan, candidates, group);
+  const auto first = static_cast<std::uint32_t>(plan.begin / kSegmentTokens);
+  const auto last = static_cast<std::uint32_t>((plan.end + kSegmentTokens - 1) / kSegmentTokens);
+  ChooseWork<kTogether, kLogit, kGroup> work{.args = args,
+                                             .shape = shape,
+                                             .shared = shared,
+                                             .group_index = group_index,
+                                             .rank = rank,
+                                             .k = static_cast<std::uint32_t>(k),
+                                             .first = first,
+                                             .segments = last - first,
+                                             .per_thread = 0};
+  work.per_thread = (work.quads() + kChooseThreads - 1) / kChooseThreads;
+  if (threadIdx.x < group) {
+    shared.heads[threadIdx.x] = args.filter.heads[group_index * group + threadIdx.x];
   }
+  if (threadIdx.x == 0) {
+    shared.group_threshold = args.filter.groups[group_index].threshold;
+    shared.sums_inbox.expect(shape.blocks * group * sizeof(double));
+    shared.chosen_inbox.expect(shape.blocks * sizeof(std::uint32_t));
+  }
+  cluster_wait();  // the blocks have begun, their inboxes are open and their totals are clear
+
+  const std::uint32_t total = count_candidates(work);
+  const std::uint32_t per_block = (total + shape.blocks - 1) / shape.blocks;
+  const std::int64_t first_slot = group_index * args.max_tokens;
+  Candidates candidates;
+  candidates.begin = min(rank * per_block, total);
+  candidates.count = min(per_block, total - candidates.begin);
+  candidates.spilled = per_block > shape.capacity;
+  candidates.slot_ids = args.ids + first_slot;
+  candidates.places = dynamic + 3 * words;
+  candidates.keys = candidates.places + shape.capacity;
+  candidates.row_stride = 1;
+  candidates.set_stride = shape.capacity;
+  if (candidates.spilled) {
+    candidates.places = args.filter.slots + first_slot + candidates.begin;
+    candidates.keys = reinterpret_cast<std::uint32_t*>(args.values + first_slot * group);
+    candidates.row_stride = static_cast<std::uint32_t>(group);
+    candidates.set_stride = 1;
+  }
+  write_slots(work, candidates);
+  const bool enough = total >= work.k;
+  if (threadIdx.x < 32) {
+    if constexpr (kTogether) {
+      shared.sums_inbox.wait(0);
+      exact_references(work);
+    }
+    open_searches(work, total);
+  }
+  __syncthreads();
+  if constexpr (kTogether && kLogit) {
+    if (shared.limited != 0) {
+      limited_references(work, candidates);
+      if (threadIdx.x < 32) open_searches(work, total);
+      __syncthreads();
+    }
+  }
+  unsigned failed = 0;
+  unsigned tied = 0;
+  if (enough) {
+    write_keys(work, candidates, dynamic);
+    run_searches(work, candidates, dynamic);
+#pragma unroll 1
+    for (int set = 0; set < work.sets(); ++set) {
+      const Search& search = shared.search[set];
+      if (shared.failed[set]) failed = 1;
+      if (search.above + search.count > work.k) tied = 1;
+    }
+  }
+  // The second threshold cannot fail, but for rounding, which is no reason to select nothing.
+  if (!enough || (failed != 0 && !shape.again)) {
+    if (rank == 0) ask_again(work, enough);
+    return;
+  }
+  if (tied != 0) cut_ties(work, candidates);
+  write_selection(work, candidates);
+  if (rank == 0 && threadIdx.x == 0) args.filter.groups[group_index].again = 0;
+#endif
+}
+
+using ChooseKernel = void (*)(FilterArgs, ChooseShape);
+
+template <bool kLogit>
+ChooseKernel choose_kernel(bool together, int group) {
+  if (!together) return choose<false, kLogit, 0>;
+  if constexpr (kLogit) {
+    if (group == 4) return choose<true, kLogit, 4>;
+  }
+  return choose<true, kLogit, 0>;
 }
 
 }  // namespace
 
 void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again) {
-  const dim3 grid(static_cast<unsigned>(args.request.kv.kv_heads),
-                  static_cast<unsigned>(args.request.rows.count));
-  choose<<<grid, kThreads, 0, stream>>>(args, again);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  const SelectRequest& request = args.request;
+  const int group = request.kv.group();
+  const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
+  const auto sets = static_cast<unsigned>(together ? 1 : group);
+  const auto groups = static_cast<unsigned>(request.kv.kv_heads * request.rows.count);
+  const auto processors = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount));
+  // Many groups keep the device busy with fewer blocks each.
+  unsigned blocks = kChooseBlocks;
+  while (blocks > 1 && groups * blocks > processors) blocks /= 2;
+  constexpr unsigned kSharedBytes = 112 * 1024;
+  const unsigned fixed = 3 * sets * kSearchStride * 4;
+  const ChooseShape shape{.group = group,
+                          .blocks = blocks,
+                          .capacity = (kSharedBytes - fixed) / (4 * (1 + sets)),
+                          .again = again};
+  const ChooseKernel kernel = request.params.logit_like() ? choose_kernel<true>(together, group)
+                                                          : choose_kernel<false>(together, group);
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(kSharedBytes)));
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping_clusters(stream, kernel, grid, blocks, kChooseThreads,
+                                              kSharedBytes, args, shape);
 }
 
 }  // namespace kvtier::scoring::cuda

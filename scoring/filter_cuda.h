@@ -13,8 +13,9 @@
 /// 2. `pass`: scores every eligible token once; writes the tokens that reach the threshold, and
 /// what
 ///    their heads' exact normalisers need.
-/// 3. `choose`: exact top-k among the candidates, with a proof that no other token belongs to it.
-///    Where the proof fails, it sets a threshold that cannot fail, and
+/// 3. `choose`: exact top-k among the candidates, by a cluster of blocks for each (row, KV head),
+///    with a proof that no other token belongs to it. Where the proof fails, it sets a threshold
+///    that cannot fail, and
 /// 4. `pass` and `choose` run once more for those sets; for all others they return at once.
 ///
 /// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but

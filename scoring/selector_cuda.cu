@@ -175,7 +175,6 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.columns, groups * filter.columns_stride);
   place(filter.weight_sums, sets);
   place(filter.slots, groups * limits.max_tokens);
-  place(filter.keys, 2 * groups * limits.max_tokens);
   place(filter.ticket, 1);
   if (bytes != nullptr) *bytes = offset;
   return scratch;

@@ -54,9 +54,8 @@ struct FilterScratch {
   float* partials;            // [rows][kv_heads][segments][group] sums of shares
   std::uint32_t* columns;     // [rows][kv_heads][columns_stride] column operands of sign products
   std::int32_t* weight_sums;  // [rows][query_heads]
-  std::uint32_t* slots;       // [rows][kv_heads][max_tokens] the candidates' slots, in token order
-  float* keys;                // [rows][kv_heads][2][max_tokens] what is compared, and marks
-  std::uint32_t* ticket;      // shares of the first pass taken; 0 when it starts
+  std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
+  std::uint32_t* ticket;  // shares of the first pass taken; 0 when it starts
   std::int64_t columns_stride;
 };
 
