@@ -1,0 +1,160 @@
+// Compares token selectors on recorded traces: attention mass, precision, Jaccard, NDCG and output
+// error at several sparsities, and the correlation of their scores with q.k, as JSON.
+
+#include "kvtier/error.h"
+
+#include "benchmarks/quality/evaluate.h"
+#include "services/atomic_file.h"
+#include "services/stress/threads.h"
+#include "services/trace.h"
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <cmath>
+#include <ctime>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <unistd.h>
+
+namespace kvtier::quality {
+namespace {
+
+nlohmann::json number(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
+
+/// What a report says of itself.
+struct Origin {
+  std::string name;
+  std::string made_by;
+  std::string command;
+  std::string hardware;
+};
+
+std::string today() {
+  const std::time_t now = std::time(nullptr);
+  std::array<char, 16> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%d", std::gmtime(&now));
+  return text.data();
+}
+
+std::string hardware() {
+  std::ifstream file("/proc/cpuinfo");
+  std::string name = "unknown CPU";
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("model name")) continue;
+    name = line.substr(line.find(':') + 2);
+    break;
+  }
+  return name + ", " + std::to_string(services::num_threads()) + " threads";
+}
+
+nlohmann::json to_json(const services::Trace& trace, const Origin& origin,
+                       const EvaluationOptions& options, const Evaluation& evaluation) {
+  nlohmann::json layers = nlohmann::json::array();
+  for (const services::TraceLayer& layer : trace.layers()) layers.push_back(layer.name);
+  nlohmann::json json = {{"date", today()},
+                         {"hardware", origin.hardware},
+                         {"command", origin.command},
+                         {"trace",
+                          {{"name", origin.name},
+                           {"made_by", origin.made_by},
+                           {"file", trace.path().filename().string()},
+                           {"layers", layers},
+                           {"context_tokens", trace.context()},
+                           {"recorded_steps", trace.steps()},
+                           {"query_heads", trace.query_heads()},
+                           {"kv_heads", trace.kv_heads()},
+                           {"head_dim", trace.head_dim()}}},
+                         {"backend", "cpu"},
+                         {"selection", "per_query_head"},
+                         {"steps", evaluation.steps},
+                         {"sink_tokens", options.sink},
+                         {"recent_tokens", options.window},
+                         {"seed", options.seed}};
+  for (const EvaluationRow& row : evaluation.rows) {
+    json["rows"].push_back({{"selector", row.name},
+                            {"settings", row.settings},
+                            {"source", row.source},
+                            {"sparsity", row.sparsity},
+                            {"bits_per_token", row.bits_per_token},
+                            {"attention_mass", number(row.mean.attention_mass)},
+                            {"layer_attention_mass", row.layer_mass},
+                            {"precision", number(row.mean.precision)},
+                            {"jaccard", number(row.mean.jaccard)},
+                            {"ndcg", number(row.mean.ndcg)},
+                            {"output_error", number(row.mean.output_error)},
+                            {"attended_rows", number(row.mean.attended_rows)},
+                            {"effective_sparsity", number(row.mean.effective_sparsity)}});
+  }
+  for (const ScoreQuality& score : evaluation.scores) {
+    json["scores"].push_back({{"selector", score.name},
+                              {"settings", score.settings},
+                              {"bits_per_token", score.bits_per_token},
+                              {"correlation", number(score.correlation)},
+                              {"spread", number(score.spread)}});
+  }
+  return json;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Compares token selectors on a recorded trace, as JSON");
+  std::string file;
+  Origin origin{.name = "", .made_by = "", .command = "kvtier-quality", .hardware = hardware()};
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const bool quoted = argument.find(' ') != std::string::npos;
+    origin.command += quoted ? " '" + argument + "'" : " " + argument;
+  }
+  std::string json_file;
+  EvaluationOptions options;
+  app.add_option("TRACE", file, "Trace of `kvtier-llama record`, or one as `kvtier replay` takes")
+      ->required();
+  app.add_option("--name", origin.name, "Name of the trace in the report (default: the file's)");
+  app.add_option("--made-by", origin.made_by, "Command that made the trace, for the report");
+  app.add_option("--hardware", origin.hardware, "Machine, for the report")->capture_default_str();
+  app.add_option("--sparsity", options.sparsities, "Select 1/S of the visible tokens")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--steps", options.steps, "Evaluated steps (default 0: every second one)");
+  app.add_option("--sink", options.sink, "First tokens, always attended")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--window", options.window, "Last tokens, always attended")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--seed", options.seed, "Seed of rotations, hashes and samples")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--json", json_file, "Write the report to this file")->required();
+  CLI11_PARSE(app, argc, argv);
+  services::AtomicFile json(json_file);
+  const services::Trace trace = services::Trace::open(file);
+  if (::isatty(2) == 1) {
+    options.progress = [](double share) {
+      std::cerr << "\rquality " << std::lround(100.0 * share) << " %" << (share >= 1.0 ? "\n" : "")
+                << std::flush;
+    };
+  }
+  const Evaluation evaluation = evaluate(trace, options);
+  if (origin.name.empty()) origin.name = trace.path().stem().string();
+  json.commit(to_json(trace, origin, options, evaluation).dump(1) + "\n");
+  return 0;
+}
+
+}  // namespace
+}  // namespace kvtier::quality
+
+int main(int argc, char** argv) {
+  try {
+    return kvtier::quality::run(argc, argv);
+  } catch (const kvtier::Error& error) {
+    std::cerr << "error: " << kvtier::error_code_name(error.code()) << ": " << error.what() << '\n';
+  } catch (const std::exception& error) {
+    std::cerr << "error: " << error.what() << '\n';
+  }
+  return 1;
+}

@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Writes docs/quality.md and its plots from the reports of kvtier-quality.
+
+    python3 -m pip install matplotlib
+    benchmarks/quality/report.py benchmarks/results/*-quality-*.json
+
+Plots go to docs/quality/. Without matplotlib only the tables are written, and it says so.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "quality.md"
+PLOTS = ROOT / "docs" / "quality"
+BINARIES = {"kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
+            "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
+
+HEAD = """# Token selectors, compared
+
+Which tokens attention keeps decides its answer. Here kvtier's selectors stand beside others of the literature, each as its paper
+defines it, on recorded attention: one set of tokens per query head, k = visible tokens / sparsity, first and last tokens always attended, everything
+judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). All rows
+are of the CPU backend.
+
+This file is written by `benchmarks/quality/report.py` from the reports in `benchmarks/results/`. To repeat it:
+
+```sh
+cmake --preset release && cmake --build --preset release
+{commands}
+benchmarks/quality/report.py benchmarks/results/*-quality-*.json
+```
+
+What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
+
+- *bits* are what a selector's index keeps per token and KV head, counted from its arrays: sketches with their norms in whole chunks of 128
+  planes; the keys themselves, in 16 bit, where a selector reads them. Centroids, planes and rotations are left out: they do not grow with the context.
+- *exact* takes the best by q.k, with ln |v| the best by q.k / sqrt(d) + ln |v|.
+- *magicpig* samples, so that its number of tokens follows from its tables; a larger sample than the budget is thinned. Mass counts
+  the tokens attended; its correction by the sampling probability shows in the output error.
+- *double_sparsity* is calibrated on queries of the same trace that are not evaluated.
+- *pqcache* runs k-means over the keys of the context, the cost of which is not in this table.
+- *vattention* takes half of its budget by exact q.k and samples the others.
+- *h2o* sums attention over the recorded steps only, and nothing is evicted for good.
+- HashAttention is missing: its mapping has to be learned for each model. kvtier's rows of 8 bit are missing: they do not exist yet.
+"""
+
+
+def title(row):
+    return f"{row['selector']}, {row['settings']}" if row["settings"] else row["selector"]
+
+
+def cell(row):
+    return title(row).replace("|", "\\|")
+
+
+def selectors(report):
+    """Returns the rows of each selector by sparsity, in the order of the report."""
+    found = {}
+    for row in report["rows"]:
+        found.setdefault(title(row), {})[row["sparsity"]] = row
+    return found
+
+
+def number(value, digits=3):
+    if value is None:
+        return "-"
+    text = f"{value:.{digits}f}"
+    return text[1:] if text.startswith("0.") else text
+
+
+def metric_table(report, metric):
+    sparsities = sorted({row["sparsity"] for row in report["rows"]})
+    lines = ["| selector | bits | " + " | ".join(f"{s:g}x" for s in sparsities) + " |",
+             "|---|---|" + "---|" * len(sparsities)]
+    for name, rows in selectors(report).items():
+        cells = [number(rows[s][metric]) for s in sparsities]
+        bits = next(iter(rows.values()))["bits_per_token"]
+        lines.append(f"| {cell(next(iter(rows.values())))} | {bits:.0f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranking_table(report, sparsity):
+    lines = ["| selector | precision | Jaccard | NDCG | rows attended (effective) |", "|---|---|---|---|---|"]
+    for name, rows in selectors(report).items():
+        row = rows.get(sparsity)
+        if row is None:
+            continue
+        lines.append(f"| {cell(row)} | {number(row['precision'])} | {number(row['jaccard'])} | {number(row['ndcg'])} | "
+                     f"{row['attended_rows']:.0f} ({row['effective_sparsity']:.1f}x) |")
+    return "\n".join(lines)
+
+
+def score_table(report):
+    lines = ["| scores of | bits | correlation | spread |", "|---|---|---|---|"]
+    for score in report["scores"]:
+        lines.append(f"| {cell(score)} | {score['bits_per_token']:.0f} | {number(score['correlation'])} | "
+                     f"{number(score['spread'])} |")
+    return "\n".join(lines)
+
+
+def closest(values, wanted):
+    return min(values, key=lambda value: abs(value - wanted))
+
+
+def describe(report):
+    trace = report["trace"]
+    layers = ", ".join(trace["layers"])
+    return (f"{trace['context_tokens']:,} tokens of context, layer{'s' if len(trace['layers']) > 1 else ''} {layers}, "
+            f"{report['steps']} steps, {trace['query_heads']} query heads over {trace['kv_heads']} KV heads, head_dim "
+            f"{trace['head_dim']}; the first {report['sink_tokens']} and the last {report['recent_tokens']} tokens always "
+            f"attended.")
+
+
+def draw(report, path):
+    """Draws attention mass over sparsity, and over bits at one sparsity."""
+    import matplotlib  # pylint: disable=import-outside-toplevel
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvtier"  # the same file from the same figures
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot  # pylint: disable=import-outside-toplevel
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
+    ours = ("norm_aware", "soft_collision")
+    chosen = ["exact, q.k", "norm_aware, 256 planes", "norm_aware, 128 planes", "soft_collision, calibrated",
+              "soft_collision, linear", "hard_lsh, P 2, L 300", "pqcache, m 16, b 8", "pqcache, m 2, b 6", "rabitq, 1 bit",
+              "quest, pages of 16", "double_sparsity, 16 channels", "magicpig, K 10, L 150", "vattention, 5 % at 95 %",
+              "h2o, recorded steps", "streaming, window", "random"]
+    found = selectors(report)
+    for name, color in zip(chosen, pyplot.get_cmap("tab20").colors):
+        rows = found.get(name)
+        if rows is None:
+            continue
+        sparsities = sorted(rows)
+        left.plot(sparsities, [rows[s]["attention_mass"] for s in sparsities], label=name, marker="o", markersize=3, color=color,
+                  linewidth=2.2 if name.startswith(ours) else 1.2,
+                  linestyle="--" if name.startswith(("exact", "random", "streaming")) else "-")
+    left.set_xscale("log")
+    left.set_xticks(sparsities, [f"{s:g}x" for s in sparsities])
+    left.minorticks_off()
+    left.set_xlabel("sparsity")
+    left.set_ylabel("attention mass kept")
+    left.grid(alpha=0.3)
+
+    wanted = closest(sparsities, 20)
+    crowded = ("256 planes, query in float", "q.k, ln |v|", "no value norm, orthogonal")
+    for name, rows in found.items():
+        row = rows[wanted]
+        if row["bits_per_token"] <= 0 or row["selector"] == "h2o" or row["settings"] in crowded:
+            continue
+        mine = row["selector"] in ours
+        right.scatter(row["bits_per_token"], row["attention_mass"], marker="o" if mine else "x",
+                      color="tab:blue" if mine else "tab:red")
+        right.annotate(name, (row["bits_per_token"], row["attention_mass"]), fontsize=6, xytext=(4, 3),
+                       textcoords="offset points")
+    right.set_xscale("log", base=2)
+    right.set_xlabel(f"bits per token and KV head, at {wanted:g}x")
+    right.set_ylabel("attention mass kept")
+    right.grid(alpha=0.3)
+    right.set_xlim(right=6000)
+    figure.legend(loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
+    pyplot.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("reports", nargs="+", type=pathlib.Path)
+    arguments = parser.parse_args()
+    reports = [json.loads(path.read_text()) for path in sorted(arguments.reports)]
+    commands = [f"{BINARIES[command.split()[0]]} {command.split(maxsplit=1)[1]}"
+                for report in reports for command in (report["trace"]["made_by"], report["command"]) if command]
+    parts = [HEAD.replace("{commands}", "\n".join(commands))]
+    drawn = True
+    for report in reports:
+        name = report["trace"]["name"]
+        parts.append(f"\n## {name}\n\n{describe(report)} Run on {report['date']} on {report['hardware']}.\n")
+        plot = PLOTS / f"{name}.svg"
+        try:
+            draw(report, plot)
+        except ImportError:
+            drawn = False
+        if plot.exists():
+            parts.append(f"\n![attention mass of {name}](quality/{plot.name})\n")
+        sparsity = closest(sorted({row["sparsity"] for row in report["rows"]}), 20)
+        parts.append(f"\n### Attention mass kept\n\n{metric_table(report, 'attention_mass')}\n")
+        parts.append(f"\n### Output error\n\n{metric_table(report, 'output_error')}\n")
+        parts.append(f"\n### Ranking at {sparsity:g}x\n\n{ranking_table(report, sparsity)}\n")
+        parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
+                     f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
+    DOCUMENT.write_text("".join(parts))
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}" + ("" if drawn else "; matplotlib is missing: plots were left as they are"),
+          file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
