@@ -1,14 +1,29 @@
-#include "kvtier/v1/admin.grpc.pb.h"
-#include "kvtier/v1/attention.grpc.pb.h"
-#include "kvtier/v1/session.grpc.pb.h"
+#include "kvtier/v1/admin.pb.h"
+#include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/session.pb.h"
 
+#include "tests/services/descriptor_rules.h"
+
+#include <gmock/gmock.h>
 #include <google/protobuf/util/message_differencer.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <string>
 
 namespace kvtier::v1 {
 namespace {
+
+using google::protobuf::DescriptorProto;
+using google::protobuf::FileDescriptorProto;
+using google::protobuf::FileDescriptorSet;
+using google::protobuf::util::MessageDifferencer;
+using kvtier::testing::breaking_changes;
+using kvtier::testing::naming_problems;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 DecodeRequest make_request() {
   DecodeRequest request;
@@ -26,12 +41,24 @@ DecodeRequest make_request() {
   return request;
 }
 
+/// The API of this build: every file of the package.
+FileDescriptorSet linked() {
+  FileDescriptorSet set;
+  for (const auto* file :
+       {GetStatsRequest::descriptor()->file(), AttendRequest::descriptor()->file(),
+        AttendOptions::descriptor()->file(), CreateSessionRequest::descriptor()->file(),
+        ItemStatus::descriptor()->file(), Tensor::descriptor()->file()}) {
+    file->CopyTo(set.add_file());
+  }
+  return set;
+}
+
 TEST(Proto, SurvivesTheWire) {
   const DecodeRequest request = make_request();
   DecodeRequest parsed;
 
   ASSERT_TRUE(parsed.ParseFromString(request.SerializeAsString()));
-  EXPECT_TRUE(google::protobuf::util::MessageDifferencer::Equals(request, parsed));
+  EXPECT_TRUE(MessageDifferencer::Equals(request, parsed));
 }
 
 TEST(Proto, TellsAZeroOptionFromOneLeftOut) {
@@ -51,27 +78,142 @@ TEST(Proto, RejectsTruncatedBytes) {
   EXPECT_FALSE(parsed.ParseFromString(bytes.substr(0, bytes.size() / 2)));
 }
 
-TEST(Proto, NamesRequestsAndResponsesAfterTheirMethods) {
-  for (const auto* file :
-       {OpenSessionRequest::descriptor()->file(), AttendRequest::descriptor()->file(),
-        GetStatsRequest::descriptor()->file()}) {
-    ASSERT_EQ(file->service_count(), 1) << file->name();
-    const auto* service = file->service(0);
-    EXPECT_GT(service->method_count(), 0);
-    for (int i = 0; i < service->method_count(); ++i) {
-      const auto* method = service->method(i);
-      EXPECT_EQ(method->input_type()->name(), method->name() + "Request");
-      EXPECT_EQ(method->output_type()->name(), method->name() + "Response");
-    }
-  }
+TEST(Proto, FollowsTheNamingRules) { EXPECT_THAT(naming_problems(linked()), IsEmpty()); }
+
+TEST(Proto, FindsPlantedNamingMistakes) {
+  FileDescriptorSet set;
+  FileDescriptorProto* file = set.add_file();
+  file->set_name("kvtier/v1/x.proto");
+  file->set_package("kvtier.v2");
+  auto* mode = file->add_enum_type();
+  mode->set_name("LayerMode");
+  mode->add_value()->set_name("SPARSE");
+  auto* method = file->add_service()->add_method();
+  method->set_name("Get");
+  method->set_input_type(".kvtier.v2.GetRequest");
+  method->set_output_type(".kvtier.v2.Thing");
+
+  EXPECT_THAT(naming_problems(set),
+              ElementsAre(HasSubstr("package of its folder"), HasSubstr("prefix LAYER_MODE_"),
+                          HasSubstr("LAYER_MODE_UNSPECIFIED"), HasSubstr("ends in Service"),
+                          HasSubstr("named after the method")));
 }
 
-TEST(Proto, StreamsChunksOfAnAppend) {
-  const auto* append = AttendRequest::descriptor()->file()->service(0)->FindMethodByName("Append");
-  ASSERT_NE(append, nullptr);
-  EXPECT_TRUE(append->client_streaming());
-  EXPECT_FALSE(append->server_streaming());
+TEST(Proto, StreamsBulkAndStepsAlone) {
+  std::vector<std::string> streams;
+  const FileDescriptorSet api = linked();
+  for (const auto& file : api.file()) {
+    for (const auto& service : file.service()) {
+      for (const auto& method : service.method()) {
+        if (method.client_streaming()) streams.push_back(method.name());
+        EXPECT_TRUE(method.client_streaming() || !method.server_streaming());
+      }
+    }
+  }
+  EXPECT_THAT(streams, ::testing::UnorderedElementsAre("Append", "Decode", "KeepAlive"));
 }
+
+class DescriptorSetTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const std::filesystem::path path = KVTIER_DESCRIPTOR_SET;
+    if (!std::filesystem::exists(path)) GTEST_SKIP() << "no source tree on this machine";
+    std::ifstream in(path, std::ios::binary);
+    ASSERT_TRUE(recorded_.ParseFromIstream(&in));
+  }
+
+  FileDescriptorSet recorded_;
+};
+
+TEST_F(DescriptorSetTest, NothingBreaksClientsOfTheRecordedApi) {
+  EXPECT_THAT(breaking_changes(recorded_, linked()), IsEmpty());
+}
+
+TEST_F(DescriptorSetTest, RecordsTheWholeApi) {
+  EXPECT_THAT(breaking_changes(linked(), recorded_), IsEmpty())
+      << "after an addition: cmake --build build/release --target update_descriptor_set";
+}
+
+/// Each case changes a copy of the API in one way.
+struct Break {
+  const char* name;
+  void (*plant)(FileDescriptorSet&);
+  const char* problem;
+};
+
+DescriptorProto& message(FileDescriptorSet& set, const std::string& name) {
+  for (auto& file : *set.mutable_file()) {
+    for (auto& entry : *file.mutable_message_type()) {
+      if (entry.name() == name) return entry;
+    }
+  }
+  throw std::runtime_error("no message " + name);
+}
+
+class BreakTest : public ::testing::TestWithParam<Break> {};
+
+TEST_P(BreakTest, IsFound) {
+  FileDescriptorSet changed = linked();
+
+  GetParam().plant(changed);
+
+  EXPECT_THAT(breaking_changes(linked(), changed), ElementsAre(HasSubstr(GetParam().problem)));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, BreakTest,
+    ::testing::Values(
+        Break{"FieldGone",
+              [](FileDescriptorSet& s) { message(s, "Tensor").mutable_field()->RemoveLast(); },
+              "Tensor.data: field 3 is gone"},
+        Break{"FieldRenamed",
+              [](FileDescriptorSet& s) { message(s, "Tensor").mutable_field(2)->set_name("raw"); },
+              "renamed to raw"},
+        Break{"FieldRetyped",
+              [](FileDescriptorSet& s) {
+                message(s, "Tensor")
+                    .mutable_field(2)
+                    ->set_type(google::protobuf::FieldDescriptorProto::TYPE_STRING);
+              },
+              "another type"},
+        Break{"FieldSingular",
+              [](FileDescriptorSet& s) {
+                message(s, "Tensor")
+                    .mutable_field(1)
+                    ->set_label(google::protobuf::FieldDescriptorProto::LABEL_OPTIONAL);
+              },
+              "another cardinality"},
+        Break{"OneofLeft",
+              [](FileDescriptorSet& s) {
+                message(s, "SelectionSize").mutable_field(0)->clear_oneof_index();
+              },
+              "another oneof"},
+        Break{"NestedGone",
+              [](FileDescriptorSet& s) { message(s, "BatchDecodeResponse").clear_nested_type(); },
+              "BatchDecodeResponse.Item: the message is gone"},
+        Break{"ValueRenumbered",
+              [](FileDescriptorSet& s) {
+                for (auto& file : *s.mutable_file()) {
+                  for (auto& type : *file.mutable_enum_type()) {
+                    if (type.name() == "DataType") type.mutable_value(2)->set_number(9);
+                  }
+                }
+              },
+              "DATA_TYPE_FLOAT16: another number"},
+        Break{"MethodUnary",
+              [](FileDescriptorSet& s) {
+                for (auto& file : *s.mutable_file()) {
+                  for (auto& service : *file.mutable_service()) {
+                    for (auto& method : *service.mutable_method()) {
+                      if (method.name() == "Append") method.set_client_streaming(false);
+                    }
+                  }
+                }
+              },
+              "Append: streams differently"},
+        Break{"FileGone", [](FileDescriptorSet& s) { s.mutable_file()->RemoveLast(); },
+              "tensor.proto: the file is gone"}),
+    [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
 }  // namespace kvtier::v1
