@@ -1,0 +1,348 @@
+#include "services/server/core.h"
+
+#include "services/server/paging.h"
+#include "services/server/wire.h"
+#include "services/wire/to_message.h"
+
+#include <algorithm>
+#include <array>
+#include <openssl/sha.h>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kMaxQueuedCreations = 1024;
+
+std::string digest_of(const std::string& bytes) {
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest.data());
+  return {digest.begin(), digest.end()};
+}
+
+/// What a request_id is bound to.
+template <typename Request>
+std::string body_of(const Request& request) {
+  return digest_of(std::string(request.GetTypeName()) + ' ' + request.SerializeAsString());
+}
+
+/// Bytes that a session keeps beside keys and values: its tables, and its first and last tokens.
+std::int64_t base_bytes_of(const Config& config, std::int64_t capacity_tokens) {
+  const ModelConfig& model = config.model;
+  const std::int64_t resident = std::int64_t{config.retrieval.sink_tokens} +
+                                config.retrieval.recent_tokens + config.memory.max_batch_rows;
+  const std::int64_t pages = capacity_tokens / config.memory.page_tokens + 1;
+  return model.layers * (pages * 16 + resident * model.kv_heads * model.head_dim * 4);
+}
+
+}  // namespace
+
+Core::Core(CoreOptions options, Executor& executor)
+    : options_(std::move(options)),
+      started_(options_.now()),
+      executor_(executor),
+      tenants_(options_.tenants, options_.default_limits),
+      models_(options_.models),
+      control_(executor.make_strand()) {}
+
+Core::~Core() {
+  for (const auto& entry : sessions_.remove_all()) entry->close();
+}
+
+void Core::check_serving() const {
+  if (draining_) throw ServiceError::unavailable("DRAINING", "the server is about to end");
+}
+
+std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
+  return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
+                                 static_cast<std::int64_t>(bytes));
+}
+
+TimePoint Core::deadline_of(const Call& call) const {
+  return std::min(call.deadline, options_.now() + options_.max_call_time);
+}
+
+void Core::renew(SessionEntry& entry) const {
+  entry.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
+}
+
+void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
+  if (options_.now() > call.deadline) {
+    throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+  }
+  if (call.cancelled && call.cancelled()) {
+    throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
+  }
+  if (!entry.session) throw ServiceError::not_found();
+  if (entry.model->failed) throw ServiceError::unavailable("DEVICE_LOST", "the device failed");
+  try {
+    work(entry);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInternal) entry.model->failed = true;
+    throw;
+  }
+}
+
+void Core::on_session(const Call& call, const std::string& name, std::size_t bytes, Work work,
+                      Done done) {
+  ++received_;
+  std::shared_ptr<SessionEntry> entry;
+  std::shared_ptr<Grant> grant;
+  Call queued = call;
+  try {
+    check_serving();
+    entry = sessions_.find(*call.tenant, name);
+    grant = admit(*call.tenant, bytes);
+    if (entry->queued.fetch_add(1) >= options_.max_queued_per_session) {
+      --entry->queued;
+      throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this session are waiting");
+    }
+    queued.deadline = deadline_of(call);
+  } catch (...) {
+    ++rejected_;
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  ++admitted_;
+  renew(*entry);
+  Strand& strand = *entry->strand;
+  strand.post([this, entry = std::move(entry), grant = std::move(grant), queued = std::move(queued),
+               work = std::move(work), done = std::move(done)]() mutable {
+    std::optional<ServiceError> failure;
+    try {
+      execute(queued, *entry, work);
+    } catch (...) {
+      failure = to_service_error(std::current_exception());
+    }
+    renew(*entry);
+    --entry->queued;
+    grant.reset();
+    done(failure ? &*failure : nullptr);
+  });
+}
+
+void Core::create_session(const Call& call, const v1::CreateSessionRequest& request,
+                          v1::CreateSessionResponse& response, Done done) {
+  ++received_;
+  std::shared_ptr<Grant> grant;
+  Tenant& tenant = *call.tenant;
+  const std::string& id = request.request_id();
+  bool registered = false;
+  Call queued = call;
+  try {
+    check_serving();
+    check_request_id(id);
+    grant = admit(tenant, request.ByteSizeLong());
+    if (!id.empty()) {
+      if (const auto reply = tenant.replies().begin(id, body_of(request))) {
+        response.ParseFromString(*reply);
+        ++admitted_;
+        done(nullptr);
+        return;
+      }
+      registered = true;
+    }
+    if (opening_.fetch_add(1) >= kMaxQueuedCreations) {
+      --opening_;
+      throw ServiceError::overloaded("QUEUE_FULL", "too many sessions are being created");
+    }
+    queued.deadline = deadline_of(call);
+  } catch (...) {
+    ++rejected_;
+    if (registered) tenant.replies().abandon(id);
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  ++admitted_;
+  control_->post([this, grant = std::move(grant), queued = std::move(queued), &tenant, &request,
+                  &response, done = std::move(done)]() mutable {
+    std::optional<ServiceError> failure;
+    try {
+      if (options_.now() > queued.deadline || (queued.cancelled && queued.cancelled())) {
+        throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+      }
+      const std::shared_ptr<SessionEntry> entry = open(tenant, request);
+      describe(*entry, *response.mutable_session());
+      v1::Limits& limits = *response.mutable_limits();
+      limits.set_max_message_bytes(kMaxMessageBytes);
+      limits.set_max_batch_items(kMaxBatchItems);
+      limits.set_max_chunk_tokens(kMaxChunkTokens);
+      ++created_;
+      if (!request.request_id().empty()) {
+        tenant.replies().finish(request.request_id(), response.SerializeAsString());
+      }
+    } catch (...) {
+      failure = to_service_error(std::current_exception());
+      if (!request.request_id().empty()) tenant.replies().abandon(request.request_id());
+    }
+    --opening_;
+    grant.reset();
+    done(failure ? &*failure : nullptr);
+  });
+}
+
+std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSessionRequest& request) {
+  ModelSpec spec;
+  spec.model = model_of(request.geometry(), "geometry");
+  spec.retrieval = retrieval_of(request.retrieval(), options_.retrieval, "retrieval");
+  const std::int64_t max_tokens = options_.models.memory.max_session_tokens;
+  if (std::int64_t{spec.retrieval.sink_tokens} + spec.retrieval.recent_tokens > max_tokens) {
+    throw ServiceError::invalid(
+        "retrieval", "at most " + std::to_string(max_tokens) + " sink and recent tokens", "more");
+  }
+  constexpr int kMaxSketches = 8;
+  if (request.extra_sketches_size() > kMaxSketches) {
+    throw ServiceError::invalid("extra_sketches", "at most " + std::to_string(kMaxSketches),
+                                std::to_string(request.extra_sketches_size()));
+  }
+  for (int i = 0; i < request.extra_sketches_size(); ++i) {
+    spec.extra_sketches.push_back(
+        sketch_of(request.extra_sketches(i), "extra_sketches[" + std::to_string(i) + "]"));
+  }
+  const std::int64_t capacity =
+      request.capacity_tokens() == 0 ? max_tokens : request.capacity_tokens();
+  if (capacity < 1 || capacity > max_tokens) {
+    throw ServiceError::invalid("capacity_tokens", "0 to " + std::to_string(max_tokens),
+                                std::to_string(capacity));
+  }
+  if (sessions_.size() >= options_.max_sessions) {
+    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
+  }
+  tenant.charge_session();
+  std::shared_ptr<SessionEntry> entry;
+  try {
+    entry = std::make_shared<SessionEntry>(tenant, models_.acquire(spec), executor_.make_strand());
+  } catch (...) {
+    tenant.refund_session();
+    throw;
+  }
+  // From here on the entry gives back what it was charged.
+  const std::int64_t base = base_bytes_of(entry->model->engine.config(), capacity);
+  tenant.charge_kv(base);
+  entry->base_bytes = base;
+  entry->charged_bytes = base;
+  entry->retrieval = spec.retrieval;
+  entry->capacity_tokens = capacity;
+  entry->session.emplace(entry->model->engine.open({.capacity_tokens = capacity}));
+  renew(*entry);
+  sessions_.insert(entry);
+  return entry;
+}
+
+void Core::describe(SessionEntry& entry, v1::Session& session) const {
+  const ModelConfig& model = entry.model->engine.config().model;
+  session.set_name(entry.name);
+  *session.mutable_geometry() = geometry_of(model);
+  for (int layer = 0; layer < model.layers; ++layer) {
+    session.add_layer_lengths(entry.session->length(layer));
+  }
+  session.set_capacity_tokens(entry.capacity_tokens);
+  const auto ttl = options_.lease_ttl.count();
+  session.mutable_lease_ttl()->set_seconds(ttl / 1000);
+  session.mutable_lease_ttl()->set_nanos(static_cast<int>(ttl % 1000 * 1'000'000));
+  session.set_kv_bytes(entry.charged_bytes - entry.base_bytes);
+}
+
+void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
+                       v1::GetSessionResponse& response, Done done) {
+  on_session(
+      call, request.name(), request.ByteSizeLong(),
+      [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
+      std::move(done));
+}
+
+void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
+                            v1::TruncateSessionResponse& response, Done done) {
+  const auto work = [this, &request, &response](SessionEntry& entry) {
+    check_request_id(request.request_id());
+    ReplayCache& replies = entry.tenant.replies();
+    const std::string& id = request.request_id();
+    if (!id.empty()) {
+      if (const auto reply = replies.begin(id, body_of(request))) {
+        response.ParseFromString(*reply);
+        return;
+      }
+    }
+    try {
+      truncate_to(entry, request.tokens());
+      describe(entry, *response.mutable_session());
+    } catch (...) {
+      if (!id.empty()) replies.abandon(id);
+      throw;
+    }
+    if (!id.empty()) replies.finish(id, response.SerializeAsString());
+  };
+  on_session(call, request.name(), request.ByteSizeLong(), work, std::move(done));
+}
+
+void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done) {
+  ++received_;
+  std::shared_ptr<SessionEntry> entry;
+  try {
+    check_request_id(request.request_id());
+    ReplayCache& replies = call.tenant->replies();
+    const std::string& id = request.request_id();
+    if (!id.empty() && replies.begin(id, body_of(request))) {
+      ++admitted_;
+      done(nullptr);
+      return;
+    }
+    try {
+      entry = sessions_.remove(*call.tenant, request.name());
+    } catch (...) {
+      if (!id.empty()) replies.abandon(id);
+      throw;
+    }
+    if (!id.empty()) replies.finish(id, "");
+  } catch (...) {
+    ++rejected_;
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  ++admitted_;
+  ++released_;
+  Strand& strand = *entry->strand;
+  strand.post([entry = std::move(entry), done = std::move(done)] {
+    entry->close();
+    done(nullptr);
+  });
+}
+
+void Core::list_sessions(const Call& call, const v1::ListSessionsRequest& request,
+                         v1::ListSessionsResponse& response) {
+  check_serving();
+  const auto [names, next] =
+      sessions_.list(*call.tenant, page_start_of(request.page_token()),
+                     static_cast<std::size_t>(page_size_of(request.page_size())));
+  for (const std::string& name : names) response.add_names(name);
+  if (next) response.set_next_page_token(std::to_string(*next));
+}
+
+void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
+                      v1::KeepAliveResponse& response) {
+  check_serving();
+  if (request.names_size() > kMaxBatchItems) {
+    throw ServiceError::invalid("names", "at most " + std::to_string(kMaxBatchItems),
+                                std::to_string(request.names_size()));
+  }
+  for (const std::string& name : request.names()) {
+    v1::ItemStatus& status = *response.add_statuses();
+    try {
+      renew(*sessions_.find(*call.tenant, name));
+    } catch (const ServiceError& error) {
+      set_status(error, status);
+    }
+  }
+}
+
+void Core::sweep() {
+  for (auto& entry : sessions_.remove_expired(options_.now())) {
+    ++expired_;
+    Strand& strand = *entry->strand;
+    strand.post([entry = std::move(entry)] { entry->close(); });
+  }
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,148 @@
+#pragma once
+
+#include "kvtier/v1/admin.pb.h"
+#include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/session.pb.h"
+
+#include "services/server/admission.h"
+#include "services/server/model_pool.h"
+#include "services/server/service_error.h"
+#include "services/server/session_table.h"
+#include "services/server/session_verbs.h"
+#include "services/server/tenants.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Most bytes of a request and of a reply, as gRPC counts them.
+inline constexpr std::int64_t kMaxMessageBytes = std::int64_t{4} << 20;
+inline constexpr int kMaxBatchItems = 1024;
+
+struct CoreOptions {
+  ModelPoolOptions models;
+  RetrievalConfig retrieval;  ///< Defaults of sessions.
+  std::vector<TenantConfig> tenants;
+  TenantLimits default_limits;  ///< Of the one tenant when none is configured.
+  std::size_t max_sessions = 16000;
+  /// Requests and replies of calls that are queued or executed.
+  std::int64_t max_inflight_bytes = std::int64_t{256} << 20;
+  int max_queued_per_session = 64;
+  std::chrono::milliseconds lease_ttl{60'000};
+  /// Of calls that name no deadline.
+  std::chrono::milliseconds max_call_time{30'000};
+  std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+};
+
+/// Who calls, until when, and whether the caller is still there.
+struct Call {
+  Tenant* tenant = nullptr;
+  TimePoint deadline = TimePoint::max();
+  std::function<bool()> cancelled{};
+};
+
+/// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
+/// any thread, perhaps before the call returns; must not throw.
+using Done = std::function<void(const ServiceError*)>;
+
+/// The service without its transport: checks, admits, queues and executes the calls of
+/// kvtier.v1. Requests and replies must live until `Done` is called. Thread-safe.
+///
+/// Calls of one session run one after another, in the order in which they came. A call that fails
+/// has changed nothing.
+class Core {
+ public:
+  Core(CoreOptions options, Executor& executor);
+  /// Ends every session. Nothing may be queued any more.
+  ~Core();
+  Core(const Core&) = delete;  // tasks hold its address
+  Core& operator=(const Core&) = delete;
+
+  [[nodiscard]] const Tenants& tenants() const noexcept { return tenants_; }
+
+  void create_session(const Call& call, const v1::CreateSessionRequest& request,
+                      v1::CreateSessionResponse& response, Done done);
+  void get_session(const Call& call, const v1::GetSessionRequest& request,
+                   v1::GetSessionResponse& response, Done done);
+  void truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
+                        v1::TruncateSessionResponse& response, Done done);
+  void release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done);
+  /// Throws `ServiceError`.
+  void list_sessions(const Call& call, const v1::ListSessionsRequest& request,
+                     v1::ListSessionsResponse& response);
+  /// Throws `ServiceError` for too many names.
+  void keep_alive(const Call& call, const v1::KeepAliveRequest& request,
+                  v1::KeepAliveResponse& response);
+
+  /// Stores one chunk. `session` replaces the name in the request.
+  void append(const Call& call, const std::string& session, const v1::AppendRequest& request,
+              v1::AppendResponse& response, Done done);
+  void select(const Call& call, const v1::SelectRequest& request, v1::SelectResponse& response,
+              Done done);
+  void attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response,
+              Done done);
+  /// One step. `session` replaces the name in the request.
+  void decode(const Call& call, const std::string& session, const v1::DecodeRequest& request,
+              v1::DecodeResponse& response, Done done);
+  void batch_select(const Call& call, const v1::BatchSelectRequest& request,
+                    v1::BatchSelectResponse& response, Done done);
+  void batch_attend(const Call& call, const v1::BatchAttendRequest& request,
+                    v1::BatchAttendResponse& response, Done done);
+  void batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
+                    v1::BatchDecodeResponse& response, Done done);
+
+  void get_stats(v1::GetStatsResponse& response) const;
+  void get_server_info(v1::GetServerInfoResponse& response) const;
+  /// Throws `ServiceError`.
+  void list_tenants(const v1::ListTenantsRequest& request, v1::ListTenantsResponse& response) const;
+  /// Throws `ServiceError`.
+  void set_tenant_quota(const v1::SetTenantQuotaRequest& request,
+                        v1::SetTenantQuotaResponse& response);
+
+  /// From now on every new call is refused with UNAVAILABLE; queued ones are executed.
+  void drain() noexcept { draining_ = true; }
+  [[nodiscard]] bool draining() const noexcept { return draining_; }
+  /// Ends the sessions whose leases have run out. Called now and then.
+  void sweep();
+  [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
+  [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
+
+ private:
+  using Work = std::function<void(SessionEntry&)>;
+
+  void check_serving() const;
+  [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
+  [[nodiscard]] TimePoint deadline_of(const Call& call) const;
+  void renew(SessionEntry& entry) const;
+  /// Finds, admits and queues; `work` runs on the session's strand.
+  void on_session(const Call& call, const std::string& name, std::size_t bytes, Work work,
+                  Done done);
+  void execute(const Call& call, SessionEntry& entry, const Work& work);
+  [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
+                                                   const v1::CreateSessionRequest& request);
+  void describe(SessionEntry& entry, v1::Session& session) const;
+
+  template <typename Request, typename Response, typename Verb>
+  void batch(const Call& call, const Request& request, Response& response, Verb verb, Done done);
+
+  const CoreOptions options_;
+  const TimePoint started_;
+  Executor& executor_;
+  Tenants tenants_;
+  ModelPool models_;
+  SessionTable sessions_;
+  std::unique_ptr<Strand> control_;  ///< Where sessions are created.
+  std::atomic<bool> draining_{false};
+  std::atomic<std::int64_t> inflight_{0};
+  std::atomic<std::int64_t> opening_{0};
+  std::atomic<std::uint64_t> received_{0}, admitted_{0}, rejected_{0};
+  std::atomic<std::uint64_t> created_{0}, released_{0}, expired_{0};
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,90 @@
+#include "kvtier/version.h"
+
+#include "services/server/core.h"
+#include "services/server/paging.h"
+
+#include <chrono>
+
+namespace kvtier::services {
+namespace {
+
+void fill(const Tenant& tenant, v1::Tenant& message) {
+  message.set_name(tenant.name());
+  message.mutable_quota()->set_max_sessions(tenant.limits().max_sessions);
+  message.mutable_quota()->set_max_kv_bytes(tenant.limits().max_kv_bytes);
+  message.set_sessions(tenant.sessions());
+  message.set_kv_bytes(tenant.kv_bytes());
+}
+
+void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
+  to.set_tokens_appended(from.tokens_appended);
+  to.set_queries(from.queries);
+  to.set_rows_selected(from.rows_selected);
+  to.set_rows_attended(from.rows_attended);
+  to.set_bytes_host_to_device(from.bytes_host_to_device);
+  to.set_bytes_device_to_host(from.bytes_device_to_host);
+  to.set_bytes_device_resident(from.bytes_device_resident);
+  to.set_bytes_sketch_read(from.bytes_sketch_read);
+  to.set_nonfinite_tokens(from.nonfinite_tokens);
+}
+
+void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
+  to.set_sessions(from.sessions);
+  to.set_host_page_bytes(from.host_page_bytes);
+  to.set_host_page_bytes_used(from.host_page_bytes_used);
+  to.set_device_bytes(from.device_bytes);
+  to.set_sketch_bytes_used(from.sketch_bytes_used);
+  to.set_pages(from.pages);
+  to.set_pages_used(from.pages_used);
+}
+
+}  // namespace
+
+void Core::get_stats(v1::GetStatsResponse& response) const {
+  const Stats stats = models_.stats();
+  fill(stats.cumulative, *response.mutable_cumulative());
+  fill(stats.snapshot, *response.mutable_snapshot());
+  v1::ServiceStats& service = *response.mutable_service();
+  service.set_models(models_.size());
+  service.set_sessions_created(created_);
+  service.set_sessions_released(released_);
+  service.set_leases_expired(expired_);
+  service.set_received(received_);
+  service.set_admitted(admitted_);
+  service.set_rejected(rejected_);
+  service.set_inflight_bytes(static_cast<std::uint64_t>(inflight_.load()));
+  service.set_inflight_bytes_limit(static_cast<std::uint64_t>(options_.max_inflight_bytes));
+}
+
+void Core::get_server_info(v1::GetServerInfoResponse& response) const {
+  response.set_version(KVTIER_VERSION);
+  response.set_server_epoch(sessions_.epoch());
+  response.set_state(draining_ ? v1::SERVER_STATE_DRAINING : v1::SERVER_STATE_SERVING);
+  const auto uptime =
+      std::chrono::duration_cast<std::chrono::seconds>(options_.now() - started_).count();
+  response.mutable_uptime()->set_seconds(uptime);
+}
+
+void Core::list_tenants(const v1::ListTenantsRequest& request,
+                        v1::ListTenantsResponse& response) const {
+  const auto count = static_cast<std::size_t>(page_size_of(request.page_size()));
+  const auto& all = tenants_.all();
+  std::size_t i = page_start_of(request.page_token());
+  for (; i < all.size() && static_cast<std::size_t>(response.tenants_size()) < count; ++i) {
+    fill(*all[i], *response.add_tenants());
+  }
+  if (i < all.size()) response.set_next_page_token(std::to_string(i));
+}
+
+void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
+                            v1::SetTenantQuotaResponse& response) {
+  const v1::TenantQuota& quota = request.quota();
+  if (!request.has_quota() || quota.max_sessions() < 0 || quota.max_kv_bytes() < 0) {
+    throw ServiceError::invalid("quota", "numbers of at least 0", "none, or below 0");
+  }
+  Tenant& tenant = tenants_.by_name(request.name());
+  tenant.set_quota(quota.max_sessions(), quota.max_kv_bytes());
+  fill(tenant, *response.mutable_tenant());
+}
+
+}  // namespace kvtier::services

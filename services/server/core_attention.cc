@@ -1,0 +1,113 @@
+#include "services/server/core.h"
+#include "services/server/session_verbs.h"
+#include "services/server/wire.h"
+
+#include <memory>
+
+namespace kvtier::services {
+namespace {
+
+/// What is left of a message for tensors.
+constexpr std::int64_t kReplyBytes = kMaxMessageBytes - (std::int64_t{64} << 10);
+
+}  // namespace
+
+void Core::append(const Call& call, const std::string& session, const v1::AppendRequest& request,
+                  v1::AppendResponse& response, Done done) {
+  on_session(
+      call, session, request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) { append_to(entry, request, response); },
+      std::move(done));
+}
+
+void Core::select(const Call& call, const v1::SelectRequest& request, v1::SelectResponse& response,
+                  Done done) {
+  on_session(
+      call, request.session(), request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes);
+        select_in(entry, request, budget, response);
+      },
+      std::move(done));
+}
+
+void Core::attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response,
+                  Done done) {
+  on_session(
+      call, request.session(), request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes);
+        attend_in(entry, request, budget, response);
+      },
+      std::move(done));
+}
+
+void Core::decode(const Call& call, const std::string& session, const v1::DecodeRequest& request,
+                  v1::DecodeResponse& response, Done done) {
+  on_session(
+      call, session, request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes);
+        decode_in(entry, request, budget, response);
+      },
+      std::move(done));
+}
+
+template <typename Request, typename Response, typename Verb>
+void Core::batch(const Call& call, const Request& request, Response& response, Verb verb,
+                 Done done) {
+  const int count = request.items_size();
+  if (count > kMaxBatchItems) {
+    const ServiceError error = ServiceError::invalid(
+        "items", "at most " + std::to_string(kMaxBatchItems), std::to_string(count));
+    done(&error);
+    return;
+  }
+  struct Join {
+    std::atomic<int> left;
+    ReplyBudget budget{kReplyBytes};
+    Done done;
+  };
+  // One more than there are items, so that the last of them cannot end the call before all are
+  // queued.
+  auto join = std::make_shared<Join>();
+  join->left = count + 1;
+  join->done = std::move(done);
+  for (int i = 0; i < count; ++i) response.add_items();
+  const auto arrive = [join] {
+    if (--join->left == 0) join->done(nullptr);
+  };
+  for (int i = 0; i < count; ++i) {
+    auto& item = *response.mutable_items(i);
+    on_session(
+        call, request.items(i).session(), request.items(i).ByteSizeLong(),
+        [&request, i, &item, verb, join](SessionEntry& entry) {
+          verb(entry, request.items(i), join->budget, *item.mutable_response());
+        },
+        [&item, arrive](const ServiceError* error) {
+          if (error != nullptr) {
+            item.clear_response();
+            set_status(*error, *item.mutable_status());
+          }
+          arrive();
+        });
+  }
+  arrive();
+}
+
+void Core::batch_select(const Call& call, const v1::BatchSelectRequest& request,
+                        v1::BatchSelectResponse& response, Done done) {
+  batch(call, request, response, select_in, std::move(done));
+}
+
+void Core::batch_attend(const Call& call, const v1::BatchAttendRequest& request,
+                        v1::BatchAttendResponse& response, Done done) {
+  batch(call, request, response, attend_in, std::move(done));
+}
+
+void Core::batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
+                        v1::BatchDecodeResponse& response, Done done) {
+  batch(call, request, response, decode_in, std::move(done));
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,143 @@
+#include "services/server/model_pool.h"
+
+#include "services/server/service_error.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace kvtier::services {
+namespace {
+
+void write_sketch(std::ostream& out, const SketchConfig& sketch) {
+  out << ' ' << static_cast<int>(sketch.kind) << ':' << sketch.num_planes << ':' << sketch.seed;
+}
+
+std::string key_of(const ModelSpec& spec) {
+  std::ostringstream key;
+  key.precision(9);
+  const ModelConfig& model = spec.model;
+  key << model.layers << ' ' << model.query_heads << ' ' << model.kv_heads << ' ' << model.head_dim
+      << ' ' << static_cast<int>(model.kv_dtype) << ' ' << spec.retrieval.sink_tokens << ' '
+      << spec.retrieval.recent_tokens;
+  for (const LayerConfig& layer : model.layer_options) {
+    key << " l" << static_cast<int>(layer.mode) << ':' << layer.window_tokens << ':'
+        << layer.softmax_scale.value_or(0.0F) << ':' << layer.logit_softcap;
+  }
+  write_sketch(key, spec.retrieval.sketch());
+  std::vector<SketchConfig> extra = spec.extra_sketches;
+  std::sort(extra.begin(), extra.end(), [](const SketchConfig& a, const SketchConfig& b) {
+    return std::tie(a.kind, a.num_planes, a.seed) < std::tie(b.kind, b.num_planes, b.seed);
+  });
+  for (const SketchConfig& sketch : extra) write_sketch(key, sketch);
+  return key.str();
+}
+
+void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
+  to.tokens_appended += from.tokens_appended;
+  to.queries += from.queries;
+  to.rows_selected += from.rows_selected;
+  to.rows_attended += from.rows_attended;
+  to.bytes_host_to_device += from.bytes_host_to_device;
+  to.bytes_device_to_host += from.bytes_device_to_host;
+  to.bytes_device_resident += from.bytes_device_resident;
+  to.bytes_sketch_read += from.bytes_sketch_read;
+  to.nonfinite_tokens += from.nonfinite_tokens;
+}
+
+void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
+  to.sessions += from.sessions;
+  to.host_page_bytes += from.host_page_bytes;
+  to.host_page_bytes_used += from.host_page_bytes_used;
+  to.device_bytes += from.device_bytes;
+  to.sketch_bytes_used += from.sketch_bytes_used;
+  to.pages += from.pages;
+  to.pages_used += from.pages_used;
+}
+
+/// A failed engine throws; what it counted is lost with it.
+Stats stats_of(const Model& model) {
+  try {
+    return model.engine.stats();
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+bool Model::carries(const RetrievalConfig& retrieval) const {
+  const Config& config = engine.config();
+  const SketchConfig wanted = retrieval.sketch();
+  const auto fits = [&wanted](const SketchConfig& have) {
+    return have.kind == wanted.kind && have.seed == wanted.seed &&
+           have.num_planes >= wanted.num_planes;
+  };
+  return fits(config.retrieval.sketch()) ||
+         std::any_of(config.extra_sketches.begin(), config.extra_sketches.end(), fits);
+}
+
+std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
+  const std::string key = key_of(spec);
+  const std::lock_guard one_at_a_time(building_);
+  {
+    const std::lock_guard lock(mutex_);
+    for (std::size_t i = models_.size(); i-- > 0;) {
+      if (models_[i]->failed) retire(i);
+    }
+    const auto it = std::find_if(models_.begin(), models_.end(),
+                                 [&key](const auto& model) { return model->key() == key; });
+    if (it != models_.end()) {
+      std::rotate(it, it + 1, models_.end());
+      return models_.back();
+    }
+    if (models_.size() >= options_.max_models) {
+      const auto idle = std::find_if(models_.begin(), models_.end(),
+                                     [](const auto& model) { return model.use_count() == 1; });
+      if (idle == models_.end()) {
+        throw ServiceError::overloaded("TOO_MANY_MODELS",
+                                       "all " + std::to_string(options_.max_models) +
+                                           " models that the server may hold have sessions");
+      }
+      retire(static_cast<std::size_t>(idle - models_.begin()));
+    }
+  }
+  Config config;
+  config.model = spec.model;
+  config.memory = options_.memory;
+  config.retrieval = spec.retrieval;
+  config.extra_sketches = spec.extra_sketches;
+  config.backend = options_.backend;
+  config.log = options_.log;
+  auto model = std::make_shared<Model>(config, key);
+  const std::lock_guard lock(mutex_);
+  models_.push_back(model);
+  return model;
+}
+
+void ModelPool::retire(std::size_t index) {
+  add(retired_, stats_of(*models_[index]).cumulative);
+  models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+std::size_t ModelPool::size() const {
+  const std::lock_guard lock(mutex_);
+  return models_.size();
+}
+
+Stats ModelPool::stats() const {
+  std::vector<std::shared_ptr<Model>> models;
+  Stats sum;
+  {
+    const std::lock_guard lock(mutex_);
+    models = models_;
+    sum.cumulative = retired_;
+  }
+  for (const auto& model : models) {
+    const Stats stats = stats_of(*model);
+    add(sum.cumulative, stats.cumulative);
+    add(sum.snapshot, stats.snapshot);
+  }
+  return sum;
+}
+
+}  // namespace kvtier::services

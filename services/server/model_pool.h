@@ -1,0 +1,74 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+/// What an engine is made for. Sessions that agree in all of it share one.
+struct ModelSpec {
+  ModelConfig model;
+  /// Estimator and options of the first session; its sketch, sinks and window shape the engine.
+  RetrievalConfig retrieval;
+  std::vector<SketchConfig> extra_sketches;
+};
+
+/// An engine and what the service knows of it.
+class Model {
+ public:
+  Model(const Config& config, std::string key) : engine(config), key_(std::move(key)) {}
+
+  Engine engine;
+  /// Set after a fault of the device: the engine answers nothing more.
+  std::atomic<bool> failed{false};
+
+  [[nodiscard]] const std::string& key() const noexcept { return key_; }
+  /// Returns whether a session with these options finds its sketch here.
+  [[nodiscard]] bool carries(const RetrievalConfig& retrieval) const;
+
+ private:
+  std::string key_;
+};
+
+struct ModelPoolOptions {
+  Backend backend = Backend::kAuto;
+  std::size_t max_models = 4;
+  /// Of each engine.
+  MemoryConfig memory;
+  std::function<void(LogLevel, std::string_view)> log{};
+};
+
+/// The engines of a server, at most `max_models`, made when the first session asks. One without
+/// sessions gives way to another model. Thread-safe; a new engine holds the others up.
+class ModelPool {
+ public:
+  explicit ModelPool(ModelPoolOptions options) : options_(std::move(options)) {}
+
+  /// Throws `kInvalidArgument` for a model that the library refuses, RESOURCE_EXHAUSTED when every
+  /// engine there may be is in use by other models.
+  [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
+
+  [[nodiscard]] std::size_t size() const;
+  /// Sums over the engines there are and, for what only grows, those there were.
+  [[nodiscard]] Stats stats() const;
+
+ private:
+  void retire(std::size_t index);
+
+  const ModelPoolOptions options_;
+  std::mutex building_;
+  mutable std::mutex mutex_;                    ///< Guards all below.
+  std::vector<std::shared_ptr<Model>> models_;  ///< Least recently acquired first.
+  Stats::Cumulative retired_;
+};
+
+}  // namespace kvtier::services

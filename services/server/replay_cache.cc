@@ -1,0 +1,49 @@
+#include "services/server/replay_cache.h"
+
+#include "services/server/service_error.h"
+
+#include <algorithm>
+
+namespace kvtier::services {
+
+std::optional<std::string> ReplayCache::begin(const std::string& id, const std::string& body) {
+  const std::lock_guard lock(mutex_);
+  if (const auto it = entries_.find(id); it != entries_.end()) {
+    if (it->second.body != body) {
+      throw ServiceError(Code::kInvalidArgument, "REQUEST_ID_CONFLICT",
+                         "request_id: expected the request that it was used for, found another");
+    }
+    if (!it->second.reply) {
+      throw ServiceError(Code::kAborted, "REQUEST_IN_PROGRESS",
+                         "request_id: the first request with it is not answered yet");
+    }
+    return it->second.reply;
+  }
+  if (entries_.size() >= capacity_) {
+    const auto done = std::find_if(by_age_.begin(), by_age_.end(), [this](const std::string& old) {
+      return entries_.at(old).reply.has_value();
+    });
+    if (done == by_age_.end()) {
+      throw ServiceError::overloaded("TOO_MANY_REQUESTS", "too many requests are in progress");
+    }
+    entries_.erase(*done);
+    by_age_.erase(done);
+  }
+  by_age_.push_back(id);
+  entries_.emplace(id, Entry{body, std::nullopt, std::prev(by_age_.end())});
+  return std::nullopt;
+}
+
+void ReplayCache::finish(const std::string& id, std::string reply) {
+  const std::lock_guard lock(mutex_);
+  entries_.at(id).reply = std::move(reply);
+}
+
+void ReplayCache::abandon(const std::string& id) {
+  const std::lock_guard lock(mutex_);
+  const auto it = entries_.find(id);
+  by_age_.erase(it->second.age);
+  entries_.erase(it);
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,107 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include "services/server/executor.h"
+#include "services/server/handle.h"
+#include "services/server/model_pool.h"
+#include "services/server/tenants.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+/// The reply to the last decode step of a session.
+struct StoredReply {
+  int layer = -1;
+  std::int64_t step = 0;  ///< 0: none.
+  std::string request_digest;
+  std::string reply;
+};
+
+/// One session: its engine's session, its queue, and what its tenant is charged for it.
+struct SessionEntry {
+  SessionEntry(Tenant& tenant_in, std::shared_ptr<Model> model_in,
+               std::unique_ptr<Strand> strand_in)
+      : tenant(tenant_in), model(std::move(model_in)), strand(std::move(strand_in)) {}
+  ~SessionEntry();
+  SessionEntry(const SessionEntry&) = delete;  // its charge is given back once
+  SessionEntry& operator=(const SessionEntry&) = delete;
+
+  Tenant& tenant;
+  const std::shared_ptr<Model> model;
+  const std::unique_ptr<Strand> strand;
+  std::string name;
+  RetrievalConfig retrieval;
+  std::int64_t capacity_tokens = 0;
+  std::atomic<TimePoint::rep> lease_end{0};
+  std::atomic<int> queued{0};
+
+  // Used by tasks of the strand only.
+  std::optional<Session> session;  ///< Gone once the session is released.
+  std::int64_t base_bytes = 0;     ///< Charged for what a session keeps beside keys and values.
+  std::int64_t charged_bytes = 0;  ///< `base_bytes` and keys and values.
+  StoredReply last_reply;
+
+  /// Ends the session and gives back what it was charged.
+  void close() noexcept;
+
+ private:
+  bool closed_ = false;
+};
+
+/// Which sessions there are, by handle. Handles carry a generation, so that one never names the
+/// next session in its slot. Thread-safe.
+class SessionTable {
+ public:
+  SessionTable() : codec_("session") {}
+
+  /// Names `entry` and adds it.
+  void insert(const std::shared_ptr<SessionEntry>& entry);
+  /// Returns the tenant's own session. Throws NOT_FOUND for names that are unknown, foreign, forged
+  /// or released, FAILED_PRECONDITION (LEASE_EXPIRED), ABORTED (SERVER_EPOCH) for a handle of an
+  /// earlier start.
+  [[nodiscard]] std::shared_ptr<SessionEntry> find(const Tenant& tenant,
+                                                   const std::string& name) const;
+  /// As `find`, and takes the session out. `close` is left to the caller.
+  [[nodiscard]] std::shared_ptr<SessionEntry> remove(const Tenant& tenant, const std::string& name);
+  /// Takes out the sessions whose lease ended before `now` and that have no call queued.
+  [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_expired(TimePoint now);
+  [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_all();
+
+  /// Returns up to `count` names of the tenant's sessions from slot `first_slot` on, and the slot
+  /// to go on with, or nothing at the end.
+  [[nodiscard]] std::pair<std::vector<std::string>, std::optional<std::uint32_t>> list(
+      const Tenant& tenant, std::uint32_t first_slot, std::size_t count) const;
+  [[nodiscard]] std::size_t size() const;
+  [[nodiscard]] std::uint32_t epoch() const noexcept { return codec_.epoch(); }
+
+ private:
+  struct Slot {
+    std::uint32_t generation = 0;
+    std::uint32_t expired_generation = 0;  ///< Last that ended with its lease, plus 1.
+    std::uint32_t expired_tenant = 0;
+    std::shared_ptr<SessionEntry> entry;
+  };
+
+  [[nodiscard]] DecodedHandle decode(const std::string& name) const;
+  [[nodiscard]] std::uint32_t slot_of(const Tenant& tenant, const DecodedHandle& handle) const;
+  [[nodiscard]] std::shared_ptr<SessionEntry> vacate(std::uint32_t slot);
+
+  HandleCodec codec_;
+  mutable std::mutex mutex_;  ///< Guards all below.
+  std::vector<Slot> slots_;
+  std::vector<std::uint32_t> free_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,238 @@
+#include "services/server/session_verbs.h"
+
+#include "services/server/wire.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <openssl/evp.h>
+
+namespace kvtier::services {
+namespace {
+
+const ModelConfig& model_of(const SessionEntry& entry) {
+  return entry.model->engine.config().model;
+}
+
+int checked_layer(const SessionEntry& entry, int layer) {
+  const int layers = model_of(entry).layers;
+  if (layer < 0 || layer >= layers) {
+    throw ServiceError::invalid("layer", "0 to " + std::to_string(layers - 1),
+                                std::to_string(layer));
+  }
+  return layer;
+}
+
+TensorView query_of(const SessionEntry& entry, const v1::Tensor& query) {
+  const ModelConfig& model = model_of(entry);
+  return tokens_of(query, "query", model.query_heads, model.head_dim, kMaxChunkTokens);
+}
+
+template <typename Request>
+void check_position(const Request& request, std::int64_t length) {
+  if (request.has_position() && request.position() != length) {
+    throw ServiceError(Code::kAborted, "POSITION_MISMATCH",
+                       "position: expected the layer's length, " + std::to_string(length) +
+                           ", found " + std::to_string(request.position()));
+  }
+}
+
+std::int64_t kv_bytes(const ModelConfig& model, std::int64_t tokens) {
+  return tokens * model.kv_heads * model.head_dim * 4;  // K and V, 16 bit each
+}
+
+std::int64_t stored_tokens(const SessionEntry& entry) {
+  std::int64_t tokens = 0;
+  for (int layer = 0; layer < model_of(entry).layers; ++layer) {
+    tokens += entry.session->length(layer);
+  }
+  return tokens;
+}
+
+/// Charges the tenant for tokens about to be stored, and gives back what a failed call did not use.
+class Charge {
+ public:
+  Charge(SessionEntry& entry, std::int64_t tokens)
+      : entry_(entry), bytes_(kv_bytes(model_of(entry), tokens)) {
+    entry_.tenant.charge_kv(bytes_);
+  }
+  ~Charge() {
+    if (!kept_) entry_.tenant.refund_kv(bytes_);
+  }
+  Charge(const Charge&) = delete;  // gives its bytes back once
+  Charge& operator=(const Charge&) = delete;
+  void keep() noexcept {
+    kept_ = true;
+    entry_.charged_bytes += bytes_;
+  }
+
+ private:
+  SessionEntry& entry_;
+  const std::int64_t bytes_;
+  bool kept_ = false;
+};
+
+struct KeyValue {
+  TensorView key, value;
+};
+
+KeyValue key_value_of(const SessionEntry& entry, const v1::Tensor& key, const v1::Tensor& value) {
+  const ModelConfig& model = model_of(entry);
+  const KeyValue views{tokens_of(key, "key", model.kv_heads, model.head_dim, kMaxChunkTokens),
+                       tokens_of(value, "value", model.kv_heads, model.head_dim, kMaxChunkTokens)};
+  if (views.key.shape[0] != views.value.shape[0]) {
+    throw ServiceError::invalid("value.shape", std::to_string(views.key.shape[0]) + " tokens",
+                                std::to_string(views.value.shape[0]));
+  }
+  return views;
+}
+
+/// Makes `out` and `lse` of a reply.
+AttendOutputs make_outputs(const TensorView& query, ReplyBudget& budget, v1::Tensor& out,
+                           v1::Tensor& lse) {
+  const std::int64_t rows = query.shape[0] * query.shape[1];
+  constexpr std::int64_t kOverhead = 128;
+  budget.take(rows * query.shape[2] * static_cast<std::int64_t>(dtype_bytes(query.dtype)) +
+              rows * 4 + kOverhead);
+  AttendOutputs outputs;
+  outputs.out = make_tensor(out, query.dtype, {query.shape[0], query.shape[1], query.shape[2]});
+  outputs.lse = make_tensor(lse, DType::kFloat32, {query.shape[0], query.shape[1]});
+  return outputs;
+}
+
+/// A digest of the step's tensors; what is left out is compared as it is.
+std::string digest_of(const v1::DecodeRequest& request) {
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
+  unsigned size = 0;
+  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context(EVP_MD_CTX_new(),
+                                                                        &EVP_MD_CTX_free);
+  bool done = context && EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr) == 1;
+  for (const v1::Tensor* tensor : {&request.query(), &request.key(), &request.value()}) {
+    done =
+        done && EVP_DigestUpdate(context.get(), tensor->data().data(), tensor->data().size()) == 1;
+  }
+  done = done && EVP_DigestFinal_ex(context.get(), digest.data(), &size) == 1;
+  if (!done) throw std::bad_alloc();
+  return {digest.begin(), digest.begin() + size};
+}
+
+/// Returns whether the step was executed before; `response` is its reply then.
+bool replay(const SessionEntry& entry, const v1::DecodeRequest& request, const std::string& digest,
+            ReplyBudget& budget, v1::DecodeResponse& response) {
+  const StoredReply& last = entry.last_reply;
+  if (last.step != request.step() || last.layer != request.layer()) return false;
+  if (last.request_digest != digest) {
+    throw ServiceError(Code::kInvalidArgument, "STEP_CONFLICT",
+                       "step: expected the tensors that it was used for, found others");
+  }
+  budget.take(static_cast<std::int64_t>(last.reply.size()));
+  response.ParseFromString(last.reply);
+  return true;
+}
+
+/// Most ids that a selection can have.
+std::int64_t selected_of(const RetrievalConfig& retrieval, std::int64_t length) {
+  if (retrieval.sparsity <= 0.0) return std::min<std::int64_t>(length, retrieval.top_k);
+  const auto share = static_cast<std::int64_t>(static_cast<double>(length) / retrieval.sparsity);
+  return std::min(length, std::max<std::int64_t>(1, share));
+}
+
+}  // namespace
+
+void append_to(SessionEntry& entry, const v1::AppendRequest& request,
+               v1::AppendResponse& response) {
+  const int layer = checked_layer(entry, request.layer());
+  const KeyValue tensors = key_value_of(entry, request.key(), request.value());
+  check_position(request, entry.session->length(layer));
+  Charge charge(entry, tensors.key.shape[0]);
+  entry.session->append(layer, tensors.key, tensors.value);
+  charge.keep();
+  response.clear_layer_lengths();
+  for (int i = 0; i < model_of(entry).layers; ++i) {
+    response.add_layer_lengths(entry.session->length(i));
+  }
+}
+
+void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudget& budget,
+               v1::SelectResponse& response) {
+  const int layer = checked_layer(entry, request.layer());
+  const TensorView query = query_of(entry, request.query());
+  const CallOptions call(request.options(), entry.retrieval);
+  const ModelConfig& model = model_of(entry);
+  const bool per_query_head = call.retrieval.selection == Selection::kPerQueryHead;
+  const std::int64_t heads = per_query_head ? model.query_heads : model.kv_heads;
+  const std::int64_t length = entry.session->length(layer);
+  if (length == 0) {
+    throw ServiceError(Code::kFailedPrecondition, "EMPTY_LAYER",
+                       "layer: expected stored tokens, found none");
+  }
+  const std::int64_t count = selected_of(call.retrieval, length);
+  const std::int64_t rows = query.shape[0] * heads;
+  constexpr std::int64_t kOverhead = 128;
+  budget.take(rows * count * (request.with_scores() ? 8 : 4) + kOverhead);
+  SelectOutputs outputs;
+  outputs.ids = make_tensor(*response.mutable_ids(), DType::kInt32, {query.shape[0], heads, count});
+  if (request.with_scores()) {
+    outputs.scores =
+        make_tensor(*response.mutable_scores(), DType::kFloat32, {query.shape[0], heads, count});
+  }
+  entry.session->select(layer, query, outputs, {}, call.options);
+}
+
+void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudget& budget,
+               v1::AttendResponse& response) {
+  const int layer = checked_layer(entry, request.layer());
+  AttendInputs inputs;
+  inputs.query = query_of(entry, request.query());
+  if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  const CallOptions call(request.options(), entry.retrieval);
+  const AttendOutputs outputs =
+      make_outputs(inputs.query, budget, *response.mutable_out(), *response.mutable_lse());
+  entry.session->attend(layer, inputs, outputs, {}, call.options);
+}
+
+void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudget& budget,
+               v1::DecodeResponse& response) {
+  const int layer = checked_layer(entry, request.layer());
+  if (request.step() < 0) {
+    throw ServiceError::invalid("step", "at least 0", std::to_string(request.step()));
+  }
+  std::string digest;
+  if (request.step() > 0) {
+    digest = digest_of(request);
+    if (replay(entry, request, digest, budget, response)) return;
+  }
+  DecodeInputs inputs;
+  inputs.query = query_of(entry, request.query());
+  const KeyValue tensors = key_value_of(entry, request.key(), request.value());
+  inputs.key = tensors.key;
+  inputs.value = tensors.value;
+  if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  check_position(request, entry.session->length(layer));
+  const CallOptions call(request.options(), entry.retrieval);
+  Charge charge(entry, inputs.key.shape[0]);
+  const AttendOutputs outputs =
+      make_outputs(inputs.query, budget, *response.mutable_out(), *response.mutable_lse());
+  entry.session->decode(layer, inputs, outputs, {}, call.options);
+  charge.keep();
+  response.set_layer(layer);
+  response.set_step(request.step());
+  if (request.step() > 0) {
+    entry.last_reply = {.layer = layer,
+                        .step = request.step(),
+                        .request_digest = std::move(digest),
+                        .reply = response.SerializeAsString()};
+  }
+}
+
+void truncate_to(SessionEntry& entry, std::int64_t tokens) {
+  if (tokens < 0) throw ServiceError::invalid("tokens", "at least 0", std::to_string(tokens));
+  const std::int64_t before = stored_tokens(entry);
+  entry.session->truncate(tokens);
+  entry.last_reply = {};
+  const std::int64_t bytes = kv_bytes(model_of(entry), before - stored_tokens(entry));
+  entry.charged_bytes -= bytes;
+  entry.tenant.refund_kv(bytes);
+}
+
+}  // namespace kvtier::services

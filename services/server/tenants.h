@@ -1,0 +1,91 @@
+#pragma once
+
+#include "services/server/replay_cache.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+struct TenantLimits {
+  std::int64_t max_sessions = 16000;
+  /// Bytes of keys and values, and of what a session keeps beside them.
+  std::int64_t max_kv_bytes = std::int64_t{1} << 50;
+  std::int64_t max_inflight_bytes = std::int64_t{1} << 50;
+};
+
+/// A tenant as it is configured.
+struct TenantConfig {
+  std::string name;
+  std::string token_sha256;  ///< 64 hex digits; empty: no token.
+  std::string certificate;   ///< Subject alternative name or common name; empty: none.
+  TenantLimits limits;
+};
+
+/// One tenant: what it may hold, what it holds, and what it has asked before. Thread-safe.
+class Tenant {
+ public:
+  Tenant(std::uint32_t index, const TenantConfig& config);
+
+  [[nodiscard]] std::uint32_t index() const noexcept { return index_; }
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  [[nodiscard]] TenantLimits limits() const noexcept;
+  void set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept;
+
+  /// Throws RESOURCE_EXHAUSTED when the session, or the bytes, would pass a limit.
+  void charge_session();
+  void refund_session() noexcept { --sessions_; }
+  void charge_kv(std::int64_t bytes);
+  void refund_kv(std::int64_t bytes) noexcept { kv_bytes_ -= bytes; }
+  /// Returns whether `bytes` more may be in flight, and counts them if so.
+  [[nodiscard]] bool take_inflight(std::int64_t bytes) noexcept;
+  void give_inflight(std::int64_t bytes) noexcept { inflight_ -= bytes; }
+
+  [[nodiscard]] std::int64_t sessions() const noexcept { return sessions_; }
+  [[nodiscard]] std::int64_t kv_bytes() const noexcept { return kv_bytes_; }
+  [[nodiscard]] ReplayCache& replies() noexcept { return replies_; }
+
+ private:
+  const std::uint32_t index_;
+  const std::string name_;
+  std::atomic<std::int64_t> max_sessions_, max_kv_bytes_;
+  const std::int64_t max_inflight_;
+  std::atomic<std::int64_t> sessions_{0}, kv_bytes_{0}, inflight_{0};
+  ReplayCache replies_;
+};
+
+/// Who a caller says it is, as the transport has it.
+struct Credentials {
+  std::string_view bearer_token{};               ///< Empty: none.
+  std::vector<std::string> certificate_names{};  ///< Of a verified client certificate.
+};
+
+/// The tenants of a server. Without any configured, every caller is the tenant "default".
+/// Immutable, so thread-safe.
+class Tenants {
+ public:
+  /// Throws `kInvalidArgument` for names that are not [a-z0-9_.-]{1,64}, digests that are none, and
+  /// whatever two tenants share.
+  explicit Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& default_limits);
+
+  /// Throws UNAUTHENTICATED, with no hint, when the credentials are no tenant's, or of two.
+  [[nodiscard]] Tenant& authenticate(const Credentials& credentials) const;
+  /// Throws NOT_FOUND.
+  [[nodiscard]] Tenant& by_name(const std::string& name) const;
+  [[nodiscard]] const std::vector<std::unique_ptr<Tenant>>& all() const noexcept { return all_; }
+
+ private:
+  std::vector<std::unique_ptr<Tenant>> all_;
+  std::vector<TenantConfig> configs_;  ///< Empty: one tenant for all.
+};
+
+/// Reads {"tenants": [{"name", "token_sha256", "certificate", "max_sessions", "max_kv_bytes",
+/// "max_inflight_bytes"}]}. Throws `kInvalidArgument` for text that is not this, unknown keys
+/// included.
+[[nodiscard]] std::vector<TenantConfig> parse_tenants(const std::string& json);
+
+}  // namespace kvtier::services

@@ -1,0 +1,58 @@
+#pragma once
+
+#include "kvtier/config.h"
+#include "kvtier/engine.h"
+#include "kvtier/tensor.h"
+#include "kvtier/v1/session.pb.h"
+
+#include "services/server/service_error.h"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+/// From messages to the types of the library. Every function throws `ServiceError` with
+/// the path of the field; none allocates by a number that a client sent before the number is
+/// checked.
+namespace kvtier::services {
+
+/// Returns a * b, or nothing when that does not fit or a factor is negative. The one place where
+/// extents are multiplied.
+[[nodiscard]] std::optional<std::int64_t> checked_product(std::int64_t a, std::int64_t b) noexcept;
+
+/// Views the bytes of a message; checks rank, extents and that `data` has the bytes of the shape.
+/// Valid as long as `tensor` is.
+[[nodiscard]] TensorView view_of(const v1::Tensor& tensor, const std::string& field);
+
+/// As `view_of`, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens.
+[[nodiscard]] TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads,
+                                   int head_dim, std::int64_t max_tokens);
+
+/// Shapes `tensor` and returns its memory, zeroed. Extents are the server's own.
+[[nodiscard]] MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
+                                            std::initializer_list<std::int64_t> shape);
+
+[[nodiscard]] ModelConfig model_of(const v1::Geometry& geometry, const std::string& field);
+[[nodiscard]] SketchConfig sketch_of(const v1::Sketch& sketch, const std::string& field);
+
+/// Returns `base` with what `options` gives, as retrieval.proto says. Checked.
+[[nodiscard]] RetrievalConfig retrieval_of(const v1::RetrievalOptions& options,
+                                           const RetrievalConfig& base, const std::string& field);
+
+/// Options of one call. `retrieval` outlives its use in `options`.
+struct CallOptions {
+  AttendOptions options;
+  RetrievalConfig retrieval;
+
+  CallOptions(const v1::AttendOptions& message, const RetrievalConfig& session_default);
+  CallOptions(const CallOptions&) = delete;  // options points to retrieval
+  CallOptions& operator=(const CallOptions&) = delete;
+};
+
+/// Throws unless `text` is empty or a UUID.
+void check_request_id(const std::string& text);
+
+/// Fills the status of a batch's item that failed.
+void set_status(const ServiceError& error, v1::ItemStatus& status);
+
+}  // namespace kvtier::services

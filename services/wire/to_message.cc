@@ -1,0 +1,186 @@
+#include "services/wire/to_message.h"
+
+#include <cstring>
+
+namespace kvtier::services {
+namespace {
+
+v1::LayerMode message_of(LayerMode mode) {
+  switch (mode) {
+    case LayerMode::kSparse:
+      return v1::LAYER_MODE_SPARSE;
+    case LayerMode::kDense:
+      return v1::LAYER_MODE_DENSE;
+    case LayerMode::kSlidingWindow:
+      break;
+  }
+  return v1::LAYER_MODE_SLIDING_WINDOW;
+}
+
+v1::Estimator message_of(Estimator estimator) {
+  switch (estimator) {
+    case Estimator::kSoftCollision:
+      return v1::ESTIMATOR_SOFT_COLLISION;
+    case Estimator::kHardCollision:
+      return v1::ESTIMATOR_HARD_COLLISION;
+    case Estimator::kNormAware:
+      break;
+  }
+  return v1::ESTIMATOR_NORM_AWARE;
+}
+
+v1::ValueWeighting message_of(ValueWeighting weighting) {
+  switch (weighting) {
+    case ValueWeighting::kDefault:
+      return v1::VALUE_WEIGHTING_UNSPECIFIED;
+    case ValueWeighting::kLinear:
+      return v1::VALUE_WEIGHTING_LINEAR;
+    case ValueWeighting::kCalibrated:
+      return v1::VALUE_WEIGHTING_CALIBRATED;
+    case ValueWeighting::kLogit:
+      return v1::VALUE_WEIGHTING_LOGIT;
+    case ValueWeighting::kNone:
+      break;
+  }
+  return v1::VALUE_WEIGHTING_NONE;
+}
+
+v1::PlaneKind message_of(PlaneKind kind) {
+  return kind == PlaneKind::kGaussian ? v1::PLANE_KIND_GAUSSIAN : v1::PLANE_KIND_ORTHOGONAL;
+}
+
+/// Calls `copy(offset of the view in elements, offset of the dense bytes, bytes)` for every run of
+/// the last dimension.
+template <typename View, typename Copy>
+void for_each_run(const View& view, Copy copy) {
+  const auto rank = static_cast<std::size_t>(view.rank);
+  const std::size_t last = rank - 1;
+  const std::size_t run = static_cast<std::size_t>(view.shape[last]) * dtype_bytes(view.dtype);
+  std::int64_t runs = 1;
+  for (std::size_t i = 0; i < last; ++i) runs *= view.shape[i];
+  for (std::int64_t index = 0; index < runs; ++index) {
+    std::int64_t offset = 0;
+    std::int64_t rest = index;
+    for (std::size_t i = last; i-- > 0;) {
+      offset += rest % view.shape[i] * view.strides[i];
+      rest /= view.shape[i];
+    }
+    copy(static_cast<std::size_t>(offset) * dtype_bytes(view.dtype),
+         static_cast<std::size_t>(index) * run, run);
+  }
+}
+
+}  // namespace
+
+v1::DataType data_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return v1::DATA_TYPE_FLOAT32;
+    case DType::kFloat16:
+      return v1::DATA_TYPE_FLOAT16;
+    case DType::kBFloat16:
+      return v1::DATA_TYPE_BFLOAT16;
+    case DType::kInt32:
+      break;
+  }
+  return v1::DATA_TYPE_INT32;
+}
+
+v1::Geometry geometry_of(const ModelConfig& model) {
+  v1::Geometry geometry;
+  geometry.set_layers(model.layers);
+  geometry.set_query_heads(model.query_heads);
+  geometry.set_kv_heads(model.kv_heads);
+  geometry.set_head_dim(model.head_dim);
+  geometry.set_kv_dtype(data_type_of(model.kv_dtype));
+  for (const LayerConfig& layer : model.layer_options) {
+    v1::LayerOptions& options = *geometry.add_layer_options();
+    options.set_mode(message_of(layer.mode));
+    options.set_window_tokens(layer.window_tokens);
+    if (layer.softmax_scale) options.set_softmax_scale(*layer.softmax_scale);
+    options.set_logit_softcap(layer.logit_softcap);
+  }
+  return geometry;
+}
+
+v1::Sketch message_of(const SketchConfig& sketch) {
+  v1::Sketch message;
+  message.set_kind(message_of(sketch.kind));
+  message.set_num_planes(sketch.num_planes);
+  message.set_seed(sketch.seed);
+  return message;
+}
+
+v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
+  v1::RetrievalOptions message;
+  message.set_estimator(message_of(retrieval.estimator));
+  message.set_value_weighting(message_of(retrieval.value_weighting));
+  message.set_selection(retrieval.selection == Selection::kPerKvHead
+                            ? v1::SELECTION_PER_KV_HEAD
+                            : v1::SELECTION_PER_QUERY_HEAD);
+  if (retrieval.sparsity > 0.0) {
+    message.mutable_size()->set_sparsity(retrieval.sparsity);
+  } else {
+    message.mutable_size()->set_top_k(retrieval.top_k);
+  }
+  if (retrieval.plane_kind) message.set_plane_kind(message_of(*retrieval.plane_kind));
+  message.set_seed(retrieval.seed);
+  message.set_planes_per_table(retrieval.planes_per_table);
+  message.set_tables(retrieval.tables);
+  message.set_tau(retrieval.tau);
+  message.set_num_planes(retrieval.num_planes);
+  message.set_query_bits(retrieval.query_bits);
+  message.set_sink_tokens(retrieval.sink_tokens);
+  message.set_recent_tokens(retrieval.recent_tokens);
+  return message;
+}
+
+v1::AttendOptions message_of(const AttendOptions& options) {
+  v1::AttendOptions message;
+  if (options.softmax_scale) message.set_softmax_scale(*options.softmax_scale);
+  if (options.logit_softcap) message.set_logit_softcap(*options.logit_softcap);
+  if (options.mode) message.set_mode(message_of(*options.mode));
+  if (options.dense_from) message.set_dense_from(*options.dense_from);
+  if (options.retrieval != nullptr) *message.mutable_retrieval() = message_of(*options.retrieval);
+  return message;
+}
+
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count,
+               v1::Tensor& message) {
+  TensorView rows = view;
+  rows.data = static_cast<const char*>(view.data) +
+              static_cast<std::size_t>(first * view.strides[0]) * dtype_bytes(view.dtype);
+  rows.shape[0] = count;
+  message.set_dtype(data_type_of(view.dtype));
+  message.clear_shape();
+  std::size_t bytes = dtype_bytes(view.dtype);
+  for (int i = 0; i < rows.rank; ++i) {
+    message.add_shape(rows.shape[static_cast<std::size_t>(i)]);
+    bytes *= static_cast<std::size_t>(rows.shape[static_cast<std::size_t>(i)]);
+  }
+  std::string& data = *message.mutable_data();
+  data.resize(bytes);
+  if (bytes == 0) return;
+  for_each_run(rows, [&](std::size_t from, std::size_t to, std::size_t size) {
+    std::memcpy(data.data() + to, static_cast<const char*>(rows.data) + from, size);
+  });
+}
+
+bool copy_back(const v1::Tensor& message, const MutableTensorView& view) {
+  if (message.dtype() != data_type_of(view.dtype) || message.shape_size() != view.rank)
+    return false;
+  std::size_t bytes = dtype_bytes(view.dtype);
+  for (int i = 0; i < view.rank; ++i) {
+    const std::int64_t extent = view.shape[static_cast<std::size_t>(i)];
+    if (message.shape(i) != extent) return false;
+    bytes *= static_cast<std::size_t>(extent);
+  }
+  if (message.data().size() != bytes) return false;
+  if (bytes == 0) return true;
+  for_each_run(view, [&](std::size_t to, std::size_t from, std::size_t size) {
+    std::memcpy(static_cast<char*>(view.data) + to, message.data().data() + from, size);
+  });
+  return true;
+}
+
+}  // namespace kvtier::services

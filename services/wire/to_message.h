@@ -1,0 +1,26 @@
+#pragma once
+
+#include "kvtier/config.h"
+#include "kvtier/engine.h"
+#include "kvtier/tensor.h"
+#include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/session.pb.h"
+
+/// From the types of the library to messages. Every field is set, so that nothing is left to the
+/// defaults of the other side.
+namespace kvtier::services {
+
+[[nodiscard]] v1::DataType data_type_of(DType dtype);
+[[nodiscard]] v1::Geometry geometry_of(const ModelConfig& model);
+[[nodiscard]] v1::Sketch message_of(const SketchConfig& sketch);
+[[nodiscard]] v1::RetrievalOptions message_of(const RetrievalConfig& retrieval);
+/// What is left out stays left out.
+[[nodiscard]] v1::AttendOptions message_of(const AttendOptions& options);
+
+/// Copies rows `[first, first + count)` of a tensor of rank 1 to 4, strided as it may be.
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message);
+/// Copies a dense message into a view of the same shape and dtype. Returns false when it has
+/// another.
+[[nodiscard]] bool copy_back(const v1::Tensor& message, const MutableTensorView& view);
+
+}  // namespace kvtier::services
