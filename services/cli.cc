@@ -6,6 +6,7 @@
 #include "services/names.h"
 #include "services/replay.h"
 #include "services/replay_report.h"
+#include "services/serve.h"
 #include "services/stress/command.h"
 #include "services/trace.h"
 
@@ -181,6 +182,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
       ->capture_default_str();
   ReplayCommand replay_command;
   add_replay(app, replay_command);
+  ServeCommand serve_command;
+  add_serve(app, serve_command);
   StressCommand stress_command;
   add_stress(app, stress_command);
   try {
@@ -195,6 +198,10 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   }
   const auto log = make_log(console.err, log_level);
   if (app.got_subcommand("stress")) return run_stress(stress_command, console, log);
+  if (app.got_subcommand("serve")) {
+    run_serve(serve_command, console, log);
+    return 0;
+  }
   replay_command.options.log = log;
   run_replay(replay_command, console);
   return 0;

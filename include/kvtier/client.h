@@ -1,0 +1,112 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+/// Sessions in another process: a client of `kvtier serve`. Its calls are those of `Session`, with
+/// host tensors and without streams.
+namespace kvtier {
+
+struct ClientOptions {
+  /// "unix:PATH" or "tcp:HOST:PORT".
+  std::string server;
+  /// Names the tenant, where the server knows tenants by token.
+  std::string token{};
+  /// Files in PEM, all three for TCP: the CA of the server, and the client's certificate and key.
+  std::string tls_server_ca{}, tls_certificate{}, tls_key{};
+  bool insecure_tcp = false;  ///< TCP without TLS; the server must allow it.
+  /// Of every call, above 0: none waits for ever.
+  std::chrono::milliseconds timeout{30'000};
+  /// Attempts at a call that the server cannot take now; 1: no retry.
+  int attempts = 4;
+};
+
+/// A call that the server, or the way to it, has refused. Credentials that are wrong are
+/// `kFailedPrecondition`.
+class ClientError : public Error {
+ public:
+  ClientError(ErrorCode code, const std::string& message, std::string reason)
+      : Error(code, message), reason_(std::move(reason)) {}
+
+  /// The server's reason, such as "QUOTA_EXCEEDED" or "LEASE_EXPIRED"; empty when there was no
+  /// answer.
+  [[nodiscard]] const std::string& reason() const noexcept { return reason_; }
+
+ private:
+  std::string reason_;
+};
+
+struct RemoteSessionConfig {
+  ModelConfig model;
+  /// Defaults of the session's calls.
+  RetrievalConfig retrieval;
+  /// Sketches that calls with other retrieval options need.
+  std::vector<SketchConfig> extra_sketches;
+  /// 0: the server's limit.
+  std::int64_t capacity_tokens = 0;
+};
+
+class RemoteSession;
+
+/// A connection to a server. Thread-safe. A thread of it renews the leases of its sessions, so that
+/// they live as long as this process; sessions keep the connection alive.
+class Client {
+ public:
+  /// Throws `kInvalidArgument` for options that do not go together. Connects with the first call.
+  explicit Client(const ClientOptions& options);
+  ~Client();
+  Client(Client&&) noexcept;
+  Client& operator=(Client&&) noexcept;
+
+  /// Opens an empty session. Throws `ClientError`, as all calls do.
+  [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
+
+  class Impl;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+/// As `Session`, in the server. Used by one thread at a time. Destruction releases it, waiting a
+/// second at most. `ClientError` with `kUnavailable` or `kDeadlineExceeded` leaves open whether an
+/// append was stored: `refresh` tells.
+class RemoteSession {
+ public:
+  ~RemoteSession();
+  RemoteSession(RemoteSession&&) noexcept;
+  RemoteSession& operator=(RemoteSession&&) noexcept;
+
+  [[nodiscard]] const std::string& name() const noexcept;
+
+  /// As `Session::append`, in chunks; those before one that fails stay.
+  void append(int layer, const TensorView& keys, const TensorView& values);
+  void select(int layer, const TensorView& query, const SelectOutputs& outputs,
+              const AttendOptions& options = {});
+  /// `outputs.out` has the dtype of the query; `outputs.selected` is not to be had.
+  void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+              const AttendOptions& options = {});
+  /// Likewise. A step whose reply was lost is asked for again, never stored twice.
+  void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+              const AttendOptions& options = {});
+  void truncate(std::int64_t tokens);
+
+  /// Returns the tokens of one layer, or those that every layer has, by what the server has said.
+  [[nodiscard]] std::int64_t length(int layer) const;
+  [[nodiscard]] std::int64_t length() const;
+  /// Asks the server for the lengths.
+  void refresh();
+
+  class Impl;
+
+ private:
+  friend class Client;
+  explicit RemoteSession(std::unique_ptr<Impl> impl) noexcept;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvtier

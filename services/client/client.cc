@@ -1,0 +1,371 @@
+#include "kvtier/client.h"
+
+#include "services/client/connection.h"
+#include "services/client/decode_stream.h"
+#include "services/wire/to_message.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+
+namespace kvtier {
+
+namespace v1 = ::kvtier::v1;
+using services::Connection;
+
+namespace {
+
+constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
+constexpr std::size_t kNamesPerRenewal = 1024;
+constexpr std::chrono::seconds kReleaseTime{1};
+
+[[noreturn]] void invalid(const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, what);
+}
+
+/// The server checks what a tensor means; here only what is needed to read it.
+void check_readable(const char* name, const TensorView& view) {
+  if (view.empty() || view.rank < 1 || view.rank > kMaxTensorRank) {
+    invalid(std::string(name) + ": expected a tensor of rank 1 to 4, found " +
+            (view.empty() ? "none" : describe(view)));
+  }
+  const auto last = static_cast<std::size_t>(view.rank) - 1;
+  const bool dense_rows = view.shape[last] <= 1 || view.strides[last] == 1;
+  const bool extents = std::all_of(view.shape.begin(), view.shape.begin() + view.rank,
+                                   [](std::int64_t extent) { return extent >= 0; });
+  if (view.space != MemorySpace::kHost || !dense_rows || !extents) {
+    invalid(std::string(name) + ": expected host memory with rows that are dense, found " +
+            describe(view));
+  }
+}
+
+void fill(v1::Tensor& message, const char* name, const TensorView& view) {
+  check_readable(name, view);
+  services::copy_rows(view, 0, view.shape[0], message);
+}
+
+void take(const v1::Tensor& message, const char* name, const MutableTensorView& view) {
+  if (view.empty()) return;
+  if (view.space == MemorySpace::kHost && services::copy_back(message, view)) return;
+  std::string found = "[";
+  for (const std::int64_t extent : message.shape()) {
+    found += (found.size() == 1 ? "" : ", ") + std::to_string(extent);
+  }
+  invalid(std::string(name) + ": expected host memory for " + found + "] of " +
+          v1::DataType_Name(message.dtype()) + ", found " + describe(view));
+}
+
+void check_outputs(const TensorView& query, const AttendOutputs& outputs) {
+  if (!outputs.selected.empty()) {
+    throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
+  }
+  if (outputs.out.dtype != query.dtype) {
+    invalid("out: expected the dtype of the query, " + std::string(dtype_name(query.dtype)) +
+            ", found " + std::string(dtype_name(outputs.out.dtype)));
+  }
+}
+
+void take(const v1::Tensor& out, const v1::Tensor& lse, const AttendOutputs& outputs) {
+  take(out, "out", outputs.out);
+  take(lse, "lse", outputs.lse);
+}
+
+}  // namespace
+
+/// The connection, and the thread that renews leases.
+class Client::Impl {
+ public:
+  explicit Impl(const ClientOptions& options)
+      : connection(options), renewer_([this] { renew_now_and_then(); }) {}
+  ~Impl() {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+      if (renewal_ != nullptr) renewal_->TryCancel();
+    }
+    wake_.notify_all();
+    renewer_.join();
+  }
+  Impl(const Impl&) = delete;  // owns a thread
+  Impl& operator=(const Impl&) = delete;
+
+  void add(const std::string& name, std::chrono::milliseconds ttl) {
+    {
+      const std::lock_guard lock(mutex_);
+      names_.insert(name);
+      interval_ = std::min(interval_, ttl / 3);
+    }
+    wake_.notify_all();
+  }
+  void remove(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    names_.erase(name);
+  }
+
+  Connection connection;
+
+ private:
+  void renew_now_and_then() {
+    std::unique_lock lock(mutex_);
+    while (!ending_) {
+      const auto interval = interval_;
+      wake_.wait_for(lock, interval, [&] { return ending_ || interval_ < interval; });
+      if (ending_ || names_.empty()) continue;
+      const std::vector<std::string> names(names_.begin(), names_.end());
+      grpc::ClientContext context;
+      renewal_ = &context;
+      lock.unlock();
+      renew(context, names);
+      lock.lock();
+      renewal_ = nullptr;
+    }
+  }
+
+  /// A renewal that fails is tried again with the next; what is lost, the next call says.
+  void renew(grpc::ClientContext& context, const std::vector<std::string>& names) {
+    context.set_deadline(std::chrono::system_clock::now() + connection.options().timeout);
+    connection.authorize(context);
+    const auto stream = connection.sessions().KeepAlive(&context);
+    for (std::size_t first = 0; first < names.size(); first += kNamesPerRenewal) {
+      v1::KeepAliveRequest request;
+      const std::size_t end = std::min(names.size(), first + kNamesPerRenewal);
+      for (std::size_t i = first; i < end; ++i) request.add_names(names[i]);
+      v1::KeepAliveResponse response;
+      if (!stream->Write(request) || !stream->Read(&response)) break;
+    }
+    stream->WritesDone();
+    (void)stream->Finish();
+  }
+
+  std::mutex mutex_;  ///< Guards all below but the thread.
+  std::condition_variable wake_;
+  std::set<std::string> names_;
+  std::chrono::milliseconds interval_{20'000};
+  grpc::ClientContext* renewal_ = nullptr;  ///< In progress.
+  bool ending_ = false;
+  std::thread renewer_;
+};
+
+class RemoteSession::Impl {
+ public:
+  Impl(std::shared_ptr<Client::Impl> client, const v1::Session& session)
+      : client_(std::move(client)),
+        name_(session.name()),
+        lengths_(session.layer_lengths().begin(), session.layer_lengths().end()),
+        steps_(client_->connection) {
+    client_->add(name_, std::chrono::milliseconds(session.lease_ttl().seconds() * 1000 +
+                                                  session.lease_ttl().nanos() / 1'000'000));
+  }
+  ~Impl() {
+    client_->remove(name_);
+    steps_.close();
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + kReleaseTime);
+    client_->connection.authorize(context);
+    v1::ReleaseSessionRequest request;
+    request.set_name(name_);
+    v1::ReleaseSessionResponse response;
+    // When this fails, the lease ends the session.
+    (void)client_->connection.sessions().ReleaseSession(&context, request, &response);
+  }
+  Impl(const Impl&) = delete;  // owns a session
+  Impl& operator=(const Impl&) = delete;
+
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+
+  void append(int layer, const TensorView& keys, const TensorView& values) {
+    check_readable("keys", keys);
+    check_readable("values", values);
+    if (keys.shape[0] != values.shape[0]) {
+      invalid("values: expected " + std::to_string(keys.shape[0]) + " tokens, found " +
+              std::to_string(values.shape[0]));
+    }
+    const std::int64_t tokens = keys.shape[0];
+    const std::int64_t chunk = chunk_tokens(keys, values);
+    v1::AppendResponse response;
+    client_->connection.call_once([&](grpc::ClientContext& context) {
+      const auto stream = client_->connection.attention().Append(&context, &response);
+      for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
+        v1::AppendRequest request;
+        if (first == 0) request.set_session(name_);
+        request.set_layer(layer);
+        if (known_layer(layer)) request.set_position(length(layer) + first);
+        const std::int64_t count = std::min(chunk, tokens - first);
+        services::copy_rows(keys, first, count, *request.mutable_key());
+        services::copy_rows(values, first, count, *request.mutable_value());
+        if (!stream->Write(request)) break;
+      }
+      stream->WritesDone();
+      const grpc::Status status = stream->Finish();
+      if (status.ok()) {
+        lengths_.assign(response.layer_lengths().begin(), response.layer_lengths().end());
+      }
+      return status;
+    });
+  }
+
+  void select(int layer, const TensorView& query, const SelectOutputs& outputs,
+              const AttendOptions& options) {
+    v1::SelectRequest request;
+    request.set_session(name_);
+    request.set_layer(layer);
+    fill(*request.mutable_query(), "query", query);
+    *request.mutable_options() = services::message_of(options);
+    request.set_with_scores(!outputs.scores.empty());
+    v1::SelectResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.attention().Select(&context, request, &response);
+    });
+    take(response.ids(), "ids", outputs.ids);
+    take(response.scores(), "scores", outputs.scores);
+  }
+
+  void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+              const AttendOptions& options) {
+    check_outputs(inputs.query, outputs);
+    v1::AttendRequest request;
+    request.set_session(name_);
+    request.set_layer(layer);
+    fill(*request.mutable_query(), "query", inputs.query);
+    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+    *request.mutable_options() = services::message_of(options);
+    v1::AttendResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.attention().Attend(&context, request, &response);
+    });
+    take(response.out(), response.lse(), outputs);
+  }
+
+  void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+              const AttendOptions& options) {
+    check_outputs(inputs.query, outputs);
+    v1::DecodeRequest request;
+    request.set_session(name_);
+    request.set_layer(layer);
+    request.set_step(++step_);
+    if (known_layer(layer)) request.set_position(length(layer));
+    fill(*request.mutable_query(), "query", inputs.query);
+    fill(*request.mutable_key(), "key", inputs.key);
+    fill(*request.mutable_value(), "value", inputs.value);
+    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+    *request.mutable_options() = services::message_of(options);
+    v1::DecodeResponse response;
+    client_->connection.retry([&] {
+      grpc::Status status = steps_.exchange(request, response);
+      // The server ends streams that stand still; the session lives on.
+      if (services::reason_of(status) == "STREAM_IDLE") status = steps_.exchange(request, response);
+      return status;
+    });
+    lengths_[static_cast<std::size_t>(layer)] += inputs.key.shape[0];
+    take(response.out(), response.lse(), outputs);
+  }
+
+  void truncate(std::int64_t tokens) {
+    v1::TruncateSessionRequest request;
+    request.set_name(name_);
+    request.set_tokens(tokens);
+    request.set_request_id(services::make_request_id());
+    v1::TruncateSessionResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.sessions().TruncateSession(&context, request, &response);
+    });
+    take_lengths(response.session());
+  }
+
+  void refresh() {
+    v1::GetSessionRequest request;
+    request.set_name(name_);
+    v1::GetSessionResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.sessions().GetSession(&context, request, &response);
+    });
+    take_lengths(response.session());
+  }
+
+  [[nodiscard]] std::int64_t length(int layer) const {
+    if (!known_layer(layer)) {
+      invalid("layer: expected 0.." + std::to_string(lengths_.size() - 1) + ", found " +
+              std::to_string(layer));
+    }
+    return lengths_[static_cast<std::size_t>(layer)];
+  }
+  [[nodiscard]] std::int64_t length() const {
+    return lengths_.empty() ? 0 : *std::min_element(lengths_.begin(), lengths_.end());
+  }
+
+ private:
+  /// The server refuses a layer that is none; it needs no position for that.
+  [[nodiscard]] bool known_layer(int layer) const {
+    return layer >= 0 && static_cast<std::size_t>(layer) < lengths_.size();
+  }
+  void take_lengths(const v1::Session& session) {
+    lengths_.assign(session.layer_lengths().begin(), session.layer_lengths().end());
+  }
+  static std::int64_t chunk_tokens(const TensorView& keys, const TensorView& values) {
+    std::int64_t row = 0;
+    for (const TensorView* view : {&keys, &values}) {
+      auto bytes = static_cast<std::int64_t>(dtype_bytes(view->dtype));
+      for (int i = 1; i < view->rank; ++i) bytes *= view->shape[static_cast<std::size_t>(i)];
+      row += bytes;
+    }
+    return std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row, 1), 1, 8192);
+  }
+
+  std::shared_ptr<Client::Impl> client_;
+  std::string name_;
+  std::vector<std::int64_t> lengths_;
+  std::int64_t step_ = 0;
+  services::DecodeStream steps_;
+};
+
+Client::Client(const ClientOptions& options) : impl_(std::make_shared<Impl>(options)) {}
+Client::~Client() = default;
+Client::Client(Client&&) noexcept = default;
+Client& Client::operator=(Client&&) noexcept = default;
+
+RemoteSession Client::open(const RemoteSessionConfig& config) {
+  v1::CreateSessionRequest request;
+  request.set_request_id(services::make_request_id());
+  *request.mutable_geometry() = services::geometry_of(config.model);
+  request.set_capacity_tokens(config.capacity_tokens);
+  *request.mutable_retrieval() = services::message_of(config.retrieval);
+  for (const SketchConfig& sketch : config.extra_sketches) {
+    *request.add_extra_sketches() = services::message_of(sketch);
+  }
+  v1::CreateSessionResponse response;
+  impl_->connection.call([&](grpc::ClientContext& context) {
+    return impl_->connection.sessions().CreateSession(&context, request, &response);
+  });
+  return RemoteSession(std::make_unique<RemoteSession::Impl>(impl_, response.session()));
+}
+
+RemoteSession::RemoteSession(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
+RemoteSession::~RemoteSession() = default;
+RemoteSession::RemoteSession(RemoteSession&&) noexcept = default;
+RemoteSession& RemoteSession::operator=(RemoteSession&&) noexcept = default;
+
+const std::string& RemoteSession::name() const noexcept { return impl_->name(); }
+void RemoteSession::append(int layer, const TensorView& keys, const TensorView& values) {
+  impl_->append(layer, keys, values);
+}
+void RemoteSession::select(int layer, const TensorView& query, const SelectOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->select(layer, query, outputs, options);
+}
+void RemoteSession::attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->attend(layer, inputs, outputs, options);
+}
+void RemoteSession::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->decode(layer, inputs, outputs, options);
+}
+void RemoteSession::truncate(std::int64_t tokens) { impl_->truncate(tokens); }
+std::int64_t RemoteSession::length(int layer) const { return impl_->length(layer); }
+std::int64_t RemoteSession::length() const { return impl_->length(); }
+void RemoteSession::refresh() { impl_->refresh(); }
+
+}  // namespace kvtier

@@ -1,0 +1,201 @@
+#include "services/client/connection.h"
+
+#include <google/rpc/error_details.pb.h>
+#include <google/rpc/status.pb.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/support/channel_arguments.h>
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <openssl/rand.h>
+#include <random>
+#include <sstream>
+#include <string_view>
+#include <thread>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kMaxMessageBytes = 4 << 20;
+constexpr std::chrono::milliseconds kFirstBackoff{100};
+constexpr std::chrono::milliseconds kLongestBackoff{1000};
+
+[[noreturn]] void bad(const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, "client: " + what);
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();
+  if (!in) throw Error(ErrorCode::kNotFound, "client: expected a readable file, found " + path);
+  return text.str();
+}
+
+std::shared_ptr<grpc::ChannelCredentials> credentials_of(const ClientOptions& options) {
+  const bool any_tls = !options.tls_server_ca.empty() || !options.tls_certificate.empty() ||
+                       !options.tls_key.empty();
+  if (options.server.starts_with("unix:")) return grpc::InsecureChannelCredentials();
+  if (!options.server.starts_with("tcp:")) {
+    bad("server: expected unix:PATH or tcp:HOST:PORT, found \"" + options.server + "\"");
+  }
+  if (any_tls) {
+    if (options.tls_server_ca.empty() || options.tls_certificate.empty() ||
+        options.tls_key.empty()) {
+      bad("TLS: expected server CA, certificate and key together, found some of them");
+    }
+    grpc::SslCredentialsOptions ssl;
+    ssl.pem_root_certs = read_file(options.tls_server_ca);
+    ssl.pem_cert_chain = read_file(options.tls_certificate);
+    ssl.pem_private_key = read_file(options.tls_key);
+    return grpc::SslCredentials(ssl);
+  }
+  if (!options.insecure_tcp) bad("expected TLS files for TCP, or insecure_tcp, found neither");
+  return grpc::InsecureChannelCredentials();
+}
+
+std::string target_of(const std::string& server) {
+  return server.starts_with("unix:") ? server : server.substr(std::string_view("tcp:").size());
+}
+
+ErrorCode code_of(grpc::StatusCode code) {
+  switch (code) {
+    case grpc::StatusCode::CANCELLED:
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::DEADLINE_EXCEEDED:
+    case grpc::StatusCode::NOT_FOUND:
+    case grpc::StatusCode::RESOURCE_EXHAUSTED:
+    case grpc::StatusCode::FAILED_PRECONDITION:
+    case grpc::StatusCode::ABORTED:
+    case grpc::StatusCode::UNIMPLEMENTED:
+    case grpc::StatusCode::UNAVAILABLE:
+    case grpc::StatusCode::DATA_LOSS:
+      return static_cast<ErrorCode>(code);
+    case grpc::StatusCode::OUT_OF_RANGE:
+      return ErrorCode::kInvalidArgument;
+    case grpc::StatusCode::UNAUTHENTICATED:
+    case grpc::StatusCode::PERMISSION_DENIED:
+    case grpc::StatusCode::ALREADY_EXISTS:
+      return ErrorCode::kFailedPrecondition;
+    default:
+      return ErrorCode::kInternal;
+  }
+}
+
+template <typename Detail>
+bool find_detail(const grpc::Status& status, Detail& detail) {
+  google::rpc::Status details;
+  if (!details.ParseFromString(status.error_details())) return false;
+  return std::any_of(details.details().begin(), details.details().end(),
+                     [&detail](const auto& any) { return any.UnpackTo(&detail); });
+}
+
+/// How long to wait before another attempt; below 0: none is worth it.
+std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) {
+  // A client cancels nothing itself: a server that shuts down does.
+  const bool unavailable = status.error_code() == grpc::StatusCode::UNAVAILABLE ||
+                           status.error_code() == grpc::StatusCode::CANCELLED;
+  google::rpc::RetryInfo retry;
+  const bool hint = find_detail(status, retry);
+  const bool overloaded = status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED && hint;
+  if (!unavailable && !overloaded) return std::chrono::milliseconds(-1);
+  thread_local std::minstd_rand random{std::random_device{}()};
+  std::chrono::milliseconds delay =
+      std::min(kFirstBackoff * (1 << std::min(attempt, 4)), kLongestBackoff);
+  if (hint) {
+    const auto asked = std::chrono::milliseconds(retry.retry_delay().seconds() * 1000 +
+                                                 retry.retry_delay().nanos() / 1'000'000);
+    delay = std::clamp(asked, delay, kLongestBackoff);
+  }
+  std::uniform_int_distribution<std::int64_t> jitter(delay.count() / 2, delay.count());
+  return std::chrono::milliseconds(jitter(random));
+}
+
+}  // namespace
+
+Connection::Connection(const ClientOptions& options) : options_(options) {
+  if (options.timeout.count() <= 0) {
+    bad("timeout: expected above 0, found " + std::to_string(options.timeout.count()) + " ms");
+  }
+  if (options.attempts < 1) {
+    bad("attempts: expected at least 1, found " + std::to_string(options.attempts));
+  }
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1 << 20);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);  // the server takes one in 20 s
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  // A pool of its own: connections of one process do not share their limit of streams.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  channel_ =
+      grpc::CreateCustomChannel(target_of(options.server), credentials_of(options), arguments);
+  sessions_ = v1::SessionService::NewStub(channel_);
+  attention_ = v1::AttentionService::NewStub(channel_);
+}
+
+void Connection::authorize(grpc::ClientContext& context) const {
+  if (!options_.token.empty()) context.AddMetadata("authorization", "Bearer " + options_.token);
+}
+
+void Connection::prepare(grpc::ClientContext& context) const {
+  context.set_deadline(std::chrono::system_clock::now() + options_.timeout);
+  authorize(context);
+}
+
+void Connection::retry(const std::function<grpc::Status()>& attempt) const {
+  for (int i = 0;; ++i) {
+    const grpc::Status status = attempt();
+    if (status.ok()) return;
+    const std::chrono::milliseconds delay = delay_before(status, i);
+    if (delay.count() < 0 || i + 1 >= options_.attempts) throw_status(status);
+    std::this_thread::sleep_for(delay);
+  }
+}
+
+void Connection::call(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {
+  retry([this, &attempt] {
+    grpc::ClientContext context;
+    prepare(context);
+    return attempt(context);
+  });
+}
+
+void Connection::call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {
+  grpc::ClientContext context;
+  prepare(context);
+  throw_status(attempt(context));
+}
+
+void throw_status(const grpc::Status& status) {
+  if (status.ok()) return;
+  throw ClientError(code_of(status.error_code()), status.error_message(), reason_of(status));
+}
+
+std::string reason_of(const grpc::Status& status) {
+  google::rpc::ErrorInfo info;
+  return find_detail(status, info) ? info.reason() : "";
+}
+
+std::string make_request_id() {
+  std::array<unsigned char, 16> bytes{};
+  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
+    throw Error(ErrorCode::kUnavailable, "client: expected random bytes from the system");
+  }
+  bytes[6] = static_cast<unsigned char>((bytes[6] & 0x0FU) | 0x40U);  // version 4
+  bytes[8] = static_cast<unsigned char>((bytes[8] & 0x3FU) | 0x80U);
+  constexpr std::string_view kHex = "0123456789abcdef";
+  std::string text;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    text += kHex[bytes[i] >> 4U];
+    text += kHex[bytes[i] & 15U];
+  }
+  return text;
+}
+
+}  // namespace kvtier::services

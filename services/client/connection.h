@@ -1,0 +1,56 @@
+#pragma once
+
+#include "kvtier/client.h"
+#include "kvtier/v1/attention.grpc.pb.h"
+#include "kvtier/v1/session.grpc.pb.h"
+
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/status.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace kvtier::services {
+
+/// A channel, and how calls over it are made: with a deadline, with credentials, again when the
+/// server could not take them. Thread-safe.
+class Connection {
+ public:
+  /// Throws `kInvalidArgument`.
+  explicit Connection(const ClientOptions& options);
+
+  [[nodiscard]] const ClientOptions& options() const noexcept { return options_; }
+  [[nodiscard]] v1::SessionService::Stub& sessions() noexcept { return *sessions_; }
+  [[nodiscard]] v1::AttentionService::Stub& attention() noexcept { return *attention_; }
+
+  /// Adds the token.
+  void authorize(grpc::ClientContext& context) const;
+
+  /// Makes a call, whose context is ready, until it is taken or the attempts are used up. Throws
+  /// `ClientError`.
+  void call(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const;
+  /// As `call`, of a call that must not be repeated.
+  void call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const;
+  /// Runs `attempt`, which makes its own context, as `call` does.
+  void retry(const std::function<grpc::Status()>& attempt) const;
+
+ private:
+  void prepare(grpc::ClientContext& context) const;
+
+  const ClientOptions options_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::SessionService::Stub> sessions_;
+  std::unique_ptr<v1::AttentionService::Stub> attention_;
+};
+
+/// Throws what `status` says, unless it is OK.
+void throw_status(const grpc::Status& status);
+/// Returns the reason of the error; empty when the server gave none.
+[[nodiscard]] std::string reason_of(const grpc::Status& status);
+/// Returns a random UUID.
+[[nodiscard]] std::string make_request_id();
+
+}  // namespace kvtier::services

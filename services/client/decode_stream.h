@@ -1,0 +1,56 @@
+#pragma once
+
+#include "services/client/connection.h"
+
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/support/async_stream.h>
+
+#include <chrono>
+#include <memory>
+
+namespace kvtier::services {
+
+/// The steps of one session over one stream, each with a deadline of its own. Opened by the first
+/// step, and anew after one that failed. Used by one thread at a time.
+class DecodeStream {
+ public:
+  explicit DecodeStream(Connection& connection) : connection_(connection) {}
+  ~DecodeStream() { close(); }
+  DecodeStream(const DecodeStream&) = delete;  // owns a call
+  DecodeStream& operator=(const DecodeStream&) = delete;
+
+  /// Sends a request and waits for its reply.
+  [[nodiscard]] grpc::Status exchange(const v1::DecodeRequest& request,
+                                      v1::DecodeResponse& response);
+  /// Ends the stream.
+  void close();
+
+ private:
+  /// One call, with the queue on which its operations end.
+  struct Active {
+    Active() = default;
+    ~Active() {
+      queue.Shutdown();
+      void* tag = nullptr;
+      bool ok = false;
+      while (queue.Next(&tag, &ok)) {
+      }
+    }
+    Active(const Active&) = delete;  // operations hold its address
+    Active& operator=(const Active&) = delete;
+
+    grpc::ClientContext context;
+    grpc::CompletionQueue queue;
+    std::unique_ptr<grpc::ClientAsyncReaderWriter<v1::DecodeRequest, v1::DecodeResponse>> call;
+  };
+
+  /// Waits for the one operation under way; cancels the call when `deadline` passes. Returns
+  /// whether the operation succeeded.
+  bool wait(std::chrono::system_clock::time_point deadline);
+
+  Connection& connection_;
+  std::unique_ptr<Active> active_;
+  bool timed_out_ = false;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,217 @@
+#include "services/serve.h"
+
+#include "kvtier/error.h"
+
+#include "services/names.h"
+#include "services/server/server.h"
+
+#include <CLI/CLI.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+#include <cctype>
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kExitForced = 130;
+constexpr int kExitStuck = 75;
+constexpr std::chrono::seconds kStuckAfter{2};
+
+/// "--max-models" is KVTIER_MAX_MODELS.
+std::string environment_name(const std::string& flag) {
+  std::string name = "KVTIER_";
+  for (const char c : flag.substr(2)) {
+    name += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  }
+  return name;
+}
+
+CLI::Option* with_environment(CLI::Option* option) {
+  return option->envname(environment_name(option->get_name()));
+}
+
+/// Takes from the file what neither a flag nor the environment gives. Unknown keys are errors.
+void read_config(CLI::App& app, const std::string& path) {
+  std::ifstream in(path);
+  if (!in) throw CLI::ValidationError("--config", "expected a readable file, found " + path);
+  for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(in)) {
+    if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
+    CLI::Option* option =
+        item.parents.empty() ? app.get_option_no_throw("--" + item.name) : nullptr;
+    if (option == nullptr || item.name == "config" || item.name == "help") {
+      throw CLI::ValidationError("--config",
+                                 path + ": expected options of serve, found " + item.fullname());
+    }
+    if (option->count() > 0) continue;
+    option->add_result(item.inputs);
+    option->run_callback();
+  }
+}
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+std::string read_text(const std::string& option, const std::string& path) {
+  std::ifstream in(path);
+  std::ostringstream text;
+  text << in.rdbuf();
+  if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
+  return text.str();
+}
+
+ServerOptions server_options(const ServeCommand& command) {
+  ServerOptions options;
+  const std::string folder = default_socket_folder();
+  for (const std::string& text : command.listen) options.listen.push_back(parse_endpoint(text));
+  if (options.listen.empty()) {
+    options.listen.push_back(parse_endpoint("unix:" + folder + "/kvtier.sock"));
+  }
+  for (const std::string& text : command.admin_listen) {
+    options.admin.push_back(parse_endpoint(text));
+  }
+  if (options.admin.empty() && command.listen.empty()) {
+    options.admin.push_back(parse_endpoint("unix:" + folder + "/admin.sock"));
+  }
+  options.insecure_tcp = command.insecure_tcp;
+  options.tls = {.certificate = command.tls_certificate,
+                 .key = command.tls_key,
+                 .client_ca = command.tls_client_ca};
+  options.threads = command.threads;
+  options.stream_idle = milliseconds(command.stream_idle_seconds);
+
+  CoreOptions& core = options.core;
+  if (!command.tenants_file.empty()) {
+    core.tenants = parse_tenants(read_text("tenants", command.tenants_file));
+  }
+  core.max_sessions = static_cast<std::size_t>(command.max_sessions);
+  core.default_limits.max_sessions = command.max_sessions;
+  core.max_inflight_bytes = command.max_inflight_mib << 20;
+  core.lease_ttl = milliseconds(command.lease_seconds);
+  core.models.backend = command.backend;
+  core.models.max_models = static_cast<std::size_t>(command.max_models);
+  core.models.memory.host_bytes = static_cast<std::size_t>(command.host_memory_mib) * MiB;
+  core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
+  core.models.memory.max_session_tokens = command.max_session_tokens;
+  return options;
+}
+
+}  // namespace
+
+void add_serve(CLI::App& program, ServeCommand& command) {
+  CLI::App* app = program.add_subcommand("serve", "Serve sessions to other processes over gRPC");
+  const auto add = [app](const char* flag, auto& to, const char* description) {
+    return with_environment(app->add_option(flag, to, description));
+  };
+  add("--config", command.config_file, "TOML file of these options, without the dashes");
+  add("--listen", command.listen,
+      "unix:PATH or tcp:HOST:PORT (default unix:$XDG_RUNTIME_DIR/kvtier/kvtier.sock, or "
+      "/tmp/kvtier-UID/kvtier.sock)")
+      ->delimiter(',');
+  add("--admin-listen", command.admin_listen,
+      "unix:PATH for operators (default: admin.sock beside the default socket)")
+      ->delimiter(',');
+  with_environment(app->add_flag("--insecure-tcp", command.insecure_tcp,
+                                 "Allow TCP without TLS, on loopback only"));
+  add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");
+  add("--tls-key", command.tls_key, "Key of the server, PEM");
+  add("--tls-client-ca", command.tls_client_ca, "CA of the clients' certificates, PEM");
+  add("--tenants", command.tenants_file, "JSON file of tenants (default: one tenant for all)");
+  with_environment(app->add_option_function<std::string>(
+                          "--backend",
+                          [&command](const std::string& text) {
+                            for (const auto& [name, value] : kBackendNames) {
+                              if (name == text) command.backend = value;
+                            }
+                          },
+                          "Where kernels run: auto, cpu, cuda (default auto)")
+                       ->check(CLI::IsMember({"auto", "cpu", "cuda"})));
+  add("--threads", command.threads, "Threads that sessions work on; 0: one per core")
+      ->check(CLI::Range(0, 1024));
+  add("--max-models", command.max_models, "Engines, one per geometry and set of sketches")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  add("--max-sessions", command.max_sessions, "Sessions in all")
+      ->check(CLI::Range(1, 16384))
+      ->capture_default_str();
+  add("--max-session-tokens", command.max_session_tokens, "Tokens of one session")
+      ->check(CLI::Range(64, 1 << 26))
+      ->capture_default_str();
+  add("--host-memory-mib", command.host_memory_mib, "Pages of keys and values, of each engine")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")
+      ->check(CLI::Range(1.0, 86400.0))
+      ->capture_default_str();
+  add("--stream-idle-seconds", command.stream_idle_seconds, "How long a stream may stand still")
+      ->check(CLI::Range(1.0, 86400.0))
+      ->capture_default_str();
+  add("--drain-seconds", command.drain_seconds, "How long calls may take to finish at the end")
+      ->check(CLI::Range(0.0, 3600.0))
+      ->capture_default_str();
+  app->parse_complete_callback([app, &command] {
+    if (!command.config_file.empty()) read_config(*app, command.config_file);
+  });
+}
+
+void run_serve(const ServeCommand& command, const Console& console,
+               const std::function<void(LogLevel, std::string_view)>& log) {
+  std::signal(SIGPIPE, SIG_IGN);
+  boost::asio::io_context loop;
+  boost::asio::signal_set signals(loop, SIGTERM, SIGINT);
+  boost::asio::steady_timer stuck(loop);
+  std::thread drainer;
+  std::unique_ptr<Server> server;
+  const std::chrono::milliseconds grace = milliseconds(command.drain_seconds);
+
+  const auto drain = [&] {
+    if (drainer.joinable()) return;
+    log(LogLevel::kInfo, "draining");
+    stuck.expires_after(grace + kStuckAfter);
+    stuck.async_wait([](const boost::system::error_code& error) {
+      if (!error) std::_Exit(kExitStuck);
+    });
+    drainer = std::thread([&] {
+      server->drain(grace);
+      boost::asio::post(loop, [&] { loop.stop(); });
+    });
+  };
+  std::function<void()> await_signal = [&] {
+    signals.async_wait([&](const boost::system::error_code& error, int /*signal*/) {
+      if (error) return;
+      if (drainer.joinable()) std::_Exit(kExitForced);
+      drain();
+      await_signal();
+    });
+  };
+
+  ServerOptions options = server_options(command);
+  options.core.models.log = log;
+  options.on_drain = [&loop, &drain] { boost::asio::post(loop, drain); };
+  server = std::make_unique<Server>(std::move(options));
+  for (const Endpoint& endpoint : server->endpoints()) {
+    console.out << "listening on " << endpoint.text() << std::endl;
+  }
+  await_signal();
+  const auto keep_running = boost::asio::make_work_guard(loop);
+  loop.run();
+  drainer.join();
+  server.reset();
+  log(LogLevel::kInfo, "ended");
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,50 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include "services/cli.h"
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace CLI {
+class App;
+}  // namespace CLI
+
+namespace kvtier::services {
+
+/// Options of `kvtier serve`, as they are given: by a flag, by the environment (KVTIER_ and the
+/// flag's name in upper case), or by the configuration file, in this order.
+struct ServeCommand {
+  std::string config_file;
+  std::vector<std::string> listen;
+  std::vector<std::string> admin_listen;
+  bool insecure_tcp = false;
+  std::string tls_certificate, tls_key, tls_client_ca;
+  std::string tenants_file;
+  Backend backend = Backend::kAuto;
+  std::size_t threads = 0;
+  std::int64_t max_models = 4;
+  std::int64_t max_sessions = 16000;
+  std::int64_t max_session_tokens = 131072;
+  std::int64_t host_memory_mib = 1024;
+  std::int64_t device_memory_mib = 512;
+  std::int64_t max_inflight_mib = 256;
+  double lease_seconds = 60;
+  double stream_idle_seconds = 600;
+  double drain_seconds = 30;
+};
+
+/// Adds the subcommand `serve` and its options; they are in `command` once the program has parsed.
+void add_serve(CLI::App& program, ServeCommand& command);
+
+/// Serves until SIGTERM, SIGINT or AdminService.Drain, then drains. Prints the addresses on `out`
+/// once it serves. A second signal ends the process at once; one that does not end within the grace
+/// and two seconds exits with 75. Throws `Error` when it cannot start.
+void run_serve(const ServeCommand& command, const Console& console,
+               const std::function<void(LogLevel, std::string_view)>& log);
+
+}  // namespace kvtier::services

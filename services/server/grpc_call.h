@@ -1,0 +1,16 @@
+#pragma once
+
+#include "services/server/core.h"
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/status.h>
+
+namespace kvtier::services {
+
+/// Returns who calls and until when. Throws UNAUTHENTICATED. The context must outlive the call.
+[[nodiscard]] Call make_call(const Core& core, const grpc::CallbackServerContext& context);
+
+/// Returns the status with its details.
+[[nodiscard]] grpc::Status to_status(const ServiceError& error);
+
+}  // namespace kvtier::services

@@ -1,0 +1,276 @@
+#include "services/server/grpc_services.h"
+
+#include "kvtier/v1/admin.grpc.pb.h"
+#include "kvtier/v1/attention.grpc.pb.h"
+#include "kvtier/v1/session.grpc.pb.h"
+
+#include "services/server/grpc_call.h"
+#include "services/server/grpc_stream.h"
+
+namespace kvtier::services {
+namespace {
+
+using grpc::CallbackServerContext;
+using grpc::ServerUnaryReactor;
+
+grpc::Status current_status() { return to_status(to_service_error(std::current_exception())); }
+
+/// Runs `start(call, done)`, which must tell `done` how the call ended.
+template <typename Start>
+ServerUnaryReactor* unary(const Core& core, CallbackServerContext& context, Start start) {
+  ServerUnaryReactor* reactor = context.DefaultReactor();
+  std::optional<Call> call;
+  try {
+    call = make_call(core, context);
+  } catch (...) {
+    reactor->Finish(current_status());
+    return reactor;
+  }
+  start(*call, [reactor](const ServiceError* error) {
+    reactor->Finish(error == nullptr ? grpc::Status::OK : to_status(*error));
+  });
+  return reactor;
+}
+
+/// As `unary`, of a call that is answered on the spot and throws when it fails.
+template <typename Answer>
+ServerUnaryReactor* answer(CallbackServerContext& context, Answer reply) {
+  ServerUnaryReactor* reactor = context.DefaultReactor();
+  grpc::Status status;
+  try {
+    reply();
+  } catch (...) {
+    status = current_status();
+  }
+  reactor->Finish(status);
+  return reactor;
+}
+
+/// Returns `make(call)`, or a refusal of the same kind for a caller without credentials.
+template <typename Reactor, typename Make>
+Reactor* stream(const Core& core, CallbackServerContext& context, Make make) {
+  try {
+    return make(make_call(core, context));
+  } catch (...) {
+    return new Refusal<Reactor>(current_status());
+  }
+}
+
+/// The session that a stream is about: the first message names it, later ones must agree.
+class StreamSession {
+ public:
+  const std::string& name_in(const std::string& name) {
+    if (name_.empty()) name_ = name;
+    if (!name.empty() && name != name_) {
+      throw ServiceError::invalid("session", "the session of the stream's first message",
+                                  "another");
+    }
+    return name_;
+  }
+
+ private:
+  std::string name_;
+};
+
+class SessionService final : public v1::SessionService::CallbackService {
+ public:
+  SessionService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+
+  ServerUnaryReactor* CreateSession(CallbackServerContext* context,
+                                    const v1::CreateSessionRequest* request,
+                                    v1::CreateSessionResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.create_session(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* GetSession(CallbackServerContext* context,
+                                 const v1::GetSessionRequest* request,
+                                 v1::GetSessionResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.get_session(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* ListSessions(CallbackServerContext* context,
+                                   const v1::ListSessionsRequest* request,
+                                   v1::ListSessionsResponse* response) override {
+    return answer(*context, [=, this] {
+      core_.list_sessions(make_call(core_, *context), *request, *response);
+    });
+  }
+  ServerUnaryReactor* TruncateSession(CallbackServerContext* context,
+                                      const v1::TruncateSessionRequest* request,
+                                      v1::TruncateSessionResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.truncate_session(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* ReleaseSession(CallbackServerContext* context,
+                                     const v1::ReleaseSessionRequest* request,
+                                     v1::ReleaseSessionResponse* /*response*/) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.release_session(call, *request, std::move(done));
+    });
+  }
+  grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>* KeepAlive(
+      CallbackServerContext* context) override {
+    using Reactor = grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>;
+    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
+      return new AlternatingStream<v1::KeepAliveRequest, v1::KeepAliveResponse>(
+          registry_, *context, [this, call](const auto& request, auto& response, const Done& done) {
+            try {
+              core_.keep_alive(call, request, response);
+            } catch (const ServiceError& error) {
+              done(&error);
+              return;
+            }
+            done(nullptr);
+          });
+    });
+  }
+
+ private:
+  Core& core_;
+  StreamRegistry& registry_;
+};
+
+class AttentionService final : public v1::AttentionService::CallbackService {
+ public:
+  AttentionService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+
+  grpc::ServerReadReactor<v1::AppendRequest>* Append(CallbackServerContext* context,
+                                                     v1::AppendResponse* response) override {
+    using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
+    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
+      return new CollectingStream<v1::AppendRequest>(
+          registry_, *context,
+          [this, call = unlimited(call), response, session = StreamSession()](const auto& request,
+                                                                              Done done) mutable {
+            with_session(session, request, done, [&](const std::string& name) {
+              core_.append(call, name, request, *response, done);
+            });
+          });
+    });
+  }
+  ServerUnaryReactor* Select(CallbackServerContext* context, const v1::SelectRequest* request,
+                             v1::SelectResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.select(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* BatchSelect(CallbackServerContext* context,
+                                  const v1::BatchSelectRequest* request,
+                                  v1::BatchSelectResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.batch_select(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* Attend(CallbackServerContext* context, const v1::AttendRequest* request,
+                             v1::AttendResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.attend(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* BatchAttend(CallbackServerContext* context,
+                                  const v1::BatchAttendRequest* request,
+                                  v1::BatchAttendResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.batch_attend(call, *request, *response, std::move(done));
+    });
+  }
+  grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* Decode(
+      CallbackServerContext* context) override {
+    using Reactor = grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>;
+    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
+      return new AlternatingStream<v1::DecodeRequest, v1::DecodeResponse>(
+          registry_, *context,
+          [this, call = unlimited(call), session = StreamSession()](
+              const auto& request, auto& response, Done done) mutable {
+            with_session(session, request, done, [&](const std::string& name) {
+              core_.decode(call, name, request, response, done);
+            });
+          });
+    });
+  }
+  ServerUnaryReactor* BatchDecode(CallbackServerContext* context,
+                                  const v1::BatchDecodeRequest* request,
+                                  v1::BatchDecodeResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.batch_decode(call, *request, *response, std::move(done));
+    });
+  }
+
+ private:
+  /// A stream's deadline is the transport's business; each of its messages has a call's time.
+  static Call unlimited(Call call) {
+    call.deadline = TimePoint::max();
+    return call;
+  }
+  template <typename Request, typename Run>
+  static void with_session(StreamSession& session, const Request& request, const Done& done,
+                           Run run) {
+    const std::string* name = nullptr;
+    try {
+      name = &session.name_in(request.session());
+    } catch (const ServiceError& error) {
+      done(&error);
+      return;
+    }
+    run(*name);
+  }
+
+  Core& core_;
+  StreamRegistry& registry_;
+};
+
+class AdminService final : public v1::AdminService::CallbackService {
+ public:
+  AdminService(Core& core, std::function<void()> drain) : core_(core), drain_(std::move(drain)) {}
+
+  ServerUnaryReactor* GetServerInfo(CallbackServerContext* context,
+                                    const v1::GetServerInfoRequest* /*request*/,
+                                    v1::GetServerInfoResponse* response) override {
+    return answer(*context, [=, this] { core_.get_server_info(*response); });
+  }
+  ServerUnaryReactor* GetStats(CallbackServerContext* context,
+                               const v1::GetStatsRequest* /*request*/,
+                               v1::GetStatsResponse* response) override {
+    return answer(*context, [=, this] { core_.get_stats(*response); });
+  }
+  ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::DrainRequest* /*request*/,
+                            v1::DrainResponse* /*response*/) override {
+    return answer(*context, drain_);
+  }
+  ServerUnaryReactor* ListTenants(CallbackServerContext* context,
+                                  const v1::ListTenantsRequest* request,
+                                  v1::ListTenantsResponse* response) override {
+    return answer(*context, [=, this] { core_.list_tenants(*request, *response); });
+  }
+  ServerUnaryReactor* SetTenantQuota(CallbackServerContext* context,
+                                     const v1::SetTenantQuotaRequest* request,
+                                     v1::SetTenantQuotaResponse* response) override {
+    return answer(*context, [=, this] { core_.set_tenant_quota(*request, *response); });
+  }
+
+ private:
+  Core& core_;
+  std::function<void()> drain_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
+                                                                 StreamRegistry& registry) {
+  std::vector<std::unique_ptr<grpc::Service>> services;
+  services.push_back(std::make_unique<SessionService>(core, registry));
+  services.push_back(std::make_unique<AttentionService>(core, registry));
+  return services;
+}
+
+std::vector<std::unique_ptr<grpc::Service>> make_admin_services(Core& core,
+                                                                std::function<void()> drain) {
+  std::vector<std::unique_ptr<grpc::Service>> services;
+  services.push_back(std::make_unique<AdminService>(core, std::move(drain)));
+  return services;
+}
+
+}  // namespace kvtier::services

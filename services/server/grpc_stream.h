@@ -1,0 +1,201 @@
+#pragma once
+
+#include "services/server/grpc_call.h"
+
+#include <grpcpp/support/server_callback.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_set>
+
+namespace kvtier::services {
+
+/// Where a stream stands. gRPC forbids to start anything after Finish, and to finish while a write
+/// is outstanding; the mutex orders the stream's own reactions against those who end it from
+/// outside.
+struct StreamState {
+  enum class Phase : std::uint8_t { kReading, kWorking, kWriting, kFinished };
+
+  std::mutex mutex;  ///< Guards all below.
+  Phase phase = Phase::kReading;
+  TimePoint active{};                               ///< When something last moved.
+  std::optional<grpc::Status> end_status;           ///< How to end, decided from outside.
+  std::function<void(const grpc::Status&)> finish;  ///< Valid until finished.
+  std::function<void()> cancel;                     ///< Likewise.
+};
+
+/// The streams there are, so that an idle one, or all of them, can be ended. Thread-safe.
+class StreamRegistry {
+ public:
+  void add(const std::shared_ptr<StreamState>& state);
+  void remove(const std::shared_ptr<StreamState>& state);
+  /// Ends streams that wait for their client, to send or to read, since before `since`.
+  void end_idle(TimePoint since);
+  /// Ends all streams: those at work when the work is done and answered. Those added later end at
+  /// once.
+  void end_all(const grpc::Status& status);
+
+ private:
+  [[nodiscard]] std::vector<std::shared_ptr<StreamState>> all();
+
+  std::mutex mutex_;  ///< Guards both below.
+  std::unordered_set<std::shared_ptr<StreamState>> states_;
+  std::optional<grpc::Status> ended_;
+};
+
+/// What the reactors of streams share: one request at a time is read, worked on and answered.
+/// `Reactor` is a gRPC reactor that reads `Request`. Deletes itself when the call is over.
+template <typename Reactor, typename Request>
+class Stream : public Reactor {
+ public:
+  Stream(StreamRegistry& registry, grpc::CallbackServerContext& context)
+      : registry_(registry), state_(std::make_shared<StreamState>()) {
+    state_->active = std::chrono::steady_clock::now();
+    state_->finish = [this](const grpc::Status& status) { this->Finish(status); };
+    state_->cancel = [&context] { context.TryCancel(); };
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      finish(at_end());
+      return;
+    }
+    if (enter(StreamState::Phase::kWorking, [] {})) {
+      work([this](const ServiceError* error) { worked(error); });
+    }
+  }
+
+  void OnDone() override {
+    registry_.remove(state_);
+    delete this;
+  }
+
+ protected:
+  using Phase = StreamState::Phase;
+
+  /// Called by the constructor of the last class.
+  void start() {
+    this->StartSendInitialMetadata();  // tells the client that its call has arrived
+    enter(Phase::kReading, [this] { this->StartRead(&request_); });
+    registry_.add(state_);
+  }
+  /// Executes `request_`, then calls `Done`.
+  virtual void work(Done done) = 0;
+  /// Called when a request has succeeded: reads the next, or writes first.
+  virtual void go_on() = 0;
+  /// Returns the status of a call whose client has sent all.
+  virtual grpc::Status at_end() { return grpc::Status::OK; }
+
+  void read_next() {
+    enter(Phase::kReading, [this] {
+      request_.Clear();
+      this->StartRead(&request_);
+    });
+  }
+
+  /// Moves on with `action`, unless the stream has finished or is to end. Returns whether it did.
+  template <typename Action>
+  bool enter(Phase phase, Action action) {
+    const std::shared_ptr<StreamState> state = state_;  // outlives this object
+    const std::lock_guard lock(state->mutex);
+    if (state->phase == Phase::kFinished) return false;
+    if (state->end_status) {
+      finish_locked(*state, *state->end_status);
+      return false;
+    }
+    state->phase = phase;
+    state->active = std::chrono::steady_clock::now();
+    action();
+    return true;
+  }
+
+  void finish(const grpc::Status& status) {
+    const std::shared_ptr<StreamState> state = state_;  // outlives this object
+    const std::lock_guard lock(state->mutex);
+    if (state->phase == Phase::kFinished) return;
+    finish_locked(*state, state->end_status.value_or(status));
+  }
+
+  Request request_;
+
+ private:
+  void worked(const ServiceError* error) {
+    if (error != nullptr) {
+      finish(to_status(*error));
+    } else {
+      go_on();
+    }
+  }
+  static void finish_locked(StreamState& state, const grpc::Status& status) {
+    state.phase = Phase::kFinished;
+    state.finish(status);
+  }
+
+  StreamRegistry& registry_;
+  std::shared_ptr<StreamState> state_;
+};
+
+/// A stream of requests and replies that strictly alternate.
+template <typename Request, typename Response>
+class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, Response>, Request> {
+ public:
+  /// Executes a request. Its arguments live until `Done` is called.
+  using Work = std::function<void(const Request&, Response&, Done)>;
+
+  AlternatingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work)
+      : Stream<grpc::ServerBidiReactor<Request, Response>, Request>(registry, context),
+        work_(std::move(work)) {
+    this->start();
+  }
+
+  void OnWriteDone(bool ok) override {
+    if (ok) {
+      this->read_next();
+    } else {
+      this->finish(grpc::Status::CANCELLED);
+    }
+  }
+
+ private:
+  void work(Done done) override {
+    response_.Clear();
+    work_(this->request_, response_, std::move(done));
+  }
+  void go_on() override {
+    this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
+  }
+
+  Work work_;
+  Response response_;
+};
+
+/// A stream of requests with one reply at its end.
+template <typename Request>
+class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, Request> {
+ public:
+  using Work = std::function<void(const Request&, Done)>;
+
+  CollectingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work)
+      : Stream<grpc::ServerReadReactor<Request>, Request>(registry, context),
+        work_(std::move(work)) {
+    this->start();
+  }
+
+ private:
+  void work(Done done) override { work_(this->request_, std::move(done)); }
+  void go_on() override { this->read_next(); }
+
+  Work work_;
+};
+
+/// A call that is refused at once, in the form of `Reactor`.
+template <typename Reactor>
+class Refusal final : public Reactor {
+ public:
+  explicit Refusal(const grpc::Status& status) { this->Finish(status); }
+  void OnDone() override { delete this; }
+};
+
+}  // namespace kvtier::services

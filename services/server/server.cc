@@ -1,0 +1,259 @@
+#include "services/server/server.h"
+
+#include "kvtier/error.h"
+
+#include "services/server/executor.h"
+#include "services/server/grpc_services.h"
+#include "services/server/grpc_stream.h"
+
+#include <google/protobuf/stubs/logging.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/impl/service_type.h>
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/support/channel_arguments.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <fstream>
+#include <sstream>
+#include <sys/stat.h>
+#include <thread>
+
+namespace kvtier::services {
+namespace {
+
+using Services = std::vector<std::unique_ptr<grpc::Service>>;
+
+constexpr std::size_t kGrpcMemory = std::size_t{512} << 20;
+constexpr int kMaxStreams = 128;
+constexpr int kMaxMetadataBytes = 8 << 10;
+constexpr int kLookaheadBytes = 1 << 20;
+
+std::string read_file(const std::string& option, const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();
+  if (!in || text.str().empty()) {
+    throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
+  }
+  return text.str();
+}
+
+std::shared_ptr<grpc::ServerCredentials> tcp_credentials(const ServerOptions& options,
+                                                         const Endpoint& endpoint) {
+  const TlsFiles& tls = options.tls;
+  if (!tls.certificate.empty() || !tls.key.empty() || !tls.client_ca.empty()) {
+    if (tls.certificate.empty() || tls.key.empty() || tls.client_ca.empty()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "TLS: expected certificate, key and client CA together, found some of them");
+    }
+    grpc::SslServerCredentialsOptions ssl(
+        GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+    ssl.pem_root_certs = read_file("tls-client-ca", tls.client_ca);
+    ssl.pem_key_cert_pairs.push_back(
+        {read_file("tls-key", tls.key), read_file("tls-cert", tls.certificate)});
+    return grpc::SslServerCredentials(ssl);
+  }
+  if (options.insecure_tcp && endpoint.is_loopback()) return grpc::InsecureServerCredentials();
+  throw Error(ErrorCode::kInvalidArgument,
+              endpoint.text() +
+                  ": expected TLS certificate, key and client CA for TCP, or --insecure-tcp with a "
+                  "loopback address, found neither");
+}
+
+void set_limits(grpc::ServerBuilder& builder, const grpc::ResourceQuota& quota) {
+  builder.SetMaxReceiveMessageSize(static_cast<int>(kMaxMessageBytes));
+  builder.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
+  builder.SetResourceQuota(quota);
+  // A cache's bytes do not compress, and their compressed size would say something of them.
+  builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreams);
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
+  // Windows that grow with the measured bandwidth would take megabytes per stream.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
+/// Sockets are made for this user alone from the start, not opened and then closed to others.
+class PrivateFiles {
+ public:
+  PrivateFiles() : before_(::umask(0177)) {}
+  ~PrivateFiles() { ::umask(before_); }
+  PrivateFiles(const PrivateFiles&) = delete;  // restores the mask once
+  PrivateFiles& operator=(const PrivateFiles&) = delete;
+
+ private:
+  mode_t before_;
+};
+
+/// Gives reflection to one builder, or takes it away: the library that has it may have added it to all
+/// of the process.
+class Reflection final : public grpc::ServerBuilderOption {
+ public:
+  explicit Reflection(bool wanted) : wanted_(wanted) {}
+  void UpdateArguments(grpc::ChannelArguments* /*arguments*/) override {}
+  void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
+    std::erase_if(*plugins,
+                  [](const auto& plugin) { return plugin->name() == "proto_server_reflection"; });
+    if (!wanted_) return;
+    plugins->push_back(std::make_unique<grpc::reflection::ProtoServerReflectionPlugin>());
+  }
+
+ private:
+  const bool wanted_;
+};
+
+}  // namespace
+
+class Server::Impl {
+ public:
+  explicit Impl(ServerOptions options)
+      : options_(std::move(options)),
+        pool_(make_thread_pool(num_threads(options_.threads))),
+        core_(options_.core, *pool_),
+        quota_("kvtier") {
+    quota_.Resize(kGrpcMemory);
+    google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
+    grpc::EnableDefaultHealthCheckService(true);
+  }
+
+  /// Apart from the constructor, so that a failure in the middle ends in the destructor.
+  void start() {
+    if (options_.listen.empty()) {
+      throw Error(ErrorCode::kInvalidArgument, "listen: expected an address, found none");
+    }
+    client_services_ = make_client_services(core_, streams_);
+    client_server_ = listen(options_.listen, client_services_, false, endpoints_);
+    if (!options_.admin.empty()) {
+      for (const Endpoint& endpoint : options_.admin) {
+        if (!endpoint.is_unix) {
+          throw Error(ErrorCode::kInvalidArgument,
+                      "admin-listen: expected unix:PATH, found " + endpoint.text());
+        }
+      }
+      admin_services_ = make_admin_services(core_, options_.on_drain);
+      std::vector<Endpoint> bound;
+      admin_server_ = listen(options_.admin, admin_services_, true, bound);
+    }
+    sweeper_ = std::thread([this] { sweep_every_second(); });
+  }
+
+  ~Impl() {
+    drain(std::chrono::milliseconds(0));
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    wake_.notify_all();
+    if (sweeper_.joinable()) sweeper_.join();
+    pool_->finish();
+  }
+  Impl(const Impl&) = delete;  // owns sockets and threads
+  Impl& operator=(const Impl&) = delete;
+
+  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept { return endpoints_; }
+  [[nodiscard]] Core& core() noexcept { return core_; }
+
+  void drain(std::chrono::milliseconds grace) {
+    const std::lock_guard lock(drain_mutex_);
+    core_.drain();
+    for (grpc::Server* server : {client_server_.get(), admin_server_.get()}) {
+      if (server != nullptr) server->GetHealthCheckService()->Shutdown();
+    }
+    streams_.end_all(
+        to_status(ServiceError::unavailable("DRAINING", "the server is about to end")));
+    const auto deadline = std::chrono::system_clock::now() + grace;
+    for (auto* server : {&client_server_, &admin_server_}) {
+      if (*server == nullptr) continue;
+      (*server)->Shutdown(deadline);
+      (*server)->Wait();
+      server->reset();
+    }
+    locks_.clear();
+  }
+
+  void sweep(TimePoint now) {
+    core_.sweep();
+    streams_.end_idle(now - options_.stream_idle);
+  }
+
+ private:
+  static std::size_t num_threads(std::size_t asked) {
+    return asked > 0 ? asked : std::max(2U, std::thread::hardware_concurrency());
+  }
+
+  std::unique_ptr<grpc::Server> listen(const std::vector<Endpoint>& endpoints,
+                                       const Services& services, bool reflection,
+                                       std::vector<Endpoint>& bound) {
+    grpc::ServerBuilder builder;
+    set_limits(builder, quota_);
+    builder.SetOption(std::make_unique<Reflection>(reflection));
+    bound = endpoints;
+    std::vector<int> ports(endpoints.size(), 0);
+    for (std::size_t i = 0; i < endpoints.size(); ++i) {
+      const Endpoint& endpoint = endpoints[i];
+      if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
+      builder.AddListeningPort(endpoint.grpc_target(),
+                               endpoint.is_unix ? grpc::InsecureServerCredentials()
+                                                : tcp_credentials(options_, endpoint),
+                               &ports[i]);
+    }
+    for (const auto& service : services) builder.RegisterService(service.get());
+    const PrivateFiles private_files;
+    std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+    for (std::size_t i = 0; i < endpoints.size(); ++i) {
+      if (server == nullptr || ports[i] == 0) {
+        throw Error(ErrorCode::kUnavailable,
+                    endpoints[i].text() + ": expected an address to listen on, found it refused");
+      }
+      if (!bound[i].is_unix) bound[i].port = ports[i];
+    }
+    for (const char* name : {"kvtier.v1.SessionService", "kvtier.v1.AttentionService"}) {
+      server->GetHealthCheckService()->SetServingStatus(name, true);
+    }
+    return server;
+  }
+
+  void sweep_every_second() {
+    std::unique_lock lock(mutex_);
+    while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return ending_; })) {
+      lock.unlock();
+      sweep(std::chrono::steady_clock::now());
+      lock.lock();
+    }
+  }
+
+  const ServerOptions options_;
+  std::unique_ptr<Executor> pool_;
+  Core core_;
+  StreamRegistry streams_;
+  grpc::ResourceQuota quota_;
+  std::vector<SocketLock> locks_;
+  Services client_services_, admin_services_;
+  std::vector<Endpoint> endpoints_;
+  std::unique_ptr<grpc::Server> client_server_, admin_server_;
+  std::mutex drain_mutex_;
+  std::mutex mutex_;  ///< Guards `ending_`.
+  std::condition_variable wake_;
+  bool ending_ = false;
+  std::thread sweeper_;
+};
+
+Server::Server(ServerOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {
+  impl_->start();
+}
+Server::~Server() = default;
+const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->endpoints(); }
+Core& Server::core() noexcept { return impl_->core(); }
+void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }
+void Server::sweep(TimePoint now) { impl_->sweep(now); }
+
+}  // namespace kvtier::services

@@ -1,0 +1,61 @@
+#pragma once
+
+#include "services/server/core.h"
+#include "services/server/endpoint.h"
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Files in PEM. All three are needed for TCP: a client must show a certificate that `client_ca`
+/// has signed.
+struct TlsFiles {
+  std::string certificate, key, client_ca;
+};
+
+struct ServerOptions {
+  CoreOptions core;
+  std::vector<Endpoint> listen;
+  std::vector<Endpoint> admin;  ///< Unix sockets, with reflection; none: no AdminService.
+  bool insecure_tcp = false;    ///< Plaintext TCP, on loopback only.
+  TlsFiles tls;
+  std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
+  std::chrono::milliseconds stream_idle{600'000};
+  /// Called by AdminService.Drain; must not block.
+  std::function<void()> on_drain = [] {};
+};
+
+/// A running server: listeners, threads, and the core behind them.
+class Server {
+ public:
+  /// Starts to serve. Throws `kInvalidArgument` for options that do not go together,
+  /// `kFailedPrecondition` and `kUnavailable` for sockets that cannot be had, `kNotFound` for TLS
+  /// files.
+  explicit Server(ServerOptions options);
+  /// Drains without grace.
+  ~Server();
+  Server(const Server&) = delete;  // owns sockets and threads
+  Server& operator=(const Server&) = delete;
+
+  /// Where clients connect, with the ports that the system chose.
+  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;
+  [[nodiscard]] Core& core() noexcept;
+
+  /// Ends the service: health turns to NOT_SERVING, new calls are refused, streams end after their
+  /// request in progress, other calls finish; what is left after `grace` is cancelled. Returns when
+  /// all has ended.
+  void drain(std::chrono::milliseconds grace);
+  /// Ends leases that have run out and streams that stand still, as seen at `now`. Done every
+  /// second.
+  void sweep(TimePoint now);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvtier::services

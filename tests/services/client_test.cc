@@ -1,0 +1,270 @@
+#include "kvtier/client.h"
+
+#include "tests/services/server/server_fixture.h"
+
+#include <gmock/gmock.h>
+
+#include <cstring>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::ElementsAreArray;
+using ::testing::HasSubstr;
+
+/// Elements of one dtype, as the library's tensors have them; never NaN.
+std::vector<std::uint16_t> random_halves(std::size_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::uint16_t> values(count);
+  // 0.5 to 2 in bf16 and in fp16 alike have exponents in the middle: 0x3F00 to 0x3FFF.
+  for (auto& value : values) value = static_cast<std::uint16_t>(0x3F00U | (random() & 0x80FFU));
+  return values;
+}
+
+std::vector<float> random_floats(std::size_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (auto& value : values) value = normal(random);
+  return values;
+}
+
+template <typename T>
+TensorView tokens_view(const std::vector<T>& values, DType dtype, std::int64_t tokens, int heads) {
+  return {values.data(), dtype, {tokens, heads, kHeadDim}};
+}
+
+/// A session in a server beside one in this process: every call must give the same bits.
+class ClientTest : public ServerTest {
+ protected:
+  void SetUp() override {
+    ServerTest::SetUp();
+    start();
+    client_ = std::make_unique<Client>(client_options());
+    remote_ = std::make_unique<RemoteSession>(client_->open(session_config()));
+    Config config;
+    config.backend = Backend::kCpu;
+    config.model = session_config().model;
+    config.memory = small_options().models.memory;
+    config.retrieval = session_config().retrieval;
+    config.extra_sketches = session_config().extra_sketches;
+    engine_ = std::make_unique<Engine>(config);
+    local_ = std::make_unique<Session>(engine_->open());
+  }
+  void TearDown() override {
+    remote_.reset();
+    client_.reset();
+    ServerTest::TearDown();
+  }
+
+  [[nodiscard]] ClientOptions client_options() const { return {.server = socket(), .attempts = 3}; }
+  static RemoteSessionConfig session_config() {
+    RemoteSessionConfig config;
+    config.model = {
+        .layers = kLayers, .query_heads = kQueryHeads, .kv_heads = kKvHeads, .head_dim = kHeadDim};
+    config.retrieval = small_options().retrieval;
+    config.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 0}};
+    return config;
+  }
+  void append_both(int layer, const TensorView& keys, const TensorView& values) {
+    remote_->append(layer, keys, values);
+    local_->append(layer, keys, values);
+  }
+  void fill(std::int64_t tokens) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const auto count = static_cast<std::size_t>(tokens) * kKvHeads * kHeadDim;
+      const auto seed = static_cast<std::uint64_t>(layer);
+      const auto keys = random_floats(count, seed);
+      const auto values = random_floats(count, seed + 100);
+      append_both(layer, tokens_view(keys, DType::kFloat32, tokens, kKvHeads),
+                  tokens_view(values, DType::kFloat32, tokens, kKvHeads));
+    }
+  }
+  ErrorCode code_of(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      message_ = error.what();
+      return error.code();
+    }
+    message_ = "no error";
+    return ErrorCode::kInternal;
+  }
+
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<RemoteSession> remote_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Session> local_;
+  std::string message_;
+};
+
+TEST_F(ClientTest, DecodesTheSameBitsInEveryDtype) {
+  fill(150);
+  std::uint64_t seed = 1;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const auto query = random_halves(3 * kQueryHeads * kHeadDim, ++seed);
+      const auto key = random_halves(3 * kKvHeads * kHeadDim, ++seed);
+      const auto value = random_halves(3 * kKvHeads * kHeadDim, ++seed);
+      const DecodeInputs inputs{.query = tokens_view(query, dtype, 3, kQueryHeads),
+                                .key = tokens_view(key, dtype, 3, kKvHeads),
+                                .value = tokens_view(value, dtype, 3, kKvHeads)};
+      std::vector<std::uint16_t> out(query.size());
+      std::vector<std::uint16_t> expected(query.size());
+      std::vector<float> lse(3 * kQueryHeads);
+      std::vector<float> expected_lse(lse.size());
+      AttendOutputs outputs;
+      outputs.out = MutableTensorView(out.data(), dtype, {3, kQueryHeads, kHeadDim});
+      outputs.lse = MutableTensorView(lse.data(), DType::kFloat32, {3, kQueryHeads});
+      remote_->decode(layer, inputs, outputs);
+      outputs.out.data = expected.data();
+      outputs.lse.data = expected_lse.data();
+      local_->decode(layer, inputs, outputs);
+
+      EXPECT_THAT(out, ElementsAreArray(expected));
+      EXPECT_THAT(lse, ElementsAreArray(expected_lse));
+    }
+  }
+  EXPECT_EQ(remote_->length(), local_->length());
+}
+
+TEST_F(ClientTest, TakesStridedTensorsAndOptionsOfTheCall) {
+  fill(400);
+  // One of two heads' worth of every row: strides that are not dense, in and out.
+  const auto wide = random_floats(2 * kQueryHeads * 2 * kHeadDim, 9);
+  TensorView query(wide.data(), DType::kFloat32, {2, kQueryHeads, kHeadDim});
+  query.strides = {kQueryHeads * 2 * kHeadDim, 2 * kHeadDim, 1, 0};
+  RetrievalConfig retrieval = session_config().retrieval;
+  retrieval.estimator = Estimator::kNormAware;
+  retrieval.num_planes = 128;
+  retrieval.selection = Selection::kPerQueryHead;
+  AttendOptions options;
+  options.retrieval = &retrieval;
+  options.dense_from = 395;
+  options.logit_softcap = 20.0F;
+  std::vector<float> out(wide.size(), 7.0F);
+  std::vector<float> expected(wide.size(), 7.0F);
+  AttendOutputs outputs;
+  outputs.out = MutableTensorView(out.data(), DType::kFloat32, {2, kQueryHeads, kHeadDim});
+  outputs.out.strides = query.strides;
+  remote_->attend(1, {.query = query}, outputs, options);
+  outputs.out.data = expected.data();
+  local_->attend(1, {.query = query}, outputs, {}, options);
+  EXPECT_THAT(out, ElementsAreArray(expected));
+
+  std::vector<std::int32_t> ids(2 * kQueryHeads * 16);
+  std::vector<std::int32_t> expected_ids(ids.size());
+  std::vector<float> scores(ids.size());
+  std::vector<float> expected_scores(ids.size());
+  SelectOutputs selected;
+  selected.ids = MutableTensorView(ids.data(), DType::kInt32, {2, kQueryHeads, 16});
+  selected.scores = MutableTensorView(scores.data(), DType::kFloat32, {2, kQueryHeads, 16});
+  remote_->select(1, query, selected, options);
+  selected.ids.data = expected_ids.data();
+  selected.scores.data = expected_scores.data();
+  local_->select(1, query, selected, {}, options);
+  EXPECT_THAT(ids, ElementsAreArray(expected_ids));
+  EXPECT_THAT(scores, ElementsAreArray(expected_scores));
+}
+
+TEST_F(ClientTest, LargeAppendsGoInChunks) {
+  const std::int64_t tokens = kMaxTokens;  // 4 MiB of keys and values, four messages
+  fill(tokens);
+  EXPECT_EQ(remote_->length(), tokens);
+  EXPECT_EQ(code_of([this] { fill(1); }), ErrorCode::kResourceExhausted) << message_;
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(0), tokens);
+}
+
+TEST_F(ClientTest, TruncatesAndForgets) {
+  fill(30);
+  remote_->truncate(12);
+  EXPECT_EQ(remote_->length(0), 12);
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(1), 12);
+  EXPECT_EQ(code_of([this] { remote_->truncate(31); }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(server_->core().num_sessions(), 1U);
+  remote_.reset();
+  EXPECT_EQ(server_->core().num_sessions(), 0U);
+}
+
+TEST_F(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
+  fill(20);
+  const auto query = random_floats(kQueryHeads * kHeadDim, 1);
+  const auto key = random_floats(kKvHeads * kHeadDim, 2);
+  std::vector<float> out(query.size());
+  AttendOutputs outputs;
+  outputs.out = MutableTensorView(out.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim});
+  const DecodeInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
+                            .key = tokens_view(key, DType::kFloat32, 1, kKvHeads),
+                            .value = tokens_view(key, DType::kFloat32, 1, kKvHeads)};
+  for (int i = 0; i < 5; ++i) {
+    remote_->decode(0, inputs, outputs);
+    server_->sweep(std::chrono::steady_clock::now() + std::chrono::hours(1));
+  }
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(0), 25);
+}
+
+TEST_F(ClientTest, TellsTheServersErrors) {
+  fill(5);
+  const auto values = random_floats(kKvHeads * kHeadDim, 2);
+  const TensorView row = tokens_view(values, DType::kFloat32, 1, kKvHeads);
+  EXPECT_EQ(code_of([&] { remote_->append(7, row, row); }), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("layer: expected 0 to 1, found 7"));
+  EXPECT_EQ(code_of([&] { remote_->append(-1, row, row); }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code_of([&] { (void)remote_->length(2); }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code_of([&] { remote_->append(0, row, TensorView()); }), ErrorCode::kInvalidArgument);
+  std::vector<std::uint16_t> halves(kQueryHeads * kHeadDim);
+  const auto query = random_floats(kQueryHeads * kHeadDim, 3);
+  AttendOutputs outputs;
+  outputs.out = MutableTensorView(halves.data(), DType::kFloat16, {1, kQueryHeads, kHeadDim});
+  const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads)};
+  EXPECT_EQ(code_of([&] { remote_->attend(0, inputs, outputs); }), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("out: expected the dtype of the query"));
+  EXPECT_EQ(code_of([this] {
+              RemoteSessionConfig config = session_config();
+              config.model.head_dim = 65;
+              (void)client_->open(config);
+            }),
+            ErrorCode::kInvalidArgument);
+}
+
+TEST_F(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
+  server_.reset();
+  start();
+  const ErrorCode code = code_of([this] { remote_->refresh(); });
+  EXPECT_EQ(code, ErrorCode::kAborted) << message_;
+}
+
+TEST_F(ClientTest, CallsEndWhereNoServerIs) {
+  ClientOptions options{.server = "unix:" + (folder_ / "none.sock").string(), .attempts = 1};
+  Client client(options);
+  EXPECT_EQ(code_of([&] { (void)client.open(session_config()); }), ErrorCode::kUnavailable);
+}
+
+TEST_F(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
+  for (const ClientOptions& options :
+       std::vector<ClientOptions>{{.server = ""},
+                                  {.server = "/x.sock"},
+                                  {.server = "tcp:127.0.0.1:1"},
+                                  {.server = "tcp:127.0.0.1:1", .tls_key = "/x"},
+                                  {.server = socket(), .timeout = std::chrono::milliseconds(0)},
+                                  {.server = socket(), .attempts = 0}}) {
+    EXPECT_EQ(code_of([&] { const Client client(options); }), ErrorCode::kInvalidArgument);
+  }
+}
+
+TEST_F(ClientTest, PlaintextTcpIsForLoopback) {
+  ServerOptions options = this->options();
+  options.admin.clear();
+  options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
+  options.insecure_tcp = true;
+  Server server(options);
+  ASSERT_GT(server.endpoints()[0].port, 0);
+  Client client({.server = server.endpoints()[0].text(), .insecure_tcp = true});
+  EXPECT_EQ(client.open(session_config()).length(), 0);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing

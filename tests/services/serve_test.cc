@@ -1,0 +1,234 @@
+#include "kvtier/client.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <spawn.h>
+#include <sstream>
+#include <string>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// `kvtier` in a process of its own. Killed at the end, when it still runs.
+class Program {
+ public:
+  Program(const std::vector<std::string>& arguments, const std::vector<std::string>& environment,
+          const std::filesystem::path& err) {
+    int out[2] = {-1, -1};
+    EXPECT_EQ(::pipe2(out, O_CLOEXEC), 0);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, out[1], 1);
+    posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
+    std::vector<char*> argv = pointers(arguments);
+    std::vector<char*> envp = pointers(environment);
+    EXPECT_EQ(::posix_spawn(&pid_, KVTIER_BINARY, &actions, nullptr, argv.data(), envp.data()), 0);
+    posix_spawn_file_actions_destroy(&actions);
+    ::close(out[1]);
+    out_ = out[0];
+  }
+  ~Program() {
+    if (pid_ > 0) {
+      ::kill(pid_, SIGKILL);
+      (void)wait();
+    }
+    ::close(out_);
+  }
+  Program(const Program&) = delete;  // owns a process
+  Program& operator=(const Program&) = delete;
+
+  /// Returns the next line of standard output; empty at its end.
+  std::string read_line() {
+    std::string line;
+    char c = 0;
+    while (::read(out_, &c, 1) == 1 && c != '\n') line += c;
+    return line;
+  }
+  void signal(int number) { ::kill(pid_, number); }
+  /// Returns the exit code, or -1 after a signal.
+  int wait() {
+    int status = 0;
+    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
+    }
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  static std::vector<char*> pointers(const std::vector<std::string>& texts) {
+    std::vector<char*> result;
+    for (const std::string& text : texts) result.push_back(const_cast<char*>(text.c_str()));
+    result.push_back(nullptr);
+    return result;
+  }
+
+  pid_t pid_ = -1;
+  int out_ = -1;
+};
+
+class ServeTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!std::filesystem::exists(KVTIER_BINARY)) GTEST_SKIP() << "no build on this machine";
+    std::string pattern = ::testing::TempDir() + "kvtier-XXXXXX";
+    folder_ = ::mkdtemp(pattern.data());
+  }
+  void TearDown() override {
+    if (!folder_.empty()) std::filesystem::remove_all(folder_);
+  }
+
+  std::unique_ptr<Program> serve(std::vector<std::string> arguments,
+                                 std::vector<std::string> environment = {}) {
+    arguments.insert(arguments.begin(), {"kvtier", "serve"});
+    environment.push_back("XDG_RUNTIME_DIR=" + folder_.string());
+    return std::make_unique<Program>(arguments, environment, folder_ / "err");
+  }
+  std::string err() const {
+    std::ostringstream text;
+    text << std::ifstream(folder_ / "err").rdbuf();
+    return text.str();
+  }
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name) << text;
+    return (folder_ / name).string();
+  }
+  static RemoteSession open(Client& client) {
+    RemoteSessionConfig config;
+    config.model = {.layers = 1, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
+    config.capacity_tokens = 256;
+    return client.open(config);
+  }
+
+  std::filesystem::path folder_;
+};
+
+TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
+  const auto server = serve({});
+  const std::string address = "unix:" + (folder_ / "kvtier" / "kvtier.sock").string();
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  {
+    Client client({.server = address});
+    const RemoteSession session = open(client);
+    EXPECT_EQ(session.length(), 0);
+  }
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "kvtier" / "admin.sock"));
+
+  server->signal(SIGTERM);
+
+  EXPECT_EQ(server->wait(), 0) << err();
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "kvtier" / "kvtier.sock"));
+}
+
+TEST_F(ServeTest, SecondServerIsRefusedAndADeadOnesSocketReplaced) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto first = serve({"--listen", address});
+  ASSERT_EQ(first->read_line(), "listening on " + address) << err();
+
+  const auto second = serve({"--listen", address});
+  EXPECT_EQ(second->read_line(), "");
+  EXPECT_EQ(second->wait(), 1);
+  EXPECT_THAT(err(), HasSubstr("FAILED_PRECONDITION"));
+  EXPECT_THAT(err(), HasSubstr("another server listens there"));
+
+  first->signal(SIGKILL);
+  (void)first->wait();
+  ASSERT_TRUE(std::filesystem::exists(folder_ / "x.sock"));
+  const auto third = serve({"--listen", address});
+  EXPECT_EQ(third->read_line(), "listening on " + address) << err();
+}
+
+TEST_F(ServeTest, FlagGoesBeforeEnvironmentBeforeFile) {
+  const auto address = [this](const std::string& name) {
+    return "unix:" + (folder_ / name).string();
+  };
+  const std::string file =
+      write("serve.toml", "listen = \"" + address("file") + "\"\nmax-sessions = 1\n");
+  {
+    const auto server = serve({"--config", file});
+    ASSERT_EQ(server->read_line(), "listening on " + address("file")) << err();
+    Client client({.server = address("file"), .attempts = 1});
+    const RemoteSession session = open(client);
+    try {
+      (void)open(client);
+      FAIL() << "a second session";
+    } catch (const ClientError& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted);
+    }
+  }
+  {
+    const auto server = serve({}, {"KVTIER_CONFIG=" + file, "KVTIER_LISTEN=" + address("env")});
+    EXPECT_EQ(server->read_line(), "listening on " + address("env")) << err();
+  }
+  const auto server = serve({"--listen", address("flag")},
+                            {"KVTIER_CONFIG=" + file, "KVTIER_LISTEN=" + address("env")});
+  EXPECT_EQ(server->read_line(), "listening on " + address("flag")) << err();
+}
+
+TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
+  const std::string tenants = write("tenants.json", "{\"tenants\": [{\"name\": \"../x\"}]}");
+  struct Case {
+    std::vector<std::string> arguments;
+    int code;
+    std::string message;
+  };
+  for (const Case& c : std::vector<Case>{
+           {{"--config", write("a.toml", "lsiten = \"x\"\n")}, 2, "found lsiten"},
+           {{"--config", write("b.toml", "[section]\nlisten = \"x\"\n")}, 2, "section.listen"},
+           {{"--config", write("c.toml", "max-sessions = 0\n")}, 2, "max-sessions"},
+           {{"--config", "/no/such/file"}, 2, "readable file"},
+           {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
+           {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
+           {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
+           {{"--listen", "http://x"}, 1, "unix:PATH or tcp:HOST:PORT"},
+           {{"--listen", "unix:relative"}, 1, "ABSOLUTE"},
+           {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 1, "together"},
+           {{"--tenants", "/no/such/file"}, 1, "readable file"},
+           {{"--tenants", tenants}, 1, "a-z"},
+           {{"--backend", "tpu"}, 2, "--backend"},
+           {{"--lease-seconds", "-1"}, 2, "--lease-seconds"}}) {
+    const auto server = serve(c.arguments);
+    EXPECT_EQ(server->read_line(), "") << c.message;
+    EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();
+    EXPECT_THAT(err(), HasSubstr(c.message));
+  }
+}
+
+TEST_F(ServeTest, TokensTellTenantsApart) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const std::string tenants =
+      write("tenants.json",
+            // sha256 of "secret"
+            "{\"tenants\": [{\"name\": \"one\", \"max_sessions\": 1, \"token_sha256\": "
+            "\"2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b\"}]}");
+  const auto server = serve({"--listen", address, "--tenants", tenants});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  Client known({.server = address, .token = "secret", .attempts = 1});
+  Client unknown({.server = address, .token = "Secret", .attempts = 1});
+
+  const RemoteSession session = open(known);
+
+  for (const auto& [client, reason] : std::vector<std::pair<Client*, std::string>>{
+           {&known, "QUOTA_EXCEEDED"}, {&unknown, "UNAUTHENTICATED"}}) {
+    try {
+      (void)open(*client);
+      ADD_FAILURE() << "opened, without " << reason;
+    } catch (const ClientError& error) {
+      EXPECT_EQ(error.reason(), reason);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::services
