@@ -15,7 +15,9 @@ install(TARGETS kvtier kvtier_api EXPORT kvtierTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk NAMELINK_COMPONENT sdk
   RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT sdk)
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/kvtier DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT sdk)
+# The client is for programs that are built with the tree: its library needs gRPC.
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/kvtier DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT sdk
+  PATTERN client.h EXCLUDE)
 install(EXPORT kvtierTargets NAMESPACE kvtier:: DESTINATION ${kvtier_cmake_dir} COMPONENT sdk)
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/kvtierConfig.cmake.in

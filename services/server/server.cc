@@ -94,8 +94,8 @@ class PrivateFiles {
   mode_t before_;
 };
 
-/// Gives reflection to one builder, or takes it away: the library that has it may have added it to all
-/// of the process.
+/// Gives reflection to one builder, or takes it away: the library that has it may have added it to
+/// all of the process.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
   explicit Reflection(bool wanted) : wanted_(wanted) {}
