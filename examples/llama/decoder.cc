@@ -37,7 +37,8 @@ std::size_t bf16_bytes(std::int64_t count) {
 
 class Decoder::DensePrefill final : public Attention {
  public:
-  DensePrefill(const ModelConfig& config, Compute& compute, Session& session, std::int64_t capacity)
+  DensePrefill(const ModelConfig& config, Compute& compute, KvSession& session,
+               std::int64_t capacity)
       : config_(config), compute_(compute), session_(session), capacity_(capacity) {
     const std::int64_t count = capacity * config.kv_heads * config.head_dim;
     keys_ = compute.allocate(fp32_bytes(count));
@@ -73,14 +74,14 @@ class Decoder::DensePrefill final : public Attention {
  private:
   const ModelConfig& config_;
   Compute& compute_;
-  Session& session_;
+  KvSession& session_;
   std::int64_t capacity_;
   Buffer keys_, values_;  ///< [kv_heads, capacity, head_dim]: the stored values, of one layer.
 };
 
 class Decoder::Kvtier final : public Attention {
  public:
-  Kvtier(const ModelConfig& config, Compute& compute, Session& session,
+  Kvtier(const ModelConfig& config, Compute& compute, KvSession& session,
          const AttendOptions& options)
       : config_(config), compute_(compute), session_(session), options_(options) {}
 
@@ -102,7 +103,7 @@ class Decoder::Kvtier final : public Attention {
  private:
   const ModelConfig& config_;
   Compute& compute_;
-  Session& session_;
+  KvSession& session_;
   const AttendOptions& options_;
 };
 
@@ -112,7 +113,7 @@ Decoder::Decoder(const ModelConfig& config, Weights weights, std::unique_ptr<Com
       weights_(std::move(weights)),
       frequencies_(rope_frequencies(config)) {}
 
-void Decoder::prefill(Session& session, std::span<const std::int32_t> tokens,
+void Decoder::prefill(KvSession& session, std::span<const std::int32_t> tokens,
                       const PassOptions& options) {
   check_tokens(tokens);
   for (int layer = 0; layer < config_.layers; ++layer) {
@@ -128,7 +129,7 @@ void Decoder::prefill(Session& session, std::span<const std::int32_t> tokens,
   compute_->wait();
 }
 
-std::vector<float> Decoder::decode(Session& session, std::span<const std::int32_t> tokens,
+std::vector<float> Decoder::decode(KvSession& session, std::span<const std::int32_t> tokens,
                                    const AttendOptions& attend, const PassOptions& options) {
   check_tokens(tokens);
   const auto count = static_cast<std::int64_t>(tokens.size());

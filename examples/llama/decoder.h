@@ -3,6 +3,7 @@
 #include "kvtier/engine.h"
 
 #include "llama/compute.h"
+#include "llama/kv_store.h"
 #include "llama/model_config.h"
 #include "llama/weights.h"
 
@@ -53,14 +54,25 @@ class Decoder {
   /// layer stores its keys and values and stops, for nothing reads its output.
   /// Throws `kInvalidArgument` for a token outside the vocabulary, `kFailedPrecondition` when the
   /// session is not empty.
-  void prefill(Session& session, std::span<const std::int32_t> tokens,
+  void prefill(KvSession& session, std::span<const std::int32_t> tokens,
                const PassOptions& options = {});
+  void prefill(Session& session, std::span<const std::int32_t> tokens,
+               const PassOptions& options = {}) {
+    EmbeddedSession embedded(session);
+    prefill(embedded, tokens, options);
+  }
 
   /// Appends `tokens` and attends through `Session::decode`, up to 64 or `chunk_tokens` at a time.
   /// Returns logits `[tokens, vocab_size]`, row t of the token after `tokens[t]`.
-  [[nodiscard]] std::vector<float> decode(Session& session, std::span<const std::int32_t> tokens,
+  [[nodiscard]] std::vector<float> decode(KvSession& session, std::span<const std::int32_t> tokens,
                                           const AttendOptions& attend,
                                           const PassOptions& options = {});
+  [[nodiscard]] std::vector<float> decode(Session& session, std::span<const std::int32_t> tokens,
+                                          const AttendOptions& attend,
+                                          const PassOptions& options = {}) {
+    EmbeddedSession embedded(session);
+    return decode(embedded, tokens, attend, options);
+  }
 
  private:
   class Attention;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <memory>
 
 namespace kvtier::llama {
 namespace {
@@ -26,14 +27,14 @@ struct TailRun {
   Stats::Cumulative counted;
 };
 
-TailRun run_tail(Decoder& decoder, const Engine& engine, Session& session,
+TailRun run_tail(Decoder& decoder, const KvStore& store, KvSession& session,
                  std::span<const std::int32_t> tail, const AttendOptions& attend) {
-  const Stats::Cumulative before = engine.stats().cumulative;
+  const Stats::Cumulative before = store.stats().cumulative;
   const auto start = std::chrono::steady_clock::now();
   TailRun run;
   run.logits = decoder.decode(session, tail, attend);
   run.seconds = seconds_since(start);
-  run.counted = engine.stats().cumulative - before;
+  run.counted = store.stats().cumulative - before;
   return run;
 }
 
@@ -44,7 +45,9 @@ void add_run(EvalRow& row, const TaskCase& task, const Scores& scores, const Tai
   row.fwe += scores.fwe;
   row.kl += scores.kl;
   row.kl_answers += scores.kl_answers;
-  const double steps = static_cast<double>(run.counted.queries) * kv_heads;
+  // A store that counts nothing leaves what it would have counted at zero.
+  const double steps =
+      std::max(1.0, static_cast<double>(run.counted.queries) * static_cast<double>(kv_heads));
   row.rows_attended += static_cast<double>(run.counted.rows_attended) / steps;
   row.sketch_bytes_read += static_cast<double>(run.counted.bytes_sketch_read) / steps;
   row.tokens_per_second += static_cast<double>(task.tail()) / run.seconds;
@@ -61,15 +64,15 @@ void finish_row(EvalRow& row) {
   }
   // Query t of the tail sees the context, the tail before it and itself.
   const double visible = static_cast<double>(row.context) + (static_cast<double>(row.tail) + 1) / 2;
-  row.effective_sparsity = visible / row.rows_attended;
+  if (row.measured()) row.effective_sparsity = visible / row.rows_attended;
 }
 
 /// Evaluates one case with one open engine; rows are in the order of `methods`.
 class CaseRun {
  public:
-  CaseRun(Decoder& decoder, Engine& engine, std::vector<Method>& methods,
+  CaseRun(Decoder& decoder, KvStore& store, std::vector<Method>& methods,
           const EvalOptions& options, const TaskCase& task)
-      : decoder_(decoder), engine_(engine), methods_(methods), options_(options), task_(task) {
+      : decoder_(decoder), store_(store), methods_(methods), options_(options), task_(task) {
     for (const Method& method : methods) {
       EvalRow row;
       row.task = task.name;
@@ -85,18 +88,18 @@ class CaseRun {
     const auto context = static_cast<std::size_t>(task_.context);
     const std::string label = task_.name + "  sequence " + std::to_string(index + 1) + " of " +
                               std::to_string(count) + "  ";
-    Session session = engine_.open({.capacity_tokens = task_.length});
+    const std::unique_ptr<KvSession> session = store_.open(task_.length);
     PassOptions pass;
     pass.progress = [&](std::int64_t done, std::int64_t all) {
       tell(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
     };
     const auto start = std::chrono::steady_clock::now();
-    decoder_.prefill(session, tokens.first(context), pass);
+    decoder_.prefill(*session, tokens.first(context), pass);
     const double prefill_seconds = seconds_since(start);
 
     Method dense{.dense = true, .sparsity = 1.0, .retrieval = {}};
     tell(label + "dense tail", 0.0);
-    const TailRun reference = run_tail(decoder_, engine_, session, tokens.subspan(context),
+    const TailRun reference = run_tail(decoder_, store_, *session, tokens.subspan(context),
                                        attend_options(dense, task_.context, 0));
     for (std::size_t i = 0; i < methods_.size(); ++i) {
       Method& method = methods_[i];
@@ -105,12 +108,12 @@ class CaseRun {
       const AttendOptions attend = attend_options(method, task_.context, options_.retrieval.window);
       TailRun other;
       if (!method.dense) {
-        session.truncate(task_.context);
-        other = run_tail(decoder_, engine_, session, tokens.subspan(context), attend);
+        session->truncate(task_.context);
+        other = run_tail(decoder_, store_, *session, tokens.subspan(context), attend);
       }
       const TailRun& run = method.dense ? reference : other;
       const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);
-      add_run(rows_[i], task_, scores, run, engine_.stats(), decoder_.config().kv_heads);
+      add_run(rows_[i], task_, scores, run, store_.stats(), decoder_.config().kv_heads);
       rows_[i].method = method;
     }
     return prefill_seconds;
@@ -127,7 +130,7 @@ class CaseRun {
   }
 
   Decoder& decoder_;
-  Engine& engine_;
+  KvStore& store_;
   std::vector<Method>& methods_;
   const EvalOptions& options_;
   const TaskCase& task_;
@@ -197,14 +200,14 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
     }
   }
   const Config config = engine_config(decoder.config(), options.runtime, methods, longest);
-  Engine engine(config);
+  const std::unique_ptr<KvStore> store = make_kv_store(config, options.runtime.kv);
 
-  result.backend = engine.backend();
+  result.place = store->place();
   result.sketches.push_back(config.retrieval.sketch());
   result.sketches.insert(result.sketches.end(), config.extra_sketches.begin(),
                          config.extra_sketches.end());
   for (const TaskCase& task : cases) {
-    CaseRun run(decoder, engine, methods, options, task);
+    CaseRun run(decoder, *store, methods, options, task);
     for (std::int64_t i = 0; i < options.sequences; ++i) {
       result.prefill_seconds += run.run_sequence(i, options.sequences);
     }

@@ -40,10 +40,13 @@ struct EvalRow {
   double tokens_per_second = 0.0;   ///< Of the tail, whole model.
   std::size_t device_bytes = 0;     ///< Sketches of the session.
   std::size_t host_bytes = 0;       ///< KV pages of the session.
+
+  /// Whether rows and bytes are known; a server does not tell them.
+  [[nodiscard]] bool measured() const noexcept { return rows_attended > 0.0; }
 };
 
 struct EvalResult {
-  Backend backend = Backend::kCpu;
+  std::string place = "cpu";  ///< As `KvStore::place`.
   std::vector<EvalRow> rows;
   std::vector<SketchConfig> sketches;  ///< That the sessions carried.
   std::vector<std::string> left_out;   ///< Methods asked for that kvtier does not allow.

@@ -49,17 +49,18 @@ std::vector<std::int32_t> generate(Decoder& decoder, const GenerateOptions& opti
     method.retrieval.sparsity = method.sparsity;
     attend.retrieval = &method.retrieval;
   }
-  Engine engine(
-      engine_config(decoder.config(), options.runtime, {method}, prompt + options.max_tokens));
-  Session session = engine.open();
+  const std::int64_t capacity = prompt + options.max_tokens;
+  const auto store = make_kv_store(
+      engine_config(decoder.config(), options.runtime, {method}, capacity), options.runtime.kv);
+  const std::unique_ptr<KvSession> session = store->open(capacity);
   const std::span<const std::int32_t> tokens = options.prompt;
-  decoder.prefill(session, tokens.first(tokens.size() - 1));
+  decoder.prefill(*session, tokens.first(tokens.size() - 1));
 
   std::vector<std::int32_t> result;
   std::int32_t token = options.prompt.back();
   const std::vector<std::int32_t>& ends = decoder.config().eos_tokens;
   for (std::int64_t i = 0; i < options.max_tokens; ++i) {
-    const std::vector<float> logits = decoder.decode(session, {&token, 1}, attend);
+    const std::vector<float> logits = decoder.decode(*session, {&token, 1}, attend);
     token =
         static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
     result.push_back(token);

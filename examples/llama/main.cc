@@ -51,6 +51,11 @@ void add_runtime(CLI::App& app, Arguments& a) {
       ->check(CLI::NonNegativeNumber);
 }
 
+void add_kv(CLI::App& app, Arguments& a) {
+  app.add_option("--kv", a.eval.runtime.kv,
+                 "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
+}
+
 void add_retrieval(CLI::App& app, Arguments& a) {
   RetrievalOptions& retrieval = a.eval.retrieval;
   RetrievalConfig& shared = retrieval.shared;
@@ -77,6 +82,7 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
   CLI::App* eval =
       app.add_subcommand("eval", "Answer retrieval tasks, dense and sparse, and compare");
   add_runtime(*eval, a);
+  add_kv(*eval, a);
   RetrievalOptions& retrieval = a.eval.retrieval;
   eval->add_option("--tasks", a.tasks, "Task file (safetensors)")->required();
   eval->add_option("--cases", a.eval.cases, "Cases, such as n8192.d100")
@@ -106,6 +112,7 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
 CLI::App* add_generate(CLI::App& app, Arguments& a) {
   CLI::App* generate = app.add_subcommand("generate", "Continue a prompt greedily");
   add_runtime(*generate, a);
+  add_kv(*generate, a);
   generate->add_option("--prompt-ids", a.prompt, "Token ids: 1,2,3 or @FILE")->required();
   generate->add_option("--max-tokens", a.max_tokens, "Most tokens to generate")
       ->check(CLI::PositiveNumber)
@@ -142,6 +149,9 @@ Backend parse_backend(const std::string& name) {
 std::unique_ptr<Compute> make_compute(Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
   if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
+  if (!runtime.kv.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "--matmul: expected cpu with --kv, found cuda");
+  }
   if (runtime.backend == Backend::kCpu) {
     throw Error(ErrorCode::kInvalidArgument,
                 "--matmul: expected cpu with --backend cpu, found cuda");

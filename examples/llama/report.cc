@@ -45,13 +45,12 @@ std::string grouped(double value) {
   return digits;
 }
 
-void print_header(std::ostream& out, const EvalRow& row, Backend backend) {
+void print_header(std::ostream& out, const EvalRow& row, const std::string& place) {
   const bool several = row.sequences > 1;
   out << format("%s   %s tokens of context, then %lld tokens of questions and answers, ",
                 row.task.c_str(), grouped(static_cast<double>(row.context)).c_str(),
                 static_cast<long long>(row.tail))
-      << row.sequences << (several ? " sequences" : " sequence") << ", backend "
-      << backend_name(backend) << "\n\n";
+      << row.sequences << (several ? " sequences" : " sequence") << ", backend " << place << "\n\n";
   out << format("  %-26s %-14s %8s %6s %6s %6s %6s %6s %7s %6s %6s\n", "estimator, value weighting",
                 "selection", "sparsity", "exact", "first", "fwe", "KL", "KL ans", "rows", "eff.",
                 "tok/s");
@@ -71,7 +70,8 @@ void print_row(std::ostream& out, const EvalRow& row) {
   out << format("  %-26s %-14s %8s %6.3f %6.3f %6.3f %6s %6s %7s %6s %6s\n", name.c_str(),
                 selection.c_str(), sparsity.c_str(), row.exact, row.first_token, row.fwe,
                 divergence_text(row.kl).c_str(), divergence_text(row.kl_answers).c_str(),
-                grouped(row.rows_attended).c_str(), format("%.1fx", row.effective_sparsity).c_str(),
+                row.measured() ? grouped(row.rows_attended).c_str() : "-",
+                row.measured() ? format("%.1fx", row.effective_sparsity).c_str() : "-",
                 grouped(row.tokens_per_second).c_str());
 }
 
@@ -98,16 +98,15 @@ void print_placement(std::ostream& out, const ModelConfig& model, const EvalResu
   const EvalRow& row =
       *std::max_element(result.rows.begin(), result.rows.end(),
                         [](const EvalRow& a, const EvalRow& b) { return a.context < b.context; });
+  const bool on_cuda = result.place == backend_name(Backend::kCuda);
   const auto host = static_cast<double>(row.host_bytes);
   const auto device = static_cast<double>(row.device_bytes);
-  out << "Where the KV lives (" << row.task << ", backend " << backend_name(result.backend)
-      << ")\n\n";
-  out << format(
-      "  %-18s %10s   %s\n", "keys and values", bytes_text(host).c_str(),
-      result.backend == Backend::kCuda ? "pages in pinned host memory" : "pages in host memory");
+  out << "Where the KV lives (" << row.task << ", backend " << result.place << ")\n\n";
+  out << format("  %-18s %10s   %s\n", "keys and values", bytes_text(host).c_str(),
+                on_cuda ? "pages in pinned host memory" : "pages in host memory");
   out << format("  %-18s %10s   %s: %s bits per key, and norms\n", "sketches",
                 bytes_text(device).c_str(),
-                result.backend == Backend::kCuda ? "in device memory" : "all that a GPU would hold",
+                on_cuda ? "in device memory" : "all that a GPU would hold",
                 sketches_text(result.sketches).c_str());
   out << format("  %-18s %10s   of the size of the keys and values\n", "",
                 format("%.1f %%", 100.0 * device / host).c_str());
@@ -131,7 +130,7 @@ std::string utc_now() {
   return text;
 }
 
-nlohmann::json row_json(const EvalRow& row, Backend backend) {
+nlohmann::json row_json(const EvalRow& row, const std::string& place) {
   nlohmann::json json;
   const RetrievalConfig& retrieval = row.method.retrieval;
   const bool dense = row.method.dense;
@@ -141,18 +140,20 @@ nlohmann::json row_json(const EvalRow& row, Backend backend) {
   json["value_weighting"] = dense ? "none" : weighting_name(retrieval.weighting());
   json["selection"] = dense ? "none" : selection_name(retrieval.selection);
   json["sequences"] = row.sequences;
-  json["backend"] = backend_name(backend);
+  json["backend"] = place;
   json["exact"] = row.exact;
   json["first_token"] = row.first_token;
   json["fwe"] = row.fwe;
   json["kl"] = row.kl;
   json["kl_answers"] = row.kl_answers;
-  json["rows_attended"] = row.rows_attended;
-  json["effective_sparsity"] = row.effective_sparsity;
-  json["device_bytes"] = row.device_bytes;
-  json["host_bytes"] = row.host_bytes;
   json["tokens_per_second"] = row.tokens_per_second;
-  json["sketch_bytes_read"] = row.sketch_bytes_read;
+  if (row.measured()) {
+    json["rows_attended"] = row.rows_attended;
+    json["effective_sparsity"] = row.effective_sparsity;
+    json["device_bytes"] = row.device_bytes;
+    json["host_bytes"] = row.host_bytes;
+    json["sketch_bytes_read"] = row.sketch_bytes_read;
+  }
   if (dense) return json;
   const SketchConfig sketch = retrieval.sketch();
   json["top_k"] = retrieval.top_k;
@@ -169,7 +170,7 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
   for (const EvalRow& row : result.rows) {
     if (previous == nullptr || previous->task != row.task) {
       if (previous != nullptr) out << '\n';
-      print_header(out, row, result.backend);
+      print_header(out, row, result.place);
     }
     print_row(out, row);
     previous = &row;
@@ -177,7 +178,11 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
   if (previous == nullptr) return;
   print_legend(out);
   out << '\n';
-  print_placement(out, model, result);
+  if (previous->measured()) {
+    print_placement(out, model, result);
+  } else {
+    out << "The KV lives in the server at " << result.place << ", which counts rows and bytes.\n";
+  }
   for (const std::string& note : result.left_out) out << "\nleft out: " << note << '\n';
 }
 
@@ -189,7 +194,7 @@ void write_json(const std::filesystem::path& path, const RunInfo& info, const Ev
   root["threads"] = info.threads;
   root["prefill_seconds"] = result.prefill_seconds;
   root["cases"] = nlohmann::json::array();
-  for (const EvalRow& row : result.rows) root["cases"].push_back(row_json(row, result.backend));
+  for (const EvalRow& row : result.rows) root["cases"].push_back(row_json(row, result.place));
 
   std::filesystem::path temporary = path;
   temporary += ".tmp";

@@ -17,6 +17,8 @@ struct RuntimeOptions {
   std::int64_t host_mib = 0;    ///< Page pool; 0: what the session needs.
   std::int64_t device_mib = 0;  ///< Sketches and workspaces; 0: what the session needs.
   int threads = 0;              ///< Of the decoder's own arithmetic; 0: all.
+  /// Server that keeps the KV, "unix:PATH"; empty: this process. The memory is the server's then.
+  std::string kv;
 };
 
 /// Retrieval settings that the rows of a report share.

@@ -106,7 +106,7 @@ TEST_F(EvalTest, CountsRowsByTheProtocol) {
   EXPECT_GT(result.rows[2].device_bytes, 0U);
   // 312 tokens, 2 layers, 2 KV heads, 64 elements of K and V in bf16, in whole pages.
   EXPECT_GE(result.rows[2].host_bytes, 312U * 2 * 2 * 64 * 4);
-  EXPECT_EQ(result.backend, Backend::kCpu);
+  EXPECT_EQ(result.place, "cpu");
 }
 
 TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {

@@ -1,82 +1,24 @@
 #include "kvtier/client.h"
 
+#include "tests/support/program.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cerrno>
 #include <csignal>
 #include <cstdlib>
-#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
-#include <spawn.h>
+#include <memory>
 #include <sstream>
 #include <string>
-#include <sys/wait.h>
-#include <unistd.h>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
+using kvtier::testing::Program;
 using ::testing::HasSubstr;
-
-/// `kvtier` in a process of its own. Killed at the end, when it still runs.
-class Program {
- public:
-  Program(const std::vector<std::string>& arguments, const std::vector<std::string>& environment,
-          const std::filesystem::path& err) {
-    int out[2] = {-1, -1};
-    EXPECT_EQ(::pipe2(out, O_CLOEXEC), 0);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, out[1], 1);
-    posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
-    std::vector<char*> argv = pointers(arguments);
-    std::vector<char*> envp = pointers(environment);
-    EXPECT_EQ(::posix_spawn(&pid_, KVTIER_BINARY, &actions, nullptr, argv.data(), envp.data()), 0);
-    posix_spawn_file_actions_destroy(&actions);
-    ::close(out[1]);
-    out_ = out[0];
-  }
-  ~Program() {
-    if (pid_ > 0) {
-      ::kill(pid_, SIGKILL);
-      (void)wait();
-    }
-    ::close(out_);
-  }
-  Program(const Program&) = delete;  // owns a process
-  Program& operator=(const Program&) = delete;
-
-  /// Returns the next line of standard output; empty at its end.
-  std::string read_line() {
-    std::string line;
-    char c = 0;
-    while (::read(out_, &c, 1) == 1 && c != '\n') line += c;
-    return line;
-  }
-  void signal(int number) { ::kill(pid_, number); }
-  /// Returns the exit code, or -1 after a signal.
-  int wait() {
-    int status = 0;
-    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
-    }
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  }
-
- private:
-  static std::vector<char*> pointers(const std::vector<std::string>& texts) {
-    std::vector<char*> result;
-    for (const std::string& text : texts) result.push_back(const_cast<char*>(text.c_str()));
-    result.push_back(nullptr);
-    return result;
-  }
-
-  pid_t pid_ = -1;
-  int out_ = -1;
-};
 
 class ServeTest : public ::testing::Test {
  protected:
@@ -93,7 +35,7 @@ class ServeTest : public ::testing::Test {
                                  std::vector<std::string> environment = {}) {
     arguments.insert(arguments.begin(), {"kvtier", "serve"});
     environment.push_back("XDG_RUNTIME_DIR=" + folder_.string());
-    return std::make_unique<Program>(arguments, environment, folder_ / "err");
+    return std::make_unique<Program>(KVTIER_BINARY, arguments, environment, folder_ / "err");
   }
   std::string err() const {
     std::ostringstream text;
