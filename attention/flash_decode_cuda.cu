@@ -31,6 +31,8 @@ constexpr int kMaxBlocks = 320;
 constexpr int kMaxGroup = 16;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxStages = 4;
+/// Partial results that a merging thread has under way: all of them when 132 SMs share 8 KV heads.
+constexpr int kPartsAhead = 33;
 
 /// Shape of a block. With three stages at head_dim 128 an SM has 192 KiB under way while it waits,
 /// five times what covers the latency of HBM.
@@ -186,13 +188,27 @@ struct Parts {
 };
 
 /// One block merges the parts of a set, in their order. `shared` has room for a state of every part
-/// and head.
+/// and head. Parts are read `kPartsAhead` at a time, the first of them before their weights are
+/// known.
 template <int D, int kWarps>
 __device__ void merge_parts(const AttendRequest& request, const Workspace& workspace,
                             const OutputItem& item, const RowSet& set, const Parts& parts,
                             float2* shared) {
   const int group = request.kv.group();
   const int lane = static_cast<int>(threadIdx.x % 32);
+  const int vectors = group * (D / 4);
+  int vector = static_cast<int>(threadIdx.x);
+  float4 ahead[kPartsAhead];
+  const auto read = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kPartsAhead; ++i) {
+      if (vector < vectors && first + i < parts.count) {
+        ahead[i] = __ldcg(reinterpret_cast<const float4*>(
+            workspace.out + (parts.slot(first + i) * vectors + vector) * 4));
+      }
+    }
+  };
+  read(0);
   for (int head = static_cast<int>(threadIdx.x / 32); head < group; head += kWarps) {
     float2* const states = shared + head * parts.count;
     float largest = -INFINITY;
@@ -216,18 +232,20 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
     }
   }
   __syncthreads();  // weights of all heads are there
-  for (int i = static_cast<int>(threadIdx.x); i < group * (D / 4); i += 32 * kWarps) {
-    const int head = i / (D / 4);
-    const int x = i % (D / 4) * 4;
+  while (vector < vectors) {
+    const int head = vector / (D / 4);
     const float2* weights = shared + head * parts.count;
-    const float* out = workspace.out + std::int64_t{head} * D + x;
     float4 sum{};
-#pragma unroll 8
-    for (int part = 0; part < parts.count; ++part) {
-      add_scaled(sum, weights[part].x,
-                 __ldcg(reinterpret_cast<const float4*>(out + parts.slot(part) * group * D)));
+    for (int first = 0; first < parts.count; first += kPartsAhead) {
+      if (first > 0) read(first);
+#pragma unroll
+      for (int i = 0; i < kPartsAhead; ++i) {
+        if (first + i < parts.count) add_scaled(sum, weights[first + i].x, ahead[i]);
+      }
     }
-    store_output(item, set.kv_head * group + head, x, sum);
+    store_output(item, set.kv_head * group + head, vector % (D / 4) * 4, sum);
+    vector += 32 * kWarps;
+    read(0);
   }
 }
 
@@ -283,7 +301,9 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
     const bool whole = first == 0 && last == set.tiles();
-    RowFinder<D, kWarps> rows(request, selection, set, workspace.no_row, first + warp, last);
+    const Parts parts(split, set);
+    RowFinder<D, kWarps> rows(request, selection, set, cuda::TileOrder(set.tiles(), parts.count),
+                              workspace.no_row, first + warp, last);
     int started = 0;
     const auto start_next = [&] {
       if (started == count) return;
@@ -343,10 +363,9 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       }
     }
     if (!whole) {
-      const Parts parts(split, set);
-      __threadfence();  // this part is seen by whoever sees the ticket
       __syncthreads();  // all threads have written, and read the tiles' memory
       if (threadIdx.x == 0) {
+        __threadfence();  // this part is seen by whoever sees the ticket
         unsigned* const ticket = workspace.tickets + set.row * request.kv.kv_heads + set.kv_head;
         merges = atomicAdd(ticket, 1U) + 1 == static_cast<unsigned>(parts.count);
         if (merges) *ticket = 0;

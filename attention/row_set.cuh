@@ -98,8 +98,9 @@ __device__ RowTotals make_plan(const AttendRequest& request,
   const int last = min(first + per_thread, sets);
   RowTotals totals;
   std::int64_t tiles = 0;
+  RowSet set;
   for (int i = first; i < last; ++i) {
-    const RowSet set = row_set(request, selection, i);
+    set = row_set(request, selection, i);
     const int listed = set.count - set.always;
     tiles += set.tiles();
     totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
@@ -126,18 +127,46 @@ __device__ RowTotals make_plan(const AttendRequest& request,
   if (block < split.blocks) {
     const std::int64_t begin = split.begin(block);
     if (before <= begin && begin < before + tiles) {
-      plan.index = first;
-      plan.set = row_set(request, selection, first);
-      while (before + plan.set.tiles() <= begin) {
-        before += plan.set.tiles();
-        plan.set = row_set(request, selection, ++plan.index);
+      int index = first;
+      if (per_thread > 1) set = row_set(request, selection, index);
+      while (before + set.tiles() <= begin) {
+        before += set.tiles();
+        set = row_set(request, selection, ++index);
       }
-      plan.set.first_tile = before;
+      set.first_tile = before;
+      plan.set = set;
+      plan.index = index;
     }
   }
   __syncthreads();  // the plan is complete
   return totals;
 }
+
+/// In which order the tiles of a set are worked on. The parts of a set, runs of the new order, take
+/// tiles in turn, so that blocks that run side by side read neighbours: few pages are in use at a
+/// time (H200, dense over 1,048,576 tokens: 1051 us in token order, 1008 us so).
+class TileOrder {
+ public:
+  __device__ TileOrder(std::int64_t tiles, int parts)
+      : parts_(static_cast<unsigned>(parts)),
+        rounds_(static_cast<unsigned>(tiles) / parts_),
+        longer_(static_cast<unsigned>(tiles) % parts_) {}
+
+  [[nodiscard]] __device__ int tile(int place) const {
+    const auto i = static_cast<unsigned>(place);
+    const unsigned in_longer = longer_ * (rounds_ + 1);
+    if (i < in_longer) {
+      return static_cast<int>(i % (rounds_ + 1) * parts_ + i / (rounds_ + 1));
+    }
+    const unsigned rest = i - in_longer;
+    return static_cast<int>(rest % rounds_ * parts_ + longer_ + rest / rounds_);
+  }
+
+ private:
+  unsigned parts_;
+  unsigned rounds_;  ///< Tiles of a part; the first `longer_` parts have one more.
+  unsigned longer_;
+};
 
 /// Finds the rows of one warp's tiles in a set, two tiles at a time, lane r + 16 i being row r of
 /// tile i. Ids are loaded two pairs ahead and page addresses one pair ahead, so that neither load
@@ -155,15 +184,17 @@ class RowFinder {
     }
   };
 
-  /// Tiles `begin`, `begin + kWarps`, ... below `end` of the set. `no_row` is read in the place of
-  /// rows past the end: finite values, seen by no head.
+  /// The tiles in places `begin`, `begin + kWarps`, ... below `end` of the order. `no_row` is read
+  /// in the place of rows past the end: finite values, seen by no head.
   __device__ RowFinder(const AttendRequest& request, const transfer::SelectionView& selection,
-                       const RowSet& set, const std::byte* no_row, int begin, int end)
+                       const RowSet& set, const TileOrder& order, const std::byte* no_row,
+                       int begin, int end)
       : kv_(request.kv),
         sequence_(request.sequences[request.rows[set.row].sequence]),
         set_(set),
+        order_(order),
         no_row_(no_row),
-        tile_(begin + static_cast<int>(threadIdx.x % 32 / 16) * kWarps),
+        place_(begin + static_cast<int>(threadIdx.x % 32 / 16) * kWarps),
         end_(end) {
     if (selection.ids != nullptr) {
       const std::int64_t list = std::int64_t{set.row} * kv_.kv_heads + set.kv_head;
@@ -201,10 +232,10 @@ class RowFinder {
   static constexpr int kNone = -1;
 
   __device__ Entry next_entry() {
-    const int i = tile_ * kTileRows + static_cast<int>(threadIdx.x % 16);
-    const bool present = tile_ < end_ && i < set_.count;
-    tile_ += 2 * kWarps;
-    if (!present) return {};
+    if (place_ >= end_) return {};
+    const int i = order_.tile(place_) * kTileRows + static_cast<int>(threadIdx.x % 16);
+    place_ += 2 * kWarps;
+    if (i >= set_.count) return {};
     if (i < set_.sink_end) return {i, 0xFFFFU};
     if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU};
     const int entry = i - set_.always;
@@ -234,8 +265,9 @@ class RowFinder {
   const transfer::KvGeometry& kv_;
   const transfer::SequenceView& sequence_;
   const RowSet& set_;
+  TileOrder order_;
   const std::byte* no_row_;
-  int tile_;
+  int place_;
   int end_;
   const std::int32_t* ids_ = nullptr;
   const std::uint16_t* masks_ = nullptr;
