@@ -77,7 +77,8 @@ using SketchBatch = transfer::Batch<SketchItem>;
 /// 1 of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued
 /// before `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
 ///
-/// A projection within rounding of zero may differ between backends.
+/// A projection within rounding of zero may differ between backends, and between long and short
+/// appends.
 void sketch_keys(transfer::Stream& stream, const PlanesView& planes, const transfer::KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed);
 

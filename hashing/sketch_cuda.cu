@@ -1,5 +1,6 @@
 #include "hashing/sketch_cuda.cuh"
 #include "hashing/sketch_kernels.h"
+#include "hashing/sketch_prefill_cuda.h"
 #include "transfer/cuda_check.h"
 #include "transfer/tensor_core.cuh"
 
@@ -293,6 +294,7 @@ namespace cuda {
 void sketch_keys(void* stream, const PlanesView& planes, const KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch,
                  const std::byte* packed) {
+  if (sketch_prefill(stream, planes, kv, geometry, batch, packed)) return;
   if (kv.dtype == DType::kFloat16) {
     launch_head_dim<__half>(stream, planes, kv, geometry, batch, packed);
   } else {

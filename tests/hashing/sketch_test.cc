@@ -213,6 +213,61 @@ TEST_P(SketchTest, MatchesTheOracleForEveryNumberOfTokens) {
   }
 }
 
+// Long appends have a kernel of their own on some processors.
+TEST_P(SketchTest, MatchesTheOracleForLongAppends) {
+  struct Case {
+    int head_dim, kv_heads, planes;
+    std::int64_t tokens;
+  };
+  for (const Case& c : {Case{128, 3, 130, 2101}, Case{64, 1, 1024, 2048}, Case{128, 1, 600, 2113},
+                        Case{128, 1, 1023, 2050}, Case{64, 2, 31, 4097}, Case{96, 1, 64, 2101}}) {
+    SCOPED_TRACE(::testing::Message() << "head_dim " << c.head_dim << ", " << c.kv_heads
+                                      << " heads, " << c.planes << " planes, " << c.tokens);
+    const Planes planes(*device_, {.num_planes = c.planes, .seed = 4}, c.head_dim);
+    expect_sketch(planes, random_rows(33, DType::kBFloat16, c.tokens, c.kv_heads, c.head_dim));
+  }
+}
+
+TEST_P(SketchTest, LongAppendStartsAtTheLengthStopsAtTheCapacityAndMarksTokens) {
+  constexpr std::int64_t kLength = 1001, kTokens = 2300, kCapacity = 3270;
+  const Planes planes(*device_, {.num_planes = 200, .seed = 6}, 128);
+  const SketchGeometry geometry{2, 200};
+  Rows rows = random_rows(34, DType::kBFloat16, kTokens + 7, 2, 128);
+  const double infinity = std::numeric_limits<double>::infinity();
+  rows.set(7 + 66, 0, 127, infinity);                                    // in a key
+  rows.set(7 + 2000, 1, 130, std::numeric_limits<double>::quiet_NaN());  // in a value
+  rows.set(7 + 2001, 0, 3, 1e30);  // finite, its square is not
+  for (int x = 0; x < 128; ++x) rows.set(7 + 70, 1, x, 0.0);
+  const Sequence sequence = make_sequence(geometry, 4096, kLength);
+  const transfer::SequenceCounters counters{.length = kLength, .capacity = kCapacity};
+  const transfer::CopyRun run{sequence.counters.data(), &counters, sizeof(counters)};
+  stream_->copy({&run, 1});
+  SketchBatch batch;
+  batch.push(item(sequence, kTokens, 7));
+  sketch(planes, rows, batch);
+
+  const auto found = read(sequence, geometry, kCapacity + 20);
+  const oracle::Planes reference = oracle::planes_from_bf16(planes.host_bits(), 128, false);
+  for (int head = 0; head < 2; ++head) {
+    EXPECT_EQ(found[index(head)][kLength - 1].key_norm, 0xA5A5);
+    for (std::int64_t t = kCapacity; t < kCapacity + 20; ++t) {
+      EXPECT_EQ(found[index(head)][index(t)].key_norm, 0xA5A5) << t;
+    }
+    for (std::int64_t t = 0; t < kCapacity - kLength; ++t) {
+      const Found& token = found[index(head)][index(kLength + t)];
+      if ((t == 66 && head == 0) || (t == 2000 && head == 1)) {
+        EXPECT_EQ(token.key_norm, kNonfiniteNorm) << t;
+        EXPECT_EQ(token.value_norm, kNonfiniteNorm) << t;
+        EXPECT_EQ(token.bits, std::vector<std::uint8_t>(token.bits.size(), 0)) << t;
+      } else if (t == 70 && head == 1) {
+        for (int i = 0; i < 200; ++i) EXPECT_EQ(token.bits[index(i)], 1) << i;  // 0 >= 0
+      } else {
+        expect_token(reference, rows, t + 7, head, token);
+      }
+    }
+  }
+}
+
 TEST_P(SketchTest, AppendInPiecesEqualsAppendAtOnce) {
   const Planes planes(*device_, {.num_planes = 200, .seed = 6}, 96);
   const SketchGeometry geometry{3, 200};

@@ -1,0 +1,401 @@
+#include "hashing/sketch_cuda.cuh"
+#include "hashing/sketch_prefill_cuda.cuh"
+#include "hashing/sketch_prefill_cuda.h"
+#include "transfer/cuda_check.h"
+#include "transfer/tensor_core.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+namespace kvtier::hashing::cuda {
+namespace {
+
+using transfer::KvGeometry;
+using transfer::cuda::kFullWarp;
+
+/// Warpgroups of a block, each with tiles of its own: while one loads keys or packs signs, others
+/// keep the tensor cores busy.
+constexpr int kGroups = 4;
+constexpr int kThreads = 128 * kGroups;
+[[maybe_unused]] constexpr int kTileTokens =
+    64;  ///< Of one KV head, so that sign bits are written side by side.
+/// Chunks whose planes a block keeps in shared memory: 160 KiB for head_dim 128.
+constexpr int kMaxChunks = 5;
+constexpr int kMaxSharedBytes = 227 * 1024;
+/// Below, the other kernel has more blocks to spread over the processors.
+constexpr std::int64_t kMinTokens = 2048;
+
+/// Where value e of a plane is in the depth of the products. A lane loads 16 bytes of a key, values
+/// 32 j + 8 t .. + 7 (lane = 4 g + t), and uses them as they come as parts of two fragments of A;
+/// the depth of B is permuted to match.
+struct DepthOrder {
+  int step = 0;  ///< Product.
+  int k = 0;     ///< Depth in it.
+  /// Of pair p of the 16 bytes that lane t loads at j.
+  __device__ DepthOrder(int j, int t, int p) : step(2 * j + p / 2), k(2 * t + 8 * (p % 2)) {}
+};
+
+/// The block writes the planes of chunks [first, first + chunks) to shared memory as operand B,
+/// zeros past the last plane.
+template <int D>
+__device__ void load_planes(const PlanesView& planes, int first, int chunks, std::byte* shared) {
+  constexpr int kVectors = D / 8;
+  const int rows = chunks * kChunkBits;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < rows * kVectors; i += kThreads) {
+    const int row = i / kVectors;
+    const int vector = i % kVectors;
+    const int plane = first * kChunkBits + row;
+    uint4 loaded{};
+    if (plane < planes.num_planes) {
+      loaded = *reinterpret_cast<const uint4*>(planes.bf16 + std::int64_t{plane} * D + vector * 8);
+    }
+    const unsigned pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const DepthOrder at(vector / 4, vector % 4, p);
+      const int byte = (at.step % 4 * kProductDepth + at.k) * 2;
+      *reinterpret_cast<unsigned*>(shared + (at.step / 4 * rows + row) * kOperandRowBytes +
+                                   (byte ^ row % 8 * 16)) = pairs[p];
+    }
+  }
+}
+
+/// What a lane holds of rows g and g + 8 of its warp: every fourth 16 bytes of half a row.
+template <int D>
+struct HalfRows {
+  static constexpr int kVectors = D / 32;
+  /// Shared memory where a warp keeps its next half rows: a place per vector and lane.
+  static constexpr int kStageBytes = 2 * kVectors * 32 * 16;
+  uint4 low[kVectors], high[kVectors];
+
+  __device__ void load(const std::byte* row_g, const std::byte* row_g8) {
+    const int t = static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      low[j] = __ldcs(reinterpret_cast<const uint4*>(row_g) + j * 4 + t);
+      high[j] = __ldcs(reinterpret_cast<const uint4*>(row_g8) + j * 4 + t);
+    }
+  }
+  /// Part of A for one product, in the order of `DepthOrder`.
+  __device__ void fragment(unsigned (&a)[4], int step) const {
+    const uint4& g = low[step / 2];
+    const uint4& g8 = high[step / 2];
+    a[0] = step % 2 == 0 ? g.x : g.z;
+    a[1] = step % 2 == 0 ? g8.x : g8.z;
+    a[2] = step % 2 == 0 ? g.y : g.w;
+    a[3] = step % 2 == 0 ? g8.y : g8.w;
+  }
+  /// `stage` is this lane's first place.
+  __device__ void load_staged(const std::byte* stage) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      low[j] = *reinterpret_cast<const uint4*>(stage + 2 * j * 512);
+      high[j] = *reinterpret_cast<const uint4*>(stage + (2 * j + 1) * 512);
+    }
+  }
+  /// Starts copying what `load` would load. A lane reads only what it has copied itself.
+  __device__ static void stage(unsigned stage, const std::byte* row_g, const std::byte* row_g8) {
+    const unsigned t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      transfer::cuda::copy_async_16(stage + static_cast<unsigned>(2 * j * 512),
+                                    row_g + (static_cast<unsigned>(j * 4) + t) * 16, true);
+      transfer::cuda::copy_async_16(stage + static_cast<unsigned>((2 * j + 1) * 512),
+                                    row_g8 + (static_cast<unsigned>(j * 4) + t) * 16, true);
+    }
+  }
+};
+
+/// Squared lengths of half rows g and g + 8, in lane 4 g + g / 2.
+struct Squares {
+  float low = 0.0F;
+  float high = 0.0F;
+};
+
+/// On the diagonal of the product of the warp's half rows with themselves: A's registers of rows
+/// g (and g + 8) are those of B for eight columns.
+template <int D>
+__device__ Squares squares(const HalfRows<D>& rows) {
+  float first[4] = {}, second[4] = {};
+#pragma unroll
+  for (int step = 0; step < D / kProductDepth; ++step) {
+    unsigned a[4];
+    rows.fragment(a, step);
+    transfer::cuda::multiply_add<__nv_bfloat16>(first, a, a[0], a[2]);
+    transfer::cuda::multiply_add<__nv_bfloat16>(second, a, a[1], a[3]);
+  }
+  const bool odd = threadIdx.x % 32 / 4 % 2 != 0;
+  return {odd ? first[1] : first[0], odd ? second[3] : second[2]};
+}
+
+/// Tells whether this lane's part has NaN or infinity.
+template <int N>
+__device__ bool has_nonfinite(const uint4 (&vectors)[N]) {
+  bool found = false;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    for (const unsigned pair : {vectors[j].x, vectors[j].y, vectors[j].z, vectors[j].w}) {
+      found |= nonfinite_pair<__nv_bfloat16>(pair);
+    }
+  }
+  return found;
+}
+
+/// Signs of a row's 32 columns, those of this lane: each at its bit for t = 0, among others that do
+/// not count. `c` points at the row's first fragment.
+__device__ unsigned sign_word(const float* c) {
+  unsigned word = 0;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    word = __funnelshift_l(__float_as_uint(c[4 * n]), word, 1);
+    word = __funnelshift_l(__float_as_uint(c[4 * n + 1]), word, 7);
+  }
+  return word;
+}
+
+/// Word t of the row's 128 signs, in lane 4 g + t.
+[[maybe_unused]] __device__ unsigned own_word(const float* c) {
+  const int t = static_cast<int>(threadIdx.x % 4);
+  constexpr unsigned kOwnBits = 0xC0C0C0C0U;
+  unsigned words[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) words[w] = (sign_word(c + 16 * w) & kOwnBits) >> (2 * t);
+  // Lanes 0 and 1 keep words 0 and 1, the others 2 and 3; then each keeps one.
+  const bool upper = t >= 2;
+  unsigned kept[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned sent = upper ? words[i] : words[2 + i];
+    kept[i] = (upper ? words[2 + i] : words[i]) | __shfl_xor_sync(kFullWarp, sent, 2);
+  }
+  const bool odd = t % 2 != 0;
+  const unsigned sent = odd ? kept[0] : kept[1];
+  return ~((odd ? kept[1] : kept[0]) | __shfl_xor_sync(kFullWarp, sent, 1));
+}
+
+/// The warpgroups of a block use the tensor cores by turns, or they would all wait for products at
+/// once and then all pack signs at once. Group g waits at named barrier 1 + g, where the one before
+/// it arrives.
+[[maybe_unused]] __device__ void wait_turn(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+}
+[[maybe_unused]] __device__ void pass_turn(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % kGroups) : "memory");
+}
+
+/// Rows of one lane in a tile.
+struct TileRows {
+  int head = 0;
+  int token = 0;  ///< Of row g, from the first of the item.
+  const std::byte* row_g = nullptr;
+  const std::byte* row_g8 = nullptr;
+};
+
+/// Block (share of the tiles, group of chunks, item), 4 warpgroups; a tile is 64 tokens of one
+/// head. Shared memory: the planes of the block's chunks, written once; the barrier makes them
+/// complete.
+template <int D, bool kStageValues>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ PlanesView planes, const __grid_constant__ KvGeometry kv,
+                   const __grid_constant__ SketchGeometry geometry,
+                   const __grid_constant__ SketchBatch batch, const std::byte* packed,
+                   const int chunks_per_block) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // else compiled empty
+  extern __shared__ std::byte unaligned[];
+  std::byte* shared =
+      unaligned + (0U - transfer::cuda::shared_address(unaligned)) % kOperandGroupBytes;
+  const int first_chunk = static_cast<int>(blockIdx.y) * chunks_per_block;
+  const int chunks = min(chunks_per_block, geometry.chunks() - first_chunk);
+  load_planes<D>(planes, first_chunk, chunks, shared);
+  // The products read shared memory by another path than these stores.
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+
+  const SketchItem& item = batch[static_cast<int>(blockIdx.z)];
+  const std::int64_t length = item.counters->length;
+  const std::int64_t room = max(item.counters->capacity - length, std::int64_t{0});
+  const int tokens = static_cast<int>(min(room, std::int64_t{item.tokens}));
+  const int tiles = (tokens + kTileTokens - 1) / kTileTokens * kv.kv_heads;
+  const int tile_step = static_cast<int>(gridDim.x) * kGroups;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int row_in_tile = static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
+  const std::int64_t row_bytes = kv.row_bytes();
+  const unsigned operand = transfer::cuda::shared_address(shared);
+  const auto half_bytes = static_cast<unsigned>(chunks * kChunkBits * kOperandRowBytes);
+  const auto locate = [&](int tile) {
+    TileRows rows{tile % kv.kv_heads, tile / kv.kv_heads * kTileTokens + row_in_tile};
+    const auto address = [&](int token) {  // rows past the end are read as the last one
+      const std::int64_t index = item.packed_offset + min(token, tokens - 1);
+      return packed + (index * kv.kv_heads + rows.head) * row_bytes;
+    };
+    rows.row_g = address(rows.token);
+    rows.row_g8 = address(rows.token + 8);
+    return rows;
+  };
+  constexpr int kStageBytes = HalfRows<D>::kStageBytes;
+  std::byte* stage = shared + chunks_per_block * kChunkBits * D * 2 +
+                     static_cast<int>(threadIdx.x / 32) * kStageBytes * (kStageValues ? 2 : 1) +
+                     lane * 16;
+  const auto start_copy = [&](int tile) {
+    if (tile < tiles) {
+      const TileRows rows = locate(tile);
+      const unsigned to = transfer::cuda::shared_address(stage);
+      HalfRows<D>::stage(to, rows.row_g, rows.row_g8);
+      if constexpr (kStageValues) {
+        HalfRows<D>::stage(to + kStageBytes, rows.row_g + 2 * D, rows.row_g8 + 2 * D);
+      } else if (lane % 4 < D / 64) {  // into L2: the 128-byte lines of row g and g + 8
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.row_g + 2 * D + lane % 4 * 128));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.row_g8 + 2 * D + lane % 4 * 128));
+      }
+    }
+    transfer::cuda::copy_async_commit();
+  };
+
+  const int group = static_cast<int>(threadIdx.x / 128);
+  const int first_tile = static_cast<int>(blockIdx.x) * kGroups;
+  start_copy(first_tile + group);
+  if (group == kGroups - 1) pass_turn(group);
+  // All groups go round equally often, for the sake of the turns.
+  for (int round = first_tile; round < tiles; round += tile_step) {
+    const int tile = round + group;
+    if (tile >= tiles) {
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        wait_turn(group);
+        pass_turn(group);
+      }
+      continue;
+    }
+    const auto [head, token, row_g, row_g8] = locate(tile);
+    HalfRows<D> keys, values;
+    if constexpr (!kStageValues) values.load(row_g + 2 * D, row_g8 + 2 * D);
+    transfer::cuda::copy_async_wait<0>();
+    keys.load_staged(stage);
+    if constexpr (kStageValues) values.load_staged(stage + kStageBytes);
+    const Squares key = squares(keys), value = squares(values);
+    const bool has_norms = lane % 4 == lane / 8;
+    const float infinity = __int_as_float(0x7F800000);
+    bool nonfinite[2] = {};
+    // The square of a large finite value is infinite too.
+    if (__any_sync(kFullWarp, has_norms && !(key.low < infinity && key.high < infinity &&
+                                             value.low < infinity && value.high < infinity))) {
+      const unsigned low =
+          __ballot_sync(kFullWarp, has_nonfinite(keys.low) || has_nonfinite(values.low));
+      const unsigned high =
+          __ballot_sync(kFullWarp, has_nonfinite(keys.high) || has_nonfinite(values.high));
+      nonfinite[0] = (low >> (lane / 4 * 4) & 0xFU) != 0;
+      nonfinite[1] = (high >> (lane / 4 * 4) & 0xFU) != 0;
+    }
+    start_copy(tile + tile_step);  // all that was staged has been used
+
+    std::byte* to[2] = {};  // chunk 0 of the rows' sketches, word t
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (token + 8 * i >= tokens) continue;
+      const std::int64_t at = length + token + 8 * i;
+      std::byte* block = item.blocks[at / kBlockTokens];
+      const int in_block = static_cast<int>(at % kBlockTokens);
+      to[i] = block + geometry.chunk_offset(head, 0, in_block) + lane % 4 * 4;
+      if (has_norms) {
+        *reinterpret_cast<std::uint16_t*>(block + geometry.key_norm_offset(head, in_block)) =
+            nonfinite[i] ? kNonfiniteNorm : norm_bits(i == 0 ? key.low : key.high);
+        *reinterpret_cast<std::uint16_t*>(block + geometry.value_norm_offset(head, in_block)) =
+            nonfinite[i] ? kNonfiniteNorm : norm_bits(i == 0 ? value.low : value.high);
+      }
+    }
+
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      constexpr int kSteps = D / kProductDepth;
+      float c[64];
+      wait_turn(group);
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned a[4];
+        keys.fragment(a, step);
+        const auto in_chunk = static_cast<unsigned>(chunk * kChunkBits * kOperandRowBytes +
+                                                    step % 4 * kProductDepth * 2);
+        start_product(
+            c, a,
+            operand_descriptor(operand + static_cast<unsigned>(step / 4) * half_bytes + in_chunk),
+            step > 0);
+        if (step == kSteps / 2 - 1 || step == kSteps - 1) products_commit();
+      }
+      products_wait<1>();
+      pass_turn(group);  // while the second half is under way
+      products_wait<0>();
+      const unsigned mask =
+          plane_mask(geometry.num_planes - (first_chunk + chunk) * kChunkBits - lane % 4 * 32);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const unsigned word = own_word(c + 2 * i);
+        if (to[i] == nullptr) continue;
+        *reinterpret_cast<unsigned*>(to[i] + geometry.chunk_offset(0, first_chunk + chunk, 0)) =
+            nonfinite[i] ? 0U : word & mask;
+      }
+    }
+  }
+  if (group == 0) wait_turn(group);  // takes the last turn passed, so that none is left over
+#endif
+}
+
+struct Processor {
+  int major = 0, minor = 0, count = 0;
+};
+
+Processor current_processor() {
+  int device = 0;
+  Processor found;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  KVTIER_CUDA_CHECK(
+      cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, device));
+  KVTIER_CUDA_CHECK(
+      cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, device));
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&found.count, cudaDevAttrMultiProcessorCount, device));
+  return found;
+}
+
+template <int D>
+void launch(void* stream, int processors, const PlanesView& planes, const KvGeometry& kv,
+            const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed) {
+  const int groups = (geometry.chunks() + kMaxChunks - 1) / kMaxChunks;
+  const int chunks_per_block = (geometry.chunks() + groups - 1) / groups;
+  constexpr int kStageBytes = HalfRows<D>::kStageBytes * kThreads / 32;
+  const int planes_bytes = chunks_per_block * kChunkBits * D * 2 + kOperandGroupBytes;  // to align
+  const bool stage_values = planes_bytes + 2 * kStageBytes <= kMaxSharedBytes;
+  const int bytes = planes_bytes + kStageBytes * (stage_values ? 2 : 1);
+  const auto kernel = stage_values ? prefill_kernel<D, true> : prefill_kernel<D, false>;
+  KVTIER_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const int blocks = std::max(1, processors / (groups * batch.count));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
+                  static_cast<unsigned>(batch.count));
+  kernel<<<grid, kThreads, static_cast<std::size_t>(bytes), transfer::cuda::stream_of(stream)>>>(
+      planes, kv, geometry, batch, packed, chunks_per_block);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+bool sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv,
+                    const SketchGeometry& geometry, const SketchBatch& batch,
+                    const std::byte* packed) {
+  if (kv.dtype != DType::kBFloat16 || (kv.head_dim != 64 && kv.head_dim != 128)) return false;
+  for (int i = 0; i < batch.count; ++i) {
+    if (batch[i].tokens < kMinTokens) return false;
+  }
+  if (batch.count == 0) return false;
+  const Processor processor = current_processor();
+  if (processor.major != 9 || processor.minor != 0) return false;
+  if (kv.head_dim == 64) {
+    launch<64>(stream, processor.count, planes, kv, geometry, batch, packed);
+  } else {
+    launch<128>(stream, processor.count, planes, kv, geometry, batch, packed);
+  }
+  return true;
+}
+
+}  // namespace kvtier::hashing::cuda
