@@ -85,8 +85,10 @@ void steps(Run& run) {
     }
   }
   for (StepCase& step : cases) {
-    step.stages =
-        step.batch == 1 && step.kv_heads == 8 && (step.tokens == M || step.tokens == 128 * K);
+    const bool long_context = step.tokens == M;
+    step.stages = step.query_heads == 32 && step.kv_heads == 8 && step.batch == 1 &&
+                  (step.tokens == 128 * K ? step.retrieval.sparsity > 0
+                                          : long_context && step.retrieval.sparsity == 0);
     json parameters = retrieval_parameters(step.retrieval);
     parameters["tokens"] = step.tokens;
     run.attempt("decode_step", parameters, [&] { bench_decode_step(run, step); });

@@ -82,7 +82,7 @@ std::vector<Session> open_sessions(Run& run, Engine& engine, const StepCase& ste
                                view(values.data(), n, step.kv_heads, step.head_dim), stream);
       }
     }
-    sessions.back().reserve(512, stream);
+    sessions.back().reserve(1000, stream);
   }
   KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
   return sessions;
@@ -150,7 +150,7 @@ void bench_decode_step(Run& run, const StepCase& step) {
   if (step.stages) {
     const Graph graph(run.stream(), [&] { one_layer(0); });
     json stages = json::array();
-    for (const Graph::Stage& stage : graph.stages(run.stream(), 9)) {
+    for (const Graph::Stage& stage : graph.stages(run.stream(), 15)) {
       stages.push_back({{"kernel", stage.kernel}, {"us", stage.us}});
     }
     measured["stages"] = stages;

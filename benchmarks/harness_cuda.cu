@@ -226,7 +226,16 @@ void Run::push(json row) {
   document_["rows"].push_back(std::move(row));
   if (file_.empty()) return;
   std::ofstream out(file_);
-  out << document_.dump(1) << "\n";
+  json head = document_;
+  head.erase("rows");
+  const std::string text = head.dump(1);
+  out << text.substr(0, text.rfind("\n}")) << ",\n \"rows\": [";
+  const char* separator = "\n  ";
+  for (const json& one : document_["rows"]) {  // a line each
+    out << separator << one.dump();
+    separator = ",\n  ";
+  }
+  out << "\n ]\n}\n";
   out.flush();
   if (!out) throw std::runtime_error(file_ + ": expected a writable file, found none");
 }

@@ -1,8 +1,7 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/layers_cuda.h"
-#include "hashing/sketch.h"
+#include "hashing/append.h"
 #include "transfer/cuda_check.h"
-#include "transfer/rows.h"
 
 namespace kvtier::bench {
 
@@ -24,18 +23,11 @@ void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacemen
   const transfer::Buffer packed = run.device().allocate(
       transfer::Space::kDevice, static_cast<std::size_t>(batch * tokens * values_of_token * 4));
   const auto append = [&](int layer) {
-    const transfer::AppendBatch items = append_batch(layers, layer, batch, keys, values, tokens);
-    transfer::pack_rows(run.queue(), kv, items, packed.data());
-    transfer::store_rows(run.queue(), kv, items, packed.data());
-    hashing::SketchBatch sketch;
-    for (int item = 0; item < batch; ++item) {
-      sketch.push({.blocks = layers.sketch_blocks(layer, item),
-                   .counters = layers.sequence(layer, item).counters,
-                   .tokens = static_cast<std::int32_t>(tokens),
-                   .packed_offset = item * tokens});
-    }
-    hashing::sketch_keys(run.queue(), layers.planes(), kv, layers.sketch(), sketch, packed.data());
-    transfer::append_done(run.queue(), kv, items);
+    hashing::SketchTarget target{
+        .planes = layers.planes(), .geometry = layers.sketch(), .blocks = {}};
+    for (int item = 0; item < batch; ++item) target.blocks.push(layers.sketch_blocks(layer, item));
+    hashing::append_rows(run.queue(), kv, append_batch(layers, layer, batch, keys, values, tokens),
+                         {&target, 1}, packed.data());
   };
   append(0);
   const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {

@@ -105,8 +105,8 @@ int main(int argc, char** argv) {
   ingest->add_option("--new-tokens", new_tokens, "of each sequence")->check(CLI::Range(1, 4096));
   CLI11_PARSE(app, argc, argv);
 
-  std::string command;
-  for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);
+  std::string command = "kvtier-bench";
+  for (int i = 1; i < argc; ++i) command += " " + std::string(argv[i]);
   try {
     Run run(file, command, cuda_libs, replays);
     step.placement = placement == "host" ? KvPlacement::kHost : KvPlacement::kDevice;

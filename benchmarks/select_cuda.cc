@@ -45,7 +45,7 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
   const std::int64_t norms = retrieval.estimator == Estimator::kNormAware ? 4 : 2;
   const double bytes =
       static_cast<double>(pairs * (std::int64_t{geometry.chunks()} * hashing::kChunkBytes + norms));
-  const int num_layers = std::clamp(static_cast<int>(200e6 / bytes) + 1, 1, 16);
+  const int num_layers = std::clamp(static_cast<int>(150e6 / bytes) + 1, 1, 16);
   const Layers layers(run, {.tokens = tokens,
                             .batch = batch,
                             .layers = num_layers,
