@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The cheap checks: format, shell scripts, headers that compile alone, and the rules of the whole tree (who may
-# include whom, file sizes, what the documents promise). The first stage of test.sh, and a pre-commit hook:
+# The cheap checks: format, shell scripts, figures that are those of the results, headers that compile alone, and
+# the rules of the whole tree (who may include whom, file sizes, what the documents promise). The first stage of
+# test.sh, and a pre-commit hook:
 #
 #   ln -s ../../scripts/check.sh .git/hooks/pre-commit
 #
@@ -45,6 +46,14 @@ mapfile -t shell_scripts < <(tracked '*.sh' .ci/run)
 for script in "${shell_scripts[@]}"; do bash -n "$script"; done
 if command -v shellcheck >/dev/null; then shellcheck -x "${shell_scripts[@]}"; fi
 echo "${#shell_scripts[@]} files"
+
+say "figures"
+if command -v python3 >/dev/null; then
+  python3 benchmarks/performance.py --check
+  echo "docs/performance.md and its plot are those of benchmarks/results"
+else
+  echo "python3 is not installed: docs/performance.md is not compared with the results"
+fi
 
 say "headers and tree"
 mkdir -p build

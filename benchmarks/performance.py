@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""Writes docs/performance.md and its plot from the runs in benchmarks/results.
+
+    performance.py            writes docs/performance.md and docs/performance.svg
+    performance.py --check    fails when they are not what the results say
+
+The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
+`name` of this file returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
+DATE-h200-needle-llama.json, DATE-h200-replay.json. Python's standard library is enough.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+K, M = 1024, 1024 * 1024
+SHAPE = {"batch": 1, "query_heads": 32, "kv_heads": 8}
+NORM_AWARE = {"estimator": "norm_aware", "bits": 256, "selection": "per_kv_head", "placement": "device"}
+SOFT = {"estimator": "soft_collision", "bits": 600, "selection": "per_kv_head", "placement": "device"}
+
+
+def newest(kind):
+    files = sorted(RESULTS.glob(f"*-h200-{kind}.json"))
+    if not files:
+        sys.exit(f"performance.py: expected a file benchmarks/results/DATE-h200-{kind}.json, found none")
+    return files[-1]
+
+
+def load(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def number(value, digits=3):
+    """A figure with `digits` significant digits and no exponent; "not measured" for None."""
+    if value is None:
+        return "not measured"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{places}f}"
+
+
+def times(value):
+    return "not measured" if value is None else f"{value:.2f}x"
+
+
+def percent(value):
+    return "not measured" if value is None else f"{100 * value:.0f} %"
+
+
+def context(tokens):
+    return f"{tokens // M}M" if tokens % M == 0 else f"{tokens // K}K"
+
+
+class Run:
+    """The rows of one `kvtier-bench all`."""
+
+    def __init__(self, path):
+        self.path = path
+        document = load(path)
+        self.date, self.command, self.machine = document["date"], document["command"], document["machine"]
+        self.rows = document["rows"]
+
+    def find(self, what, **wanted):
+        """The last row of a kind with these parameters and no error, or None."""
+        found = [row for row in self.rows if row["what"] == what and "error" not in row
+                 and all(row.get(key) == value for key, value in wanted.items())]
+        return found[-1] if found else None
+
+    def get(self, field, what, **wanted):
+        row = self.find(what, **wanted)
+        return None if row is None else row.get(field)
+
+    def dense(self, tokens, **shape):
+        return self.get("us", "dense_cudnn", tokens=tokens, **{**SHAPE, **shape})
+
+    def own_dense(self, tokens, **shape):
+        return self.get("us", "decode_step", tokens=tokens, estimator="dense", **{**SHAPE, **shape})
+
+    def step(self, tokens, selector, **wanted):
+        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, **wanted})
+
+    def faster(self, tokens, selector, **wanted):
+        """Dense attention by cuDNN with all KV on the device, over the step."""
+        shape = {key: wanted[key] for key in SHAPE if key in wanted}
+        dense, step = self.dense(tokens, **shape), self.step(tokens, selector, **wanted)
+        return None if dense is None or step is None else dense / step
+
+
+def run_block(run):
+    machine = run.machine
+    return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`: {machine['device']}"
+            f"{', driver ' + driver(machine) if driver(machine) else ''}. Measured in that run: reading device memory "
+            f"{number(machine['read_gbps'], 4)} GB/s, copies from pinned memory {number(machine['host_to_device_gbps'])}"
+            f" GB/s and to it {number(machine['device_to_host_gbps'])} GB/s"
+            f"{product_rate(run)}.")
+
+
+def driver(machine):
+    match = re.search(r"\b(\d+\.\d+\.\d+)\b", machine.get("driver", ""))
+    return match.group(1) if match else ""
+
+
+def product_rate(run):
+    row = run.find("prefill_sketch", bits=600)
+    return "" if row is None else f", a bf16 matrix product {number(row['product_tflops'])} TFLOP/s"
+
+
+def targets(run):
+    def selection(field, selector):
+        return run.get(field, "select", tokens=M, batch=1, k=2048, **selector)
+
+    norm_aware = {key: NORM_AWARE[key] for key in ("estimator", "bits")}
+    soft = {key: SOFT[key] for key in ("estimator", "bits")}
+    at_32k = [run.faster(32 * K, selector, sparsity=33) for selector in (NORM_AWARE, SOFT)]
+    gather = run.find("gather", rows=16384, placement="host")
+    region = "64 GiB" if gather is None else f"{gather['region_gib']} GiB"
+    prefill = {bits: run.get("over_floor", "prefill_sketch", bits=bits) for bits in (256, 600)}
+    rows = [
+        ("norm-aware 256 bits: scoring pass, share of the read bandwidth over sketch and norms, 1M", "75 %", "85 %",
+         percent(selection("pass_share_of_read", norm_aware))),
+        ("soft collision (600 bits), k = 2048: scoring pass, the same measure, 1M", "50 %", "80 %",
+         percent(selection("pass_share_of_read", soft))),
+        ("whole step, per KV head, 33x, norm-aware 256 bits, 128K: faster than dense by", "3x", "4.5x",
+         times(run.faster(128 * K, NORM_AWARE, sparsity=33))),
+        ("whole step, k = 2048 per KV head, 1M: norm-aware 256 / 128 bits", "6x / 7x", "9x / 12x",
+         f"{times(run.faster(M, NORM_AWARE, k=2048))} / {times(run.faster(M, NORM_AWARE, k=2048, bits=128))}"),
+        ("whole step, per KV head, 33x, soft collision, 128K / 1M", "2x / 2.5x", "3x / 4x",
+         f"{times(run.faster(128 * K, SOFT, sparsity=33))} / {times(run.faster(M, SOFT, sparsity=33))}"),
+        ("whole step, one set per query head (the paper), 33x, soft collision, 128K", "1.5x", "2.5x",
+         times(run.faster(128 * K, SOFT, sparsity=33, selection="per_query_head"))),
+        ("whole step at 32K, 33x: norm-aware 256 bits / soft collision", "1x", "2x",
+         " / ".join(times(value) for value in at_32k)),
+        (f"gather of 16,384 random 512-byte rows from pinned memory, row sets rotating over {region}, GB/s", "24", "48",
+         number(None if gather is None else gather["gbps"])),
+        ("whole step, KV in pinned memory, k = 2048, norm-aware 256 bits, 1M: faster than dense over KV on the device",
+         "1.8x", "3.3x", times(run.faster(M, NORM_AWARE, k=2048, placement="host"))),
+        ("sketches of 128K tokens, one layer, 256 / 600 bits: time over the larger of reading K and the product", "1.6x",
+         "1.15x", f"{times(prefill[256])} / {times(prefill[600])}"),
+    ]
+    return table(["what", "must", "aim", "measured"], rows)
+
+
+def contexts(run):
+    rows = []
+    for tokens in sorted({row["tokens"] for row in run.rows if row["what"] == "dense_cudnn" and "us" in row}):
+        def cell(selector, tokens=tokens, **wanted):
+            us = run.step(tokens, selector, **wanted)
+            return "" if us is None else f"{number(us)} ({times(run.faster(tokens, selector, **wanted))})"
+
+        if run.dense(tokens) is None:
+            continue
+        own = run.own_dense(tokens)
+        rows.append((context(tokens), number(run.dense(tokens)), "" if own is None else number(own),
+                     cell(NORM_AWARE, sparsity=33), cell(NORM_AWARE, k=2048), cell(SOFT, sparsity=33)))
+    return table(["context", "dense, cuDNN", "dense, kvtier", "norm-aware 256, 33x", "norm-aware 256, k = 2048",
+                  "soft collision, 33x"], rows)
+
+
+def shapes(run):
+    rows = []
+    for row in run.rows:
+        if row["what"] != "decode_step" or "us" not in row or row["estimator"] == "dense":
+            continue
+        shape = {key: row[key] for key in SHAPE}
+        if (shape == SHAPE and row["placement"] == "device" and row["selection"] == "per_kv_head"
+                and row["bits"] in (256, 600) and row["estimator"] != "hard_collision"
+                and not (row["estimator"] == "soft_collision" and "k" in row)):
+            continue  # in the table of contexts
+        dense = run.dense(row["tokens"], **shape)
+        rows.append((context(row["tokens"]), row["batch"], f"{row['query_heads']} / {row['kv_heads']}",
+                     selector_name(row), row["placement"], number(row["us"]),
+                     "" if dense is None else number(dense), "" if dense is None else times(dense / row["us"])))
+    return table(["context", "sequences", "query / KV heads", "selector", "KV", "us", "dense, cuDNN", "faster by"], rows)
+
+
+def selector_name(row):
+    names = {"norm_aware": "norm-aware", "soft_collision": "soft collision", "hard_collision": "hard collision"}
+    rows = f"{row['sparsity']:g}x" if "sparsity" in row else f"k = {row['k']}"
+    per_head = ", a set per query head" if row["selection"] == "per_query_head" else ""
+    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{per_head}"
+
+
+def selections(run):
+    rows = []
+    for row in run.rows:
+        if row["what"] != "select" or "us" not in row:
+            continue
+        rows.append((context(row["tokens"]), row["batch"], selector_name(row), number(row["bytes"] / 1e6),
+                     number(row["us"]), percent(row["share_of_read"]),
+                     number(row["pass_us"]) if "pass_us" in row else "",
+                     percent(row["pass_share_of_read"]) if "pass_us" in row else ""))
+    return table(["context", "sequences", "selector", "MB of sketches", "tables, scores, choice: us", "of read bandwidth",
+                  "longest kernel: us", "of read bandwidth"], rows)
+
+
+def kernels(run):
+    def rate(row):
+        share = f", {percent(row['share_of_link'])} of the link" if "share_of_link" in row else \
+            f", {percent(row['share_of_read'])} of read bandwidth"
+        return f"{number(row['gbps'])} GB/s{share}"
+
+    def plural(count, what):
+        return f"{count} {what}{'' if count == 1 else 's'}"
+
+    rows = []
+    for row in run.rows:
+        if "us" not in row:
+            continue
+        what = row["what"]
+        if what == "gather":
+            where = "device memory" if row["placement"] == "device" else "pinned memory"
+            rows.append((f"gather of {row['rows']:,} random rows from {where} ({row['region_gib']} GiB)",
+                         number(row["us"]), rate(row)))
+        elif what == "flash_decode":
+            rows.append((f"flash-decode over {row['rows']:,} rows, {row['order']}", number(row["us"]), rate(row)))
+        elif what == "ingest":
+            rows.append((f"append of a token each to {plural(row['batch'], 'sequence')}, {row['bits']} bits, pages in "
+                         f"{row['placement']} memory", number(row["us"]), ""))
+        elif what == "tables":
+            rows.append((f"tables of a query, {selector_name(row).split(',')[0]}, {plural(row['batch'], 'sequence')}",
+                         number(row["us"]), ""))
+        elif what == "prefill_sketch":
+            rows.append((f"sketches of {row['tokens']:,} tokens, {row['bits']} bits (K read {number(row['read_keys_us'])} "
+                         f"us, product {number(row['product_us'])} us: {times(row['over_floor'])})", number(row["us"]),
+                         rate(row)))
+        elif what == "prefill_append":
+            link = f", {percent(row['share_of_link'])} of the link" if "share_of_link" in row else ""
+            rows.append((f"append of {row['tokens']:,} tokens with sketches, pages in {row['placement']} memory",
+                         number(row["us"]), f"{number(row['gbps'])} GB/s{link}"))
+    return table(["kernels", "us", "rate"], rows)
+
+
+def stages(run):
+    lines = []
+    for row in run.rows:
+        if row["what"] != "decode_step" or "stages" not in row:
+            continue
+        kept = [stage for stage in row["stages"] if abs(stage["us"]) >= 0.5]
+        parts = ", ".join(f"`{stage['kernel']}` {number(stage['us'], 2)}" for stage in kept)
+        lines.append(f"- {context(row['tokens'])}, {selector_name(row)}, KV on the {row['placement']} "
+                     f"({number(row['us'])} us): {parts}")
+    return "\n".join(lines)
+
+
+def overlaps(run):
+    rows = [(context(row["tokens"]), selector_name(row), f"{row['fast_with_scored']['mean']:.4f}",
+             f"{row['fast_with_exact']['mean']:.4f}", f"{row['fast_with_exact']['least']:.4f}")
+            for row in run.rows if row["what"] == "overlap" and "error" not in row]
+    return table(["context", "selector", "with the same scores, all written", "with float weights, all written: mean",
+                  "least"], rows)
+
+
+def dense_rows(run):
+    rows = [(context(row["tokens"]), row["batch"], f"{row['query_heads']} / {row['kv_heads']}", number(row["us"]),
+             number(row["gbps"], 4), percent(row["share_of_read"]), row["layout"])
+            for row in run.rows if row["what"] == "dense_cudnn" and "us" in row]
+    return table(["context", "sequences", "query / KV heads", "us", "GB/s", "of read bandwidth", "layout"], rows)
+
+
+def failures(run):
+    lines = [f"- `{row['what']}`: {row['error']}" for row in run.rows if "error" in row]
+    return "\n".join(["Rows that could not be measured in this run:", ""] + lines) if lines else ""
+
+
+def fraction(value):
+    """A share as .992, and 1 as 1.000."""
+    return f"{value:.3f}".removeprefix("0")
+
+
+def needle(_):
+    data = load(newest("needle-llama"))["cases"]
+    names = [("norm-aware 256 bits", {"estimator": "norm_aware", "bits": 256, "value_weighting": "logit"}),
+             ("norm-aware 128 bits", {"estimator": "norm_aware", "bits": 128, "value_weighting": "logit"}),
+             ("soft collision, linear (SOCKET)", {"estimator": "soft_collision", "value_weighting": "linear"}),
+             ("soft collision, calibrated", {"estimator": "soft_collision", "value_weighting": "calibrated"}),
+             ("soft collision, no value norm", {"estimator": "soft_collision", "value_weighting": "none"})]
+
+    def find(**wanted):
+        return next(row for row in data if row["case"] == "n8192.d100"
+                    and all(row.get(key) == value for key, value in wanted.items()))
+
+    dense = find(estimator="dense")
+    rows = [("dense", "", fraction(dense["exact"]), "0", f"{dense['rows_attended']:,.0f}")]
+    for name, wanted in names:
+        pair = [find(sparsity=33.0, selection=selection, **wanted) for selection in ("per_kv_head", "per_query_head")]
+        rows.append((name, "per KV head / per query head", " / ".join(fraction(row["exact"]) for row in pair),
+                     " / ".join(number(row["kl"]) if row["kl"] >= .1 else fraction(row["kl"]) for row in pair),
+                     " / ".join(f"{row['rows_attended']:,.0f} ({row['effective_sparsity']:.1f}x)" for row in pair)))
+    return table(["selector", "selection", "exact", "KL", "rows attended (effective)"], rows)
+
+
+def replay(_):
+    rows = {}
+    for run in load(newest("replay"))["runs"]:
+        for row in run["rows"]:
+            name = {"exact": "exact q.k",
+                    "soft_collision": f"soft collision, {row.get('value_weighting')}",
+                    "norm_aware": f"norm-aware {row.get('bits')} bits"}[row["estimator"]]
+            rows.setdefault(name, {})[row["sparsity"]] = fraction(row["mean"]["attention_mass"])
+    return table(["selector", "33x", "100x"], [(name, mass[33.0], mass[100.0]) for name, mass in rows.items()])
+
+
+def needle_file(_):
+    return newest("needle-llama").name
+
+
+def replay_file(_):
+    return newest("replay").name
+
+
+def plot(run):
+    """Microseconds of a step over the context length, both on logarithmic axes, as SVG."""
+    series = [("dense, cuDNN", "#444444", "6 4", lambda n: run.dense(n)),
+              ("dense, kvtier", "#9a9a9a", "2 3", lambda n: run.own_dense(n)),
+              ("soft collision 600 bits, 33x", "#d1660a", "", lambda n: run.step(n, SOFT, sparsity=33)),
+              ("norm-aware 256 bits, 33x", "#1f6fb4", "", lambda n: run.step(n, NORM_AWARE, sparsity=33)),
+              ("norm-aware 256 bits, k = 2048", "#1b8a4b", "", lambda n: run.step(n, NORM_AWARE, k=2048))]
+    lengths = [16 * K << i for i in range(7)]
+    points = [(name, color, dash, [(n, us) for n in lengths if (us := value(n)) is not None])
+              for name, color, dash, value in series]
+    every = [us for *_, line in points for _, us in line]
+    if not every:
+        sys.exit(f"performance.py: {run.path.name}: expected decode steps over several contexts, found none")
+    low, high = min(every) / 1.25, max(every) * 1.25
+    width, height, left, right, top, bottom = 760, 440, 64, 24, 24, 56
+
+    def x(tokens):
+        return left + (width - left - right) * math.log(tokens / lengths[0]) / math.log(lengths[-1] / lengths[0])
+
+    def y(us):
+        return height - bottom - (height - top - bottom) * math.log(us / low) / math.log(high / low)
+
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+           'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#222222">',
+           f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
+    for tokens in lengths:
+        out.append(f'<path d="M{x(tokens):.1f} {top}V{height - bottom}" stroke="#e4e4e4"/>')
+        out.append(f'<text x="{x(tokens):.1f}" y="{height - bottom + 20}" text-anchor="middle">{context(tokens)}</text>')
+    ticks = [m * 10**e for e in range(0, 5) for m in (1, 2, 5)]
+    for us in [tick for tick in ticks if low <= tick <= high]:
+        out.append(f'<path d="M{left} {y(us):.1f}H{width - right}" stroke="#e4e4e4"/>')
+        out.append(f'<text x="{left - 8}" y="{y(us) + 4:.1f}" text-anchor="end">{us}</text>')
+    out.append(f'<text x="{(left + width - right) / 2:.0f}" y="{height - 14}" text-anchor="middle">'
+               'context, tokens</text>')
+    out.append(f'<text transform="translate(18 {(top + height - bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+               'one layer, one step: microseconds</text>')
+    for row, (name, color, dash, line) in enumerate(points):
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        path = "L".join(f"{x(n):.1f} {y(us):.1f}" for n, us in line)
+        if line:
+            out.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
+        out += [f'<circle cx="{x(n):.1f}" cy="{y(us):.1f}" r="3" fill="{color}"/>' for n, us in line]
+        at = top + 18 + 20 * row
+        out.append(f'<path d="M{left + 14} {at - 4}h28" stroke="{color}" stroke-width="2"{dashes}/>')
+        out.append(f'<text x="{left + 50}" y="{at}">{name}</text>')
+    return "\n".join(out + ["</svg>", ""])
+
+
+BLOCKS = {function.__name__: function for function in
+          (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
+           needle_file, replay, replay_file)}
+
+
+def document(run):
+    template = (ROOT / "benchmarks" / "performance.template").read_text(encoding="utf-8")
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: BLOCKS[match.group(1)](run), template)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    arguments = parser.parse_args()
+    run = Run(newest("kvtier-bench"))
+    files = {ROOT / "docs" / "performance.md": document(run), ROOT / "docs" / "performance.svg": plot(run)}
+    for path, text in files.items():
+        if not arguments.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"performance.py: {path.relative_to(ROOT)}: expected what benchmarks/results says, found "
+                     "something else; run benchmarks/performance.py")
+
+
+if __name__ == "__main__":
+    main()
