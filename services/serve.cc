@@ -95,6 +95,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.max_sessions = static_cast<std::size_t>(command.max_sessions);
   core.default_limits.max_sessions = command.max_sessions;
   core.max_inflight_bytes = command.max_inflight_mib << 20;
+  core.max_session_memory = command.session_memory_mib << 20;
   core.lease_ttl = milliseconds(command.lease_seconds);
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
@@ -152,6 +153,10 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
   add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  add("--session-memory-mib", command.session_memory_mib,
+      "What sessions hold beside their pages: tables, first and last tokens, last replies")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")

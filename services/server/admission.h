@@ -38,6 +38,25 @@ class Grant {
   const std::int64_t bytes_;
 };
 
+/// Memory of the server that sessions hold beside the pages of their engines. Thread-safe.
+class SessionMemory {
+ public:
+  explicit SessionMemory(std::int64_t limit) : limit_(limit) {}
+
+  /// Returns whether there is room for `bytes` more, and counts them if so.
+  [[nodiscard]] bool take(std::int64_t bytes) noexcept {
+    if (bytes <= limit_ && used_.fetch_add(bytes) <= limit_ - bytes) return true;
+    if (bytes <= limit_) used_ -= bytes;
+    return false;
+  }
+  void give(std::int64_t bytes) noexcept { used_ -= bytes; }
+  [[nodiscard]] std::int64_t used() const noexcept { return used_; }
+
+ private:
+  const std::int64_t limit_;
+  std::atomic<std::int64_t> used_{0};
+};
+
 /// Bytes that a reply may still grow by, shared by the items of a batch. Thread-safe.
 class ReplyBudget {
  public:

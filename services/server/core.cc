@@ -41,6 +41,7 @@ Core::Core(CoreOptions options, Executor& executor)
       started_(options_.now()),
       executor_(executor),
       tenants_(options_.tenants, options_.default_limits),
+      memory_(options_.max_session_memory),
       models_(options_.models),
       control_(executor.make_strand()) {}
 
@@ -212,7 +213,8 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
   tenant.charge_session();
   std::shared_ptr<SessionEntry> entry;
   try {
-    entry = std::make_shared<SessionEntry>(tenant, models_.acquire(spec), executor_.make_strand());
+    entry = std::make_shared<SessionEntry>(tenant, memory_, models_.acquire(spec),
+                                           executor_.make_strand());
   } catch (...) {
     tenant.refund_session();
     throw;
@@ -220,8 +222,15 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
   // From here on the entry gives back what it was charged.
   const std::int64_t base = base_bytes_of(entry->model->engine.config(), capacity);
   tenant.charge_kv(base);
-  entry->base_bytes = base;
   entry->charged_bytes = base;
+  if (!memory_.take(base)) {
+    throw ServiceError::overloaded(
+        "SESSION_MEMORY_FULL", "sessions may hold " + std::to_string(options_.max_session_memory) +
+                                   " bytes beside their pages: this one's " + std::to_string(base) +
+                                   " do not fit");
+  }
+  entry->memory_bytes = base;
+  entry->base_bytes = base;
   entry->retrieval = spec.retrieval;
   entry->capacity_tokens = capacity;
   entry->session.emplace(entry->model->engine.open({.capacity_tokens = capacity}));

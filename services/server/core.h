@@ -33,6 +33,9 @@ struct CoreOptions {
   std::size_t max_sessions = 16000;
   /// Requests and replies of calls that are queued or executed.
   std::int64_t max_inflight_bytes = std::int64_t{256} << 20;
+  /// What sessions hold beside the pages of their engines: tables, first and last tokens, last
+  /// replies.
+  std::int64_t max_session_memory = std::int64_t{4} << 30;
   int max_queued_per_session = 64;
   std::chrono::milliseconds lease_ttl{60'000};
   /// Of calls that name no deadline.
@@ -112,6 +115,7 @@ class Core {
   void sweep();
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
+  [[nodiscard]] std::int64_t session_memory() const noexcept { return memory_.used(); }
 
  private:
   using Work = std::function<void(SessionEntry&)>;
@@ -135,6 +139,7 @@ class Core {
   const TimePoint started_;
   Executor& executor_;
   Tenants tenants_;
+  SessionMemory memory_;
   ModelPool models_;
   SessionTable sessions_;
   std::unique_ptr<Strand> control_;  ///< Where sessions are created.

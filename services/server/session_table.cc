@@ -17,10 +17,25 @@ void SessionEntry::close() noexcept {
   if (closed_) return;
   closed_ = true;
   session.reset();
-  last_reply = {};
+  last_step = {};
+  memory.give(memory_bytes);
   tenant.refund_kv(charged_bytes);
   tenant.refund_session();
+  memory_bytes = 0;
   charged_bytes = 0;
+}
+
+void SessionEntry::remember(LastStep step) {
+  const auto before = static_cast<std::int64_t>(last_step.reply.size());
+  memory.give(before);
+  memory_bytes -= before;
+  last_step = std::move(step);
+  const auto bytes = static_cast<std::int64_t>(last_step.reply.size());
+  if (memory.take(bytes)) {
+    memory_bytes += bytes;
+  } else {
+    last_step.reply = std::string();
+  }
 }
 
 void SessionTable::insert(const std::shared_ptr<SessionEntry>& entry) {

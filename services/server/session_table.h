@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 
+#include "services/server/admission.h"
 #include "services/server/executor.h"
 #include "services/server/handle.h"
 #include "services/server/model_pool.h"
@@ -20,24 +21,29 @@ namespace kvtier::services {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-/// The reply to the last decode step of a session.
-struct StoredReply {
+/// The last decode step of a session.
+struct LastStep {
   int layer = -1;
   std::int64_t step = 0;  ///< 0: none.
   std::string request_digest;
-  std::string reply;
+  std::string reply;  ///< Empty when there was no memory to keep it.
 };
 
 /// One session: its engine's session, its queue, and what its tenant is charged for it.
 struct SessionEntry {
-  SessionEntry(Tenant& tenant_in, std::shared_ptr<Model> model_in,
+  /// The tenant is charged for a session already; `memory` must outlive the entry.
+  SessionEntry(Tenant& tenant_in, SessionMemory& memory_in, std::shared_ptr<Model> model_in,
                std::unique_ptr<Strand> strand_in)
-      : tenant(tenant_in), model(std::move(model_in)), strand(std::move(strand_in)) {}
+      : tenant(tenant_in),
+        memory(memory_in),
+        model(std::move(model_in)),
+        strand(std::move(strand_in)) {}
   ~SessionEntry();
   SessionEntry(const SessionEntry&) = delete;  // its charge is given back once
   SessionEntry& operator=(const SessionEntry&) = delete;
 
   Tenant& tenant;
+  SessionMemory& memory;
   const std::shared_ptr<Model> model;
   const std::unique_ptr<Strand> strand;
   std::string name;
@@ -48,9 +54,13 @@ struct SessionEntry {
 
   // Used by tasks of the strand only.
   std::optional<Session> session;  ///< Gone once the session is released.
-  std::int64_t base_bytes = 0;     ///< Charged for what a session keeps beside keys and values.
-  std::int64_t charged_bytes = 0;  ///< `base_bytes` and keys and values.
-  StoredReply last_reply;
+  std::int64_t base_bytes = 0;     ///< What a session keeps beside keys and values.
+  std::int64_t charged_bytes = 0;  ///< To the tenant: `base_bytes`, keys and values.
+  std::int64_t memory_bytes = 0;   ///< Taken of `memory`: `base_bytes` and the last reply.
+  LastStep last_step;
+
+  /// Remembers a step; its reply only if there is memory for it.
+  void remember(LastStep step);
 
   /// Ends the session and gives back what it was charged.
   void close() noexcept;

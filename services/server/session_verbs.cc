@@ -119,11 +119,15 @@ std::string digest_of(const v1::DecodeRequest& request) {
 /// Returns whether the step was executed before; `response` is its reply then.
 bool replay(const SessionEntry& entry, const v1::DecodeRequest& request, const std::string& digest,
             ReplyBudget& budget, v1::DecodeResponse& response) {
-  const StoredReply& last = entry.last_reply;
+  const LastStep& last = entry.last_step;
   if (last.step != request.step() || last.layer != request.layer()) return false;
   if (last.request_digest != digest) {
     throw ServiceError(Code::kInvalidArgument, "STEP_CONFLICT",
                        "step: expected the tensors that it was used for, found others");
+  }
+  if (last.reply.empty()) {
+    throw ServiceError(Code::kAborted, "REPLY_GONE",
+                       "the step was executed, and there was no memory to keep its reply");
   }
   budget.take(static_cast<std::int64_t>(last.reply.size()));
   response.ParseFromString(last.reply);
@@ -218,10 +222,10 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
   response.set_layer(layer);
   response.set_step(request.step());
   if (request.step() > 0) {
-    entry.last_reply = {.layer = layer,
-                        .step = request.step(),
-                        .request_digest = std::move(digest),
-                        .reply = response.SerializeAsString()};
+    entry.remember({.layer = layer,
+                    .step = request.step(),
+                    .request_digest = std::move(digest),
+                    .reply = response.SerializeAsString()});
   }
 }
 
@@ -229,7 +233,7 @@ void truncate_to(SessionEntry& entry, std::int64_t tokens) {
   if (tokens < 0) throw ServiceError::invalid("tokens", "at least 0", std::to_string(tokens));
   const std::int64_t before = stored_tokens(entry);
   entry.session->truncate(tokens);
-  entry.last_reply = {};
+  entry.remember({});
   const std::int64_t bytes = kv_bytes(model_of(entry), before - stored_tokens(entry));
   entry.charged_bytes -= bytes;
   entry.tenant.refund_kv(bytes);

@@ -317,6 +317,57 @@ TEST_F(CoreLimitsTest, ModelsAreBoundedAndGiveWayWhenIdle) {
   EXPECT_EQ(stats.service().models(), 2U);
 }
 
+TEST_F(CoreLimitsTest, MemoryOfSessionsIsBoundedBeforeItIsTaken) {
+  make_core(small_options());
+  v1::CreateSessionRequest request = create_request();
+  request.mutable_geometry()->set_layers(1024);
+  request.mutable_geometry()->set_query_heads(1024);
+  request.mutable_geometry()->set_kv_heads(1024);
+  request.mutable_geometry()->set_head_dim(256);
+  request.mutable_retrieval()->set_sink_tokens(2000);
+  v1::CreateSessionResponse response;
+
+  const Ending ending = create(request, response);
+
+  ASSERT_TRUE(ending.error);
+  EXPECT_EQ(ending.error->code(), Code::kResourceExhausted) << ending.error->what();
+  EXPECT_EQ(core_->num_sessions(), 0U);
+  EXPECT_EQ(core_->session_memory(), 0);
+  EXPECT_EQ(tenant().sessions(), 0);
+  EXPECT_EQ(tenant().kv_bytes(), 0);
+}
+
+TEST_F(CoreLimitsTest, MemoryOfSessionsComesBack) {
+  CoreOptions options = small_options();
+  make_core(options);
+  const std::string probe = open();
+  const std::int64_t base = core_->session_memory();
+  ASSERT_GT(base, 0);
+  options.max_session_memory = 2 * base + 10;
+  make_core(options);
+  const std::string first = open();
+  const std::string second = open();
+  v1::CreateSessionResponse response;
+  EXPECT_EQ(create(create_request(), response).reason(), "SESSION_MEMORY_FULL");
+
+  // No room to keep a reply: the step is executed, and a repeated one is not.
+  ASSERT_EQ(append(first, append_request(0, 5, 1)).reason(), "OK");
+  const v1::DecodeRequest step = decode_request(first, 0, 1, 1);
+  v1::DecodeResponse reply;
+  EXPECT_EQ(decode(step, reply).reason(), "OK");
+  EXPECT_EQ(decode(step, reply).reason(), "REPLY_GONE");
+  EXPECT_THAT(lengths(first), ElementsAre(6, 0));
+
+  ASSERT_EQ(release(second).reason(), "OK");
+  EXPECT_EQ(core_->session_memory(), base);
+  const v1::DecodeRequest next = decode_request(first, 0, 2, 1);
+  EXPECT_EQ(decode(next, reply).reason(), "OK");
+  EXPECT_EQ(decode(next, reply).reason(), "OK");
+  EXPECT_GT(core_->session_memory(), base);
+  ASSERT_EQ(release(first).reason(), "OK");
+  EXPECT_EQ(core_->session_memory(), 0);
+}
+
 TEST_F(CoreLimitsTest, DrainingRefusesNewCallsAndFinishesQueuedOnes) {
   make_core(small_options());
   const std::string name = open();

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+namespace kvtier::services::testing {
+
+/// A certificate and its key, in files.
+struct Certificate {
+  std::string certificate, key;
+};
+
+/// A certificate authority that lives as long as a test. Keys are P-256; certificates are valid
+/// from an hour ago for a day.
+class Authority {
+ public:
+  explicit Authority(const std::filesystem::path& folder, const std::string& name);
+  /// Path of the authority's own certificate.
+  [[nodiscard]] const std::string& certificate() const noexcept { return own_.certificate; }
+  /// Issues a certificate for a DNS name; "localhost" also for 127.0.0.1.
+  [[nodiscard]] Certificate issue(const std::string& dns_name) const;
+
+ private:
+  std::filesystem::path folder_;
+  std::string name_;
+  Certificate own_;
+};
+
+}  // namespace kvtier::services::testing

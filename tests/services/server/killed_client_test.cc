@@ -1,0 +1,59 @@
+#include "tests/services/server/raw_call.h"
+#include "tests/services/server/server_fixture.h"
+#include "tests/support/program.h"
+
+#include <atomic>
+#include <csignal>
+
+namespace kvtier::services::testing {
+namespace {
+
+using kvtier::testing::Program;
+
+class KilledClientTest : public ServerTest {
+ protected:
+  void SetUp() override {
+    ServerTest::SetUp();
+    if (!std::filesystem::exists(KVTIER_ENDLESS_CLIENT)) GTEST_SKIP() << "no build on this machine";
+    ServerOptions options = this->options();
+    options.core.now = [this] { return std::chrono::steady_clock::now() + later_.load(); };
+    start(options);
+  }
+  v1::ServiceStats stats() {
+    v1::GetStatsResponse response;
+    server_->core().get_stats(response);
+    return response.service();
+  }
+
+  std::atomic<std::chrono::seconds> later_{std::chrono::seconds(0)};
+};
+
+TEST_F(KilledClientTest, LeavesNothingBehindOnceItsLeaseHasEnded) {
+  constexpr int kKills = 10;
+  for (int kill = 0; kill < kKills; ++kill) {
+    Program client(KVTIER_ENDLESS_CLIENT, {"endless_client", socket()}, {}, folder_ / "err");
+    const std::string name = client.read_line();
+    ASSERT_EQ(name.substr(0, 9), "sessions/");
+    const std::uint64_t before = stats().admitted();
+    while (stats().admitted() < before + 20) std::this_thread::yield();  // amid its steps
+    client.signal(SIGKILL);
+    EXPECT_EQ(client.wait(), -1);
+  }
+  EXPECT_EQ(server_->core().num_sessions(), static_cast<std::size_t>(kKills));
+
+  // A step that was on its way when its client died renews the lease once more.
+  while (server_->core().num_sessions() > 0) {
+    later_ = later_.load() + std::chrono::seconds(61);
+    server_->sweep(std::chrono::steady_clock::now());
+  }
+
+  EXPECT_EQ(stats().leases_expired(), static_cast<std::uint64_t>(kKills));
+  const Tenant& tenant = *server_->core().tenants().all()[0];
+  while (tenant.sessions() > 0) std::this_thread::yield();  // until their strands have closed them
+  EXPECT_EQ(tenant.kv_bytes(), 0);
+  server_->drain(std::chrono::milliseconds(0));
+  EXPECT_EQ(server_->core().inflight_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing

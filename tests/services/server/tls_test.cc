@@ -1,0 +1,96 @@
+#include "kvtier/client.h"
+
+#include "tests/services/server/certificates.h"
+#include "tests/services/server/raw_call.h"
+#include "tests/services/server/server_fixture.h"
+
+namespace kvtier::services::testing {
+namespace {
+
+/// A server on TCP with two tenants, who are known by their certificates.
+class TlsTest : public ServerTest {
+ protected:
+  void SetUp() override {
+    ServerTest::SetUp();
+    authority_ = std::make_unique<Authority>(folder_, "ca");
+    const Certificate own = authority_->issue("localhost");
+    ServerOptions options = this->options();
+    options.admin.clear();
+    options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
+    options.tls = {
+        .certificate = own.certificate, .key = own.key, .client_ca = authority_->certificate()};
+    options.core.tenants = two_tenants();
+    options.core.tenants[0].certificate = "first.example";
+    options.core.tenants[1].certificate = "second.example";
+    start(options);
+  }
+
+  ClientOptions client_options(const Certificate& certificate) const {
+    return {.server = server_->endpoints()[0].text(),
+            .tls_server_ca = authority_->certificate(),
+            .tls_certificate = certificate.certificate,
+            .tls_key = certificate.key,
+            .timeout = std::chrono::seconds(10),
+            .attempts = 1};
+  }
+  /// Returns "OK", or the code and the reason of the refusal.
+  static std::string open(const ClientOptions& options) {
+    try {
+      Client client(options);
+      RemoteSessionConfig config;
+      config.model = {.layers = kLayers,
+                      .query_heads = kQueryHeads,
+                      .kv_heads = kKvHeads,
+                      .head_dim = kHeadDim};
+      (void)client.open(config);
+      return "OK";
+    } catch (const ClientError& error) {
+      return std::string(error_code_name(error.code())) + " " + error.reason();
+    }
+  }
+
+  std::unique_ptr<Authority> authority_;
+};
+
+TEST_F(TlsTest, CertificatesNameTheirTenants) {
+  EXPECT_EQ(open(client_options(authority_->issue("first.example"))), "OK");
+  EXPECT_EQ(open(client_options(authority_->issue("second.example"))), "OK");
+  EXPECT_EQ(open(client_options(authority_->issue("third.example"))),
+            "FAILED_PRECONDITION UNAUTHENTICATED");
+}
+
+TEST_F(TlsTest, CertificatesOfAnotherAuthorityAreRefused) {
+  const Authority other(folder_, "other");
+  EXPECT_EQ(open(client_options(other.issue("first.example"))), "UNAVAILABLE ");
+}
+
+TEST_F(TlsTest, ServersOfAnotherAuthorityAreRefused) {
+  const Authority other(folder_, "other");
+  ClientOptions options = client_options(authority_->issue("first.example"));
+  options.tls_server_ca = other.certificate();
+  EXPECT_EQ(open(options), "UNAVAILABLE ");
+}
+
+TEST_F(TlsTest, PlaintextIsRefused) {
+  ClientOptions options = client_options({});
+  options.tls_server_ca.clear();
+  options.insecure_tcp = true;
+  EXPECT_EQ(open(options), "UNAVAILABLE ");
+  const auto channel = raw_channel("127.0.0.1:" + std::to_string(server_->endpoints()[0].port));
+  EXPECT_FALSE(raw_call(channel, "/kvtier.v1.SessionService/ListSessions", "").status.ok());
+}
+
+TEST_F(TlsTest, ServerNeedsFilesThatAreThere) {
+  ServerOptions options = this->options();
+  options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
+  options.tls = {.certificate = "/no/such", .key = "/no/such", .client_ca = "/no/such"};
+  try {
+    const Server server(options);
+    FAIL() << "started";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kNotFound);
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing
