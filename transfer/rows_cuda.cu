@@ -24,22 +24,6 @@ constexpr int kGatherRows = 4;
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
 
-/// One warp converts one K or V; `head_dim` is even.
-__device__ bool convert_warp(const TokenTensor& tensor, std::int64_t token, int head, int head_dim,
-                             DType dtype, std::uint16_t* to) {
-  const std::int64_t base = token * tensor.token_stride + head * tensor.head_stride;
-  bool nonfinite = false;
-  for (int i = 2 * static_cast<int>(lane_id()); i < head_dim; i += 2 * static_cast<int>(kWarp)) {
-    const float low = cuda::load_float(tensor.data, tensor.dtype, base + i);
-    const float high = cuda::load_float(tensor.data, tensor.dtype, base + i + 1);
-    ushort2 pair;
-    pair.x = cuda::to_storage(low, dtype, nonfinite);
-    pair.y = cuda::to_storage(high, dtype, nonfinite);
-    *reinterpret_cast<ushort2*>(to + i) = pair;
-  }
-  return nonfinite;
-}
-
 /// A warp per (token, KV head); blockIdx.y is the item.
 __global__ void __launch_bounds__(kThreads)
     pack_rows_kernel(const __grid_constant__ KvGeometry geometry,
@@ -55,11 +39,18 @@ __global__ void __launch_bounds__(kThreads)
        pair += std::int64_t{gridDim.x} * kWarps) {
     const std::int64_t token = pair / geometry.kv_heads;
     const int head = static_cast<int>(pair % geometry.kv_heads);
-    auto* row = reinterpret_cast<std::uint16_t*>(
-        packed + (item.packed_offset * geometry.kv_heads + pair) * geometry.row_bytes());
-    bool bad = convert_warp(item.keys, token, head, geometry.head_dim, geometry.dtype, row);
-    bad |= convert_warp(item.values, token, head, geometry.head_dim, geometry.dtype,
-                        row + geometry.head_dim);
+    auto* row = reinterpret_cast<uint4*>(packed + (item.packed_offset * geometry.kv_heads + pair) *
+                                                      geometry.row_bytes());
+    const int pieces = geometry.head_dim / cuda::kPiece;
+    bool bad = false;
+    for (int piece = static_cast<int>(lane_id()); piece < 2 * pieces;
+         piece += static_cast<int>(kWarp)) {
+      const bool is_key = piece < pieces;
+      const TokenTensor& tensor = is_key ? item.keys : item.values;
+      const cuda::RawPiece raw =
+          cuda::load_piece(cuda::head_source(tensor, token, head), is_key ? piece : piece - pieces);
+      row[piece] = cuda::store_piece(raw, tensor.dtype, geometry.dtype, bad);
+    }
     if (__any_sync(kFullMask, bad)) ++count;
   }
   if (lane_id() == 0 && count != 0) atomicAdd(&block_nonfinite, count);
