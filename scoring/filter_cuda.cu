@@ -6,8 +6,13 @@ bool filter_serves(const SelectRequest& request) {
   // The kernels copy in bulk, asynchronously, and in clusters.
   constexpr int kMajorWithClusters = 9;
   const ScoreParams& params = request.params;
-  return !request.keep_scores && params.estimator == Estimator::kNormAware &&
-         params.query_bits > 0 &&
+  const int group = request.kv.group();
+  const bool norm_aware = params.estimator == Estimator::kNormAware;
+  const bool has_kernels =
+      norm_aware ? params.query_bits > 0 : params.estimator == Estimator::kSoftCollision;
+  const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
+                    (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
+  return !request.keep_scores && has_kernels && fits &&
          device_attribute(cudaDevAttrComputeCapabilityMajor) >= kMajorWithClusters;
 }
 
@@ -22,9 +27,14 @@ void enqueue_filter(const Stage& stage) {
                         .selection = workspace.selection,
                         .max_tokens = workspace.limits.max_tokens,
                         .segments = stage.scratch.segments};
-  enqueue_sign_sample(stage.stream, args);
+  const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;
+  enqueue_sample(stage.stream, args);
   for (const bool again : {false, true}) {
-    enqueue_sign_pass(stage.stream, args, again);
+    if (norm_aware) {
+      enqueue_sign_pass(stage.stream, args, again);
+    } else {
+      enqueue_collision_pass(stage.stream, args, again);
+    }
     enqueue_choose(stage.stream, args, again);
   }
 }

@@ -26,6 +26,12 @@ inline constexpr float kLog2E = 1.4426950408889634F;
 /// Value of a token that scores lowest. Its share is 0.
 inline constexpr float kLowestValue = -3.0e38F;
 
+/// Blocks that take a (row, KV head)'s sample together.
+inline constexpr int kSampleBlocks = 8;
+inline constexpr int kSamplesPerBlock = 1024;
+/// A sample is half of this at least, or all tokens.
+inline constexpr int kSamples = kSampleBlocks * kSamplesPerBlock;
+
 __device__ inline float share_of(bool logit_like, float value, float reference) {
   if (value <= kLowestValue) return 0.0F;
   return logit_like ? exp2f(fminf(value - reference + kShareShift, kShareLimit))

@@ -19,7 +19,9 @@
 /// 4. `pass` and `choose` run once more for those sets; for all others they return at once.
 ///
 /// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but
-/// for rounding of scores.
+/// for rounding of scores; and normalisers of soft-collision sets per KV head come in part from the
+/// sample, as long as that moves no token further than half of a near-tie
+/// (collision_sums_cuda.cu).
 namespace kvtier::scoring::cuda {
 
 /// Per (row, query head). Values are in the estimator's domain: base-2 logits for logit-like
@@ -42,10 +44,25 @@ struct FilterGroup {
   std::uint32_t again;  ///< 1: the second pass is for this one.
 };
 
+/// What a block of the sample tells, per query head, of its tokens below the threshold.
+struct SampleRest {
+  float count;
+  float sum;     ///< Of shares.
+  float square;  ///< Of differences between the head's share and the mean of its group.
+  float least;   ///< Sums of shares of tokens, of any in the block's sample.
+  float most;
+};
+
 /// Tells whether the filtered path serves a request on the present device.
 [[nodiscard]] bool filter_serves(const SelectRequest& request);
 /// Fills `workspace.selection`. Everything, the plan included.
 void enqueue_filter(const Stage& stage);
+
+/// Shared memory, in bytes, that the stages' tables need.
+[[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
+[[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
+/// The most that they may: a block has 227 KiB, and the kernels have arrays of fixed size too.
+inline constexpr int kMostTableBytes = 208 * 1024;
 
 /// The arguments of the stages.
 struct FilterArgs {
@@ -60,8 +77,9 @@ struct FilterArgs {
   std::int64_t segments;
 };
 
-void enqueue_sign_sample(cudaStream_t stream, const FilterArgs& args);
+void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
+void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again);
 
 }  // namespace kvtier::scoring::cuda

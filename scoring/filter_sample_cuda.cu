@@ -1,7 +1,8 @@
-#include "scoring/filter_cuda.cuh"
-#include "scoring/sign_products.cuh"
+#include "scoring/filter_scorers.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/launch_cuda.cuh"
 
+#include <algorithm>
 #include <cooperative_groups.h>
 #include <cstdint>
 
@@ -10,159 +11,215 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kSampleThreads = 512;
-constexpr int kSampleBlocks = 8;  // of a cluster: one (row, KV head)
-constexpr int kSamplesPerBlock = 1024;
-constexpr int kSamples = kSampleBlocks * kSamplesPerBlock;
-/// Shares fall into bins by their exponent and 5 bits of mantissa: 3 % wide.
-constexpr int kBinShift = 18;
-constexpr int kBins = 1 << 13;
-constexpr int kBinsPerBlock = kBins / kSampleBlocks;
+/// Bins of shares between two bounds. Positive floats compare as their bits do: bins are equally
+/// wide within an octave.
+struct Bins {
+  std::uint32_t least;
+  int shift;
 
-struct SampleShared {
-  std::uint32_t histogram[kBins];
-  std::uint32_t slice_total;  // of this block's slice of all histograms
-  float2 partial[kMaxGroup];  // max and sum of 2^(value - max) of this block
-  float references[kMaxGroup];
+  __device__ explicit Bins(float2 range) {
+    least = __float_as_uint(range.x);
+    const std::uint32_t width = __float_as_uint(range.y) - least;
+    shift = max(0, 32 - __clz(width | 1U) - 11);
+    static_assert(kBins == 1 << 11);
+  }
+  [[nodiscard]] __device__ int of(float share) const {
+    const std::uint32_t bits = __float_as_uint(fmaxf(share, 0.0F));
+    return bits <= least ? 0 : static_cast<int>(min((bits - least) >> shift, kBins - 1U));
+  }
+  [[nodiscard]] __device__ float edge(int bin) const {
+    return __uint_as_float(least + (static_cast<std::uint32_t>(bin) << shift));
+  }
 };
 
-// The sample's token i of `total`: spread evenly.
-__device__ std::int64_t sampled_token(const RowPlan& plan, std::int64_t total, std::int64_t i) {
-  const std::int64_t eligible = plan.end - plan.begin;
-  return plan.begin + (total == eligible ? i : i * eligible / total);
-}
-
-// Base-2 logit of a token.
-__device__ float sign_value(const ScoreParams& params, float factor, int sum, const Norms& norms) {
-  if (!norms.finite) return kLowestValue;
-  const float logit = factor * static_cast<float>(sum) * norms.key;
-  return params.weighting == ValueWeighting::kLogit ? logit + __log2f(norms.value) : logit;
-}
-
-template <int kBits>
-__device__ void sample_values(const FilterArgs& args, const RowPlan& plan,
-                              const std::uint32_t* columns, const std::int32_t* weight_sums,
-                              int kv_head, std::int64_t first_head, std::int64_t total,
-                              std::int64_t per_block, int rank, float* values) {
-  constexpr int kProducts = kBits / 2;
-  const SelectRequest& request = args.request;
-  const int group = request.kv.group();
-  const int chunks = sign_chunks(request.params);
-  const int quads = (group + 3) / 4;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  // All loads of a warp's samples are in flight before the first product.
-  constexpr int kGroups = kSamplesPerBlock / (kSampleThreads / 32) / 16;
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
-  constexpr int kStep = kSampleThreads / 32 * 16;
-  const std::uint32_t* codes[kGroups][2];
-  Norms norms[kGroups][2];
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t i = rank * per_block + first + g * kStep + half * 8 + lane / 4;
-      const std::int64_t token = sampled_token(plan, total, min(i, total - 1));
-      const std::byte* block = plan.blocks[token / hashing::kBlockTokens];
-      const int in_block = static_cast<int>(token % hashing::kBlockTokens);
-      norms[g][half] = load_norms(request.sketch, block, kv_head, in_block);
-      codes[g][half] = reinterpret_cast<const std::uint32_t*>(
-                           block + request.sketch.chunk_offset(kv_head, 0, in_block)) +
-                       lane % 4;
-    }
+__device__ float warp_least(float value) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = fminf(value, __shfl_xor_sync(kFullWarp, value, offset));
   }
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const int base = first + g * kStep;
-    if (base >= per_block) break;
-    for (int quad = 0; quad < quads; ++quad) {
-      int counts[kProducts][4] = {};
-#pragma unroll 2
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        const std::uint32_t low = __ldg(codes[g][0] + chunk * kChunkStride * kWordsPerChunk);
-        const std::uint32_t high = __ldg(codes[g][1] + chunk * kChunkStride * kWordsPerChunk);
-#pragma unroll
-        for (int product = 0; product < kProducts; ++product) {
-          multiply_bits(counts[product], low, high,
-                        columns[((quad * chunks + chunk) * kProducts + product) * 32 + lane]);
-        }
-      }
-      const int head = quad * 4 + lane % 4;
-      if (head >= group) continue;
-      const float factor =
-          sign_factor(request.params, args.tables.scalars[first_head + head]) * kLog2E;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int sum = signed_sum<kBits>(counts, half, weight_sums[head]);
-        values[head * kSamplesPerBlock + base + half * 8 + lane / 4] =
-            sign_value(request.params, factor, sum, norms[g][half]);
-      }
-    }
+  return value;
+}
+__device__ float warp_most(float value) { return -warp_least(-value); }
+__device__ float warp_sum(float value) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, offset);
   }
+  return value;
 }
 
-__device__ int bin_of(float share) {
-  return share > 0.0F ? min(static_cast<int>(__float_as_uint(share) >> kBinShift), kBins - 1) : 0;
+/// How the warps divide heads and samples for statistics.
+struct Division {
+  int head;
+  int part;
+  int parts;
+
+  __device__ explicit Division(int group) {
+    int width = 1;
+    while (width < group) width *= 2;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    head = warp % width;
+    part = warp / width;
+    parts = min(kSampleWarps / width, kMostParts);
+  }
+  [[nodiscard]] __device__ bool works(int group) const { return head < group && part < parts; }
+  [[nodiscard]] __device__ int first() const {
+    return part * 32 + static_cast<int>(threadIdx.x) % 32;
+  }
+  [[nodiscard]] __device__ int step() const { return parts * 32; }
+};
+
+__device__ void measure(const Division& mine, const float* values, int samples, bool logit_like,
+                        SampleShared& shared) {
+  const float* of_head = values + mine.head * kSamplesPerBlock;
+  float most = kLowestValue;
+  float least = -kLowestValue;
+  for (int i = mine.first(); i < samples; i += mine.step()) {
+    most = fmaxf(most, of_head[i]);
+    least = fminf(least, of_head[i]);
+  }
+  most = warp_most(most);
+  least = warp_least(least);
+  float sum = 0.0F;
+  float square = 0.0F;
+  for (int i = mine.first(); i < samples; i += mine.step()) {
+    if (of_head[i] <= kLowestValue) continue;
+    const float weight = logit_like ? exp2f(of_head[i] - most) : of_head[i];
+    sum += weight;
+    square += weight * weight;
+  }
+  sum = warp_sum(sum);
+  square = warp_sum(square);
+  if (threadIdx.x % 32 == 0) shared.statistics[mine.part][mine.head] = {most, least, sum, square};
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-// Writes to `threshold` the largest share that at least `rank` of the cluster's shares reach, to
-// within a bin. The shares of each block's samples have been counted in its histogram. A block of
-// the cluster sums one slice of all histograms; slices and bins are walked from the top.
-__device__ void sampled_threshold(const cg::cluster_group& cluster, SampleShared& shared,
-                                  std::uint32_t rank, float* threshold) {
-  constexpr int kBinsPerThread = kBinsPerBlock / kSampleThreads;
-  static_assert(kBinsPerThread == 2);
-  cluster.sync();
-  const int slice = kSampleBlocks - 1 - static_cast<int>(cluster.block_rank());
-  // Thread 0 has the slice's top bins.
-  const int low = slice * kBinsPerBlock + (kSampleThreads - 1 - static_cast<int>(threadIdx.x)) * 2;
-  std::uint32_t upper = 0;
-  std::uint32_t lower = 0;
+/// Merges the statistics of the cluster: a warp per head.
+__device__ void set_references(const cg::cluster_group& cluster, int parts, int group,
+                               std::int64_t samples, std::int64_t eligible, bool logit_like,
+                               SampleShared& shared) {
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (head >= group) return;
+  Statistics mine{kLowestValue, -kLowestValue, 0.0F, 0.0F};
+  if (lane / kSampleBlocks < parts) {
+    mine = cluster.map_shared_rank(
+        shared.statistics, static_cast<unsigned>(lane % kSampleBlocks))[lane / kSampleBlocks][head];
+  }
+  const float most = warp_most(mine.most);
+  const float least = warp_least(mine.least);
+  const float weight = logit_like ? exp2f(mine.most - most) : 1.0F;
+  const float sum = warp_sum(mine.sum > 0.0F ? mine.sum * weight : 0.0F);
+  const float square = warp_sum(mine.sum > 0.0F ? mine.square * weight * weight : 0.0F);
+  if (lane != 0) return;
+  float reference = 0.0F;
+  float error = 0.0F;
+  if (sum > 0.0F) {
+    const float total = sum * static_cast<float>(eligible) / static_cast<float>(samples);
+    reference = logit_like ? most + log2f(total) : 1.0F / total;
+    if (samples < eligible) {
+      error = sqrtf(fmaxf(square / (sum * sum) - 1.0F / static_cast<float>(samples), 0.0F));
+    }
+  }
+  shared.errors[head] = error;
+  shared.references[head] = reference;
+  shared.ranges[head] = make_float2(0.999F * share_of(logit_like, least, reference),
+                                    1.001F * share_of(logit_like, most, reference));
+}
+
+/// Returns, to the thread that finds it, the largest share that at least `rank` of the cluster's
+/// samples reach, to within a bin; to others -1. Every block has counted its samples in
+/// `histogram`.
+__device__ float sampled_threshold(const cg::cluster_group& cluster, std::uint32_t* histogram,
+                                   const Bins& bins, std::uint32_t rank) {
+  constexpr int kPerThread = kBins / kSampleThreads;
+  static_assert(kPerThread == 4);
+  // Thread 0 has the top bins.
+  const int low = (kSampleThreads - 1 - static_cast<int>(threadIdx.x)) * kPerThread;
+  std::uint32_t counts[kPerThread] = {};
 #pragma unroll
   for (unsigned block = 0; block < kSampleBlocks; ++block) {
-    const auto* remote = cluster.map_shared_rank(shared.histogram, block);
-    const uint2 pair = *reinterpret_cast<const uint2*>(remote + low);
-    lower += pair.x;
-    upper += pair.y;
+    const uint4 four =
+        *reinterpret_cast<const uint4*>(cluster.map_shared_rank(histogram, block) + low);
+    counts[0] += four.x;
+    counts[1] += four.y;
+    counts[2] += four.z;
+    counts[3] += four.w;
   }
+  const std::uint32_t mine = counts[0] + counts[1] + counts[2] + counts[3];
   std::uint32_t total = 0;
-  std::uint32_t before = block_exclusive_sum(upper + lower, &total);
-  if (threadIdx.x == 0) shared.slice_total = total;
-  cluster.sync();
-  for (unsigned block = 0; block < cluster.block_rank(); ++block) {
-    before += *cluster.map_shared_rank(&shared.slice_total, block);
-  }
-  if (before < rank && before + upper + lower >= rank) {
-    const int bin = before + upper >= rank ? low + 1 : low;
-    *threshold = __uint_as_float(static_cast<std::uint32_t>(bin) << kBinShift);
-  }
-  cluster.sync();  // nobody clears or leaves a histogram that others read
+  std::uint32_t before = block_exclusive_sum(mine, &total);
+  if (before >= rank || before + mine < rank) return -1.0F;
+  int bin = kPerThread - 1;
+  while (before + counts[bin] < rank) before += counts[bin--];
+  return bins.edge(low + bin);
 }
 
 #endif
 
+/// What the pass wants to know of the samples whose sum of shares is below the threshold.
+__device__ void measure_others(const FilterArgs& args, const Division& mine, const float* values,
+                               const Sample& sample, int samples, int group, SampleShared& shared) {
+  if (mine.works(group)) {
+    SampleRest rest{0.0F, 0.0F, 0.0F, INFINITY, 0.0F};
+    for (int i = mine.first(); i < samples; i += mine.step()) {
+      float all = 0.0F;
+      float own = 0.0F;
+      for (int h = 0; h < group; ++h) {
+        const float share = share_of(false, values[h * kSamplesPerBlock + i], shared.references[h]);
+        if (h == mine.head) own = share;
+        all += share;
+      }
+      rest.least = fminf(rest.least, all);
+      rest.most = fmaxf(rest.most, all);
+      if (all >= shared.threshold) continue;
+      const float difference = own - all / static_cast<float>(group);
+      rest.count += 1.0F;
+      rest.sum += own;
+      rest.square += difference * difference;
+    }
+    rest = {warp_sum(rest.count), warp_sum(rest.sum), warp_sum(rest.square), warp_least(rest.least),
+            warp_most(rest.most)};
+    if (threadIdx.x % 32 == 0) shared.others[mine.part][mine.head] = rest;
+  }
+  __syncthreads();
+  if (threadIdx.x >= group) return;
+  SampleRest all = shared.others[0][threadIdx.x];
+  for (int part = 1; part < mine.parts; ++part) {
+    const SampleRest& other = shared.others[part][threadIdx.x];
+    all = {all.count + other.count, all.sum + other.sum, all.square + other.square,
+           fminf(all.least, other.least), fmaxf(all.most, other.most)};
+  }
+  args.filter.others[(sample.first_head + threadIdx.x) * kSampleBlocks + sample.rank] = all;
+}
+
 // Cluster per (row, KV head).
-template <int kBits>
+template <typename Scorer>
 __global__ KVTIER_CLUSTER(kSampleBlocks)
-    __launch_bounds__(kSampleThreads) void sign_sample(const __grid_constant__ FilterArgs args) {
+    __launch_bounds__(kSampleThreads, 1) void take_sample(const __grid_constant__ FilterArgs args) {
 #if defined(KVTIER_HAS_CLUSTERS)
-  extern __shared__ float values[];  // [group][kSamplesPerBlock], then the columns
+  extern __shared__ __align__(16) float values[];  // [group][kSamplesPerBlock], then the tables
   __shared__ SampleShared shared;
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
   const cg::cluster_group cluster = cg::this_cluster();
-  const int rank = static_cast<int>(cluster.block_rank());
   const SelectRequest& request = args.request;
   const int kv_head = static_cast<int>(blockIdx.y);
   const int row = static_cast<int>(blockIdx.z);
   const int group = request.kv.group();
   const std::int64_t group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
-  const std::int64_t first_head = group_index * group;
-  const RowPlan plan = plan_of_row(args, row);
-  const std::int64_t eligible = plan.end - plan.begin;
-  if (rank == 0 && threadIdx.x == 0) {
+  const typename Scorer::Early early(args.tables, group_index * group, group);
+  Sample sample{.plan = plan_of_row(args, row),
+                .first_head = group_index * group,
+                .total = 0,
+                .per_block = 0,
+                .kv_head = kv_head,
+                .rank = static_cast<int>(cluster.block_rank()),
+                .stride = 0};
+  const std::int64_t eligible = sample.plan.end - sample.plan.begin;
+  if (sample.rank == 0 && threadIdx.x == 0) {
     if (kv_head == 0) {
+      args.plans[row] = sample.plan;
       if (row == 0) *args.filter.ticket = 0;
-      args.plans[row] = plan;
       if (eligible > 0 && request.flags != nullptr) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
                   static_cast<unsigned long long>(eligible * request.kv.kv_heads));
@@ -171,117 +228,131 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
     args.filter.groups[group_index].again = 0;
     args.selection.counts[group_index] = 0;
   }
-  if (plan.k <= 0) return;  // the whole cluster
-
-  const int chunks = sign_chunks(request.params);
-  const int quads = (group + 3) / 4;
-  std::uint32_t* columns = args.filter.columns + group_index * args.filter.columns_stride;
-  __shared__ int weight_sums[kMaxGroup];
-  auto* my_columns = reinterpret_cast<std::uint32_t*>(values + group * kSamplesPerBlock);
-  fill_columns<kBits, kSampleThreads>(args.tables, request.params.num_planes, first_head, group,
-                                      chunks, quads, my_columns, weight_sums);
-  if (rank == 0) {
-    const int words = quads * chunks * (kBits / 2) * 32;
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += kSampleThreads) {
-      columns[i] = my_columns[i];
-    }
-    if (threadIdx.x < group)
-      args.filter.weight_sums[first_head + threadIdx.x] = weight_sums[threadIdx.x];
-  }
+  if (sample.plan.k <= 0) return;  // the whole cluster
 
   // Some 64 of the k best are to be in the sample.
   const std::int64_t enough =
-      max(std::int64_t{kSamples / 2}, min(std::int64_t{kSamples}, 64 * eligible / plan.k));
-  const std::int64_t total = min(eligible, enough);
-  const std::int64_t per_block = (total + kSampleBlocks - 1) / kSampleBlocks;
-  sample_values<kBits>(args, plan, my_columns, weight_sums, kv_head, first_head, total, per_block,
-                       rank, values);
+      max(std::int64_t{kSamples / 2}, min(std::int64_t{kSamples}, 64 * eligible / sample.plan.k));
+  sample.total = min(eligible, enough);
+  sample.per_block = (sample.total + kSampleBlocks - 1) / kSampleBlocks;
+  sample.stride =
+      (static_cast<std::uint64_t>(eligible) << 32) / static_cast<std::uint64_t>(sample.total);
+  auto* tables = reinterpret_cast<std::uint32_t*>(values + group * kSamplesPerBlock);
+  Scorer::score(args, early, sample, shared, tables, values);
   __syncthreads();
-  const int mine = static_cast<int>(max(std::int64_t{0}, min(per_block, total - rank * per_block)));
 
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int h = warp; h < group; h += kSampleThreads / 32) {
-    const float* of_head = values + h * kSamplesPerBlock;
-    float most = -INFINITY;
-    for (int i = lane; i < mine; i += 32) most = fmaxf(most, of_head[i]);
-    for (int offset = 16; offset > 0; offset /= 2) {
-      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
-    }
+  const bool logit_like = request.params.logit_like();
+  const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
+  const int sets = together ? 1 : group;
+  const auto samples = static_cast<int>(
+      max(std::int64_t{0}, min(sample.per_block, sample.total - sample.rank * sample.per_block)));
+  const Division division(group);
+  if (division.works(group)) measure(division, values, samples, logit_like, shared);
+  std::uint32_t* histograms = tables;
+  for (int i = static_cast<int>(threadIdx.x); i < sets * kBins; i += kSampleThreads) {
+    histograms[i] = 0;
+  }
+  if (threadIdx.x == 0) shared.threshold = 0.0F;
+  cluster.sync();
+  set_references(cluster, division.parts, group, sample.total, eligible, logit_like, shared);
+  __syncthreads();
+
+  float2 range = make_float2(0.0F, 0.0F);
+  float error = 0.0F;
+  for (int h = 0; together && h < group; ++h) {
+    range.x += shared.ranges[h].x;
+    range.y += shared.ranges[h].y;
+    error = fmaxf(error, shared.errors[h]);
+  }
+  // A normaliser that one token may have spoilt asks for a lower threshold, lest the proof fail.
+  constexpr float kUsualError = 0.05F;
+  const float lower = 1.0F / (1.0F + 2.0F * fmaxf(error - kUsualError, 0.0F));
+  const Bins common(range);
+  for (int i = static_cast<int>(threadIdx.x); i < samples; i += kSampleThreads) {
     float sum = 0.0F;
-    for (int i = lane; i < mine; i += 32) {
-      if (of_head[i] > kLowestValue) sum += exp2f(of_head[i] - most);
+    for (int h = 0; h < group; ++h) {
+      const float share =
+          share_of(logit_like, values[h * kSamplesPerBlock + i], shared.references[h]);
+      sum += share;
+      if (!together) atomicAdd(&histograms[h * kBins + Bins(shared.ranges[h]).of(share)], 1U);
     }
-    for (int offset = 16; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    }
-    if (lane == 0) shared.partial[h] = make_float2(most, sum);
+    if (together) atomicAdd(&histograms[common.of(sum)], 1U);
   }
   cluster.sync();
-  if (threadIdx.x < group) {
-    float most = -INFINITY;
-    for (unsigned block = 0; block < kSampleBlocks; ++block) {
-      most = fmaxf(most, cluster.map_shared_rank(shared.partial, block)[threadIdx.x].x);
-    }
-    float sum = 0.0F;
-    for (unsigned block = 0; block < kSampleBlocks; ++block) {
-      const float2 part = cluster.map_shared_rank(shared.partial, block)[threadIdx.x];
-      if (part.y > 0.0F) sum += part.y * exp2f(part.x - most);
-    }
-    const float share = static_cast<float>(eligible) / static_cast<float>(total);
-    shared.references[threadIdx.x] = sum > 0.0F ? most + log2f(sum * share) : 0.0F;
-  }
 
-  // More than the k expected: five standard deviations of the sample's count, and a tenth for the
+  // More than the k expected: four standard deviations of the sample's count, and a tenth for the
   // error of the references.
-  const float expected =
-      static_cast<float>(plan.k) * static_cast<float>(total) / static_cast<float>(eligible);
+  const float expected = static_cast<float>(sample.plan.k) * static_cast<float>(sample.total) /
+                         static_cast<float>(eligible);
   const auto wanted =
-      static_cast<std::uint32_t>(ceilf(1.1F * expected + 5.0F * sqrtf(expected) + 4.0F));
-  const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
-  for (int h = 0; h < (together ? 1 : group); ++h) {
-    for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kSampleThreads)
-      shared.histogram[i] = 0;
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < mine; i += kSampleThreads) {
-      float share = 0.0F;
-      for (int g = together ? 0 : h; g < (together ? group : h + 1); ++g) {
-        share += share_of(true, values[g * kSamplesPerBlock + i], shared.references[g]);
-      }
-      atomicAdd(&shared.histogram[bin_of(share)], 1U);
-    }
+      static_cast<std::uint32_t>(ceilf(1.1F * expected + 4.0F * sqrtf(expected) + 4.0F));
+  for (int set = sample.rank; set < sets; set += kSampleBlocks) {
     float* threshold = together ? &args.filter.groups[group_index].threshold
-                                : &args.filter.heads[first_head + h].threshold;
-    if (wanted < total) {
-      sampled_threshold(cluster, shared, wanted, threshold);
-    } else if (rank == 0 && threadIdx.x == 0) {
-      *threshold = 0.0F;
+                                : &args.filter.heads[sample.first_head + set].threshold;
+    if (wanted >= sample.total) {
+      if (threadIdx.x == 0) *threshold = 0.0F;
+      continue;
     }
-    __syncthreads();
+    const Bins bins = together ? common : Bins(shared.ranges[set]);
+    float found = sampled_threshold(cluster, histograms + set * kBins, bins, wanted);
+    if (found < 0.0F) continue;
+    found *= lower;
+    *threshold = found;
+    for (unsigned block = 0; together && block < kSampleBlocks; ++block) {
+      *cluster.map_shared_rank(&shared.threshold, block) = found;
+    }
   }
-  if (rank == 0 && threadIdx.x < group) {
-    args.filter.heads[first_head + threadIdx.x].reference = shared.references[threadIdx.x];
+  if (sample.rank == 0 && threadIdx.x < group) {
+    args.filter.heads[sample.first_head + threadIdx.x].reference = shared.references[threadIdx.x];
   }
-  cluster.sync();  // the statistics outlive the others' reads
+  cluster.sync();  // the histograms outlive the others' reads, and the threshold has arrived
+  if (sums_suffice(request.params, group)) {
+    measure_others(args, division, values, sample, samples, group, shared);
+  }
 #endif
+}
+
+using SampleKernel = void (*)(FilterArgs);
+
+SampleKernel sample_kernel(const SelectRequest& request) {
+  const ScoreParams& params = request.params;
+  if (params.estimator == Estimator::kNormAware) {
+    return params.query_bits == 8 ? take_sample<SignScorer<8>> : take_sample<SignScorer<4>>;
+  }
+  const bool usual = TableShape(params).usual() && request.kv.group() <= 4;
+  return usual ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
+}
+
+int table_words(const ScoreParams& params, int group) {
+  const TableShape shape(params);
+  switch (params.estimator) {
+    case Estimator::kNormAware:
+      return (group + 3) / 4 * sign_chunks(params) * (params.query_bits / 2) * 32;
+    case Estimator::kHardCollision:
+    case Estimator::kSoftCollision:
+      break;
+  }
+  return stored_pairs(shape, group) * shape.entries();
 }
 
 }  // namespace
 
-void enqueue_sign_sample(cudaStream_t stream, const FilterArgs& args) {
+int sample_bytes(const ScoreParams& params, int group) {
+  const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  const int histograms = (together ? 1 : group) * kBins;
+  return (group * kSamplesPerBlock + std::max(table_words(params, group), histograms)) * 4;
+}
+
+void enqueue_sample(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
-  const int group = request.kv.group();
-  const int products = request.params.query_bits / 2;
-  const int columns = (group + 3) / 4 * sign_chunks(request.params) * products * 32;
-  const std::size_t shared =
-      static_cast<std::size_t>(group * kSamplesPerBlock + columns) * sizeof(float);
-  const auto kernel = request.params.query_bits == 8 ? sign_sample<8> : sign_sample<4>;
-  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(shared)));
+  const SampleKernel kernel = sample_kernel(request);
+  const int shared = sample_bytes(request.params, request.kv.group());
+  KVTIER_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
   const dim3 grid(kSampleBlocks, static_cast<unsigned>(request.kv.kv_heads),
                   static_cast<unsigned>(request.rows.count));
-  kernel<<<grid, kSampleThreads, shared, stream>>>(args);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kSampleThreads,
+                                     static_cast<std::size_t>(shared), args);
 }
 
 }  // namespace kvtier::scoring::cuda

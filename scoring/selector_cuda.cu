@@ -1,5 +1,5 @@
 #include "scoring/block_cuda.cuh"
-#include "scoring/filter_cuda.h"
+#include "scoring/filter_cuda.cuh"
 #include "scoring/selector_cuda.h"
 #include "transfer/cuda_check.h"
 
@@ -172,6 +172,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.groups, groups);
   place(filter.counts, groups * scratch.segments);
   place(filter.partials, sets * scratch.segments);
+  place(filter.others, sets * kSampleBlocks);
   place(filter.columns, groups * filter.columns_stride);
   place(filter.weight_sums, sets);
   place(filter.slots, groups * limits.max_tokens);

@@ -42,6 +42,7 @@ struct SetState {
 /// Per (row, query head), of the filtered path (filter_cuda.h).
 struct FilterHead;
 struct FilterGroup;
+struct SampleRest;
 
 /// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
 /// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in `scores`
@@ -52,6 +53,7 @@ struct FilterScratch {
   FilterGroup* groups;        // [rows][kv_heads]
   std::uint32_t* counts;      // [rows][kv_heads][segments] candidates of a segment
   float* partials;            // [rows][kv_heads][segments][group] sums of shares
+  SampleRest* others;         // [rows][query_heads][blocks of a sample]
   std::uint32_t* columns;     // [rows][kv_heads][columns_stride] column operands of sign products
   std::int32_t* weight_sums;  // [rows][query_heads]
   std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip

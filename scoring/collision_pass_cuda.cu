@@ -1,0 +1,85 @@
+#include "scoring/collision_heads.cuh"
+#include "transfer/cuda_check.h"
+#include "transfer/launch_cuda.cuh"
+
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+template <bool kUsual>
+__global__ __launch_bounds__(kPassThreads,
+                             1) void heads_pass(const __grid_constant__ FilterArgs args,
+                                                int tile_segments, bool again) {
+  extern __shared__ __align__(128) std::uint32_t tables[];
+  __shared__ SpanShared spans;
+  __shared__ GroupState state;
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  const SelectRequest& request = args.request;
+  const int group = request.kv.group();
+  const TableShape shape(request.params);
+  for_each_span(args, spans, tile_segments, again, [&](const Span& span) {
+    __syncthreads();  // the tables of the span before are no longer read
+    const std::int64_t first_head = span.group_index * group;
+    open_group(args, first_head, group, state);
+    const RowPlan plan = args.plans[span.row];
+    const Start first(request.sketch, plan, span);
+    Ring ring(tables + stored_pairs(shape, group) * shape.entries());
+    if constexpr (kUsual) ring.fetch(Lane(request.sketch, span.kv_head).chunks(first.cursor, 0));
+    if constexpr (kUsual) {
+      UsualEntries(args.tables, first_head, group).store_pairs(tables);
+    } else {
+      fill_pairs(args.tables, shape, first_head, group, tables);
+    }
+    __syncthreads();
+    head_segments<kUsual>(args, state, span, plan, first, ring, tables);
+    ring.drain();
+  });
+}
+
+/// Segments of a tile: no fewer than blocks need to have equal shares.
+int choose_tile(const SelectRequest& request, int blocks) {
+  const std::int64_t segments = (request.max_length + kSegmentTokens - 1) / kSegmentTokens;
+  const std::int64_t heads = std::int64_t{request.rows.count} * request.kv.kv_heads;
+  const auto share = [&](int tile) {  // of the block with the most
+    const std::int64_t tiles = (segments + tile - 1) / tile * heads;
+    return (tiles + blocks - 1) / blocks * tile;
+  };
+  int tile = 16;
+  while (tile > 1 && share(tile / 2) < share(tile)) tile /= 2;
+  return tile;
+}
+
+}  // namespace
+
+CollisionPass collision_heads_pass(bool usual) {
+  return usual ? heads_pass<true> : heads_pass<false>;
+}
+
+int collision_pass_bytes(const ScoreParams& params, int group) {
+  const TableShape shape(params);
+  const bool usual = shape.usual() && group <= 4;
+  const int pairs = stored_pairs(shape, group) * shape.entries() * 4;
+  const int ring = usual ? Ring::kBytes : 0;
+  if (!sums_suffice(params, group)) return pairs + ring;
+  const int bytes = (group + 3) / 4 * shape.entries() * 4;
+  return pairs + bytes + ring + (usual ? collision_queue_bytes() : 0);
+}
+
+void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again) {
+  const ScoreParams& params = args.request.params;
+  const int group = args.request.kv.group();
+  const bool usual = TableShape(params).usual() && group <= 4;
+  const CollisionPass kernel =
+      sums_suffice(params, group) ? collision_sums_pass(usual) : collision_heads_pass(usual);
+  const int shared = collision_pass_bytes(params, group);
+  KVTIER_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
+  const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+  transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
+                                     kPassThreads, static_cast<std::size_t>(shared), args,
+                                     choose_tile(args.request, blocks), again);
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,228 @@
+#include "selector_fixture.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace kvtier::scoring {
+
+namespace {
+
+constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
+constexpr int kHeadDim = 64;
+constexpr int kNumPlanes = 600;
+
+struct Score {
+  Estimator estimator;
+  ValueWeighting weighting;
+  int planes_per_table;
+  int tables;
+  float tau;
+};
+
+// Flat scores, and ones that few tokens dominate.
+const std::vector<Score>& scores() {
+  static const std::vector<Score> all = {
+      {Estimator::kSoftCollision, ValueWeighting::kLinear, 10, 60, 0.4F},
+      {Estimator::kSoftCollision, ValueWeighting::kLinear, 10, 60, 0.04F},
+      {Estimator::kSoftCollision, ValueWeighting::kNone, 10, 60, 0.2F},
+      {Estimator::kSoftCollision, ValueWeighting::kCalibrated, 10, 60, 0.1F},
+      {Estimator::kSoftCollision, ValueWeighting::kLinear, 7, 37, 0.05F},
+      {Estimator::kHardCollision, ValueWeighting::kLinear, 2, 300, 0.4F},
+      {Estimator::kHardCollision, ValueWeighting::kNone, 3, 21, 0.4F},
+      {Estimator::kNormAware, ValueWeighting::kLogit, 10, 60, 0.4F},
+  };
+  return all;
+}
+
+constexpr Selection kSelections[] = {Selection::kPerKvHead, Selection::kPerQueryHead};
+
+std::vector<std::uint8_t> random_signs(std::uint64_t seed) {
+  Random random(seed);
+  std::vector<std::uint8_t> signs(kNumPlanes);
+  for (std::uint8_t& sign : signs) sign = static_cast<std::uint8_t>(random.bits() & 1);
+  return signs;
+}
+
+// Rows that are longer than any sample of them, so that a selection which guesses from a sample is
+// seen to be right for all tokens.
+class LongRowsTest : public SelectorTest {
+ protected:
+  void SetUp() override {
+    SelectorTest::SetUp();
+    if (IsSkipped()) return;
+    planes_ = make_planes(PlaneKind::kGaussian, kNumPlanes, kHeadDim);
+  }
+
+  Problem make_problem(const Score& score, Selection selection, int kv_heads, int group,
+                       const std::vector<const TokenSet*>& sets) {
+    Problem problem;
+    problem.planes = planes_.get();
+    problem.kv_heads = kv_heads;
+    problem.group = group;
+    problem.sequences = sets;
+    for (std::size_t i = 0; i < sets.size(); ++i) {
+      problem.rows.push_back(
+          {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
+    }
+    problem.config.estimator = score.estimator;
+    problem.config.value_weighting = score.weighting;
+    problem.config.selection = selection;
+    problem.config.plane_kind = PlaneKind::kGaussian;
+    problem.config.planes_per_table = score.planes_per_table;
+    problem.config.tables = score.tables;
+    problem.config.num_planes = 256;
+    problem.config.query_bits = score.estimator == Estimator::kNormAware ? 4 : 0;
+    problem.config.tau = score.tau;
+    problem.config.top_k = 300;
+    problem.config.sink_tokens = 16;
+    problem.config.recent_tokens = 24;
+    problem.queries = random_queries(
+        71, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    return problem;
+  }
+
+  static std::string describe(const Problem& problem) {
+    return "estimator " + std::to_string(static_cast<int>(problem.config.estimator)) +
+           ", weighting " + std::to_string(static_cast<int>(problem.config.value_weighting)) +
+           ", tau " + std::to_string(problem.config.tau) + ", P " +
+           std::to_string(problem.config.planes_per_table) + ", selection " +
+           std::to_string(static_cast<int>(problem.config.selection)) + ", group " +
+           std::to_string(problem.group) + ", k " + std::to_string(problem.config.top_k);
+  }
+
+  std::unique_ptr<hashing::Planes> planes_;
+};
+
+TEST_P(LongRowsTest, AgreeForEveryScoreSelectionAndGroup) {
+  TokenSet set = random_tokens(21, 1, 4700, random_signs(5));
+  for (std::size_t t = 5; t < 4700; t += 97) set.heads[0][t].finite = false;
+  for (const int group : {1, 3, 4, 8, 16}) {
+    for (const Selection selection : kSelections) {
+      for (const Score& score : scores()) {
+        const Problem problem = make_problem(score, selection, 1, group, {&set});
+        SCOPED_TRACE(describe(problem));
+
+        expect_oracle(problem, run(problem));
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
+  const TokenSet set = random_tokens(22, 1, 100003, random_signs(6));
+  struct Case {
+    std::size_t score;
+    Selection selection;
+  };
+  for (const Case test : {Case{0, Selection::kPerKvHead}, Case{1, Selection::kPerQueryHead},
+                          Case{7, Selection::kPerKvHead}}) {
+    Problem problem = make_problem(scores()[test.score], test.selection, 1, 4, {&set});
+    problem.config.top_k = 3030;
+    SCOPED_TRACE(describe(problem));
+
+    const Selected found = run(problem);
+
+    expect_oracle(problem, found);
+    EXPECT_EQ(found.ids_without_scores, run(problem).ids_without_scores) << "run again";
+  }
+}
+
+TEST_P(LongRowsTest, RaggedBatchesAgree) {
+  std::vector<TokenSet> sets;
+  for (const std::int64_t length : {6000, 0, 41, 4400, 300, 1}) {
+    sets.push_back(
+        random_tokens(static_cast<std::uint64_t>(length) + 30, 2, length, random_signs(7)));
+  }
+  std::vector<const TokenSet*> pointers;
+  for (const TokenSet& set : sets) pointers.push_back(&set);
+  for (const Selection selection : kSelections) {
+    for (const Score& score : scores()) {
+      const Problem problem = make_problem(score, selection, 2, 4, pointers);
+      SCOPED_TRACE(describe(problem));
+
+      expect_oracle(problem, run(problem));
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// Every other token is unlike its neighbours: a sample that is spread evenly sees one kind alone.
+TEST_P(LongRowsTest, SamplesMayMislead) {
+  constexpr std::int64_t kEligible = 8192;
+  for (const bool strong : {false, true}) {
+    TokenSet set = random_tokens(23, 1, kEligible + 40, random_signs(8));
+    for (std::int64_t t = 0; t < kEligible; t += 2) {
+      oracle::Sketch& token = set.heads[0][static_cast<std::size_t>(16 + t)];
+      token.value_norm = strong ? token.value_norm * 8.0 : token.value_norm / 8.0;
+    }
+    for (const Selection selection : kSelections) {
+      for (const Score& score : scores()) {
+        for (const int top_k : {200, 3000}) {
+          Problem problem = make_problem(score, selection, 1, 2, {&set});
+          problem.config.top_k = top_k;
+          SCOPED_TRACE(describe(problem));
+          SCOPED_TRACE(strong ? "every other strong" : "every other weak");
+
+          expect_oracle(problem, run(problem));
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LongRowsTest, OneTokenMayOutweighAllOthers) {
+  TokenSet set = random_tokens(24, 1, 9001, random_signs(9));
+  for (const Selection selection : kSelections) {
+    for (const Score& score : scores()) {
+      Problem problem = make_problem(score, selection, 1, 3, {&set});
+      // The token is all that the first head looks for, and few samples see it.
+      TokenSet heavy = set;
+      oracle::Sketch& token = heavy.heads[0][5973];
+      for (int i = 0; i < kNumPlanes; ++i) {
+        double sum = 0.0;
+        for (int x = 0; x < kHeadDim; ++x) {
+          sum +=
+              oracle::from_bf16(planes_->host_bits()[static_cast<std::size_t>(i * kHeadDim + x)]) *
+              static_cast<double>(problem.queries[static_cast<std::size_t>(x)]);
+        }
+        token.bits[static_cast<std::size_t>(i)] = sum >= 0.0 ? 1 : 0;
+      }
+      token.value_norm = 4096.0;
+      problem.sequences = {&heavy};
+      for (const int top_k : {1, 5000}) {
+        problem.config.top_k = top_k;
+        SCOPED_TRACE(describe(problem));
+
+        expect_oracle(problem, run(problem));
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(LongRowsTest, EqualTokensAreTakenInOrder) {
+  TokenSet set = random_tokens(25, 1, 6000, random_signs(10));
+  std::fill(set.heads[0].begin(), set.heads[0].end(), set.heads[0][0]);
+  for (const Selection selection : kSelections) {
+    for (const Score& score : scores()) {
+      const Problem problem = make_problem(score, selection, 1, 4, {&set});
+      SCOPED_TRACE(describe(problem));
+
+      const Selected found = run(problem);
+
+      std::vector<std::int64_t> first;
+      for (std::int64_t id = 16; id < 316; ++id) first.push_back(id);
+      for (int head = 0; head < found.heads; ++head) {
+        EXPECT_EQ(found.of(0, head, found.ids_without_scores), first);
+      }
+    }
+  }
+}
+
+KVTIER_INSTANTIATE_BACKENDS(LongRowsTest);
+
+}  // namespace
+
+}  // namespace kvtier::scoring
