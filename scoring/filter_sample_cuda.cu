@@ -233,7 +233,7 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   // Some 64 of the k best are to be in the sample.
   const std::int64_t enough =
       max(std::int64_t{kSamples / 2}, min(std::int64_t{kSamples}, 64 * eligible / sample.plan.k));
-  sample.total = min(eligible, enough);
+  sample.total = eligible <= enough ? eligible : enough / Sample::kRun * Sample::kRun;
   sample.per_block = (sample.total + kSampleBlocks - 1) / kSampleBlocks;
   sample.stride =
       (static_cast<std::uint64_t>(eligible) << 32) / static_cast<std::uint64_t>(sample.total);

@@ -44,11 +44,14 @@ struct Sample {
 
   std::uint64_t stride;  // eligible tokens per sample, times 2^32
 
-  // The sample's token i: spread evenly.
+  /// The sample's token i. Runs of kRun neighbours, whose bits share a sector of memory, spread
+  /// evenly.
   [[nodiscard]] __device__ std::int64_t token(std::int64_t i) const {
     const auto at = static_cast<std::uint64_t>(min(rank * per_block + i, total - 1));
-    return plan.begin + static_cast<std::int64_t>(at * stride >> 32);
+    const std::uint64_t run = at / kRun * kRun;
+    return plan.begin + static_cast<std::int64_t>((run * stride >> 32) + (at - run));
   }
+  static constexpr int kRun = 4;
 };
 
 // Base-2 logit of a token.
@@ -59,60 +62,99 @@ __device__ inline float sign_value(const ScoreParams& params, float factor, int 
   return params.weighting == ValueWeighting::kLogit ? logit + __log2f(norms.value) : logit;
 }
 
+/// Bits and norms of a warp's samples, on their way: 16 tokens at a time, of which lane 4 g + t
+/// holds words t of tokens g and g + 8.
+struct SampledCodes {
+  static constexpr int kSteps = kSamplesPerBlock / kSampleWarps / 16;
+  static constexpr int kStep = kSampleWarps * 16;  // tokens
+  static constexpr int kEarlyChunks = 2;
+
+  const std::uint32_t* codes[kSteps][2];
+  std::uint32_t words[kSteps][2][kEarlyChunks];
+  std::uint16_t key_norms[kSteps][2];
+  std::uint16_t value_norms[kSteps][2];
+
+  /// Starts all loads.
+  __device__ SampledCodes(const SelectRequest& request, const Sample& sample, int chunks) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const hashing::SketchGeometry& sketch = request.sketch;
+    const std::byte* blocks[kSteps][2];
+    int in_block[kSteps][2];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t token = sample.token(first(s) + half * 8 + lane / 4);
+        blocks[s][half] = sample.plan.blocks[token / hashing::kBlockTokens];
+        in_block[s][half] = static_cast<int>(token % hashing::kBlockTokens);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::byte* block = blocks[s][half];
+        const int token = in_block[s][half];
+        codes[s][half] = reinterpret_cast<const std::uint32_t*>(
+                             block + sketch.chunk_offset(sample.kv_head, 0, token)) +
+                         lane % 4;
+#pragma unroll
+        for (int chunk = 0; chunk < kEarlyChunks; ++chunk) {
+          words[s][half][chunk] = chunk < chunks ? word(s, half, chunk) : 0;
+        }
+        key_norms[s][half] = __ldg(reinterpret_cast<const std::uint16_t*>(
+            block + sketch.key_norm_offset(sample.kv_head, token)));
+        value_norms[s][half] = __ldg(reinterpret_cast<const std::uint16_t*>(
+            block + sketch.value_norm_offset(sample.kv_head, token)));
+      }
+    }
+  }
+  /// The block's first sample of step s of the warp.
+  __device__ static int first(int s) { return static_cast<int>(threadIdx.x) / 32 * 16 + s * kStep; }
+  __device__ std::uint32_t word(int s, int half, int chunk) const {
+    return __ldg(codes[s][half] + chunk * kChunkStride * kWordsPerChunk);
+  }
+};
+
 template <int kBits>
-__device__ void sign_values(const FilterArgs& args, const Sample& sample,
+__device__ void sign_values(const FilterArgs& args, const Sample& sample, const SampledCodes& codes,
                             const std::uint32_t* columns, const std::int32_t* weight_sums,
                             float* values) {
   constexpr int kProducts = kBits / 2;
-  const SelectRequest& request = args.request;
-  const int group = request.kv.group();
-  const int chunks = sign_chunks(request.params);
+  const ScoreParams& params = args.request.params;
+  const int group = args.request.kv.group();
+  const int chunks = sign_chunks(params);
   const int quads = (group + 3) / 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // All loads of a warp's samples are in flight before the first product.
-  constexpr int kGroups = kSamplesPerBlock / (kSampleThreads / 32) / 16;
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
-  constexpr int kStep = kSampleThreads / 32 * 16;
-  const std::uint32_t* codes[kGroups][2];
-  Norms norms[kGroups][2];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t token = sample.token(first + g * kStep + half * 8 + lane / 4);
-      const std::byte* block = sample.plan.blocks[token / hashing::kBlockTokens];
-      const int in_block = static_cast<int>(token % hashing::kBlockTokens);
-      norms[g][half] = load_norms(request.sketch, block, sample.kv_head, in_block);
-      codes[g][half] = reinterpret_cast<const std::uint32_t*>(
-                           block + request.sketch.chunk_offset(sample.kv_head, 0, in_block)) +
-                       lane % 4;
-    }
-  }
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const int base = first + g * kStep;
+  for (int s = 0; s < SampledCodes::kSteps; ++s) {
+    const int base = SampledCodes::first(s);
     if (base >= sample.per_block) break;
     for (int quad = 0; quad < quads; ++quad) {
       int counts[kProducts][4] = {};
-#pragma unroll 2
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        const std::uint32_t low = __ldg(codes[g][0] + chunk * kChunkStride * kWordsPerChunk);
-        const std::uint32_t high = __ldg(codes[g][1] + chunk * kChunkStride * kWordsPerChunk);
+      const auto multiply = [&](int chunk, std::uint32_t low, std::uint32_t high) {
 #pragma unroll
         for (int product = 0; product < kProducts; ++product) {
           multiply_bits(counts[product], low, high,
                         columns[((quad * chunks + chunk) * kProducts + product) * 32 + lane]);
         }
+      };
+#pragma unroll
+      for (int chunk = 0; chunk < SampledCodes::kEarlyChunks; ++chunk) {
+        if (chunk < chunks) multiply(chunk, codes.words[s][0][chunk], codes.words[s][1][chunk]);
+      }
+      for (int chunk = SampledCodes::kEarlyChunks; chunk < chunks; ++chunk) {
+        multiply(chunk, codes.word(s, 0, chunk), codes.word(s, 1, chunk));
       }
       const int head = quad * 4 + lane % 4;
       if (head >= group) continue;
       const float factor =
-          sign_factor(request.params, args.tables.scalars[sample.first_head + head]) * kLog2E;
+          sign_factor(params, args.tables.scalars[sample.first_head + head]) * kLog2E;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int sum = signed_sum<kBits>(counts, half, weight_sums[head]);
-        values[head * kSamplesPerBlock + base + half * 8 + lane / 4] =
-            sign_value(request.params, factor, sum, norms[g][half]);
+        values[head * kSamplesPerBlock + base + half * 8 + lane / 4] = sign_value(
+            params, factor, sum, make_norms(codes.key_norms[s][half], codes.value_norms[s][half]));
       }
     }
   }
@@ -133,6 +175,7 @@ struct SignScorer {
     const int group = request.kv.group();
     const int chunks = sign_chunks(request.params);
     const int quads = (group + 3) / 4;
+    const SampledCodes codes(request, sample, chunks);
     fill_columns<kBits, kSampleThreads>(args.tables, request.params.num_planes, sample.first_head,
                                         group, chunks, quads, tables, shared.weight_sums);
     if (sample.rank == 0) {
@@ -146,7 +189,7 @@ struct SignScorer {
         args.filter.weight_sums[sample.first_head + threadIdx.x] = shared.weight_sums[threadIdx.x];
       }
     }
-    sign_values<kBits>(args, sample, tables, shared.weight_sums, values);
+    sign_values<kBits>(args, sample, codes, tables, shared.weight_sums, values);
   }
 };
 
