@@ -204,7 +204,10 @@ class UnitRing {
 
   /// `memory`: `stages` * `unit_bytes(chunks)`, the warp's own; 2 or 3 stages.
   __device__ UnitRing(int chunks, std::byte* memory, int stages)
-      : memory_(memory), chunks_(chunks), stages_(stages) {}
+      : memory_(memory),
+        policy_(transfer::cuda::read_once_policy()),
+        chunks_(chunks),
+        stages_(stages) {}
 
   /// Finds the units of a run. All units of the run before have been consumed.
   __device__ void open(const FilterArgs& args, const SegmentRun& run) {
@@ -271,12 +274,12 @@ class UnitRing {
     for (int chunk = 0; chunk < (kChunks > 0 ? kChunks : chunks_); ++chunk) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        transfer::cuda::copy_async_16(to + chunk * kUnitChunkBytes + i * 512,
-                                      codes + chunk * kChunkStrideBytes + i * 512);
+        transfer::cuda::copy_async_16_once(to + chunk * kUnitChunkBytes + i * 512,
+                                           codes + chunk * kChunkStrideBytes + i * 512, policy_);
       }
     }
-    transfer::cuda::copy_async_16(to + chunks() * kUnitChunkBytes,
-                                  block_ + norms_ + unit_ * kUnitNormBytes);
+    transfer::cuda::copy_async_16_once(to + chunks() * kUnitChunkBytes,
+                                       block_ + norms_ + unit_ * kUnitNormBytes, policy_);
     if (++unit_ < kUnitsPerBlock) return;
     unit_ = 0;
     block_ = next_block_;
@@ -290,6 +293,7 @@ class UnitRing {
   }
 
   std::byte* memory_;
+  std::uint64_t policy_;
   const std::byte* const* table_ = nullptr;
   const std::byte* block_ = nullptr;
   const std::byte* next_block_ = nullptr;

@@ -32,6 +32,19 @@ __device__ inline void copy_async_16(unsigned to, const void* from) {
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
+/// For `copy_async_16_once`: data that are read once should not drive out of L2 what every step
+/// reads.
+__device__ inline unsigned long long read_once_policy() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy_async_16_once(unsigned to, const void* from,
+                                          unsigned long long policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "l"(policy)
+               : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>
