@@ -47,7 +47,7 @@ struct ChooseShared {
 /// What a launch is told beside the request.
 struct ChooseShape {
   int group;
-  unsigned blocks;         // of a cluster: a power of 2
+  unsigned blocks;         // of a cluster: 2, 4 or 8
   std::uint32_t capacity;  // candidates that fit in a block's shared memory
   bool again;
 };

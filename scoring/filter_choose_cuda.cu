@@ -471,9 +471,9 @@ void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again) {
   const auto sets = static_cast<unsigned>(together ? 1 : group);
   const auto groups = static_cast<unsigned>(request.kv.kv_heads * request.rows.count);
   const auto processors = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount));
-  // Many groups keep the device busy with fewer blocks each.
+  // Many groups keep the device busy with fewer blocks each; a cluster has two at least.
   unsigned blocks = kChooseBlocks;
-  while (blocks > 1 && groups * blocks > processors) blocks /= 2;
+  while (blocks > 2 && groups * blocks > processors) blocks /= 2;
   constexpr unsigned kSharedBytes = 112 * 1024;
   const unsigned fixed = 3 * sets * kSearchStride * 4;
   const ChooseShape shape{.group = group,

@@ -40,8 +40,8 @@ __device__ inline void let_next_start() {
 [[nodiscard]] bool overlaps_kernels();
 
 /// Launches `kernel`, which keeps the rules above, in clusters of `cluster_blocks` along x, which
-/// need a device that overlaps kernels. 0: without clusters; then instructions that reach other
-/// blocks are illegal, which they are not in a cluster of one. Capturable.
+/// need a device that overlaps kernels. With fewer than two there is no cluster, and stores to the
+/// shared memory of a cluster's blocks are illegal. Capturable.
 template <typename... Parameters>
 void launch_overlapping_clusters(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
                                  unsigned cluster_blocks, unsigned threads,
@@ -60,7 +60,7 @@ void launch_overlapping_clusters(cudaStream_t stream, void (*kernel)(Parameters.
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = !overlaps_kernels() ? 0 : cluster_blocks > 0 ? 2 : 1;
+  config.numAttrs = !overlaps_kernels() ? 0 : cluster_blocks > 1 ? 2 : 1;
   KVTIER_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
@@ -69,7 +69,7 @@ template <typename... Parameters>
 void launch_overlapping(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid,
                         unsigned threads, std::size_t shared_bytes,
                         const std::type_identity_t<Parameters>&... arguments) {
-  launch_overlapping_clusters(stream, kernel, grid, 0, threads, shared_bytes, arguments...);
+  launch_overlapping_clusters(stream, kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 
 }  // namespace kvtier::transfer::cuda
