@@ -4,18 +4,14 @@
 #include "kvtier/error.h"
 
 #include "benchmarks/quality/evaluate.h"
+#include "benchmarks/quality/origin.h"
 #include "services/atomic_file.h"
-#include "services/stress/threads.h"
 #include "services/trace.h"
 
 #include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 
-#include <array>
 #include <cmath>
-#include <ctime>
 #include <exception>
-#include <fstream>
 #include <iostream>
 #include <string>
 #include <unistd.h>
@@ -23,59 +19,33 @@
 namespace kvtier::quality {
 namespace {
 
-nlohmann::json number(double value) {
-  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
-}
-
-/// What a report says of itself.
-struct Origin {
+/// What a report says of its trace and of itself.
+struct Names {
   std::string name;
   std::string made_by;
   std::string command;
   std::string hardware;
 };
 
-std::string today() {
-  const std::time_t now = std::time(nullptr);
-  std::array<char, 16> text{};
-  std::strftime(text.data(), text.size(), "%Y-%m-%d", std::gmtime(&now));
-  return text.data();
-}
-
-std::string hardware() {
-  std::ifstream file("/proc/cpuinfo");
-  std::string name = "unknown CPU";
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with("model name")) continue;
-    name = line.substr(line.find(':') + 2);
-    break;
-  }
-  return name + ", " + std::to_string(services::num_threads()) + " threads";
-}
-
-nlohmann::json to_json(const services::Trace& trace, const Origin& origin,
+nlohmann::json to_json(const services::Trace& trace, const Names& names,
                        const EvaluationOptions& options, const Evaluation& evaluation) {
   nlohmann::json layers = nlohmann::json::array();
   for (const services::TraceLayer& layer : trace.layers()) layers.push_back(layer.name);
-  nlohmann::json json = {{"date", today()},
-                         {"hardware", origin.hardware},
-                         {"command", origin.command},
-                         {"trace",
-                          {{"name", origin.name},
-                           {"made_by", origin.made_by},
-                           {"file", trace.path().filename().string()},
-                           {"layers", layers},
-                           {"context_tokens", trace.context()},
-                           {"recorded_steps", trace.steps()},
-                           {"query_heads", trace.query_heads()},
-                           {"kv_heads", trace.kv_heads()},
-                           {"head_dim", trace.head_dim()}}},
-                         {"backend", "cpu"},
-                         {"selection", "per_query_head"},
-                         {"steps", evaluation.steps},
-                         {"sink_tokens", options.sink},
-                         {"recent_tokens", options.window},
-                         {"seed", options.seed}};
+  nlohmann::json json = origin(names.hardware, names.command);
+  json["trace"] = {{"name", names.name},
+                   {"made_by", names.made_by},
+                   {"file", trace.path().filename().string()},
+                   {"layers", layers},
+                   {"context_tokens", trace.context()},
+                   {"recorded_steps", trace.steps()},
+                   {"query_heads", trace.query_heads()},
+                   {"kv_heads", trace.kv_heads()},
+                   {"head_dim", trace.head_dim()}};
+  json.update({{"selection", "per_query_head"},
+               {"steps", evaluation.steps},
+               {"sink_tokens", options.sink},
+               {"recent_tokens", options.window},
+               {"seed", options.seed}});
   for (const EvaluationRow& row : evaluation.rows) {
     json["rows"].push_back({{"selector", row.name},
                             {"settings", row.settings},
@@ -104,19 +74,17 @@ nlohmann::json to_json(const services::Trace& trace, const Origin& origin,
 int run(int argc, char** argv) {
   CLI::App app("Compares token selectors on a recorded trace, as JSON");
   std::string file;
-  Origin origin{.name = "", .made_by = "", .command = "kvtier-quality", .hardware = hardware()};
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    const bool quoted = argument.find(' ') != std::string::npos;
-    origin.command += quoted ? " '" + argument + "'" : " " + argument;
-  }
+  Names names{.name = "",
+              .made_by = "",
+              .command = command_line("kvtier-quality", argc, argv),
+              .hardware = this_machine()};
   std::string json_file;
   EvaluationOptions options;
   app.add_option("TRACE", file, "Trace of `kvtier-llama record`, or one as `kvtier replay` takes")
       ->required();
-  app.add_option("--name", origin.name, "Name of the trace in the report (default: the file's)");
-  app.add_option("--made-by", origin.made_by, "Command that made the trace, for the report");
-  app.add_option("--hardware", origin.hardware, "Machine, for the report")->capture_default_str();
+  app.add_option("--name", names.name, "Name of the trace in the report (default: the file's)");
+  app.add_option("--made-by", names.made_by, "Command that made the trace, for the report");
+  app.add_option("--hardware", names.hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--sparsity", options.sparsities, "Select 1/S of the visible tokens")
       ->delimiter(',')
       ->capture_default_str();
@@ -140,8 +108,8 @@ int run(int argc, char** argv) {
     };
   }
   const Evaluation evaluation = evaluate(trace, options);
-  if (origin.name.empty()) origin.name = trace.path().stem().string();
-  json.commit(to_json(trace, origin, options, evaluation).dump(1) + "\n");
+  if (names.name.empty()) names.name = trace.path().stem().string();
+  json.commit(to_json(trace, names, options, evaluation).dump(1) + "\n");
   return 0;
 }
 

@@ -1,0 +1,122 @@
+#include "benchmarks/quality/answers.h"
+
+#include "kvtier/error.h"
+
+#include "tests/llama/reference_model.h"
+#include "tests/llama/temporary_folder.h"
+#include "tests/llama/tiny_tasks.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace kvtier::quality {
+namespace {
+
+class AnswersTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    model_.randomize(2);
+    model_.write(folder_.path());
+    testing::write_tiny_tasks(tasks(), model_.vocab);
+    options_.task = "tiny";
+    options_.sink = 4;
+    options_.window = 8;
+    options_.sparsities = {10};
+  }
+
+  [[nodiscard]] std::filesystem::path tasks() const { return folder_.path() / "tasks.safetensors"; }
+  [[nodiscard]] std::vector<AnswerRow> run() const {
+    llama::Decoder decoder = llama::load_decoder(folder_.path(), llama::make_cpu_compute(2));
+    return answer(decoder, llama::TaskFile(tasks()), options_);
+  }
+  [[nodiscard]] ErrorCode error_of_run() const {
+    try {
+      static_cast<void>(run());
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return ErrorCode::kInternal;
+  }
+
+  testing::TemporaryFolder folder_;
+  testing::ReferenceModel model_;
+  AnswerOptions options_;
+};
+
+TEST_F(AnswersTest, IsDenseWhenEverythingIsSelected) {
+  options_.sparsities = {1};
+  const std::vector<AnswerRow> rows = run();
+
+  ASSERT_GT(rows.size(), 20U);
+  EXPECT_EQ(rows[0].name, "dense");
+  EXPECT_EQ(rows[0].scores.kl, 0.0);
+  for (const AnswerRow& row : rows) {
+    // MagicPIG and vAttention sample, and let the sample stand for the others.
+    if (row.name == "magicpig" || row.name == "vattention") continue;
+    // The same tokens in another order of summation, once per layer.
+    EXPECT_LT(row.scores.kl, 1e-6) << row.name << ", " << row.settings;
+    EXPECT_EQ(row.scores.exact, rows[0].scores.exact) << row.name;
+  }
+}
+
+TEST_F(AnswersTest, CountsRowsByTheProtocol) {
+  options_.sequences = 2;
+  options_.only = {"exact", "norm_aware", "random", "quest"};
+  const std::vector<AnswerRow> rows = run();
+
+  EXPECT_DOUBLE_EQ(rows[0].rows_attended, 306.5);
+  for (const AnswerRow& row : rows) {
+    if (row.name == "dense") continue;
+    // 4 + 8 always, 30 of 288 by score, and the tail of 12 up to the token; Quest takes a page of
+    // 16, or less of one at the ends.
+    if (row.name == "quest") {
+      EXPECT_LE(row.rows_attended, 4 + 8 + 16 + 6.5);
+      EXPECT_GT(row.rows_attended, 4 + 8 + 6.5);
+    } else {
+      EXPECT_DOUBLE_EQ(row.rows_attended, 4 + 8 + 30 + 6.5) << row.name;
+    }
+    EXPECT_GT(row.scores.kl, 1e-5) << row.name;
+  }
+}
+
+TEST_F(AnswersTest, OwnSelectorsRunForBothSelections) {
+  options_.only = {"norm_aware"};
+  const std::vector<AnswerRow> rows = run();
+
+  ASSERT_EQ(rows.size(), 5U);
+  EXPECT_EQ(std::ranges::count(rows, "per_query_head", &AnswerRow::selection), 2);
+  EXPECT_EQ(std::ranges::count(rows, "per_kv_head", &AnswerRow::selection), 2);
+  EXPECT_EQ(rows[1].bits_per_token, 160.0);
+}
+
+TEST_F(AnswersTest, RowsDoNotDependOnThoseBefore) {
+  options_.only = {"norm_aware", "h2o", "random"};
+  const std::vector<AnswerRow> all = run();
+  options_.only = {"random"};
+  const std::vector<AnswerRow> alone = run();
+
+  EXPECT_EQ(all.back().name, "random");
+  EXPECT_DOUBLE_EQ(all.back().scores.kl, alone.back().scores.kl);
+}
+
+TEST_F(AnswersTest, RejectsOptionsThatDoNotFit) {
+  const AnswerOptions valid = options_;
+  options_.task = "huge";
+  EXPECT_EQ(error_of_run(), ErrorCode::kNotFound);
+  options_ = valid;
+  options_.sequences = 3;
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+  options_ = valid;
+  options_.sparsities = {0.5};
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+  options_ = valid;
+  options_.window = 300;
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+  options_ = valid;
+  options_.only = {"hash_attention"};
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace kvtier::quality
