@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md and its plots from the reports of kvtier-quality.
+"""Writes docs/quality.md and its plots from the reports of kvtier-quality and kvtier-quality-answers.
 
     python3 -m pip install matplotlib
-    benchmarks/quality/report.py benchmarks/results/*-quality-*.json
+    benchmarks/quality/report.py benchmarks/results/*-quality-*.json benchmarks/results/*-answers-*.json
 
 Plots go to docs/quality/. Without matplotlib only the tables are written, and it says so.
 """
@@ -15,7 +15,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
-BINARIES = {"kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
+BINARIES = {"kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
+            "kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
             "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
 
 HEAD = """# Token selectors, compared
@@ -30,7 +31,7 @@ This file is written by `benchmarks/quality/report.py` from the reports in `benc
 ```sh
 cmake --preset release && cmake --build --preset release
 {commands}
-benchmarks/quality/report.py benchmarks/results/*-quality-*.json
+benchmarks/quality/report.py benchmarks/results/*-quality-*.json benchmarks/results/*-answers-*.json
 ```
 
 What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
@@ -40,10 +41,10 @@ What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 - *exact* takes the best by q.k, with ln |v| the best by q.k / sqrt(d) + ln |v|.
 - *magicpig* samples, so that its number of tokens follows from its tables; a larger sample than the budget is thinned. Mass counts
   the tokens attended; its correction by the sampling probability shows in the output error.
-- *double_sparsity* is calibrated on queries of the same trace that are not evaluated.
+- *double_sparsity* is calibrated on queries that are not evaluated: other steps of the trace, or the last 64 tokens of the context.
 - *pqcache* runs k-means over the keys of the context, the cost of which is not in this table.
 - *vattention* takes half of its budget by exact q.k and samples the others.
-- *h2o* sums attention over the recorded steps only, and nothing is evicted for good.
+- *h2o* sums attention over the recorded steps, or the tokens after the context, only, and nothing is evicted for good.
 - HashAttention is missing: its mapping has to be learned for each model. kvtier's rows of 8 bit are missing: they do not exist yet.
 """
 
@@ -114,6 +115,23 @@ def describe(report):
             f"attended.")
 
 
+def answers_section(report):
+    lines = [f"\n## Answers of needle-llama, {report['case']}\n",
+             f"\n{report['context_tokens']:,} tokens of context, {report['sequences']} sequence"
+             f"{'s' if report['sequences'] > 1 else ''}, {report['queries']} questions; the first {report['sink_tokens']} tokens, the "
+             f"last {report['recent_tokens']} of the context and all after it always attended. *exact*: questions wholly right; *fwe*: frequent "
+             "words right; *KL*: divergence of the next-token distribution from dense attention, at all positions after the context "
+             "and at answers. A context is prefilled once, densely, for all rows. "
+             f"Run on {report['date']} on {report['hardware']}.\n",
+             "\n| selector | selection | bits | sparsity | rows | exact | fwe | KL | KL, answers |\n|---|---|---|---|---|---|---|---|---|\n"]
+    for row in report["rows"]:
+        sparsity = f"{row['sparsity']:g}x" if row["sparsity"] else ""
+        bits = f"{row['bits_per_token']:.0f}" if row["sparsity"] else ""
+        lines.append(f"| {cell(row)} | {row['selection'].replace('_', ' ')} | {bits} | {sparsity} | {row['rows_attended']:.0f} | "
+                     f"{number(row['exact'])} | {number(row['fwe'])} | {number(row['kl'], 4)} | {number(row['kl_answers'], 4)} |\n")
+    return "".join(lines)
+
+
 def draw(report, path):
     """Draws attention mass over sparsity, and over bits at one sparsity."""
     import matplotlib  # pylint: disable=import-outside-toplevel
@@ -174,10 +192,12 @@ def main():
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in sorted(arguments.reports)]
     commands = [f"{BINARIES[command.split()[0]]} {command.split(maxsplit=1)[1]}"
-                for report in reports for command in (report["trace"]["made_by"], report["command"]) if command]
+                for report in reports for command in (report.get("trace", {}).get("made_by"), report["command"]) if command]
     parts = [HEAD.replace("{commands}", "\n".join(commands))]
     drawn = True
     for report in reports:
+        if "trace" not in report:
+            continue
         name = report["trace"]["name"]
         parts.append(f"\n## {name}\n\n{describe(report)} Run on {report['date']} on {report['hardware']}.\n")
         plot = PLOTS / f"{name}.svg"
@@ -193,6 +213,7 @@ def main():
         parts.append(f"\n### Ranking at {sparsity:g}x\n\n{ranking_table(report, sparsity)}\n")
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
+    parts += [answers_section(report) for report in reports if "trace" not in report]
     DOCUMENT.write_text("".join(parts))
     print(f"wrote {DOCUMENT.relative_to(ROOT)}" + ("" if drawn else "; matplotlib is missing: plots were left as they are"),
           file=sys.stderr)
