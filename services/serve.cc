@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <sys/resource.h>
 #include <thread>
 
 namespace kvtier::services {
@@ -66,6 +67,14 @@ std::string read_text(const std::string& option, const std::string& path) {
   text << in.rdbuf();
   if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
   return text.str();
+}
+
+/// Every connection is a descriptor, and the usual limit is low.
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  (void)::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 ServerOptions server_options(const ServeCommand& command) {
@@ -175,6 +184,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
 
 void run_serve(const ServeCommand& command, const Console& console,
                const std::function<void(LogLevel, std::string_view)>& log) {
+  raise_descriptor_limit();
   std::signal(SIGPIPE, SIG_IGN);
   boost::asio::io_context loop;
   boost::asio::signal_set signals(loop, SIGTERM, SIGINT);

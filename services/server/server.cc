@@ -5,6 +5,7 @@
 #include "services/server/executor.h"
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
+#include "services/server/listener.h"
 
 #include <google/protobuf/stubs/logging.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -19,7 +20,6 @@
 #include <condition_variable>
 #include <fstream>
 #include <sstream>
-#include <sys/stat.h>
 #include <thread>
 
 namespace kvtier::services {
@@ -30,6 +30,7 @@ using Services = std::vector<std::unique_ptr<grpc::Service>>;
 constexpr std::size_t kGrpcMemory = std::size_t{512} << 20;
 constexpr int kMaxStreams = 128;
 constexpr int kMaxMetadataBytes = 8 << 10;
+constexpr int kHandshakeMilliseconds = 5'000;
 constexpr int kLookaheadBytes = 1 << 20;
 
 std::string read_file(const std::string& option, const std::string& path) {
@@ -79,20 +80,8 @@ void set_limits(grpc::ServerBuilder& builder, const grpc::ResourceQuota& quota) 
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 20'000);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMilliseconds);
 }
-
-/// Sockets are made for this user alone from the start, not opened and then closed to others.
-class PrivateFiles {
- public:
-  PrivateFiles() : before_(::umask(0177)) {}
-  ~PrivateFiles() { ::umask(before_); }
-  PrivateFiles(const PrivateFiles&) = delete;  // restores the mask once
-  PrivateFiles& operator=(const PrivateFiles&) = delete;
-
- private:
-  mode_t before_;
-};
 
 /// Gives reflection to one builder, or takes it away: the library that has it may have added it to
 /// all of the process.
@@ -143,6 +132,7 @@ class Server::Impl {
       std::vector<Endpoint> bound;
       admin_server_ = listen(options_.admin, admin_services_, true, bound);
     }
+    listener_.start();
     sweeper_ = std::thread([this] { sweep_every_second(); });
   }
 
@@ -168,6 +158,7 @@ class Server::Impl {
     for (grpc::Server* server : {client_server_.get(), admin_server_.get()}) {
       if (server != nullptr) server->GetHealthCheckService()->Shutdown();
     }
+    listener_.stop();
     streams_.end_all(
         to_status(ServiceError::unavailable("DRAINING", "the server is about to end")));
     const auto deadline = std::chrono::system_clock::now() + grace;
@@ -197,24 +188,22 @@ class Server::Impl {
     set_limits(builder, quota_);
     builder.SetOption(std::make_unique<Reflection>(reflection));
     bound = endpoints;
-    std::vector<int> ports(endpoints.size(), 0);
-    for (std::size_t i = 0; i < endpoints.size(); ++i) {
-      const Endpoint& endpoint = endpoints[i];
+    for (Endpoint& endpoint : bound) {
       if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
-      builder.AddListeningPort(endpoint.grpc_target(),
-                               endpoint.is_unix ? grpc::InsecureServerCredentials()
-                                                : tcp_credentials(options_, endpoint),
-                               &ports[i]);
+      acceptors_.push_back(builder.experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+          endpoint.is_unix ? grpc::InsecureServerCredentials()
+                           : tcp_credentials(options_, endpoint)));
+      listener_.add(endpoint, [acceptor = acceptors_.back().get()](int fd) {
+        grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+        connection.fd = fd;
+        acceptor->HandleNewConnection(&connection);
+      });
     }
     for (const auto& service : services) builder.RegisterService(service.get());
-    const PrivateFiles private_files;
     std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-    for (std::size_t i = 0; i < endpoints.size(); ++i) {
-      if (server == nullptr || ports[i] == 0) {
-        throw Error(ErrorCode::kUnavailable,
-                    endpoints[i].text() + ": expected an address to listen on, found it refused");
-      }
-      if (!bound[i].is_unix) bound[i].port = ports[i];
+    if (server == nullptr) {
+      throw Error(ErrorCode::kUnavailable, "listen: expected a server to start, found it refused");
     }
     for (const char* name : {"kvtier.v1.SessionService", "kvtier.v1.AttentionService"}) {
       server->GetHealthCheckService()->SetServingStatus(name, true);
@@ -239,6 +228,8 @@ class Server::Impl {
   std::vector<SocketLock> locks_;
   Services client_services_, admin_services_;
   std::vector<Endpoint> endpoints_;
+  std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors_;
+  Listener listener_;
   std::unique_ptr<grpc::Server> client_server_, admin_server_;
   std::mutex drain_mutex_;
   std::mutex mutex_;  ///< Guards `ending_`.

@@ -7,11 +7,17 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <thread>
+#include <unistd.h>
 #include <vector>
 
 namespace kvtier::services {
@@ -144,6 +150,85 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
     EXPECT_EQ(server->read_line(), "") << c.message;
     EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();
     EXPECT_THAT(err(), HasSubstr(c.message));
+  }
+}
+
+/// Connections that say nothing, closed at the end.
+class Flood {
+ public:
+  explicit Flood(const std::string& path) : path_(path) {}
+  ~Flood() {
+    for (const int fd : sockets_) ::close(fd);
+  }
+  Flood(const Flood&) = delete;  // owns sockets
+  Flood& operator=(const Flood&) = delete;
+
+  void connect(int count) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path_.c_str(), sizeof(address.sun_path) - 1);
+    for (int i = 0; i < count; ++i) {
+      sockets_.push_back(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      ASSERT_EQ(::connect(sockets_.back(), reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+                0);
+    }
+  }
+  /// Returns once the server has closed the last of them.
+  void await_refusal() {
+    char byte = 0;
+    while (::recv(sockets_.back(), &byte, 1, 0) > 0) {
+    }
+  }
+
+ private:
+  std::string path_;
+  std::vector<int> sockets_;
+};
+
+TEST_F(ServeTest, FloodOfConnectionsTakesNoDescriptorThatOthersNeed) {
+  const std::string path = (folder_ / "x.sock").string();
+  Program server(
+      "/bin/sh",
+      {"sh", "-c",
+       "ulimit -n 128; exec " KVTIER_BINARY " serve --backend cpu --listen unix:" + path},
+      {}, folder_ / "err");
+  ASSERT_EQ(server.read_line(), "listening on unix:" + path) << err();
+  Client client({.server = "unix:" + path});
+  RemoteSession session = open(client);
+  {
+    Flood flood(path);
+    flood.connect(300);
+    flood.await_refusal();
+    session.refresh();  // served amid the flood
+  }
+  Client another({.server = "unix:" + path});
+  EXPECT_EQ(open(another).length(), 0);
+}
+
+TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  for (int round = 0; round < 10; ++round) {
+    const auto server = serve({"--listen", address, "--backend", "cpu"});
+    ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+    std::promise<void> busy;
+    std::thread load([&] {
+      Client client({.server = address, .attempts = 1});
+      try {
+        RemoteSession session = open(client);
+        for (int i = 0;; ++i) {
+          session.refresh();
+          if (i == 10) busy.set_value();
+        }
+      } catch (const ClientError& error) {
+        EXPECT_TRUE(error.code() == ErrorCode::kUnavailable ||
+                    error.code() == ErrorCode::kCancelled)
+            << error.what();
+      }
+    });
+    busy.get_future().wait();
+    server->signal(SIGTERM);
+    EXPECT_EQ(server->wait(), 0) << err();
+    load.join();
   }
 }
 

@@ -1,6 +1,7 @@
 #include "services/server/admission.h"
 
 #include "services/server/endpoint.h"
+#include "services/server/listener.h"
 #include "services/server/replay_cache.h"
 #include "services/server/service_error.h"
 #include "services/server/tenants.h"
@@ -16,6 +17,7 @@
 #include <stdexcept>
 #include <stdlib.h>
 #include <string>
+#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
@@ -199,6 +201,24 @@ TEST(EndpointText, IsParsedAndWritten) {
   EXPECT_FALSE(parse_endpoint("tcp:0.0.0.0:1").is_loopback());
   EXPECT_FALSE(parse_endpoint("tcp:128.127.0.1:1").is_loopback());
   EXPECT_FALSE(parse_endpoint("unix:/x").is_loopback());
+}
+
+TEST(ListenerTest, ChoosesAPortAndRefusesOneThatIsTaken) {
+  Listener first;
+  Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
+  first.add(endpoint, [](int fd) { ::close(fd); });
+  EXPECT_GT(endpoint.port, 0);
+  Listener second;
+  try {
+    second.add(endpoint, [](int fd) { ::close(fd); });
+    FAIL() << "listens";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
+  }
+  Endpoint nowhere = parse_endpoint("tcp:no.such.host.invalid:1");
+  EXPECT_THROW(second.add(nowhere, [](int fd) { ::close(fd); }), Error);
+  Endpoint no_folder = parse_endpoint("unix:/no/such/folder/x.sock");
+  EXPECT_THROW(second.add(no_folder, [](int fd) { ::close(fd); }), Error);
 }
 
 TEST(EndpointText, ThatIsNoneIsRefused) {

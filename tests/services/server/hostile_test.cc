@@ -3,7 +3,11 @@
 
 #include <gmock/gmock.h>
 
+#include <cstring>
 #include <random>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 namespace kvtier::services::testing {
 namespace {
@@ -144,6 +148,7 @@ TEST_F(HostileTest, MetadataBeyondTheLimitIsRefused) {
   const RawReply reply = call("/kvtier.v1.SessionService/ListSessions", "",
                               {{"authorization", "Bearer " + std::string(16 << 10, 'x')}});
   EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  channel_ = raw_channel(socket());  // gRPC may close the connection that sent them
   expect_alive();
 }
 
@@ -174,6 +179,28 @@ TEST_F(HostileTest, OperatorsMethodsAreNotOnTheListenerOfClients) {
   EXPECT_THAT(reflected.bytes, HasSubstr("kvtier.v1.AdminService"));
   EXPECT_EQ(raw_call(admin, "/kvtier.v1.SessionService/ListSessions", "").status.error_code(),
             grpc::StatusCode::UNIMPLEMENTED);
+}
+
+TEST_F(HostileTest, ConnectionsThatComeAndGoEndNothing) {
+  start();
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string path = (folder_ / "kvtier.sock").string();
+  std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
+  const std::vector<std::string> greetings{
+      "", "GET / HTTP/1.1\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+      "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + std::string(100, '\xFF')};
+  for (std::size_t i = 0; i < 2000; ++i) {
+    const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0) << i;
+    const std::string& greeting = greetings[i % greetings.size()];
+    (void)::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL);
+    ::close(fd);
+  }
+  // Until the server has seen the ends of those, it may refuse more.
+  ASSERT_TRUE(
+      channel_->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(60)));
+  expect_alive();
 }
 
 TEST_F(HostileTest, ErrorsNameNothingOfTheServer) {
