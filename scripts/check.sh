@@ -51,8 +51,10 @@ say "figures"
 if command -v python3 >/dev/null; then
   python3 benchmarks/performance.py --check
   echo "docs/performance.md and its plot are those of benchmarks/results"
+  python3 benchmarks/quality/report.py --check
+  echo "docs/quality.md is that of benchmarks/results"
 else
-  echo "python3 is not installed: docs/performance.md is not compared with the results"
+  echo "python3 is not installed: docs/performance.md and docs/quality.md are not compared with the results"
 fi
 
 say "headers and tree"

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md and its plots from the reports of kvtier-quality and kvtier-quality-answers.
+"""Writes docs/quality.md and its plots from the reports of kvtier-quality and kvtier-quality-answers in benchmarks/results.
 
     python3 -m pip install matplotlib
-    benchmarks/quality/report.py benchmarks/results/*-quality-*.json benchmarks/results/*-answers-*.json
+    benchmarks/quality/report.py [--check]
 
-Plots go to docs/quality/. Without matplotlib only the tables are written, and it says so.
+Plots go to docs/quality/. Without matplotlib only the tables are written, and it says so. --check writes nothing, and fails
+when the tables differ from the reports.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
+RESULTS = ROOT / "benchmarks" / "results"
 BINARIES = {"kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
             "kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
             "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
@@ -26,12 +28,12 @@ defines it, on recorded attention: one set of tokens per query head, k = visible
 judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). All rows
 are of the CPU backend.
 
-This file is written by `benchmarks/quality/report.py` from the reports in `benchmarks/results/`. To repeat it:
+This file is written by `benchmarks/quality/report.py` from the `-quality-` and `-answers-` reports in `benchmarks/results/`. To repeat it:
 
 ```sh
 cmake --preset release && cmake --build --preset release
 {commands}
-benchmarks/quality/report.py benchmarks/results/*-quality-*.json benchmarks/results/*-answers-*.json
+benchmarks/quality/report.py
 ```
 
 What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
@@ -188,9 +190,10 @@ def draw(report, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("reports", nargs="+", type=pathlib.Path)
-    arguments = parser.parse_args()
-    reports = [json.loads(path.read_text()) for path in sorted(arguments.reports)]
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the tables differ from the reports")
+    check = parser.parse_args().check
+    paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json")])
+    reports = [json.loads(path.read_text()) for path in paths]
     commands = [f"{BINARIES[command.split()[0]]} {command.split(maxsplit=1)[1]}"
                 for report in reports for command in (report.get("trace", {}).get("made_by"), report["command"]) if command]
     parts = [HEAD.replace("{commands}", "\n".join(commands))]
@@ -202,7 +205,8 @@ def main():
         parts.append(f"\n## {name}\n\n{describe(report)} Run on {report['date']} on {report['hardware']}.\n")
         plot = PLOTS / f"{name}.svg"
         try:
-            draw(report, plot)
+            if not check:
+                draw(report, plot)
         except ImportError:
             drawn = False
         if plot.exists():
@@ -214,7 +218,13 @@ def main():
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
     parts += [answers_section(report) for report in reports if "trace" not in report]
-    DOCUMENT.write_text("".join(parts))
+    text = "".join(parts)
+    if check:
+        if DOCUMENT.read_text() != text:
+            sys.exit(f"{DOCUMENT.relative_to(ROOT)}: expected the figures of benchmarks/results, found others; run "
+                     "benchmarks/quality/report.py")
+        return
+    DOCUMENT.write_text(text)
     print(f"wrote {DOCUMENT.relative_to(ROOT)}" + ("" if drawn else "; matplotlib is missing: plots were left as they are"),
           file=sys.stderr)
 
