@@ -1,4 +1,5 @@
 #include "scoring/block_cuda.cuh"
+#include "scoring/estimator_cuda.cuh"
 #include "scoring/estimator_kernels.h"
 #include "scoring/score_math.h"
 #include "transfer/cuda_check.h"
@@ -46,14 +47,14 @@ __device__ float soft_tables(const TableArgs& args, float* projections, float* d
                              float* entries) {
   const ScoreParams& params = args.params;
   const int count = params.planes_read();
-  const float inverse_root = 1.0F / sqrtf(static_cast<float>(args.planes.head_dim));
+  const float scale = 1.0F / (sqrtf(static_cast<float>(args.planes.head_dim)) * params.tau);
   double agreement = 0.0;
   for (int plane = static_cast<int>(threadIdx.x); plane < count;
        plane += static_cast<int>(blockDim.x)) {
-    const float u = tanhf(projections[plane]) * inverse_root / params.tau;
-    agreement += static_cast<double>(fabsf(tanhf(u)));
-    projections[plane] = 1.0F / (1.0F + expf(-2.0F * u));
-    differ[plane] = 1.0F / (1.0F + expf(2.0F * u));
+    const PlaneChances chances = plane_chances(projections[plane], scale);
+    agreement += static_cast<double>(chances.agreement);
+    projections[plane] = chances.set;
+    differ[plane] = chances.clear;
   }
   agreement = block_sum(agreement);
 

@@ -1,4 +1,5 @@
 #include "scoring/block_cuda.cuh"
+#include "scoring/estimator_cuda.cuh"
 #include "scoring/estimator_kernels.h"
 #include "scoring/score_math.h"
 #include "transfer/convert_cuda.cuh"
@@ -17,16 +18,25 @@ using transfer::cuda::kPiece;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kClusterBlocks = 8;  ///< They share the planes of a query head.
-constexpr int kHeads = 4;          ///< Query heads of one row that a cluster takes at a time.
+/// Query heads of one row that a cluster takes at a time: few for few rows, so that there are more
+/// clusters; many keep all warps busy and read the planes less often.
+constexpr int kFewHeads = 4;
+constexpr int kManyHeads = 16;
+/// Query heads of a launch from which a cluster takes many (H200, 256 heads, 256 planes: 6.5 us for
+/// 8.6 us).
+constexpr int kManyFrom = 256;
+/// Query heads of a launch up to which this is faster than two kernels (H200: norm-aware with 256
+/// planes 13.9 us for 14.8 us with 1024 heads, 25.4 us for 25.1 us with 2048; soft collision with
+/// 600 planes 10.1 us for 12.1 us with 128, 18.1 us for 15.6 us with 256).
+constexpr int kMostHeads = 1024;
+constexpr int kMostCollisionHeads = 128;
 constexpr int kMaxHeadDim = 256;
 /// Planes of a block: an eighth of 1024, and up to a table more.
 constexpr int kMaxPlanes = 160;
 constexpr int kMaxSlots = kClusterBlocks * kMaxPlanes / 32;
-/// Query heads of a launch up to which one kernel is faster than two (H200: 4.8 us for 8.7 us with
-/// 128 heads and 256 planes, 8.6 us for 8.9 us with 256 heads).
-constexpr int kMostHeads = 128;
-/// Clusters worth having before one takes a second group of heads.
-constexpr int kMaxClusters = 96;
+/// Clusters worth having before one takes a second group of heads: three blocks per SM of an H200.
+constexpr int kMaxClusters = 48;
+constexpr int kMaxHalfBits = 6;  ///< Planes of half a table.
 
 struct QueryArgs {
   transfer::QueryItems items;
@@ -44,6 +54,7 @@ struct QueryArgs {
   bool after_append;
 };
 
+template <int kHeads>
 struct Shared {
   alignas(16) float query[kHeads][kMaxHeadDim];
   // soft: probability that a clear bit agrees, then a set bit; else the projection
@@ -125,7 +136,9 @@ __device__ bool all_finite(const float (&x)[kPiece]) {
 
 /// Brings the group's heads to shared memory; each block writes its share of them to `queries`.
 /// Returns 1 when this thread has found NaN or infinity in the row; one block of a row looks.
-__device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank, Shared& shared) {
+template <int kHeads>
+__device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank,
+                          Shared<kHeads>& shared) {
   const int dim = args.planes.head_dim;
   const int pieces = dim / kPiece;
   const transfer::QueryItem& item = args.items[part.row];
@@ -138,7 +151,8 @@ __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank
       nonfinite |= all_finite(x) ? 0 : 1;
     }
   }
-  for (int i = static_cast<int>(threadIdx.x); i < kHeads * pieces; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < (part.heads + 1) / 2 * 2 * pieces;
+       i += kThreads) {
     const int head = i / pieces;
     const int at = i % pieces * kPiece;
     float x[kPiece] = {};
@@ -185,16 +199,6 @@ __device__ float2 project(const std::byte* plane, const float* first, const floa
   return sum;
 }
 
-/// The probabilities that a clear and a set bit of a plane agree with the query; `agreement` is
-/// that of the plane.
-__device__ float2 chances(const ScoreParams& params, int head_dim, float projection,
-                          double& agreement) {
-  const float inverse_root = 1.0F / sqrtf(static_cast<float>(head_dim));
-  const float u = tanhf(projection) * inverse_root / params.tau;
-  agreement = static_cast<double>(fabsf(tanhf(u)));
-  return {1.0F / (1.0F + expf(2.0F * u)), 1.0F / (1.0F + expf(-2.0F * u))};
-}
-
 template <typename T, typename Combine>
 __device__ T reduce_warp(T value, Combine combine) {
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -205,12 +209,14 @@ __device__ T reduce_warp(T value, Combine combine) {
 
 /// Projects all heads of the group onto the block's planes. A warp has 32 planes and two heads. The
 /// warp's largest weight goes to every block of the cluster, its agreement to the first.
+template <int kHeads>
 __device__ void project_heads(const QueryArgs& args, const Part& part, unsigned rank, int turn,
-                              int pitch, const std::byte* planes, Shared& shared) {
+                              int pitch, const std::byte* planes, Shared<kHeads>& shared) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const int dim = args.planes.head_dim;
-  for (int unit = static_cast<int>(threadIdx.x / 32); unit < part.plane_warps * kHeads / 2;
-       unit += kWarps) {
+  const float scale = 1.0F / (sqrtf(static_cast<float>(dim)) * args.params.tau);
+  for (int unit = static_cast<int>(threadIdx.x / 32);
+       unit < part.plane_warps * ((part.heads + 1) / 2); unit += kWarps) {
     const int slice = unit % part.plane_warps;
     const int head = unit / part.plane_warps * 2;
     const int plane = slice * 32 + lane;
@@ -223,8 +229,12 @@ __device__ void project_heads(const QueryArgs& args, const Part& part, unsigned 
     if (args.params.estimator == Estimator::kSoftCollision) {
       double agreement[2] = {0.0, 0.0};
       if (present) {
-        shared.planes[head][plane] = chances(args.params, dim, sums.x, agreement[0]);
-        shared.planes[head + 1][plane] = chances(args.params, dim, sums.y, agreement[1]);
+        const PlaneChances first = plane_chances(sums.x, scale);
+        const PlaneChances second = plane_chances(sums.y, scale);
+        shared.planes[head][plane] = {first.clear, first.set};
+        shared.planes[head + 1][plane] = {second.clear, second.set};
+        agreement[0] = static_cast<double>(first.agreement);
+        agreement[1] = static_cast<double>(second.agreement);
       }
       for (double& sum : agreement) {
         sum = reduce_warp(sum, [](double a, double b) { return a + b; });
@@ -252,16 +262,17 @@ __device__ void project_heads(const QueryArgs& args, const Part& part, unsigned 
 }
 
 /// Norms of the heads, a warp each, in double.
-__device__ void measure_heads(int head_dim, Shared& shared) {
-  const auto head = static_cast<int>(threadIdx.x / 32);
-  if (head >= kHeads) return;
-  double square = 0.0;
-  for (int x = static_cast<int>(threadIdx.x % 32); x < head_dim; x += 32) {
-    const auto value = static_cast<double>(shared.query[head][x]);
-    square += value * value;
+template <int kHeads>
+__device__ void measure_heads(int head_dim, int heads, Shared<kHeads>& shared) {
+  for (int head = kWarps - 1 - static_cast<int>(threadIdx.x / 32); head < heads; head += kWarps) {
+    double square = 0.0;
+    for (int x = static_cast<int>(threadIdx.x % 32); x < head_dim; x += 32) {
+      const auto value = static_cast<double>(shared.query[head][x]);
+      square += value * value;
+    }
+    square = reduce_warp(square, [](double a, double b) { return a + b; });
+    if (threadIdx.x % 32 == 0) shared.norms[head] = static_cast<float>(sqrt(square));
   }
-  square = reduce_warp(square, [](double a, double b) { return a + b; });
-  if (threadIdx.x % 32 == 0) shared.norms[head] = static_cast<float>(sqrt(square));
 }
 
 __device__ float* entries_of(const QueryArgs& args, const Part& part, int head) {
@@ -270,7 +281,9 @@ __device__ float* entries_of(const QueryArgs& args, const Part& part, int head) 
 }
 
 /// A warp fills one half of one table of one head at a time.
-__device__ void write_soft_tables(const QueryArgs& args, const Part& part, const Shared& shared) {
+template <int kHeads>
+__device__ void write_soft_tables(const QueryArgs& args, const Part& part,
+                                  const Shared<kHeads>& shared) {
   const int low_bits = args.params.planes_per_table / 2;
   const int high_bits = args.params.planes_per_table - low_bits;
   const int row = (1 << high_bits) + (1 << low_bits);
@@ -285,7 +298,9 @@ __device__ void write_soft_tables(const QueryArgs& args, const Part& part, const
                 (high ? 0 : 1 << high_bits);
     for (int pattern = static_cast<int>(threadIdx.x % 32); pattern < 1 << bits; pattern += 32) {
       float product = 1.0F;
-      for (int bit = 0; bit < bits; ++bit) {
+#pragma unroll
+      for (int bit = 0; bit < kMaxHalfBits; ++bit) {
+        if (bit >= bits) break;
         const float2 factor = factors[bit];
         product *= (pattern >> (bits - 1 - bit) & 1) != 0 ? factor.y : factor.x;
       }
@@ -294,7 +309,9 @@ __device__ void write_soft_tables(const QueryArgs& args, const Part& part, const
   }
 }
 
-__device__ void write_buckets(const QueryArgs& args, const Part& part, const Shared& shared) {
+template <int kHeads>
+__device__ void write_buckets(const QueryArgs& args, const Part& part,
+                              const Shared<kHeads>& shared) {
   const int bits = args.params.planes_per_table;
   for (int i = static_cast<int>(threadIdx.x); i < part.heads * part.units; i += kThreads) {
     const int head = i / part.units;
@@ -308,7 +325,9 @@ __device__ void write_buckets(const QueryArgs& args, const Part& part, const Sha
 }
 
 /// The largest weight of a head over all planes.
-__device__ float largest_weight(const Part& part, int turn, int head, const Shared& shared) {
+template <int kHeads>
+__device__ float largest_weight(const Part& part, int turn, int head,
+                                const Shared<kHeads>& shared) {
   float largest = 0.0F;
   for (int slot = 0; slot < kClusterBlocks * part.plane_warps; ++slot) {
     largest = fmaxf(largest, shared.largest[turn][head][slot]);
@@ -318,8 +337,9 @@ __device__ float largest_weight(const Part& part, int turn, int head, const Shar
 
 __device__ bool usable(float largest) { return largest > 0.0F && largest <= 3.4028235e38F; }
 
+template <int kHeads>
 __device__ void write_weights(const QueryArgs& args, const Part& part, int turn,
-                              const Shared& shared) {
+                              const Shared<kHeads>& shared) {
   const bool integers = args.params.query_bits > 0;
   const float levels = integers ? weight_levels(args.params.query_bits) : 1.0F;
   for (int i = static_cast<int>(threadIdx.x / 32); i < part.heads * part.plane_warps; i += kWarps) {
@@ -334,8 +354,9 @@ __device__ void write_weights(const QueryArgs& args, const Part& part, int turn,
 }
 
 /// By a thread per head of the cluster's first block, once all blocks have written to it.
+template <int kHeads>
 __device__ void write_scalars(const QueryArgs& args, const Part& part, int turn,
-                              const Shared& shared) {
+                              const Shared<kHeads>& shared) {
   const auto head = static_cast<int>(threadIdx.x);
   if (head >= part.heads) return;
   const ScoreParams& params = args.params;
@@ -362,10 +383,12 @@ __device__ void write_scalars(const QueryArgs& args, const Part& part, int turn,
 /// append, which starts this one only when all work before the append is done: the caller's queries
 /// are there, and nobody reads `queries`, `entries` and `scalars` of the last step any more. The
 /// append touches none of these, so the wait for it may come last.
+template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
     read_queries_kernel(const __grid_constant__ QueryArgs args) {
-  extern __shared__ __align__(16) std::byte planes[];
-  __shared__ Shared shared;
+  extern __shared__ __align__(16) std::byte memory[];
+  auto& shared = *reinterpret_cast<Shared<kHeads>*>(memory);
+  std::byte* planes = memory + sizeof(Shared<kHeads>);
   const unsigned rank = cluster_rank();
   const int dim = args.planes.head_dim;
   const int pitch = 2 * dim + 16;
@@ -383,9 +406,9 @@ __global__ void __launch_bounds__(kThreads)
   load_planes(args.planes, part, pitch, planes);
   if (!args.after_append) transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  cluster_wait();  // every block has started: its shared memory may be written
 
   const int clusters = static_cast<int>(gridDim.x) / kClusterBlocks;
+  bool first = true;
   int turn = 0;  // Slots of one turn are read while those of the next are written.
   for (int group = static_cast<int>(blockIdx.x) / kClusterBlocks; group < args.num_groups;
        group += clusters, turn ^= 1) {
@@ -399,8 +422,10 @@ __global__ void __launch_bounds__(kThreads)
       transfer::StepFlags* flags = args.items[part.row].flags;
       if (flags != nullptr) transfer::cuda::raise(&flags->nonfinite_queries, 1);
     }
+    if (first) cluster_wait();  // every block has started: its shared memory may be written
+    first = false;
     project_heads(args, part, rank, turn, pitch, planes, shared);
-    if (rank == 0) measure_heads(dim, shared);
+    if (rank == 0) measure_heads(dim, part.heads, shared);
     cluster_arrive();
     if (args.params.estimator != Estimator::kNormAware) {
       __syncthreads();  // all planes of the block are projected
@@ -421,15 +446,17 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-bool reads_queries_at_once(const QueryInput& input) {
-  return input.items.count * input.kv.query_heads <= kMostHeads &&
-         transfer::cuda::overlaps_kernels();
+bool reads_queries_at_once(const ScoreParams& params, const QueryInput& input) {
+  const int most = params.estimator == Estimator::kNormAware ? kMostHeads : kMostCollisionHeads;
+  return input.items.count * input.kv.query_heads <= most && transfer::cuda::overlaps_kernels();
 }
 
 void read_queries(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
                   const QueryInput& input, float* queries, float* entries, QueryScalars* scalars) {
   if (input.items.count == 0) return;
-  const int head_groups = (input.kv.query_heads + kHeads - 1) / kHeads;
+  const bool many = input.items.count * input.kv.query_heads >= kManyFrom;
+  const int heads = many ? kManyHeads : kFewHeads;
+  const int head_groups = (input.kv.query_heads + heads - 1) / heads;
   const bool by_plane = params.estimator == Estimator::kNormAware;
   const int units = by_plane ? params.num_planes : params.tables;
   const int block_units = (units + kClusterBlocks - 1) / kClusterBlocks;
@@ -446,13 +473,15 @@ void read_queries(void* stream, const ScoreParams& params, const hashing::Planes
                        .block_units = block_units,
                        .block_planes = block_units * (by_plane ? 1 : params.planes_per_table),
                        .after_append = input.after_append};
-  const std::size_t bytes = static_cast<std::size_t>(args.block_planes) *
-                            static_cast<std::size_t>(2 * planes.head_dim + 16);
-  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
-      read_queries_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  const std::size_t bytes = (many ? sizeof(Shared<kManyHeads>) : sizeof(Shared<kFewHeads>)) +
+                            static_cast<std::size_t>(args.block_planes) *
+                                static_cast<std::size_t>(2 * planes.head_dim + 16);
+  const auto kernel = many ? read_queries_kernel<kManyHeads> : read_queries_kernel<kFewHeads>;
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)));
   const int clusters = std::min(args.num_groups, kMaxClusters);
   transfer::cuda::launch_overlapping_clusters(
-      transfer::cuda::stream_of(stream), read_queries_kernel,
+      transfer::cuda::stream_of(stream), kernel,
       dim3(static_cast<unsigned>(clusters * kClusterBlocks)), kClusterBlocks, kThreads, bytes,
       args);
 }
