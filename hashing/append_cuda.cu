@@ -124,9 +124,28 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   return target;
 }
 
-/// The warp beside the workers: says where rows go, and lets the counters grow once every block has
-/// read them. What the other kernels of the append write need not be done then, for the end of the
-/// last kernel orders all of it.
+/// Items of which block y has rows, absent tokens included: [first, last].
+struct ItemRange {
+  int first;
+  int last;
+};
+
+__device__ ItemRange items_of(const AppendArgs& args, int first_row, int count) {
+  const int item_rows = args.tokens * args.kv.kv_heads;
+  return {first_row / item_rows, (first_row + count - 1) / item_rows};
+}
+
+/// Blocks that have rows of an item.
+__device__ unsigned readers_of(const AppendArgs& args, int item) {
+  const int item_rows = args.tokens * args.kv.kv_heads;
+  const int first = item * item_rows / args.block_rows;
+  const int last = ((item + 1) * item_rows - 1) / args.block_rows;
+  return gridDim.x * static_cast<unsigned>(last - first + 1);
+}
+
+/// The warp beside the workers: says where rows go, and lets an item's counters grow once every
+/// block has read them. What the other blocks write need not be done then, for the end of the
+/// kernel orders all of it. The addresses come first, for the workers wait for them.
 __device__ void keep_books(const AppendArgs& args, int first, int count, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   transfer::cuda::wait_for_previous();
@@ -136,22 +155,19 @@ __device__ void keep_books(const AppendArgs& args, int first, int count, Shared&
   for (int r = lane; r < count; r += 32) {
     shared.targets[r] = target_of(args, row_at(args, first + r), norms);
   }
+  __syncwarp();
   publish_targets();
   if (!args.advances) return;
 
-  __syncwarp();
-  std::uint32_t* ticket = &args.batch[0].sequence.counters->append_ticket;
-  unsigned taken = 0;
-  if (lane == 0) {
+  const ItemRange items = items_of(args, first, count);
+  for (int item = items.first + lane; item <= items.last; item += 32) {
+    transfer::SequenceCounters& counters = *args.batch[item].sequence.counters;
     __threadfence();
-    taken = atomicAdd(ticket, 1U);
+    if (atomicAdd(&counters.append_ticket, 1U) != readers_of(args, item) - 1) continue;
+    __threadfence();
+    transfer::count_appended(args.kv, counters, args.batch[item].tokens);
+    counters.append_ticket = 0;
   }
-  if (__shfl_sync(kFullWarp, taken, 0) != gridDim.x * gridDim.y - 1) return;
-  __threadfence();
-  for (int i = lane; i < args.batch.count; i += 32) {
-    transfer::count_appended(args.kv, *args.batch[i].sequence.counters, args.batch[i].tokens);
-  }
-  if (lane == 0) *ticket = 0;
 }
 
 /// Workers fill `sources`; null for tokens that an item does not have.

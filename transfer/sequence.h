@@ -36,8 +36,7 @@ struct SequenceCounters {
   std::int64_t resident_begin = 0;  ///< Tokens [resident_begin, length) are in the ring.
   std::int64_t capacity = 0;        ///< Tokens for which pages and sketch blocks exist.
   std::int64_t overflow = 0;        ///< Tokens dropped because a replay went past `capacity`.
-  /// Blocks that have read the counters of an append under way whose first item this is; 0 between
-  /// kernels.
+  /// Blocks of an append under way that have read these counters; 0 between kernels.
   std::uint32_t append_ticket = 0;
 };
 
