@@ -44,6 +44,10 @@ endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/kvtier.pc.in ${PROJECT_BINARY_DIR}/package/kvtier.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/package/kvtier.pc DESTINATION ${kvtier_pkgconfig_dir} COMPONENT sdk)
 
+if(TARGET kvtier_cli)
+  install(FILES ${PROJECT_SOURCE_DIR}/services/systemd/kvtier.service
+    DESTINATION lib/systemd/user COMPONENT tools)
+endif()
 foreach(program kvtier_cli kvtier_llama)
   if(TARGET ${program})
     install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT tools)
