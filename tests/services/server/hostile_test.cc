@@ -83,7 +83,7 @@ TEST_F(HostileTest, GarbageEndsNothing) {
     for (const std::size_t size : {1U, 7U, 100U, 10'000U}) {
       std::string bytes(size, '\0');
       for (char& byte : bytes) byte = static_cast<char>(random());
-      bytes[0] = '\x0A';  // a field of bytes, whose length is garbage
+      bytes.replace(0, 5, std::string("\x0A\xFF\xFF\xFF\x7F").substr(0, size));  // longer than all
       const RawReply reply = call(method, bytes);
       // gRPC tells a stream of a message that is none as of its end.
       const bool stream = method.ends_with("/Append") || method.ends_with("/Decode") ||
