@@ -185,6 +185,9 @@ kvtier::Config to_config(const kvtier_config& c) {
   config.memory.max_batch_rows = c.max_batch_rows;
   config.memory.staging_rows = c.staging_rows;
   config.memory.pin_threads = c.pin_threads;
+  config.memory.host_allocation = checked<kvtier::HostAllocation>(
+      c.host_allocation, KVTIER_ALLOCATE_NUMA_NODE, "host_allocation");
+  if (c.calibration_file != nullptr) config.memory.calibration_file = c.calibration_file;
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {
@@ -296,6 +299,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->max_batch_rows = d.memory.max_batch_rows;
   config->staging_rows = d.memory.staging_rows;
   config->pin_threads = d.memory.pin_threads;
+  config->host_allocation = static_cast<kvtier_host_allocation>(d.memory.host_allocation);
   kvtier_retrieval_config_init(&config->retrieval);
   config->backend = KVTIER_BACKEND_AUTO;
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;

@@ -171,6 +171,12 @@ std::vector<std::string> Config::validate() const {
                    memory.staging_rows);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
+  problems.require(memory.host_allocation <= HostAllocation::kNumaNode, "memory.host_allocation",
+                   "an enumerator", static_cast<int>(memory.host_allocation));
+  problems.require(
+      memory.calibration_file.empty() || memory.host_allocation == HostAllocation::kAuto,
+      "memory.calibration_file", "none beside a host_allocation", memory.calibration_file);
+
   problems.append("retrieval.", retrieval.validate());
   for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
     const int planes = extra_sketches[i].num_planes;

@@ -1,5 +1,6 @@
 #include "runtime/engine_state.h"
 
+#include "kvtier/calibration.h"
 #include "kvtier/error.h"
 
 #include <algorithm>
@@ -14,6 +15,7 @@ constexpr std::size_t kFlagBytes = 128;  // one StepFlags, alone on its cache li
 /// at a time take 2.2 ms, 32 MiB 1.2 ms), and little beside sketches.
 constexpr std::int64_t kAppendBytes = std::int64_t{32} << 20;
 constexpr std::int64_t kMinAppendTokens = 256, kMaxAppendTokens = 8192;
+constexpr std::size_t kLargePool = 4 * GiB;  // the log tells how far it is
 
 static_assert(sizeof(transfer::StepFlags) <= kFlagBytes);
 
@@ -53,12 +55,10 @@ EngineState::EngineState(const Config& config_in)
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
   size_workspace();
-  const transfer::PinOptions pin{.threads = config.memory.pin_threads,
-                                 .progress = config.memory.progress};
   if (on_host) {
     pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
                                                   static_cast<std::size_t>(kv.page_bytes()),
-                                                  config.memory.host_bytes, pin);
+                                                  config.memory.host_bytes, page_pool_options());
   }
   make_sketches();
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
@@ -82,6 +82,31 @@ EngineState::~EngineState() {
   } catch (...) {
     // A failed device has nothing left to wait for.
   }
+}
+
+transfer::PinOptions EngineState::page_pool_options() const {
+  const MemoryConfig& memory = config.memory;
+  transfer::PinOptions options{.allocation = memory.host_allocation,
+                               .only = memory.host_allocation != HostAllocation::kAuto,
+                               .threads = memory.pin_threads,
+                               .log = config.log};
+  options.progress = [this, quarter = std::size_t{1}](std::size_t ready, std::size_t all) mutable {
+    if (config.memory.progress) config.memory.progress(ready, all);
+    if (all < kLargePool || ready < all / 4 * quarter) return;
+    while (quarter < 4 && ready >= all / 4 * quarter) ++quarter;
+    log(LogLevel::kInfo,
+        "page pool: " + mebibytes(ready) + " of " + mebibytes(all) + " are pinned");
+  };
+  if (device->backend() != Backend::kCuda || memory.calibration_file.empty()) return options;
+
+  const Calibration calibration = read_calibration(memory.calibration_file);
+  if (calibration.device != device->name()) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                memory.calibration_file + ": expected a calibration of this machine's " +
+                    std::string(device->name()) + ", found one of " + calibration.device);
+  }
+  options.allocation = calibration.best;
+  return options;
 }
 
 void EngineState::size_workspace() {

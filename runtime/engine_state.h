@@ -122,6 +122,7 @@ class EngineState {
 
  private:
   void size_workspace();
+  [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches();
   transfer::Stream* adopted(StreamRef stream);
 

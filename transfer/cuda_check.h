@@ -25,6 +25,19 @@ inline void check_in_destructor(cudaError_t status) noexcept {
   if (status != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 
+/// Lets calls that are unsafe while some other thread captures a graph (queries, allocations) pass:
+/// they touch no stream that is being captured.
+class OutsideCapture {
+ public:
+  OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  OutsideCapture(const OutsideCapture&) = delete;  // restores the thread's mode once
+  OutsideCapture& operator=(const OutsideCapture&) = delete;
+  ~OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 /// The stream behind the `void*` of the kernel headers.
 inline cudaStream_t stream_of(void* native) noexcept { return static_cast<cudaStream_t>(native); }
 

@@ -202,11 +202,18 @@ struct MemoryInfo {
   std::size_t total_bytes = 0;
 };
 
-/// How pinned memory is prepared.
+/// How pinned memory is obtained and prepared.
 struct PinOptions {
+  /// Of the CUDA backend. `kAuto` is `kManaged`, which suits large memory that is mostly read.
+  HostAllocation allocation = HostAllocation::kRegistered;
+  /// Throws when `allocation` is refused, instead of trying `kRegistered` and then `kDriver`. If
+  /// not, `kManaged` is refused for more memory than the device has free.
+  bool only = false;
   int threads = 0;  ///< Threads of the first touch; 0: all.
   /// Called with (bytes ready, bytes in all), from the calling thread.
-  std::function<void(std::size_t, std::size_t)> progress;
+  std::function<void(std::size_t, std::size_t)> progress{};
+  /// Called when one way is refused and another is tried.
+  std::function<void(LogLevel, std::string_view)> log{};
 };
 
 /// Owns the context, the event pool, and every allocation made through it. Thread-safe.
@@ -218,9 +225,8 @@ class Device {
   virtual ~Device() = default;
 
   /// Allocates at least 256-byte aligned memory, contents undefined. `kPinnedHost` memory is
-  /// touched by several threads and registered in chunks, page aligned, and readable by kernels at
-  /// the same address. Throws `kResourceExhausted` with the sizes, everything already obtained
-  /// given back.
+  /// obtained as `options` say, page aligned, and readable by kernels at the same address. Throws
+  /// `kResourceExhausted` with the sizes, everything already obtained given back.
   [[nodiscard]] virtual Buffer allocate(Space space, std::size_t bytes,
                                         const PinOptions& options = {}) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;

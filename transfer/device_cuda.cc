@@ -3,18 +3,16 @@
 #include "kvtier/error.h"
 
 #include "transfer/cuda_check.h"
+#include "transfer/pinned_cuda.h"
+#include "transfer/pinned_pages.h"
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cassert>
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <sys/mman.h>
-#include <thread>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -23,25 +21,6 @@ namespace {
 
 constexpr std::size_t kEventsAtStart = 256;
 constexpr int kMinComputeCapability = 8;
-
-/// Pinned memory is registered in chunks that end at multiples of this address, and copies are cut
-/// there: a copy must not span two registrations.
-constexpr std::size_t kPinChunk = 512 * MiB;
-constexpr std::size_t kHugePage = 2 * MiB;
-constexpr std::size_t kTouchPiece = 16 * MiB;
-
-/// Lets calls that are unsafe while some other thread captures a graph (queries, allocations) pass:
-/// they touch no stream that is being captured.
-class OutsideCapture {
- public:
-  OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  OutsideCapture(const OutsideCapture&) = delete;  // restores the thread's mode once
-  OutsideCapture& operator=(const OutsideCapture&) = delete;
-  ~OutsideCapture() { check_in_destructor(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 class EventPool;
 
@@ -117,10 +96,6 @@ class EventPool {
 
 void CudaEvent::release() noexcept { pool_.put_back(this); }
 
-std::size_t bytes_to_chunk_end(const void* address) {
-  return kPinChunk - reinterpret_cast<std::uintptr_t>(address) % kPinChunk;
-}
-
 class CudaStream final : public Stream {
  public:
   CudaStream(EventPool& events, cudaStream_t stream, bool owned)
@@ -193,99 +168,6 @@ void free_device(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noex
   check_in_destructor(cudaFree(data));
 }
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
-
-std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
-std::size_t physical_bytes() {
-  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
-}
-
-void unregister_chunks(std::byte* data, std::size_t bytes) noexcept {
-  while (bytes != 0) {
-    const std::size_t part = std::min(bytes, bytes_to_chunk_end(data));
-    check_in_destructor(cudaHostUnregister(data));
-    data += part;
-    bytes -= part;
-  }
-}
-
-void free_pinned(void* /*context*/, std::byte* data, std::size_t bytes) noexcept {
-  const std::size_t mapped = round_up(bytes, page_bytes());
-  const OutsideCapture guard;
-  unregister_chunks(data, mapped);
-  munmap(data, mapped);
-}
-
-/// Maps whole pages, aligned to huge pages when there is one to fill. Returns nullptr when the
-/// address space or the commit limit does not allow it.
-std::byte* map_pages(std::size_t mapped) {
-  const std::size_t slack = mapped >= kHugePage ? kHugePage : 0;
-  void* const base = mmap(nullptr, mapped + slack, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) return nullptr;
-  auto* data = static_cast<std::byte*>(base);
-  if (slack == 0) return data;
-  const std::size_t head = round_up(reinterpret_cast<std::uintptr_t>(data), kHugePage) -
-                           reinterpret_cast<std::uintptr_t>(data);
-  if (head != 0) munmap(data, head);
-  if (head != slack) munmap(data + head + mapped, slack - head);
-  // Only a hint: registration works on small pages too.
-  static_cast<void>(madvise(data + head, mapped, MADV_HUGEPAGE));
-  return data + head;
-}
-
-/// Touches [data, data + bytes) with several threads, front to back, while the caller registers
-/// what is ready.
-class FirstTouch {
- public:
-  FirstTouch(std::byte* data, std::size_t bytes, int threads)
-      : data_(data),
-        bytes_(bytes),
-        pieces_((bytes + kTouchPiece - 1) / kTouchPiece),
-        ready_(pieces_) {
-    const auto wanted = threads > 0 ? static_cast<unsigned>(threads)
-                                    : std::max(1U, std::thread::hardware_concurrency());
-    const std::size_t count = std::min<std::size_t>(wanted, pieces_);
-    threads_.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
-  }
-  FirstTouch(const FirstTouch&) = delete;  // threads point to it
-  FirstTouch& operator=(const FirstTouch&) = delete;
-  ~FirstTouch() {
-    next_ = pieces_;
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  /// Blocks until the first `bytes` bytes have been touched.
-  void wait_for(std::size_t bytes) const {
-    const std::size_t pieces = (bytes + kTouchPiece - 1) / kTouchPiece;
-    for (std::size_t i = 0; i < pieces; ++i) ready_[i].wait(false);
-  }
-
- private:
-  void work() {
-    const std::size_t page = page_bytes();
-    for (std::size_t piece = next_++; piece < pieces_; piece = next_++) {
-      const std::size_t end = std::min(bytes_, (piece + 1) * kTouchPiece);
-      for (std::size_t i = piece * kTouchPiece; i < end; i += page) {
-        *static_cast<volatile std::byte*>(data_ + i) = std::byte{0};
-      }
-      ready_[piece] = true;
-      ready_[piece].notify_all();
-    }
-  }
-
-  std::byte* data_;
-  std::size_t bytes_;
-  std::size_t pieces_;
-  std::vector<std::atomic<bool>> ready_;
-  std::atomic<std::size_t> next_ = 0;
-  std::vector<std::thread> threads_;
-};
-
 class CudaDevice final : public Device {
  public:
   CudaDevice(int index, const cudaDeviceProp& properties)
@@ -298,7 +180,8 @@ class CudaDevice final : public Device {
     if (bytes == 0) return {};
     use();
     const OutsideCapture guard;
-    return space == Space::kDevice ? allocate_device(bytes) : allocate_pinned(bytes, options);
+    if (space == Space::kDevice) return allocate_device(bytes);
+    return allocate_pinned(index_, bytes, options);
   }
   [[nodiscard]] std::unique_ptr<Stream> make_stream() override {
     use();
@@ -340,45 +223,6 @@ class CudaDevice final : public Device {
     }
     check(status, "cudaMalloc(&data, bytes)");
     return {static_cast<std::byte*>(data), bytes, free_device, nullptr};
-  }
-
-  [[nodiscard]] static Buffer allocate_pinned(std::size_t bytes, const PinOptions& options) {
-    const std::size_t physical = physical_bytes();
-    const std::size_t mapped = bytes > physical ? 0 : round_up(bytes, page_bytes());
-    std::byte* const data = mapped == 0 ? nullptr : map_pages(mapped);
-    if (data == nullptr) {
-      throw Error(ErrorCode::kResourceExhausted,
-                  "pinned memory: wanted " + std::to_string(bytes) + " bytes, found " +
-                      std::to_string(physical) + " of physical memory, not all of it to be had");
-    }
-    std::size_t registered = 0;
-    try {
-      const FirstTouch touch(data, mapped, options.threads);
-      while (registered < mapped) {
-        const std::size_t part =
-            std::min(mapped - registered, bytes_to_chunk_end(data + registered));
-        touch.wait_for(registered + part);
-        register_chunk(data + registered, part, bytes);
-        registered += part;
-        if (options.progress) options.progress(std::min(registered, bytes), bytes);
-      }
-    } catch (...) {
-      unregister_chunks(data, registered);
-      munmap(data, mapped);
-      throw;
-    }
-    return {data, bytes, free_pinned, nullptr};
-  }
-
-  static void register_chunk(std::byte* data, std::size_t part, std::size_t wanted) {
-    const cudaError_t status =
-        cudaHostRegister(data, part, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (status == cudaSuccess) return;
-    static_cast<void>(cudaGetLastError());
-    throw Error(ErrorCode::kResourceExhausted, "pinned memory: wanted " + std::to_string(wanted) +
-                                                   " bytes, registering " + std::to_string(part) +
-                                                   " of them failed: " + cudaGetErrorName(status) +
-                                                   " (" + cudaGetErrorString(status) + ")");
   }
 
   int index_;

@@ -17,8 +17,8 @@ constexpr unsigned kQueryThreads = 512;  ///< 32 heads of 128 are one piece each
 constexpr unsigned kFullMask = 0xFFFFFFFFU;
 /// Blocks of a launch that walks over its work: enough for 132 SMs to hold 8 each.
 constexpr std::int64_t kMaxBlocks = 1056;
-/// Selected rows that one warp has in flight. Reading pinned memory, the launch shape hardly
-/// matters from 66 blocks up (H200: 42 to 50 GB/s for 4K to 32K rows).
+/// Selected rows that one warp has in flight. Reading host memory, any launch of 32 blocks and more
+/// runs at the link's speed (H200, managed pages: 46 to 51 GB/s for 4K to 64K rows), with 1 to 8.
 constexpr int kGatherRows = 4;
 
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }

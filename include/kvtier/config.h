@@ -130,6 +130,20 @@ enum class KvPlacement : std::uint8_t {
   kDevice,  ///< Device memory, when all of it fits; rows are read in place.
 };
 
+/// How the page pool's pinned memory is obtained on the CUDA backend; the CPU backend has one way
+/// only. Which is the fastest to read depends on the machine: `kvtier calibrate` measures it.
+enum class HostAllocation : std::uint8_t {
+  /// As `MemoryConfig::calibration_file` says; else `kManaged` when the GPU has as much free memory
+  /// as the pool wants; else, or when that is refused, `kRegistered`, then `kDriver`.
+  kAuto,
+  /// Managed memory that stays on the host and is mapped for the GPU, with pages of 2 MiB.
+  kManaged,
+  kRegistered,  ///< Transparent huge pages, touched by several threads, registered in chunks.
+  kHugePages,   ///< As `kRegistered`, from 2-MiB pages reserved by the administrator.
+  kDriver,      ///< `cudaHostAlloc`.
+  kNumaNode,    ///< `cuMemCreate` on the GPU's NUMA node.
+};
+
 struct MemoryConfig {
   /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
   std::size_t device_bytes = 512 * MiB;
@@ -146,6 +160,11 @@ struct MemoryConfig {
   /// in place. -1: all selected rows on CUDA, none on the CPU, where in place is the faster way.
   int staging_rows = -1;
   int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
+  /// `kAuto` tries the next way when one is refused, and logs it; any other is used or fails.
+  HostAllocation host_allocation = HostAllocation::kAuto;
+  /// A file that `kvtier calibrate` wrote, read when an engine is made for the CUDA backend with
+  /// `HostAllocation::kAuto`; empty: none. No other file is ever looked for.
+  std::string calibration_file{};
   /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.
   std::function<void(std::size_t, std::size_t)> progress{};
 };

@@ -90,6 +90,15 @@ typedef enum kvtier_layer_mode {
 
 typedef enum kvtier_placement { KVTIER_PLACE_HOST = 0, KVTIER_PLACE_DEVICE = 1 } kvtier_placement;
 
+typedef enum kvtier_host_allocation {
+  KVTIER_ALLOCATE_AUTO = 0,
+  KVTIER_ALLOCATE_MANAGED = 1,
+  KVTIER_ALLOCATE_REGISTERED = 2,
+  KVTIER_ALLOCATE_HUGE_PAGES = 3,
+  KVTIER_ALLOCATE_DRIVER = 4,
+  KVTIER_ALLOCATE_NUMA_NODE = 5
+} kvtier_host_allocation;
+
 typedef struct kvtier_engine kvtier_engine;
 typedef struct kvtier_session kvtier_session;
 
@@ -150,6 +159,8 @@ typedef struct kvtier_config {
   int32_t max_batch_rows;
   int32_t staging_rows;
   int32_t pin_threads;
+  kvtier_host_allocation host_allocation;
+  const char* calibration_file; /* NULL: none */
   kvtier_retrieval_config retrieval;
   const kvtier_sketch_config* extra_sketches;
   size_t num_extra_sketches;

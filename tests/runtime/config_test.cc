@@ -71,6 +71,13 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.staging_rows = -2; }},
       {"memory.pin_threads: expected at least 0, found -1",
        [](Config& c) { c.memory.pin_threads = -1; }},
+      {"memory.host_allocation: expected an enumerator, found 9",
+       [](Config& c) { c.memory.host_allocation = static_cast<HostAllocation>(9); }},
+      {"memory.calibration_file: expected none beside a host_allocation, found x",
+       [](Config& c) {
+         c.memory.host_allocation = HostAllocation::kDriver;
+         c.memory.calibration_file = "x";
+       }},
       {"retrieval.planes_per_table: expected 1..12, found 13",
        [](Config& c) { c.retrieval.planes_per_table = 13; }},
       {"retrieval.planes_per_table: expected 1..12, found 0",

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <future>
 #include <vector>
 
@@ -174,6 +175,61 @@ TEST_P(CudaDeviceTest, CopiesAcrossRegisteredChunks) {
   EXPECT_EQ(begin[bytes - 1], std::byte{7});
 }
 
+TEST_P(CudaDeviceTest, EveryAllocationIsReadAndWrittenByBothSides) {
+  // A page of 2 MiB and a part of one.
+  constexpr std::size_t kBytes = 3 * MiB + 4097;
+  for (const HostAllocation allocation :
+       {HostAllocation::kAuto, HostAllocation::kManaged, HostAllocation::kRegistered,
+        HostAllocation::kDriver, HostAllocation::kNumaNode}) {
+    SCOPED_TRACE(static_cast<int>(allocation));
+    std::size_t ready = 0;
+    const PinOptions options{.allocation = allocation,
+                             .only = true,
+                             .threads = 2,
+                             .progress = [&](std::size_t done, std::size_t) { ready = done; }};
+    const Buffer pinned = device_->allocate(Space::kPinnedHost, kBytes, options);
+    EXPECT_EQ(ready, kBytes);
+    for (std::size_t i = 0; i < kBytes; ++i) pinned.data()[i] = static_cast<std::byte>(i * 7 >> 3);
+    const Buffer there = device_->allocate(Space::kDevice, kBytes);
+    const CopyRun run{there.data(), pinned.data(), kBytes};
+    stream_->copy({&run, 1});
+    const auto copied = download<std::uint8_t>(there.data(), kBytes);
+    EXPECT_EQ(std::memcmp(copied.data(), pinned.data(), kBytes), 0);
+
+    stream_->fill(there.data(), 9, kBytes);
+    const CopyRun back{pinned.data() + 1, there.data(), kBytes - 1};
+    stream_->copy({&back, 1});
+    stream_->synchronize();
+    EXPECT_EQ(pinned.data()[0], std::byte{0});
+    EXPECT_EQ(pinned.data()[1], std::byte{9});
+    EXPECT_EQ(pinned.data()[kBytes - 1], std::byte{9});
+  }
+}
+
+TEST_P(CudaDeviceTest, TriesAnotherAllocationUnlessToldNotTo) {
+  std::ifstream meminfo("/proc/meminfo");
+  std::size_t free_pages = 0;
+  for (std::string word; meminfo >> word;) {
+    if (word == "HugePages_Free:") meminfo >> free_pages;
+  }
+  const std::size_t bytes = (free_pages + 1) * 2 * MiB;
+  std::vector<std::string> messages;
+  PinOptions options{.allocation = HostAllocation::kHugePages,
+                     .only = true,
+                     .log = [&](LogLevel, std::string_view text) { messages.emplace_back(text); }};
+  expect_error(ErrorCode::kResourceExhausted,
+               [&] { static_cast<void>(device_->allocate(Space::kPinnedHost, bytes, options)); });
+  EXPECT_TRUE(messages.empty());
+
+  options.only = false;
+  const Buffer pinned = device_->allocate(Space::kPinnedHost, bytes, options);
+
+  EXPECT_EQ(pinned.bytes(), bytes);
+  ASSERT_EQ(messages.size(), 1U);
+  EXPECT_NE(messages[0].find("reserved huge pages refused"), std::string::npos) << messages[0];
+  EXPECT_NE(messages[0].find("trying registered pages"), std::string::npos) << messages[0];
+}
+
 TEST_P(CudaDeviceTest, RefusesTasksAndForeignEvents) {
   bool ran = false;
   expect_error(ErrorCode::kInternal, [&] { stream_->run([&ran] { ran = true; }); });
@@ -199,11 +255,17 @@ TEST_P(CudaDeviceTest, ThrowsWhatCudaReportsAndForgetsIt) {
 }
 
 TEST_P(CudaDeviceTest, GivesPinnedMemoryBackWhenTheCallerThrows) {
-  const PinOptions options{.threads = 2, .progress = [](std::size_t, std::size_t) {
-                             throw Error(ErrorCode::kCancelled, "enough");
-                           }};
-  expect_error(ErrorCode::kCancelled,
-               [&] { static_cast<void>(device_->allocate(Space::kPinnedHost, 8 * MiB, options)); });
+  for (const HostAllocation allocation : {HostAllocation::kManaged, HostAllocation::kRegistered,
+                                          HostAllocation::kDriver, HostAllocation::kNumaNode}) {
+    const PinOptions options{
+        .allocation = allocation,
+        .only = true,
+        .threads = 2,
+        .progress = [](std::size_t, std::size_t) { throw Error(ErrorCode::kCancelled, "enough"); }};
+    expect_error(ErrorCode::kCancelled, [&] {
+      static_cast<void>(device_->allocate(Space::kPinnedHost, 8 * MiB, options));
+    });
+  }
 
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   EXPECT_EQ(device_->allocate(Space::kPinnedHost, 8 * MiB).bytes(), 8 * MiB);
