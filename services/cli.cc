@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/atomic_file.h"
+#include "services/calibrate.h"
 #include "services/names.h"
 #include "services/replay.h"
 #include "services/replay_report.h"
@@ -127,6 +128,26 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   app.add_option("--json", command.json, "Write the report, with every layer, to this file");
 }
 
+void add_calibrate(CLI::App& program, CalibrateCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "calibrate",
+      "Measure how fast this machine's GPU gathers rows from host memory, by how the memory is "
+      "obtained, and keep the answer for MemoryConfig::calibration_file");
+  app.add_option("--region", command.options.region_bytes,
+                 "Memory to spread the rows over, such as 8G or 512M (default 8G)")
+      ->transform(CLI::AsSizeValue(false));
+  add_named_list(app, "--allocation", kHostAllocationNames, command.options.allocations,
+                 "Ways to obtain memory (default all)");
+  add_named(app, "--backend", kBackendNames, command.options.backend,
+            "Where gathers run (default cuda)");
+  app.add_option("--pin-threads", command.options.pin_threads,
+                 "Threads that touch the memory; 0: all")
+      ->capture_default_str();
+  app.add_option("--output", command.output,
+                 "File to write (default $XDG_CONFIG_HOME/kvtier/calibration, or "
+                 "~/.config/kvtier/calibration)");
+}
+
 /// Draws a bar that overwrites itself; the last call ends the line.
 class ProgressBar {
  public:
@@ -186,6 +207,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_serve(app, serve_command);
   StressCommand stress_command;
   add_stress(app, stress_command);
+  CalibrateCommand calibrate_command;
+  add_calibrate(app, calibrate_command);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
@@ -195,6 +218,10 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   if (app.get_subcommands().empty()) {
     console.err << "error: expected a subcommand, found none\n\n" << app.help();
     return kExitUsage;
+  }
+  if (app.got_subcommand("calibrate")) {
+    run_calibrate(std::move(calibrate_command), console);
+    return 0;
   }
   const auto log = make_log(console.err, log_level);
   if (app.got_subcommand("stress")) return run_stress(stress_command, console, log);

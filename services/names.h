@@ -27,6 +27,13 @@ inline constexpr std::array<std::pair<std::string_view, ValueWeighting>, 5> kWei
 inline constexpr std::array<std::pair<std::string_view, Selection>, 2> kSelectionNames{
     {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
 
+inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHostAllocationNames{
+    {{"managed", HostAllocation::kManaged},
+     {"registered", HostAllocation::kRegistered},
+     {"huge_pages", HostAllocation::kHugePages},
+     {"driver", HostAllocation::kDriver},
+     {"numa_node", HostAllocation::kNumaNode}}};
+
 inline constexpr std::array<std::pair<std::string_view, PlaneKind>, 2> kPlaneKindNames{
     {{"gaussian", PlaneKind::kGaussian}, {"orthogonal", PlaneKind::kOrthogonal}}};
 
