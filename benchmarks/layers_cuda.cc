@@ -67,7 +67,9 @@ Layers::Layers(Run& run, const LayerShape& shape) : run_(run), shape_(shape) {
 void Layers::fill_pages() {
   const std::int64_t count = capacity_ / kPageTokens * shape_.layers * shape_.batch;
   const std::int64_t page_bytes = kv().page_bytes();
-  pages_ = run_.device().allocate(shape_.page_space, static_cast<std::size_t>(count * page_bytes));
+  // Host pages as an engine takes them.
+  pages_ = run_.device().allocate(shape_.page_space, static_cast<std::size_t>(count * page_bytes),
+                                  {.allocation = HostAllocation::kAuto});
   fill_normal(run_.stream(), pages_.as<__nv_bfloat16>(), count * page_bytes / 2, 7, 1.0F);
   page_tables_ = address_table(run_, pages_.data(), page_bytes, count);
 }
