@@ -28,9 +28,8 @@ std::string describe(const StressProgress& progress, double rate) {
 
 }  // namespace
 
-void ProgressWriter::show(const StressProgress& progress) {
+void ProgressWriter::show(const StressProgress& progress, Clock::time_point now) {
   if (progress.total <= 0.0) return;
-  const Clock::time_point now = Clock::now();
   const bool begins = phase_ != progress.phase;
   if (begins) {
     finish();
@@ -41,7 +40,9 @@ void ProgressWriter::show(const StressProgress& progress) {
   }
   const double share = std::min(progress.done / progress.total, 1.0);
   const bool ends = progress.done >= progress.total;
-  const std::string text = describe(progress, std::chrono::duration<double>(now - start_).count());
+  const double seconds = std::chrono::duration<double>(now - start_).count();
+  const std::string text =
+      describe(progress, seconds > 0.0 ? (progress.done - done_at_start_) / seconds : 0.0);
   if (terminal_) {
     if (!begins && !ends && now - shown_at_ < kBarInterval) return;
     shown_at_ = now;

@@ -12,14 +12,16 @@ namespace kvtier::services {
 /// elsewhere a line per tenth.
 class ProgressWriter {
  public:
+  using Clock = std::chrono::steady_clock;
+
   ProgressWriter(std::ostream& err, bool terminal) : err_(err), terminal_(terminal) {}
 
-  void show(const StressProgress& progress);
+  /// `now`: when `progress` was true.
+  void show(const StressProgress& progress, Clock::time_point now = Clock::now());
   /// Ends a bar that is not full, so that other text can follow.
   void finish();
 
  private:
-  using Clock = std::chrono::steady_clock;
   std::ostream& err_;
   bool terminal_;
   std::string phase_;
