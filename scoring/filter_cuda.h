@@ -11,8 +11,7 @@
 /// 1. `sample`: scores some thousand tokens spread over the row; from them a reference that
 ///    normalises each head, and a threshold that a little more than k tokens should reach.
 /// 2. `pass`: scores every eligible token once; writes the tokens that reach the threshold, and
-/// what
-///    their heads' exact normalisers need.
+///    what their heads' exact normalisers need.
 /// 3. `choose`: exact top-k among the candidates, by a cluster of blocks for each (row, KV head),
 ///    with a proof that no other token belongs to it. Where the proof fails, it sets a threshold
 ///    that cannot fail, and

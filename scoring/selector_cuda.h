@@ -45,9 +45,8 @@ struct FilterGroup;
 struct SampleRest;
 
 /// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
-/// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in `scores`
-/// as
-/// `[slot][group]`.
+/// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
+/// `scores` as `[slot][group]`.
 struct FilterScratch {
   FilterHead* heads;          // [rows][query_heads]
   FilterGroup* groups;        // [rows][kv_heads]

@@ -8,8 +8,7 @@
 #include <type_traits>
 
 /// Launches that overlap with the end of the kernel before them (programmatic dependent launch),
-/// for
-/// `*_cuda.*` files only.
+/// for `*_cuda.*` files only.
 ///
 /// The rules, for every kernel that is launched by `launch_overlapping`:
 /// 1. It calls `wait_for_previous()` in every thread that uses memory of an earlier kernel, before
