@@ -12,12 +12,6 @@ constexpr float kRounding = 2e-4F;
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-__device__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 /// Opens the searches where the k-th best is likely: a little above the least value of a candidate.
 /// Keys of logit-like values are counted from a whole number below that one, where floats lie
 /// densely, so that a difference that values have is not lost. Writes `bound` too: tokens that were

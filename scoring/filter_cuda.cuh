@@ -32,6 +32,13 @@ inline constexpr int kSamplesPerBlock = 1024;
 /// A sample is half of this at least, or all tokens.
 inline constexpr int kSamples = kSampleBlocks * kSamplesPerBlock;
 
+/// 2^x, 0 below 2^-126.
+__device__ inline float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 __device__ inline float share_of(bool logit_like, float value, float reference) {
   if (value <= kLowestValue) return 0.0F;
   return logit_like ? exp2f(fminf(value - reference + kShareShift, kShareLimit))

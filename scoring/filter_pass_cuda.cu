@@ -11,13 +11,6 @@ namespace {
 
 constexpr int kMaxPassWarps = 16;
 
-/// 2^x, 0 below 2^-126.
-__device__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 /// Adds, over the four lanes of a quad, the values of four rows; lane t of a quad gets row t's sum.
 __device__ float sum_rows(const float (&rows)[4], int lane) {
   const bool odd = (lane & 1) != 0;

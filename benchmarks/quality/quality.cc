@@ -1,17 +1,15 @@
 // Compares token selectors on recorded traces: attention mass, precision, Jaccard, NDCG and output
 // error at several sparsities, and the correlation of their scores with q.k, as JSON.
 
-#include "kvtier/error.h"
-
 #include "benchmarks/quality/evaluate.h"
 #include "benchmarks/quality/origin.h"
+#include "benchmarks/quality/program.h"
 #include "services/atomic_file.h"
 #include "services/trace.h"
 
 #include <CLI/CLI.hpp>
 
 #include <cmath>
-#include <exception>
 #include <iostream>
 #include <string>
 #include <unistd.h>
@@ -117,12 +115,5 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  try {
-    return kvtier::quality::run(argc, argv);
-  } catch (const kvtier::Error& error) {
-    std::cerr << "error: " << kvtier::error_code_name(error.code()) << ": " << error.what() << '\n';
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-  }
-  return 1;
+  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
 }

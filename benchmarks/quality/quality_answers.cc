@@ -1,15 +1,13 @@
 // Answers the questions of needle-llama with every selector of the comparison, as JSON.
 
-#include "kvtier/error.h"
-
 #include "benchmarks/quality/answers.h"
 #include "benchmarks/quality/origin.h"
+#include "benchmarks/quality/program.h"
 #include "llama/compute.h"
 #include "services/atomic_file.h"
 
 #include <CLI/CLI.hpp>
 
-#include <exception>
 #include <iostream>
 
 namespace kvtier::quality {
@@ -73,12 +71,5 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  try {
-    return kvtier::quality::run(argc, argv);
-  } catch (const kvtier::Error& error) {
-    std::cerr << "error: " << kvtier::error_code_name(error.code()) << ": " << error.what() << '\n';
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-  }
-  return 1;
+  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
 }
