@@ -75,6 +75,12 @@ struct Deleter {
 };
 using MacContext = std::unique_ptr<EVP_MAC_CTX, Deleter<EVP_MAC_CTX_free>>;
 
+HandleFields fields_of(const Bytes& bytes) {
+  return {.tenant = load(bytes.data() + 4),
+          .slot = load(bytes.data() + 8),
+          .generation = load(bytes.data() + 12)};
+}
+
 void draw(unsigned char* to, std::size_t count) {
   if (RAND_bytes(to, static_cast<int>(count)) != 1) {
     throw Error(ErrorCode::kUnavailable,
@@ -143,10 +149,17 @@ DecodedHandle HandleCodec::decode(std::string_view text) const {
   std::array<unsigned char, kMacBytes> mac{};
   mac_->compute(bytes->data(), mac.data());
   if (CRYPTO_memcmp(mac.data(), bytes->data() + kFieldBytes, kMacBytes) != 0) return {};
-  return {.state = HandleState::kValid,
-          .fields = {.tenant = load(bytes->data() + 4),
-                     .slot = load(bytes->data() + 8),
-                     .generation = load(bytes->data() + 12)}};
+  return {.state = HandleState::kValid, .fields = fields_of(*bytes)};
+}
+
+std::optional<HandleFields> HandleCodec::claim_of(std::string_view text) const {
+  const std::optional<Bytes> bytes = to_bytes(text);
+  if (!bytes || load(bytes->data()) != epoch_) return std::nullopt;
+  return fields_of(*bytes);
+}
+
+bool same_handle(std::string_view a, std::string_view b) noexcept {
+  return a.size() == b.size() && CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
 }  // namespace kvtier::services

@@ -48,6 +48,9 @@ class HandleCodec {
 
   [[nodiscard]] std::uint32_t epoch() const noexcept { return epoch_; }
   [[nodiscard]] std::string encode(const HandleFields& fields) const;
+  /// Returns what a well-formed handle of this epoch says, true or forged: good only to find the
+  /// true one and to compare the two with `same_handle`.
+  [[nodiscard]] std::optional<HandleFields> claim_of(std::string_view text) const;
   /// Takes the same time for every handle of this epoch, true or forged.
   [[nodiscard]] DecodedHandle decode(std::string_view text) const;
 
@@ -56,5 +59,8 @@ class HandleCodec {
   std::uint32_t epoch_ = 0;
   std::unique_ptr<Mac> mac_;
 };
+
+/// Compares in a time that does not tell where two handles differ.
+[[nodiscard]] bool same_handle(std::string_view a, std::string_view b) noexcept;
 
 }  // namespace kvtier::services

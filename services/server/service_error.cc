@@ -56,7 +56,9 @@ ServiceError ServiceError::invalid(const std::string& field, const std::string& 
   return error;
 }
 
-ServiceError ServiceError::not_found() { return {Code::kNotFound, "NOT_FOUND", "no such session"}; }
+ServiceError ServiceError::not_found() {
+  return {Code::kNotFound, "NOT_FOUND", "nothing has this name"};
+}
 
 ServiceError ServiceError::overloaded(const std::string& reason, const std::string& message) {
   ServiceError error(Code::kResourceExhausted, reason, message);

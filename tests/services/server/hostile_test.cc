@@ -209,7 +209,7 @@ TEST_F(HostileTest, ErrorsNameNothingOfTheServer) {
   request.set_name("../../etc/passwd\n\x1b[31m");
   const RawReply reply = call("/kvtier.v1.SessionService/GetSession", request.SerializeAsString());
   EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::NOT_FOUND);
-  EXPECT_EQ(reply.status.error_message(), "no such session");
+  EXPECT_EQ(reply.status.error_message(), "nothing has this name");
   EXPECT_EQ(reply.status.error_details().find(folder_.string()), std::string::npos);
 }
 

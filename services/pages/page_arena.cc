@@ -1,0 +1,100 @@
+#include "services/pages/page_arena.h"
+
+#include "services/server/service_error.h"
+
+#include <cassert>
+#include <cerrno>
+#include <fcntl.h>
+#include <new>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+// From Linux 5.1 and 5.14; glibc 2.36 of Debian 12 may lack the names.
+constexpr int kSealFutureWrite = 0x0010;
+constexpr int kPopulateWrite = 23;
+
+ServiceError no_memory() {
+  return ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
+}
+
+}  // namespace
+
+PageArena::PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch)
+    : num_units_(data_bytes / kUnitBytes), file_bytes_(arena_file_bytes(num_units_)) {
+  assert(data_bytes % kUnitBytes == 0);
+  fd_ = memfd_create("kvtier-pages", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd_ < 0) throw no_memory();
+  void* base = MAP_FAILED;
+  if (ftruncate(fd_, static_cast<off_t>(file_bytes_)) == 0) {
+    base = mmap(nullptr, file_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  }
+  // The seal against writing spares mappings that are there already: this one.
+  const bool sealed =
+      base != MAP_FAILED &&
+      fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL) == 0;
+  base_ = static_cast<std::byte*>(base);
+  if (!sealed || madvise(base, file_bytes_, MADV_DONTDUMP) != 0 || !populate(0, 1)) {
+    if (base != MAP_FAILED) munmap(base, file_bytes_);
+    close(fd_);
+    throw no_memory();
+  }
+  auto* header = ::new (base_) ArenaHeader{};
+  header->magic = kArenaMagic;
+  header->layout_version = kPageLayoutVersion;
+  header->server_epoch = server_epoch;
+  header->num_units = num_units_;
+  header->data_offset = arena_data_offset(num_units_);
+  header->file_bytes = file_bytes_;
+}
+
+PageArena::~PageArena() {
+  munmap(base_, file_bytes_);
+  close(fd_);
+}
+
+std::span<std::byte> PageArena::page(std::uint32_t slot, std::uint64_t length) const noexcept {
+  assert(slot < num_units_ && length <= (num_units_ - slot) * kUnitBytes);
+  return {base_ + page_offset(num_units_, slot), length};
+}
+
+bool PageArena::populate(std::uint64_t first_unit, std::uint64_t count) const noexcept {
+  // An old kernel does not know the advice: its pages are then taken by the first write.
+  const auto take = [this](std::uint64_t begin, std::uint64_t end) {
+    const std::uint64_t from = begin / kUnitBytes * kUnitBytes;
+    return madvise(base_ + from, end - from, kPopulateWrite) == 0 || errno == EINVAL;
+  };
+  const std::uint64_t headers = kPageHeadersOffset + first_unit * sizeof(PageHeader);
+  const std::uint64_t data = page_offset(num_units_, static_cast<std::uint32_t>(first_unit));
+  return (first_unit > 0 || take(0, kUnitBytes)) &&
+         take(headers, headers + count * sizeof(PageHeader)) &&
+         take(data, data + count * kUnitBytes);
+}
+
+PageHeader& PageArena::header(std::uint32_t slot) const noexcept {
+  assert(slot < num_units_);
+  return reinterpret_cast<PageHeader*>(base_ + kPageHeadersOffset)[slot];
+}
+
+void PageArena::publish(std::uint32_t slot, std::uint32_t generation, std::uint64_t length,
+                        std::uint32_t crc) noexcept {
+  PageHeader& page = header(slot);
+  page.length = length;
+  page.crc32c = crc;
+  page.version.store(2 * std::uint64_t{generation}, std::memory_order_release);
+}
+
+void PageArena::retract(std::uint32_t slot, std::uint32_t generation) noexcept {
+  // Read-modify-write: later writes of the page must not overtake it.
+  header(slot).version.exchange(2 * std::uint64_t{generation} + 1, std::memory_order_seq_cst);
+}
+
+void PageArena::beat(std::chrono::steady_clock::time_point now) noexcept {
+  const auto since = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch());
+  reinterpret_cast<ArenaHeader*>(base_)->heartbeat.store(static_cast<std::uint64_t>(since.count()),
+                                                         std::memory_order_relaxed);
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,191 @@
+#include "services/pages/page_store.h"
+
+#include "kvtier/error.h"
+
+#include "services/pages/tenant_pages.h"
+
+#include <limits>
+#include <utility>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kMaxModelName = 128;
+
+PageStoreOptions checked(PageStoreOptions options) {
+  const auto unit = static_cast<std::int64_t>(kUnitBytes);
+  // Units are numbered with 32 bits.
+  const std::int64_t most = unit * std::numeric_limits<std::int32_t>::max();
+  if (options.extent_bytes < unit || options.extent_bytes % unit != 0 || options.arena_bytes < 0 ||
+      options.arena_bytes > most || options.arena_bytes % options.extent_bytes != 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "pages: expected an arena of whole extents, and extents of whole units of " +
+                    std::to_string(unit) + " bytes, found " + std::to_string(options.arena_bytes) +
+                    " and " + std::to_string(options.extent_bytes));
+  }
+  return options;
+}
+
+}  // namespace
+
+PinnedPage::PinnedPage(PinnedPage&& other) noexcept
+    : owner_(std::exchange(other.owner_, nullptr)), page_(other.page_), bytes_(other.bytes_) {}
+
+PinnedPage& PinnedPage::operator=(PinnedPage&& other) noexcept {
+  std::swap(owner_, other.owner_);
+  std::swap(page_, other.page_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+PinnedPage::~PinnedPage() {
+  if (owner_ != nullptr) owner_->unread(*page_);
+}
+
+PageStore::PageStore(PageStoreOptions options)
+    : options_(checked(std::move(options))), codec_("page") {}
+
+PageStore::~PageStore() {
+  for (const auto& lease : leases_.remove_expired(TimePoint::max())) lease->pages.close(*lease);
+}
+
+TenantPages* PageStore::find_pages(const Tenant& tenant) const {
+  const std::lock_guard lock(mutex_);
+  return tenant.index() < tenants_.size() ? tenants_[tenant.index()].get() : nullptr;
+}
+
+TenantPages& PageStore::pages_of(Tenant& tenant) {
+  if (options_.arena_bytes == 0) {
+    throw ServiceError(Code::kFailedPrecondition, "NO_PAGE_CACHE", "the server stores no pages");
+  }
+  const std::lock_guard lock(mutex_);
+  if (tenants_.size() <= tenant.index()) tenants_.resize(tenant.index() + 1);
+  std::unique_ptr<TenantPages>& pages = tenants_[tenant.index()];
+  if (pages == nullptr) {
+    if (bytes_ > options_.max_bytes - options_.arena_bytes) {
+      throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
+    }
+    pages = std::make_unique<TenantPages>(tenant, options_, codec_);
+    bytes_ += options_.arena_bytes;
+    pages->beat(options_.now());
+  }
+  return *pages;
+}
+
+std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig& config) {
+  if (config.model.size() > kMaxModelName) {
+    throw ServiceError::invalid("model", "at most " + std::to_string(kMaxModelName) + " bytes",
+                                std::to_string(config.model.size()));
+  }
+  if (config.page_bytes < 1 || config.page_bytes > options_.extent_bytes) {
+    throw ServiceError::invalid("page_bytes", "1 to " + std::to_string(options_.extent_bytes),
+                                std::to_string(config.page_bytes));
+  }
+  auto lease = std::make_shared<PageLease>(tenant, pages_of(tenant), config);
+  renew(*lease);
+  leases_.insert(lease, options_.max_leases);
+  return lease;
+}
+
+void PageStore::renew(PageLease& lease) const noexcept {
+  lease.end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
+}
+
+std::shared_ptr<PageLease> PageStore::find(const Tenant& tenant, const std::string& name) const {
+  std::shared_ptr<PageLease> lease = leases_.find(tenant, name);
+  renew(*lease);
+  return lease;
+}
+
+void PageStore::close(const Tenant& tenant, const std::string& name) {
+  const std::shared_ptr<PageLease> lease = leases_.remove(tenant, name);
+  lease->pages.close(*lease);
+}
+
+PageInfo PageStore::reserve(PageLease& lease, const PageKey& key) {
+  return lease.pages.reserve(lease, key);
+}
+
+void PageStore::write(PageLease& lease, std::string_view handle, std::uint64_t offset,
+                      std::span<const std::byte> bytes) {
+  lease.pages.write(lease, handle, offset, bytes);
+}
+
+PageInfo PageStore::commit(PageLease& lease, std::string_view handle,
+                           std::optional<std::uint32_t> crc) {
+  return lease.pages.commit(lease, handle, crc);
+}
+
+PageInfo PageStore::commit(PageLease& lease, std::string_view handle,
+                           std::span<const std::byte> bytes, std::optional<std::uint32_t> crc) {
+  return lease.pages.commit(lease, handle, bytes, crc);
+}
+
+void PageStore::abort(PageLease& lease, std::string_view handle) {
+  lease.pages.abort(lease, handle);
+}
+
+void PageStore::remove(PageLease& lease, std::string_view handle) {
+  lease.pages.remove(lease, handle);
+}
+
+PageInfo PageStore::pin(PageLease& lease, std::string_view handle) {
+  return lease.pages.pin(lease, handle);
+}
+
+void PageStore::unpin(PageLease& lease, std::string_view handle) {
+  lease.pages.unpin(lease, handle);
+}
+
+std::vector<PageInfo> PageStore::lookup(PageLease& lease, std::span<const std::uint32_t> layers,
+                                        std::span<const std::string_view> hashes, bool pin) {
+  return lease.pages.lookup(lease, layers, hashes, pin);
+}
+
+PinnedPage PageStore::read(const Tenant& tenant, std::string_view handle, Verify verify) {
+  TenantPages* pages = find_pages(tenant);
+  if (pages == nullptr) throw ServiceError::not_found();
+  return pages->read(handle, verify);
+}
+
+ArenaFile PageStore::arena(const Tenant& tenant) const {
+  const TenantPages* pages = find_pages(tenant);
+  if (pages == nullptr) {
+    throw ServiceError(Code::kFailedPrecondition, "NO_PAGES", "the tenant has opened no lease yet");
+  }
+  return pages->arena();
+}
+
+void PageStore::sweep() {
+  const TimePoint now = options_.now();
+  for (const auto& lease : leases_.remove_expired(now)) lease->pages.close(*lease);
+  for (std::size_t i = 0;; ++i) {
+    TenantPages* pages = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (i >= tenants_.size()) return;
+      pages = tenants_[i].get();
+    }
+    if (pages == nullptr) continue;
+    pages->beat(now);
+    pages->expire(now);
+    pages->scrub(options_.scrub_bytes_per_sweep);
+    pages->prefault(options_.prefault_bytes_per_sweep);
+  }
+}
+
+PageStats PageStore::stats() const {
+  PageStats sum;
+  const std::lock_guard lock(mutex_);
+  for (const auto& pages : tenants_) {
+    if (pages != nullptr) sum += pages->stats();
+  }
+  return sum;
+}
+
+PageStats PageStore::stats(const Tenant& tenant) const {
+  const TenantPages* pages = find_pages(tenant);
+  return pages == nullptr ? PageStats() : pages->stats();
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,204 @@
+#pragma once
+
+#include "services/pages/page_arena.h"
+#include "services/pages/page_lease.h"
+#include "services/pages/page_slots.h"
+#include "services/server/handle.h"
+#include "services/server/service_error.h"
+#include "services/server/tenants.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+struct PageStoreOptions {
+  /// Of one tenant, a multiple of `extent_bytes`; 0: no pages are stored.
+  std::int64_t arena_bytes = std::int64_t{1} << 30;
+  /// Of all arenas together.
+  std::int64_t max_bytes = std::int64_t{8} << 30;
+  /// Largest page, and the piece in which an arena is shared out among sizes of pages; a multiple
+  /// of `kUnitBytes`.
+  std::int64_t extent_bytes = std::int64_t{4} << 20;
+  std::size_t max_leases = 16000;
+  std::chrono::milliseconds lease_ttl{60'000};
+  /// How long a reservation may wait for its bytes.
+  std::chrono::milliseconds reservation_ttl{30'000};
+  /// Memory that one `sweep` takes ahead of its use, and what it checks of the pages stored.
+  std::int64_t prefault_bytes_per_sweep = std::int64_t{64} << 20;
+  std::int64_t scrub_bytes_per_sweep = std::int64_t{16} << 20;
+  std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+};
+
+/// What a page is called within its tenant, its lease's model and page size.
+struct PageKey {
+  std::uint32_t layer = 0;
+  std::string_view hash{};  ///< Up to `kMaxPageHash` bytes; empty: found by its handle alone.
+};
+inline constexpr std::size_t kMaxPageHash = 64;
+
+/// Where a page is.
+struct PageInfo {
+  std::string handle;
+  std::uint32_t slot = 0;        ///< In the layout of page_layout.h.
+  std::uint32_t generation = 0;  ///< Likewise.
+  std::uint64_t length = 0;      ///< Bytes.
+  std::uint32_t crc32c = 0;      ///< Of a committed page.
+  /// Of `reserve` and `commit`: another page with this key was committed before, and this is it.
+  bool existed = false;
+};
+
+/// Figures of one tenant's pages, or of all. Bytes are of whole slots:
+/// free + reserved + committed + quarantined = total.
+struct PageStats {
+  std::int64_t total_bytes = 0, free_bytes = 0, reserved_bytes = 0, committed_bytes = 0,
+               quarantined_bytes = 0;
+  std::uint64_t reserved_pages = 0, committed_pages = 0, quarantined_pages = 0;
+  std::uint64_t pinned_pages = 0;  ///< Of those committed.
+  // Counters: they only grow. looked up = hits + misses.
+  std::uint64_t reserved = 0, committed = 0, existed = 0, aborted = 0, expired = 0, deleted = 0;
+  std::uint64_t evicted = 0, evicted_bytes = 0;
+  std::uint64_t lookup_hits = 0, lookup_misses = 0, stale_handles = 0;
+  std::uint64_t checksum_failures = 0, crc_mismatches = 0;
+  std::uint64_t refused_full = 0, refused_quota = 0;
+  std::uint64_t bytes_written = 0, bytes_read = 0;
+
+  PageStats& operator+=(const PageStats& other) noexcept;
+};
+
+class TenantPages;
+
+/// A committed page whose bytes stay where they are for as long as this lives.
+class PinnedPage {
+ public:
+  PinnedPage(PinnedPage&& other) noexcept;
+  PinnedPage& operator=(PinnedPage&& other) noexcept;
+  ~PinnedPage();
+
+  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_; }
+  [[nodiscard]] std::uint32_t slot() const noexcept { return page_->slot; }
+  [[nodiscard]] std::uint32_t generation() const noexcept { return page_->generation; }
+  [[nodiscard]] std::uint32_t crc() const noexcept { return page_->crc; }
+
+ private:
+  friend class TenantPages;
+  PinnedPage(TenantPages& owner, PageSlot& page, std::span<const std::byte> bytes) noexcept
+      : owner_(&owner), page_(&page), bytes_(bytes) {}
+
+  TenantPages* owner_;
+  PageSlot* page_;
+  std::span<const std::byte> bytes_;
+};
+
+enum class Verify : bool { kNo, kYes };
+
+/// The file with a tenant's pages, to be mapped by others for reading.
+struct ArenaFile {
+  int fd = -1;  ///< The store's own: valid as long as the store, to be duplicated or sent.
+  std::uint64_t bytes = 0;
+  std::uint64_t num_units = 0;
+};
+
+/// Pages of keys and values that engines leave with the server: reserved, written, committed, from
+/// then on immutable, found by hash, and evicted under pressure, the longest unused first. Each
+/// tenant has an arena, hashes and handles of its own. Thread-safe.
+///
+/// Handles are those of handle.h. A handle that is unknown, foreign or forged is NOT_FOUND; the
+/// tenant's own whose page has gone is NOT_FOUND with reason PAGE_GONE, a miss; one of an earlier
+/// start is ABORTED (SERVER_EPOCH). A call that throws `ServiceError` has changed nothing.
+class PageStore {
+ public:
+  /// Throws `kInvalidArgument` for options that do not go together.
+  explicit PageStore(PageStoreOptions options);
+  /// No `PinnedPage` may be left.
+  ~PageStore();
+  PageStore(const PageStore&) = delete;  // pages hold its address
+  PageStore& operator=(const PageStore&) = delete;
+
+  [[nodiscard]] const PageStoreOptions& options() const noexcept { return options_; }
+  /// Part of every handle.
+  [[nodiscard]] std::uint32_t epoch() const noexcept { return codec_.epoch(); }
+
+  /// Opens a lease: the right to reserve and pin pages. Makes the tenant's arena with its first.
+  /// Throws FAILED_PRECONDITION without a page cache, INVALID_ARGUMENT for `page_bytes` outside 1
+  /// to `extent_bytes` and a model's name over 128 bytes, RESOURCE_EXHAUSTED.
+  [[nodiscard]] std::shared_ptr<PageLease> open(Tenant& tenant, const PageLeaseConfig& config);
+  /// Returns the tenant's own lease and renews it. Throws as `SessionTable::find`.
+  [[nodiscard]] std::shared_ptr<PageLease> find(const Tenant& tenant,
+                                                const std::string& name) const;
+  /// Gives back what the lease has reserved, and its pins. Committed pages stay.
+  void close(const Tenant& tenant, const std::string& name);
+
+  /// Takes a slot for a page of the lease's size and charges the tenant, evicting unpinned pages
+  /// when needed. A page with this key that is committed is returned instead, `existed`, and counts
+  /// as used. Throws RESOURCE_EXHAUSTED (PAGES_FULL, QUOTA_EXCEEDED, OUT_OF_MEMORY).
+  [[nodiscard]] PageInfo reserve(PageLease& lease, const PageKey& key);
+  /// Writes the next bytes of a reserved page; `offset` is where those before ended. The bytes are
+  /// read once. Throws INVALID_ARGUMENT for others, FAILED_PRECONDITION (NOT_RESERVED) for a page
+  /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes.
+  void write(PageLease& lease, std::string_view handle, std::uint64_t offset,
+             std::span<const std::byte> bytes);
+  /// Makes a wholly written page visible and immutable. With `crc` that differs from the server's
+  /// own (CHECKSUM_MISMATCH) the page stays reserved and must be written anew. When another page
+  /// with its key was first, that one is returned, `existed`, and this one's slot is free again.
+  /// Of a page that this lease has committed: returns it again.
+  PageInfo commit(PageLease& lease, std::string_view handle,
+                  std::optional<std::uint32_t> crc = std::nullopt);
+  /// Writes all of a page, from a client's staging memory say, and commits it: both or nothing.
+  PageInfo commit(PageLease& lease, std::string_view handle, std::span<const std::byte> bytes,
+                  std::optional<std::uint32_t> crc = std::nullopt);
+  /// Gives a reservation back.
+  void abort(PageLease& lease, std::string_view handle);
+  /// Deletes a committed page of the tenant: its handle and key find it no more. Its bytes stay as
+  /// long as it is pinned.
+  void remove(PageLease& lease, std::string_view handle);
+  /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
+  PageInfo pin(PageLease& lease, std::string_view handle);
+  /// Throws FAILED_PRECONDITION (NOT_PINNED) for a page that the lease has not pinned.
+  void unpin(PageLease& lease, std::string_view handle);
+
+  /// Returns the pages of the leading hashes for which the pages of all `layers` are committed, by
+  /// hash, then layer. They count as used, and are pinned when asked.
+  [[nodiscard]] std::vector<PageInfo> lookup(PageLease& lease,
+                                             std::span<const std::uint32_t> layers,
+                                             std::span<const std::string_view> hashes,
+                                             bool pin = false);
+
+  /// Returns the committed page of a tenant. `kYes` compares the checksum first: a page that fails
+  /// is quarantined, and DATA_LOSS (CHECKSUM_FAILED) thrown. Counts as a use.
+  [[nodiscard]] PinnedPage read(const Tenant& tenant, std::string_view handle,
+                                Verify verify = Verify::kYes);
+  /// Returns where a tenant's arena is. Throws FAILED_PRECONDITION when it has none yet.
+  [[nodiscard]] ArenaFile arena(const Tenant& tenant) const;
+
+  /// Ends leases and reservations that have run out, says that the server lives, takes memory ahead
+  /// of its use and checks some pages. Called every second or so.
+  void sweep();
+  [[nodiscard]] PageStats stats() const;
+  [[nodiscard]] PageStats stats(const Tenant& tenant) const;
+  [[nodiscard]] std::size_t num_leases() const { return leases_.size(); }
+
+ private:
+  [[nodiscard]] TenantPages& pages_of(Tenant& tenant);
+  [[nodiscard]] TenantPages* find_pages(const Tenant& tenant) const;
+  void renew(PageLease& lease) const noexcept;
+
+  const PageStoreOptions options_;
+  HandleCodec codec_;
+  PageLeaseTable leases_;
+  mutable std::mutex mutex_;                           ///< Guards both below.
+  std::vector<std::unique_ptr<TenantPages>> tenants_;  ///< By the tenant's index; null: none yet.
+  std::int64_t bytes_ = 0;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,472 @@
+#include "services/pages/tenant_pages.h"
+
+#include "services/pages/crc32c.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <openssl/crypto.h>
+#include <openssl/rand.h>
+#include <openssl/sha.h>
+
+namespace kvtier::services {
+namespace {
+
+std::uint64_t units_of(std::uint64_t length) { return (length + kUnitBytes - 1) / kUnitBytes; }
+
+std::int64_t slot_bytes(const PageSlot& page) {
+  return static_cast<std::int64_t>(units_of(page.length) * kUnitBytes);
+}
+
+void append_number(std::string& text, std::uint64_t value) {
+  for (int shift = 0; shift < 64; shift += 8) text += static_cast<char>(value >> shift & 255U);
+}
+
+ServiceError gone() { return {Code::kNotFound, "PAGE_GONE", "the page is no longer stored"}; }
+
+ServiceError lease_ended() {
+  return {Code::kFailedPrecondition, "LEASE_EXPIRED", "the lease has ended"};
+}
+
+}  // namespace
+
+TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec)
+    : tenant_(tenant),
+      options_(options),
+      codec_(codec),
+      arena_(static_cast<std::uint64_t>(options.arena_bytes), codec.epoch()),
+      slots_(static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
+             static_cast<std::uint64_t>(options.extent_bytes) / kUnitBytes) {
+  if (RAND_bytes(salt_.data(), static_cast<int>(salt_.size())) != 1) {
+    throw Error(ErrorCode::kUnavailable,
+                "pages: expected random bytes from the system, found none");
+  }
+}
+
+TenantPages::~TenantPages() {
+  OPENSSL_cleanse(salt_.data(), salt_.size());
+  tenant_.refund_kv(bytes_of(PageState::kReserved) + bytes_of(PageState::kCommitted));
+}
+
+// ---- names
+
+PageSlot& TenantPages::at(std::string_view handle) {
+  const std::optional<HandleFields> claim = codec_.claim_of(handle);
+  if (claim && claim->tenant == tenant_.index()) {
+    PageSlot* page = slots_.at(claim->slot);
+    if (page != nullptr && page->state != PageState::kFree && !page->doomed &&
+        same_handle(page->handle, handle)) {
+      return *page;
+    }
+  }
+  const DecodedHandle decoded = codec_.decode(handle);
+  if (decoded.state == HandleState::kOtherEpoch) {
+    throw ServiceError(Code::kAborted, "SERVER_EPOCH",
+                       "the server has started anew since this handle was made");
+  }
+  if (decoded.state != HandleState::kValid || decoded.fields.tenant != tenant_.index()) {
+    throw ServiceError::not_found();
+  }
+  ++counters_.stale_handles;
+  throw gone();
+}
+
+PageSlot& TenantPages::committed_at(std::string_view handle) {
+  PageSlot& page = at(handle);
+  if (page.state == PageState::kReserved) {
+    throw ServiceError(Code::kFailedPrecondition, "NOT_COMMITTED",
+                       "expected a committed page, found one that is reserved");
+  }
+  if (page.state == PageState::kQuarantined) {
+    ++counters_.stale_handles;
+    throw gone();
+  }
+  return page;
+}
+
+PageSlot& TenantPages::reserved_at(const PageLease& lease, std::string_view handle) {
+  if (lease.closed) throw lease_ended();
+  PageSlot& page = at(handle);
+  if (page.state != PageState::kReserved || page.lease != lease.id) {
+    throw ServiceError(Code::kFailedPrecondition, "NOT_RESERVED",
+                       "expected a page that this lease has reserved, found another");
+  }
+  if (page.busy) {
+    throw ServiceError(Code::kAborted, "PAGE_BUSY", "another call is writing the page");
+  }
+  return page;
+}
+
+PageSlot* TenantPages::own_at(const PageLease& lease, std::string_view handle) {
+  if (lease.closed) throw lease_ended();
+  PageSlot& page = at(handle);
+  return page.state == PageState::kCommitted && page.lease == lease.id ? &page : nullptr;
+}
+
+PageDigest TenantPages::digest_of(const PageLease& lease, const PageKey& key) const {
+  std::string text(salt_.begin(), salt_.end());
+  append_number(text, lease.config.model.size());
+  text += lease.config.model;
+  append_number(text, static_cast<std::uint64_t>(lease.config.page_bytes));
+  append_number(text, key.layer);
+  text += key.hash;
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> full{};
+  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), full.data());
+  PageDigest digest{};
+  std::copy_n(full.begin(), digest.size(), digest.begin());
+  return digest;
+}
+
+PageSlot* TenantPages::find(const PageDigest& digest) {
+  const auto it = index_.find(digest);
+  return it == index_.end() ? nullptr : it->second;
+}
+
+PageInfo TenantPages::info_of(const PageSlot& page) {
+  return {.handle = page.handle,
+          .slot = page.slot,
+          .generation = page.generation,
+          .length = page.length,
+          .crc32c = page.crc};
+}
+
+// ---- states
+
+void TenantPages::set_state(PageSlot& page, PageState state) noexcept {
+  const auto count = [&](PageState which, int sign) {
+    if (which == PageState::kFree) return;
+    bytes_[static_cast<std::size_t>(which)] += sign * slot_bytes(page);
+    pages_[static_cast<std::size_t>(which)] += static_cast<std::uint64_t>(sign);
+  };
+  count(page.state, -1);
+  count(state, +1);
+  page.state = state;
+}
+
+void TenantPages::hide(PageSlot& page) noexcept {
+  arena_.retract(page.slot, page.generation);
+  if (!page.digest) return;
+  const auto it = index_.find(*page.digest);
+  if (it != index_.end() && it->second == &page) index_.erase(it);
+}
+
+void TenantPages::release(PageSlot& page) noexcept {
+  if (page.listed) slots_.unlist(page);
+  hide(page);
+  let_go(page);
+  page.doomed = true;
+  if (page.busy || page.pins > 0) return;
+  if (page.state != PageState::kQuarantined) tenant_.refund_kv(slot_bytes(page));
+  set_state(page, PageState::kFree);
+  slots_.give(page);
+  if (page.state == PageState::kQuarantined) {  // its generations are used up
+    page.state = PageState::kFree;
+    set_state(page, PageState::kQuarantined);
+  }
+}
+
+void TenantPages::let_go(PageSlot& page) noexcept {
+  if (page.holder != nullptr) page.holder->reserved.erase(page.slot);
+  page.holder = nullptr;
+}
+
+void TenantPages::evict(PageSlot& page) {
+  ++counters_.evicted;
+  counters_.evicted_bytes += page.length;
+  release(page);
+}
+
+void TenantPages::add_pin(PageSlot& page) noexcept {
+  if (page.pins++ > 0) return;
+  ++pinned_;
+  if (page.listed) slots_.unlist(page);
+}
+
+void TenantPages::drop_pins(PageSlot& page, std::uint32_t count) noexcept {
+  assert(page.pins >= count);
+  page.pins -= count;
+  if (page.pins > 0 || count == 0) return;
+  --pinned_;
+  if (page.doomed) {
+    release(page);
+  } else if (page.state == PageState::kCommitted) {
+    slots_.list(page);
+  }
+}
+
+void TenantPages::unread(PageSlot& page) noexcept {
+  const Lock lock(mutex_);
+  drop_pins(page, 1);
+}
+
+void TenantPages::quarantine(PageSlot& page) noexcept {
+  if (page.state != PageState::kCommitted || page.doomed) return;
+  if (page.listed) slots_.unlist(page);
+  hide(page);
+  tenant_.refund_kv(slot_bytes(page));
+  set_state(page, PageState::kQuarantined);
+}
+
+bool TenantPages::verify(PageSlot& page, Lock& lock) {
+  const std::span<const std::byte> bytes = arena_.page(page.slot, page.length);
+  lock.unlock();
+  const std::uint32_t crc = crc32c(bytes);
+  lock.lock();
+  if (crc == page.crc) return true;
+  ++counters_.checksum_failures;
+  quarantine(page);
+  return false;
+}
+
+// ---- verbs
+
+void TenantPages::charge(std::int64_t bytes) {
+  for (;;) {
+    try {
+      return tenant_.charge_kv(bytes);
+    } catch (const ServiceError&) {
+      PageSlot* page = slots_.oldest();
+      if (page == nullptr) {
+        ++counters_.refused_quota;
+        throw;
+      }
+      evict(*page);
+    }
+  }
+}
+
+PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
+  if (key.hash.size() > kMaxPageHash) {
+    throw ServiceError::invalid("hash", "at most " + std::to_string(kMaxPageHash) + " bytes",
+                                std::to_string(key.hash.size()));
+  }
+  std::optional<PageDigest> digest;
+  if (!key.hash.empty()) digest = digest_of(lease, key);
+  const auto length = static_cast<std::uint64_t>(lease.config.page_bytes);
+  const auto bytes = static_cast<std::int64_t>(units_of(length) * kUnitBytes);
+  const Lock lock(mutex_);
+  if (lease.closed) throw lease_ended();
+  if (digest) {
+    if (PageSlot* page = find(*digest)) {
+      slots_.touch(*page);
+      ++counters_.existed;
+      PageInfo info = info_of(*page);
+      info.existed = true;
+      return info;
+    }
+  }
+  charge(bytes);
+  PageSlot* page = nullptr;
+  try {
+    page = slots_.take(
+        units_of(length),
+        [this](std::uint64_t first, std::uint64_t count) { return arena_.populate(first, count); },
+        [this](PageSlot& victim) { evict(victim); });
+    if (page == nullptr) {
+      ++counters_.refused_full;
+      throw ServiceError::overloaded("PAGES_FULL", "all pages of the tenant are in use");
+    }
+    page->length = length;
+    page->written = 0;
+    page->crc = 0;
+    page->handle = codec_.encode(
+        {.tenant = tenant_.index(), .slot = page->slot, .generation = page->generation});
+    while (!reservations_.empty() && !is_waiting(reservations_.front())) reservations_.pop_front();
+    reservations_.emplace_back(page->slot, page->generation);
+    lease.reserved.insert(page->slot);
+  } catch (...) {
+    if (page != nullptr) slots_.give(*page);
+    tenant_.refund_kv(bytes);
+    throw;
+  }
+  arena_.retract(page->slot, page->generation);
+  set_state(*page, PageState::kReserved);
+  page->digest = digest;
+  page->lease = lease.id;
+  page->holder = &lease;
+  page->reserved_at = options_.now();
+  ++counters_.reserved;
+  return info_of(*page);
+}
+
+void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t offset,
+                        std::span<const std::byte> bytes) {
+  Lock lock(mutex_);
+  PageSlot& page = reserved_at(lease, handle);
+  if (offset != page.written) {
+    throw ServiceError::invalid("offset", std::to_string(page.written), std::to_string(offset));
+  }
+  if (bytes.size() > page.length - offset) {
+    throw ServiceError::invalid("bytes", "at most " + std::to_string(page.length - offset),
+                                std::to_string(bytes.size()));
+  }
+  const std::span<std::byte> to = arena_.page(page.slot, page.length).subspan(offset, bytes.size());
+  page.busy = true;
+  lock.unlock();
+  // In pieces that stay in the cache: the checksum is of the copy, whatever the source becomes.
+  constexpr std::size_t kPiece = 64 << 10;
+  std::uint32_t crc = page.crc;
+  for (std::size_t i = 0; i < bytes.size(); i += kPiece) {
+    const std::size_t count = std::min(kPiece, bytes.size() - i);
+    std::memcpy(to.data() + i, bytes.data() + i, count);
+    crc = crc32c(to.subspan(i, count), crc);
+  }
+  lock.lock();
+  page.busy = false;
+  if (page.doomed) {
+    release(page);
+    throw gone();
+  }
+  page.crc = crc;
+  page.written += bytes.size();
+  counters_.bytes_written += bytes.size();
+}
+
+PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
+                             std::optional<std::uint32_t> crc) {
+  const Lock lock(mutex_);
+  if (const PageSlot* page = own_at(lease, handle)) return info_of(*page);
+  PageSlot& page = reserved_at(lease, handle);
+  if (page.written != page.length) {
+    throw ServiceError(Code::kFailedPrecondition, "PAGE_INCOMPLETE",
+                       "expected " + std::to_string(page.length) + " bytes written, found " +
+                           std::to_string(page.written));
+  }
+  if (crc && *crc != page.crc) {
+    page.written = 0;
+    page.crc = 0;
+    ++counters_.crc_mismatches;
+    throw ServiceError(Code::kInvalidArgument, "CHECKSUM_MISMATCH",
+                       "crc32c: expected that of the bytes that arrived, found another");
+  }
+  if (page.digest) {
+    if (PageSlot* winner = find(*page.digest)) {
+      slots_.touch(*winner);
+      release(page);
+      ++counters_.existed;
+      PageInfo info = info_of(*winner);
+      info.existed = true;
+      return info;
+    }
+    index_.emplace(*page.digest, &page);
+  }
+  let_go(page);
+  set_state(page, PageState::kCommitted);
+  arena_.publish(page.slot, page.generation, page.length, page.crc);
+  slots_.list(page);
+  ++counters_.committed;
+  return info_of(page);
+}
+
+PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
+                             std::span<const std::byte> bytes, std::optional<std::uint32_t> crc) {
+  {
+    const Lock lock(mutex_);
+    if (const PageSlot* page = own_at(lease, handle)) return info_of(*page);
+    if (const PageSlot& page = reserved_at(lease, handle); bytes.size() != page.length) {
+      throw ServiceError::invalid("bytes", std::to_string(page.length),
+                                  std::to_string(bytes.size()));
+    }
+  }
+  write(lease, handle, 0, bytes);
+  return commit(lease, handle, crc);
+}
+
+void TenantPages::abort(PageLease& lease, std::string_view handle) {
+  const Lock lock(mutex_);
+  PageSlot& page = reserved_at(lease, handle);
+  ++counters_.aborted;
+  release(page);
+}
+
+void TenantPages::remove(PageLease& lease, std::string_view handle) {
+  const Lock lock(mutex_);
+  if (lease.closed) throw lease_ended();
+  PageSlot& page = committed_at(handle);
+  ++counters_.deleted;
+  release(page);
+}
+
+PageInfo TenantPages::pin(PageLease& lease, std::string_view handle) {
+  const Lock lock(mutex_);
+  if (lease.closed) throw lease_ended();
+  PageSlot& page = committed_at(handle);
+  slots_.touch(page);
+  ++lease.pins[page.slot];
+  add_pin(page);
+  return info_of(page);
+}
+
+void TenantPages::unpin(PageLease& lease, std::string_view handle) {
+  const Lock lock(mutex_);
+  if (lease.closed) throw lease_ended();
+  // A pinned page may be deleted or quarantined meanwhile: its slot is still this page's.
+  const std::optional<HandleFields> claim = codec_.claim_of(handle);
+  const auto it = claim ? lease.pins.find(claim->slot) : lease.pins.end();
+  PageSlot* page = it == lease.pins.end() ? nullptr : slots_.at(it->first);
+  if (page == nullptr || !same_handle(page->handle, handle)) {
+    static_cast<void>(at(handle));
+    throw ServiceError(Code::kFailedPrecondition, "NOT_PINNED",
+                       "the lease has not pinned the page");
+  }
+  if (--it->second == 0) lease.pins.erase(it);
+  drop_pins(*page, 1);
+}
+
+std::vector<PageInfo> TenantPages::lookup(PageLease& lease, std::span<const std::uint32_t> layers,
+                                          std::span<const std::string_view> hashes, bool pin) {
+  std::vector<PageInfo> found;
+  if (layers.empty()) return found;
+  std::vector<PageSlot*> pages(layers.size());
+  std::vector<PageDigest> digests(layers.size());
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    for (std::size_t j = 0; j < layers.size(); ++j) {
+      digests[j] = digest_of(lease, {.layer = layers[j], .hash = hashes[i]});
+    }
+    const Lock lock(mutex_);
+    if (lease.closed) throw lease_ended();
+    const bool hit = std::all_of(digests.begin(), digests.end(), [&](const PageDigest& digest) {
+      PageSlot* page = find(digest);
+      pages[static_cast<std::size_t>(&digest - digests.data())] = page;
+      return page != nullptr;
+    });
+    if (!hit) {
+      counters_.lookup_misses += hashes.size() - i;
+      return found;
+    }
+    ++counters_.lookup_hits;
+    for (PageSlot* page : pages) {
+      slots_.touch(*page);
+      if (pin) {
+        ++lease.pins[page->slot];
+        add_pin(*page);
+      }
+      found.push_back(info_of(*page));
+    }
+  }
+  return found;
+}
+
+PinnedPage TenantPages::read(std::string_view handle, Verify verify_bytes) {
+  Lock lock(mutex_);
+  PageSlot& page = committed_at(handle);
+  slots_.touch(page);
+  add_pin(page);
+  if (verify_bytes == Verify::kYes && !verify(page, lock)) {
+    drop_pins(page, 1);
+    throw ServiceError(Code::kDataLoss, "CHECKSUM_FAILED", "the page's bytes were damaged");
+  }
+  counters_.bytes_read += page.length;
+  return {*this, page, arena_.page(page.slot, page.length)};
+}
+
+void TenantPages::close(PageLease& lease) noexcept {
+  const Lock lock(mutex_);
+  if (lease.closed) return;
+  lease.closed = true;
+  while (!lease.reserved.empty()) release(*slots_.at(*lease.reserved.begin()));
+  for (const auto& [slot, count] : lease.pins) drop_pins(*slots_.at(slot), count);
+  lease.pins.clear();
+}
+
+}  // namespace kvtier::services
