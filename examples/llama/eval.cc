@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <iterator>
 #include <memory>
 
 namespace kvtier::llama {
@@ -115,13 +116,17 @@ class CaseRun {
       const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);
       add_run(rows_[i], task_, scores, run, store_.stats(), decoder_.config().kv_heads);
       rows_[i].method = method;
+      if (options_.keep_logits) logits_.push_back({task_.name, index, i, run.logits});
     }
     return prefill_seconds;
   }
 
-  std::vector<EvalRow> take() {
-    for (EvalRow& row : rows_) finish_row(row);
-    return std::move(rows_);
+  void move_to(EvalResult& result) {
+    for (EvalRow& row : rows_) {
+      finish_row(row);
+      result.rows.push_back(std::move(row));
+    }
+    std::move(logits_.begin(), logits_.end(), std::back_inserter(result.logits));
   }
 
  private:
@@ -135,6 +140,7 @@ class CaseRun {
   const EvalOptions& options_;
   const TaskCase& task_;
   std::vector<EvalRow> rows_;
+  std::vector<TailLogits> logits_;
 };
 
 }  // namespace
@@ -211,7 +217,7 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
     for (std::int64_t i = 0; i < options.sequences; ++i) {
       result.prefill_seconds += run.run_sequence(i, options.sequences);
     }
-    for (EvalRow& row : run.take()) result.rows.push_back(std::move(row));
+    run.move_to(result);
   }
   return result;
 }

@@ -13,11 +13,20 @@
 
 namespace kvtier::llama {
 
+/// Logits `[tail, vocab]` of one sequence under one method.
+struct TailLogits {
+  std::string task;
+  std::int64_t sequence = 0;
+  std::size_t row = 0;  ///< Of the case's rows, in the report's order.
+  std::vector<float> logits;
+};
+
 struct EvalOptions {
   std::vector<std::string> cases;
   std::int64_t sequences = 1;  ///< Of each case, from the first.
   RuntimeOptions runtime;
   RetrievalOptions retrieval;
+  bool keep_logits = false;  ///< Fill `EvalResult::logits`.
   /// Told what is being computed and how far it is, 0 to 1.
   std::function<void(const std::string&, double)> progress;
 };
@@ -51,6 +60,7 @@ struct EvalResult {
   std::vector<SketchConfig> sketches;  ///< That the sessions carried.
   std::vector<std::string> left_out;   ///< Methods asked for that kvtier does not allow.
   double prefill_seconds = 0.0;
+  std::vector<TailLogits> logits;
 };
 
 /// Marks of one sequence: shares in [0, 1] but for the divergences.

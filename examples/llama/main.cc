@@ -17,7 +17,7 @@ using namespace kvtier;         // NOLINT(google-build-using-namespace): a progr
 using namespace kvtier::llama;  // NOLINT(google-build-using-namespace)
 
 struct Arguments {
-  std::string model, tasks, json, prompt, task, trace;
+  std::string model, tasks, json, logits, prompt, task, trace;
   std::string backend = "auto";
   std::string matmul = "cpu";
   std::string cuda_libs;
@@ -105,6 +105,8 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
       ->delimiter(',')
       ->capture_default_str();
   eval->add_option("--json", a.json, "File for the figures");
+  eval->add_option("--logits", a.logits,
+                   "File for the logits (safetensors): CASE.SEQUENCE.ROW of the report");
   add_retrieval(*eval, a);
   return eval;
 }
@@ -173,10 +175,12 @@ void run_eval(Arguments& a, const std::string& command) {
   if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
+  a.eval.keep_logits = !a.logits.empty();
   const EvalResult result = evaluate(decoder, tasks, a.eval);
   clear_progress();
   print_report(std::cout, decoder.config(), result);
   if (!a.json.empty()) write_json(a.json, {.model = a.model, .command = command}, result);
+  if (!a.logits.empty()) write_logits(a.logits, decoder.config().vocab_size, result);
 }
 
 void run_generate(Arguments& a) {

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "formats/safetensors.h"
+
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <ctime>
 #include <fstream>
+#include <map>
 
 namespace kvtier::llama {
 namespace {
@@ -206,6 +209,21 @@ void write_json(const std::filesystem::path& path, const RunInfo& info, const Ev
   if (!file || error) {
     throw Error(ErrorCode::kUnavailable, "--json: cannot write " + path.string());
   }
+}
+
+void write_logits(const std::filesystem::path& path, std::int64_t vocab_size,
+                  const EvalResult& result) {
+  std::map<std::string, formats::Tensor> tensors;
+  for (const TailLogits& tail : result.logits) {
+    const std::string name =
+        tail.task + "." + std::to_string(tail.sequence) + "." + std::to_string(tail.row);
+    const auto count = static_cast<std::int64_t>(tail.logits.size());
+    tensors[name] = {.dtype = DType::kFloat32,
+                     .shape = {count / vocab_size, vocab_size},
+                     .data = reinterpret_cast<const std::byte*>(tail.logits.data()),
+                     .bytes = tail.logits.size() * sizeof(float)};
+  }
+  formats::write_safetensors(path, tensors);
 }
 
 }  // namespace kvtier::llama

@@ -22,4 +22,9 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
 /// temporary name first. Throws `kUnavailable` when the file cannot be written.
 void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result);
 
+/// Writes `result.logits` to a safetensors file: fp32 `[tail, vocab]` each, named
+/// CASE.SEQUENCE.ROW, with rows counted within their case. Throws what `write_safetensors` throws.
+void write_logits(const std::filesystem::path& path, std::int64_t vocab_size,
+                  const EvalResult& result);
+
 }  // namespace kvtier::llama

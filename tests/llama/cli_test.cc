@@ -1,3 +1,5 @@
+#include "formats/safetensors.h"
+#include "llama/eval.h"
 #include "llama/tasks.h"
 #include "tests/llama/temporary_folder.h"
 
@@ -43,9 +45,10 @@ class CliTest : public ::testing::Test {
 
 TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   const std::string json = (folder_.path() / "out.json").string();
+  const std::string logits = (folder_.path() / "logits").string();
 
   ASSERT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend cpu --sparsity 0,33 " +
-                "--estimator norm_aware --json " + json),
+                "--estimator norm_aware --json " + json + " --logits " + logits),
             0)
       << err();
 
@@ -58,6 +61,19 @@ TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   EXPECT_LT(cases[1]["kl_answers"].get<double>(), 0.05);
   EXPECT_THAT(out(), HasSubstr("norm_aware, logit"));
   EXPECT_EQ(err(), "");
+
+  const TaskFile tasks(file_);
+  const TaskCase task = tasks.at("n4096.d100");
+  const formats::SafeTensors written = formats::SafeTensors::open(logits);
+  const auto read = [&](const std::string& name) {
+    const formats::Tensor& tensor = written.at(name, DType::kFloat32, {task.tail(), 1040});
+    return std::vector<float>(tensor.as<float>(), tensor.as<float>() + tensor.elements());
+  };
+  const std::vector<float> dense = read("n4096.d100.0.0");
+  const Scores scores = score_logits(task, task.sequence(0), read("n4096.d100.0.1"), dense);
+  EXPECT_EQ(written.tensors().size(), 2U);
+  EXPECT_EQ(scores.exact, cases[1]["exact"].get<double>());
+  EXPECT_NEAR(scores.kl, cases[1]["kl"].get<double>(), 1e-12);
 }
 
 TEST_F(CliTest, ContinuesAPrompt) {
