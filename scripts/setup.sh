@@ -6,7 +6,7 @@ kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libopen
   nlohmann-json3-dev)
 kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev libgrpc++-dev libprotobuf-dev
   protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
-  clang-format-14)
+  clang-format-14 python3-venv)
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -1,0 +1,217 @@
+"""A connection to a server, and calls for several sessions at once."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Callable, Sequence, TypeVar, Union
+
+from numpy.typing import ArrayLike
+
+from kvtier import tensors
+from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
+from kvtier.connection import ClientOptions, Connection, Watchdog
+from kvtier.errors import ClientError, Details, make_error
+from kvtier.lease import LeaseKeeper
+from kvtier.session import (
+    AttendResult,
+    RemoteSession,
+    SelectResult,
+    fill_attend,
+    fill_select,
+    take_attend,
+    take_select,
+)
+from kvtier.v1 import attention_pb2, session_pb2, status_pb2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SelectItem:
+    """Arguments of one `RemoteSession.select` of a batch."""
+
+    session: RemoteSession
+    layer: int
+    query: ArrayLike
+    options: AttendOptions = AttendOptions()
+    with_scores: bool = False
+
+
+@dataclass(frozen=True)
+class AttendItem:
+    """Arguments of one `RemoteSession.attend` of a batch."""
+
+    session: RemoteSession
+    layer: int
+    query: ArrayLike
+    options: AttendOptions = AttendOptions()
+    selected: ArrayLike | None = None
+
+
+@dataclass(frozen=True)
+class DecodeItem:
+    """Arguments of one `RemoteSession.decode` of a batch."""
+
+    session: RemoteSession
+    layer: int
+    query: ArrayLike
+    key: ArrayLike
+    value: ArrayLike
+    options: AttendOptions = AttendOptions()
+    selected: ArrayLike | None = None
+
+
+SelectOutcome = Union[SelectResult, ClientError]
+AttendOutcome = Union[AttendResult, ClientError]
+
+
+def default_server() -> str:
+    """Returns the address at which `kvtier serve` listens when it is told none."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    home = f"{folder}/kvtier" if folder else f"/tmp/kvtier-{os.getuid()}"
+    return f"unix:{home}/kvtier.sock"
+
+
+class Client:
+    """As `kvtier::Client`: a connection to a server, made by the first call. Thread-safe. A thread
+    of it renews the leases of its sessions. `server` and the other arguments: `ClientOptions`."""
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        token: str = "",
+        tls_server_ca: str = "",
+        tls_certificate: str = "",
+        tls_key: str = "",
+        insecure_tcp: bool = False,
+        timeout: float = 30.0,
+        attempts: int = 4,
+    ) -> None:
+        self.connection = Connection(
+            ClientOptions(
+                server=default_server() if server is None else server,
+                token=token,
+                tls_server_ca=tls_server_ca,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+                insecure_tcp=insecure_tcp,
+                timeout=timeout,
+                attempts=attempts,
+            )
+        )
+        self.watchdog = Watchdog()
+        self.leases = LeaseKeeper(self.connection)
+        self._end = weakref.finalize(self, _end, self.leases, self.watchdog, self.connection)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def open(
+        self,
+        model: ModelConfig,
+        retrieval: RetrievalConfig = RetrievalConfig(),
+        *,
+        extra_sketches: Sequence[SketchConfig] = (),
+        capacity_tokens: int = 0,
+    ) -> RemoteSession:
+        """Opens an empty session. `retrieval`: defaults of its calls. `extra_sketches`: what calls
+        with other retrieval settings need. `capacity_tokens` 0: the server's limit."""
+        request = session_pb2.CreateSessionRequest(
+            request_id=self.make_request_id(),
+            geometry=model.message(),
+            capacity_tokens=capacity_tokens,
+            retrieval=retrieval.message(),
+            extra_sketches=[sketch.message() for sketch in extra_sketches],
+        )
+        response = self.connection.call(self.connection.sessions.CreateSession, request)
+        return RemoteSession(self, response.session)
+
+    def batch_select(self, items: Sequence[SelectItem]) -> list[SelectOutcome]:
+        """Makes `select` calls of any sessions; returns a result or an error for each."""
+        request = attention_pb2.BatchSelectRequest()
+        for item in items:
+            query = tensors.check("query", item.query)
+            fill_select(
+                request.items.add(), item.session, item.layer, query, item.options, item.with_scores
+            )
+        response = self.connection.call(self.connection.attention.BatchSelect, request)
+        return [
+            _outcome(found.status, lambda: take_select(found.response, item.with_scores))
+            for item, found in zip(items, response.items, strict=True)
+        ]
+
+    def batch_attend(self, items: Sequence[AttendItem]) -> list[AttendOutcome]:
+        """Makes `attend` calls of any sessions; returns a result or an error for each."""
+        request = attention_pb2.BatchAttendRequest()
+        queries = [tensors.check("query", item.query) for item in items]
+        for item, query in zip(items, queries):
+            fill_attend(
+                request.items.add(), item.session, item.layer, query, item.selected, item.options
+            )
+        response = self.connection.call(self.connection.attention.BatchAttend, request)
+        return [
+            _outcome(found.status, lambda: take_attend(found.response, query))
+            for query, found in zip(queries, response.items, strict=True)
+        ]
+
+    def batch_decode(self, items: Sequence[DecodeItem]) -> list[AttendOutcome]:
+        """Makes `decode` calls of any sessions, those of one session in their order; returns a
+        result or an error for each."""
+        request = attention_pb2.BatchDecodeRequest()
+        queries = [tensors.check("query", item.query) for item in items]
+        ahead: dict[tuple[str, int], int] = {}
+        stored: list[int] = []
+        for item, query in zip(items, queries):
+            session = item.session
+            message = request.items.add()
+            key = tensors.check("key", item.key)
+            fill_attend(message, session, item.layer, query, item.selected, item.options)
+            tensors.fill(message.key, key)
+            tensors.fill(message.value, tensors.check("value", item.value))
+            message.step = session.next_step()
+            place = (session.name, item.layer)
+            if session.knows(item.layer):
+                message.position = session.length(item.layer) + ahead.get(place, 0)
+            ahead[place] = ahead.get(place, 0) + key.shape[0]
+            stored.append(key.shape[0])
+        response = self.connection.call(self.connection.attention.BatchDecode, request)
+        for item, tokens, found in zip(items, stored, response.items, strict=True):
+            if found.status.code == 0:
+                item.session.stored(item.layer, tokens)
+        return [
+            _outcome(found.status, lambda: take_attend(found.response, query))
+            for query, found in zip(queries, response.items)
+        ]
+
+    def close(self) -> None:
+        """Ends the connection. Sessions that are open are released by the end of their leases."""
+        self._end()
+
+    @staticmethod
+    def make_request_id() -> str:
+        return str(uuid.uuid4())
+
+
+def _end(leases: LeaseKeeper, watchdog: Watchdog, connection: Connection) -> None:
+    leases.close()
+    watchdog.close()
+    connection.close()
+
+
+def _outcome(status: status_pb2.ItemStatus, take: Callable[[], T]) -> T | ClientError:
+    if status.code == 0:
+        return take()
+    return make_error(status.code, status.message, Details(reason=status.reason))

@@ -1,0 +1,192 @@
+"""Settings of a session and of a call, as in kvtier/config.h, and their messages."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvtier.v1 import retrieval_pb2, session_pb2
+
+__all__ = [
+    "AttendOptions",
+    "DType",
+    "Estimator",
+    "LayerConfig",
+    "LayerMode",
+    "ModelConfig",
+    "PlaneKind",
+    "RetrievalConfig",
+    "Selection",
+    "SketchConfig",
+    "ValueWeighting",
+]
+
+
+class DType(enum.Enum):
+    """How the server stores keys and values."""
+
+    FLOAT16 = "DATA_TYPE_FLOAT16"
+    BFLOAT16 = "DATA_TYPE_BFLOAT16"
+
+
+class Estimator(enum.Enum):
+    """How a token is scored from its sketch."""
+
+    SOFT_COLLISION = "ESTIMATOR_SOFT_COLLISION"
+    HARD_COLLISION = "ESTIMATOR_HARD_COLLISION"
+    NORM_AWARE = "ESTIMATOR_NORM_AWARE"
+
+
+class ValueWeighting(enum.Enum):
+    """How the value norm enters a score. `DEFAULT`: the estimator's own."""
+
+    DEFAULT = "VALUE_WEIGHTING_UNSPECIFIED"
+    LINEAR = "VALUE_WEIGHTING_LINEAR"
+    CALIBRATED = "VALUE_WEIGHTING_CALIBRATED"
+    LOGIT = "VALUE_WEIGHTING_LOGIT"
+    NONE = "VALUE_WEIGHTING_NONE"
+
+
+class Selection(enum.Enum):
+    """Whether the query heads of one KV head share a selection."""
+
+    PER_QUERY_HEAD = "SELECTION_PER_QUERY_HEAD"
+    PER_KV_HEAD = "SELECTION_PER_KV_HEAD"
+
+
+class PlaneKind(enum.Enum):
+    """Kind of hyperplanes."""
+
+    GAUSSIAN = "PLANE_KIND_GAUSSIAN"
+    ORTHOGONAL = "PLANE_KIND_ORTHOGONAL"
+
+
+class LayerMode(enum.Enum):
+    """What a layer's attention sees."""
+
+    SPARSE = "LAYER_MODE_SPARSE"
+    DENSE = "LAYER_MODE_DENSE"
+    SLIDING_WINDOW = "LAYER_MODE_SLIDING_WINDOW"
+
+
+@dataclass(frozen=True)
+class SketchConfig:
+    """The sign bits kept of each key."""
+
+    kind: PlaneKind = PlaneKind.GAUSSIAN
+    num_planes: int = 600
+    seed: int = 0
+
+    def message(self) -> retrieval_pb2.Sketch:
+        return retrieval_pb2.Sketch(kind=self.kind.value, num_planes=self.num_planes, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`."""
+
+    estimator: Estimator = Estimator.SOFT_COLLISION
+    value_weighting: ValueWeighting = ValueWeighting.DEFAULT
+    selection: Selection = Selection.PER_KV_HEAD
+    #: None: gaussian for the collision estimators, orthogonal for norm-aware.
+    plane_kind: PlaneKind | None = None
+    seed: int = 0
+    planes_per_table: int = 10
+    tables: int = 60
+    tau: float = 0.4
+    num_planes: int = 256
+    query_bits: int = 4
+    top_k: int = 2048
+    sparsity: float = 0.0
+    sink_tokens: int = 128
+    recent_tokens: int = 128
+
+    def sketch(self) -> SketchConfig:
+        """Returns the smallest sketch that the estimator can read."""
+        norm_aware = self.estimator == Estimator.NORM_AWARE
+        own = PlaneKind.ORTHOGONAL if norm_aware else PlaneKind.GAUSSIAN
+        planes = self.num_planes if norm_aware else self.planes_per_table * self.tables
+        return SketchConfig(own if self.plane_kind is None else self.plane_kind, planes, self.seed)
+
+    def message(self) -> retrieval_pb2.RetrievalOptions:
+        size = retrieval_pb2.SelectionSize()
+        if self.sparsity > 0.0:
+            size.sparsity = self.sparsity
+        else:
+            size.top_k = self.top_k
+        return retrieval_pb2.RetrievalOptions(
+            estimator=self.estimator.value,
+            value_weighting=self.value_weighting.value,
+            selection=self.selection.value,
+            size=size,
+            plane_kind=None if self.plane_kind is None else self.plane_kind.value,
+            seed=self.seed,
+            planes_per_table=self.planes_per_table,
+            tables=self.tables,
+            tau=self.tau,
+            num_planes=self.num_planes,
+            query_bits=self.query_bits,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Attention of one layer. `softmax_scale` None: 1 / sqrt(head_dim)."""
+
+    mode: LayerMode = LayerMode.SPARSE
+    window_tokens: int = 0
+    softmax_scale: float | None = None
+    logit_softcap: float = 0.0
+
+    def message(self) -> session_pb2.LayerOptions:
+        return session_pb2.LayerOptions(
+            mode=self.mode.value,
+            window_tokens=self.window_tokens,
+            softmax_scale=self.softmax_scale,
+            logit_softcap=self.logit_softcap,
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a model's KV. `layer_options`: empty, or one per layer."""
+
+    layers: int = 1
+    query_heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 128
+    kv_dtype: DType = DType.BFLOAT16
+    layer_options: tuple[LayerConfig, ...] = ()
+
+    def message(self) -> session_pb2.Geometry:
+        return session_pb2.Geometry(
+            layers=self.layers,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            kv_dtype=self.kv_dtype.value,
+            layer_options=[layer.message() for layer in self.layer_options],
+        )
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """Changes of a layer's attention for one call. None keeps the session's."""
+
+    softmax_scale: float | None = None
+    logit_softcap: float | None = None
+    mode: LayerMode | None = None
+    #: Tokens at or after this index are always attended.
+    dense_from: int | None = None
+    retrieval: RetrievalConfig | None = None
+
+    def message(self) -> retrieval_pb2.AttendOptions:
+        return retrieval_pb2.AttendOptions(
+            softmax_scale=self.softmax_scale,
+            logit_softcap=self.logit_softcap,
+            mode=None if self.mode is None else self.mode.value,
+            dense_from=self.dense_from,
+            retrieval=None if self.retrieval is None else self.retrieval.message(),
+        )

@@ -1,0 +1,205 @@
+"""A channel, and how calls over it are made."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence, TypeVar
+
+import grpc
+
+from kvtier.errors import ClientError, ErrorCode, error_of, invalid, make_error
+from kvtier.v1 import attention_pb2_grpc, session_pb2_grpc
+
+T = TypeVar("T")
+
+_MAX_MESSAGE_BYTES = 4 << 20
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 1.0
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """As `kvtier::ClientOptions`."""
+
+    #: "unix:PATH" or "tcp:HOST:PORT".
+    server: str
+    #: Names the tenant, where the server knows tenants by token.
+    token: str = ""
+    #: Files in PEM, all three for TCP: the CA of the server, the client's certificate and key.
+    tls_server_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    #: TCP without TLS; the server must allow it.
+    insecure_tcp: bool = False
+    #: Seconds that a call may take, above 0: none waits for ever.
+    timeout: float = 30.0
+    #: Attempts at a call that the server cannot take now; 1: no retry.
+    attempts: int = 4
+
+
+def delay_before(error: ClientError, attempt: int) -> float | None:
+    """Returns how long to wait before attempt `attempt` + 2; None: none is worth it."""
+    # A client cancels nothing itself: a server that shuts down does.
+    unavailable = error.code in (ErrorCode.UNAVAILABLE, ErrorCode.CANCELLED)
+    hint = error.details.retry_delay
+    overloaded = error.code == ErrorCode.RESOURCE_EXHAUSTED and hint is not None
+    if not unavailable and not overloaded:
+        return None
+    delay = min(_FIRST_BACKOFF * 2 ** min(attempt, 4), _LONGEST_BACKOFF)
+    if hint is not None:
+        delay = min(max(hint, delay), _LONGEST_BACKOFF)
+    return random.uniform(delay / 2, delay)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raises as `ClientError` what grpc raises."""
+    try:
+        yield
+    except grpc.RpcError as failure:
+        raise error_of(failure) from None
+    except ValueError as failure:
+        if isinstance(failure, ClientError):
+            raise
+        # So grpc refuses a channel that is closed.
+        message = "client: expected an open client, found one that is closed"
+        raise make_error(ErrorCode.FAILED_PRECONDITION, message) from failure
+
+
+class Connection:
+    """Thread-safe."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        if not options.timeout > 0:
+            raise invalid(f"timeout: expected above 0, found {options.timeout} s")
+        if options.attempts < 1:
+            raise invalid(f"attempts: expected at least 1, found {options.attempts}")
+        self.options = options
+        self.metadata: Sequence[tuple[str, str]] = (
+            (("authorization", f"Bearer {options.token}"),) if options.token else ()
+        )
+        self._channel = _make_channel(options)
+        self.sessions: Any = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.attention: Any = attention_pb2_grpc.AttentionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def retry(self, attempt: Callable[[], T]) -> T:
+        """Runs `attempt`, which raises `ClientError`, until it is taken or attempts are used up."""
+        for i in range(self.options.attempts):
+            try:
+                return attempt()
+            except ClientError as error:
+                delay = delay_before(error, i)
+                if delay is None or i + 1 == self.options.attempts:
+                    raise
+            time.sleep(delay)
+        raise AssertionError("unreachable")
+
+    def call(self, method: Callable[..., Any], request: Any) -> Any:
+        """Makes a unary call until it is taken or the attempts are used up."""
+        return self.retry(lambda: self.call_once(method, request))
+
+    def call_once(
+        self, method: Callable[..., Any], request: Any, timeout: float | None = None
+    ) -> Any:
+        """As `call`, of a call that must not be repeated."""
+        seconds = self.options.timeout if timeout is None else timeout
+        with translated():
+            return method(request, timeout=seconds, metadata=self.metadata)
+
+
+class Watchdog:
+    """Cancels what has not ended by its deadline. Its thread starts with the first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._deadlines: dict[Any, float] = {}
+        self._expired: set[Any] = set()
+        self._wake_at = float("inf")
+        self._thread: threading.Thread | None = None
+        self._ending = False
+
+    def start(self, call: Any, seconds: float) -> None:
+        """Cancels `call` unless `stop` comes within `seconds`."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._deadlines[call] = deadline
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="kvtier-deadlines", daemon=True
+                )
+                self._thread.start()
+            if deadline < self._wake_at:
+                self._changed.notify()
+
+    def stop(self, call: Any) -> bool:
+        """Returns whether the time of `call` had run out."""
+        with self._changed:
+            self._deadlines.pop(call, None)
+            expired = call in self._expired
+            self._expired.discard(call)
+            return expired
+
+    def close(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._ending:
+                now = time.monotonic()
+                for call in [c for c, deadline in self._deadlines.items() if deadline <= now]:
+                    del self._deadlines[call]
+                    self._expired.add(call)
+                    call.cancel()
+                self._wake_at = min(self._deadlines.values(), default=float("inf"))
+                self._changed.wait(None if not self._deadlines else self._wake_at - now)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as failure:
+        message = f"client: expected a readable file, found {path}"
+        raise make_error(ErrorCode.NOT_FOUND, message) from failure
+
+
+def _make_channel(options: ClientOptions) -> Any:
+    arguments = [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 1 << 20),
+        ("grpc.keepalive_time_ms", 30_000),  # the server takes one in 20 s
+        ("grpc.enable_retries", 0),
+        # A pool of its own: connections of one process do not share their limit of streams.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+    ]
+    server = options.server
+    if server.startswith("unix:"):
+        return grpc.insecure_channel(server, options=arguments)
+    if not server.startswith("tcp:"):
+        raise invalid(f'client: server: expected unix:PATH or tcp:HOST:PORT, found "{server}"')
+    target = server.removeprefix("tcp:")
+    files = (options.tls_server_ca, options.tls_key, options.tls_certificate)
+    if all(files):
+        credentials = grpc.ssl_channel_credentials(*(_read(path) for path in files))
+        return grpc.secure_channel(target, credentials, options=arguments)
+    if any(files):
+        raise invalid(
+            "client: TLS: expected server CA, certificate and key together, found some of them"
+        )
+    if not options.insecure_tcp:
+        raise invalid("client: expected TLS files for TCP, or insecure_tcp, found neither")
+    return grpc.insecure_channel(target, options=arguments)

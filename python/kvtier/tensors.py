@@ -1,0 +1,53 @@
+"""Arrays to messages and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvtier.errors import invalid
+from kvtier.v1 import tensor_pb2
+
+Array = NDArray[Any]
+
+_TYPES: dict[str, int] = {
+    "float32": tensor_pb2.DATA_TYPE_FLOAT32,
+    "float16": tensor_pb2.DATA_TYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16,
+    "uint16": tensor_pb2.DATA_TYPE_BFLOAT16,
+    "int32": tensor_pb2.DATA_TYPE_INT32,
+}
+
+
+def check(name: str, array: ArrayLike) -> Array:
+    """Returns a dense array that a message can carry, `array` itself where it is one."""
+    found = np.asarray(array)
+    if not found.dtype.isnative or found.dtype.name not in _TYPES:
+        raise invalid(
+            f"{name}: expected float32, float16, bfloat16 (or its bits as uint16) or int32, "
+            f"found {found.dtype}"
+        )
+    if not 1 <= found.ndim <= 4:
+        raise invalid(f"{name}: expected 1 to 4 dimensions, found shape {list(found.shape)}")
+    return np.ascontiguousarray(found)
+
+
+def fill(message: tensor_pb2.Tensor, array: Array) -> None:
+    """Writes a checked array into a message."""
+    message.dtype = _TYPES[array.dtype.name]  # type: ignore[assignment]
+    message.shape.extend(array.shape)
+    message.data = array.tobytes()
+
+
+def take(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any]) -> Array:
+    """Returns the array of a reply, read-only, as `dtype`."""
+    shape = tuple(message.shape)
+    if message.dtype != _TYPES[dtype.name] or len(message.data) != math.prod(shape) * dtype.itemsize:
+        raise invalid(
+            f"{name}: expected {dtype.name} in the reply, found "
+            f"{tensor_pb2.DataType.Name(message.dtype)} {list(shape)} of {len(message.data)} bytes"
+        )
+    return np.frombuffer(message.data, dtype).reshape(shape)

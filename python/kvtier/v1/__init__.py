@@ -1,0 +1,1 @@
+"""The service's messages and stubs, generated from proto/kvtier/v1."""

@@ -1,0 +1,164 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+SERVER_STATE_DRAINING: ServerState
+SERVER_STATE_SERVING: ServerState
+SERVER_STATE_UNSPECIFIED: ServerState
+
+class CumulativeStats(_message.Message):
+    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "nonfinite_tokens", "queries", "rows_attended", "rows_selected", "tokens_appended"]
+    BYTES_DEVICE_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DEVICE_TO_HOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HOST_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SKETCH_READ_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_SELECTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_APPENDED_FIELD_NUMBER: _ClassVar[int]
+    bytes_device_resident: int
+    bytes_device_to_host: int
+    bytes_host_to_device: int
+    bytes_sketch_read: int
+    nonfinite_tokens: int
+    queries: int
+    rows_attended: int
+    rows_selected: int
+    tokens_appended: int
+    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ["server_epoch", "state", "uptime", "version"]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    server_epoch: int
+    state: ServerState
+    uptime: _duration_pb2.Duration
+    version: str
+    def __init__(self, version: _Optional[str] = ..., server_epoch: _Optional[int] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ["cumulative", "service", "snapshot"]
+    CUMULATIVE_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    cumulative: CumulativeStats
+    service: ServiceStats
+    snapshot: SnapshotStats
+    def __init__(self, cumulative: _Optional[_Union[CumulativeStats, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotStats, _Mapping]] = ..., service: _Optional[_Union[ServiceStats, _Mapping]] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ["page_size", "page_token"]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ["next_page_token", "tenants"]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    next_page_token: str
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ServiceStats(_message.Message):
+    __slots__ = ["admitted", "inflight_bytes", "inflight_bytes_limit", "leases_expired", "models", "received", "rejected", "sessions_created", "sessions_released"]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    LEASES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_CREATED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    admitted: int
+    inflight_bytes: int
+    inflight_bytes_limit: int
+    leases_expired: int
+    models: int
+    received: int
+    rejected: int
+    sessions_created: int
+    sessions_released: int
+    def __init__(self, models: _Optional[int] = ..., sessions_created: _Optional[int] = ..., sessions_released: _Optional[int] = ..., leases_expired: _Optional[int] = ..., received: _Optional[int] = ..., admitted: _Optional[int] = ..., rejected: _Optional[int] = ..., inflight_bytes: _Optional[int] = ..., inflight_bytes_limit: _Optional[int] = ...) -> None: ...
+
+class SetTenantQuotaRequest(_message.Message):
+    __slots__ = ["name", "quota"]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quota: TenantQuota
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ...) -> None: ...
+
+class SetTenantQuotaResponse(_message.Message):
+    __slots__ = ["tenant"]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
+
+class SnapshotStats(_message.Message):
+    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_used", "sessions", "sketch_bytes_used"]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SKETCH_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    device_bytes: int
+    host_page_bytes: int
+    host_page_bytes_used: int
+    pages: int
+    pages_used: int
+    sessions: int
+    sketch_bytes_used: int
+    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ["kv_bytes", "name", "quota", "sessions"]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    kv_bytes: int
+    name: str
+    quota: TenantQuota
+    sessions: int
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+
+class TenantQuota(_message.Message):
+    __slots__ = ["max_kv_bytes", "max_sessions"]
+    MAX_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    max_kv_bytes: int
+    max_sessions: int
+    def __init__(self, max_sessions: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ...) -> None: ...
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []

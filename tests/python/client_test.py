@@ -1,0 +1,273 @@
+"""The client against `kvtier serve`."""
+
+from __future__ import annotations
+
+import gc
+import unittest
+from typing import Any
+
+import kvtier
+import ml_dtypes
+import numpy as np
+from kvtier.v1 import session_pb2
+from server import Server, ServerTest, bfloat_bits, dense_attention, from_bits
+
+MODEL = kvtier.ModelConfig(layers=2, query_heads=4, kv_heads=2, head_dim=64)
+RETRIEVAL = kvtier.RetrievalConfig(top_k=8, sink_tokens=4, recent_tokens=4)
+DENSE = kvtier.AttendOptions(mode=kvtier.LayerMode.DENSE)
+# fp32 sums in the server; outputs of 16 bits are rounded once more.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "uint16": 1.6e-2}
+
+
+class Case:
+    """Random tokens, keys and values exactly representable in bfloat16."""
+
+    def __init__(self, tokens: int, seed: int = 1) -> None:
+        self.random = np.random.default_rng(seed)
+        self.keys = self._rows(tokens)
+        self.values = self._rows(tokens)
+
+    def _rows(self, tokens: int) -> Any:
+        shape = (tokens, MODEL.kv_heads, MODEL.head_dim)
+        return from_bits(bfloat_bits(self.random.standard_normal(shape, np.float32)))
+
+    def query(self, tokens: int) -> Any:
+        shape = (tokens, MODEL.query_heads, MODEL.head_dim)
+        return from_bits(bfloat_bits(self.random.standard_normal(shape, np.float32)))
+
+
+class SessionTest(ServerTest):
+    def setUp(self) -> None:
+        self.client = kvtier.Client(self.server.address)
+        self.addCleanup(self.client.close)
+        self.session = self.client.open(MODEL, RETRIEVAL)
+        self.addCleanup(self.session.close)
+
+    def test_dense_decode_is_that_of_the_oracle_in_every_dtype(self) -> None:
+        case = Case(37)
+        query = case.query(3)
+        for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.uint16):
+            name = np.dtype(dtype).name
+            with self.subTest(name), self.client.open(MODEL, RETRIEVAL) as session:
+                keys, values, queries = (
+                    bfloat_bits(x) if dtype is np.uint16 else x.astype(dtype)
+                    for x in (case.keys, case.values, query)
+                )
+                session.append(1, keys[:34], values[:34])
+                out, lse = session.decode(1, queries, keys[34:], values[34:], DENSE)
+
+                self.assertEqual(out.dtype, np.dtype(dtype))
+                # bfloat16 storage rounds what float16 carries; these values survive it.
+                expected, expected_lse = dense_attention(
+                    query if name != "float16" else queries, case.keys, case.values
+                )
+                found = from_bits(out) if dtype is np.uint16 else out.astype(np.float32)
+                np.testing.assert_allclose(found, expected, atol=TOLERANCE[name])
+                np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
+                self.assertEqual([session.length(0), session.length(1)], [0, 37])
+
+    def test_append_in_chunks_stores_all(self) -> None:
+        case = Case(9000)  # 4.4 MiB: more than one message may have
+        self.session.append(0, case.keys, case.values)
+        query = case.query(2)
+        out, _ = self.session.attend(0, query, DENSE)
+        self.assertEqual(self.session.length(0), 9000)
+        np.testing.assert_allclose(
+            out, dense_attention(query, case.keys, case.values)[0], atol=TOLERANCE["float32"]
+        )
+
+    def test_views_that_are_not_dense_are_taken(self) -> None:
+        case = Case(20)
+        self.session.append(0, case.keys[::2], case.values[::2])
+        query = case.query(4)[::2]
+        out, _ = self.session.attend(0, query, DENSE)
+        expected, _ = dense_attention(query, case.keys[::2], case.values[::2])
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+
+    def test_select_returns_ids_that_attend_takes(self) -> None:
+        case = Case(100)
+        self.session.append(0, case.keys, case.values)
+        query = case.query(2)
+        ids, scores = self.session.select(0, query, with_scores=True)
+        self.assertEqual(ids.shape, (2, MODEL.kv_heads, RETRIEVAL.top_k))
+        assert scores is not None
+        self.assertEqual(scores.shape, ids.shape)
+        self.assertTrue((np.diff(ids, axis=2) > 0).all())
+        self.assertIsNone(self.session.select(0, query).scores)
+        chosen, _ = self.session.attend(0, query, selected=ids)
+        np.testing.assert_array_equal(chosen, self.session.attend(0, query).out)
+
+    def test_a_call_may_change_the_retrieval(self) -> None:
+        case = Case(100)
+        self.session.append(0, case.keys, case.values)
+        query = case.query(1)
+        wide = kvtier.AttendOptions(
+            retrieval=kvtier.RetrievalConfig(top_k=100, sink_tokens=4, recent_tokens=4)
+        )
+        out, _ = self.session.attend(0, query, wide)
+        expected, _ = dense_attention(query, case.keys, case.values)
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+        with self.assertRaises(kvtier.FailedPreconditionError):
+            no_sketch = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE)
+            self.session.attend(0, query, kvtier.AttendOptions(retrieval=no_sketch))
+
+    def test_extra_sketches_serve_other_estimators(self) -> None:
+        other = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, top_k=100)
+        case = Case(100)
+        with self.client.open(MODEL, RETRIEVAL, extra_sketches=[other.sketch()]) as session:
+            session.append(0, case.keys, case.values)
+            query = case.query(1)
+            out, _ = session.attend(0, query, kvtier.AttendOptions(retrieval=other))
+        expected, _ = dense_attention(query, case.keys, case.values)
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+
+    def test_truncate_and_refresh_tell_the_lengths(self) -> None:
+        case = Case(10)
+        for layer in range(MODEL.layers):
+            self.session.append(layer, case.keys, case.values)
+        self.session.truncate(6)
+        self.assertEqual(self.session.length(), 6)
+        self.session.refresh()
+        self.assertEqual(self.session.length(1), 6)
+        query = case.query(1)
+        expected, _ = dense_attention(query, case.keys[:6], case.values[:6])
+        out, _ = self.session.attend(1, query, DENSE)
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+
+    def test_batches_answer_each_item(self) -> None:
+        case = Case(12)
+        other = self.client.open(MODEL, RETRIEVAL)
+        self.addCleanup(other.close)
+        queries = [case.query(1) for _ in range(4)]
+        rows = [(case.keys[i : i + 1], case.values[i : i + 1]) for i in range(3)]
+        found = self.client.batch_decode(
+            [
+                kvtier.DecodeItem(self.session, 0, queries[0], *rows[0], options=DENSE),
+                kvtier.DecodeItem(other, 7, queries[1], *rows[1]),
+                kvtier.DecodeItem(other, 0, queries[2], *rows[2], options=DENSE),
+                kvtier.DecodeItem(self.session, 0, queries[3], *rows[1], options=DENSE),
+            ]
+        )
+        self.assertEqual([self.session.length(0), other.length(0)], [2, 1])
+        wrong = found[1]
+        assert isinstance(wrong, kvtier.InvalidArgumentError)
+        self.assertEqual(wrong.reason, "INVALID_ARGUMENT")
+        for place, seen in ((0, [0]), (2, [2]), (3, [0, 1])):
+            result = found[place]
+            assert isinstance(result, kvtier.AttendResult)
+            expected, _ = dense_attention(queries[place], case.keys[seen], case.values[seen])
+            np.testing.assert_allclose(result.out, expected, atol=TOLERANCE["float32"])
+
+        attended = self.client.batch_attend(
+            [kvtier.AttendItem(s, 0, queries[0], DENSE) for s in (self.session, other)]
+        )
+        for session, outcome in zip((self.session, other), attended):
+            assert isinstance(outcome, kvtier.AttendResult)
+            np.testing.assert_array_equal(outcome.out, session.attend(0, queries[0], DENSE).out)
+        selected = self.client.batch_select(
+            [kvtier.SelectItem(self.session, 0, queries[0]), kvtier.SelectItem(other, 1, queries[0])]
+        )
+        self.assertIsInstance(selected[0], kvtier.SelectResult)
+        self.assertIsInstance(selected[1], kvtier.FailedPreconditionError)
+
+    def test_arguments_are_refused_and_nothing_changes(self) -> None:
+        case = Case(4)
+        query = case.query(1)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected float32.*found float64"):
+            self.session.append(0, case.keys.astype(np.float64), case.values)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected float32.*found >f4"):
+            self.session.attend(0, query.astype(">f4"))
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 1 to 4 dimensions"):
+            self.session.attend(0, np.float32(1))
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 4 tokens, found 3"):
+            self.session.append(0, case.keys, case.values[:3])
+        with self.assertRaises(kvtier.InvalidArgumentError) as caught:
+            self.session.append(0, case.keys[:, :1], case.values)
+        self.assertEqual([v.field for v in caught.exception.details.violations], ["key.shape"])
+        with self.assertRaises(kvtier.InvalidArgumentError):
+            self.session.append(2, case.keys, case.values)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 0..1, found 2"):
+            self.session.length(2)
+        self.session.refresh()
+        self.assertEqual(self.session.length(0), 0)
+
+    def test_a_second_append_at_a_position_is_refused(self) -> None:
+        case = Case(4)
+        self.session.append(0, case.keys, case.values)
+        self.session.stored(0, -4)  # as a client that has missed the reply
+        with self.assertRaises(kvtier.PositionMismatchError) as caught:
+            self.session.append(0, case.keys, case.values)
+        self.assertEqual(caught.exception.code, kvtier.ErrorCode.ABORTED)
+        with self.assertRaises(kvtier.PositionMismatchError):
+            self.session.decode(0, case.query(1), case.keys[:1], case.values[:1])
+        self.session.refresh()
+        self.assertEqual(self.session.length(0), 4)
+
+    def test_a_released_session_is_unknown(self) -> None:
+        self.session.close()
+        self.session.close()
+        with self.assertRaises(kvtier.NotFoundError):
+            self.session.refresh()
+
+    def test_a_closed_client_makes_no_calls(self) -> None:
+        self.client.close()
+        rows = Case(1).keys
+        calls: list[Any] = [
+            self.session.refresh,
+            lambda: self.session.append(0, rows, rows),
+            lambda: self.session.decode(0, rows, rows, rows),
+        ]
+        for call in calls:
+            with self.assertRaisesRegex(kvtier.FailedPreconditionError, "found one that is closed"):
+                call()
+
+
+class LeaseTest(ServerTest):
+    options = ("--lease-seconds", "1")
+
+    def names(self, client: kvtier.Client) -> set[str]:
+        reply = client.connection.sessions.ListSessions(
+            session_pb2.ListSessionsRequest(), timeout=30
+        )
+        return set(reply.names)
+
+    def test_a_session_lives_as_long_as_its_object(self) -> None:
+        with kvtier.Client(self.server.address) as client:
+            kept = client.open(MODEL, RETRIEVAL)
+            dropped = client.open(MODEL, RETRIEVAL)
+            name = dropped.name
+            self.assertEqual(self.names(client), {kept.name, name})
+            del dropped
+            gc.collect()
+            self.wait_until(lambda: name not in self.names(client))
+            self.assertEqual(self.names(client), {kept.name})  # older, and renewed
+            kept.refresh()
+
+    def test_sessions_of_a_closed_client_end(self) -> None:
+        first = kvtier.Client(self.server.address)
+        session = first.open(MODEL, RETRIEVAL)
+        first.close()
+        with kvtier.Client(self.server.address) as second:
+            self.wait_until(lambda: session.name not in self.names(second))
+
+
+class EndOfServerTest(unittest.TestCase):
+    def test_a_server_that_died_is_unavailable_and_its_sessions_are_stale(self) -> None:
+        server = Server()
+        self.addCleanup(server.close)
+        client = kvtier.Client(server.address, timeout=10)
+        self.addCleanup(client.close)
+        session = client.open(MODEL, RETRIEVAL)
+        case = Case(2)
+        query = case.query(1)
+        session.decode(0, query, case.keys[:1], case.values[:1])
+        server.kill()
+        with self.assertRaises(kvtier.UnavailableError):
+            session.decode(0, query, case.keys[1:], case.values[1:])
+        server.start()
+        with self.assertRaises(kvtier.ServerEpochError):
+            session.decode(0, query, case.keys[1:], case.values[1:])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,283 @@
+"""What the client does when a server is slow, overloaded or gone, by a server that does as told."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+import unittest
+from concurrent import futures
+from typing import Any, Callable, Iterator
+
+import grpc
+import kvtier
+import numpy as np
+from google.rpc import error_details_pb2, status_pb2
+from kvtier.connection import Watchdog, delay_before
+from kvtier.errors import Details, make_error
+from kvtier.v1 import attention_pb2, attention_pb2_grpc, session_pb2, session_pb2_grpc, tensor_pb2
+
+MODEL = kvtier.ModelConfig(layers=1, query_heads=1, kv_heads=1, head_dim=64)
+ROW = np.ones((1, 1, 64), np.float32)
+DETAILS = "grpc-status-details-bin"
+
+Refusal = tuple[grpc.StatusCode, tuple[Any, ...]]
+OVERLOAD = error_details_pb2.RetryInfo()
+OVERLOAD.retry_delay.nanos = 1_000_000
+
+
+def reason(text: str) -> error_details_pb2.ErrorInfo:
+    return error_details_pb2.ErrorInfo(reason=text, domain="kvtier", metadata={"where": "here"})
+
+
+def refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: tuple[Any, ...]) -> None:
+    status = status_pb2.Status(code=code.value[0])
+    for detail in details:
+        status.details.add().Pack(detail)
+    context.set_trailing_metadata(((DETAILS, status.SerializeToString()),))
+    context.abort(code, "refused as told")
+
+
+class Told(session_pb2_grpc.SessionServiceServicer, attention_pb2_grpc.AttentionServiceServicer):
+    """Keeps the requests that came, and refuses those for which there is a refusal."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.refusals: list[Refusal] = []
+        self.never = threading.Event()  # set at the end of the test: frees calls that hang
+        self.hang = False
+
+    def _take(self, request: Any, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        if self.refusals:
+            refuse(context, *self.refusals.pop(0))
+        if self.hang:
+            self.never.wait()
+
+    def CreateSession(self, request: Any, context: Any) -> Any:
+        self._take(request, context)
+        session = session_pb2.Session(name="sessions/x", layer_lengths=[0])
+        session.lease_ttl.seconds = 60
+        return session_pb2.CreateSessionResponse(session=session)
+
+    def ReleaseSession(self, request: Any, context: Any) -> Any:
+        return session_pb2.ReleaseSessionResponse()
+
+    def GetSession(self, request: Any, context: Any) -> Any:
+        self._take(request, context)
+        return session_pb2.GetSessionResponse(
+            session=session_pb2.Session(name=request.name, layer_lengths=[3])
+        )
+
+    def Append(self, requests: Iterator[Any], context: Any) -> Any:
+        for request in requests:
+            self._take(request, context)
+        return attention_pb2.AppendResponse(layer_lengths=[1])
+
+    def Decode(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        for request in requests:
+            self._take(request, context)
+            out = tensor_pb2.Tensor(
+                dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1, 1, 64], data=ROW.tobytes()
+            )
+            lse = tensor_pb2.Tensor(
+                dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1, 1], data=bytes(4)
+            )
+            yield attention_pb2.DecodeResponse(step=request.step, out=out, lse=lse)
+
+
+class RulesTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="kvtier-python-")
+        self.addCleanup(folder.cleanup)
+        self.address = f"unix:{folder.name}/s"
+        self.told = Told()
+        server = grpc.server(futures.ThreadPoolExecutor(8))
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
+        attention_pb2_grpc.add_AttentionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
+        server.add_insecure_port(self.address)
+        server.start()
+        self.addCleanup(lambda: server.stop(None).wait())
+        self.addCleanup(self.told.never.set)
+
+    def open(self, **options: Any) -> kvtier.RemoteSession:
+        client = kvtier.Client(self.address, **options)
+        self.addCleanup(client.close)
+        session = client.open(MODEL)
+        self.addCleanup(session.close)
+        self.told.requests.clear()
+        return session
+
+    def test_what_cannot_be_taken_now_is_asked_again_with_the_same_id(self) -> None:
+        self.told.refusals = [
+            (grpc.StatusCode.UNAVAILABLE, (reason("DRAINING"),)),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, (reason("OVERLOADED"), OVERLOAD)),
+        ]
+        with kvtier.Client(self.address) as client:
+            client.open(MODEL).close()
+        ids = [request.request_id for request in self.told.requests]
+        self.assertEqual(len(ids), 3)
+        self.assertEqual(len(set(ids)), 1)
+
+    def test_attempts_are_bounded(self) -> None:
+        session = self.open(attempts=2)
+        self.told.refusals = [(grpc.StatusCode.UNAVAILABLE, ())] * 5
+        with self.assertRaises(kvtier.UnavailableError):
+            session.refresh()
+        self.assertEqual(len(self.told.requests), 2)
+
+    def test_quotas_and_wrong_arguments_are_not_asked_again(self) -> None:
+        session = self.open()
+        violation = error_details_pb2.BadRequest(
+            field_violations=[error_details_pb2.BadRequest.FieldViolation(field="name", description="d")]
+        )
+        self.told.refusals = [
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, (reason("QUOTA_EXCEEDED"),)),
+            (grpc.StatusCode.INVALID_ARGUMENT, (reason("INVALID_ARGUMENT"), violation)),
+        ]
+        with self.assertRaises(kvtier.QuotaExceededError) as quota:
+            session.refresh()
+        self.assertEqual(quota.exception.details.metadata, {"where": "here"})
+        self.assertIsNone(quota.exception.details.retry_delay)
+        with self.assertRaises(ValueError) as wrong:
+            session.refresh()
+        assert isinstance(wrong.exception, kvtier.InvalidArgumentError)
+        self.assertEqual(wrong.exception.details.violations, (kvtier.FieldViolation("name", "d"),))
+        self.assertEqual(len(self.told.requests), 2)
+
+    def test_an_append_is_sent_once(self) -> None:
+        session = self.open()
+        self.told.refusals = [(grpc.StatusCode.UNAVAILABLE, ())]
+        with self.assertRaises(kvtier.UnavailableError):
+            session.append(0, ROW, ROW)
+        self.assertEqual(len(self.told.requests), 1)
+
+    def test_a_step_whose_reply_was_lost_is_asked_again_unchanged(self) -> None:
+        session = self.open()
+        session.decode(0, ROW, ROW, ROW)
+        self.told.requests.clear()
+        self.told.refusals = [
+            (grpc.StatusCode.UNAVAILABLE, ()),
+            (grpc.StatusCode.FAILED_PRECONDITION, (reason("STREAM_IDLE"),)),
+        ]
+        out, _ = session.decode(0, ROW, ROW, ROW)
+        np.testing.assert_array_equal(out, ROW)
+        self.assertEqual(len(self.told.requests), 3)
+        for request in self.told.requests:
+            self.assertEqual(request, self.told.requests[0])
+        self.assertEqual([self.told.requests[0].step, self.told.requests[0].position], [2, 1])
+        self.assertEqual(session.length(0), 2)
+
+    def test_no_call_waits_longer_than_the_timeout(self) -> None:
+        session = self.open(timeout=0.2)
+        self.told.hang = True
+        calls: list[Callable[[], Any]] = [
+            session.refresh,
+            lambda: session.append(0, ROW, ROW),
+            lambda: session.decode(0, ROW, ROW, ROW),
+        ]
+        for call in calls:
+            with self.assertRaises(kvtier.DeadlineExceededError):
+                call()
+        self.assertEqual(session.length(0), 0)
+
+    def test_a_step_after_one_that_took_too_long_has_a_new_stream(self) -> None:
+        session = self.open(timeout=0.5)
+        self.told.hang = True
+        with self.assertRaises(kvtier.DeadlineExceededError):
+            session.decode(0, ROW, ROW, ROW)
+        self.told.hang = False
+        session.decode(0, ROW, ROW, ROW)
+        self.assertEqual(session.length(0), 1)
+
+
+class OptionsTest(unittest.TestCase):
+    def test_options_that_do_not_go_together_are_refused(self) -> None:
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"server": "nowhere"}, "expected unix:PATH or tcp:HOST:PORT"),
+            ({"server": "tcp:localhost:1"}, "expected TLS files for TCP, or insecure_tcp"),
+            ({"server": "tcp:localhost:1", "tls_key": "x"}, "together, found some"),
+            ({"server": "unix:/x", "timeout": 0}, "above 0, found 0"),
+            ({"server": "unix:/x", "timeout": float("nan")}, "above 0, found nan"),
+            ({"server": "unix:/x", "attempts": 0}, "at least 1, found 0"),
+        ]
+        before = threading.active_count()
+        for options, message in refused:
+            with self.subTest(message), self.assertRaisesRegex(
+                kvtier.InvalidArgumentError, message
+            ):
+                kvtier.Client(**options)
+        files = {name: "/nowhere" for name in ("tls_server_ca", "tls_certificate", "tls_key")}
+        with self.assertRaisesRegex(kvtier.NotFoundError, "readable file, found /nowhere"):
+            kvtier.Client("tcp:localhost:1", **files)  # type: ignore[arg-type]
+        self.assertEqual(threading.active_count(), before)
+
+    def test_messages_have_all_that_a_configuration_has(self) -> None:
+        config = kvtier.RetrievalConfig(sparsity=20.0, plane_kind=kvtier.PlaneKind.GAUSSIAN)
+        message = config.message()
+        self.assertEqual(message.size.WhichOneof("size"), "sparsity")
+        self.assertEqual(kvtier.RetrievalConfig().message().size.top_k, 2048)
+        for field in message.DESCRIPTOR.fields:
+            if field.has_presence:
+                self.assertTrue(message.HasField(field.name), field.name)
+        model = kvtier.ModelConfig(
+            layers=1,
+            layer_options=(kvtier.LayerConfig(kvtier.LayerMode.SLIDING_WINDOW, 128, 0.5, 30.0),),
+        ).message()
+        self.assertEqual(model.layer_options[0].window_tokens, 128)
+        self.assertEqual(model.layer_options[0].softmax_scale, 0.5)
+
+
+class ErrorsTest(unittest.TestCase):
+    def test_every_code_has_its_class(self) -> None:
+        self.assertEqual({code.value for code in kvtier.ErrorCode}, set(range(1, 17)))
+        self.assertIsInstance(make_error(14, "m"), ConnectionError)
+        self.assertIsInstance(make_error(4, "m"), TimeoutError)
+        self.assertEqual(make_error(99, "m").code, kvtier.ErrorCode.UNKNOWN)
+        # A reason that does not belong to the code changes nothing.
+        odd = make_error(14, "m", Details(reason="LEASE_EXPIRED"))
+        self.assertIs(type(odd), kvtier.UnavailableError)
+        expired = make_error(9, "m", Details(reason="LEASE_EXPIRED"))
+        self.assertEqual(str(expired), "FAILED_PRECONDITION (LEASE_EXPIRED): m")
+
+    def test_delays_are_bounded_and_follow_the_hint(self) -> None:
+        for attempt in range(10):
+            plain = delay_before(make_error(14, "m"), attempt)
+            assert plain is not None
+            self.assertTrue(0.05 <= plain <= 1.0, plain)
+            hinted = delay_before(make_error(8, "m", Details(retry_delay=0.7)), attempt)
+            assert hinted is not None
+            self.assertTrue(0.35 <= hinted <= 1.0, hinted)
+            long = delay_before(make_error(14, "m", Details(retry_delay=3600.0)), attempt)
+            assert long is not None
+            self.assertLessEqual(long, 1.0)
+            for code in set(range(1, 17)) - {1, 14}:
+                self.assertIsNone(delay_before(make_error(code, "m"), attempt))
+
+
+class WatchdogTest(unittest.TestCase):
+    def test_cancels_what_is_late_and_nothing_else(self) -> None:
+        class Call:
+            def __init__(self) -> None:
+                self.cancelled = threading.Event()
+
+            def cancel(self) -> None:
+                self.cancelled.set()
+
+        watchdog = Watchdog()
+        self.addCleanup(watchdog.close)
+        late, in_time, ended = Call(), Call(), Call()
+        watchdog.start(in_time, 3600.0)
+        watchdog.start(ended, 3600.0)
+        self.assertFalse(watchdog.stop(ended))
+        start = time.monotonic()
+        watchdog.start(late, 0.01)  # earlier than what the thread waits for
+        self.assertTrue(late.cancelled.wait(30.0))
+        self.assertGreaterEqual(time.monotonic() - start, 0.01)
+        self.assertTrue(watchdog.stop(late))
+        self.assertFalse(watchdog.stop(in_time))
+        self.assertFalse(in_time.cancelled.is_set() or ended.cancelled.is_set())
+
+
+if __name__ == "__main__":
+    unittest.main()
