@@ -17,8 +17,9 @@ namespace kvtier::transfer {
 ///
 /// A frame is taken by its owner and given back *with the event of its last reader*; it is handed
 /// out again only when that event is done. `take_all` is all or nothing, so a caller that runs out
-/// has changed nothing. Thread-safe; the mutex guards the free list and the retiring batches, and
-/// is never held over a copy or a wait.
+/// has changed nothing. A frame may have several holders, who all only read it; it is free when the
+/// last has given it back. Thread-safe; the mutex guards the free list, the retiring batches and
+/// the counts of holders, and is never held over a copy or a wait.
 class FramePool {
  public:
   /// Allocates floor(bytes / frame_bytes) frames (none when 0). Throws `kResourceExhausted`.
@@ -30,12 +31,19 @@ class FramePool {
   /// not enough, `stream` is made to wait for the retiring frames that are taken.
   [[nodiscard]] bool take_all(std::span<std::byte*> frames, Stream* stream = nullptr);
 
-  /// Gives frames back; each is reused only after `last_use` is done.
+  /// Gives frames back; each is reused only after `last_use` is done. Of a frame with several
+  /// holders the event of the last counts: it must come after the uses of the others.
   void give_back(std::span<std::byte* const> frames, Event last_use);
+
+  /// Adds a holder to each of these frames, which gives them back like any other.
+  void share(std::span<std::byte* const> frames);
+  /// Tells whether a frame has more than one holder.
+  [[nodiscard]] bool shared(const std::byte* frame) const;
 
   [[nodiscard]] std::size_t frame_bytes() const noexcept { return frame_bytes_; }
   [[nodiscard]] std::size_t num_frames() const noexcept { return num_frames_; }
-  [[nodiscard]] std::size_t num_used() const;  ///< Taken and not given back.
+  [[nodiscard]] std::size_t num_used() const;    ///< Held by somebody.
+  [[nodiscard]] std::size_t num_shared() const;  ///< Held more than once.
 
  private:
   struct Retiring {
@@ -45,14 +53,18 @@ class FramePool {
   void collect_locked();
   [[nodiscard]] std::vector<Retiring> borrow_locked(std::size_t count);
   void return_frames(std::span<std::byte* const> free, std::vector<Retiring> borrowed);
+  [[nodiscard]] std::size_t index_of(const std::byte* frame) const;
 
   std::size_t frame_bytes_;
   std::size_t num_frames_;
   Buffer memory_;
+  const std::byte* first_ = nullptr;
   mutable std::mutex mutex_;
   std::vector<std::byte*> free_;
   std::deque<Retiring> retiring_;
+  std::vector<std::uint32_t> holders_;  ///< Per frame; 0: free or retiring.
   std::size_t num_used_ = 0;
+  std::size_t num_shared_ = 0;
 };
 
 }  // namespace kvtier::transfer

@@ -49,4 +49,19 @@ void PageTable::shrink(Stream& stream, std::int64_t count) {
   frames_.erase(first, frames_.end());
 }
 
+void PageTable::share(const PageTable& other, std::int64_t count) {
+  assert(frames_.empty() && count <= other.size() && count <= capacity_ && pool_ == other.pool_);
+  frames_.assign(other.frames_.begin(), other.frames_.begin() + count);
+  pool_->share(frames_);
+}
+
+void PageTable::replace(Stream& stream, std::int64_t i, std::byte* fresh) {
+  std::byte*& slot = frames_[static_cast<std::size_t>(i)];
+  TablePatch patch;
+  patch.values[0] = fresh;
+  patch_table(stream, device_addresses_, i, patch, 1);
+  std::byte* const old = std::exchange(slot, fresh);
+  pool_->give_back({&old, 1}, stream.record());
+}
+
 }  // namespace kvtier::transfer

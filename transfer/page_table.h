@@ -31,6 +31,16 @@ class PageTable {
   /// far.
   void shrink(Stream& stream, std::int64_t count);
 
+  /// Holds the first `count` frames of `other`, a table of the same pool, as well. The table must
+  /// be empty and large enough. The caller copies the addresses on the device.
+  void share(const PageTable& other, std::int64_t count);
+  /// Tells whether frame `i` has other holders.
+  [[nodiscard]] bool shared(std::int64_t i) const { return pool_->shared(frame(i)); }
+  /// Puts `fresh`, a frame just taken from the pool, in the place of frame `i`, which goes back as
+  /// by `shrink`.
+  void replace(Stream& stream, std::int64_t i, std::byte* fresh);
+
+  [[nodiscard]] FramePool& pool() const noexcept { return *pool_; }
   [[nodiscard]] std::int64_t size() const noexcept {
     return static_cast<std::int64_t>(frames_.size());
   }

@@ -114,6 +114,33 @@ TEST_F(PageTableTest, ShrunkFramesAreReusedAfterTheStreamHasPassed) {
   EXPECT_EQ(taken, second);
 }
 
+TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
+  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 5 * kFrameBytes);
+  PageTable parent(pool, mirror_.data(), 8), child(pool, mirror_.data() + 8, 8);
+  ASSERT_TRUE(parent.grow(*stream_, 4));
+  child.share(parent, 3);
+  EXPECT_EQ(child.size(), 3);
+  EXPECT_EQ(pool.num_used(), 4U);
+  EXPECT_TRUE(parent.shared(2) && child.shared(2));
+  EXPECT_FALSE(parent.shared(3));
+
+  std::byte* fresh = nullptr;
+  ASSERT_TRUE(pool.take_all({&fresh, 1}, stream_.get()));
+  std::byte* const old = parent.frame(2);
+  child.replace(*stream_, 2, fresh);
+  EXPECT_EQ(child.frame(2), fresh);
+  EXPECT_EQ(parent.frame(2), old);
+  EXPECT_FALSE(parent.shared(2) || child.shared(2));
+  device_.run_all();
+  EXPECT_EQ(mirror_[8 + 2], fresh);
+  EXPECT_EQ(mirror_[2], old);
+
+  parent.shrink(*stream_, 0);
+  EXPECT_EQ(pool.num_used(), 3U);
+  child.shrink(*stream_, 0);
+  EXPECT_EQ(pool.num_used(), 0U);
+}
+
 TEST_F(PageTableTest, MoveLeavesTheFramesToOneOwner) {
   FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
   {
