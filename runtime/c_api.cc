@@ -355,7 +355,8 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .device_bytes = s.snapshot.device_bytes,
                                .sketch_bytes_used = s.snapshot.sketch_bytes_used,
                                .pages = s.snapshot.pages,
-                               .pages_used = s.snapshot.pages_used};
+                               .pages_used = s.snapshot.pages_used,
+                               .pages_shared = s.snapshot.pages_shared};
     std::memcpy(stats, &full, size);
   });
 }
@@ -467,6 +468,21 @@ kvtier_status kvtier_session_length(const kvtier_session* session, int32_t layer
 kvtier_status kvtier_session_truncate(kvtier_session* session, int64_t tokens,
                                       kvtier_stream stream) {
   return guarded([&] { given(session, "session").session.truncate(tokens, to_stream(stream)); });
+}
+
+kvtier_status kvtier_session_fork(kvtier_session* session, int32_t count, kvtier_session** children,
+                                  kvtier_stream stream) {
+  return guarded([&] {
+    kvtier_session*& first = given(children, "children");
+    std::vector<kvtier::Session> forked =
+        given(session, "session").session.fork(count, to_stream(stream));
+    std::vector<std::unique_ptr<kvtier_session>> handles;
+    for (kvtier::Session& child : forked) {
+      handles.push_back(std::make_unique<kvtier_session>(std::move(child)));
+    }
+    std::transform(handles.begin(), handles.end(), &first,
+                   [](std::unique_ptr<kvtier_session>& handle) { return handle.release(); });
+  });
 }
 
 kvtier_status kvtier_session_advance(kvtier_session* session, int32_t layer, int64_t tokens) {

@@ -33,7 +33,15 @@ using runtime::SessionState;
 /// an error, because work may have been enqueued by then.
 class SessionUse {
  public:
+  /// Throws, with nothing changed, when a child of a fork cannot make its memory its own.
   SessionUse(SessionState& session, EngineState::Turn& turn) : session_(&session), turn_(&turn) {
+    session.begin_use(turn);
+    session.own_memory(turn);
+  }
+  /// For a use that leaves the memory as it is.
+  struct Shared {};
+  SessionUse(SessionState& session, EngineState::Turn& turn, Shared)
+      : session_(&session), turn_(&turn) {
     session.begin_use(turn);
   }
   SessionUse(SessionUse&& other) noexcept
@@ -78,7 +86,7 @@ std::vector<SessionUse> make_room_for_all(EngineState::Turn& turn, int layer,
   try {
     for (const runtime::AppendPart& part : parts) {
       uses.emplace_back(*part.session, turn);
-      before.push_back(part.session->layer(layer).capacity);
+      before.push_back(part.session->layer(layer).pages.size());
       make_room(turn, *part.session, layer, part.keys.shape[0]);
     }
   } catch (const Error&) {
@@ -361,6 +369,32 @@ void Session::truncate(std::int64_t tokens, StreamRef stream) {
     impl_->truncate(turn.stream(), tokens);
   }
   turn.finish();
+}
+
+std::vector<Session> Session::fork(int count, StreamRef stream) {
+  EngineState& engine = impl_->engine();
+  const auto most = static_cast<std::int64_t>(engine.session_flags->num_frames());
+  if (count < 1 || count > most) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "count: expected 1.." + std::to_string(most) + ", found " + std::to_string(count));
+  }
+  impl_->check_flags();
+  std::vector<Session> children;  // destroyed after the turn, when something fails
+  children.reserve(static_cast<std::size_t>(count));
+  EngineState::Turn turn(engine, stream);
+  if (turn.capturing()) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "fork: expected a stream that is not being captured, found a capture");
+  }
+  {
+    const SessionUse use(*impl_, turn, SessionUse::Shared{});
+    const SessionState::Frozen frozen(*impl_, turn.stream());
+    for (int i = 0; i < count; ++i) {
+      children.push_back(Session(std::make_unique<Impl>(turn, *impl_, frozen.memory())));
+    }
+  }
+  turn.finish();
+  return children;
 }
 
 void Session::advance(int layer, std::int64_t tokens) {

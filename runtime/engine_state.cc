@@ -264,6 +264,20 @@ void EngineState::collect_retired() {
   std::erase_if(retired_, [](const Retired& retired) { return retired.last_use.done(); });
 }
 
+void EngineState::copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const {
+  if (device->backend() != Backend::kCuda || config.memory.placement == KvPlacement::kDevice) {
+    stream.copy({&page, 1});
+    return;
+  }
+  for (std::size_t at = 0; at < page.bytes; at += packed.bytes()) {
+    const std::size_t bytes = std::min(packed.bytes(), page.bytes - at);
+    const transfer::CopyRun runs[] = {
+        {packed.data(), static_cast<const std::byte*>(page.from) + at, bytes},
+        {static_cast<std::byte*>(page.to) + at, packed.data(), bytes}};
+    stream.copy(runs);
+  }
+}
+
 void EngineState::log(LogLevel level, const std::string& message) const {
   if (config.log) config.log(level, message);
 }
@@ -319,6 +333,7 @@ Stats EngineState::stats() const {
   now.sessions = num_sessions;
   now.pages = pages->num_frames();
   now.pages_used = pages->num_used();
+  now.pages_shared = pages->num_shared();
   if (config.memory.placement == KvPlacement::kHost) {
     now.host_page_bytes = now.pages * pages->frame_bytes();
     now.host_page_bytes_used = now.pages_used * pages->frame_bytes();

@@ -81,6 +81,12 @@ class EngineState {
   /// Frees retired memory whose work is done. Called with the mutex held.
   void collect_retired();
 
+  /// Orders `stream` after all turns so far.
+  void wait_for_turns(transfer::Stream& stream) const { stream.wait(workspace_last_use_); }
+  /// Enqueues the copy of a page. Within a turn: on CUDA pages in host memory go by way of
+  /// `packed`, because a copy from host to host would hold the caller up.
+  void copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const;
+
   void log(LogLevel level, const std::string& message) const;
   /// Returns the index of a sketch that the estimator of `retrieval` can read; throws
   /// `kFailedPrecondition` naming what is there.

@@ -8,29 +8,21 @@ namespace kvtier::runtime {
 
 namespace {
 
-constexpr std::size_t kAlign = 256;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// Sizes of one layer's regions in the session's device memory.
-struct LayerBytes {
-  std::size_t page_table, block_table, counters, sinks, ring, total;
-
-  LayerBytes(const EngineState& engine, std::int64_t tokens) {
-    const auto row = static_cast<std::size_t>(engine.kv.row_bytes() * engine.kv.kv_heads);
-    const auto entries = [](std::int64_t count) {
-      return aligned(static_cast<std::size_t>(count) * sizeof(std::byte*));
-    };
-    page_table = entries(ceil_div(tokens, engine.kv.page_tokens));
-    block_table = entries(ceil_div(tokens, hashing::kBlockTokens));
-    counters = aligned(sizeof(transfer::SequenceCounters));
-    sinks = aligned(row * static_cast<std::size_t>(engine.kv.sink_capacity));
-    ring = aligned(row * static_cast<std::size_t>(engine.kv.recent_capacity));
-    total = page_table + block_table * engine.sketches.size() + counters + sinks + ring;
+/// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
+void grow_blocks(transfer::Stream& stream, int index, LayerState& layer, std::int64_t count) {
+  for (transfer::PageTable& blocks : layer.blocks) {
+    const std::int64_t more = count - blocks.size();
+    if (blocks.grow(stream, count)) continue;
+    const transfer::FramePool& pool = blocks.pool();
+    throw Error(ErrorCode::kResourceExhausted,
+                "sketch blocks: expected " + std::to_string(more) + " free for layer " +
+                    std::to_string(index) + ", found " +
+                    std::to_string(pool.num_frames() - pool.num_used()) + " of " +
+                    std::to_string(pool.num_frames()) + " (memory.device_bytes)");
   }
-};
+}
 
 }  // namespace
 
@@ -45,49 +37,34 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
                                                  " (memory.max_session_tokens), found " +
                                                  std::to_string(config.capacity_tokens));
   }
-  const LayerBytes bytes(*engine_, max_tokens_);
-  const auto num_layers = static_cast<std::size_t>(engine_->config.model.layers);
-
   EngineState::Turn turn(*engine_, {});
   engine_->collect_retired();
-  memory_ = engine_->device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
+  // A local until nothing can fail any more: it is to be destroyed within the turn.
+  auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+  enlist(turn.stream());
+  memory->clear(turn.stream());
+  memory_ = std::move(memory);
+  turn.finish();
+}
 
-  layers_.reserve(num_layers);
+SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
+                           std::shared_ptr<SequenceMemory> memory)
+    : engine_(parent.engine_), max_tokens_(parent.max_tokens_), owns_memory_(false) {
+  enlist(turn.stream());
+  memory_ = std::move(memory);
+}
+
+void SessionState::enlist(transfer::Stream& stream) {
   engine_->live_flags.reserve(engine_->live_flags.size() + 1);
-  // The last thing that can run out, before work is enqueued on the memory.
   std::byte* frame = nullptr;
-  if (!engine_->session_flags->take_all({&frame, 1}, &turn.stream())) {
+  if (!engine_->session_flags->take_all({&frame, 1}, &stream)) {
     const std::string most = std::to_string(engine_->session_flags->num_frames());
     throw Error(ErrorCode::kResourceExhausted,
                 "sessions: expected at most " + most + " open, found " + most);
   }
   flags_ = new (frame) transfer::StepFlags{};
-
-  std::byte* at = memory_.data();
-  const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
-  for (std::size_t i = 0; i < num_layers; ++i) {
-    auto** page_addresses = reinterpret_cast<std::byte**>(carve(bytes.page_table));
-    LayerState layer{.pages = transfer::PageTable(*engine_->pages, page_addresses,
-                                                  ceil_div(max_tokens_, engine_->kv.page_tokens)),
-                     .blocks = {},
-                     .view = {}};
-    layer.blocks.reserve(engine_->sketches.size());
-    for (const SketchStore& sketch : engine_->sketches) {
-      auto** block_addresses = reinterpret_cast<std::byte**>(carve(bytes.block_table));
-      layer.blocks.emplace_back(*sketch.blocks, block_addresses,
-                                ceil_div(max_tokens_, hashing::kBlockTokens));
-    }
-    layer.view.pages = layer.pages.device_addresses();
-    layer.view.counters = reinterpret_cast<transfer::SequenceCounters*>(carve(bytes.counters));
-    layer.view.sink_rows = carve(bytes.sinks);
-    layer.view.recent_rows = carve(bytes.ring);
-    layers_.push_back(std::move(layer));
-    turn.stream().fill(layers_.back().view.counters, 0, sizeof(transfer::SequenceCounters));
-  }
   engine_->live_flags.push_back(flags_);
   ++engine_->num_sessions;
-  engine_->session_device_bytes += memory_.bytes();
-  turn.finish();
 }
 
 SessionState::~SessionState() {
@@ -96,17 +73,13 @@ SessionState::~SessionState() {
     const std::lock_guard lock(engine_->mutex);
     transfer::Stream& stream = *engine_->main;
     stream.wait(last_use_);
-    for (LayerState& layer : layers_) {
-      layer.pages.shrink(stream, 0);
-      for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
-    }
+    engine_->wait_for_turns(stream);  // other holders' uses of shared frames
+    drop(stream, std::move(memory_));
     engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
     std::erase(engine_->live_flags, flags_);
     --engine_->num_sessions;
-    engine_->session_device_bytes -= memory_.bytes();
     std::byte* frame = reinterpret_cast<std::byte*>(flags_);
     engine_->session_flags->give_back({&frame, 1}, stream.record());
-    engine_->retire(stream.record(), std::move(memory_));
     engine_->collect_retired();
   } catch (...) {
     // The device has failed; its memory dies with the engine.
@@ -133,46 +106,114 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
                     std::to_string(engine_->pages->num_frames() - engine_->pages->num_used()) +
                     " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)");
   }
-  const std::int64_t num_blocks = ceil_div(tokens, hashing::kBlockTokens);
-  std::int64_t capacity = std::min(num_pages * page_tokens, max_tokens_);
-  for (std::size_t i = 0; i < layer.blocks.size(); ++i) {
-    const std::int64_t old_blocks = layer.blocks[i].size();
-    if (!layer.blocks[i].grow(stream, num_blocks)) {
-      for (std::size_t j = 0; j < i; ++j) layer.blocks[j].shrink(stream, old_blocks);
-      layer.pages.shrink(stream, old_pages);
-      const transfer::FramePool& pool = *engine_->sketches[i].blocks;
-      throw Error(ErrorCode::kResourceExhausted,
-                  "sketch blocks: expected " + std::to_string(num_blocks - old_blocks) +
-                      " free for layer " + std::to_string(index) + ", found " +
-                      std::to_string(pool.num_frames() - pool.num_used()) + " of " +
-                      std::to_string(pool.num_frames()) + " (memory.device_bytes)");
-    }
-    capacity = std::min(capacity, layer.blocks[i].size() * hashing::kBlockTokens);
+  try {
+    grow_blocks(stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
+    unshare_tail(stream, index);
+  } catch (const Error&) {
+    shrink(stream, layer, old_pages * page_tokens);
+    throw;
   }
-  layer.capacity = capacity;
+  layer.capacity = memory_->room(layer);
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
 }
 
-void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t capacity) {
+void SessionState::unshare_tail(transfer::Stream& stream, int index) {
+  struct Tail {
+    transfer::PageTable* table;
+    std::int64_t i;
+    bool paged;
+    std::byte* fresh;
+  };
   LayerState& layer = this->layer(index);
-  if (layer.capacity > capacity) shrink(stream, layer, capacity);
+  std::vector<Tail> tails;
+  tails.reserve(1 + layer.blocks.size());
+  const auto look_at = [&](transfer::PageTable& table, std::int64_t unit, bool paged) {
+    const std::int64_t i = layer.length / unit;
+    if (layer.length % unit == 0 || !table.shared(i)) return;
+    std::byte* fresh = nullptr;
+    if (!table.pool().take_all({&fresh, 1}, &stream)) {
+      for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
+      throw Error(ErrorCode::kResourceExhausted,
+                  std::string(paged ? "page pool" : "sketch blocks") +
+                      ": expected a free one for the copy of a shared one in layer " +
+                      std::to_string(index) + ", found 0 of " +
+                      std::to_string(table.pool().num_frames()) +
+                      (paged ? " (memory.host_bytes)" : " (memory.device_bytes)"));
+    }
+    tails.push_back({&table, i, paged, fresh});
+  };
+  look_at(layer.pages, engine_->kv.page_tokens, true);
+  for (transfer::PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
+
+  for (const Tail& tail : tails) {
+    const transfer::CopyRun run{tail.fresh, tail.table->frame(tail.i),
+                                tail.table->pool().frame_bytes()};
+    if (tail.paged) {
+      engine_->copy_page(stream, run);
+    } else {
+      stream.copy({&run, 1});
+    }
+    tail.table->replace(stream, tail.i, tail.fresh);
+  }
+}
+
+void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t pages) {
+  LayerState& layer = this->layer(index);
+  if (layer.pages.size() > pages) shrink(stream, layer, pages * engine_->kv.page_tokens);
 }
 
 void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens) {
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
-  layer.capacity = std::min(layer.pages.size() * engine_->kv.page_tokens, max_tokens_);
   for (transfer::PageTable& blocks : layer.blocks) {
     blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
   }
+  layer.capacity = memory_->room(layer);
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
+}
+
+SessionState::Frozen::Frozen(SessionState& parent, transfer::Stream& stream) : stream_(stream) {
+  if (!parent.owns_memory_) {
+    memory_ = parent.memory_;
+    return;
+  }
+  memory_ = std::make_shared<SequenceMemory>(*parent.engine_, parent.max_tokens_);
+  memory_->share(stream, *parent.memory_);
+}
+
+SessionState::Frozen::~Frozen() {
+  try {
+    drop(stream_, std::move(memory_));
+  } catch (...) {
+    // The device has failed; its memory dies with the engine.
+  }
+}
+
+void SessionState::own_memory(EngineState::Turn& turn) {
+  if (owns_memory_) return;
+  if (turn.capturing()) {
+    throw Error(
+        ErrorCode::kFailedPrecondition,
+        "graph capture: expected a session that has been used, found a child of a fork that "
+        "has not; call reserve before the capture");
+  }
+  if (memory_.use_count() > 1) {
+    auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+    own->share(turn.stream(), *memory_);
+    drop(turn.stream(), std::exchange(memory_, std::move(own)));
+  }
+  owns_memory_ = true;
+}
+
+void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {
+  if (memory && memory.use_count() == 1) memory->release(stream);
 }
 
 void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
   std::vector<std::int64_t> before;
-  before.reserve(layers_.size());
+  before.reserve(memory_->layers().size());
   try {
     for (int i = 0; i < num_layers(); ++i) {
-      before.push_back(layer(i).capacity);
+      before.push_back(layer(i).pages.size());
       ensure_capacity(stream, i, tokens);
     }
   } catch (const Error&) {
@@ -184,7 +225,7 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
 }
 
 void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens) {
-  for (LayerState& layer : layers_) {
+  for (LayerState& layer : memory_->layers()) {
     if (tokens >= layer.length) continue;
     layer.length = tokens;
     shrink(stream, layer, tokens);

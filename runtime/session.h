@@ -3,44 +3,44 @@
 #include "kvtier/engine.h"
 
 #include "runtime/engine_state.h"
-#include "transfer/page_table.h"
+#include "runtime/sequence_memory.h"
 #include "transfer/rows.h"
-#include "transfer/sequence.h"
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 namespace kvtier::runtime {
 
-/// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
-/// own are in `view.counters`.
-struct LayerState {
-  transfer::PageTable pages;
-  std::vector<transfer::PageTable> blocks;  ///< One per sketch of the engine.
-  transfer::SequenceView view;
-  std::int64_t length = 0;
-  std::int64_t capacity = 0;  ///< Tokens for which pages and blocks are held.
-};
-
 /// All state of one sequence. Sketches and KV grow, shrink and vanish together.
+///
+/// The children of a fork begin with one frozen copy of their parent's memory, which holds the
+/// parent's pages and blocks as well. Each makes its own of it when it is first used, still holding
+/// the same pages and blocks; a part-filled last page or block is copied by the first append of
+/// each of its holders but the last.
 class SessionState {
  public:
   SessionState(std::shared_ptr<EngineState> engine, const SessionConfig& config);
+  /// A child of a fork, within a turn: `memory` is the frozen copy that `parent` has made.
+  SessionState(EngineState::Turn& turn, const SessionState& parent,
+               std::shared_ptr<SequenceMemory> memory);
   ~SessionState();
   SessionState(const SessionState&) = delete;  // owns frames of the engine's pools
   SessionState& operator=(const SessionState&) = delete;
 
-  /// Holds pages and blocks for `tokens` more tokens of a layer. Throws `kResourceExhausted` with
-  /// nothing changed. Enqueues the new capacity.
+  /// Holds pages and blocks for `tokens` more tokens of a layer, and makes a shared last page or
+  /// block its own. Throws `kResourceExhausted` with nothing changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
-  /// Gives back what `ensure_capacity` took since the layer's capacity was `capacity`.
-  void restore_capacity(transfer::Stream& stream, int layer, std::int64_t capacity);
+  /// Gives back the pages and blocks that `ensure_capacity` took since the layer had `pages` pages.
+  /// A copy that it made of a shared page or block stays.
+  void restore_capacity(transfer::Stream& stream, int layer, std::int64_t pages);
   /// Holds pages and blocks for `tokens` more tokens of every layer; as `ensure_capacity`, for all
   /// layers or none.
   void reserve(transfer::Stream& stream, std::int64_t tokens);
   /// Drops tokens from index `tokens` on, in every layer.
   void truncate(transfer::Stream& stream, std::int64_t tokens);
+  /// Makes a child's memory its own; nothing to do when it is. Throws `kResourceExhausted` when the
+  /// device has no memory for it, `kFailedPrecondition` in a capture, nothing changed.
+  void own_memory(EngineState::Turn& turn);
   /// Throws `kInvalidArgument` once when an earlier call stored non-finite device data.
   void check_flags();
   /// Marks the session's memory as used by the work enqueued on `stream`; makes `stream` wait for
@@ -48,28 +48,50 @@ class SessionState {
   void begin_use(EngineState::Turn& turn);
   void end_use(EngineState::Turn& turn);
 
+  /// What the children of a fork begin with, made within a turn: a copy of the parent's memory that
+  /// holds the same frames, or the parent's own while that is frozen.
+  class Frozen {
+   public:
+    Frozen(SessionState& parent, transfer::Stream& stream);
+    Frozen(const Frozen&) = delete;  // lets go once
+    Frozen& operator=(const Frozen&) = delete;
+    ~Frozen();
+    [[nodiscard]] const std::shared_ptr<SequenceMemory>& memory() const noexcept { return memory_; }
+
+   private:
+    transfer::Stream& stream_;
+    std::shared_ptr<SequenceMemory> memory_;
+  };
+
   [[nodiscard]] EngineState& engine() const noexcept { return *engine_; }
-  [[nodiscard]] LayerState& layer(int index) { return layers_[static_cast<std::size_t>(index)]; }
-  [[nodiscard]] const LayerState& layer(int index) const {
-    return layers_[static_cast<std::size_t>(index)];
+  [[nodiscard]] LayerState& layer(int index) const {
+    return memory_->layers()[static_cast<std::size_t>(index)];
   }
-  [[nodiscard]] int num_layers() const noexcept { return static_cast<int>(layers_.size()); }
+  [[nodiscard]] int num_layers() const noexcept {
+    return static_cast<int>(memory_->layers().size());
+  }
   [[nodiscard]] std::int64_t max_tokens() const noexcept { return max_tokens_; }
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
 
  private:
+  /// Takes a frame for the session's flags and counts it as open.
+  void enlist(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
+  /// Copies the part-filled last page and blocks of a layer, where they are shared.
+  void unshare_tail(transfer::Stream& stream, int layer);
+  /// Lets go of `memory`, which is released when nobody else holds it.
+  static void drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory);
 
   std::shared_ptr<EngineState> engine_;
   std::int64_t max_tokens_;
   transfer::StepFlags* flags_ = nullptr;
   std::uint64_t seen_nonfinite_ = 0;
   std::uint64_t seen_nonfinite_queries_ = 0;
-  transfer::Buffer memory_;  // tables, counters, sinks and rings of all layers
+  std::shared_ptr<SequenceMemory> memory_;
+  bool owns_memory_ = true;  ///< False: `memory_` is frozen, for it may have other holders.
   transfer::Event last_use_;
   transfer::Stream* last_stream_ = nullptr;
-  std::vector<LayerState> layers_;
 };
 
 }  // namespace kvtier::runtime

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 namespace kvtier {
 
@@ -163,6 +164,15 @@ class KVTIER_EXPORT Session {
   /// Drops the tokens from index `tokens` on, in every layer (those shorter keep their length).
   /// Throws `kInvalidArgument` when `tokens` is negative or above every layer's length.
   void truncate(std::int64_t tokens, StreamRef stream = {});
+
+  /// Opens `count` sessions that start as this one is, in all layers; from then on all are
+  /// independent. Pages and sketches are shared until they are written to: the first append of each
+  /// holder copies its part-filled last page and sketch block. A child's tables on the device are
+  /// made by its first use, which throws `kResourceExhausted` when they do not fit, and which is
+  /// not to be captured. This session's replays of a captured graph need a new `reserve`. Throws
+  /// `kInvalidArgument` for a count below 1, `kResourceExhausted` when so many sessions cannot be
+  /// open: nothing has changed then.
+  [[nodiscard]] std::vector<Session> fork(int count, StreamRef stream = {});
 
   /// Tells the session that replays of a captured graph have appended `tokens` to `layer`: replays
   /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what

@@ -212,6 +212,7 @@ typedef struct kvtier_stats {
   uint64_t nonfinite_tokens;
   uint64_t sessions, host_page_bytes, host_page_bytes_used, device_bytes, sketch_bytes_used;
   uint64_t pages, pages_used;
+  uint64_t pages_shared;
 } kvtier_stats;
 
 /* "major.minor.patch" of the library. */
@@ -269,6 +270,10 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_length(const kvtier_session* sessio
                                                     int64_t* tokens);
 KVTIER_C_EXPORT kvtier_status kvtier_session_truncate(kvtier_session* session, int64_t tokens,
                                                       kvtier_stream stream);
+/* Opens `count` sessions that start as this one is: Session::fork. `children` has room for `count`
+ * handles; none is written when the call fails. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_fork(kvtier_session* session, int32_t count,
+                                                  kvtier_session** children, kvtier_stream stream);
 KVTIER_C_EXPORT kvtier_status kvtier_session_advance(kvtier_session* session, int32_t layer,
                                                      int64_t tokens);
 

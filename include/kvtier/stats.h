@@ -31,6 +31,7 @@ struct Stats {
     std::size_t sketch_bytes_used = 0;  ///< Bytes of sketch blocks in use.
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
+    std::size_t pages_shared = 0;  ///< Of those used: held by more than one sequence.
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
   /// and for work enqueued on a caller's stream zero.

@@ -171,6 +171,21 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
   const kvtier_batch_item item = {c_session_, &args};
   ASSERT_EQ(kvtier_engine_decode(c_engine_, 0, &item, 1, kNoStream), KVTIER_OK);
   EXPECT_TRUE(a.same_results(b)) << "after truncate and reserve, as a batch";
+
+  std::vector<Session> forked = session_->fork(2);
+  kvtier_session* c_forked[2] = {};
+  ASSERT_EQ(kvtier_session_fork(c_session_, 2, c_forked, kNoStream), KVTIER_OK);
+  for (std::size_t i = 0; i < 2; ++i) {
+    forked[i].decode(0, a.inputs(), a.outputs(true));
+    ASSERT_EQ(kvtier_session_decode(c_forked[i], 0, &args, kNoStream), KVTIER_OK);
+    EXPECT_TRUE(a.same_results(b)) << "child " << i;
+    kvtier_session_close(c_forked[i]);
+  }
+  kvtier_stats stats{};
+  stats.struct_size = sizeof(stats);
+  ASSERT_EQ(kvtier_engine_stats(c_engine_, &stats), KVTIER_OK);
+  EXPECT_EQ(stats.pages_shared, 0U);
+  EXPECT_EQ(stats.sessions, 1U);
 }
 
 TEST_P(CApiEqualityTest, MergeGivesTheSameBits) {

@@ -314,6 +314,11 @@ TEST(CApi, RefusesNullPointers) {
   expect_refused(kvtier_session_length(nullptr, 0, &tokens), "session");
   expect_refused(kvtier_session_length(session.get(), 0, nullptr), "tokens");
   expect_refused(kvtier_session_truncate(nullptr, 0, kNoStream), "session");
+  kvtier_session* child = nullptr;
+  expect_refused(kvtier_session_fork(nullptr, 1, &child, kNoStream), "session");
+  expect_refused(kvtier_session_fork(session.get(), 1, nullptr, kNoStream), "children");
+  EXPECT_EQ(kvtier_session_fork(session.get(), 0, &child, kNoStream), KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(child, nullptr);
   expect_refused(kvtier_session_advance(nullptr, 0, 0), "session");
   kvtier_engine_destroy(nullptr);
   kvtier_session_close(nullptr);

@@ -297,6 +297,39 @@ void poke_nan(const DeviceBytes& bytes, std::size_t element) {
   bytes.upload(element * 2, &nan, 2);
 }
 
+TEST_F(GraphTest, ForksOnAStreamAndDropsReplaysUntilRoomIsReservedAnew) {
+  CallTensors host = call(3);
+  const DeviceCall device(host);
+  session_->reserve(20, stream_->ref());
+  const Graph graph(
+      *stream_, [&] { session_->decode(0, device.inputs(), device.outputs(), stream_->ref()); });
+  std::vector<Session> children = session_->fork(1, stream_->ref());
+  graph.launch(*stream_);  // into the shared page, which must not change
+  stream_->synchronize();
+
+  CallTensors from_child = call(4), from_twin = call(4);
+  children[0].decode(0, from_child.inputs(), from_child.outputs(true));
+  twin_->decode(0, from_twin.inputs(), from_twin.outputs(true));
+  EXPECT_TRUE(from_child.same_results(from_twin));
+  twin_->truncate(kPrompt);
+
+  session_->reserve(20, stream_->ref());
+  graph.launch(*stream_);
+  stream_->synchronize();
+  session_->advance(0, 1);
+  decode_twin(0, host);
+  EXPECT_TRUE(device.same_results(host));
+
+  std::vector<Session> more = session_->fork(2, stream_->ref());
+  const std::optional<Error> error = error_of([&] {
+    const Graph unused(*stream_, [&] {
+      more[0].attend(0, device.attend_inputs(), device.outputs(), stream_->ref());
+    });
+  });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), ErrorCode::kFailedPrecondition);
+}
+
 TEST_F(GraphTest, NonfiniteDeviceTensorsFailTheNextCall) {
   for (const std::string name : {"key", "value", "query"}) {
     SCOPED_TRACE(name);

@@ -1,0 +1,118 @@
+#include "runtime/sequence_memory.h"
+
+#include <algorithm>
+#include <cassert>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+constexpr std::size_t kAlign = 256;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// Sizes of one layer's regions in the buffer.
+struct LayerBytes {
+  std::size_t page_table, block_table, counters, sinks, ring, total;
+
+  LayerBytes(const EngineState& engine, std::int64_t tokens) {
+    const auto row = static_cast<std::size_t>(engine.kv.row_bytes() * engine.kv.kv_heads);
+    const auto entries = [](std::int64_t count) {
+      return aligned(static_cast<std::size_t>(count) * sizeof(std::byte*));
+    };
+    page_table = entries(ceil_div(tokens, engine.kv.page_tokens));
+    block_table = entries(ceil_div(tokens, hashing::kBlockTokens));
+    counters = aligned(sizeof(transfer::SequenceCounters));
+    sinks = aligned(row * static_cast<std::size_t>(engine.kv.sink_capacity));
+    ring = aligned(row * static_cast<std::size_t>(engine.kv.recent_capacity));
+    total = page_table + block_table * engine.sketches.size() + counters + sinks + ring;
+  }
+};
+
+/// Tells whether the frame that token `length` will be written to is held and shared.
+bool tail_shared(const transfer::PageTable& table, std::int64_t length, std::int64_t unit) {
+  return length % unit != 0 && table.shared(length / unit);
+}
+
+}  // namespace
+
+SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
+    : engine_(engine), max_tokens_(max_tokens) {
+  const LayerBytes bytes(engine, max_tokens);
+  const auto num_layers = static_cast<std::size_t>(engine.config.model.layers);
+  buffer_ = engine.device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
+
+  layers_.reserve(num_layers);
+  std::byte* at = buffer_.data();
+  const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
+  for (std::size_t i = 0; i < num_layers; ++i) {
+    auto** page_addresses = reinterpret_cast<std::byte**>(carve(bytes.page_table));
+    LayerState layer{.pages = transfer::PageTable(*engine.pages, page_addresses,
+                                                  ceil_div(max_tokens, engine.kv.page_tokens)),
+                     .blocks = {},
+                     .view = {}};
+    layer.blocks.reserve(engine.sketches.size());
+    for (const SketchStore& sketch : engine.sketches) {
+      auto** block_addresses = reinterpret_cast<std::byte**>(carve(bytes.block_table));
+      layer.blocks.emplace_back(*sketch.blocks, block_addresses,
+                                ceil_div(max_tokens, hashing::kBlockTokens));
+    }
+    layer.view.pages = layer.pages.device_addresses();
+    layer.view.counters = reinterpret_cast<transfer::SequenceCounters*>(carve(bytes.counters));
+    layer.view.sink_rows = carve(bytes.sinks);
+    layer.view.recent_rows = carve(bytes.ring);
+    layers_.push_back(std::move(layer));
+  }
+}
+
+void SequenceMemory::clear(transfer::Stream& stream) {
+  for (LayerState& layer : layers_) {
+    stream.fill(layer.view.counters, 0, sizeof(transfer::SequenceCounters));
+  }
+  engine_.session_device_bytes += buffer_.bytes();
+}
+
+void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
+  assert(buffer_.bytes() == other.buffer_.bytes());
+  const transfer::CopyRun run{buffer_.data(), other.buffer_.data(), buffer_.bytes()};
+  stream.copy({&run, 1});
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    LayerState& from = other.layers_[i];
+    LayerState& to = layers_[i];
+    to.length = from.length;
+    to.pages.share(from.pages, ceil_div(from.length, engine_.kv.page_tokens));
+    for (std::size_t j = 0; j < to.blocks.size(); ++j) {
+      to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
+    }
+    to.capacity = room(to);
+    transfer::set_length(stream, to.view.counters, to.length, to.capacity);
+    const std::int64_t room_left = other.room(from);
+    if (room_left == from.capacity) continue;  // as ever, when `other` is frozen
+    from.capacity = room_left;
+    transfer::set_length(stream, from.view.counters, from.length, room_left);
+  }
+  engine_.session_device_bytes += buffer_.bytes();
+}
+
+void SequenceMemory::release(transfer::Stream& stream) {
+  for (LayerState& layer : layers_) {
+    layer.pages.shrink(stream, 0);
+    for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
+  }
+  engine_.session_device_bytes -= buffer_.bytes();
+  engine_.retire(stream.record(), std::move(buffer_));
+}
+
+std::int64_t SequenceMemory::room(const LayerState& layer) const {
+  std::int64_t tokens = std::min(layer.pages.size() * engine_.kv.page_tokens, max_tokens_);
+  bool shared = tail_shared(layer.pages, layer.length, engine_.kv.page_tokens);
+  for (const transfer::PageTable& blocks : layer.blocks) {
+    tokens = std::min(tokens, blocks.size() * hashing::kBlockTokens);
+    shared = shared || tail_shared(blocks, layer.length, hashing::kBlockTokens);
+  }
+  return shared ? layer.length : tokens;
+}
+
+}  // namespace kvtier::runtime

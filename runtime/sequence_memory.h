@@ -1,0 +1,58 @@
+#pragma once
+
+#include "runtime/engine_state.h"
+#include "transfer/device.h"
+#include "transfer/page_table.h"
+#include "transfer/sequence.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvtier::runtime {
+
+/// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
+/// own are in `view.counters`.
+struct LayerState {
+  transfer::PageTable pages;
+  std::vector<transfer::PageTable> blocks;  ///< One per sketch of the engine.
+  transfer::SequenceView view;
+  std::int64_t length = 0;
+  /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
+  /// `length` apart: appends up to there write in place.
+  std::int64_t capacity = 0;
+};
+
+/// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
+/// with its tables, counters, sinks and rings. Called with the engine's mutex held.
+///
+/// Whoever lets go of it calls `release` first; frames would otherwise go back with no event.
+class SequenceMemory {
+ public:
+  /// Allocates the buffer of a sequence of at most `max_tokens` tokens; enqueues nothing. Throws
+  /// `kResourceExhausted`.
+  SequenceMemory(EngineState& engine, std::int64_t max_tokens);
+  SequenceMemory(const SequenceMemory&) = delete;  // holds frames
+  SequenceMemory& operator=(const SequenceMemory&) = delete;
+
+  /// Enqueues what makes it an empty sequence.
+  void clear(transfer::Stream& stream);
+  /// Makes it the sequence that `other`, of the same capacity, is: its buffer is copied, its pages
+  /// and blocks are held by both from then on. The part-filled last page and block are among them,
+  /// so that neither sequence has room until it has copied them.
+  void share(transfer::Stream& stream, SequenceMemory& other);
+  /// Gives everything back, reused after the work enqueued on `stream` so far.
+  void release(transfer::Stream& stream);
+
+  /// Tokens up to which a layer can be written in place.
+  [[nodiscard]] std::int64_t room(const LayerState& layer) const;
+
+  [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
+
+ private:
+  EngineState& engine_;
+  std::int64_t max_tokens_;
+  transfer::Buffer buffer_;
+  std::vector<LayerState> layers_;
+};
+
+}  // namespace kvtier::runtime
