@@ -59,6 +59,16 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
 void bench_overlap(Run& run, std::int64_t tokens, const RetrievalConfig& fast,
                    const RetrievalConfig& exact);
 
+/// Fork of a session with pages in host memory: time on the host, bytes until a child is used, and
+/// the time that a child's first use adds, copies of its last pages included.
+struct ForkCase {
+  std::int64_t tokens = 1 << 20;
+  int layers = 32;
+  int kv_heads = 1;
+  int children = 64;
+};
+void bench_fork(Run& run, const ForkCase& fork);
+
 /// Names of options, as `decode_step` takes them and the rows have them.
 [[nodiscard]] std::string name_of(Estimator estimator);
 [[nodiscard]] std::string name_of(Selection selection);

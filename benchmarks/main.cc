@@ -73,6 +73,7 @@ int main(int argc, char** argv) {
   auto* ingest = app.add_subcommand("ingest", "append of new tokens");
   auto* prefill = app.add_subcommand("prefill", "sketches of a prompt, and its append");
   auto* overlap = app.add_subcommand("overlap", "fast against exact selections");
+  auto* fork = app.add_subcommand("fork", "children of a long session");
   auto* all = app.add_subcommand("all", "every row of docs/performance.md");
 
   for (auto* command : {decode, dense}) {
@@ -80,6 +81,11 @@ int main(int argc, char** argv) {
     command->add_option("--kv-heads", step.kv_heads)->check(counts);
     command->add_option("--head-dim", step.head_dim)->check(counts);
   }
+  ForkCase fork_case;
+  fork->add_option("--tokens", fork_case.tokens, "of the parent")->check(counts);
+  fork->add_option("--layers", fork_case.layers)->check(counts);
+  fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
+  fork->add_option("--children", fork_case.children)->check(counts);
   for (auto* command : {decode, dense, select, flash, prefill, overlap}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
@@ -135,6 +141,7 @@ int main(int argc, char** argv) {
       exact.query_bits = 0;
       bench_overlap(run, step.tokens, step.retrieval, exact);
     }
+    if (*fork) bench_fork(run, fork_case);
     if (*all) bench_all(run);
     return run.failed() ? 1 : 0;
   } catch (const std::exception& error) {
