@@ -94,6 +94,8 @@ class RemoteSession {
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options = {});
   void truncate(std::int64_t tokens);
+  /// Opens `count` sessions (1 to 64) that start as this one is and share its pages.
+  [[nodiscard]] std::vector<RemoteSession> fork(int count);
 
   /// Returns the tokens of one layer, or those that every layer has, by what the server has said.
   [[nodiscard]] std::int64_t length(int layer) const;

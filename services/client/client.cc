@@ -275,6 +275,19 @@ class RemoteSession::Impl {
     take_lengths(response.session());
   }
 
+  [[nodiscard]] v1::ForkSessionResponse fork(int count) {
+    v1::ForkSessionRequest request;
+    request.set_name(name_);
+    request.set_count(count);
+    request.set_request_id(services::make_request_id());
+    v1::ForkSessionResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.sessions().ForkSession(&context, request, &response);
+    });
+    return response;
+  }
+  [[nodiscard]] const std::shared_ptr<Client::Impl>& client() const noexcept { return client_; }
+
   void refresh() {
     v1::GetSessionRequest request;
     request.set_name(name_);
@@ -364,6 +377,14 @@ void RemoteSession::decode(int layer, const DecodeInputs& inputs, const AttendOu
   impl_->decode(layer, inputs, outputs, options);
 }
 void RemoteSession::truncate(std::int64_t tokens) { impl_->truncate(tokens); }
+std::vector<RemoteSession> RemoteSession::fork(int count) {
+  const v1::ForkSessionResponse response = impl_->fork(count);
+  std::vector<RemoteSession> children;
+  for (const v1::Session& child : response.sessions()) {
+    children.push_back(RemoteSession(std::make_unique<Impl>(impl_->client(), child)));
+  }
+  return children;
+}
 std::int64_t RemoteSession::length(int layer) const { return impl_->length(layer); }
 std::int64_t RemoteSession::length() const { return impl_->length(); }
 void RemoteSession::refresh() { impl_->refresh(); }

@@ -25,6 +25,28 @@ std::string body_of(const Request& request) {
   return digest_of(std::string(request.GetTypeName()) + ' ' + request.SerializeAsString());
 }
 
+/// Executes `work`, which fills `response`, unless a request with this request_id was executed
+/// before: then `response` is its reply.
+template <typename Request, typename Response, typename Execute>
+void once(Tenant& tenant, const Request& request, Response& response, Execute work) {
+  check_request_id(request.request_id());
+  ReplayCache& replies = tenant.replies();
+  const std::string& id = request.request_id();
+  if (!id.empty()) {
+    if (const auto reply = replies.begin(id, body_of(request))) {
+      response.ParseFromString(*reply);
+      return;
+    }
+  }
+  try {
+    work();
+  } catch (...) {
+    if (!id.empty()) replies.abandon(id);
+    throw;
+  }
+  if (!id.empty()) replies.finish(id, response.SerializeAsString());
+}
+
 /// Bytes that a session keeps beside keys and values: its tables, and its first and last tokens.
 std::int64_t base_bytes_of(const Config& config, std::int64_t capacity_tokens) {
   const ModelConfig& model = config.model;
@@ -220,23 +242,60 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
     throw;
   }
   // From here on the entry gives back what it was charged.
-  const std::int64_t base = base_bytes_of(entry->model->engine.config(), capacity);
-  tenant.charge_kv(base);
-  entry->charged_bytes = base;
-  if (!memory_.take(base)) {
+  charge_base(*entry, capacity);
+  entry->retrieval = spec.retrieval;
+  entry->session.emplace(entry->model->engine.open({.capacity_tokens = capacity}));
+  renew(*entry);
+  sessions_.insert(entry);
+  return entry;
+}
+
+void Core::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const {
+  const std::int64_t base = base_bytes_of(entry.model->engine.config(), capacity_tokens);
+  entry.tenant.charge_kv(base);
+  entry.charged_bytes = base;
+  if (!entry.memory.take(base)) {
     throw ServiceError::overloaded(
         "SESSION_MEMORY_FULL", "sessions may hold " + std::to_string(options_.max_session_memory) +
                                    " bytes beside their pages: this one's " + std::to_string(base) +
                                    " do not fit");
   }
-  entry->memory_bytes = base;
-  entry->base_bytes = base;
-  entry->retrieval = spec.retrieval;
-  entry->capacity_tokens = capacity;
-  entry->session.emplace(entry->model->engine.open({.capacity_tokens = capacity}));
-  renew(*entry);
-  sessions_.insert(entry);
-  return entry;
+  entry.memory_bytes = base;
+  entry.base_bytes = base;
+  entry.capacity_tokens = capacity_tokens;
+}
+
+std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int count) {
+  if (count < 1 || count > kMaxForks) {
+    throw ServiceError::invalid("count", "1 to " + std::to_string(kMaxForks),
+                                std::to_string(count));
+  }
+  if (sessions_.size() + static_cast<std::size_t>(count) > options_.max_sessions) {
+    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
+  }
+  const std::int64_t kv_bytes = parent.charged_bytes - parent.base_bytes;
+  std::vector<std::shared_ptr<SessionEntry>> entries;
+  for (int i = 0; i < count; ++i) {
+    parent.tenant.charge_session();
+    try {
+      entries.push_back(std::make_shared<SessionEntry>(parent.tenant, memory_, parent.model,
+                                                       executor_.make_strand()));
+    } catch (...) {
+      parent.tenant.refund_session();
+      throw;
+    }
+    SessionEntry& entry = *entries.back();
+    charge_base(entry, parent.capacity_tokens);
+    entry.tenant.charge_kv(kv_bytes);
+    entry.charged_bytes += kv_bytes;
+    entry.retrieval = parent.retrieval;
+  }
+  std::vector<Session> children = parent.session->fork(count);
+  for (std::size_t i = 0; i < children.size(); ++i) {
+    entries[i]->session.emplace(std::move(children[i]));
+    renew(*entries[i]);
+  }
+  return entries;
 }
 
 void Core::describe(SessionEntry& entry, v1::Session& session) const {
@@ -264,23 +323,24 @@ void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
 void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
                             v1::TruncateSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
-    check_request_id(request.request_id());
-    ReplayCache& replies = entry.tenant.replies();
-    const std::string& id = request.request_id();
-    if (!id.empty()) {
-      if (const auto reply = replies.begin(id, body_of(request))) {
-        response.ParseFromString(*reply);
-        return;
-      }
-    }
-    try {
+    once(entry.tenant, request, response, [&] {
       truncate_to(entry, request.tokens());
       describe(entry, *response.mutable_session());
-    } catch (...) {
-      if (!id.empty()) replies.abandon(id);
-      throw;
-    }
-    if (!id.empty()) replies.finish(id, response.SerializeAsString());
+    });
+  };
+  on_session(call, request.name(), request.ByteSizeLong(), work, std::move(done));
+}
+
+void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
+                        v1::ForkSessionResponse& response, Done done) {
+  const auto work = [this, &request, &response](SessionEntry& entry) {
+    once(entry.tenant, request, response, [&] {
+      for (const auto& child : fork(entry, request.count())) {
+        sessions_.insert(child);
+        describe(*child, *response.add_sessions());
+        ++created_;
+      }
+    });
   };
   on_session(call, request.name(), request.ByteSizeLong(), work, std::move(done));
 }

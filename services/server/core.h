@@ -24,6 +24,8 @@ namespace kvtier::services {
 /// Most bytes of a request and of a reply, as gRPC counts them.
 inline constexpr std::int64_t kMaxMessageBytes = std::int64_t{4} << 20;
 inline constexpr int kMaxBatchItems = 1024;
+/// Most children of one fork.
+inline constexpr int kMaxForks = 64;
 
 struct CoreOptions {
   ModelPoolOptions models;
@@ -75,6 +77,8 @@ class Core {
                    v1::GetSessionResponse& response, Done done);
   void truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
                         v1::TruncateSessionResponse& response, Done done);
+  void fork_session(const Call& call, const v1::ForkSessionRequest& request,
+                    v1::ForkSessionResponse& response, Done done);
   void release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done);
   /// Throws `ServiceError`.
   void list_sessions(const Call& call, const v1::ListSessionsRequest& request,
@@ -130,6 +134,10 @@ class Core {
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
+  /// Makes a session's children; they are not in the table yet.
+  [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> fork(SessionEntry& parent, int count);
+  /// Charges the entry's tenant for what a session keeps beside its pages.
+  void charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const;
   void describe(SessionEntry& entry, v1::Session& session) const;
 
   template <typename Request, typename Response, typename Verb>

@@ -36,6 +36,7 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_sketch_bytes_used(from.sketch_bytes_used);
   to.set_pages(from.pages);
   to.set_pages_used(from.pages_used);
+  to.set_pages_shared(from.pages_shared);
 }
 
 }  // namespace

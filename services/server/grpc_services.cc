@@ -104,6 +104,13 @@ class SessionService final : public v1::SessionService::CallbackService {
       core_.truncate_session(call, *request, *response, std::move(done));
     });
   }
+  ServerUnaryReactor* ForkSession(CallbackServerContext* context,
+                                  const v1::ForkSessionRequest* request,
+                                  v1::ForkSessionResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.fork_session(call, *request, *response, std::move(done));
+    });
+  }
   ServerUnaryReactor* ReleaseSession(CallbackServerContext* context,
                                      const v1::ReleaseSessionRequest* request,
                                      v1::ReleaseSessionResponse* /*response*/) override {

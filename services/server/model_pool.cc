@@ -52,6 +52,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.sketch_bytes_used += from.sketch_bytes_used;
   to.pages += from.pages;
   to.pages_used += from.pages_used;
+  to.pages_shared += from.pages_shared;
 }
 
 /// A failed engine throws; what it counted is lost with it.

@@ -188,6 +188,33 @@ TEST_F(ClientTest, TruncatesAndForgets) {
   EXPECT_EQ(server_->core().num_sessions(), 0U);
 }
 
+TEST_F(ClientTest, ForksSeeTheirParentsTokensAndNoOthers) {
+  fill(30);
+  std::vector<RemoteSession> children = remote_->fork(2);
+  EXPECT_EQ(server_->core().num_sessions(), 3U);
+  remote_->truncate(12);
+  const auto values = random_floats(kKvHeads * kHeadDim, 2);
+  const TensorView row = tokens_view(values, DType::kFloat32, 1, kKvHeads);
+  children[0].append(0, row, row);
+  EXPECT_EQ(children[0].length(0), 31);
+  EXPECT_EQ(children[1].length(0), 30);
+
+  const auto query = random_floats(kQueryHeads * kHeadDim, 1);
+  const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads)};
+  std::vector<float> found(query.size()), expected(query.size());
+  AttendOutputs outputs;
+  outputs.out = MutableTensorView(found.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim});
+  children[1].attend(0, inputs, outputs);
+  outputs.out.data = expected.data();
+  local_->attend(0, inputs, outputs);
+  EXPECT_THAT(found, ElementsAreArray(expected));
+
+  EXPECT_EQ(code_of([this] { (void)remote_->fork(65); }), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("count: expected 1 to 64, found 65"));
+  children.clear();
+  EXPECT_EQ(server_->core().num_sessions(), 1U);
+}
+
 TEST_F(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
   fill(20);
   const auto query = random_floats(kQueryHeads * kHeadDim, 1);

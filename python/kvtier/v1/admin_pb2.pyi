@@ -123,11 +123,12 @@ class SetTenantQuotaResponse(_message.Message):
     def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
 
 class SnapshotStats(_message.Message):
-    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_used", "sessions", "sketch_bytes_used"]
+    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_shared", "pages_used", "sessions", "sketch_bytes_used"]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SKETCH_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -135,10 +136,11 @@ class SnapshotStats(_message.Message):
     host_page_bytes: int
     host_page_bytes_used: int
     pages: int
+    pages_shared: int
     pages_used: int
     sessions: int
     sketch_bytes_used: int
-    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ...) -> None: ...
 
 class Tenant(_message.Message):
     __slots__ = ["kv_bytes", "name", "quota", "sessions"]

@@ -31,6 +31,22 @@ class CreateSessionResponse(_message.Message):
     session: Session
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
 
+class ForkSessionRequest(_message.Message):
+    __slots__ = ["count", "name", "request_id"]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    name: str
+    request_id: str
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ForkSessionResponse(_message.Message):
+    __slots__ = ["sessions"]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[Session]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ...) -> None: ...
+
 class Geometry(_message.Message):
     __slots__ = ["head_dim", "kv_dtype", "kv_heads", "layer_options", "layers", "query_heads"]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]

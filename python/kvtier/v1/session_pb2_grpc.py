@@ -6,7 +6,7 @@ from kvtier.v1 import session_pb2 as kvtier_dot_v1_dot_session__pb2
 
 
 class SessionServiceStub(object):
-    """Creates, measures, shortens and releases sessions. A session is the KV cache of one sequence and
+    """Creates, measures, shortens, forks and releases sessions. A session is the KV cache of one sequence and
     its sketches, in all layers. It lives as long as its lease, which every call that names it renews.
     """
 
@@ -36,6 +36,11 @@ class SessionServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_session__pb2.TruncateSessionRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_session__pb2.TruncateSessionResponse.FromString,
                 )
+        self.ForkSession = channel.unary_unary(
+                '/kvtier.v1.SessionService/ForkSession',
+                request_serializer=kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.FromString,
+                )
         self.ReleaseSession = channel.unary_unary(
                 '/kvtier.v1.SessionService/ReleaseSession',
                 request_serializer=kvtier_dot_v1_dot_session__pb2.ReleaseSessionRequest.SerializeToString,
@@ -49,7 +54,7 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """Creates, measures, shortens and releases sessions. A session is the KV cache of one sequence and
+    """Creates, measures, shortens, forks and releases sessions. A session is the KV cache of one sequence and
     its sketches, in all layers. It lives as long as its lease, which every call that names it renews.
     """
 
@@ -74,6 +79,13 @@ class SessionServiceServicer(object):
 
     def TruncateSession(self, request, context):
         """Drops the tokens from an index on, in every layer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkSession(self, request, context):
+        """Creates sessions that start as another is. They share its pages and sketches until they write.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +128,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     request_deserializer=kvtier_dot_v1_dot_session__pb2.TruncateSessionRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_session__pb2.TruncateSessionResponse.SerializeToString,
             ),
+            'ForkSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkSession,
+                    request_deserializer=kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.SerializeToString,
+            ),
             'ReleaseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseSession,
                     request_deserializer=kvtier_dot_v1_dot_session__pb2.ReleaseSessionRequest.FromString,
@@ -134,7 +151,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """Creates, measures, shortens and releases sessions. A session is the KV cache of one sequence and
+    """Creates, measures, shortens, forks and releases sessions. A session is the KV cache of one sequence and
     its sketches, in all layers. It lives as long as its lease, which every call that names it renews.
     """
 
@@ -203,6 +220,23 @@ class SessionService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SessionService/TruncateSession',
             kvtier_dot_v1_dot_session__pb2.TruncateSessionRequest.SerializeToString,
             kvtier_dot_v1_dot_session__pb2.TruncateSessionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ForkSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SessionService/ForkSession',
+            kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.SerializeToString,
+            kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -15,6 +15,12 @@ using ::testing::SizeIs;
 class CoreSessionTest : public CoreTest {
  protected:
   void SetUp() override { make_core(small_options()); }
+  Ending fork(const v1::ForkSessionRequest& request, v1::ForkSessionResponse& response) {
+    Ending ending;
+    core_->fork_session(call(), request, response, ending.listener());
+    executor_.run_all();
+    return ending;
+  }
 };
 
 TEST_F(CoreSessionTest, IsDescribedAsItWasAskedFor) {
@@ -58,6 +64,63 @@ TEST_F(CoreSessionTest, StoresTruncatesAndForgets) {
   EXPECT_EQ(tenant().sessions(), 0);
   EXPECT_EQ(core_->num_sessions(), 0U);
   EXPECT_EQ(reason_of_get(name), "NOT_FOUND");
+}
+
+TEST_F(CoreSessionTest, ForksAreChargedInFullAndOutliveTheirParent) {
+  const std::string name = open();
+  ASSERT_EQ(append(name, append_request(0, 10, 1)).reason(), "OK");
+  ASSERT_EQ(append(name, append_request(1, 7, 2)).reason(), "OK");
+  const std::int64_t one = tenant().kv_bytes(), memory = core_->session_memory();
+
+  v1::ForkSessionRequest request;
+  request.set_name(name);
+  request.set_count(3);
+  request.set_request_id(kUuid);
+  v1::ForkSessionResponse response, again;
+  ASSERT_EQ(fork(request, response).reason(), "OK");
+  ASSERT_EQ(fork(request, again).reason(), "OK");
+  EXPECT_EQ(response.SerializeAsString(), again.SerializeAsString());
+
+  ASSERT_EQ(response.sessions_size(), 3);
+  EXPECT_EQ(core_->num_sessions(), 4U);
+  EXPECT_EQ(tenant().sessions(), 4);
+  EXPECT_EQ(tenant().kv_bytes(), 4 * one);
+  EXPECT_EQ(core_->session_memory(), 4 * memory);
+  EXPECT_EQ(release(name).reason(), "OK");
+  for (const v1::Session& child : response.sessions()) {
+    EXPECT_THAT(child.layer_lengths(), ElementsAre(10, 7));
+    EXPECT_EQ(child.kv_bytes(), 17 * kKvHeads * kHeadDim * 4);
+    ASSERT_EQ(append(child.name(), append_request(0, 5, 3)).reason(), "OK");
+    EXPECT_THAT(lengths(child.name()), ElementsAre(15, 7));
+    EXPECT_EQ(release(child.name()).reason(), "OK");
+  }
+  EXPECT_EQ(tenant().kv_bytes(), 0);
+  EXPECT_EQ(tenant().sessions(), 0);
+  EXPECT_EQ(core_->session_memory(), 0);
+}
+
+TEST_F(CoreSessionTest, ForksBeyondAQuotaChangeNothing) {
+  const std::string name = open();
+  ASSERT_EQ(append(name, append_request(0, 10, 1)).reason(), "OK");
+  const std::int64_t one = tenant().kv_bytes();
+  tenant().set_quota(3, 100 * one);
+  v1::ForkSessionRequest request;
+  request.set_name(name);
+  v1::ForkSessionResponse response;
+  for (const int count : {-1, 0, 65}) {
+    request.set_count(count);
+    EXPECT_EQ(fork(request, response).reason(), "INVALID_ARGUMENT");
+  }
+  request.set_count(3);
+  EXPECT_EQ(fork(request, response).reason(), "QUOTA_EXCEEDED") << "of sessions";
+  tenant().set_quota(100, 3 * one);
+  EXPECT_EQ(fork(request, response).reason(), "QUOTA_EXCEEDED") << "of bytes";
+  EXPECT_EQ(response.sessions_size(), 0);
+  EXPECT_EQ(tenant().sessions(), 1);
+  EXPECT_EQ(tenant().kv_bytes(), one);
+  EXPECT_EQ(core_->num_sessions(), 1U);
+  request.set_count(2);
+  EXPECT_EQ(fork(request, response).reason(), "OK");
 }
 
 TEST_F(CoreSessionTest, ReleasedTwiceIsNotFoundUnlessItIsTheSameRequest) {
