@@ -26,7 +26,7 @@ __device__ inline void open_group(const FilterArgs& args, std::int64_t first_hea
 /// `tables` is what `fill_pairs` has filled.
 template <bool kUsual>
 __device__ void head_segments(const FilterArgs& args, const GroupState& state, const Span& span,
-                              const RowPlan& plan, const Start& first, Ring& ring,
+                              const RowPlan& plan, const Start<kUsual>& first,
                               const std::uint32_t* tables) {
   const SelectRequest& request = args.request;
   const hashing::SketchGeometry& sketch = request.sketch;
@@ -45,6 +45,7 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
   // Both norms of a token that is not finite say so.
   const bool calibrated = params.weighting == ValueWeighting::kCalibrated;
   std::uint16_t value_ahead = first.value_norm;
+  [[maybe_unused]] UsualCode code_ahead = first.code;
   std::uint16_t key_ahead = calibrated ? mine.key_norm(cursor, 0) : value_ahead;
   for (; segment < span.end; segment += kPassWarps) {
     const Cursor following(plan, segment + kPassWarps < span.end ? segment + kPassWarps : segment);
@@ -55,16 +56,17 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
     float totals[kHeads] = {};
     for (int g = 0; g < kGroupsOf32; ++g) {
       const bool more = g + 1 < kGroupsOf32;
-      const Cursor& next = more ? cursor : following;
+      const Cursor next(more ? cursor.block : following.block,
+                        more ? cursor.in_block : following.in_block);
       const int next_group = more ? g + 1 : 0;
       const Norms norms = make_norms(key_ahead, value_ahead);
       value_ahead = mine.value_norm(next, next_group);
       key_ahead = calibrated ? mine.key_norm(next, next_group) : value_ahead;
       float values[kHeads];
       if constexpr (kUsual) {
-        const uint4* chunks = ring.take();
-        ring.fetch(mine.chunks(next, next_group));
-        usual_sums(tables, UsualCode(chunks, 32), values);
+        const UsualCode code = code_ahead;
+        code_ahead = read_usual(mine.chunks(next, next_group));
+        usual_sums(tables, code, values);
       } else {
         any_sums(shape, tables, group, mine.chunks(cursor, g), values);
       }

@@ -24,17 +24,14 @@ __global__ __launch_bounds__(kPassThreads,
     const std::int64_t first_head = span.group_index * group;
     open_group(args, first_head, group, state);
     const RowPlan plan = args.plans[span.row];
-    const Start first(request.sketch, plan, span);
-    Ring ring(tables + stored_pairs(shape, group) * shape.entries());
-    if constexpr (kUsual) ring.fetch(Lane(request.sketch, span.kv_head).chunks(first.cursor, 0));
+    const Start<kUsual> first(request.sketch, plan, span);
     if constexpr (kUsual) {
       UsualEntries(args.tables, first_head, group).store_pairs(tables);
     } else {
       fill_pairs(args.tables, shape, first_head, group, tables);
     }
     __syncthreads();
-    head_segments<kUsual>(args, state, span, plan, first, ring, tables);
-    ring.drain();
+    head_segments<kUsual>(args, state, span, plan, first, tables);
   });
 }
 
@@ -51,6 +48,19 @@ int choose_tile(const SelectRequest& request, int blocks) {
   return tile;
 }
 
+/// Blocks of a pass. Where they have little to do each, no block crosses from one (row, KV head) to
+/// the next, at equal lengths: it would fill its tables twice.
+int choose_blocks(const SelectRequest& request) {
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int heads = request.rows.count * request.kv.kv_heads;
+  const int whole = processors / heads * heads;
+  const std::int64_t segments = request.max_length / kSegmentTokens * heads;
+  // H200: tables take some microseconds, a segment of a block a little less than one.
+  constexpr std::int64_t kFewSegments = 128;
+  const bool few = segments < kFewSegments * processors;
+  return few && whole * 20 >= processors * 19 ? whole : processors;
+}
+
 }  // namespace
 
 CollisionPass collision_heads_pass(bool usual) {
@@ -61,10 +71,9 @@ int collision_pass_bytes(const ScoreParams& params, int group) {
   const TableShape shape(params);
   const bool usual = shape.usual() && group <= 4;
   const int pairs = stored_pairs(shape, group) * shape.entries() * 4;
-  const int ring = usual ? Ring::kBytes : 0;
-  if (!sums_suffice(params, group)) return pairs + ring;
+  if (!sums_suffice(params, group)) return pairs;
   const int bytes = (group + 3) / 4 * shape.entries() * 4;
-  return pairs + bytes + ring + (usual ? collision_queue_bytes() : 0);
+  return pairs + bytes + (usual ? collision_queue_bytes() : 0);
 }
 
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again) {
@@ -76,7 +85,7 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool ag
   const int shared = collision_pass_bytes(params, group);
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
-  const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int blocks = choose_blocks(args.request);
   transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                      kPassThreads, static_cast<std::size_t>(shared), args,
                                      choose_tile(args.request, blocks), again);

@@ -1,5 +1,6 @@
 #include "scoring/collision_heads.cuh"
 #include "transfer/launch_cuda.cuh"
+#include "transfer/tensor_core.cuh"
 
 #include <cstdint>
 
@@ -14,17 +15,20 @@ namespace {
 /// The normalisers need every head's sum over all tokens. Those of candidates are added up, and
 /// each other token counts with the mean of those in the sample that are below the threshold, as
 /// long as that cannot move a token further than a near-tie (docs/algorithm.md, section "Select").
-/// Where scores are so dispersed that it could, every token is scored head by head.
+/// Where it could, the pass scores some of the other tokens too, as many as the mean needs; and
+/// where those were too many, it scores every token head by head.
 
 /// Scale of the bytes of a table's halves, whose greatest entries are `peaks`: the products of
 /// bytes are in proportion to those of entries times the reference, for all heads and tables alike.
 /// `most`: the greatest of all products.
 __device__ float2 byte_factors(float2 peaks, float reference, float most) {
-  constexpr float kRoundUp = 1.0F + 1e-6F;
+  constexpr float kRoundUp = 1.0F + 2e-6F;  // the quotients and the root are not quite exact
   const float product = peaks.x * peaks.y * reference;
   if (!(product > 0.0F)) return make_float2(0.0F, 0.0F);
-  const float root = 255.0F * kRoundUp * sqrtf(product / most);
-  return make_float2(root / peaks.x, root / peaks.y);
+  float root = 0.0F;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(__fdividef(product, most)));
+  root *= 255.0F * kRoundUp;
+  return make_float2(__fdividef(root, peaks.x), __fdividef(root, peaks.y));
 }
 __device__ std::uint32_t byte_of(float entry, float factor) {
   return static_cast<std::uint32_t>(fminf(ceilf(entry * factor), 255.0F));
@@ -40,35 +44,66 @@ __device__ float block_peak(float value) {
   return block_reduce(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
-/// Fills `pairs` as `fill_pairs` does and `bytes` [quads][entries], and returns the `byte_unit`.
-/// Ends with a barrier.
-__device__ float fill_usual(const UsualEntries& entries, const float* references,
-                            std::uint32_t* pairs, std::uint32_t* bytes) {
-  constexpr int kEach = UsualEntries::kTables;
-  constexpr int kEntries = kUsualTables * UsualEntries::kRow;
-  float2 peaks[kEach][4];
-  float most = 0.0F;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-    for (int h = 0; h < 4; ++h) {
-      peaks[i][h] = make_float2(warp_peak(entries.of[i][h][0]), warp_peak(entries.of[i][h][1]));
-      most = fmaxf(most, peaks[i][h].x * peaks[i][h].y * references[h]);
+/// Entries of up to four heads' tables of the usual shape, on their way to shared memory.
+constexpr int kUsualEntries = kUsualTables * kUsualRowBytes / 4;
+__device__ void start_usual(const QueryTables& tables, std::int64_t first_head, int group,
+                            float* entries) {
+  const float* from = tables.entries + first_head * tables.entries_per_head;
+#pragma unroll 1
+  for (int h = 0; h < group; ++h) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kUsualEntries / 4; i += kPassThreads) {
+      transfer::cuda::copy_async_16(
+          transfer::cuda::shared_address(entries + h * kUsualEntries + i * 4),
+          from + h * tables.entries_per_head + i * 4, true);
     }
   }
-  entries.store_pairs(pairs);
-  most = block_peak(most);
+}
+
+/// Fills `pairs` as `fill_pairs` does and `bytes` [quads][entries] from `entries`, and returns the
+/// `byte_unit`. A warp takes a table, a lane an entry of each half. Begins and ends with a barrier.
+__device__ float fill_usual(const float* entries, int group, const float* references,
+                            std::uint32_t* pairs, std::uint32_t* bytes) {
+  constexpr int kRow = kUsualRowBytes / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // The maximum turns NaN, of a query that is not finite, into 0.
+  const auto entry_of = [&](int h, int place) {
+    return h < group ? fmaxf(entries[h * kUsualEntries + place], 0.0F) : 0.0F;
+  };
+  transfer::cuda::copy_async_wait<0>();
+  __syncthreads();
+  float most = 0.0F;
+#pragma unroll 1
+  for (int place = warp * kRow + lane; place < kUsualEntries; place += kPassWarps * kRow) {
+    constexpr float kScale = 32.0F;
+    float of[4][2];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int place = UsualEntries::place_of(i);
-    if (place >= kEntries) continue;
+    for (int h = 0; h < 4; ++h) {
+      of[h][0] = entry_of(h, place);
+      of[h][1] = entry_of(h, place + 32);
+      most = fmaxf(most, warp_peak(of[h][0]) * warp_peak(of[h][1]) * references[h]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // pair i / 2, half i % 2
+      const int h = i / 2 * 2;
+      const __half2 both = __floats2half2_rn(of[h][i % 2] * kScale, of[h + 1][i % 2] * kScale);
+      pairs[i / 2 * kUsualEntries + place + i % 2 * 32] =
+          *reinterpret_cast<const std::uint32_t*>(&both);
+    }
+  }
+  most = block_peak(most);
+#pragma unroll 1
+  for (int place = warp * kRow + lane; place < kUsualEntries; place += kPassWarps * kRow) {
     std::uint32_t high = 0;
     std::uint32_t low = 0;
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
-      const float2 factors = byte_factors(peaks[i][h], references[h], most);
-      high |= byte_of(entries.of[i][h][0], factors.x) << (8 * h);
-      low |= byte_of(entries.of[i][h][1], factors.y) << (8 * h);
+      const float2 of = {entry_of(h, place), entry_of(h, place + 32)};
+      const float2 peaks = {warp_peak(of.x), warp_peak(of.y)};
+      const float2 factors = byte_factors(peaks, references[h], most);
+      high |= byte_of(of.x, factors.x) << (8 * h);
+      low |= byte_of(of.y, factors.y) << (8 * h);
     }
     bytes[place] = high;
     bytes[place + 32] = low;
@@ -129,8 +164,9 @@ __device__ float fill_bytes(const QueryTables& tables, const TableShape& shape,
 
 /// Tokens that wait for their exact score, in a ring: a full warp's and one more push.
 constexpr int kQueueTokens = 64;
+constexpr std::uint32_t kNoSlot = 0xFFFFFFFFU;
 struct Waiting {
-  std::uint32_t slot;
+  std::uint32_t slot;  // of a candidate, or kNoSlot
   std::uint32_t token;
   float weight;  // of its collisions; negative: not finite
 };
@@ -146,6 +182,8 @@ struct SumShared {
   SpanShared spans;
   GroupState state;
   bool dispersed;
+  std::uint32_t scored_part;  // of all tokens below the threshold, times 2^32
+  SampleRest rests[kMaxGroup];
   float references[kMaxGroup];
   float others[kMaxGroup];  // mean share of tokens below the threshold
   Waiting queues[kPassWarps][kQueueTokens];
@@ -159,9 +197,17 @@ struct SumState {
   float threshold;
   unsigned queue_begin = 0;
   int queued = 0;
-  std::int64_t counted = 0;  // eligible tokens of the warp that are below the threshold
-  float total = 0.0F;        // lane h: shares of head h of the warp's candidates
+  std::int64_t counted = 0;   // eligible tokens of the warp that are below the threshold
+  float total = 0.0F;         // lane h: shares of head h of the warp's candidates
+  float others_total = 0.0F;  // the same of those that are counted as `others`
+  int others = 0;             // of the warp's tokens below the threshold
 };
+
+/// Tells whether a token below the threshold is scored too. Multiples of the golden ratio spread
+/// evenly, whatever the part, and have no period.
+__device__ bool is_scored(const SumShared& shared, std::uint32_t token) {
+  return token * 0x9E3779B1U < shared.scored_part;
+}
 
 /// Scores the first `count` waiting tokens head by head.
 template <bool kUsual>
@@ -193,7 +239,7 @@ __device__ void settle(const FilterArgs& args, const SumShared& shared, const Sp
     if (h >= state.group) break;
     sums[h] = finite ? sums[h] * factor : kLowestValue;
     if (finite) share += sums[h] * shared.references[h];
-    if (lane < count) {
+    if (lane < count && mine.slot != kNoSlot) {
       args.values[(span.group_index * args.max_tokens + mine.slot) * state.group + h] = sums[h];
     }
   }
@@ -204,6 +250,15 @@ __device__ void settle(const FilterArgs& args, const SumShared& shared, const Sp
     if (h >= state.group) break;
     const float all = warp_sum(counts ? sums[h] * shared.references[h] : 0.0F);
     if (lane == h) state.total += all;
+  }
+  if (shared.scored_part == 0) return;
+  const bool other = lane < count && !counts && is_scored(shared, mine.token);
+  state.others += __popc(__ballot_sync(kFullWarp, other));
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (h >= state.group) break;
+    const float all = warp_sum(other && finite ? sums[h] * shared.references[h] : 0.0F);
+    if (lane == h) state.others_total += all;
   }
 }
 
@@ -226,7 +281,7 @@ __device__ std::uint32_t any_byte_sum(const TableShape& shape, const std::uint32
 template <bool kUsual>
 __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Span& span,
                              const std::uint32_t* pairs, const std::uint32_t* bytes,
-                             std::uint32_t* queue, const Start& first, Ring& ring, bool again,
+                             std::uint32_t* queue, const Start<kUsual>& first, bool again,
                              SumState& state) {
   const hashing::SketchGeometry& sketch = args.request.sketch;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -237,6 +292,7 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
   const Lane mine(sketch, span.kv_head);
   Cursor cursor = first.cursor;
   std::uint16_t ahead = first.value_norm;
+  [[maybe_unused]] UsualCode code_ahead = first.code;
   for (; segment < span.end; segment += kPassWarps) {
     // Past the last segment it is read once more.
     const Cursor following(state.plan,
@@ -247,17 +303,17 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
     int written = 0;
     for (int g = 0; g < kGroupsOf32; ++g) {
       const bool more = g + 1 < kGroupsOf32;
-      const Cursor& next = more ? cursor : following;
+      const Cursor next(more ? cursor.block : following.block,
+                        more ? cursor.in_block : following.in_block);
       const int next_group = more ? g + 1 : 0;
       const std::uint16_t norm = ahead;
       ahead = mine.value_norm(next, next_group);
       std::uint32_t sum = 0;
-      [[maybe_unused]] const uint4* held = nullptr;
+      [[maybe_unused]] const UsualCode code = code_ahead;
       if constexpr (kUsual) {
         std::uint32_t halves[2] = {0, 0};
-        held = ring.take();
-        ring.fetch(mine.chunks(next, next_group));
-        walk_usual(UsualCode(held, 32), [&](int table, std::uint32_t high, std::uint32_t low) {
+        code_ahead = read_usual(mine.chunks(next, next_group));
+        walk_usual(code, [&](int table, std::uint32_t high, std::uint32_t low) {
           const std::uint32_t a = word_at(bytes, high + table * kUsualRowBytes);
           const std::uint32_t b = word_at(bytes, low + table * kUsualRowBytes + kUsualRowBytes / 2);
           halves[table % 2] = __dp4a(a, b, halves[table % 2]);
@@ -269,24 +325,30 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
       const bool finite = norm != hashing::kNonfiniteNorm;
       float bound = static_cast<float>(sum) * state.unit;
       if (weighted) bound *= norm_value(norm);
-      const bool pass = eligible.has(g * 32 + lane) && (finite ? bound : 0.0F) >= state.threshold;
+      const auto token = static_cast<std::uint32_t>(segment * kSegmentTokens + g * 32 + lane);
+      const bool inside = eligible.has(g * 32 + lane);
+      const bool pass = inside && (finite ? bound : 0.0F) >= state.threshold;
+      const bool waits = pass || (inside && is_scored(shared, token));
       const unsigned votes = __ballot_sync(kFullWarp, pass);
-      if (pass) {
-        const int rank = __popc(votes & lanes_below());
-        const auto slot = static_cast<std::uint32_t>(segment * kSegmentTokens + written + rank);
-        const auto token = static_cast<std::uint32_t>(segment * kSegmentTokens + g * 32 + lane);
-        const unsigned entry = state.queue_begin + static_cast<unsigned>(state.queued + rank);
-        ids[slot] = static_cast<std::int32_t>(token);
+      const unsigned waiting = __ballot_sync(kFullWarp, waits);
+      if (waits) {
+        const auto slot = static_cast<std::uint32_t>(segment * kSegmentTokens + written +
+                                                     __popc(votes & lanes_below()));
+        const unsigned entry =
+            state.queue_begin +
+            static_cast<unsigned>(state.queued + __popc(waiting & lanes_below()));
+        if (pass) ids[slot] = static_cast<std::int32_t>(token);
         const float weight = weighted ? norm_value(norm) : 1.0F;
-        shared.queues[warp][entry % kQueueTokens] = {slot, token, finite ? weight : -1.0F};
+        shared.queues[warp][entry % kQueueTokens] = {pass ? slot : kNoSlot, token,
+                                                     finite ? weight : -1.0F};
         if constexpr (kUsual) {
           uint4* to = queue_chunks(queue, entry);
 #pragma unroll
-          for (int chunk = 0; chunk < UsualCode::kChunks; ++chunk) to[chunk] = held[chunk * 32];
+          for (int chunk = 0; chunk < UsualCode::kChunks; ++chunk) to[chunk] = code.chunk(chunk);
         }
       }
       written += __popc(votes);
-      state.queued += __popc(votes);
+      state.queued += __popc(waiting);
       const bool last = segment + kPassWarps >= span.end && g + 1 == kGroupsOf32;
       while (state.queued >= 32 || (last && state.queued > 0)) {
         const int count = min(state.queued, 32);
@@ -302,7 +364,9 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
     if (lane < state.group) {
       float total = 0.0F;
       if (segment + kPassWarps >= span.end) {
-        total = state.total + static_cast<float>(state.counted) * shared.others[lane];
+        const float mean = state.others > 0 ? state.others_total / static_cast<float>(state.others)
+                                            : shared.others[lane];
+        total = state.total + static_cast<float>(state.counted) * mean;
       }
       // References that the first pass has settled stay: they add up to 1.
       if (again) total = segment == first_segment(state.plan) ? 1.0F : 0.0F;
@@ -314,17 +378,26 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
 
 /// Reads what the sample tells of tokens below the threshold. One warp.
 __device__ void read_others(const FilterArgs& args, const RowPlan& plan, std::int64_t first_head,
-                            int group, float threshold, SumShared& shared) {
+                            int group, float threshold, bool again, SumShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
-  SampleRest all{0.0F, 0.0F, 0.0F, INFINITY, 0.0F};
-  for (int i = 0; head < group && i < kSampleBlocks; ++i) {
-    const SampleRest& part = args.filter.others[(first_head + head) * kSampleBlocks + i];
-    all.count += part.count;
-    all.sum += part.sum;
-    all.square += part.square;
-    all.least = fminf(all.least, part.least);
-    all.most = fmaxf(all.most, part.most);
+  // Lane 4 b + h reads what block b tells of head h.
+  static_assert(kSampleBlocks == 8);
+#pragma unroll 1
+  for (int first = 0; first < group; first += 4) {
+    const int mine = min(first + head % 4, group - 1);
+    SampleRest part = args.filter.others[(first_head + mine) * kSampleBlocks + head / 4];
+    for (int offset = 4; offset < 32; offset *= 2) {
+      part.count += __shfl_xor_sync(kFullWarp, part.count, offset);
+      part.sum += __shfl_xor_sync(kFullWarp, part.sum, offset);
+      part.square += __shfl_xor_sync(kFullWarp, part.square, offset);
+      part.least = fminf(part.least, __shfl_xor_sync(kFullWarp, part.least, offset));
+      part.most = fmaxf(part.most, __shfl_xor_sync(kFullWarp, part.most, offset));
+    }
+    if (head < 4) shared.rests[mine] = part;
   }
+  __syncwarp();
+  SampleRest all{0.0F, 0.0F, 0.0F, INFINITY, 0.0F};
+  if (head < group) all = shared.rests[head];
   const float mean = all.count > 0.0F ? all.sum / all.count : 0.0F;
   const float deviation = all.count > 0.0F ? sqrtf(all.square / all.count) : 0.0F;
   // Error of the mean beside that which all heads share, and how far it can move a token that is
@@ -338,14 +411,24 @@ __device__ void read_others(const FilterArgs& args, const RowPlan& plan, std::in
     most_deviation = fmaxf(most_deviation, __shfl_xor_sync(kFullWarp, most_deviation, offset));
   }
   constexpr float kDeviations = 3.0F;
-  constexpr float kHalfNearTie = 0x1p-10F;
+  // Of the range of scores: three quarters of a near-tie. Rounding of sums has the last.
+  constexpr float kMostMoved = 0.75F * 0x1p-9F;
   if (head == 0) {
     const float differ = sum > 0.0F ? fminf(kDeviations * most_deviation / sum, 1.0F) : 0.0F;
     const float moved = kDeviations * error * differ * threshold;
     // With few tokens the sample is all of them; with no threshold, all are candidates.
+    const auto tokens = static_cast<float>(plan.end - plan.begin);
     const bool exact = plan.end - plan.begin <= kSamples / 2;
-    shared.dispersed =
-        threshold <= 0.0F || (!exact && moved > kHalfNearTie * (all.most - all.least));
+    const float limit = kMostMoved * (all.most - all.least);
+    float part = 0.0F;  // of the tokens: the error falls as the root of their number
+    if (!exact && moved > limit) part = 1.2F * all.count * moved * moved / (limit * limit * tokens);
+    // Another token costs some two of those that are bounded.
+    constexpr float kMostPart = 0.25F;
+    shared.dispersed = threshold <= 0.0F || !(part <= kMostPart);
+    shared.scored_part = 0;
+    if (!again && !shared.dispersed) {
+      shared.scored_part = static_cast<std::uint32_t>(part * 0x1p32F);
+    }
   }
   shared.references[head % kMaxGroup] = 0.0F;
   __syncwarp();
@@ -358,7 +441,7 @@ __device__ void read_others(const FilterArgs& args, const RowPlan& plan, std::in
 template <bool kUsual>
 __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constant__ FilterArgs args,
                                                             int tile_segments, bool again) {
-  extern __shared__ __align__(128) std::uint32_t tables[];  // half pairs, bytes, queue, ring
+  extern __shared__ __align__(128) std::uint32_t tables[];  // half pairs, bytes, queue
   __shared__ SumShared shared;
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
@@ -373,17 +456,14 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
     const RowPlan plan = args.plans[span.row];
     const float threshold = args.filter.groups[span.group_index].threshold;
     open_group(args, first_head, group, shared.state);
-    const Start first(request.sketch, plan, span);
-    Ring ring(queue + kQueueBytes / 4);
+    auto* entries = reinterpret_cast<float*>(queue);  // which is empty as yet
+    if constexpr (kUsual) start_usual(args.tables, first_head, group, entries);
+    const Start<kUsual> first(request.sketch, plan, span);
     float unit = 0.0F;
+    if (threadIdx.x < 32) read_others(args, plan, first_head, group, threshold, again, shared);
     if constexpr (kUsual) {
-      const UsualEntries entries(args.tables, first_head, group);
-      ring.fetch(Lane(request.sketch, span.kv_head).chunks(first.cursor, 0));
-      if (threadIdx.x < 32) read_others(args, plan, first_head, group, threshold, shared);
-      __syncthreads();
-      unit = fill_usual(entries, shared.references, tables, bytes);
+      unit = fill_usual(entries, group, shared.references, tables, bytes);
     } else {
-      if (threadIdx.x < 32) read_others(args, plan, first_head, group, threshold, shared);
       fill_pairs(args.tables, shape, first_head, group, tables);
       __syncthreads();
       unit = fill_bytes(args.tables, shape, first_head, group, shared.references, bytes);
@@ -392,11 +472,10 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
         .plan = plan, .shape = shape, .group = group, .unit = unit, .threshold = threshold};
     // The references that the first pass has settled stay.
     if (shared.dispersed && !again) {
-      head_segments<kUsual>(args, shared.state, span, plan, first, ring, tables);
+      head_segments<kUsual>(args, shared.state, span, plan, first, tables);
     } else {
-      sum_segments<kUsual>(args, shared, span, tables, bytes, queue, first, ring, again, state);
+      sum_segments<kUsual>(args, shared, span, tables, bytes, queue, first, again, state);
     }
-    ring.drain();
   });
 }
 

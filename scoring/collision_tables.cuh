@@ -166,7 +166,21 @@ struct UsualCode {
       words[chunk * kWordsPerChunk + 3] = four.w;
     }
   }
+  [[nodiscard]] __device__ __forceinline__ uint4 chunk(int i) const {
+    const std::uint32_t* four = words + i * kWordsPerChunk;
+    return make_uint4(four[0], four[1], four[2], four[3]);
+  }
 };
+
+/// `UsualCode` from device memory, of which nothing is read twice.
+__device__ __forceinline__ UsualCode read_usual(const uint4* chunks) {
+  uint4 four[UsualCode::kChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < UsualCode::kChunks; ++chunk) {
+    four[chunk] = __ldcs(chunks + chunk * kChunkStride);
+  }
+  return UsualCode(four, 1);
+}
 
 /// Calls `visit(table, high, low)` for the tables in their order, with the offsets of their
 /// entries.

@@ -19,8 +19,8 @@
 ///
 /// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but
 /// for rounding of scores; and normalisers of soft-collision sets per KV head come in part from the
-/// sample, as long as that moves no token further than half of a near-tie
-/// (collision_sums_cuda.cu).
+/// sample, and from more tokens as far as it takes, so that none moves further than three quarters
+/// of a near-tie (collision_sums_cuda.cu).
 namespace kvtier::scoring::cuda {
 
 /// Per (row, query head). Values are in the estimator's domain: base-2 logits for logit-like
