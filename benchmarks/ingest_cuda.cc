@@ -22,12 +22,15 @@ void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacemen
   const DeviceTensor values(batch * tokens * values_of_token, 42);
   const transfer::Buffer packed = run.device().allocate(
       transfer::Space::kDevice, static_cast<std::size_t>(batch * tokens * values_of_token * 4));
+  const transfer::Buffer squares = run.device().allocate(
+      transfer::Space::kDevice,
+      static_cast<std::size_t>(batch * tokens * kv.kv_heads) * sizeof(transfer::RowSquares));
   const auto append = [&](int layer) {
     hashing::SketchTarget target{
         .planes = layers.planes(), .geometry = layers.sketch(), .blocks = {}};
     for (int item = 0; item < batch; ++item) target.blocks.push(layers.sketch_blocks(layer, item));
     hashing::append_rows(run.queue(), kv, append_batch(layers, layer, batch, keys, values, tokens),
-                         {&target, 1}, packed.data());
+                         {&target, 1}, {packed.data(), squares.as<transfer::RowSquares>()});
   };
   append(0);
   const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {

@@ -23,7 +23,7 @@ SketchBatch sketch_batch(const transfer::AppendBatch& batch, const SketchTarget&
 
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 std::byte* packed) {
+                 const PackedRows& packed) {
   transfer::check_append(kv, batch);
   for (const SketchTarget& target : sketches) {
     assert(target.blocks.count == batch.count);
@@ -34,10 +34,11 @@ void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
       return cuda::append_small(stream.native(), kv, batch, sketches);
     }
   }
-  transfer::pack_rows(stream, kv, batch, packed);
-  transfer::store_rows(stream, kv, batch, packed);
+  transfer::pack_rows(stream, kv, batch, packed.rows, sketches.empty() ? nullptr : packed.squares);
+  transfer::store_rows(stream, kv, batch, packed.rows);
   for (const SketchTarget& target : sketches) {
-    sketch_keys(stream, target.planes, kv, target.geometry, sketch_batch(batch, target), packed);
+    sketch_keys(stream, target.planes, kv, target.geometry, sketch_batch(batch, target),
+                packed.rows, packed.squares);
   }
   transfer::append_done(stream, kv, batch);
 }

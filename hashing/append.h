@@ -15,11 +15,16 @@ struct SketchTarget {
   transfer::Batch<std::byte* const*> blocks;  ///< Device arrays of block addresses, as the items.
 };
 
+/// Workspace of an append, for its tokens at their `packed_offset`.
+struct PackedRows {
+  std::byte* rows = nullptr;                ///< `[tokens, kv_heads, row]`
+  transfer::RowSquares* squares = nullptr;  ///< `[tokens, kv_heads]`
+};
+
 /// A whole append: rounds K and V and counts non-finite pairs (`transfer::pack_rows`), stores the
 /// rows (`store_rows`), writes every sketch (`sketch_keys`), and then lets the lengths grow
-/// (`append_done`). A sequence is in `batch` once. `packed` is workspace for the tokens of the
-/// batch at their `packed_offset`, and may be left unwritten. Enqueued; inputs must stay valid
-/// until the stream has passed it.
+/// (`append_done`). A sequence is in `batch` once. `packed` may be left unwritten. Enqueued; inputs
+/// must stay valid until the stream has passed it.
 ///
 /// On a GPU an append of few tokens is one kernel per sketch. Where there is a token at all, the
 /// kernel enqueued next may count on all work before the append being done when it starts, even
@@ -27,6 +32,6 @@ struct SketchTarget {
 /// Throws `kInvalidArgument` as `transfer::check_append` does.
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 std::byte* packed);
+                 const PackedRows& packed);
 
 }  // namespace kvtier::hashing

@@ -76,10 +76,13 @@ using SketchBatch = transfer::Batch<SketchItem>;
 /// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens -
 /// 1 of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued
 /// before `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
+/// `squares`, unless null, are those that `pack_rows` has written of these rows: norms may be taken
+/// from them, so that long appends need not read values.
 ///
 /// A projection within rounding of zero may differ between backends, and between long and short
 /// appends.
 void sketch_keys(transfer::Stream& stream, const PlanesView& planes, const transfer::KvGeometry& kv,
-                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed);
+                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
+                 const transfer::RowSquares* squares = nullptr);
 
 }  // namespace kvtier::hashing

@@ -292,9 +292,9 @@ void launch_head_dim(void* stream, const PlanesView& planes, const KvGeometry& k
 namespace cuda {
 
 void sketch_keys(void* stream, const PlanesView& planes, const KvGeometry& kv,
-                 const SketchGeometry& geometry, const SketchBatch& batch,
-                 const std::byte* packed) {
-  if (sketch_prefill(stream, planes, kv, geometry, batch, packed)) return;
+                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
+                 const transfer::RowSquares* squares) {
+  if (sketch_prefill(stream, planes, kv, geometry, batch, packed, squares)) return;
   if (kv.dtype == DType::kFloat16) {
     launch_head_dim<__half>(stream, planes, kv, geometry, batch, packed);
   } else {

@@ -12,7 +12,8 @@ void sketch_keys(const PlanesView& planes, const transfer::KvGeometry& kv,
 
 namespace cuda {  // `stream` is a cudaStream_t
 void sketch_keys(void* stream, const PlanesView& planes, const transfer::KvGeometry& kv,
-                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed);
+                 const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
+                 const transfer::RowSquares* squares);
 }  // namespace cuda
 
 }  // namespace kvtier::hashing

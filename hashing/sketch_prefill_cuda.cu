@@ -8,11 +8,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace kvtier::hashing::cuda {
 namespace {
 
 using transfer::KvGeometry;
+using transfer::RowSquares;
 using transfer::cuda::kFullWarp;
 
 /// Warpgroups of a block, each with tiles of its own: while one loads keys or packs signs, others
@@ -23,7 +25,6 @@ constexpr int kThreads = 128 * kGroups;
     64;  ///< Of one KV head, so that sign bits are written side by side.
 /// Chunks whose planes a block keeps in shared memory: 160 KiB for head_dim 128.
 constexpr int kMaxChunks = 5;
-constexpr int kMaxSharedBytes = 227 * 1024;
 /// Below, the other kernel has more blocks to spread over the processors.
 constexpr std::int64_t kMinTokens = 2048;
 
@@ -63,22 +64,14 @@ __device__ void load_planes(const PlanesView& planes, int first, int chunks, std
   }
 }
 
-/// What a lane holds of rows g and g + 8 of its warp: every fourth 16 bytes of half a row.
+/// What a lane holds of keys g and g + 8 of its warp: every fourth 16 bytes.
 template <int D>
-struct HalfRows {
+struct KeyRows {
   static constexpr int kVectors = D / 32;
-  /// Shared memory where a warp keeps its next half rows: a place per vector and lane.
+  /// Shared memory where a warp keeps its next keys: a place per vector and lane.
   static constexpr int kStageBytes = 2 * kVectors * 32 * 16;
   uint4 low[kVectors], high[kVectors];
 
-  __device__ void load(const std::byte* row_g, const std::byte* row_g8) {
-    const int t = static_cast<int>(threadIdx.x % 4);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      low[j] = __ldcs(reinterpret_cast<const uint4*>(row_g) + j * 4 + t);
-      high[j] = __ldcs(reinterpret_cast<const uint4*>(row_g8) + j * 4 + t);
-    }
-  }
   /// Part of A for one product, in the order of `DepthOrder`.
   __device__ void fragment(unsigned (&a)[4], int step) const {
     const uint4& g = low[step / 2];
@@ -96,7 +89,7 @@ struct HalfRows {
       high[j] = *reinterpret_cast<const uint4*>(stage + (2 * j + 1) * 512);
     }
   }
-  /// Starts copying what `load` would load. A lane reads only what it has copied itself.
+  /// Starts copying a lane's part of two keys. It reads only what it has copied itself.
   __device__ static void stage(unsigned stage, const std::byte* row_g, const std::byte* row_g8) {
     const unsigned t = threadIdx.x % 4;
 #pragma unroll
@@ -108,41 +101,6 @@ struct HalfRows {
     }
   }
 };
-
-/// Squared lengths of half rows g and g + 8, in lane 4 g + g / 2.
-struct Squares {
-  float low = 0.0F;
-  float high = 0.0F;
-};
-
-/// On the diagonal of the product of the warp's half rows with themselves: A's registers of rows
-/// g (and g + 8) are those of B for eight columns.
-template <int D>
-__device__ Squares squares(const HalfRows<D>& rows) {
-  float first[4] = {}, second[4] = {};
-#pragma unroll
-  for (int step = 0; step < D / kProductDepth; ++step) {
-    unsigned a[4];
-    rows.fragment(a, step);
-    transfer::cuda::multiply_add<__nv_bfloat16>(first, a, a[0], a[2]);
-    transfer::cuda::multiply_add<__nv_bfloat16>(second, a, a[1], a[3]);
-  }
-  const bool odd = threadIdx.x % 32 / 4 % 2 != 0;
-  return {odd ? first[1] : first[0], odd ? second[3] : second[2]};
-}
-
-/// Tells whether this lane's part has NaN or infinity.
-template <int N>
-__device__ bool has_nonfinite(const uint4 (&vectors)[N]) {
-  bool found = false;
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    for (const unsigned pair : {vectors[j].x, vectors[j].y, vectors[j].z, vectors[j].w}) {
-      found |= nonfinite_pair<__nv_bfloat16>(pair);
-    }
-  }
-  return found;
-}
 
 /// Signs of a row's 32 columns, those of this lane: each at its bit for t = 0, among others that do
 /// not count. `c` points at the row's first fragment.
@@ -192,17 +150,18 @@ struct TileRows {
   int token = 0;  ///< Of row g, from the first of the item.
   const std::byte* row_g = nullptr;
   const std::byte* row_g8 = nullptr;
+  std::int64_t squares = 0;  ///< Of row lane % 16: where they are.
 };
 
 /// Block (share of the tiles, group of chunks, item), 4 warpgroups; a tile is 64 tokens of one
 /// head. Shared memory: the planes of the block's chunks, written once; the barrier makes them
 /// complete.
-template <int D, bool kStageValues>
+template <int D>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ PlanesView planes, const __grid_constant__ KvGeometry kv,
                    const __grid_constant__ SketchGeometry geometry,
                    const __grid_constant__ SketchBatch batch, const std::byte* packed,
-                   const int chunks_per_block) {
+                   const RowSquares* squares, const int chunks_per_block) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // else compiled empty
   extern __shared__ std::byte unaligned[];
   std::byte* shared =
@@ -227,29 +186,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto half_bytes = static_cast<unsigned>(chunks * kChunkBits * kOperandRowBytes);
   const auto locate = [&](int tile) {
     TileRows rows{tile % kv.kv_heads, tile / kv.kv_heads * kTileTokens + row_in_tile};
-    const auto address = [&](int token) {  // rows past the end are read as the last one
-      const std::int64_t index = item.packed_offset + min(token, tokens - 1);
-      return packed + (index * kv.kv_heads + rows.head) * row_bytes;
+    const auto index = [&](int token) {  // rows past the end are read as the last one
+      return (item.packed_offset + min(token, tokens - 1)) * kv.kv_heads + rows.head;
     };
-    rows.row_g = address(rows.token);
-    rows.row_g8 = address(rows.token + 8);
+    rows.row_g = packed + index(rows.token) * row_bytes;
+    rows.row_g8 = packed + index(rows.token + 8) * row_bytes;
+    rows.squares = index(rows.token - lane / 4 + lane % 16);
     return rows;
   };
-  constexpr int kStageBytes = HalfRows<D>::kStageBytes;
+  constexpr int kStageBytes = KeyRows<D>::kStageBytes;
   std::byte* stage = shared + chunks_per_block * kChunkBits * D * 2 +
-                     static_cast<int>(threadIdx.x / 32) * kStageBytes * (kStageValues ? 2 : 1) +
-                     lane * 16;
+                     static_cast<int>(threadIdx.x / 32) * kStageBytes + lane * 16;
+  RowSquares ahead;  // of row `lane` of the warp's next 16
   const auto start_copy = [&](int tile) {
     if (tile < tiles) {
       const TileRows rows = locate(tile);
-      const unsigned to = transfer::cuda::shared_address(stage);
-      HalfRows<D>::stage(to, rows.row_g, rows.row_g8);
-      if constexpr (kStageValues) {
-        HalfRows<D>::stage(to + kStageBytes, rows.row_g + 2 * D, rows.row_g8 + 2 * D);
-      } else if (lane % 4 < D / 64) {  // into L2: the 128-byte lines of row g and g + 8
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.row_g + 2 * D + lane % 4 * 128));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.row_g8 + 2 * D + lane % 4 * 128));
-      }
+      KeyRows<D>::stage(transfer::cuda::shared_address(stage), rows.row_g, rows.row_g8);
+      ahead = squares[rows.squares];
     }
     transfer::cuda::copy_async_commit();
   };
@@ -268,42 +221,33 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       continue;
     }
-    const auto [head, token, row_g, row_g8] = locate(tile);
-    HalfRows<D> keys, values;
-    if constexpr (!kStageValues) values.load(row_g + 2 * D, row_g8 + 2 * D);
+    const TileRows rows = locate(tile);
+    const auto [head, token] = std::pair(rows.head, rows.token);
+    KeyRows<D> keys;
     transfer::cuda::copy_async_wait<0>();
     keys.load_staged(stage);
-    if constexpr (kStageValues) values.load_staged(stage + kStageBytes);
-    const Squares key = squares(keys), value = squares(values);
-    const bool has_norms = lane % 4 == lane / 8;
-    const float infinity = __int_as_float(0x7F800000);
-    bool nonfinite[2] = {};
-    // The square of a large finite value is infinite too.
-    if (__any_sync(kFullWarp, has_norms && !(key.low < infinity && key.high < infinity &&
-                                             value.low < infinity && value.high < infinity))) {
-      const unsigned low =
-          __ballot_sync(kFullWarp, has_nonfinite(keys.low) || has_nonfinite(values.low));
-      const unsigned high =
-          __ballot_sync(kFullWarp, has_nonfinite(keys.high) || has_nonfinite(values.high));
-      nonfinite[0] = (low >> (lane / 4 * 4) & 0xFU) != 0;
-      nonfinite[1] = (high >> (lane / 4 * 4) & 0xFU) != 0;
-    }
+    const RowSquares mine = ahead;
+    const unsigned nonfinite_rows = __ballot_sync(kFullWarp, isnan(mine.key));
     start_copy(tile + tile_step);  // all that was staged has been used
 
+    if (const int own = token - lane / 4 + lane; lane < 16 && own < tokens) {
+      std::byte* block = item.blocks[(length + own) / kBlockTokens];
+      const auto in_block = static_cast<int>((length + own) % kBlockTokens);
+      const bool bad = isnan(mine.key);
+      *reinterpret_cast<std::uint16_t*>(block + geometry.key_norm_offset(head, in_block)) =
+          bad ? kNonfiniteNorm : norm_bits(mine.key);
+      *reinterpret_cast<std::uint16_t*>(block + geometry.value_norm_offset(head, in_block)) =
+          bad ? kNonfiniteNorm : norm_bits(mine.value);
+    }
     std::byte* to[2] = {};  // chunk 0 of the rows' sketches, word t
+    bool nonfinite[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      nonfinite[i] = (nonfinite_rows >> (lane / 4 + 8 * i) & 1U) != 0;
       if (token + 8 * i >= tokens) continue;
       const std::int64_t at = length + token + 8 * i;
-      std::byte* block = item.blocks[at / kBlockTokens];
-      const int in_block = static_cast<int>(at % kBlockTokens);
-      to[i] = block + geometry.chunk_offset(head, 0, in_block) + lane % 4 * 4;
-      if (has_norms) {
-        *reinterpret_cast<std::uint16_t*>(block + geometry.key_norm_offset(head, in_block)) =
-            nonfinite[i] ? kNonfiniteNorm : norm_bits(i == 0 ? key.low : key.high);
-        *reinterpret_cast<std::uint16_t*>(block + geometry.value_norm_offset(head, in_block)) =
-            nonfinite[i] ? kNonfiniteNorm : norm_bits(i == 0 ? value.low : value.high);
-      }
+      to[i] = item.blocks[at / kBlockTokens] +
+              geometry.chunk_offset(head, 0, static_cast<int>(at % kBlockTokens)) + lane % 4 * 4;
     }
 
 #pragma unroll 1
@@ -360,21 +304,21 @@ Processor current_processor() {
 
 template <int D>
 void launch(void* stream, int processors, const PlanesView& planes, const KvGeometry& kv,
-            const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed) {
+            const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
+            const RowSquares* squares) {
   const int groups = (geometry.chunks() + kMaxChunks - 1) / kMaxChunks;
   const int chunks_per_block = (geometry.chunks() + groups - 1) / groups;
-  constexpr int kStageBytes = HalfRows<D>::kStageBytes * kThreads / 32;
+  constexpr int kStageBytes = KeyRows<D>::kStageBytes * kThreads / 32;
   const int planes_bytes = chunks_per_block * kChunkBits * D * 2 + kOperandGroupBytes;  // to align
-  const bool stage_values = planes_bytes + 2 * kStageBytes <= kMaxSharedBytes;
-  const int bytes = planes_bytes + kStageBytes * (stage_values ? 2 : 1);
-  const auto kernel = stage_values ? prefill_kernel<D, true> : prefill_kernel<D, false>;
+  const int bytes = planes_bytes + kStageBytes;
+  const auto kernel = prefill_kernel<D>;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int blocks = std::max(1, processors / (groups * batch.count));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
                   static_cast<unsigned>(batch.count));
   kernel<<<grid, kThreads, static_cast<std::size_t>(bytes), transfer::cuda::stream_of(stream)>>>(
-      planes, kv, geometry, batch, packed, chunks_per_block);
+      planes, kv, geometry, batch, packed, squares, chunks_per_block);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -382,8 +326,10 @@ void launch(void* stream, int processors, const PlanesView& planes, const KvGeom
 
 bool sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv,
                     const SketchGeometry& geometry, const SketchBatch& batch,
-                    const std::byte* packed) {
-  if (kv.dtype != DType::kBFloat16 || (kv.head_dim != 64 && kv.head_dim != 128)) return false;
+                    const std::byte* packed, const RowSquares* squares) {
+  if (squares == nullptr || kv.dtype != DType::kBFloat16 ||
+      (kv.head_dim != 64 && kv.head_dim != 128))
+    return false;
   for (int i = 0; i < batch.count; ++i) {
     if (batch[i].tokens < kMinTokens) return false;
   }
@@ -391,9 +337,9 @@ bool sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv
   const Processor processor = current_processor();
   if (processor.major != 9 || processor.minor != 0) return false;
   if (kv.head_dim == 64) {
-    launch<64>(stream, processor.count, planes, kv, geometry, batch, packed);
+    launch<64>(stream, processor.count, planes, kv, geometry, batch, packed, squares);
   } else {
-    launch<128>(stream, processor.count, planes, kv, geometry, batch, packed);
+    launch<128>(stream, processor.count, planes, kv, geometry, batch, packed, squares);
   }
   return true;
 }

@@ -146,8 +146,8 @@ void EngineState::size_workspace() {
   append_tokens = std::min(
       std::clamp(kAppendBytes / (kv.kv_heads * kv.row_bytes()), kMinAppendTokens, kMaxAppendTokens),
       max_tokens);
-  const std::size_t packed_bytes =
-      static_cast<std::size_t>(append_tokens * kv.kv_heads) * row_bytes;
+  const std::size_t packed_bytes = static_cast<std::size_t>(append_tokens * kv.kv_heads) *
+                                   (row_bytes + sizeof(transfer::RowSquares));
   const std::size_t query_bytes = sizeof(float) * static_cast<std::size_t>(batch_rows) *
                                   static_cast<std::size_t>(kv.query_heads * kv.head_dim);
   const std::size_t wanted =

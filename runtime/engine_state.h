@@ -4,6 +4,7 @@
 #include "kvtier/stats.h"
 
 #include "attention/flash_decode.h"
+#include "hashing/append.h"
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "runtime/host_staging.h"
@@ -107,7 +108,7 @@ class EngineState {
   std::int64_t staged_rows = 0;
   std::unique_ptr<scoring::Selector> selector;
   std::unique_ptr<attention::FlashDecode> flash;
-  transfer::Buffer packed;   ///< `[append_tokens, kv_heads, row]`
+  transfer::Buffer packed;   ///< Of `append_tokens` tokens, see `packed_rows`.
   transfer::Buffer queries;  ///< `[batch_rows, query_heads, head_dim]` fp32
   transfer::Buffer flags;    ///< Pinned `StepFlags`: one per sketch, the last for unscored rows.
   std::unique_ptr<HostStaging> staging;
@@ -122,6 +123,11 @@ class EngineState {
   std::atomic<std::uint64_t> tokens_appended{0};
   std::atomic<std::uint64_t> query_tokens{0};
 
+  [[nodiscard]] hashing::PackedRows packed_rows() const {
+    const std::int64_t rows = append_tokens * kv.kv_heads;
+    return {packed.data(),
+            reinterpret_cast<transfer::RowSquares*>(packed.data() + rows * kv.row_bytes())};
+  }
   [[nodiscard]] transfer::StepFlags* step_flags(std::size_t index) const {
     return flags.as<transfer::StepFlags>() + index;
   }

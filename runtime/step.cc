@@ -52,7 +52,7 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
       targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
   }
-  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed.data());
+  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed_rows());
   engine.staging->finish(stream);
   timer.stop();
   if (turn.capturing()) return;  // replays append, and `advance` tells of them

@@ -126,4 +126,17 @@ __device__ inline uint4 store_piece(const RawPiece& raw, DType from, DType to, b
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
+/// Of stored elements.
+__device__ inline float sum_of_squares(const uint4& stored, DType dtype) {
+  float sum = 0.0F;
+  for (const unsigned pair : {stored.x, stored.y, stored.z, stored.w}) {
+    const float2 x =
+        dtype == DType::kFloat16
+            ? __half22float2(*reinterpret_cast<const __half2*>(&pair))
+            : make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
+    sum += x.x * x.x + x.y * x.y;
+  }
+  return sum;
+}
+
 }  // namespace kvtier::transfer::cuda

@@ -81,15 +81,15 @@ void check_append(const KvGeometry& geometry, const AppendBatch& batch) {
 }
 
 void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-               std::byte* packed) {
+               std::byte* packed, RowSquares* squares) {
   check_items(geometry, batch);
   check_tensors(batch);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::pack_rows(stream.native(), geometry, batch, packed);
+      return cuda::pack_rows(stream.native(), geometry, batch, packed, squares);
     }
   }
-  stream.run([=] { cpu::pack_rows(geometry, batch, packed); });
+  stream.run([=] { cpu::pack_rows(geometry, batch, packed, squares); });
 }
 
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,

@@ -37,14 +37,22 @@ struct AppendItem {
 };
 using AppendBatch = Batch<AppendItem>;
 
+/// Squared lengths of a packed row's key and value, in fp32; NaN both when either has NaN or
+/// infinity.
+struct RowSquares {
+  float key = 0.0F;
+  float value = 0.0F;
+};
+
 /// Throws `kInvalidArgument` when an append cannot be what the three functions below take.
 void check_append(const KvGeometry& geometry, const AppendBatch& batch);
 
 /// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items,
-/// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`. Enqueued; inputs must stay
-/// valid until the stream has passed it.
+/// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`. `squares [tokens of all
+/// items, kv_heads]`, unless null, are the rows' as stored. Enqueued; inputs must stay valid until
+/// the stream has passed it.
 void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-               std::byte* packed);
+               std::byte* packed, RowSquares* squares = nullptr);
 
 /// Writes packed rows at tokens length .. length + tokens - 1 of each sequence: to their pages, to
 /// the sink buffer and to the ring. Tokens past `capacity` are dropped. Lengths do not change: see

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
+#include <numeric>
 
 namespace kvtier::transfer {
 namespace {
@@ -30,21 +32,36 @@ const void* element(const TokenTensor& tensor, std::int64_t token, std::int64_t 
          offset * static_cast<std::int64_t>(dtype_bytes(tensor.dtype));
 }
 
-void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* packed) {
+RowSquares squares_of(const KvGeometry& geometry, const std::uint16_t* row) {
+  constexpr int kMaxHeadDim = 256;
+  const auto square = [&](const std::uint16_t* stored) {
+    float x[kMaxHeadDim];
+    cpu::convert_to_float(stored, geometry.dtype, x, geometry.head_dim);
+    return std::inner_product(x, x + geometry.head_dim, x, 0.0F);
+  };
+  return {square(row), square(row + geometry.head_dim)};
+}
+
+void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* packed,
+               RowSquares* squares) {
   const std::int64_t row_bytes = geometry.row_bytes();
   const auto body = [&](std::int64_t begin, std::int64_t end) {
     std::int64_t nonfinite = 0;
     for (std::int64_t token = begin; token < end; ++token) {
       for (std::int64_t head = 0; head < geometry.kv_heads; ++head) {
-        auto* row = reinterpret_cast<std::uint16_t*>(
-            packed + ((item.packed_offset + token) * geometry.kv_heads + head) * row_bytes);
+        const std::int64_t index = (item.packed_offset + token) * geometry.kv_heads + head;
+        auto* row = reinterpret_cast<std::uint16_t*>(packed + index * row_bytes);
         const bool bad_key =
             cpu::convert_to_storage(element(item.keys, token, head), item.keys.dtype, row,
                                     geometry.dtype, geometry.head_dim);
         const bool bad_value =
             cpu::convert_to_storage(element(item.values, token, head), item.values.dtype,
                                     row + geometry.head_dim, geometry.dtype, geometry.head_dim);
-        if (bad_key || bad_value) ++nonfinite;
+        const bool bad = bad_key || bad_value;
+        if (bad) ++nonfinite;
+        if (squares == nullptr) continue;
+        constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+        squares[index] = bad ? RowSquares{kNan, kNan} : squares_of(geometry, row);
       }
     }
     count(item.flags, &StepFlags::nonfinite_tokens, nonfinite);
@@ -109,8 +126,9 @@ GatherLane gather_lane(const KvGeometry& geometry, const SequenceBatch& sequence
 
 namespace cpu {
 
-void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed) {
-  for (int i = 0; i < batch.count; ++i) pack_item(geometry, batch[i], packed);
+void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed,
+               RowSquares* squares) {
+  for (int i = 0; i < batch.count; ++i) pack_item(geometry, batch[i], packed, squares);
 }
 
 void store_rows(const KvGeometry& geometry, const AppendBatch& batch, const std::byte* packed) {

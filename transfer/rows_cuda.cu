@@ -24,10 +24,18 @@ constexpr int kGatherRows = 4;
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
 
+__device__ float warp_sum(float x) {
+  for (unsigned distance = kWarp / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(kFullMask, x, distance);
+  }
+  return x;
+}
+
 /// A warp per (token, KV head); blockIdx.y is the item.
 __global__ void __launch_bounds__(kThreads)
     pack_rows_kernel(const __grid_constant__ KvGeometry geometry,
-                     const __grid_constant__ AppendBatch batch, std::byte* packed) {
+                     const __grid_constant__ AppendBatch batch, std::byte* packed,
+                     RowSquares* squares) {
   __shared__ unsigned block_nonfinite;
   if (threadIdx.x == 0) block_nonfinite = 0;
   __syncthreads();  // block_nonfinite is zero before any warp adds to it
@@ -39,19 +47,29 @@ __global__ void __launch_bounds__(kThreads)
        pair += std::int64_t{gridDim.x} * kWarps) {
     const std::int64_t token = pair / geometry.kv_heads;
     const int head = static_cast<int>(pair % geometry.kv_heads);
-    auto* row = reinterpret_cast<uint4*>(packed + (item.packed_offset * geometry.kv_heads + pair) *
-                                                      geometry.row_bytes());
+    const std::int64_t index = item.packed_offset * geometry.kv_heads + pair;
+    auto* row = reinterpret_cast<uint4*>(packed + index * geometry.row_bytes());
     const int pieces = geometry.head_dim / cuda::kPiece;
     bool bad = false;
+    RowSquares mine;
     for (int piece = static_cast<int>(lane_id()); piece < 2 * pieces;
          piece += static_cast<int>(kWarp)) {
       const bool is_key = piece < pieces;
       const TokenTensor& tensor = is_key ? item.keys : item.values;
       const cuda::RawPiece raw =
           cuda::load_piece(cuda::head_source(tensor, token, head), is_key ? piece : piece - pieces);
-      row[piece] = cuda::store_piece(raw, tensor.dtype, geometry.dtype, bad);
+      const uint4 stored = cuda::store_piece(raw, tensor.dtype, geometry.dtype, bad);
+      row[piece] = stored;
+      if (squares != nullptr) {
+        (is_key ? mine.key : mine.value) += cuda::sum_of_squares(stored, geometry.dtype);
+      }
     }
-    if (__any_sync(kFullMask, bad)) ++count;
+    bad = __any_sync(kFullMask, bad) != 0;
+    if (bad) ++count;
+    if (squares == nullptr) continue;
+    mine = {warp_sum(mine.key), warp_sum(mine.value)};
+    const float nan = __int_as_float(0x7FC00000);
+    if (lane_id() == 0) squares[index] = bad ? RowSquares{nan, nan} : mine;
   }
   if (lane_id() == 0 && count != 0) atomicAdd(&block_nonfinite, count);
   __syncthreads();  // all warps have added
@@ -302,10 +320,10 @@ bool overlaps_kernels() {
 }
 
 void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
-               std::byte* packed) {
+               std::byte* packed, RowSquares* squares) {
   if (batch.count == 0) return;
-  pack_rows_kernel<<<append_grid(geometry, batch), kThreads, 0, stream_of(stream)>>>(geometry,
-                                                                                     batch, packed);
+  pack_rows_kernel<<<append_grid(geometry, batch), kThreads, 0, stream_of(stream)>>>(
+      geometry, batch, packed, squares);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

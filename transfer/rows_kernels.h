@@ -6,7 +6,8 @@
 namespace kvtier::transfer {
 
 namespace cpu {
-void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed);
+void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed,
+               RowSquares* squares);
 void store_rows(const KvGeometry& geometry, const AppendBatch& batch, const std::byte* packed);
 void append_done(const KvGeometry& geometry, const AppendBatch& batch);
 void set_length(SequenceCounters* counters, std::int64_t length, std::int64_t capacity);
@@ -18,7 +19,7 @@ void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* ou
 
 namespace cuda {  // `stream` is a cudaStream_t
 void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
-               std::byte* packed);
+               std::byte* packed, RowSquares* squares);
 void store_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
                 const std::byte* packed);
 void append_done(void* stream, const KvGeometry& geometry, const AppendBatch& batch);

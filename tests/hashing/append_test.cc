@@ -115,7 +115,9 @@ class AppendRowsTest : public transfer::RowsTest {
     }
     const auto row_elements = g.row_bytes() / 2 * g.kv_heads;
     inputs_.push_back(allocate<std::uint16_t>(index(row_elements * total)));
-    append_rows(*stream_, g, batch, targets, inputs_.back().data());
+    std::byte* const rows = inputs_.back().data();
+    inputs_.push_back(allocate<transfer::RowSquares>(index(g.kv_heads * total)));
+    append_rows(*stream_, g, batch, targets, {rows, inputs_.back().as<transfer::RowSquares>()});
   }
 
   // Compares rows, counters and the sketches of all tokens with the model.
@@ -387,7 +389,7 @@ TEST_F(AppendRowsArguments, RejectsABadAppendWhole) {
               .tokens = 1});
   const auto expect_rejected = [&](const KvGeometry& g, const transfer::AppendBatch& items) {
     try {
-      append_rows(*stream_, g, items, {}, memory);
+      append_rows(*stream_, g, items, {}, {memory});
       ADD_FAILURE() << "expected an error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();

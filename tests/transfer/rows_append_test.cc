@@ -38,11 +38,34 @@ class RowsAppendTest : public RowsTest {
     }
     const auto row_elements = static_cast<std::size_t>(g.row_bytes() / 2 * g.kv_heads);
     const Buffer packed = allocate<std::uint16_t>(row_elements * static_cast<std::size_t>(total));
-    pack_rows(*stream_, g, batch, packed.data());
+    const Buffer squares = allocate<RowSquares>(static_cast<std::size_t>(g.kv_heads * total));
+    pack_rows(*stream_, g, batch, packed.data(), squares.as<RowSquares>());
     store_rows(*stream_, g, batch, packed.data());
     append_done(*stream_, g, batch);
     const auto first = download<std::uint16_t>(packed.data(), row_elements);
     EXPECT_EQ(first, std::vector<std::uint16_t>(row_elements, kUnwritten));
+    expect_squares(g, download<std::uint16_t>(packed.data(), packed.bytes() / 2),
+                   download<RowSquares>(squares.data(), squares.bytes() / sizeof(RowSquares)));
+  }
+
+ private:
+  /// Of all rows but those of the first token.
+  static void expect_squares(const KvGeometry& g, const std::vector<std::uint16_t>& rows,
+                             const std::vector<RowSquares>& squares) {
+    constexpr double kTolerance = 256 * 0x1p-24;  // of as many sums in fp32
+    const auto head_dim = static_cast<std::size_t>(g.head_dim);
+    for (std::size_t row = static_cast<std::size_t>(g.kv_heads); row < squares.size(); ++row) {
+      for (const bool is_value : {false, true}) {
+        double expected = 0.0;
+        for (std::size_t x = 0; x < head_dim; ++x) {
+          const std::size_t at = (row * 2 + (is_value ? 1 : 0)) * head_dim + x;
+          const double element = testing::reference_value(rows[at], g.dtype);
+          expected += element * element;
+        }
+        const float found = is_value ? squares[row].value : squares[row].key;
+        ASSERT_NEAR(found, expected, kTolerance * expected) << "row " << row;
+      }
+    }
   }
 };
 KVTIER_INSTANTIATE_BACKENDS(RowsAppendTest);
@@ -243,8 +266,15 @@ class RowsNonfiniteTest : public RowsTest {
                 .tokens = 70,
                 .flags = flags});
 
-    pack_rows(*stream_, g, batch, packed.data());
+    const Buffer squares = allocate<RowSquares>(70 * 3);
+    pack_rows(*stream_, g, batch, packed.data(), squares.as<RowSquares>());
 
+    std::int64_t nan_squares = 0;
+    for (const RowSquares& row : download<RowSquares>(squares.data(), 70 * 3)) {
+      EXPECT_EQ(std::isnan(row.key), std::isnan(row.value));
+      nan_squares += std::isnan(row.key) ? 1 : 0;
+    }
+    EXPECT_EQ(nan_squares, static_cast<std::int64_t>(flags->nonfinite_tokens));
     const auto found = download<std::uint16_t>(packed.data(), 70 * 3 * 192);
     for (const Poison& p : poisons) {
       const int index = (p.token * 3 + p.head) * 192 + (p.in_values ? 96 : 0) + p.element;
