@@ -205,6 +205,14 @@ class RemoteSession:
         response = self._connection.call(self._connection.sessions.TruncateSession, request)
         self._lengths = list(response.session.layer_lengths)
 
+    def fork(self, count: int) -> list[RemoteSession]:
+        """Opens `count` sessions (1 to 64) that start as this one is and share its pages."""
+        request = session_pb2.ForkSessionRequest(
+            name=self._name, count=count, request_id=self._client.make_request_id()
+        )
+        response = self._connection.call(self._connection.sessions.ForkSession, request)
+        return [RemoteSession(self._client, session) for session in response.sessions]
+
     def length(self, layer: int | None = None) -> int:
         """Returns the tokens of one layer, or those that every layer has, by what the server has
         said."""

@@ -134,6 +134,24 @@ class SessionTest(ServerTest):
         out, _ = self.session.attend(1, query, DENSE)
         np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
 
+    def test_forks_start_as_their_parent_and_go_their_own_ways(self) -> None:
+        case = Case(70)
+        self.session.append(0, case.keys[:69], case.values[:69])
+        children = self.session.fork(2)
+        for child in children:
+            self.addCleanup(child.close)
+        self.assertEqual([child.length(0) for child in children], [69, 69])
+        query = case.query(1)
+        out, _ = children[0].decode(0, query, case.keys[69:], case.values[69:], DENSE)
+        expected, _ = dense_attention(query, case.keys, case.values)
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+        self.session.close()
+        before, _ = dense_attention(query, case.keys[:69], case.values[:69])
+        out, _ = children[1].attend(0, query, DENSE)
+        np.testing.assert_allclose(out, before, atol=TOLERANCE["float32"])
+        with self.assertRaises(kvtier.InvalidArgumentError):
+            children[0].fork(65)
+
     def test_batches_answer_each_item(self) -> None:
         case = Case(12)
         other = self.client.open(MODEL, RETRIEVAL)
