@@ -105,6 +105,8 @@ ServerOptions server_options(const ServeCommand& command) {
   core.default_limits.max_sessions = command.max_sessions;
   core.max_inflight_bytes = command.max_inflight_mib << 20;
   core.max_session_memory = command.session_memory_mib << 20;
+  core.pages.arena_bytes = command.page_arena_mib << 20;
+  core.pages.max_bytes = command.page_memory_mib << 20;
   core.lease_ttl = milliseconds(command.lease_seconds);
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
@@ -167,6 +169,13 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--session-memory-mib", command.session_memory_mib,
       "What sessions hold beside their pages: tables, first and last tokens, last replies")
       ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  add("--page-arena-mib", command.page_arena_mib,
+      "Page cache of one tenant in MiB, a multiple of 4; 0: none")
+      ->check(CLI::Range(0, 1 << 22))
+      ->capture_default_str();
+  add("--page-memory-mib", command.page_memory_mib, "Page caches of all tenants in MiB")
+      ->check(CLI::Range(0, 1 << 22))
       ->capture_default_str();
   add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")
       ->check(CLI::Range(1.0, 86400.0))

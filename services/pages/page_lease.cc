@@ -87,7 +87,8 @@ std::vector<std::shared_ptr<PageLease>> PageLeaseTable::remove_expired(TimePoint
   const std::lock_guard lock(mutex_);
   for (std::uint32_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (slot.lease == nullptr || slot.lease->end > now.time_since_epoch().count()) continue;
+    if (slot.lease == nullptr || slot.lease->queued > 0) continue;
+    if (slot.lease->end > now.time_since_epoch().count()) continue;
     slot.expired_generation = slot.generation + 1;
     slot.expired_tenant = slot.lease->tenant.index();
     expired.push_back(vacate(i));

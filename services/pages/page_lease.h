@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/server/executor.h"
 #include "services/server/handle.h"
 #include "services/server/tenants.h"
 
@@ -38,6 +39,8 @@ struct PageLease {
   std::string name;  ///< "leases/{handle}"
   std::uint64_t id = 0;
   std::atomic<TimePoint::rep> end{0};
+  std::unique_ptr<Strand> strand;  ///< Where calls of this lease run, for those who queue them.
+  std::atomic<int> queued{0};      ///< The lease does not run out meanwhile.
 
   // Guarded by the mutex of `pages`.
   bool closed = false;

@@ -72,7 +72,8 @@ TenantPages& PageStore::pages_of(Tenant& tenant) {
   return *pages;
 }
 
-std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig& config) {
+std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig& config,
+                                           std::unique_ptr<Strand> strand) {
   if (config.model.size() > kMaxModelName) {
     throw ServiceError::invalid("model", "at most " + std::to_string(kMaxModelName) + " bytes",
                                 std::to_string(config.model.size()));
@@ -82,6 +83,7 @@ std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig
                                 std::to_string(config.page_bytes));
   }
   auto lease = std::make_shared<PageLease>(tenant, pages_of(tenant), config);
+  lease->strand = std::move(strand);
   renew(*lease);
   leases_.insert(lease, options_.max_leases);
   return lease;

@@ -130,9 +130,11 @@ class PageStore {
   [[nodiscard]] std::uint32_t epoch() const noexcept { return codec_.epoch(); }
 
   /// Opens a lease: the right to reserve and pin pages. Makes the tenant's arena with its first.
+  /// `strand` is kept for those who queue calls of this lease.
   /// Throws FAILED_PRECONDITION without a page cache, INVALID_ARGUMENT for `page_bytes` outside 1
   /// to `extent_bytes` and a model's name over 128 bytes, RESOURCE_EXHAUSTED.
-  [[nodiscard]] std::shared_ptr<PageLease> open(Tenant& tenant, const PageLeaseConfig& config);
+  [[nodiscard]] std::shared_ptr<PageLease> open(Tenant& tenant, const PageLeaseConfig& config,
+                                                std::unique_ptr<Strand> strand = nullptr);
   /// Returns the tenant's own lease and renews it. Throws as `SessionTable::find`.
   [[nodiscard]] std::shared_ptr<PageLease> find(const Tenant& tenant,
                                                 const std::string& name) const;

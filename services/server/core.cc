@@ -1,51 +1,16 @@
 #include "services/server/core.h"
 
 #include "services/server/paging.h"
+#include "services/server/replay_once.h"
 #include "services/server/wire.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
-#include <array>
-#include <openssl/sha.h>
 
 namespace kvtier::services {
 namespace {
 
 constexpr int kMaxQueuedCreations = 1024;
-
-std::string digest_of(const std::string& bytes) {
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
-  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest.data());
-  return {digest.begin(), digest.end()};
-}
-
-/// What a request_id is bound to.
-template <typename Request>
-std::string body_of(const Request& request) {
-  return digest_of(std::string(request.GetTypeName()) + ' ' + request.SerializeAsString());
-}
-
-/// Executes `work`, which fills `response`, unless a request with this request_id was executed
-/// before: then `response` is its reply.
-template <typename Request, typename Response, typename Execute>
-void once(Tenant& tenant, const Request& request, Response& response, Execute work) {
-  check_request_id(request.request_id());
-  ReplayCache& replies = tenant.replies();
-  const std::string& id = request.request_id();
-  if (!id.empty()) {
-    if (const auto reply = replies.begin(id, body_of(request))) {
-      response.ParseFromString(*reply);
-      return;
-    }
-  }
-  try {
-    work();
-  } catch (...) {
-    if (!id.empty()) replies.abandon(id);
-    throw;
-  }
-  if (!id.empty()) replies.finish(id, response.SerializeAsString());
-}
 
 /// Bytes that a session keeps beside keys and values: its tables, and its first and last tokens.
 std::int64_t base_bytes_of(const Config& config, std::int64_t capacity_tokens) {
@@ -54,6 +19,13 @@ std::int64_t base_bytes_of(const Config& config, std::int64_t capacity_tokens) {
                                 config.retrieval.recent_tokens + config.memory.max_batch_rows;
   const std::int64_t pages = capacity_tokens / config.memory.page_tokens + 1;
   return model.layers * (pages * 16 + resident * model.kv_heads * model.head_dim * 4);
+}
+
+PageStoreOptions page_options(const CoreOptions& options) {
+  PageStoreOptions pages = options.pages;
+  pages.lease_ttl = options.lease_ttl;
+  pages.now = options.now;
+  return pages;
 }
 
 }  // namespace
@@ -65,6 +37,7 @@ Core::Core(CoreOptions options, Executor& executor)
       tenants_(options_.tenants, options_.default_limits),
       memory_(options_.max_session_memory),
       models_(options_.models),
+      pages_(page_options(options_)),
       control_(executor.make_strand()) {}
 
 Core::~Core() {
@@ -157,7 +130,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
     check_request_id(id);
     grant = admit(tenant, request.ByteSizeLong());
     if (!id.empty()) {
-      if (const auto reply = tenant.replies().begin(id, body_of(request))) {
+      if (const auto reply = tenant.replies().begin(id, body_digest(request))) {
         response.ParseFromString(*reply);
         ++admitted_;
         done(nullptr);
@@ -323,7 +296,7 @@ void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
 void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
                             v1::TruncateSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
-    once(entry.tenant, request, response, [&] {
+    execute_once(entry.tenant.replies(), request, response, [&] {
       truncate_to(entry, request.tokens());
       describe(entry, *response.mutable_session());
     });
@@ -334,7 +307,7 @@ void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& 
 void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
                         v1::ForkSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
-    once(entry.tenant, request, response, [&] {
+    execute_once(entry.tenant.replies(), request, response, [&] {
       for (const auto& child : fork(entry, request.count())) {
         sessions_.insert(child);
         describe(*child, *response.add_sessions());
@@ -352,7 +325,7 @@ void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& re
     check_request_id(request.request_id());
     ReplayCache& replies = call.tenant->replies();
     const std::string& id = request.request_id();
-    if (!id.empty() && replies.begin(id, body_of(request))) {
+    if (!id.empty() && replies.begin(id, body_digest(request))) {
       ++admitted_;
       done(nullptr);
       return;
@@ -399,7 +372,11 @@ void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
   for (const std::string& name : request.names()) {
     v1::ItemStatus& status = *response.add_statuses();
     try {
-      renew(*sessions_.find(*call.tenant, name));
+      if (std::string_view(name).starts_with("leases/")) {
+        static_cast<void>(pages_.find(*call.tenant, name));  // renews it
+      } else {
+        renew(*sessions_.find(*call.tenant, name));
+      }
     } catch (const ServiceError& error) {
       set_status(error, status);
     }
@@ -412,6 +389,7 @@ void Core::sweep() {
     Strand& strand = *entry->strand;
     strand.post([entry = std::move(entry)] { entry->close(); });
   }
+  pages_.sweep();
 }
 
 }  // namespace kvtier::services

@@ -2,8 +2,10 @@
 
 #include "kvtier/v1/admin.pb.h"
 #include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/page.pb.h"
 #include "kvtier/v1/session.pb.h"
 
+#include "services/pages/page_store.h"
 #include "services/server/admission.h"
 #include "services/server/model_pool.h"
 #include "services/server/service_error.h"
@@ -26,12 +28,17 @@ inline constexpr std::int64_t kMaxMessageBytes = std::int64_t{4} << 20;
 inline constexpr int kMaxBatchItems = 1024;
 /// Most children of one fork.
 inline constexpr int kMaxForks = 64;
+/// Likewise of batches of pages.
+inline constexpr int kMaxBatchPages = 4096;
+/// Most bytes of a message of TransferService.
+inline constexpr std::int64_t kMaxTransferBytes = std::int64_t{1} << 20;
 
 struct CoreOptions {
   ModelPoolOptions models;
   RetrievalConfig retrieval;  ///< Defaults of sessions.
   std::vector<TenantConfig> tenants;
   TenantLimits default_limits;  ///< Of the one tenant when none is configured.
+  PageStoreOptions pages;       ///< Without `lease_ttl` and `now`, which are those below.
   std::size_t max_sessions = 16000;
   /// Requests and replies of calls that are queued or executed.
   std::int64_t max_inflight_bytes = std::int64_t{256} << 20;
@@ -104,6 +111,29 @@ class Core {
   void batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
                     v1::BatchDecodeResponse& response, Done done);
 
+  void open_lease(const Call& call, const v1::OpenLeaseRequest& request,
+                  v1::OpenLeaseResponse& response, Done done);
+  void close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done);
+  void lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
+                     v1::LookupPrefixResponse& response, Done done);
+  void batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,
+                           v1::BatchReservePagesResponse& response, Done done);
+  void batch_commit_pages(const Call& call, const v1::BatchCommitPagesRequest& request,
+                          v1::BatchCommitPagesResponse& response, Done done);
+  void batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest& request,
+                         v1::BatchAbortPagesResponse& response, Done done);
+  void batch_delete_pages(const Call& call, const v1::BatchDeletePagesRequest& request,
+                          v1::BatchDeletePagesResponse& response, Done done);
+  void batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& request,
+                       v1::BatchPinPagesResponse& response, Done done);
+  void batch_unpin_pages(const Call& call, const v1::BatchUnpinPagesRequest& request,
+                         v1::BatchUnpinPagesResponse& response, Done done);
+  /// For calls that move pages: returns the tenant's own lease, renewed. Throws `ServiceError`.
+  [[nodiscard]] std::shared_ptr<PageLease> lease(const Call& call, const std::string& name);
+  /// Likewise: the right to have bytes in flight.
+  [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
+  [[nodiscard]] PageStore& pages() noexcept { return pages_; }
+
   void get_stats(v1::GetStatsResponse& response) const;
   void get_server_info(v1::GetServerInfoResponse& response) const;
   /// Throws `ServiceError`.
@@ -125,7 +155,6 @@ class Core {
   using Work = std::function<void(SessionEntry&)>;
 
   void check_serving() const;
-  [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
   void renew(SessionEntry& entry) const;
   /// Finds, admits and queues; `work` runs on the session's strand.
@@ -140,6 +169,11 @@ class Core {
   void charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const;
   void describe(SessionEntry& entry, v1::Session& session) const;
 
+  /// Finds, admits and queues; `work(lease)` runs on the lease's strand.
+  template <typename Request>
+  void on_lease(const Call& call, const Request& request, std::function<void(PageLease&)> work,
+                Done done);
+
   template <typename Request, typename Response, typename Verb>
   void batch(const Call& call, const Request& request, Response& response, Verb verb, Done done);
 
@@ -149,6 +183,7 @@ class Core {
   Tenants tenants_;
   SessionMemory memory_;
   ModelPool models_;
+  PageStore pages_;
   SessionTable sessions_;
   std::unique_ptr<Strand> control_;  ///< Where sessions are created.
   std::atomic<bool> draining_{false};

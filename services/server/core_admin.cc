@@ -28,6 +28,35 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_nonfinite_tokens(from.nonfinite_tokens);
 }
 
+void fill(const PageStats& from, v1::PageCacheStats& to) {
+  to.set_total_bytes(static_cast<std::uint64_t>(from.total_bytes));
+  to.set_free_bytes(static_cast<std::uint64_t>(from.free_bytes));
+  to.set_reserved_bytes(static_cast<std::uint64_t>(from.reserved_bytes));
+  to.set_committed_bytes(static_cast<std::uint64_t>(from.committed_bytes));
+  to.set_quarantined_bytes(static_cast<std::uint64_t>(from.quarantined_bytes));
+  to.set_reserved_pages(from.reserved_pages);
+  to.set_committed_pages(from.committed_pages);
+  to.set_quarantined_pages(from.quarantined_pages);
+  to.set_pinned_pages(from.pinned_pages);
+  to.set_pages_reserved(from.reserved);
+  to.set_pages_committed(from.committed);
+  to.set_pages_existed(from.existed);
+  to.set_pages_aborted(from.aborted);
+  to.set_reservations_expired(from.expired);
+  to.set_pages_deleted(from.deleted);
+  to.set_pages_evicted(from.evicted);
+  to.set_bytes_evicted(from.evicted_bytes);
+  to.set_lookup_hits(from.lookup_hits);
+  to.set_lookup_misses(from.lookup_misses);
+  to.set_stale_handles(from.stale_handles);
+  to.set_checksum_failures(from.checksum_failures);
+  to.set_crc_mismatches(from.crc_mismatches);
+  to.set_refused_full(from.refused_full);
+  to.set_refused_quota(from.refused_quota);
+  to.set_bytes_written(from.bytes_written);
+  to.set_bytes_read(from.bytes_read);
+}
+
 void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_sessions(from.sessions);
   to.set_host_page_bytes(from.host_page_bytes);
@@ -45,6 +74,8 @@ void Core::get_stats(v1::GetStatsResponse& response) const {
   const Stats stats = models_.stats();
   fill(stats.cumulative, *response.mutable_cumulative());
   fill(stats.snapshot, *response.mutable_snapshot());
+  fill(pages_.stats(), *response.mutable_page_cache());
+  response.mutable_page_cache()->set_leases(pages_.num_leases());
   v1::ServiceStats& service = *response.mutable_service();
   service.set_models(models_.size());
   service.set_sessions_created(created_);

@@ -4,57 +4,14 @@
 #include "kvtier/v1/attention.grpc.pb.h"
 #include "kvtier/v1/session.grpc.pb.h"
 
-#include "services/server/grpc_call.h"
-#include "services/server/grpc_stream.h"
+#include "services/server/grpc_answer.h"
+#include "services/server/grpc_pages.h"
 
 namespace kvtier::services {
 namespace {
 
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
-
-grpc::Status current_status() { return to_status(to_service_error(std::current_exception())); }
-
-/// Runs `start(call, done)`, which must tell `done` how the call ended.
-template <typename Start>
-ServerUnaryReactor* unary(const Core& core, CallbackServerContext& context, Start start) {
-  ServerUnaryReactor* reactor = context.DefaultReactor();
-  std::optional<Call> call;
-  try {
-    call = make_call(core, context);
-  } catch (...) {
-    reactor->Finish(current_status());
-    return reactor;
-  }
-  start(*call, [reactor](const ServiceError* error) {
-    reactor->Finish(error == nullptr ? grpc::Status::OK : to_status(*error));
-  });
-  return reactor;
-}
-
-/// As `unary`, of a call that is answered on the spot and throws when it fails.
-template <typename Answer>
-ServerUnaryReactor* answer(CallbackServerContext& context, Answer reply) {
-  ServerUnaryReactor* reactor = context.DefaultReactor();
-  grpc::Status status;
-  try {
-    reply();
-  } catch (...) {
-    status = current_status();
-  }
-  reactor->Finish(status);
-  return reactor;
-}
-
-/// Returns `make(call)`, or a refusal of the same kind for a caller without credentials.
-template <typename Reactor, typename Make>
-Reactor* stream(const Core& core, CallbackServerContext& context, Make make) {
-  try {
-    return make(make_call(core, context));
-  } catch (...) {
-    return new Refusal<Reactor>(current_status());
-  }
-}
 
 /// The session that a stream is about: the first message names it, later ones must agree.
 class StreamSession {
@@ -270,6 +227,7 @@ std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
   std::vector<std::unique_ptr<grpc::Service>> services;
   services.push_back(std::make_unique<SessionService>(core, registry));
   services.push_back(std::make_unique<AttentionService>(core, registry));
+  add_page_services(core, registry, services);
   return services;
 }
 

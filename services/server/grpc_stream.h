@@ -45,26 +45,16 @@ class StreamRegistry {
   std::optional<grpc::Status> ended_;
 };
 
-/// What the reactors of streams share: one request at a time is read, worked on and answered.
-/// `Reactor` is a gRPC reactor that reads `Request`. Deletes itself when the call is over.
-template <typename Reactor, typename Request>
-class Stream : public Reactor {
+/// A reactor that can be ended from outside. `Reactor` is gRPC's. Deletes itself when the call is
+/// over.
+template <typename Reactor>
+class RegisteredStream : public Reactor {
  public:
-  Stream(StreamRegistry& registry, grpc::CallbackServerContext& context)
+  RegisteredStream(StreamRegistry& registry, grpc::CallbackServerContext& context)
       : registry_(registry), state_(std::make_shared<StreamState>()) {
     state_->active = std::chrono::steady_clock::now();
     state_->finish = [this](const grpc::Status& status) { this->Finish(status); };
     state_->cancel = [&context] { context.TryCancel(); };
-  }
-
-  void OnReadDone(bool ok) override {
-    if (!ok) {
-      finish(at_end());
-      return;
-    }
-    if (enter(StreamState::Phase::kWorking, [] {})) {
-      work([this](const ServiceError* error) { worked(error); });
-    }
   }
 
   void OnDone() override {
@@ -75,25 +65,8 @@ class Stream : public Reactor {
  protected:
   using Phase = StreamState::Phase;
 
-  /// Called by the constructor of the last class.
-  void start() {
-    this->StartSendInitialMetadata();  // tells the client that its call has arrived
-    enter(Phase::kReading, [this] { this->StartRead(&request_); });
-    registry_.add(state_);
-  }
-  /// Executes `request_`, then calls `Done`.
-  virtual void work(Done done) = 0;
-  /// Called when a request has succeeded: reads the next, or writes first.
-  virtual void go_on() = 0;
-  /// Returns the status of a call whose client has sent all.
-  virtual grpc::Status at_end() { return grpc::Status::OK; }
-
-  void read_next() {
-    enter(Phase::kReading, [this] {
-      request_.Clear();
-      this->StartRead(&request_);
-    });
-  }
+  /// From now on the stream can be ended from outside.
+  void enlist() { registry_.add(state_); }
 
   /// Moves on with `action`, unless the stream has finished or is to end. Returns whether it did.
   template <typename Action>
@@ -118,16 +91,7 @@ class Stream : public Reactor {
     finish_locked(*state, state->end_status.value_or(status));
   }
 
-  Request request_;
-
  private:
-  void worked(const ServiceError* error) {
-    if (error != nullptr) {
-      finish(to_status(*error));
-    } else {
-      go_on();
-    }
-  }
   static void finish_locked(StreamState& state, const grpc::Status& status) {
     state.phase = Phase::kFinished;
     state.finish(status);
@@ -135,6 +99,58 @@ class Stream : public Reactor {
 
   StreamRegistry& registry_;
   std::shared_ptr<StreamState> state_;
+};
+
+/// What the streams that read share: one request at a time is read, worked on and answered.
+/// `Reactor` reads `Request`.
+template <typename Reactor, typename Request>
+class Stream : public RegisteredStream<Reactor> {
+ public:
+  using RegisteredStream<Reactor>::RegisteredStream;
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      this->finish(at_end());
+      return;
+    }
+    if (this->enter(StreamState::Phase::kWorking, [] {})) {
+      work([this](const ServiceError* error) { worked(error); });
+    }
+  }
+
+ protected:
+  using Phase = StreamState::Phase;
+
+  /// Called by the constructor of the last class.
+  void start() {
+    this->StartSendInitialMetadata();  // tells the client that its call has arrived
+    this->enter(Phase::kReading, [this] { this->StartRead(&request_); });
+    this->enlist();
+  }
+  /// Executes `request_`, then calls `Done`.
+  virtual void work(Done done) = 0;
+  /// Called when a request has succeeded: reads the next, or writes first.
+  virtual void go_on() = 0;
+  /// Returns the status of a call whose client has sent all.
+  virtual grpc::Status at_end() { return grpc::Status::OK; }
+
+  void read_next() {
+    this->enter(Phase::kReading, [this] {
+      request_.Clear();
+      this->StartRead(&request_);
+    });
+  }
+
+  Request request_;
+
+ private:
+  void worked(const ServiceError* error) {
+    if (error != nullptr) {
+      this->finish(to_status(*error));
+    } else {
+      go_on();
+    }
+  }
 };
 
 /// A stream of requests and replies that strictly alternate.
@@ -176,18 +192,71 @@ template <typename Request>
 class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, Request> {
  public:
   using Work = std::function<void(const Request&, Done)>;
+  /// Fills the reply when the client has sent all.
+  using End = std::function<void()>;
 
-  CollectingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work)
+  CollectingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work,
+                   End end = nullptr)
       : Stream<grpc::ServerReadReactor<Request>, Request>(registry, context),
-        work_(std::move(work)) {
+        work_(std::move(work)),
+        end_(std::move(end)) {
     this->start();
   }
 
  private:
   void work(Done done) override { work_(this->request_, std::move(done)); }
   void go_on() override { this->read_next(); }
+  grpc::Status at_end() override {
+    if (end_) end_();
+    return grpc::Status::OK;
+  }
 
   Work work_;
+  End end_;
+};
+
+/// A stream of replies to one request.
+template <typename Response>
+class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<Response>> {
+ public:
+  /// Fills the next reply; returns false when there is none. May throw `ServiceError`.
+  using Produce = std::function<bool(Response&)>;
+
+  ProducingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Produce produce)
+      : RegisteredStream<grpc::ServerWriteReactor<Response>>(registry, context),
+        produce_(std::move(produce)) {
+    this->enlist();
+    write_next();
+  }
+
+  void OnWriteDone(bool ok) override {
+    if (ok) {
+      write_next();
+    } else {
+      this->finish(grpc::Status::CANCELLED);
+    }
+  }
+
+ private:
+  void write_next() {
+    if (!this->enter(StreamState::Phase::kWorking, [] {})) return;
+    response_.Clear();
+    bool more = false;
+    try {
+      more = produce_(response_);
+    } catch (...) {
+      this->finish(to_status(to_service_error(std::current_exception())));
+      return;
+    }
+    if (!more) {
+      this->finish(grpc::Status::OK);
+      return;
+    }
+    this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
+  }
+
+  Produce produce_;
+  Response response_;
 };
 
 /// A call that is refused at once, in the form of `Reactor`.

@@ -2,7 +2,11 @@
 
 #include "services/server/service_error.h"
 
+#include <google/protobuf/message.h>
+
 #include <algorithm>
+#include <array>
+#include <openssl/sha.h>
 
 namespace kvtier::services {
 
@@ -26,6 +30,7 @@ std::optional<std::string> ReplayCache::begin(const std::string& id, const std::
     if (done == by_age_.end()) {
       throw ServiceError::overloaded("TOO_MANY_REQUESTS", "too many requests are in progress");
     }
+    bytes_ -= entries_.at(*done).reply->size();
     entries_.erase(*done);
     by_age_.erase(done);
   }
@@ -36,7 +41,18 @@ std::optional<std::string> ReplayCache::begin(const std::string& id, const std::
 
 void ReplayCache::finish(const std::string& id, std::string reply) {
   const std::lock_guard lock(mutex_);
+  bytes_ += reply.size();
   entries_.at(id).reply = std::move(reply);
+  for (auto it = by_age_.begin(); it != by_age_.end() && bytes_ > max_bytes_;) {
+    const auto entry = entries_.find(*it);
+    if (*it == id || !entry->second.reply) {
+      ++it;
+      continue;
+    }
+    bytes_ -= entry->second.reply->size();
+    entries_.erase(entry);
+    it = by_age_.erase(it);
+  }
 }
 
 void ReplayCache::abandon(const std::string& id) {
@@ -44,6 +60,13 @@ void ReplayCache::abandon(const std::string& id) {
   const auto it = entries_.find(id);
   by_age_.erase(it->second.age);
   entries_.erase(it);
+}
+
+std::string body_digest(const google::protobuf::Message& request) {
+  const std::string bytes = request.GetTypeName() + ' ' + request.SerializeAsString();
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest.data());
+  return {digest.begin(), digest.end()};
 }
 
 }  // namespace kvtier::services

@@ -8,13 +8,19 @@
 #include <string>
 #include <unordered_map>
 
+namespace google::protobuf {
+class Message;
+}  // namespace google::protobuf
+
 namespace kvtier::services {
 
 /// Replies to requests that carry a request_id, so that a repeated one is answered and not
-/// executed. Keeps the last `capacity` replies. Thread-safe.
+/// executed. Keeps the last `capacity` replies, and no more than `max_bytes` of them besides the
+/// last. Thread-safe.
 class ReplayCache {
  public:
-  explicit ReplayCache(std::size_t capacity = 1024) : capacity_(capacity) {}
+  explicit ReplayCache(std::size_t capacity = 1024, std::size_t max_bytes = std::size_t{8} << 20)
+      : capacity_(capacity), max_bytes_(max_bytes) {}
 
   /// Registers the execution of a request whose body is `body`. Returns the reply of the one
   /// executed before, or nothing when this is the first: then `finish` or `abandon` must follow.
@@ -32,10 +38,14 @@ class ReplayCache {
     std::list<std::string>::iterator age;
   };
 
-  const std::size_t capacity_;
-  std::mutex mutex_;  ///< Guards both below.
+  const std::size_t capacity_, max_bytes_;
+  std::mutex mutex_;  ///< Guards all below.
   std::unordered_map<std::string, Entry> entries_;
   std::list<std::string> by_age_;  ///< Oldest first.
+  std::size_t bytes_ = 0;          ///< Of replies.
 };
+
+/// Returns what a request_id is bound to.
+[[nodiscard]] std::string body_digest(const google::protobuf::Message& request);
 
 }  // namespace kvtier::services

@@ -205,7 +205,8 @@ class Server::Impl {
     if (server == nullptr) {
       throw Error(ErrorCode::kUnavailable, "listen: expected a server to start, found it refused");
     }
-    for (const char* name : {"kvtier.v1.SessionService", "kvtier.v1.AttentionService"}) {
+    for (const char* name : {"kvtier.v1.SessionService", "kvtier.v1.AttentionService",
+                             "kvtier.v1.PageService", "kvtier.v1.TransferService"}) {
       server->GetHealthCheckService()->SetServingStatus(name, true);
     }
     return server;

@@ -1,6 +1,8 @@
 #include "kvtier/v1/admin.pb.h"
 #include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/page.pb.h"
 #include "kvtier/v1/session.pb.h"
+#include "kvtier/v1/transfer.pb.h"
 
 #include "tests/services/descriptor_rules.h"
 
@@ -47,6 +49,7 @@ FileDescriptorSet linked() {
   for (const auto* file :
        {GetStatsRequest::descriptor()->file(), AttendRequest::descriptor()->file(),
         AttendOptions::descriptor()->file(), CreateSessionRequest::descriptor()->file(),
+        PageLease::descriptor()->file(), ReadPagesRequest::descriptor()->file(),
         ItemStatus::descriptor()->file(), Tensor::descriptor()->file()}) {
     file->CopyTo(set.add_file());
   }
@@ -106,11 +109,13 @@ TEST(Proto, StreamsBulkAndStepsAlone) {
     for (const auto& service : file.service()) {
       for (const auto& method : service.method()) {
         if (method.client_streaming()) streams.push_back(method.name());
-        EXPECT_TRUE(method.client_streaming() || !method.server_streaming());
+        const bool bulk = method.name() == "ReadPages";
+        EXPECT_TRUE(method.client_streaming() || bulk == method.server_streaming());
       }
     }
   }
-  EXPECT_THAT(streams, ::testing::UnorderedElementsAre("Append", "Decode", "KeepAlive"));
+  EXPECT_THAT(streams,
+              ::testing::UnorderedElementsAre("Append", "Decode", "KeepAlive", "WritePages"));
 }
 
 class DescriptorSetTest : public ::testing::Test {

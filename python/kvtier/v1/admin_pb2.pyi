@@ -61,14 +61,16 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ["cumulative", "service", "snapshot"]
+    __slots__ = ["cumulative", "page_cache", "service", "snapshot"]
     CUMULATIVE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_CACHE_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     cumulative: CumulativeStats
+    page_cache: PageCacheStats
     service: ServiceStats
     snapshot: SnapshotStats
-    def __init__(self, cumulative: _Optional[_Union[CumulativeStats, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotStats, _Mapping]] = ..., service: _Optional[_Union[ServiceStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, cumulative: _Optional[_Union[CumulativeStats, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotStats, _Mapping]] = ..., service: _Optional[_Union[ServiceStats, _Mapping]] = ..., page_cache: _Optional[_Union[PageCacheStats, _Mapping]] = ...) -> None: ...
 
 class ListTenantsRequest(_message.Message):
     __slots__ = ["page_size", "page_token"]
@@ -85,6 +87,64 @@ class ListTenantsResponse(_message.Message):
     next_page_token: str
     tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
     def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class PageCacheStats(_message.Message):
+    __slots__ = ["bytes_evicted", "bytes_read", "bytes_written", "checksum_failures", "committed_bytes", "committed_pages", "crc_mismatches", "free_bytes", "leases", "lookup_hits", "lookup_misses", "pages_aborted", "pages_committed", "pages_deleted", "pages_evicted", "pages_existed", "pages_reserved", "pinned_pages", "quarantined_bytes", "quarantined_pages", "refused_full", "refused_quota", "reservations_expired", "reserved_bytes", "reserved_pages", "stale_handles", "total_bytes"]
+    BYTES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CRC_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_MISSES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_DELETED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EXISTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FULL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    STALE_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes_evicted: int
+    bytes_read: int
+    bytes_written: int
+    checksum_failures: int
+    committed_bytes: int
+    committed_pages: int
+    crc_mismatches: int
+    free_bytes: int
+    leases: int
+    lookup_hits: int
+    lookup_misses: int
+    pages_aborted: int
+    pages_committed: int
+    pages_deleted: int
+    pages_evicted: int
+    pages_existed: int
+    pages_reserved: int
+    pinned_pages: int
+    quarantined_bytes: int
+    quarantined_pages: int
+    refused_full: int
+    refused_quota: int
+    reservations_expired: int
+    reserved_bytes: int
+    reserved_pages: int
+    stale_handles: int
+    total_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., reserved_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., leases: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_committed: _Optional[int] = ..., pages_existed: _Optional[int] = ..., pages_aborted: _Optional[int] = ..., reservations_expired: _Optional[int] = ..., pages_deleted: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., bytes_evicted: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., lookup_misses: _Optional[int] = ..., stale_handles: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., crc_mismatches: _Optional[int] = ..., refused_full: _Optional[int] = ..., refused_quota: _Optional[int] = ..., bytes_written: _Optional[int] = ..., bytes_read: _Optional[int] = ...) -> None: ...
 
 class ServiceStats(_message.Message):
     __slots__ = ["admitted", "inflight_bytes", "inflight_bytes_limit", "leases_expired", "models", "received", "rejected", "sessions_created", "sessions_released"]

@@ -1,0 +1,87 @@
+#pragma once
+
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/pages/page_store.h"
+#include "services/wire/message_cursor.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+/// What TransferService does, without its transport.
+namespace kvtier::services {
+
+/// One chunk of a WritePagesRequest; `data` lies in the message.
+struct WriteChunk {
+  int index = 0;
+  std::string handle;
+  std::int64_t offset = 0;
+  bool last = false;
+  std::optional<std::uint32_t> crc;
+  ByteRuns data;
+};
+
+struct WriteMessage {
+  std::string lease;
+  std::vector<WriteChunk> chunks;
+};
+
+/// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument`.
+[[nodiscard]] WriteMessage parse_write_message(const ByteRuns& message);
+
+/// One WritePages call. Used by one thread at a time.
+class PageWriter {
+ public:
+  explicit PageWriter(PageStore& store) : store_(store) {}
+
+  /// Writes the chunks of a message. What goes wrong with a page is kept for its result; throws
+  /// INVALID_ARGUMENT for indices out of order and more pages than `max_pages`.
+  void write(PageLease& lease, const WriteMessage& message, int max_pages);
+  /// Returns the results of all pages: those that have no last chunk are PAGE_INCOMPLETE.
+  [[nodiscard]] v1::WritePagesResponse finish();
+
+ private:
+  void write_chunk(PageLease& lease, const WriteChunk& chunk);
+  void end_incomplete();
+
+  PageStore& store_;
+  v1::WritePagesResponse response_;
+  std::string handle_;  ///< Of the last page.
+  bool ended_ = false;  ///< Likewise: committed or failed.
+};
+
+/// A piece of a ReadPagesResponse: `head`, then `data`, which `page` keeps in place.
+struct ReadPiece {
+  std::string head;
+  std::span<const std::byte> data{};
+  std::shared_ptr<const PinnedPage> page;
+};
+
+/// One ReadPages call. Used by one thread at a time.
+class PageReader {
+ public:
+  PageReader(PageStore& store, const Tenant& tenant, const v1::ReadPagesRequest& request)
+      : store_(store),
+        tenant_(tenant),
+        handles_(request.handles().begin(), request.handles().end()) {}
+
+  /// Returns the next message of at most `max_bytes`, a little more for heads, or nothing at the
+  /// end.
+  [[nodiscard]] std::vector<ReadPiece> next(std::size_t max_bytes);
+
+ private:
+  [[nodiscard]] ReadPiece next_piece(std::size_t max_bytes);
+
+  PageStore& store_;
+  const Tenant& tenant_;
+  const std::vector<std::string> handles_;
+  std::size_t index_ = 0;
+  std::size_t offset_ = 0;
+  std::shared_ptr<const PinnedPage> page_;  ///< Being read.
+};
+
+}  // namespace kvtier::services

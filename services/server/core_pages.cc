@@ -1,0 +1,296 @@
+#include "services/server/core.h"
+#include "services/server/replay_once.h"
+#include "services/server/wire.h"
+
+#include <limits>
+#include <set>
+#include <string_view>
+#include <utility>
+
+namespace kvtier::services {
+namespace {
+
+void fill(const PageInfo& from, v1::Page& to) {
+  to.set_handle(from.handle);
+  to.set_length(static_cast<std::int64_t>(from.length));
+  to.set_crc32c(from.crc32c);
+  to.set_existed(from.existed);
+  to.set_slot(from.slot);
+  to.set_generation(from.generation);
+}
+
+void fill(std::chrono::milliseconds from, google::protobuf::Duration& to) {
+  to.set_seconds(from.count() / 1000);
+  to.set_nanos(static_cast<int>(from.count() % 1000 * 1'000'000));
+}
+
+std::int64_t dtype_bytes_of(v1::DataType dtype) {
+  switch (dtype) {
+    case v1::DATA_TYPE_FLOAT32:
+    case v1::DATA_TYPE_INT32:
+      return 4;
+    case v1::DATA_TYPE_FLOAT16:
+    case v1::DATA_TYPE_BFLOAT16:
+      return 2;
+    default:
+      throw ServiceError::invalid("geometry.dtype", "a DataType", std::to_string(dtype));
+  }
+}
+
+std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request) {
+  if (request.size_case() == v1::OpenLeaseRequest::kPageBytes) return request.page_bytes();
+  if (request.size_case() != v1::OpenLeaseRequest::kGeometry) {
+    throw ServiceError::invalid("size", "geometry or page_bytes", "neither");
+  }
+  const v1::PageGeometry& geometry = request.geometry();
+  const auto at_least_one = [](const char* field, std::int64_t value) {
+    if (value >= 1) return value;
+    throw ServiceError::invalid(field, "at least 1", std::to_string(value));
+  };
+  const std::int64_t heads = at_least_one("geometry.kv_heads", geometry.kv_heads());
+  const std::int64_t dim = at_least_one("geometry.head_dim", geometry.head_dim());
+  const std::int64_t tokens = at_least_one("geometry.page_tokens", geometry.page_tokens());
+  std::optional<std::int64_t> bytes = 2 * dtype_bytes_of(geometry.dtype());
+  for (const std::int64_t factor : {heads, dim, tokens}) {
+    if (bytes) bytes = checked_product(*bytes, factor);
+  }
+  if (!bytes) throw ServiceError::invalid("geometry", "extents whose product is a size", "more");
+  return *bytes;
+}
+
+void check_count(const char* field, std::int64_t count) {
+  if (count <= kMaxBatchPages) return;
+  throw ServiceError::invalid(field, "at most " + std::to_string(kMaxBatchPages),
+                              std::to_string(count));
+}
+
+std::uint32_t layer_of(std::int32_t layer, const char* field) {
+  if (layer < 0) throw ServiceError::invalid(field, "at least 0", std::to_string(layer));
+  return static_cast<std::uint32_t>(layer);
+}
+
+void check_each_once(const v1::BatchReservePagesRequest& request) {
+  std::set<std::pair<std::int32_t, std::string_view>> seen;
+  for (const v1::PageKey& key : request.keys()) {
+    if (key.hash().empty() || seen.emplace(key.layer(), key.hash()).second) continue;
+    throw ServiceError::invalid("keys", "each hash and layer once", "one twice");
+  }
+}
+
+/// Runs `act`, and says in `status` how that ended.
+template <typename Act>
+void attempt(v1::ItemStatus& status, Act act) {
+  try {
+    act();
+  } catch (...) {
+    set_status(to_service_error(std::current_exception()), status);
+  }
+}
+
+/// As `attempt`, of an item with a page; one that succeeds has no status.
+template <typename Act>
+void attempt_page(v1::PageResult& result, Act act) {
+  try {
+    fill(act(), *result.mutable_page());
+  } catch (...) {
+    set_status(to_service_error(std::current_exception()), *result.mutable_status());
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name) {
+  check_serving();
+  return pages_.find(*call.tenant, name);
+}
+
+template <typename Request>
+void Core::on_lease(const Call& call, const Request& request, std::function<void(PageLease&)> work,
+                    Done done) {
+  ++received_;
+  std::shared_ptr<PageLease> found;
+  std::shared_ptr<Grant> grant;
+  Call queued = call;
+  try {
+    found = lease(call, request.lease());
+    grant = admit(*call.tenant, request.ByteSizeLong());
+    if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
+      --found->queued;
+      throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this lease are waiting");
+    }
+    queued.deadline = deadline_of(call);
+  } catch (...) {
+    ++rejected_;
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  ++admitted_;
+  Strand& strand = *found->strand;
+  strand.post([this, found = std::move(found), grant = std::move(grant), queued = std::move(queued),
+               work = std::move(work), done = std::move(done)]() mutable {
+    std::optional<ServiceError> failure;
+    try {
+      if (options_.now() > queued.deadline) {
+        throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+      }
+      if (queued.cancelled && queued.cancelled()) {
+        throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
+      }
+      work(*found);
+    } catch (...) {
+      failure = to_service_error(std::current_exception());
+    }
+    --found->queued;
+    grant.reset();
+    done(failure ? &*failure : nullptr);
+  });
+}
+
+void Core::open_lease(const Call& call, const v1::OpenLeaseRequest& request,
+                      v1::OpenLeaseResponse& response, Done done) {
+  ++received_;
+  std::optional<ServiceError> failure;
+  try {
+    check_serving();
+    const std::shared_ptr<Grant> grant = admit(*call.tenant, request.ByteSizeLong());
+    execute_once(call.tenant->replies(), request, response, [&] {
+      const auto opened = pages_.open(
+          *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
+          executor_.make_strand());
+      v1::PageLease& lease = *response.mutable_lease();
+      lease.set_name(opened->name);
+      lease.set_page_bytes(opened->config.page_bytes);
+      fill(options_.lease_ttl, *lease.mutable_ttl());
+      v1::PageLimits& limits = *response.mutable_limits();
+      limits.set_max_batch_pages(kMaxBatchPages);
+      limits.set_max_hash_bytes(kMaxPageHash);
+      limits.set_max_transfer_bytes(kMaxTransferBytes);
+      fill(pages_.options().reservation_ttl, *limits.mutable_reservation_ttl());
+      response.set_server_epoch(pages_.epoch());
+    });
+  } catch (...) {
+    failure = to_service_error(std::current_exception());
+  }
+  ++(failure ? rejected_ : admitted_);
+  done(failure ? &*failure : nullptr);
+}
+
+void Core::close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done) {
+  ++received_;
+  std::optional<ServiceError> failure;
+  try {
+    v1::CloseLeaseResponse response;
+    execute_once(call.tenant->replies(), request, response,
+                 [&] { pages_.close(*call.tenant, request.name()); });
+  } catch (...) {
+    failure = to_service_error(std::current_exception());
+  }
+  ++(failure ? rejected_ : admitted_);
+  done(failure ? &*failure : nullptr);
+}
+
+void Core::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
+                         v1::LookupPrefixResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("hashes", request.hashes_size());
+      check_count("layers", request.layers_size());
+      check_count("hashes", std::int64_t{request.hashes_size()} * request.layers_size());
+      std::vector<std::uint32_t> layers;
+      for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
+      const std::vector<std::string_view> hashes(request.hashes().begin(), request.hashes().end());
+      for (const PageInfo& page : pages_.lookup(lease, layers, hashes, request.pin())) {
+        fill(page, *response.add_pages());
+      }
+      if (!layers.empty()) response.set_hits(response.pages_size() / request.layers_size());
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,
+                               v1::BatchReservePagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("keys", request.keys_size());
+      check_each_once(request);
+      for (const v1::PageKey& key : request.keys()) {
+        attempt_page(*response.add_items(), [&] {
+          return pages_.reserve(lease,
+                                {.layer = layer_of(key.layer(), "keys.layer"), .hash = key.hash()});
+        });
+      }
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_commit_pages(const Call& call, const v1::BatchCommitPagesRequest& request,
+                              v1::BatchCommitPagesResponse& response, Done done) {
+  const auto work = [this, &request, &response](PageLease& lease) {
+    check_count("items", request.items_size());
+    for (const auto& item : request.items()) {
+      attempt_page(*response.add_items(), [&] {
+        std::optional<std::uint32_t> crc;
+        if (item.has_crc32c()) crc = item.crc32c();
+        return pages_.commit(lease, item.handle(), crc);
+      });
+    }
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest& request,
+                             v1::BatchAbortPagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("handles", request.handles_size());
+      for (const std::string& handle : request.handles()) {
+        attempt(*response.add_statuses(), [&] { pages_.abort(lease, handle); });
+      }
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_delete_pages(const Call& call, const v1::BatchDeletePagesRequest& request,
+                              v1::BatchDeletePagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("handles", request.handles_size());
+      for (const std::string& handle : request.handles()) {
+        attempt(*response.add_statuses(), [&] { pages_.remove(lease, handle); });
+      }
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& request,
+                           v1::BatchPinPagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("handles", request.handles_size());
+      for (const std::string& handle : request.handles()) {
+        attempt_page(*response.add_items(), [&] { return pages_.pin(lease, handle); });
+      }
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_unpin_pages(const Call& call, const v1::BatchUnpinPagesRequest& request,
+                             v1::BatchUnpinPagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      check_count("handles", request.handles_size());
+      for (const std::string& handle : request.handles()) {
+        attempt(*response.add_statuses(), [&] { pages_.unpin(lease, handle); });
+      }
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,61 @@
+#pragma once
+
+#include "services/server/grpc_call.h"
+#include "services/server/grpc_stream.h"
+
+#include <grpcpp/support/server_callback.h>
+
+#include <exception>
+#include <optional>
+
+/// How methods of gRPC services hand their calls to the core.
+namespace kvtier::services {
+
+/// Returns the status of the exception that is being handled.
+inline grpc::Status current_status() {
+  return to_status(to_service_error(std::current_exception()));
+}
+
+/// Runs `start(call, done)`, which must tell `done` how the call ended.
+template <typename Start>
+grpc::ServerUnaryReactor* unary(const Core& core, grpc::CallbackServerContext& context,
+                                Start start) {
+  grpc::ServerUnaryReactor* reactor = context.DefaultReactor();
+  std::optional<Call> call;
+  try {
+    call = make_call(core, context);
+  } catch (...) {
+    reactor->Finish(current_status());
+    return reactor;
+  }
+  start(*call, [reactor](const ServiceError* error) {
+    reactor->Finish(error == nullptr ? grpc::Status::OK : to_status(*error));
+  });
+  return reactor;
+}
+
+/// As `unary`, of a call that is answered on the spot and throws when it fails.
+template <typename Answer>
+grpc::ServerUnaryReactor* answer(grpc::CallbackServerContext& context, Answer reply) {
+  grpc::ServerUnaryReactor* reactor = context.DefaultReactor();
+  grpc::Status status;
+  try {
+    reply();
+  } catch (...) {
+    status = current_status();
+  }
+  reactor->Finish(status);
+  return reactor;
+}
+
+/// Returns `make(call)`, or a refusal of the same kind for a caller without credentials.
+template <typename Reactor, typename Make>
+Reactor* stream(const Core& core, grpc::CallbackServerContext& context, Make make) {
+  try {
+    return make(make_call(core, context));
+  } catch (...) {
+    return new Refusal<Reactor>(current_status());
+  }
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "services/server/replay_cache.h"
+#include "services/server/wire.h"
+
+#include <string>
+
+namespace kvtier::services {
+
+/// Runs `work`, which fills `response`, unless a request with this id was executed before: then
+/// `response` is that one's. Without an id it always runs. Throws INVALID_ARGUMENT for an id that
+/// is no UUID, and what `ReplayCache::begin` and `work` throw.
+template <typename Request, typename Response, typename Work>
+void execute_once(ReplayCache& replies, const Request& request, Response& response, Work work) {
+  const std::string& id = request.request_id();
+  check_request_id(id);
+  if (id.empty()) return work();
+  if (const auto reply = replies.begin(id, body_digest(request))) {
+    response.ParseFromString(*reply);
+    return;
+  }
+  try {
+    work();
+  } catch (...) {
+    replies.abandon(id);
+    throw;
+  }
+  replies.finish(id, response.SerializeAsString());
+}
+
+}  // namespace kvtier::services

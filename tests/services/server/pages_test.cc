@@ -1,0 +1,199 @@
+#include "kvtier/v1/page.grpc.pb.h"
+#include "kvtier/v1/transfer.grpc.pb.h"
+
+#include "services/pages/crc32c.h"
+#include "tests/services/server/raw_call.h"
+#include "tests/services/server/server_fixture.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <atomic>
+#include <thread>
+
+namespace kvtier::services::testing {
+namespace {
+
+/// Pages over gRPC, by the code that protobuf generates.
+class PagesTest : public ServerTest {
+ protected:
+  static constexpr std::int64_t kPageBytes = (std::int64_t{3} << 20) + 5;
+
+  void SetUp() override {
+    ServerTest::SetUp();
+    ServerOptions options = this->options();
+    options.core.pages.arena_bytes = std::int64_t{32} << 20;
+    options.core.now = [this] { return std::chrono::steady_clock::now() + later_.load(); };
+    start(options);
+    const auto channel = grpc::CreateChannel(socket(), grpc::InsecureChannelCredentials());
+    pages_ = v1::PageService::NewStub(channel);
+    transfer_ = v1::TransferService::NewStub(channel);
+    v1::OpenLeaseRequest request;
+    request.set_page_bytes(kPageBytes);
+    v1::OpenLeaseResponse response;
+    grpc::ClientContext context;
+    ASSERT_TRUE(pages_->OpenLease(&context, request, &response).ok());
+    lease_ = response.lease().name();
+    chunk_bytes_ = static_cast<std::size_t>(response.limits().max_transfer_bytes()) - 1024;
+  }
+
+  static std::string bytes_of(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::string bytes(static_cast<std::size_t>(kPageBytes), '\0');
+    for (char& byte : bytes) byte = static_cast<char>(random());
+    return bytes;
+  }
+  static std::uint32_t crc_of(const std::string& bytes) {
+    return crc32c(std::as_bytes(std::span(bytes.data(), bytes.size())));
+  }
+  std::vector<std::string> reserve(const std::vector<std::string>& hashes) {
+    v1::BatchReservePagesRequest request;
+    request.set_lease(lease_);
+    for (const std::string& hash : hashes) request.add_keys()->set_hash(hash);
+    v1::BatchReservePagesResponse response;
+    grpc::ClientContext context;
+    EXPECT_TRUE(pages_->BatchReservePages(&context, request, &response).ok());
+    std::vector<std::string> handles;
+    for (const auto& item : response.items()) handles.push_back(item.page().handle());
+    return handles;
+  }
+  v1::WritePagesRequest chunk_of(int index, const std::string& handle, const std::string& bytes,
+                                 std::size_t offset) {
+    v1::WritePagesRequest request;
+    request.set_lease(lease_);
+    auto& chunk = *request.add_chunks();
+    chunk.set_index(index);
+    chunk.set_handle(handle);
+    chunk.set_offset(static_cast<std::int64_t>(offset));
+    chunk.set_data(bytes.substr(offset, chunk_bytes_));
+    chunk.set_last(offset + chunk.data().size() == bytes.size());
+    if (chunk.last()) chunk.set_crc32c(crc_of(bytes));
+    return request;
+  }
+  v1::WritePagesResponse write(const std::vector<std::string>& handles, std::uint64_t first_seed) {
+    v1::WritePagesResponse response;
+    grpc::ClientContext context;
+    const auto stream = transfer_->WritePages(&context, &response);
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      const std::string bytes = bytes_of(first_seed + i);
+      for (std::size_t offset = 0; offset < bytes.size(); offset += chunk_bytes_) {
+        EXPECT_TRUE(stream->Write(chunk_of(static_cast<int>(i), handles[i], bytes, offset)));
+      }
+    }
+    stream->WritesDone();
+    EXPECT_TRUE(stream->Finish().ok());
+    return response;
+  }
+  PageStats stats() { return server_->core().pages().stats(); }
+
+  std::atomic<std::chrono::seconds> later_{std::chrono::seconds(0)};
+  std::unique_ptr<v1::PageService::Stub> pages_;
+  std::unique_ptr<v1::TransferService::Stub> transfer_;
+  std::string lease_;
+  std::size_t chunk_bytes_ = 0;
+};
+
+TEST_F(PagesTest, ComeBackAsTheyWereWritten) {
+  const std::vector<std::string> handles = reserve({"a", "b"});
+  const v1::WritePagesResponse written = write(handles, 1);
+  ASSERT_EQ(written.items_size(), 2);
+  EXPECT_EQ(written.items(1).page().crc32c(), crc_of(bytes_of(2)));
+
+  v1::LookupPrefixRequest lookup;
+  lookup.set_lease(lease_);
+  for (const char* hash : {"a", "b", "c"}) lookup.add_hashes(hash);
+  lookup.add_layers(0);
+  v1::LookupPrefixResponse found;
+  grpc::ClientContext lookup_context;
+  ASSERT_TRUE(pages_->LookupPrefix(&lookup_context, lookup, &found).ok());
+  EXPECT_EQ(found.hits(), 2);
+
+  v1::ReadPagesRequest request;
+  request.set_lease(lease_);
+  for (const auto& page : found.pages()) request.add_handles(page.handle());
+  request.add_handles("forged");
+  grpc::ClientContext context;
+  const auto stream = transfer_->ReadPages(&context, request);
+  std::vector<std::string> bytes(3);
+  v1::ReadPagesResponse response;
+  while (stream->Read(&response)) {
+    EXPECT_LE(response.ByteSizeLong(), 1U << 20U);
+    for (const auto& chunk : response.chunks()) {
+      bytes[static_cast<std::size_t>(chunk.index())] += chunk.data();
+      EXPECT_EQ(chunk.status().reason(), chunk.index() == 2 ? "NOT_FOUND" : "");
+    }
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(bytes[0], bytes_of(1));
+  EXPECT_EQ(bytes[1], bytes_of(2));
+  EXPECT_EQ(bytes[2], "");
+  while (stats().pinned_pages > 0) std::this_thread::yield();  // until gRPC lets its slices go
+}
+
+TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {
+  const std::vector<std::string> handles = reserve({"a"});
+  {
+    v1::WritePagesResponse response;
+    grpc::ClientContext context;
+    const auto stream = transfer_->WritePages(&context, &response);
+    ASSERT_TRUE(stream->Write(chunk_of(0, handles[0], bytes_of(1), 0)));
+    while (stats().bytes_written == 0) std::this_thread::yield();
+    context.TryCancel();
+    EXPECT_FALSE(stream->Finish().ok());
+  }
+  EXPECT_EQ(stats().reserved_pages, 1U);
+  later_ = std::chrono::seconds(61);
+  server_->sweep(std::chrono::steady_clock::now());
+  EXPECT_EQ(stats().reserved_bytes, 0);
+  EXPECT_EQ(server_->core().pages().num_leases(), 0U);
+  EXPECT_EQ(server_->core().tenants().all()[0]->kv_bytes(), 0);
+}
+
+TEST_F(PagesTest, HostileMessagesEndTheirCallAndNothingElse) {
+  const std::vector<std::string> handles = reserve({"a"});
+  const auto send = [&](const v1::WritePagesRequest& request) {
+    v1::WritePagesResponse response;
+    grpc::ClientContext context;
+    const auto stream = transfer_->WritePages(&context, &response);
+    stream->Write(request);
+    stream->WritesDone();
+    return stream->Finish().error_code();
+  };
+  v1::WritePagesRequest request = chunk_of(0, handles[0], bytes_of(1), 0);
+  request.mutable_chunks(0)->mutable_data()->resize((std::size_t{1} << 20) + (64 << 10));
+  EXPECT_EQ(send(request), grpc::StatusCode::INVALID_ARGUMENT) << "too large";
+  request = chunk_of(5, handles[0], bytes_of(1), 0);
+  EXPECT_EQ(send(request), grpc::StatusCode::INVALID_ARGUMENT) << "index";
+  request = chunk_of(0, handles[0], bytes_of(1), 0);
+  request.set_lease("leases/forged");
+  EXPECT_EQ(send(request), grpc::StatusCode::NOT_FOUND);
+  request.set_lease(std::string(1000, 'x'));
+  EXPECT_EQ(send(request), grpc::StatusCode::INVALID_ARGUMENT) << "a name that long";
+  const RawReply reply = raw_call(raw_channel(socket()), "/kvtier.v1.TransferService/WritePages",
+                                  std::string(100, '\xff'));
+  EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(stats().bytes_written, 0U);
+  write(handles, 7);
+  EXPECT_EQ(stats().committed_pages, 1U);
+}
+
+TEST_F(PagesTest, ReaderThatDoesNotReadHoldsUpNeitherOthersNorTheEnd) {
+  const std::vector<std::string> handles = reserve({"a", "b", "c"});
+  write(handles, 1);
+  v1::ReadPagesRequest request;
+  request.set_lease(lease_);
+  for (int i = 0; i < 100; ++i) request.add_handles(handles[static_cast<std::size_t>(i % 3)]);
+  grpc::ClientContext context;
+  const auto slow = transfer_->ReadPages(&context, request);
+  v1::ReadPagesResponse response;
+  ASSERT_TRUE(slow->Read(&response));
+  EXPECT_LE(server_->core().inflight_bytes(), std::int64_t{4} << 20);
+  write(reserve({"d"}), 4);
+  context.TryCancel();
+  EXPECT_FALSE(slow->Finish().ok());
+  server_->drain(std::chrono::milliseconds(0));
+  EXPECT_EQ(server_->core().inflight_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing
