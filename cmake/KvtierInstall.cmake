@@ -15,9 +15,16 @@ install(TARGETS kvtier kvtier_api EXPORT kvtierTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk NAMELINK_COMPONENT sdk
   RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT sdk)
-# The client is for programs that are built with the tree: its library needs gRPC.
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/kvtier DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT sdk
   PATTERN client.h EXCLUDE)
+# find_package(kvtier COMPONENTS client): its library needs gRPC.
+if(TARGET kvtier_client_sdk)
+  install(FILES ${PROJECT_SOURCE_DIR}/include/kvtier/client.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvtier COMPONENT sdk)
+  install(TARGETS kvtier_client_sdk EXPORT kvtierClientTargets
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk)
+  install(EXPORT kvtierClientTargets NAMESPACE kvtier:: DESTINATION ${kvtier_cmake_dir} COMPONENT sdk)
+endif()
 install(EXPORT kvtierTargets NAMESPACE kvtier:: DESTINATION ${kvtier_cmake_dir} COMPONENT sdk)
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/kvtierConfig.cmake.in

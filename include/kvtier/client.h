@@ -3,8 +3,10 @@
 #include "kvtier/engine.h"
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -51,7 +53,16 @@ struct RemoteSessionConfig {
   std::int64_t capacity_tokens = 0;
 };
 
+struct RemotePagesConfig {
+  /// Names the model, the layout of its pages and whatever else must agree between those who
+  /// exchange pages; up to 128 bytes.
+  std::string model;
+  /// Of every page, at most the server's limit (4 MiB).
+  std::int64_t page_bytes = 0;
+};
+
 class RemoteSession;
+class RemotePages;
 
 /// A connection to a server. Thread-safe. A thread of it renews the leases of its sessions, so that
 /// they live as long as this process; sessions keep the connection alive.
@@ -65,6 +76,8 @@ class Client {
 
   /// Opens an empty session. Throws `ClientError`, as all calls do.
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
+  /// Opens a lease on the server's page cache.
+  [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
 
   class Impl;
 
@@ -108,6 +121,64 @@ class RemoteSession {
  private:
   friend class Client;
   explicit RemoteSession(std::unique_ptr<Impl> impl) noexcept;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Pages that an engine leaves with the server and gets back, perhaps in another process.
+/// Thread-safe. Destruction gives back what was pinned, waiting a second at most; pages that were
+/// put stay until the server needs their room. A page that fails leaves the others alone: results
+/// are per page.
+class RemotePages {
+ public:
+  /// A page to store. `hash`, of the page's tokens and all before them, up to 64 bytes, finds it
+  /// together with `layer`; `bytes` has the page size.
+  struct Put {
+    std::string hash;
+    int layer = 0;
+    std::span<const std::byte> bytes;
+  };
+  /// A page to read, to memory of the page size.
+  struct Get {
+    std::string handle;
+    std::span<std::byte> to;
+  };
+  struct Found {
+    std::string handle;
+    std::int64_t bytes = 0;
+    std::uint32_t crc32c = 0;
+  };
+  struct Result {
+    ErrorCode code{};      ///< Only with a reason.
+    std::string reason{};  ///< Empty: success. "PAGE_GONE": a miss.
+    std::string handle{};
+    std::uint32_t crc32c = 0;
+    bool existed = false;  ///< Of `put`: was there before, and not written again.
+
+    [[nodiscard]] bool ok() const noexcept { return reason.empty(); }
+  };
+
+  ~RemotePages();
+  RemotePages(RemotePages&&) noexcept;
+  RemotePages& operator=(RemotePages&&) noexcept;
+
+  [[nodiscard]] const std::string& name() const noexcept;
+
+  /// Returns the pages of the leading hashes for which all `layers` are stored, by hash, then
+  /// layer. With `pin` they stay until `unpin`.
+  [[nodiscard]] std::vector<Found> lookup(std::span<const std::string> hashes,
+                                          std::span<const int> layers, bool pin = false);
+  /// Stores pages, each hash and layer once.
+  std::vector<Result> put(std::span<const Put> pages);
+  /// Reads pages. Those that fail may have written to their memory.
+  std::vector<Result> get(std::span<const Get> pages);
+  std::vector<Result> unpin(std::span<const std::string> handles);
+  std::vector<Result> remove(std::span<const std::string> handles);
+
+  class Impl;
+
+ private:
+  friend class Client;
+  explicit RemotePages(std::unique_ptr<Impl> impl) noexcept;
   std::unique_ptr<Impl> impl_;
 };
 

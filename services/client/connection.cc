@@ -136,6 +136,7 @@ Connection::Connection(const ClientOptions& options) : options_(options) {
       grpc::CreateCustomChannel(target_of(options.server), credentials_of(options), arguments);
   sessions_ = v1::SessionService::NewStub(channel_);
   attention_ = v1::AttentionService::NewStub(channel_);
+  pages_ = v1::PageService::NewStub(channel_);
 }
 
 void Connection::authorize(grpc::ClientContext& context) const {

@@ -2,6 +2,7 @@
 
 #include "kvtier/client.h"
 #include "kvtier/v1/attention.grpc.pb.h"
+#include "kvtier/v1/page.grpc.pb.h"
 #include "kvtier/v1/session.grpc.pb.h"
 
 #include <grpcpp/channel.h>
@@ -26,6 +27,9 @@ class Connection {
   [[nodiscard]] v1::SessionService::Stub& sessions() noexcept { return *sessions_; }
   [[nodiscard]] v1::AttentionService::Stub& attention() noexcept { return *attention_; }
 
+  [[nodiscard]] v1::PageService::Stub& pages() noexcept { return *pages_; }
+  [[nodiscard]] grpc::Channel& channel() noexcept { return *channel_; }
+
   /// Adds the token.
   void authorize(grpc::ClientContext& context) const;
 
@@ -44,6 +48,7 @@ class Connection {
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::SessionService::Stub> sessions_;
   std::unique_ptr<v1::AttentionService::Stub> attention_;
+  std::unique_ptr<v1::PageService::Stub> pages_;
 };
 
 /// Throws what `status` says, unless it is OK.

@@ -1,0 +1,94 @@
+#pragma once
+
+#include "kvtier/client.h"
+
+#include "services/client/connection.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace kvtier {
+
+/// The connection, and the thread that renews leases.
+class Client::Impl {
+ public:
+  explicit Impl(const ClientOptions& options)
+      : connection(options), renewer_([this] { renew_now_and_then(); }) {}
+  ~Impl() {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+      if (renewal_ != nullptr) renewal_->TryCancel();
+    }
+    wake_.notify_all();
+    renewer_.join();
+  }
+  Impl(const Impl&) = delete;  // owns a thread
+  Impl& operator=(const Impl&) = delete;
+
+  void add(const std::string& name, std::chrono::milliseconds ttl) {
+    {
+      const std::lock_guard lock(mutex_);
+      names_.insert(name);
+      interval_ = std::min(interval_, ttl / 3);
+    }
+    wake_.notify_all();
+  }
+  void remove(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    names_.erase(name);
+  }
+
+  services::Connection connection;
+
+ private:
+  static constexpr std::size_t kNamesPerRenewal = 1024;
+
+  void renew_now_and_then() {
+    std::unique_lock lock(mutex_);
+    while (!ending_) {
+      const auto interval = interval_;
+      wake_.wait_for(lock, interval, [&] { return ending_ || interval_ < interval; });
+      if (ending_ || names_.empty()) continue;
+      const std::vector<std::string> names(names_.begin(), names_.end());
+      grpc::ClientContext context;
+      renewal_ = &context;
+      lock.unlock();
+      renew(context, names);
+      lock.lock();
+      renewal_ = nullptr;
+    }
+  }
+
+  /// A renewal that fails is tried again with the next; what is lost, the next call says.
+  void renew(grpc::ClientContext& context, const std::vector<std::string>& names) {
+    context.set_deadline(std::chrono::system_clock::now() + connection.options().timeout);
+    connection.authorize(context);
+    const auto stream = connection.sessions().KeepAlive(&context);
+    for (std::size_t first = 0; first < names.size(); first += kNamesPerRenewal) {
+      v1::KeepAliveRequest request;
+      const std::size_t end = std::min(names.size(), first + kNamesPerRenewal);
+      for (std::size_t i = first; i < end; ++i) request.add_names(names[i]);
+      v1::KeepAliveResponse response;
+      if (!stream->Write(request) || !stream->Read(&response)) break;
+    }
+    stream->WritesDone();
+    (void)stream->Finish();
+  }
+
+  std::mutex mutex_;  ///< Guards all below but the thread.
+  std::condition_variable wake_;
+  std::set<std::string> names_;
+  std::chrono::milliseconds interval_{20'000};
+  grpc::ClientContext* renewal_ = nullptr;  ///< In progress.
+  bool ending_ = false;
+  std::thread renewer_;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,57 @@
+#pragma once
+
+#include "kvtier/client.h"
+#include "kvtier/v1/page.pb.h"
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/client/connection.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// The calls of PageService and TransferService on one lease. Thread-safe, as its connection is.
+class PageCalls {
+ public:
+  /// `connection` must outlive this.
+  PageCalls(Connection& connection, const v1::OpenLeaseResponse& opened)
+      : connection_(connection), lease_(opened.lease()), limits_(opened.limits()) {}
+
+  [[nodiscard]] const std::string& name() const noexcept { return lease_.name(); }
+  [[nodiscard]] std::int64_t page_bytes() const noexcept { return lease_.page_bytes(); }
+  [[nodiscard]] std::size_t batch_pages() const noexcept {
+    return static_cast<std::size_t>(limits_.max_batch_pages());
+  }
+
+  [[nodiscard]] v1::LookupPrefixResponse lookup(std::span<const std::string> hashes,
+                                                std::span<const int> layers, bool pin);
+  [[nodiscard]] v1::BatchReservePagesResponse reserve(std::span<const RemotePages::Put> pages);
+  /// Writes the pages that have a handle.
+  [[nodiscard]] v1::WritePagesResponse write(std::span<const RemotePages::Put> pages,
+                                             std::span<const std::string> handles);
+  /// Reads pages to their places; fills `results`.
+  void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results);
+  [[nodiscard]] v1::BatchUnpinPagesResponse unpin(std::span<const std::string> handles);
+  [[nodiscard]] v1::BatchDeletePagesResponse remove(std::span<const std::string> handles);
+  /// Closes the lease, waiting a second at most.
+  void close() noexcept;
+
+ private:
+  [[nodiscard]] grpc::Status read_once(grpc::ClientContext& context,
+                                       const v1::ReadPagesRequest& request,
+                                       std::span<const RemotePages::Get> pages,
+                                       std::span<RemotePages::Result> results);
+
+  Connection& connection_;
+  const v1::PageLease lease_;
+  const v1::PageLimits limits_;
+};
+
+/// Returns what an item's status says.
+[[nodiscard]] RemotePages::Result result_of(const v1::ItemStatus& status);
+
+}  // namespace kvtier::services

@@ -1,0 +1,173 @@
+#include "services/client/client_impl.h"
+#include "services/client/pages.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvtier {
+
+namespace v1 = ::kvtier::v1;
+
+namespace {
+
+/// One call's bytes are to arrive within its time.
+constexpr std::int64_t kCallBytes = std::int64_t{64} << 20;
+
+}  // namespace
+
+/// A lease, renewed by the client's thread.
+class RemotePages::Impl {
+ public:
+  Impl(std::shared_ptr<Client::Impl> client, const v1::OpenLeaseResponse& opened)
+      : client_(std::move(client)), calls_(client_->connection, opened) {
+    client_->add(calls_.name(), std::chrono::milliseconds(opened.lease().ttl().seconds() * 1000));
+  }
+  ~Impl() {
+    client_->remove(calls_.name());
+    calls_.close();
+  }
+  Impl(const Impl&) = delete;  // owns a lease
+  Impl& operator=(const Impl&) = delete;
+
+  [[nodiscard]] const services::PageCalls& calls() const noexcept { return calls_; }
+
+  std::vector<Found> lookup(std::span<const std::string> hashes, std::span<const int> layers,
+                            bool pin) {
+    std::vector<Found> found;
+    const std::size_t per_call = layers.empty() ? 1 : calls_.batch_pages() / layers.size();
+    for (std::size_t first = 0; first < hashes.size() && !layers.empty();) {
+      const auto part = hashes.subspan(
+          first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
+      const v1::LookupPrefixResponse response = calls_.lookup(part, layers, pin);
+      for (const v1::Page& page : response.pages()) {
+        found.push_back({.handle = page.handle(), .bytes = page.length(), .crc32c = page.crc32c()});
+      }
+      if (response.hits() < static_cast<int>(part.size())) break;
+      first += part.size();
+    }
+    return found;
+  }
+
+  std::vector<Result> put(std::span<const Put> pages) {
+    for (const Put& page : pages) {
+      if (static_cast<std::int64_t>(page.bytes.size()) == calls_.page_bytes()) continue;
+      throw Error(ErrorCode::kInvalidArgument,
+                  "bytes: expected pages of " + std::to_string(calls_.page_bytes()) +
+                      " bytes, found " + std::to_string(page.bytes.size()));
+    }
+    std::vector<Result> results;
+    for (std::size_t first = 0; first < pages.size(); first += pages_per_call()) {
+      const auto part = pages.subspan(first, std::min(pages_per_call(), pages.size() - first));
+      const std::vector<Result> more = put_part(part);
+      results.insert(results.end(), more.begin(), more.end());
+    }
+    return results;
+  }
+
+  std::vector<Result> get(std::span<const Get> pages) {
+    std::vector<Result> results(pages.size());
+    for (std::size_t first = 0; first < pages.size(); first += pages_per_call()) {
+      const std::size_t count = std::min(pages_per_call(), pages.size() - first);
+      calls_.read(pages.subspan(first, count), std::span(results).subspan(first, count));
+    }
+    for (std::size_t i = 0; i < pages.size(); ++i) results[i].handle = pages[i].handle;
+    return results;
+  }
+
+  std::vector<Result> unpin(std::span<const std::string> handles) {
+    return statuses(handles, [this](auto part) { return calls_.unpin(part); });
+  }
+  std::vector<Result> remove(std::span<const std::string> handles) {
+    return statuses(handles, [this](auto part) { return calls_.remove(part); });
+  }
+
+ private:
+  [[nodiscard]] std::size_t pages_per_call() const {
+    const auto by_bytes = static_cast<std::size_t>(kCallBytes / calls_.page_bytes());
+    return std::clamp<std::size_t>(by_bytes, 1, calls_.batch_pages());
+  }
+
+  std::vector<Result> put_part(std::span<const Put> pages) {
+    const v1::BatchReservePagesResponse reserved = calls_.reserve(pages);
+    std::vector<Result> results(pages.size());
+    std::vector<std::string> handles(pages.size());  // of those to be written
+    std::vector<std::size_t> written;
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      const v1::PageResult& item = reserved.items(static_cast<int>(i));
+      take(item, results[i]);
+      if (item.status().code() != 0 || item.page().existed()) continue;
+      handles[i] = item.page().handle();
+      written.push_back(i);
+    }
+    if (written.empty()) return results;
+    const v1::WritePagesResponse response = calls_.write(pages, handles);
+    for (std::size_t i = 0; i < written.size(); ++i) {
+      if (static_cast<int>(i) < response.items_size()) {
+        take(response.items(static_cast<int>(i)), results[written[i]]);
+      }
+    }
+    return results;
+  }
+
+  static void take(const v1::PageResult& item, Result& result) {
+    result = services::result_of(item.status());
+    if (item.status().code() != 0) return;
+    result.handle = item.page().handle();
+    result.crc32c = item.page().crc32c();
+    result.existed = item.page().existed();
+  }
+
+  template <typename Calls>
+  std::vector<Result> statuses(std::span<const std::string> handles, Calls call) {
+    std::vector<Result> results;
+    for (std::size_t first = 0; first < handles.size(); first += calls_.batch_pages()) {
+      const auto part =
+          handles.subspan(first, std::min(calls_.batch_pages(), handles.size() - first));
+      const auto response = call(part);
+      for (const v1::ItemStatus& status : response.statuses()) {
+        results.push_back(services::result_of(status));
+      }
+    }
+    return results;
+  }
+
+  std::shared_ptr<Client::Impl> client_;
+  services::PageCalls calls_;
+};
+
+RemotePages Client::open_pages(const RemotePagesConfig& config) {
+  v1::OpenLeaseRequest request;
+  request.set_request_id(services::make_request_id());
+  request.set_model(config.model);
+  request.set_page_bytes(config.page_bytes);
+  v1::OpenLeaseResponse response;
+  impl_->connection.call([&](grpc::ClientContext& context) {
+    return impl_->connection.pages().OpenLease(&context, request, &response);
+  });
+  return RemotePages(std::make_unique<RemotePages::Impl>(impl_, response));
+}
+
+RemotePages::RemotePages(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
+RemotePages::~RemotePages() = default;
+RemotePages::RemotePages(RemotePages&&) noexcept = default;
+RemotePages& RemotePages::operator=(RemotePages&&) noexcept = default;
+
+const std::string& RemotePages::name() const noexcept { return impl_->calls().name(); }
+std::vector<RemotePages::Found> RemotePages::lookup(std::span<const std::string> hashes,
+                                                    std::span<const int> layers, bool pin) {
+  return impl_->lookup(hashes, layers, pin);
+}
+std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
+  return impl_->put(pages);
+}
+std::vector<RemotePages::Result> RemotePages::get(std::span<const Get> pages) {
+  return impl_->get(pages);
+}
+std::vector<RemotePages::Result> RemotePages::unpin(std::span<const std::string> handles) {
+  return impl_->unpin(handles);
+}
+std::vector<RemotePages::Result> RemotePages::remove(std::span<const std::string> handles) {
+  return impl_->remove(handles);
+}
+
+}  // namespace kvtier

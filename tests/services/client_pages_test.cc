@@ -1,0 +1,143 @@
+#include "kvtier/client.h"
+
+#include "services/pages/crc32c.h"
+#include "tests/services/server/server_fixture.h"
+
+#include <gmock/gmock.h>
+
+#include <array>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+using Bytes = std::vector<std::byte>;
+
+class ClientPagesTest : public ServerTest {
+ protected:
+  static constexpr std::int64_t kPageBytes = (std::int64_t{2} << 20) + 12;
+
+  void SetUp() override {
+    ServerTest::SetUp();
+    ServerOptions options = this->options();
+    options.core.pages.arena_bytes = std::int64_t{140} << 20;  // 35 pages, more than one call's
+    start(options);
+    client_ = std::make_unique<Client>(ClientOptions{.server = socket()});
+    pages_ = std::make_unique<RemotePages>(open());
+  }
+  void TearDown() override {
+    pages_.reset();
+    client_.reset();
+    ServerTest::TearDown();
+  }
+
+  RemotePages open() { return client_->open_pages({.model = "m", .page_bytes = kPageBytes}); }
+  static Bytes bytes_of(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Bytes bytes(static_cast<std::size_t>(kPageBytes));
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    return bytes;
+  }
+  RemotePages::Result put(const std::string& hash, std::uint64_t seed) {
+    const Bytes bytes = bytes_of(seed);
+    const RemotePages::Put page{.hash = hash, .bytes = bytes};
+    return pages_->put({&page, 1}).at(0);
+  }
+  PageStats stats() { return server_->core().pages().stats(); }
+
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<RemotePages> pages_;
+  const std::array<int, 1> layer_{0};
+};
+
+TEST_F(ClientPagesTest, PutsFindsAndGetsPages) {
+  std::vector<Bytes> contents;
+  std::vector<std::string> hashes;
+  std::vector<RemotePages::Put> puts;
+  for (std::uint64_t i = 0; i < 10; ++i) {
+    contents.push_back(bytes_of(i));
+    hashes.push_back("hash " + std::to_string(i));
+  }
+  for (std::size_t i = 0; i < 10; ++i) puts.push_back({.hash = hashes[i], .bytes = contents[i]});
+  for (const RemotePages::Result& result : pages_->put(puts)) EXPECT_TRUE(result.ok());
+  hashes.emplace_back("unknown");
+
+  RemotePages other = open();
+  const std::vector<RemotePages::Found> found = other.lookup(hashes, layer_);
+  ASSERT_THAT(found, SizeIs(10));
+  std::vector<Bytes> back(10, Bytes(static_cast<std::size_t>(kPageBytes)));
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < 10; ++i) gets.push_back({.handle = found[i].handle, .to = back[i]});
+  const std::vector<RemotePages::Result> results = other.get(gets);
+  for (std::size_t i = 0; i < 10; ++i) {
+    EXPECT_TRUE(results[i].ok()) << results[i].reason;
+    EXPECT_EQ(results[i].crc32c, crc32c(contents[i]));
+  }
+  EXPECT_EQ(back, contents);
+}
+
+TEST_F(ClientPagesTest, WritesNothingThatIsThere) {
+  const RemotePages::Result first = put("a", 1);
+  const RemotePages::Result again = put("a", 2);
+  EXPECT_FALSE(first.existed);
+  EXPECT_TRUE(again.existed);
+  EXPECT_EQ(again.handle, first.handle);
+  EXPECT_EQ(stats().bytes_written, static_cast<std::uint64_t>(kPageBytes));
+}
+
+TEST_F(ClientPagesTest, TellsWhatFailedPageByPage) {
+  const RemotePages::Result good = put("a", 1);
+  const std::string gone = put("b", 2).handle;
+  EXPECT_TRUE(pages_->remove({&gone, 1}).at(0).ok());
+  Bytes first(static_cast<std::size_t>(kPageBytes));
+  Bytes second = first;
+  Bytes small(100);
+  const std::array<RemotePages::Get, 3> gets{{{.handle = gone, .to = first},
+                                              {.handle = good.handle, .to = second},
+                                              {.handle = good.handle, .to = small}}};
+  const std::vector<RemotePages::Result> results = pages_->get(gets);
+  EXPECT_EQ(results[0].reason, "PAGE_GONE");
+  EXPECT_EQ(results[0].code, ErrorCode::kNotFound);
+  EXPECT_TRUE(results[1].ok());
+  EXPECT_EQ(second, bytes_of(1));
+  EXPECT_EQ(results[2].reason, "PAGE_TOO_LARGE");
+  const RemotePages::Put wrong{.hash = "c", .bytes = small};
+  EXPECT_THROW(pages_->put({&wrong, 1}), Error);
+  EXPECT_THROW(static_cast<void>(client_->open_pages({.model = "m", .page_bytes = 0})),
+               ClientError);
+}
+
+TEST_F(ClientPagesTest, PinsGoWithTheObject) {
+  put("a", 1);
+  const std::string hash = "a";
+  {
+    RemotePages other = open();
+    const std::vector<RemotePages::Found> found = other.lookup({&hash, 1}, layer_, true);
+    ASSERT_THAT(found, SizeIs(1));
+    EXPECT_EQ(stats().pinned_pages, 1U);
+    EXPECT_TRUE(other.unpin({&found[0].handle, 1}).at(0).ok());
+    EXPECT_EQ(other.unpin({&found[0].handle, 1}).at(0).reason, "NOT_PINNED");
+    EXPECT_THAT(other.lookup({&hash, 1}, layer_, true), SizeIs(1));
+    EXPECT_THAT(other.lookup({&hash, 1}, {}), IsEmpty());
+  }
+  EXPECT_EQ(stats().pinned_pages, 0U);
+  EXPECT_EQ(server_->core().pages().num_leases(), 1U);
+}
+
+TEST_F(ClientPagesTest, ManyPagesGoInSeveralCalls) {
+  std::vector<Bytes> contents;
+  std::vector<RemotePages::Put> puts;
+  for (std::uint64_t i = 0; i < 40; ++i) contents.push_back(bytes_of(i));
+  for (std::size_t i = 0; i < 40; ++i) {
+    puts.push_back({.hash = std::to_string(i), .bytes = contents[i]});
+  }
+  // More than the arena has room for: the last ones stay.
+  for (const RemotePages::Result& result : pages_->put(puts)) EXPECT_TRUE(result.ok());
+  EXPECT_GT(stats().evicted, 0U);
+  const std::string last = "39";
+  EXPECT_THAT(pages_->lookup({&last, 1}, layer_), SizeIs(1));
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing
