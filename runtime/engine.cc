@@ -371,6 +371,25 @@ void Session::truncate(std::int64_t tokens, StreamRef stream) {
   turn.finish();
 }
 
+void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
+  if (static_cast<std::int64_t>(token_ids.size()) > length()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "token_ids: expected at most " + std::to_string(length()) +
+                    " (the session's length), found " + std::to_string(token_ids.size()));
+  }
+  impl_->check_flags();
+  EngineState::Turn turn(impl_->engine(), stream);
+  if (turn.capturing()) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "publish: expected a stream that is not being captured, found a capture");
+  }
+  {
+    const SessionUse use(*impl_, turn);
+    impl_->publish(turn, token_ids);
+  }
+  turn.finish();
+}
+
 std::vector<Session> Session::fork(int count, StreamRef stream) {
   EngineState& engine = impl_->engine();
   const auto most = static_cast<std::int64_t>(engine.session_flags->num_frames());

@@ -3,6 +3,9 @@
 #include "kvtier/calibration.h"
 #include "kvtier/error.h"
 
+#include "runtime/prefix_key.h"
+#include "runtime/prefix_store.h"
+
 #include <algorithm>
 
 namespace kvtier::runtime {
@@ -69,6 +72,10 @@ EngineState::EngineState(const Config& config_in)
     new (step_flags(i)) transfer::StepFlags{};
   }
   staging = std::make_unique<HostStaging>(*device);
+  prefixes = std::make_unique<PrefixStore>(*this);
+  std::vector<SketchConfig> carried;
+  for (const SketchStore& sketch : sketches) carried.push_back(sketch.config);
+  prefix_key = engine_key(config, kv, carried);
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pages->num_frames()) + " pages of " +
                            std::to_string(kv.page_bytes() >> 10) + " KiB, " +
@@ -329,7 +336,13 @@ Stats EngineState::stats() const {
     sum.nonfinite_tokens += load(session->nonfinite_tokens);
   }
 
+  const auto page_tokens = static_cast<std::size_t>(kv.page_tokens);
+  sum.prefix_tokens_asked = prefix_tokens_asked;
+  sum.prefix_tokens_attached = prefix_tokens_attached;
+  sum.prefix_tokens_evicted = prefixes->evicted() * page_tokens;
+
   Stats::Snapshot& now = stats.snapshot;
+  now.prefix_tokens = prefixes->size() * page_tokens;
   now.sessions = num_sessions;
   now.pages = pages->num_frames();
   now.pages_used = pages->num_used();

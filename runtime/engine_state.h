@@ -14,6 +14,7 @@
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,8 @@
 #include <vector>
 
 namespace kvtier::runtime {
+
+class PrefixStore;
 
 /// Reads a counter that a device may be raising.
 [[nodiscard]] inline std::uint64_t load(std::uint64_t& counter) {
@@ -102,6 +105,9 @@ class EngineState {
   std::unique_ptr<transfer::FramePool> pages;
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
 
+  std::unique_ptr<PrefixStore> prefixes;
+  std::array<std::uint8_t, 32> prefix_key{};  ///< What keys of stored prefixes begin with.
+
   // The workspace of a step, sized at construction, on the device.
   int batch_rows = 1;              ///< Query rows per launch.
   std::int64_t append_tokens = 0;  ///< Tokens packed at a time.
@@ -118,6 +124,7 @@ class EngineState {
   std::size_t num_sessions = 0;
   std::size_t session_device_bytes = 0;
   std::uint64_t closed_nonfinite = 0;
+  std::uint64_t prefix_tokens_asked = 0, prefix_tokens_attached = 0;
   std::vector<transfer::StepFlags*> live_flags;
   Stats::StageSeconds seconds;
   std::atomic<std::uint64_t> tokens_appended{0};

@@ -88,12 +88,41 @@ void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
     }
     to.capacity = room(to);
     transfer::set_length(stream, to.view.counters, to.length, to.capacity);
-    const std::int64_t room_left = other.room(from);
-    if (room_left == from.capacity) continue;  // as ever, when `other` is frozen
-    from.capacity = room_left;
-    transfer::set_length(stream, from.view.counters, from.length, room_left);
   }
+  other.limit_room(stream);
   engine_.session_device_bytes += buffer_.bytes();
+}
+
+void SequenceMemory::limit_room(transfer::Stream& stream) {
+  for (LayerState& layer : layers_) {
+    const std::int64_t tokens = room(layer);
+    if (tokens == layer.capacity) continue;  // as ever, when the memory is frozen
+    layer.capacity = tokens;
+    transfer::set_length(stream, layer.view.counters, layer.length, tokens);
+  }
+}
+
+void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
+  const transfer::KvGeometry& kv = engine_.kv;
+  const std::int64_t sinks = std::min<std::int64_t>(tokens, kv.sink_capacity);
+  std::vector<transfer::CopyRun> runs;
+  for (LayerState& layer : layers_) {
+    layer.length = tokens;
+    layer.capacity = room(layer);
+    // The ring is empty: its first token becomes the smaller of this and the length.
+    stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
+    transfer::set_length(stream, layer.view.counters, tokens, layer.capacity);
+    for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
+      for (std::int64_t token = 0; token < sinks; token += kv.page_tokens) {
+        const std::int64_t count = std::min<std::int64_t>(kv.page_tokens, sinks - token);
+        runs.push_back(
+            {layer.view.sink_rows + (head * kv.sink_capacity + token) * kv.row_bytes(),
+             layer.pages.frame(token / kv.page_tokens) + head * kv.page_tokens * kv.row_bytes(),
+             static_cast<std::size_t>(count * kv.row_bytes())});
+      }
+    }
+  }
+  stream.copy(runs);
 }
 
 void SequenceMemory::release(transfer::Stream& stream) {

@@ -43,10 +43,16 @@ class SequenceMemory {
   /// Gives everything back, reused after the work enqueued on `stream` so far.
   void release(transfer::Stream& stream);
 
+  /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
+  /// whole pages that others have written.
+  void begin_at(transfer::Stream& stream, std::int64_t tokens);
+  /// Ends each layer's room where it has none of its own, after frames have become shared.
+  void limit_room(transfer::Stream& stream);
   /// Tokens up to which a layer can be written in place.
   [[nodiscard]] std::int64_t room(const LayerState& layer) const;
 
   [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
+  [[nodiscard]] int page_tokens() const noexcept { return engine_.kv.page_tokens; }
 
  private:
   EngineState& engine_;

@@ -1,5 +1,7 @@
 #include "runtime/session.h"
 
+#include "runtime/prefix_store.h"
+
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -10,11 +12,21 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+/// Tries to take frames, letting go of stored prefixes until there are enough.
+template <typename Take>
+bool evicting(EngineState& engine, transfer::Stream& stream, Take take) {
+  while (!take()) {
+    if (!engine.prefixes->evict_one(stream)) return false;
+  }
+  return true;
+}
+
 /// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
-void grow_blocks(transfer::Stream& stream, int index, LayerState& layer, std::int64_t count) {
+void grow_blocks(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
+                 std::int64_t count) {
   for (transfer::PageTable& blocks : layer.blocks) {
     const std::int64_t more = count - blocks.size();
-    if (blocks.grow(stream, count)) continue;
+    if (evicting(engine, stream, [&] { return blocks.grow(stream, count); })) continue;
     const transfer::FramePool& pool = blocks.pool();
     throw Error(ErrorCode::kResourceExhausted,
                 "sketch blocks: expected " + std::to_string(more) + " free for layer " +
@@ -43,15 +55,45 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
   enlist(turn.stream());
   memory->clear(turn.stream());
+  root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
+  attach(turn.stream(), config.token_ids, *memory);
   memory_ = std::move(memory);
   turn.finish();
 }
 
 SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
                            std::shared_ptr<SequenceMemory> memory)
-    : engine_(parent.engine_), max_tokens_(parent.max_tokens_), owns_memory_(false) {
+    : engine_(parent.engine_),
+      max_tokens_(parent.max_tokens_),
+      root_key_(parent.root_key_),
+      keys_(parent.keys_),
+      owns_memory_(false) {
   enlist(turn.stream());
   memory_ = std::move(memory);
+}
+
+void SessionState::attach(transfer::Stream& stream, std::span<const std::int32_t> token_ids,
+                          SequenceMemory& memory) {
+  const auto most = static_cast<std::size_t>(max_tokens_);
+  keys_ = page_keys(root_key_, engine_->kv.page_tokens,
+                    token_ids.first(std::min(token_ids.size(), most)));
+  keys_.resize(engine_->prefixes->longest(keys_));
+  engine_->prefixes->attach(stream, keys_, memory);
+  engine_->prefix_tokens_asked += token_ids.size();
+  engine_->prefix_tokens_attached +=
+      keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
+}
+
+void SessionState::publish(EngineState::Turn& turn, std::span<const std::int32_t> token_ids) {
+  std::vector<PrefixKey> keys = page_keys(root_key_, engine_->kv.page_tokens, token_ids);
+  const std::size_t known = std::min(keys.size(), keys_.size());
+  if (!std::equal(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(known), keys_.begin())) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "token_ids: expected those that the session was opened with or that were published "
+                "before, found others");
+  }
+  engine_->prefixes->publish(turn.stream(), keys, *memory_);
+  if (keys.size() > keys_.size()) keys_ = std::move(keys);
 }
 
 void SessionState::enlist(transfer::Stream& stream) {
@@ -99,7 +141,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   const std::int64_t num_pages = ceil_div(tokens, page_tokens);
   const std::int64_t old_pages = layer.pages.size();
-  if (!layer.pages.grow(stream, num_pages)) {
+  if (!evicting(*engine_, stream, [&] { return layer.pages.grow(stream, num_pages); })) {
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(num_pages - old_pages) +
                     " free pages for layer " + std::to_string(index) + ", found " +
@@ -107,7 +149,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
                     " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)");
   }
   try {
-    grow_blocks(stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
+    grow_blocks(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
     unshare_tail(stream, index);
   } catch (const Error&) {
     shrink(stream, layer, old_pages * page_tokens);
@@ -131,7 +173,8 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
     const std::int64_t i = layer.length / unit;
     if (layer.length % unit == 0 || !table.shared(i)) return;
     std::byte* fresh = nullptr;
-    if (!table.pool().take_all({&fresh, 1}, &stream)) {
+    const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
+    if (!evicting(*engine_, stream, take)) {
       for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
       throw Error(ErrorCode::kResourceExhausted,
                   std::string(paged ? "page pool" : "sketch blocks") +
@@ -225,6 +268,8 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
 }
 
 void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens) {
+  const auto whole_pages = static_cast<std::size_t>(tokens / engine_->kv.page_tokens);
+  keys_.resize(std::min(keys_.size(), whole_pages));
   for (LayerState& layer : memory_->layers()) {
     if (tokens >= layer.length) continue;
     layer.length = tokens;

@@ -3,11 +3,14 @@
 #include "kvtier/engine.h"
 
 #include "runtime/engine_state.h"
+#include "runtime/prefix_key.h"
 #include "runtime/sequence_memory.h"
 #include "transfer/rows.h"
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 namespace kvtier::runtime {
 
@@ -28,7 +31,8 @@ class SessionState {
   SessionState& operator=(const SessionState&) = delete;
 
   /// Holds pages and blocks for `tokens` more tokens of a layer, and makes a shared last page or
-  /// block its own. Throws `kResourceExhausted` with nothing changed. Enqueues the new capacity.
+  /// block its own. Stored prefixes go where there is too little. Throws `kResourceExhausted` with
+  /// nothing else changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
   /// Gives back the pages and blocks that `ensure_capacity` took since the layer had `pages` pages.
   /// A copy that it made of a shared page or block stays.
@@ -48,6 +52,8 @@ class SessionState {
   void begin_use(EngineState::Turn& turn);
   void end_use(EngineState::Turn& turn);
 
+  /// Stores the whole pages of the first tokens under their ids.
+  void publish(EngineState::Turn& turn, std::span<const std::int32_t> token_ids);
   /// What the children of a fork begin with, made within a turn: a copy of the parent's memory that
   /// holds the same frames, or the parent's own while that is frozen.
   class Frozen {
@@ -74,6 +80,9 @@ class SessionState {
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
 
  private:
+  /// Begins with the longest stored prefix of these tokens.
+  void attach(transfer::Stream& stream, std::span<const std::int32_t> token_ids,
+              SequenceMemory& memory);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
@@ -85,6 +94,8 @@ class SessionState {
 
   std::shared_ptr<EngineState> engine_;
   std::int64_t max_tokens_;
+  PrefixKey root_key_{};         ///< Of those who share prefixes with the session.
+  std::vector<PrefixKey> keys_;  ///< Of its first pages, as far as their ids are known.
   transfer::StepFlags* flags_ = nullptr;
   std::uint64_t seen_nonfinite_ = 0;
   std::uint64_t seen_nonfinite_queries_ = 0;

@@ -11,7 +11,10 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .bytes_device_to_host = a.bytes_device_to_host - b.bytes_device_to_host,
           .bytes_device_resident = a.bytes_device_resident - b.bytes_device_resident,
           .bytes_sketch_read = a.bytes_sketch_read - b.bytes_sketch_read,
-          .nonfinite_tokens = a.nonfinite_tokens - b.nonfinite_tokens};
+          .nonfinite_tokens = a.nonfinite_tokens - b.nonfinite_tokens,
+          .prefix_tokens_asked = a.prefix_tokens_asked - b.prefix_tokens_asked,
+          .prefix_tokens_attached = a.prefix_tokens_attached - b.prefix_tokens_attached,
+          .prefix_tokens_evicted = a.prefix_tokens_evicted - b.prefix_tokens_evicted};
 }
 
 Stats::StageSeconds operator-(const Stats::StageSeconds& a, const Stats::StageSeconds& b) noexcept {

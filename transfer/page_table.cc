@@ -31,14 +31,17 @@ bool PageTable::grow(Stream& stream, std::int64_t count) {
   std::vector<std::byte*> fresh(static_cast<std::size_t>(count - old_count));
   if (!pool_->take_all(fresh, &stream)) return false;
   frames_.insert(frames_.end(), fresh.begin(), fresh.end());
+  write_addresses(stream, old_count);
+  return true;
+}
 
-  for (std::int64_t begin = old_count; begin < count; begin += kMaxTablePatch) {
-    const auto length = static_cast<int>(std::min<std::int64_t>(count - begin, kMaxTablePatch));
+void PageTable::write_addresses(Stream& stream, std::int64_t begin) {
+  for (; begin < size(); begin += kMaxTablePatch) {
+    const auto length = static_cast<int>(std::min<std::int64_t>(size() - begin, kMaxTablePatch));
     TablePatch patch;
     std::copy_n(frames_.begin() + begin, length, patch.values);
     patch_table(stream, device_addresses_, begin, patch, length);
   }
-  return true;
 }
 
 void PageTable::shrink(Stream& stream, std::int64_t count) {
@@ -53,6 +56,14 @@ void PageTable::share(const PageTable& other, std::int64_t count) {
   assert(frames_.empty() && count <= other.size() && count <= capacity_ && pool_ == other.pool_);
   frames_.assign(other.frames_.begin(), other.frames_.begin() + count);
   pool_->share(frames_);
+}
+
+void PageTable::share(Stream& stream, std::span<std::byte* const> frames) {
+  const std::int64_t old_count = size();
+  assert(old_count + static_cast<std::int64_t>(frames.size()) <= capacity_);
+  frames_.insert(frames_.end(), frames.begin(), frames.end());
+  pool_->share(frames);
+  write_addresses(stream, old_count);
 }
 
 void PageTable::replace(Stream& stream, std::int64_t i, std::byte* fresh) {

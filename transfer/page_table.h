@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace kvtier::transfer {
@@ -34,6 +35,8 @@ class PageTable {
   /// Holds the first `count` frames of `other`, a table of the same pool, as well. The table must
   /// be empty and large enough. The caller copies the addresses on the device.
   void share(const PageTable& other, std::int64_t count);
+  /// Likewise holds these frames after those it has; writes their addresses too.
+  void share(Stream& stream, std::span<std::byte* const> frames);
   /// Tells whether frame `i` has other holders.
   [[nodiscard]] bool shared(std::int64_t i) const { return pool_->shared(frame(i)); }
   /// Puts `fresh`, a frame just taken from the pool, in the place of frame `i`, which goes back as
@@ -51,6 +54,8 @@ class PageTable {
   [[nodiscard]] std::byte* const* device_addresses() const noexcept { return device_addresses_; }
 
  private:
+  void write_addresses(Stream& stream, std::int64_t begin);
+
   FramePool* pool_;
   std::byte** device_addresses_;
   std::int64_t capacity_;

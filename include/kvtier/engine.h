@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 namespace kvtier {
@@ -74,6 +75,14 @@ struct PartialResult {
 struct SessionConfig {
   /// Tokens the session may hold; 0: `MemoryConfig::max_session_tokens`.
   std::int64_t capacity_tokens = 0;
+  /// Ids of the first tokens. The session begins with the longest run of whole pages of them that
+  /// is stored (`Session::publish`), as `length` tells, and the rest is appended as ever. Leave out
+  /// the last tokens of a prompt to compute them in any case.
+  std::span<const std::int32_t> token_ids{};
+  /// Sessions share prefixes only with those opened with the same secret and the same fingerprint,
+  /// a name for the weights and all else that keys and values depend on beside the ids.
+  std::string_view tenant_secret{};
+  std::string_view model_fingerprint{};
 };
 
 /// One entry of a ragged batch: a session and its tensors. Every session at most once.
@@ -97,7 +106,8 @@ class KVTIER_EXPORT Engine {
   Engine(Engine&&) noexcept;
   Engine& operator=(Engine&&) noexcept;
 
-  /// Opens an empty session. Throws `kResourceExhausted` when its tables do not fit.
+  /// Opens a session, empty but for a stored prefix of `config.token_ids`. Throws
+  /// `kResourceExhausted` when its tables do not fit.
   [[nodiscard]] Session open(const SessionConfig& config = {});
 
   /// `Session::decode` for a ragged batch: items may differ in length, tokens and options. All
@@ -173,6 +183,14 @@ class KVTIER_EXPORT Session {
   /// `kInvalidArgument` for a count below 1, `kResourceExhausted` when so many sessions cannot be
   /// open: nothing has changed then.
   [[nodiscard]] std::vector<Session> fork(int count, StreamRef stream = {});
+
+  /// Stores the whole pages of the first tokens, whose ids these are, for sessions opened later:
+  /// pages of all layers and their sketches together, each once, however many sessions publish it.
+  /// They stay, after this session too, until another session needs their memory; the pages at the
+  /// end of the prefix used the longest ago go first. This session's replays of a captured graph
+  /// need a new `reserve`. Throws `kInvalidArgument`, nothing changed, for more ids than `length()`
+  /// or for others than those known of the session's tokens.
+  void publish(std::span<const std::int32_t> token_ids, StreamRef stream = {});
 
   /// Tells the session that replays of a captured graph have appended `tokens` to `layer`: replays
   /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what

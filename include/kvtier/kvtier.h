@@ -212,7 +212,8 @@ typedef struct kvtier_stats {
   uint64_t nonfinite_tokens;
   uint64_t sessions, host_page_bytes, host_page_bytes_used, device_bytes, sketch_bytes_used;
   uint64_t pages, pages_used;
-  uint64_t pages_shared;
+  uint64_t pages_shared, prefix_tokens;
+  uint64_t prefix_tokens_asked, prefix_tokens_attached, prefix_tokens_evicted;
 } kvtier_stats;
 
 /* "major.minor.patch" of the library. */
@@ -270,6 +271,25 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_length(const kvtier_session* sessio
                                                     int64_t* tokens);
 KVTIER_C_EXPORT kvtier_status kvtier_session_truncate(kvtier_session* session, int64_t tokens,
                                                       kvtier_stream stream);
+/* What stored prefixes are found by: SessionConfig. */
+typedef struct kvtier_prefix {
+  size_t struct_size;
+  const int32_t* token_ids;
+  size_t num_token_ids;
+  const void* tenant_secret;
+  size_t tenant_secret_bytes;
+  const char* model_fingerprint; /* NULL: empty */
+} kvtier_prefix;
+
+/* Opens a session with the longest stored prefix of these token ids. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_open_prefix(kvtier_engine* engine,
+                                                         int64_t capacity_tokens,
+                                                         const kvtier_prefix* prefix,
+                                                         kvtier_session** session);
+/* Stores the whole pages of the first tokens for sessions opened later: Session::publish. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_publish(kvtier_session* session,
+                                                     const int32_t* token_ids, size_t num_token_ids,
+                                                     kvtier_stream stream);
 /* Opens `count` sessions that start as this one is: Session::fork. `children` has room for `count`
  * handles; none is written when the call fails. */
 KVTIER_C_EXPORT kvtier_status kvtier_session_fork(kvtier_session* session, int32_t count,

@@ -15,11 +15,14 @@ struct Stats {
     std::uint64_t queries = 0;          ///< (query token, layer) pairs attended.
     std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
     std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
-    std::uint64_t bytes_host_to_device = 0;   ///< Rows read from host pages by steps.
-    std::uint64_t bytes_device_to_host = 0;   ///< Rows written to host pages by appends.
-    std::uint64_t bytes_device_resident = 0;  ///< Rows attended out of device memory.
-    std::uint64_t bytes_sketch_read = 0;      ///< Sketch and norm bytes read by scoring.
-    std::uint64_t nonfinite_tokens = 0;       ///< (token, KV head) pairs with NaN or infinity.
+    std::uint64_t bytes_host_to_device = 0;    ///< Rows read from host pages by steps.
+    std::uint64_t bytes_device_to_host = 0;    ///< Rows written to host pages by appends.
+    std::uint64_t bytes_device_resident = 0;   ///< Rows attended out of device memory.
+    std::uint64_t bytes_sketch_read = 0;       ///< Sketch and norm bytes read by scoring.
+    std::uint64_t nonfinite_tokens = 0;        ///< (token, KV head) pairs with NaN or infinity.
+    std::uint64_t prefix_tokens_asked = 0;     ///< Tokens whose ids sessions were opened with.
+    std::uint64_t prefix_tokens_attached = 0;  ///< Of those: found stored.
+    std::uint64_t prefix_tokens_evicted = 0;   ///< Stored tokens whose memory others needed.
 
     friend KVTIER_EXPORT Cumulative operator-(const Cumulative& a, const Cumulative& b) noexcept;
   };
@@ -31,7 +34,8 @@ struct Stats {
     std::size_t sketch_bytes_used = 0;  ///< Bytes of sketch blocks in use.
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
-    std::size_t pages_shared = 0;  ///< Of those used: held by more than one sequence.
+    std::size_t prefix_tokens = 0;  ///< Tokens of all stored prefixes, each once.
+    std::size_t pages_shared = 0;   ///< Of those used: held by more than one sequence.
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
   /// and for work enqueued on a caller's stream zero.

@@ -181,10 +181,36 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
     EXPECT_TRUE(a.same_results(b)) << "child " << i;
     kvtier_session_close(c_forked[i]);
   }
+  // 101 tokens in both layers: one whole page of each.
+  session_->truncate(101);
+  ASSERT_EQ(kvtier_session_truncate(c_session_, 101, kNoStream), KVTIER_OK);
+  const std::vector<std::int32_t> token_ids(101, 7);
+  ASSERT_EQ(kvtier_session_publish(c_session_, token_ids.data(), 101, kNoStream), KVTIER_OK);
+  session_->publish(token_ids);
+  for (const std::string_view secret : {"", "another"}) {
+    kvtier_session* c_found = nullptr;
+    const kvtier_prefix prefix = {sizeof(prefix), token_ids.data(), 101,
+                                  secret.data(),  secret.size(),    secret.data()};
+    ASSERT_EQ(kvtier_session_open_prefix(c_engine_, 0, &prefix, &c_found), KVTIER_OK);
+    Session found = engine_->open(
+        {.token_ids = token_ids, .tenant_secret = secret, .model_fingerprint = secret});
+    std::int64_t length = -1;
+    ASSERT_EQ(kvtier_session_length(c_found, 0, &length), KVTIER_OK);
+    EXPECT_EQ(length, secret.empty() ? 64 : 0);
+    EXPECT_EQ(found.length(), length);
+    found.decode(0, a.inputs(), a.outputs(true));
+    ASSERT_EQ(kvtier_session_decode(c_found, 0, &args, kNoStream), KVTIER_OK);
+    EXPECT_TRUE(a.same_results(b)) << "with a prefix of " << length;
+    kvtier_session_close(c_found);
+  }
   kvtier_stats stats{};
   stats.struct_size = sizeof(stats);
   ASSERT_EQ(kvtier_engine_stats(c_engine_, &stats), KVTIER_OK);
-  EXPECT_EQ(stats.pages_shared, 0U);
+  EXPECT_EQ(stats.pages_shared, 2U) << "by the session and the store";
+  EXPECT_EQ(stats.prefix_tokens, 64U);
+  EXPECT_EQ(stats.prefix_tokens_asked, 202U);
+  EXPECT_EQ(stats.prefix_tokens_attached, 64U);
+  EXPECT_EQ(stats.prefix_tokens_evicted, 0U);
   EXPECT_EQ(stats.sessions, 1U);
 }
 

@@ -243,6 +243,13 @@ class RandomFamily {
 
 class ForkModelTest : public EngineTest {};
 
+/// Calls per seed: fewer where each costs a kernel's launch, or is instrumented.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kCalls = 3'000;
+#else
+constexpr int kCalls = 50'000;
+#endif
+
 TEST_P(ForkModelTest, RandomCallsOnForkedSessionsAgreeWithAModel) {
   Config config = this->config();
   config.model.layers = kLayers;
@@ -252,7 +259,7 @@ TEST_P(ForkModelTest, RandomCallsOnForkedSessionsAgreeWithAModel) {
   config.retrieval.top_k = 512;
   config.retrieval.sink_tokens = 5;
   config.retrieval.recent_tokens = 13;
-  const int calls = GetParam() == Backend::kCuda ? 20'000 : 50'000;
+  const int calls = GetParam() == Backend::kCuda ? 20'000 : kCalls;
   for (const std::uint64_t seed : {1U, 2U}) {
     RandomFamily family(config, seed * 10'000'000);
     for (int i = 0; i < calls; ++i) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -220,6 +221,33 @@ TEST_P(ForkTest, ReservedPagesStayTheParents) {
   parent.reserve(100);
   EXPECT_EQ(snapshot(engine).pages_used, used + 2) << "one page per layer is copied";
   parent.advance(0, 100);
+}
+
+TEST_P(ForkTest, ChildrenAreUsedAndClosedByThreadsOfTheirOwn) {
+  const Config config = this->config();
+  Engine engine(config);
+  Session parent = engine.open();
+  append_all(parent, config.model, 500, 1);
+  Session alone = engine.open();
+  append_all(alone, config.model, 500, 1);
+  const std::vector<CallTensors> expected = decode_all(alone, config.model, 2, 5);
+
+  std::vector<std::vector<CallTensors>> found(6);
+  std::vector<std::thread> threads;
+  std::vector<Session> children = parent.fork(static_cast<int>(found.size()));
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    threads.emplace_back([&, i, child = std::move(children[i])]() mutable {
+      if (i % 3 == 2) return;  // closed unused
+      const Session grandchild = std::move(child.fork(1)[0]);
+      found[i] = decode_all(child, config.model, 2, 5);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  threads.clear();
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (i % 3 != 2) expect_same(found[i], expected);
+  }
+  expect_same(decode_all(parent, config.model, 2, 5), expected);
 }
 
 TEST_P(ForkTest, CountsOutOfRangeAreErrors) {

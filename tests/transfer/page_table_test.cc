@@ -141,6 +141,29 @@ TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
   EXPECT_EQ(pool.num_used(), 0U);
 }
 
+TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
+  constexpr std::int64_t kCount = kMaxTablePatch + 3;
+  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 400 * kFrameBytes);
+  PageTable other(pool, mirror_.data(), 400), table(pool, mirror_.data() + 400, 400);
+  ASSERT_TRUE(other.grow(*stream_, kCount));
+  ASSERT_TRUE(table.grow(*stream_, 2));
+  std::vector<std::byte*> frames;
+  for (std::int64_t i = kCount; i-- > 0;) frames.push_back(other.frame(i));
+  table.share(*stream_, frames);
+  device_.run_all();
+
+  ASSERT_EQ(table.size(), 2 + kCount);
+  EXPECT_FALSE(table.shared(1));
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    EXPECT_TRUE(table.shared(2 + i));
+    ASSERT_EQ(table.frame(2 + i), other.frame(kCount - 1 - i));
+    ASSERT_EQ(mirror_[static_cast<std::size_t>(402 + i)], table.frame(2 + i)) << "entry " << i;
+  }
+  EXPECT_EQ(pool.num_shared(), static_cast<std::size_t>(kCount));
+  other.shrink(*stream_, 0);
+  table.shrink(*stream_, 0);
+}
+
 TEST_F(PageTableTest, MoveLeavesTheFramesToOneOwner) {
   FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
   {

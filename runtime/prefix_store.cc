@@ -1,0 +1,126 @@
+#include "runtime/prefix_store.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvtier::runtime {
+
+void PrefixStore::hold(const Entry& entry) {
+  engine_.pages->share(entry.pages);
+  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
+    engine_.sketches[j].blocks->share(entry.blocks[j]);
+  }
+}
+
+void PrefixStore::let_go(transfer::Stream& stream, const Entry& entry) {
+  engine_.pages->give_back(entry.pages, stream.record());
+  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
+    engine_.sketches[j].blocks->give_back(entry.blocks[j], stream.record());
+  }
+}
+
+void PrefixStore::touch(std::span<const PrefixKey> keys) {
+  for (std::size_t i = keys.size(); i-- > 0;) {
+    order_.splice(order_.begin(), order_, entry(keys[i]).order);
+  }
+}
+
+std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
+  const auto missing = std::find_if(
+      keys.begin(), keys.end(), [this](const PrefixKey& key) { return !entries_.contains(key); });
+  return static_cast<std::size_t>(missing - keys.begin());
+}
+
+void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                         SequenceMemory& memory) {
+  if (keys.empty()) return;
+  touch(keys);
+  std::vector<const Entry*> entries;
+  entries.reserve(keys.size());
+  for (const PrefixKey& key : keys) entries.push_back(&entry(key));
+  std::vector<std::byte*> frames;
+  for (std::size_t l = 0; l < memory.layers().size(); ++l) {
+    LayerState& layer = memory.layers()[l];
+    frames.clear();
+    for (const Entry* stored : entries) frames.push_back(stored->pages[l]);
+    layer.pages.share(stream, frames);
+    for (std::size_t j = 0; j < layer.blocks.size(); ++j) {
+      frames.clear();
+      for (std::size_t i = 0; i < keys.size(); ++i) {
+        // The last page in a block, or of the prefix, has a block with all that is needed.
+        if (i + 1 < keys.size() && block_of(i) == block_of(i + 1)) continue;
+        frames.push_back(entries[i]->blocks[j][l]);
+      }
+      layer.blocks[j].share(stream, frames);
+    }
+  }
+  memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * engine_.kv.page_tokens);
+}
+
+std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                                 SequenceMemory& memory) {
+  const std::size_t known = longest(keys);
+  adopt(stream, keys.first(known), memory);
+  for (std::size_t page = known; page < keys.size(); ++page) add(stream, keys, page, memory);
+  touch(keys);
+  memory.limit_room(stream);
+  return keys.size() - known;
+}
+
+void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> stored,
+                        SequenceMemory& memory) {
+  const auto exchange = [&](transfer::PageTable& table, std::size_t at, std::byte* frame) {
+    const auto i = static_cast<std::int64_t>(at);
+    if (table.frame(i) == frame) return;
+    table.pool().share({&frame, 1});
+    table.replace(stream, i, frame);
+  };
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    const Entry& known = entry(stored[i]);
+    const bool ends_block = block_of(i) != block_of(i + 1);
+    for (std::size_t l = 0; l < memory.layers().size(); ++l) {
+      LayerState& layer = memory.layers()[l];
+      exchange(layer.pages, i, known.pages[l]);
+      for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
+        exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);
+      }
+    }
+  }
+}
+
+void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,
+                      SequenceMemory& memory) {
+  Entry fresh;
+  fresh.blocks.resize(engine_.sketches.size());
+  for (const LayerState& layer : memory.layers()) {
+    fresh.pages.push_back(layer.pages.frame(static_cast<std::int64_t>(page)));
+    for (std::size_t j = 0; j < fresh.blocks.size(); ++j) {
+      fresh.blocks[j].push_back(layer.blocks[j].frame(static_cast<std::int64_t>(block_of(page))));
+    }
+  }
+  // The pages before it in the block need no older copy of the block.
+  for (std::size_t i = page; i-- > 0 && block_of(i) == block_of(page);) {
+    Entry& before = entry(keys[i]);
+    if (before.blocks == fresh.blocks) continue;
+    const Entry newer{.pages = {}, .blocks = fresh.blocks, .order = {}};
+    hold(newer);
+    let_go(stream, Entry{.pages = {}, .blocks = before.blocks, .order = {}});
+    before.blocks = fresh.blocks;
+  }
+  hold(fresh);
+  order_.push_front(keys[page]);
+  fresh.order = order_.begin();
+  entries_.emplace(keys[page], std::move(fresh));
+}
+
+bool PrefixStore::evict_one(transfer::Stream& stream) {
+  if (order_.empty()) return false;
+  const auto last = entries_.find(order_.back());
+  let_go(stream, last->second);
+  entries_.erase(last);
+  order_.pop_back();
+  ++evicted_;
+  return true;
+}
+
+}  // namespace kvtier::runtime
