@@ -178,7 +178,14 @@ struct Parts {
   int first = 0;
   int others = 0;
 
-  __device__ Parts(const Split& split, const RowSet& set) {
+  template <int kWarps>
+  __device__ Parts(const cuda::Plan<kWarps>& plan, const RowSet& set) {
+    if (plan.set_blocks > 0) {
+      count = plan.set_blocks;
+      first = others = 2 * plan.first_block;
+      return;
+    }
+    const Split& split = plan.split;
     const int block = split.block_of(set.first_tile);
     count = split.block_of(set.first_tile + set.tiles() - 1) - block + 1;
     first = 2 * block + (set.first_tile > split.begin(block) ? 1 : 0);
@@ -249,6 +256,20 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
   }
 }
 
+/// Asks L1 for the queries of a set: they are needed once copies of rows have started.
+template <int D>
+__device__ void prefetch_queries(const AttendRequest& request, const RowSet& set) {
+  const int group = request.kv.group();
+  const std::int64_t head =
+      std::int64_t{set.row} * request.kv.query_heads + std::int64_t{set.kv_head} * group;
+  constexpr int kLine = 32;  // floats
+  for (auto i = static_cast<int>(threadIdx.x); i < group * D / kLine;
+       i += static_cast<int>(blockDim.x)) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(
+        __cvta_generic_to_global(request.queries + head * D + i * kLine)));
+  }
+}
+
 /// A block attends to its share of the tiles of all sets, one set after another; its warps take
 /// tiles in turn, each at its own pace, with `num_stages` tiles in shared memory. The last block to
 /// finish a set merges it.
@@ -278,17 +299,17 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   transfer::cuda::wait_for_previous();
   const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
   transfer::cuda::let_next_start();
-  const Split split = plan.split;
   const int block = static_cast<int>(blockIdx.x);
-  if (block >= split.blocks) return;
+  if (block >= plan.blocks) return;
   if (block == 0 && request.flags != nullptr) {
     count_planned(request, selection, workspace, totals);
   }
 
   const int group = request.kv.group();
-  const std::int64_t end = split.begin(block + 1);
-  std::int64_t begin = split.begin(block);
+  const unsigned end = plan.end;
+  unsigned begin = plan.begin;
   RowSet set = plan.set;
+  prefetch_queries<D>(request, set);
   std::byte* const stages = shared + warp * num_stages * Layout::kBytes;
   cuda::QueryFragments<T, D, NT> queries;
   cuda::WarpAttention<T, D, NT> attention;
@@ -300,8 +321,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     const int first = static_cast<int>(begin - set.first_tile);
     const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
-    const bool whole = first == 0 && last == set.tiles();
-    const Parts parts(split, set);
+    const bool whole = first == 0 && last == static_cast<int>(set.tiles());
+    const Parts parts(plan, set);
     RowFinder<D, kWarps> rows(request, selection, set, cuda::TileOrder(set.tiles(), parts.count),
                               workspace.no_row, first + warp, last);
     int started = 0;
@@ -377,7 +398,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
                                reinterpret_cast<float2*>(shared));
       }
     }
-    begin = set.first_tile + last;
+    begin = set.first_tile + static_cast<unsigned>(last);
     if (begin == end) break;
     RowSet next = cuda::row_set(request, selection, plan.index + part + 1);
     next.first_tile = set.first_tile + set.tiles();
@@ -386,7 +407,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     __syncthreads();  // nobody uses the tiles' memory, the states or the flag any more
   }
   if (request.flags != nullptr && !request.pages_on_device) {
-    count_found(request, workspace, split.blocks, in_pages);
+    count_found(request, workspace, plan.blocks, in_pages);
   }
 }
 

@@ -14,7 +14,7 @@ namespace kvtier::attention::cuda {
 
 /// The rows that one (query row, KV head) attends: the always-attended tokens, then the list.
 struct RowSet {
-  std::int64_t first_tile = 0;  ///< Among the tiles of all sets of the launch.
+  unsigned first_tile = 0;  ///< Among the tiles of all sets of the launch, fewer than 2^32.
   std::int64_t resident_begin = 0;
   int row = 0;
   int kv_head = 0;
@@ -24,8 +24,8 @@ struct RowSet {
   int count = 0;
 
   /// A set without rows has a tile too, so that somebody writes its result.
-  [[nodiscard]] __device__ std::int64_t tiles() const {
-    return count > 0 ? (count + kTileRows - 1) / kTileRows : 1;
+  [[nodiscard]] __device__ unsigned tiles() const {
+    return count > 0 ? (static_cast<unsigned>(count) + kTileRows - 1) / kTileRows : 1;
   }
 };
 
@@ -59,24 +59,46 @@ struct RowSet {
   return static_cast<int>(min(std::int64_t{listed}, selection.staged_capacity));
 }
 
-/// How the tiles of a launch are dealt out: block b of `blocks` has tiles [begin(b), begin(b + 1)).
+/// How the tiles of a launch are dealt out: block b of `blocks` has tiles [begin(b), begin(b + 1)),
+/// `each` of them, and the first `longer` blocks one more. Divisions are of 32 bits: of 64 they
+/// take longer than to attend to a tile.
 struct Split {
-  std::int64_t tiles = 0;
   int blocks = 0;
+  unsigned each = 0;
+  unsigned longer = 0;
 
-  [[nodiscard]] __device__ std::int64_t begin(int block) const { return tiles * block / blocks; }
-  [[nodiscard]] __device__ int block_of(std::int64_t tile) const {
-    return static_cast<int>(((tile + 1) * blocks - 1) / tiles);
+  Split() = default;
+  __device__ Split(unsigned tiles, int most_blocks, unsigned block_tiles)
+      : blocks(static_cast<int>(
+            min((tiles + block_tiles - 1) / block_tiles, static_cast<unsigned>(most_blocks)))),
+        each(tiles / static_cast<unsigned>(blocks)),
+        longer(tiles - each * static_cast<unsigned>(blocks)) {}
+
+  [[nodiscard]] __device__ unsigned begin(int block) const {
+    const auto number = static_cast<unsigned>(block);
+    return number * each + min(number, longer);
+  }
+  [[nodiscard]] __device__ int block_of(unsigned tile) const {
+    const unsigned in_longer = longer * (each + 1);
+    const bool early = tile < in_longer;
+    const unsigned block = (early ? tile : tile - in_longer) / (early ? each + 1 : each);
+    return static_cast<int>(early ? block : block + longer);
   }
 };
 
 /// What a block learns of the launch, in shared memory.
 template <int kWarps>
 struct Plan {
-  Split split;
+  int blocks = 0;      ///< That have tiles.
+  unsigned begin = 0;  ///< The block's tiles.
+  unsigned end = 0;
   RowSet set;     ///< The set of the block's first tile,
   int index = 0;  ///< and its number.
-  std::int64_t warp_tiles[kWarps];
+  /// Few sets: the blocks that share the set, and no other. Else none, and the split of all tiles.
+  int set_blocks = 0;
+  int first_block = 0;
+  Split split;
+  unsigned warp_tiles[kWarps];
 };
 
 /// Rows and list entries of the sets that the calling thread has looked at.
@@ -85,19 +107,81 @@ struct RowTotals {
   unsigned long long listed = 0;
 };
 
+/// Sets up to which a block works on one set only, for a second one takes as long as the first.
+inline constexpr int kFewSets = 32;
+
+/// `make_plan` for at most `kFewSets` sets, by the first warp: a set gets blocks in proportion to
+/// its tiles.
+template <int kWarps>
+__device__ RowTotals plan_few_sets(const AttendRequest& request,
+                                   const transfer::SelectionView& selection, int sets,
+                                   Plan<kWarps>& plan) {
+  const int lane = static_cast<int>(threadIdx.x);
+  RowTotals totals;
+  RowSet set;
+  unsigned tiles = 0;
+  if (lane < sets) {
+    set = row_set(request, selection, lane);
+    const int listed = set.count - set.always;
+    tiles = set.tiles();
+    totals.in_place = static_cast<unsigned long long>(set.count - num_staged(selection, listed));
+    totals.listed = static_cast<unsigned long long>(listed);
+  }
+  const unsigned total = __reduce_add_sync(transfer::cuda::kFullWarp, tiles);
+  const unsigned spare = gridDim.x - static_cast<unsigned>(sets);
+  constexpr unsigned kExact = 1U << 22;  // tiles times blocks fit in 32 bits
+  const unsigned more =
+      total < kExact ? tiles * spare / total
+                     : static_cast<unsigned>(static_cast<float>(tiles) * 0.9999F *
+                                             static_cast<float>(spare) / static_cast<float>(total));
+  const unsigned blocks = lane < sets ? min((tiles + kWarps - 1) / kWarps, more + 1) : 0;
+  unsigned blocks_through = blocks;
+  unsigned tiles_through = tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const unsigned up = __shfl_up_sync(transfer::cuda::kFullWarp, blocks_through, distance);
+    const unsigned tiles_up = __shfl_up_sync(transfer::cuda::kFullWarp, tiles_through, distance);
+    if (lane >= distance) {
+      blocks_through += up;
+      tiles_through += tiles_up;
+    }
+  }
+  if (lane == 31) plan.blocks = static_cast<int>(blocks_through);
+  const unsigned first_block = blocks_through - blocks;
+  if (first_block <= blockIdx.x && blockIdx.x < blocks_through) {
+    const unsigned number = blockIdx.x - first_block;
+    const unsigned each = tiles / blocks;
+    const unsigned longer = tiles - each * blocks;
+    set.first_tile = tiles_through - tiles;
+    plan.begin = set.first_tile + number * each + min(number, longer);
+    plan.end = plan.begin + each + (number < longer ? 1 : 0);
+    plan.set = set;
+    plan.index = lane;
+    plan.set_blocks = static_cast<int>(blocks);
+    plan.first_block = static_cast<int>(first_block);
+  }
+  return totals;
+}
+
 /// All threads of a block find its share of the tiles. A block gets a tile for each of its warps
-/// while there are enough; blocks past `split.blocks` get none.
+/// while there are enough; blocks past `plan.blocks` get none.
 template <int kWarps>
 __device__ RowTotals make_plan(const AttendRequest& request,
                                const transfer::SelectionView& selection, Plan<kWarps>& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int sets = num_sets(request);
+  if (sets <= kFewSets && sets <= static_cast<int>(gridDim.x)) {
+    RowTotals totals;
+    if (thread < 32) totals = plan_few_sets(request, selection, sets, plan);
+    __syncthreads();  // the plan is complete
+    return totals;
+  }
   const int per_thread = (sets + 32 * kWarps - 1) / (32 * kWarps);
   const int first = min(thread * per_thread, sets);
   const int last = min(first + per_thread, sets);
   RowTotals totals;
-  std::int64_t tiles = 0;
+  unsigned tiles = 0;
   RowSet set;
   for (int i = first; i < last; ++i) {
     set = row_set(request, selection, i);
@@ -106,26 +190,29 @@ __device__ RowTotals make_plan(const AttendRequest& request,
     totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
     totals.listed += static_cast<unsigned long long>(listed);
   }
-  std::int64_t before = tiles;
+  unsigned before = tiles;
   for (int distance = 1; distance < 32; distance *= 2) {
-    const std::int64_t up = __shfl_up_sync(transfer::cuda::kFullWarp, before, distance);
+    const unsigned up = __shfl_up_sync(transfer::cuda::kFullWarp, before, distance);
     if (lane >= distance) before += up;
   }
   if (lane == 31) plan.warp_tiles[thread / 32] = before;
   __syncthreads();  // the sums of all warps are there
   before -= tiles;
-  Split split;
+  unsigned total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     if (w < thread / 32) before += plan.warp_tiles[w];
-    split.tiles += plan.warp_tiles[w];
+    total += plan.warp_tiles[w];
   }
-  split.blocks = static_cast<int>(
-      min((split.tiles + kWarps - 1) / kWarps, static_cast<std::int64_t>(gridDim.x)));
-  if (thread == 0) plan.split = split;
+  const Split split(total, static_cast<int>(gridDim.x), kWarps);
   const int block = static_cast<int>(blockIdx.x);
+  if (thread == 0) {
+    plan.split = split;
+    plan.blocks = split.blocks;
+    plan.set_blocks = 0;
+  }
   if (block < split.blocks) {
-    const std::int64_t begin = split.begin(block);
+    const unsigned begin = split.begin(block);
     if (before <= begin && begin < before + tiles) {
       int index = first;
       if (per_thread > 1) set = row_set(request, selection, index);
@@ -134,6 +221,8 @@ __device__ RowTotals make_plan(const AttendRequest& request,
         set = row_set(request, selection, ++index);
       }
       set.first_tile = before;
+      plan.begin = begin;
+      plan.end = split.begin(block + 1);
       plan.set = set;
       plan.index = index;
     }
