@@ -4,9 +4,13 @@
 #include "transfer/rows.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 namespace kvtier::hashing {
+
+/// Most tokens that an append which overlaps with the next kernels adds to a sequence.
+inline constexpr std::int64_t kMostOverlappedTokens = 128;
 
 /// One sketch that an append writes, and the block table of each item's sequence.
 struct SketchTarget {
@@ -28,7 +32,9 @@ struct PackedRows {
 ///
 /// On a GPU an append of few tokens is one kernel per sketch. Where there is a token at all, the
 /// kernel enqueued next may count on all work before the append being done when it starts, even
-/// where it overlaps with the append.
+/// where it overlaps with the append. So may the one after that, if that one waits for nothing
+/// else: it finds a sequence's length with or without the new tokens, at most
+/// `kMostOverlappedTokens`, and the sketches of all tokens before them.
 /// Throws `kInvalidArgument` as `transfer::check_append` does.
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,

@@ -24,7 +24,7 @@ using transfer::cuda::RawPiece;
 /// Tokens of a launch, sequences times the longest append, up to which one kernel is faster (H200,
 /// head_dim 128: 64 sequences of 2 tokens 11.2 us for 18.5 us with 256 planes, 21.5 us for 28.3 us
 /// with 600).
-constexpr std::int64_t kMostTokens = 128;
+constexpr std::int64_t kMostTokens = kMostOverlappedTokens;
 
 constexpr int kWorkerWarps = 4;
 constexpr int kWorkers = 32 * kWorkerWarps;

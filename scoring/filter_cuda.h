@@ -60,6 +60,10 @@ void enqueue_filter(const Stage& stage);
 /// Shared memory, in bytes, that the stages' tables need.
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
+/// Bytes for the scores of rows that are chosen from on chip, what limits allow; 0: there are none.
+[[nodiscard]] std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_tokens);
+/// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
+inline constexpr int kChipParts = 256;
 /// The most that they may: a block has 227 KiB, and the kernels have arrays of fixed size too.
 inline constexpr int kMostTableBytes = 208 * 1024;
 
@@ -76,6 +80,9 @@ struct FilterArgs {
   std::int64_t segments;
 };
 
+/// Norm-aware sets per KV head of which all scores fit on chip (chip_select_cuda.cuh): everything
+/// in one kernel or two. False where they do not: then nothing is enqueued.
+[[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);

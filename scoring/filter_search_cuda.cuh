@@ -62,6 +62,20 @@ class Inbox {
         "d"(value), "r"(cuda::in_block(this, block))
         : "memory");
   }
+  __device__ void send(const float2* mine, unsigned block, float2 value) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(cuda::in_block(mine, block)),
+        "f"(value.x), "f"(value.y), "r"(cuda::in_block(this, block))
+        : "memory");
+  }
+  __device__ void send(const uint4* mine, unsigned block, const uint4& value) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(cuda::in_block(mine, block)),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(cuda::in_block(this, block))
+        : "memory");
+  }
   /// Adds to it.
   __device__ void send_sum(const std::uint32_t* mine, unsigned block, std::uint32_t value) {
     asm volatile(

@@ -177,6 +177,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.weight_sums, sets);
   place(filter.slots, groups * limits.max_tokens);
   place(filter.ticket, 1);
+  filter.chip_bytes = most_chip_bytes(groups, group, limits.max_tokens);
+  place(filter.chip_scores, filter.chip_bytes);
+  place(filter.chip_sums, std::max<std::int64_t>(groups, kChipParts) * group);
   if (bytes != nullptr) *bytes = offset;
   return scratch;
 }

@@ -58,6 +58,9 @@ struct FilterScratch {
   std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
   std::uint32_t* ticket;  // shares of the first pass taken; 0 when it starts
   std::int64_t columns_stride;
+  std::byte* chip_scores;  // of rows that are chosen from on chip (chip_select_cuda.cuh)
+  std::int64_t chip_bytes;
+  float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a

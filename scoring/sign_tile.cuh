@@ -23,9 +23,11 @@ __device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_
 
 /// The column operands of a quad, one word per chunk and product. kChunks 0: their number is known
 /// at run time only, and they are read again for every product.
-template <int kBits, int kChunks>
+template <int kBitsOfWeight, int kKnownChunks>
 class QuadColumns {
  public:
+  static constexpr int kBits = kBitsOfWeight;
+  static constexpr int kChunks = kKnownChunks;
   static constexpr int kProducts = kBits / 2;
 
   /// `columns`: as `fill_columns` writes them, of this quad.
@@ -46,9 +48,11 @@ class QuadColumns {
 
 /// Sums of sign * weight of the lane's four tokens and one head. `tile` is the first of the 32
 /// tokens' bits in chunk 0 of `[chunk][kTokens]` of 16 bytes.
-template <int kTokens, int kBits, int kChunks>
-__device__ void signed_sums(const std::byte* tile, const QuadColumns<kBits, kChunks>& columns,
-                            int run_time_chunks, int weight_sum, int (&sums)[4]) {
+template <int kTokens, typename Columns>
+__device__ void signed_sums(const std::byte* tile, const Columns& columns, int run_time_chunks,
+                            int weight_sum, int (&sums)[4]) {
+  constexpr int kBits = Columns::kBits;
+  constexpr int kChunks = Columns::kChunks;
   constexpr int kProducts = kBits / 2;
   const int chunks = kChunks > 0 ? kChunks : run_time_chunks;
   const auto* words = reinterpret_cast<const std::uint32_t*>(tile) + threadIdx.x % 32;

@@ -15,6 +15,10 @@ constexpr int kRecent = 5;
 
 using Ids = std::vector<std::int64_t>;
 
+// Bounds of lengths: what a backend does depends on where the scores of a row of that many tokens
+// have room.
+constexpr std::int64_t kLongest[] = {0, 400000, 1000000};
+
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 // Selections that a backend may make among candidates rather than among all tokens: norm-aware with
@@ -144,10 +148,14 @@ TEST_P(CandidatesTest, TiesAreTakenByLowestTokenIdWhereverTheyAre) {
   for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
     for (const int group : {1, 4}) {
       for (const int k : {1, 2, 700, 5000, 9999, 14000, 19999, 20000}) {
-        Problem problem = make_problem({&set}, selection, group);
-        problem.config.top_k = k;
-        SCOPED_TRACE(::testing::Message() << "k " << k << ", group " << group);
-        expect_exact(problem, run(problem));
+        for (const std::int64_t longest : kLongest) {
+          Problem problem = make_problem({&set}, selection, group);
+          problem.config.top_k = k;
+          problem.longest = longest;
+          SCOPED_TRACE(::testing::Message()
+                       << "k " << k << ", group " << group << ", up to " << longest);
+          expect_exact(problem, run(problem));
+        }
       }
     }
   }
@@ -163,10 +171,13 @@ TEST_P(CandidatesTest, TheBestTokensMayBeNeighbours) {
   }
   for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
     for (const int k : {64, 1500, 2999, 3000, 3001}) {
-      Problem problem = make_problem({&set}, selection, 4);
-      problem.config.top_k = k;
-      SCOPED_TRACE(::testing::Message() << "k " << k);
-      expect_oracle(problem, run(problem));
+      for (const std::int64_t longest : kLongest) {
+        Problem problem = make_problem({&set}, selection, 4);
+        problem.config.top_k = k;
+        problem.longest = longest;
+        SCOPED_TRACE(::testing::Message() << "k " << k << ", up to " << longest);
+        expect_oracle(problem, run(problem));
+      }
     }
   }
 }
@@ -177,11 +188,15 @@ TEST_P(CandidatesTest, ScoresMayBeFarApartOrNearlyEqual) {
     const TokenSet set = tokens(9, 1, 20000);
     for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
       for (const int k : {64, 2000, 18500}) {
-        Problem problem = make_problem({&set}, selection, 4);
-        problem.config.top_k = k;
-        for (float& x : problem.queries) x *= static_cast<float>(scale);
-        SCOPED_TRACE(::testing::Message() << "scale " << scale << ", k " << k);
-        expect_oracle(problem, run(problem));
+        for (const std::int64_t longest : kLongest) {
+          Problem problem = make_problem({&set}, selection, 4);
+          problem.config.top_k = k;
+          problem.longest = longest;
+          for (float& x : problem.queries) x *= static_cast<float>(scale);
+          SCOPED_TRACE(::testing::Message()
+                       << "scale " << scale << ", k " << k << ", up to " << longest);
+          expect_oracle(problem, run(problem));
+        }
       }
     }
   }

@@ -196,6 +196,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
     kept_.push_back(std::move(placed.table));
     kept_.push_back(std::move(placed.counters));
   }
+  request.max_length = std::max(request.max_length, problem.longest);
   for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
   kept_.push_back(upload(problem.queries));
   request.queries = kept_.back().as<const float>();
@@ -212,7 +213,7 @@ SelectorLimits SelectorTest::make_limits(const Problem& problem, std::int64_t ma
   for (const TokenSet* tokens : problem.sequences) {
     limits.max_tokens = std::max(limits.max_tokens, tokens->length);
   }
-  limits.max_tokens = std::max<std::int64_t>(limits.max_tokens, 1);
+  limits.max_tokens = std::max<std::int64_t>({limits.max_tokens, problem.longest, 1});
   limits.max_selected = std::min(max_selected, limits.max_tokens);
   return limits;
 }

@@ -56,6 +56,7 @@ struct Problem {
   std::vector<transfer::QueryRow> rows;
   std::vector<float> queries;  ///< `[rows, query_heads, head_dim]`
   LayerMode mode = LayerMode::kSparse;
+  std::int64_t longest = 0;  ///< The bound of lengths that the selector is told, if above them.
 
   [[nodiscard]] int query_heads() const { return kv_heads * group; }
   [[nodiscard]] oracle::ScoreSpec spec() const;

@@ -1,0 +1,394 @@
+#pragma once
+
+#include "scoring/chip_select_cuda.cuh"
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+/// The first half of a selection on chip: a block copies the sketches of its tokens unit by unit,
+/// and leaves in shared memory the integer sums and the norms of each, and of each head the part of
+/// its normaliser.
+namespace kvtier::scoring::cuda {
+
+/// The units of one warp on their way through its ring of stages: every kChipWarps-th of the
+/// block's. Whole warps only.
+class ChipRing {
+ public:
+  __device__ ChipRing(const FilterArgs& args, int kv_head, const ChipShape& shape, int chunks,
+                      std::byte* memory)
+      : memory_(memory +
+                static_cast<int>(threadIdx.x / 32) * shape.stages * chip_unit_bytes(chunks)),
+        policy_(transfer::cuda::read_once_policy()),
+        chunks_(chunks),
+        stages_(shape.stages) {
+    const hashing::SketchGeometry& sketch = args.request.sketch;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    constexpr int kNormLanes = kChipUnit * 2 / 16;
+    codes_ = sketch.chunk_offset(kv_head, 0, 0) + lane * 16;
+    norms_ = lane < kNormLanes ? sketch.key_norm_offset(kv_head, 0)
+                               : sketch.value_norm_offset(kv_head, 0);
+    norms_ += lane % kNormLanes * 16;
+    copies_norms_ = lane < 2 * kNormLanes;
+  }
+
+  /// Starts to copy the first units. What an earlier call has started has come to nothing.
+  __device__ void start(const std::byte* const* blocks, const ChipShare& share) {
+    transfer::cuda::copy_async_wait<0>();
+    __syncwarp();
+    blocks_ = blocks;
+    next_ = share.first + static_cast<int>(threadIdx.x / 32);
+    last_ = share.last;
+    stage_ = 0;
+    for (int i = 0; i < stages_; ++i) fill_next();
+  }
+  /// Waits for the next unit and returns it.
+  __device__ const std::byte* wait() {
+    switch (stages_) {
+      case 2:
+        transfer::cuda::copy_async_wait<1>();
+        break;
+      case 3:
+        transfer::cuda::copy_async_wait<2>();
+        break;
+      default:
+        transfer::cuda::copy_async_wait<kChipStages - 1>();
+    }
+    __syncwarp();  // the copies of all lanes
+    return memory_ + stage_ * chip_unit_bytes(chunks_);
+  }
+  /// Gives the unit's stage to the copies.
+  __device__ void release() {
+    __syncwarp();  // all lanes have read it
+    fill_next();
+  }
+
+ private:
+  /// One group of copies per call, empty past the end, so that waiting can count groups.
+  __device__ void fill_next() {
+    if (next_ < last_) fill();
+    transfer::cuda::copy_async_commit();
+    next_ += kChipWarps;
+    stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
+  }
+  __device__ void fill() {
+    constexpr int kUnitsPerBlock = hashing::kBlockTokens / kChipUnit;
+    constexpr int kChunkBytes = kChipUnit * hashing::kChunkBytes;
+    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
+    const std::byte* block = blocks_[next_ / kUnitsPerBlock];
+    const int unit = next_ % kUnitsPerBlock;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned to =
+        transfer::cuda::shared_address(memory_ + stage_ * chip_unit_bytes(chunks_)) +
+        static_cast<unsigned>(lane * 16);
+    const std::byte* codes = block + codes_ + unit * kChunkBytes;
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kChunkBytes / 512; ++i) {
+        transfer::cuda::copy_async_16_once(to + chunk * kChunkBytes + i * 512,
+                                           codes + chunk * kStrideBytes + i * 512, policy_);
+      }
+    }
+    if (copies_norms_) {
+      transfer::cuda::copy_async_16_once(to + chunks_ * kChunkBytes,
+                                         block + norms_ + unit * kChipUnit * 2, policy_);
+    }
+  }
+
+  std::byte* memory_;
+  std::uint64_t policy_;
+  const std::byte* const* blocks_ = nullptr;
+  std::int64_t codes_;  // of the lane's first vector in a block
+  std::int64_t norms_;
+  int chunks_;
+  int stages_;
+  int next_ = 0;
+  int last_ = 0;
+  int stage_ = 0;
+  bool copies_norms_;
+};
+
+/// As `QuadColumns`, in shared memory.
+template <int kKnownChunks>
+class ChipColumns {
+ public:
+  static constexpr int kBits = kChipBits;
+  static constexpr int kChunks = kKnownChunks;
+  static constexpr int kProducts = kBits / 2;
+
+  __device__ void load(const std::uint32_t* columns) {
+    columns_ = columns + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kChunks * kProducts; ++i) held_[i] = columns_[i * 32];
+  }
+  __device__ std::uint32_t word(int chunk, int product) const {
+    const int at = chunk * kProducts + product;
+    return kChunks > 0 ? held_[kChunks > 0 ? at : 0] : columns_[at * 32];
+  }
+
+ private:
+  const std::uint32_t* columns_ = nullptr;
+  std::uint32_t held_[kChunks > 0 ? kChunks* kProducts : 1];
+};
+
+/// Base-2 logarithm of a norm, which is no subnormal; -infinity for 0.
+__device__ inline float log2_norm(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// The two norms of a token in one word, 0 for one that is not finite.
+struct PackedNorms {
+  __device__ static std::uint32_t pack(std::uint32_t key, std::uint32_t value) {
+    constexpr std::uint32_t kBad = hashing::kNonfiniteNorm;
+    return key == kBad || value == kBad ? 0U : key | value << 16;
+  }
+  /// `weight`: what the logarithm of the value norm counts, 0 or 1.
+  __device__ static ChipNorms unpack(std::uint32_t packed, float weight) {
+    const float key = norm_value(static_cast<std::uint16_t>(packed));
+    const float log_value =
+        weight * log2_norm(norm_value(static_cast<std::uint16_t>(packed >> 16)));
+    return {key, packed != 0 ? log_value : -INFINITY};
+  }
+};
+
+/// The block's (row, KV head), and its tokens.
+struct ChipWork {
+  RowPlan plan;
+  std::int64_t group_index;
+  int kv_head;
+  int first_token;
+  int count;  // of the block's tokens, in whole units
+  int begin;  // of the eligible ones among them
+  int end;
+
+  __device__ ChipWork(const FilterArgs& args, int row, int kv_head_, unsigned rank, unsigned blocks)
+      : plan(plan_of_row(args, row)),
+        group_index(std::int64_t{row} * args.request.kv.kv_heads + kv_head_),
+        kv_head(kv_head_) {
+    const ChipShare share(plan.begin, plan.end, rank, blocks);
+    first_token = share.first * kChipUnit;
+    count = share.units() * kChipUnit;
+    begin = static_cast<int>(plan.begin - first_token);
+    end = static_cast<int>(min(plan.end - first_token, std::int64_t{count}));
+  }
+};
+
+__device__ inline void load_factors(const FilterArgs& args, std::int64_t first_head, int group,
+                                    float* factors) {
+  if (threadIdx.x >= kMaxGroup) return;
+  const bool present = static_cast<int>(threadIdx.x) < group;
+  factors[threadIdx.x] =
+      present
+          ? sign_factor(args.request.params, args.tables.scalars[first_head + threadIdx.x]) * kLog2E
+          : 0.0F;
+}
+
+/// Turns the integer weights of a group into columns, as `fill_columns` does; a warp takes 32
+/// planes of a head at a time. The first are read at once, before anything else is known.
+class ChipWeights {
+ public:
+  /// Clears what `store` adds to. A barrier must follow.
+  __device__ static void clear(ChipQueries& queries) {
+    constexpr int kWords = sizeof(queries.columns) / sizeof(std::uint32_t);
+    for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kChipThreads) {
+      queries.columns[i] = 0;
+    }
+    if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
+  }
+  __device__ ChipWeights(const QueryTables& tables, int num_planes, std::int64_t first_head,
+                         int group, int chunks)
+      : entries_(tables.entries + first_head * tables.entries_per_head),
+        stride_(tables.entries_per_head),
+        num_planes_(num_planes),
+        words_(chunks * kWordsPerChunk),
+        count_(group * chunks * kWordsPerChunk) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead_[i] = read(first() + i * kChipWarps);
+  }
+  __device__ void store(ChipQueries& queries) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) store(queries, first() + i * kChipWarps, ahead_[i]);
+#pragma unroll 1
+    for (int i = first() + kAhead * kChipWarps; i < count_; i += kChipWarps) {
+      store(queries, i, read(i));
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 2;
+
+  __device__ static int first() { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ float read(int i) const {
+    const int plane = i % words_ * 32 + lane();
+    return i < count_ && plane < num_planes_ ? entries_[i / words_ * stride_ + plane] : 0.0F;
+  }
+  __device__ void store(ChipQueries& queries, int i, float entry) const {
+    if (i >= count_) return;
+    const int head = i / words_;
+    const int word = i % words_;
+    const auto weight = static_cast<int>(entry);
+    const int chunk = head / kHeadsPerProduct * (words_ / kWordsPerChunk) + word / kWordsPerChunk;
+    int sum = 0;
+#pragma unroll
+    for (int bit = 0; bit < kChipBits; ++bit) {
+      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
+      sum += plane_weight<kChipBits>(bit) * __popc(set);
+      const int column = head % kHeadsPerProduct * 2 + bit % 2;
+      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
+      if (lane() == 0) {
+        queries.columns[(chunk * (kChipBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+      }
+    }
+    if (lane() == 0) atomicAdd(&queries.weight_sums[head], sum);
+  }
+
+  const float* entries_;
+  std::int64_t stride_;
+  int num_planes_;
+  int words_;  // of a head
+  int count_;
+  float ahead_[kAhead];
+};
+
+/// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
+/// each quad. `factors` is of the heads in whole quads.
+template <int kQuads, int kChunks>
+__device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const ChipWork& work,
+                             int chunks, const float* factors, const ChipScores& scores,
+                             ChipNorms* norms_memory, ChipQueries& queries) {
+  static_assert(kChipUnit == 2 * kChipTile);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
+  ChipNorms* const norms = norms_memory + warp * kChipUnit;
+  ChipColumns<kChunks> columns[kQuads];
+  float own_factors[kQuads];
+  int weight_sums[kQuads];
+  ChipSum totals[kQuads];
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+    columns[quad].load(queries.columns + quad * chunks * (kChipBits / 2) * 32);
+    own_factors[quad] = factors[quad * 4 + lane % 4];
+    weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
+  }
+#pragma unroll 1
+  for (int first = warp * kChipUnit; first < work.count; first += kChipWarps * kChipUnit) {
+    const std::byte* stage = ring.wait();
+    const auto* raw =
+        reinterpret_cast<const std::uint32_t*>(stage + chunks * kChipUnit * hashing::kChunkBytes) +
+        lane;
+    const std::uint32_t key_pair = raw[0];
+    const std::uint32_t value_pair = raw[kChipUnit / 2];
+    const std::uint32_t packed[2] = {PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU),
+                                     PackedNorms::pack(key_pair >> 16, value_pair >> 16)};
+    ChipNorms own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = first + lane * 2 + i;
+      scores.norms[ChipScores::entry_of(token)] = packed[i];
+      own[i] = PackedNorms::unpack(packed[i], weight);
+      if (token < work.begin || token >= work.end) own[i].log_value = -INFINITY;
+    }
+    *reinterpret_cast<float4*>(norms + lane * 2) =
+        make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
+    __syncwarp();
+#pragma unroll
+    for (int local = 0; local < kChipUnit; local += kChipTile) {
+      uint2* const to =
+          scores.sums + std::int64_t{(first + local) / kChipTile} * kQuads * 32 + lane;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        int sums[4];
+        signed_sums<kChipUnit>(stage + local * hashing::kChunkBytes, columns[quad], chunks,
+                               weight_sums[quad], sums);
+        to[quad * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
+                                   __byte_perm(sums[2], sums[3], 0x5410));
+        float values[4];
+        float most = totals[quad].most;
+#pragma unroll
+        for (int row = 0; row < 4; ++row) {
+          const ChipNorms norm = norms[local + row * 8 + lane / 4];
+          values[row] =
+              fmaf(own_factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
+          most = fmaxf(most, values[row]);
+        }
+        float sum = totals[quad].sum * exp2_fast(totals[quad].most - most);
+#pragma unroll
+        for (int row = 0; row < 4; ++row) sum += exp2_fast(values[row] - most);
+        totals[quad] = {most, sum};
+      }
+    }
+    ring.release();
+  }
+  transfer::cuda::copy_async_wait<0>();
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      const float most = __shfl_xor_sync(kFullWarp, totals[quad].most, distance);
+      const float sum = __shfl_xor_sync(kFullWarp, totals[quad].sum, distance);
+      totals[quad].add(most, sum);
+    }
+    if (lane < 4) queries.warp_sums[warp][quad * 4 + lane] = {totals[quad].most, totals[quad].sum};
+  }
+}
+
+/// Adds up what the lanes of a warp have; all lanes get next to the same.
+__device__ inline ChipSum sum_lanes(ChipSum total) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float most = __shfl_xor_sync(kFullWarp, total.most, distance);
+    const float sum = __shfl_xor_sync(kFullWarp, total.sum, distance);
+    total.add(most, sum);
+  }
+  return total;
+}
+
+/// The block's sum for a head. A whole warp, after a barrier.
+__device__ inline ChipSum sum_of_block(const ChipQueries& queries, int head) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  ChipSum total;
+  if (lane < kChipWarps) {
+    const float2 of_warp = queries.warp_sums[lane][head];
+    total = {of_warp.x, of_warp.y};
+  }
+  return sum_lanes(total);
+}
+
+/// Base-2 log-sum-exp.
+__device__ inline float normaliser(const ChipSum& total) {
+  return total.sum > 0.0F ? total.most + __log2f(total.sum) : 0.0F;
+}
+
+/// Exchanges the parts of the normalisers: fills `shared.references`, for heads past the group with
+/// infinity. All threads; begins and ends with a barrier.
+__device__ inline void exchange_sums(const ChipQueries& queries, unsigned rank, unsigned blocks,
+                                     int group, int heads, ChipShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  static_assert(kChipWarps >= kMaxGroup && kChipWarps <= 32);
+  __syncthreads();  // the sums of all warps are there, and nobody uses the ring any more
+  if (head < group) {
+    ChipSum total = sum_of_block(queries, head);
+    if (static_cast<unsigned>(lane) < blocks) {
+      shared.sums_inbox.send(&shared.sums[rank][head], static_cast<unsigned>(lane),
+                             make_float2(total.most, total.sum));
+    }
+    shared.sums_inbox.wait(0);
+    total = {};
+    if (static_cast<unsigned>(lane) < blocks) {
+      const float2 of_block = shared.sums[lane][head];
+      total = {of_block.x, of_block.y};
+    }
+    total = sum_lanes(total);
+    if (lane == 0) shared.references[head] = normaliser(total);
+  } else if (head < heads && lane == 0) {
+    shared.references[head] = INFINITY;
+  }
+  __syncthreads();
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,168 @@
+#pragma once
+
+#include "scoring/filter_cuda.cuh"
+#include "scoring/filter_search_cuda.cuh"
+#include "scoring/sign_tile.cuh"
+#include "transfer/tensor_core.cuh"
+
+#include <cstddef>
+#include <cstdint>
+
+/// Selection on chip: norm-aware with 4-bit weights and a set per KV head. Blocks that share a
+/// (row, KV head) keep the integer sums of all its tokens, so that nothing is guessed: the
+/// normalisers of the heads are exact, and the k best are found by counting keys by bins until few
+/// are in question, which are compared one by one. Equal scores go to the lower token.
+///
+/// Where shared memory holds a row, a cluster does all of it (`select_on_chip`,
+/// chip_select_cuda.cu). Longer rows are scored by all multiprocessors to memory that stays in L2
+/// (`score_rows`), and chosen from by clusters (`choose_on_chip`). Either way sketches are copied
+/// to shared memory before the kernels before this one are done.
+///
+/// This header: who has which tokens, and what is in memory.
+namespace kvtier::scoring::cuda {
+
+inline constexpr int kChipThreads = 512;
+inline constexpr int kChipWarps = kChipThreads / 32;
+/// Most blocks of a cluster, which serves one (row, KV head).
+inline constexpr unsigned kChipBlocks = 16;
+/// Tokens that a warp copies and scores at a time.
+inline constexpr int kChipUnit = 64;
+/// Bits of a query weight: sums of more do not fit in 16 bits.
+inline constexpr int kChipBits = 4;
+/// Most chunks of 128 planes.
+inline constexpr int kChipChunks = 4;
+/// Bins of a round of the search.
+inline constexpr int kChipBins = kChipThreads;
+/// Candidates of a block that the last round compares one by one.
+inline constexpr int kChipList = 128;
+
+inline int __host__ __device__ chip_unit_bytes(int chunks) {
+  return chunks * kChipUnit * hashing::kChunkBytes + 2 * kChipUnit * 2;
+}
+
+/// Tokens of a tile: what a warp scores at once.
+inline constexpr int kChipTile = 32;
+
+/// Scores of tokens in whole tiles, in shared or global memory. Token r * 8 + g of a tile is entry
+/// 4 g + r of it: a lane that has the sums of a head and four tokens writes them at once, and a
+/// thread reads those of four tokens at once.
+struct ChipScores {
+  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`
+  uint2* sums;           ///< `[tile][quad][32]`: four tokens' sums of head lane % 4
+
+  /// Those from a token on, the first of a unit.
+  [[nodiscard]] __device__ ChipScores from(int token, int quads) const {
+    return {norms + token, sums + std::int64_t{token} * quads};
+  }
+  __device__ static int entry_of(int token) {
+    return token / kChipTile * kChipTile + token % 8 * 4 + token / 8 % 4;
+  }
+  __device__ static int token_of(int entry) {
+    return entry / kChipTile * kChipTile + entry % 4 * 8 + entry / 4 % 8;
+  }
+};
+inline int __host__ __device__ chip_token_bytes(int quads) { return 4 + 8 * quads; }
+
+/// Heads of a group in quads of four.
+inline int __host__ __device__ chip_quads(int group) { return group <= 4 ? 1 : 2; }
+inline constexpr int kChipHeads = 8;
+
+/// Tokens of a (row, KV head) in memory.
+inline std::int64_t __host__ __device__ chip_row_tokens(std::int64_t max_tokens) {
+  return (max_tokens + kChipUnit - 1) / kChipUnit * kChipUnit;
+}
+__device__ inline ChipScores chip_scores(const FilterArgs& args, std::int64_t group_index,
+                                         int quads) {
+  const std::int64_t tokens = chip_row_tokens(args.max_tokens);
+  auto* norms = reinterpret_cast<std::uint32_t*>(args.filter.chip_scores +
+                                                 group_index * tokens * chip_token_bytes(quads));
+  return {norms, reinterpret_cast<uint2*>(norms + tokens)};
+}
+
+/// What a launch is told beside the request.
+struct ChipShape {
+  unsigned blocks;  ///< That share a (row, KV head).
+  int capacity;     ///< Tokens of a block, whole units.
+  int stages;       ///< Units that a warp has under way: 2 to kChipStages.
+  bool early;       ///< Whether sketches may be read before the wait.
+};
+inline constexpr int kChipStages = 4;
+
+/// What a score needs of a token beside its bits.
+struct alignas(8) ChipNorms {
+  float key;
+  float log_value;  ///< Base 2; -infinity for a token that is not finite or not eligible.
+};
+
+/// Dynamic shared memory of a block that scores: its warps' stages, and norms of their units.
+inline int __host__ __device__ chip_ring_bytes(int stages, int chunks) {
+  return kChipWarps *
+         (stages * chip_unit_bytes(chunks) + kChipUnit * static_cast<int>(sizeof(ChipNorms)));
+}
+/// What the blocks of a cluster send one another, each to all, in the place of the ring.
+struct ChipExchange {
+  alignas(16) std::uint16_t counts[2][kChipBlocks][kChipBins];
+  alignas(16) std::uint32_t lists[kChipBlocks][kChipList];
+};
+
+/// The units of a row that a block has: those of tokens [first, last) * kChipUnit.
+struct ChipShare {
+  int first;
+  int last;
+
+  __device__ ChipShare(std::int64_t begin, std::int64_t end, unsigned rank, unsigned blocks) {
+    const int from = static_cast<int>(begin / kChipUnit);
+    const int to = static_cast<int>((end + kChipUnit - 1) / kChipUnit);
+    const int each = (to - from + static_cast<int>(blocks) - 1) / static_cast<int>(blocks);
+    first = min(from + static_cast<int>(rank) * each, to);
+    last = min(first + each, to);
+  }
+  [[nodiscard]] __device__ int units() const { return last - first; }
+  [[nodiscard]] __device__ bool operator==(const ChipShare& other) const {
+    return first == other.first && last == other.last;
+  }
+};
+
+/// Statistics of a head: base-2 log-sum-exp as maximum and sum.
+struct ChipSum {
+  float most = kLowestValue;
+  float sum = 0.0F;
+
+  __device__ void add(float other_most, float other_sum) {
+    const float larger = fmaxf(most, other_most);
+    sum = sum * exp2_fast(most - larger) + other_sum * exp2_fast(other_most - larger);
+    most = larger;
+  }
+};
+
+struct ChipShared {
+  float factors[kMaxGroup];
+  alignas(16) float references[kMaxGroup];
+  alignas(16) std::uint32_t bins[kChipBins];
+  // The bin of a round that has the k-th best.
+  int bin;
+  std::uint32_t above;  // tokens in better bins
+  std::uint32_t count;  // tokens in it,
+  std::uint32_t most;   // and the most that a block has of them
+  // This block's, of the last round.
+  alignas(16) std::uint32_t list[kChipList];
+  int list_entries[kChipList];
+  std::uint32_t list_count;
+  std::uint32_t warp_counts[kChipWarps];
+  Inbox sums_inbox;
+  Inbox round_inbox[2];
+  Inbox list_inbox;
+  Inbox chosen_inbox;
+  // Sent by the blocks of the cluster, each to all.
+  float2 sums[kChipBlocks][kMaxGroup];
+  std::uint32_t chosen[kChipBlocks];
+};
+
+/// What scoring needs in shared memory.
+struct ChipQueries {
+  std::uint32_t columns[2 * kChipChunks * kChipBits / 2 * 32];
+  int weight_sums[kMaxGroup];
+  float2 warp_sums[kChipWarps][kMaxGroup];
+};
+
+}  // namespace kvtier::scoring::cuda
