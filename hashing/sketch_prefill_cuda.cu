@@ -134,16 +134,6 @@ __device__ unsigned sign_word(const float* c) {
   return ~((odd ? kept[1] : kept[0]) | __shfl_xor_sync(kFullWarp, sent, 1));
 }
 
-/// The warpgroups of a block use the tensor cores by turns, or they would all wait for products at
-/// once and then all pack signs at once. Group g waits at named barrier 1 + g, where the one before
-/// it arrives.
-[[maybe_unused]] __device__ void wait_turn(int group) {
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-}
-[[maybe_unused]] __device__ void pass_turn(int group) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % kGroups) : "memory");
-}
-
 /// Rows of one lane in a tile.
 struct TileRows {
   int head = 0;
@@ -210,17 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = static_cast<int>(threadIdx.x / 128);
   const int first_tile = static_cast<int>(blockIdx.x) * kGroups;
   start_copy(first_tile + group);
-  if (group == kGroups - 1) pass_turn(group);
-  // All groups go round equally often, for the sake of the turns.
-  for (int round = first_tile; round < tiles; round += tile_step) {
-    const int tile = round + group;
-    if (tile >= tiles) {
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        wait_turn(group);
-        pass_turn(group);
-      }
-      continue;
-    }
+  for (int tile = first_tile + group; tile < tiles; tile += tile_step) {
     const TileRows rows = locate(tile);
     const auto [head, token] = std::pair(rows.head, rows.token);
     KeyRows<D> keys;
@@ -230,31 +210,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     const unsigned nonfinite_rows = __ballot_sync(kFullWarp, isnan(mine.key));
     start_copy(tile + tile_step);  // all that was staged has been used
 
-    if (const int own = token - lane / 4 + lane; lane < 16 && own < tokens) {
-      std::byte* block = item.blocks[(length + own) / kBlockTokens];
-      const auto in_block = static_cast<int>((length + own) % kBlockTokens);
-      const bool bad = isnan(mine.key);
-      *reinterpret_cast<std::uint16_t*>(block + geometry.key_norm_offset(head, in_block)) =
-          bad ? kNonfiniteNorm : norm_bits(mine.key);
-      *reinterpret_cast<std::uint16_t*>(block + geometry.value_norm_offset(head, in_block)) =
-          bad ? kNonfiniteNorm : norm_bits(mine.value);
-    }
-    std::byte* to[2] = {};  // chunk 0 of the rows' sketches, word t
-    bool nonfinite[2] = {};
+    // Rows g, g + 8 and `lane`; addresses that are used when the first products are under way.
+    const int own = token - lane / 4 + lane % 16;
+    const int places[3] = {token, token + 8, own};
+    std::byte* blocks[3];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      nonfinite[i] = (nonfinite_rows >> (lane / 4 + 8 * i) & 1U) != 0;
-      if (token + 8 * i >= tokens) continue;
-      const std::int64_t at = length + token + 8 * i;
-      to[i] = item.blocks[at / kBlockTokens] +
-              geometry.chunk_offset(head, 0, static_cast<int>(at % kBlockTokens)) + lane % 4 * 4;
+    for (int i = 0; i < 3; ++i) {
+      blocks[i] = item.blocks[(length + min(places[i], tokens - 1)) / kBlockTokens];
     }
 
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       constexpr int kSteps = D / kProductDepth;
       float c[64];
-      wait_turn(group);
       products_begin();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -266,23 +234,31 @@ __global__ void __launch_bounds__(kThreads, 1)
             c, a,
             operand_descriptor(operand + static_cast<unsigned>(step / 4) * half_bytes + in_chunk),
             step > 0);
-        if (step == kSteps / 2 - 1 || step == kSteps - 1) products_commit();
       }
-      products_wait<1>();
-      pass_turn(group);  // while the second half is under way
+      products_commit();
+      if (chunk == 0 && lane < 16 && own < tokens) {
+        const auto in_block = static_cast<int>((length + own) % kBlockTokens);
+        const bool bad = isnan(mine.key);
+        *reinterpret_cast<std::uint16_t*>(blocks[2] + geometry.key_norm_offset(head, in_block)) =
+            bad ? kNonfiniteNorm : norm_bits(mine.key);
+        *reinterpret_cast<std::uint16_t*>(blocks[2] + geometry.value_norm_offset(head, in_block)) =
+            bad ? kNonfiniteNorm : norm_bits(mine.value);
+      }
       products_wait<0>();
       const unsigned mask =
           plane_mask(geometry.num_planes - (first_chunk + chunk) * kChunkBits - lane % 4 * 32);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const unsigned word = own_word(c + 2 * i);
-        if (to[i] == nullptr) continue;
-        *reinterpret_cast<unsigned*>(to[i] + geometry.chunk_offset(0, first_chunk + chunk, 0)) =
-            nonfinite[i] ? 0U : word & mask;
+        if (places[i] >= tokens) continue;
+        const auto in_block = static_cast<int>((length + places[i]) % kBlockTokens);
+        const bool nonfinite = (nonfinite_rows >> (lane / 4 + 8 * i) & 1U) != 0;
+        *reinterpret_cast<unsigned*>(
+            blocks[i] + geometry.chunk_offset(head, first_chunk + chunk, in_block) + lane % 4 * 4) =
+            nonfinite ? 0U : word & mask;
       }
     }
   }
-  if (group == 0) wait_turn(group);  // takes the last turn passed, so that none is left over
 #endif
 }
 
