@@ -31,7 +31,7 @@ __device__ float2 byte_factors(float2 peaks, float reference, float most) {
   return make_float2(__fdividef(root, peaks.x), __fdividef(root, peaks.y));
 }
 __device__ std::uint32_t byte_of(float entry, float factor) {
-  return static_cast<std::uint32_t>(fminf(ceilf(entry * factor), 255.0F));
+  return min(__float2uint_ru(entry * factor), 255U);
 }
 /// What a sum of products is to be multiplied by to be no less than the sum of shares.
 __device__ float byte_unit(float most) { return most / (255.0F * 255.0F) * (1.0F + 1e-5F); }
@@ -61,9 +61,10 @@ __device__ void start_usual(const QueryTables& tables, std::int64_t first_head, 
 }
 
 /// Fills `pairs` as `fill_pairs` does and `bytes` [quads][entries] from `entries`, and returns the
-/// `byte_unit`. A warp takes a table, a lane an entry of each half. Begins and ends with a barrier.
+/// `byte_unit`. A warp takes a table, a lane an entry of each half; `factors` [tables][4] has their
+/// peaks on the way. Begins and ends with a barrier.
 __device__ float fill_usual(const float* entries, int group, const float* references,
-                            std::uint32_t* pairs, std::uint32_t* bytes) {
+                            float2* factors, std::uint32_t* pairs, std::uint32_t* bytes) {
   constexpr int kRow = kUsualRowBytes / 4;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -73,16 +74,17 @@ __device__ float fill_usual(const float* entries, int group, const float* refere
   };
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();
-  float most = 0.0F;
 #pragma unroll 1
-  for (int place = warp * kRow + lane; place < kUsualEntries; place += kPassWarps * kRow) {
+  for (int table = warp; table < kUsualTables; table += kPassWarps) {
     constexpr float kScale = 32.0F;
+    const int place = table * kRow + lane;
     float of[4][2];
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
       of[h][0] = entry_of(h, place);
       of[h][1] = entry_of(h, place + 32);
-      most = fmaxf(most, warp_peak(of[h][0]) * warp_peak(of[h][1]) * references[h]);
+      const float2 peaks = {warp_peak(of[h][0]), warp_peak(of[h][1])};
+      if (lane == 0) factors[table * 4 + h] = peaks;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // pair i / 2, half i % 2
@@ -92,18 +94,25 @@ __device__ float fill_usual(const float* entries, int group, const float* refere
           *reinterpret_cast<const std::uint32_t*>(&both);
     }
   }
-  most = block_peak(most);
+  __syncthreads();
+  static_assert(kUsualTables * 4 <= kPassThreads);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool mine = thread < kUsualTables * 4;
+  const float2 peaks = mine ? factors[thread] : make_float2(0.0F, 0.0F);
+  const float reference = references[thread % 4];
+  const float most = block_peak(peaks.x * peaks.y * reference);
+  if (mine) factors[thread] = byte_factors(peaks, reference, most);
+  __syncthreads();
 #pragma unroll 1
-  for (int place = warp * kRow + lane; place < kUsualEntries; place += kPassWarps * kRow) {
+  for (int table = warp; table < kUsualTables; table += kPassWarps) {
+    const int place = table * kRow + lane;
     std::uint32_t high = 0;
     std::uint32_t low = 0;
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
-      const float2 of = {entry_of(h, place), entry_of(h, place + 32)};
-      const float2 peaks = {warp_peak(of.x), warp_peak(of.y)};
-      const float2 factors = byte_factors(peaks, references[h], most);
-      high |= byte_of(of.x, factors.x) << (8 * h);
-      low |= byte_of(of.y, factors.y) << (8 * h);
+      const float2 factor = factors[table * 4 + h];
+      high |= byte_of(entry_of(h, place), factor.x) << (8 * h);
+      low |= byte_of(entry_of(h, place + 32), factor.y) << (8 * h);
     }
     bytes[place] = high;
     bytes[place + 32] = low;
@@ -186,6 +195,7 @@ struct SumShared {
   SampleRest rests[kMaxGroup];
   float references[kMaxGroup];
   float others[kMaxGroup];  // mean share of tokens below the threshold
+  float2 factors[kUsualTables * 4];
   Waiting queues[kPassWarps][kQueueTokens];
 };
 
@@ -462,7 +472,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
     float unit = 0.0F;
     if (threadIdx.x < 32) read_others(args, plan, first_head, group, threshold, again, shared);
     if constexpr (kUsual) {
-      unit = fill_usual(entries, group, shared.references, tables, bytes);
+      unit = fill_usual(entries, group, shared.references, shared.factors, tables, bytes);
     } else {
       fill_pairs(args.tables, shape, first_head, group, tables);
       __syncthreads();
