@@ -76,6 +76,33 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
   check_space(name, tensor, stream);
 }
 
+/// Checks what an estimate of attention needs, and says `who` wants it.
+void check_estimate(const EngineState& engine, const ResolvedOptions& resolved,
+                    std::string_view who) {
+  if (resolved.params.estimator != Estimator::kNormAware) {
+    invalid(who, "a norm-aware estimator", "another");
+  }
+  if (resolved.logit_softcap > 0.0F) {
+    invalid(who, "logit_softcap 0", std::to_string(resolved.logit_softcap));
+  }
+  if (engine.device->backend() == Backend::kCuda) {
+    throw Error(ErrorCode::kUnimplemented,
+                std::string(who) + ": expected the CPU backend, found CUDA");
+  }
+}
+
+/// Checks an fp32 tensor `[tokens, query_heads]`.
+void check_per_head(std::string_view name, const MutableTensorView& tensor, std::int64_t tokens,
+                    int heads, StreamRef stream) {
+  if (tensor.dtype != DType::kFloat32 || tensor.rank != 2 || tensor.shape[0] != tokens ||
+      tensor.shape[1] != heads) {
+    invalid(name, "fp32 [" + std::to_string(tokens) + ", " + std::to_string(heads) + "]",
+            describe(tensor));
+  }
+  check_last_stride(name, tensor, 1);
+  check_space(name, tensor, stream);
+}
+
 /// Most ids that one head of the query, or one KV head, may get.
 std::int64_t max_selected(const EngineState& engine, int layer, const AttendOptions& options,
                           std::int64_t length, std::int64_t ids_heads) {
@@ -142,7 +169,8 @@ std::int64_t check_append(const EngineState& engine, const TensorView& keys,
   return tokens;
 }
 
-void check_options(const EngineState& engine, const AttendOptions& options, bool selects) {
+void check_options(const EngineState& engine, int layer, const AttendOptions& options,
+                   bool selects) {
   if (options.softmax_scale &&
       !(std::isfinite(*options.softmax_scale) && *options.softmax_scale > 0)) {
     invalid("softmax_scale", "a finite number above 0", std::to_string(*options.softmax_scale));
@@ -162,6 +190,20 @@ void check_options(const EngineState& engine, const AttendOptions& options, bool
       throw Error(ErrorCode::kInvalidArgument, message);
     }
   }
+  if (options.recall_target) {
+    const RecallTarget& target = *options.recall_target;
+    if (!(target.recall > 0.0 && target.recall < 1.0)) {
+      invalid("recall_target.recall", "above 0 and below 1", std::to_string(target.recall));
+    }
+    if (target.min_top_k < 1) {
+      invalid("recall_target.min_top_k", "at least 1", std::to_string(target.min_top_k));
+    }
+    if (!(std::isfinite(target.noise_share) && target.noise_share >= 0.0F)) {
+      invalid("recall_target.noise_share", "a finite number of at least 0",
+              std::to_string(target.noise_share));
+    }
+    if (selects) check_estimate(engine, resolve_options(engine, layer, options), "recall_target");
+  }
   if (selects) {
     (void)engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
   }
@@ -174,7 +216,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
   check_query(session, layer, inputs.query, key_tokens, stream);
   const ResolvedOptions resolved = resolve_options(engine, layer, options);
   const bool sparse = resolved.rule.mode == LayerMode::kSparse;
-  check_options(engine, options, sparse && inputs.selected.empty());
+  check_options(engine, layer, options, sparse && inputs.selected.empty());
   if (resolved.rule.mode == LayerMode::kSlidingWindow && resolved.rule.window_tokens < 1) {
     invalid("mode", "sliding window only in a layer configured with window_tokens",
             "window_tokens 0");
@@ -185,15 +227,14 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
   if (out_tokens != tokens) {
     invalid("out", std::to_string(tokens) + " tokens, as in query", std::to_string(out_tokens));
   }
-  if (!outputs.lse.empty()) {
-    const MutableTensorView& lse = outputs.lse;
-    if (lse.dtype != DType::kFloat32 || lse.rank != 2 || lse.shape[0] != tokens ||
-        lse.shape[1] != heads) {
-      invalid("lse", "fp32 [" + std::to_string(tokens) + ", " + std::to_string(heads) + "]",
-              describe(lse));
+  if (!outputs.lse.empty()) check_per_head("lse", outputs.lse, tokens, heads, stream);
+  if (!outputs.missed.empty()) {
+    check_per_head("missed", outputs.missed, tokens, heads, stream);
+    if (!sparse || !inputs.selected.empty()) {
+      invalid("missed", "a sparse layer that selects by score",
+              sparse ? "selected ids" : "a dense or sliding-window layer");
     }
-    check_last_stride("lse", lse, 1);
-    check_space("lse", lse, stream);
+    check_estimate(engine, resolved, "missed");
   }
   if (!inputs.selected.empty()) {
     check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, stream);
@@ -221,7 +262,7 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
                                                     std::to_string(layer) +
                                                     " dense or sliding-window");
   }
-  check_options(engine, options, true);
+  check_options(engine, layer, options, true);
   const std::int64_t tokens = query.shape[0];
   if (outputs.ids.empty()) invalid("ids", "a tensor", "none");
   const std::int64_t min_n =

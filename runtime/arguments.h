@@ -34,6 +34,7 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
                   const SelectOutputs& outputs, StreamRef stream, const AttendOptions& options);
 
 /// Throws unless the options are valid and a sketch fits.
-void check_options(const EngineState& engine, const AttendOptions& options, bool selects);
+void check_options(const EngineState& engine, int layer, const AttendOptions& options,
+                   bool selects);
 
 }  // namespace kvtier::runtime

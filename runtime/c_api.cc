@@ -78,12 +78,16 @@ void kvtier_config_init(kvtier_config* config) {
 }
 
 void kvtier_options_init(kvtier_options* options) {
+  const kvtier::RecallTarget d;
   *options = {.struct_size = sizeof(*options),
               .softmax_scale = 0.0F,
               .logit_softcap = -1.0F,
               .mode = KVTIER_LAYER_DEFAULT,
               .dense_from = -1,
-              .retrieval = nullptr};
+              .retrieval = nullptr,
+              .recall_target = 0.0,
+              .min_top_k = d.min_top_k,
+              .noise_share = d.noise_share};
 }
 
 void kvtier_attend_args_init(kvtier_attend_args* args) {

@@ -148,11 +148,15 @@ Options::Options(const kvtier_options* c) {
     retrieval = to_retrieval(*c->retrieval);
     options.retrieval = &retrieval;
   }
+  if (c->recall_target != 0.0) {
+    options.recall_target = {c->recall_target, c->min_top_k, c->noise_share};
+  }
 }
 AttendOutputs to_outputs(const kvtier_attend_args& args) {
   return {.out = to_view(args.out, "out"),
           .lse = to_view(args.lse, "lse"),
-          .selected = to_view(args.selected_out, "selected_out")};
+          .selected = to_view(args.selected_out, "selected_out"),
+          .missed = to_view(args.missed, "missed")};
 }
 
 DecodeInputs to_decode_inputs(const kvtier_attend_args& args) {

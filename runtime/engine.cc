@@ -5,6 +5,7 @@
 #include "runtime/engine_state.h"
 #include "runtime/session.h"
 #include "runtime/step.h"
+#include "scoring/budget.h"
 
 #include <algorithm>
 #include <string>
@@ -108,9 +109,13 @@ AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inp
   part.outputs = outputs;
   part.options = runtime::resolve_options(engine, layer, options);
   const bool scores = part.options.rule.mode == LayerMode::kSparse && inputs.selected.empty();
-  if (scores) {
-    part.sketch =
-        engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
+  if (!scores) return part;
+  const RetrievalConfig& retrieval =
+      options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
+  part.sketch = engine.fitting_sketch(retrieval);
+  if (options.recall_target || !outputs.missed.empty()) {
+    part.options.budget = scoring::make_budget(retrieval, engine.config.model.head_dim,
+                                               part.options.softmax_scale, options.recall_target);
   }
   return part;
 }

@@ -191,7 +191,7 @@ class AttendLaunch {
     StageTimer timer(turn_, engine_, engine_.seconds.score);
     transfer::SelectionView selection;
     if (given.empty()) {
-      selection = engine_.selector->select(turn_.stream(), select_request());
+      selection = engine_.selector->select(turn_.stream(), select_request(), options().budget);
     } else {
       const HostStaging::Slice ids =
           engine_.staging->input(turn_.stream(), given, first.begin, first.count);
@@ -258,10 +258,28 @@ class AttendLaunch {
     timer.stop();
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids(ids, {});
+    if (options().budget.active) export_missed();
   }
 
-  [[nodiscard]] attention::OutputBatch output_batch() const {
+  // After `output_batch`, which names the log-sum-exps.
+  void export_missed() {
+    int row = 0;
+    for (const Slice& slice : slices_) {
+      const MutableTensorView& missed = slice.part->outputs.missed;
+      HostStaging::Slice to;
+      if (!missed.empty()) to = engine_.staging->output(missed, slice.begin, slice.count);
+      for (std::int64_t t = 0; t < slice.count; ++t, ++row) {
+        if (missed.empty()) continue;
+        lse_[row].missed = static_cast<float*>(to.data) + t * to.token_stride;
+        lse_[row].missed_stride = to.head_stride;
+      }
+    }
+    engine_.selector->export_missed(turn_.stream(), select_request(), lse_);
+  }
+
+  [[nodiscard]] attention::OutputBatch output_batch() {
     attention::OutputBatch outputs;
+    lse_.count = 0;
     for (const Slice& slice : slices_) {
       const MutableTensorView& out = slice.part->outputs.out;
       const MutableTensorView& lse = slice.part->outputs.lse;
@@ -277,7 +295,11 @@ class AttendLaunch {
         if (!lse.empty()) {
           item.lse = static_cast<float*>(lse_to.data) + t * lse_to.token_stride;
           item.lse_stride = lse_to.head_stride;
+        } else if (!slice.part->outputs.missed.empty()) {
+          item.lse = engine_.selector->lse(outputs.count);
+          item.lse_stride = 1;
         }
+        lse_.push({.lse = item.lse, .lse_stride = item.lse_stride});
         outputs.push(item);
       }
     }
@@ -292,14 +314,15 @@ class AttendLaunch {
   transfer::SequenceBatch sequences_;
   scoring::SketchTables sketches_;
   transfer::QueryBatch rows_;
+  scoring::MissedBatch lse_;  ///< Of the rows of the last attention.
   std::int64_t max_length_ = 0;
 };
 
 }  // namespace
 
 bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
-  return rule == other.rule && params == other.params && softmax_scale == other.softmax_scale &&
-         logit_softcap == other.logit_softcap;
+  return rule == other.rule && params == other.params && budget == other.budget &&
+         softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap;
 }
 
 ResolvedOptions resolve_options(const EngineState& engine, int layer,

@@ -4,6 +4,7 @@
 
 #include "runtime/engine_state.h"
 #include "runtime/session.h"
+#include "scoring/budget.h"
 #include "scoring/estimator.h"
 
 #include <cstdint>
@@ -16,6 +17,7 @@ namespace kvtier::runtime {
 struct ResolvedOptions {
   transfer::SpanRule rule;
   scoring::ScoreParams params;
+  scoring::Budget budget;
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
   std::int64_t dense_from = 0;

@@ -1,5 +1,6 @@
 #include "scoring/selector.h"
 
+#include "scoring/budget_cpu.h"
 #include "scoring/selector_kernels.h"
 
 #include <algorithm>
@@ -19,6 +20,8 @@ struct Layout {
   std::size_t combined = 0;
   std::size_t token_mask = 0;
   std::size_t scratch = 0;
+  std::size_t rest_logs = 0;
+  std::size_t lse = 0;
   std::size_t ids = 0;
   std::size_t head_mask = 0;
   std::size_t counts = 0;
@@ -43,6 +46,8 @@ Layout layout(const SelectorLimits& limits, std::size_t scratch_bytes) {
   place(result.combined, groups * tokens * sizeof(float));
   place(result.token_mask, groups * tokens * sizeof(std::uint16_t));
   place(result.scratch, scratch_bytes);
+  place(result.rest_logs, queries * sizeof(float));
+  place(result.lse, queries * sizeof(float));
   place(result.ids, groups * selected * sizeof(std::int32_t));
   place(result.head_mask, groups * selected * sizeof(std::uint16_t));
   place(result.counts, groups * sizeof(std::int32_t));
@@ -89,6 +94,8 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   combined_ = reinterpret_cast<float*>(base + at.combined);
   token_mask_ = reinterpret_cast<std::uint16_t*>(base + at.token_mask);
   scratch_ = base + at.scratch;
+  rest_logs_ = reinterpret_cast<float*>(base + at.rest_logs);
+  lse_ = reinterpret_cast<float*>(base + at.lse);
   selection_.ids = reinterpret_cast<std::int32_t*>(base + at.ids);
   selection_.head_mask = reinterpret_cast<std::uint16_t*>(base + at.head_mask);
   selection_.counts = reinterpret_cast<std::int32_t*>(base + at.counts);
@@ -113,6 +120,7 @@ SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
           .combined = combined_,
           .token_mask = token_mask_,
           .scratch = scratch_,
+          .rest_logs = rest_logs_,
           .selection = selection_};
 }
 
@@ -125,7 +133,13 @@ void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
 }
 
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request) {
+  return select(stream, request, {});
+}
+
+transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
+                                         const Budget& budget) {
   check(request, limits_);
+  assert(stream.native() == nullptr || !budget.active);
   if (!request.tables_built) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
@@ -137,8 +151,16 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
       return selection_;
     }
   }
-  stream.run([=] { cpu::select(request, space); });
+  stream.run([=] { cpu::select(request, space, budget); });
   return selection_;
+}
+
+void Selector::export_missed(transfer::Stream& stream, const SelectRequest& request,
+                             const MissedBatch& batch) {
+  assert(stream.native() == nullptr && batch.count == request.rows.count);
+  stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
+    cpu::export_missed(batch, heads, rest_logs);
+  });
 }
 
 transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,

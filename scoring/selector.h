@@ -40,7 +40,17 @@ struct IdTensor {
   std::int64_t n = 0;
 };
 
+struct Budget;
 struct SelectorWorkspace;
+
+/// Where the missed attention of one query row goes, and the log-sum-exp of what was attended.
+struct MissedItem {
+  const float* lse = nullptr;  ///< `[query_heads]`
+  std::int64_t lse_stride = 0;
+  float* missed = nullptr;  ///< `[query_heads]`, or nullptr.
+  std::int64_t missed_stride = 0;
+};
+using MissedBatch = transfer::Batch<MissedItem>;
 
 struct SelectorLimits {
   int rows = 1;
@@ -73,6 +83,15 @@ class Selector {
 
   /// Enqueues scoring and selection. The result is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
+  /// The same, taking as many tokens as the budget says. CPU backend only.
+  transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request,
+                                 const Budget& budget);
+  /// Writes the estimated share of the attention that the last selection missed, after `select`
+  /// with a budget.
+  void export_missed(transfer::Stream& stream, const SelectRequest& request,
+                     const MissedBatch& batch);
+  /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
+  [[nodiscard]] float* lse(int row) const { return lse_ + std::int64_t{row} * limits_.query_heads; }
 
   /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
   /// always-attended span, duplicates once; others are ignored.
@@ -100,6 +119,8 @@ class Selector {
   float* combined_ = nullptr;
   std::uint16_t* token_mask_ = nullptr;
   std::byte* scratch_ = nullptr;
+  float* rest_logs_ = nullptr;         // [rows][query_heads]
+  float* lse_ = nullptr;               // [rows][query_heads]
   transfer::SelectionView selection_;  // its arrays, then the staging area
 };
 

@@ -1,3 +1,4 @@
+#include "scoring/budget_cpu.h"
 #include "scoring/scores_cpu.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/top_k_cpu.h"
@@ -77,6 +78,10 @@ class Call {
   }
   [[nodiscard]] std::uint16_t* token_mask(int row, int kv_head) const {
     return space_.token_mask + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
+  }
+  // Of the first head of a group.
+  [[nodiscard]] float* rest_logs(int row, int kv_head) const {
+    return space_.rest_logs + std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
   }
   // Reductions of the first head of a group, `partial_stride()` apart from the next head's.
   [[nodiscard]] TilePartial* partials(int row, int kv_head) const {
@@ -221,17 +226,62 @@ void choose_per_kv_head(const Call& call, int row, int kv_head, std::int64_t k) 
   writer.finish();
 }
 
-void choose_per_query_head(const Call& call, int row, int kv_head, std::int64_t k) {
+// Tokens of each query head of a group.
+using HeadCounts = std::array<std::int64_t, kMaxGroup>;
+
+void choose_per_query_head(const Call& call, int row, int kv_head, const HeadCounts& counts) {
   const AttendedSpans& spans = call.spans(row);
   std::uint16_t* mask = call.token_mask(row, kv_head) + spans.sink_end;
   std::fill_n(mask, spans.num_eligible(), std::uint16_t{0});
   for (int h = 0; h < call.group(); ++h) {
     const float* scores = call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
     const auto bit = static_cast<std::uint16_t>(1U << h);
-    visit_top_k(scores, spans.num_eligible(), k,
+    visit_top_k(scores, spans.num_eligible(), counts[static_cast<std::size_t>(h)],
                 [&](std::int64_t i) { mask[i] = static_cast<std::uint16_t>(mask[i] | bit); });
   }
   write_masked(call, row, kv_head, spans.sink_end, spans.eligible_end);
+}
+
+void choose(const Call& call, int row, int kv_head, std::int64_t k) {
+  if (!call.per_query_head()) return choose_per_kv_head(call, row, kv_head, k);
+  HeadCounts counts;
+  counts.fill(k);
+  choose_per_query_head(call, row, kv_head, counts);
+}
+
+// At most `most` tokens of each set.
+void choose_within(const Call& call, const Budget& budget, int row, int kv_head,
+                   std::int64_t most) {
+  const AttendedSpans& spans = call.spans(row);
+  const int group = call.group();
+  const EstimatedMass mass({.request = call.request(),
+                            .budget = budget,
+                            .scalars = call.group_query(row, kv_head).scalars,
+                            .row = row,
+                            .kv_head = kv_head,
+                            .spans = spans,
+                            .scores = call.scores(row, kv_head) + spans.sink_end,
+                            .head_stride = call.max_tokens()});
+  const auto scores = [&](int h) {
+    return call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
+  };
+  if (call.per_query_head()) {
+    HeadCounts counts{};
+    for (int h = 0; h < group; ++h) {
+      counts[static_cast<std::size_t>(h)] = mass.num_to_keep(scores(h), h, 1, most);
+    }
+    choose_per_query_head(call, row, kv_head, counts);
+  } else {
+    const float* order = group == 1 ? scores(0) : call.combined(row, kv_head) + spans.sink_end;
+    choose_per_kv_head(call, row, kv_head, mass.num_to_keep(order, 0, group, most));
+  }
+  const transfer::SelectionView& view = call.selection();
+  const std::int64_t slot = std::int64_t{row} * call.kv_heads() + kv_head;
+  for (int h = 0; h < group; ++h) {
+    call.rest_logs(row, kv_head)[h] =
+        mass.log_of_rest(h, view.ids + slot * view.capacity, view.head_mask + slot * view.capacity,
+                         view.counts[slot]);
+  }
 }
 
 // Query heads of the group of `kv_head` that head `head` of an id tensor speaks for.
@@ -268,18 +318,15 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
                  sizeof(TilePartial));
 }
 
-void select(const SelectRequest& request, const SelectorWorkspace& workspace) {
+void select(const SelectRequest& request, const SelectorWorkspace& workspace,
+            const Budget& budget) {
   const Call call(request, workspace);
   score(call);
   if (!call.per_query_head()) combine(call);
   call.for_each_group([&](int row, int kv_head) {
     const std::int64_t k =
         transfer::num_to_select(request.params.top_k, request.params.sparsity, call.spans(row));
-    if (call.per_query_head()) {
-      choose_per_query_head(call, row, kv_head, k);
-    } else {
-      choose_per_kv_head(call, row, kv_head, k);
-    }
+    budget.active ? choose_within(call, budget, row, kv_head, k) : choose(call, row, kv_head, k);
   });
   if (request.flags == nullptr) return;
   std::uint64_t scored = 0;

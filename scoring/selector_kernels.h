@@ -16,7 +16,8 @@ struct SelectorWorkspace {
   float* combined = nullptr;            ///< `[rows][kv_heads][max_tokens]`, per-KV-head scores.
   std::uint16_t* token_mask = nullptr;  ///< `[rows][kv_heads][max_tokens]`, bit h: head h chose it.
   std::byte* scratch = nullptr;         ///< `scratch_bytes(limits)` bytes, 256-byte aligned.
-  transfer::SelectionView selection;    ///< What `select` and `adopt` fill.
+  float* rest_logs = nullptr;  ///< `[rows][query_heads]`, ln of the mass left out (budget.h).
+  transfer::SelectionView selection;  ///< What `select` and `adopt` fill.
 };
 
 /// Where `export_scores` writes: fp32, the shape of the ids, strides in elements.
@@ -30,7 +31,7 @@ namespace cpu {
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
 /// Scores (one estimator), combines heads if asked, finds each row's k-th best, writes the
 /// selection.
-void select(const SelectRequest& request, const SelectorWorkspace& workspace);
+void select(const SelectRequest& request, const SelectorWorkspace& workspace, const Budget& budget);
 void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids);
 void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
                 const IdTensor& out);

@@ -3,6 +3,7 @@
 #include "kvtier/config.h"
 #include "kvtier/error.h"
 #include "kvtier/export.h"
+#include "kvtier/recall.h"
 #include "kvtier/stats.h"
 #include "kvtier/tensor.h"
 
@@ -27,6 +28,10 @@ struct AttendOptions {
   /// Replaces `Config::retrieval`. Its sketch must fit one that the session carries, otherwise
   /// `kFailedPrecondition`. Not kept after the call.
   const RetrievalConfig* retrieval = nullptr;
+  /// Chooses how many tokens are selected by the attention that they keep. Only with a norm-aware
+  /// estimator, without a logit softcap, and not on CUDA yet (`kUnimplemented`). Ignored where
+  /// nothing is selected by score.
+  std::optional<RecallTarget> recall_target{};
 };
 
 /// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up
@@ -51,10 +56,14 @@ struct DecodeInputs {
 /// query_heads]`, natural log of the softmax denominator; with it, results over disjoint token sets
 /// merge (`Engine::merge`). `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]`
 /// receives the ids chosen by score, ascending, padded with -1; n >= k.
+/// `missed` (optional): fp32 `[tokens, query_heads]`, the estimated share of the attention of all
+/// visible tokens that fell on tokens not attended; for sparse layers that select by norm-aware
+/// scores without a logit softcap, and not on CUDA yet (`kUnimplemented`).
 struct AttendOutputs {
   MutableTensorView out{};
   MutableTensorView lse{};
   MutableTensorView selected{};
+  MutableTensorView missed{};
 };
 
 /// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for

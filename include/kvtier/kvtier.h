@@ -178,6 +178,9 @@ typedef struct kvtier_options {
   kvtier_layer_mode mode;
   int64_t dense_from;                       /* negative: not given */
   const kvtier_retrieval_config* retrieval; /* NULL: the engine's */
+  double recall_target;                     /* 0: not given; else the next two count, too */
+  int32_t min_top_k;
+  float noise_share;
 } kvtier_options;
 
 /* A caller's stream. given 0: the call returns with its outputs written; otherwise `handle` is a
@@ -197,6 +200,7 @@ typedef struct kvtier_attend_args {
   kvtier_tensor out;
   kvtier_tensor lse;             /* optional */
   kvtier_tensor selected_out;    /* optional */
+  kvtier_tensor missed;          /* optional */
   const kvtier_options* options; /* NULL: defaults */
 } kvtier_attend_args;
 

@@ -52,7 +52,18 @@ void take(const v1::Tensor& message, const char* name, const MutableTensorView& 
           v1::DataType_Name(message.dtype()) + ", found " + describe(view));
 }
 
-void check_outputs(const TensorView& query, const AttendOutputs& outputs) {
+void check_options(const AttendOptions& options) {
+  if (options.recall_target) {
+    throw Error(ErrorCode::kUnimplemented, "recall_target: expected none over a service");
+  }
+}
+
+void check_call(const TensorView& query, const AttendOutputs& outputs,
+                const AttendOptions& options) {
+  check_options(options);
+  if (!outputs.missed.empty()) {
+    throw Error(ErrorCode::kUnimplemented, "missed: expected no output over a service");
+  }
   if (!outputs.selected.empty()) {
     throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
   }
@@ -129,6 +140,7 @@ class RemoteSession::Impl {
 
   void select(int layer, const TensorView& query, const SelectOutputs& outputs,
               const AttendOptions& options) {
+    check_options(options);
     v1::SelectRequest request;
     request.set_session(name_);
     request.set_layer(layer);
@@ -145,7 +157,7 @@ class RemoteSession::Impl {
 
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
-    check_outputs(inputs.query, outputs);
+    check_call(inputs.query, outputs, options);
     v1::AttendRequest request;
     request.set_session(name_);
     request.set_layer(layer);
@@ -161,7 +173,7 @@ class RemoteSession::Impl {
 
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
-    check_outputs(inputs.query, outputs);
+    check_call(inputs.query, outputs, options);
     v1::DecodeRequest request;
     request.set_session(name_);
     request.set_layer(layer);

@@ -214,6 +214,40 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
   EXPECT_EQ(stats.sessions, 1U);
 }
 
+TEST_P(CApiEqualityTest, RecallTargetsGiveTheSameBits) {
+  if (GetParam() == Backend::kCuda) GTEST_SKIP() << "not on CUDA yet";
+  RetrievalConfig norm_aware = config_.retrieval;
+  norm_aware.estimator = Estimator::kNormAware;
+  norm_aware.num_planes = 128;
+  norm_aware.seed = 4;
+  norm_aware.top_k = 400;
+  const kvtier_retrieval_config c_norm_aware = to_c(norm_aware);
+  kvtier_options c_options;
+  kvtier_options_init(&c_options);
+  c_options.retrieval = &c_norm_aware;
+  c_options.recall_target = 0.8;
+  c_options.min_top_k = 3;
+  c_options.noise_share = 0.25F;
+  const AttendOptions options{
+      .retrieval = &norm_aware,
+      .recall_target = RecallTarget{.recall = 0.8, .min_top_k = 3, .noise_share = 0.25F}};
+  CallTensors a(config_.model, 2, 50), b(config_.model, 2, 50);
+  HostTensor a_missed(2, 1, 4, DType::kFloat32), b_missed(2, 1, 4, DType::kFloat32);
+  AttendOutputs a_outputs = a.outputs(true);
+  AttendOutputs b_outputs = b.outputs(true);
+  a_outputs.missed = {a_missed.mutable_view().data, DType::kFloat32, {2, 4}};
+  b_outputs.missed = {b_missed.mutable_view().data, DType::kFloat32, {2, 4}};
+  session_->attend(0, a.attend_inputs(), a_outputs, {}, options);
+  kvtier_attend_args args = testing::to_c(b.inputs(), b_outputs);
+  args.missed = to_c(b_outputs.missed);
+  args.options = &c_options;
+  ASSERT_EQ(kvtier_session_attend(c_session_, 0, &args, kNoStream), KVTIER_OK)
+      << kvtier_last_error();
+  EXPECT_TRUE(a.same_results(b));
+  EXPECT_EQ(a_missed.bytes(), b_missed.bytes());
+  EXPECT_NE(a_missed.get(0), 0.0F);
+}
+
 TEST_P(CApiEqualityTest, MergeGivesTheSameBits) {
   CallTensors a(config_.model, 2, 40), b(config_.model, 2, 41), merged(config_.model, 2, 42);
   CallTensors c_merged(config_.model, 2, 42);
@@ -261,6 +295,11 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.retrieval.sparsity, d.retrieval.sparsity);
   EXPECT_EQ(c.retrieval.sink_tokens, d.retrieval.sink_tokens);
   EXPECT_EQ(c.retrieval.recent_tokens, d.retrieval.recent_tokens);
+  kvtier_options options;
+  kvtier_options_init(&options);
+  EXPECT_EQ(options.recall_target, 0.0);
+  EXPECT_EQ(options.min_top_k, RecallTarget{}.min_top_k);
+  EXPECT_EQ(options.noise_share, RecallTarget{}.noise_share);
   EXPECT_EQ(c.backend, KVTIER_BACKEND_AUTO);
   EXPECT_EQ(c.reject_nonfinite, 1);
 }

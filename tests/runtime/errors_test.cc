@@ -108,6 +108,16 @@ std::vector<BadCall> bad_tensors() {
        [](Call& c) { c.outputs.lse.strides[1] = 2; });
   push("lse of a negative stride", kAttend, {"lse", "stride -4"},
        [](Call& c) { c.outputs.lse.strides[0] = -4; });
+  const auto push_missed = [&](const std::string& name, std::vector<std::string> parts,
+                               std::int64_t heads, DType dtype) {
+    push(name, kAttend, std::move(parts), [=](Call& c) {
+      c.outputs.missed = with_shape(c.outputs.lse, {2, heads});
+      c.outputs.missed.dtype = dtype;
+    });
+  };
+  push_missed("missed of bf16", {"missed", "fp32 [2, 4]", "bf16 [2, 4]"}, 4, DType::kBFloat16);
+  push_missed("missed of kv heads", {"missed", "fp32 [2, 4]", "[2, 2]"}, 2, DType::kFloat32);
+  push_missed("missed by soft collision", {"missed", "a norm-aware estimator"}, 4, DType::kFloat32);
   push("ids of fp32", kAttend | kSelect, {"int32", "fp32"},
        [](Call& c) { c.outputs.selected.dtype = DType::kFloat32; });
   push("ids of rank 2", kAttend | kSelect, {"[2, 4, n] or [2, 2, n]", "[2, 4]"}, [](Call& c) {
@@ -145,6 +155,20 @@ std::vector<BadCall> bad_options() {
   }
   push("dense_from -1", {"dense_from", "at least 0", "-1"},
        [](AttendOptions& o) { o.dense_from = -1; });
+  for (const double recall : {0.0, 1.0, -0.5, std::nan("")}) {
+    push("recall " + std::to_string(recall),
+         {"recall_target.recall", "above 0 and below 1", std::to_string(recall)},
+         [=](AttendOptions& o) { o.recall_target = {.recall = recall}; });
+  }
+  push("min_top_k 0", {"recall_target.min_top_k", "at least 1", "found 0"},
+       [](AttendOptions& o) { o.recall_target = {.min_top_k = 0}; });
+  for (const float share : {-1.0F, kNan, kInfinity}) {
+    push("noise_share " + std::to_string(share),
+         {"recall_target.noise_share", "at least 0", std::to_string(share)},
+         [=](AttendOptions& o) { o.recall_target = {.noise_share = share}; });
+  }
+  push("recall of soft collision", {"recall_target", "a norm-aware estimator"},
+       [](AttendOptions& o) { o.recall_target = {.recall = 0.9}; });
   return cases;
 }
 

@@ -257,6 +257,31 @@ TEST_F(ClientTest, TellsTheServersErrors) {
             ErrorCode::kInvalidArgument);
 }
 
+TEST_F(ClientTest, RecallTargetsStayInTheProcess) {
+  fill(150);
+  const auto query = random_floats(std::size_t{kQueryHeads} * kHeadDim, 5);
+  std::vector<float> out(query.size());
+  std::vector<float> missed(kQueryHeads);
+  std::vector<std::int32_t> ids(150 * kKvHeads);
+  const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
+                            .selected = {}};
+  AttendOutputs outputs;
+  outputs.out = {out.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim}};
+  const AttendOptions target{.recall_target = RecallTarget{}};
+  const auto expect_refused = [this](const std::function<void()>& call) {
+    EXPECT_EQ(code_of(call), ErrorCode::kUnimplemented) << message_;
+    EXPECT_EQ(remote_->length(0), 150);
+  };
+  expect_refused([&] { remote_->attend(0, inputs, outputs, target); });
+  expect_refused([&] {
+    remote_->select(0, inputs.query, {.ids = {ids.data(), DType::kInt32, {1, kKvHeads, 150}}},
+                    target);
+  });
+  outputs.missed = {missed.data(), DType::kFloat32, {1, kQueryHeads}};
+  expect_refused([&] { remote_->attend(0, inputs, outputs); });
+  EXPECT_EQ(out, std::vector<float>(query.size()));
+}
+
 TEST_F(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
   server_.reset();
   start();

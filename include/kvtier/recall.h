@@ -1,0 +1,21 @@
+#pragma once
+
+namespace kvtier {
+
+/// How much of the attention a call is to keep, instead of how many tokens: each selection takes
+/// the fewest tokens whose estimated share of the attention, with that of the tokens that are
+/// always attended, reaches `recall`. The estimate is that of the norm-aware scores
+/// (docs/algorithm.md, section 3).
+struct RecallTarget {
+  /// Share of the attention of the visible tokens, above 0 and below 1; the mean over the query
+  /// heads that share a selection.
+  double recall = 0.99;
+  /// Fewest tokens selected; the most is what `RetrievalConfig` says (`top_k` or `sparsity`).
+  int min_top_k = 16;
+  /// Share of the variance of the scores' noise that the estimate takes out: 0 trusts the scores, 1
+  /// suits logits that are normally distributed. The default is calibrated on needle-llama
+  /// (docs/quality.md).
+  float noise_share = 0.5F;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,29 @@
+#include "scoring/budget.h"
+
+#include <algorithm>
+#include <cassert>
+#include <numbers>
+
+namespace kvtier::scoring {
+
+Budget make_budget(const RetrievalConfig& config, int head_dim, float softmax_scale,
+                   const std::optional<RecallTarget>& target) {
+  assert(config.estimator == Estimator::kNormAware);
+  const auto d = static_cast<double>(head_dim);
+  const auto planes = static_cast<double>(config.num_planes);
+  double variance = std::numbers::pi / 2.0 / planes;
+  if (config.planes() == PlaneKind::kOrthogonal) {
+    for (int first = 0; first < config.num_planes; first += head_dim) {
+      const double block = std::min(head_dim, config.num_planes - first);
+      variance -= block * block / (d * planes * planes);
+    }
+  }
+  const auto scale = static_cast<double>(softmax_scale);
+  const RecallTarget settings = target.value_or(RecallTarget{});
+  return {.active = true,
+          .missed = target ? 1.0 - target->recall : 0.0,
+          .least = settings.min_top_k,
+          .noise = static_cast<double>(settings.noise_share) * scale * scale * variance};
+}
+
+}  // namespace kvtier::scoring
