@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
-BINARIES = {"kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
+BINARIES = {"kvtier-quality-budget": "build/release/benchmarks/quality/kvtier-quality-budget",
+            "kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
             "kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
             "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
 
@@ -25,10 +26,11 @@ HEAD = """# Token selectors, compared
 
 Which tokens attention keeps decides its answer. Here kvtier's selectors stand beside others of the literature, each as its paper
 defines it, on recorded attention: one set of tokens per query head, k = visible tokens / sparsity, first and last tokens always attended, everything
-judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). All rows
-are of the CPU backend.
+judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
+are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-` and `-answers-` reports in `benchmarks/results/`. To repeat it:
+This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ablations-` and `-budget-` reports in
+`benchmarks/results/`. To repeat it:
 
 ```sh
 cmake --preset release && cmake --build --preset release
@@ -104,6 +106,19 @@ def score_table(report):
     return "\n".join(lines)
 
 
+def made_by(report):
+    """Returns the commands that made a report's traces."""
+    commands = report.get("made_by") or report.get("trace", {}).get("made_by") or ""
+    return [command for command in commands.split("; ") if command]
+
+
+def runnable(command):
+    """Names the program of a command, or of a loop, by its path in a build."""
+    head, loop, program = command.rpartition("do ") if command.startswith("for ") else ("", "", command)
+    name, arguments = program.split(maxsplit=1)
+    return f"{head}{loop}{BINARIES[name]} {arguments}"
+
+
 def closest(values, wanted):
     return min(values, key=lambda value: abs(value - wanted))
 
@@ -132,6 +147,79 @@ def answers_section(report):
         lines.append(f"| {cell(row)} | {row['selection'].replace('_', ' ')} | {bits} | {sparsity} | {row['rows_attended']:.0f} | "
                      f"{number(row['exact'])} | {number(row['fwe'])} | {number(row['kl'], 4)} | {number(row['kl_answers'], 4)} |\n")
     return "".join(lines)
+
+
+def ablations_section(report):
+    options = list(dict.fromkeys(row["option"] for row in report["ablations"]))
+    parts = [f"\n## Ablations, answers of needle-llama, {report['case']}\n\nAt {report['sparsity']}x, one option varied and the others at their "
+             f"defaults (P 10, L 60, tau 0.4); {report['sequences']} sequences, {report['queries']} questions, one set per query head, the first "
+             f"{report['sink_tokens']} and the last {report['recent_tokens']} tokens of the context always attended. A cell is the share of questions "
+             f"wholly right ({number(report['dense_exact'])} with dense attention), and the KL divergence from dense attention. CUDA backend, run on {report['date']} on {report['hardware']}.\n"]
+    for option in options:
+        rows = [row for row in report["ablations"] if row["option"] == option]
+        values = sorted({row["value"] for row in rows})
+        parts.append(f"\n| {option} | " + " | ".join(f"{value:g}" for value in values) + " |\n|---|" + "---|" * len(values) + "\n")
+        for weighting in dict.fromkeys(row["value_weighting"] for row in rows):
+            cells = [f"{number(row['exact'])}, {number(row['kl'], 4)}" for value in values for row in rows
+                     if row["value"] == value and row["value_weighting"] == weighting]
+            parts.append(f"| {rows[0]['estimator']}, {weighting} | " + " | ".join(cells) + " |\n")
+    return "".join(parts)
+
+
+def rule(row):
+    return f"recall {row['recall']:g}" if row["recall"] else "fixed k"
+
+
+def calibration_table(calibration):
+    lines = ["| noise_share | " + " | ".join(f"{s:g}x: bias | 95th percentile" for s in sparsities_of(calibration)) + " |",
+             "|---|" + "---|---|" * len(sparsities_of(calibration))]
+    for share in sorted({row["noise_share"] for row in calibration["rows"]}):
+        cells = [f"{row['error_mean']:+.4f} | {number(row['error_p95'])}" for s in sparsities_of(calibration)
+                 for row in calibration["rows"] if row["sparsity"] == s and row["noise_share"] == share]
+        lines.append(f"| {share:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def sparsities_of(calibration):
+    return sorted({row["sparsity"] for row in calibration["rows"]})
+
+
+def budget_table(rows):
+    lines = ["| rule | mean k | missed | missed, 95th percentile | output error | error of the estimate: bias | median | "
+             "95th percentile |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {rule(row)} | {row['mean_k']:.0f} | {number(row['missed'], 4)} | {number(row['missed_p95'])} | "
+                     f"{number(row['output_error'])} | {row['error_mean']:+.4f} | {number(row['error_p50'], 4)} | "
+                     f"{number(row['error_p95'])} |")
+    return "\n".join(lines)
+
+
+def budget_answers(answers):
+    lines = [f"\nAnswers of needle-llama, {answers['case']}: {answers['sequences']} sequence"
+             f"{'s' if answers['sequences'] > 1 else ''}, {answers['queries']} questions.\n\n"
+             "| rule | mean k | exact | fwe | KL | KL, answers | KL over that of fixed k |\n|---|---|---|---|---|---|---|\n"]
+    for adaptive, fixed in zip(answers["rows"][::2], answers["rows"][1::2]):
+        for row in (adaptive, fixed):
+            ratio = f"{row['kl'] / fixed['kl']:.2f}" if row is adaptive else ""
+            lines.append(f"| {rule(row)} | {row['mean_k']:.0f} | {number(row['exact'])} | {number(row['fwe'])} | "
+                         f"{number(row['kl'], 4)} | {number(row['kl_answers'], 4)} | {ratio} |\n")
+    return "".join(lines)
+
+
+def budget_section(report):
+    parts = ["\n## Adaptive budget\n\n`recall_target` against the fixed k that equals its mean: norm-aware, "
+             f"{report['planes']} planes, one set {report['selection'].replace('_', ' ')}; the first {report['sink_tokens']} and the "
+             f"last {report['recent_tokens']} tokens always attended. *missed*: attention mass on tokens not attended, the mean and the "
+             "95th percentile over layers, steps and query heads; *error of the estimate*: of the missed mass that `AttendOutputs::missed` "
+             f"tells, less the truth; percentiles are of its size. Run on {report['date']} on {report['hardware']}.\n"]
+    calibration = report.get("calibration")
+    if calibration:
+        parts.append(f"\n`noise_share` is calibrated on {calibration['name']}, with fixed k:\n\n{calibration_table(calibration)}\n")
+    for trace in report["traces"]:
+        parts.append(f"\n{trace['name']}, not used to calibrate:\n\n{budget_table(trace['rows'])}\n")
+    if "answers" in report:
+        parts.append(budget_answers(report["answers"]))
+    return "".join(parts)
 
 
 def draw(report, path):
@@ -192,10 +280,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the tables differ from the reports")
     check = parser.parse_args().check
-    paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json")])
+    paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
+                    *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
-    commands = [f"{BINARIES[command.split()[0]]} {command.split(maxsplit=1)[1]}"
-                for report in reports for command in (report.get("trace", {}).get("made_by"), report["command"]) if command]
+    commands = [runnable(command) for report in reports
+                for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command]
     parts = [HEAD.replace("{commands}", "\n".join(commands))]
     drawn = True
     for report in reports:
@@ -217,7 +306,9 @@ def main():
         parts.append(f"\n### Ranking at {sparsity:g}x\n\n{ranking_table(report, sparsity)}\n")
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
-    parts += [answers_section(report) for report in reports if "trace" not in report]
+    parts += [answers_section(report) for report in reports if "rows" in report and "case" in report]
+    parts += [ablations_section(report) for report in reports if "ablations" in report]
+    parts += [budget_section(report) for report in reports if "traces" in report]
     text = "".join(parts)
     if check:
         if DOCUMENT.read_text() != text:
