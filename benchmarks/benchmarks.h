@@ -68,6 +68,23 @@ struct ForkCase {
   int children = 64;
 };
 void bench_fork(Run& run, const ForkCase& fork);
+/// Decode of one token by a whole decoder with random bf16 weights, cuBLAS's products: with cuDNN's
+/// dense attention, and with kvtier's, pages on the device and on the host. Default: Llama-3.1-8B.
+struct ModelCase {
+  int layers = 32;
+  std::int64_t hidden = 4096;
+  std::int64_t inner = 14336;
+  int query_heads = 32;
+  int kv_heads = 8;
+  int head_dim = 128;
+  std::int64_t vocabulary = 128256;
+  std::vector<std::int64_t> contexts = {32768, 70000, 100000, 140000};
+  RetrievalConfig retrieval{};
+};
+void bench_model(Run& run, const ModelCase& shape);
+/// Prefill of a prompt by layers of the decoder: alone, with its keys sketched and its rows stored
+/// on another stream while the next layer computes, and k-means over the same keys.
+void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);
 
 /// Names of options, as `decode_step` takes them and the rows have them.
 [[nodiscard]] std::string name_of(Estimator estimator);

@@ -138,7 +138,9 @@ class GraphBuilder {
   }
   const Descriptor& row(std::int64_t id) {
     const std::int64_t d = shape_.head_dim, heads = shape_.query_heads;
-    return tensor(id, CUDNN_DATA_BFLOAT16, {shape_.batch, heads, 1, d}, {heads * d, d, d, 1});
+    const std::int64_t n = shape_.query_tokens;
+    return tensor(id, CUDNN_DATA_BFLOAT16, {shape_.batch, heads, n, d},
+                  {heads * n * d, d, heads * d, 1});
   }
   const Descriptor& query() { return row(kQuery); }
   const Descriptor& out() { return row(kOut); }

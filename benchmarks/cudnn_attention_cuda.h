@@ -10,8 +10,8 @@ namespace kvtier::bench {
 
 struct CudnnFunctions;
 
-/// Decode attention by cuDNN: one query token per sequence over dense bf16 keys and values. cuDNN
-/// is found at run time; only its headers are needed to build, and a build without them says so in
+/// Attention by cuDNN: query tokens of each sequence over dense bf16 keys and values. cuDNN is
+/// found at run time; only its headers are needed to build, and a build without them says so in
 /// `CudnnLibrary::load`.
 class CudnnLibrary {
  public:
@@ -39,12 +39,14 @@ class CudnnAttention {
  public:
   struct Shape {
     std::int64_t tokens = 0;
+    std::int64_t query_tokens = 1;  ///< Each sees all tokens.
     int batch = 1;
     int query_heads = 0;
     int kv_heads = 0;
     int head_dim = 0;
     /// Keys and values `[batch, kv_heads, tokens, head_dim]`, else `[batch, tokens, kv_heads,
-    /// head_dim]`. Queries and output are `[batch, query_heads, head_dim]`.
+    /// head_dim]`. Queries and output are `[batch, query_tokens, query_heads,
+    /// head_dim]`.
     bool heads_first = true;
   };
   /// Builds the plans that cuDNN offers, in its order of preference, at most `kMaxPlans`. Throws

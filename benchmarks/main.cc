@@ -63,6 +63,7 @@ int main(int argc, char** argv) {
   std::string placement = "device";
   std::int64_t new_tokens = 1, rows = 2048, region_gib = 64;
   int bits = 256;
+  ModelCase whole;
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
   auto* dense = app.add_subcommand("dense", "dense attention by cuDNN");
@@ -74,6 +75,8 @@ int main(int argc, char** argv) {
   auto* prefill = app.add_subcommand("prefill", "sketches of a prompt, and its append");
   auto* overlap = app.add_subcommand("overlap", "fast against exact selections");
   auto* fork = app.add_subcommand("fork", "children of a long session");
+  auto* model = app.add_subcommand("model", "tokens per second of a whole decoder");
+  auto* ttft = app.add_subcommand("ttft", "what sketches add to the prefill of a prompt");
   auto* all = app.add_subcommand("all", "every row of docs/performance.md");
 
   for (auto* command : {decode, dense}) {
@@ -86,13 +89,14 @@ int main(int argc, char** argv) {
   fork->add_option("--layers", fork_case.layers)->check(counts);
   fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
   fork->add_option("--children", fork_case.children)->check(counts);
-  for (auto* command : {decode, dense, select, flash, prefill, overlap}) {
+  for (auto* command : {decode, dense, select, flash, prefill, overlap, ttft}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
   for (auto* command : {decode, dense, select, tables, ingest}) {
     command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
   }
-  for (auto* command : {decode, select, tables, overlap}) retrieval.add_options(*command);
+  for (auto* command : {decode, select, tables, overlap, model, ttft})
+    retrieval.add_options(*command);
   for (auto* command : {decode, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
         ->check(CLI::IsMember({"device", "host"}));
@@ -108,6 +112,8 @@ int main(int argc, char** argv) {
   decode->add_flag("--dense", step.dense, "attend to everything instead");
   decode->add_flag("--stages", step.stages, "time of each kernel too");
   gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
+  model->add_option("--context", whole.contexts, "tokens")->delimiter(',')->check(counts);
+  model->add_option("--layers", whole.layers, "decoder layers")->check(counts);
   ingest->add_option("--new-tokens", new_tokens, "of each sequence")->check(CLI::Range(1, 4096));
   CLI11_PARSE(app, argc, argv);
 
@@ -142,6 +148,14 @@ int main(int argc, char** argv) {
       bench_overlap(run, step.tokens, step.retrieval, exact);
     }
     if (*fork) bench_fork(run, fork_case);
+    if (*model) {
+      whole.retrieval = step.retrieval;
+      bench_model(run, whole);
+    }
+    if (*ttft) {
+      whole.retrieval = step.retrieval;
+      bench_ttft(run, whole, step.tokens);
+    }
     if (*all) bench_all(run);
     return run.failed() ? 1 : 0;
   } catch (const std::exception& error) {

@@ -6,7 +6,8 @@
 
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
 `name` of this file returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
-DATE-h200-needle-llama.json, DATE-h200-replay.json. Python's standard library is enough.
+DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
+model`), DATE-h200-ttft.json (`kvtier-bench ttft`). Python's standard library is enough.
 """
 
 import argparse
@@ -365,9 +366,34 @@ def plot(run):
     return "\n".join(out + ["</svg>", ""])
 
 
+def whole_model(_):
+    run = Run(newest("model"))
+    rest = run.find("model", attention="none")
+    rows = []
+    for dense in [row for row in run.rows if row["what"] == "model" and row["attention"] == "cudnn"]:
+        cells = [f"{dense['tokens']:,}", number(dense["tokens_per_second"])]
+        for place in ("device", "host"):
+            sparse = run.find("model", tokens=dense["tokens"], attention=f"kvtier, pages on the {place}")
+            ratio = "" if sparse is None else f" ({times(dense['us'] / sparse['us'])})"
+            cells.append(number(None if sparse is None else sparse["tokens_per_second"]) + ratio)
+        rows.append(cells)
+    head = ["context", "cuDNN, dense", "kvtier, KV on the device", "kvtier, KV in host memory"]
+    return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`. Without attention the token takes "
+            f"{number(rest['us'] / 1000)} ms: {number(rest['weight_bytes'] / 1e9)} GB of weights at {number(rest['gbps'], 4)} GB/s.\n\n"
+            + table(head, rows))
+
+
+def ttft(_):
+    run = Run(newest("ttft"))
+    rows = [(row["with"], number(row["us"] / 1000, 4), f"{100 * row['overhead']:.2f} %" if "overhead" in row else "")
+            for row in run.rows if row["what"] == "ttft"]
+    return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`.\n\n"
+            + table(["prefill of a layer with", "ms", "of the prefill"], rows))
+
+
 BLOCKS = {function.__name__: function for function in
           (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file)}
+           needle_file, replay, replay_file, whole_model, ttft)}
 
 
 def document(run):
