@@ -29,7 +29,7 @@ defines it, on recorded attention: one set of tokens per query head, k = visible
 judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
 are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ablations-` and `-budget-` reports in
+This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ratios-`, `-ablations-` and `-budget-` reports in
 `benchmarks/results/`. To repeat it:
 
 ```sh
@@ -147,6 +147,22 @@ def answers_section(report):
         lines.append(f"| {cell(row)} | {row['selection'].replace('_', ' ')} | {bits} | {sparsity} | {row['rows_attended']:.0f} | "
                      f"{number(row['exact'])} | {number(row['fwe'])} | {number(row['kl'], 4)} | {number(row['kl_answers'], 4)} |\n")
     return "".join(lines)
+
+
+def ratios_section(report):
+    parts = [f"\n## Answers of needle-llama by sparsity, {report['sequences']} sequences\n\nkvtier's selectors, one set per query head, the first "
+             f"{report['sink_tokens']} and the last {report['recent_tokens']} tokens of the context always attended. A cell is the share of questions "
+             f"wholly right, and the KL divergence from dense attention. CUDA backend, run on {report['date']} on {report['hardware']}.\n"]
+    for case in dict.fromkeys(row["case"] for row in report["ratios"]):
+        rows = [row for row in report["ratios"] if row["case"] == case]
+        sparsities = sorted({row["sparsity"] for row in rows if row["sparsity"]})
+        dense = next(row for row in rows if row["selector"] == "dense")
+        parts.append(f"\n| {case}, dense {number(dense['exact'])} | " + " | ".join(f"{s:g}x" for s in sparsities) + " |\n|---|"
+                     + "---|" * len(sparsities) + "\n")
+        for selector in dict.fromkeys(row["selector"] for row in rows if row["sparsity"]):
+            found = {row["sparsity"]: row for row in rows if row["selector"] == selector}
+            parts.append(f"| {selector} | " + " | ".join(f"{number(found[s]['exact'])}, {number(found[s]['kl'], 4)}" for s in sparsities) + " |\n")
+    return "".join(parts)
 
 
 def ablations_section(report):
@@ -281,7 +297,8 @@ def main():
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the tables differ from the reports")
     check = parser.parse_args().check
     paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
-                    *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json")])
+                    *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
+                    *RESULTS.glob("*-ratios-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
     commands = [runnable(command) for report in reports
                 for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command]
@@ -307,6 +324,7 @@ def main():
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
     parts += [answers_section(report) for report in reports if "rows" in report and "case" in report]
+    parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]
     parts += [budget_section(report) for report in reports if "traces" in report]
     text = "".join(parts)
