@@ -284,7 +284,7 @@ kvtier_status kvtier_session_fork(kvtier_session* session, int32_t count, kvtier
         given(session, "session").session.fork(count, to_stream(stream));
     std::vector<std::unique_ptr<kvtier_session>> handles;
     for (kvtier::Session& child : forked) {
-      handles.push_back(std::make_unique<kvtier_session>(std::move(child)));
+      handles.emplace_back(new kvtier_session{std::move(child)});
     }
     std::transform(handles.begin(), handles.end(), &first,
                    [](std::unique_ptr<kvtier_session>& handle) { return handle.release(); });

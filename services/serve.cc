@@ -39,6 +39,21 @@ CLI::Option* with_environment(CLI::Option* option) {
   return option->envname(environment_name(option->get_name()));
 }
 
+/// A number within bounds; unlike CLI::Range it refuses NaN, which no comparison finds outside.
+CLI::Validator seconds_between(double lowest, double highest) {
+  return CLI::Validator(
+      [lowest, highest](std::string& text) {
+        double value = 0.0;
+        const bool within =
+            CLI::detail::lexical_cast(text, value) && lowest <= value && value <= highest;
+        if (within) return std::string();
+        std::ostringstream problem;
+        problem << "expected " << lowest << " to " << highest << ", found " << text;
+        return problem.str();
+      },
+      "SECONDS");
+}
+
 /// Takes from the file what neither a flag nor the environment gives. Unknown keys are errors.
 void read_config(CLI::App& app, const std::string& path) {
   std::ifstream in(path);
@@ -178,13 +193,13 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->check(CLI::Range(0, 1 << 22))
       ->capture_default_str();
   add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")
-      ->check(CLI::Range(1.0, 86400.0))
+      ->check(seconds_between(1.0, 86400.0))
       ->capture_default_str();
   add("--stream-idle-seconds", command.stream_idle_seconds, "How long a stream may stand still")
-      ->check(CLI::Range(1.0, 86400.0))
+      ->check(seconds_between(1.0, 86400.0))
       ->capture_default_str();
   add("--drain-seconds", command.drain_seconds, "How long calls may take to finish at the end")
-      ->check(CLI::Range(0.0, 3600.0))
+      ->check(seconds_between(0.0, 3600.0))
       ->capture_default_str();
   app->parse_complete_callback([app, &command] {
     if (!command.config_file.empty()) read_config(*app, command.config_file);

@@ -145,7 +145,8 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
            {{"--tenants", "/no/such/file"}, 1, "readable file"},
            {{"--tenants", tenants}, 1, "a-z"},
            {{"--backend", "tpu"}, 2, "--backend"},
-           {{"--lease-seconds", "-1"}, 2, "--lease-seconds"}}) {
+           {{"--lease-seconds", "-1"}, 2, "--lease-seconds"},
+           {{"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"}}) {
     const auto server = serve(c.arguments);
     EXPECT_EQ(server->read_line(), "") << c.message;
     EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();

@@ -1,0 +1,313 @@
+// Requests: a sequence of messages, as bytes, into the service without its transport. Each call
+// ends once, with a reply or an error that tells nothing it should not; one that fails has changed
+// nothing; at the end nothing is left.
+
+#include "services/server/core.h"
+#include "services/server/executor.h"
+#include "tests/fuzz/fuzz.h"
+
+#include <deque>
+#include <string>
+
+namespace {
+
+using kvtier::MiB;
+using kvtier::fuzz::Input;
+using kvtier::fuzz::require;
+using namespace kvtier::services;  // NOLINT(google-build-using-namespace): a program
+namespace v1 = kvtier::v1;
+
+constexpr int kCalls = 8;
+constexpr int kLayers = 2;
+constexpr int kKvHeads = 2;
+constexpr int kHeadDim = 64;
+constexpr std::int64_t kTokens = 12;
+constexpr std::int64_t kReplyBytes = std::int64_t{1} << 20;
+
+/// Runs what was posted when told.
+class Queue final : public Executor {
+ public:
+  std::unique_ptr<Strand> make_strand() override { return std::make_unique<Line>(*this); }
+  void finish() override { run(); }
+  void run() {
+    while (!tasks_.empty()) {
+      const std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      task();
+    }
+  }
+
+ private:
+  class Line final : public Strand {
+   public:
+    explicit Line(Queue& queue) : queue_(queue) {}
+    void post(std::function<void()> task) override { queue_.tasks_.push_back(std::move(task)); }
+
+   private:
+    Queue& queue_;
+  };
+  std::deque<std::function<void()>> tasks_;
+};
+
+CoreOptions options() {
+  CoreOptions options;
+  options.models.backend = kvtier::Backend::kCpu;
+  options.models.max_models = 2;
+  options.models.memory.host_bytes = 1 * MiB;
+  options.models.memory.device_bytes = 12 * MiB;
+  options.models.memory.max_session_tokens = 256;
+  options.retrieval.top_k = 4;
+  options.retrieval.sink_tokens = 2;
+  options.retrieval.recent_tokens = 2;
+  options.max_session_memory = 64 * static_cast<std::int64_t>(MiB);
+  return options;
+}
+
+/// A service with one session, to which calls without a name go.
+class Service {
+ public:
+  Service() : core_(options(), queue_) {
+    open();
+    fill();
+    memory_ = core_.session_memory();
+  }
+  ~Service() { queue_.run(); }
+  Service(const Service&) = delete;  // tasks hold its address
+  Service& operator=(const Service&) = delete;
+
+  void run(std::size_t kind, std::string_view bytes) {
+    const std::vector<std::int64_t> before = lengths();
+    const bool ok = dispatch(kind, bytes);
+    require(core_.inflight_bytes() == 0, "nothing is in flight after a call");
+    if (!ok) require(lengths() == before, "a call that fails has changed nothing");
+  }
+
+  /// As it was at the start.
+  void reset() {
+    v1::ListSessionsRequest list;
+    list.set_page_size(1000);
+    v1::ListSessionsResponse names;
+    core_.list_sessions(caller(), list, names);
+    for (const std::string& name : names.names()) {
+      if (name == name_) continue;
+      v1::ReleaseSessionRequest request;
+      request.set_name(name);
+      require(call([&](Done done) { core_.release_session(caller(), request, std::move(done)); }),
+              "a session can be released");
+    }
+    if (lengths().empty()) open();  // a call has released it
+    v1::TruncateSessionRequest empty;
+    empty.set_name(name_);
+    v1::TruncateSessionResponse emptied;
+    require(
+        call([&](Done done) { core_.truncate_session(caller(), empty, emptied, std::move(done)); }),
+        "a session can be emptied");
+    fill();
+    require(core_.num_sessions() == 1, "released sessions are gone");
+    // A last reply that is kept may add to it.
+    require(core_.session_memory() <= memory_ + kReplyBytes, "their memory has come back");
+  }
+
+ private:
+  void open() {
+    v1::CreateSessionRequest request;
+    request.mutable_geometry()->set_layers(kLayers);
+    request.mutable_geometry()->set_query_heads(2 * kKvHeads);
+    request.mutable_geometry()->set_kv_heads(kKvHeads);
+    request.mutable_geometry()->set_head_dim(kHeadDim);
+    v1::CreateSessionResponse response;
+    require(call([&](Done done) {
+              core_.create_session(caller(), request, response, std::move(done));
+            }),
+            "a session can be created");
+    name_ = response.session().name();
+  }
+
+  /// Stores the tokens that the session has at the start of an input.
+  void fill() {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      v1::AppendRequest chunk;
+      chunk.set_layer(layer);
+      for (v1::Tensor* tensor : {chunk.mutable_key(), chunk.mutable_value()}) {
+        tensor->set_dtype(v1::DATA_TYPE_FLOAT16);
+        for (const std::int64_t extent : {kTokens, std::int64_t{kKvHeads}, std::int64_t{kHeadDim}})
+          tensor->add_shape(extent);
+        tensor->mutable_data()->assign(kTokens * kKvHeads * kHeadDim * 2, 'x');
+      }
+      v1::AppendResponse stored;
+      require(
+          call([&](Done done) { core_.append(caller(), name_, chunk, stored, std::move(done)); }),
+          "tokens can be stored");
+    }
+  }
+
+  [[nodiscard]] Call caller() const { return {.tenant = core_.tenants().all()[0].get()}; }
+
+  /// Makes a call and checks how it ends; returns whether it succeeded.
+  template <typename Start>
+  bool call(Start start) {
+    int endings = 0;
+    bool ok = true;
+    start([&](const ServiceError* error) {
+      ++endings;
+      ok = error == nullptr;
+      if (!ok) check(*error);
+    });
+    queue_.run();
+    require(endings == 1, "a call ends once");
+    return ok;
+  }
+
+  static void check(const ServiceError& error) {
+    require(!error.reason().empty(), "an error has a reason");
+    require(error.reason() != "FAULT" && error.reason() != "DEVICE_LOST",
+            "a request is no fault of the server");
+    require(error_details(error).size() < 4096, "details fit a trailer");
+    require(sanitized_message(error).size() <= 1024, "a message fits a trailer");
+  }
+
+  std::vector<std::int64_t> lengths() {
+    v1::GetSessionRequest request;
+    request.set_name(name_);
+    v1::GetSessionResponse response;
+    const bool there =
+        call([&](Done done) { core_.get_session(caller(), request, response, std::move(done)); });
+    if (!there) return {};
+    return {response.session().layer_lengths().begin(), response.session().layer_lengths().end()};
+  }
+
+  template <typename Request>
+  void address(Request& request) const {
+    if constexpr (requires { request.session(); }) {
+      if (request.session().empty()) request.set_session(name_);
+    } else if constexpr (requires { request.names(); }) {
+      if (request.names().empty()) request.add_names(name_);
+    } else if constexpr (requires { request.items(); }) {
+      for (auto& item : *request.mutable_items()) address(item);
+    } else if constexpr (requires { request.name(); }) {
+      if (request.name().empty()) request.set_name(name_);
+    }
+  }
+
+  /// Parses a request and makes its call, if it parses: gRPC refuses it otherwise.
+  template <typename Request, typename Response, typename Method>
+  bool make(std::string_view bytes, Method method) {
+    Request request;
+    if (!request.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) return true;
+    address(request);
+    Response response;
+    return call([&](Done done) { method(request, response, std::move(done)); });
+  }
+
+  /// A call that throws instead of telling.
+  template <typename Call>
+  static void direct(Done& done, Call call) {
+    try {
+      call();
+    } catch (const ServiceError& error) {
+      done(&error);
+      return;
+    }
+    done(nullptr);
+  }
+
+  bool dispatch(std::size_t kind, std::string_view bytes);
+
+  Queue queue_;
+  Core core_;
+  std::string name_;
+  std::int64_t memory_ = 0;
+};
+
+constexpr std::size_t kKinds = 14;
+
+bool Service::dispatch(std::size_t kind, std::string_view bytes) {
+  const Call caller = this->caller();
+  switch (kind) {
+    case 0:
+      return make<v1::CreateSessionRequest, v1::CreateSessionResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.create_session(caller, request, response, std::move(done));
+          });
+    case 1:
+      return make<v1::GetSessionRequest, v1::GetSessionResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.get_session(caller, request, response, std::move(done));
+          });
+    case 2:
+      return make<v1::TruncateSessionRequest, v1::TruncateSessionResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.truncate_session(caller, request, response, std::move(done));
+          });
+    case 3:
+      return make<v1::ReleaseSessionRequest, v1::ReleaseSessionResponse>(
+          bytes, [&](auto& request, auto& /*response*/, Done done) {
+            core_.release_session(caller, request, std::move(done));
+          });
+    case 4:
+      return make<v1::ListSessionsRequest, v1::ListSessionsResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            direct(done, [&] { core_.list_sessions(caller, request, response); });
+          });
+    case 5:
+      return make<v1::KeepAliveRequest, v1::KeepAliveResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            direct(done, [&] { core_.keep_alive(caller, request, response); });
+          });
+    case 6:
+      return make<v1::AppendRequest, v1::AppendResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.append(caller, request.session(), request, response, std::move(done));
+          });
+    case 7:
+      return make<v1::SelectRequest, v1::SelectResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.select(caller, request, response, std::move(done));
+          });
+    case 8:
+      return make<v1::AttendRequest, v1::AttendResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.attend(caller, request, response, std::move(done));
+          });
+    case 9:
+      return make<v1::DecodeRequest, v1::DecodeResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.decode(caller, request.session(), request, response, std::move(done));
+          });
+    case 10:
+      return make<v1::BatchSelectRequest, v1::BatchSelectResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.batch_select(caller, request, response, std::move(done));
+          });
+    case 11:
+      return make<v1::BatchAttendRequest, v1::BatchAttendResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.batch_attend(caller, request, response, std::move(done));
+          });
+    case 12:
+      return make<v1::ForkSessionRequest, v1::ForkSessionResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.fork_session(caller, request, response, std::move(done));
+          });
+    default:
+      return make<v1::BatchDecodeRequest, v1::BatchDecodeResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.batch_decode(caller, request, response, std::move(done));
+          });
+  }
+}
+
+}  // namespace
+
+/// For each call: a byte for its kind, two for the length of the message, the message.
+int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  static Service service;
+  Input input(data, size);
+  for (int i = 0; i < kCalls && !input.empty(); ++i) {
+    const std::size_t kind = input.number(kKinds);
+    const std::size_t bytes = input.number16();
+    service.run(kind, input.take(bytes));
+  }
+  service.reset();
+  return 0;
+}
