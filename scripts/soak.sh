@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds the server and runs what takes long: 1,000 killed clients, 10,000 sessions, slow readers, 100 SIGTERMs under
+# load, every answer of a bystander compared with double precision; then the tests labelled slow.
+#
+#   scripts/soak.sh [--small] [--json FILE] [CASE...]
+#
+# Cases: kills, sessions, slow_readers, terms; all of them, and the tests, when none is named. --json writes the figures.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/setup.sh
+source scripts/setup.sh
+
+need_packages "${kvtier_test_packages[@]}"
+mapfile -t options < <(cmake_options)
+cmake --preset release "${options[@]}"
+cmake --build build/release --parallel "$(num_jobs)"
+
+venv=build/release/tests/python/venv
+say "the Python environment"
+python3 tests/python/environment.py "$venv" python || {
+  echo "the soak is driven from Python and needs its packages, see above" >&2
+  exit 1
+}
+
+say "soak"
+KVTIER_BINARY=$PWD/build/release/services/kvtier \
+  KVTIER_ENDLESS_CLIENT=$PWD/build/release/tests/services/endless_client \
+  "$venv/bin/python" tests/python/soak.py "$@"
+
+if (($# == 0)); then
+  say "tests labelled slow"
+  ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
+fi
