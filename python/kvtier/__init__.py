@@ -45,6 +45,7 @@ from kvtier.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
 from kvtier.session import AttendResult, RemoteSession, SelectResult
 
 __version__ = "0.1.0"
@@ -68,6 +69,8 @@ __all__ = [
     "Estimator",
     "FailedPreconditionError",
     "FieldViolation",
+    "FoundPage",
+    "GetOutcome",
     "InternalError",
     "InvalidArgumentError",
     "LayerConfig",
@@ -75,9 +78,12 @@ __all__ = [
     "LeaseExpiredError",
     "ModelConfig",
     "NotFoundError",
+    "PagePut",
     "PlaneKind",
     "PositionMismatchError",
+    "PutOutcome",
     "QuotaExceededError",
+    "RemotePages",
     "RemoteSession",
     "ResourceExhaustedError",
     "RetrievalConfig",

@@ -16,6 +16,7 @@ from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchCon
 from kvtier.connection import ClientOptions, Connection, Watchdog
 from kvtier.errors import ClientError, Details, make_error
 from kvtier.lease import LeaseKeeper
+from kvtier.pages import RemotePages
 from kvtier.session import (
     AttendResult,
     RemoteSession,
@@ -25,7 +26,7 @@ from kvtier.session import (
     take_attend,
     take_select,
 )
-from kvtier.v1 import attention_pb2, session_pb2, status_pb2
+from kvtier.v1 import attention_pb2, page_pb2, session_pb2, status_pb2
 
 T = TypeVar("T")
 
@@ -138,6 +139,15 @@ class Client:
         )
         response = self.connection.call(self.connection.sessions.CreateSession, request)
         return RemoteSession(self, response.session)
+
+    def open_pages(self, model: str, page_bytes: int) -> RemotePages:
+        """Opens a lease on the server's page cache. `model` names the model, the layout of its
+        pages and whatever else must agree between those who exchange pages; up to 128 bytes."""
+        request = page_pb2.OpenLeaseRequest(
+            request_id=self.make_request_id(), model=model, page_bytes=page_bytes
+        )
+        response = self.connection.call(self.connection.pages.OpenLease, request)
+        return RemotePages(self, response)
 
     def batch_select(self, items: Sequence[SelectItem]) -> list[SelectOutcome]:
         """Makes `select` calls of any sessions; returns a result or an error for each."""

@@ -13,7 +13,12 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import grpc
 
 from kvtier.errors import ClientError, ErrorCode, error_of, invalid, make_error
-from kvtier.v1 import attention_pb2_grpc, session_pb2_grpc
+from kvtier.v1 import (
+    attention_pb2_grpc,
+    page_pb2_grpc,
+    session_pb2_grpc,
+    transfer_pb2_grpc,
+)
 
 T = TypeVar("T")
 
@@ -86,6 +91,8 @@ class Connection:
         self._channel = _make_channel(options)
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.attention: Any = attention_pb2_grpc.AttentionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.pages: Any = page_pb2_grpc.PageServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.transfer: Any = transfer_pb2_grpc.TransferServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._channel.close()
