@@ -4,16 +4,16 @@
 
 #include "services/atomic_file.h"
 #include "services/calibrate.h"
+#include "services/log.h"
 #include "services/names.h"
 #include "services/replay.h"
 #include "services/replay_report.h"
 #include "services/serve.h"
 #include "services/stress/command.h"
+#include "services/top/top.h"
 #include "services/trace.h"
 
 #include <CLI/CLI.hpp>
-#include <spdlog/logger.h>
-#include <spdlog/sinks/ostream_sink.h>
 
 #include <algorithm>
 #include <cmath>
@@ -167,20 +167,6 @@ class ProgressBar {
   int shown_ = -1;
 };
 
-std::function<void(LogLevel, std::string_view)> make_log(std::ostream& err,
-                                                         const std::string& level) {
-  auto logger = std::make_shared<spdlog::logger>(
-      "kvtier", std::make_shared<spdlog::sinks::ostream_sink_mt>(err, true));
-  logger->set_pattern("%l: %v");
-  logger->set_level(spdlog::level::from_str(level));
-  return [logger](LogLevel message_level, std::string_view text) {
-    constexpr std::array kLevels = {spdlog::level::debug, spdlog::level::info, spdlog::level::warn,
-                                    spdlog::level::err};
-    logger->log(kLevels[static_cast<std::size_t>(message_level)],
-                spdlog::string_view_t(text.data(), text.size()));
-  };
-}
-
 void run_replay(ReplayCommand& command, const Console& console) {
   std::optional<AtomicFile> json;
   if (!command.json.empty()) json.emplace(command.json);
@@ -201,10 +187,16 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   app.add_option("--log-level", log_level, "Messages of the library on stderr")
       ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
       ->capture_default_str();
+  std::string log_format = "text";
+  app.add_option("--log-format", log_format, "Of these messages: text, or a JSON object a line")
+      ->check(CLI::IsMember({"text", "json"}))
+      ->capture_default_str();
   ReplayCommand replay_command;
   add_replay(app, replay_command);
   ServeCommand serve_command;
   add_serve(app, serve_command);
+  TopCommand top_command;
+  add_top(app, top_command);
   StressCommand stress_command;
   add_stress(app, stress_command);
   CalibrateCommand calibrate_command;
@@ -223,13 +215,17 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
     run_calibrate(std::move(calibrate_command), console);
     return 0;
   }
-  const auto log = make_log(console.err, log_level);
-  if (app.got_subcommand("stress")) return run_stress(stress_command, console, log);
+  if (app.got_subcommand("top")) {
+    run_top(top_command, console);
+    return 0;
+  }
+  Log log(console.err, log_level, log_format == "json" ? LogFormat::kJson : LogFormat::kText);
+  if (app.got_subcommand("stress")) return run_stress(stress_command, console, log.library());
   if (app.got_subcommand("serve")) {
     run_serve(serve_command, console, log);
     return 0;
   }
-  replay_command.options.log = log;
+  replay_command.options.log = log.library();
   run_replay(replay_command, console);
   return 0;
 }

@@ -2,19 +2,23 @@
 
 #include "kvtier/error.h"
 
+#include "services/call_log.h"
+#include "services/log.h"
+#include "services/metrics/families.h"
 #include "services/names.h"
 #include "services/server/server.h"
+#include "services/watchdog.h"
 
 #include <CLI/CLI.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/signal_set.hpp>
-#include <boost/asio/steady_timer.hpp>
 
 #include <cctype>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <sys/resource.h>
 #include <thread>
@@ -105,6 +109,7 @@ ServerOptions server_options(const ServeCommand& command) {
   if (options.admin.empty() && command.listen.empty()) {
     options.admin.push_back(parse_endpoint("unix:" + folder + "/admin.sock"));
   }
+  if (!command.metrics.empty()) options.metrics = parse_endpoint(command.metrics);
   options.insecure_tcp = command.insecure_tcp;
   options.tls = {.certificate = command.tls_certificate,
                  .key = command.tls_key,
@@ -146,6 +151,9 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--admin-listen", command.admin_listen,
       "unix:PATH for operators (default: admin.sock beside the default socket)")
       ->delimiter(',');
+  add("--metrics", command.metrics,
+      "unix:PATH or tcp:HOST:PORT on loopback, where HTTP has a status page, /metrics for "
+      "Prometheus, /status.json and /healthz (default: nowhere)");
   with_environment(app->add_flag("--insecure-tcp", command.insecure_tcp,
                                  "Allow TCP without TLS, on loopback only"));
   add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");
@@ -206,24 +214,21 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   });
 }
 
-void run_serve(const ServeCommand& command, const Console& console,
-               const std::function<void(LogLevel, std::string_view)>& log) {
+void run_serve(const ServeCommand& command, const Console& console, Log& log) {
   raise_descriptor_limit();
   std::signal(SIGPIPE, SIG_IGN);
   boost::asio::io_context loop;
   boost::asio::signal_set signals(loop, SIGTERM, SIGINT);
-  boost::asio::steady_timer stuck(loop);
+  CallLog calls(log);
+  std::optional<Watchdog> watchdog;
   std::thread drainer;
   std::unique_ptr<Server> server;
   const std::chrono::milliseconds grace = milliseconds(command.drain_seconds);
 
   const auto drain = [&] {
     if (drainer.joinable()) return;
-    log(LogLevel::kInfo, "draining");
-    stuck.expires_after(grace + kStuckAfter);
-    stuck.async_wait([](const boost::system::error_code& error) {
-      if (!error) std::_Exit(kExitStuck);
-    });
+    log.write({.event = "draining", .message = "draining"});
+    watchdog.emplace(grace + kStuckAfter, kExitStuck);
     drainer = std::thread([&] {
       server->drain(grace);
       boost::asio::post(loop, [&] { loop.stop(); });
@@ -239,18 +244,28 @@ void run_serve(const ServeCommand& command, const Console& console,
   };
 
   ServerOptions options = server_options(command);
-  options.core.models.log = log;
+  options.core.models.log = log.library();
+  options.core.observers.push_back(&calls);
+  options.more_metrics = [&log](Families& families) {
+    families.counter("kvtier_log_dropped_total", "Warnings that were too many to be logged.",
+                     static_cast<double>(log.num_dropped()));
+  };
   options.on_drain = [&loop, &drain] { boost::asio::post(loop, drain); };
   server = std::make_unique<Server>(std::move(options));
   for (const Endpoint& endpoint : server->endpoints()) {
     console.out << "listening on " << endpoint.text() << std::endl;
   }
+  if (const auto metrics = server->metrics_endpoint()) {
+    console.out << "metrics on " << metrics->text() << std::endl;
+  }
+  log.write({.event = "serving", .message = "serving"});
   await_signal();
   const auto keep_running = boost::asio::make_work_guard(loop);
   loop.run();
   drainer.join();
   server.reset();
-  log(LogLevel::kInfo, "ended");
+  watchdog.reset();
+  log.write({.event = "ended", .message = "ended"});
 }
 
 }  // namespace kvtier::services

@@ -5,9 +5,7 @@
 #include "services/cli.h"
 
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace CLI {
@@ -16,12 +14,15 @@ class App;
 
 namespace kvtier::services {
 
+class Log;
+
 /// Options of `kvtier serve`, as they are given: by a flag, by the environment (KVTIER_ and the
 /// flag's name in upper case), or by the configuration file, in this order.
 struct ServeCommand {
   std::string config_file;
   std::vector<std::string> listen;
   std::vector<std::string> admin_listen;
+  std::string metrics;
   bool insecure_tcp = false;
   std::string tls_certificate, tls_key, tls_client_ca;
   std::string tenants_file;
@@ -47,7 +48,6 @@ void add_serve(CLI::App& program, ServeCommand& command);
 /// Serves until SIGTERM, SIGINT or AdminService.Drain, then drains. Prints the addresses on `out`
 /// once it serves. A second signal ends the process at once; one that does not end within the grace
 /// and two seconds exits with 75. Throws `Error` when it cannot start.
-void run_serve(const ServeCommand& command, const Console& console,
-               const std::function<void(LogLevel, std::string_view)>& log);
+void run_serve(const ServeCommand& command, const Console& console, Log& log);
 
 }  // namespace kvtier::services

@@ -1,6 +1,7 @@
 #include "kvtier/error.h"
 
 #include "services/serve.h"
+#include "services/top/top.h"
 
 #include <CLI/CLI.hpp>
 
@@ -10,10 +11,18 @@ void add_serve(CLI::App& program, ServeCommand& /*command*/) {
   program.add_subcommand("serve", "Not in this build")->allow_extras();
 }
 
-void run_serve(const ServeCommand& /*command*/, const Console& /*console*/,
-               const std::function<void(LogLevel, std::string_view)>& /*log*/) {
+void run_serve(const ServeCommand& /*command*/, const Console& /*console*/, Log& /*log*/) {
   throw Error(ErrorCode::kUnimplemented,
               "serve: expected a build with KVTIER_BUILD_SERVER=ON, found one without");
+}
+
+void add_top(CLI::App& program, TopCommand& /*command*/) {
+  program.add_subcommand("top", "Not in this build")->allow_extras();
+}
+
+void run_top(const TopCommand& /*command*/, const Console& /*console*/) {
+  throw Error(ErrorCode::kUnimplemented,
+              "top: expected a build with KVTIER_BUILD_SERVER=ON, found one without");
 }
 
 }  // namespace kvtier::services

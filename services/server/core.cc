@@ -48,6 +48,28 @@ void Core::check_serving() const {
   if (draining_) throw ServiceError::unavailable("DRAINING", "the server is about to end");
 }
 
+Core::Arrival Core::arrive(const Call& call, std::string_view method) {
+  ++received_;
+  return {.method = method, .tenant = *call.tenant, .time = options_.now()};
+}
+
+void Core::finish(const Arrival& arrival, std::optional<TimePoint> started,
+                  const ServiceError* error, const Done& done) const {
+  if (!options_.observers.empty()) {
+    Operation operation{.method = arrival.method, .tenant = arrival.tenant, .error = error};
+    operation.duration = options_.now() - arrival.time;
+    if (started) operation.queued = *started - arrival.time;
+    for (CoreObserver* observer : options_.observers) observer->finished(operation);
+  }
+  done(error);
+}
+
+void Core::refuse(const Arrival& arrival, const Done& done) {
+  ++rejected_;
+  const ServiceError error = to_service_error(std::current_exception());
+  finish(arrival, {}, &error, done);
+}
+
 std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
   return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
                                  static_cast<std::int64_t>(bytes));
@@ -59,6 +81,13 @@ TimePoint Core::deadline_of(const Call& call) const {
 
 void Core::renew(SessionEntry& entry) const {
   entry.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
+}
+
+void Core::renew_for_client(SessionEntry& entry) const {
+  const TimePoint::duration remaining =
+      TimePoint::duration(entry.lease_end) - options_.now().time_since_epoch();
+  for (CoreObserver* observer : options_.observers) observer->lease_renewed(remaining);
+  renew(entry);
 }
 
 void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
@@ -73,14 +102,16 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
   try {
     work(entry);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::kInternal) entry.model->failed = true;
+    if (error.code() == ErrorCode::kInternal && !entry.model->failed.exchange(true)) {
+      for (CoreObserver* observer : options_.observers) observer->device_failed();
+    }
     throw;
   }
 }
 
-void Core::on_session(const Call& call, const std::string& name, std::size_t bytes, Work work,
-                      Done done) {
-  ++received_;
+void Core::on_session(const Call& call, std::string_view method, const std::string& name,
+                      std::size_t bytes, Work work, Done done) {
+  const Arrival arrival = arrive(call, method);
   std::shared_ptr<SessionEntry> entry;
   std::shared_ptr<Grant> grant;
   Call queued = call;
@@ -94,16 +125,16 @@ void Core::on_session(const Call& call, const std::string& name, std::size_t byt
     }
     queued.deadline = deadline_of(call);
   } catch (...) {
-    ++rejected_;
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
+    refuse(arrival, done);
     return;
   }
   ++admitted_;
-  renew(*entry);
+  renew_for_client(*entry);
   Strand& strand = *entry->strand;
-  strand.post([this, entry = std::move(entry), grant = std::move(grant), queued = std::move(queued),
-               work = std::move(work), done = std::move(done)]() mutable {
+  strand.post([this, arrival, entry = std::move(entry), grant = std::move(grant),
+               queued = std::move(queued), work = std::move(work),
+               done = std::move(done)]() mutable {
+    const TimePoint started = options_.now();
     std::optional<ServiceError> failure;
     try {
       execute(queued, *entry, work);
@@ -113,13 +144,13 @@ void Core::on_session(const Call& call, const std::string& name, std::size_t byt
     renew(*entry);
     --entry->queued;
     grant.reset();
-    done(failure ? &*failure : nullptr);
+    finish(arrival, started, failure ? &*failure : nullptr, done);
   });
 }
 
 void Core::create_session(const Call& call, const v1::CreateSessionRequest& request,
                           v1::CreateSessionResponse& response, Done done) {
-  ++received_;
+  const Arrival arrival = arrive(call, "SessionService/CreateSession");
   std::shared_ptr<Grant> grant;
   Tenant& tenant = *call.tenant;
   const std::string& id = request.request_id();
@@ -133,7 +164,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
       if (const auto reply = tenant.replies().begin(id, body_digest(request))) {
         response.ParseFromString(*reply);
         ++admitted_;
-        done(nullptr);
+        finish(arrival, {}, nullptr, done);
         return;
       }
       registered = true;
@@ -144,18 +175,17 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
     }
     queued.deadline = deadline_of(call);
   } catch (...) {
-    ++rejected_;
     if (registered) tenant.replies().abandon(id);
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
+    refuse(arrival, done);
     return;
   }
   ++admitted_;
-  control_->post([this, grant = std::move(grant), queued = std::move(queued), &tenant, &request,
-                  &response, done = std::move(done)]() mutable {
+  control_->post([this, arrival, grant = std::move(grant), queued = std::move(queued), &tenant,
+                  &request, &response, done = std::move(done)]() mutable {
+    const TimePoint started = options_.now();
     std::optional<ServiceError> failure;
     try {
-      if (options_.now() > queued.deadline || (queued.cancelled && queued.cancelled())) {
+      if (started > queued.deadline || (queued.cancelled && queued.cancelled())) {
         throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
       }
       const std::shared_ptr<SessionEntry> entry = open(tenant, request);
@@ -174,7 +204,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
     }
     --opening_;
     grant.reset();
-    done(failure ? &*failure : nullptr);
+    finish(arrival, started, failure ? &*failure : nullptr, done);
   });
 }
 
@@ -288,7 +318,7 @@ void Core::describe(SessionEntry& entry, v1::Session& session) const {
 void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
                        v1::GetSessionResponse& response, Done done) {
   on_session(
-      call, request.name(), request.ByteSizeLong(),
+      call, "SessionService/GetSession", request.name(), request.ByteSizeLong(),
       [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
       std::move(done));
 }
@@ -301,7 +331,8 @@ void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& 
       describe(entry, *response.mutable_session());
     });
   };
-  on_session(call, request.name(), request.ByteSizeLong(), work, std::move(done));
+  on_session(call, "SessionService/TruncateSession", request.name(), request.ByteSizeLong(), work,
+             std::move(done));
 }
 
 void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
@@ -315,11 +346,12 @@ void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
       }
     });
   };
-  on_session(call, request.name(), request.ByteSizeLong(), work, std::move(done));
+  on_session(call, "SessionService/ForkSession", request.name(), request.ByteSizeLong(), work,
+             std::move(done));
 }
 
 void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done) {
-  ++received_;
+  const Arrival arrival = arrive(call, "SessionService/ReleaseSession");
   std::shared_ptr<SessionEntry> entry;
   try {
     check_request_id(request.request_id());
@@ -327,7 +359,7 @@ void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& re
     const std::string& id = request.request_id();
     if (!id.empty() && replies.begin(id, body_digest(request))) {
       ++admitted_;
-      done(nullptr);
+      finish(arrival, {}, nullptr, done);
       return;
     }
     try {
@@ -338,17 +370,16 @@ void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& re
     }
     if (!id.empty()) replies.finish(id, "");
   } catch (...) {
-    ++rejected_;
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
+    refuse(arrival, done);
     return;
   }
   ++admitted_;
   ++released_;
   Strand& strand = *entry->strand;
-  strand.post([entry = std::move(entry), done = std::move(done)] {
+  strand.post([this, arrival, entry = std::move(entry), done = std::move(done)] {
+    const TimePoint started = options_.now();
     entry->close();
-    done(nullptr);
+    finish(arrival, started, nullptr, done);
   });
 }
 
@@ -375,7 +406,7 @@ void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
       if (std::string_view(name).starts_with("leases/")) {
         static_cast<void>(pages_.find(*call.tenant, name));  // renews it
       } else {
-        renew(*sessions_.find(*call.tenant, name));
+        renew_for_client(*sessions_.find(*call.tenant, name));
       }
     } catch (const ServiceError& error) {
       set_status(error, status);

@@ -7,6 +7,7 @@
 
 #include "services/pages/page_store.h"
 #include "services/server/admission.h"
+#include "services/server/core_observer.h"
 #include "services/server/model_pool.h"
 #include "services/server/service_error.h"
 #include "services/server/session_table.h"
@@ -18,7 +19,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvtier::services {
@@ -50,6 +53,7 @@ struct CoreOptions {
   /// Of calls that name no deadline.
   std::chrono::milliseconds max_call_time{30'000};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+  std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
 };
 
 /// Who calls, until when, and whether the caller is still there.
@@ -150,16 +154,33 @@ class Core {
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
   [[nodiscard]] std::int64_t session_memory() const noexcept { return memory_.used(); }
+  /// Whether an engine has failed and is still there.
+  [[nodiscard]] bool degraded() const { return models_.any_failed(); }
 
  private:
   using Work = std::function<void(SessionEntry&)>;
 
+  /// An operation from its arrival to its end.
+  struct Arrival {
+    std::string_view method;
+    Tenant& tenant;
+    TimePoint time;
+  };
+
   void check_serving() const;
+  [[nodiscard]] Arrival arrive(const Call& call, std::string_view method);
+  /// Tells observers, then the client; `started` is when the work began, if it waited.
+  void finish(const Arrival& arrival, std::optional<TimePoint> started, const ServiceError* error,
+              const Done& done) const;
+  /// Refuses with the exception that is being handled.
+  void refuse(const Arrival& arrival, const Done& done);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
   void renew(SessionEntry& entry) const;
+  /// As `renew`, on behalf of the client.
+  void renew_for_client(SessionEntry& entry) const;
   /// Finds, admits and queues; `work` runs on the session's strand.
-  void on_session(const Call& call, const std::string& name, std::size_t bytes, Work work,
-                  Done done);
+  void on_session(const Call& call, std::string_view method, const std::string& name,
+                  std::size_t bytes, Work work, Done done);
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
@@ -175,7 +196,8 @@ class Core {
                 Done done);
 
   template <typename Request, typename Response, typename Verb>
-  void batch(const Call& call, const Request& request, Response& response, Verb verb, Done done);
+  void batch(const Call& call, std::string_view method, const Request& request, Response& response,
+             Verb verb, Done done);
 
   const CoreOptions options_;
   const TimePoint started_;

@@ -15,7 +15,7 @@ constexpr std::int64_t kReplyBytes = kMaxMessageBytes - (std::int64_t{64} << 10)
 void Core::append(const Call& call, const std::string& session, const v1::AppendRequest& request,
                   v1::AppendResponse& response, Done done) {
   on_session(
-      call, session, request.ByteSizeLong(),
+      call, "AttentionService/Append", session, request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) { append_to(entry, request, response); },
       std::move(done));
 }
@@ -23,7 +23,7 @@ void Core::append(const Call& call, const std::string& session, const v1::Append
 void Core::select(const Call& call, const v1::SelectRequest& request, v1::SelectResponse& response,
                   Done done) {
   on_session(
-      call, request.session(), request.ByteSizeLong(),
+      call, "AttentionService/Select", request.session(), request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
         select_in(entry, request, budget, response);
@@ -34,7 +34,7 @@ void Core::select(const Call& call, const v1::SelectRequest& request, v1::Select
 void Core::attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response,
                   Done done) {
   on_session(
-      call, request.session(), request.ByteSizeLong(),
+      call, "AttentionService/Attend", request.session(), request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
         attend_in(entry, request, budget, response);
@@ -45,7 +45,7 @@ void Core::attend(const Call& call, const v1::AttendRequest& request, v1::Attend
 void Core::decode(const Call& call, const std::string& session, const v1::DecodeRequest& request,
                   v1::DecodeResponse& response, Done done) {
   on_session(
-      call, session, request.ByteSizeLong(),
+      call, "AttentionService/Decode", session, request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
         decode_in(entry, request, budget, response);
@@ -54,8 +54,8 @@ void Core::decode(const Call& call, const std::string& session, const v1::Decode
 }
 
 template <typename Request, typename Response, typename Verb>
-void Core::batch(const Call& call, const Request& request, Response& response, Verb verb,
-                 Done done) {
+void Core::batch(const Call& call, std::string_view method, const Request& request,
+                 Response& response, Verb verb, Done done) {
   const int count = request.items_size();
   if (count > kMaxBatchItems) {
     const ServiceError error = ServiceError::invalid(
@@ -80,7 +80,7 @@ void Core::batch(const Call& call, const Request& request, Response& response, V
   for (int i = 0; i < count; ++i) {
     auto& item = *response.mutable_items(i);
     on_session(
-        call, request.items(i).session(), request.items(i).ByteSizeLong(),
+        call, method, request.items(i).session(), request.items(i).ByteSizeLong(),
         [&request, i, &item, verb, join](SessionEntry& entry) {
           verb(entry, request.items(i), join->budget, *item.mutable_response());
         },
@@ -97,17 +97,17 @@ void Core::batch(const Call& call, const Request& request, Response& response, V
 
 void Core::batch_select(const Call& call, const v1::BatchSelectRequest& request,
                         v1::BatchSelectResponse& response, Done done) {
-  batch(call, request, response, select_in, std::move(done));
+  batch(call, "AttentionService/BatchSelect", request, response, select_in, std::move(done));
 }
 
 void Core::batch_attend(const Call& call, const v1::BatchAttendRequest& request,
                         v1::BatchAttendResponse& response, Done done) {
-  batch(call, request, response, attend_in, std::move(done));
+  batch(call, "AttentionService/BatchAttend", request, response, attend_in, std::move(done));
 }
 
 void Core::batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
                         v1::BatchDecodeResponse& response, Done done) {
-  batch(call, request, response, decode_in, std::move(done));
+  batch(call, "AttentionService/BatchDecode", request, response, decode_in, std::move(done));
 }
 
 }  // namespace kvtier::services

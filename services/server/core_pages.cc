@@ -107,7 +107,10 @@ std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name
 template <typename Request>
 void Core::on_lease(const Call& call, const Request& request, std::function<void(PageLease&)> work,
                     Done done) {
-  ++received_;
+  const std::string& type = Request::descriptor()->name();
+  static const std::string method =
+      "PageService/" + type.substr(0, type.size() - std::string_view("Request").size());
+  const Arrival arrival = arrive(call, method);
   std::shared_ptr<PageLease> found;
   std::shared_ptr<Grant> grant;
   Call queued = call;
@@ -120,18 +123,18 @@ void Core::on_lease(const Call& call, const Request& request, std::function<void
     }
     queued.deadline = deadline_of(call);
   } catch (...) {
-    ++rejected_;
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
+    refuse(arrival, done);
     return;
   }
   ++admitted_;
   Strand& strand = *found->strand;
-  strand.post([this, found = std::move(found), grant = std::move(grant), queued = std::move(queued),
-               work = std::move(work), done = std::move(done)]() mutable {
+  strand.post([this, arrival, found = std::move(found), grant = std::move(grant),
+               queued = std::move(queued), work = std::move(work),
+               done = std::move(done)]() mutable {
+    const TimePoint started = options_.now();
     std::optional<ServiceError> failure;
     try {
-      if (options_.now() > queued.deadline) {
+      if (started > queued.deadline) {
         throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
       }
       if (queued.cancelled && queued.cancelled()) {
@@ -143,7 +146,7 @@ void Core::on_lease(const Call& call, const Request& request, std::function<void
     }
     --found->queued;
     grant.reset();
-    done(failure ? &*failure : nullptr);
+    finish(arrival, started, failure ? &*failure : nullptr, done);
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include <arpa/inet.h>
 #include <cerrno>
 #include <charconv>
 #include <cstdlib>
@@ -48,7 +49,10 @@ std::string Endpoint::grpc_target() const {
 }
 
 bool Endpoint::is_loopback() const {
-  return !is_unix && (host == "localhost" || host == "::1" || host.starts_with("127."));
+  in_addr address{};
+  return !is_unix &&
+         (host == "localhost" || host == "::1" ||
+          (host.starts_with("127.") && ::inet_pton(AF_INET, host.c_str(), &address) == 1));
 }
 
 Endpoint parse_endpoint(const std::string& text) {

@@ -4,6 +4,7 @@
 #include "kvtier/v1/attention.grpc.pb.h"
 #include "kvtier/v1/session.grpc.pb.h"
 
+#include "services/metrics/server_metrics.h"
 #include "services/server/grpc_answer.h"
 #include "services/server/grpc_pages.h"
 
@@ -188,7 +189,8 @@ class AttentionService final : public v1::AttentionService::CallbackService {
 
 class AdminService final : public v1::AdminService::CallbackService {
  public:
-  AdminService(Core& core, std::function<void()> drain) : core_(core), drain_(std::move(drain)) {}
+  AdminService(Core& core, const ServerMetrics& metrics, std::function<void()> drain)
+      : core_(core), metrics_(metrics), drain_(std::move(drain)) {}
 
   ServerUnaryReactor* GetServerInfo(CallbackServerContext* context,
                                     const v1::GetServerInfoRequest* /*request*/,
@@ -199,6 +201,11 @@ class AdminService final : public v1::AdminService::CallbackService {
                                const v1::GetStatsRequest* /*request*/,
                                v1::GetStatsResponse* response) override {
     return answer(*context, [=, this] { core_.get_stats(*response); });
+  }
+  ServerUnaryReactor* GetMetrics(CallbackServerContext* context,
+                                 const v1::GetMetricsRequest* /*request*/,
+                                 v1::GetMetricsResponse* response) override {
+    return answer(*context, [=, this] { response->set_text(metrics_.text()); });
   }
   ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::DrainRequest* /*request*/,
                             v1::DrainResponse* /*response*/) override {
@@ -217,6 +224,7 @@ class AdminService final : public v1::AdminService::CallbackService {
 
  private:
   Core& core_;
+  const ServerMetrics& metrics_;
   std::function<void()> drain_;
 };
 
@@ -232,9 +240,10 @@ std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
 }
 
 std::vector<std::unique_ptr<grpc::Service>> make_admin_services(Core& core,
+                                                                const ServerMetrics& metrics,
                                                                 std::function<void()> drain) {
   std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(std::make_unique<AdminService>(core, std::move(drain)));
+  services.push_back(std::make_unique<AdminService>(core, metrics, std::move(drain)));
   return services;
 }
 

@@ -47,6 +47,7 @@ void StreamRegistry::end_idle(TimePoint since) {
   for (const auto& state : all()) {
     const std::lock_guard lock(state->mutex);
     if (state->phase == StreamState::Phase::kWorking || state->active >= since) continue;
+    if (!state->end_status && state->phase != StreamState::Phase::kFinished) ++ended_idle_;
     end(*state, status, Writes::kCancel);
   }
 }

@@ -4,6 +4,8 @@
 
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -33,6 +35,7 @@ class StreamRegistry {
   void remove(const std::shared_ptr<StreamState>& state);
   /// Ends streams that wait for their client, to send or to read, since before `since`.
   void end_idle(TimePoint since);
+  [[nodiscard]] std::uint64_t num_ended_idle() const noexcept { return ended_idle_; }
   /// Ends all streams: those at work when the work is done and answered. Those added later end at
   /// once.
   void end_all(const grpc::Status& status);
@@ -40,6 +43,7 @@ class StreamRegistry {
  private:
   [[nodiscard]] std::vector<std::shared_ptr<StreamState>> all();
 
+  std::atomic<std::uint64_t> ended_idle_{0};
   std::mutex mutex_;  ///< Guards both below.
   std::unordered_set<std::shared_ptr<StreamState>> states_;
   std::optional<grpc::Status> ended_;

@@ -125,6 +125,12 @@ std::size_t ModelPool::size() const {
   return models_.size();
 }
 
+bool ModelPool::any_failed() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(models_.begin(), models_.end(),
+                     [](const auto& model) { return model->failed.load(); });
+}
+
 Stats ModelPool::stats() const {
   std::vector<std::shared_ptr<Model>> models;
   Stats sum;

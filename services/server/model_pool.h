@@ -58,6 +58,7 @@ class ModelPool {
   [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
 
   [[nodiscard]] std::size_t size() const;
+  [[nodiscard]] bool any_failed() const;
   /// Sums over the engines there are and, for what only grows, those there were.
   [[nodiscard]] Stats stats() const;
 

@@ -2,10 +2,15 @@
 
 #include "kvtier/error.h"
 
+#include "services/metrics/http_server.h"
+#include "services/metrics/server_metrics.h"
+#include "services/server/core_metrics.h"
 #include "services/server/executor.h"
+#include "services/server/grpc_metrics.h"
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
 #include "services/server/listener.h"
+#include "services/server/status.h"
 
 #include <google/protobuf/stubs/logging.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -17,6 +22,7 @@
 #include <grpcpp/support/channel_arguments.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <fstream>
 #include <sstream>
@@ -105,19 +111,27 @@ class Reflection final : public grpc::ServerBuilderOption {
 class Server::Impl {
  public:
   explicit Impl(ServerOptions options)
-      : options_(std::move(options)),
+      : metrics_(make_metrics(options.core.tenants)),
+        options_(observed(std::move(options), *metrics_)),
         pool_(make_thread_pool(num_threads(options_.threads))),
         core_(options_.core, *pool_),
         quota_("kvtier") {
     quota_.Resize(kGrpcMemory);
     google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
     grpc::EnableDefaultHealthCheckService(true);
+    metrics_->add_source([this](Families& families) { describe(families); });
+    if (options_.more_metrics) metrics_->add_source(options_.more_metrics);
   }
 
   /// Apart from the constructor, so that a failure in the middle ends in the destructor.
   void start() {
     if (options_.listen.empty()) {
       throw Error(ErrorCode::kInvalidArgument, "listen: expected an address, found none");
+    }
+    if (options_.metrics) {
+      http_ = std::make_unique<HttpServer>(
+          HttpOptions{.endpoint = *options_.metrics,
+                      .routes = status_routes(*metrics_, [this] { return state(); })});
     }
     client_services_ = make_client_services(core_, streams_);
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);
@@ -128,16 +142,18 @@ class Server::Impl {
                       "admin-listen: expected unix:PATH, found " + endpoint.text());
         }
       }
-      admin_services_ = make_admin_services(core_, options_.on_drain);
+      admin_services_ = make_admin_services(core_, *metrics_, options_.on_drain);
       std::vector<Endpoint> bound;
       admin_server_ = listen(options_.admin, admin_services_, true, bound);
     }
     listener_.start();
+    started_ = true;
     sweeper_ = std::thread([this] { sweep_every_second(); });
   }
 
   ~Impl() {
     drain(std::chrono::milliseconds(0));
+    http_.reset();
     {
       const std::lock_guard lock(mutex_);
       ending_ = true;
@@ -150,7 +166,11 @@ class Server::Impl {
   Impl& operator=(const Impl&) = delete;
 
   [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept { return endpoints_; }
+  [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const {
+    return http_ ? std::optional(http_->endpoint()) : std::nullopt;
+  }
   [[nodiscard]] Core& core() noexcept { return core_; }
+  [[nodiscard]] const ServerMetrics& metrics() const noexcept { return *metrics_; }
 
   void drain(std::chrono::milliseconds grace) {
     const std::lock_guard lock(drain_mutex_);
@@ -177,6 +197,35 @@ class Server::Impl {
   }
 
  private:
+  static ServerOptions observed(ServerOptions options, ServerMetrics& metrics) {
+    options.core.observers.push_back(&metrics);
+    return options;
+  }
+
+  [[nodiscard]] ServerState state() const {
+    if (core_.draining()) return ServerState::kDraining;
+    if (!started_) return ServerState::kStarting;
+    return core_.degraded() ? ServerState::kDegraded : ServerState::kServing;
+  }
+
+  void describe(Families& families) const {
+    add_server_state(state(), families);
+    add_core_metrics(core_, families);
+    const CoreOptions& core = options_.core;
+    const std::size_t engines =
+        core.models.max_models * (core.models.memory.host_bytes + core.models.memory.device_bytes);
+    families.gauge("kvtier_memory_budget_bytes",
+                   "Memory that the options let the process take, that of devices included.",
+                   static_cast<double>(engines + kGrpcMemory) +
+                       static_cast<double>(core.max_session_memory + core.max_inflight_bytes +
+                                           core.pages.max_bytes));
+    families.counter("kvtier_admission_rejected_total", "",
+                     static_cast<double>(streams_.num_ended_idle()), {{"reason", "slow_consumer"}});
+    families.gauge("kvtier_tls_certificate_expiry_timestamp_seconds",
+                   "When the server's certificate ends, since 1970; 0 without TLS.",
+                   certificate_expiry(options_.tls.certificate));
+  }
+
   static std::size_t num_threads(std::size_t asked) {
     return asked > 0 ? asked : std::max(2U, std::thread::hardware_concurrency());
   }
@@ -187,6 +236,7 @@ class Server::Impl {
     grpc::ServerBuilder builder;
     set_limits(builder, quota_);
     builder.SetOption(std::make_unique<Reflection>(reflection));
+    builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc()));
     bound = endpoints;
     for (Endpoint& endpoint : bound) {
       if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
@@ -221,6 +271,7 @@ class Server::Impl {
     }
   }
 
+  const std::unique_ptr<ServerMetrics> metrics_;
   const ServerOptions options_;
   std::unique_ptr<Executor> pool_;
   Core core_;
@@ -232,6 +283,8 @@ class Server::Impl {
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors_;
   Listener listener_;
   std::unique_ptr<grpc::Server> client_server_, admin_server_;
+  std::atomic<bool> started_{false};
+  std::unique_ptr<HttpServer> http_;
   std::mutex drain_mutex_;
   std::mutex mutex_;  ///< Guards `ending_`.
   std::condition_variable wake_;
@@ -244,7 +297,9 @@ Server::Server(ServerOptions options) : impl_(std::make_unique<Impl>(std::move(o
 }
 Server::~Server() = default;
 const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->endpoints(); }
+std::optional<Endpoint> Server::metrics_endpoint() const { return impl_->metrics_endpoint(); }
 Core& Server::core() noexcept { return impl_->core(); }
+const ServerMetrics& Server::metrics() const noexcept { return impl_->metrics(); }
 void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }
 void Server::sweep(TimePoint now) { impl_->sweep(now); }
 

@@ -6,10 +6,14 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace kvtier::services {
+
+class Families;
+class ServerMetrics;
 
 /// Files in PEM. All three are needed for TCP: a client must show a certificate that `client_ca`
 /// has signed.
@@ -25,6 +29,10 @@ struct ServerOptions {
   TlsFiles tls;
   std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
   std::chrono::milliseconds stream_idle{600'000};
+  /// Where operators read metrics and the status page, on this machine; none: nowhere.
+  std::optional<Endpoint> metrics{};
+  /// Adds metrics of whoever runs the server; must not throw.
+  std::function<void(Families&)> more_metrics{};
   /// Called by AdminService.Drain; must not block.
   std::function<void()> on_drain = [] {};
 };
@@ -43,7 +51,10 @@ class Server {
 
   /// Where clients connect, with the ports that the system chose.
   [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;
+  /// Where the metrics are, if they are anywhere.
+  [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const;
   [[nodiscard]] Core& core() noexcept;
+  [[nodiscard]] const ServerMetrics& metrics() const noexcept;
 
   /// Ends the service: health turns to NOT_SERVING, new calls are refused, streams end after their
   /// request in progress, other calls finish; what is left after `grace` is cancelled. Returns when

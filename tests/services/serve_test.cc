@@ -234,6 +234,33 @@ TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
   }
 }
 
+TEST_F(ServeTest, MetricsAddressThatIsNotOfThisMachineIsRefused) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address, "--metrics", "tcp:0.0.0.0:0"});
+  EXPECT_EQ(server->read_line(), "");
+  EXPECT_EQ(server->wait(), 1);
+  EXPECT_THAT(err(), HasSubstr("metrics: expected a loopback address"));
+}
+
+TEST_F(ServeTest, LogOfJsonIsOneObjectALine) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  Program server(KVTIER_BINARY,
+                 {"kvtier", "--log-format", "json", "--log-level", "info", "serve", "--backend",
+                  "cpu", "--listen", address},
+                 {}, folder_ / "err");
+  ASSERT_EQ(server.read_line(), "listening on " + address) << err();
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait(), 0);
+  std::istringstream lines(err());
+  std::vector<std::string> events;
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_TRUE(line.starts_with("{\"time\":\"20") && line.ends_with("\"}")) << line;
+    const std::size_t at = line.find("\"event\":\"") + 9;
+    events.push_back(line.substr(at, line.find('"', at) - at));
+  }
+  EXPECT_THAT(events, ::testing::ElementsAre("serving", "draining", "ended"));
+}
+
 TEST_F(ServeTest, TokensTellTenantsApart) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   const std::string tenants =

@@ -25,6 +25,11 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 )
+        self.GetMetrics = channel.unary_unary(
+                '/kvtier.v1.AdminService/GetMetrics',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                )
         self.Drain = channel.unary_unary(
                 '/kvtier.v1.AdminService/Drain',
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -54,6 +59,13 @@ class AdminServiceServicer(object):
 
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """What the metrics listener tells, in the text format of Prometheus.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -90,6 +102,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -148,6 +165,23 @@ class AdminService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AdminService/GetStats',
             kvtier_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AdminService/GetMetrics',
+            kvtier_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -200,6 +200,7 @@ TEST(EndpointText, IsParsedAndWritten) {
   EXPECT_TRUE(parse_endpoint("tcp:[::1]:1").is_loopback());
   EXPECT_FALSE(parse_endpoint("tcp:0.0.0.0:1").is_loopback());
   EXPECT_FALSE(parse_endpoint("tcp:128.127.0.1:1").is_loopback());
+  EXPECT_FALSE(parse_endpoint("tcp:127.0.0.1.example.org:1").is_loopback());
   EXPECT_FALSE(parse_endpoint("unix:/x").is_loopback());
 }
 

@@ -1,0 +1,47 @@
+#include "services/metrics/families.h"
+
+#include <algorithm>
+
+namespace kvtier::services {
+
+prometheus::ClientMetric& Families::add(const std::string& name, const std::string& help,
+                                        prometheus::MetricType type, const Labels& labels) {
+  prometheus::MetricFamily& family = families_[name];
+  if (family.name.empty()) {
+    family.name = name;
+    family.help = help;
+    family.type = type;
+  }
+  prometheus::ClientMetric& metric = family.metric.emplace_back();
+  for (const auto& [label, value] : labels) metric.label.push_back({label, value});
+  return metric;
+}
+
+void Families::counter(const std::string& name, const std::string& help, double value,
+                       const Labels& labels) {
+  add(name, help, prometheus::MetricType::Counter, labels).counter.value = value;
+}
+
+void Families::gauge(const std::string& name, const std::string& help, double value,
+                     const Labels& labels) {
+  add(name, help, prometheus::MetricType::Gauge, labels).gauge.value = value;
+}
+
+void Families::merge(prometheus::MetricFamily family) {
+  prometheus::MetricFamily& to = families_[family.name];
+  for (prometheus::ClientMetric& metric : to.metric) family.metric.push_back(std::move(metric));
+  to = std::move(family);
+}
+
+std::vector<prometheus::MetricFamily> Families::take() {
+  std::vector<prometheus::MetricFamily> all;
+  for (auto& [name, family] : families_) {
+    std::sort(family.metric.begin(), family.metric.end(),
+              [](const auto& a, const auto& b) { return a.label < b.label; });
+    all.push_back(std::move(family));
+  }
+  families_.clear();
+  return all;
+}
+
+}  // namespace kvtier::services

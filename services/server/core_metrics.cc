@@ -1,0 +1,195 @@
+#include "services/server/core_metrics.h"
+
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/metrics/server_metrics.h"
+
+#include <google/protobuf/descriptor.h>
+
+#include <array>
+
+namespace kvtier::services {
+namespace {
+
+std::array<const google::protobuf::FileDescriptor*, 5> service_files() {
+  return {v1::CreateSessionRequest::descriptor()->file(), v1::AppendRequest::descriptor()->file(),
+          v1::GetStatsRequest::descriptor()->file(), v1::OpenLeaseRequest::descriptor()->file(),
+          v1::ReadPagesRequest::descriptor()->file()};
+}
+
+double number(std::uint64_t value) { return static_cast<double>(value); }
+
+void add_sessions(const v1::ServiceStats& stats, std::size_t live, Families& families) {
+  families.gauge("kvtier_sessions", "Sessions that live.", static_cast<double>(live));
+  families.counter("kvtier_session_created_total", "Sessions that were created.",
+                   number(stats.sessions_created()));
+  const std::string help = "Sessions that ended, by the client's will or with their lease.";
+  families.counter("kvtier_session_ended_total", help, number(stats.sessions_released()),
+                   {{"reason", "released"}});
+  families.counter("kvtier_session_ended_total", help, number(stats.leases_expired()),
+                   {{"reason", "expired"}});
+  families.counter("kvtier_lease_expirations_total", "Leases that ran out.",
+                   number(stats.leases_expired()));
+}
+
+void add_engines(const v1::GetStatsResponse& stats, Families& families) {
+  const v1::CumulativeStats& sums = stats.cumulative();
+  families.gauge("kvtier_models", "Engines, one per geometry and set of sketches.",
+                 number(stats.service().models()));
+  families.counter("kvtier_tokens_appended_total", "Tokens stored, each once per layer.",
+                   number(sums.tokens_appended()));
+  families.counter("kvtier_queries_total", "Query tokens attended, each once per layer.",
+                   number(sums.queries()));
+  const std::string rows = "Rows attended, per query token, KV head and layer.";
+  families.counter("kvtier_rows_total", rows, number(sums.rows_selected()),
+                   {{"result", "selected"}});
+  families.counter("kvtier_rows_total", rows, number(sums.rows_attended() - sums.rows_selected()),
+                   {{"result", "always"}});
+  const std::string read = "Bytes of rows that steps read, from host pages or from the device.";
+  families.counter("kvtier_row_read_bytes_total", read, number(sums.bytes_host_to_device()),
+                   {{"source", "host"}});
+  families.counter("kvtier_row_read_bytes_total", read, number(sums.bytes_device_resident()),
+                   {{"source", "device"}});
+  families.counter("kvtier_sketch_read_bytes_total", "Bytes of sketches that scoring read.",
+                   number(sums.bytes_sketch_read()));
+  const std::string copies = "Bytes of rows between host pages and the device.";
+  families.counter("kvtier_device_copy_bytes_total", copies, number(sums.bytes_host_to_device()),
+                   {{"direction", "host_to_device"}});
+  families.counter("kvtier_device_copy_bytes_total", copies, number(sums.bytes_device_to_host()),
+                   {{"direction", "device_to_host"}});
+  families.counter("kvtier_nonfinite_tokens_total", "Keys and values with NaN or infinity.",
+                   number(sums.nonfinite_tokens()));
+}
+
+void add_memory(const v1::SnapshotStats& now, Families& families) {
+  const std::string capacity = "Bytes that a tier has.";
+  const std::string used = "Bytes of a tier that are in use.";
+  families.gauge("kvtier_tier_capacity_bytes", capacity, number(now.host_page_bytes()),
+                 {{"tier", "engine_host"}});
+  families.gauge("kvtier_tier_used_bytes", used, number(now.host_page_bytes_used()),
+                 {{"tier", "engine_host"}});
+  families.gauge("kvtier_tier_capacity_bytes", capacity, number(now.device_bytes()),
+                 {{"tier", "engine_device"}});
+  families.gauge("kvtier_tier_used_bytes", used, number(now.sketch_bytes_used()),
+                 {{"tier", "engine_device"}});
+  const std::string pages = "Page frames, by state.";
+  families.gauge("kvtier_pages", pages, number(now.pages_used()),
+                 {{"tier", "engine_host"}, {"state", "committed"}});
+  families.gauge("kvtier_pages", pages, number(now.pages() - now.pages_used()),
+                 {{"tier", "engine_host"}, {"state", "free"}});
+}
+
+void add_page_cache(const v1::PageCacheStats& cache, Families& families) {
+  const Labels tier{{"tier", "pages"}};
+  const auto with = [&tier](const char* label, const char* value) {
+    Labels labels = tier;
+    labels.emplace_back(label, value);
+    return labels;
+  };
+  families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
+                 number(cache.total_bytes()), tier);
+  families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
+                 number(cache.total_bytes() - cache.free_bytes()), tier);
+  const std::string pages = "Page frames, by state.";
+  families.gauge("kvtier_pages", pages, number(cache.reserved_pages()), with("state", "reserved"));
+  families.gauge("kvtier_pages", pages, number(cache.committed_pages()),
+                 with("state", "committed"));
+  families.gauge("kvtier_pages", pages, number(cache.quarantined_pages()),
+                 with("state", "quarantined"));
+  families.gauge("kvtier_pages_pinned", "Committed pages that are pinned.",
+                 number(cache.pinned_pages()), tier);
+  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.",
+                 number(cache.leases()));
+  const std::string lookups = "Hashes that were looked up.";
+  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_hits()),
+                   {{"result", "hit_pages"}});
+  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_misses()),
+                   {{"result", "miss"}});
+  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
+                   number(cache.bytes_read()), tier);
+  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
+                   number(cache.bytes_written()), tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.",
+                   number(cache.pages_evicted()), tier);
+  families.counter("kvtier_evicted_bytes_total", "Bytes of pages evicted for others.",
+                   number(cache.bytes_evicted()), tier);
+  families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
+                   number(cache.checksum_failures()), tier);
+}
+
+void add_tenants(const Core& core, Families& families) {
+  struct Sums {
+    double sessions = 0, bytes = 0, quota = 0;
+  };
+  std::vector<std::pair<std::string, Sums>> series;
+  for (const auto& tenant : core.tenants().all()) {
+    const std::string label = tenant_label(*tenant);
+    if (series.empty() || series.back().first != label) series.emplace_back(label, Sums{});
+    Sums& sums = series.back().second;
+    sums.sessions += static_cast<double>(tenant->sessions());
+    sums.bytes += static_cast<double>(tenant->kv_bytes());
+    sums.quota += static_cast<double>(tenant->limits().max_kv_bytes);
+  }
+  for (const auto& [label, sums] : series) {
+    families.gauge("kvtier_tenant_sessions", "Sessions of a tenant.", sums.sessions,
+                   {{"tenant", label}});
+    families.gauge("kvtier_tenant_used_bytes", "Bytes of keys and values of a tenant.", sums.bytes,
+                   {{"tenant", label}});
+    families.gauge("kvtier_tenant_quota_bytes", "Bytes that a tenant may hold.", sums.quota,
+                   {{"tenant", label}});
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> rpc_methods() {
+  std::vector<std::string> names;
+  for (const auto* file : service_files()) {
+    for (int s = 0; s < file->service_count(); ++s) {
+      const auto* service = file->service(s);
+      for (int m = 0; m < service->method_count(); ++m) {
+        names.push_back(service->name() + "/" + service->method(m)->name());
+      }
+    }
+  }
+  return names;
+}
+
+std::vector<std::string> operation_methods() {
+  return {"SessionService/CreateSession",   "SessionService/GetSession",
+          "SessionService/TruncateSession", "SessionService/ForkSession",
+          "SessionService/ReleaseSession",  "AttentionService/Append",
+          "AttentionService/Select",        "AttentionService/Attend",
+          "AttentionService/Decode",        "AttentionService/BatchSelect",
+          "AttentionService/BatchAttend",   "AttentionService/BatchDecode"};
+}
+
+std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants) {
+  std::vector<std::string> names;
+  for (const TenantConfig& tenant : tenants) names.push_back(tenant.name);
+  if (names.empty()) names.emplace_back("default");
+  return std::make_unique<ServerMetrics>(rpc_methods(), operation_methods(), names);
+}
+
+void add_core_metrics(const Core& core, Families& families) {
+  v1::GetStatsResponse stats;
+  core.get_stats(stats);
+  const v1::ServiceStats& service = stats.service();
+  add_sessions(service, core.num_sessions(), families);
+  families.counter("kvtier_operations_total", "Operations that arrived.",
+                   number(service.received()));
+  families.gauge("kvtier_inflight_bytes", "Bytes of requests and replies in flight.",
+                 number(service.inflight_bytes()), {{"plane", "grpc"}});
+  families.gauge("kvtier_inflight_bytes_limit", "Bytes that may be in flight.",
+                 number(service.inflight_bytes_limit()), {{"plane", "grpc"}});
+  families.gauge("kvtier_session_memory_bytes", "Bytes that sessions hold beside their pages.",
+                 static_cast<double>(core.session_memory()));
+  families.gauge("kvtier_device_up", "1 unless an engine has failed and is still there.",
+                 core.degraded() ? 0 : 1);
+  add_engines(stats, families);
+  add_memory(stats.snapshot(), families);
+  add_page_cache(stats.page_cache(), families);
+  add_tenants(core, families);
+}
+
+}  // namespace kvtier::services

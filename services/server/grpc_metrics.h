@@ -1,0 +1,17 @@
+#pragma once
+
+#include <grpcpp/support/server_interceptor.h>
+
+#include <memory>
+#include <vector>
+
+namespace kvtier::services {
+
+class RpcMetrics;
+
+/// Returns what counts every call of kvtier.v1, whatever service it is of. `metrics` must outlive
+/// the server.
+[[nodiscard]] std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
+make_rpc_counters(RpcMetrics& metrics);
+
+}  // namespace kvtier::services

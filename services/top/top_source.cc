@@ -1,0 +1,49 @@
+#include "services/top/top_source.h"
+
+#include "kvtier/error.h"
+#include "kvtier/v1/admin.grpc.pb.h"
+
+#include "services/metrics/http_get.h"
+#include "services/server/endpoint.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <memory>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::chrono::seconds kTimeout{2};
+constexpr int kMaxBytes = 16 << 20;
+
+}  // namespace
+
+TopSource admin_source(const std::string& address) {
+  const Endpoint endpoint = parse_endpoint(address);
+  if (!endpoint.is_unix) {
+    throw Error(ErrorCode::kInvalidArgument, "server: expected unix:PATH, found " + address);
+  }
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxBytes);
+  const auto channel = grpc::CreateCustomChannel(endpoint.grpc_target(),
+                                                 grpc::InsecureChannelCredentials(), arguments);
+  const std::shared_ptr<v1::AdminService::Stub> stub = v1::AdminService::NewStub(channel);
+  return [address, stub] {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + kTimeout);
+    v1::GetMetricsResponse response;
+    const grpc::Status status = stub->GetMetrics(&context, {}, &response);
+    if (!status.ok()) {
+      throw Error(ErrorCode::kUnavailable, "server: expected AdminService at " + address +
+                                               ", found none: " + status.error_message());
+    }
+    return response.text();
+  };
+}
+
+TopSource http_source(const std::string& address) {
+  return [endpoint = parse_endpoint(address)] { return http_get(endpoint, "/metrics", kTimeout); };
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace kvtier::services {
+
+/// Reads a server's metrics, in the text format of Prometheus. Throws `Error` when there is no
+/// answer within two seconds.
+using TopSource = std::function<std::string()>;
+
+/// From AdminService, at unix:PATH.
+[[nodiscard]] TopSource admin_source(const std::string& address);
+/// From the HTTP listener, at unix:PATH or tcp:HOST:PORT.
+[[nodiscard]] TopSource http_source(const std::string& address);
+
+}  // namespace kvtier::services

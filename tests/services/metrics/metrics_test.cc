@@ -1,0 +1,288 @@
+#include "services/metrics/exposition.h"
+#include "services/metrics/server_metrics.h"
+#include "services/server/core_metrics.h"
+#include "tests/services/server/core_fixture.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <regex>
+#include <set>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using testing::ManualExecutor;
+using ::testing::Not;
+using testing::random_tensor;
+using ::testing::SizeIs;
+
+/// A core that is watched.
+class MetricsTest : public testing::CoreTest {
+ protected:
+  void start(CoreOptions options = testing::small_options()) {
+    metrics_ = make_metrics(options.tenants);
+    options.observers = {metrics_.get()};
+    make_core(std::move(options));
+    metrics_->add_source([this](Families& families) { add_core_metrics(*core_, families); });
+  }
+  [[nodiscard]] Exposition read() const { return Exposition::parse(metrics_->text()); }
+
+  std::unique_ptr<ServerMetrics> metrics_;
+};
+
+TEST_F(MetricsTest, EverySeriesIsThereBeforeAnythingHasHappened) {
+  start();
+
+  const Exposition seen = read();
+
+  for (const std::string& method : rpc_methods()) {
+    for (const char* code : {"OK", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED"}) {
+      const Exposition::LabelSet labels{{"method", method}, {"code", code}};
+      EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", labels), 0);
+    }
+  }
+  EXPECT_THAT(seen.values("kvtier_rpc_requests_total", "method"),
+              SizeIs(rpc_methods().size() + 1));  // and "other"
+  EXPECT_THAT(seen.values("kvtier_rpc_requests_total", "code"), SizeIs(15));
+  EXPECT_THAT(seen.values("kvtier_operation_seconds_count", "method"),
+              SizeIs(operation_methods().size()));
+  EXPECT_THAT(seen.values("kvtier_session_ended_total", "reason"),
+              ElementsAre("expired", "released"));
+  EXPECT_THAT(seen.values("kvtier_admission_rejected_total", "reason"),
+              ElementsAre("draining", "limit", "overload", "quota"));
+  EXPECT_THAT(seen.values("kvtier_tenant_rejected_total", "tenant"),
+              ElementsAre("default", "other"));
+}
+
+TEST_F(MetricsTest, OperationsAreMethodsOfTheApi) {
+  for (const std::string& method : operation_methods()) {
+    EXPECT_THAT(rpc_methods(), Contains(method));
+  }
+}
+
+TEST_F(MetricsTest, NamesFollowTheRulesOfPrometheus) {
+  start();
+  const std::regex name("(kvtier|process)_[a-z0-9_]+");
+  for (const auto& family : metrics_->collect()) {
+    EXPECT_TRUE(std::regex_match(family.name, name)) << family.name;
+    EXPECT_FALSE(family.help.empty()) << family.name;
+    EXPECT_EQ(family.name.ends_with("_total"), family.type == prometheus::MetricType::Counter)
+        << family.name;
+    EXPECT_FALSE(std::regex_search(family.name, std::regex("_(us|ms|ns|mib|kb|percent)(_|$)")))
+        << family.name << ": base units only";
+    for (const auto& metric : family.metric) {
+      for (const auto& label : metric.label) {
+        EXPECT_THAT((std::set<std::string>{"session", "handle", "path", "model"}),
+                    Not(Contains(label.name)))
+            << family.name;
+      }
+    }
+  }
+}
+
+TEST_F(MetricsTest, SeriesStayFewWithManyTenants) {
+  CoreOptions options = testing::small_options();
+  for (int i = 0; i < 100; ++i) {
+    TenantConfig tenant;
+    tenant.name = "tenant" + std::to_string(i);
+    tenant.token_sha256 = std::string(61, 'a') + std::to_string(100 + i);
+    options.tenants.push_back(tenant);
+  }
+  start(options);
+  for (const std::size_t tenant : {0U, 63U, 64U, 99U}) open(tenant);
+
+  const Exposition seen = read();
+
+  std::size_t series = 0;
+  for (const auto& [name, samples] : seen.samples()) series += samples.size();
+  EXPECT_LT(series, 2000U);
+  EXPECT_THAT(seen.values("kvtier_tenant_sessions", "tenant"), SizeIs(kMaxTenantSeries + 1));
+  EXPECT_EQ(seen.sum("kvtier_tenant_sessions", {{"tenant", "tenant63"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_tenant_sessions", {{"tenant", "other"}}), 2);
+}
+
+TEST_F(MetricsTest, SessionsCreatedAreThoseThatEndedAndThoseThatLive) {
+  start();
+  const std::string first = open();
+  open();
+  open();
+  EXPECT_EQ(release(first).reason(), "OK");
+  now_ += std::chrono::seconds(61);
+  open();
+  core_->sweep();
+  executor_.run_all();
+  open();
+
+  const Exposition seen = read();
+
+  EXPECT_EQ(seen.sum("kvtier_session_created_total"), 5);
+  EXPECT_EQ(seen.sum("kvtier_session_ended_total", {{"reason", "released"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_session_ended_total", {{"reason", "expired"}}), 2);
+  EXPECT_EQ(seen.sum("kvtier_sessions"), 2);
+  EXPECT_EQ(seen.sum("kvtier_session_created_total") - seen.sum("kvtier_session_ended_total"),
+            seen.sum("kvtier_sessions"));
+  EXPECT_EQ(seen.sum("kvtier_lease_expirations_total"), 2);
+  EXPECT_EQ(seen.sum("kvtier_tenant_sessions"), seen.sum("kvtier_sessions"));
+}
+
+TEST_F(MetricsTest, RefusalsAreCountedByReasonAndTenant) {
+  CoreOptions options = testing::small_options();
+  options.tenants = testing::two_tenants();
+  options.tenants[1].limits.max_sessions = 1;
+  options.max_queued_per_session = 1;
+  start(options);
+  const std::string name = open(1);
+  v1::CreateSessionResponse response;
+  EXPECT_EQ(create(create_request(), response, 1).reason(), "QUOTA_EXCEEDED");
+  EXPECT_EQ(reason_of_get("nonsense", 1), "NOT_FOUND");
+  v1::GetSessionRequest get;
+  get.set_name(name);
+  v1::GetSessionResponse waits, refused;
+  testing::Ending waiting, full;
+  core_->get_session(call(1), get, waits, waiting.listener());
+  core_->get_session(call(1), get, refused, full.listener());
+  EXPECT_EQ(full.reason(), "QUEUE_FULL");
+  executor_.run_all();
+  core_->drain();
+  EXPECT_EQ(create(create_request(), response, 0).reason(), "DRAINING");
+
+  const Exposition seen = read();
+
+  const std::string total = "kvtier_admission_rejected_total";
+  EXPECT_EQ(seen.sum(total, {{"reason", "quota"}}), 1);
+  EXPECT_EQ(seen.sum(total, {{"reason", "overload"}}), 1);
+  EXPECT_EQ(seen.sum(total, {{"reason", "draining"}}), 1);
+  EXPECT_EQ(seen.sum(total), 3);
+  EXPECT_EQ(seen.sum("kvtier_tenant_rejected_total", {{"tenant", "first"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_tenant_rejected_total", {{"tenant", "second"}}), 2);
+}
+
+TEST_F(MetricsTest, OperationsAreTimedFromArrivalAndByTheirWait) {
+  start();
+  const std::string name = open();
+  v1::GetSessionRequest request;
+  request.set_name(name);
+  v1::GetSessionResponse response;
+  testing::Ending ending;
+  core_->get_session(call(), request, response, ending.listener());
+  now_ += std::chrono::milliseconds(30);
+  executor_.run_all();
+
+  const Exposition seen = read();
+
+  const Exposition::LabelSet method{{"method", "SessionService/GetSession"}};
+  EXPECT_EQ(seen.sum("kvtier_operation_seconds_count", method), 1);
+  EXPECT_DOUBLE_EQ(seen.sum("kvtier_operation_seconds_sum", method), 0.03);
+  EXPECT_DOUBLE_EQ(seen.sum("kvtier_rpc_queue_seconds_sum", method), 0.03);
+  EXPECT_EQ(seen.quantile({}, "kvtier_operation_seconds", method, 0.5), 0.0512);
+}
+
+TEST_F(MetricsTest, RenewalsTellHowMuchOfALeaseWasLeft) {
+  start();
+  const std::string name = open();
+  now_ += std::chrono::seconds(45);
+  EXPECT_EQ(reason_of_get(name), "OK");
+
+  const Exposition seen = read();
+
+  EXPECT_EQ(seen.sum("kvtier_lease_remaining_seconds_count"), 1);
+  EXPECT_DOUBLE_EQ(seen.sum("kvtier_lease_remaining_seconds_sum"), 15);
+}
+
+TEST_F(MetricsTest, BytesAndRowsAreThoseOfTheEngines) {
+  start();
+  const std::string name = open();
+  EXPECT_EQ(append(name, testing::append_request(0, 200, 1)).reason(), "OK");
+  v1::DecodeResponse response;
+  EXPECT_EQ(decode(testing::decode_request(name, 0, 1, 2), response).reason(), "OK");
+
+  const Exposition seen = read();
+
+  EXPECT_EQ(seen.sum("kvtier_tokens_appended_total"), 201);
+  EXPECT_EQ(seen.sum("kvtier_queries_total"), 1);
+  EXPECT_EQ(seen.sum("kvtier_rows_total", {{"result", "selected"}}), 16 * testing::kKvHeads);
+  EXPECT_EQ(seen.sum("kvtier_rows_total", {{"result", "always"}}), 8 * testing::kKvHeads);
+  EXPECT_GT(seen.sum("kvtier_tier_used_bytes", {{"tier", "engine_host"}}), 0);
+  EXPECT_EQ(seen.sum("kvtier_tenant_used_bytes", {{"tenant", "default"}}), tenant().kv_bytes());
+  v1::GetStatsResponse stats;
+  core_->get_stats(stats);
+  EXPECT_EQ(seen.sum("kvtier_pages", {{"tier", "engine_host"}}),
+            static_cast<double>(stats.snapshot().pages()));
+}
+
+TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
+  start();
+  const auto lease =
+      core_->pages().open(tenant(), {.model = "m", .page_bytes = 4096}, executor_.make_strand());
+  const std::vector<std::byte> bytes(4096);
+  const PageInfo page = core_->pages().reserve(*lease, {.hash = "h"});
+  (void)core_->pages().commit(*lease, page.handle, bytes);
+  const std::vector<std::string_view> hashes{"h", "other"};
+  const std::vector<std::uint32_t> layers{0};
+  (void)core_->pages().lookup(*lease, layers, hashes);
+  (void)core_->pages().reserve(*lease, {});
+
+  const Exposition seen = read();
+
+  const Exposition::LabelSet tier{{"tier", "pages"}};
+  EXPECT_EQ(seen.sum("kvtier_pages", {{"tier", "pages"}, {"state", "committed"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_pages", {{"tier", "pages"}, {"state", "reserved"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_tier_used_bytes", tier), 2 * 4096);
+  EXPECT_EQ(seen.sum("kvtier_tier_write_bytes_total", tier), 4096);
+  EXPECT_EQ(seen.sum("kvtier_lookup_pages_total", {{"result", "hit_pages"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_lookup_pages_total", {{"result", "miss"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_page_leases"), 1);
+}
+
+TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
+  ServerMetrics metrics({"A/B", "A/C"}, {"A/B"}, {"default"});
+  RpcMetrics& rpc = metrics.rpc();
+  RpcMetrics::Method& method = rpc.find("A/B");
+  for (int i = 0; i < 5; ++i) RpcMetrics::started(method);
+  RpcMetrics::finished(method, 0, std::chrono::milliseconds(1));
+  RpcMetrics::finished(method, 14, std::chrono::milliseconds(2));
+  RpcMetrics::finished(method, 99, std::chrono::milliseconds(2));  // no code: UNKNOWN
+  RpcMetrics::started(rpc.find("A/Z"));
+  RpcMetrics::message(method, Direction::kSent, 5000);
+
+  const Exposition seen = Exposition::parse(metrics.text());
+
+  const Exposition::LabelSet b{{"method", "A/B"}};
+  EXPECT_EQ(seen.sum("kvtier_rpc_started_total", b), 5);
+  EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", b), 3);
+  EXPECT_EQ(seen.sum("kvtier_rpc_inflight", b), 2);
+  EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", {{"method", "A/B"}, {"code", "UNKNOWN"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "other"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "A/C"}}), 0);
+  EXPECT_EQ(seen.sum("kvtier_rpc_message_bytes_sum", {{"method", "A/B"}, {"direction", "sent"}}),
+            5000);
+  EXPECT_EQ(seen.sum("kvtier_rpc_message_bytes_count", {{"direction", "received"}}), 0);
+}
+
+TEST(ProcessStats, AreOfThisProcess) {
+  ServerMetrics metrics({}, {}, {});
+  const Exposition seen = Exposition::parse(metrics.text());
+  EXPECT_GT(seen.sum("process_resident_memory_bytes"), 1e6);
+  EXPECT_GE(seen.sum("process_virtual_memory_bytes"), seen.sum("process_resident_memory_bytes"));
+  EXPECT_GE(seen.sum("process_open_fds"), 3);
+  EXPECT_GT(seen.sum("process_max_fds"), seen.sum("process_open_fds"));
+  EXPECT_GE(seen.sum("process_threads"), 1);
+  const double started = seen.sum("process_start_time_seconds");
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  EXPECT_LE(started, std::chrono::duration<double>(now).count() + 1);
+  EXPECT_GT(started, 1.7e9);
+}
+
+TEST(Rejections, AreReasonsThatPassOrAreQuotas) {
+  EXPECT_EQ(rejection_of("QUOTA_EXCEEDED"), "quota");
+  EXPECT_EQ(rejection_of("DRAINING"), "draining");
+  EXPECT_EQ(rejection_of("CACHE_FULL"), "limit");
+  EXPECT_THAT(rejection_of("NOT_FOUND"), IsEmpty());
+}
+
+}  // namespace
+}  // namespace kvtier::services
