@@ -96,6 +96,19 @@ void raise_descriptor_limit() {
   (void)::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+/// Beside every Unix socket one of the data plane, unless others are asked for.
+std::vector<Endpoint> data_endpoints(const ServeCommand& command,
+                                     const std::vector<Endpoint>& listen) {
+  std::vector<Endpoint> endpoints;
+  if (command.data_listen.size() == 1 && command.data_listen[0] == "none") return endpoints;
+  for (const std::string& text : command.data_listen) endpoints.push_back(parse_endpoint(text));
+  if (!endpoints.empty()) return endpoints;
+  for (const Endpoint& endpoint : listen) {
+    if (endpoint.is_unix) endpoints.push_back(parse_endpoint(endpoint.text() + ".data"));
+  }
+  return endpoints;
+}
+
 ServerOptions server_options(const ServeCommand& command) {
   ServerOptions options;
   const std::string folder = default_socket_folder();
@@ -110,6 +123,7 @@ ServerOptions server_options(const ServeCommand& command) {
     options.admin.push_back(parse_endpoint("unix:" + folder + "/admin.sock"));
   }
   if (!command.metrics.empty()) options.metrics = parse_endpoint(command.metrics);
+  options.data.listen = data_endpoints(command, options.listen);
   options.insecure_tcp = command.insecure_tcp;
   options.tls = {.certificate = command.tls_certificate,
                  .key = command.tls_key,
@@ -154,6 +168,10 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--metrics", command.metrics,
       "unix:PATH or tcp:HOST:PORT on loopback, where HTTP has a status page, /metrics for "
       "Prometheus, /status.json and /healthz (default: nowhere)");
+  add("--data-listen", command.data_listen,
+      "unix:PATH or tcp:HOST:PORT of the data plane, or none (default: beside each Unix socket, "
+      "with .data behind its name)")
+      ->delimiter(',');
   with_environment(app->add_flag("--insecure-tcp", command.insecure_tcp,
                                  "Allow TCP without TLS, on loopback only"));
   add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");

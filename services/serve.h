@@ -23,6 +23,7 @@ struct ServeCommand {
   std::vector<std::string> listen;
   std::vector<std::string> admin_listen;
   std::string metrics;
+  std::vector<std::string> data_listen;
   bool insecure_tcp = false;
   std::string tls_certificate, tls_key, tls_client_ca;
   std::string tenants_file;

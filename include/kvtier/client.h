@@ -26,6 +26,9 @@ struct ClientOptions {
   std::chrono::milliseconds timeout{30'000};
   /// Attempts at a call that the server cannot take now; 1: no retry.
   int attempts = 4;
+  /// Send tensors over the server's data plane where it has one: shared memory on the same machine,
+  /// its TCP port otherwise. Calls that it cannot take go over gRPC.
+  bool data_plane = true;
 };
 
 /// A call that the server, or the way to it, has refused. Credentials that are wrong are

@@ -2,6 +2,7 @@
 
 #include "services/client/client_impl.h"
 #include "services/client/decode_stream.h"
+#include "services/client/plane_calls.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
@@ -117,6 +118,7 @@ class RemoteSession::Impl {
     const std::int64_t tokens = keys.shape[0];
     const std::int64_t chunk = chunk_tokens(keys, values);
     v1::AppendResponse response;
+    if (append_over_plane(layer, keys, values, chunk)) return;
     client_->connection.call_once([&](grpc::ClientContext& context) {
       const auto stream = client_->connection.attention().Append(&context, &response);
       for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
@@ -144,13 +146,19 @@ class RemoteSession::Impl {
     v1::SelectRequest request;
     request.set_session(name_);
     request.set_layer(layer);
-    fill(*request.mutable_query(), "query", query);
+    check_readable("query", query);
     *request.mutable_options() = services::message_of(options);
     request.set_with_scores(!outputs.scores.empty());
     v1::SelectResponse response;
-    client_->connection.call([&](grpc::ClientContext& context) {
-      return client_->connection.attention().Select(&context, request, &response);
+    const bool done = over_plane([&](services::DataChannel& channel) {
+      return services::select_over(channel, request, query, response);
     });
+    if (!done) {
+      fill(*request.mutable_query(), "query", query);
+      client_->connection.call([&](grpc::ClientContext& context) {
+        return client_->connection.attention().Select(&context, request, &response);
+      });
+    }
     take(response.ids(), "ids", outputs.ids);
     take(response.scores(), "scores", outputs.scores);
   }
@@ -161,13 +169,20 @@ class RemoteSession::Impl {
     v1::AttendRequest request;
     request.set_session(name_);
     request.set_layer(layer);
-    fill(*request.mutable_query(), "query", inputs.query);
-    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+    check_readable("query", inputs.query);
+    if (!inputs.selected.empty()) check_readable("selected", inputs.selected);
     *request.mutable_options() = services::message_of(options);
     v1::AttendResponse response;
-    client_->connection.call([&](grpc::ClientContext& context) {
-      return client_->connection.attention().Attend(&context, request, &response);
+    const bool done = over_plane([&](services::DataChannel& channel) {
+      return services::attend_over(channel, request, inputs, response);
     });
+    if (!done) {
+      fill(*request.mutable_query(), "query", inputs.query);
+      if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+      client_->connection.call([&](grpc::ClientContext& context) {
+        return client_->connection.attention().Attend(&context, request, &response);
+      });
+    }
     take(response.out(), response.lse(), outputs);
   }
 
@@ -179,18 +194,16 @@ class RemoteSession::Impl {
     request.set_layer(layer);
     request.set_step(++step_);
     if (known_layer(layer)) request.set_position(length(layer));
-    fill(*request.mutable_query(), "query", inputs.query);
-    fill(*request.mutable_key(), "key", inputs.key);
-    fill(*request.mutable_value(), "value", inputs.value);
-    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+    check_readable("query", inputs.query);
+    check_readable("key", inputs.key);
+    check_readable("value", inputs.value);
+    if (!inputs.selected.empty()) check_readable("selected", inputs.selected);
     *request.mutable_options() = services::message_of(options);
     v1::DecodeResponse response;
-    client_->connection.retry([&] {
-      grpc::Status status = steps_.exchange(request, response);
-      // The server ends streams that stand still; the session lives on.
-      if (services::reason_of(status) == "STREAM_IDLE") status = steps_.exchange(request, response);
-      return status;
+    const bool done = over_plane([&](services::DataChannel& channel) {
+      return services::decode_over(channel, request, inputs, response);
     });
+    if (!done) decode_over_grpc(request, inputs, response);
     lengths_[static_cast<std::size_t>(layer)] += inputs.key.shape[0];
     take(response.out(), response.lse(), outputs);
   }
@@ -242,6 +255,60 @@ class RemoteSession::Impl {
   }
 
  private:
+  /// Runs a call over the data plane. Returns false when it must be made over gRPC, which is safe
+  /// for calls that may be repeated: there was no channel, the tensors did not fit, or the server
+  /// could not take it.
+  template <typename Run>
+  bool over_plane(Run run) {
+    const services::ChannelPool::Lent channel = client_->channels.borrow();
+    if (!channel) return false;
+    try {
+      return run(*channel);
+    } catch (const ClientError& error) {
+      if (error.code() == ErrorCode::kUnavailable ||
+          error.code() == ErrorCode::kResourceExhausted || error.reason() == "REPLY_TOO_LARGE") {
+        return false;
+      }
+      throw;
+    }
+  }
+
+  /// Returns false when nothing was sent.
+  bool append_over_plane(int layer, const TensorView& keys, const TensorView& values,
+                         std::int64_t chunk) {
+    const services::ChannelPool::Lent channel = client_->channels.borrow();
+    if (!channel) return false;
+    const std::int64_t tokens = keys.shape[0];
+    for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
+      v1::AppendRequest request;
+      request.set_session(name_);
+      request.set_layer(layer);
+      if (known_layer(layer)) request.set_position(length(layer));
+      v1::AppendResponse response;
+      if (!services::append_over(*channel, request, keys, values, first,
+                                 std::min(chunk, tokens - first), response)) {
+        if (first == 0) return false;
+        invalid("keys: expected chunks of equal size");
+      }
+      lengths_.assign(response.layer_lengths().begin(), response.layer_lengths().end());
+    }
+    return true;
+  }
+
+  void decode_over_grpc(v1::DecodeRequest& request, const DecodeInputs& inputs,
+                        v1::DecodeResponse& response) {
+    fill(*request.mutable_query(), "query", inputs.query);
+    fill(*request.mutable_key(), "key", inputs.key);
+    fill(*request.mutable_value(), "value", inputs.value);
+    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+    client_->connection.retry([&] {
+      grpc::Status status = steps_.exchange(request, response);
+      // The server ends streams that stand still; the session lives on.
+      if (services::reason_of(status) == "STREAM_IDLE") status = steps_.exchange(request, response);
+      return status;
+    });
+  }
+
   /// The server refuses a layer that is none; it needs no position for that.
   [[nodiscard]] bool known_layer(int layer) const {
     return layer >= 0 && static_cast<std::size_t>(layer) < lengths_.size();

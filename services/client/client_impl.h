@@ -2,6 +2,7 @@
 
 #include "kvtier/client.h"
 
+#include "services/client/channel_pool.h"
 #include "services/client/connection.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ namespace kvtier {
 class Client::Impl {
  public:
   explicit Impl(const ClientOptions& options)
-      : connection(options), renewer_([this] { renew_now_and_then(); }) {}
+      : connection(options), channels(connection), renewer_([this] { renew_now_and_then(); }) {}
   ~Impl() {
     {
       const std::lock_guard lock(mutex_);
@@ -46,6 +47,7 @@ class Client::Impl {
   }
 
   services::Connection connection;
+  services::ChannelPool channels;
 
  private:
   static constexpr std::size_t kNamesPerRenewal = 1024;

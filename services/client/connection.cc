@@ -137,6 +137,7 @@ Connection::Connection(const ClientOptions& options) : options_(options) {
   sessions_ = v1::SessionService::NewStub(channel_);
   attention_ = v1::AttentionService::NewStub(channel_);
   pages_ = v1::PageService::NewStub(channel_);
+  shared_memory_ = v1::SharedMemoryService::NewStub(channel_);
 }
 
 void Connection::authorize(grpc::ClientContext& context) const {

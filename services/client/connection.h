@@ -4,6 +4,7 @@
 #include "kvtier/v1/attention.grpc.pb.h"
 #include "kvtier/v1/page.grpc.pb.h"
 #include "kvtier/v1/session.grpc.pb.h"
+#include "kvtier/v1/shared_memory.grpc.pb.h"
 
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
@@ -26,6 +27,7 @@ class Connection {
   [[nodiscard]] const ClientOptions& options() const noexcept { return options_; }
   [[nodiscard]] v1::SessionService::Stub& sessions() noexcept { return *sessions_; }
   [[nodiscard]] v1::AttentionService::Stub& attention() noexcept { return *attention_; }
+  [[nodiscard]] v1::SharedMemoryService::Stub& shared_memory() noexcept { return *shared_memory_; }
 
   [[nodiscard]] v1::PageService::Stub& pages() noexcept { return *pages_; }
   [[nodiscard]] grpc::Channel& channel() noexcept { return *channel_; }
@@ -49,6 +51,7 @@ class Connection {
   std::unique_ptr<v1::SessionService::Stub> sessions_;
   std::unique_ptr<v1::AttentionService::Stub> attention_;
   std::unique_ptr<v1::PageService::Stub> pages_;
+  std::unique_ptr<v1::SharedMemoryService::Stub> shared_memory_;
 };
 
 /// Throws what `status` says, unless it is OK.

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "services/dataplane/grpc_service.h"
 #include "services/metrics/http_server.h"
 #include "services/metrics/server_metrics.h"
 #include "services/server/core_metrics.h"
@@ -134,6 +135,16 @@ class Server::Impl {
                       .routes = status_routes(*metrics_, [this] { return state(); })});
     }
     client_services_ = make_client_services(core_, streams_);
+    if (!options_.data.listen.empty()) {
+      for (const Endpoint& endpoint : options_.data.listen) {
+        if (!endpoint.is_unix) (void)tcp_credentials(options_, endpoint);  // throws as for gRPC
+      }
+      const TlsFiles& tls = options_.tls;
+      data_plane_ = std::make_unique<DataPlane>(
+          options_.data, DataPlaneTls{tls.certificate, tls.key, tls.client_ca}, core_,
+          &core_.pages());
+      client_services_.push_back(make_shared_memory_service(core_, *data_plane_));
+    }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);
     if (!options_.admin.empty()) {
       for (const Endpoint& endpoint : options_.admin) {
@@ -148,6 +159,7 @@ class Server::Impl {
     }
     listener_.start();
     started_ = true;
+    if (data_plane_) data_plane_->start();
     sweeper_ = std::thread([this] { sweep_every_second(); });
   }
 
@@ -171,6 +183,7 @@ class Server::Impl {
   }
   [[nodiscard]] Core& core() noexcept { return core_; }
   [[nodiscard]] const ServerMetrics& metrics() const noexcept { return *metrics_; }
+  [[nodiscard]] DataPlane* data_plane() noexcept { return data_plane_.get(); }
 
   void drain(std::chrono::milliseconds grace) {
     const std::lock_guard lock(drain_mutex_);
@@ -182,6 +195,7 @@ class Server::Impl {
     streams_.end_all(
         to_status(ServiceError::unavailable("DRAINING", "the server is about to end")));
     const auto deadline = std::chrono::system_clock::now() + grace;
+    if (data_plane_) data_plane_->stop(grace);
     for (auto* server : {&client_server_, &admin_server_}) {
       if (*server == nullptr) continue;
       (*server)->Shutdown(deadline);
@@ -193,6 +207,7 @@ class Server::Impl {
 
   void sweep(TimePoint now) {
     core_.sweep();
+    if (data_plane_) data_plane_->sweep();
     streams_.end_idle(now - options_.stream_idle);
   }
 
@@ -251,6 +266,9 @@ class Server::Impl {
       });
     }
     for (const auto& service : services) builder.RegisterService(service.get());
+    if (&services == &client_services_) {
+      for (grpc::Service* service : options_.more_services) builder.RegisterService(service);
+    }
     std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
     if (server == nullptr) {
       throw Error(ErrorCode::kUnavailable, "listen: expected a server to start, found it refused");
@@ -278,6 +296,7 @@ class Server::Impl {
   StreamRegistry streams_;
   grpc::ResourceQuota quota_;
   std::vector<SocketLock> locks_;
+  std::unique_ptr<DataPlane> data_plane_;
   Services client_services_, admin_services_;
   std::vector<Endpoint> endpoints_;
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors_;
@@ -300,6 +319,7 @@ const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->
 std::optional<Endpoint> Server::metrics_endpoint() const { return impl_->metrics_endpoint(); }
 Core& Server::core() noexcept { return impl_->core(); }
 const ServerMetrics& Server::metrics() const noexcept { return impl_->metrics(); }
+DataPlane* Server::data_plane() noexcept { return impl_->data_plane(); }
 void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }
 void Server::sweep(TimePoint now) { impl_->sweep(now); }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/dataplane/data_plane.h"
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
 
@@ -9,6 +10,10 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+namespace grpc {
+class Service;
+}  // namespace grpc
 
 namespace kvtier::services {
 
@@ -27,12 +32,16 @@ struct ServerOptions {
   std::vector<Endpoint> admin;  ///< Unix sockets, with reflection; none: no AdminService.
   bool insecure_tcp = false;    ///< Plaintext TCP, on loopback only.
   TlsFiles tls;
+  DataPlaneOptions data;    ///< Its `listen` empty: no data plane.
   std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
   std::chrono::milliseconds stream_idle{600'000};
   /// Where operators read metrics and the status page, on this machine; none: nowhere.
   std::optional<Endpoint> metrics{};
   /// Adds metrics of whoever runs the server; must not throw.
   std::function<void(Families&)> more_metrics{};
+  /// Served beside the others on `listen`: benchmarks have an empty call there. Must outlive the
+  /// server.
+  std::vector<grpc::Service*> more_services{};
   /// Called by AdminService.Drain; must not block.
   std::function<void()> on_drain = [] {};
 };
@@ -55,6 +64,8 @@ class Server {
   [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const;
   [[nodiscard]] Core& core() noexcept;
   [[nodiscard]] const ServerMetrics& metrics() const noexcept;
+  /// Null without a data plane.
+  [[nodiscard]] DataPlane* data_plane() noexcept;
 
   /// Ends the service: health turns to NOT_SERVING, new calls are refused, streams end after their
   /// request in progress, other calls finish; what is left after `grace` is cancelled. Returns when

@@ -145,28 +145,38 @@ v1::AttendOptions message_of(const AttendOptions& options) {
   return message;
 }
 
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count,
-               v1::Tensor& message) {
-  TensorView rows = view;
-  rows.data = static_cast<const char*>(view.data) +
-              static_cast<std::size_t>(first * view.strides[0]) * dtype_bytes(view.dtype);
-  rows.shape[0] = count;
+std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message) {
   message.set_dtype(data_type_of(view.dtype));
   message.clear_shape();
   std::size_t bytes = dtype_bytes(view.dtype);
-  for (int i = 0; i < rows.rank; ++i) {
-    message.add_shape(rows.shape[static_cast<std::size_t>(i)]);
-    bytes *= static_cast<std::size_t>(rows.shape[static_cast<std::size_t>(i)]);
+  for (int i = 0; i < view.rank; ++i) {
+    const std::int64_t extent = i == 0 ? count : view.shape[static_cast<std::size_t>(i)];
+    message.add_shape(extent);
+    bytes *= static_cast<std::size_t>(extent);
   }
-  std::string& data = *message.mutable_data();
-  data.resize(bytes);
-  if (bytes == 0) return;
-  for_each_run(rows, [&](std::size_t from, std::size_t to, std::size_t size) {
-    std::memcpy(data.data() + to, static_cast<const char*>(rows.data) + from, size);
+  return bytes;
+}
+
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to) {
+  TensorView rows = view;
+  rows.data = static_cast<const std::byte*>(view.data) +
+              static_cast<std::size_t>(first * view.strides[0]) * dtype_bytes(view.dtype);
+  rows.shape[0] = count;
+  for_each_run(rows, [&](std::size_t from, std::size_t at, std::size_t size) {
+    std::memcpy(to + at, static_cast<const std::byte*>(rows.data) + from, size);
   });
 }
 
-bool copy_back(const v1::Tensor& message, const MutableTensorView& view) {
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count,
+               v1::Tensor& message) {
+  std::string& data = *message.mutable_data();
+  data.resize(describe_rows(view, count, message));
+  if (data.empty()) return;
+  copy_rows(view, first, count, reinterpret_cast<std::byte*>(data.data()));
+}
+
+bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
+               const MutableTensorView& view) {
   if (message.dtype() != data_type_of(view.dtype) || message.shape_size() != view.rank)
     return false;
   std::size_t bytes = dtype_bytes(view.dtype);
@@ -175,12 +185,16 @@ bool copy_back(const v1::Tensor& message, const MutableTensorView& view) {
     if (message.shape(i) != extent) return false;
     bytes *= static_cast<std::size_t>(extent);
   }
-  if (message.data().size() != bytes) return false;
+  if (data.size() != bytes) return false;
   if (bytes == 0) return true;
   for_each_run(view, [&](std::size_t to, std::size_t from, std::size_t size) {
-    std::memcpy(static_cast<char*>(view.data) + to, message.data().data() + from, size);
+    std::memcpy(static_cast<std::byte*>(view.data) + to, data.data() + from, size);
   });
   return true;
+}
+
+bool copy_back(const v1::Tensor& message, const MutableTensorView& view) {
+  return copy_back(message, std::as_bytes(std::span(message.data())), view);
 }
 
 }  // namespace kvtier::services

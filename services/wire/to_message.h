@@ -6,6 +6,10 @@
 #include "kvtier/v1/attention.pb.h"
 #include "kvtier/v1/session.pb.h"
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
 /// From the types of the library to messages. Every field is set, so that nothing is left to the
 /// defaults of the other side.
 namespace kvtier::services {
@@ -17,10 +21,18 @@ namespace kvtier::services {
 /// What is left out stays left out.
 [[nodiscard]] v1::AttendOptions message_of(const AttendOptions& options);
 
-/// Copies rows `[first, first + count)` of a tensor of rank 1 to 4, strided as it may be.
+/// Gives a message the dtype of a tensor of rank 1 to 4 and the shape of `count` of its rows, and
+/// returns their bytes.
+std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message);
+/// Copies these rows, strided as they may be, to dense memory.
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to);
+/// Both, to a message with data.
 void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message);
 /// Copies a dense message into a view of the same shape and dtype. Returns false when it has
 /// another.
 [[nodiscard]] bool copy_back(const v1::Tensor& message, const MutableTensorView& view);
+/// As `copy_back`, of a message whose data is elsewhere.
+[[nodiscard]] bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
+                             const MutableTensorView& view);
 
 }  // namespace kvtier::services

@@ -35,11 +35,11 @@ TensorView tokens_view(const std::vector<T>& values, DType dtype, std::int64_t t
 }
 
 /// A session in a server beside one in this process: every call must give the same bits.
-class ClientTest : public ServerTest {
+class ClientTest : public ServerTest, public ::testing::WithParamInterface<const char*> {
  protected:
   void SetUp() override {
     ServerTest::SetUp();
-    start();
+    start_server();
     client_ = std::make_unique<Client>(client_options());
     remote_ = std::make_unique<RemoteSession>(client_->open(session_config()));
     Config config;
@@ -57,6 +57,12 @@ class ClientTest : public ServerTest {
     ServerTest::TearDown();
   }
 
+  void start_server() {
+    ServerOptions options = this->options();
+    if (over_plane()) options.data.listen = {parse_endpoint(socket() + ".data")};
+    start(options);
+  }
+  [[nodiscard]] static bool over_plane() { return std::string(GetParam()) == "DataPlane"; }
   [[nodiscard]] ClientOptions client_options() const { return {.server = socket(), .attempts = 3}; }
   static RemoteSessionConfig session_config() {
     RemoteSessionConfig config;
@@ -98,7 +104,7 @@ class ClientTest : public ServerTest {
   std::string message_;
 };
 
-TEST_F(ClientTest, DecodesTheSameBitsInEveryDtype) {
+TEST_P(ClientTest, DecodesTheSameBitsInEveryDtype) {
   fill(150);
   std::uint64_t seed = 1;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
@@ -128,7 +134,7 @@ TEST_F(ClientTest, DecodesTheSameBitsInEveryDtype) {
   EXPECT_EQ(remote_->length(), local_->length());
 }
 
-TEST_F(ClientTest, TakesStridedTensorsAndOptionsOfTheCall) {
+TEST_P(ClientTest, TakesStridedTensorsAndOptionsOfTheCall) {
   fill(400);
   // One of two heads' worth of every row: strides that are not dense, in and out.
   const auto wide = random_floats(2 * kQueryHeads * 2 * kHeadDim, 9);
@@ -167,7 +173,7 @@ TEST_F(ClientTest, TakesStridedTensorsAndOptionsOfTheCall) {
   EXPECT_THAT(scores, ElementsAreArray(expected_scores));
 }
 
-TEST_F(ClientTest, LargeAppendsGoInChunks) {
+TEST_P(ClientTest, LargeAppendsGoInChunks) {
   const std::int64_t tokens = kMaxTokens;  // 4 MiB of keys and values, four messages
   fill(tokens);
   EXPECT_EQ(remote_->length(), tokens);
@@ -176,7 +182,7 @@ TEST_F(ClientTest, LargeAppendsGoInChunks) {
   EXPECT_EQ(remote_->length(0), tokens);
 }
 
-TEST_F(ClientTest, TruncatesAndForgets) {
+TEST_P(ClientTest, TruncatesAndForgets) {
   fill(30);
   remote_->truncate(12);
   EXPECT_EQ(remote_->length(0), 12);
@@ -188,7 +194,7 @@ TEST_F(ClientTest, TruncatesAndForgets) {
   EXPECT_EQ(server_->core().num_sessions(), 0U);
 }
 
-TEST_F(ClientTest, ForksSeeTheirParentsTokensAndNoOthers) {
+TEST_P(ClientTest, ForksSeeTheirParentsTokensAndNoOthers) {
   fill(30);
   std::vector<RemoteSession> children = remote_->fork(2);
   EXPECT_EQ(server_->core().num_sessions(), 3U);
@@ -215,7 +221,7 @@ TEST_F(ClientTest, ForksSeeTheirParentsTokensAndNoOthers) {
   EXPECT_EQ(server_->core().num_sessions(), 1U);
 }
 
-TEST_F(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
+TEST_P(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
   fill(20);
   const auto query = random_floats(kQueryHeads * kHeadDim, 1);
   const auto key = random_floats(kKvHeads * kHeadDim, 2);
@@ -233,7 +239,52 @@ TEST_F(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
   EXPECT_EQ(remote_->length(0), 25);
 }
 
-TEST_F(ClientTest, TellsTheServersErrors) {
+TEST_P(ClientTest, StepsGoOnAfterTheirConnectionHasEnded) {
+  fill(20);
+  const auto query = random_floats(kQueryHeads * kHeadDim, 1);
+  const auto key = random_floats(kKvHeads * kHeadDim, 2);
+  std::vector<float> out(query.size()), expected(query.size());
+  const DecodeInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
+                            .key = tokens_view(key, DType::kFloat32, 1, kKvHeads),
+                            .value = tokens_view(key, DType::kFloat32, 1, kKvHeads)};
+  AttendOutputs outputs;
+  for (int i = 0; i < 3; ++i) {
+    outputs.out = MutableTensorView(out.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim});
+    remote_->decode(0, inputs, outputs);
+    outputs.out.data = expected.data();
+    local_->decode(0, inputs, outputs);
+    EXPECT_EQ(out, expected);
+    if (server_->data_plane() == nullptr) continue;
+    Attachments& attachments = server_->data_plane()->attachments();
+    const Tenant& tenant = *server_->core().tenants().all()[0];
+    v1::ListAttachmentsResponse list;
+    attachments.list(tenant, {}, list);
+    EXPECT_EQ(list.attachments_size(), i == 1 ? 0 : 1);  // a step over gRPC, then a new one
+    for (const auto& attachment : list.attachments()) attachments.remove(tenant, attachment.name());
+  }
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(0), 23);
+}
+
+TEST_P(ClientTest, CallsTakeTheWayThatTheyAreAskedToTake) {
+  fill(5);
+  ClientOptions options = client_options();
+  options.data_plane = false;
+  Client client(options);
+  RemoteSession session = client.open(session_config());
+  const auto values = random_floats(kKvHeads * kHeadDim, 2);
+  const TensorView row = tokens_view(values, DType::kFloat32, 1, kKvHeads);
+  session.append(0, row, row);
+
+  EXPECT_EQ(session.length(0), 1);
+  EXPECT_EQ(server_->data_plane() != nullptr, over_plane());
+  if (over_plane()) {
+    EXPECT_EQ(server_->data_plane()->counters().attached, 1U);
+    EXPECT_GT(server_->data_plane()->counters().frames_read, 1U);
+  }
+}
+
+TEST_P(ClientTest, TellsTheServersErrors) {
   fill(5);
   const auto values = random_floats(kKvHeads * kHeadDim, 2);
   const TensorView row = tokens_view(values, DType::kFloat32, 1, kKvHeads);
@@ -257,7 +308,7 @@ TEST_F(ClientTest, TellsTheServersErrors) {
             ErrorCode::kInvalidArgument);
 }
 
-TEST_F(ClientTest, RecallTargetsStayInTheProcess) {
+TEST_P(ClientTest, RecallTargetsStayInTheProcess) {
   fill(150);
   const auto query = random_floats(std::size_t{kQueryHeads} * kHeadDim, 5);
   std::vector<float> out(query.size());
@@ -282,20 +333,20 @@ TEST_F(ClientTest, RecallTargetsStayInTheProcess) {
   EXPECT_EQ(out, std::vector<float>(query.size()));
 }
 
-TEST_F(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
+TEST_P(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
   server_.reset();
-  start();
+  start_server();
   const ErrorCode code = code_of([this] { remote_->refresh(); });
   EXPECT_EQ(code, ErrorCode::kAborted) << message_;
 }
 
-TEST_F(ClientTest, CallsEndWhereNoServerIs) {
+TEST_P(ClientTest, CallsEndWhereNoServerIs) {
   ClientOptions options{.server = "unix:" + (folder_ / "none.sock").string(), .attempts = 1};
   Client client(options);
   EXPECT_EQ(code_of([&] { (void)client.open(session_config()); }), ErrorCode::kUnavailable);
 }
 
-TEST_F(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
+TEST_P(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
   for (const ClientOptions& options :
        std::vector<ClientOptions>{{.server = ""},
                                   {.server = "/x.sock"},
@@ -307,7 +358,7 @@ TEST_F(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
   }
 }
 
-TEST_F(ClientTest, PlaintextTcpIsForLoopback) {
+TEST_P(ClientTest, PlaintextTcpIsForLoopback) {
   ServerOptions options = this->options();
   options.admin.clear();
   options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
@@ -317,6 +368,9 @@ TEST_F(ClientTest, PlaintextTcpIsForLoopback) {
   Client client({.server = server.endpoints()[0].text(), .insecure_tcp = true});
   EXPECT_EQ(client.open(session_config()).length(), 0);
 }
+
+INSTANTIATE_TEST_SUITE_P(Ways, ClientTest, ::testing::Values("Grpc", "DataPlane"),
+                         [](const auto& test) { return std::string(test.param); });
 
 }  // namespace
 }  // namespace kvtier::services::testing

@@ -2,6 +2,7 @@
 #include "kvtier/v1/attention.pb.h"
 #include "kvtier/v1/page.pb.h"
 #include "kvtier/v1/session.pb.h"
+#include "kvtier/v1/shared_memory.pb.h"
 #include "kvtier/v1/transfer.pb.h"
 
 #include "tests/services/descriptor_rules.h"
@@ -50,7 +51,8 @@ FileDescriptorSet linked() {
        {GetStatsRequest::descriptor()->file(), AttendRequest::descriptor()->file(),
         AttendOptions::descriptor()->file(), CreateSessionRequest::descriptor()->file(),
         PageLease::descriptor()->file(), ReadPagesRequest::descriptor()->file(),
-        ItemStatus::descriptor()->file(), Tensor::descriptor()->file()}) {
+        CreateAttachmentRequest::descriptor()->file(), ItemStatus::descriptor()->file(),
+        Tensor::descriptor()->file()}) {
     file->CopyTo(set.add_file());
   }
   return set;

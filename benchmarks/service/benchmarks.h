@@ -1,0 +1,29 @@
+#pragma once
+
+#include "benchmarks/service/server_process.h"
+
+#include <nlohmann/json.hpp>
+
+#include <filesystem>
+#include <string>
+
+/// Each compares a path of the service with what it is to be held against, in turn, and returns
+/// rows of the report.
+namespace kvtier::bench {
+
+struct Settings {
+  int rounds = 7;
+  std::filesystem::path model = "data/needle-llama/model";
+  std::int64_t tokens = 8192;
+};
+
+/// Shared memory against memcpy, frames against sendmsg; every page read is compared once.
+[[nodiscard]] nlohmann::json page_rows(const ServerProcess& server, const Settings& settings);
+/// Shared memory against GET of a redis-server that is started for it; an error without one.
+[[nodiscard]] nlohmann::json redis_rows(const ServerProcess& server, const Settings& settings);
+/// A small unary call against an empty one, and streams of raw bytes against messages.
+[[nodiscard]] nlohmann::json call_rows(const ServerProcess& server, const Settings& settings);
+/// Decoder steps over the data plane, and over gRPC, against an engine in this process.
+[[nodiscard]] nlohmann::json decode_rows(const ServerProcess& server, const Settings& settings);
+
+}  // namespace kvtier::bench

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace kvtier::bench {
+
+/// Seconds that `work` takes.
+[[nodiscard]] double seconds_of(const std::function<void()>& work);
+/// Middle value; of an even number of values the mean of the two.
+[[nodiscard]] double median(std::vector<double> values);
+
+/// Two ways to do the same, run in turn, so that what slows the machine slows both.
+struct Comparison {
+  double first = 0, second = 0;  ///< Medians, in seconds.
+  double ratio = 0;              ///< Median of first over second, round by round.
+  double least = 0, most = 0;    ///< Of these ratios.
+};
+[[nodiscard]] Comparison compare(int rounds, const std::function<void()>& first,
+                                 const std::function<void()>& second);
+
+}  // namespace kvtier::bench

@@ -1,0 +1,230 @@
+#include "benchmarks/service/server_process.h"
+
+#include "services/server/server.h"
+
+#include <google/protobuf/empty.pb.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/codegen/server_callback_handlers.h>
+#include <grpcpp/impl/rpc_service_method.h>
+
+#include <csignal>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+namespace kvtier::bench {
+namespace {
+
+using namespace services;  // NOLINT(google-build-using-namespace): this is the service's process
+
+constexpr std::size_t kSmallPage = 64 << 10;
+constexpr std::size_t kLargePage = 2 << 20;
+constexpr std::size_t kPiecesPerWrite = 62;  // as many pages as the data plane puts in a frame
+
+/// A call of which nothing but gRPC's own work is left.
+class EchoService final : public grpc::Service {
+ public:
+  EchoService() {
+    using Empty = google::protobuf::Empty;
+    AddMethod(new grpc::internal::RpcServiceMethod(kEchoMethod,
+                                                   grpc::internal::RpcMethod::NORMAL_RPC, nullptr));
+    MarkMethodCallback(0, new grpc::internal::CallbackUnaryHandler<Empty, Empty>(
+                              [](grpc::CallbackServerContext* context, const Empty* /*request*/,
+                                 Empty* /*reply*/) {
+                                auto* reactor = context->DefaultReactor();
+                                reactor->Finish(grpc::Status::OK);
+                                return reactor;
+                              }));
+  }
+};
+
+void read_all(int fd, void* data, std::size_t size) {
+  auto* at = static_cast<char*>(data);
+  while (size > 0) {
+    const ssize_t bytes = ::read(fd, at, size);
+    if (bytes <= 0) throw std::runtime_error("expected bytes from the other process, found none");
+    at += bytes;
+    size -= static_cast<std::size_t>(bytes);
+  }
+}
+
+void write_all(int fd, const void* data, std::size_t size) {
+  const auto* at = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t bytes = ::write(fd, at, size);
+    if (bytes <= 0) throw std::runtime_error("expected to write to the other process");
+    at += bytes;
+    size -= static_cast<std::size_t>(bytes);
+  }
+}
+
+void write_text(int fd, const std::string& text) {
+  const std::uint64_t size = text.size();
+  write_all(fd, &size, sizeof(size));
+  write_all(fd, text.data(), size);
+}
+
+std::string read_text(int fd) {
+  std::uint64_t size = 0;
+  read_all(fd, &size, sizeof(size));
+  std::string text(size, '\0');
+  read_all(fd, text.data(), size);
+  return text;
+}
+
+/// Reads lists of page numbers, and answers with nothing but the bytes of these pages, by sendmsg.
+void serve_bare(int listener, const std::vector<std::span<const std::byte>>& pages) {
+  const int client = ::accept(listener, nullptr, nullptr);
+  constexpr int kBufferBytes = 4 << 20;
+  (void)::setsockopt(client, SOL_SOCKET, SO_SNDBUF, &kBufferBytes, sizeof(kBufferBytes));
+  std::uint64_t count = 0;
+  while (::recv(client, &count, sizeof(count), MSG_WAITALL) == sizeof(count)) {
+    std::vector<std::uint32_t> order(count);
+    read_all(client, order.data(), count * sizeof(std::uint32_t));
+    for (std::size_t first = 0; first < count;) {
+      std::vector<iovec> pieces;
+      for (; first < count && pieces.size() < kPiecesPerWrite; ++first) {
+        const auto page = pages[order[first]];
+        pieces.push_back({const_cast<std::byte*>(page.data()), page.size()});
+      }
+      std::span<iovec> left = pieces;
+      while (!left.empty()) {
+        msghdr message{};
+        message.msg_iov = left.data();
+        message.msg_iovlen = left.size();
+        ssize_t bytes = ::sendmsg(client, &message, MSG_NOSIGNAL);
+        if (bytes < 0) return;
+        while (!left.empty() && bytes >= static_cast<ssize_t>(left[0].iov_len)) {
+          bytes -= static_cast<ssize_t>(left[0].iov_len);
+          left = left.subspan(1);
+        }
+        if (left.empty()) break;
+        left[0].iov_base = static_cast<char*>(left[0].iov_base) + bytes;
+        left[0].iov_len -= static_cast<std::size_t>(bytes);
+      }
+    }
+  }
+  ::close(client);
+}
+
+int listen_on(const std::string& path) {
+  const int listener = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  if (::bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
+      ::listen(listener, 4) != 0) {
+    throw std::runtime_error("expected a socket to listen on: " + path);
+  }
+  return listener;
+}
+
+PageSet store(PageStore& store, Tenant& tenant, std::size_t page_bytes, std::size_t count) {
+  const auto lease = store.open(
+      tenant, {.model = "benchmark", .page_bytes = static_cast<std::int64_t>(page_bytes)});
+  PageSet set{page_bytes, lease->name, {}};
+  std::vector<std::byte> page(page_bytes);
+  for (std::size_t i = 0; i < count; ++i) {
+    fill_page(i, page.data(), page_bytes);
+    const PageInfo reserved = store.reserve(*lease, {});
+    set.handles.push_back(store.commit(*lease, reserved.handle, page).handle);
+  }
+  return set;
+}
+
+void write_set(int fd, const PageSet& set) {
+  write_text(fd, set.lease);
+  write_text(fd, std::to_string(set.handles.size()));
+  for (const std::string& handle : set.handles) write_text(fd, handle);
+}
+
+PageSet read_set(int fd, std::size_t page_bytes) {
+  PageSet set{page_bytes, read_text(fd), {}};
+  const std::size_t count = std::stoul(read_text(fd));
+  for (std::size_t i = 0; i < count; ++i) set.handles.push_back(read_text(fd));
+  return set;
+}
+
+void run_server(const std::filesystem::path& folder, std::size_t bytes, int ready, int stop) {
+  EchoService echo;
+  ServerOptions options;
+  options.core.models.backend = Backend::kCpu;
+  options.core.models.memory.host_bytes = 512 * MiB;
+  options.core.models.memory.device_bytes = 256 * MiB;
+  options.core.models.memory.max_session_tokens = 16384;
+  options.core.lease_ttl = std::chrono::hours(1);
+  options.core.pages.arena_bytes = static_cast<std::int64_t>(bytes + bytes / 4);
+  options.listen = {parse_endpoint("unix:" + (folder / "kvtier.sock").string())};
+  options.data.listen = {parse_endpoint("unix:" + (folder / "kvtier.sock.data").string())};
+  options.more_services = {&echo};
+  Server server(std::move(options));
+  Tenant& tenant = *server.core().tenants().all()[0];
+  PageStore& pages = server.core().pages();
+  const PageSet large = store(pages, tenant, kLargePage, bytes / 8 / kLargePage);
+  const PageSet small = store(pages, tenant, kSmallPage, bytes / 8 * 7 / kSmallPage);
+  std::vector<PinnedPage> pins;
+  std::vector<std::span<const std::byte>> spans;
+  for (const std::string& handle : small.handles) {
+    pins.push_back(pages.read(tenant, handle));
+    spans.push_back(pins.back().bytes());
+  }
+  const int listener = listen_on(folder / "bare.sock");
+  std::thread([&] { serve_bare(listener, spans); }).detach();  // ends with the process
+  write_set(ready, small);
+  write_set(ready, large);
+  ::close(ready);
+  char byte = 0;
+  (void)!::read(stop, &byte, 1);
+}
+
+}  // namespace
+
+void fill_page(std::size_t index, std::byte* page, std::size_t bytes) {
+  std::minstd_rand random(static_cast<unsigned>(index + 1));
+  for (std::size_t i = 0; i + 4 <= bytes; i += 4) {
+    const auto word = static_cast<std::uint32_t>(random());
+    std::memcpy(page + i, &word, 4);
+  }
+}
+
+ServerProcess::ServerProcess(std::size_t bytes) {
+  std::string pattern = "/tmp/kvtier-bench-XXXXXX";
+  folder_ = ::mkdtemp(pattern.data());
+  int ready[2], stop[2];
+  if (::pipe2(ready, O_CLOEXEC) != 0 || ::pipe2(stop, O_CLOEXEC) != 0) {
+    throw std::runtime_error("expected two pipes");
+  }
+  child_ = ::fork();
+  if (child_ == 0) {
+    ::close(ready[0]);
+    ::close(stop[1]);
+    try {
+      run_server(folder_, bytes, ready[1], stop[0]);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "server: %s\n", error.what());
+    }
+    ::_exit(0);
+  }
+  ::close(ready[1]);
+  ::close(stop[0]);
+  stop_ = stop[1];
+  small_ = read_set(ready[0], kSmallPage);
+  large_ = read_set(ready[0], kLargePage);
+  ::close(ready[0]);
+}
+
+ServerProcess::~ServerProcess() {
+  ::close(stop_);
+  ::waitpid(child_, nullptr, 0);
+  std::filesystem::remove_all(folder_);
+}
+
+}  // namespace kvtier::bench

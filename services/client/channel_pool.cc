@@ -1,0 +1,91 @@
+#include "services/client/channel_pool.h"
+
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kMaxChannels = 4;
+constexpr std::chrono::microseconds kSpin{50};
+
+}  // namespace
+
+ChannelPool::ChannelPool(Connection& connection)
+    : connection_(connection), usable_(connection.options().data_plane) {}
+
+ChannelPool::Lent ChannelPool::borrow() {
+  std::unique_lock lock(mutex_);
+  returned_.wait(lock, [this] { return !usable_ || !idle_.empty() || made_ < kMaxChannels; });
+  if (!usable_) return {};
+  if (!idle_.empty()) {
+    std::unique_ptr<DataChannel> channel = std::move(idle_.back());
+    idle_.pop_back();
+    return {*this, std::move(channel)};
+  }
+  ++made_;
+  lock.unlock();
+  std::unique_ptr<DataChannel> channel = make();
+  if (channel != nullptr) return {*this, std::move(channel)};
+  lock.lock();
+  --made_;
+  usable_ = false;
+  returned_.notify_all();
+  return {};
+}
+
+void ChannelPool::give_back(std::unique_ptr<DataChannel> channel) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (channel->broken()) {
+      // The others are likely broken too, and new ones are soon made.
+      made_ -= 1 + idle_.size();
+      idle_.clear();
+    } else {
+      idle_.push_back(std::move(channel));
+    }
+  }
+  returned_.notify_all();
+}
+
+std::unique_ptr<DataChannel> ChannelPool::make() const {
+  try {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + connection_.options().timeout);
+    connection_.authorize(context);
+    v1::CreateAttachmentRequest request;
+    request.set_process_id(::getpid());
+    v1::CreateAttachmentResponse response;
+    if (!connection_.shared_memory().CreateAttachment(&context, request, &response).ok()) {
+      return nullptr;
+    }
+    const ClientOptions& options = connection_.options();
+    const std::string endpoint = endpoint_of(response);
+    if (endpoint.empty()) return nullptr;
+    return std::make_unique<DataChannel>(
+        DataChannelOptions{.endpoint = endpoint,
+                           .token = response.token(),
+                           .tls = {options.tls_server_ca, options.tls_certificate, options.tls_key},
+                           .timeout = options.timeout,
+                           .spin = kSpin});
+  } catch (const Error&) {
+    return nullptr;  // every call can go over gRPC
+  }
+}
+
+/// A Unix socket for a server that is reached by one; the TCP port of the others.
+std::string ChannelPool::endpoint_of(const v1::CreateAttachmentResponse& response) const {
+  const std::string& server = connection_.options().server;
+  const bool is_unix = server.starts_with("unix:");
+  for (const std::string& endpoint : response.endpoints()) {
+    if (is_unix && endpoint.starts_with("unix:")) return endpoint;
+    if (!is_unix && endpoint.starts_with("tcp:")) {
+      return server.substr(0, server.rfind(':')) + endpoint.substr(endpoint.rfind(':'));
+    }
+  }
+  return "";
+}
+
+}  // namespace kvtier::services

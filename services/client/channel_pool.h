@@ -1,0 +1,54 @@
+#pragma once
+
+#include "services/client/connection.h"
+#include "services/client/data_channel.h"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Channels to the data plane of one server, made when they are needed and lent to one thread at a
+/// time. A server without a data plane, or one that cannot be reached, is asked once. Thread-safe.
+class ChannelPool {
+ public:
+  explicit ChannelPool(Connection& connection);
+
+  /// A channel, until it is destroyed; null when calls must go over gRPC.
+  class Lent {
+   public:
+    Lent() = default;
+    Lent(ChannelPool& pool, std::unique_ptr<DataChannel> channel)
+        : pool_(&pool), channel_(std::move(channel)) {}
+    ~Lent() {
+      if (pool_ != nullptr) pool_->give_back(std::move(channel_));
+    }
+    Lent(const Lent&) = delete;  // gives its channel back once
+    Lent& operator=(const Lent&) = delete;
+    [[nodiscard]] explicit operator bool() const noexcept { return channel_ != nullptr; }
+    [[nodiscard]] DataChannel& operator*() const noexcept { return *channel_; }
+
+   private:
+    ChannelPool* pool_ = nullptr;
+    std::unique_ptr<DataChannel> channel_;
+  };
+  /// Waits when all channels are lent. Never throws.
+  [[nodiscard]] Lent borrow();
+
+ private:
+  [[nodiscard]] std::unique_ptr<DataChannel> make() const;
+  [[nodiscard]] std::string endpoint_of(const v1::CreateAttachmentResponse& response) const;
+  void give_back(std::unique_ptr<DataChannel> channel);
+
+  Connection& connection_;
+  std::mutex mutex_;  ///< Guards all below.
+  std::condition_variable returned_;
+  std::vector<std::unique_ptr<DataChannel>> idle_;
+  std::size_t made_ = 0;
+  bool usable_ = true;
+};
+
+}  // namespace kvtier::services

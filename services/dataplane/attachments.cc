@@ -1,0 +1,153 @@
+#include "services/dataplane/attachments.h"
+
+#include "services/dataplane/frame.h"
+#include "services/server/paging.h"
+
+#include <array>
+#include <openssl/rand.h>
+#include <openssl/sha.h>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::int64_t kUnit = 4096;
+constexpr std::string_view kPrefix = "attachments/";
+
+/// Tokens are kept and found by digest, so that the time of a look-up tells nothing of them.
+std::string digest_of(std::string_view token) {
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
+  return {digest.begin(), digest.end()};
+}
+
+std::string draw_token() {
+  std::array<unsigned char, kAttachTokenBytes> bytes{};
+  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
+    throw ServiceError::unavailable("FAULT", "the system has no random bytes");
+  }
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace
+
+Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id,
+                                         std::int64_t staging_bytes) {
+  if (process_id < 0) {
+    throw ServiceError::invalid("process_id", "at least 0", std::to_string(process_id));
+  }
+  if (staging_bytes < 0 || staging_bytes > limits_.max_staging_bytes) {
+    throw ServiceError::invalid("staging_bytes",
+                                "0 to " + std::to_string(limits_.max_staging_bytes),
+                                std::to_string(staging_bytes));
+  }
+  if (staging_bytes == 0) staging_bytes = limits_.default_staging_bytes;
+  staging_bytes = (staging_bytes + kUnit - 1) / kUnit * kUnit;
+  const std::string token = draw_token();
+  const std::string digest = digest_of(token);
+  const std::lock_guard lock(mutex_);
+  if (by_name_.size() >= limits_.max_attachments ||
+      staging_bytes_ + staging_bytes > limits_.max_total_staging_bytes) {
+    throw ServiceError::overloaded("TOO_MANY_ATTACHMENTS",
+                                   "the server has all attachments that it may");
+  }
+  const HandleFields fields{.tenant = tenant.index(), .slot = ++last_slot_, .generation = 1};
+  const std::string name = std::string(kPrefix) + codec_.encode(fields);
+  auto attachment = std::make_shared<Attachment>(
+      Attachment{tenant, name, process_id, staging_bytes, now_() + limits_.token_life, digest});
+  by_name_.emplace(name, attachment);
+  by_token_.emplace(digest, std::move(attachment));
+  staging_bytes_ += staging_bytes;
+  return {name, token, staging_bytes};
+}
+
+std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Peer& peer,
+                                                std::function<void()> close) {
+  const std::string digest = digest_of(token);
+  const std::lock_guard lock(mutex_);
+  const auto found = by_token_.find(digest);
+  const auto refuse = [] {
+    return ServiceError(Code::kUnauthenticated, "UNAUTHENTICATED", "the token is not good here");
+  };
+  if (found == by_token_.end()) throw refuse();
+  std::shared_ptr<Attachment> attachment = found->second;
+  const bool in_time = now_() <= attachment->token_end;
+  const bool same_process =
+      attachment->process_id == 0 || !peer.process || *peer.process == attachment->process_id;
+  const bool same_user = !peer.user || *peer.user == ::geteuid() || *peer.user == 0;
+  const bool same_tenant = peer.tenant == nullptr || peer.tenant == &attachment->tenant;
+  if (!in_time || !same_process || !same_user || !same_tenant) throw refuse();
+  by_token_.erase(found);
+  attachment->token_digest.clear();
+  attachment->close = std::move(close);
+  return attachment;
+}
+
+void Attachments::forget(const std::string& name) {
+  const auto found = by_name_.find(name);
+  if (found == by_name_.end()) return;
+  if (!found->second->token_digest.empty()) by_token_.erase(found->second->token_digest);
+  staging_bytes_ -= found->second->staging_bytes;
+  by_name_.erase(found);
+}
+
+void Attachments::detach(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  forget(name);
+}
+
+void Attachments::remove(const Tenant& tenant, const std::string& name) {
+  std::function<void()> close;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = by_name_.find(name);
+    if (found == by_name_.end() || &found->second->tenant != &tenant) {
+      throw ServiceError::not_found();
+    }
+    close = std::move(found->second->close);
+    forget(name);
+  }
+  if (close) close();
+}
+
+void Attachments::list(const Tenant& tenant, const v1::ListAttachmentsRequest& request,
+                       v1::ListAttachmentsResponse& response) const {
+  const auto size = static_cast<std::size_t>(page_size_of(request.page_size()));
+  std::size_t skip = page_start_of(request.page_token());
+  const std::lock_guard lock(mutex_);
+  std::size_t index = 0;
+  for (const auto& [name, attachment] : by_name_) {
+    if (&attachment->tenant != &tenant) continue;
+    if (index++ < skip) continue;
+    if (static_cast<std::size_t>(response.attachments_size()) == size) {
+      response.set_next_page_token(std::to_string(index - 1));
+      return;
+    }
+    v1::Attachment& message = *response.add_attachments();
+    message.set_name(name);
+    message.set_process_id(attachment->process_id);
+    message.set_staging_bytes(attachment->staging_bytes);
+    message.set_connected(attachment->token_digest.empty());
+  }
+}
+
+void Attachments::sweep() {
+  const TimePoint now = now_();
+  const std::lock_guard lock(mutex_);
+  for (auto it = by_name_.begin(); it != by_name_.end();) {
+    const std::string name = (it++)->first;
+    const Attachment& attachment = *by_name_.at(name);
+    if (!attachment.token_digest.empty() && attachment.token_end < now) forget(name);
+  }
+}
+
+std::size_t Attachments::size() const {
+  const std::lock_guard lock(mutex_);
+  return by_name_.size();
+}
+
+std::int64_t Attachments::staging_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return staging_bytes_;
+}
+
+}  // namespace kvtier::services

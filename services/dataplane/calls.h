@@ -1,0 +1,38 @@
+#pragma once
+
+#include "kvtier/v1/status.pb.h"
+
+#include "services/dataplane/frame.h"
+#include "services/server/core.h"
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace kvtier::services {
+
+/// How a call of the data plane ended.
+struct CallOutcome {
+  std::optional<ServiceError> error;
+  ReplyBody reply;     ///< Without an error.
+  std::string output;  ///< The reply's tensors, where the call named no memory for them.
+};
+
+/// Where the tensors of a call lie. `output` is the memory for those of the reply; without it they
+/// are returned. `keep` is held until the call has ended. The other side may change these bytes at
+/// any time: they are copied before they are checked.
+struct CallMemory {
+  std::span<const std::byte> input;
+  std::optional<std::span<std::byte>> output;
+  std::shared_ptr<void> keep;
+};
+
+/// Calls the core as gRPC would, with tensors from `memory`. `done` is told once, on any thread,
+/// perhaps before this returns.
+void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
+              std::function<void(CallOutcome)> done);
+
+}  // namespace kvtier::services

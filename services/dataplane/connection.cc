@@ -1,0 +1,490 @@
+#include "services/dataplane/connection.h"
+
+#include "services/dataplane/calls.h"
+#include "services/dataplane/page_jobs.h"
+#include "services/pages/page_store.h"
+#include "services/server/wire.h"
+
+#include <boost/asio/post.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kBufferBytes = 64 << 10;
+
+Bytes bytes_of(const std::string& text) {
+  Bytes bytes(text.size());
+  std::memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
+Bytes status_of(const ServiceError& error) {
+  v1::ItemStatus status;
+  set_status(error, status);
+  return bytes_of(status.SerializeAsString());
+}
+
+iovec piece_of(const void* data, std::size_t size) { return {const_cast<void*>(data), size}; }
+
+}  // namespace
+
+Outgoing make_outgoing(FrameType type, std::uint32_t flags, std::uint64_t request_id, Bytes control,
+                       std::vector<iovec> payload, std::shared_ptr<void> keep) {
+  std::uint64_t bytes = 0;
+  for (const iovec& piece : payload) bytes += piece.iov_len;
+  Outgoing frame;
+  frame.header = encode_header(make_header(type, flags, request_id, control, bytes));
+  frame.control = std::move(control);
+  frame.payload = std::move(payload);
+  frame.keep = std::move(keep);
+  return frame;
+}
+
+Connection::Connection(ConnectionContext& context, boost::asio::any_io_executor executor,
+                       std::unique_ptr<ByteStream> stream, std::function<void(Connection&)> ended)
+    : context_(context),
+      executor_(std::move(executor)),
+      stream_(std::move(stream)),
+      ended_(std::move(ended)),
+      timer_(executor_),
+      buffer_(kBufferBytes) {
+  ++context_.counters.connections;
+}
+
+Connection::~Connection() { --context_.counters.connections; }
+
+void Connection::start() {
+  arm(context_.limits.attach_time);
+  stream_->start([self = shared_from_this()](const boost::system::error_code& error) {
+    if (error) return self->close();
+    self->read_more();
+  });
+}
+
+void Connection::arm(std::chrono::milliseconds time) {
+  timer_.expires_after(time);
+  timer_.async_wait([weak = weak_from_this(),
+                     number = ++timer_number_](const boost::system::error_code& error) {
+    const auto self = weak.lock();
+    if (error || !self || number != self->timer_number_) return;
+    ++self->context_.counters.timeouts;
+    self->go_away(ServiceError::unavailable("STREAM_IDLE", "the client took too long for a frame"));
+    self->close();
+  });
+}
+
+std::shared_ptr<void> Connection::hold(std::int64_t bytes) {
+  queued_bytes_ += bytes;
+  context_.counters.queued_bytes += bytes;
+  return {nullptr, [self = shared_from_this(), bytes](void*) {
+            self->context_.counters.queued_bytes -= bytes;
+            const std::int64_t left = self->queued_bytes_ -= bytes;
+            if (left < self->context_.limits.max_queued_bytes && self->paused_.exchange(false)) {
+              self->resume();
+            }
+          }};
+}
+
+void Connection::read_more() {
+  if (reading_ || ending_) return;
+  std::span<std::byte> into;
+  if (header_) {
+    into = std::span(body_).subspan(body_bytes_);
+  } else {
+    if (begin_ > 0) {
+      std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+      end_ -= begin_;
+      begin_ = 0;
+    }
+    into = std::span(buffer_).subspan(end_);
+  }
+  reading_ = true;
+  stream_->read_some(
+      into, [self = shared_from_this()](const boost::system::error_code& error, std::size_t bytes) {
+        self->reading_ = false;
+        if (error || bytes == 0) return self->close();
+        self->context_.counters.bytes_read += bytes;
+        (self->header_ ? self->body_bytes_ : self->end_) += bytes;
+        self->consume();
+      });
+}
+
+void Connection::consume() {
+  if (reading_) return;
+  while (!ending_ && jobs_.empty()) {
+    if (!header_ && !begin_frame()) break;
+    if (body_bytes_ < body_.size()) break;
+    end_frame();
+  }
+  if (ending_) return;
+  const bool has_room = queued_bytes_ < context_.limits.max_queued_bytes;
+  if (!jobs_.empty() && has_room) return;  // `work` comes back
+  const bool may_read = jobs_.empty() && (header_ || has_room);
+  if (may_read) {
+    const bool within_frame = header_ || end_ > begin_;
+    if (within_frame && !frame_timed_ && attachment_) {
+      frame_timed_ = true;
+      arm(context_.limits.frame_time);
+    }
+    return read_more();
+  }
+  // Whoever lowers the count after this sees the flag; one that did before is made up for.
+  ++context_.counters.pauses;
+  paused_ = true;
+  if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) {
+    resume();
+  }
+}
+
+/// Returns whether there is a header, and enough room in the queue to go on with its frame.
+bool Connection::begin_frame() {
+  if (queued_bytes_ >= context_.limits.max_queued_bytes) return false;
+  if (end_ - begin_ < kFrameHeaderBytes) return false;
+  try {
+    header_ = decode_header(std::span(buffer_).subspan(begin_).first<kFrameHeaderBytes>());
+    if (!attachment_ &&
+        (header_->type != FrameType::kAttach || header_->body_bytes != kAttachTokenBytes)) {
+      throw Error(ErrorCode::kInvalidArgument, "frame: expected a token first, found another");
+    }
+    begin_ += kFrameHeaderBytes;
+    body_.resize(header_->body_bytes);
+  } catch (...) {
+    ++context_.counters.broken_frames;
+    header_.reset();
+    go_away(to_service_error(std::current_exception()));
+    return false;
+  }
+  body_bytes_ = std::min<std::size_t>(end_ - begin_, body_.size());
+  std::memcpy(body_.data(), buffer_.data() + begin_, body_bytes_);
+  begin_ += body_bytes_;
+  return true;
+}
+
+void Connection::end_frame() {
+  ++context_.counters.frames_read;
+  const FrameHeader header = *header_;
+  header_.reset();
+  if (frame_timed_) {
+    frame_timed_ = false;
+    ++timer_number_;
+    timer_.cancel();
+  }
+  Bytes body = std::move(body_);
+  body_ = {};
+  body_bytes_ = 0;
+  const auto control = std::span<const std::byte>(body).first(header.control_bytes);
+  try {
+    check_control(header, control);
+    dispatch(header, control, std::move(body));
+  } catch (...) {
+    // What throws here cannot be answered: the frame itself is broken, or it comes out of turn.
+    ++context_.counters.broken_frames;
+    go_away(to_service_error(std::current_exception()));
+  }
+}
+
+void Connection::dispatch(const FrameHeader& header, std::span<const std::byte> control,
+                          Bytes body) {
+  if (!attachment_) return attach(header, control);
+  if (header.type == FrameType::kCall) return call(header, control, std::move(body));
+  if (header.type == FrameType::kReadPages) return read_pages(header, control);
+  if (header.type == FrameType::kWritePages) return write_pages(header, control, std::move(body));
+  throw ServiceError::invalid("frame.type", "a request",
+                              std::to_string(static_cast<int>(header.type)));
+}
+
+void Connection::attach(const FrameHeader& header, std::span<const std::byte> control) {
+  Peer peer = stream_->peer();
+  try {
+    const std::vector<std::string> names = stream_->certificate_names();
+    if (!names.empty()) {
+      peer.tenant = &context_.core.tenants().authenticate({.certificate_names = names});
+    }
+    attachment_ = context_.attachments.redeem(
+        {reinterpret_cast<const char*>(control.data()), control.size()}, peer,
+        [weak = weak_from_this()] {
+          if (const auto self = weak.lock()) {
+            self->go_away(ServiceError::unavailable("DELETED", "the attachment was deleted"));
+          }
+        });
+  } catch (const ServiceError& error) {
+    ++context_.counters.refused;
+    go_away(error);
+    return;
+  }
+  AttachedBody attached;
+  std::vector<int> descriptors;
+  if (stream_->shares_memory()) {
+    try {
+      staging_ = std::make_shared<SharedRegion>(
+          SharedRegion::create(static_cast<std::size_t>(attachment_->staging_bytes)));
+    } catch (...) {
+      go_away(to_service_error(std::current_exception()));
+      return;
+    }
+    attached.regions.push_back({RegionKind::kStaging, staging_->bytes().size()});
+    descriptors.push_back(staging_->descriptor());
+  }
+  if (staging_ && context_.pages != nullptr) {
+    try {
+      const ArenaFile arena = context_.pages->arena(attachment_->tenant);
+      attached.regions.push_back({RegionKind::kReadArena, arena.bytes});
+      descriptors.push_back(arena.fd);
+    } catch (const ServiceError&) {
+      // The tenant has stored no pages yet.
+    }
+  }
+  ++timer_number_;
+  timer_.cancel();
+  ++context_.counters.attached;
+  Outgoing frame =
+      make_outgoing(FrameType::kAttached, 0, header.request_id, encode(attached), {}, staging_);
+  frame.descriptors = std::move(descriptors);
+  send(std::move(frame));
+}
+
+void Connection::call(const FrameHeader& header, std::span<const std::byte> control, Bytes body) {
+  CallBody request = decode_call(control);
+  const bool is_inline = (header.flags & kInline) != 0;
+  if (!is_inline && !staging_) {
+    throw ServiceError::invalid("frame.flags", "kInline without shared memory", "other flags");
+  }
+  std::int64_t cost = static_cast<std::int64_t>(header.body_bytes);
+  for (const Extent& tensor : request.tensors) {
+    cost += static_cast<std::int64_t>(std::min(tensor.bytes, kMaxPayloadBytes));
+  }
+  CallMemory memory;
+  memory.keep = hold(cost);
+  if (is_inline) {
+    auto kept = std::make_shared<std::pair<Bytes, std::shared_ptr<void>>>(std::move(body),
+                                                                          std::move(memory.keep));
+    memory.input = std::span<const std::byte>(kept->first).subspan(header.control_bytes);
+    memory.keep = std::move(kept);
+    request.output = {};
+  } else {
+    if (!lies_within(request.output, staging_->bytes().size())) {
+      return reply_failed(FrameType::kReply, header.request_id,
+                          ServiceError::invalid("output", "bytes within the staging region",
+                                                std::to_string(request.output.bytes) + " at " +
+                                                    std::to_string(request.output.offset)));
+    }
+    memory.input = staging_->bytes();
+    memory.output = staging_->bytes().subspan(request.output.offset, request.output.bytes);
+    memory.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
+        staging_, std::move(memory.keep));
+  }
+  Call call{.tenant = &attachment_->tenant, .cancelled = [weak = weak_from_this()] {
+              const auto self = weak.lock();
+              return !self || self->closed();
+            }};
+  if (request.timeout_ms > 0) {
+    call.deadline =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(request.timeout_ms);
+  }
+  run_call(context_.core, call, request, std::move(memory),
+           [self = shared_from_this(), id = header.request_id, is_inline](CallOutcome outcome) {
+             if (outcome.error) return self->reply_failed(FrameType::kReply, id, *outcome.error);
+             if (!is_inline) {
+               return self->send(make_outgoing(FrameType::kReply, 0, id, encode(outcome.reply)));
+             }
+             auto output = std::make_shared<std::string>(std::move(outcome.output));
+             std::vector<iovec> payload;
+             if (!output->empty()) payload.push_back(piece_of(output->data(), output->size()));
+             self->send(make_outgoing(FrameType::kReply, kInline, id, encode(outcome.reply),
+                                      std::move(payload), output));
+           });
+}
+
+PageStore& Connection::pages() const {
+  if (context_.pages == nullptr) {
+    throw ServiceError(Code::kFailedPrecondition, "FAILED_PRECONDITION",
+                       "this server stores no pages");
+  }
+  return *context_.pages;
+}
+
+void Connection::read_pages(const FrameHeader& header, std::span<const std::byte> control) {
+  std::vector<PageDescriptor> descriptors = decode_descriptors(control);
+  try {
+    jobs_.push_back({make_read_job(pages(), attachment_->tenant, header, std::move(descriptors)),
+                     hold(static_cast<std::int64_t>(header.body_bytes))});
+  } catch (const ServiceError& error) {
+    return reply_failed(FrameType::kPages, header.request_id, error);
+  }
+  work();
+}
+
+void Connection::write_pages(const FrameHeader& header, std::span<const std::byte> control,
+                             Bytes body) {
+  WriteBody request = decode_write(control);
+  const bool is_inline = (header.flags & kInline) != 0;
+  std::span<const std::byte> source;
+  std::shared_ptr<void> keep;
+  if (is_inline) {
+    auto kept = std::make_shared<Bytes>(std::move(body));
+    source = std::span<const std::byte>(*kept).subspan(header.control_bytes);
+    keep = std::move(kept);
+  } else if (staging_) {
+    source = staging_->bytes();
+    keep = staging_;
+  }
+  try {
+    jobs_.push_back({make_write_job(pages(), attachment_->tenant, header, std::move(request),
+                                    source, std::move(keep)),
+                     hold(static_cast<std::int64_t>(header.body_bytes))});
+  } catch (const ServiceError& error) {
+    return reply_failed(FrameType::kWritten, header.request_id, error);
+  }
+  work();
+}
+
+/// Does a part of the first job, and comes back for the rest.
+void Connection::work() {
+  if (jobs_.empty() || ending_ || queued_bytes_ >= context_.limits.max_queued_bytes) return;
+  if (jobs_.front().job->step(*this)) jobs_.pop_front();
+  if (jobs_.empty() || working_) return;
+  working_ = true;
+  boost::asio::post(executor_, [self = shared_from_this()] {
+    self->working_ = false;
+    self->work();
+    self->consume();
+  });
+}
+
+void Connection::resume() {
+  boost::asio::post(executor_, [self = shared_from_this()] {
+    self->work();
+    self->consume();
+  });
+}
+
+void Connection::reply_failed(FrameType type, std::uint64_t request_id, const ServiceError& error) {
+  send(make_outgoing(type, kFailed, request_id, status_of(error)));
+}
+
+void Connection::go_away(const ServiceError& error) {
+  Outgoing frame = make_outgoing(FrameType::kGoAway, kFailed, 0, status_of(error));
+  frame.is_last = true;
+  send(std::move(frame));
+  // A client that does not read it is not waited for.
+  boost::asio::post(executor_, [self = shared_from_this()] {
+    if (!self->closed_) self->arm(self->context_.limits.attach_time);
+  });
+}
+
+void Connection::close_now() {
+  boost::asio::post(executor_, [self = shared_from_this()] { self->close(); });
+}
+
+void Connection::send(Outgoing frame) {
+  std::int64_t bytes = static_cast<std::int64_t>(kFrameHeaderBytes + frame.control.size());
+  for (const iovec& piece : frame.payload) bytes += static_cast<std::int64_t>(piece.iov_len);
+  std::shared_ptr<void> held = hold(bytes);
+  const std::lock_guard lock(mutex_);
+  if (closed_ || ending_) return;
+  ending_ = frame.is_last;
+  Queued& queued = queue_.emplace_back();
+  queued.frame = std::move(frame);
+  queued.held = std::move(held);
+  queued.pieces.reserve(2 + queued.frame.payload.size());
+  queued.pieces.push_back(piece_of(queued.frame.header.data(), kFrameHeaderBytes));
+  if (!queued.frame.control.empty()) {
+    queued.pieces.push_back(piece_of(queued.frame.control.data(), queued.frame.control.size()));
+  }
+  queued.pieces.insert(queued.pieces.end(), queued.frame.payload.begin(),
+                       queued.frame.payload.end());
+  ++context_.counters.frames_written;
+  if (writing_) return;
+  const bool broken = !write_now();
+  if (broken || (queue_.empty() && ending_)) {
+    return close_now();
+  }
+  if (queue_.empty()) return;
+  writing_ = true;
+  boost::asio::post(executor_, [self = shared_from_this()] { self->await_write(); });
+}
+
+std::vector<iovec> Connection::gather() const {
+  std::vector<iovec> pieces;
+  for (const Queued& queued : queue_) {
+    for (std::size_t i = queued.first; i < queued.pieces.size(); ++i) {
+      if (pieces.size() == kMaxPieces) return pieces;
+      pieces.push_back(queued.pieces[i]);
+    }
+  }
+  return pieces;
+}
+
+bool Connection::write_now() {
+  while (!queue_.empty()) {
+    const std::vector<int>& descriptors = queue_.front().frame.descriptors;
+    const std::ptrdiff_t written = stream_->try_write(gather(), descriptors);
+    if (written < 0) return false;
+    if (written == 0) return true;
+    finish_written(static_cast<std::size_t>(written));
+  }
+  return true;
+}
+
+void Connection::finish_written(std::size_t bytes) {
+  context_.counters.bytes_written += bytes;
+  queue_.front().frame.descriptors.clear();
+  while (bytes > 0) {
+    Queued& queued = queue_.front();
+    iovec& piece = queued.pieces[queued.first];
+    const std::size_t taken = std::min(bytes, piece.iov_len);
+    piece.iov_base = static_cast<char*>(piece.iov_base) + taken;
+    piece.iov_len -= taken;
+    bytes -= taken;
+    if (piece.iov_len > 0) continue;
+    if (++queued.first == queued.pieces.size()) queue_.pop_front();
+  }
+}
+
+void Connection::await_write() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    pieces_ = gather();
+  }
+  stream_->write_some(pieces_, [self = shared_from_this()](const boost::system::error_code& error,
+                                                           std::size_t bytes) {
+    if (error) return self->close();
+    bool done = false;
+    bool ends = false;
+    {
+      const std::lock_guard lock(self->mutex_);
+      if (self->closed_) return;
+      self->finish_written(bytes);
+      done = self->queue_.empty();
+      ends = done && self->ending_;
+      self->writing_ = !done;
+    }
+    if (ends) return self->close();
+    if (!done) self->await_write();
+  });
+}
+
+void Connection::close() {
+  std::deque<Queued> dropped;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_.exchange(true)) return;
+    stream_->close();
+    // What an unfinished write names stays until its handler has run.
+    if (!writing_) dropped.swap(queue_);
+  }
+  ++timer_number_;
+  timer_.cancel();
+  if (attachment_) context_.attachments.detach(attachment_->name);
+  jobs_.clear();
+  if (writing_) {
+    boost::asio::post(executor_, [self = shared_from_this()] { self->queue_.clear(); });
+  }
+  ended_(*this);
+}
+
+}  // namespace kvtier::services

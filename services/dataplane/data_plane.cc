@@ -1,0 +1,155 @@
+#include "services/dataplane/data_plane.h"
+
+#include "kvtier/error.h"
+
+#include "services/server/listener.h"
+
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/strand.hpp>
+
+#include <mutex>
+#include <openssl/ssl.h>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+
+namespace kvtier::services {
+namespace {
+
+namespace ssl = boost::asio::ssl;
+
+constexpr std::chrono::milliseconds kDrainInterval{2};
+
+void load_tls(ssl::context& context, const DataPlaneTls& tls) {
+  SSL_CTX_set_min_proto_version(context.native_handle(), TLS1_2_VERSION);
+  try {
+    context.use_certificate_chain_file(tls.certificate);
+    context.use_private_key_file(tls.key, ssl::context::pem);
+    context.load_verify_file(tls.client_ca);
+  } catch (const boost::system::system_error& error) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        std::string("TLS: expected certificate, key and client CA in PEM, found: ") + error.what());
+  }
+  context.set_verify_mode(ssl::verify_peer | ssl::verify_fail_if_no_peer_cert);
+}
+
+}  // namespace
+
+class DataPlane::Impl {
+ public:
+  Impl(DataPlaneOptions options, const DataPlaneTls& tls, Core& core, PageStore* pages)
+      : options_(std::move(options)),
+        attachments_(options_.attachments, [] { return std::chrono::steady_clock::now(); }),
+        context_{core, pages, attachments_, options_.limits, counters_},
+        loop_(static_cast<int>(options_.threads)),
+        work_(boost::asio::make_work_guard(loop_)) {
+    if (!tls.certificate.empty()) {
+      tls_.emplace(ssl::context::tls_server);
+      load_tls(*tls_, tls);
+    }
+    endpoints_ = options_.listen;
+    for (Endpoint& endpoint : endpoints_) {
+      if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
+      listener_.add(endpoint, [this, is_unix = endpoint.is_unix](int fd) {
+        accept(Descriptor(fd), is_unix);
+      });
+    }
+    for (std::size_t i = 0; i < options_.threads; ++i) {
+      threads_.emplace_back([this] { loop_.run(); });
+    }
+  }
+  ~Impl() { stop(std::chrono::milliseconds(0)); }
+  Impl(const Impl&) = delete;  // owns sockets and threads
+  Impl& operator=(const Impl&) = delete;
+
+  void start() { listener_.start(); }
+
+  void stop(std::chrono::milliseconds grace) {
+    listener_.stop();
+    const auto end = std::chrono::steady_clock::now() + grace;
+    while (counters_.queued_bytes > 0 && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(kDrainInterval);
+    }
+    std::vector<std::shared_ptr<Connection>> open;
+    {
+      const std::lock_guard lock(mutex_);
+      stopped_ = true;
+      for (const auto& [key, connection] : connections_) open.push_back(connection);
+    }
+    for (const auto& connection : open) {
+      connection->go_away(ServiceError::unavailable("DRAINING", "the server is about to end"));
+      connection->close_now();
+    }
+    open.clear();
+    work_.reset();
+    for (std::thread& thread : threads_) {
+      if (thread.joinable()) thread.join();
+    }
+    locks_.clear();
+  }
+
+  const DataPlaneOptions options_;
+  DataPlaneCounters counters_;
+  Attachments attachments_;
+  ConnectionContext context_;
+  std::vector<Endpoint> endpoints_;
+
+ private:
+  void accept(Descriptor socket, bool is_unix) {
+    const auto strand = boost::asio::make_strand(loop_);
+    std::unique_ptr<ByteStream> stream =
+        is_unix ? make_unix_stream(strand, std::move(socket))
+                : make_tcp_stream(strand, std::move(socket), tls_ ? &*tls_ : nullptr);
+    auto connection = std::make_shared<Connection>(context_, strand, std::move(stream),
+                                                   [this](Connection& ended) {
+                                                     const std::lock_guard lock(mutex_);
+                                                     connections_.erase(&ended);
+                                                   });
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_) return;
+      connections_.emplace(connection.get(), connection);
+    }
+    boost::asio::post(strand, [connection] { connection->start(); });
+  }
+
+  boost::asio::io_context loop_;
+  boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
+  std::optional<ssl::context> tls_;
+  std::vector<SocketLock> locks_;
+  Listener listener_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;  ///< Guards both below.
+  std::unordered_map<const Connection*, std::shared_ptr<Connection>> connections_;
+  bool stopped_ = false;
+};
+
+DataPlane::DataPlane(DataPlaneOptions options, const DataPlaneTls& tls, Core& core,
+                     PageStore* pages)
+    : impl_(std::make_unique<Impl>(std::move(options), tls, core, pages)) {}
+DataPlane::~DataPlane() = default;
+void DataPlane::start() { impl_->start(); }
+void DataPlane::stop(std::chrono::milliseconds grace) { impl_->stop(grace); }
+void DataPlane::sweep() { impl_->attachments_.sweep(); }
+const std::vector<Endpoint>& DataPlane::endpoints() const noexcept { return impl_->endpoints_; }
+Attachments& DataPlane::attachments() noexcept { return impl_->attachments_; }
+const DataPlaneCounters& DataPlane::counters() const noexcept { return impl_->counters_; }
+
+void DataPlane::create_attachment(Tenant& tenant, const v1::CreateAttachmentRequest& request,
+                                  v1::CreateAttachmentResponse& response) {
+  Attachments::Created created =
+      impl_->attachments_.create(tenant, request.process_id(), request.staging_bytes());
+  v1::Attachment& attachment = *response.mutable_attachment();
+  attachment.set_name(created.name);
+  attachment.set_process_id(request.process_id());
+  attachment.set_staging_bytes(created.staging_bytes);
+  for (const Endpoint& endpoint : impl_->endpoints_) response.add_endpoints(endpoint.text());
+  response.set_token(std::move(created.token));
+  const auto life = impl_->options_.attachments.token_life.count();
+  response.mutable_token_ttl()->set_seconds(life / 1000);
+  response.mutable_token_ttl()->set_nanos(static_cast<int>(life % 1000 * 1'000'000));
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,59 @@
+#pragma once
+
+#include "services/dataplane/attachments.h"
+#include "services/dataplane/connection.h"
+#include "services/server/core.h"
+#include "services/server/endpoint.h"
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+struct DataPlaneOptions {
+  std::vector<Endpoint> listen;  ///< None: no data plane.
+  AttachmentLimits attachments;
+  ConnectionLimits limits;
+  std::size_t threads = 1;  ///< That read and write sockets.
+};
+
+/// Files in PEM, as `TlsFiles` of the server; empty: TCP is plaintext.
+struct DataPlaneTls {
+  std::string certificate, key, client_ca;
+};
+
+/// The data plane: sockets on which attached clients send tensors and pages, in frames (frame.h),
+/// beside memory that they share with the server.
+class DataPlane {
+ public:
+  /// Listens. `core`, and `pages` if there are any, must outlive this. Throws as `Server`.
+  DataPlane(DataPlaneOptions options, const DataPlaneTls& tls, Core& core, PageStore* pages);
+  /// Stops without grace. The core must not work on anything any more.
+  ~DataPlane();
+  DataPlane(const DataPlane&) = delete;  // owns sockets and threads
+  DataPlane& operator=(const DataPlane&) = delete;
+
+  /// Begins to accept.
+  void start();
+  /// Accepts no more; waits for requests in progress until `grace` has passed; tells every client
+  /// that the server ends, closes all sockets, and waits for the threads.
+  void stop(std::chrono::milliseconds grace);
+  /// Forgets tokens that were not used. Called every second or so.
+  void sweep();
+
+  /// Where clients connect, with the ports that the system chose.
+  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;
+  [[nodiscard]] Attachments& attachments() noexcept;
+  [[nodiscard]] const DataPlaneCounters& counters() const noexcept;
+
+  void create_attachment(Tenant& tenant, const v1::CreateAttachmentRequest& request,
+                         v1::CreateAttachmentResponse& response);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,172 @@
+#include "services/dataplane/page_jobs.h"
+
+#include "services/dataplane/connection.h"
+
+#include <string>
+#include <string_view>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kLookUpsPerStep = 512;
+constexpr std::uint64_t kBytesPerStep = std::uint64_t{4} << 20;
+/// Header and control go with them.
+constexpr std::size_t kPagesPerFrame = kMaxPieces - 2;
+
+std::string_view handle_of(const PageDescriptor& descriptor) {
+  return {descriptor.handle.data(), descriptor.handle.size()};
+}
+
+/// Runs `work`, whose error becomes the item's.
+template <typename Work>
+PageOutcome outcome_of(Work work) {
+  try {
+    return work();
+  } catch (...) {
+    PageOutcome outcome;
+    outcome.code = static_cast<std::uint32_t>(to_service_error(std::current_exception()).code());
+    return outcome;
+  }
+}
+
+class ReadJob : public PageJob {
+ public:
+  ReadJob(PageStore& pages, const Tenant& tenant, const FrameHeader& header,
+          std::vector<PageDescriptor> descriptors)
+      : pages_(pages),
+        tenant_(tenant),
+        request_id_(header.request_id),
+        descriptors_(std::move(descriptors)) {}
+
+ protected:
+  [[nodiscard]] bool at_end() const { return next_ == descriptors_.size(); }
+  [[nodiscard]] std::uint32_t more() const { return at_end() ? 0U : kMore; }
+
+  PageStore& pages_;
+  const Tenant& tenant_;
+  const std::uint64_t request_id_;
+  const std::vector<PageDescriptor> descriptors_;
+  std::size_t next_ = 0;
+};
+
+class LocateJob final : public ReadJob {
+ public:
+  using ReadJob::ReadJob;
+  bool step(Connection& connection) override {
+    std::vector<PageOutcome> outcomes;
+    for (; !at_end() && outcomes.size() < kLookUpsPerStep; ++next_) {
+      outcomes.push_back(outcome_of([&] {
+        const PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), Verify::kNo);
+        return PageOutcome{.crc = page.crc(),
+                           .slot = page.slot(),
+                           .generation = page.generation(),
+                           .bytes = page.bytes().size()};
+      }));
+    }
+    connection.send(make_outgoing(FrameType::kPages, more(), request_id_,
+                                  encode(std::span(std::as_const(outcomes)))));
+    return at_end();
+  }
+};
+
+class InlineReadJob final : public ReadJob {
+ public:
+  using ReadJob::ReadJob;
+  bool step(Connection& connection) override {
+    auto pins = std::make_shared<std::vector<PinnedPage>>();
+    std::vector<PageOutcome> outcomes;
+    std::vector<iovec> payload;
+    std::uint64_t bytes = 0;
+    for (; !at_end() && bytes < kBytesPerStep && payload.size() < kPagesPerFrame; ++next_) {
+      const PageDescriptor& wanted = descriptors_[next_];
+      outcomes.push_back(outcome_of([&] {
+        PinnedPage page = pages_.read(tenant_, handle_of(wanted), Verify::kNo);
+        if (!lies_within({wanted.offset, wanted.bytes}, page.bytes().size())) {
+          throw ServiceError::invalid("bytes", "a range of the page", std::to_string(wanted.bytes));
+        }
+        const PageOutcome outcome{.crc = page.crc(),
+                                  .slot = page.slot(),
+                                  .generation = page.generation(),
+                                  .offset = bytes,
+                                  .bytes = wanted.bytes};
+        const std::span<const std::byte> range = page.bytes().subspan(wanted.offset, wanted.bytes);
+        if (!range.empty()) {
+          payload.push_back({const_cast<std::byte*>(range.data()), range.size()});
+        }
+        bytes += range.size();
+        pins->push_back(std::move(page));
+        return outcome;
+      }));
+    }
+    connection.send(make_outgoing(FrameType::kPages, kInline | more(), request_id_,
+                                  encode(std::span(std::as_const(outcomes))), std::move(payload),
+                                  std::move(pins)));
+    return at_end();
+  }
+};
+
+class WriteJob final : public PageJob {
+ public:
+  WriteJob(PageStore& pages, const Tenant& tenant, const FrameHeader& header, WriteBody body,
+           std::span<const std::byte> source, std::shared_ptr<void> keep)
+      : pages_(pages),
+        request_id_(header.request_id),
+        body_(std::move(body)),
+        source_(source),
+        keep_(std::move(keep)),
+        lease_(pages.find(tenant, body_.lease)) {}
+
+  bool step(Connection& connection) override {
+    std::uint64_t bytes = 0;
+    while (outcomes_.size() < body_.pages.size() && bytes < kBytesPerStep) {
+      const PageDescriptor& page = body_.pages[outcomes_.size()];
+      bytes += page.bytes;
+      outcomes_.push_back(outcome_of([&] { return write(page); }));
+    }
+    if (outcomes_.size() < body_.pages.size()) return false;
+    connection.send(make_outgoing(FrameType::kWritten, 0, request_id_,
+                                  encode(std::span(std::as_const(outcomes_)))));
+    return true;
+  }
+
+ private:
+  PageOutcome write(const PageDescriptor& page) {
+    if (page.offset != 0 || !lies_within({page.destination, page.bytes}, source_.size())) {
+      throw ServiceError::invalid("bytes", "a whole page within the memory at hand",
+                                  std::to_string(page.bytes));
+    }
+    const PageInfo info = pages_.commit(*lease_, handle_of(page),
+                                        source_.subspan(page.destination, page.bytes), page.crc);
+    return {
+        .crc = info.crc32c, .slot = info.slot, .generation = info.generation, .bytes = info.length};
+  }
+
+  PageStore& pages_;
+  const std::uint64_t request_id_;
+  const WriteBody body_;
+  const std::span<const std::byte> source_;
+  const std::shared_ptr<void> keep_;
+  const std::shared_ptr<PageLease> lease_;
+  std::vector<PageOutcome> outcomes_;
+};
+
+}  // namespace
+
+std::unique_ptr<PageJob> make_read_job(PageStore& pages, const Tenant& tenant,
+                                       const FrameHeader& header,
+                                       std::vector<PageDescriptor> descriptors) {
+  if ((header.flags & kInline) != 0) {
+    return std::make_unique<InlineReadJob>(pages, tenant, header, std::move(descriptors));
+  }
+  return std::make_unique<LocateJob>(pages, tenant, header, std::move(descriptors));
+}
+
+std::unique_ptr<PageJob> make_write_job(PageStore& pages, const Tenant& tenant,
+                                        const FrameHeader& header, WriteBody body,
+                                        std::span<const std::byte> source,
+                                        std::shared_ptr<void> keep) {
+  return std::make_unique<WriteJob>(pages, tenant, header, std::move(body), source,
+                                    std::move(keep));
+}
+
+}  // namespace kvtier::services

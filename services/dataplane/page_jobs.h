@@ -1,0 +1,39 @@
+#pragma once
+
+#include "services/dataplane/frame.h"
+#include "services/pages/page_store.h"
+#include "services/server/tenants.h"
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace kvtier::services {
+
+class Connection;
+
+/// A request for many pages, executed in parts, so that one client's does not keep a thread from
+/// others and waits while its replies are not read.
+class PageJob {
+ public:
+  virtual ~PageJob() = default;
+  /// Does a part: some thousand look-ups, or a few MiB. Returns whether that was the last.
+  [[nodiscard]] virtual bool step(Connection& connection) = 0;
+};
+
+/// Answers kReadPages: where the pages are in the read arena, or with kInline their bytes, in as
+/// many frames as it takes, all but the last with kMore. A page that cannot be read is answered
+/// with the code of its error; one that has been evicted is NOT_FOUND.
+[[nodiscard]] std::unique_ptr<PageJob> make_read_job(PageStore& pages, const Tenant& tenant,
+                                                     const FrameHeader& header,
+                                                     std::vector<PageDescriptor> descriptors);
+
+/// Answers kWritePages: copies pages from `source` and commits them, each by itself. `keep` is held
+/// as long. Throws as `PageStore::find`.
+[[nodiscard]] std::unique_ptr<PageJob> make_write_job(PageStore& pages, const Tenant& tenant,
+                                                      const FrameHeader& header, WriteBody body,
+                                                      std::span<const std::byte> source,
+                                                      std::shared_ptr<void> keep);
+
+}  // namespace kvtier::services

@@ -1,0 +1,260 @@
+#include "tests/services/dataplane/plane_fixture.h"
+#include "tests/services/server/certificates.h"
+
+#include <gmock/gmock.h>
+
+#include <csignal>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class AttachTest : public PlaneTest {
+ protected:
+  std::string reason_with(const std::string& token) {
+    return reason_of([&] {
+      DataChannel({.endpoint = plane_->endpoints()[0].text(), .token = token, .tls = {}});
+    });
+  }
+  v1::ListAttachmentsResponse list(std::size_t index, const std::string& page = "", int size = 0) {
+    v1::ListAttachmentsRequest request;
+    request.set_page_token(page);
+    request.set_page_size(size);
+    v1::ListAttachmentsResponse response;
+    plane_->attachments().list(tenant(index), request, response);
+    return response;
+  }
+};
+
+TEST_F(AttachTest, SharesMemoryWhoseSizeIsSealed) {
+  start();
+  const auto channel = attach();
+
+  ASSERT_EQ(channel->staging().size(), std::size_t{1} << 20);
+  EXPECT_EQ(list(0).attachments_size(), 1);
+  EXPECT_TRUE(list(0).attachments(0).connected());
+  channel->staging()[12345] = std::byte{1};
+}
+
+TEST_F(AttachTest, MemoryCannotBeTakenAway) {
+  const SharedRegion region = SharedRegion::create(8192);
+  EXPECT_NE(::ftruncate(region.descriptor(), 4096), 0);
+  EXPECT_NE(::ftruncate(region.descriptor(), 16384), 0);
+  EXPECT_NE(::fcntl(region.descriptor(), F_ADD_SEALS, F_SEAL_WRITE), 0);
+}
+
+TEST_F(AttachTest, MapsNoFileThatMayShrink) {
+  const auto error_of = [](int file) {
+    return reason_of([&] { (void)SharedRegion::map(Descriptor(file), 4096, false); });
+  };
+  const int unsealed = ::memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  ASSERT_EQ(::ftruncate(unsealed, 8192), 0);
+  EXPECT_THAT(error_of(unsealed), HasSubstr("sealed"));
+  EXPECT_THAT(error_of(::open("/dev/zero", O_RDWR | O_CLOEXEC)), HasSubstr("expected a file"));
+  std::array<int, 2> pipe{};
+  ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
+  EXPECT_THAT(error_of(pipe[0]), HasSubstr("expected a file"));
+  ::close(pipe[1]);
+  const SharedRegion small = SharedRegion::create(4096);
+  EXPECT_THAT(reason_of([&] {
+                (void)SharedRegion::map(Descriptor(::dup(small.descriptor())), 8192, false);
+              }),
+              HasSubstr("at least 8192"));
+}
+
+TEST_F(AttachTest, TakesATokenOnce) {
+  start();
+  const std::string once = token();
+  const DataChannel channel({.endpoint = plane_->endpoints()[0].text(), .token = once, .tls = {}});
+
+  EXPECT_EQ(reason_with(once), "UNAUTHENTICATED");
+  EXPECT_EQ(plane_->counters().refused, 1U);
+  EXPECT_EQ(plane_->counters().attached, 1U);
+}
+
+TEST_F(AttachTest, RefusesForgedTokens) {
+  start();
+  const std::string good = token();
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 100; ++i) {
+    std::string forged = good;
+    forged[random() % forged.size()] ^= static_cast<char>(1U << random() % 8);
+    ASSERT_EQ(reason_with(forged), "UNAUTHENTICATED");
+  }
+  EXPECT_EQ(reason_with(good), "OK");
+}
+
+TEST_F(AttachTest, RefusesTheTokenOfAnotherProcess) {
+  start();
+  EXPECT_EQ(reason_with(token(0, ::getpid() + 1)), "UNAUTHENTICATED");
+  EXPECT_EQ(reason_with(token(0, ::getpid())), "OK");
+}
+
+TEST_F(AttachTest, ForgetsTokensThatAreNotUsed) {
+  TimePoint now{};
+  Attachments attachments({.token_life = std::chrono::seconds(5)}, [&] { return now; });
+  Tenant tenant(0, {});
+  const std::string late = attachments.create(tenant, 0, 0).token;
+  now += std::chrono::seconds(6);
+
+  EXPECT_THROW((void)attachments.redeem(late, {}, {}), ServiceError);
+  attachments.sweep();
+
+  EXPECT_EQ(attachments.size(), 0U);
+  EXPECT_EQ(attachments.staging_bytes(), 0);
+}
+
+TEST_F(AttachTest, BoundsAttachmentsAndTheirMemory) {
+  TimePoint now{};
+  Attachments attachments({.max_attachments = 3, .max_total_staging_bytes = 32 << 20},
+                          [&] { return now; });
+  Tenant tenant(0, {});
+  const auto reason = [&](std::int64_t process, std::int64_t bytes) -> std::string {
+    try {
+      (void)attachments.create(tenant, process, bytes);
+    } catch (const ServiceError& error) {
+      return error.reason() + " " + error.field();
+    }
+    return "OK";
+  };
+  EXPECT_EQ(reason(0, -1), "INVALID_ARGUMENT staging_bytes");
+  EXPECT_EQ(reason(0, (64 << 20) + 1), "INVALID_ARGUMENT staging_bytes");
+  EXPECT_EQ(reason(-1, 0), "INVALID_ARGUMENT process_id");
+  EXPECT_EQ(reason(0, 33 << 20), "TOO_MANY_ATTACHMENTS ");
+  EXPECT_EQ(reason(0, 24 << 20), "OK");
+  EXPECT_EQ(reason(0, 1), "OK");
+  EXPECT_EQ(reason(0, 4096), "OK");
+  EXPECT_EQ(reason(0, 1), "TOO_MANY_ATTACHMENTS ");
+  EXPECT_EQ(attachments.staging_bytes(), (24 << 20) + 4096 + 4096);
+}
+
+TEST_F(AttachTest, ListsAndDeletesATenantsOwn) {
+  CoreOptions options = small_options();
+  options.tenants = two_tenants();
+  start(options, {});
+  const auto channel = attach(0);
+  for (int i = 0; i < 3; ++i) (void)token(0);
+  (void)token(1);
+
+  EXPECT_EQ(list(1).attachments_size(), 1);
+  const v1::ListAttachmentsResponse first = list(0, "", 3);
+  EXPECT_EQ(first.attachments_size(), 3);
+  EXPECT_EQ(list(0, first.next_page_token(), 3).attachments_size(), 1);
+  const v1::ListAttachmentsResponse all = list(0);
+  EXPECT_THROW(plane_->attachments().remove(tenant(1), all.attachments(0).name()), ServiceError);
+  EXPECT_THROW(plane_->attachments().remove(tenant(0), "attachments/none"), ServiceError);
+  for (const auto& attachment : all.attachments()) {
+    plane_->attachments().remove(tenant(0), attachment.name());
+  }
+
+  EXPECT_EQ(reason_of([&] { (void)channel->receive(); }), "DELETED");
+  EXPECT_TRUE(channel->broken());
+  EXPECT_EQ(list(0).attachments_size(), 0);
+}
+
+TEST_F(AttachTest, GivesEverythingBackWhenClientsGo) {
+  start();
+  (void)attach();  // the first takes what all share
+  ASSERT_TRUE(all_is_free());
+  const std::size_t before = open_descriptors();
+  for (int i = 0; i < 20; ++i) (void)attach();
+  ASSERT_TRUE(all_is_free());
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+  EXPECT_EQ(plane_->counters().attached, 21U);
+}
+
+TEST_F(AttachTest, GivesEverythingBackWhenClientsAreKilled) {
+  start();
+  (void)attach();  // the first takes what all share
+  ASSERT_TRUE(all_is_free());
+  const std::size_t before = open_descriptors();
+  for (int i = 0; i < 10; ++i) {
+    const std::string once = token();
+    const std::string endpoint = plane_->endpoints()[0].text();
+    std::array<int, 2> ready{};
+    ASSERT_EQ(::pipe2(ready.data(), O_CLOEXEC), 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      DataChannel channel({.endpoint = endpoint, .token = once, .tls = {}});
+      (void)channel.send(FrameType::kReadPages, 0, Bytes(4));  // of which the reply is never read
+      (void)!::write(ready[1], "x", 1);
+      ::pause();
+      ::_exit(0);
+    }
+    char byte = 0;
+    ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+    ::kill(child, SIGKILL);
+    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+    ::close(ready[0]);
+    ::close(ready[1]);
+  }
+  ASSERT_TRUE(all_is_free());
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+}
+
+TEST_F(AttachTest, RegionsOutliveTheServer) {
+  start();
+  const auto lease = open_lease();
+  const std::string handle = store_page(*lease, 1);
+  const auto channel = attach();
+  ASSERT_TRUE(channel->arena());
+  const std::uint64_t id = channel->send(
+      FrameType::kReadPages, 0, encode(std::vector<PageDescriptor>{descriptor_of(handle)}));
+  const PageOutcome page = decode_outcomes(channel->reply_to(id).control()).at(0);
+
+  plane_->stop(std::chrono::milliseconds(0));
+  pages_->close(tenant(), lease->name);
+  plane_.reset();
+  pages_.reset();
+
+  channel->staging()[0] = std::byte{1};  // no SIGBUS
+  std::vector<std::byte> bytes(page.bytes);
+  (void)channel->arena()->copy_page(page.slot, page.generation, bytes);
+  EXPECT_EQ(reason_of([&] { (void)channel->receive(); }), "DRAINING");
+  EXPECT_EQ(reason_of([&] { (void)channel->send(FrameType::kReadPages, 0, Bytes(4)); }),
+            "DISCONNECTED");
+}
+
+TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
+  const Authority authority(folder_, "ca");
+  const Certificate own = authority.issue("localhost");
+  CoreOptions options = small_options();
+  options.tenants = two_tenants();
+  options.tenants[0].certificate = "first.example";
+  options.tenants[1].certificate = "second.example";
+  start(options, {.listen = {parse_endpoint("tcp:127.0.0.1:0")}, .attachments = {}, .limits = {}},
+        {own.certificate, own.key, authority.certificate()});
+  const Certificate first = authority.issue("first.example");
+  const auto reason = [&](const Certificate& certificate, const std::string& with) {
+    return reason_of([&] {
+      const DataChannel channel(
+          {.endpoint = plane_->endpoints()[0].text(),
+           .token = with,
+           .tls = {authority.certificate(), certificate.certificate, certificate.key}});
+      EXPECT_TRUE(channel.staging().empty());
+    });
+  };
+
+  EXPECT_EQ(reason(first, token(0)), "OK");
+  EXPECT_EQ(reason(first, token(1)), "UNAUTHENTICATED");
+  EXPECT_EQ(reason(authority.issue("third.example"), token(0)), "UNAUTHENTICATED");
+  std::filesystem::create_directory(folder_ / "other");
+  const Authority other(folder_ / "other", "ca");
+  EXPECT_EQ(reason(other.issue("first.example"), token(0)), "DISCONNECTED");
+  EXPECT_EQ(reason_of([&] {
+              DataChannel({.endpoint = plane_->endpoints()[0].text(),
+                           .token = token(0),
+                           .tls = {},
+                           .timeout = std::chrono::seconds(5)});
+            }),
+            "DISCONNECTED");
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing

@@ -1,0 +1,276 @@
+#include "services/client/data_socket.h"
+#include "tests/services/dataplane/plane_fixture.h"
+
+#include <gmock/gmock.h>
+
+#include <csignal>
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// Bytes on a socket, with no regard for what they should be.
+class RawSocket {
+ public:
+  explicit RawSocket(const std::string& endpoint)
+      : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    endpoint.copy(address.sun_path, sizeof(address.sun_path) - 1, 5);
+    EXPECT_EQ(::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  }
+
+  bool write(std::span<const std::byte> bytes) {
+    return ::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(bytes.size());
+  }
+  void write_frame(FrameType type, std::uint32_t flags, std::span<const std::byte> control,
+                   std::uint64_t claimed_payload = 0) {
+    const HeaderBytes header = encode_header(make_header(type, flags, 1, control, claimed_payload));
+    (void)write(header);
+    (void)write(control);
+  }
+  /// With descriptors of /dev/null beside one byte.
+  void write_descriptors(std::size_t count) {
+    const std::vector<int> descriptors(count, null_.get());
+    std::byte byte{};
+    iovec piece{&byte, 1};
+    std::vector<char> control(CMSG_SPACE(count * sizeof(int)));
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* part = CMSG_FIRSTHDR(&message);
+    part->cmsg_level = SOL_SOCKET;
+    part->cmsg_type = SCM_RIGHTS;
+    part->cmsg_len = CMSG_LEN(count * sizeof(int));
+    std::memcpy(CMSG_DATA(part), descriptors.data(), count * sizeof(int));
+    EXPECT_EQ(::sendmsg(socket_.get(), &message, MSG_NOSIGNAL), 1);
+  }
+  /// Everything until the end of the connection.
+  std::vector<std::byte> read_to_end() {
+    std::vector<std::byte> all;
+    std::array<std::byte, 4096> part{};
+    for (;;) {
+      const ssize_t bytes = ::recv(socket_.get(), part.data(), part.size(), 0);
+      if (bytes <= 0) return all;
+      all.insert(all.end(), part.begin(), part.begin() + bytes);
+    }
+  }
+  /// The message of the kGoAway that ends the connection.
+  std::string last_words() {
+    const std::vector<std::byte> all = read_to_end();
+    std::span<const std::byte> rest = all;
+    while (rest.size() >= kFrameHeaderBytes) {
+      const FrameHeader header = decode_header(rest.first<kFrameHeaderBytes>());
+      rest = rest.subspan(kFrameHeaderBytes);
+      if (header.type == FrameType::kGoAway) {
+        v1::ItemStatus status;
+        EXPECT_TRUE(status.ParseFromArray(rest.data(), static_cast<int>(header.control_bytes)));
+        return status.reason() + ": " + status.message();
+      }
+      rest = rest.subspan(header.body_bytes);
+    }
+    return "nothing";
+  }
+
+ private:
+  Descriptor socket_;
+  Descriptor null_{::open("/dev/null", O_RDONLY | O_CLOEXEC)};
+};
+
+class HostileFrames : public PlaneTest {
+ protected:
+  void SetUp() override {
+    PlaneTest::SetUp();
+    DataPlaneOptions options;
+    options.limits.attach_time = std::chrono::milliseconds(300);
+    options.limits.frame_time = std::chrono::milliseconds(300);
+    start(small_options(), options);
+  }
+  [[nodiscard]] std::string endpoint() const { return plane_->endpoints()[0].text(); }
+  /// An attached socket.
+  RawSocket attached() {
+    RawSocket raw(endpoint());
+    const std::string once = token();
+    raw.write_frame(FrameType::kAttach, 0, std::as_bytes(std::span(once)));
+    return raw;
+  }
+  void expect_still_serving() {
+    EXPECT_TRUE(all_is_free());
+    (void)attach();
+  }
+};
+
+TEST_F(HostileFrames, EndTheConnectionWithAReason) {
+  const auto words_after = [&](auto write) {
+    RawSocket raw = attached();
+    write(raw);
+    return raw.last_words();
+  };
+  HeaderBytes bad = encode_header({.type = FrameType::kCall});
+  bad[0] ^= std::byte{1};
+  EXPECT_THAT(words_after([&](RawSocket& raw) { raw.write(bad); }), HasSubstr("magic"));
+  bad[0] ^= std::byte{1};
+  bad[39] ^= std::byte{1};
+  EXPECT_THAT(words_after([&](RawSocket& raw) { raw.write(bad); }), HasSubstr("header_crc"));
+  FrameHeader header{
+      .type = FrameType::kCall, .control_bytes = 4, .body_bytes = 4, .control_crc = 1};
+  const HeaderBytes wrong_crc = encode_header(header);
+  EXPECT_THAT(words_after([&](RawSocket& raw) {
+                raw.write(wrong_crc);
+                raw.write(Bytes(4));
+              }),
+              HasSubstr("control_crc"));
+  header.body_bytes = std::uint64_t{1} << 63U;
+  EXPECT_THAT(words_after([&](RawSocket& raw) { raw.write(encode_header(header)); }),
+              HasSubstr("payload"));
+  EXPECT_THAT(words_after([&](RawSocket& raw) { raw.write_frame(FrameType::kCall, 0, Bytes(7)); }),
+              HasSubstr("method: expected"));
+  EXPECT_THAT(words_after([&](RawSocket& raw) {
+                raw.write_frame(FrameType::kReadPages, 0, Bytes(4, std::byte{0xFF}));
+              }),
+              HasSubstr("count"));
+  for (const FrameType type : {FrameType::kAttach, FrameType::kAttached, FrameType::kReply,
+                               FrameType::kPages, FrameType::kWritten, FrameType::kGoAway}) {
+    EXPECT_THAT(words_after([&](RawSocket& raw) { raw.write_frame(type, 0, {}); }),
+                HasSubstr("INVALID_ARGUMENT"));
+  }
+  EXPECT_GE(plane_->counters().broken_frames, 12U);
+  expect_still_serving();
+}
+
+TEST_F(HostileFrames, AreRefusedBeforeTheToken) {
+  for (const FrameType type : {FrameType::kCall, FrameType::kReadPages, FrameType::kWritePages}) {
+    RawSocket raw(endpoint());
+    raw.write_frame(type, 0, Bytes(4));
+    EXPECT_THAT(raw.last_words(), HasSubstr("expected a token first"));
+  }
+  RawSocket raw(endpoint());
+  raw.write_frame(FrameType::kAttach, 0, Bytes(33));
+  EXPECT_THAT(raw.last_words(), HasSubstr("expected a token first"));
+  expect_still_serving();
+}
+
+TEST_F(HostileFrames, ThatNeverComeAreNotWaitedFor) {
+  RawSocket silent(endpoint());
+  EXPECT_THAT(silent.last_words(), HasSubstr("STREAM_IDLE"));
+  RawSocket amid = attached();
+  amid.write(encode_header({.type = FrameType::kCall, .control_bytes = 9, .body_bytes = 9}));
+  EXPECT_THAT(amid.last_words(), HasSubstr("STREAM_IDLE"));
+  RawSocket within_header = attached();
+  within_header.write(Bytes(1, std::byte{0x4B}));
+  EXPECT_THAT(within_header.last_words(), HasSubstr("STREAM_IDLE"));
+  EXPECT_EQ(plane_->counters().timeouts, 3U);
+  expect_still_serving();
+}
+
+TEST_F(HostileFrames, WithDescriptorsEndTheConnection) {
+  const auto no_connections = [&] { return plane_->counters().connections == 0; };
+  (void)attach();  // the first takes what all share
+  ASSERT_TRUE(eventually(no_connections));
+  const std::size_t before = open_descriptors();
+  for (const std::size_t count : {1U, 2U, 16U, 100U}) {
+    RawSocket raw = attached();
+    raw.write_descriptors(count);
+    (void)raw.read_to_end();
+  }
+  EXPECT_TRUE(eventually(no_connections));
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+}
+
+TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
+  (void)attach();  // the first takes what all share
+  ASSERT_TRUE(all_is_free());
+  const std::size_t before = open_descriptors();
+  for (int i = 0; i < 10; ++i) {
+    const std::string once = token();
+    std::array<int, 2> ready{};
+    ASSERT_EQ(::pipe2(ready.data(), O_CLOEXEC), 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      RawSocket raw(endpoint());
+      raw.write_frame(FrameType::kAttach, 0, std::as_bytes(std::span(once)));
+      // A third of a header, or a header and half of its control.
+      const Bytes control(100);
+      const HeaderBytes header =
+          encode_header(make_header(FrameType::kWritePages, 0, 2, control, 0));
+      raw.write(std::span(header).first(i % 2 == 0 ? 13 : kFrameHeaderBytes));
+      if (i % 2 != 0) raw.write(std::span(control).first(50));
+      (void)!::write(ready[1], "x", 1);
+      ::pause();
+      ::_exit(0);
+    }
+    char byte = 0;
+    ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+    ::kill(child, SIGKILL);
+    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+    ::close(ready[0]);
+    ::close(ready[1]);
+  }
+  EXPECT_TRUE(all_is_free());
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+}
+
+TEST_F(HostileFrames, OfRandomBytesEndNothingElse) {
+  std::mt19937_64 random(11);
+  for (int round = 0; round < 200; ++round) {
+    RawSocket raw = attached();
+    Bytes control(random() % 200);
+    for (std::byte& byte : control) byte = std::byte(random() % 3 == 0 ? random() & 255U : 0U);
+    raw.write_frame(static_cast<FrameType>(1 + random() % 9),
+                    static_cast<std::uint32_t>(random() % 8), control);
+    if (random() % 2 == 0) (void)raw.write(Bytes(kFrameHeaderBytes, std::byte(round)));
+  }
+  expect_still_serving();
+}
+
+TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
+  const auto lease = open_lease();
+  std::vector<PageDescriptor> descriptors;
+  for (std::uint64_t i = 0; i < 64; ++i)
+    descriptors.push_back(descriptor_of(store_page(*lease, i)));
+  const auto channel = attach();
+
+  // 64 MiB of replies, of which none is read.
+  std::vector<std::uint64_t> ids;
+  for (int i = 0; i < 16; ++i) {
+    ids.push_back(channel->send(FrameType::kReadPages, kInline, encode(descriptors)));
+  }
+  ASSERT_TRUE(eventually([&] { return plane_->counters().pauses > 0; }));
+  const ConnectionLimits limits;
+  EXPECT_LE(plane_->counters().queued_bytes,
+            limits.max_queued_bytes + static_cast<std::int64_t>(kMaxPayloadBytes));
+  EXPECT_LE(pages_->stats().pinned_pages, 64U);
+  const auto other = attach();  // is served meanwhile
+  EXPECT_EQ(reason_of([&] {
+              (void)other->reply_to(other->send(FrameType::kReadPages, 0, encode(descriptors)));
+            }),
+            "OK");
+
+  // Once they are read, all come, in order.
+  for (const std::uint64_t id : ids) {
+    std::size_t seen = 0;
+    bool more = true;
+    while (more) {
+      const DataChannel::Frame frame = channel->reply_to(id);
+      for (const PageOutcome& page : decode_outcomes(frame.control())) {
+        const auto bytes = frame.payload().subspan(page.offset, page.bytes);
+        const auto expected = random_bytes(kPageBytes, seen++);
+        ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), expected.begin(), expected.end()));
+      }
+      more = (frame.header.flags & kMore) != 0;
+    }
+    ASSERT_EQ(seen, descriptors.size());
+  }
+  EXPECT_EQ(pages_->stats().pinned_pages, 0U);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing

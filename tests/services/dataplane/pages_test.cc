@@ -1,0 +1,190 @@
+#include "services/pages/crc32c.h"
+#include "tests/services/dataplane/plane_fixture.h"
+
+#include <gmock/gmock.h>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::Each;
+
+constexpr std::uint32_t kNotFound = 5;
+constexpr std::uint32_t kInvalid = 3;
+
+class PlanePages : public PlaneTest {
+ protected:
+  void SetUp() override {
+    PlaneTest::SetUp();
+    CoreOptions options = small_options();
+    options.tenants = two_tenants();
+    start(options, {});
+    lease_ = open_lease();
+  }
+  std::vector<PageOutcome> read(DataChannel& channel, const std::vector<PageDescriptor>& wanted) {
+    return decode_outcomes(
+        channel.reply_to(channel.send(FrameType::kReadPages, 0, encode(wanted))).control());
+  }
+  std::vector<PageOutcome> write(DataChannel& channel, const std::vector<PageDescriptor>& pages,
+                                 const std::string& lease) {
+    return decode_outcomes(
+        channel.reply_to(channel.send(FrameType::kWritePages, 0, encode(WriteBody{lease, pages})))
+            .control());
+  }
+  /// Bytes of all pages, from payloads.
+  std::vector<std::vector<std::byte>> read_inline(DataChannel& channel,
+                                                  const std::vector<PageDescriptor>& wanted,
+                                                  std::vector<std::uint32_t>& codes) {
+    std::vector<std::vector<std::byte>> pages;
+    const std::uint64_t id = channel.send(FrameType::kReadPages, kInline, encode(wanted));
+    for (bool more = true; more;) {
+      const DataChannel::Frame frame = channel.reply_to(id);
+      for (const PageOutcome& page : decode_outcomes(frame.control())) {
+        const auto bytes = frame.payload().subspan(page.offset, page.bytes);
+        pages.emplace_back(bytes.begin(), bytes.end());
+        codes.push_back(page.code);
+      }
+      more = (frame.header.flags & kMore) != 0;
+    }
+    return pages;
+  }
+
+  std::shared_ptr<PageLease> lease_;
+};
+
+TEST_F(PlanePages, AreReadInPlace) {
+  std::vector<PageDescriptor> wanted;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    wanted.push_back(descriptor_of(store_page(*lease_, seed)));
+  }
+  std::shuffle(wanted.begin() + 1, wanted.end(), std::mt19937_64(1));
+  const auto channel = attach();
+  ASSERT_TRUE(channel->arena());
+
+  const std::vector<PageOutcome> pages = read(*channel, wanted);
+
+  ASSERT_EQ(pages.size(), wanted.size());
+  EXPECT_EQ(pages_->stats().pinned_pages, 0U);
+  std::vector<std::byte> bytes(kPageBytes);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    ASSERT_EQ(pages[i].code, 0U);
+    ASSERT_EQ(pages[i].bytes, bytes.size());
+    ASSERT_TRUE(channel->arena()->copy_page(pages[i].slot, pages[i].generation, bytes));
+    EXPECT_EQ(crc32c(bytes), pages[i].crc);
+    const PinnedPage page =
+        pages_->read(tenant(), {wanted[i].handle.data(), wanted[i].handle.size()});
+    EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), page.bytes().begin()));
+  }
+}
+
+TEST_F(PlanePages, ThatAreDeletedAreNotReadInPlace) {
+  const std::string handle = store_page(*lease_, 1);
+  const auto channel = attach();
+  const PageOutcome page = read(*channel, {descriptor_of(handle)}).at(0);
+
+  pages_->remove(*lease_, handle);
+
+  std::vector<std::byte> bytes(kPageBytes);
+  EXPECT_FALSE(channel->arena()->copy_page(page.slot, page.generation, bytes));
+  EXPECT_EQ(read(*channel, {descriptor_of(handle)}).at(0).code, kNotFound);
+}
+
+TEST_F(PlanePages, AreReadFromTheSocketInManyFrames) {
+  std::vector<PageDescriptor> wanted;
+  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+    wanted.push_back(descriptor_of(store_page(*lease_, seed)));
+  }
+  wanted[7].offset = 1000;
+  wanted[7].bytes = 10;
+  wanted[8].bytes = 0;
+  wanted[9].offset = 1;  // one byte past the end
+  const auto channel = attach();
+
+  std::vector<std::uint32_t> codes;
+  const auto pages = read_inline(*channel, wanted, codes);
+
+  ASSERT_EQ(pages.size(), wanted.size());
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const auto expected = random_bytes(kPageBytes, i);
+    if (i == 7) {
+      EXPECT_TRUE(std::equal(pages[i].begin(), pages[i].end(), expected.begin() + 1000));
+      EXPECT_EQ(pages[i].size(), 10U);
+    } else if (i == 8 || i == 9) {
+      EXPECT_TRUE(pages[i].empty());
+    } else {
+      EXPECT_EQ(pages[i], expected) << i;
+    }
+    EXPECT_EQ(codes[i], i == 9 ? kInvalid : 0U);
+  }
+  EXPECT_TRUE(eventually([&] { return pages_->stats().pinned_pages == 0; }));
+}
+
+TEST_F(PlanePages, OfOthersAreUnknown) {
+  const std::string handle = store_page(*lease_, 1);
+  std::string forged = handle;
+  forged.back() = forged.back() == 'A' ? 'B' : 'A';
+  (void)open_lease(1);
+  const auto channel = attach(1);
+
+  const std::vector<PageOutcome> pages =
+      read(*channel, {descriptor_of(handle), descriptor_of(forged), descriptor_of("")});
+
+  EXPECT_THAT(pages, Each(PageOutcome{.code = kNotFound}));
+  std::vector<std::uint32_t> codes;
+  EXPECT_THAT(read_inline(*channel, {descriptor_of(handle)}, codes).at(0), ::testing::IsEmpty());
+  EXPECT_EQ(codes, std::vector<std::uint32_t>{kNotFound});
+}
+
+TEST_F(PlanePages, AnEmptyListIsAnswered) {
+  const auto channel = attach();
+  EXPECT_TRUE(read(*channel, {}).empty());
+  EXPECT_TRUE(write(*channel, {}, lease_->name).empty());
+}
+
+TEST_F(PlanePages, AreWrittenFromStaging) {
+  const auto channel = attach();
+  std::vector<PageDescriptor> pages;
+  for (std::uint64_t i = 0; i < 10; ++i) {
+    const auto bytes = random_bytes(kPageBytes, 100 + i);
+    std::copy(bytes.begin(), bytes.end(),
+              channel->staging().begin() + static_cast<std::ptrdiff_t>(i) * kPageBytes);
+    PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+    page.destination = i * kPageBytes;
+    page.crc = crc32c(bytes);
+    pages.push_back(page);
+  }
+  pages[3].crc ^= 1;
+  pages[4].destination = (1 << 20) - kPageBytes + 1;
+  pages[5].bytes = kPageBytes - 1;
+  pages[6].offset = 1;
+
+  const std::vector<PageOutcome> written = write(*channel, pages, lease_->name);
+
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (i >= 3 && i <= 6) {
+      EXPECT_NE(written[i].code, 0U) << i;
+      continue;
+    }
+    EXPECT_EQ(written[i].code, 0U) << i;
+    const PinnedPage page =
+        pages_->read(tenant(), {pages[i].handle.data(), pages[i].handle.size()});
+    const auto expected = random_bytes(kPageBytes, 100 + i);
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), page.bytes().begin()));
+  }
+  EXPECT_EQ(pages_->stats().committed_pages, 6U);
+  EXPECT_EQ(pages_->stats().reserved_pages, 4U);
+}
+
+TEST_F(PlanePages, AreWrittenByTheirLeaseAlone) {
+  const auto other = open_lease(1);
+  const auto channel = attach(1);
+  PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+  page.crc = crc32c(channel->staging().first(kPageBytes));
+
+  EXPECT_EQ(write(*channel, {page}, other->name).at(0).code, kNotFound);
+  EXPECT_EQ(reason_of([&] { (void)write(*channel, {page}, lease_->name); }), "NOT_FOUND");
+  EXPECT_EQ(reason_of([&] { (void)write(*channel, {page}, "leases/none"); }), "NOT_FOUND");
+  EXPECT_EQ(pages_->stats().committed_pages, 0U);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing

@@ -1,0 +1,140 @@
+#pragma once
+
+#include "services/client/data_channel.h"
+#include "services/dataplane/data_plane.h"
+#include "services/pages/page_store.h"
+#include "tests/services/server/core_fixture.h"
+
+#include <filesystem>
+#include <future>
+#include <memory>
+#include <random>
+#include <stdlib.h>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace kvtier::services::testing {
+
+inline constexpr std::int64_t kPageBytes = 64 << 10;
+
+inline std::vector<std::byte> random_bytes(std::size_t size, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> bytes(size);
+  for (std::byte& byte : bytes) byte = std::byte(random() & 255U);
+  return bytes;
+}
+
+/// Descriptors that the process has open.
+inline std::size_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+/// A data plane over a core and a page store in this process, without gRPC.
+class PlaneTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = ::testing::TempDir() + "kvtier-XXXXXX";
+    folder_ = ::mkdtemp(pattern.data());
+    executor_ = make_thread_pool(2);
+  }
+  void TearDown() override {
+    if (plane_) plane_->stop(std::chrono::milliseconds(0));
+    executor_->finish();
+    plane_.reset();
+    pages_.reset();
+    core_.reset();
+    std::filesystem::remove_all(folder_);
+  }
+
+  void start(CoreOptions core, DataPlaneOptions options, const DataPlaneTls& tls = {}) {
+    core_ = std::make_unique<Core>(std::move(core), *executor_);
+    PageStoreOptions pages;
+    pages.arena_bytes = 32 * std::int64_t{1 << 20};
+    pages_ = std::make_unique<PageStore>(pages);
+    if (options.listen.empty()) options.listen = {parse_endpoint(socket())};
+    plane_ = std::make_unique<DataPlane>(std::move(options), tls, *core_, pages_.get());
+    plane_->start();
+  }
+  void start() { start(small_options(), {}); }
+
+  [[nodiscard]] std::string socket() const { return "unix:" + (folder_ / "data.sock").string(); }
+  [[nodiscard]] Tenant& tenant(std::size_t index = 0) { return *core_->tenants().all()[index]; }
+  [[nodiscard]] std::string token(std::size_t index = 0, std::int64_t process = 0) {
+    return plane_->attachments().create(tenant(index), process, 1 << 20).token;
+  }
+  [[nodiscard]] std::unique_ptr<DataChannel> attach(std::size_t index = 0) {
+    return std::make_unique<DataChannel>(DataChannelOptions{
+        .endpoint = plane_->endpoints()[0].text(), .token = token(index), .tls = {}});
+  }
+  /// Waits for a state that another thread brings about.
+  template <typename Condition>
+  [[nodiscard]] static bool eventually(Condition condition) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > end) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  [[nodiscard]] bool all_is_free() {
+    return eventually([&] {
+      return plane_->counters().connections == 0 && plane_->counters().queued_bytes == 0 &&
+             plane_->attachments().size() == 0 && plane_->attachments().staging_bytes() == 0 &&
+             core_->inflight_bytes() == 0 && pages_->stats().pinned_pages == 0;
+    });
+  }
+
+  /// Returns the name of a new session.
+  std::string open_session(std::size_t index = 0) {
+    v1::CreateSessionRequest request;
+    *request.mutable_geometry() = small_geometry();
+    v1::CreateSessionResponse response;
+    std::promise<std::string> reason;
+    core_->create_session({.tenant = &tenant(index)}, request, response,
+                          [&](const ServiceError* error) {
+                            reason.set_value(error == nullptr ? "OK" : error->reason());
+                          });
+    EXPECT_EQ(reason.get_future().get(), "OK");
+    return response.session().name();
+  }
+
+  std::shared_ptr<PageLease> open_lease(std::size_t index = 0) {
+    return pages_->open(tenant(index), {.model = "m", .page_bytes = kPageBytes});
+  }
+  /// Stores a page of `random_bytes(kPageBytes, seed)` and returns its handle.
+  std::string store_page(PageLease& lease, std::uint64_t seed) {
+    const PageInfo info = pages_->reserve(lease, {});
+    return pages_->commit(lease, info.handle, random_bytes(kPageBytes, seed)).handle;
+  }
+
+  std::filesystem::path folder_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Core> core_;
+  std::unique_ptr<PageStore> pages_;
+  std::unique_ptr<DataPlane> plane_;
+};
+
+inline PageDescriptor descriptor_of(const std::string& handle, std::uint64_t bytes = kPageBytes) {
+  PageDescriptor descriptor;
+  descriptor.bytes = bytes;
+  handle.copy(descriptor.handle.data(), descriptor.handle.size());
+  return descriptor;
+}
+
+/// The reason with which a call is refused.
+template <typename Work>
+std::string reason_of(Work work) {
+  try {
+    work();
+  } catch (const ClientError& error) {
+    return error.reason();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "OK";
+}
+
+}  // namespace kvtier::services::testing
