@@ -25,10 +25,10 @@ NORM_AWARE = {"estimator": "norm_aware", "bits": 256, "selection": "per_kv_head"
 SOFT = {"estimator": "soft_collision", "bits": 600, "selection": "per_kv_head", "placement": "device"}
 
 
-def newest(kind):
-    files = sorted(RESULTS.glob(f"*-h200-{kind}.json"))
+def newest(kind, machine="h200"):
+    files = sorted(RESULTS.glob(f"*-{machine}-{kind}.json"))
     if not files:
-        sys.exit(f"performance.py: expected a file benchmarks/results/DATE-h200-{kind}.json, found none")
+        sys.exit(f"performance.py: expected a file benchmarks/results/DATE-{machine}-{kind}.json, found none")
     return files[-1]
 
 
@@ -310,6 +310,43 @@ def replay(_):
     return table(["selector", "33x", "100x"], [(name, mass[33.0], mass[100.0]) for name, mass in rows.items()])
 
 
+def service_block(_):
+    path = newest("service", "cpu")
+    document = load(path)
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, load average "
+            f"{document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end.")
+
+
+def service(_):
+    """Rows of kvtier-service-bench: what was measured, what it is held against, and their ratio."""
+    def row(row):
+        size = f", {row['page_bytes'] // K:,} KiB" if "page_bytes" in row else ""
+        rate = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"] if "gbps" in row else None
+        what = row["what"]
+        if what == "shared_memory_over_memcpy":
+            return (f"random pages{size}, shared memory: share of memcpy", "60 %", "85 %", *rate, spread(row, "share", percent))
+        if what == "frames_over_sendmsg":
+            return (f"random pages{size}, frames: share of sendmsg of the same pages", "75 %", "90 %", *rate,
+                    spread(row, "share", percent))
+        if what == "shared_memory_over_redis":
+            return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
+                    spread(row, "times", times))
+        if what == "unary_over_echo":
+            return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
+                    f"{number(row['baseline_p50_us'])} us", times(row["times"]))
+        over = {"decode_shared_memory_over_embedded": ("shared memory", "25 %", "10 %"),
+                "decode_grpc_over_embedded": ("gRPC", "", "")}[what]
+        return (f"token of needle-llama after {context(row['tokens'])}, {over[0]}: overhead over embedded", *over[1:],
+                f"{number(row['token_ms'])} ms", f"{number(row['baseline_token_ms'])} ms", percent(row["overhead"]))
+
+    return table(["what", "must", "aim", "service", "held against", "ratio"],
+                 [row(entry) for entry in load(newest("service", "cpu"))["rows"] if "error" not in entry])
+
+
+def spread(row, field, form):
+    return f"{form(row[field])} ({form(row[field + '_least'])} to {form(row[field + '_most'])})"
+
+
 def needle_file(_):
     return newest("needle-llama").name
 
@@ -393,7 +430,7 @@ def ttft(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, ttft)}
+           needle_file, replay, replay_file, whole_model, ttft, service, service_block)}
 
 
 def document(run):

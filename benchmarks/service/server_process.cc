@@ -4,8 +4,10 @@
 
 #include <google/protobuf/empty.pb.h>
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/impl/codegen/server_callback_handlers.h>
 #include <grpcpp/impl/rpc_service_method.h>
+#include <grpcpp/impl/service_type.h>
 
 #include <csignal>
 #include <cstring>
