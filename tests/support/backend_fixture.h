@@ -54,6 +54,7 @@ class BackendTest : public ::testing::TestWithParam<Backend> {
     transfer::Buffer buffer =
         device_->allocate(transfer::Space::kDevice, std::max<std::size_t>(count, 1) * sizeof(T));
     stream_->fill(buffer.data(), 0xA5, buffer.bytes());
+    stream_->synchronize();  // a test that throws may free the buffer at once
     return buffer;
   }
   /// Waits for the stream and copies device memory to the host.
