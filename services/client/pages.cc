@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -112,7 +111,7 @@ class Arrivals {
         results_[i] = {.code = ErrorCode::kInvalidArgument, .reason = "PAGE_TOO_LARGE"};
         return;
       }
-      std::memcpy(to.data() + at, run.data(), run.size());
+      std::ranges::copy(run, to.begin() + static_cast<std::ptrdiff_t>(at));
       sums_[i] = crc32c(to.subspan(at, run.size()), sums_[i]);
       at += run.size();
     }

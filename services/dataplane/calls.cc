@@ -1,6 +1,8 @@
 #include "services/dataplane/calls.h"
 
-#include <cstring>
+#include <algorithm>
+#include <cstddef>
+#include <span>
 
 namespace kvtier::services {
 namespace {
@@ -108,7 +110,9 @@ void give_tensors(const Extent& place, const CallMemory& memory, Response& respo
                            "output: expected room for the reply, found " +
                                std::to_string(memory.output->size()) + " bytes");
       }
-      std::memcpy(memory.output->data() + (extent.offset - place.offset), data.data(), data.size());
+      std::ranges::copy(
+          std::as_bytes(std::span(data)),
+          memory.output->begin() + static_cast<std::ptrdiff_t>(extent.offset - place.offset));
     } else {
       outcome.output.append(data);
       outcome.output.resize(used);

@@ -17,7 +17,7 @@ constexpr std::size_t kBufferBytes = 64 << 10;
 
 Bytes bytes_of(const std::string& text) {
   Bytes bytes(text.size());
-  std::memcpy(bytes.data(), text.data(), text.size());
+  std::ranges::copy(std::as_bytes(std::span(text)), bytes.begin());
   return bytes;
 }
 
@@ -158,7 +158,7 @@ bool Connection::begin_frame() {
     return false;
   }
   body_bytes_ = std::min<std::size_t>(end_ - begin_, body_.size());
-  std::memcpy(body_.data(), buffer_.data() + begin_, body_bytes_);
+  std::ranges::copy(std::span(buffer_).subspan(begin_, body_bytes_), body_.begin());
   begin_ += body_bytes_;
   return true;
 }
