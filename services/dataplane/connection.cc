@@ -43,8 +43,9 @@ Outgoing make_outgoing(FrameType type, std::uint32_t flags, std::uint64_t reques
   return frame;
 }
 
-Connection::Connection(ConnectionContext& context, boost::asio::any_io_executor executor,
-                       std::unique_ptr<ByteStream> stream, std::function<void(Connection&)> ended)
+DataConnection::DataConnection(ConnectionContext& context, boost::asio::any_io_executor executor,
+                               std::unique_ptr<ByteStream> stream,
+                               std::function<void(DataConnection&)> ended)
     : context_(context),
       executor_(std::move(executor)),
       stream_(std::move(stream)),
@@ -54,9 +55,9 @@ Connection::Connection(ConnectionContext& context, boost::asio::any_io_executor 
   ++context_.counters.connections;
 }
 
-Connection::~Connection() { --context_.counters.connections; }
+DataConnection::~DataConnection() { --context_.counters.connections; }
 
-void Connection::start() {
+void DataConnection::start() {
   arm(context_.limits.attach_time);
   stream_->start([self = shared_from_this()](const boost::system::error_code& error) {
     if (error) return self->close();
@@ -64,7 +65,7 @@ void Connection::start() {
   });
 }
 
-void Connection::arm(std::chrono::milliseconds time) {
+void DataConnection::arm(std::chrono::milliseconds time) {
   timer_.expires_after(time);
   timer_.async_wait([weak = weak_from_this(),
                      number = ++timer_number_](const boost::system::error_code& error) {
@@ -76,7 +77,7 @@ void Connection::arm(std::chrono::milliseconds time) {
   });
 }
 
-std::shared_ptr<void> Connection::hold(std::int64_t bytes) {
+std::shared_ptr<void> DataConnection::hold(std::int64_t bytes) {
   queued_bytes_ += bytes;
   context_.counters.queued_bytes += bytes;
   return {nullptr, [self = shared_from_this(), bytes](void*) {
@@ -88,7 +89,7 @@ std::shared_ptr<void> Connection::hold(std::int64_t bytes) {
           }};
 }
 
-void Connection::read_more() {
+void DataConnection::read_more() {
   if (reading_ || ending_) return;
   std::span<std::byte> into;
   if (header_) {
@@ -112,7 +113,7 @@ void Connection::read_more() {
       });
 }
 
-void Connection::consume() {
+void DataConnection::consume() {
   if (reading_) return;
   while (!ending_ && jobs_.empty()) {
     if (!header_ && !begin_frame()) break;
@@ -140,7 +141,7 @@ void Connection::consume() {
 }
 
 /// Returns whether there is a header, and enough room in the queue to go on with its frame.
-bool Connection::begin_frame() {
+bool DataConnection::begin_frame() {
   if (queued_bytes_ >= context_.limits.max_queued_bytes) return false;
   if (end_ - begin_ < kFrameHeaderBytes) return false;
   try {
@@ -163,7 +164,7 @@ bool Connection::begin_frame() {
   return true;
 }
 
-void Connection::end_frame() {
+void DataConnection::end_frame() {
   ++context_.counters.frames_read;
   const FrameHeader header = *header_;
   header_.reset();
@@ -186,8 +187,8 @@ void Connection::end_frame() {
   }
 }
 
-void Connection::dispatch(const FrameHeader& header, std::span<const std::byte> control,
-                          Bytes body) {
+void DataConnection::dispatch(const FrameHeader& header, std::span<const std::byte> control,
+                              Bytes body) {
   if (!attachment_) return attach(header, control);
   if (header.type == FrameType::kCall) return call(header, control, std::move(body));
   if (header.type == FrameType::kReadPages) return read_pages(header, control);
@@ -196,7 +197,7 @@ void Connection::dispatch(const FrameHeader& header, std::span<const std::byte> 
                               std::to_string(static_cast<int>(header.type)));
 }
 
-void Connection::attach(const FrameHeader& header, std::span<const std::byte> control) {
+void DataConnection::attach(const FrameHeader& header, std::span<const std::byte> control) {
   Peer peer = stream_->peer();
   try {
     const std::vector<std::string> names = stream_->certificate_names();
@@ -246,7 +247,8 @@ void Connection::attach(const FrameHeader& header, std::span<const std::byte> co
   send(std::move(frame));
 }
 
-void Connection::call(const FrameHeader& header, std::span<const std::byte> control, Bytes body) {
+void DataConnection::call(const FrameHeader& header, std::span<const std::byte> control,
+                          Bytes body) {
   CallBody request = decode_call(control);
   const bool is_inline = (header.flags & kInline) != 0;
   if (!is_inline && !staging_) {
@@ -298,7 +300,7 @@ void Connection::call(const FrameHeader& header, std::span<const std::byte> cont
            });
 }
 
-PageStore& Connection::pages() const {
+PageStore& DataConnection::pages() const {
   if (context_.pages == nullptr) {
     throw ServiceError(Code::kFailedPrecondition, "FAILED_PRECONDITION",
                        "this server stores no pages");
@@ -306,7 +308,7 @@ PageStore& Connection::pages() const {
   return *context_.pages;
 }
 
-void Connection::read_pages(const FrameHeader& header, std::span<const std::byte> control) {
+void DataConnection::read_pages(const FrameHeader& header, std::span<const std::byte> control) {
   std::vector<PageDescriptor> descriptors = decode_descriptors(control);
   try {
     jobs_.push_back({make_read_job(pages(), attachment_->tenant, header, std::move(descriptors)),
@@ -317,8 +319,8 @@ void Connection::read_pages(const FrameHeader& header, std::span<const std::byte
   work();
 }
 
-void Connection::write_pages(const FrameHeader& header, std::span<const std::byte> control,
-                             Bytes body) {
+void DataConnection::write_pages(const FrameHeader& header, std::span<const std::byte> control,
+                                 Bytes body) {
   WriteBody request = decode_write(control);
   const bool is_inline = (header.flags & kInline) != 0;
   std::span<const std::byte> source;
@@ -342,7 +344,7 @@ void Connection::write_pages(const FrameHeader& header, std::span<const std::byt
 }
 
 /// Does a part of the first job, and comes back for the rest.
-void Connection::work() {
+void DataConnection::work() {
   if (jobs_.empty() || ending_ || queued_bytes_ >= context_.limits.max_queued_bytes) return;
   if (jobs_.front().job->step(*this)) jobs_.pop_front();
   if (jobs_.empty() || working_) return;
@@ -354,18 +356,19 @@ void Connection::work() {
   });
 }
 
-void Connection::resume() {
+void DataConnection::resume() {
   boost::asio::post(executor_, [self = shared_from_this()] {
     self->work();
     self->consume();
   });
 }
 
-void Connection::reply_failed(FrameType type, std::uint64_t request_id, const ServiceError& error) {
+void DataConnection::reply_failed(FrameType type, std::uint64_t request_id,
+                                  const ServiceError& error) {
   send(make_outgoing(type, kFailed, request_id, status_of(error)));
 }
 
-void Connection::go_away(const ServiceError& error) {
+void DataConnection::go_away(const ServiceError& error) {
   Outgoing frame = make_outgoing(FrameType::kGoAway, kFailed, 0, status_of(error));
   frame.is_last = true;
   send(std::move(frame));
@@ -375,11 +378,11 @@ void Connection::go_away(const ServiceError& error) {
   });
 }
 
-void Connection::close_now() {
+void DataConnection::close_now() {
   boost::asio::post(executor_, [self = shared_from_this()] { self->close(); });
 }
 
-void Connection::send(Outgoing frame) {
+void DataConnection::send(Outgoing frame) {
   std::int64_t bytes = static_cast<std::int64_t>(kFrameHeaderBytes + frame.control.size());
   for (const iovec& piece : frame.payload) bytes += static_cast<std::int64_t>(piece.iov_len);
   std::shared_ptr<void> held = hold(bytes);
@@ -407,7 +410,7 @@ void Connection::send(Outgoing frame) {
   boost::asio::post(executor_, [self = shared_from_this()] { self->await_write(); });
 }
 
-std::vector<iovec> Connection::gather() const {
+std::vector<iovec> DataConnection::gather() const {
   std::vector<iovec> pieces;
   for (const Queued& queued : queue_) {
     for (std::size_t i = queued.first; i < queued.pieces.size(); ++i) {
@@ -418,7 +421,7 @@ std::vector<iovec> Connection::gather() const {
   return pieces;
 }
 
-bool Connection::write_now() {
+bool DataConnection::write_now() {
   while (!queue_.empty()) {
     const std::vector<int>& descriptors = queue_.front().frame.descriptors;
     const std::ptrdiff_t written = stream_->try_write(gather(), descriptors);
@@ -429,7 +432,7 @@ bool Connection::write_now() {
   return true;
 }
 
-void Connection::finish_written(std::size_t bytes) {
+void DataConnection::finish_written(std::size_t bytes) {
   context_.counters.bytes_written += bytes;
   queue_.front().frame.descriptors.clear();
   while (bytes > 0) {
@@ -444,7 +447,7 @@ void Connection::finish_written(std::size_t bytes) {
   }
 }
 
-void Connection::await_write() {
+void DataConnection::await_write() {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -468,7 +471,7 @@ void Connection::await_write() {
   });
 }
 
-void Connection::close() {
+void DataConnection::close() {
   std::deque<Queued> dropped;
   {
     const std::lock_guard lock(mutex_);

@@ -64,14 +64,14 @@ struct Outgoing {
 /// One client of the data plane: reads frames, checks them, has them executed and writes the
 /// replies. A frame that is none ends the connection, with a reason; a request that cannot be met
 /// is answered. Lives until its socket is closed and its requests have ended.
-class Connection : public std::enable_shared_from_this<Connection> {
+class DataConnection : public std::enable_shared_from_this<DataConnection> {
  public:
   /// `executor` runs one handler at a time.
-  Connection(ConnectionContext& context, boost::asio::any_io_executor executor,
-             std::unique_ptr<ByteStream> stream, std::function<void(Connection&)> ended);
-  ~Connection();
-  Connection(const Connection&) = delete;  // handlers hold its address
-  Connection& operator=(const Connection&) = delete;
+  DataConnection(ConnectionContext& context, boost::asio::any_io_executor executor,
+                 std::unique_ptr<ByteStream> stream, std::function<void(DataConnection&)> ended);
+  ~DataConnection();
+  DataConnection(const DataConnection&) = delete;  // handlers hold its address
+  DataConnection& operator=(const DataConnection&) = delete;
 
   void start();
   /// Ends it, after a kGoAway with this error. On any thread.
@@ -123,7 +123,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   ConnectionContext& context_;
   const boost::asio::any_io_executor executor_;
   const std::unique_ptr<ByteStream> stream_;
-  const std::function<void(Connection&)> ended_;
+  const std::function<void(DataConnection&)> ended_;
   boost::asio::steady_timer timer_;
   Bytes buffer_;
   std::size_t begin_ = 0, end_ = 0;  ///< What of `buffer_` was read and not consumed.

@@ -72,7 +72,7 @@ class DataPlane::Impl {
     while (counters_.queued_bytes > 0 && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(kDrainInterval);
     }
-    std::vector<std::shared_ptr<Connection>> open;
+    std::vector<std::shared_ptr<DataConnection>> open;
     {
       const std::lock_guard lock(mutex_);
       stopped_ = true;
@@ -102,11 +102,11 @@ class DataPlane::Impl {
     std::unique_ptr<ByteStream> stream =
         is_unix ? make_unix_stream(strand, std::move(socket))
                 : make_tcp_stream(strand, std::move(socket), tls_ ? &*tls_ : nullptr);
-    auto connection = std::make_shared<Connection>(context_, strand, std::move(stream),
-                                                   [this](Connection& ended) {
-                                                     const std::lock_guard lock(mutex_);
-                                                     connections_.erase(&ended);
-                                                   });
+    auto connection = std::make_shared<DataConnection>(context_, strand, std::move(stream),
+                                                       [this](DataConnection& ended) {
+                                                         const std::lock_guard lock(mutex_);
+                                                         connections_.erase(&ended);
+                                                       });
     {
       const std::lock_guard lock(mutex_);
       if (stopped_) return;
@@ -122,7 +122,7 @@ class DataPlane::Impl {
   Listener listener_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;  ///< Guards both below.
-  std::unordered_map<const Connection*, std::shared_ptr<Connection>> connections_;
+  std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
   bool stopped_ = false;
 };
 

@@ -52,7 +52,7 @@ class ReadJob : public PageJob {
 class LocateJob final : public ReadJob {
  public:
   using ReadJob::ReadJob;
-  bool step(Connection& connection) override {
+  bool step(DataConnection& connection) override {
     std::vector<PageOutcome> outcomes;
     for (; !at_end() && outcomes.size() < kLookUpsPerStep; ++next_) {
       outcomes.push_back(outcome_of([&] {
@@ -72,7 +72,7 @@ class LocateJob final : public ReadJob {
 class InlineReadJob final : public ReadJob {
  public:
   using ReadJob::ReadJob;
-  bool step(Connection& connection) override {
+  bool step(DataConnection& connection) override {
     auto pins = std::make_shared<std::vector<PinnedPage>>();
     std::vector<PageOutcome> outcomes;
     std::vector<iovec> payload;
@@ -116,7 +116,7 @@ class WriteJob final : public PageJob {
         keep_(std::move(keep)),
         lease_(pages.find(tenant, body_.lease)) {}
 
-  bool step(Connection& connection) override {
+  bool step(DataConnection& connection) override {
     std::uint64_t bytes = 0;
     while (outcomes_.size() < body_.pages.size() && bytes < kBytesPerStep) {
       const PageDescriptor& page = body_.pages[outcomes_.size()];

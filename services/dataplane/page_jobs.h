@@ -11,7 +11,7 @@
 
 namespace kvtier::services {
 
-class Connection;
+class DataConnection;
 
 /// A request for many pages, executed in parts, so that one client's does not keep a thread from
 /// others and waits while its replies are not read.
@@ -19,7 +19,7 @@ class PageJob {
  public:
   virtual ~PageJob() = default;
   /// Does a part: some thousand look-ups, or a few MiB. Returns whether that was the last.
-  [[nodiscard]] virtual bool step(Connection& connection) = 0;
+  [[nodiscard]] virtual bool step(DataConnection& connection) = 0;
 };
 
 /// Answers kReadPages: where the pages are in the read arena, or with kInline their bytes, in as

@@ -182,7 +182,8 @@ TEST_F(HostileFrames, WithDescriptorsEndTheConnection) {
     (void)raw.read_to_end();
   }
   EXPECT_TRUE(eventually(no_connections));
-  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+  // The first connection may have closed its own just after they were counted.
+  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
 }
 
 TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
@@ -215,7 +216,8 @@ TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
     ::close(ready[1]);
   }
   EXPECT_TRUE(all_is_free());
-  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
+  // The first connection may have closed its own just after they were counted.
+  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
 }
 
 TEST_F(HostileFrames, OfRandomBytesEndNothingElse) {
