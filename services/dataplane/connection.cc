@@ -47,15 +47,14 @@ DataConnection::DataConnection(ConnectionContext& context, boost::asio::any_io_e
                                std::unique_ptr<ByteStream> stream,
                                std::function<void(DataConnection&)> ended)
     : context_(context),
+      counted_(context),
       executor_(std::move(executor)),
       stream_(std::move(stream)),
       ended_(std::move(ended)),
       timer_(executor_),
-      buffer_(kBufferBytes) {
-  ++context_.counters.connections;
-}
+      buffer_(kBufferBytes) {}
 
-DataConnection::~DataConnection() { --context_.counters.connections; }
+DataConnection::~DataConnection() = default;
 
 void DataConnection::start() {
   arm(context_.limits.attach_time);

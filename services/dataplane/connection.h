@@ -120,7 +120,17 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   bool write_now();
   void finish_written(std::size_t bytes);
 
+  /// Counts the connection for as long as it holds anything.
+  struct Counted {
+    explicit Counted(ConnectionContext& of) : context(of) { ++context.counters.connections; }
+    Counted(const Counted&) = delete;
+    Counted& operator=(const Counted&) = delete;
+    ~Counted() { --context.counters.connections; }
+    ConnectionContext& context;
+  };
+
   ConnectionContext& context_;
+  const Counted counted_;  ///< Before what has descriptors and memory, so that it ends after them.
   const boost::asio::any_io_executor executor_;
   const std::unique_ptr<ByteStream> stream_;
   const std::function<void(DataConnection&)> ended_;

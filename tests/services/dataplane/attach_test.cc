@@ -165,7 +165,7 @@ TEST_F(AttachTest, GivesEverythingBackWhenClientsGo) {
   const std::size_t before = open_descriptors();
   for (int i = 0; i < 20; ++i) (void)attach();
   ASSERT_TRUE(all_is_free());
-  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
   EXPECT_EQ(plane_->counters().attached, 21U);
 }
 
@@ -195,7 +195,7 @@ TEST_F(AttachTest, GivesEverythingBackWhenClientsAreKilled) {
     ::close(ready[1]);
   }
   ASSERT_TRUE(all_is_free());
-  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
 }
 
 TEST_F(AttachTest, RegionsOutliveTheServer) {

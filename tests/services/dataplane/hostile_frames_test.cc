@@ -182,8 +182,7 @@ TEST_F(HostileFrames, WithDescriptorsEndTheConnection) {
     (void)raw.read_to_end();
   }
   EXPECT_TRUE(eventually(no_connections));
-  // The first connection may have closed its own just after they were counted.
-  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
 }
 
 TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
@@ -216,8 +215,7 @@ TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
     ::close(ready[1]);
   }
   EXPECT_TRUE(all_is_free());
-  // The first connection may have closed its own just after they were counted.
-  EXPECT_TRUE(eventually([&] { return open_descriptors() <= before; }));
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
 }
 
 TEST_F(HostileFrames, OfRandomBytesEndNothingElse) {
