@@ -18,9 +18,10 @@ const std::map<std::string, Modules, std::less<>> kArrows{
     {"scoring", {"hashing", "transfer", "api"}},
     {"attention", {"transfer", "api"}},
     {"runtime", {"attention", "scoring", "hashing", "transfer", "api"}},
+    {"transfer/tiers", {"api"}},
     {"formats", {"api"}},
     {"proto", {}},
-    {"services", {"api", "formats", "proto"}},
+    {"services", {"api", "formats", "proto", "transfer/tiers"}},
     {"examples", {"api", "formats", "proto"}},
 };
 const Modules kUnrestricted{"tests", "benchmarks"};
@@ -29,8 +30,13 @@ std::string first_component(std::string_view path) {
   return std::string(path.substr(0, path.find('/')));
 }
 
+// A folder inside a module may be a module of its own.
+std::string module_of_path(std::string_view path) {
+  return path.starts_with("transfer/tiers/") ? "transfer/tiers" : first_component(path);
+}
+
 std::string module_of_file(std::string_view file) {
-  std::string first = first_component(file);
+  std::string first = module_of_path(file);
   return first == "include" ? "api" : first;
 }
 
@@ -39,7 +45,7 @@ bool is_module(const std::string& name) { return kArrows.contains(name) && name 
 std::string module_of_include(std::string_view file, std::string_view target,
                               const Exists& exists) {
   if (target.starts_with("kvtier/v1/")) return "proto";
-  std::string first = first_component(target);
+  std::string first = module_of_path(target);
   if (first == "kvtier") return "api";
   if (is_module(first) || kUnrestricted.contains(first)) return first;
   // Beside the including file, or below one of the folders above it.

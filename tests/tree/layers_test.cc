@@ -24,6 +24,7 @@ TEST(IncludeRules, AcceptTheArrowsOfTheArchitecture) {
   EXPECT_THAT(problem("transfer/rows.cc", "transfer/rows.h"), IsEmpty());
   EXPECT_THAT(problem("transfer/rows.cc", "kvtier/error.h"), IsEmpty());
   EXPECT_THAT(problem("hashing/sketch.h", "transfer/device.h"), IsEmpty());
+  EXPECT_THAT(problem("services/serve.cc", "transfer/tiers/page_tier.h"), IsEmpty());
   EXPECT_THAT(problem("scoring/selector.h", "hashing/sketch.h"), IsEmpty());
   EXPECT_THAT(problem("runtime/step.cc", "attention/flash_decode.h"), IsEmpty());
   EXPECT_THAT(problem("services/wire.cc", "kvtier/v1/session.pb.h"), IsEmpty());
@@ -35,6 +36,10 @@ TEST(IncludeRules, AcceptTheArrowsOfTheArchitecture) {
 TEST(IncludeRules, FindAPlantedUpwardInclude) {
   EXPECT_THAT(problem("transfer/rows.cc", "hashing/sketch.h"),
               HasSubstr("transfer must not include hashing"));
+  EXPECT_THAT(problem("transfer/tiers/page_tier.cc", "transfer/rows.h"),
+              HasSubstr("transfer/tiers must not include transfer"));
+  EXPECT_THAT(problem("transfer/rows.cc", "transfer/tiers/page_tier.h"),
+              HasSubstr("transfer must not include transfer/tiers"));
   EXPECT_THAT(problem("hashing/sketch.cc", "scoring/selector.h"),
               HasSubstr("hashing must not include scoring"));
   EXPECT_THAT(problem("attention/flash_decode.cc", "scoring/selector.h"),
