@@ -1,7 +1,7 @@
 #include "services/client/pages.h"
 
-#include "services/pages/crc32c.h"
 #include "services/wire/message_cursor.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/sync_stream.h>

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/pages/crc32c.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <bit>
 #include <cstring>

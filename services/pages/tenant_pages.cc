@@ -1,6 +1,6 @@
 #include "services/pages/tenant_pages.h"
 
-#include "services/pages/crc32c.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <algorithm>
 #include <cassert>

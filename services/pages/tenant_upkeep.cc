@@ -1,5 +1,5 @@
-#include "services/pages/crc32c.h"
 #include "services/pages/tenant_pages.h"
+#include "transfer/tiers/crc32c.h"
 
 namespace kvtier::services {
 

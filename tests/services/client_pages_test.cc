@@ -1,7 +1,7 @@
 #include "kvtier/client.h"
 
-#include "services/pages/crc32c.h"
 #include "tests/services/server/server_fixture.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
 

@@ -1,5 +1,5 @@
-#include "services/pages/crc32c.h"
 #include "tests/services/dataplane/plane_fixture.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/pages/crc32c.h"
 #include "services/pages/page_store.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <gtest/gtest.h>
 

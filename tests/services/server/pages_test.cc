@@ -1,9 +1,9 @@
 #include "kvtier/v1/page.grpc.pb.h"
 #include "kvtier/v1/transfer.grpc.pb.h"
 
-#include "services/pages/crc32c.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>

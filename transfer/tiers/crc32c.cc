@@ -1,4 +1,4 @@
-#include "services/pages/crc32c.h"
+#include "transfer/tiers/crc32c.h"
 
 #include <array>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <nmmintrin.h>
 #endif
 
-namespace kvtier::services {
+namespace kvtier {
 namespace {
 
 // A CRC is a polynomial over GF(2) modulo this one; bit 31 is the coefficient of x^0.
@@ -112,4 +112,4 @@ std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t crc) noexce
   return ~update_by_bytes(~crc, bytes.data(), bytes.size());
 }
 
-}  // namespace kvtier::services
+}  // namespace kvtier

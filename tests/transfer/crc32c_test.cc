@@ -1,9 +1,25 @@
-#include "services/pages/crc32c.h"
+#include "transfer/tiers/crc32c.h"
 
-#include "tests/services/pages/page_fixture.h"
+#include <gtest/gtest.h>
 
-namespace kvtier::services::testing {
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace kvtier {
 namespace {
+
+using PageBytes = std::vector<std::byte>;
+
+PageBytes random_bytes(std::size_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  PageBytes bytes(count);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
 
 std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
@@ -46,4 +62,4 @@ TEST(Crc32c, GoesOnWhereItStopped) {
 }
 
 }  // namespace
-}  // namespace kvtier::services::testing
+}  // namespace kvtier
