@@ -114,17 +114,35 @@ std::int64_t max_selected(const EngineState& engine, int layer, const AttendOpti
   return std::min(length, k * (union_of_group ? engine.kv.group() : 1));
 }
 
+void check_not_empty(int layer, std::int64_t length) {
+  if (length > 0) return;
+  throw Error(ErrorCode::kFailedPrecondition,
+              "layer " + std::to_string(layer) + ": expected stored tokens, found an empty layer");
+}
+
+/// Checks a host tensor `[kv_heads, n]` or `[kv_heads, n, head_dim]` of a fetch.
+void check_rows(std::string_view name, const TensorView& tensor, DType dtype,
+                std::initializer_list<std::int64_t> shape) {
+  TensorView expected;  // without strides: extents that are no size yet are only compared
+  expected.data = &dtype;
+  expected.dtype = dtype;
+  expected.rank = static_cast<int>(shape.size());
+  std::copy(shape.begin(), shape.end(), expected.shape.begin());
+  if (tensor.empty() || tensor.dtype != dtype || tensor.rank != expected.rank ||
+      !std::equal(shape.begin(), shape.end(), tensor.shape.begin())) {
+    invalid(name, describe(expected), tensor.empty() ? "none" : describe(tensor));
+  }
+  check_last_stride(name, tensor, static_cast<std::size_t>(tensor.rank) - 1);
+  if (tensor.space != MemorySpace::kHost) invalid(name, "host memory", "device memory");
+}
+
 void check_query(const SessionState& session, int layer, const TensorView& query,
                  std::int64_t key_tokens, StreamRef stream) {
   const EngineState& engine = session.engine();
   const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads, stream);
   check_finite("query", engine, query, engine.kv.query_heads);
   const std::int64_t length = session.layer(layer).length + key_tokens;
-  if (length == 0) {
-    throw Error(
-        ErrorCode::kFailedPrecondition,
-        "layer " + std::to_string(layer) + ": expected stored tokens, found an empty layer");
-  }
+  check_not_empty(layer, length);
   if (tokens > length) {
     invalid("query", "at most " + std::to_string(length) + " tokens (the layer's length)",
             std::to_string(tokens));
@@ -272,6 +290,30 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
     check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, stream);
     if (outputs.scores.shape != outputs.ids.shape) {
       invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
+    }
+  }
+}
+
+void check_fetch(const SessionState& session, int layer, const TensorView& tokens,
+                 const FetchOutputs& outputs) {
+  const EngineState& engine = session.engine();
+  const std::int64_t heads = engine.kv.kv_heads;
+  const std::int64_t length = session.layer(layer).length;
+  check_not_empty(layer, length);
+  if (tokens.empty() || tokens.rank != 2 || tokens.shape[1] < 1) {
+    invalid("tokens", "[" + std::to_string(heads) + ", n] with n >= 1",
+            tokens.empty() ? "none" : describe(tokens));
+  }
+  const std::int64_t n = tokens.shape[1];
+  check_rows("tokens", tokens, DType::kInt32, {heads, n});
+  check_rows("keys", outputs.keys, engine.kv.dtype, {heads, n, engine.kv.head_dim});
+  check_rows("values", outputs.values, engine.kv.dtype, {heads, n, engine.kv.head_dim});
+  for (std::int64_t head = 0; head < heads; ++head) {
+    const auto* ids = static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0];
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (ids[i] >= -1 && ids[i] < length) continue;
+      invalid("tokens[" + std::to_string(head) + ", " + std::to_string(i) + "]",
+              "-1 or 0.." + std::to_string(length - 1), std::to_string(ids[i]));
     }
   }
 }

@@ -240,6 +240,17 @@ kvtier_status kvtier_session_decode(kvtier_session* session, int32_t layer,
   });
 }
 
+kvtier_status kvtier_session_fetch(kvtier_session* session, int32_t layer,
+                                   const kvtier_tensor* tokens, const kvtier_tensor* keys,
+                                   const kvtier_tensor* values) {
+  return guarded([&] {
+    given(session, "session")
+        .session.fetch(layer, to_view(given(tokens, "tokens"), "tokens"),
+                       {.keys = to_view(given(keys, "keys"), "keys"),
+                        .values = to_view(given(values, "values"), "values")});
+  });
+}
+
 kvtier_status kvtier_session_length(const kvtier_session* session, int32_t layer, int64_t* tokens) {
   return guarded(
       [&] { given(tokens, "tokens") = given(session, "session").session.length(layer); });

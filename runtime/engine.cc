@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "runtime/arguments.h"
 #include "runtime/engine_state.h"
+#include "runtime/fetch.h"
 #include "runtime/session.h"
 #include "runtime/step.h"
 #include "scoring/budget.h"
@@ -337,6 +338,20 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
     make_room(turn, *impl_, layer, tokens);
     const bool appended = runtime::append(turn, engine, layer, {&append_part, 1});
     runtime::attend(turn, engine, layer, {&part, 1}, appended);
+  }
+  turn.finish();
+}
+
+void Session::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  runtime::check_fetch(*impl_, layer, tokens, outputs);
+
+  EngineState::Turn turn(engine, {});
+  {
+    const SessionUse use(*impl_, turn);
+    runtime::fetch(turn, *impl_, layer, tokens, outputs);
   }
   turn.finish();
 }

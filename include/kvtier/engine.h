@@ -74,6 +74,13 @@ struct SelectOutputs {
   MutableTensorView scores{};
 };
 
+/// Rows of `Session::fetch`: `keys`, `values` `[kv_heads, n, head_dim]` of the model's `kv_dtype`,
+/// in host memory.
+struct FetchOutputs {
+  MutableTensorView keys{};
+  MutableTensorView values{};
+};
+
 /// One partial result of `Engine::merge`: fp32 `out [tokens, query_heads, head_dim]`, `lse [tokens,
 /// query_heads]`.
 struct PartialResult {
@@ -174,6 +181,12 @@ class KVTIER_EXPORT Session {
   /// Appends, then attends. One CUDA-graph-capturable sequence of launches after `reserve`.
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               StreamRef stream = {}, const AttendOptions& options = {});
+
+  /// Copies stored keys and values out, bit for bit. `tokens`: int32 `[kv_heads, n]` in host
+  /// memory, for each KV head its own ids in any order, repeated or not; for -1 the row is zeros.
+  /// Returns when the outputs are written. Throws `kInvalidArgument`, nothing written, for a token
+  /// that the layer does not have, `kFailedPrecondition` on an empty layer.
+  void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs);
 
   /// Returns the tokens of one layer, appends enqueued included.
   [[nodiscard]] std::int64_t length(int layer) const;

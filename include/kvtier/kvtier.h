@@ -271,6 +271,11 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_attend(kvtier_session* session, int
 KVTIER_C_EXPORT kvtier_status kvtier_session_decode(kvtier_session* session, int32_t layer,
                                                     const kvtier_attend_args* args,
                                                     kvtier_stream stream);
+/* Copies stored rows by token id to host memory: Session::fetch. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_fetch(kvtier_session* session, int32_t layer,
+                                                   const kvtier_tensor* tokens,
+                                                   const kvtier_tensor* keys,
+                                                   const kvtier_tensor* values);
 KVTIER_C_EXPORT kvtier_status kvtier_session_length(const kvtier_session* session, int32_t layer,
                                                     int64_t* tokens);
 KVTIER_C_EXPORT kvtier_status kvtier_session_truncate(kvtier_session* session, int64_t tokens,

@@ -266,6 +266,22 @@ TEST_P(CApiEqualityTest, MergeGivesTheSameBits) {
   EXPECT_TRUE(merged.same_results(c_merged));
 }
 
+TEST_P(CApiEqualityTest, FetchGivesTheSameRows) {
+  const ModelConfig& model = config_.model;
+  const std::vector<std::int32_t> ids = {40, 0, -1, 17, 17, 3};
+  const TensorView tokens(ids.data(), DType::kInt32, {model.kv_heads, 3});
+  HostTensor keys(model.kv_heads, 3, model.head_dim, model.kv_dtype);
+  HostTensor values = keys, c_keys = keys, c_values = keys;
+  session_->fetch(0, tokens, {.keys = keys.mutable_view(), .values = values.mutable_view()});
+
+  const kvtier_tensor c_tokens = to_c(tokens), k = to_c(c_keys.mutable_view());
+  const kvtier_tensor v = to_c(c_values.mutable_view());
+  ASSERT_EQ(kvtier_session_fetch(c_session_, 0, &c_tokens, &k, &v), KVTIER_OK)
+      << kvtier_last_error();
+  EXPECT_EQ(keys.bytes(), c_keys.bytes());
+  EXPECT_EQ(values.bytes(), c_values.bytes());
+}
+
 TEST(CApiDefaults, AreThoseOfTheCppApi) {
   kvtier_config c;
   kvtier_config_init(&c);

@@ -311,6 +311,10 @@ TEST(CApi, RefusesNullPointers) {
   expect_refused(kvtier_session_attend(session.get(), 0, nullptr, kNoStream), "args");
   expect_refused(kvtier_session_decode(nullptr, 0, &step.args, kNoStream), "session");
   expect_refused(kvtier_session_decode(session.get(), 0, nullptr, kNoStream), "args");
+  expect_refused(kvtier_session_fetch(nullptr, 0, k, k, k), "session");
+  expect_refused(kvtier_session_fetch(session.get(), 0, nullptr, k, k), "tokens");
+  expect_refused(kvtier_session_fetch(session.get(), 0, k, nullptr, k), "keys");
+  expect_refused(kvtier_session_fetch(session.get(), 0, k, k, nullptr), "values");
   expect_refused(kvtier_session_length(nullptr, 0, &tokens), "session");
   expect_refused(kvtier_session_length(session.get(), 0, nullptr), "tokens");
   expect_refused(kvtier_session_truncate(nullptr, 0, kNoStream), "session");

@@ -1,0 +1,16 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include "runtime/engine_state.h"
+#include "runtime/session.h"
+
+namespace kvtier::runtime {
+
+/// Copies the rows of tokens out of one layer, within a turn without a stream: by the gather of a
+/// step, a bounded piece at a time, through host memory of its own. Waits for it. Arguments are
+/// checked before (runtime/arguments.h).
+void fetch(EngineState::Turn& turn, SessionState& session, int layer, const TensorView& tokens,
+           const FetchOutputs& outputs);
+
+}  // namespace kvtier::runtime
