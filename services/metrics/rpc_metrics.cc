@@ -9,11 +9,12 @@ namespace kvtier::services {
 namespace {
 
 constexpr const char* kOther = "other";
-/// ALREADY_EXISTS and OUT_OF_RANGE are never sent, so they have no series of their own.
+/// ALREADY_EXISTS, PERMISSION_DENIED and OUT_OF_RANGE are never sent, so they have no series of
+/// their own.
 constexpr std::array<const char*, RpcMetrics::kNumCodes> kCodeNames = {
-    "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
-    "NOT_FOUND", "UNKNOWN",        "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
-    "ABORTED",   "UNKNOWN",        "UNIMPLEMENTED",     "INTERNAL",           "UNAVAILABLE",
+    "OK",        "CANCELLED",      "UNKNOWN",       "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
+    "NOT_FOUND", "UNKNOWN",        "UNKNOWN",       "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
+    "ABORTED",   "UNKNOWN",        "UNIMPLEMENTED", "INTERNAL",           "UNAVAILABLE",
     "DATA_LOSS", "UNAUTHENTICATED"};
 constexpr std::size_t kUnknown = 2;
 
@@ -31,7 +32,7 @@ const std::vector<double>& queue_buckets() {
 }
 
 const std::vector<double>& message_buckets() {
-  static const std::vector<double> buckets = {4096, 65536, 1048576};
+  static const std::vector<double> buckets = {65536, 1048576};
   return buckets;
 }
 

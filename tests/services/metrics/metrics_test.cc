@@ -47,7 +47,7 @@ TEST_F(MetricsTest, EverySeriesIsThereBeforeAnythingHasHappened) {
   }
   EXPECT_THAT(seen.values("kvtier_rpc_requests_total", "method"),
               SizeIs(rpc_methods().size() + 1));  // and "other"
-  EXPECT_THAT(seen.values("kvtier_rpc_requests_total", "code"), SizeIs(15));
+  EXPECT_THAT(seen.values("kvtier_rpc_requests_total", "code"), SizeIs(14));
   EXPECT_THAT(seen.values("kvtier_operation_seconds_count", "method"),
               SizeIs(operation_methods().size()));
   EXPECT_THAT(seen.values("kvtier_session_ended_total", "reason"),
