@@ -110,6 +110,8 @@ class RemoteSession {
   /// Likewise. A step whose reply was lost is asked for again, never stored twice.
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options = {});
+  /// As `Session::fetch`, in pieces; those before one that fails have been written.
+  void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs);
   void truncate(std::int64_t tokens);
   /// Opens `count` sessions (1 to 64) that start as this one is and share its pages.
   [[nodiscard]] std::vector<RemoteSession> fork(int count);

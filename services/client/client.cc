@@ -6,6 +6,8 @@
 #include "services/wire/to_message.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <type_traits>
 #include <utility>
 
 namespace kvtier {
@@ -16,6 +18,7 @@ namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
 constexpr std::chrono::seconds kReleaseTime{1};
+constexpr std::int64_t kMaxExtent = std::int64_t{1} << 16;  ///< Of heads, and of a row.
 
 [[noreturn]] void invalid(const std::string& what) {
   throw Error(ErrorCode::kInvalidArgument, what);
@@ -77,6 +80,27 @@ void check_call(const TensorView& query, const AttendOutputs& outputs,
 void take(const v1::Tensor& out, const v1::Tensor& lse, const AttendOutputs& outputs) {
   take(out, "out", outputs.out);
   take(lse, "lse", outputs.lse);
+}
+
+/// Rows of a fetch: their number is told by the ids, the rest by the server.
+void check_fetched(const char* name, const MutableTensorView& view, const TensorView& tokens) {
+  check_readable(name, view);
+  const bool fits = view.rank == 3 && view.shape[0] == tokens.shape[0] &&
+                    view.shape[1] == tokens.shape[1] && view.shape[0] > 0 && view.shape[2] > 0 &&
+                    view.shape[0] <= kMaxExtent && view.shape[2] <= kMaxExtent;
+  if (fits) return;
+  invalid(std::string(name) + ": expected [" + std::to_string(tokens.shape[0]) + ", " +
+          std::to_string(tokens.shape[1]) + ", head_dim], found " + describe(view));
+}
+
+/// Columns [first, first + count) of dimension 1.
+template <typename View>
+View columns(View view, std::int64_t first, std::int64_t count) {
+  using Byte = std::conditional_t<std::is_same_v<View, TensorView>, const std::byte, std::byte>;
+  view.data = static_cast<Byte*>(view.data) +
+              first * view.strides[1] * static_cast<std::int64_t>(dtype_bytes(view.dtype));
+  view.shape[1] = count;
+  return view;
 }
 
 }  // namespace
@@ -206,6 +230,36 @@ class RemoteSession::Impl {
     if (!done) decode_over_grpc(request, inputs, response);
     lengths_[static_cast<std::size_t>(layer)] += inputs.key.shape[0];
     take(response.out(), response.lse(), outputs);
+  }
+
+  void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
+    check_readable("tokens", tokens);
+    if (tokens.rank != 2) invalid("tokens: expected [kv_heads, n], found " + describe(tokens));
+    const std::int64_t n = tokens.shape[1];
+    check_fetched("keys", outputs.keys, tokens);
+    check_fetched("values", outputs.values, tokens);
+    const std::int64_t token_bytes = outputs.keys.shape[0] * outputs.keys.shape[2] * 2;
+    const std::int64_t piece = std::max<std::int64_t>(kChunkBytes / token_bytes, 1);
+    for (std::int64_t first = 0; first < n || first == 0; first += piece) {
+      const std::int64_t count = std::min(piece, n - first);
+      const TensorView ids = columns(tokens, first, count);
+      v1::FetchRequest request;
+      request.set_session(name_);
+      request.set_layer(layer);
+      v1::FetchResponse response;
+      const bool done = over_plane([&](services::DataChannel& channel) {
+        return services::fetch_over(channel, request, ids,
+                                    static_cast<std::uint64_t>(token_bytes * count), response);
+      });
+      if (!done) {
+        fill(*request.mutable_tokens(), "tokens", ids);
+        client_->connection.call([&](grpc::ClientContext& context) {
+          return client_->connection.attention().Fetch(&context, request, &response);
+        });
+      }
+      take(response.key(), "keys", columns(outputs.keys, first, count));
+      take(response.value(), "values", columns(outputs.values, first, count));
+    }
   }
 
   void truncate(std::int64_t tokens) {
@@ -374,6 +428,9 @@ void RemoteSession::attend(int layer, const AttendInputs& inputs, const AttendOu
 void RemoteSession::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
                            const AttendOptions& options) {
   impl_->decode(layer, inputs, outputs, options);
+}
+void RemoteSession::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
+  impl_->fetch(layer, tokens, outputs);
 }
 void RemoteSession::truncate(std::int64_t tokens) { impl_->truncate(tokens); }
 std::vector<RemoteSession> RemoteSession::fork(int count) {

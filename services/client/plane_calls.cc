@@ -83,4 +83,17 @@ bool decode_over(DataChannel& channel, v1::DecodeRequest request, const DecodeIn
   return true;
 }
 
+bool fetch_over(DataChannel& channel, v1::FetchRequest request, const TensorView& tokens,
+                std::uint64_t row_bytes, v1::FetchResponse& response) {
+  DataCall call(channel, Method::kFetch);
+  if (!add_all(call, tokens, *request.mutable_tokens()) ||
+      !call.reserve_output(2 * aligned_bytes(row_bytes))) {
+    return false;
+  }
+  call.run(request, response);
+  take(call, *response.mutable_key());
+  take(call, *response.mutable_value());
+  return true;
+}
+
 }  // namespace kvtier::services

@@ -22,5 +22,9 @@ namespace kvtier::services {
                                const AttendInputs& inputs, v1::AttendResponse& response);
 [[nodiscard]] bool decode_over(DataChannel& channel, v1::DecodeRequest request,
                                const DecodeInputs& inputs, v1::DecodeResponse& response);
+/// `row_bytes`: of each of the reply's two tensors, in all.
+[[nodiscard]] bool fetch_over(DataChannel& channel, v1::FetchRequest request,
+                              const TensorView& tokens, std::uint64_t row_bytes,
+                              v1::FetchResponse& response);
 
 }  // namespace kvtier::services

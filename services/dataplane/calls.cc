@@ -31,6 +31,15 @@ void each_tensor(v1::DecodeRequest& message, Visit visit) {
   if (message.has_selected()) visit(*message.mutable_selected());
 }
 template <typename Visit>
+void each_tensor(v1::FetchRequest& message, Visit visit) {
+  visit(*message.mutable_tokens());
+}
+template <typename Visit>
+void each_tensor(v1::FetchResponse& message, Visit visit) {
+  visit(*message.mutable_key());
+  visit(*message.mutable_value());
+}
+template <typename Visit>
 void each_tensor(v1::AppendResponse& /*message*/, Visit /*visit*/) {}
 template <typename Visit>
 void each_tensor(v1::SelectResponse& message, Visit visit) {
@@ -210,6 +219,12 @@ void run_call(Core& core, const Call& call, const CallBody& body, CallMemory mem
           body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_attend(call, request, response, end);
+          });
+    case Method::kFetch:
+      return run<v1::FetchRequest, v1::FetchResponse>(
+          body, std::move(memory), std::move(done),
+          [&](const auto& request, auto& response, const Done& end) {
+            core.fetch(call, request, response, end);
           });
   }
 }

@@ -99,6 +99,7 @@ enum class Method : std::uint16_t {
   kDecode = 4,
   kBatchDecode = 5,
   kBatchAttend = 6,
+  kFetch = 7,
 };
 
 /// Bytes of a staging region, or of the payload.

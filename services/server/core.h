@@ -114,6 +114,10 @@ class Core {
                     v1::BatchAttendResponse& response, Done done);
   void batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
                     v1::BatchDecodeResponse& response, Done done);
+  void fetch(const Call& call, const v1::FetchRequest& request, v1::FetchResponse& response,
+             Done done);
+  void batch_fetch(const Call& call, const v1::BatchFetchRequest& request,
+                   v1::BatchFetchResponse& response, Done done);
 
   void open_lease(const Call& call, const v1::OpenLeaseRequest& request,
                   v1::OpenLeaseResponse& response, Done done);

@@ -53,6 +53,17 @@ void Core::decode(const Call& call, const std::string& session, const v1::Decode
       std::move(done));
 }
 
+void Core::fetch(const Call& call, const v1::FetchRequest& request, v1::FetchResponse& response,
+                 Done done) {
+  on_session(
+      call, "AttentionService/Fetch", request.session(), request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes);
+        fetch_in(entry, request, budget, response);
+      },
+      std::move(done));
+}
+
 template <typename Request, typename Response, typename Verb>
 void Core::batch(const Call& call, std::string_view method, const Request& request,
                  Response& response, Verb verb, Done done) {
@@ -108,6 +119,11 @@ void Core::batch_attend(const Call& call, const v1::BatchAttendRequest& request,
 void Core::batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
                         v1::BatchDecodeResponse& response, Done done) {
   batch(call, "AttentionService/BatchDecode", request, response, decode_in, std::move(done));
+}
+
+void Core::batch_fetch(const Call& call, const v1::BatchFetchRequest& request,
+                       v1::BatchFetchResponse& response, Done done) {
+  batch(call, "AttentionService/BatchFetch", request, response, fetch_in, std::move(done));
 }
 
 }  // namespace kvtier::services

@@ -161,7 +161,8 @@ std::vector<std::string> operation_methods() {
           "SessionService/ReleaseSession",  "AttentionService/Append",
           "AttentionService/Select",        "AttentionService/Attend",
           "AttentionService/Decode",        "AttentionService/BatchSelect",
-          "AttentionService/BatchAttend",   "AttentionService/BatchDecode"};
+          "AttentionService/BatchAttend",   "AttentionService/BatchDecode",
+          "AttentionService/Fetch",         "AttentionService/BatchFetch"};
 }
 
 std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants) {

@@ -163,6 +163,19 @@ class AttentionService final : public v1::AttentionService::CallbackService {
       core_.batch_decode(call, *request, *response, std::move(done));
     });
   }
+  ServerUnaryReactor* Fetch(CallbackServerContext* context, const v1::FetchRequest* request,
+                            v1::FetchResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.fetch(call, *request, *response, std::move(done));
+    });
+  }
+  ServerUnaryReactor* BatchFetch(CallbackServerContext* context,
+                                 const v1::BatchFetchRequest* request,
+                                 v1::BatchFetchResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.batch_fetch(call, *request, *response, std::move(done));
+    });
+  }
 
  private:
   /// A stream's deadline is the transport's business; each of its messages has a call's time.

@@ -28,6 +28,12 @@ TensorView query_of(const SessionEntry& entry, const v1::Tensor& query) {
   return tokens_of(query, "query", model.query_heads, model.head_dim, kMaxChunkTokens);
 }
 
+void check_not_empty(std::int64_t length) {
+  if (length > 0) return;
+  throw ServiceError(Code::kFailedPrecondition, "EMPTY_LAYER",
+                     "layer: expected stored tokens, found none");
+}
+
 template <typename Request>
 void check_position(const Request& request, std::int64_t length) {
   if (request.has_position() && request.position() != length) {
@@ -166,10 +172,7 @@ void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudge
   const bool per_query_head = call.retrieval.selection == Selection::kPerQueryHead;
   const std::int64_t heads = per_query_head ? model.query_heads : model.kv_heads;
   const std::int64_t length = entry.session->length(layer);
-  if (length == 0) {
-    throw ServiceError(Code::kFailedPrecondition, "EMPTY_LAYER",
-                       "layer: expected stored tokens, found none");
-  }
+  check_not_empty(length);
   const std::int64_t count = selected_of(call.retrieval, length);
   const std::int64_t rows = query.shape[0] * heads;
   constexpr std::int64_t kOverhead = 128;
@@ -227,6 +230,23 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
                     .request_digest = std::move(digest),
                     .reply = response.SerializeAsString()});
   }
+}
+
+void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
+              v1::FetchResponse& response) {
+  const int layer = checked_layer(entry, request.layer());
+  const ModelConfig& model = model_of(entry);
+  const TensorView tokens = ids_of(request.tokens(), "tokens", model.kv_heads);
+  const std::int64_t count = tokens.shape[1];
+  check_not_empty(entry.session->length(layer));
+  constexpr std::int64_t kOverhead = 128;
+  budget.take(kv_bytes(model, count) + kOverhead);
+  FetchOutputs outputs;
+  outputs.keys =
+      make_tensor(*response.mutable_key(), model.kv_dtype, {model.kv_heads, count, model.head_dim});
+  outputs.values = make_tensor(*response.mutable_value(), model.kv_dtype,
+                               {model.kv_heads, count, model.head_dim});
+  entry.session->fetch(layer, tokens, outputs);
 }
 
 void truncate_to(SessionEntry& entry, std::int64_t tokens) {

@@ -23,6 +23,8 @@ void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudge
 /// A repeated (layer, step) is answered with the stored reply.
 void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudget& budget,
                v1::DecodeResponse& response);
+void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
+              v1::FetchResponse& response);
 void truncate_to(SessionEntry& entry, std::int64_t tokens);
 
 }  // namespace kvtier::services

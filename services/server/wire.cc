@@ -163,6 +163,19 @@ TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int hea
   return view;
 }
 
+TensorView ids_of(const v1::Tensor& tensor, const std::string& field, int heads) {
+  const TensorView view = view_of(tensor, field);
+  if (view.dtype != DType::kInt32) {
+    throw ServiceError::invalid(field + ".dtype", "int32", std::string(dtype_name(view.dtype)));
+  }
+  if (view.rank != 2 || view.shape[0] != heads || view.shape[1] < 1) {
+    throw ServiceError::invalid(field + ".shape",
+                                "[" + std::to_string(heads) + ", n] with n of at least 1",
+                                shape_text(tensor));
+  }
+  return view;
+}
+
 MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
                               std::initializer_list<std::int64_t> shape) {
   tensor.set_dtype(data_type_of(dtype));

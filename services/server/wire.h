@@ -28,6 +28,9 @@ namespace kvtier::services {
 [[nodiscard]] TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads,
                                    int head_dim, std::int64_t max_tokens);
 
+/// As `view_of`, of int32 `[heads, n]` with at least one id per head.
+[[nodiscard]] TensorView ids_of(const v1::Tensor& tensor, const std::string& field, int heads);
+
 /// Shapes `tensor` and returns its memory, zeroed. Extents are the server's own.
 [[nodiscard]] MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
                                             std::initializer_list<std::int64_t> shape);

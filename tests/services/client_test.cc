@@ -182,6 +182,53 @@ TEST_P(ClientTest, LargeAppendsGoInChunks) {
   EXPECT_EQ(remote_->length(0), tokens);
 }
 
+TEST_P(ClientTest, FetchesTheRowsThatWereAppended) {
+  const std::int64_t tokens = 3000;
+  const auto keys = random_halves(tokens * kKvHeads * kHeadDim, 1);
+  const auto values = random_halves(tokens * kKvHeads * kHeadDim, 2);
+  remote_->append(1, tokens_view(keys, DType::kBFloat16, tokens, kKvHeads),
+                  tokens_view(values, DType::kBFloat16, tokens, kKvHeads));
+  constexpr std::int64_t kIds = 9001;  // rows of 2 MiB: more than one piece
+  std::mt19937_64 random(3);
+  std::uniform_int_distribution<std::int32_t> id(-1, tokens - 1);
+  std::vector<std::int32_t> ids(kKvHeads * kIds);
+  for (std::int32_t& each : ids) each = id(random);
+  std::vector<std::uint16_t> key_rows(kKvHeads * kIds * kHeadDim, 7), value_rows = key_rows;
+  const TensorView tokens_of_heads(ids.data(), DType::kInt32, {kKvHeads, kIds});
+  FetchOutputs outputs;
+  outputs.keys = MutableTensorView(key_rows.data(), DType::kBFloat16, {kKvHeads, kIds, kHeadDim});
+  outputs.values =
+      MutableTensorView(value_rows.data(), DType::kBFloat16, {kKvHeads, kIds, kHeadDim});
+  remote_->fetch(1, tokens_of_heads, outputs);
+
+  for (std::size_t row = 0; row < ids.size(); ++row) {
+    const std::size_t head = row / kIds;
+    for (std::size_t i = 0; i < kHeadDim; ++i) {
+      const std::int32_t token = ids[row];
+      const std::size_t at = (static_cast<std::size_t>(token) * kKvHeads + head) * kHeadDim + i;
+      ASSERT_EQ(key_rows[row * kHeadDim + i], token < 0 ? 0 : keys[at]) << row << ' ' << i;
+      ASSERT_EQ(value_rows[row * kHeadDim + i], token < 0 ? 0 : values[at]) << row << ' ' << i;
+    }
+  }
+
+  ids[5] = tokens;
+  EXPECT_EQ(code_of([&] { remote_->fetch(1, tokens_of_heads, outputs); }),
+            ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("tokens[0, 5]: expected -1 or 0..2999, found 3000"));
+  ids[5] = 0;
+  EXPECT_EQ(code_of([&] { remote_->fetch(0, tokens_of_heads, outputs); }),
+            ErrorCode::kFailedPrecondition)
+      << "an empty layer";
+  outputs.keys.dtype = DType::kFloat16;
+  EXPECT_EQ(code_of([&] { remote_->fetch(1, tokens_of_heads, outputs); }),
+            ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("of DATA_TYPE_BFLOAT16, found fp16"));
+  outputs.values = {};
+  EXPECT_EQ(code_of([&] { remote_->fetch(1, tokens_of_heads, outputs); }),
+            ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("values: expected"));
+}
+
 TEST_P(ClientTest, TruncatesAndForgets) {
   fill(30);
   remote_->truncate(12);

@@ -88,6 +88,25 @@ class BatchDecodeResponse(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[BatchDecodeResponse.Item]
     def __init__(self, items: _Optional[_Iterable[_Union[BatchDecodeResponse.Item, _Mapping]]] = ...) -> None: ...
 
+class BatchFetchRequest(_message.Message):
+    __slots__ = ["items"]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[FetchRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[FetchRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchFetchResponse(_message.Message):
+    __slots__ = ["items"]
+    class Item(_message.Message):
+        __slots__ = ["response", "status"]
+        RESPONSE_FIELD_NUMBER: _ClassVar[int]
+        STATUS_FIELD_NUMBER: _ClassVar[int]
+        response: FetchResponse
+        status: _status_pb2.ItemStatus
+        def __init__(self, status: _Optional[_Union[_status_pb2.ItemStatus, _Mapping]] = ..., response: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[BatchFetchResponse.Item]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchFetchResponse.Item, _Mapping]]] = ...) -> None: ...
+
 class BatchSelectRequest(_message.Message):
     __slots__ = ["items"]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +159,24 @@ class DecodeResponse(_message.Message):
     out: _tensor_pb2.Tensor
     step: int
     def __init__(self, layer: _Optional[int] = ..., step: _Optional[int] = ..., out: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ["layer", "session", "tokens"]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    session: str
+    tokens: _tensor_pb2.Tensor
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ["key", "value"]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: _tensor_pb2.Tensor
+    value: _tensor_pb2.Tensor
+    def __init__(self, key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
     __slots__ = ["layer", "options", "query", "session", "with_scores"]

@@ -51,6 +51,16 @@ class AttentionServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.BatchDecodeRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_attention__pb2.BatchDecodeResponse.FromString,
                 )
+        self.Fetch = channel.unary_unary(
+                '/kvtier.v1.AttentionService/Fetch',
+                request_serializer=kvtier_dot_v1_dot_attention__pb2.FetchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_attention__pb2.FetchResponse.FromString,
+                )
+        self.BatchFetch = channel.unary_unary(
+                '/kvtier.v1.AttentionService/BatchFetch',
+                request_serializer=kvtier_dot_v1_dot_attention__pb2.BatchFetchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_attention__pb2.BatchFetchResponse.FromString,
+                )
 
 
 class AttentionServiceServicer(object):
@@ -106,6 +116,19 @@ class AttentionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """Returns stored keys and values of tokens that are named. Stores nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchFetch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AttentionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +166,16 @@ def add_AttentionServiceServicer_to_server(servicer, server):
                     servicer.BatchDecode,
                     request_deserializer=kvtier_dot_v1_dot_attention__pb2.BatchDecodeRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_attention__pb2.BatchDecodeResponse.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=kvtier_dot_v1_dot_attention__pb2.FetchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_attention__pb2.FetchResponse.SerializeToString,
+            ),
+            'BatchFetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchFetch,
+                    request_deserializer=kvtier_dot_v1_dot_attention__pb2.BatchFetchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_attention__pb2.BatchFetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,5 +305,39 @@ class AttentionService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AttentionService/BatchDecode',
             kvtier_dot_v1_dot_attention__pb2.BatchDecodeRequest.SerializeToString,
             kvtier_dot_v1_dot_attention__pb2.BatchDecodeResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AttentionService/Fetch',
+            kvtier_dot_v1_dot_attention__pb2.FetchRequest.SerializeToString,
+            kvtier_dot_v1_dot_attention__pb2.FetchResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def BatchFetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AttentionService/BatchFetch',
+            kvtier_dot_v1_dot_attention__pb2.BatchFetchRequest.SerializeToString,
+            kvtier_dot_v1_dot_attention__pb2.BatchFetchResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -148,6 +148,36 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   EXPECT_EQ(text_of(attended.next_tensor()), expected_out.lse().data());
 }
 
+TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
+  fill();
+  const std::vector<std::int32_t> ids = {0, 199, -1, 7, 7, 100};
+  const TensorView tokens(ids.data(), DType::kInt32, {kKvHeads, 3});
+  v1::FetchRequest request;
+  request.set_session(ours_);
+  request.set_layer(1);
+  v1::FetchRequest original = request;
+  DataCall call(*channel_, Method::kFetch);
+  ASSERT_TRUE(call.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
+  ASSERT_TRUE(call.reserve_output(1 << 14));
+  v1::FetchResponse response;
+  call.run(request, response);
+  original.set_session(theirs_);
+  *original.mutable_tokens() = request.tokens();
+  original.mutable_tokens()->set_data(ids.data(), ids.size() * sizeof(ids[0]));
+  v1::FetchResponse expected;
+  wait([&](const Done& done) { core_->fetch({.tenant = &tenant()}, original, expected, done); });
+
+  EXPECT_EQ(text_of(call.next_tensor()), expected.key().data());
+  EXPECT_EQ(text_of(call.next_tensor()), expected.value().data());
+  EXPECT_EQ(response.key().shape_size(), 3);
+
+  DataCall narrow(*channel_, Method::kFetch);
+  ASSERT_TRUE(narrow.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
+  ASSERT_TRUE(narrow.reserve_output(64));
+  if (channel_->staging().empty()) return;  // the reply's size is then its own
+  EXPECT_THROW(narrow.run(request, response), ClientError);
+}
+
 TEST_P(PlaneCalls, BatchAnswersItemByItem) {
   fill();
   v1::BatchDecodeRequest request;
