@@ -5,6 +5,8 @@ from kvtier.client import (
     AttendOutcome,
     Client,
     DecodeItem,
+    FetchItem,
+    FetchOutcome,
     SelectItem,
     SelectOutcome,
     default_server,
@@ -46,7 +48,7 @@ from kvtier.errors import (
     UnimplementedError,
 )
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
-from kvtier.session import AttendResult, RemoteSession, SelectResult
+from kvtier.session import AttendResult, FetchResult, RemoteSession, SelectResult
 
 __version__ = "0.1.0"
 
@@ -68,6 +70,9 @@ __all__ = [
     "ErrorCode",
     "Estimator",
     "FailedPreconditionError",
+    "FetchItem",
+    "FetchOutcome",
+    "FetchResult",
     "FieldViolation",
     "FoundPage",
     "GetOutcome",

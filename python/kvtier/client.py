@@ -14,16 +14,20 @@ from numpy.typing import ArrayLike
 from kvtier import tensors
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
 from kvtier.connection import ClientOptions, Connection, Watchdog
+from kvtier.data_plane import Planes
 from kvtier.errors import ClientError, Details, make_error
 from kvtier.lease import LeaseKeeper
 from kvtier.pages import RemotePages
 from kvtier.session import (
     AttendResult,
+    FetchResult,
     RemoteSession,
     SelectResult,
     fill_attend,
+    fill_fetch,
     fill_select,
     take_attend,
+    take_fetch,
     take_select,
 )
 from kvtier.v1 import attention_pb2, page_pb2, session_pb2, status_pb2
@@ -66,7 +70,17 @@ class DecodeItem:
     selected: ArrayLike | None = None
 
 
+@dataclass(frozen=True)
+class FetchItem:
+    """Arguments of one `RemoteSession.fetch` of a batch."""
+
+    session: RemoteSession
+    layer: int
+    tokens: ArrayLike
+
+
 SelectOutcome = Union[SelectResult, ClientError]
+FetchOutcome = Union[FetchResult, ClientError]
 AttendOutcome = Union[AttendResult, ClientError]
 
 
@@ -92,6 +106,7 @@ class Client:
         insecure_tcp: bool = False,
         timeout: float = 30.0,
         attempts: int = 4,
+        data_plane: bool = True,
     ) -> None:
         self.connection = Connection(
             ClientOptions(
@@ -103,11 +118,15 @@ class Client:
                 insecure_tcp=insecure_tcp,
                 timeout=timeout,
                 attempts=attempts,
+                data_plane=data_plane,
             )
         )
+        self.planes = Planes(self.connection)
         self.watchdog = Watchdog()
         self.leases = LeaseKeeper(self.connection)
-        self._end = weakref.finalize(self, _end, self.leases, self.watchdog, self.connection)
+        self._end = weakref.finalize(
+            self, _end, self.leases, self.watchdog, self.planes, self.connection
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -154,9 +173,9 @@ class Client:
         request = attention_pb2.BatchSelectRequest()
         for item in items:
             query = tensors.check("query", item.query)
-            fill_select(
-                request.items.add(), item.session, item.layer, query, item.options, item.with_scores
-            )
+            message = request.items.add()
+            fill_select(message, item.session, item.layer, item.options, item.with_scores)
+            tensors.fill(message.query, query)
         response = self.connection.call(self.connection.attention.BatchSelect, request)
         return [
             _outcome(found.status, lambda: take_select(found.response, item.with_scores))
@@ -168,9 +187,10 @@ class Client:
         request = attention_pb2.BatchAttendRequest()
         queries = [tensors.check("query", item.query) for item in items]
         for item, query in zip(items, queries):
-            fill_attend(
-                request.items.add(), item.session, item.layer, query, item.selected, item.options
-            )
+            message = request.items.add()
+            fill_attend(message, item.session, item.layer, item.options)
+            tensors.fill(message.query, query)
+            _fill_selected(message, item.selected)
         response = self.connection.call(self.connection.attention.BatchAttend, request)
         return [
             _outcome(found.status, lambda: take_attend(found.response, query))
@@ -188,9 +208,11 @@ class Client:
             session = item.session
             message = request.items.add()
             key = tensors.check("key", item.key)
-            fill_attend(message, session, item.layer, query, item.selected, item.options)
+            fill_attend(message, session, item.layer, item.options)
+            tensors.fill(message.query, query)
             tensors.fill(message.key, key)
             tensors.fill(message.value, tensors.check("value", item.value))
+            _fill_selected(message, item.selected)
             message.step = session.next_step()
             place = (session.name, item.layer)
             if session.knows(item.layer):
@@ -206,6 +228,20 @@ class Client:
             for query, found in zip(queries, response.items)
         ]
 
+    def batch_fetch(self, items: Sequence[FetchItem]) -> list[FetchOutcome]:
+        """Makes `fetch` calls of any sessions, whose rows fit in one reply; returns a result or an
+        error for each."""
+        request = attention_pb2.BatchFetchRequest()
+        for item in items:
+            ids = tensors.check("tokens", item.tokens)
+            message = request.items.add()
+            fill_fetch(message, item.session, item.layer)
+            tensors.fill(message.tokens, ids)
+        response = self.connection.call(self.connection.attention.BatchFetch, request)
+        return [
+            _outcome(found.status, lambda: take_fetch(found.response)) for found in response.items
+        ]
+
     def close(self) -> None:
         """Ends the connection. Sessions that are open are released by the end of their leases."""
         self._end()
@@ -215,10 +251,20 @@ class Client:
         return str(uuid.uuid4())
 
 
-def _end(leases: LeaseKeeper, watchdog: Watchdog, connection: Connection) -> None:
+def _end(
+    leases: LeaseKeeper, watchdog: Watchdog, planes: Planes, connection: Connection
+) -> None:
     leases.close()
     watchdog.close()
+    planes.close()
     connection.close()
+
+
+def _fill_selected(
+    message: attention_pb2.AttendRequest | attention_pb2.DecodeRequest, selected: ArrayLike | None
+) -> None:
+    if selected is not None:
+        tensors.fill(message.selected, tensors.check("selected", selected))
 
 
 def _outcome(status: status_pb2.ItemStatus, take: Callable[[], T]) -> T | ClientError:

@@ -17,6 +17,7 @@ from kvtier.v1 import (
     attention_pb2_grpc,
     page_pb2_grpc,
     session_pb2_grpc,
+    shared_memory_pb2_grpc,
     transfer_pb2_grpc,
 )
 
@@ -45,6 +46,8 @@ class ClientOptions:
     timeout: float = 30.0
     #: Attempts at a call that the server cannot take now; 1: no retry.
     attempts: int = 4
+    #: Send tensors through memory shared with a server on a Unix socket, where it has a data plane.
+    data_plane: bool = True
 
 
 def delay_before(error: ClientError, attempt: int) -> float | None:
@@ -92,6 +95,7 @@ class Connection:
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.attention: Any = attention_pb2_grpc.AttentionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.pages: Any = page_pb2_grpc.PageServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.shared_memory: Any = shared_memory_pb2_grpc.SharedMemoryServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.transfer: Any = transfer_pb2_grpc.TransferServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

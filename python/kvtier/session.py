@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier import tensors
+from kvtier import frames, tensors
 from kvtier.config import AttendOptions
-from kvtier.errors import ClientError, invalid
+from kvtier.data_plane import PlaneCall, Reply
+from kvtier.errors import ClientError, ErrorCode, invalid, make_error
 from kvtier.stream import DecodeStream
 from kvtier.tensors import Array
-from kvtier.v1 import attention_pb2, session_pb2
+from kvtier.v1 import attention_pb2, session_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from kvtier.client import Client
 
 _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
+_FETCH_BYTES = 1 << 20
+_SELECTION_BYTES = 2 << 20  # room for ids and scores, whose number the server knows
 _RELEASE_SECONDS = 1.0
 
 _INT32 = np.dtype(np.int32)
+_UINT16 = np.dtype(np.uint16)
+_FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -42,17 +47,23 @@ class SelectResult(NamedTuple):
     scores: NDArray[np.float32] | None
 
 
+class FetchResult(NamedTuple):
+    """`keys`, `values`: [kv_heads, n, head_dim] as stored, float16, or the bits of bfloat16 in
+    uint16 (`.view(ml_dtypes.bfloat16)`)."""
+
+    keys: Array
+    values: Array
+
+
 def fill_select(
     request: attention_pb2.SelectRequest,
     session: RemoteSession,
     layer: int,
-    query: Array,
     options: AttendOptions,
     with_scores: bool,
 ) -> None:
     request.session = session.name
     request.layer = layer
-    tensors.fill(request.query, query)
     request.options.CopyFrom(options.message())
     request.with_scores = with_scores
 
@@ -61,16 +72,18 @@ def fill_attend(
     request: attention_pb2.AttendRequest | attention_pb2.DecodeRequest,
     session: RemoteSession,
     layer: int,
-    query: Array,
-    selected: ArrayLike | None,
     options: AttendOptions,
 ) -> None:
     request.session = session.name
     request.layer = layer
-    tensors.fill(request.query, query)
-    if selected is not None:
-        tensors.fill(request.selected, tensors.check("selected", selected))
     request.options.CopyFrom(options.message())
+
+
+def fill_fetch(
+    request: attention_pb2.FetchRequest, session: RemoteSession, layer: int
+) -> None:
+    request.session = session.name
+    request.layer = layer
 
 
 def take_select(response: attention_pb2.SelectResponse, with_scores: bool) -> SelectResult:
@@ -86,6 +99,12 @@ def take_attend(
     return AttendResult(out, tensors.take(response.lse, "lse", _FLOAT32))
 
 
+def take_fetch(response: attention_pb2.FetchResponse) -> FetchResult:
+    dtype = _FLOAT16 if response.key.dtype == tensor_pb2.DATA_TYPE_FLOAT16 else _UINT16
+    keys = tensors.take(response.key, "keys", dtype)
+    return FetchResult(keys, tensors.take(response.value, "values", dtype))
+
+
 class RemoteSession:
     """As `kvtier::RemoteSession`. Used by one thread at a time. Released by `close`, or at the end
     of a `with`; one that is dropped without is released by the end of its lease.
@@ -97,8 +116,11 @@ class RemoteSession:
     def __init__(self, client: Client, session: session_pb2.Session) -> None:
         self._client = client
         self._connection = client.connection
+        self._planes = client.planes
         self._name = session.name
         self._lengths: list[int] = list(session.layer_lengths)
+        self._row_bytes = 4 * session.geometry.kv_heads * session.geometry.head_dim
+        self._fetch_tokens = max(_FETCH_BYTES // max(self._row_bytes, 1), 1)
         self._step = 0
         self._steps = DecodeStream(client.connection, client.watchdog)
         self._open = True
@@ -127,11 +149,15 @@ class RemoteSession:
         value = tensors.check("values", values)
         if key.shape[0] != value.shape[0]:
             raise invalid(f"values: expected {key.shape[0]} tokens, found {value.shape[0]}")
-        connection = self._connection
-        response = connection.call_once(
-            connection.attention.Append, self._chunks(layer, key, value)
-        )
-        self._lengths = list(response.layer_lengths)
+        chunks = [
+            (key[first:end], value[first:end]) for first, end in _chunks_of(key, value)
+        ]
+        if not self._append_over_plane(layer, chunks):
+            connection = self._connection
+            response = connection.call_once(
+                connection.attention.Append, self._append_requests(layer, chunks)
+            )
+            self._lengths = list(response.layer_lengths)
 
     def select(
         self,
@@ -142,9 +168,12 @@ class RemoteSession:
         with_scores: bool = False,
     ) -> SelectResult:
         """Scores the eligible tokens and returns the chosen ids. Stores nothing."""
+        array = tensors.check("query", query)
         request = attention_pb2.SelectRequest()
-        fill_select(request, self, layer, tensors.check("query", query), options, with_scores)
-        response = self._connection.call(self._connection.attention.Select, request)
+        fill_select(request, self, layer, options, with_scores)
+        call = PlaneCall(frames.SELECT, request, _SELECTION_BYTES)
+        call.add(request.query, array)
+        response = self._run(call, attention_pb2.SelectResponse(), self._connection.attention.Select)
         return take_select(response, with_scores)
 
     def attend(
@@ -158,8 +187,12 @@ class RemoteSession:
         """Selects and attends. Stores nothing. `selected` replaces scoring."""
         array = tensors.check("query", query)
         request = attention_pb2.AttendRequest()
-        fill_attend(request, self, layer, array, selected, options)
-        response = self._connection.call(self._connection.attention.Attend, request)
+        fill_attend(request, self, layer, options)
+        call = PlaneCall(frames.ATTEND, request, _output_bytes(array))
+        call.add(request.query, array)
+        if selected is not None:
+            call.add(request.selected, tensors.check("selected", selected))
+        response = self._run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
         return take_attend(response, array)
 
     def decode(
@@ -177,25 +210,41 @@ class RemoteSession:
         array = tensors.check("query", query)
         keys = tensors.check("key", key)
         request = attention_pb2.DecodeRequest()
-        fill_attend(request, self, layer, array, selected, options)
-        tensors.fill(request.key, keys)
-        tensors.fill(request.value, tensors.check("value", value))
+        fill_attend(request, self, layer, options)
+        call = PlaneCall(frames.DECODE, request, _output_bytes(array))
+        call.add(request.query, array)
+        call.add(request.key, keys)
+        call.add(request.value, tensors.check("value", value))
+        if selected is not None:
+            call.add(request.selected, tensors.check("selected", selected))
         request.step = self.next_step()
         if self.knows(layer):
             request.position = self._lengths[layer]
-
-        def exchange() -> attention_pb2.DecodeResponse:
-            try:
-                return self._steps.exchange(request)
-            except ClientError as error:
-                if error.reason != "STREAM_IDLE":
-                    raise
-            # The server ends streams that stand still; the session lives on.
-            return self._steps.exchange(request)
-
-        response = self._connection.retry(exchange)
+        response = self._planes.repeatable(call, attention_pb2.DecodeResponse())
+        if response is None:
+            response = self._decode_over_grpc(call.inline())
         self.stored(layer, keys.shape[0])
         return take_attend(response, array)
+
+    def fetch(self, layer: int, tokens: ArrayLike) -> FetchResult:
+        """Returns stored rows. `tokens`: int32 [kv_heads, n], for each KV head its own ids in any
+        order; for -1 the row is zeros."""
+        ids = tensors.check("tokens", tokens)
+        if ids.ndim != 2:
+            raise invalid(f"tokens: expected [kv_heads, n], found shape {list(ids.shape)}")
+        parts = []
+        for first in range(0, max(ids.shape[1], 1), self._fetch_tokens):
+            piece = np.ascontiguousarray(ids[:, first : first + self._fetch_tokens])
+            request = attention_pb2.FetchRequest()
+            fill_fetch(request, self, layer)
+            output = 2 * frames.aligned(self._row_bytes // 2 * piece.shape[1])
+            call = PlaneCall(frames.FETCH, request, output)
+            call.add(request.tokens, piece)
+            fetch = self._connection.attention.Fetch
+            parts.append(take_fetch(self._run(call, attention_pb2.FetchResponse(), fetch)))
+        if len(parts) == 1:
+            return parts[0]
+        return FetchResult(*(np.concatenate(rows, axis=1) for rows in zip(*parts)))
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on, in every layer."""
@@ -256,16 +305,70 @@ class RemoteSession:
         """Takes note of tokens that a call has stored."""
         self._lengths[layer] += tokens
 
-    def _chunks(self, layer: int, key: Array, value: Array) -> Iterator[Any]:
-        tokens = key.shape[0]
-        row_bytes = (key.nbytes + value.nbytes) // max(tokens, 1)
-        chunk = min(max(_CHUNK_BYTES // max(row_bytes, 1), 1), _CHUNK_TOKENS)
-        for first in range(0, max(tokens, 1), chunk):
-            request = attention_pb2.AppendRequest(layer=layer)
-            if first == 0:
-                request.session = self._name
+    def _run(self, call: PlaneCall, response: Reply, method: Any) -> Reply:
+        """Makes a call that may be repeated, over the data plane or over gRPC."""
+        found = self._planes.repeatable(call, response)
+        if found is not None:
+            return found
+        reply: Reply = self._connection.call(method, call.inline())
+        return reply
+
+    def _append_over_plane(self, layer: int, chunks: Sequence[tuple[Array, Array]]) -> bool:
+        """Returns False when nothing was sent."""
+        for index, (key, value) in enumerate(chunks):
+            request = attention_pb2.AppendRequest(session=self._name, layer=layer)
             if self.knows(layer):
-                request.position = self._lengths[layer] + first
-            tensors.fill(request.key, key[first : first + chunk])
-            tensors.fill(request.value, value[first : first + chunk])
+                request.position = self._lengths[layer]
+            call = PlaneCall(frames.APPEND, request)
+            call.add(request.key, key)
+            call.add(request.value, value)
+            response = self._planes.run(call, attention_pb2.AppendResponse())
+            if response is None:
+                if index == 0:
+                    return False
+                raise make_error(ErrorCode.UNAVAILABLE.value, "the data plane has ended")
+            self._lengths = list(response.layer_lengths)
+        return True
+
+    def _append_requests(
+        self, layer: int, chunks: Sequence[tuple[Array, Array]]
+    ) -> Iterator[attention_pb2.AppendRequest]:
+        position = self._lengths[layer] if self.knows(layer) else None
+        for index, (key, value) in enumerate(chunks):
+            request = attention_pb2.AppendRequest(layer=layer)
+            if index == 0:
+                request.session = self._name
+            if position is not None:
+                request.position = position
+                position += key.shape[0]
+            tensors.fill(request.key, key)
+            tensors.fill(request.value, value)
             yield request
+
+    def _decode_over_grpc(
+        self, request: attention_pb2.DecodeRequest
+    ) -> attention_pb2.DecodeResponse:
+        def exchange() -> attention_pb2.DecodeResponse:
+            try:
+                return self._steps.exchange(request)
+            except ClientError as error:
+                if error.reason != "STREAM_IDLE":
+                    raise
+            # The server ends streams that stand still; the session lives on.
+            return self._steps.exchange(request)
+
+        return self._connection.retry(exchange)
+
+
+def _chunks_of(key: Array, value: Array) -> Iterator[tuple[int, int]]:
+    """Yields where the chunks of an append begin and end."""
+    tokens = key.shape[0]
+    row_bytes = (key.nbytes + value.nbytes) // max(tokens, 1)
+    chunk = min(max(_CHUNK_BYTES // max(row_bytes, 1), 1), _CHUNK_TOKENS)
+    for first in range(0, max(tokens, 1), chunk):
+        yield first, first + chunk
+
+
+def _output_bytes(query: Array) -> int:
+    """Room for what is attended, and at most 1/32 of it for the log-sum-exps."""
+    return frames.aligned(query.nbytes) + frames.aligned(query.nbytes // 32)

@@ -35,10 +35,15 @@ def check(name: str, array: ArrayLike) -> Array:
     return np.ascontiguousarray(found)
 
 
-def fill(message: tensor_pb2.Tensor, array: Array) -> None:
-    """Writes a checked array into a message."""
+def describe(message: tensor_pb2.Tensor, array: Array) -> None:
+    """Gives a message the dtype and the shape of a checked array."""
     message.dtype = _TYPES[array.dtype.name]  # type: ignore[assignment]
     message.shape.extend(array.shape)
+
+
+def fill(message: tensor_pb2.Tensor, array: Array) -> None:
+    """Writes a checked array into a message."""
+    describe(message, array)
     message.data = array.tobytes()
 
 

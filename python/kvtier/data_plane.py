@@ -1,0 +1,305 @@
+"""Calls over the data plane: tensors in memory that client and server share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from typing import Any, Sequence, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from kvtier import frames, tensors
+from kvtier.connection import Connection
+from kvtier.errors import ClientError, Details, ErrorCode, make_error
+from kvtier.v1 import shared_memory_pb2, status_pb2, tensor_pb2
+
+Reply = TypeVar("Reply")
+
+_MAX_CHANNELS = 4
+_MAX_DESCRIPTORS = 8
+_BUFFER_BYTES = 64 << 10
+
+
+def _gone(what: str) -> ClientError:
+    return make_error(ErrorCode.UNAVAILABLE.value, f"data plane: {what}", Details("DISCONNECTED"))
+
+
+class PlaneCall:
+    """A call whose tensors may travel beside its message. `add` them in the order in which they
+    stand in the request."""
+
+    def __init__(self, method: int, request: Any, output_bytes: int = 0) -> None:
+        """`output_bytes`: of the reply's tensors at most, each rounded up."""
+        self.method = method
+        self.request = request
+        self.output_bytes = output_bytes
+        self.tensors: list[tuple[tensor_pb2.Tensor, tensors.Array]] = []
+
+    def add(self, message: tensor_pb2.Tensor, value: tensors.Array) -> None:
+        tensors.describe(message, value)
+        self.tensors.append((message, value))
+
+    def inline(self) -> Any:
+        """Returns the request with its tensors inside, as gRPC takes it."""
+        for message, value in self.tensors:
+            message.data = value.tobytes()
+        return self.request
+
+
+class Channel:
+    """An attached connection. Used by one thread at a time; broken after an error but one that the
+    server told."""
+
+    def __init__(self, path: str, token: bytes, timeout: float) -> None:
+        self._timeout = timeout
+        self._last_id = 0
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._have = 0
+        self._descriptors: list[int] = []
+        self.broken = True
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.connect(path)
+            self._staging = self._attach(token)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)  # what is mapped stays mapped
+        self._room = len(self._staging)
+        self.broken = False
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def run(self, call: PlaneCall, response: Reply) -> Reply | None:
+        """Returns the reply, its tensors inside; None, with nothing sent, when those of the request
+        do not fit. Raises what the server says."""
+        extents, end = self._place(call)
+        if end is None:
+            return None
+        control = frames.encode_call(
+            call.method,
+            self._timeout,
+            (end, call.output_bytes),
+            extents,
+            call.request.SerializeToString(),
+        )
+        if len(control) > frames.MAX_CONTROL_BYTES:
+            return None
+        body = self._exchange(control)
+        try:
+            self._take(body, response)
+        except (frames.FrameError, DecodeError) as error:
+            self.broken = True
+            raise _gone(str(error)) from None
+        return response
+
+    def _take(self, body: bytes, response: Any) -> None:
+        places, message = frames.decode_reply(body)
+        response.ParseFromString(message)
+        found = _tensors_of(response)
+        if len(places) != len(found):
+            raise frames.FrameError(f"expected {len(found)} tensors, found {len(places)}")
+        for (offset, size), tensor in zip(places, found):
+            if offset > self._room or size > self._room - offset:
+                raise frames.FrameError("expected tensors within the staging region")
+            tensor.data = self._staging[offset : offset + size].tobytes()
+
+    def _place(self, call: PlaneCall) -> tuple[list[frames.Extent], int | None]:
+        sizes = [value.nbytes for _, value in call.tensors]
+        end = sum(map(frames.aligned, sizes))
+        if end + call.output_bytes > self._room or max(sizes) > frames.MAX_TENSOR_BYTES:
+            return [], None
+        extents = []
+        at = 0
+        for (_, value), size in zip(call.tensors, sizes):
+            place = self._staging[at : at + size].view(value.dtype).reshape(value.shape)
+            np.copyto(place, value)
+            extents.append((at, size))
+            at += frames.aligned(size)
+        return extents, end
+
+    def _exchange(self, control: bytes) -> bytes:
+        self.broken = True  # unless all goes well
+        self._last_id += 1
+        deadline = time.monotonic() + self._timeout
+        try:
+            self._send(frames.CALL, control, deadline)
+            while True:
+                header, body = self._receive(deadline)
+                if header.request_id == self._last_id or header.type == frames.GO_AWAY:
+                    break
+        except TimeoutError:
+            message = f"data plane: no answer within {self._timeout} s"
+            raise make_error(ErrorCode.DEADLINE_EXCEEDED.value, message) from None
+        except (OSError, frames.FrameError) as error:
+            raise _gone(f"the server is gone: {error}") from None
+        if header.type == frames.GO_AWAY:
+            raise _told(body)
+        self.broken = False
+        if header.flags & frames.FAILED:
+            raise _told(body)
+        return body
+
+    def _attach(self, token: bytes) -> NDArray[np.uint8]:
+        deadline = time.monotonic() + self._timeout
+        self._send(frames.ATTACH, token, deadline)
+        header, body = self._receive(deadline)
+        if header.type != frames.ATTACHED:
+            raise _told(body) if header.type == frames.GO_AWAY else _gone("expected to be attached")
+        regions = frames.decode_attached(body)
+        if len(regions) != len(self._descriptors):
+            raise frames.FrameError("expected a descriptor per region")
+        for (kind, size), descriptor in zip(regions, self._descriptors):
+            if kind == frames.STAGING and size > 0:
+                return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        raise _gone("expected memory to share")
+
+    def _send(self, type: int, control: bytes, deadline: float) -> None:
+        self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+        self._socket.sendall(frames.encode_header(type, self._last_id, control) + control)
+
+    def _receive(self, deadline: float) -> tuple[frames.Header, bytes]:
+        self._fill(frames.HEADER_BYTES, deadline)
+        header = frames.decode_header(bytes(self._buffer[: frames.HEADER_BYTES]))
+        end = frames.HEADER_BYTES + header.control_bytes
+        self._fill(end, deadline)
+        body = bytes(self._buffer[frames.HEADER_BYTES : end])
+        self._buffer[: self._have - end] = self._buffer[end : self._have]
+        self._have -= end
+        if frames.crc32c(body) != header.control_crc:
+            raise frames.FrameError("expected a control with the checksum of the header")
+        return header, body
+
+    def _fill(self, size: int, deadline: float) -> None:
+        """Receives until the buffer has `size` bytes."""
+        if size > len(self._buffer):
+            self._buffer.extend(bytes(size - len(self._buffer)))
+        while self._have < size:
+            self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            if self._last_id == 0:  # attaching
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._socket, len(self._buffer) - self._have, _MAX_DESCRIPTORS
+                )
+                self._descriptors.extend(descriptors)
+                count = len(data)
+                self._buffer[self._have : self._have + count] = data
+            else:
+                count = self._socket.recv_into(memoryview(self._buffer)[self._have :])
+            if count == 0:
+                raise ConnectionError("it has closed the connection")
+            self._have += count
+
+
+def _told(control: bytes) -> ClientError:
+    status = status_pb2.ItemStatus()
+    try:
+        status.ParseFromString(control)
+    except DecodeError:
+        return _gone("expected a status")
+    return make_error(status.code, status.message, Details(reason=status.reason))
+
+
+def _tensors_of(response: Any) -> Sequence[tensor_pb2.Tensor]:
+    """Returns the tensors of a reply that has no items, in their order."""
+    found = (value for field, value in response.ListFields() if field.message_type is not None)
+    return [value for value in found if isinstance(value, tensor_pb2.Tensor)]
+
+
+class Planes:
+    """Channels to the data plane of one server, made when they are needed. A server without one, or
+    whose memory is not to be shared, is asked once. Thread-safe."""
+
+    def __init__(self, connection: Connection) -> None:
+        options = connection.options
+        self._connection = connection
+        self._usable = options.data_plane and options.server.startswith("unix:")
+        self._returned = threading.Condition()
+        self._idle: list[Channel] = []
+        self._made = 0
+
+    def run(self, call: PlaneCall, response: Reply) -> Reply | None:
+        """As `Channel.run`; None as well when there is no channel."""
+        channel = self._borrow()
+        if channel is None:
+            return None
+        try:
+            return channel.run(call, response)
+        finally:
+            self._give_back(channel)
+
+    def repeatable(self, call: PlaneCall, response: Reply) -> Reply | None:
+        """As `run`, of a call that may be repeated: None as well when it must be made another
+        way."""
+        try:
+            return self.run(call, response)
+        except ClientError as error:
+            unavailable = error.code in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
+            if unavailable or error.reason == "REPLY_TOO_LARGE":
+                return None
+            raise
+
+    def close(self) -> None:
+        with self._returned:
+            self._usable = False
+            idle, self._idle = self._idle, []
+            self._returned.notify_all()
+        for channel in idle:
+            channel.close()
+
+    def _borrow(self) -> Channel | None:
+        if not self._usable:
+            return None
+        with self._returned:
+            while self._usable and not self._idle and self._made >= _MAX_CHANNELS:
+                self._returned.wait()
+            if not self._usable:
+                return None
+            if self._idle:
+                return self._idle.pop()
+            self._made += 1
+        channel = self._make()
+        if channel is not None:
+            return channel
+        with self._returned:
+            self._made -= 1
+            self._usable = False
+            self._returned.notify_all()
+        return None
+
+    def _give_back(self, channel: Channel) -> None:
+        closed: list[Channel] = []
+        with self._returned:
+            if channel.broken:
+                # The others are likely broken too, and new ones are soon made.
+                closed = [channel, *self._idle]
+                self._made -= len(closed)
+                self._idle = []
+            elif self._usable:
+                self._idle.append(channel)
+            else:
+                closed = [channel]
+            self._returned.notify_all()
+        for each in closed:
+            each.close()
+
+    def _make(self) -> Channel | None:
+        connection = self._connection
+        request = shared_memory_pb2.CreateAttachmentRequest(process_id=os.getpid())
+        try:
+            made = connection.call_once(connection.shared_memory.CreateAttachment, request)
+            for endpoint in made.endpoints:
+                if endpoint.startswith("unix:"):
+                    path = endpoint.removeprefix("unix:")
+                    return Channel(path, made.token, connection.options.timeout)
+        except (ClientError, OSError, ValueError, frames.FrameError):
+            pass  # every call can go over gRPC
+        return None

@@ -1,0 +1,152 @@
+"""Frames of the data plane, as bytes (docs/service.md)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER_BYTES = 40
+MAX_CONTROL_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 8 << 20
+
+ATTACH, ATTACHED, CALL, REPLY, GO_AWAY = 1, 2, 3, 4, 9
+FAILED = 2
+APPEND, SELECT, ATTEND, DECODE, BATCH_DECODE, BATCH_ATTEND, FETCH = range(1, 8)
+STAGING = 1
+
+#: Offset and bytes in the staging region.
+Extent = tuple[int, int]
+
+_MAGIC = 0x4654564B
+_VERSION = 1
+_ALIGNMENT = 64
+_HEAD = struct.Struct("<IHHIIQQI")
+_POLYNOMIAL = 0x82F63B78
+
+
+def aligned(size: int) -> int:
+    """Returns `size`, rounded up to where the next tensor may begin."""
+    return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _first_table() -> NDArray[np.uint32]:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return table.astype(np.uint32)
+
+
+class _Crc32c:
+    """CRC-32C is linear: that of a text is the exclusive or of a term per byte, which depends on
+    the byte and on how many follow, and a term of the length."""
+
+    def __init__(self) -> None:
+        self._terms = _first_table()[None, :]  # [bytes that follow, byte]
+        self._lengths = np.array([0], np.uint32)
+
+    def __call__(self, data: bytes) -> int:
+        size = len(data)
+        terms, lengths = self._terms, self._lengths
+        if size > len(terms) or size >= len(lengths):
+            terms, lengths = self._grow(size)
+        follow = np.arange(size - 1, -1, -1)
+        found = terms[follow, np.frombuffer(data, np.uint8)]
+        return int(np.bitwise_xor.reduce(found, initial=np.uint32(0)) ^ lengths[size])
+
+    def _grow(self, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        rows = max(2 * len(self._terms), size + 1, 1024)
+        first = self._terms[0]
+        terms = np.empty((rows, 256), np.uint32)
+        terms[0] = first
+        lengths = np.empty(rows, np.uint32)
+        state = np.uint32(0xFFFFFFFF)
+        for i in range(rows):
+            if i > 0:
+                terms[i] = (terms[i - 1] >> 8) ^ first[terms[i - 1] & 0xFF]
+            lengths[i] = ~state
+            state = (state >> np.uint32(8)) ^ first[state & np.uint32(0xFF)]
+        self._terms, self._lengths = terms, lengths  # each complete, for other threads
+        return terms, lengths
+
+
+crc32c = _Crc32c()
+
+
+@dataclass(frozen=True)
+class Header:
+    type: int
+    flags: int
+    control_bytes: int
+    request_id: int
+    body_bytes: int
+    control_crc: int
+
+
+class FrameError(Exception):
+    """Bytes that are no frame."""
+
+
+def encode_header(type: int, request_id: int, control: bytes) -> bytes:
+    size = len(control)
+    head = _HEAD.pack(_MAGIC, _VERSION, type, 0, size, request_id, size, crc32c(control))
+    return head + struct.pack("<I", crc32c(head))
+
+
+def decode_header(data: bytes) -> Header:
+    magic, version, type, flags, control, request_id, body, crc = _HEAD.unpack_from(data)
+    (header_crc,) = struct.unpack_from("<I", data, _HEAD.size)
+    if (magic, version, header_crc) != (_MAGIC, _VERSION, crc32c(data[: _HEAD.size])):
+        raise FrameError("expected a frame of version 1, found other bytes")
+    if control > MAX_CONTROL_BYTES or body != control:
+        raise FrameError(f"expected a control alone of at most 1 MiB, found {control} of {body}")
+    return Header(type, flags, control, request_id, body, crc)
+
+
+def encode_call(
+    method: int, seconds: float, output: Extent, tensors: Sequence[Extent], message: bytes
+) -> bytes:
+    milliseconds = min(max(int(seconds * 1000), 1), 0xFFFFFFFF)
+    parts = [struct.pack("<HHIQQI", method, 0, milliseconds, *output, len(tensors))]
+    parts += [struct.pack("<QQ", *extent) for extent in tensors]
+    parts += [struct.pack("<I", len(message)), message]
+    return b"".join(parts)
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def numbers(self, layout: str) -> tuple[Any, ...]:
+        size = struct.calcsize(layout)
+        return struct.unpack(layout, self.take(size))
+
+    def count(self, size: int) -> int:
+        (number,) = self.numbers("<I")
+        if number > (len(self._data) - self._at) // size:
+            raise FrameError(f"expected {number} entries, found {len(self._data)} bytes")
+        return int(number)
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self._at:
+            raise FrameError(f"expected {size} bytes, found {len(self._data) - self._at}")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+
+def decode_reply(control: bytes) -> tuple[list[Extent], bytes]:
+    """Returns where the reply's tensors lie, and the reply without them."""
+    reader = _Reader(control)
+    extents = [reader.numbers("<QQ") for _ in range(reader.count(16))]
+    return extents, reader.take(reader.count(1))
+
+
+def decode_attached(control: bytes) -> list[tuple[int, int]]:
+    """Returns kind and bytes of the regions, in the order of their descriptors."""
+    reader = _Reader(control)
+    reader.numbers("<I")  # the layout of pages
+    return [reader.numbers("<IQ") for _ in range(reader.count(12))]
