@@ -6,7 +6,6 @@ import os
 import uuid
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Callable, Sequence, TypeVar, Union
 
 from numpy.typing import ArrayLike
@@ -16,7 +15,7 @@ from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchCon
 from kvtier.connection import ClientOptions, Connection, Watchdog
 from kvtier.data_plane import Planes
 from kvtier.errors import ClientError, Details, make_error
-from kvtier.lease import LeaseKeeper
+from kvtier.lease import Closing, LeaseKeeper
 from kvtier.pages import RemotePages
 from kvtier.session import (
     AttendResult,
@@ -91,7 +90,7 @@ def default_server() -> str:
     return f"unix:{home}/kvtier.sock"
 
 
-class Client:
+class Client(Closing):
     """As `kvtier::Client`: a connection to a server, made by the first call. Thread-safe. A thread
     of it renews the leases of its sessions. `server` and the other arguments: `ClientOptions`."""
 
@@ -127,17 +126,6 @@ class Client:
         self._end = weakref.finalize(
             self, _end, self.leases, self.watchdog, self.planes, self.connection
         )
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def open(
         self,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Iterator, Sequence, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence, Union
 
 import grpc
 import numpy as np
@@ -13,13 +11,13 @@ from numpy.typing import NDArray
 
 from kvtier.connection import translated
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
+from kvtier.lease import Leased
 from kvtier.v1 import page_pb2, status_pb2, transfer_pb2
 
 if TYPE_CHECKING:
     from kvtier.client import Client
 
 _CHUNK_HEAD_BYTES = 256
-_RELEASE_SECONDS = 1.0
 
 #: Anything with the buffer protocol: bytes, or an array.
 Bytes = Union[bytes, bytearray, memoryview, NDArray[Any]]
@@ -48,36 +46,15 @@ PutOutcome = Union[FoundPage, ClientError]
 GetOutcome = Union[NDArray[np.uint8], ClientError]
 
 
-class RemotePages:
+class RemotePages(Leased):
     """As `kvtier::RemotePages`: a lease on the server's page cache, closed by `close` or at the end
     of a `with`. Thread-safe. A page that fails leaves the others alone: results are per page, an
     error among them where `NotFoundError` with reason PAGE_GONE is a miss."""
 
     def __init__(self, client: Client, response: page_pb2.OpenLeaseResponse) -> None:
-        self._connection = client.connection
-        self._client = client
-        self._name = response.lease.name
+        super().__init__(client, response.lease.name, response.lease.ttl)
         self._page_bytes = response.lease.page_bytes
         self._limits = response.limits
-        self._closing = threading.Lock()
-        self._open = True
-        ttl = response.lease.ttl.seconds + response.lease.ttl.nanos * 1e-9
-        client.leases.add(self, self._name, ttl)
-
-    def __enter__(self) -> RemotePages:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def page_bytes(self) -> int:
@@ -131,30 +108,24 @@ class RemotePages:
         request = page_pb2.BatchUnpinPagesRequest(
             lease=self._name, handles=handles, request_id=self._client.make_request_id()
         )
-        response = self._connection.call(self._connection.pages.BatchUnpinPages, request)
-        return [_error_of(status) for status in response.statuses]
+        return self._statuses(self._connection.pages.BatchUnpinPages, request)
 
     def remove(self, handles: Sequence[str]) -> list[ClientError | None]:
         """Deletes pages; returns None, or an error, for each."""
         request = page_pb2.BatchDeletePagesRequest(
             lease=self._name, handles=handles, request_id=self._client.make_request_id()
         )
-        response = self._connection.call(self._connection.pages.BatchDeletePages, request)
-        return [_error_of(status) for status in response.statuses]
+        return self._statuses(self._connection.pages.BatchDeletePages, request)
 
     def close(self) -> None:
         """Gives back what was pinned, waiting a second at most. Pages that were put stay until the
         server needs their room."""
-        with self._closing:
-            if not self._open:
-                return
-            self._open = False
-        self._client.leases.remove(self._name)
         request = page_pb2.CloseLeaseRequest(name=self._name)
-        try:
-            self._connection.call_once(self._connection.pages.CloseLease, request, _RELEASE_SECONDS)
-        except ClientError:
-            pass  # the lease runs out
+        self._end(self._connection.pages.CloseLease, request)
+
+    def _statuses(self, method: Callable[..., Any], request: Any) -> list[ClientError | None]:
+        response = self._connection.call(method, request)
+        return [_error_of(status) for status in response.statuses]
 
     def _chunks(self, pages: Sequence[tuple[str, memoryview]]) -> Iterator[Any]:
         size = self._limits.max_transfer_bytes - _CHUNK_HEAD_BYTES - len(self._name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from kvtier import frames, tensors
 from kvtier.config import AttendOptions
 from kvtier.data_plane import PlaneCall, Reply
 from kvtier.errors import ClientError, ErrorCode, invalid, make_error
+from kvtier.lease import Leased
 from kvtier.stream import DecodeStream
 from kvtier.tensors import Array
 from kvtier.v1 import attention_pb2, session_pb2, tensor_pb2
@@ -23,7 +23,6 @@ _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
 _FETCH_BYTES = 1 << 20
 _SELECTION_BYTES = 2 << 20  # room for ids and scores, whose number the server knows
-_RELEASE_SECONDS = 1.0
 
 _INT32 = np.dtype(np.int32)
 _UINT16 = np.dtype(np.uint16)
@@ -105,7 +104,7 @@ def take_fetch(response: attention_pb2.FetchResponse) -> FetchResult:
     return FetchResult(keys, tensors.take(response.value, "values", dtype))
 
 
-class RemoteSession:
+class RemoteSession(Leased):
     """As `kvtier::RemoteSession`. Used by one thread at a time. Released by `close`, or at the end
     of a `with`; one that is dropped without is released by the end of its lease.
 
@@ -114,33 +113,13 @@ class RemoteSession:
     """
 
     def __init__(self, client: Client, session: session_pb2.Session) -> None:
-        self._client = client
-        self._connection = client.connection
+        super().__init__(client, session.name, session.lease_ttl)
         self._planes = client.planes
-        self._name = session.name
         self._lengths: list[int] = list(session.layer_lengths)
         self._row_bytes = 4 * session.geometry.kv_heads * session.geometry.head_dim
         self._fetch_tokens = max(_FETCH_BYTES // max(self._row_bytes, 1), 1)
         self._step = 0
         self._steps = DecodeStream(client.connection, client.watchdog)
-        self._open = True
-        ttl = session.lease_ttl.seconds + session.lease_ttl.nanos * 1e-9
-        client.leases.add(self, self._name, ttl)
-
-    def __enter__(self) -> RemoteSession:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def append(self, layer: int, keys: ArrayLike, values: ArrayLike) -> None:
         """Stores tokens, [tokens, kv_heads, head_dim] each, in chunks; those before one that fails
@@ -279,18 +258,9 @@ class RemoteSession:
 
     def close(self) -> None:
         """Releases the session, waiting a second at most. When this fails, the lease ends it."""
-        if not self._open:
-            return
-        self._open = False
-        self._client.leases.remove(self._name)
         self._steps.close()
         request = session_pb2.ReleaseSessionRequest(name=self._name)
-        try:
-            self._connection.call_once(
-                self._connection.sessions.ReleaseSession, request, _RELEASE_SECONDS
-            )
-        except ClientError:
-            pass
+        self._end(self._connection.sessions.ReleaseSession, request)
 
     def next_step(self) -> int:
         """Returns the number of a new step."""
