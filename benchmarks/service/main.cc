@@ -45,7 +45,8 @@ int run(int argc, char** argv) {
   app.add_option("--model", settings.model, "Folder of needle-llama's model");
   app.add_option("--tokens", settings.tokens, "Context of the decoder's steps")
       ->check(CLI::Range(1024, 16000));
-  app.add_option("--only", wanted, "pages, redis, calls, decode (default: all)")->delimiter(',');
+  app.add_option("--only", wanted, "wakeups, pages, redis, calls, decode (default: all)")
+      ->delimiter(',');
   app.add_option("--out", output, "File for the report (default: standard output)");
   CLI11_PARSE(app, argc, argv);
 
@@ -61,7 +62,8 @@ int run(int argc, char** argv) {
   // First of all: it forks.
   const ServerProcess server(mib << 20);
   using Rows = nlohmann::json (*)(const ServerProcess&, const Settings&);
-  const std::vector<std::pair<std::string, Rows>> groups{{"pages", &page_rows},
+  const std::vector<std::pair<std::string, Rows>> groups{{"wakeups", &wakeup_rows},
+                                                         {"pages", &page_rows},
                                                          {"calls", &call_rows},
                                                          {"decode", &decode_rows},
                                                          {"redis", &redis_rows}};
