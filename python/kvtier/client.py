@@ -6,14 +6,14 @@ import os
 import uuid
 import weakref
 from dataclasses import dataclass
-from typing import Callable, Sequence, TypeVar, Union
+from typing import Any, Callable, Sequence, TypeVar, Union
 
 from numpy.typing import ArrayLike
 
-from kvtier import tensors
+from kvtier import frames, tensors
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
 from kvtier.connection import ClientOptions, Connection, Watchdog
-from kvtier.data_plane import Planes
+from kvtier.data_plane import PlaneCall, Planes, Reply
 from kvtier.errors import ClientError, Details, make_error
 from kvtier.lease import Closing, LeaseKeeper
 from kvtier.pages import RemotePages
@@ -22,9 +22,11 @@ from kvtier.session import (
     FetchResult,
     RemoteSession,
     SelectResult,
+    add_selected,
     fill_attend,
     fill_fetch,
     fill_select,
+    output_bytes,
     take_attend,
     take_fetch,
     take_select,
@@ -173,13 +175,16 @@ class Client(Closing):
     def batch_attend(self, items: Sequence[AttendItem]) -> list[AttendOutcome]:
         """Makes `attend` calls of any sessions; returns a result or an error for each."""
         request = attention_pb2.BatchAttendRequest()
+        call = PlaneCall(frames.BATCH_ATTEND, request)
         queries = [tensors.check("query", item.query) for item in items]
         for item, query in zip(items, queries):
             message = request.items.add()
             fill_attend(message, item.session, item.layer, item.options)
-            tensors.fill(message.query, query)
-            _fill_selected(message, item.selected)
-        response = self.connection.call(self.connection.attention.BatchAttend, request)
+            call.output_bytes += output_bytes(query)
+            call.add(message.query, query)
+            add_selected(call, message, item.selected)
+        reply = attention_pb2.BatchAttendResponse()
+        response = self.run(call, reply, self.connection.attention.BatchAttend)
         return [
             _outcome(found.status, lambda: take_attend(found.response, query))
             for query, found in zip(queries, response.items, strict=True)
@@ -189,6 +194,7 @@ class Client(Closing):
         """Makes `decode` calls of any sessions, those of one session in their order; returns a
         result or an error for each."""
         request = attention_pb2.BatchDecodeRequest()
+        call = PlaneCall(frames.BATCH_DECODE, request)
         queries = [tensors.check("query", item.query) for item in items]
         ahead: dict[tuple[str, int], int] = {}
         stored: list[int] = []
@@ -197,17 +203,19 @@ class Client(Closing):
             message = request.items.add()
             key = tensors.check("key", item.key)
             fill_attend(message, session, item.layer, item.options)
-            tensors.fill(message.query, query)
-            tensors.fill(message.key, key)
-            tensors.fill(message.value, tensors.check("value", item.value))
-            _fill_selected(message, item.selected)
+            call.output_bytes += output_bytes(query)
+            call.add(message.query, query)
+            call.add(message.key, key)
+            call.add(message.value, tensors.check("value", item.value))
+            add_selected(call, message, item.selected)
             message.step = session.next_step()
             place = (session.name, item.layer)
             if session.knows(item.layer):
                 message.position = session.length(item.layer) + ahead.get(place, 0)
             ahead[place] = ahead.get(place, 0) + key.shape[0]
             stored.append(key.shape[0])
-        response = self.connection.call(self.connection.attention.BatchDecode, request)
+        reply = attention_pb2.BatchDecodeResponse()
+        response = self.run(call, reply, self.connection.attention.BatchDecode)
         for item, tokens, found in zip(items, stored, response.items, strict=True):
             if found.status.code == 0:
                 item.session.stored(item.layer, tokens)
@@ -234,6 +242,14 @@ class Client(Closing):
         """Ends the connection. Sessions that are open are released by the end of their leases."""
         self._end()
 
+    def run(self, call: PlaneCall, response: Reply, method: Callable[..., Any]) -> Reply:
+        """Makes a call that may be repeated, over the data plane or over gRPC."""
+        found = self.planes.repeatable(call, response)
+        if found is not None:
+            return found
+        reply: Reply = self.connection.call(method, call.inline())
+        return reply
+
     @staticmethod
     def make_request_id() -> str:
         return str(uuid.uuid4())
@@ -246,13 +262,6 @@ def _end(
     watchdog.close()
     planes.close()
     connection.close()
-
-
-def _fill_selected(
-    message: attention_pb2.AttendRequest | attention_pb2.DecodeRequest, selected: ArrayLike | None
-) -> None:
-    if selected is not None:
-        tensors.fill(message.selected, tensors.check("selected", selected))
 
 
 def _outcome(status: status_pb2.ItemStatus, take: Callable[[], T]) -> T | ClientError:

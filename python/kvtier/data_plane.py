@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any, Sequence, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -116,7 +116,8 @@ class Channel:
     def _place(self, call: PlaneCall) -> tuple[list[frames.Extent], int | None]:
         sizes = [value.nbytes for _, value in call.tensors]
         end = sum(map(frames.aligned, sizes))
-        if end + call.output_bytes > self._room or max(sizes) > frames.MAX_TENSOR_BYTES:
+        fits = end + call.output_bytes <= self._room and len(sizes) <= frames.MAX_TENSORS
+        if not fits or max(sizes, default=0) > frames.MAX_TENSOR_BYTES:
             return [], None
         extents = []
         at = 0
@@ -208,10 +209,17 @@ def _told(control: bytes) -> ClientError:
     return make_error(status.code, status.message, Details(reason=status.reason))
 
 
-def _tensors_of(response: Any) -> Sequence[tensor_pb2.Tensor]:
-    """Returns the tensors of a reply that has no items, in their order."""
-    found = (value for field, value in response.ListFields() if field.message_type is not None)
-    return [value for value in found if isinstance(value, tensor_pb2.Tensor)]
+def _tensors_of(response: Any) -> list[tensor_pb2.Tensor]:
+    """Returns the tensors of a reply in their order, those of a batch item by item."""
+    found: list[tensor_pb2.Tensor] = []
+    for field, value in response.ListFields():
+        if field.name == "items":
+            for item in value:
+                if item.HasField("response"):
+                    found.extend(_tensors_of(item.response))
+        elif isinstance(value, tensor_pb2.Tensor):
+            found.append(value)
+    return found
 
 
 class Planes:

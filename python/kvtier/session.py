@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
 from kvtier.config import AttendOptions
-from kvtier.data_plane import PlaneCall, Reply
+from kvtier.data_plane import PlaneCall
 from kvtier.errors import ClientError, ErrorCode, invalid, make_error
 from kvtier.lease import Leased
 from kvtier.stream import DecodeStream
@@ -76,6 +76,20 @@ def fill_attend(
     request.session = session.name
     request.layer = layer
     request.options.CopyFrom(options.message())
+
+
+def output_bytes(query: Array) -> int:
+    """Room for what is attended, and at most 1/32 of it for the log-sum-exps."""
+    return frames.aligned(query.nbytes) + frames.aligned(query.nbytes // 32)
+
+
+def add_selected(
+    call: PlaneCall,
+    request: attention_pb2.AttendRequest | attention_pb2.DecodeRequest,
+    selected: ArrayLike | None,
+) -> None:
+    if selected is not None:
+        call.add(request.selected, tensors.check("selected", selected))
 
 
 def fill_fetch(
@@ -152,7 +166,7 @@ class RemoteSession(Leased):
         fill_select(request, self, layer, options, with_scores)
         call = PlaneCall(frames.SELECT, request, _SELECTION_BYTES)
         call.add(request.query, array)
-        response = self._run(call, attention_pb2.SelectResponse(), self._connection.attention.Select)
+        response = self._client.run(call, attention_pb2.SelectResponse(), self._connection.attention.Select)
         return take_select(response, with_scores)
 
     def attend(
@@ -167,11 +181,10 @@ class RemoteSession(Leased):
         array = tensors.check("query", query)
         request = attention_pb2.AttendRequest()
         fill_attend(request, self, layer, options)
-        call = PlaneCall(frames.ATTEND, request, _output_bytes(array))
+        call = PlaneCall(frames.ATTEND, request, output_bytes(array))
         call.add(request.query, array)
-        if selected is not None:
-            call.add(request.selected, tensors.check("selected", selected))
-        response = self._run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
+        add_selected(call, request, selected)
+        response = self._client.run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
         return take_attend(response, array)
 
     def decode(
@@ -190,12 +203,11 @@ class RemoteSession(Leased):
         keys = tensors.check("key", key)
         request = attention_pb2.DecodeRequest()
         fill_attend(request, self, layer, options)
-        call = PlaneCall(frames.DECODE, request, _output_bytes(array))
+        call = PlaneCall(frames.DECODE, request, output_bytes(array))
         call.add(request.query, array)
         call.add(request.key, keys)
         call.add(request.value, tensors.check("value", value))
-        if selected is not None:
-            call.add(request.selected, tensors.check("selected", selected))
+        add_selected(call, request, selected)
         request.step = self.next_step()
         if self.knows(layer):
             request.position = self._lengths[layer]
@@ -220,7 +232,7 @@ class RemoteSession(Leased):
             call = PlaneCall(frames.FETCH, request, output)
             call.add(request.tokens, piece)
             fetch = self._connection.attention.Fetch
-            parts.append(take_fetch(self._run(call, attention_pb2.FetchResponse(), fetch)))
+            parts.append(take_fetch(self._client.run(call, attention_pb2.FetchResponse(), fetch)))
         if len(parts) == 1:
             return parts[0]
         return FetchResult(*(np.concatenate(rows, axis=1) for rows in zip(*parts)))
@@ -274,14 +286,6 @@ class RemoteSession(Leased):
     def stored(self, layer: int, tokens: int) -> None:
         """Takes note of tokens that a call has stored."""
         self._lengths[layer] += tokens
-
-    def _run(self, call: PlaneCall, response: Reply, method: Any) -> Reply:
-        """Makes a call that may be repeated, over the data plane or over gRPC."""
-        found = self._planes.repeatable(call, response)
-        if found is not None:
-            return found
-        reply: Reply = self._connection.call(method, call.inline())
-        return reply
 
     def _append_over_plane(self, layer: int, chunks: Sequence[tuple[Array, Array]]) -> bool:
         """Returns False when nothing was sent."""
@@ -337,8 +341,3 @@ def _chunks_of(key: Array, value: Array) -> Iterator[tuple[int, int]]:
     chunk = min(max(_CHUNK_BYTES // max(row_bytes, 1), 1), _CHUNK_TOKENS)
     for first in range(0, max(tokens, 1), chunk):
         yield first, first + chunk
-
-
-def _output_bytes(query: Array) -> int:
-    """Room for what is attended, and at most 1/32 of it for the log-sum-exps."""
-    return frames.aligned(query.nbytes) + frames.aligned(query.nbytes // 32)

@@ -112,6 +112,7 @@ class PlaneTest(ServerTest):
             self.session.select(0, rows(1, 2), with_scores=True).ids,
             self.session.fetch(0, np.array([[40, 3]], np.int32)).keys,
         ]
+        found += self.batch(self.client, self.session)
         self.client.connection.attention = self.stub
         with kvtier.Client(self.server.address, data_plane=False) as other:
             with other.open(MODEL, RETRIEVAL) as session:
@@ -122,8 +123,22 @@ class PlaneTest(ServerTest):
                     session.select(0, rows(1, 2)).ids,
                     session.fetch(0, np.array([[40, 3]], np.int32)).keys,
                 ]
-        for ours, theirs in zip(found, expected):
+                expected += self.batch(other, session)
+        for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+    def batch(self, client: kvtier.Client, session: kvtier.RemoteSession) -> list[Any]:
+        """The outputs of batches of three, of which the second item is wrong."""
+        row = rows(1, 1)
+        found = client.batch_decode(
+            [kvtier.DecodeItem(session, at, rows(1, 2, at), row, row) for at in (0, 9, 0)]
+        ) + client.batch_attend([kvtier.AttendItem(session, at, rows(2, 2, at)) for at in (0, 9, 0)])
+        for wrong in (found[1], found[4]):
+            self.assertIsInstance(wrong, kvtier.InvalidArgumentError)
+        outs = [item for item in found if isinstance(item, kvtier.AttendResult)]
+        self.assertEqual(len(outs), 4)
+        self.assertEqual(session.length(0), 43)
+        return [item.out for item in outs] + [item.lse for item in outs]
 
     def cut(self) -> None:
         """Ends the connection under the client."""
