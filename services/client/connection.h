@@ -17,6 +17,9 @@
 
 namespace kvtier::services {
 
+/// What the end of a session or a lease may take, whose caller does not wait for it to succeed.
+inline constexpr std::chrono::seconds kCloseTime{1};
+
 /// A channel, and how calls over it are made: with a deadline, with credentials, again when the
 /// server could not take them. Thread-safe.
 class Connection {

@@ -18,7 +18,7 @@ namespace kvtier::services {
 namespace {
 
 constexpr std::size_t kMaxPieces = 64;
-constexpr std::size_t kMaxDescriptors = 4;
+constexpr std::size_t kMaxPassedFiles = 4;
 
 [[noreturn]] void gone(const std::string& what) {
   throw ClientError(ErrorCode::kUnavailable, "data plane: " + what, "DISCONNECTED");
@@ -254,7 +254,7 @@ std::ptrdiff_t DataSocket::receive(std::span<std::byte> into,
     return 0;
   }
   iovec piece{into.data(), into.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int) * kMaxDescriptors)> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int) * kMaxPassedFiles)> control{};
   msghdr message{};
   message.msg_iov = &piece;
   message.msg_iovlen = 1;

@@ -1,12 +1,6 @@
 #include "services/client/decode_stream.h"
 
 namespace kvtier::services {
-namespace {
-
-constexpr std::chrono::seconds kCloseTime{1};
-
-}  // namespace
-
 bool DecodeStream::wait(std::chrono::system_clock::time_point deadline) {
   void* tag = nullptr;
   bool ok = false;

@@ -18,7 +18,6 @@ using grpc::internal::RpcMethod;
 
 constexpr std::size_t kHeadBytes = 256;  // of a chunk, at most
 constexpr std::size_t kMaxText = 4096;
-constexpr std::chrono::seconds kCloseTime{1};
 
 /// A chunk of a ReadPagesResponse; `data` lies in the message.
 struct ReadChunk {

@@ -40,9 +40,9 @@ class UnixStream final : public ByteStream {
  public:
   UnixStream(boost::asio::any_io_executor executor, Descriptor socket)
       : socket_(std::move(executor), socket.release()) {
-    constexpr int kBufferBytes = 4 << 20;  // measured: three times the rate of the default
+    constexpr int kSocketBytes = 4 << 20;  // measured: three times the rate of the default
     for (const int option : {SO_SNDBUF, SO_RCVBUF}) {
-      (void)::setsockopt(fd(), SOL_SOCKET, option, &kBufferBytes, sizeof(kBufferBytes));
+      (void)::setsockopt(fd(), SOL_SOCKET, option, &kSocketBytes, sizeof(kSocketBytes));
     }
   }
 

@@ -52,7 +52,9 @@ WriteChunk parse_chunk(const ByteRuns& bytes) {
   return chunk;
 }
 
-void fill(const PageInfo& from, v1::Page& to) {
+}  // namespace
+
+void fill_page(const PageInfo& from, v1::Page& to) {
   to.set_handle(from.handle);
   to.set_length(static_cast<std::int64_t>(from.length));
   to.set_crc32c(from.crc32c);
@@ -60,8 +62,6 @@ void fill(const PageInfo& from, v1::Page& to) {
   to.set_slot(from.slot);
   to.set_generation(from.generation);
 }
-
-}  // namespace
 
 WriteMessage parse_write_message(const ByteRuns& bytes) {
   WriteMessage message;
@@ -114,8 +114,8 @@ void PageWriter::write_chunk(PageLease& lease, const WriteChunk& chunk) {
     offset += run.size();
   }
   if (!chunk.last) return;
-  fill(store_.commit(lease, handle_, chunk.crc),
-       *response_.mutable_items(chunk.index)->mutable_page());
+  fill_page(store_.commit(lease, handle_, chunk.crc),
+            *response_.mutable_items(chunk.index)->mutable_page());
   ended_ = true;
 }
 

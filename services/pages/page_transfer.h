@@ -30,6 +30,9 @@ struct WriteMessage {
   std::vector<WriteChunk> chunks;
 };
 
+/// Writes what the store knows of a page into its message.
+void fill_page(const PageInfo& from, v1::Page& to);
+
 /// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument`.
 [[nodiscard]] WriteMessage parse_write_message(const ByteRuns& message);
 

@@ -1,3 +1,4 @@
+#include "services/pages/page_transfer.h"
 #include "services/server/core.h"
 #include "services/server/replay_once.h"
 #include "services/server/wire.h"
@@ -9,15 +10,6 @@
 
 namespace kvtier::services {
 namespace {
-
-void fill(const PageInfo& from, v1::Page& to) {
-  to.set_handle(from.handle);
-  to.set_length(static_cast<std::int64_t>(from.length));
-  to.set_crc32c(from.crc32c);
-  to.set_existed(from.existed);
-  to.set_slot(from.slot);
-  to.set_generation(from.generation);
-}
 
 void fill(std::chrono::milliseconds from, google::protobuf::Duration& to) {
   to.set_seconds(from.count() / 1000);
@@ -91,7 +83,7 @@ void attempt(v1::ItemStatus& status, Act act) {
 template <typename Act>
 void attempt_page(v1::PageResult& result, Act act) {
   try {
-    fill(act(), *result.mutable_page());
+    fill_page(act(), *result.mutable_page());
   } catch (...) {
     set_status(to_service_error(std::current_exception()), *result.mutable_status());
   }
@@ -204,7 +196,7 @@ void Core::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& reques
       for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
       const std::vector<std::string_view> hashes(request.hashes().begin(), request.hashes().end());
       for (const PageInfo& page : pages_.lookup(lease, layers, hashes, request.pin())) {
-        fill(page, *response.add_pages());
+        fill_page(page, *response.add_pages());
       }
       if (!layers.empty()) response.set_hits(response.pages_size() / request.layers_size());
     });

@@ -28,35 +28,35 @@ Reading read(const TopSource& source) {
   return {std::move(metrics), Clock::now()};
 }
 
-TopInterval between(const Reading& before, const Reading& now) {
-  return {before.metrics, now.metrics,
-          std::chrono::duration<double>(now.time - before.time).count()};
+TopInterval between(const Reading& previous, const Reading& now) {
+  return {previous.metrics, now.metrics,
+          std::chrono::duration<double>(now.time - previous.time).count()};
 }
 
 void print_once(const TopSource& source, std::chrono::milliseconds interval, std::ostream& out) {
-  const Reading before = read(source);
+  const Reading previous = read(source);
   std::this_thread::sleep_for(interval);
   const Reading now = read(source);
   constexpr std::size_t kWide = 160;
-  for (const std::string& line : top_frame(between(before, now), {.columns = kWide})) {
+  for (const std::string& line : top_frame(between(previous, now), {.columns = kWide})) {
     out << line << '\n';
   }
   out.flush();
 }
 
 void watch(const TopSource& source, std::chrono::milliseconds interval) {
-  Reading before = read(source);  // a server that is not there is an error, not a screen
-  Reading now = before;
+  Reading previous = read(source);  // a server that is not there is an error, not a screen
+  Reading now = previous;
   const Terminal terminal;
   for (;;) {
     std::vector<std::string> lines =
-        top_frame(between(before, now),
+        top_frame(between(previous, now),
                   {.columns = terminal.columns(), .rows = terminal.rows(), .color = true});
     terminal.show(lines);
     const Terminal::Event event = terminal.wait(interval);
     if (event == Terminal::Event::kQuit) return;
     if (event == Terminal::Event::kResize) continue;
-    before = std::move(now);
+    previous = std::move(now);
     now = read(source);
   }
 }

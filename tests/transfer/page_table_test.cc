@@ -20,7 +20,7 @@ namespace {
 
 using testing::FakeDevice;
 
-constexpr std::size_t kFrameBytes = 64;
+constexpr std::size_t kTableFrameBytes = 64;
 
 class PageTableTest : public ::testing::Test {
  protected:
@@ -30,7 +30,7 @@ class PageTableTest : public ::testing::Test {
 };
 
 TEST_F(PageTableTest, MirrorsItsFramesOnTheDevice) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 1000 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 1000 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 1000);
 
   // One, past one patch, and past two.
@@ -46,7 +46,7 @@ TEST_F(PageTableTest, MirrorsItsFramesOnTheDevice) {
 }
 
 TEST_F(PageTableTest, WorkEnqueuedEarlierReadsTheOldAddresses) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
 
   ASSERT_TRUE(table.grow(*stream_, 2));
@@ -58,7 +58,7 @@ TEST_F(PageTableTest, WorkEnqueuedEarlierReadsTheOldAddresses) {
 }
 
 TEST_F(PageTableTest, GrowBeyondCapacityChangesNothing) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 10 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 10 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
   ASSERT_TRUE(table.grow(*stream_, 3));
   device_.run_all();
@@ -71,7 +71,7 @@ TEST_F(PageTableTest, GrowBeyondCapacityChangesNothing) {
 }
 
 TEST_F(PageTableTest, GrowBeyondThePoolChangesNothing) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 8);
   ASSERT_TRUE(table.grow(*stream_, 3));
   device_.run_all();
@@ -85,7 +85,7 @@ TEST_F(PageTableTest, GrowBeyondThePoolChangesNothing) {
 }
 
 TEST_F(PageTableTest, GrowToFewerKeepsAll) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
   ASSERT_TRUE(table.grow(*stream_, 3));
 
@@ -98,7 +98,7 @@ TEST_F(PageTableTest, GrowToFewerKeepsAll) {
 }
 
 TEST_F(PageTableTest, ShrunkFramesAreReusedAfterTheStreamHasPassed) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 2 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 2);
   ASSERT_TRUE(table.grow(*stream_, 2));
   std::byte* const second = table.frame(1);
@@ -115,7 +115,7 @@ TEST_F(PageTableTest, ShrunkFramesAreReusedAfterTheStreamHasPassed) {
 }
 
 TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 5 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 5 * kTableFrameBytes);
   PageTable parent(pool, mirror_.data(), 8), child(pool, mirror_.data() + 8, 8);
   ASSERT_TRUE(parent.grow(*stream_, 4));
   child.share(parent, 3);
@@ -143,7 +143,7 @@ TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
 
 TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
   constexpr std::int64_t kCount = kMaxTablePatch + 3;
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 400 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 400 * kTableFrameBytes);
   PageTable other(pool, mirror_.data(), 400), table(pool, mirror_.data() + 400, 400);
   ASSERT_TRUE(other.grow(*stream_, kCount));
   ASSERT_TRUE(table.grow(*stream_, 2));
@@ -165,7 +165,7 @@ TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
 }
 
 TEST_F(PageTableTest, MoveLeavesTheFramesToOneOwner) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   {
     PageTable table(pool, mirror_.data(), 4);
     ASSERT_TRUE(table.grow(*stream_, 3));
@@ -287,7 +287,7 @@ class PageTableModel {
 
   std::mt19937 random_;
   FakeDevice device_;
-  FramePool pool_{device_, Space::kPinnedHost, kFrameBytes, kFrames* kFrameBytes};
+  FramePool pool_{device_, Space::kPinnedHost, kTableFrameBytes, kFrames* kTableFrameBytes};
   std::map<std::byte*, std::vector<std::shared_ptr<bool>>> readers_;
   std::set<std::byte*> owned_;
   std::deque<std::vector<std::byte*>> mirrors_;

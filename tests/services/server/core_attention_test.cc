@@ -331,12 +331,6 @@ TEST_P(BadStepTest, IsRefusedAndStoresNothing) {
   EXPECT_EQ(tenant().kv_bytes(), charged);
 }
 
-void set_shape(v1::Tensor& tensor, std::initializer_list<std::int64_t> shape) {
-  tensor.clear_shape();
-  for (const std::int64_t extent : shape) tensor.add_shape(extent);
-}
-
-constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kMin = std::numeric_limits<std::int64_t>::min();
 
 INSTANTIATE_TEST_SUITE_P(

@@ -10,8 +10,6 @@ namespace {
 
 using ::testing::ElementsAre;
 
-constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
-
 /// Random bf16 `[tokens, kKvHeads, kHeadDim]`, which storage in bf16 keeps bit for bit.
 v1::Tensor random_rows(std::int64_t tokens, std::uint64_t seed) {
   v1::Tensor tensor = random_tensor(tokens, kKvHeads, seed);
@@ -22,11 +20,6 @@ v1::Tensor random_rows(std::int64_t tokens, std::uint64_t seed) {
   tensor.set_dtype(v1::DATA_TYPE_BFLOAT16);
   tensor.set_data(halves);
   return tensor;
-}
-
-void set_shape(v1::Tensor& tensor, std::initializer_list<std::int64_t> shape) {
-  tensor.clear_shape();
-  for (const std::int64_t extent : shape) tensor.add_shape(extent);
 }
 
 v1::FetchRequest fetch_request(const std::string& session, int layer,

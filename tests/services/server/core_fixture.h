@@ -10,6 +10,8 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <initializer_list>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -54,6 +56,13 @@ inline constexpr int kQueryHeads = 4;
 inline constexpr int kKvHeads = 2;
 inline constexpr int kHeadDim = 64;
 inline constexpr std::int64_t kMaxTokens = 4096;
+
+inline constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+
+inline void set_shape(v1::Tensor& tensor, std::initializer_list<std::int64_t> shape) {
+  tensor.clear_shape();
+  for (const std::int64_t extent : shape) tensor.add_shape(extent);
+}
 
 inline v1::Geometry small_geometry() {
   v1::Geometry geometry;

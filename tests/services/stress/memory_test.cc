@@ -15,7 +15,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-StressOptions small_options() {
+StressOptions memory_options() {
   StressOptions options;
   options.tokens = 3000;
   options.layers = 3;
@@ -43,7 +43,7 @@ std::string refusal_of(const StressOptions& options, const MemoryNeed& need, Bac
 
 TEST(StressMemory, NeedsWhatTheRowsAndSketchesAddUpTo) {
   Backend backend = Backend::kAuto;
-  const MemoryNeed need = memory_need(small_options(), backend);
+  const MemoryNeed need = memory_need(memory_options(), backend);
 
   EXPECT_EQ(backend, Backend::kCpu);
   // 3007 tokens in 47 pages of 64; rows of 256 bytes.
@@ -57,7 +57,7 @@ TEST(StressMemory, NeedsWhatTheRowsAndSketchesAddUpTo) {
 TEST(StressMemory, SufficesForTheEngine) {
   for (const Estimator estimator :
        {Estimator::kNormAware, Estimator::kSoftCollision, Estimator::kHardCollision}) {
-    StressOptions options = small_options();
+    StressOptions options = memory_options();
     options.estimator = estimator;
     Backend backend = Backend::kAuto;
     const MemoryNeed need = memory_need(options, backend);
@@ -80,7 +80,7 @@ TEST(StressMemory, SufficesForTheEngine) {
 }
 
 TEST(StressMemory, SufficesWithinABudgetOfExactlyTheNeed) {
-  StressOptions options = small_options();
+  StressOptions options = memory_options();
   options.tokens = 200000;  // sketches above the workspace, so that nothing shrinks
   Backend backend = Backend::kAuto;
   options.device_budget = memory_need(options, backend).device();
@@ -97,7 +97,7 @@ TEST(StressMemory, SufficesWithinABudgetOfExactlyTheNeed) {
 }
 
 TEST(StressMemory, SufficesForTheDenseEngine) {
-  StressOptions options = small_options();
+  StressOptions options = memory_options();
   options.compare_dense = true;
   Backend backend = Backend::kAuto;
   const MemoryNeed need = memory_need(options, backend);
@@ -112,7 +112,7 @@ TEST(StressMemory, SufficesForTheDenseEngine) {
 }
 
 TEST(StressMemory, RefusesWhatDoesNotFit) {
-  StressOptions options = small_options();
+  StressOptions options = memory_options();
   const MemoryNeed need{.pages = 10 * MiB,
                         .sketches = 20 * MiB,
                         .workspace = 30 * MiB,
@@ -138,7 +138,7 @@ TEST(StressMemory, RefusesWhatDoesNotFit) {
 }
 
 TEST(StressMemory, RefusesWhatTheMachineDoesNotHave) {
-  const StressOptions options = small_options();
+  const StressOptions options = memory_options();
   const MemoryNeed need{.pages = 10 * MiB,
                         .sketches = 20 * MiB,
                         .workspace = 30 * MiB,
