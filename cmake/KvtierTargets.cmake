@@ -35,6 +35,18 @@ elseif(KVTIER_SANITIZE)
   message(FATAL_ERROR "KVTIER_SANITIZE: expected empty, address or thread, found ${KVTIER_SANITIZE}")
 endif()
 
+# kvtier_few_compiles(TARGET...): sources that see the headers of gRPC, protobuf, Asio, GoogleTest, CLI11 or JSON. Most of the time of compiling one
+# goes to the same templates again and again, so with KVTIER_UNITY several are compiled as one.
+function(kvtier_few_compiles)
+  if(KVTIER_UNITY)
+    set_target_properties(${ARGN} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+    foreach(target IN LISTS ARGN)
+      # Meant for headers that define types of anonymous namespaces, which these sources are not.
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+    endforeach()
+  endif()
+endfunction()
+
 # kvtier_module(NAME n HEADERS ... SOURCES ... CUDA ... DEPS ...)
 #
 # A module: a static library kvtier_<n> whose headers are checked to compile alone. CUDA sources, and
@@ -73,12 +85,15 @@ function(kvtier_merge_modules target)
   endif()
 endfunction()
 
-# kvtier_test(NAME n SOURCES ... DEPS ... LABELS ...): a GoogleTest binary n, its cases found when ctest
-# runs, so that no GPU binary is started by the build.
+# kvtier_test(NAME n [APART] SOURCES ... DEPS ... LABELS ...): a GoogleTest binary n, its cases found when ctest
+# runs, so that no GPU binary is started by the build. APART: sources that name things alike, never compiled together.
 function(kvtier_test)
-  cmake_parse_arguments(arg "" "NAME" "SOURCES;DEPS;LABELS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(arg "APART" "NAME" "SOURCES;DEPS;LABELS;ENVIRONMENT" ${ARGN})
   add_executable(${arg_NAME} ${arg_SOURCES})
   target_link_libraries(${arg_NAME} PRIVATE ${arg_DEPS} GTest::gmock GTest::gtest_main kvtier_warnings)
+  if(NOT arg_APART)
+    kvtier_few_compiles(${arg_NAME})
+  endif()
   if("gpu" IN_LIST arg_LABELS AND NOT "kvtier_llama_test_support" IN_LIST arg_DEPS)
     set_property(GLOBAL APPEND PROPERTY KVTIER_GPU_TESTS ${arg_NAME})
   endif()

@@ -27,4 +27,4 @@ cmake --preset "$preset" "${options[@]}"
 cmake --build "build/$preset" --parallel "$(num_jobs)"
 
 say "testing preset $preset"
-exec ctest --test-dir "build/$preset" --output-on-failure --no-tests=error "$@"
+exec ctest --test-dir "build/$preset" --parallel "$(num_jobs)" --output-on-failure --no-tests=error "$@"
