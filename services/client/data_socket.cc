@@ -8,6 +8,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 #include <poll.h>
@@ -181,6 +182,8 @@ void DataSocket::handshake(const std::string& host, const Tls& tls, Deadline dea
                    const_cast<char*>(host.c_str()));
   }
   for (;;) {
+    ERR_clear_error();  // what other connections of this thread have left would be taken for this
+                        // one's
     const int result = SSL_connect(ssl_.get());
     if (result == 1) return;
     const int error = SSL_get_error(ssl_.get(), result);
@@ -219,6 +222,7 @@ void DataSocket::write(std::span<iovec> pieces, Deadline deadline) {
     }
     if (ssl_) {
       std::size_t bytes = 0;
+      ERR_clear_error();
       const int result = SSL_write_ex(ssl_.get(), pieces[0].iov_base, pieces[0].iov_len, &bytes);
       const int error = result == 1 ? SSL_ERROR_NONE : SSL_get_error(ssl_.get(), result);
       wants_read = error == SSL_ERROR_WANT_READ;
@@ -247,6 +251,7 @@ std::ptrdiff_t DataSocket::receive(std::span<std::byte> into,
                                    std::vector<Descriptor>* descriptors) {
   if (ssl_) {
     std::size_t bytes = 0;
+    ERR_clear_error();
     const int result = SSL_read_ex(ssl_.get(), into.data(), into.size(), &bytes);
     if (result == 1) return static_cast<std::ptrdiff_t>(bytes);
     const int error = SSL_get_error(ssl_.get(), result);
