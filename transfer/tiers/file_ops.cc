@@ -1,0 +1,71 @@
+#include "transfer/tiers/file_ops.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <new>
+#include <unistd.h>
+
+namespace kvtier::tiers {
+
+int FileOps::open(const std::filesystem::path& path, int flags, mode_t mode) {
+  return ::open(path.c_str(), flags, mode);
+}
+
+ssize_t FileOps::pread(int fd, std::span<std::byte> to, std::uint64_t offset) {
+  return ::pread(fd, to.data(), to.size(), static_cast<off_t>(offset));
+}
+
+ssize_t FileOps::pwrite(int fd, std::span<const std::byte> from, std::uint64_t offset) {
+  return ::pwrite(fd, from.data(), from.size(), static_cast<off_t>(offset));
+}
+
+int FileOps::fdatasync(int fd) { return ::fdatasync(fd); }
+
+int FileOps::fsync(int fd) { return ::fsync(fd); }
+
+int FileOps::fallocate(int fd, std::uint64_t bytes) {
+  return ::fallocate(fd, 0, 0, static_cast<off_t>(bytes));
+}
+
+int FileOps::unlink(const std::filesystem::path& path) { return ::unlink(path.c_str()); }
+
+int FileOps::read_all(int fd, std::span<std::byte> to, std::uint64_t offset) {
+  while (!to.empty()) {
+    const ssize_t count = pread(fd, to, offset);
+    if (count == 0) return kEndOfFile;
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return errno;
+    to = to.subspan(static_cast<std::size_t>(count));
+    offset += static_cast<std::uint64_t>(count);
+  }
+  return 0;
+}
+
+int FileOps::write_all(int fd, std::span<const std::byte> from, std::uint64_t offset) {
+  while (!from.empty()) {
+    const ssize_t count = pwrite(fd, from, offset);
+    if (count == 0) return EIO;
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return errno;
+    from = from.subspan(static_cast<std::size_t>(count));
+    offset += static_cast<std::uint64_t>(count);
+  }
+  return 0;
+}
+
+FileOps& system_file_ops() {
+  static FileOps ops;
+  return ops;
+}
+
+AlignedBuffer::AlignedBuffer(std::size_t bytes)
+    : size_(bytes), memory_(static_cast<std::byte*>(std::aligned_alloc(4096, bytes))) {
+  if (memory_ == nullptr) throw std::bad_alloc();
+  std::memset(memory_.get(), 0, size_);
+}
+
+void AlignedBuffer::Free::operator()(std::byte* memory) const noexcept { std::free(memory); }
+
+}  // namespace kvtier::tiers

@@ -1,0 +1,88 @@
+#pragma once
+
+#include "transfer/tiers/file_ops.h"
+#include "transfer/tiers/segment_format.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvtier::tiers {
+
+/// An open segment file. Whoever reads or writes it holds it: one that is unlinked meanwhile stays
+/// readable until the last has let go.
+struct Segment {
+  Segment(FileOps& file_ops, std::filesystem::path file_path, int descriptor)
+      : ops(file_ops), path(std::move(file_path)), fd(descriptor) {}
+  ~Segment();
+  Segment(const Segment&) = delete;  // owns a descriptor
+  Segment& operator=(const Segment&) = delete;
+
+  FileOps& ops;
+  std::filesystem::path path;
+  int fd;
+  SegmentHeader header;
+
+  // Guarded by whoever appends.
+  std::uint64_t end = kBlockBytes;          ///< Where the next record goes.
+  std::uint64_t durable_end = kBlockBytes;  ///< Before it all is on the disk.
+  bool doubtful = false;                    ///< A write failed: `durable_end` moves no more.
+
+  // Guarded by the owner of the index.
+  std::vector<PageKey> keys;  ///< Of every page that was indexed here, dead ones too.
+  std::size_t num_pages = 0;  ///< Live ones.
+  bool referenced = false;    ///< Read since the hand of the clock passed.
+};
+
+/// What a folder's log is made of.
+struct FolderOptions {
+  std::filesystem::path folder;
+  std::uint64_t segment_bytes = 0;
+  bool direct = true;  ///< Try O_DIRECT.
+  FileOps* ops = nullptr;
+};
+
+/// The folder of a tier: made with permission 0700, locked, and its segment files.
+///
+/// Throws `kFailedPrecondition` when another process or tier has it, when others may enter it, or
+/// when it is not a folder of this user, `kUnavailable` when it cannot be made or written.
+class SegmentFolder {
+ public:
+  explicit SegmentFolder(const FolderOptions& options);
+  ~SegmentFolder();
+  SegmentFolder(const SegmentFolder&) = delete;  // owns a lock
+  SegmentFolder& operator=(const SegmentFolder&) = delete;
+
+  /// Opens the segments that are there, in the order of their generations. Files that bear the name
+  /// of a segment and are none (torn at birth, another version) are deleted.
+  [[nodiscard]] std::vector<std::shared_ptr<Segment>> open_all();
+  /// Makes an empty segment, on the disk when this returns. Returns nothing and sets `error` to an
+  /// errno when the disk refuses; no file is left then.
+  [[nodiscard]] std::shared_ptr<Segment> create(int& error);
+  /// Unlinks the file.
+  void remove(const Segment& segment);
+
+  [[nodiscard]] FileOps& ops() const noexcept { return ops_; }
+  [[nodiscard]] bool direct() const noexcept { return direct_; }
+  /// Why not, when O_DIRECT was wanted.
+  [[nodiscard]] const std::string& why_buffered() const noexcept { return why_buffered_; }
+
+ private:
+  void take_folder() const;
+  void take_lock();
+  void probe();
+  [[nodiscard]] int open(const std::filesystem::path& path, int flags);
+  [[nodiscard]] int sync_folder();
+
+  FileOps& ops_;
+  std::filesystem::path folder_;
+  std::uint64_t segment_bytes_;
+  bool direct_;
+  std::string why_buffered_;
+  int lock_ = -1;
+  std::uint64_t next_generation_ = 1;
+};
+
+}  // namespace kvtier::tiers
