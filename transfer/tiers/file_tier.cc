@@ -1,0 +1,252 @@
+#include "transfer/tiers/file_tier.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/tiers/file_tier_state.h"
+#include "transfer/tiers/segment_scan.h"
+
+#include <algorithm>
+#include <limits>
+#include <sys/resource.h>
+
+namespace kvtier::tiers {
+namespace {
+
+// A page of 256 KiB is read by one transfer, and written with its header by one.
+constexpr std::size_t kSlotBytes = (std::size_t{256} << 10U) + kBlockBytes;
+
+constexpr std::uint64_t kOtherFiles = 64;  // descriptors left to the rest of the process
+
+std::uint64_t max_segments() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::numeric_limits<std::uint64_t>::max();
+  }
+  return limit.rlim_cur - std::min<std::uint64_t>(limit.rlim_cur, kOtherFiles);
+}
+
+RecordHeader header_of(const PageKey& key, const PagePlace& place) {
+  return {.kind = RecordKind::kPage,
+          .key = key,
+          .offset = place.offset,
+          .length = place.length,
+          .page_crc = place.crc,
+          .durable_end = kBlockBytes};
+}
+
+FileTierOptions validated(const FileTierOptions& options) {
+  const auto expect = [](bool fine, const std::string& what) {
+    if (!fine) throw Error(ErrorCode::kInvalidArgument, "file tier: " + what);
+  };
+  expect(!options.folder.empty(), "folder: expected a path, found none");
+  expect(
+      options.segment_bytes % kBlockBytes == 0,
+      "segment_bytes: expected a multiple of 4096, found " + std::to_string(options.segment_bytes));
+  expect(options.max_page_bytes > 0 && options.max_page_bytes <= options.segment_bytes &&
+             record_bytes(options.max_page_bytes) + 2 * kBlockBytes <= options.segment_bytes,
+         "max_page_bytes: expected 1 to segment_bytes less three blocks, found " +
+             std::to_string(options.max_page_bytes));
+  expect(options.capacity_bytes >= 2 * options.segment_bytes,
+         "capacity_bytes: expected at least two segments of " +
+             std::to_string(options.segment_bytes) + " bytes, found " +
+             std::to_string(options.capacity_bytes));
+  expect(options.capacity_bytes / options.segment_bytes <= max_segments(),
+         "capacity_bytes: expected at most " + std::to_string(max_segments()) +
+             " segments (the limit of open files), found " +
+             std::to_string(options.capacity_bytes / options.segment_bytes));
+  expect(options.queue_depth >= 1 && options.queue_depth <= 4096,
+         "queue_depth: expected 1 to 4096, found " + std::to_string(options.queue_depth));
+  expect(options.num_channels >= 1 && options.num_channels <= 64,
+         "num_channels: expected 1 to 64, found " + std::to_string(options.num_channels));
+  return options;
+}
+
+}  // namespace
+
+FileTier::State::State(const FileTierOptions& wanted)
+    : options(validated(wanted)),
+      folder({.folder = options.folder,
+              .segment_bytes = options.segment_bytes,
+              .direct = options.direct,
+              .ops = options.ops}) {
+  std::string reason;
+  if (options.ops != nullptr || !options.uring) reason = "io_uring is not wanted";
+  const bool try_uring = reason.empty();
+  std::vector<std::unique_ptr<IoChannel>> made;
+  for (std::size_t i = 0; i < options.num_channels; ++i) {
+    std::unique_ptr<IoChannel> channel;
+    if (try_uring) channel = make_uring_channel(options.queue_depth, kSlotBytes, reason);
+    if (channel == nullptr) {
+      path_of_bytes = "pread and pwrite on threads: " + reason;
+      channel = make_thread_channel(options.queue_depth, kSlotBytes,
+                                    std::min<std::size_t>(options.queue_depth, 8));
+    } else {
+      path_of_bytes = "io_uring" + (reason.empty() ? " with registered buffers" : ", " + reason);
+    }
+    made.push_back(std::move(channel));
+  }
+  channels = std::make_unique<ChannelPool>(std::move(made));
+  path_of_bytes += folder.direct()  ? ", O_DIRECT"
+                   : options.direct ? ", buffered: " + folder.why_buffered()
+                                    : ", buffered: O_DIRECT is not wanted";
+
+  const auto segments = folder.open_all();
+  const auto records = scan_segments(segments);
+  const AlignedBuffer block(kBlockBytes);
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    index.add(segments[i]);
+    for (const RecordHeader& record : records[i]) {
+      const auto old =
+          index.insert(record.key, {segments[i], record.offset, record.length, record.page_crc});
+      if (!old) continue;
+      // Killed before the old one was overwritten. If that fails now, the next start tries again.
+      encode_dead(header_of(record.key, *old), old->segment->header,
+                  block.bytes().first<kBlockBytes>());
+      static_cast<void>(folder.ops().write_all(old->segment->fd, block.bytes(), old->offset));
+    }
+  }
+  if (!segments.empty() && !segments.back()->doubtful &&
+      segments.back()->header.bytes == options.segment_bytes) {
+    active = segments.back();
+  }
+  while (index.segment_bytes() > options.capacity_bytes) {
+    const auto victim = index.choose_victim(active.get());
+    if (victim == nullptr) break;
+    stats.evicted += index.drop(*victim);
+    folder.remove(*victim);
+  }
+  stats.capacity = options.capacity_bytes;
+}
+
+FileTier::State::~State() {
+  channels.reset();  // waits for transfers
+  retire();
+}
+
+void FileTier::State::retire() {
+  if (active == nullptr) return;
+  const std::shared_ptr<Segment> segment = std::move(active);
+  active = nullptr;
+  bool empty = false;
+  {
+    const std::lock_guard lock(mutex);
+    empty = segment->num_pages == 0;
+    if (empty) index.drop(*segment);
+  }
+  if (empty) return folder.remove(*segment);
+  if (segment->doubtful || segment->ops.fdatasync(segment->fd) != 0) return;
+  const AlignedBuffer block(kBlockBytes);
+  encode(RecordHeader{.kind = RecordKind::kSeal,
+                      .key = {},
+                      .offset = segment->end,
+                      .length = 0,
+                      .page_crc = 0,
+                      .durable_end = segment->end},
+         segment->header, block.bytes().first<kBlockBytes>());
+  // One that is not there costs the next start a look at the pages.
+  static_cast<void>(segment->ops.write_all(segment->fd, block.bytes(), segment->end));
+}
+
+int FileTier::State::make_room(std::uint64_t record) {
+  if (active != nullptr) {
+    if (!active->doubtful && active->end + record + kBlockBytes <= active->header.bytes) return 0;
+    retire();
+  }
+  const auto drop_one = [&] {
+    std::shared_ptr<Segment> victim;
+    {
+      const std::lock_guard lock(mutex);
+      victim = index.choose_victim(nullptr);
+      if (victim == nullptr) return false;
+      stats.evicted += index.drop(*victim);
+    }
+    folder.remove(*victim);
+    return true;
+  };
+  const auto at_capacity = [&] {
+    const std::lock_guard lock(mutex);
+    return index.segment_bytes() + options.segment_bytes > options.capacity_bytes;
+  };
+  while (at_capacity() && drop_one()) {
+  }
+  int error = 0;
+  active = folder.create(error);
+  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  if (active == nullptr && full && drop_one()) active = folder.create(error);
+  if (active == nullptr) return error;
+  const std::lock_guard lock(mutex);
+  index.add(active);
+  return 0;
+}
+
+bool FileTier::State::forget(const PageKey& key, const PagePlace& place) {
+  const std::lock_guard lock(mutex);
+  return index.erase(key, place);
+}
+
+bool FileTier::State::bury(IoChannel& channel, const PageKey& key, const PagePlace& place,
+                           std::uint32_t tag) {
+  const auto slot = channel.take_slot();
+  if (!slot) return false;
+  encode_dead(header_of(key, place), place.segment->header,
+              channel.bytes(*slot).first<kBlockBytes>());
+  channel.start(IoChannel::Kind::kWrite, place.segment, place.offset, kBlockBytes, *slot, tag,
+                tag == IoChannel::kForgotten);
+  return true;
+}
+
+FileTier::FileTier(const FileTierOptions& options) : state_(std::make_unique<State>(options)) {}
+
+FileTier::~FileTier() = default;
+
+void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
+  const auto channel = state_->channels->take(deadline);
+  if (!channel) return;
+  const ChannelPool::Lease lease(*state_->channels, *channel);
+  IoChannel& io = *lease;
+  std::size_t num_running = 0;
+  const auto wait = [&] {
+    const auto done = io.wait(deadline);
+    if (!done) return false;
+    if (done->tag == IoChannel::kForgotten) return true;
+    io.give_slot(done->slot);
+    --num_running;
+    return true;
+  };
+  for (const PageKey& key : keys) {
+    PagePlace place;
+    {
+      const std::lock_guard lock(state_->mutex);
+      const PagePlace* found = state_->index.find(key);
+      if (found == nullptr) continue;
+      place = *found;
+      state_->index.erase(key, place);
+      ++state_->stats.removed;
+    }
+    while (!State::bury(io, key, place, 0)) {
+      if (!wait()) return;
+    }
+    ++num_running;
+  }
+  while (num_running > 0 && wait()) {
+  }
+}
+
+std::size_t FileTier::max_page_bytes() const noexcept { return state_->options.max_page_bytes; }
+
+TierStats FileTier::stats() const {
+  const std::lock_guard lock(state_->mutex);
+  TierStats stats = state_->stats;
+  stats.pages = state_->index.num_pages();
+  stats.bytes = state_->index.num_bytes();
+  return stats;
+}
+
+std::string FileTier::describe() const {
+  return "file tier in " + state_->options.folder.string() + ": " + state_->path_of_bytes + ", " +
+         std::to_string(state_->options.capacity_bytes >> 20U) + " MiB in segments of " +
+         std::to_string(state_->options.segment_bytes >> 20U) + " MiB" +
+         (state_->options.sync ? ", synced" : ", not synced");
+}
+
+}  // namespace kvtier::tiers

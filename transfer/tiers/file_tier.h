@@ -1,0 +1,59 @@
+#pragma once
+
+#include "transfer/tiers/page_tier.h"
+
+#include <filesystem>
+#include <memory>
+
+namespace kvtier::tiers {
+
+class FileOps;
+
+struct FileTierOptions {
+  std::filesystem::path folder;      ///< Made with permission 0700; used by one tier at a time.
+  std::uint64_t capacity_bytes = 0;  ///< Of all segment files: at least two segments.
+  std::uint64_t segment_bytes = std::uint64_t{256} << 20U;  ///< A multiple of 4096.
+  std::size_t max_page_bytes = std::size_t{4} << 20U;
+  /// Puts are answered when they are on the disk. Without, they survive the process, but a power
+  /// cut may take those of the last segment; it never leaves a wrong one.
+  bool sync = true;
+  bool direct = true;            ///< O_DIRECT, where the file system takes it.
+  bool uring = true;             ///< io_uring, where the kernel allows it; else threads.
+  std::size_t queue_depth = 32;  ///< Transfers in flight of a call.
+  std::size_t num_channels = 2;  ///< Calls in flight; others wait.
+  FileOps* ops = nullptr;        ///< For tests; implies threads. Must outlive the tier.
+};
+
+/// Pages in a folder of a disk, as a log of segment files; a cache. docs/tiers.md says how.
+///
+/// A restart finds the pages that were put with kOk, and no others but whole ones. When the
+/// capacity is reached the tier drops a segment with its pages: the oldest that has not been read
+/// from since the hand of a clock passed it. A page that cannot be read as it was written is
+/// kCorrupt, or kUnavailable when the disk said so, and gone. kFull means that the disk is full and
+/// the tier had nothing to drop.
+///
+/// Transfers keep to the deadline. Opening and closing a segment file, once per `segment_bytes`,
+/// does not, nor does the destructor: it waits for transfers that were left behind.
+class FileTier final : public PageTier {
+ public:
+  /// Reads the headers of what is there. Throws `kInvalidArgument` for options that cannot be,
+  /// `kFailedPrecondition` for a folder in use or open to others, `kUnavailable` for one that
+  /// cannot be read.
+  explicit FileTier(const FileTierOptions& options);
+  ~FileTier() override;
+
+  void put(std::span<TierPut> pages, Deadline deadline) override;
+  void get(std::span<TierGet> pages, Deadline deadline) override;
+  void remove(std::span<const PageKey> keys, Deadline deadline) override;
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override;
+  [[nodiscard]] TierStats stats() const override;
+  [[nodiscard]] std::string describe() const override;
+
+ private:
+  struct State;
+  class Get;
+  class Put;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace kvtier::tiers

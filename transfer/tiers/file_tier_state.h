@@ -1,0 +1,47 @@
+#pragma once
+
+#include "transfer/tiers/file_tier.h"
+#include "transfer/tiers/io_channel.h"
+#include "transfer/tiers/page_index.h"
+#include "transfer/tiers/segment.h"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace kvtier::tiers {
+
+struct FileTier::State {
+  explicit State(const FileTierOptions& wanted);
+  ~State();
+
+  /// Makes `active` a segment with room for a record, or returns an errno.
+  int make_room(std::uint64_t record);
+  /// Ends the active segment: seals it when nothing in it is doubtful, deletes it when it is empty.
+  void retire();
+  /// Takes a page out of the index, if it is still at that place.
+  bool forget(const PageKey& key, const PagePlace& place);
+  /// Starts to overwrite a record as dead, with a tag or for nobody. Returns false when no slot is
+  /// free: a restart then finds the record again, and again what is wrong with it.
+  static bool bury(IoChannel& channel, const PageKey& key, const PagePlace& place,
+                   std::uint32_t tag = IoChannel::kForgotten);
+
+  FileTierOptions options;
+  SegmentFolder folder;
+  std::string path_of_bytes;  ///< For `describe`.
+
+  mutable std::mutex mutex;  // guards index and stats
+  PageIndex index;
+  TierStats stats;
+
+  std::mutex append_mutex;  // guards appending
+  std::condition_variable append_done;
+  bool appending = false;           // guards active, and the ends of segments
+  std::shared_ptr<Segment> active;  // may be none
+
+  std::unique_ptr<ChannelPool> channels;
+};
+
+}  // namespace kvtier::tiers
