@@ -2,10 +2,10 @@
 
 #include "kvtier/error.h"
 
+#include "transfer/tiers/hmac_sha256.h"
+
 #include <cstring>
 #include <openssl/crypto.h>
-#include <openssl/evp.h>
-#include <openssl/params.h>
 #include <openssl/rand.h>
 
 namespace kvtier::services {
@@ -66,15 +66,6 @@ std::uint32_t load(const unsigned char* from) {
   return value;
 }
 
-template <auto Free>
-struct Deleter {
-  template <typename T>
-  void operator()(T* pointer) const {
-    Free(pointer);
-  }
-};
-using MacContext = std::unique_ptr<EVP_MAC_CTX, Deleter<EVP_MAC_CTX_free>>;
-
 HandleFields fields_of(const Bytes& bytes) {
   return {.tenant = load(bytes.data() + 4),
           .slot = load(bytes.data() + 8),
@@ -90,34 +81,21 @@ void draw(unsigned char* to, std::size_t count) {
 
 }  // namespace
 
-/// HMAC-SHA256, keyed once: each use copies the state after the key.
 struct HandleCodec::Mac {
-  MacContext keyed;
+  tiers::HmacSha256 hmac;
 
   explicit Mac(std::string_view kind) {
-    std::array<unsigned char, 32> key{};
+    tiers::HmacSha256::Digest key{};
     draw(key.data(), key.size());
-    const std::unique_ptr<EVP_MAC, Deleter<EVP_MAC_free>> algorithm(
-        EVP_MAC_fetch(nullptr, "HMAC", nullptr));
-    std::string digest = "SHA256";
-    const std::array<OSSL_PARAM, 2> parameters{
-        OSSL_PARAM_construct_utf8_string("digest", digest.data(), 0), OSSL_PARAM_construct_end()};
-    keyed.reset(EVP_MAC_CTX_new(algorithm.get()));
     const bool ready =
-        keyed && EVP_MAC_init(keyed.get(), key.data(), key.size(), parameters.data()) == 1 &&
-        EVP_MAC_update(keyed.get(), reinterpret_cast<const unsigned char*>(kind.data()),
-                       kind.size()) == 1;
+        hmac.set_key(key, {reinterpret_cast<const unsigned char*>(kind.data()), kind.size()});
     OPENSSL_cleanse(key.data(), key.size());
     if (!ready) throw Error(ErrorCode::kUnavailable, "handles: expected HMAC-SHA256, found none");
   }
 
   void compute(const unsigned char* fields, unsigned char* mac) const {
-    const MacContext context(EVP_MAC_CTX_dup(keyed.get()));
-    std::array<unsigned char, 32> digest{};
-    std::size_t size = 0;
-    if (!context || EVP_MAC_update(context.get(), fields, kFieldBytes) != 1 ||
-        EVP_MAC_final(context.get(), digest.data(), &size, digest.size()) != 1 ||
-        size != digest.size()) {
+    tiers::HmacSha256::Digest digest{};
+    if (!hmac.compute({fields, kFieldBytes}, {}, digest)) {
       throw Error(ErrorCode::kResourceExhausted, "handles: expected memory for a MAC, found none");
     }
     std::memcpy(mac, digest.data(), kMacBytes);

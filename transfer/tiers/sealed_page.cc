@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "transfer/tiers/hmac_sha256.h"
+
 #include <algorithm>
 #include <cstring>
 #include <openssl/crypto.h>
@@ -20,7 +22,7 @@ constexpr std::size_t kTagBytes = 16;
 constexpr std::size_t kNameBytes = 24;
 static_assert(PageSealer::kOverhead == kHeaderBytes + kTagBytes);
 
-using Digest = std::array<unsigned char, 32>;
+using Digest = HmacSha256::Digest;
 using Header = std::array<unsigned char, kHeaderBytes>;
 
 template <auto Free>
@@ -30,7 +32,6 @@ struct Deleter {
     Free(pointer);
   }
 };
-using MacContext = std::unique_ptr<EVP_MAC_CTX, Deleter<EVP_MAC_CTX_free>>;
 using CipherContext = std::unique_ptr<EVP_CIPHER_CTX, Deleter<EVP_CIPHER_CTX_free>>;
 
 /// A digest that is wiped when it goes.
@@ -90,34 +91,19 @@ void derive(std::string_view tenant, std::string_view purpose, std::span<const s
   if (!derived) fail("HKDF-SHA256");
 }
 
-/// HMAC-SHA256, keyed once: each use copies the state after the key.
+/// HMAC-SHA256 of a page's key and bytes.
 class Mac {
  public:
   void set_key(const Digest& key) {
-    const std::unique_ptr<EVP_MAC, Deleter<EVP_MAC_free>> algorithm(
-        EVP_MAC_fetch(nullptr, "HMAC", nullptr));
-    std::string digest = "SHA256";
-    const std::array<OSSL_PARAM, 2> parameters{
-        OSSL_PARAM_construct_utf8_string("digest", digest.data(), 0), OSSL_PARAM_construct_end()};
-    keyed_.reset(EVP_MAC_CTX_new(algorithm.get()));
-    if (!keyed_ || EVP_MAC_init(keyed_.get(), key.data(), key.size(), parameters.data()) != 1) {
-      fail("HMAC-SHA256");
-    }
+    if (!hmac_.set_key(key)) fail("HMAC-SHA256");
   }
 
   void compute(const PageKey& page, std::span<const std::uint8_t> rest, Digest& digest) const {
-    const MacContext context(EVP_MAC_CTX_dup(keyed_.get()));
-    std::size_t size = 0;
-    if (!context || EVP_MAC_update(context.get(), page.data(), page.size()) != 1 ||
-        EVP_MAC_update(context.get(), rest.data(), rest.size()) != 1 ||
-        EVP_MAC_final(context.get(), digest.data(), &size, digest.size()) != 1 ||
-        size != digest.size()) {
-      fail("memory for a MAC");
-    }
+    if (!hmac_.compute(page, rest, digest)) fail("memory for a MAC");
   }
 
  private:
-  MacContext keyed_;
+  HmacSha256 hmac_;
 };
 
 }  // namespace
