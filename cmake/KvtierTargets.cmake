@@ -35,8 +35,9 @@ elseif(KVTIER_SANITIZE)
   message(FATAL_ERROR "KVTIER_SANITIZE: expected empty, address or thread, found ${KVTIER_SANITIZE}")
 endif()
 
-# kvtier_few_compiles(TARGET...): sources that see the headers of gRPC, protobuf, Asio, GoogleTest, CLI11 or JSON. Most of the time of compiling one
-# goes to the same templates again and again, so with KVTIER_UNITY several are compiled as one.
+# kvtier_few_compiles(TARGET...): sources that see the headers of gRPC, protobuf, Asio, GoogleTest, CLI11 or JSON.
+# Most of the time of compiling one goes to the same templates again and again, so with KVTIER_UNITY several are
+# compiled as one.
 function(kvtier_few_compiles)
   if(KVTIER_UNITY)
     set_target_properties(${ARGN} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)

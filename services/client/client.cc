@@ -17,7 +17,6 @@ namespace v1 = ::kvtier::v1;
 namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
-constexpr std::chrono::seconds kReleaseTime{1};
 constexpr std::int64_t kMaxExtent = std::int64_t{1} << 16;  ///< Of heads, and of a row.
 
 [[noreturn]] void invalid(const std::string& what) {
@@ -119,7 +118,7 @@ class RemoteSession::Impl {
     client_->remove(name_);
     steps_.close();
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + kReleaseTime);
+    context.set_deadline(std::chrono::system_clock::now() + kCloseTime);
     client_->connection.authorize(context);
     v1::ReleaseSessionRequest request;
     request.set_name(name_);

@@ -182,8 +182,8 @@ void DataSocket::handshake(const std::string& host, const Tls& tls, Deadline dea
                    const_cast<char*>(host.c_str()));
   }
   for (;;) {
-    ERR_clear_error();  // what other connections of this thread have left would be taken for this
-                        // one's
+    // What other connections of this thread have left would be taken for this one's.
+    ERR_clear_error();
     const int result = SSL_connect(ssl_.get());
     if (result == 1) return;
     const int error = SSL_get_error(ssl_.get(), result);

@@ -1,6 +1,7 @@
 #include "services/client/decode_stream.h"
 
 namespace kvtier::services {
+
 bool DecodeStream::wait(std::chrono::system_clock::time_point deadline) {
   void* tag = nullptr;
   bool ok = false;

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace kvtier::tiers {
@@ -114,7 +115,6 @@ class FileTier::Put {
       return;
     }
     const std::vector<Record> group = transfer(io, deadline);
-    group_.clear();
     bool all = std::all_of(group.begin(), group.end(), [](const Record& record) {
       return record.chunks_left == 0 && record.error == 0;
     });
@@ -153,7 +153,7 @@ class FileTier::Put {
 
   // Returns the records as far as they went.
   std::vector<Record> transfer(IoChannel& io, Deadline deadline) {
-    std::vector<Record> group = group_;
+    std::vector<Record> group = std::exchange(group_, {});
     const std::size_t slot_bytes = io.bytes(0).size();
     for (Record& record : group) {
       const std::uint64_t bytes = record_bytes(record.place.length);
