@@ -118,7 +118,7 @@ class RemoteSession::Impl {
     client_->remove(name_);
     steps_.close();
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + kCloseTime);
+    context.set_deadline(std::chrono::system_clock::now() + services::kCloseTime);
     client_->connection.authorize(context);
     v1::ReleaseSessionRequest request;
     request.set_name(name_);
