@@ -22,16 +22,33 @@ __device__ inline void open_group(const FilterArgs& args, std::int64_t first_hea
   state.factors[threadIdx.x] = head_factors(args.request.params, args.tables.scalars[head]);
 }
 
-/// Goes through the warp's segments of a span: writes candidates and the heads' sums of shares.
-/// `tables` is what `fill_pairs` has filled.
+/// Soft collisions, from what `fill_pairs` has filled.
 template <bool kUsual>
+struct SoftCollisions {
+  static constexpr bool kHeld = kUsual;  // sketches wait in registers
+  static constexpr int kHeads = kUsual ? 4 : kMaxGroup;
+  const std::uint32_t* tables;
+  TableShape shape;
+  int group;
+
+  /// What sums are to be multiplied by.
+  [[nodiscard]] __device__ float scale() const { return shape.sum_scale(); }
+  __device__ void sums(const UsualCode& code, float (&values)[kHeads]) const {
+    usual_sums(tables, code, values);
+  }
+  __device__ void sums(const uint4* chunks, float (&values)[kHeads]) const {
+    any_sums(shape, tables, group, chunks, values);
+  }
+};
+
+/// Goes through the warp's segments of a span: writes candidates and the heads' sums of shares.
+template <typename Collisions>
 __device__ void head_segments(const FilterArgs& args, const GroupState& state, const Span& span,
-                              const RowPlan& plan, const Start<kUsual>& first,
-                              const std::uint32_t* tables) {
+                              const RowPlan& plan, const Start<Collisions::kHeld>& first,
+                              const Collisions& collisions_of) {
   const SelectRequest& request = args.request;
   const hashing::SketchGeometry& sketch = request.sketch;
   const ScoreParams& params = request.params;
-  const TableShape shape(params);
   const int group = request.kv.group();
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
   const bool logit_like = params.logit_like();
@@ -40,7 +57,7 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
   std::int64_t segment = span.begin + threadIdx.x / 32;
   if (segment >= span.end) return;
   const Lane mine(sketch, span.kv_head);
-  constexpr int kHeads = kUsual ? 4 : kMaxGroup;
+  constexpr int kHeads = Collisions::kHeads;
   Cursor cursor = first.cursor;
   // Both norms of a token that is not finite say so.
   const bool calibrated = params.weighting == ValueWeighting::kCalibrated;
@@ -63,12 +80,12 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
       value_ahead = mine.value_norm(next, next_group);
       key_ahead = calibrated ? mine.key_norm(next, next_group) : value_ahead;
       float values[kHeads];
-      if constexpr (kUsual) {
+      if constexpr (Collisions::kHeld) {
         const UsualCode code = code_ahead;
         code_ahead = read_usual(mine.chunks(next, next_group));
-        usual_sums(tables, code, values);
+        collisions_of.sums(code, values);
       } else {
-        any_sums(shape, tables, group, mine.chunks(cursor, g), values);
+        collisions_of.sums(mine.chunks(cursor, g), values);
       }
       const bool inside = eligible.has(g * 32 + lane);
       float sum = 0.0F;
@@ -76,7 +93,7 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         if (h >= group) break;
-        const float collisions = values[h] * shape.sum_scale();
+        const float collisions = values[h] * collisions_of.scale();
         values[h] = norms.finite ? collision_value(params, state.factors[h], collisions, norms.key,
                                                    norms.value)
                                  : kLowestValue;

@@ -1,3 +1,4 @@
+#include "scoring/agreement_sums.cuh"
 #include "scoring/collision_heads.cuh"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
@@ -31,8 +32,56 @@ __global__ __launch_bounds__(kPassThreads,
       fill_pairs(args.tables, shape, first_head, group, tables);
     }
     __syncthreads();
-    head_segments<kUsual>(args, state, span, plan, first, tables);
+    head_segments(args, state, span, plan, first, SoftCollisions<kUsual>{tables, shape, group});
   });
+}
+
+/// Hard collisions. kPairs: see `PairQuery`.
+template <bool kPairs>
+struct HardCollisions {
+  static constexpr bool kHeld = kPairs;
+  static constexpr int kHeads = kPairs ? 4 : kMaxGroup;
+  const AgreementQuery& query;
+  const PairQuery& pairs;
+  const ScoreParams& params;
+  int group;
+
+  [[nodiscard]] __device__ static float scale() { return 1.0F; }
+  __device__ void sums(const UsualCode& code, float (&values)[kHeads]) const {
+    pair_agreements(pairs, params.tables, code, values);
+  }
+  __device__ void sums(const uint4* chunks, float (&values)[kHeads]) const {
+    any_agreements(query, params, group, chunks, values);
+  }
+};
+
+template <bool kPairs>
+__global__ __launch_bounds__(kPassThreads,
+                             1) void agreement_pass(const __grid_constant__ FilterArgs args,
+                                                    int tile_segments, bool again) {
+  __shared__ SpanShared spans;
+  __shared__ GroupState state;
+  __shared__ AgreementQuery query;
+  __shared__ PairQuery pairs;
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  const SelectRequest& request = args.request;
+  const int group = request.kv.group();
+  for_each_span(args, spans, tile_segments, again, [&](const Span& span) {
+    __syncthreads();  // the query of the span before is no longer read
+    const std::int64_t first_head = span.group_index * group;
+    open_group(args, first_head, group, state);
+    const RowPlan plan = args.plans[span.row];
+    const Start<kPairs> first(request.sketch, plan, span);
+    fill_agreement(args.tables, request.params, first_head, group, query);
+    if constexpr (kPairs) fill_pair_query(query, pairs);
+    head_segments(args, state, span, plan, first,
+                  HardCollisions<kPairs>{query, pairs, request.params, group});
+  });
+}
+
+CollisionPass agreement_pass_of(const ScoreParams& params, int group) {
+  return pairs_serve(params, group) ? agreement_pass<true> : agreement_pass<false>;
 }
 
 /// Segments of a tile: no fewer than blocks need to have equal shares.
@@ -68,6 +117,7 @@ CollisionPass collision_heads_pass(bool usual) {
 }
 
 int collision_pass_bytes(const ScoreParams& params, int group) {
+  if (params.estimator == Estimator::kHardCollision) return 0;
   const TableShape shape(params);
   const bool usual = shape.usual() && group <= 4;
   const int pairs = stored_pairs(shape, group) * shape.entries() * 4;
@@ -80,11 +130,15 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool ag
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool usual = TableShape(params).usual() && group <= 4;
-  const CollisionPass kernel =
-      sums_suffice(params, group) ? collision_sums_pass(usual) : collision_heads_pass(usual);
+  const bool hard = params.estimator == Estimator::kHardCollision;
+  const CollisionPass kernel = hard                          ? agreement_pass_of(params, group)
+                               : sums_suffice(params, group) ? collision_sums_pass(usual)
+                                                             : collision_heads_pass(usual);
   const int shared = collision_pass_bytes(params, group);
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
+  if (!hard) {
+    KVTIER_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
+  }
   const int blocks = choose_blocks(args.request);
   transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                      kPassThreads, static_cast<std::size_t>(shared), args,

@@ -482,7 +482,8 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
         .plan = plan, .shape = shape, .group = group, .unit = unit, .threshold = threshold};
     // The references that the first pass has settled stay.
     if (shared.dispersed && !again) {
-      head_segments<kUsual>(args, shared.state, span, plan, first, tables);
+      head_segments(args, shared.state, span, plan, first,
+                    SoftCollisions<kUsual>{tables, shape, group});
     } else {
       sum_segments<kUsual>(args, shared, span, tables, bytes, queue, first, again, state);
     }

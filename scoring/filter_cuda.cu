@@ -8,8 +8,7 @@ bool filter_serves(const SelectRequest& request) {
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const bool norm_aware = params.estimator == Estimator::kNormAware;
-  const bool has_kernels =
-      norm_aware ? params.query_bits > 0 : params.estimator == Estimator::kSoftCollision;
+  const bool has_kernels = !norm_aware || params.query_bits > 0;
   const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
                     (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
   return !request.keep_scores && has_kernels && fits &&

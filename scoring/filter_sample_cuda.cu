@@ -319,6 +319,7 @@ SampleKernel sample_kernel(const SelectRequest& request) {
   if (params.estimator == Estimator::kNormAware) {
     return params.query_bits == 8 ? take_sample<SignScorer<8>> : take_sample<SignScorer<4>>;
   }
+  if (params.estimator == Estimator::kHardCollision) return take_sample<AgreementScorer>;
   const bool usual = TableShape(params).usual() && request.kv.group() <= 4;
   return usual ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
 }
@@ -329,6 +330,7 @@ int table_words(const ScoreParams& params, int group) {
     case Estimator::kNormAware:
       return (group + 3) / 4 * sign_chunks(params) * (params.query_bits / 2) * 32;
     case Estimator::kHardCollision:
+      return static_cast<int>(sizeof(AgreementQuery) / 4);
     case Estimator::kSoftCollision:
       break;
   }

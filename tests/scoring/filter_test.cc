@@ -28,6 +28,7 @@ const std::vector<Score>& scores() {
       {Estimator::kSoftCollision, ValueWeighting::kCalibrated, 10, 60, 0.1F},
       {Estimator::kSoftCollision, ValueWeighting::kLinear, 7, 37, 0.05F},
       {Estimator::kHardCollision, ValueWeighting::kLinear, 2, 300, 0.4F},
+      {Estimator::kHardCollision, ValueWeighting::kLinear, 2, 290, 0.4F},
       {Estimator::kHardCollision, ValueWeighting::kNone, 3, 21, 0.4F},
       {Estimator::kNormAware, ValueWeighting::kLogit, 10, 60, 0.4F},
   };
@@ -116,7 +117,7 @@ TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
     Selection selection;
   };
   for (const Case test : {Case{0, Selection::kPerKvHead}, Case{1, Selection::kPerQueryHead},
-                          Case{7, Selection::kPerKvHead}}) {
+                          Case{5, Selection::kPerKvHead}, Case{8, Selection::kPerKvHead}}) {
     Problem problem = make_problem(scores()[test.score], test.selection, 1, 4, {&set});
     problem.config.top_k = 3030;
     SCOPED_TRACE(describe(problem));
