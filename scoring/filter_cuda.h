@@ -83,6 +83,8 @@ struct FilterArgs {
 /// Norm-aware sets per KV head of which all scores fit on chip (chip_select_cuda.cuh): everything
 /// in one kernel or two. False where they do not: then nothing is enqueued.
 [[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
+/// The same for soft collisions of which all values fit in L2 (collision_chip_cuda.cu).
+[[nodiscard]] bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);
