@@ -30,7 +30,8 @@ void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacemen
         .planes = layers.planes(), .geometry = layers.sketch(), .blocks = {}};
     for (int item = 0; item < batch; ++item) target.blocks.push(layers.sketch_blocks(layer, item));
     hashing::append_rows(run.queue(), kv, append_batch(layers, layer, batch, keys, values, tokens),
-                         {&target, 1}, {packed.data(), squares.as<transfer::RowSquares>()});
+                         {&target, 1}, {packed.data(), squares.as<transfer::RowSquares>()},
+                         placement == KvPlacement::kDevice);
   };
   append(0);
   const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {

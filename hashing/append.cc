@@ -6,8 +6,6 @@
 
 namespace kvtier::hashing {
 
-namespace {
-
 SketchBatch sketch_batch(const transfer::AppendBatch& batch, const SketchTarget& target) {
   SketchBatch items;
   for (int i = 0; i < batch.count; ++i) {
@@ -19,19 +17,22 @@ SketchBatch sketch_batch(const transfer::AppendBatch& batch, const SketchTarget&
   return items;
 }
 
-}  // namespace
-
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 const PackedRows& packed) {
+                 const PackedRows& packed, bool pages_on_device) {
   transfer::check_append(kv, batch);
   for (const SketchTarget& target : sketches) {
     assert(target.blocks.count == batch.count);
     static_cast<void>(target);
   }
   if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr && !sketches.empty() && cuda::is_small(batch)) {
-      return cuda::append_small(stream.native(), kv, batch, sketches);
+    void* const native = stream.native();
+    if (native != nullptr && !sketches.empty()) {
+      if (cuda::is_small(batch)) return cuda::append_small(native, kv, batch, sketches);
+      if (packed.squares != nullptr && cuda::is_prompt(kv, batch)) {
+        cuda::append_prompt(native, kv, batch, sketches, packed.squares, pages_on_device);
+        return transfer::append_done(stream, kv, batch);
+      }
     }
   }
   transfer::pack_rows(stream, kv, batch, packed.rows, sketches.empty() ? nullptr : packed.squares);

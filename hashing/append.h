@@ -28,7 +28,8 @@ struct PackedRows {
 /// A whole append: rounds K and V and counts non-finite pairs (`transfer::pack_rows`), stores the
 /// rows (`store_rows`), writes every sketch (`sketch_keys`), and then lets the lengths grow
 /// (`append_done`). A sequence is in `batch` once. `packed` may be left unwritten. Enqueued; inputs
-/// must stay valid until the stream has passed it.
+/// must stay valid until the stream has passed it. Where pages are is no matter of the result, but
+/// of how many compute units a long append takes.
 ///
 /// On a GPU an append of few tokens is one kernel per sketch. Where there is a token at all, the
 /// kernel enqueued next may count on all work before the append being done when it starts, even
@@ -38,6 +39,6 @@ struct PackedRows {
 /// Throws `kInvalidArgument` as `transfer::check_append` does.
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 const PackedRows& packed);
+                 const PackedRows& packed, bool pages_on_device);
 
 }  // namespace kvtier::hashing

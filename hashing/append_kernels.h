@@ -2,9 +2,15 @@
 
 #include "hashing/append.h"
 
-/// The kernel behind hashing/append.h for few tokens; larger appends, and those on the CPU, are
-/// made of the kernels of transfer/rows.h and hashing/sketch.h.
-namespace kvtier::hashing::cuda {
+/// The kernels behind hashing/append.h for few tokens and for prompts; other appends, and those on
+/// the CPU, are made of the kernels of transfer/rows.h and hashing/sketch.h.
+namespace kvtier::hashing {
+
+/// The batch's tokens, and where one sketch of them goes.
+[[nodiscard]] SketchBatch sketch_batch(const transfer::AppendBatch& batch,
+                                       const SketchTarget& target);
+
+namespace cuda {
 
 /// Tells whether the kernel is the faster way.
 [[nodiscard]] bool is_small(const transfer::AppendBatch& batch);
@@ -13,4 +19,17 @@ namespace kvtier::hashing::cuda {
 void append_small(void* stream, const transfer::KvGeometry& kv, const transfer::AppendBatch& batch,
                   std::span<const SketchTarget> sketches);
 
-}  // namespace kvtier::hashing::cuda
+/// Tells whether `append_prompt` serves the append: many tokens in every item, stored as they are
+/// given (bf16, in 16-byte aligned rows), and what `sketch_prefill` asks for.
+[[nodiscard]] bool is_prompt(const transfer::KvGeometry& kv, const transfer::AppendBatch& batch);
+
+/// All of `append_rows` but `append_done`; arguments as there. Rows go from the caller's tensors to
+/// their places, and sketches are made of the caller's keys; `squares` is written. Nothing is
+/// packed.
+void append_prompt(void* stream, const transfer::KvGeometry& kv, const transfer::AppendBatch& batch,
+                   std::span<const SketchTarget> sketches, transfer::RowSquares* squares,
+                   bool pages_on_device);
+
+}  // namespace cuda
+
+}  // namespace kvtier::hashing

@@ -287,6 +287,12 @@ void launch_head_dim(void* stream, const PlanesView& planes, const KvGeometry& k
   }
 }
 
+std::int32_t least_tokens(const SketchBatch& batch) {
+  std::int32_t tokens = batch[0].tokens;
+  for (int i = 1; i < batch.count; ++i) tokens = std::min(tokens, batch[i].tokens);
+  return tokens;
+}
+
 }  // namespace
 
 namespace cuda {
@@ -294,7 +300,16 @@ namespace cuda {
 void sketch_keys(void* stream, const PlanesView& planes, const KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
                  const transfer::RowSquares* squares) {
-  if (sketch_prefill(stream, planes, kv, geometry, batch, packed, squares)) return;
+  if (squares != nullptr && batch.count > 0 && sketches_prefill(kv, least_tokens(batch))) {
+    transfer::Batch<KeySource> keys;
+    const std::int64_t token_bytes = kv.kv_heads * kv.row_bytes();
+    for (int i = 0; i < batch.count; ++i) {
+      keys.push({.data = packed + batch[i].packed_offset * token_bytes,
+                 .token_bytes = token_bytes,
+                 .head_bytes = kv.row_bytes()});
+    }
+    return sketch_prefill(stream, planes, kv, geometry, batch, keys, squares);
+  }
   if (kv.dtype == DType::kFloat16) {
     launch_head_dim<__half>(stream, planes, kv, geometry, batch, packed);
   } else {

@@ -25,8 +25,6 @@ constexpr int kThreads = 128 * kGroups;
     64;  ///< Of one KV head, so that sign bits are written side by side.
 /// Chunks whose planes a block keeps in shared memory: 160 KiB for head_dim 128.
 constexpr int kMaxChunks = 5;
-/// Below, the other kernel has more blocks to spread over the processors.
-constexpr std::int64_t kMinTokens = 2048;
 
 /// Where value e of a plane is in the depth of the products. A lane loads 16 bytes of a key, values
 /// 32 j + 8 t .. + 7 (lane = 4 g + t), and uses them as they come as parts of two fragments of A;
@@ -150,7 +148,8 @@ template <int D>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ PlanesView planes, const __grid_constant__ KvGeometry kv,
                    const __grid_constant__ SketchGeometry geometry,
-                   const __grid_constant__ SketchBatch batch, const std::byte* packed,
+                   const __grid_constant__ SketchBatch batch,
+                   const __grid_constant__ transfer::Batch<KeySource> keys_of_items,
                    const RowSquares* squares, const int chunks_per_block) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // else compiled empty
   extern __shared__ std::byte unaligned[];
@@ -171,17 +170,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tile_step = static_cast<int>(gridDim.x) * kGroups;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int row_in_tile = static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
-  const std::int64_t row_bytes = kv.row_bytes();
+  const KeySource& source = keys_of_items[static_cast<int>(blockIdx.z)];
   const unsigned operand = transfer::cuda::shared_address(shared);
   const auto half_bytes = static_cast<unsigned>(chunks * kChunkBits * kOperandRowBytes);
   const auto locate = [&](int tile) {
     TileRows rows{tile % kv.kv_heads, tile / kv.kv_heads * kTileTokens + row_in_tile};
-    const auto index = [&](int token) {  // rows past the end are read as the last one
-      return (item.packed_offset + min(token, tokens - 1)) * kv.kv_heads + rows.head;
+    // Rows past the end are read as the last one.
+    const auto key = [&](int token) {
+      return source.data + min(token, tokens - 1) * source.token_bytes +
+             rows.head * source.head_bytes;
     };
-    rows.row_g = packed + index(rows.token) * row_bytes;
-    rows.row_g8 = packed + index(rows.token + 8) * row_bytes;
-    rows.squares = index(rows.token - lane / 4 + lane % 16);
+    rows.row_g = key(rows.token);
+    rows.row_g8 = key(rows.token + 8);
+    const int own = min(rows.token - lane / 4 + lane % 16, tokens - 1);
+    rows.squares = (item.packed_offset + own) * kv.kv_heads + rows.head;
     return rows;
   };
   constexpr int kStageBytes = KeyRows<D>::kStageBytes;
@@ -280,8 +282,8 @@ Processor current_processor() {
 
 template <int D>
 void launch(void* stream, int processors, const PlanesView& planes, const KvGeometry& kv,
-            const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
-            const RowSquares* squares) {
+            const SketchGeometry& geometry, const SketchBatch& batch,
+            const transfer::Batch<KeySource>& keys, const RowSquares* squares) {
   const int groups = (geometry.chunks() + kMaxChunks - 1) / kMaxChunks;
   const int chunks_per_block = (geometry.chunks() + groups - 1) / groups;
   constexpr int kStageBytes = KeyRows<D>::kStageBytes * kThreads / 32;
@@ -294,30 +296,24 @@ void launch(void* stream, int processors, const PlanesView& planes, const KvGeom
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
                   static_cast<unsigned>(batch.count));
   kernel<<<grid, kThreads, static_cast<std::size_t>(bytes), transfer::cuda::stream_of(stream)>>>(
-      planes, kv, geometry, batch, packed, squares, chunks_per_block);
+      planes, kv, geometry, batch, keys, squares, chunks_per_block);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
-bool sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv,
-                    const SketchGeometry& geometry, const SketchBatch& batch,
-                    const std::byte* packed, const RowSquares* squares) {
-  if (squares == nullptr || kv.dtype != DType::kBFloat16 ||
-      (kv.head_dim != 64 && kv.head_dim != 128))
-    return false;
-  for (int i = 0; i < batch.count; ++i) {
-    if (batch[i].tokens < kMinTokens) return false;
-  }
-  if (batch.count == 0) return false;
+bool sketches_prefill(const KvGeometry& kv, std::int32_t tokens) {
+  if (kv.dtype != DType::kBFloat16 || (kv.head_dim != 64 && kv.head_dim != 128)) return false;
+  if (tokens < kMinPrefillTokens) return false;
   const Processor processor = current_processor();
-  if (processor.major != 9 || processor.minor != 0) return false;
-  if (kv.head_dim == 64) {
-    launch<64>(stream, processor.count, planes, kv, geometry, batch, packed, squares);
-  } else {
-    launch<128>(stream, processor.count, planes, kv, geometry, batch, packed, squares);
-  }
-  return true;
+  return processor.major == 9 && processor.minor == 0;
+}
+
+void sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv,
+                    const SketchGeometry& geometry, const SketchBatch& batch,
+                    const transfer::Batch<KeySource>& keys, const RowSquares* squares) {
+  const auto launch_head_dim = kv.head_dim == 64 ? launch<64> : launch<128>;
+  launch_head_dim(stream, current_processor().count, planes, kv, geometry, batch, keys, squares);
 }
 
 }  // namespace kvtier::hashing::cuda

@@ -52,7 +52,8 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
       targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
   }
-  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed_rows());
+  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed_rows(),
+                       engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);
   timer.stop();
   if (turn.capturing()) return;  // replays append, and `advance` tells of them

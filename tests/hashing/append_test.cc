@@ -48,6 +48,8 @@ struct Poison {
 
 class AppendRowsTest : public transfer::RowsTest {
  protected:
+  bool pages_on_device_ = true;
+
   SketchUnderTest make_sketch(const KvGeometry& g, int num_planes, std::uint64_t seed = 3) {
     auto planes = std::make_unique<Planes>(
         *device_, SketchConfig{.num_planes = num_planes, .seed = seed}, g.head_dim);
@@ -117,7 +119,8 @@ class AppendRowsTest : public transfer::RowsTest {
     inputs_.push_back(allocate<std::uint16_t>(index(row_elements * total)));
     std::byte* const rows = inputs_.back().data();
     inputs_.push_back(allocate<transfer::RowSquares>(index(g.kv_heads * total)));
-    append_rows(*stream_, g, batch, targets, {rows, inputs_.back().as<transfer::RowSquares>()});
+    append_rows(*stream_, g, batch, targets, {rows, inputs_.back().as<transfer::RowSquares>()},
+                pages_on_device_);
   }
 
   // Compares rows, counters and the sketches of all tokens with the model.
@@ -347,6 +350,36 @@ TEST_P(AppendRowsTest, TakesRaggedBatches) {
   }
 }
 
+TEST_P(AppendRowsTest, TakesPrompts) {
+  struct Case {
+    int head_dim;
+    std::int64_t head_gap, token_gap;
+    bool pages_on_device;
+  };
+  for (const Case& c : {Case{128, 8, 64, false}, Case{64, 0, 24, true}, Case{64, 4, 0, true}}) {
+    const KvGeometry g = transfer::geometry(2, c.head_dim, 64, 70, 100);
+    SCOPED_TRACE(describe_geometry(g) + ", gaps " + std::to_string(c.head_gap) + " and " +
+                 std::to_string(c.token_gap));
+    pages_on_device_ = c.pages_on_device;
+    std::vector<SketchUnderTest> sketches;
+    for (const int planes : {20, 33}) sketches.push_back(make_sketch(g, planes, 7));
+    Subject a = make_subject(g, sketches, 5000);
+    Subject b = make_subject(g, sketches, 2049);
+    transfer::StepFlags* flags = make_flags();
+    const double infinity = std::numeric_limits<double>::infinity();
+
+    append(g, sketches, {{&a, 3}}, DType::kBFloat16, c.head_gap, c.token_gap);
+    // Of both sequences, and a token of b that is dropped counts.
+    append(g, sketches, {{&a, 2049}, {&b, 2051}}, DType::kBFloat16, c.head_gap, c.token_gap,
+           {{5, 1, false, infinity}, {5, 1, true, infinity}, {2048, 0, true, -infinity}}, flags);
+
+    expect_subject(g, sketches, a);
+    expect_subject(g, sketches, b);
+    EXPECT_EQ(flags->nonfinite_tokens, 4U);
+    EXPECT_EQ(b.rows.expected.overflow, 2);
+  }
+}
+
 TEST_P(AppendRowsTest, MarksAndCountsTokensThatAreNotFinite) {
   const double infinity = std::numeric_limits<double>::infinity();
   const double nan = std::numeric_limits<double>::quiet_NaN();
@@ -389,7 +422,7 @@ TEST_F(AppendRowsArguments, RejectsABadAppendWhole) {
               .tokens = 1});
   const auto expect_rejected = [&](const KvGeometry& g, const transfer::AppendBatch& items) {
     try {
-      append_rows(*stream_, g, items, {}, {memory});
+      append_rows(*stream_, g, items, {}, {memory}, true);
       ADD_FAILURE() << "expected an error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();

@@ -1,0 +1,178 @@
+#include "hashing/append_kernels.h"
+#include "hashing/sketch_cuda.cuh"
+#include "hashing/sketch_prefill_cuda.h"
+#include "transfer/convert_cuda.cuh"
+#include "transfer/cuda_check.h"
+#include "transfer/tensor_core.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::hashing::cuda {
+namespace {
+
+using transfer::KvGeometry;
+using transfer::RowSquares;
+using transfer::TokenTensor;
+using transfer::cuda::kFullWarp;
+using transfer::cuda::kPiece;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kLoads = 4;  ///< Of 16 bytes that a lane has in flight.
+/// Blocks per launch: for pages on the device enough for 132 SMs to hold 8 each; for pages in host
+/// memory about as many as keep the link busy, so that other work keeps its SMs (H200, 128K tokens
+/// of 8 KV heads: 4 blocks 42.8 GB/s, 8 50.2, 16 50.3, 1056 50.9).
+constexpr int kDeviceBlocks = 1056;
+constexpr int kHostBlocks = 16;
+
+/// Places of one token and KV head; null where it does not go.
+struct Places {
+  unsigned long long page = 0;
+  unsigned long long sink = 0;
+  unsigned long long ring = 0;
+};
+
+__device__ Places places_of(const KvGeometry& kv, const transfer::SequenceView& sequence,
+                            std::int64_t token, int head, bool in_ring) {
+  const std::int64_t row_bytes = kv.row_bytes();
+  const auto address = [&](const std::byte* rows, std::int64_t row) {
+    return reinterpret_cast<unsigned long long>(rows + row * row_bytes);
+  };
+  Places places;
+  places.page = address(sequence.pages[token / kv.page_tokens],
+                        std::int64_t{head} * kv.page_tokens + token % kv.page_tokens);
+  if (token < kv.sink_capacity) {
+    places.sink = address(sequence.sink_rows, std::int64_t{head} * kv.sink_capacity + token);
+  }
+  if (in_ring) {
+    places.ring = address(sequence.recent_rows,
+                          std::int64_t{head} * kv.recent_capacity + token % kv.recent_capacity);
+  }
+  return places;
+}
+
+__device__ void store_vector(unsigned long long row, int vector, const uint4& value) {
+  if (row != 0) reinterpret_cast<uint4*>(row)[vector] = value;
+}
+
+/// A warp takes `kLoads` loads' rows of one KV head at a time; blockIdx.y is the item. Tokens are
+/// read once, so past L1.
+template <int D>
+__global__ void __launch_bounds__(kThreads)
+    store_prompt_kernel(const __grid_constant__ KvGeometry kv,
+                        const __grid_constant__ transfer::AppendBatch batch, RowSquares* squares) {
+  constexpr int kHalf = D / kPiece;        // lanes of a row's key, and of its value
+  constexpr int kRows = 32 / (2 * kHalf);  // of one load
+  constexpr int kGroup = kRows * kLoads;
+  static_assert(kRows * 2 * kHalf == 32 && kGroup <= 32);
+  __shared__ unsigned block_nonfinite;
+  if (threadIdx.x == 0) block_nonfinite = 0;
+  __syncthreads();  // it is zero before any warp adds to it
+
+  const transfer::AppendItem& item = batch[static_cast<int>(blockIdx.y)];
+  const transfer::SequenceView& sequence = item.sequence;
+  const std::int64_t length = sequence.counters->length;
+  const std::int64_t stored = transfer::tokens_stored(*sequence.counters, item.tokens);
+  // Earlier tokens would share a slot of the ring with later ones.
+  const std::int64_t ring_begin = stored - kv.recent_capacity;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int in_row = lane % (2 * kHalf);
+  const TokenTensor& tensor = in_row < kHalf ? item.keys : item.values;
+  const int row_of_load = lane / (2 * kHalf);
+  const int groups = (item.tokens + kGroup - 1) / kGroup * kv.kv_heads;
+  unsigned nonfinite = 0;
+
+  for (int group = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32); group < groups;
+       group += static_cast<int>(gridDim.x) * kWarps) {
+    const int head = group % kv.kv_heads;
+    const int first = group / kv.kv_heads * kGroup;
+    uint4 values[kLoads] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int token = first + i * kRows + row_of_load;
+      if (token >= item.tokens) continue;
+      const auto* from = static_cast<const std::uint16_t*>(tensor.data) +
+                         token * tensor.token_stride + head * tensor.head_stride;
+      values[i] = __ldcs(reinterpret_cast<const uint4*>(from) + in_row % kHalf);
+    }
+    Places places;
+    if (lane < kGroup && first + lane < stored) {
+      places = places_of(kv, sequence, length + first + lane, head, first + lane >= ring_begin);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int row = i * kRows + row_of_load;
+      store_vector(__shfl_sync(kFullWarp, places.page, row), in_row, values[i]);
+      store_vector(__shfl_sync(kFullWarp, places.sink, row), in_row, values[i]);
+      store_vector(__shfl_sync(kFullWarp, places.ring, row), in_row, values[i]);
+
+      bool bad = false;
+      float sum = sum_of_squares<__nv_bfloat16>(values[i], bad);
+      for (int distance = kHalf / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(kFullWarp, sum, distance);
+      }
+      const float value_sum = __shfl_down_sync(kFullWarp, sum, kHalf);
+      const unsigned bad_lanes = __ballot_sync(kFullWarp, bad);
+      if (in_row != 0 || first + row >= item.tokens) continue;
+      constexpr unsigned kLanesOfRow = 0xFFFFFFFFU >> (32 - 2 * kHalf);
+      bad = (bad_lanes >> lane & kLanesOfRow) != 0;
+      if (bad) ++nonfinite;
+      const float nan = __int_as_float(0x7FC00000);
+      squares[(item.packed_offset + first + row) * kv.kv_heads + head] =
+          bad ? RowSquares{nan, nan} : RowSquares{sum, value_sum};
+    }
+  }
+  if (nonfinite != 0) atomicAdd(&block_nonfinite, nonfinite);
+  __syncthreads();  // all warps have added
+  if (threadIdx.x == 0 && item.flags != nullptr) {
+    transfer::cuda::raise(&item.flags->nonfinite_tokens, block_nonfinite);
+  }
+}
+
+/// Whether rows can be copied as they are, 16 bytes at a time.
+bool is_stored_as_given(const TokenTensor& tensor) {
+  return tensor.dtype == DType::kBFloat16 &&
+         reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0 &&
+         tensor.token_stride % kPiece == 0 && tensor.head_stride % kPiece == 0;
+}
+
+}  // namespace
+
+bool is_prompt(const KvGeometry& kv, const transfer::AppendBatch& batch) {
+  int tokens = kMinPrefillTokens;
+  for (int i = 0; i < batch.count; ++i) {
+    tokens = std::min(tokens, batch[i].tokens);
+    if (!is_stored_as_given(batch[i].keys) || !is_stored_as_given(batch[i].values)) return false;
+  }
+  return batch.count > 0 && sketches_prefill(kv, tokens);
+}
+
+void append_prompt(void* stream, const KvGeometry& kv, const transfer::AppendBatch& batch,
+                   std::span<const SketchTarget> sketches, RowSquares* squares,
+                   bool pages_on_device) {
+  std::int64_t warps = 1;
+  transfer::Batch<KeySource> keys;
+  for (int i = 0; i < batch.count; ++i) {
+    const transfer::AppendItem& item = batch[i];
+    warps = std::max(warps, std::int64_t{item.tokens} * kv.kv_heads / kLoads);
+    keys.push({.data = static_cast<const std::byte*>(item.keys.data),
+               .token_bytes = 2 * item.keys.token_stride,
+               .head_bytes = 2 * item.keys.head_stride});
+  }
+  const std::int64_t most = pages_on_device ? kDeviceBlocks : kHostBlocks;
+  const dim3 grid(static_cast<unsigned>(std::min((warps + kWarps - 1) / kWarps, most)),
+                  static_cast<unsigned>(batch.count));
+  const auto kernel = kv.head_dim == 64 ? store_prompt_kernel<64> : store_prompt_kernel<128>;
+  kernel<<<grid, kThreads, 0, transfer::cuda::stream_of(stream)>>>(kv, batch, squares);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+  for (const SketchTarget& target : sketches) {
+    sketch_prefill(stream, target.planes, kv, target.geometry, sketch_batch(batch, target), keys,
+                   squares);
+  }
+}
+
+}  // namespace kvtier::hashing::cuda
