@@ -97,6 +97,49 @@ TEST_F(ServeTest, SecondServerIsRefusedAndADeadOnesSocketReplaced) {
   EXPECT_EQ(third->read_line(), "listening on " + address) << err();
 }
 
+TEST_F(ServeTest, KilledWithItsMemoryMappedLeavesClientsUnharmed) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto first = serve({"--listen", address});
+  ASSERT_EQ(first->read_line(), "listening on " + address) << err();
+  Client client({.server = address, .timeout = std::chrono::seconds(5), .attempts = 1});
+  constexpr std::size_t kBytes = 64 << 10;
+  const std::vector<std::byte> bytes(kBytes, std::byte{7});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = kBytes});
+  RemoteSession session = open(client);
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  std::vector<std::byte> read(kBytes);
+  const std::vector<RemotePages::Get> gets{{handle, read}};
+  ASSERT_TRUE(pages.get(gets)[0].ok());
+  ASSERT_EQ(read, bytes);
+  const auto reason_of = [](const auto& call) {
+    try {
+      call();
+    } catch (const ClientError& error) {
+      return std::string(error_code_name(error.code()));
+    }
+    return std::string("OK");
+  };
+  const auto get = [&] {
+    const RemotePages::Result result = pages.get(gets)[0];
+    if (!result.ok()) throw ClientError(result.code, result.reason, result.reason);
+  };
+
+  first->signal(SIGKILL);
+  (void)first->wait();
+  EXPECT_EQ(reason_of(get), "UNAVAILABLE");
+  EXPECT_EQ(reason_of([&] { session.refresh(); }), "UNAVAILABLE");
+
+  const auto second = serve({"--listen", address});
+  ASSERT_EQ(second->read_line(), "listening on " + address) << err();
+  Client again({.server = address});
+  RemotePages anew = again.open_pages({.model = "m", .page_bytes = kBytes});
+  EXPECT_EQ(anew.get(gets)[0].reason, "SERVER_EPOCH");
+  const int layer = 0;
+  const std::string hash = "h";
+  EXPECT_TRUE(anew.lookup({&hash, 1}, {&layer, 1}).empty());
+  ASSERT_TRUE(anew.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].ok());
+}
+
 TEST_F(ServeTest, FlagGoesBeforeEnvironmentBeforeFile) {
   const auto address = [this](const std::string& name) {
     return "unix:" + (folder_ / name).string();

@@ -3,6 +3,9 @@
 
 #include <gmock/gmock.h>
 
+#include <atomic>
+#include <thread>
+
 namespace kvtier::services::testing {
 namespace {
 
@@ -172,6 +175,40 @@ TEST_F(PlanePages, AreWrittenFromStaging) {
   }
   EXPECT_EQ(pages_->stats().committed_pages, 6U);
   EXPECT_EQ(pages_->stats().reserved_pages, 4U);
+}
+
+TEST_F(PlanePages, WrittenWhileTheirClientChangesThemAreWholeOrRefused) {
+  const auto channel = attach();
+  const auto page_of = [&](std::uint64_t index) {
+    return channel->staging().subspan(index * kPageBytes, kPageBytes);
+  };
+  std::vector<PageDescriptor> pages;
+  for (std::uint64_t i = 0; i < 16; ++i) {
+    PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+    page.destination = i * kPageBytes;
+    page.crc = crc32c(page_of(i));
+    pages.push_back(page);
+  }
+  std::atomic<bool> stop{false};
+  std::thread changer([&] {
+    for (std::uint64_t i = 0; !stop; ++i) {
+      std::atomic_ref(page_of(i % 8)[i * 4099 % kPageBytes]).store(std::byte(i));
+    }
+  });
+
+  const std::vector<PageOutcome> written = write(*channel, pages, lease_->name);
+  stop = true;
+  changer.join();
+
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (written[i].code != 0) {
+      EXPECT_LT(i, 8U) << "nobody changed it";
+      continue;
+    }
+    const PinnedPage page =
+        pages_->read(tenant(), {pages[i].handle.data(), pages[i].handle.size()});
+    EXPECT_EQ(crc32c(page.bytes()), pages[i].crc) << i;
+  }
 }
 
 TEST_F(PlanePages, AreWrittenByTheirLeaseAlone) {

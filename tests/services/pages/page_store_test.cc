@@ -289,6 +289,33 @@ TEST_F(PageStoreTest, ForgedHandlesAndThoseOfAnotherStartAreRefused) {
   EXPECT_EQ(reason_of([&] { return other.read(alpha_, info.handle); }), "SERVER_EPOCH");
 }
 
+TEST_F(PageStoreTest, HundredThousandForgedHandlesReachNothing) {
+  const PageInfo info = put("a", 1);
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+  const auto seed = std::random_device{}();
+  std::mt19937_64 random(seed);
+  std::string forged = info.handle;
+  for (int i = 0; i < 100'000; ++i) {
+    // Of this epoch, with another slot, or with this page's slot and another end.
+    const std::size_t kept = i % 2 == 0 ? 6 : 22;
+    forged.replace(0, kept, info.handle, 0, kept);
+    std::uint64_t bits = random();
+    for (std::size_t at = kept; at < forged.size(); ++at, bits >>= 6U) {
+      if (at == 16) bits = random();
+      forged[at] = kDigits[bits & 63U];
+    }
+    if (forged == info.handle) continue;
+    try {
+      static_cast<void>(store_->read(alpha_, forged));
+      FAIL() << forged << ", seed " << seed;
+    } catch (const ServiceError& error) {
+      ASSERT_EQ(error.code(), Code::kNotFound) << forged << ", seed " << seed;
+    }
+  }
+  EXPECT_EQ(store_->stats().pinned_pages, 0U);
+}
+
 TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   alpha_.set_quota(10, 3 * kPageBytes);
   const auto reserve = [&](PageLease& lease, std::string_view hash) {

@@ -47,8 +47,10 @@ TEST(Handle, ChangedInAnyBitIsRefused) {
   }
 }
 
-TEST(Handle, MillionRandomOnesAreRefused) {
-  const HandleCodec codec("session");
+class HandleKindTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(HandleKindTest, MillionRandomOnesAreRefused) {
+  const HandleCodec codec(GetParam());
   const std::string prefix = codec.encode({}).substr(0, 5);  // of this epoch: the MAC is checked
   const auto seed = std::random_device{}();
   std::mt19937_64 random(seed);
@@ -60,6 +62,8 @@ TEST(Handle, MillionRandomOnesAreRefused) {
     ASSERT_NE(codec.decode(text).state, HandleState::kValid) << text << ", seed " << seed;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, HandleKindTest, ::testing::Values("session", "page"));
 
 TEST(Handle, OfAnotherStartIsToldApart) {
   const HandleCodec before("session");

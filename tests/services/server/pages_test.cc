@@ -9,6 +9,7 @@
 #include <grpcpp/security/credentials.h>
 
 #include <atomic>
+#include <random>
 #include <thread>
 
 namespace kvtier::services::testing {
@@ -175,6 +176,43 @@ TEST_F(PagesTest, HostileMessagesEndTheirCallAndNothingElse) {
   EXPECT_EQ(stats().bytes_written, 0U);
   write(handles, 7);
   EXPECT_EQ(stats().committed_pages, 1U);
+}
+
+TEST_F(PagesTest, ThousandsOfForgedHandlesReachNothing) {
+  const std::string handle = reserve({"a"})[0];
+  write({handle}, 1);
+  const auto seed = std::random_device{}();
+  std::mt19937_64 random(seed);
+  v1::ReadPagesRequest reads;
+  v1::BatchPinPagesRequest pins;
+  reads.set_lease(lease_);
+  pins.set_lease(lease_);
+  for (int i = 0; i < 4096; ++i) {
+    std::string forged = handle;
+    for (std::size_t at = i % 2 == 0 ? 6 : 22; at < forged.size(); ++at) {
+      forged[at] = static_cast<char>('A' + static_cast<char>(random() % 26));
+    }
+    reads.add_handles(forged);
+    pins.add_handles(forged);
+  }
+  grpc::ClientContext context;
+  const auto stream = transfer_->ReadPages(&context, reads);
+  v1::ReadPagesResponse response;
+  int refused = 0;
+  while (stream->Read(&response)) {
+    for (const auto& chunk : response.chunks()) {
+      EXPECT_EQ(chunk.status().reason(), "NOT_FOUND") << "seed " << seed;
+      EXPECT_TRUE(chunk.data().empty());
+      ++refused;
+    }
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(refused, 4096);
+  v1::BatchPinPagesResponse pinned;
+  grpc::ClientContext pin_context;
+  ASSERT_TRUE(pages_->BatchPinPages(&pin_context, pins, &pinned).ok());
+  for (const auto& item : pinned.items()) EXPECT_EQ(item.status().reason(), "NOT_FOUND");
+  EXPECT_EQ(stats().pinned_pages, 0U);
 }
 
 TEST_F(PagesTest, ReaderThatDoesNotReadHoldsUpNeitherOthersNorTheEnd) {
