@@ -150,6 +150,18 @@ ServerOptions server_options(const ServeCommand& command) {
   return options;
 }
 
+/// What is wrong with the new files is the operator's to know, and no reason to end.
+void reload_tls(Server& server, Log& log) {
+  try {
+    server.reload_tls();
+    log.write({.event = "certificates_read", .message = "new connections see the new certificate"});
+  } catch (const Error& error) {
+    log.write({.level = LogLevel::kError,
+               .event = "certificates_refused",
+               .message = std::string("the former ones stay: ") + error.what()});
+  }
+}
+
 }  // namespace
 
 void add_serve(CLI::App& program, ServeCommand& command) {
@@ -237,6 +249,7 @@ void run_serve(const ServeCommand& command, const Console& console, Log& log) {
   std::signal(SIGPIPE, SIG_IGN);
   boost::asio::io_context loop;
   boost::asio::signal_set signals(loop, SIGTERM, SIGINT);
+  if (!command.tls_certificate.empty()) signals.add(SIGHUP);
   CallLog calls(log);
   std::optional<Watchdog> watchdog;
   std::thread drainer;
@@ -253,8 +266,12 @@ void run_serve(const ServeCommand& command, const Console& console, Log& log) {
     });
   };
   std::function<void()> await_signal = [&] {
-    signals.async_wait([&](const boost::system::error_code& error, int /*signal*/) {
+    signals.async_wait([&](const boost::system::error_code& error, int signal) {
       if (error) return;
+      if (signal == SIGHUP) {
+        reload_tls(*server, log);
+        return await_signal();
+      }
       if (drainer.joinable()) std::_Exit(kExitForced);
       drain();
       await_signal();

@@ -50,8 +50,8 @@ class ByteStream {
 [[nodiscard]] std::unique_ptr<ByteStream> make_unix_stream(boost::asio::any_io_executor executor,
                                                            Descriptor socket);
 /// Over TCP; with TLS, which asks for a client's certificate, unless `tls` is null.
-[[nodiscard]] std::unique_ptr<ByteStream> make_tcp_stream(boost::asio::any_io_executor executor,
-                                                          Descriptor socket,
-                                                          boost::asio::ssl::context* tls);
+[[nodiscard]] std::unique_ptr<ByteStream> make_tcp_stream(
+    boost::asio::any_io_executor executor, Descriptor socket,
+    std::shared_ptr<boost::asio::ssl::context> tls);
 
 }  // namespace kvtier::services

@@ -1,16 +1,13 @@
 #include "services/dataplane/data_plane.h"
 
-#include "kvtier/error.h"
-
 #include "services/server/listener.h"
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>
+#include <boost/asio/ssl/context.hpp>
 #include <boost/asio/strand.hpp>
 
 #include <mutex>
-#include <openssl/ssl.h>
-#include <optional>
 #include <thread>
 #include <unordered_map>
 
@@ -21,34 +18,17 @@ namespace ssl = boost::asio::ssl;
 
 constexpr std::chrono::milliseconds kDrainInterval{2};
 
-void load_tls(ssl::context& context, const DataPlaneTls& tls) {
-  SSL_CTX_set_min_proto_version(context.native_handle(), TLS1_2_VERSION);
-  try {
-    context.use_certificate_chain_file(tls.certificate);
-    context.use_private_key_file(tls.key, ssl::context::pem);
-    context.load_verify_file(tls.client_ca);
-  } catch (const boost::system::system_error& error) {
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        std::string("TLS: expected certificate, key and client CA in PEM, found: ") + error.what());
-  }
-  context.set_verify_mode(ssl::verify_peer | ssl::verify_fail_if_no_peer_cert);
-}
-
 }  // namespace
 
 class DataPlane::Impl {
  public:
-  Impl(DataPlaneOptions options, const DataPlaneTls& tls, Core& core, PageStore* pages)
+  Impl(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages)
       : options_(std::move(options)),
         attachments_(options_.attachments, [] { return std::chrono::steady_clock::now(); }),
         context_{core, pages, attachments_, options_.limits, counters_},
         loop_(static_cast<int>(options_.threads)),
         work_(boost::asio::make_work_guard(loop_)) {
-    if (!tls.certificate.empty()) {
-      tls_.emplace(ssl::context::tls_server);
-      load_tls(*tls_, tls);
-    }
+    if (!tls.empty()) tls_ = make_tls_context(tls);
     endpoints_ = options_.listen;
     for (Endpoint& endpoint : endpoints_) {
       if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
@@ -90,6 +70,12 @@ class DataPlane::Impl {
     locks_.clear();
   }
 
+  void use_tls(const TlsIdentity& identity) {
+    std::shared_ptr<ssl::context> fresh = make_tls_context(identity);
+    const std::lock_guard lock(mutex_);
+    if (tls_) tls_.swap(fresh);
+  }
+
   const DataPlaneOptions options_;
   DataPlaneCounters counters_;
   Attachments attachments_;
@@ -97,11 +83,16 @@ class DataPlane::Impl {
   std::vector<Endpoint> endpoints_;
 
  private:
+  std::shared_ptr<ssl::context> tls() {
+    const std::lock_guard lock(mutex_);
+    return tls_;
+  }
+
   void accept(Descriptor socket, bool is_unix) {
     const auto strand = boost::asio::make_strand(loop_);
-    std::unique_ptr<ByteStream> stream =
-        is_unix ? make_unix_stream(strand, std::move(socket))
-                : make_tcp_stream(strand, std::move(socket), tls_ ? &*tls_ : nullptr);
+    std::unique_ptr<ByteStream> stream = is_unix
+                                             ? make_unix_stream(strand, std::move(socket))
+                                             : make_tcp_stream(strand, std::move(socket), tls());
     auto connection = std::make_shared<DataConnection>(context_, strand, std::move(stream),
                                                        [this](DataConnection& ended) {
                                                          const std::lock_guard lock(mutex_);
@@ -117,22 +108,22 @@ class DataPlane::Impl {
 
   boost::asio::io_context loop_;
   boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
-  std::optional<ssl::context> tls_;
   std::vector<SocketLock> locks_;
   Listener listener_;
   std::vector<std::thread> threads_;
-  std::mutex mutex_;  ///< Guards both below.
+  std::mutex mutex_;                   ///< Guards all below.
+  std::shared_ptr<ssl::context> tls_;  ///< Null: plaintext.
   std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
   bool stopped_ = false;
 };
 
-DataPlane::DataPlane(DataPlaneOptions options, const DataPlaneTls& tls, Core& core,
-                     PageStore* pages)
+DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages)
     : impl_(std::make_unique<Impl>(std::move(options), tls, core, pages)) {}
 DataPlane::~DataPlane() = default;
 void DataPlane::start() { impl_->start(); }
 void DataPlane::stop(std::chrono::milliseconds grace) { impl_->stop(grace); }
 void DataPlane::sweep() { impl_->attachments_.sweep(); }
+void DataPlane::use_tls(const TlsIdentity& identity) { impl_->use_tls(identity); }
 const std::vector<Endpoint>& DataPlane::endpoints() const noexcept { return impl_->endpoints_; }
 Attachments& DataPlane::attachments() noexcept { return impl_->attachments_; }
 const DataPlaneCounters& DataPlane::counters() const noexcept { return impl_->counters_; }

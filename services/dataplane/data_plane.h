@@ -2,6 +2,7 @@
 
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/connection.h"
+#include "services/dataplane/tls_identity.h"
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
 
@@ -19,17 +20,13 @@ struct DataPlaneOptions {
   std::size_t threads = 1;  ///< That read and write sockets.
 };
 
-/// Files in PEM, as `TlsFiles` of the server; empty: TCP is plaintext.
-struct DataPlaneTls {
-  std::string certificate, key, client_ca;
-};
-
 /// The data plane: sockets on which attached clients send tensors and pages, in frames (frame.h),
 /// beside memory that they share with the server.
 class DataPlane {
  public:
-  /// Listens. `core`, and `pages` if there are any, must outlive this. Throws as `Server`.
-  DataPlane(DataPlaneOptions options, const DataPlaneTls& tls, Core& core, PageStore* pages);
+  /// Listens; over TCP with TLS, unless `tls` is empty. `core`, and `pages` if there are any, must
+  /// outlive this. Throws as `Server`.
+  DataPlane(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages);
   /// Stops without grace. The core must not work on anything any more.
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;  // owns sockets and threads
@@ -42,6 +39,9 @@ class DataPlane {
   void stop(std::chrono::milliseconds grace);
   /// Forgets tokens that were not used. Called every second or so.
   void sweep();
+  /// Shows clients that connect from now on another identity. Throws `kInvalidArgument`, and
+  /// changes nothing, unless its parts go together.
+  void use_tls(const TlsIdentity& identity);
 
   /// Where clients connect, with the ports that the system chose.
   [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;

@@ -87,8 +87,8 @@ class TcpStream final : public ByteStream {
 class TlsStream final : public ByteStream {
  public:
   TlsStream(const boost::asio::any_io_executor& executor, Descriptor socket,
-            boost::asio::ssl::context& context)
-      : stream_(adopt(executor, std::move(socket)), context) {}
+            std::shared_ptr<boost::asio::ssl::context> context)
+      : context_(std::move(context)), stream_(adopt(executor, std::move(socket)), *context_) {}
 
   void start(std::function<void(const error_code&)> done) override {
     stream_.async_handshake(boost::asio::ssl::stream_base::server, std::move(done));
@@ -118,15 +118,17 @@ class TlsStream final : public ByteStream {
   }
 
  private:
+  const std::shared_ptr<boost::asio::ssl::context> context_;  ///< Outlives its replacement.
   boost::asio::ssl::stream<tcp::socket> stream_;
 };
 
 }  // namespace
 
 std::unique_ptr<ByteStream> make_tcp_stream(boost::asio::any_io_executor executor,
-                                            Descriptor socket, boost::asio::ssl::context* tls) {
+                                            Descriptor socket,
+                                            std::shared_ptr<boost::asio::ssl::context> tls) {
   if (tls == nullptr) return std::make_unique<TcpStream>(executor, std::move(socket));
-  return std::make_unique<TlsStream>(executor, std::move(socket), *tls);
+  return std::make_unique<TlsStream>(executor, std::move(socket), std::move(tls));
 }
 
 }  // namespace kvtier::services

@@ -12,6 +12,7 @@
 #include "services/server/grpc_stream.h"
 #include "services/server/listener.h"
 #include "services/server/status.h"
+#include "services/server/tls_credentials.h"
 
 #include <google/protobuf/stubs/logging.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -25,8 +26,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 namespace kvtier::services {
@@ -40,32 +39,10 @@ constexpr int kMaxMetadataBytes = 8 << 10;
 constexpr int kHandshakeMilliseconds = 5'000;
 constexpr int kLookaheadBytes = 1 << 20;
 
-std::string read_file(const std::string& option, const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  if (!in || text.str().empty()) {
-    throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
-  }
-  return text.str();
-}
-
-std::shared_ptr<grpc::ServerCredentials> tcp_credentials(const ServerOptions& options,
-                                                         const Endpoint& endpoint) {
-  const TlsFiles& tls = options.tls;
-  if (!tls.certificate.empty() || !tls.key.empty() || !tls.client_ca.empty()) {
-    if (tls.certificate.empty() || tls.key.empty() || tls.client_ca.empty()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "TLS: expected certificate, key and client CA together, found some of them");
-    }
-    grpc::SslServerCredentialsOptions ssl(
-        GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-    ssl.pem_root_certs = read_file("tls-client-ca", tls.client_ca);
-    ssl.pem_key_cert_pairs.push_back(
-        {read_file("tls-key", tls.key), read_file("tls-cert", tls.certificate)});
-    return grpc::SslServerCredentials(ssl);
-  }
-  if (options.insecure_tcp && endpoint.is_loopback()) return grpc::InsecureServerCredentials();
+/// Throws for a TCP endpoint that would have neither TLS nor leave to be without.
+void check_endpoint(const ServerOptions& options, const Endpoint& endpoint) {
+  if (endpoint.is_unix || !options.tls.empty()) return;
+  if (options.insecure_tcp && endpoint.is_loopback()) return;
   throw Error(ErrorCode::kInvalidArgument,
               endpoint.text() +
                   ": expected TLS certificate, key and client CA for TCP, or --insecure-tcp with a "
@@ -134,15 +111,19 @@ class Server::Impl {
           HttpOptions{.endpoint = *options_.metrics,
                       .routes = status_routes(*metrics_, [this] { return state(); })});
     }
+    for (const auto* endpoints : {&options_.listen, &options_.data.listen}) {
+      for (const Endpoint& endpoint : *endpoints) check_endpoint(options_, endpoint);
+    }
+    if (!options_.tls.empty()) {
+      TlsIdentity identity = read_tls_files(options_.tls);
+      (void)make_tls_context(identity);  // throws unless its parts go together
+      identity_ = std::make_unique<CurrentIdentity>(std::move(identity));
+      credentials_ = make_tls_credentials(*identity_);
+    }
     client_services_ = make_client_services(core_, streams_);
     if (!options_.data.listen.empty()) {
-      for (const Endpoint& endpoint : options_.data.listen) {
-        if (!endpoint.is_unix) (void)tcp_credentials(options_, endpoint);  // throws as for gRPC
-      }
-      const TlsFiles& tls = options_.tls;
       data_plane_ = std::make_unique<DataPlane>(
-          options_.data, DataPlaneTls{tls.certificate, tls.key, tls.client_ca}, core_,
-          &core_.pages());
+          options_.data, identity_ ? identity_->get().first : TlsIdentity{}, core_, &core_.pages());
       client_services_.push_back(make_shared_memory_service(core_, *data_plane_));
     }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);
@@ -211,6 +192,23 @@ class Server::Impl {
     streams_.end_idle(now - options_.stream_idle);
   }
 
+  void reload_tls() {
+    if (!identity_) {
+      throw Error(ErrorCode::kFailedPrecondition, "reload: expected a server with TLS, found none");
+    }
+    const std::lock_guard lock(reload_mutex_);
+    try {
+      TlsIdentity fresh = read_tls_files(options_.tls);
+      (void)make_tls_context(fresh);
+      if (data_plane_) data_plane_->use_tls(fresh);
+      identity_->replace(std::move(fresh));
+    } catch (...) {
+      ++reloads_refused_;
+      throw;
+    }
+    ++reloads_;
+  }
+
  private:
   static ServerOptions observed(ServerOptions options, ServerMetrics& metrics) {
     options.core.observers.push_back(&metrics);
@@ -236,9 +234,15 @@ class Server::Impl {
                                            core.pages.max_bytes));
     families.counter("kvtier_admission_rejected_total", "",
                      static_cast<double>(streams_.num_ended_idle()), {{"reason", "slow_consumer"}});
-    families.gauge("kvtier_tls_certificate_expiry_timestamp_seconds",
-                   "When the server's certificate ends, since 1970; 0 without TLS.",
-                   certificate_expiry(options_.tls.certificate));
+    families.gauge(
+        "kvtier_tls_certificate_expiry_timestamp_seconds",
+        "When the certificate in use ends, since 1970; 0 without TLS.",
+        started_ && identity_ ? certificate_expiry(identity_->get().first.certificate) : 0);
+    for (const auto& [result, count] :
+         {std::pair("ok", reloads_.load()), std::pair("refused", reloads_refused_.load())}) {
+      families.counter("kvtier_tls_reloads_total", "Certificates read anew.",
+                       static_cast<double>(count), {{"result", result}});
+    }
   }
 
   static std::size_t num_threads(std::size_t asked) {
@@ -257,8 +261,7 @@ class Server::Impl {
       if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
       acceptors_.push_back(builder.experimental().AddExternalConnectionAcceptor(
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-          endpoint.is_unix ? grpc::InsecureServerCredentials()
-                           : tcp_credentials(options_, endpoint)));
+          endpoint.is_unix || !credentials_ ? grpc::InsecureServerCredentials() : credentials_));
       listener_.add(endpoint, [acceptor = acceptors_.back().get()](int fd) {
         grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
         connection.fd = fd;
@@ -296,6 +299,10 @@ class Server::Impl {
   StreamRegistry streams_;
   grpc::ResourceQuota quota_;
   std::vector<SocketLock> locks_;
+  std::unique_ptr<CurrentIdentity> identity_;  ///< Null: without TLS.
+  std::shared_ptr<grpc::ServerCredentials> credentials_;
+  std::mutex reload_mutex_;  ///< Held while `identity_` is replaced, here and in the data plane.
+  std::atomic<std::uint64_t> reloads_{0}, reloads_refused_{0};
   std::unique_ptr<DataPlane> data_plane_;
   Services client_services_, admin_services_;
   std::vector<Endpoint> endpoints_;
@@ -322,5 +329,6 @@ const ServerMetrics& Server::metrics() const noexcept { return impl_->metrics();
 DataPlane* Server::data_plane() noexcept { return impl_->data_plane(); }
 void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }
 void Server::sweep(TimePoint now) { impl_->sweep(now); }
+void Server::reload_tls() { impl_->reload_tls(); }
 
 }  // namespace kvtier::services

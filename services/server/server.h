@@ -1,6 +1,7 @@
 #pragma once
 
 #include "services/dataplane/data_plane.h"
+#include "services/dataplane/tls_identity.h"
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
 
@@ -19,12 +20,6 @@ namespace kvtier::services {
 
 class Families;
 class ServerMetrics;
-
-/// Files in PEM. All three are needed for TCP: a client must show a certificate that `client_ca`
-/// has signed.
-struct TlsFiles {
-  std::string certificate, key, client_ca;
-};
 
 struct ServerOptions {
   CoreOptions core;
@@ -74,6 +69,9 @@ class Server {
   /// Ends leases that have run out and streams that stand still, as seen at `now`. Done every
   /// second.
   void sweep(TimePoint now);
+  /// Reads the TLS files again: connections from now on are shown what they hold, older ones go
+  /// on. Throws as the constructor, and changes nothing; `kFailedPrecondition` without TLS.
+  void reload_tls();
 
  private:
   class Impl;

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <chrono>
-#include <cstdio>
 #include <ctime>
 #include <memory>
 #include <openssl/asn1.h>
@@ -41,12 +40,12 @@ void add_server_state(ServerState state, Families& families) {
                  {{"version", KVTIER_VERSION}, {"git", KVTIER_REVISION}, {"features", features}});
 }
 
-double certificate_expiry(const std::string& path) {
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"),
-                                                             &std::fclose);
-  if (!file) return 0;
+double certificate_expiry(const std::string& pem) {
+  const std::unique_ptr<BIO, decltype(&BIO_free)> text(
+      BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())), &BIO_free);
+  if (!text) return 0;
   const std::unique_ptr<X509, decltype(&X509_free)> certificate(
-      PEM_read_X509(file.get(), nullptr, nullptr, nullptr), &X509_free);
+      PEM_read_bio_X509(text.get(), nullptr, nullptr, nullptr), &X509_free);
   std::tm end{};
   if (!certificate || ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &end) != 1) return 0;
   return static_cast<double>(::timegm(&end));

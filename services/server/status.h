@@ -17,9 +17,9 @@ enum class ServerState : std::uint8_t { kStarting, kServing, kDraining, kDegrade
 /// Adds kvtier_server_state, 1 for the state that is, and kvtier_build_info.
 void add_server_state(ServerState state, Families& families);
 
-/// Returns when the first certificate of a PEM file ends, in seconds since 1970; 0 when there is
+/// Returns when the first certificate of a PEM text ends, in seconds since 1970; 0 when there is
 /// none.
-[[nodiscard]] double certificate_expiry(const std::string& path);
+[[nodiscard]] double certificate_expiry(const std::string& pem);
 
 /// Returns what the operators' HTTP server answers: "/", "/status.json", "/metrics", "/healthz".
 /// `metrics` must outlive it; `state` is called on its thread.

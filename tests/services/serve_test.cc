@@ -1,5 +1,6 @@
 #include "kvtier/client.h"
 
+#include "tests/services/server/certificates.h"
 #include "tests/support/program.h"
 
 #include <gmock/gmock.h>
@@ -38,8 +39,11 @@ class ServeTest : public ::testing::Test {
   }
 
   std::unique_ptr<Program> serve(std::vector<std::string> arguments,
-                                 std::vector<std::string> environment = {}) {
-    arguments.insert(arguments.begin(), {"kvtier", "serve"});
+                                 std::vector<std::string> environment = {},
+                                 std::vector<std::string> before = {}) {
+    before.insert(before.begin(), "kvtier");
+    before.emplace_back("serve");
+    arguments.insert(arguments.begin(), before.begin(), before.end());
     environment.push_back("XDG_RUNTIME_DIR=" + folder_.string());
     return std::make_unique<Program>(KVTIER_BINARY, arguments, environment, folder_ / "err");
   }
@@ -138,6 +142,27 @@ TEST_F(ServeTest, KilledWithItsMemoryMappedLeavesClientsUnharmed) {
   const std::string hash = "h";
   EXPECT_TRUE(anew.lookup({&hash, 1}, {&layer, 1}).empty());
   ASSERT_TRUE(anew.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].ok());
+}
+
+TEST_F(ServeTest, HangupReadsTheCertificatesAgain) {
+  const testing::Authority authority(folder_, "ca");
+  const testing::Certificate own = authority.issue("localhost");
+  const auto server = serve({"--listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate,
+                             "--tls-key", own.key, "--tls-client-ca", authority.certificate()},
+                            {}, {"--log-level=info"});
+  ASSERT_THAT(server->read_line(), HasSubstr("listening on tcp:127.0.0.1:")) << err();
+  const auto hang_up_until = [&](const std::string& said) {
+    server->signal(SIGHUP);
+    while (err().find(said) == std::string::npos) std::this_thread::yield();
+  };
+
+  std::filesystem::rename(own.key, own.key + ".away");
+  hang_up_until("the former ones stay: tls-key: expected a readable file");
+  std::filesystem::rename(own.key + ".away", own.key);
+  hang_up_until("new connections see the new certificate");
+
+  server->signal(SIGTERM);
+  EXPECT_EQ(server->wait(), 0) << err();
 }
 
 TEST_F(ServeTest, FlagGoesBeforeEnvironmentBeforeFile) {

@@ -221,6 +221,44 @@ TEST_F(AttachTest, RegionsOutliveTheServer) {
             "DISCONNECTED");
 }
 
+TEST_F(AttachTest, NewConnectionsSeeTheNewCertificate) {
+  std::filesystem::create_directory(folder_ / "new");
+  const Authority before(folder_, "ca");
+  const Authority after(folder_ / "new", "ca");
+  const auto identity_of = [](const Authority& authority) {
+    const Certificate own = authority.issue("localhost");
+    return read_tls_files({own.certificate, own.key, authority.certificate()});
+  };
+  start(small_options(),
+        {.listen = {parse_endpoint("tcp:127.0.0.1:0")}, .attachments = {}, .limits = {}},
+        identity_of(before));
+  const auto connect = [&](const Authority& authority) {
+    const Certificate client = authority.issue("client");
+    return std::make_unique<DataChannel>(
+        DataChannelOptions{.endpoint = plane_->endpoints()[0].text(),
+                           .token = token(),
+                           .tls = {authority.certificate(), client.certificate, client.key}});
+  };
+  const auto older = connect(before);
+  const auto ask = [&older] {
+    return reason_of([&] {
+      (void)older->reply_to(
+          older->send(FrameType::kReadPages, kInline, encode(std::vector<PageDescriptor>{})));
+    });
+  };
+  ASSERT_EQ(ask(), "OK");
+
+  TlsIdentity mixed = identity_of(after);
+  mixed.key = identity_of(before).key;
+  EXPECT_THROW(plane_->use_tls(mixed), Error);
+  EXPECT_EQ(reason_of([&] { (void)connect(before); }), "OK") << "the former one stays";
+  plane_->use_tls(identity_of(after));
+
+  EXPECT_EQ(reason_of([&] { (void)connect(after); }), "OK");
+  EXPECT_EQ(reason_of([&] { (void)connect(before); }), "DISCONNECTED");
+  EXPECT_EQ(ask(), "OK") << "goes on";
+}
+
 TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
   const Authority authority(folder_, "ca");
   const Certificate own = authority.issue("localhost");
@@ -229,7 +267,7 @@ TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
   options.tenants[0].certificate = "first.example";
   options.tenants[1].certificate = "second.example";
   start(options, {.listen = {parse_endpoint("tcp:127.0.0.1:0")}, .attachments = {}, .limits = {}},
-        {own.certificate, own.key, authority.certificate()});
+        read_tls_files({own.certificate, own.key, authority.certificate()}));
   const Certificate first = authority.issue("first.example");
   const auto reason = [&](const Certificate& certificate, const std::string& with) {
     return reason_of([&] {

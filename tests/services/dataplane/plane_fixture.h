@@ -49,7 +49,7 @@ class PlaneTest : public ::testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  void start(CoreOptions core, DataPlaneOptions options, const DataPlaneTls& tls = {}) {
+  void start(CoreOptions core, DataPlaneOptions options, const TlsIdentity& tls = {}) {
     core_ = std::make_unique<Core>(std::move(core), *executor_);
     PageStoreOptions pages;
     pages.arena_bytes = 32 * std::int64_t{1 << 20};

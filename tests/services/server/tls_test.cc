@@ -1,8 +1,11 @@
 #include "kvtier/client.h"
 
+#include "services/metrics/server_metrics.h"
 #include "tests/services/server/certificates.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+
+#include <gmock/gmock.h>
 
 namespace kvtier::services::testing {
 namespace {
@@ -22,6 +25,7 @@ class TlsTest : public ServerTest {
     options.core.tenants = two_tenants();
     options.core.tenants[0].certificate = "first.example";
     options.core.tenants[1].certificate = "second.example";
+    files_ = options.tls;
     start(options);
   }
 
@@ -49,6 +53,7 @@ class TlsTest : public ServerTest {
     }
   }
 
+  TlsFiles files_;
   std::unique_ptr<Authority> authority_;
 };
 
@@ -78,6 +83,49 @@ TEST_F(TlsTest, PlaintextIsRefused) {
   EXPECT_EQ(open(options), "UNAVAILABLE ");
   const auto channel = raw_channel("127.0.0.1:" + std::to_string(server_->endpoints()[0].port));
   EXPECT_FALSE(raw_call(channel, "/kvtier.v1.SessionService/ListSessions", "").status.ok());
+}
+
+TEST_F(TlsTest, NewConnectionsSeeFilesThatWereReplaced) {
+  const ClientOptions before = client_options(authority_->issue("first.example"));
+  Client older(before);
+  RemoteSessionConfig config;
+  config.model = {
+      .layers = kLayers, .query_heads = kQueryHeads, .kv_heads = kKvHeads, .head_dim = kHeadDim};
+  RemoteSession session = older.open(config);
+  std::filesystem::create_directory(folder_ / "new");
+  const Authority authority(folder_ / "new", "ca");
+  const Certificate own = authority.issue("localhost");
+  ClientOptions after = client_options(authority.issue("first.example"));
+  after.tls_server_ca = authority.certificate();
+  const auto replace = [](const std::string& from, const std::string& to) {
+    std::filesystem::copy_file(from, to, std::filesystem::copy_options::overwrite_existing);
+  };
+  ASSERT_EQ(open(after), "UNAVAILABLE ");
+
+  replace(own.certificate, files_.certificate);
+  replace(authority.certificate(), files_.client_ca);
+  EXPECT_THROW(server_->reload_tls(), Error) << "with the key of the former certificate";
+  EXPECT_EQ(open(after), "UNAVAILABLE ");
+  std::filesystem::remove(files_.key);
+  EXPECT_THROW(server_->reload_tls(), Error);
+  replace(own.key, files_.key);
+  server_->reload_tls();
+
+  EXPECT_EQ(open(after), "OK");
+  session.refresh();  // over the connection of before
+  ClientOptions again = before;
+  again.tls_server_ca = authority.certificate();
+  EXPECT_EQ(open(again), "UNAVAILABLE ") << "a certificate of the former authority";
+  EXPECT_THAT(
+      server_->metrics().text(),
+      ::testing::AllOf(::testing::HasSubstr("kvtier_tls_reloads_total{result=\"ok\"} 1"),
+                       ::testing::HasSubstr("kvtier_tls_reloads_total{result=\"refused\"} 2")));
+}
+
+TEST_F(TlsTest, ReloadNeedsTls) {
+  ServerOptions options = this->options();
+  start(options);
+  EXPECT_THROW(server_->reload_tls(), Error);
 }
 
 TEST_F(TlsTest, ServerNeedsFilesThatAreThere) {

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+namespace boost::asio::ssl {
+class context;
+}  // namespace boost::asio::ssl
+
+namespace kvtier::services {
+
+/// Files in PEM. All three are needed for TCP: a client must show a certificate that `client_ca`
+/// has signed.
+struct TlsFiles {
+  std::string certificate, key, client_ca;
+
+  [[nodiscard]] bool empty() const noexcept {
+    return certificate.empty() && key.empty() && client_ca.empty();
+  }
+};
+
+/// What the files hold.
+struct TlsIdentity {
+  std::string certificate, key, client_ca;
+
+  [[nodiscard]] bool empty() const noexcept { return certificate.empty(); }
+};
+
+/// Throws `kInvalidArgument` unless all three are named, `kNotFound` for one that cannot be read.
+[[nodiscard]] TlsIdentity read_tls_files(const TlsFiles& files);
+
+/// Returns a context for servers that asks for a client's certificate. Throws `kInvalidArgument`
+/// for what is no PEM, and for a key that is not the certificate's.
+[[nodiscard]] std::shared_ptr<boost::asio::ssl::context> make_tls_context(
+    const TlsIdentity& identity);
+
+}  // namespace kvtier::services
