@@ -134,9 +134,7 @@ void DataConnection::consume() {
   // Whoever lowers the count after this sees the flag; one that did before is made up for.
   ++context_.counters.pauses;
   paused_ = true;
-  if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) {
-    resume();
-  }
+  if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) resume();
 }
 
 /// Returns whether there is a header, and enough room in the queue to go on with its frame.
@@ -381,6 +379,13 @@ void DataConnection::close_now() {
   boost::asio::post(executor_, [self = shared_from_this()] { self->close(); });
 }
 
+void DataConnection::end_if_slow(TimePoint now) {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || !rate_.too_slow(now, context_.limits.rate)) return;
+  ++context_.counters.slow;
+  close_now();  // what would tell it why waits behind what it does not read
+}
+
 void DataConnection::send(Outgoing frame) {
   std::int64_t bytes = static_cast<std::int64_t>(kFrameHeaderBytes + frame.control.size());
   for (const iovec& piece : frame.payload) bytes += static_cast<std::int64_t>(piece.iov_len);
@@ -401,10 +406,9 @@ void DataConnection::send(Outgoing frame) {
   ++context_.counters.frames_written;
   if (writing_) return;
   const bool broken = !write_now();
-  if (broken || (queue_.empty() && ending_)) {
-    return close_now();
-  }
+  if (broken || (queue_.empty() && ending_)) return close_now();
   if (queue_.empty()) return;
+  rate_.wait(context_.now());
   writing_ = true;
   boost::asio::post(executor_, [self = shared_from_this()] { self->await_write(); });
 }
@@ -433,6 +437,7 @@ bool DataConnection::write_now() {
 
 void DataConnection::finish_written(std::size_t bytes) {
   context_.counters.bytes_written += bytes;
+  rate_.moved(static_cast<std::int64_t>(bytes));
   queue_.front().frame.descriptors.clear();
   while (bytes > 0) {
     Queued& queued = queue_.front();
@@ -462,6 +467,7 @@ void DataConnection::await_write() {
       if (self->closed_) return;
       self->finish_written(bytes);
       done = self->queue_.empty();
+      if (done) self->rate_.go_on(self->context_.now());
       ends = done && self->ending_;
       self->writing_ = !done;
     }

@@ -6,6 +6,7 @@
 #include "services/dataplane/page_jobs.h"
 #include "services/dataplane/shared_region.h"
 #include "services/server/core.h"
+#include "services/server/minimum_rate.h"
 
 #include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/steady_timer.hpp>
@@ -30,12 +31,14 @@ struct ConnectionLimits {
   std::int64_t max_queued_bytes = std::int64_t{8} << 20;
   std::chrono::milliseconds attach_time{2'000};  ///< From the first byte to the token.
   std::chrono::milliseconds frame_time{10'000};  ///< From the first byte of a frame to its last.
+  MinimumRate rate;  ///< At which a client reads replies, while any wait for it.
 };
 
 /// Figures of all connections; they only grow, but for the last two.
 struct DataPlaneCounters {
   std::atomic<std::uint64_t> frames_read{0}, bytes_read{0}, frames_written{0}, bytes_written{0};
   std::atomic<std::uint64_t> attached{0}, refused{0}, broken_frames{0}, timeouts{0}, pauses{0};
+  std::atomic<std::uint64_t> slow{0};  ///< Connections that were ended by the minimum rate.
   std::atomic<std::int64_t> connections{0}, queued_bytes{0};
 };
 
@@ -46,6 +49,7 @@ struct ConnectionContext {
   Attachments& attachments;
   const ConnectionLimits limits;
   DataPlaneCounters& counters;
+  const std::function<TimePoint()> now;
 };
 
 /// A frame to be written. `keep` is released when it was, or when the connection has ended.
@@ -78,6 +82,8 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void go_away(const ServiceError& error);
   /// Ends it without waiting for what is not written yet. On any thread.
   void close_now();
+  /// Ends it if its client falls short of the minimum rate. On any thread.
+  void end_if_slow(TimePoint now);
 
   // For those who execute requests. All on any thread.
 
@@ -161,6 +167,7 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   std::mutex mutex_;  ///< Guards all below, and writing to the stream.
   std::deque<Queued> queue_;
   bool writing_ = false;  ///< A write waits on the executor.
+  RateWindow rate_;       ///< Waits for the client while `queue_` holds anything.
 };
 
 }  // namespace kvtier::services

@@ -24,8 +24,8 @@ class DataPlane::Impl {
  public:
   Impl(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages)
       : options_(std::move(options)),
-        attachments_(options_.attachments, [] { return std::chrono::steady_clock::now(); }),
-        context_{core, pages, attachments_, options_.limits, counters_},
+        attachments_(options_.attachments, options_.now),
+        context_{core, pages, attachments_, options_.limits, counters_, options_.now},
         loop_(static_cast<int>(options_.threads)),
         work_(boost::asio::make_work_guard(loop_)) {
     if (!tls.empty()) tls_ = make_tls_context(tls);
@@ -68,6 +68,16 @@ class DataPlane::Impl {
       if (thread.joinable()) thread.join();
     }
     locks_.clear();
+  }
+
+  void sweep(TimePoint now) {
+    attachments_.sweep();
+    std::vector<std::shared_ptr<DataConnection>> open;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [key, connection] : connections_) open.push_back(connection);
+    }
+    for (const auto& connection : open) connection->end_if_slow(now);
   }
 
   void use_tls(const TlsIdentity& identity) {
@@ -122,7 +132,7 @@ DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, Core& cor
 DataPlane::~DataPlane() = default;
 void DataPlane::start() { impl_->start(); }
 void DataPlane::stop(std::chrono::milliseconds grace) { impl_->stop(grace); }
-void DataPlane::sweep() { impl_->attachments_.sweep(); }
+void DataPlane::sweep(TimePoint now) { impl_->sweep(now); }
 void DataPlane::use_tls(const TlsIdentity& identity) { impl_->use_tls(identity); }
 const std::vector<Endpoint>& DataPlane::endpoints() const noexcept { return impl_->endpoints_; }
 Attachments& DataPlane::attachments() noexcept { return impl_->attachments_; }

@@ -6,7 +6,9 @@
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
 
+#include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,6 +20,7 @@ struct DataPlaneOptions {
   AttachmentLimits attachments;
   ConnectionLimits limits;
   std::size_t threads = 1;  ///< That read and write sockets.
+  std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
 };
 
 /// The data plane: sockets on which attached clients send tensors and pages, in frames (frame.h),
@@ -37,8 +40,9 @@ class DataPlane {
   /// Accepts no more; waits for requests in progress until `grace` has passed; tells every client
   /// that the server ends, closes all sockets, and waits for the threads.
   void stop(std::chrono::milliseconds grace);
-  /// Forgets tokens that were not used. Called every second or so.
-  void sweep();
+  /// Forgets tokens that were not used, and ends connections of clients that read too slowly, as
+  /// seen at `now`. Called every second or so.
+  void sweep(TimePoint now);
   /// Shows clients that connect from now on another identity. Throws `kInvalidArgument`, and
   /// changes nothing, unless its parts go together.
   void use_tls(const TlsIdentity& identity);

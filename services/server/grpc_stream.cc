@@ -52,6 +52,20 @@ void StreamRegistry::end_idle(TimePoint since) {
   }
 }
 
+void StreamRegistry::end_slow(TimePoint now, const MinimumRate& rate) {
+  const grpc::Status status = to_status(ServiceError(Code::kResourceExhausted, "SLOW_CLIENT",
+                                                     "the client sends or reads too slowly"));
+  for (const auto& state : all()) {
+    const std::lock_guard lock(state->mutex);
+    if (!state->is_bulk || state->end_status || state->phase == StreamState::Phase::kFinished) {
+      continue;
+    }
+    if (!state->rate.too_slow(now, rate)) continue;
+    ++ended_idle_;
+    end(*state, status, Writes::kCancel);
+  }
+}
+
 void StreamRegistry::end_all(const grpc::Status& status) {
   {
     const std::lock_guard lock(mutex_);

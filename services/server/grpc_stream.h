@@ -1,7 +1,9 @@
 #pragma once
 
 #include "services/server/grpc_call.h"
+#include "services/server/minimum_rate.h"
 
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
@@ -10,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <unordered_set>
 
 namespace kvtier::services {
@@ -22,19 +25,27 @@ struct StreamState {
 
   std::mutex mutex;  ///< Guards all below.
   Phase phase = Phase::kReading;
-  TimePoint active{};                               ///< When something last moved.
+  TimePoint active{};    ///< When something last moved.
+  bool is_bulk = false;  ///< Carries pages: held against a rate.
+  RateWindow rate;
   std::optional<grpc::Status> end_status;           ///< How to end, decided from outside.
   std::function<void(const grpc::Status&)> finish;  ///< Valid until finished.
   std::function<void()> cancel;                     ///< Likewise.
 };
 
-/// The streams there are, so that an idle one, or all of them, can be ended. Thread-safe.
+/// The streams there are, so that idle and slow ones, or all of them, can be ended. Thread-safe.
 class StreamRegistry {
  public:
+  explicit StreamRegistry(std::function<TimePoint()> now) : now_(std::move(now)) {}
+
+  [[nodiscard]] TimePoint now() const { return now_(); }
   void add(const std::shared_ptr<StreamState>& state);
   void remove(const std::shared_ptr<StreamState>& state);
   /// Ends streams that wait for their client, to send or to read, since before `since`.
   void end_idle(TimePoint since);
+  /// Ends streams of bulk bytes whose client falls short of `rate`.
+  void end_slow(TimePoint now, const MinimumRate& rate);
+  /// Streams that the two have ended.
   [[nodiscard]] std::uint64_t num_ended_idle() const noexcept { return ended_idle_; }
   /// Ends all streams: those at work when the work is done and answered. Those added later end at
   /// once.
@@ -43,6 +54,7 @@ class StreamRegistry {
  private:
   [[nodiscard]] std::vector<std::shared_ptr<StreamState>> all();
 
+  const std::function<TimePoint()> now_;
   std::atomic<std::uint64_t> ended_idle_{0};
   std::mutex mutex_;  ///< Guards both below.
   std::unordered_set<std::shared_ptr<StreamState>> states_;
@@ -56,7 +68,7 @@ class RegisteredStream : public Reactor {
  public:
   RegisteredStream(StreamRegistry& registry, grpc::CallbackServerContext& context)
       : registry_(registry), state_(std::make_shared<StreamState>()) {
-    state_->active = std::chrono::steady_clock::now();
+    state_->active = registry.now();
     state_->finish = [this](const grpc::Status& status) { this->Finish(status); };
     state_->cancel = [&context] { context.TryCancel(); };
   }
@@ -83,9 +95,21 @@ class RegisteredStream : public Reactor {
       return false;
     }
     state->phase = phase;
-    state->active = std::chrono::steady_clock::now();
+    state->active = registry_.now();
+    if (phase == Phase::kWorking) {
+      state->rate.go_on(state->active);
+    } else {
+      state->rate.wait(state->active);
+    }
     action();
     return true;
+  }
+
+  /// Holds the stream against the minimum rate. Called before `enlist`.
+  void hold_to_rate() { state_->is_bulk = true; }
+  void moved(std::size_t bytes) {
+    const std::lock_guard lock(state_->mutex);
+    state_->rate.moved(static_cast<std::int64_t>(bytes));
   }
 
   void finish(const grpc::Status& status) {
@@ -117,6 +141,7 @@ class Stream : public RegisteredStream<Reactor> {
       this->finish(at_end());
       return;
     }
+    if constexpr (kIsBulk) this->moved(request_.Length());
     if (this->enter(StreamState::Phase::kWorking, [] {})) {
       work([this](const ServiceError* error) { worked(error); });
     }
@@ -124,9 +149,11 @@ class Stream : public RegisteredStream<Reactor> {
 
  protected:
   using Phase = StreamState::Phase;
+  static constexpr bool kIsBulk = std::is_same_v<Request, grpc::ByteBuffer>;
 
   /// Called by the constructor of the last class.
   void start() {
+    if constexpr (kIsBulk) this->hold_to_rate();
     this->StartSendInitialMetadata();  // tells the client that its call has arrived
     this->enter(Phase::kReading, [this] { this->StartRead(&request_); });
     this->enlist();
@@ -229,12 +256,14 @@ class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<R
   ProducingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Produce produce)
       : RegisteredStream<grpc::ServerWriteReactor<Response>>(registry, context),
         produce_(std::move(produce)) {
+    if constexpr (kIsBulk) this->hold_to_rate();
     this->enlist();
     write_next();
   }
 
   void OnWriteDone(bool ok) override {
     if (ok) {
+      if constexpr (kIsBulk) this->moved(response_.Length());
       write_next();
     } else {
       this->finish(grpc::Status::CANCELLED);
@@ -242,6 +271,8 @@ class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<R
   }
 
  private:
+  static constexpr bool kIsBulk = std::is_same_v<Response, grpc::ByteBuffer>;
+
   void write_next() {
     if (!this->enter(StreamState::Phase::kWorking, [] {})) return;
     response_.Clear();

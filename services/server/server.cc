@@ -91,6 +91,7 @@ class Server::Impl {
   explicit Impl(ServerOptions options)
       : metrics_(make_metrics(options.core.tenants)),
         options_(observed(std::move(options), *metrics_)),
+        streams_(options_.core.now),
         pool_(make_thread_pool(num_threads(options_.threads))),
         core_(options_.core, *pool_),
         quota_("kvtier") {
@@ -188,8 +189,9 @@ class Server::Impl {
 
   void sweep(TimePoint now) {
     core_.sweep();
-    if (data_plane_) data_plane_->sweep();
+    if (data_plane_) data_plane_->sweep(now);
     streams_.end_idle(now - options_.stream_idle);
+    streams_.end_slow(now, options_.rate);
   }
 
   void reload_tls() {
@@ -233,7 +235,8 @@ class Server::Impl {
                        static_cast<double>(core.max_session_memory + core.max_inflight_bytes +
                                            core.pages.max_bytes));
     families.counter("kvtier_admission_rejected_total", "",
-                     static_cast<double>(streams_.num_ended_idle()), {{"reason", "slow_consumer"}});
+                     static_cast<double>(streams_.num_ended_idle() + num_slow_connections()),
+                     {{"reason", "slow_consumer"}});
     families.gauge(
         "kvtier_tls_certificate_expiry_timestamp_seconds",
         "When the certificate in use ends, since 1970; 0 without TLS.",
@@ -243,6 +246,10 @@ class Server::Impl {
       families.counter("kvtier_tls_reloads_total", "Certificates read anew.",
                        static_cast<double>(count), {{"result", result}});
     }
+  }
+
+  [[nodiscard]] std::uint64_t num_slow_connections() const {
+    return started_ && data_plane_ ? data_plane_->counters().slow.load() : 0;
   }
 
   static std::size_t num_threads(std::size_t asked) {
@@ -294,9 +301,9 @@ class Server::Impl {
 
   const std::unique_ptr<ServerMetrics> metrics_;
   const ServerOptions options_;
+  StreamRegistry streams_;
   std::unique_ptr<Executor> pool_;
   Core core_;
-  StreamRegistry streams_;
   grpc::ResourceQuota quota_;
   std::vector<SocketLock> locks_;
   std::unique_ptr<CurrentIdentity> identity_;  ///< Null: without TLS.

@@ -4,6 +4,7 @@
 #include "services/dataplane/tls_identity.h"
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
+#include "services/server/minimum_rate.h"
 
 #include <chrono>
 #include <functional>
@@ -30,6 +31,7 @@ struct ServerOptions {
   DataPlaneOptions data;    ///< Its `listen` empty: no data plane.
   std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
   std::chrono::milliseconds stream_idle{600'000};
+  MinimumRate rate;  ///< Of streams of pages; that of the data plane is in `data.limits`.
   /// Where operators read metrics and the status page, on this machine; none: nowhere.
   std::optional<Endpoint> metrics{};
   /// Adds metrics of whoever runs the server; must not throw.
@@ -66,8 +68,8 @@ class Server {
   /// request in progress, other calls finish; what is left after `grace` is cancelled. Returns when
   /// all has ended.
   void drain(std::chrono::milliseconds grace);
-  /// Ends leases that have run out and streams that stand still, as seen at `now`. Done every
-  /// second.
+  /// Ends leases that have run out, and streams and connections that stand still or are too slow,
+  /// as seen at `now`. Done every second.
   void sweep(TimePoint now);
   /// Reads the TLS files again: connections from now on are shown what they hold, older ones go
   /// on. Throws as the constructor, and changes nothing; `kFailedPrecondition` without TLS.

@@ -272,5 +272,32 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
   EXPECT_EQ(pages_->stats().pinned_pages, 0U);
 }
 
+TEST_F(HostileFrames, OfAClientThatReadsTooSlowlyEndItsConnectionAlone) {
+  const auto lease = open_lease();
+  std::vector<PageDescriptor> descriptors;
+  for (std::uint64_t i = 0; i < 64; ++i) {
+    descriptors.push_back(descriptor_of(store_page(*lease, i)));
+  }
+  const auto slow = attach();
+  const auto other = attach();
+  const auto ask = [&](DataChannel& channel) {
+    return channel.send(FrameType::kReadPages, kInline, encode(descriptors));
+  };
+  for (int i = 0; i < 16; ++i) (void)ask(*slow);  // 64 MiB, of which none is read
+  ASSERT_TRUE(eventually([&] { return plane_->counters().pauses > 0; }));
+
+  const TimePoint now = std::chrono::steady_clock::now();
+  for (int window = 1; window <= 2; ++window) {  // in the first, sockets took some
+    EXPECT_EQ(reason_of([&] { (void)other->reply_to(ask(*other)); }), "OK");
+    plane_->sweep(now + window * std::chrono::seconds(31));
+  }
+
+  EXPECT_TRUE(eventually([&] { return plane_->counters().connections == 1; }));
+  EXPECT_EQ(plane_->counters().slow, 1U);
+  EXPECT_TRUE(eventually([&] { return plane_->counters().queued_bytes == 0; }));
+  EXPECT_EQ(pages_->stats().pinned_pages, 0U);
+  EXPECT_EQ(reason_of([&] { (void)other->reply_to(ask(*other)); }), "OK");
+}
+
 }  // namespace
 }  // namespace kvtier::services::testing

@@ -8,6 +8,7 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 
+#include <array>
 #include <atomic>
 #include <random>
 #include <thread>
@@ -213,6 +214,64 @@ TEST_F(PagesTest, ThousandsOfForgedHandlesReachNothing) {
   ASSERT_TRUE(pages_->BatchPinPages(&pin_context, pins, &pinned).ok());
   for (const auto& item : pinned.items()) EXPECT_EQ(item.status().reason(), "NOT_FOUND");
   EXPECT_EQ(stats().pinned_pages, 0U);
+}
+
+TEST_F(PagesTest, ClientsThatAreTooSlowAreCutOffAndNobodyElse) {
+  const std::vector<std::string> handles = reserve({"a", "b", "c"});
+  write({handles[0], handles[1]}, 1);
+  v1::ReadPagesRequest request;
+  request.set_lease(lease_);
+  constexpr std::size_t kPages = 30;
+  for (std::size_t i = 0; i < kPages; ++i) request.add_handles(handles[i % 2]);
+
+  grpc::ChannelArguments apart;  // a connection of its own
+  apart.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto slow_stub = v1::TransferService::NewStub(
+      grpc::CreateCustomChannel(socket(), grpc::InsecureChannelCredentials(), apart));
+  grpc::ClientContext slow_context;
+  const auto slow_reader = slow_stub->ReadPages(&slow_context, request);
+  grpc::ClientContext writer_context;
+  v1::WritePagesResponse written;
+  const auto slow_writer = transfer_->WritePages(&writer_context, &written);
+  ASSERT_TRUE(slow_writer->Write(chunk_of(0, handles[2], bytes_of(3), 0)));
+  while (stats().bytes_written < 2 * static_cast<std::uint64_t>(kPageBytes) + chunk_bytes_) {
+    std::this_thread::yield();
+  }
+  // Reads on, 4 MiB in every 10 s of the server's clock.
+  grpc::ClientContext context;
+  const auto reader = transfer_->ReadPages(&context, request);
+  std::string bytes;
+  v1::ReadPagesResponse response;
+  std::uint64_t sent = 0;
+  for (int step = 0; step < 9; ++step) {
+    for (int i = 0; i < 4; ++i) {
+      ASSERT_TRUE(reader->Read(&response)) << reader->Finish().error_message();
+      for (const auto& chunk : response.chunks()) bytes += chunk.data();
+    }
+    EXPECT_LE(server_->core().inflight_bytes(), std::int64_t{8} << 20) << "of two readers";
+    while (stats().bytes_read < sent + (1U << 20U)) std::this_thread::yield();
+    sent = stats().bytes_read;
+    later_ = later_.load() + std::chrono::seconds(10);
+    server_->sweep(std::chrono::steady_clock::now() + later_.load());
+  }
+
+  const grpc::Status ended = slow_writer->Finish();
+  EXPECT_EQ(ended.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(reason_of(ended), "SLOW_CLIENT");
+  // What tells it why would come behind what it does not read.
+  while (slow_reader->Read(&response)) {
+  }
+  EXPECT_EQ(slow_reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  while (reader->Read(&response)) {
+    for (const auto& chunk : response.chunks()) bytes += chunk.data();
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  constexpr auto kSize = static_cast<std::size_t>(kPageBytes);
+  ASSERT_EQ(bytes.size(), kPages * kSize);
+  const std::array<std::string, 2> expected{bytes_of(1), bytes_of(2)};
+  for (std::size_t i = 0; i < kPages; ++i) {
+    ASSERT_EQ(bytes.compare(i * kSize, kSize, expected[i % 2]), 0) << i;
+  }
 }
 
 TEST_F(PagesTest, ReaderThatDoesNotReadHoldsUpNeitherOthersNorTheEnd) {
