@@ -1,5 +1,7 @@
 #include "services/client/connection.h"
 
+#include "services/grpc_lifetime.h"
+
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 #include <grpcpp/create_channel.h>
@@ -116,6 +118,7 @@ std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) 
 }  // namespace
 
 Connection::Connection(const ClientOptions& options) : options_(options) {
+  keep_grpc();
   if (options.timeout.count() <= 0) {
     bad("timeout: expected above 0, found " + std::to_string(options.timeout.count()) + " ms");
   }

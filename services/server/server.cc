@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/dataplane/grpc_service.h"
+#include "services/grpc_lifetime.h"
 #include "services/metrics/http_server.h"
 #include "services/metrics/server_metrics.h"
 #include "services/server/core_metrics.h"
@@ -95,6 +96,7 @@ class Server::Impl {
         pool_(make_thread_pool(num_threads(options_.threads))),
         core_(options_.core, *pool_),
         quota_("kvtier") {
+    keep_grpc();
     quota_.Resize(kGrpcMemory);
     google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
     grpc::EnableDefaultHealthCheckService(true);

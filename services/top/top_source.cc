@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 #include "kvtier/v1/admin.grpc.pb.h"
 
+#include "services/grpc_lifetime.h"
 #include "services/metrics/http_get.h"
 #include "services/server/endpoint.h"
 
@@ -24,6 +25,7 @@ TopSource admin_source(const std::string& address) {
   if (!endpoint.is_unix) {
     throw Error(ErrorCode::kInvalidArgument, "server: expected unix:PATH, found " + address);
   }
+  keep_grpc();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxBytes);
   const auto channel = grpc::CreateCustomChannel(endpoint.grpc_target(),

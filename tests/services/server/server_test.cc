@@ -6,6 +6,7 @@
 #include "tests/services/server/server_fixture.h"
 
 #include <gmock/gmock.h>
+#include <grpc/grpc.h>
 #include <grpcpp/client_context.h>
 
 #include <atomic>
@@ -290,6 +291,16 @@ TEST_F(StreamTest, DrainByAnOperatorIsHandedOn) {
   EXPECT_TRUE(
       raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/Drain", "").status.ok());
   EXPECT_EQ(asked, 1);
+}
+
+class GrpcTest : public ServerTest {};
+
+// Its shutdown can take 10 s.
+TEST_F(GrpcTest, OutlivesItsLastServerAndClient) {
+  start();
+  { const Client client({.server = socket()}); }
+  server_.reset();
+  EXPECT_EQ(grpc_is_initialized(), 1);
 }
 
 class OverloadTest : public StreamTest {
