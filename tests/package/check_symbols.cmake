@@ -6,7 +6,7 @@ execute_process(COMMAND ${NM} -D --defined-only --format=posix ${LIBRARY}
 string(REGEX MATCHALL "[^\n]+" lines "${listing}")
 
 set(public "^(_ZNK?6kvtier|_ZT[ISV]N6kvtier|kvtier_|KVTIER_0)")
-set(modules "6kvtier(8transfer|7hashing|7scoring|9attention|7runtime)")
+set(modules "6kvtier(8transfer|7hashing|7scoring|9attention|7runtime|5tiers)")
 foreach(line IN LISTS lines)
   string(REGEX REPLACE "[ @].*" "" symbol "${line}")
   if(NOT symbol MATCHES "${public}" OR symbol MATCHES "${modules}")

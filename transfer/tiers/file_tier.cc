@@ -6,6 +6,7 @@
 #include "transfer/tiers/segment_scan.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <limits>
 #include <sys/resource.h>
 
@@ -90,7 +91,11 @@ FileTier::State::State(const FileTierOptions& wanted)
                    : options.direct ? ", buffered: " + folder.why_buffered()
                                     : ", buffered: O_DIRECT is not wanted";
 
-  const auto segments = folder.open_all();
+  auto segments = folder.open_all();
+  if (options.retain) {
+    for (const auto& segment : segments) folder.remove(*segment);
+    segments.clear();
+  }
   const auto records = scan_segments(segments);
   const AlignedBuffer block(kBlockBytes);
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -156,7 +161,7 @@ int FileTier::State::make_room(std::uint64_t record) {
     std::shared_ptr<Segment> victim;
     {
       const std::lock_guard lock(mutex);
-      victim = index.choose_victim(nullptr);
+      victim = options.retain ? index.choose_empty(nullptr) : index.choose_victim(nullptr);
       if (victim == nullptr) return false;
       stats.evicted += index.drop(*victim);
     }
@@ -167,7 +172,10 @@ int FileTier::State::make_room(std::uint64_t record) {
     const std::lock_guard lock(mutex);
     return index.segment_bytes() + options.segment_bytes > options.capacity_bytes;
   };
-  while (at_capacity() && drop_one()) {
+  while (at_capacity()) {
+    if (drop_one()) continue;
+    if (options.retain) return ENOSPC;
+    break;
   }
   int error = 0;
   active = folder.create(error);
@@ -223,6 +231,7 @@ void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
       state_->index.erase(key, place);
       ++state_->stats.removed;
     }
+    if (state_->options.retain) continue;  // the next start deletes everything
     while (!State::bury(io, key, place, 0)) {
       if (!wait()) return;
     }
@@ -233,6 +242,8 @@ void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
 }
 
 std::size_t FileTier::max_page_bytes() const noexcept { return state_->options.max_page_bytes; }
+
+bool FileTier::retains() const noexcept { return state_->options.retain; }
 
 TierStats FileTier::stats() const {
   const std::lock_guard lock(state_->mutex);
@@ -246,7 +257,8 @@ std::string FileTier::describe() const {
   return "file tier in " + state_->options.folder.string() + ": " + state_->path_of_bytes + ", " +
          std::to_string(state_->options.capacity_bytes >> 20U) + " MiB in segments of " +
          std::to_string(state_->options.segment_bytes >> 20U) + " MiB" +
-         (state_->options.sync ? ", synced" : ", not synced");
+         (state_->options.sync ? ", synced" : ", not synced") +
+         (state_->options.retain ? ", retaining" : "");
 }
 
 }  // namespace kvtier::tiers

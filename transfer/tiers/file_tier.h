@@ -17,6 +17,10 @@ struct FileTierOptions {
   /// Puts are answered when they are on the disk. Without, they survive the process, but a power
   /// cut may take those of the last segment; it never leaves a wrong one.
   bool sync = true;
+  /// Pages stay until they are removed, and a put that finds no room is kFull, where otherwise the
+  /// tier would drop others. For pages that one process cannot do without: the tier starts empty,
+  /// and does not mark removed pages on the disk.
+  bool retain = false;
   bool direct = true;            ///< O_DIRECT, where the file system takes it.
   bool uring = true;             ///< io_uring, where the kernel allows it; else threads.
   std::size_t queue_depth = 32;  ///< Transfers in flight of a call.
@@ -46,6 +50,7 @@ class FileTier final : public PageTier {
   void get(std::span<TierGet> pages, Deadline deadline) override;
   void remove(std::span<const PageKey> keys, Deadline deadline) override;
   [[nodiscard]] std::size_t max_page_bytes() const noexcept override;
+  [[nodiscard]] bool retains() const noexcept override;
   [[nodiscard]] TierStats stats() const override;
   [[nodiscard]] std::string describe() const override;
 

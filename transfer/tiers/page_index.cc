@@ -43,10 +43,15 @@ void PageIndex::add(const std::shared_ptr<Segment>& segment) {
   segment_bytes_ += segment->header.bytes;
 }
 
-std::shared_ptr<Segment> PageIndex::choose_victim(const Segment* active) {
+std::shared_ptr<Segment> PageIndex::choose_empty(const Segment* active) const {
   for (const auto& segment : segments_) {
     if (segment.get() != active && segment->num_pages == 0) return segment;
   }
+  return nullptr;
+}
+
+std::shared_ptr<Segment> PageIndex::choose_victim(const Segment* active) {
+  if (auto empty = choose_empty(active)) return empty;
   for (std::size_t steps = 0; steps < 2 * segments_.size(); ++steps) {
     std::shared_ptr<Segment> segment = segments_.front();
     if (segment.get() != active && !segment->referenced) return segment;

@@ -33,6 +33,8 @@ class PageIndex {
   void add(const std::shared_ptr<Segment>& segment);
   /// Returns nothing when there is none but `active`.
   [[nodiscard]] std::shared_ptr<Segment> choose_victim(const Segment* active);
+  /// The same, of segments without live pages alone.
+  [[nodiscard]] std::shared_ptr<Segment> choose_empty(const Segment* active) const;
   /// Takes a segment and its pages out, and returns how many pages these were.
   std::size_t drop(const Segment& segment);
 
