@@ -20,30 +20,44 @@ namespace kvtier::transfer {
 /// has changed nothing. A frame may have several holders, who all only read it; it is free when the
 /// last has given it back. Thread-safe; the mutex guards the free list, the retiring batches and
 /// the counts of holders, and is never held over a copy or a wait.
+///
+/// Here a frame is named by its address. A pool whose frames may move or be away for a time
+/// (runtime/page_pool.h) names them otherwise, and `address` tells where they are.
 class FramePool {
  public:
   /// Allocates floor(bytes / frame_bytes) frames (none when 0). Throws `kResourceExhausted`.
   FramePool(Device& device, Space space, std::size_t frame_bytes, std::size_t bytes,
             const PinOptions& options = {});
+  virtual ~FramePool() = default;
+  FramePool(const FramePool&) = delete;  // frames point into its memory
+  FramePool& operator=(const FramePool&) = delete;
 
   /// Takes `frames.size()` frames, or none and returns false when fewer can be had now. Events of
   /// retiring frames are polled when the free list is short; when `stream` is given and polling is
   /// not enough, `stream` is made to wait for the retiring frames that are taken.
-  [[nodiscard]] bool take_all(std::span<std::byte*> frames, Stream* stream = nullptr);
+  [[nodiscard]] virtual bool take_all(std::span<std::byte*> frames, Stream* stream = nullptr);
 
   /// Gives frames back; each is reused only after `last_use` is done. Of a frame with several
   /// holders the event of the last counts: it must come after the uses of the others.
-  void give_back(std::span<std::byte* const> frames, Event last_use);
+  virtual void give_back(std::span<std::byte* const> frames, Event last_use);
 
   /// Adds a holder to each of these frames, which gives them back like any other.
-  void share(std::span<std::byte* const> frames);
+  virtual void share(std::span<std::byte* const> frames);
   /// Tells whether a frame has more than one holder.
-  [[nodiscard]] bool shared(const std::byte* frame) const;
+  [[nodiscard]] virtual bool shared(const std::byte* frame) const;
+  /// Returns where the bytes of a frame are now; nullptr when they are away.
+  [[nodiscard]] virtual std::byte* address(std::byte* frame) const { return frame; }
+  /// Tells how often an address has changed; 0: frames of this pool stay where they are.
+  [[nodiscard]] virtual std::uint64_t num_moves() const { return 0; }
 
   [[nodiscard]] std::size_t frame_bytes() const noexcept { return frame_bytes_; }
   [[nodiscard]] std::size_t num_frames() const noexcept { return num_frames_; }
-  [[nodiscard]] std::size_t num_used() const;    ///< Held by somebody.
-  [[nodiscard]] std::size_t num_shared() const;  ///< Held more than once.
+  [[nodiscard]] std::size_t num_used() const;            ///< Held by somebody.
+  [[nodiscard]] virtual std::size_t num_shared() const;  ///< Held more than once.
+
+ protected:
+  /// Which of the frames the one at this address is.
+  [[nodiscard]] std::size_t index_of(const std::byte* frame) const;
 
  private:
   struct Retiring {
@@ -53,7 +67,6 @@ class FramePool {
   void collect_locked();
   [[nodiscard]] std::vector<Retiring> borrow_locked(std::size_t count);
   void return_frames(std::span<std::byte* const> free, std::vector<Retiring> borrowed);
-  [[nodiscard]] std::size_t index_of(const std::byte* frame) const;
 
   std::size_t frame_bytes_;
   std::size_t num_frames_;

@@ -14,7 +14,8 @@ namespace kvtier::transfer {
 /// the page table of KV pages, and the block table of sketches.
 ///
 /// Owns its frames. The device array is written in stream order by `patch_table`, so work enqueued
-/// earlier keeps reading the addresses it was enqueued with.
+/// earlier keeps reading the addresses it was enqueued with. Frames of a pool that moves them may
+/// have other addresses since: see `settled`.
 class PageTable {
  public:
   /// `device_addresses` has room for `capacity` entries and outlives the table.
@@ -39,6 +40,11 @@ class PageTable {
   void share(Stream& stream, std::span<std::byte* const> frames);
   /// Tells whether frame `i` has other holders.
   [[nodiscard]] bool shared(std::int64_t i) const { return pool_->shared(frame(i)); }
+  /// Tells whether every frame is where the device array says. One comparison.
+  [[nodiscard]] bool settled() const { return moves_ == pool_->num_moves(); }
+  /// Writes the addresses that have changed. Returns how many frames are away; their addresses are
+  /// those of other frames now, and not to be read.
+  std::int64_t settle(Stream& stream);
   /// Puts `fresh`, a frame just taken from the pool, in the place of frame `i`, which goes back as
   /// by `shrink`.
   void replace(Stream& stream, std::int64_t i, std::byte* fresh);
@@ -51,15 +57,20 @@ class PageTable {
   [[nodiscard]] std::byte* frame(std::int64_t i) const {
     return frames_[static_cast<std::size_t>(i)];
   }
+  /// Where the bytes of a frame are; nullptr when they are away.
+  [[nodiscard]] std::byte* address(std::int64_t i) const { return pool_->address(frame(i)); }
   [[nodiscard]] std::byte* const* device_addresses() const noexcept { return device_addresses_; }
 
  private:
-  void write_addresses(Stream& stream, std::int64_t begin);
+  void write_addresses(Stream& stream, std::int64_t begin, std::int64_t end);
+  void write_new_addresses(Stream& stream, std::int64_t begin);
 
   FramePool* pool_;
   std::byte** device_addresses_;
   std::int64_t capacity_;
   std::vector<std::byte*> frames_;
+  std::vector<std::byte*> written_;  ///< What the device array says, once frames have moved.
+  std::uint64_t moves_ = 0;          ///< Of the pool, when all frames were found where they were.
 };
 
 }  // namespace kvtier::transfer

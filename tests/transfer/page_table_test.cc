@@ -295,6 +295,74 @@ class PageTableModel {
   std::deque<PageTable> tables_;
 };
 
+/// A pool that says where frames are as a test wants.
+class MovingPool final : public FramePool {
+ public:
+  using FramePool::FramePool;
+  [[nodiscard]] std::byte* address(std::byte* frame) const override {
+    const auto moved = moved_.find(frame);
+    return moved == moved_.end() ? frame : moved->second;
+  }
+  [[nodiscard]] std::uint64_t num_moves() const override { return num_moves_; }
+  void move(std::byte* frame, std::byte* to) {
+    moved_[frame] = to;
+    ++num_moves_;
+  }
+
+ private:
+  std::map<std::byte*, std::byte*> moved_;
+  std::uint64_t num_moves_ = 1;
+};
+
+TEST_F(PageTableTest, SettlesWhereFramesHaveMoved) {
+  constexpr std::int64_t kCount = 2 * kMaxTablePatch + 5;
+  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kCount * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), kCount);
+  ASSERT_TRUE(table.grow(*stream_, kCount));
+  EXPECT_TRUE(table.settled());
+  std::vector<std::byte> elsewhere(kCount);
+
+  // Away: not settled until it is back, and its entry stays as it was.
+  pool.move(table.frame(3), nullptr);
+  EXPECT_FALSE(table.settled());
+  EXPECT_EQ(table.settle(*stream_), 1);
+  EXPECT_FALSE(table.settled());
+  pool.move(table.frame(3), &elsewhere[3]);
+  for (const std::int64_t i : {0, 1, 299, 300, static_cast<int>(kCount - 1)}) {
+    pool.move(table.frame(i), &elsewhere[static_cast<std::size_t>(i)]);
+  }
+  EXPECT_EQ(table.settle(*stream_), 0);
+  EXPECT_TRUE(table.settled());
+  device_.run_all();
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.address(i)) << "entry " << i;
+  }
+  EXPECT_EQ(mirror_[3], &elsewhere[3]);
+
+  // What has not moved is not written again.
+  pool.move(table.frame(7), &elsewhere[7]);
+  EXPECT_EQ(table.settle(*stream_), 0);
+  EXPECT_EQ(device_.pending(*stream_), 1U);
+  device_.run_all();
+  EXPECT_EQ(mirror_[7], &elsewhere[7]);
+}
+
+TEST_F(PageTableTest, AFrameThatIsAwayUnsettlesTheTableThatTakesIt) {
+  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 8 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 4);
+  PageTable other(pool, mirror_.data() + 4, 4);
+  ASSERT_TRUE(table.grow(*stream_, 2));
+  pool.move(table.frame(1), nullptr);
+  std::byte* const frames[] = {table.frame(0), table.frame(1)};
+
+  other.share(*stream_, frames);
+  EXPECT_FALSE(other.settled());
+  EXPECT_EQ(other.settle(*stream_), 1);
+  other.shrink(*stream_, 1);
+  EXPECT_EQ(other.settle(*stream_), 0);
+  EXPECT_TRUE(other.settled());
+}
+
 TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {
   for (const unsigned seed : {1U, 2U, 3U, 4U}) {
     SCOPED_TRACE("seed " + std::to_string(seed));
