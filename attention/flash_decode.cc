@@ -93,8 +93,19 @@ void FlashDecode::attend(Stream& stream, const AttendRequest& request,
   }
   const std::int64_t max_tokens = max_span_tokens(request);
   stream.run([=, limits = limits_] {
-    cpu::attend(request, selection, limits, memory, max_tokens, max_selected, outputs);
+    cpu::attend(request, selection, limits, memory, max_tokens, max_selected, outputs, nullptr);
   });
+}
+
+void FlashDecode::attend_in_parts(const AttendRequest& request,
+                                  const transfer::SelectionView& selection,
+                                  std::int64_t max_selected, const OutputBatch& outputs,
+                                  RowSource& source) {
+  check_request(limits_, request, selection, max_selected, outputs);
+  assert(selection.staged_capacity == 0);
+  if (request.rows.count == 0) return;
+  cpu::attend(request, selection, limits_, memory_.data(), max_span_tokens(request), max_selected,
+              outputs, &source);
 }
 
 void merge_results(Stream& stream, const MergeBatch& parts, std::int64_t num_heads_total,

@@ -35,6 +35,20 @@ struct AttendRequest {
   bool pages_on_device = false;  ///< On which link rows read in place are counted.
 };
 
+/// Brings rows into memory that are not there all at once. CPU backend only.
+class RowSource {
+ public:
+  RowSource() = default;
+  RowSource(const RowSource&) = delete;  // a view of what holds the rows
+  RowSource& operator=(const RowSource&) = delete;
+  virtual ~RowSource() = default;
+
+  /// Makes the rows of these tokens, of all KV heads, be where `row_address` says until the next
+  /// call. Returns false, and nothing is said, when these are too many; one token never is. Throws
+  /// when the rows cannot be had.
+  virtual bool hold(int sequence, std::span<const std::int64_t> tokens) = 0;
+};
+
 struct FlashDecodeLimits {
   int rows = 1;
   int query_heads = 1;
@@ -62,6 +76,11 @@ class FlashDecode {
   void attend(transfer::Stream& stream, const AttendRequest& request,
               const transfer::SelectionView& selection, std::int64_t max_selected,
               const OutputBatch& outputs);
+
+  /// The same, bit for bit, on the calling thread while the stream is idle, for rows that `source`
+  /// brings a part at a time. Nothing is staged. CPU backend only.
+  void attend_in_parts(const AttendRequest& request, const transfer::SelectionView& selection,
+                       std::int64_t max_selected, const OutputBatch& outputs, RowSource& source);
 
  private:
   FlashDecodeLimits limits_;

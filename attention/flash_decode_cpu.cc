@@ -9,6 +9,7 @@
 #include <cassert>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -154,8 +155,22 @@ SpanUnion unite(const std::vector<AttendedSpans>& spans) {
   return all;
 }
 
+/// Converts the rows of tokens to fp32, as many at a time as can be had.
+void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t resident_begin,
+               int kv_head, std::span<const std::int64_t> tokens, float* to, RowSource* source) {
+  const KvGeometry& kv = request.kv;
+  const SequenceView& sequence = request.sequences[sequence_index];
+  const std::int64_t width = 2 * std::int64_t{kv.head_dim};
+  const bool together = source == nullptr || source->hold(sequence_index, tokens);
+  for (const std::int64_t& token : tokens) {
+    if (!together) (void)source->hold(sequence_index, {&token, 1});
+    widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, token), width, to);
+    to += width;
+  }
+}
+
 void attend_spans(const AttendRequest& request, const PartialView& partial, const RowRun& run,
-                  int kv_head, int split, int splits) {
+                  int kv_head, int split, int splits, RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
   const auto num_rows = static_cast<std::size_t>(run.end - run.begin);
@@ -185,10 +200,9 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
     const auto filled = static_cast<std::size_t>(std::min<std::int64_t>(kTileRows, end - begin));
     for (std::size_t i = 0; i < filled; ++i) {
       tokens[i] = all.token(begin + static_cast<std::int64_t>(i));
-      widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, tokens[i]),
-            2 * std::int64_t{kv.head_dim},
-            tile.values.data() + i * 2 * static_cast<std::size_t>(kv.head_dim));
     }
+    fill_tile(request, request.rows[run.begin].sequence, resident_begin, kv_head,
+              {tokens.data(), filled}, tile.values.data(), source);
     for (std::size_t r = 0; r < num_rows; ++r) {
       int seen = 0;
       for (std::size_t i = 0; i < filled; ++i) {
@@ -207,7 +221,8 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
 }
 
 void attend_selected(const AttendRequest& request, const transfer::SelectionView& selection,
-                     const PartialView& partial, int row, int kv_head, int split, int splits) {
+                     const PartialView& partial, int row, int kv_head, int split, int splits,
+                     RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
   const SequenceView& sequence = request.sequences[request.rows[row].sequence];
@@ -225,22 +240,26 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
   const std::int64_t end = std::min(count, (split + 1) * chunk);
   RowCounts counts;
   Tile tile;
+  std::array<std::int64_t, kTileRows> tokens;
   std::array<std::int32_t, kTileRows> index;
   for (std::int64_t begin = split * chunk; begin < end; begin += kTileRows) {
     const std::int64_t filled = std::min<std::int64_t>(kTileRows, end - begin);
-    for (std::int64_t i = 0; i < filled; ++i) {
-      const std::int64_t entry = begin + i;
-      assert(ids[entry] >= 0);
-      const std::byte* row_bytes = nullptr;
-      if (entry < num_staged) {
-        row_bytes = selection.staged + (list * selection.staged_capacity + entry) * kv.row_bytes();
-      } else {
-        row_bytes = row_address(kv, sequence, resident_begin, kv_head, ids[entry]);
-        in_host_page(request, resident_begin, ids[entry]) ? ++counts.host : ++counts.resident;
-      }
+    const std::int64_t staged = std::clamp<std::int64_t>(num_staged - begin, 0, filled);
+    for (std::int64_t i = 0; i < staged; ++i) {
+      const std::byte* row_bytes =
+          selection.staged + (list * selection.staged_capacity + begin + i) * kv.row_bytes();
       widen(kv.dtype, row_bytes, 2 * std::int64_t{kv.head_dim},
             tile.values.data() + i * 2 * kv.head_dim);
     }
+    for (std::int64_t i = staged; i < filled; ++i) {
+      const std::int32_t id = ids[begin + i];
+      assert(id >= 0);
+      tokens[static_cast<std::size_t>(i)] = id;
+      in_host_page(request, resident_begin, id) ? ++counts.host : ++counts.resident;
+    }
+    fill_tile(request, request.rows[row].sequence, resident_begin, kv_head,
+              {tokens.data() + staged, tokens.data() + filled},
+              tile.values.data() + staged * 2 * kv.head_dim, source);
     for (std::size_t h = 0; h < group; ++h) {
       int seen = 0;
       for (std::int64_t i = 0; i < filled; ++i) {
@@ -278,7 +297,8 @@ void spans(const AttendRequest& request, const PartialView& partial) {
   transfer::parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       attend_spans(request, partial, runs[static_cast<std::size_t>(i / per_run)],
-                   static_cast<int>(i % per_run / splits), static_cast<int>(i % splits), splits);
+                   static_cast<int>(i % per_run / splits), static_cast<int>(i % splits), splits,
+                   nullptr);
     }
   });
 }
@@ -292,9 +312,69 @@ void selected(const AttendRequest& request, const transfer::SelectionView& selec
         for (std::int64_t i = begin; i < end; ++i) {
           attend_selected(request, selection, partial, static_cast<int>(i / per_row),
                           static_cast<int>(i % per_row / splits), static_cast<int>(i % splits),
-                          splits);
+                          splits, nullptr);
         }
       });
+}
+
+/// One split of all KV heads: together when the rows of these tokens can be had together, else one
+/// after the other, a tile or a row at a time.
+template <typename Attend>
+void attend_heads(int kv_heads, int sequence, std::span<const std::int64_t> tokens,
+                  RowSource& source, Attend attend) {
+  if (source.hold(sequence, tokens)) {
+    transfer::parallel_for(kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t head = begin; head < end; ++head) attend(static_cast<int>(head), nullptr);
+    });
+    return;
+  }
+  for (int head = 0; head < kv_heads; ++head) attend(head, &source);
+}
+
+void spans_in_parts(const AttendRequest& request, const PartialView& partial, RowSource& source) {
+  std::vector<std::int64_t> tokens;
+  for (const RowRun& run : row_runs(request.rows)) {
+    const int sequence = request.rows[run.begin].sequence;
+    std::vector<AttendedSpans> rows;
+    for (int row = run.begin; row < run.end; ++row) {
+      rows.push_back(transfer::attended_spans(
+          request.rule, request.sequences[sequence].counters->length, request.rows[row]));
+    }
+    const SpanUnion all = unite(rows);
+    const std::int64_t chunk = (all.size() + partial.splits - 1) / partial.splits;
+    for (int split = 0; split < partial.splits; ++split) {
+      tokens.clear();
+      for (std::int64_t i = split * chunk; i < std::min(all.size(), (split + 1) * chunk); ++i) {
+        tokens.push_back(all.token(i));
+      }
+      attend_heads(request.kv.kv_heads, sequence, tokens, source, [&](int head, RowSource* from) {
+        attend_spans(request, partial, run, head, split, partial.splits, from);
+      });
+    }
+  }
+}
+
+void selected_in_parts(const AttendRequest& request, const transfer::SelectionView& selection,
+                       const PartialView& partial, RowSource& source) {
+  const int heads = request.kv.kv_heads;
+  std::vector<std::int64_t> tokens;
+  for (int row = 0; row < request.rows.count; ++row) {
+    for (int split = 0; split < partial.splits; ++split) {
+      tokens.clear();
+      for (int head = 0; head < heads; ++head) {
+        const std::int64_t list = std::int64_t{row} * heads + head;
+        const std::int64_t count = selection.counts[list];
+        const std::int64_t chunk = (count + partial.splits - 1) / partial.splits;
+        const std::int32_t* ids = selection.ids + list * selection.capacity;
+        tokens.insert(tokens.end(), ids + std::min(count, split * chunk),
+                      ids + std::min(count, (split + 1) * chunk));
+      }
+      attend_heads(
+          heads, request.rows[row].sequence, tokens, source, [&](int head, RowSource* from) {
+            attend_selected(request, selection, partial, row, head, split, partial.splits, from);
+          });
+    }
+  }
 }
 
 void count_selected(const AttendRequest& request, const transfer::SelectionView& selection) {
@@ -352,7 +432,7 @@ std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
 
 void attend(const AttendRequest& request, const transfer::SelectionView& selection,
             const FlashDecodeLimits& limits, std::byte* memory, std::int64_t max_tokens,
-            std::int64_t max_selected, const OutputBatch& outputs) {
+            std::int64_t max_selected, const OutputBatch& outputs, RowSource* source) {
   assert(request.kv.head_dim <= kMaxHeadDim);
   const std::size_t partials = num_partials(limits);
   auto* out = reinterpret_cast<float*>(memory);
@@ -360,11 +440,12 @@ void attend(const AttendRequest& request, const transfer::SelectionView& selecti
       out + std::tuple_size_v<PartialParts> * partials * static_cast<std::size_t>(limits.head_dim));
   PartialParts parts{};
   parts[0] = {out, states, num_splits(max_tokens)};
-  spans(request, parts[0]);
+  source == nullptr ? spans(request, parts[0]) : spans_in_parts(request, parts[0], *source);
   if (selection.ids != nullptr) {
     parts[1] = {out + partials * static_cast<std::size_t>(limits.head_dim), states + partials,
                 num_splits(max_selected)};
-    selected(request, selection, parts[1]);
+    source == nullptr ? selected(request, selection, parts[1])
+                      : selected_in_parts(request, selection, parts[1], *source);
     count_selected(request, selection);
   }
   merge(request, parts, outputs);

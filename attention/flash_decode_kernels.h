@@ -11,9 +11,10 @@ namespace kvtier::attention {
 namespace cpu {
 [[nodiscard]] std::size_t workspace_bytes(const FlashDecodeLimits& limits);
 /// `max_tokens` bounds the always-attended tokens of a row, `max_selected` the selected ones.
+/// `source` brings the rows in; nullptr: all are there.
 void attend(const AttendRequest& request, const transfer::SelectionView& selection,
             const FlashDecodeLimits& limits, std::byte* memory, std::int64_t max_tokens,
-            std::int64_t max_selected, const OutputBatch& outputs);
+            std::int64_t max_selected, const OutputBatch& outputs, RowSource* source);
 void merge_results(const MergeBatch& parts, std::int64_t num_heads_total, int head_dim, void* out,
                    DType out_dtype, float* lse);
 }  // namespace cpu
