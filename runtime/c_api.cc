@@ -75,6 +75,7 @@ void kvtier_config_init(kvtier_config* config) {
   kvtier_retrieval_config_init(&config->retrieval);
   config->backend = KVTIER_BACKEND_AUTO;
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;
+  config->tier_deadline_ms = static_cast<std::uint64_t>(d.memory.tier_deadline.count());
 }
 
 void kvtier_options_init(kvtier_options* options) {
@@ -136,7 +137,20 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .prefix_tokens = s.snapshot.prefix_tokens,
                                .prefix_tokens_asked = s.cumulative.prefix_tokens_asked,
                                .prefix_tokens_attached = s.cumulative.prefix_tokens_attached,
-                               .prefix_tokens_evicted = s.cumulative.prefix_tokens_evicted};
+                               .prefix_tokens_evicted = s.cumulative.prefix_tokens_evicted,
+                               .pages_away = s.snapshot.pages_away,
+                               .pages_spilled = s.cumulative.pages_spilled,
+                               .pages_restored = s.cumulative.pages_restored,
+                               .pages_lost = s.cumulative.pages_lost,
+                               .cold_steps = s.cumulative.cold_steps,
+                               .tier_bytes_written = s.cumulative.tier_bytes_written,
+                               .tier_bytes_read = s.cumulative.tier_bytes_read,
+                               .tier_hits = s.cumulative.tier_hits,
+                               .tier_misses = s.cumulative.tier_misses,
+                               .tier_corrupt = s.cumulative.tier_corrupt,
+                               .tier_refused = s.cumulative.tier_refused,
+                               .tier_unavailable = s.cumulative.tier_unavailable,
+                               .tier_nanoseconds = s.cumulative.tier_nanoseconds};
     std::memcpy(stats, &full, size);
   });
 }

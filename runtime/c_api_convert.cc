@@ -1,6 +1,8 @@
 #include "runtime/c_api_convert.h"
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
 
 namespace kvtier::c_api {
 namespace {
@@ -118,6 +120,10 @@ Config to_config(const kvtier_config& c) {
   config.memory.host_allocation =
       checked<HostAllocation>(c.host_allocation, KVTIER_ALLOCATE_NUMA_NODE, "host_allocation");
   if (c.calibration_file != nullptr) config.memory.calibration_file = c.calibration_file;
+  if (c.disk_cache != nullptr) config.memory.disk_cache = c.disk_cache;
+  config.memory.disk_cache_bytes = c.disk_cache_bytes;
+  config.memory.tier_deadline = std::chrono::milliseconds(
+      std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {

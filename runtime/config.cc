@@ -177,6 +177,17 @@ std::vector<std::string> Config::validate() const {
       memory.calibration_file.empty() || memory.host_allocation == HostAllocation::kAuto,
       "memory.calibration_file", "none beside a host_allocation", memory.calibration_file);
 
+  problems.require(memory.disk_cache.empty() == (memory.disk_cache_bytes == 0),
+                   "memory.disk_cache_bytes", "0 without a disk_cache and more with one",
+                   memory.disk_cache_bytes);
+  const bool tiered = !memory.tiers.empty() || !memory.disk_cache.empty();
+  problems.require(!tiered || memory.placement == KvPlacement::kHost, "memory.placement",
+                   "host beside tiers or a disk_cache", "device");
+  problems.require(std::ranges::count(memory.tiers, nullptr) == 0, "memory.tiers",
+                   "tiers, not null", "a null pointer");
+  problems.require(memory.tier_deadline.count() >= 1, "memory.tier_deadline", "at least 1 ms",
+                   memory.tier_deadline.count());
+
   problems.append("retrieval.", retrieval.validate());
   for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
     const int planes = extra_sketches[i].num_planes;

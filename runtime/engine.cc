@@ -78,26 +78,42 @@ void make_room(EngineState::Turn& turn, SessionState& session, int layer, std::i
   session.ensure_capacity(turn.stream(), layer, tokens);
 }
 
-/// Makes room for all parts or for none: when it runs out, those before give theirs back.
-std::vector<SessionUse> make_room_for_all(EngineState::Turn& turn, int layer,
-                                          std::span<const runtime::AppendPart> parts) {
+/// Appends and then attends, for all parts or none: when pages run out, those before give theirs
+/// back, and when one that attention reads cannot be had, the appends are taken back.
+void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
+                       std::span<const runtime::AppendPart> appends,
+                       std::span<const AttendPart> attends) {
+  struct Before {
+    std::int64_t length;
+    std::int64_t pages;
+  };
   std::vector<SessionUse> uses;
-  std::vector<std::int64_t> before;
-  uses.reserve(parts.size());
-  before.reserve(parts.size());
+  std::vector<Before> before;
+  uses.reserve(appends.size());
+  before.reserve(appends.size());
   try {
-    for (const runtime::AppendPart& part : parts) {
+    for (const runtime::AppendPart& part : appends) {
       uses.emplace_back(*part.session, turn);
-      before.push_back(part.session->layer(layer).pages.size());
+      const runtime::LayerState& state = part.session->layer(layer);
+      before.push_back({state.length, state.pages.size()});
       make_room(turn, *part.session, layer, part.keys.shape[0]);
     }
   } catch (const Error&) {
     for (std::size_t i = 0; i < before.size(); ++i) {
-      parts[i].session->restore_capacity(turn.stream(), layer, before[i]);
+      appends[i].session->restore_capacity(turn.stream(), layer, before[i].pages);
     }
     throw;
   }
-  return uses;
+  const bool appended = runtime::append(turn, engine, layer, appends);
+  try {
+    runtime::attend(turn, engine, layer, attends, appended);
+  } catch (const Error&) {
+    if (turn.capturing()) throw;
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      appends[i].session->undo_append(turn.stream(), layer, before[i].length, before[i].pages);
+    }
+    throw;
+  }
 }
 
 /// Completes a part whose tensors and options have been checked.
@@ -199,11 +215,7 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   }
 
   EngineState::Turn turn(*impl_, stream);
-  {
-    const std::vector<SessionUse> uses = make_room_for_all(turn, layer, appends);
-    const bool appended = runtime::append(turn, *impl_, layer, appends);
-    runtime::attend(turn, *impl_, layer, attends, appended);
-  }
+  append_and_attend(turn, *impl_, layer, appends, attends);
   turn.finish();
 }
 
@@ -333,12 +345,7 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
   const runtime::AppendPart append_part{impl_.get(), inputs.key, inputs.value};
   EngineState::Turn turn(engine, stream);
-  {
-    const SessionUse use(*impl_, turn);
-    make_room(turn, *impl_, layer, tokens);
-    const bool appended = runtime::append(turn, engine, layer, {&append_part, 1});
-    runtime::attend(turn, engine, layer, {&part, 1}, appended);
-  }
+  append_and_attend(turn, engine, layer, {&append_part, 1}, {&part, 1});
   turn.finish();
 }
 

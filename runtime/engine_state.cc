@@ -58,11 +58,7 @@ EngineState::EngineState(const Config& config_in)
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
   size_workspace();
-  if (on_host) {
-    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
-                                                  static_cast<std::size_t>(kv.page_bytes()),
-                                                  config.memory.host_bytes, page_pool_options());
-  }
+  if (on_host) make_pages();
   make_sketches();
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
                                                         kFlagBytes, kFlagBytes * kMaxSessions);
@@ -89,6 +85,21 @@ EngineState::~EngineState() {
   } catch (...) {
     // A failed device has nothing left to wait for.
   }
+}
+
+void EngineState::make_pages() {
+  const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
+  tiers = make_page_tiers(config.memory, page_bytes, config.log);
+  if (tiers == nullptr) {
+    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost, page_bytes,
+                                                  config.memory.host_bytes, page_pool_options());
+    return;
+  }
+  auto pool =
+      std::make_unique<PagePool>(*device, page_bytes, config.memory.host_bytes, page_pool_options(),
+                                 *tiers, [this](transfer::Stream& stream) { wait(stream); });
+  page_pool = pool.get();
+  pages = std::move(pool);
 }
 
 transfer::PinOptions EngineState::page_pool_options() const {
@@ -195,7 +206,9 @@ void EngineState::make_sketches() {
   std::size_t tokens = 0;
   if (pages) {
     // Blocks for every token that the pages hold, and a part-filled block for many short layers.
-    const std::size_t page_tokens = pages->num_frames() * static_cast<std::size_t>(kv.page_tokens);
+    std::size_t most_pages = pages->num_frames();
+    if (tiers) most_pages += tiers->capacity_pages(pages->frame_bytes());
+    const std::size_t page_tokens = most_pages * static_cast<std::size_t>(kv.page_tokens);
     tokens = std::min(left / token_bytes, 2 * page_tokens + 64 * 1024);
   } else {
     tokens = left / (token_bytes + page_token_bytes);
@@ -249,13 +262,16 @@ EngineState::Turn::~Turn() {
 }
 
 void EngineState::Turn::finish() {
-  if (!synchronous_) return;
+  if (synchronous_) engine_.wait(*stream_);
+}
+
+void EngineState::wait(transfer::Stream& stream) {
   try {
-    stream_->synchronize();
+    stream.synchronize();
   } catch (const std::exception& error) {
-    engine_.failure_ = error.what();
-    engine_.log(LogLevel::kError, "engine failed: " + engine_.failure_);
-    throw Error(ErrorCode::kInternal, engine_.failure_);
+    failure_ = error.what();
+    log(LogLevel::kError, "engine failed: " + failure_);
+    throw Error(ErrorCode::kInternal, failure_);
   }
 }
 
@@ -306,6 +322,24 @@ std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const 
                                                   describe_sketch(wanted) + "), found " + found);
 }
 
+void EngineState::add_tier_stats(Stats& stats) const {
+  Stats::Cumulative& sum = stats.cumulative;
+  const PageTierCounters& counted = tiers->counters();
+  sum.pages_spilled = page_pool->counters().spilled;
+  sum.pages_restored = page_pool->counters().restored;
+  sum.tier_bytes_written = counted.written * pages->frame_bytes();
+  sum.tier_bytes_read = counted.hits * pages->frame_bytes();
+  sum.tier_hits = counted.hits;
+  sum.tier_misses = counted.misses;
+  sum.tier_corrupt = counted.corrupt;
+  sum.tier_refused = counted.refused;
+  sum.tier_unavailable = counted.unavailable;
+  sum.pages_lost = counted.lost;
+  sum.cold_steps = cold_steps;
+  sum.tier_nanoseconds = counted.wait_nanoseconds;
+  stats.snapshot.pages_away = page_pool->num_away();
+}
+
 Stats EngineState::stats() const {
   const std::lock_guard lock(mutex);
   Stats stats;
@@ -351,6 +385,7 @@ Stats EngineState::stats() const {
     now.host_page_bytes = now.pages * pages->frame_bytes();
     now.host_page_bytes_used = now.pages_used * pages->frame_bytes();
   }
+  if (tiers) add_tier_stats(stats);
   now.device_bytes = fixed_device_bytes_ + session_device_bytes;
   for (const SketchStore& sketch : sketches) {
     now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->frame_bytes();

@@ -8,6 +8,8 @@
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "runtime/host_staging.h"
+#include "runtime/page_pool.h"
+#include "runtime/page_tiers.h"
 #include "scoring/selector.h"
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
@@ -80,6 +82,9 @@ class EngineState {
 
   /// Throws what failed the engine, if anything did.
   void check_alive() const;
+  /// Makes the host wait for everything enqueued on `stream`, which within a turn is ordered after
+  /// all turns so far. A fault of the device fails the engine.
+  void wait(transfer::Stream& stream);
   /// Keeps a session's memory until the work that uses it is done. Called with the mutex held.
   void retire(transfer::Event last_use, transfer::Buffer memory);
   /// Frees retired memory whose work is done. Called with the mutex held.
@@ -102,7 +107,9 @@ class EngineState {
   std::unique_ptr<transfer::Device> device;
   std::unique_ptr<transfer::Stream> main;  ///< For calls without a stream.
   std::vector<SketchStore> sketches;
+  std::unique_ptr<PageTiers> tiers;  ///< None: every page is in the pool.
   std::unique_ptr<transfer::FramePool> pages;
+  PagePool* page_pool = nullptr;                       ///< `pages`, when there are tiers.
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
 
   std::unique_ptr<PrefixStore> prefixes;
@@ -118,12 +125,14 @@ class EngineState {
   transfer::Buffer queries;  ///< `[batch_rows, query_heads, head_dim]` fp32
   transfer::Buffer flags;    ///< Pinned `StepFlags`: one per sketch, the last for unscored rows.
   std::unique_ptr<HostStaging> staging;
+  transfer::Buffer read_back;  ///< Pinned; grown by calls that read selections back.
 
   // Counters and state below are guarded by `mutex`, the atomics apart.
   mutable std::mutex mutex;
   std::size_t num_sessions = 0;
   std::size_t session_device_bytes = 0;
   std::uint64_t closed_nonfinite = 0;
+  std::uint64_t cold_steps = 0;
   std::uint64_t prefix_tokens_asked = 0, prefix_tokens_attached = 0;
   std::vector<transfer::StepFlags*> live_flags;
   Stats::StageSeconds seconds;
@@ -141,6 +150,8 @@ class EngineState {
 
  private:
   void size_workspace();
+  void make_pages();
+  void add_tier_stats(Stats& stats) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches();
   transfer::Stream* adopted(StreamRef stream);

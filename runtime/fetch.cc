@@ -1,5 +1,6 @@
 #include "runtime/fetch.h"
 
+#include "runtime/cold_path.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -97,6 +98,23 @@ class Piece {
   std::vector<std::byte> rows_;       ///< `[kv_heads, count, row]`
 };
 
+/// Brings in the pages of tokens [first, first + count) of each KV head, or of as many of them as
+/// can be had at once, and returns how many. Throws `kResourceExhausted` when that is none.
+std::int64_t bring_in_some(EngineState::Turn& turn, EngineState& engine, LayerState& layer,
+                           const TensorView& tokens, std::int64_t first, std::int64_t count) {
+  std::vector<std::int32_t> ids;
+  for (;; count /= 2) {
+    ids.clear();
+    for (std::int64_t head = 0; head < engine.kv.kv_heads; ++head) {
+      const auto* from =
+          static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + first;
+      for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::max(from[i], 0));
+    }
+    if (bring_in_tokens(turn.stream(), engine, layer, ids)) return count;
+    if (count == 1) fail_too_many(engine, ids.size());
+  }
+}
+
 }  // namespace
 
 void fetch(EngineState::Turn& turn, SessionState& session, int layer, const TensorView& tokens,
@@ -106,8 +124,13 @@ void fetch(EngineState::Turn& turn, SessionState& session, int layer, const Tens
   const std::int64_t token_bytes = engine.kv.row_bytes() * engine.kv.kv_heads;
   const std::int64_t most = std::min(n, std::max<std::int64_t>(kPieceBytes / token_bytes, 1));
   Piece piece(engine.kv, most);
-  for (std::int64_t first = 0; first < n; first += most) {
-    piece.gather(turn, engine, session.layer(layer).view, tokens, first, std::min(most, n - first));
+  std::int64_t count = 0;
+  for (std::int64_t first = 0; first < n; first += count) {
+    count = std::min(most, n - first);
+    if (engine.page_pool != nullptr) {
+      count = bring_in_some(turn, engine, session.layer(layer), tokens, first, count);
+    }
+    piece.gather(turn, engine, session.layer(layer).view, tokens, first, count);
     piece.write(tokens, outputs);
   }
 }

@@ -25,10 +25,30 @@ void PrefixStore::touch(std::span<const PrefixKey> keys) {
   }
 }
 
+bool PrefixStore::has_lost(const Entry& entry) const {
+  const PagePool* pool = engine_.page_pool;
+  return pool != nullptr && std::any_of(entry.pages.begin(), entry.pages.end(),
+                                        [&](const std::byte* page) { return pool->lost(page); });
+}
+
 std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
-  const auto missing = std::find_if(
-      keys.begin(), keys.end(), [this](const PrefixKey& key) { return !entries_.contains(key); });
+  const auto missing = std::find_if(keys.begin(), keys.end(), [this](const PrefixKey& key) {
+    const auto found = entries_.find(key);
+    return found == entries_.end() || has_lost(found->second);
+  });
   return static_cast<std::size_t>(missing - keys.begin());
+}
+
+bool PrefixStore::bring_in_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys) {
+  if (engine_.page_pool == nullptr) return true;
+  const auto unit = static_cast<std::size_t>(engine_.kv.page_tokens);
+  const std::size_t count = (static_cast<std::size_t>(engine_.kv.sink_capacity) + unit - 1) / unit;
+  std::vector<std::byte*> pages;
+  for (const PrefixKey& key : keys.first(std::min(count, keys.size()))) {
+    const Entry& stored = entry(key);
+    pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
+  }
+  return engine_.page_pool->bring_in(stream, pages);
 }
 
 void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> keys,
@@ -61,7 +81,10 @@ std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const Prefi
                                  SequenceMemory& memory) {
   const std::size_t known = longest(keys);
   adopt(stream, keys.first(known), memory);
-  for (std::size_t page = known; page < keys.size(); ++page) add(stream, keys, page, memory);
+  for (std::size_t page = known; page < keys.size(); ++page) {
+    forget(stream, keys[page]);  // pages that a tier has lost, and those after them
+    add(stream, keys, page, memory);
+  }
   touch(keys);
   memory.limit_room(stream);
   return keys.size() - known;
@@ -80,7 +103,12 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
     const bool ends_block = block_of(i) != block_of(i + 1);
     for (std::size_t l = 0; l < memory.layers().size(); ++l) {
       LayerState& layer = memory.layers()[l];
-      exchange(layer.pages, i, known.pages[l]);
+      // A captured graph reads the page where it is: a stored one must be here, and stay.
+      const bool captured = memory.captured();
+      if (!captured || engine_.pages->address(known.pages[l]) != nullptr) {
+        exchange(layer.pages, i, known.pages[l]);
+        if (captured) engine_.page_pool->keep(known.pages[l]);
+      }
       for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
         exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);
       }
@@ -115,12 +143,17 @@ void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys,
 
 bool PrefixStore::evict_one(transfer::Stream& stream) {
   if (order_.empty()) return false;
-  const auto last = entries_.find(order_.back());
-  let_go(stream, last->second);
-  entries_.erase(last);
-  order_.pop_back();
+  forget(stream, PrefixKey(order_.back()));
   ++evicted_;
   return true;
+}
+
+void PrefixStore::forget(transfer::Stream& stream, const PrefixKey& key) {
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return;
+  let_go(stream, found->second);
+  order_.erase(found->second.order);
+  entries_.erase(found);
 }
 
 }  // namespace kvtier::runtime

@@ -24,11 +24,14 @@ class PrefixStore {
   PrefixStore(const PrefixStore&) = delete;  // holds frames
   PrefixStore& operator=(const PrefixStore&) = delete;
 
-  /// Returns how many of these pages, from the first, are stored.
+  /// Returns how many of these pages, from the first, are stored, and not known to be lost.
   [[nodiscard]] std::size_t longest(std::span<const PrefixKey> keys) const;
 
-  /// Makes an empty sequence begin with these pages, all stored: it holds them and their blocks as
-  /// well.
+  /// Brings in the pages whose first tokens become sinks, until pages are brought in next. Returns
+  /// false when they cannot be here at once. Throws what `PagePool::bring_in` throws.
+  bool bring_in_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys);
+  /// Makes an empty sequence begin with these pages, all stored and the sinks' here: it holds them
+  /// and their blocks as well.
   void attach(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
 
   /// Stores the pages of a sequence that has at least these tokens in every layer. Where a page is
@@ -58,6 +61,8 @@ class PrefixStore {
     std::list<PrefixKey>::iterator order;
   };
 
+  /// Tells whether a tier has lost a page of the entry.
+  [[nodiscard]] bool has_lost(const Entry& entry) const;
   /// Lets the entry hold its frames, or gives them back.
   void hold(const Entry& entry);
   void let_go(transfer::Stream& stream, const Entry& entry);
@@ -69,6 +74,8 @@ class PrefixStore {
   }
   /// Puts stored pages, and blocks that they fill, in the place of the sequence's own.
   void adopt(transfer::Stream& stream, std::span<const PrefixKey> stored, SequenceMemory& memory);
+  /// Lets go of a page, if it is stored.
+  void forget(transfer::Stream& stream, const PrefixKey& key);
   /// Stores the page `page` of these, after all before it.
   void add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,
            SequenceMemory& memory);

@@ -1,7 +1,10 @@
 #include "runtime/sequence_memory.h"
 
+#include "kvtier/error.h"
+
 #include <algorithm>
 #include <cassert>
+#include <string>
 #include <utility>
 
 namespace kvtier::runtime {
@@ -102,6 +105,24 @@ void SequenceMemory::limit_room(transfer::Stream& stream) {
   }
 }
 
+void SequenceMemory::capture() {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    if (layers_[i].pages.settled()) continue;
+    throw Error(ErrorCode::kFailedPrecondition,
+                "graph capture: expected the session's pages in host memory, found that pages of "
+                "layer " +
+                    std::to_string(i) + " have been in a tier; call reserve before the capture");
+  }
+  if (std::exchange(captured_, true)) return;
+  for (LayerState& layer : layers_) keep_pages(layer, 0);
+}
+
+void SequenceMemory::keep_pages(LayerState& layer, std::int64_t begin) {
+  for (std::int64_t i = begin; i < layer.pages.size(); ++i) {
+    engine_.page_pool->keep(layer.pages.frame(i));
+  }
+}
+
 void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
   const transfer::KvGeometry& kv = engine_.kv;
   const std::int64_t sinks = std::min<std::int64_t>(tokens, kv.sink_capacity);
@@ -117,7 +138,7 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
         const std::int64_t count = std::min<std::int64_t>(kv.page_tokens, sinks - token);
         runs.push_back(
             {layer.view.sink_rows + (head * kv.sink_capacity + token) * kv.row_bytes(),
-             layer.pages.frame(token / kv.page_tokens) + head * kv.page_tokens * kv.row_bytes(),
+             layer.pages.address(token / kv.page_tokens) + head * kv.page_tokens * kv.row_bytes(),
              static_cast<std::size_t>(count * kv.row_bytes())});
       }
     }

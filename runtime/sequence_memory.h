@@ -44,12 +44,18 @@ class SequenceMemory {
   void release(transfer::Stream& stream);
 
   /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
-  /// whole pages that others have written.
+  /// whole pages that others have written; those of the sinks are here.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
   /// Ends each layer's room where it has none of its own, after frames have become shared.
   void limit_room(transfer::Stream& stream);
   /// Tokens up to which a layer can be written in place.
   [[nodiscard]] std::int64_t room(const LayerState& layer) const;
+
+  /// Says that a graph is being captured that uses the memory: its pages stay where they are, those
+  /// that it takes later, too. Throws `kFailedPrecondition` when some are away or have moved.
+  void capture();
+  [[nodiscard]] bool captured() const noexcept { return captured_; }
+  void keep_pages(LayerState& layer, std::int64_t begin);
 
   [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
   [[nodiscard]] int page_tokens() const noexcept { return engine_.kv.page_tokens; }
@@ -59,6 +65,7 @@ class SequenceMemory {
   std::int64_t max_tokens_;
   transfer::Buffer buffer_;
   std::vector<LayerState> layers_;
+  bool captured_ = false;
 };
 
 }  // namespace kvtier::runtime

@@ -1,5 +1,6 @@
 #include "runtime/session.h"
 
+#include "runtime/cold_path.h"
 #include "runtime/prefix_store.h"
 
 #include <algorithm>
@@ -12,13 +13,23 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// Tries to take frames, letting go of stored prefixes until there are enough.
+/// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
+/// until there are enough.
 template <typename Take>
-bool evicting(EngineState& engine, transfer::Stream& stream, Take take) {
+bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
+              std::int64_t count, Take take) {
+  const bool spills = &pool == engine.page_pool;
+  // What can never be had is not worth a write.
+  if (spills && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
   while (!take()) {
+    if (spills && engine.page_pool->spill(stream, static_cast<std::size_t>(count)) > 0) continue;
     if (!engine.prefixes->evict_one(stream)) return false;
   }
   return true;
+}
+
+std::string why_not(const EngineState& engine) {
+  return engine.page_pool != nullptr ? engine.page_pool->why_not() : std::string();
 }
 
 /// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
@@ -26,8 +37,8 @@ void grow_blocks(EngineState& engine, transfer::Stream& stream, int index, Layer
                  std::int64_t count) {
   for (transfer::PageTable& blocks : layer.blocks) {
     const std::int64_t more = count - blocks.size();
-    if (evicting(engine, stream, [&] { return blocks.grow(stream, count); })) continue;
     const transfer::FramePool& pool = blocks.pool();
+    if (evicting(engine, stream, pool, more, [&] { return blocks.grow(stream, count); })) continue;
     throw Error(ErrorCode::kResourceExhausted,
                 "sketch blocks: expected " + std::to_string(more) + " free for layer " +
                     std::to_string(index) + ", found " +
@@ -56,7 +67,8 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   enlist(turn.stream());
   memory->clear(turn.stream());
   root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-  attach(turn.stream(), config.token_ids, *memory);
+  find_prefix(turn.stream(), config.token_ids);
+  engine_->prefixes->attach(turn.stream(), keys_, *memory);
   memory_ = std::move(memory);
   turn.finish();
 }
@@ -72,13 +84,25 @@ SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
   memory_ = std::move(memory);
 }
 
-void SessionState::attach(transfer::Stream& stream, std::span<const std::int32_t> token_ids,
-                          SequenceMemory& memory) {
+void SessionState::find_prefix(transfer::Stream& stream, std::span<const std::int32_t> token_ids) {
   const auto most = static_cast<std::size_t>(max_tokens_);
-  keys_ = page_keys(root_key_, engine_->kv.page_tokens,
-                    token_ids.first(std::min(token_ids.size(), most)));
-  keys_.resize(engine_->prefixes->longest(keys_));
-  engine_->prefixes->attach(stream, keys_, memory);
+  const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
+                                                 token_ids.first(std::min(token_ids.size(), most)));
+  bool found = false;
+  while (!found) {
+    keys_ = asked;
+    keys_.resize(engine_->prefixes->longest(keys_));
+    try {
+      found = engine_->prefixes->bring_in_sinks(stream, keys_);
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInternal) throw;
+      // A page that is lost ends the prefix: the next look finds the one before it.
+      if (error.code() == ErrorCode::kDataLoss) continue;
+      engine_->log(LogLevel::kWarning, std::string("a stored prefix is left out: ") + error.what());
+    }
+    if (!found) keys_.clear();
+    found = true;
+  }
   engine_->prefix_tokens_asked += token_ids.size();
   engine_->prefix_tokens_attached +=
       keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
@@ -130,6 +154,7 @@ SessionState::~SessionState() {
 
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
+  if (engine_->page_pool != nullptr && more > 0) open_tail(stream, layer);
   if (more <= layer.capacity - layer.length) return;
   if (more > max_tokens_ - layer.length) {
     throw Error(ErrorCode::kResourceExhausted,
@@ -141,13 +166,17 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   const std::int64_t num_pages = ceil_div(tokens, page_tokens);
   const std::int64_t old_pages = layer.pages.size();
-  if (!evicting(*engine_, stream, [&] { return layer.pages.grow(stream, num_pages); })) {
+  const auto grow = [&] { return layer.pages.grow(stream, num_pages); };
+  if (!evicting(*engine_, stream, *engine_->pages, std::max<std::int64_t>(num_pages - old_pages, 0),
+                grow)) {
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(num_pages - old_pages) +
                     " free pages for layer " + std::to_string(index) + ", found " +
                     std::to_string(engine_->pages->num_frames() - engine_->pages->num_used()) +
-                    " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)");
+                    " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
+                    why_not(*engine_));
   }
+  if (memory_->captured()) memory_->keep_pages(layer, old_pages);
   try {
     grow_blocks(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
     unshare_tail(stream, index);
@@ -174,14 +203,14 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
     if (layer.length % unit == 0 || !table.shared(i)) return;
     std::byte* fresh = nullptr;
     const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
-    if (!evicting(*engine_, stream, take)) {
+    if (!evicting(*engine_, stream, table.pool(), 1, take)) {
       for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
-      throw Error(ErrorCode::kResourceExhausted,
-                  std::string(paged ? "page pool" : "sketch blocks") +
-                      ": expected a free one for the copy of a shared one in layer " +
-                      std::to_string(index) + ", found 0 of " +
-                      std::to_string(table.pool().num_frames()) +
-                      (paged ? " (memory.host_bytes)" : " (memory.device_bytes)"));
+      throw Error(
+          ErrorCode::kResourceExhausted,
+          std::string(paged ? "page pool" : "sketch blocks") +
+              ": expected a free one for the copy of a shared one in layer " +
+              std::to_string(index) + ", found 0 of " + std::to_string(table.pool().num_frames()) +
+              (paged ? " (memory.host_bytes)" + why_not(*engine_) : " (memory.device_bytes)"));
     }
     tails.push_back({&table, i, paged, fresh});
   };
@@ -189,15 +218,33 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   for (transfer::PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
 
   for (const Tail& tail : tails) {
-    const transfer::CopyRun run{tail.fresh, tail.table->frame(tail.i),
-                                tail.table->pool().frame_bytes()};
+    const transfer::FramePool& pool = tail.table->pool();
+    const transfer::CopyRun run{pool.address(tail.fresh), tail.table->address(tail.i),
+                                pool.frame_bytes()};
     if (tail.paged) {
       engine_->copy_page(stream, run);
     } else {
       stream.copy({&run, 1});
     }
     tail.table->replace(stream, tail.i, tail.fresh);
+    if (tail.paged && memory_->captured()) memory_->keep_pages(layer, tail.i);
   }
+}
+
+void SessionState::open_tail(transfer::Stream& stream, LayerState& layer) {
+  PagePool& pool = *engine_->page_pool;
+  pool.let_all_go();
+  const std::int64_t page_tokens = engine_->kv.page_tokens;
+  if (layer.length % page_tokens == 0) return;
+  std::byte* const tail = layer.pages.frame(layer.length / page_tokens);
+  if (!pool.sealed(tail)) return;  // as ever: a page is sealed and has room after a truncation
+  if (!pool.bring_in(stream, {&tail, 1})) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "page pool: expected a frame for a page that is appended to, found 0 of " +
+                    std::to_string(pool.num_frames()) + " (memory.host_bytes)" + pool.why_not());
+  }
+  (void)layer.pages.settle(stream);
+  if (!pool.shared(tail)) pool.open(tail);
 }
 
 void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t pages) {
@@ -232,19 +279,21 @@ SessionState::Frozen::~Frozen() {
 }
 
 void SessionState::own_memory(EngineState::Turn& turn) {
-  if (owns_memory_) return;
-  if (turn.capturing()) {
-    throw Error(
-        ErrorCode::kFailedPrecondition,
-        "graph capture: expected a session that has been used, found a child of a fork that "
-        "has not; call reserve before the capture");
+  if (!owns_memory_) {
+    if (turn.capturing()) {
+      throw Error(
+          ErrorCode::kFailedPrecondition,
+          "graph capture: expected a session that has been used, found a child of a fork that "
+          "has not; call reserve before the capture");
+    }
+    if (memory_.use_count() > 1) {
+      auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+      own->share(turn.stream(), *memory_);
+      drop(turn.stream(), std::exchange(memory_, std::move(own)));
+    }
+    owns_memory_ = true;
   }
-  if (memory_.use_count() > 1) {
-    auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
-    own->share(turn.stream(), *memory_);
-    drop(turn.stream(), std::exchange(memory_, std::move(own)));
-  }
-  owns_memory_ = true;
+  if (turn.capturing() && engine_->page_pool != nullptr) memory_->capture();
 }
 
 void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {
@@ -259,12 +308,24 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
       before.push_back(layer(i).pages.size());
       ensure_capacity(stream, i, tokens);
     }
+    // For a capture that may follow, if they fit.
+    if (engine_->device->backend() == Backend::kCuda) {
+      (void)bring_in_all(stream, *engine_, memory_->layers());
+    }
   } catch (const Error&) {
     for (std::size_t i = 0; i < before.size(); ++i) {
       restore_capacity(stream, static_cast<int>(i), before[i]);
     }
     throw;
   }
+}
+
+void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t length,
+                               std::int64_t pages) {
+  LayerState& layer = this->layer(index);
+  engine_->tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
+  layer.length = length;
+  shrink(stream, layer, pages * engine_->kv.page_tokens);
 }
 
 void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens) {

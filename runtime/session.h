@@ -31,12 +31,15 @@ class SessionState {
   SessionState& operator=(const SessionState&) = delete;
 
   /// Holds pages and blocks for `tokens` more tokens of a layer, and makes a shared last page or
-  /// block its own. Stored prefixes go where there is too little. Throws `kResourceExhausted` with
-  /// nothing else changed. Enqueues the new capacity.
+  /// block its own. Pages go to the tier below, and then stored prefixes go, where there is too
+  /// little. Throws `kResourceExhausted`, or what `PagePool::bring_in` throws of a last page that
+  /// is away, with nothing else changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
   /// Gives back the pages and blocks that `ensure_capacity` took since the layer had `pages` pages.
   /// A copy that it made of a shared page or block stays.
   void restore_capacity(transfer::Stream& stream, int layer, std::int64_t pages);
+  /// Takes back what a call has appended since the layer had `length` tokens and `pages` pages.
+  void undo_append(transfer::Stream& stream, int layer, std::int64_t length, std::int64_t pages);
   /// Holds pages and blocks for `tokens` more tokens of every layer; as `ensure_capacity`, for all
   /// layers or none.
   void reserve(transfer::Stream& stream, std::int64_t tokens);
@@ -80,13 +83,15 @@ class SessionState {
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
 
  private:
-  /// Begins with the longest stored prefix of these tokens.
-  void attach(transfer::Stream& stream, std::span<const std::int32_t> token_ids,
-              SequenceMemory& memory);
+  /// Finds the longest stored prefix of these tokens whose first pages are here or can be brought
+  /// in.
+  void find_prefix(transfer::Stream& stream, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
+  /// Makes a part-filled last page be here, and its copies in tiers count no more.
+  void open_tail(transfer::Stream& stream, LayerState& layer);
   /// Copies the part-filled last page and blocks of a layer, where they are shared.
   void unshare_tail(transfer::Stream& stream, int layer);
   /// Lets go of `memory`, which is released when nobody else holds it.

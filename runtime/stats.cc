@@ -14,7 +14,19 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .nonfinite_tokens = a.nonfinite_tokens - b.nonfinite_tokens,
           .prefix_tokens_asked = a.prefix_tokens_asked - b.prefix_tokens_asked,
           .prefix_tokens_attached = a.prefix_tokens_attached - b.prefix_tokens_attached,
-          .prefix_tokens_evicted = a.prefix_tokens_evicted - b.prefix_tokens_evicted};
+          .prefix_tokens_evicted = a.prefix_tokens_evicted - b.prefix_tokens_evicted,
+          .pages_spilled = a.pages_spilled - b.pages_spilled,
+          .pages_restored = a.pages_restored - b.pages_restored,
+          .tier_bytes_written = a.tier_bytes_written - b.tier_bytes_written,
+          .tier_bytes_read = a.tier_bytes_read - b.tier_bytes_read,
+          .tier_hits = a.tier_hits - b.tier_hits,
+          .tier_misses = a.tier_misses - b.tier_misses,
+          .tier_corrupt = a.tier_corrupt - b.tier_corrupt,
+          .tier_refused = a.tier_refused - b.tier_refused,
+          .tier_unavailable = a.tier_unavailable - b.tier_unavailable,
+          .pages_lost = a.pages_lost - b.pages_lost,
+          .cold_steps = a.cold_steps - b.cold_steps,
+          .tier_nanoseconds = a.tier_nanoseconds - b.tier_nanoseconds};
 }
 
 Stats::StageSeconds operator-(const Stats::StageSeconds& a, const Stats::StageSeconds& b) noexcept {

@@ -2,6 +2,7 @@
 
 #include "attention/flash_decode.h"
 #include "hashing/append.h"
+#include "runtime/cold_path.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -38,6 +39,14 @@ transfer::TokenTensor token_tensor(const HostStaging::Slice& slice, DType dtype)
   return {slice.data, dtype, slice.token_stride, slice.head_stride};
 }
 
+/// Says which pages the tokens from `begin` on have filled.
+void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin) {
+  const std::int64_t page_tokens = engine.kv.page_tokens;
+  for (std::int64_t i = begin / page_tokens; i < layer.length / page_tokens; ++i) {
+    engine.page_pool->seal(layer.pages.frame(i));
+  }
+}
+
 /// Enqueues one append of at most `kMaxBatch` sequences.
 void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
                   const transfer::AppendBatch& batch, std::span<SessionState* const> sessions) {
@@ -59,7 +68,9 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
   if (turn.capturing()) return;  // replays append, and `advance` tells of them
   for (int j = 0; j < batch.count; ++j) {
     engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
-    sessions[static_cast<std::size_t>(j)]->layer(layer).length += batch[j].tokens;
+    LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
+    state.length += batch[j].tokens;
+    if (engine.page_pool != nullptr) seal_pages(engine, state, state.length - batch[j].tokens);
   }
 }
 
@@ -248,6 +259,17 @@ class AttendLaunch {
       selection = choose();
       max_selected = selected_bound();
     }
+    if (engine_.page_pool != nullptr && !turn_.capturing()) {
+      const std::vector<LayerState*> layers = layers_of_slices();
+      if (!ColdLaunch::all_here(stream, layers)) {
+        StageTimer timer(turn_, engine_, engine_.seconds.fetch);
+        ColdLaunch cold(stream, engine_, layers, request);
+        const bool together = cold.bring_in(selection);
+        if (!together) cold.attend(selection, max_selected, output_batch());
+        timer.stop();
+        if (!together) return finish_attend();
+      }
+    }
     if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
       transfer::gather_rows(stream, engine_.kv, sequences_, rows_, selection,
@@ -257,9 +279,19 @@ class AttendLaunch {
     StageTimer timer(turn_, engine_, engine_.seconds.attend);
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
+    finish_attend();
+  }
+
+  void finish_attend() {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids(ids, {});
     if (options().budget.active) export_missed();
+  }
+
+  [[nodiscard]] std::vector<LayerState*> layers_of_slices() const {
+    std::vector<LayerState*> layers;
+    for (const Slice& slice : slices_) layers.push_back(&slice.part->session->layer(layer_));
+    return layers;
   }
 
   // After `output_batch`, which names the log-sum-exps.

@@ -3,15 +3,19 @@
 #include "kvtier/export.h"
 #include "kvtier/tensor.h"
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace kvtier {
+
+class PageTier;
 
 inline constexpr std::size_t KiB = std::size_t{1} << 10;
 inline constexpr std::size_t MiB = std::size_t{1} << 20;
@@ -165,6 +169,16 @@ struct MemoryConfig {
   /// A file that `kvtier calibrate` wrote, read when an engine is made for the CUDA backend with
   /// `HostAllocation::kAuto`; empty: none. No other file is ever looked for.
   std::string calibration_file{};
+  /// Where pages go when the page pool is full, those used the longest ago first; empty: nowhere,
+  /// and a call that finds no page fails. The first must keep what it has accepted (`retains`);
+  /// each of the others gets a copy, which is read when the first has failed. Only with `kHost`.
+  std::vector<std::shared_ptr<PageTier>> tiers{};
+  /// A folder that becomes the first of `tiers`, by a log of files of at most `disk_cache_bytes`;
+  /// what is in it from before is deleted. Empty: none. Both or neither.
+  std::string disk_cache{};
+  std::size_t disk_cache_bytes = 0;
+  /// How long a call waits for one batch of pages to be written to a tier, or read.
+  std::chrono::milliseconds tier_deadline{10'000};
   /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.
   std::function<void(std::size_t, std::size_t)> progress{};
 };

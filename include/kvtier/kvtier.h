@@ -168,6 +168,9 @@ typedef struct kvtier_config {
   int32_t reject_nonfinite;
   void (*log)(void* context, int32_t level, const char* message); /* NULL: no messages */
   void* log_context;
+  const char* disk_cache; /* NULL: none; else the next is its size */
+  uint64_t disk_cache_bytes;
+  uint64_t tier_deadline_ms;
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -218,6 +221,9 @@ typedef struct kvtier_stats {
   uint64_t pages, pages_used;
   uint64_t pages_shared, prefix_tokens;
   uint64_t prefix_tokens_asked, prefix_tokens_attached, prefix_tokens_evicted;
+  uint64_t pages_away, pages_spilled, pages_restored, pages_lost, cold_steps;
+  uint64_t tier_bytes_written, tier_bytes_read, tier_hits, tier_misses, tier_corrupt;
+  uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
 } kvtier_stats;
 
 /* "major.minor.patch" of the library. */

@@ -23,6 +23,18 @@ struct Stats {
     std::uint64_t prefix_tokens_asked = 0;     ///< Tokens whose ids sessions were opened with.
     std::uint64_t prefix_tokens_attached = 0;  ///< Of those: found stored.
     std::uint64_t prefix_tokens_evicted = 0;   ///< Stored tokens whose memory others needed.
+    std::uint64_t pages_spilled = 0;           ///< Pages that left host memory for a tier.
+    std::uint64_t pages_restored = 0;          ///< Pages that came back.
+    std::uint64_t tier_bytes_written = 0;      ///< Of pages that the first tier took.
+    std::uint64_t tier_bytes_read = 0;
+    std::uint64_t tier_hits = 0;         ///< Pages read whole from a tier.
+    std::uint64_t tier_misses = 0;       ///< Answers of a tier that a page is not there.
+    std::uint64_t tier_corrupt = 0;      ///< Pages that a tier gave back changed; none is used.
+    std::uint64_t tier_refused = 0;      ///< Pages that the first tier did not take.
+    std::uint64_t tier_unavailable = 0;  ///< Pages asked for and not answered in time.
+    std::uint64_t pages_lost = 0;        ///< Pages that no tier had any more.
+    std::uint64_t cold_steps = 0;  ///< Launches of attention and pieces of `fetch` that waited.
+    std::uint64_t tier_nanoseconds = 0;  ///< Time that calls waited for tiers.
 
     friend KVTIER_EXPORT Cumulative operator-(const Cumulative& a, const Cumulative& b) noexcept;
   };
@@ -35,6 +47,7 @@ struct Stats {
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
     std::size_t prefix_tokens = 0;  ///< Tokens of all stored prefixes, each once.
+    std::size_t pages_away = 0;     ///< Pages held that are in a tier, beside those used.
     std::size_t pages_shared = 0;   ///< Of those used: held by more than one sequence.
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise

@@ -298,6 +298,9 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.max_session_tokens, d.memory.max_session_tokens);
   EXPECT_EQ(c.max_batch_rows, d.memory.max_batch_rows);
   EXPECT_EQ(c.staging_rows, d.memory.staging_rows);
+  EXPECT_EQ(c.disk_cache, nullptr);
+  EXPECT_EQ(c.disk_cache_bytes, 0U);
+  EXPECT_EQ(c.tier_deadline_ms, static_cast<std::uint64_t>(d.memory.tier_deadline.count()));
   EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
   EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);
   EXPECT_EQ(c.retrieval.selection, KVTIER_PER_KV_HEAD);

@@ -78,6 +78,18 @@ std::vector<Case> single_problems() {
          c.memory.host_allocation = HostAllocation::kDriver;
          c.memory.calibration_file = "x";
        }},
+      {"memory.disk_cache_bytes: expected 0 without a disk_cache and more with one, found 5",
+       [](Config& c) { c.memory.disk_cache_bytes = 5; }},
+      {"memory.tiers: expected tiers, not null, found a null pointer",
+       [](Config& c) { c.memory.tiers = {nullptr}; }},
+      {"memory.tier_deadline: expected at least 1 ms, found 0",
+       [](Config& c) { c.memory.tier_deadline = {}; }},
+      {"memory.placement: expected host beside tiers or a disk_cache, found device",
+       [](Config& c) {
+         c.memory.disk_cache = "x";
+         c.memory.disk_cache_bytes = 5;
+         c.memory.placement = KvPlacement::kDevice;
+       }},
       {"retrieval.planes_per_table: expected 1..12, found 13",
        [](Config& c) { c.retrieval.planes_per_table = 13; }},
       {"retrieval.planes_per_table: expected 1..12, found 0",

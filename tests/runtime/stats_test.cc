@@ -230,7 +230,19 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .bytes_device_to_host = 60,
                             .bytes_device_resident = 70,
                             .bytes_sketch_read = 80,
-                            .nonfinite_tokens = 90};
+                            .nonfinite_tokens = 90,
+                            .pages_spilled = 100,
+                            .pages_restored = 110,
+                            .tier_bytes_written = 120,
+                            .tier_bytes_read = 130,
+                            .tier_hits = 140,
+                            .tier_misses = 150,
+                            .tier_corrupt = 160,
+                            .tier_refused = 170,
+                            .tier_unavailable = 180,
+                            .pages_lost = 190,
+                            .cold_steps = 200,
+                            .tier_nanoseconds = 210};
   const Stats::Cumulative b{.tokens_appended = 1,
                             .queries = 2,
                             .rows_selected = 3,
@@ -239,7 +251,19 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .bytes_device_to_host = 6,
                             .bytes_device_resident = 7,
                             .bytes_sketch_read = 8,
-                            .nonfinite_tokens = 9};
+                            .nonfinite_tokens = 9,
+                            .pages_spilled = 10,
+                            .pages_restored = 11,
+                            .tier_bytes_written = 12,
+                            .tier_bytes_read = 13,
+                            .tier_hits = 14,
+                            .tier_misses = 15,
+                            .tier_corrupt = 16,
+                            .tier_refused = 17,
+                            .tier_unavailable = 18,
+                            .pages_lost = 19,
+                            .cold_steps = 20,
+                            .tier_nanoseconds = 21};
   const Stats::Cumulative d = a - b;
   EXPECT_EQ(d.tokens_appended, 9U);
   EXPECT_EQ(d.queries, 18U);
@@ -250,6 +274,18 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.bytes_device_resident, 63U);
   EXPECT_EQ(d.bytes_sketch_read, 72U);
   EXPECT_EQ(d.nonfinite_tokens, 81U);
+  EXPECT_EQ(d.pages_spilled, 90U);
+  EXPECT_EQ(d.pages_restored, 99U);
+  EXPECT_EQ(d.tier_bytes_written, 108U);
+  EXPECT_EQ(d.tier_bytes_read, 117U);
+  EXPECT_EQ(d.tier_hits, 126U);
+  EXPECT_EQ(d.tier_misses, 135U);
+  EXPECT_EQ(d.tier_corrupt, 144U);
+  EXPECT_EQ(d.tier_refused, 153U);
+  EXPECT_EQ(d.tier_unavailable, 162U);
+  EXPECT_EQ(d.pages_lost, 171U);
+  EXPECT_EQ(d.cold_steps, 180U);
+  EXPECT_EQ(d.tier_nanoseconds, 189U);
 }
 
 KVTIER_INSTANTIATE_BACKENDS(StatsTest);

@@ -17,7 +17,7 @@ const std::map<std::string, Modules, std::less<>> kArrows{
     {"hashing", {"transfer", "api"}},
     {"scoring", {"hashing", "transfer", "api"}},
     {"attention", {"transfer", "api"}},
-    {"runtime", {"attention", "scoring", "hashing", "transfer", "api"}},
+    {"runtime", {"attention", "scoring", "hashing", "transfer", "transfer/tiers", "api"}},
     {"transfer/tiers", {"api"}},
     {"formats", {"api"}},
     {"proto", {}},

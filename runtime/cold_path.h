@@ -1,0 +1,63 @@
+#pragma once
+
+#include "attention/flash_decode.h"
+#include "runtime/engine_state.h"
+#include "runtime/sequence_memory.h"
+#include "transfer/device.h"
+#include "transfer/sequence.h"
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+/// What calls do about pages that are in a tier: find out which they read, and wait for them.
+/// Within a turn that is not captured, of an engine with tiers. What is thrown:
+/// `PagePool::bring_in`.
+namespace kvtier::runtime {
+
+/// Throws `kResourceExhausted` for pages that cannot be in host memory at once.
+[[noreturn]] void fail_too_many(const EngineState& engine, std::size_t needed);
+
+/// Brings in all pages of all layers, or none and returns false when they are too many.
+bool bring_in_all(transfer::Stream& stream, EngineState& engine, std::span<LayerState> layers);
+
+/// One launch of attention over layers whose pages may be away, in these steps: `all_here` tells
+/// whether there is anything to do, `bring_in` waits for the pages, and where it says that they are
+/// too many at once `attend` takes the place of the launch.
+class ColdLaunch final : private attention::RowSource {
+ public:
+  /// `layers`: those of `request.sequences`, in the same order.
+  ColdLaunch(transfer::Stream& stream, EngineState& engine, std::span<LayerState* const> layers,
+             const attention::AttendRequest& request);
+
+  /// Tells whether no page of the layers is away, and enqueues where those are that have moved.
+  [[nodiscard]] static bool all_here(transfer::Stream& stream, std::span<LayerState* const> layers);
+  /// Waits for the selection and for the pages that the launch reads. Returns false when they are
+  /// more than the page pool has frames for, which on CUDA throws `kResourceExhausted`.
+  bool bring_in(const transfer::SelectionView& selection);
+  void attend(const transfer::SelectionView& selection, std::int64_t max_selected,
+              const attention::OutputBatch& outputs);
+
+ private:
+  bool hold(int sequence, std::span<const std::int64_t> tokens) override;
+  void read_back(const transfer::SelectionView& selection);
+  /// Adds the pages of tokens that are not in the sinks or the ring.
+  void need(int sequence, std::int64_t begin, std::int64_t end);
+  void settle();
+
+  transfer::Stream& stream_;
+  EngineState& engine_;
+  std::span<LayerState* const> layers_;
+  const attention::AttendRequest& request_;
+  std::vector<transfer::SequenceCounters> counters_;  ///< By sequence.
+  std::vector<std::int32_t> counts_;                  ///< Of the selection, `[rows][kv_heads]`.
+  std::vector<std::vector<std::int32_t>> ids_;        ///< Likewise.
+  std::vector<std::byte*> needed_;
+  std::vector<std::vector<bool>> marked_;  ///< Pages in `needed_`, by sequence.
+};
+
+/// Brings in the pages of these tokens of one layer. Returns false when they are too many.
+bool bring_in_tokens(transfer::Stream& stream, EngineState& engine, LayerState& layer,
+                     std::span<const std::int32_t> tokens);
+
+}  // namespace kvtier::runtime

@@ -1,0 +1,280 @@
+#include "runtime/page_pool.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <cassert>
+#include <string>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+/// Pages that go together: enough for a disk to be busy, a small part of the pool.
+constexpr std::size_t kBatchPages = 64;
+constexpr std::size_t kBatchShare = 8;
+
+}  // namespace
+
+PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
+                   const transfer::PinOptions& options, PageTiers& tiers, Wait wait)
+    : FramePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
+      tiers_(tiers),
+      wait_(std::move(wait)),
+      in_frame_(num_frames(), nullptr) {}
+
+PagePool::Page& PagePool::new_page() {
+  if (free_pages_.empty()) {
+    free_pages_.reserve(pages_.size() + 1);  // so that giving back does not fail
+    Page& page = pages_.emplace_back();
+    page.version.page = pages_.size();
+    return page;
+  }
+  Page& page = *free_pages_.back();
+  free_pages_.pop_back();
+  return page;
+}
+
+template <typename Change>
+void PagePool::update(Page& page, Change change) {
+  const bool before = page.movable();
+  change();
+  if (page.movable() == before) return;
+  before ? --num_movable_ : ++num_movable_;
+}
+
+void PagePool::end_version(Page& page) {
+  if (std::exchange(page.stored, false)) ended_.push_back(page.version);
+  ++page.version.generation;
+  page.lost = false;
+}
+
+void PagePool::remove_ended() {
+  tiers_.remove(ended_);
+  ended_.clear();
+}
+
+bool PagePool::take_all(std::span<std::byte*> pages, transfer::Stream* stream) {
+  std::vector<std::byte*> frames(pages.size());
+  if (!FramePool::take_all(frames, stream)) return false;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    Page& page = new_page();
+    page.frame = frames[i];
+    page.holders = 1;
+    page.used = true;
+    page.needed_by = 0;
+    in_frame_[index_of(frames[i])] = &page;
+    pages[i] = reinterpret_cast<std::byte*>(&page);
+  }
+  return true;
+}
+
+void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last_use) {
+  std::vector<std::byte*> frames;
+  frames.reserve(pages.size());
+  for (std::byte* name : pages) {
+    Page& page = page_of(name);
+    assert(page.holders > 0);
+    if (--page.holders == 1) --num_shared_;
+    if (page.holders > 0) continue;
+    if (page.frame != nullptr) {
+      in_frame_[index_of(page.frame)] = nullptr;
+      frames.push_back(page.frame);
+    } else {
+      --num_away_;
+    }
+    end_version(page);
+    update(page, [&] {
+      page.frame = nullptr;
+      page.sealed = page.kept = false;
+    });
+    free_pages_.push_back(&page);
+  }
+  FramePool::give_back(frames, std::move(last_use));
+}
+
+void PagePool::share(std::span<std::byte* const> pages) {
+  for (std::byte* name : pages) {
+    if (++page_of(name).holders == 2) ++num_shared_;
+  }
+}
+
+bool PagePool::shared(const std::byte* page) const { return page_of(page).holders > 1; }
+
+std::byte* PagePool::address(std::byte* page) const { return page_of(page).frame; }
+
+void PagePool::seal(std::byte* name) {
+  Page& page = page_of(name);
+  update(page, [&] { page.sealed = true; });
+}
+
+bool PagePool::sealed(const std::byte* page) const { return page_of(page).sealed; }
+
+void PagePool::open(std::byte* name) {
+  Page& page = page_of(name);
+  assert(page.frame != nullptr && page.holders == 1);
+  update(page, [&] { page.sealed = false; });
+  end_version(page);
+}
+
+void PagePool::keep(std::byte* name) {
+  Page& page = page_of(name);
+  assert(page.frame != nullptr);
+  update(page, [&] { page.kept = true; });
+}
+
+bool PagePool::lost(const std::byte* page) const { return page_of(page).lost; }
+
+std::size_t PagePool::num_movable() const { return num_movable_ + (num_frames() - num_used()); }
+
+std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
+  std::vector<Page*> chosen;
+  chosen.reserve(count);
+  // Twice around: the first time takes the marks of use away.
+  for (std::size_t steps = 0; steps < 2 * in_frame_.size() && chosen.size() < count; ++steps) {
+    Page* page = in_frame_[hand_];
+    hand_ = (hand_ + 1) % in_frame_.size();
+    if (page == nullptr || !page->movable() || page->needed_by == call_ || page->chosen) continue;
+    if (std::exchange(page->used, false)) continue;
+    page->chosen = true;
+    chosen.push_back(page);
+  }
+  for (Page* page : chosen) page->chosen = false;
+  return chosen;
+}
+
+void PagePool::leave(Page& page) {
+  std::byte* const frame = page.frame;
+  update(page, [&] { page.frame = nullptr; });
+  in_frame_[index_of(frame)] = nullptr;
+  ++num_moves_;
+  ++num_away_;
+  ++counters_.spilled;
+  FramePool::give_back({&frame, 1}, transfer::Event());
+}
+
+std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
+  refused_ = false;
+  if (num_movable_ == 0) return 0;
+  wait_(stream);  // nobody reads or writes a page from here on
+  const std::size_t batch = std::clamp<std::size_t>(num_frames() / kBatchShare, 1, kBatchPages);
+  const std::vector<Page*> chosen = choose(std::max(count, batch));
+  std::vector<Page*> to_write;
+  std::size_t freed = 0;
+  for (Page* page : chosen) {
+    if (!page->stored) {
+      to_write.push_back(page);
+    } else if (freed < count) {
+      leave(*page);
+      ++freed;
+    }
+  }
+  if (freed >= count || to_write.empty()) return freed;
+
+  remove_ended();
+  for (std::size_t at = 0; at < to_write.size(); at += batch) {
+    const std::size_t size = std::min(batch, to_write.size() - at);
+    std::vector<PageOut> out(size);
+    for (std::size_t i = 0; i < size; ++i) {
+      const Page& page = *to_write[at + i];
+      out[i].version = page.version;
+      out[i].bytes = {page.frame, frame_bytes()};
+    }
+    tiers_.write(out);
+    for (std::size_t i = 0; i < size; ++i) {
+      Page& page = *to_write[at + i];
+      if (!out[i].stored) {
+        refused_ = true;
+        page.used = true;
+        continue;
+      }
+      page.crc = out[i].crc;
+      page.stored = true;
+      leave(page);
+      ++freed;
+    }
+    if (refused_) break;
+  }
+  return freed;
+}
+
+std::string PagePool::why_not() const {
+  if (refused_) return "; " + tiers_.describe_refusal();
+  return "; " + std::to_string(num_used() - num_movable_) +
+         " pages are being written or belong to captured graphs and stay in memory";
+}
+
+bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pages) {
+  ++call_;
+  std::vector<Page*> missing;
+  std::size_t needed = 0;
+  std::size_t staying = 0;  // here, and not movable anyway
+  for (std::byte* name : pages) {
+    Page& page = page_of(name);
+    if (page.needed_by == call_) continue;
+    page.needed_by = call_;
+    page.used = true;
+    ++needed;
+    if (page.lost) fail_read(1, 0);
+    if (page.frame == nullptr) missing.push_back(&page);
+    if (page.frame != nullptr && !page.movable()) ++staying;
+  }
+  if (missing.empty()) return true;
+  if (needed - staying > num_movable()) return false;
+
+  std::vector<std::byte*> frames(missing.size());
+  while (!FramePool::take_all(frames, &stream)) {
+    const std::size_t have = num_frames() - num_used();
+    if (spill(stream, frames.size() - std::min(have, frames.size() - 1)) > 0) continue;
+    throw Error(ErrorCode::kResourceExhausted,
+                "page pool: expected " + std::to_string(frames.size()) +
+                    " frames for pages that a call needs, found " + std::to_string(have) + " of " +
+                    std::to_string(num_frames()) + " free (memory.host_bytes)" + why_not());
+  }
+  wait_(stream);  // the frames' last readers
+  read_into(missing, frames);
+  return true;
+}
+
+void PagePool::read_into(std::span<Page* const> pages, std::span<std::byte* const> frames) {
+  std::vector<PageIn> in(pages.size());
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    in[i].version = pages[i]->version;
+    in[i].bytes = {frames[i], frame_bytes()};
+    in[i].crc = pages[i]->crc;
+  }
+  tiers_.read(in);
+  std::size_t num_lost = 0;
+  std::size_t num_unavailable = 0;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    Page& page = *pages[i];
+    const PageIn::Outcome outcome = in[i].outcome;
+    if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
+      update(page, [&] { page.frame = frames[i]; });
+      in_frame_[index_of(frames[i])] = &page;
+      if (outcome == PageIn::Outcome::kRepaired) end_version(page);
+      ++num_moves_;
+      --num_away_;
+      ++counters_.restored;
+      continue;
+    }
+    FramePool::give_back({&frames[i], 1}, transfer::Event());
+    page.lost = outcome == PageIn::Outcome::kLost;
+    ++(page.lost ? num_lost : num_unavailable);
+  }
+  if (num_lost + num_unavailable > 0) fail_read(num_lost, num_unavailable);
+}
+
+void PagePool::fail_read(std::size_t num_lost, std::size_t num_unavailable) const {
+  const std::string where = tiers_.all().front()->describe();
+  if (num_lost > 0) {
+    throw Error(ErrorCode::kDataLoss, "pages of the session: expected as they were written to " +
+                                          where + ", found " + std::to_string(num_lost) +
+                                          " missing or changed, and no copy elsewhere");
+  }
+  throw Error(ErrorCode::kUnavailable, "pages of the session: expected them from " + where +
+                                           " within memory.tier_deadline, found " +
+                                           std::to_string(num_unavailable) + " not answered");
+}
+
+}  // namespace kvtier::runtime

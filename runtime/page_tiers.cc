@@ -1,0 +1,201 @@
+#include "runtime/page_tiers.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/tiers/crc32c.h"
+#include "transfer/tiers/file_tier.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+/// Adds the time until the end of its scope.
+class Clock {
+ public:
+  explicit Clock(std::uint64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
+  ~Clock() {
+    const auto spent = std::chrono::steady_clock::now() - start_;
+    nanoseconds_ += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+  }
+  Clock(const Clock&) = delete;  // adds once
+  Clock& operator=(const Clock&) = delete;
+
+ private:
+  std::uint64_t& nanoseconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+/// SplitMix64's finaliser: keys begin with well-mixed bits, which tiers use as a hash.
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27U)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31U);
+}
+
+/// Segments that a disk cache is made of: space comes back a segment at a time, and each is an open
+/// file.
+constexpr std::uint64_t kCacheSegments = 256;
+constexpr std::uint64_t kMinSegmentPages = 16;
+
+std::shared_ptr<PageTier> make_disk_cache(const MemoryConfig& config, std::uint64_t page_bytes) {
+  constexpr std::uint64_t kBlock = 4096;
+  const std::uint64_t record = (page_bytes + kBlock - 1) / kBlock * kBlock + kBlock;
+  const std::uint64_t least = kMinSegmentPages * record + 2 * kBlock;
+  const std::uint64_t segment = std::max(config.disk_cache_bytes / kCacheSegments, least);
+  tiers::FileTierOptions options;
+  options.folder = config.disk_cache;
+  options.capacity_bytes = config.disk_cache_bytes;
+  options.segment_bytes = segment / kBlock * kBlock;
+  options.max_page_bytes = page_bytes;
+  options.sync = false;  // nothing in it outlives the process
+  options.retain = true;
+  return std::make_shared<tiers::FileTier>(options);
+}
+
+std::uint64_t random_nonce() {
+  std::random_device device;
+  return (std::uint64_t{device()} << 32U) ^ device();
+}
+
+}  // namespace
+
+PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t page_bytes,
+                     std::chrono::milliseconds deadline, Log log)
+    : tiers_(std::move(tiers)), deadline_(deadline), log_(std::move(log)), nonce_(random_nonce()) {
+  if (!tiers_.front()->retains()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "memory.tiers: expected the first to keep what it has accepted, found " +
+                    tiers_.front()->describe());
+  }
+  for (const auto& tier : tiers_) {
+    if (tier->max_page_bytes() >= page_bytes) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "memory.tiers: expected pages of " + std::to_string(page_bytes) +
+                    " bytes to be taken, found at most " + std::to_string(tier->max_page_bytes()) +
+                    " by " + tier->describe());
+  }
+}
+
+std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config, std::size_t page_bytes,
+                                           const PageTiers::Log& log) {
+  std::vector<std::shared_ptr<PageTier>> all = config.tiers;
+  if (!config.disk_cache.empty()) all.insert(all.begin(), make_disk_cache(config, page_bytes));
+  if (all.empty()) return nullptr;
+  return std::make_unique<PageTiers>(std::move(all), page_bytes, config.tier_deadline, log);
+}
+
+std::size_t PageTiers::capacity_pages(std::size_t page_bytes) const {
+  const std::uint64_t capacity = tiers_.front()->stats().capacity;
+  return capacity == 0 ? std::numeric_limits<std::uint32_t>::max() : capacity / page_bytes;
+}
+
+PageKey PageTiers::key_of(const PageVersion& version) const {
+  const std::uint64_t words[] = {mixed(version.page ^ mixed(version.generation ^ nonce_)), nonce_,
+                                 version.page, version.generation};
+  PageKey key;
+  static_assert(sizeof(words) == sizeof(key));
+  std::memcpy(key.data(), words, sizeof(words));
+  return key;
+}
+
+void PageTiers::write(std::span<PageOut> pages) {
+  if (pages.empty()) return;
+  const Clock clock(counters_.wait_nanoseconds);
+  std::vector<TierPut> puts;
+  puts.reserve(pages.size());
+  for (PageOut& page : pages) {
+    page.crc = crc32c(page.bytes);
+    puts.push_back({.key = key_of(page.version), .bytes = page.bytes});
+  }
+  tiers_.front()->put(puts, deadline());
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    pages[i].stored = puts[i].status == TierStatus::kOk;
+    ++(pages[i].stored ? counters_.written : counters_.refused);
+    if (!pages[i].stored) last_refusal_ = puts[i].status;
+  }
+  const bool refuses = !pages.back().stored;
+  if (refuses != std::exchange(refusing_, refuses)) {
+    say(refuses ? LogLevel::kWarning : LogLevel::kInfo,
+        refuses ? describe_refusal() : tiers_.front()->describe() + ": takes pages again");
+  }
+  std::erase_if(puts, [](const TierPut& put) { return put.status != TierStatus::kOk; });
+  // A copy that is not taken is missed only if the first tier fails.
+  if (puts.empty()) return;
+  for (std::size_t i = 1; i < tiers_.size(); ++i) tiers_[i]->put(puts, deadline());
+}
+
+std::string PageTiers::describe_refusal() const {
+  return tiers_.front()->describe() + ": expected pages to be taken, found \"" +
+         std::string(tier_status_name(last_refusal_)) + "\"";
+}
+
+bool PageTiers::accept(PageTier& tier, const TierGet& got, const PageIn& wanted) {
+  switch (got.status) {
+    case TierStatus::kOk:
+      if (crc32c(got.bytes) == wanted.crc) {
+        ++counters_.hits;
+        return true;
+      }
+      tier.remove({&got.key, 1}, deadline());
+      [[fallthrough]];
+    case TierStatus::kCorrupt:
+      ++counters_.corrupt;
+      say(LogLevel::kError, tier.describe() + ": a page is not as it was written");
+      return false;
+    case TierStatus::kMiss:
+    case TierStatus::kFull:
+      ++counters_.misses;
+      return false;
+    case TierStatus::kUnavailable:
+      return false;
+  }
+  return false;
+}
+
+void PageTiers::read(std::span<PageIn> pages) {
+  const Clock clock(counters_.wait_nanoseconds);
+  std::vector<std::size_t> left(pages.size());
+  for (std::size_t i = 0; i < pages.size(); ++i) left[i] = i;
+  for (PageIn& page : pages) page.outcome = PageIn::Outcome::kLost;
+
+  std::vector<TierGet> gets;
+  for (const auto& tier : tiers_) {
+    if (left.empty()) return;
+    gets.clear();
+    for (const std::size_t i : left) {
+      gets.push_back({.key = key_of(pages[i].version), .bytes = pages[i].bytes});
+    }
+    tier->get(gets, deadline());
+    std::vector<std::size_t> missing;
+    for (std::size_t j = 0; j < left.size(); ++j) {
+      PageIn& page = pages[left[j]];
+      if (accept(*tier, gets[j], page)) {
+        page.outcome = tier == tiers_.front() ? PageIn::Outcome::kRead : PageIn::Outcome::kRepaired;
+        continue;
+      }
+      if (gets[j].status == TierStatus::kUnavailable) page.outcome = PageIn::Outcome::kUnavailable;
+      missing.push_back(left[j]);
+    }
+    left = std::move(missing);
+  }
+  for (const std::size_t i : left) {
+    ++(pages[i].outcome == PageIn::Outcome::kLost ? counters_.lost : counters_.unavailable);
+  }
+}
+
+void PageTiers::remove(std::span<const PageVersion> pages) {
+  if (pages.empty()) return;
+  const Clock clock(counters_.wait_nanoseconds);
+  std::vector<PageKey> keys;
+  keys.reserve(pages.size());
+  for (const PageVersion& page : pages) keys.push_back(key_of(page));
+  for (const auto& tier : tiers_) tier->remove(keys, deadline());
+}
+
+}  // namespace kvtier::runtime

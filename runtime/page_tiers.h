@@ -1,0 +1,113 @@
+#pragma once
+
+#include "kvtier/config.h"
+#include "kvtier/page_tier.h"
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::runtime {
+
+/// One state of the contents of a page. No two pages of a process, nor states of one, have the
+/// same.
+struct PageVersion {
+  std::uint64_t page = 0;
+  std::uint64_t generation = 0;
+
+  friend bool operator==(const PageVersion&, const PageVersion&) = default;
+};
+
+/// A page on its way out.
+struct PageOut {
+  PageVersion version;
+  std::span<const std::byte> bytes;
+  std::uint32_t crc = 0;  ///< CRC-32C of the bytes, set by `write`.
+  bool stored = false;    ///< Set by `write`: the first tier has it, and keeps it.
+};
+
+/// A page on its way back.
+struct PageIn {
+  enum class Outcome : std::uint8_t {
+    kRead,         ///< Whole: of the length and with the checksum of the page that was written.
+    kRepaired,     ///< Likewise, but from a copy: the first tier does not have it.
+    kLost,         ///< No tier has it.
+    kUnavailable,  ///< A tier that may have it did not answer in time.
+  };
+  PageVersion version;
+  std::span<std::byte> bytes;  ///< Undefined unless it was read.
+  std::uint32_t crc = 0;       ///< What `write` said.
+  Outcome outcome = Outcome::kUnavailable;
+};
+
+/// What went to the tiers and came back, in pages.
+struct PageTierCounters {
+  std::uint64_t written = 0;      ///< Kept by the first tier.
+  std::uint64_t refused = 0;      ///< Offered to it, and not taken.
+  std::uint64_t hits = 0;         ///< Read whole; each from one tier.
+  std::uint64_t misses = 0;       ///< Answers that a page is not there.
+  std::uint64_t corrupt = 0;      ///< Answers with other bytes than were written.
+  std::uint64_t unavailable = 0;  ///< Pages asked for and not answered in time.
+  std::uint64_t lost = 0;         ///< Pages that no tier had.
+  std::uint64_t wait_nanoseconds = 0;
+};
+
+/// The stores below the page pool. The first keeps pages until they are removed, and what it has
+/// accepted is stored; the others get copies, which are read where the first has failed. Calls
+/// block until done or until a deadline. Used by one thread at a time.
+class PageTiers {
+ public:
+  using Log = std::function<void(LogLevel, std::string_view)>;
+
+  /// Throws `kInvalidArgument` when the first tier may forget pages, or one takes none of
+  /// `page_bytes`.
+  PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t page_bytes,
+            std::chrono::milliseconds deadline, Log log);
+
+  void write(std::span<PageOut> pages);
+  void read(std::span<PageIn> pages);
+  /// Removes pages from every tier.
+  void remove(std::span<const PageVersion> pages);
+
+  [[nodiscard]] const PageTierCounters& counters() const noexcept { return counters_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<PageTier>>& all() const noexcept {
+    return tiers_;
+  }
+  /// Pages that the first tier may hold; as many as one likes, when it does not say.
+  [[nodiscard]] std::size_t capacity_pages(std::size_t page_bytes) const;
+  /// Names the first tier and what it last answered to a put that failed.
+  [[nodiscard]] std::string describe_refusal() const;
+
+ private:
+  [[nodiscard]] PageKey key_of(const PageVersion& version) const;
+  [[nodiscard]] PageTier::Deadline deadline() const {
+    return std::chrono::steady_clock::now() + deadline_;
+  }
+  /// Tells whether a get brought the page that was written; counts it.
+  bool accept(PageTier& tier, const TierGet& got, const PageIn& wanted);
+  void say(LogLevel level, const std::string& message) const {
+    if (log_) log_(level, message);
+  }
+
+  std::vector<std::shared_ptr<PageTier>> tiers_;
+  std::chrono::milliseconds deadline_;
+  Log log_;
+  std::uint64_t nonce_;  ///< Of this engine: others may share a tier.
+  PageTierCounters counters_;
+  TierStatus last_refusal_ = TierStatus::kOk;
+  bool refusing_ = false;  ///< The log has said so.
+};
+
+/// Returns the tiers that the configuration names, none when it names none. Throws what the file
+/// tier throws, and `kInvalidArgument`.
+[[nodiscard]] std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config,
+                                                         std::size_t page_bytes,
+                                                         const PageTiers::Log& log);
+
+}  // namespace kvtier::runtime

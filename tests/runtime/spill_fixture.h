@@ -1,0 +1,76 @@
+#pragma once
+
+#include "runtime/engine_fixture.h"
+#include "support/fault_tier.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace kvtier::testing {
+
+inline constexpr std::int64_t kPageTokens = 16;
+
+/// An engine of two layers over pages of 16 tokens, with `frames` frames, and its twin with room
+/// for everything. `tier` none: the twin.
+inline Config tiered_config(Backend backend, std::size_t frames, std::shared_ptr<PageTier> tier) {
+  Config config = small_config(backend);
+  config.model.layers = 2;
+  config.memory.page_tokens = kPageTokens;
+  config.memory.max_session_tokens = 2048;
+  config.memory.max_batch_rows = 4;
+  config.retrieval.top_k = 48;
+  config.retrieval.sink_tokens = 8;
+  config.retrieval.recent_tokens = 16;
+  const std::size_t page_bytes = std::size_t{4} * 64 * 2 * kPageTokens;
+  config.memory.host_bytes = frames * page_bytes;
+  if (tier) config.memory.tiers = {std::move(tier)};
+  return config;
+}
+inline constexpr std::size_t kPlenty = 4096;
+
+/// Fetches every row of a layer.
+inline std::vector<std::byte> all_rows(Session& session, const ModelConfig& model, int layer) {
+  const std::int64_t n = session.length(layer);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(model.kv_heads * n));
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<std::int32_t>(i % static_cast<std::size_t>(n));
+  }
+  const auto bytes = static_cast<std::size_t>(model.kv_heads * n * model.head_dim * 2);
+  std::vector<std::byte> rows(2 * bytes);
+  const auto view = [&](std::size_t at) {
+    return MutableTensorView(rows.data() + at, DType::kBFloat16,
+                             {model.kv_heads, n, model.head_dim});
+  };
+  session.fetch(layer, {ids.data(), DType::kInt32, {model.kv_heads, n}}, {view(0), view(bytes)});
+  return rows;
+}
+
+class SpillTest : public EngineTest {
+ protected:
+  [[nodiscard]] Config with_frames(std::size_t frames) const {
+    return tiered_config(GetParam(), frames, tier_);
+  }
+  [[nodiscard]] Config twin() const { return tiered_config(GetParam(), kPlenty, nullptr); }
+
+  std::shared_ptr<FaultTier> tier_ = std::make_shared<FaultTier>();
+};
+
+/// One decode of `tokens` tokens in every layer, on both engines, must give the same bits.
+inline void expect_same_decode(Session& spilled, Session& resident, const ModelConfig& model,
+                               std::int64_t tokens, std::uint64_t seed,
+                               const AttendOptions& options = {}, bool with_ids = false) {
+  for (int layer = 0; layer < model.layers; ++layer) {
+    CallTensors a(model, tokens, seed + static_cast<std::uint64_t>(layer));
+    CallTensors b(model, tokens, seed + static_cast<std::uint64_t>(layer));
+    spilled.decode(layer, a.inputs(), a.outputs(with_ids), {}, options);
+    resident.decode(layer, b.inputs(), b.outputs(with_ids), {}, options);
+    ASSERT_TRUE(a.same_results(b)) << "layer " << layer << ", seed " << seed;
+  }
+}
+
+}  // namespace kvtier::testing
