@@ -54,13 +54,15 @@ void add_run(EvalRow& row, const TaskCase& task, const Scores& scores, const Tai
   row.tokens_per_second += static_cast<double>(task.tail()) / run.seconds;
   row.device_bytes = stats.snapshot.sketch_bytes_used;
   row.host_bytes = stats.snapshot.host_page_bytes_used;
+  row.pages_restored += static_cast<double>(run.counted.pages_restored);
   ++row.sequences;
 }
 
 void finish_row(EvalRow& row) {
   const auto count = static_cast<double>(row.sequences);
-  for (double* sum : {&row.exact, &row.first_token, &row.fwe, &row.kl, &row.kl_answers,
-                      &row.rows_attended, &row.sketch_bytes_read, &row.tokens_per_second}) {
+  for (double* sum :
+       {&row.exact, &row.first_token, &row.fwe, &row.kl, &row.kl_answers, &row.rows_attended,
+        &row.sketch_bytes_read, &row.tokens_per_second, &row.pages_restored}) {
     *sum /= count;
   }
   // Query t of the tail sees the context, the tail before it and itself.

@@ -49,6 +49,7 @@ struct EvalRow {
   double tokens_per_second = 0.0;   ///< Of the tail, whole model.
   std::size_t device_bytes = 0;     ///< Sketches of the session.
   std::size_t host_bytes = 0;       ///< KV pages of the session.
+  double pages_restored = 0.0;      ///< Mean per sequence: pages that came back from a tier.
 
   /// Whether rows and bytes are known; a server does not tell them.
   [[nodiscard]] bool measured() const noexcept { return rows_attended > 0.0; }

@@ -46,6 +46,10 @@ void add_runtime(CLI::App& app, Arguments& a) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--host-mib", runtime.host_mib, "Page pool, MiB; 0: what the session needs")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--host-budget", runtime.host_budget,
+                 "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
+  app.add_option("--disk-cache", runtime.disk_cache,
+                 "Folder of this program alone for pages that find no room in memory");
   app.add_option("--device-mib", runtime.device_mib,
                  "Sketches and workspaces, MiB; 0: what the session needs")
       ->check(CLI::NonNegativeNumber);
@@ -150,6 +154,10 @@ Backend parse_backend(const std::string& name) {
 /// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
 std::unique_ptr<Compute> make_compute(Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
+  if (!runtime.kv.empty() && !runtime.disk_cache.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--disk-cache: expected none with --kv, found " + runtime.disk_cache);
+  }
   if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
   if (!runtime.kv.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "--matmul: expected cpu with --kv, found cuda");

@@ -155,6 +155,7 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place) {
     json["effective_sparsity"] = row.effective_sparsity;
     json["device_bytes"] = row.device_bytes;
     json["host_bytes"] = row.host_bytes;
+    json["pages_restored"] = row.pages_restored;
     json["sketch_bytes_read"] = row.sketch_bytes_read;
   }
   if (dense) return json;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <sstream>
 #include <utility>
 
 namespace kvtier::llama {
@@ -102,6 +103,34 @@ void merge_sketch(std::vector<SketchConfig>& sketches, const SketchConfig& sketc
   sketches.push_back(sketch);
 }
 
+/// Returns the share that "50%" is.
+double share_of(const std::string& text) {
+  double percent = 0.0;
+  char sign = 0;
+  std::istringstream in(text);
+  in >> percent >> sign;
+  if (in.fail() || sign != '%' || in.peek() != std::istringstream::traits_type::eof() ||
+      !(percent > 0.0 && percent <= 100.0)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--host-budget: expected a share above 0% and up to 100%, found " + text);
+  }
+  return percent / 100.0;
+}
+
+/// Puts the pages that the budget leaves out on the disk.
+void set_budget(MemoryConfig& memory, const RuntimeOptions& runtime) {
+  if (!runtime.host_budget.empty() && runtime.disk_cache.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--host-budget: expected a --disk-cache for the other pages, found none");
+  }
+  if (runtime.disk_cache.empty()) return;
+  memory.disk_cache = runtime.disk_cache;
+  memory.disk_cache_bytes = std::max(2 * memory.host_bytes, 64 * MiB);
+  if (runtime.host_budget.empty()) return;
+  memory.host_bytes = static_cast<std::size_t>(static_cast<double>(memory.host_bytes) *
+                                               share_of(runtime.host_budget));
+}
+
 std::size_t mebibytes(std::int64_t count) { return static_cast<std::size_t>(count) * MiB; }
 
 }  // namespace
@@ -174,6 +203,7 @@ Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
       mebibytes(runtime.host_mib > 0 ? runtime.host_mib : host_bytes / kMiB + 1);
   config.memory.device_bytes =
       mebibytes(runtime.device_mib > 0 ? runtime.device_mib : device_bytes / kMiB + 512);
+  set_budget(config.memory, runtime);
   return config;
 }
 

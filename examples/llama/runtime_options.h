@@ -14,7 +14,10 @@ namespace kvtier::llama {
 /// How kvtier is set up for a model, shared by all commands.
 struct RuntimeOptions {
   Backend backend = Backend::kAuto;
-  std::int64_t host_mib = 0;    ///< Page pool; 0: what the session needs.
+  std::int64_t host_mib = 0;  ///< Page pool; 0: what the session needs.
+  /// Of the pages that the session needs, those that host memory holds: "50%"; empty: all.
+  std::string host_budget;
+  std::string disk_cache;       ///< Folder of the others.
   std::int64_t device_mib = 0;  ///< Sketches and workspaces; 0: what the session needs.
   int threads = 0;              ///< Of the decoder's own arithmetic; 0: all.
   /// Server that keeps the KV, "unix:PATH"; empty: this process. The memory is the server's then.
@@ -52,7 +55,7 @@ struct Method {
                                                std::vector<std::string>& left_out);
 
 /// Returns an engine configuration whose sessions hold `tokens` tokens and carry the sketches that
-/// `methods` read.
+/// `methods` read. Throws `kInvalidArgument` for a host budget that is none, or has no disk cache.
 [[nodiscard]] Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
                                    const std::vector<Method>& methods, std::int64_t tokens);
 

@@ -121,5 +121,30 @@ TEST(Methods, ShareOneSketchPerKindAndSeed) {
   EXPECT_EQ(config.extra_sketches[0].num_planes, 600);
 }
 
+TEST(Methods, ABudgetLeavesTheOtherPagesToTheDisk) {
+  ModelConfig model;
+  model.layers = 4;
+  model.query_heads = 4;
+  model.kv_heads = 4;
+  model.head_dim = 128;
+  RuntimeOptions runtime;
+  const std::size_t all = engine_config(model, runtime, {}, 4000).memory.host_bytes;
+  runtime.disk_cache = "folder";
+  EXPECT_EQ(engine_config(model, runtime, {}, 4000).memory.host_bytes, all);
+  runtime.host_budget = "25%";
+  const Config config = engine_config(model, runtime, {}, 4000);
+  EXPECT_EQ(config.memory.host_bytes, all / 4);
+  EXPECT_EQ(config.memory.disk_cache, "folder");
+  EXPECT_GE(config.memory.disk_cache_bytes, 2 * all);
+
+  for (const char* wrong : {"0%", "101%", "50", "%", "50%x", "-1%", "nan%"}) {
+    runtime.host_budget = wrong;
+    EXPECT_THROW((void)engine_config(model, runtime, {}, 4000), Error) << wrong;
+  }
+  runtime = {};
+  runtime.host_budget = "50%";
+  EXPECT_THROW((void)engine_config(model, runtime, {}, 4000), Error);
+}
+
 }  // namespace
 }  // namespace kvtier::llama
