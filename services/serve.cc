@@ -145,6 +145,10 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
   core.models.memory.host_bytes = static_cast<std::size_t>(command.host_memory_mib) * MiB;
+  core.models.disk_cache = command.disk_cache;
+  if (!command.disk_cache.empty()) {
+    core.models.memory.disk_cache_bytes = static_cast<std::size_t>(command.disk_capacity_mib) * MiB;
+  }
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
@@ -212,6 +216,11 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->capture_default_str();
   add("--host-memory-mib", command.host_memory_mib, "Pages of keys and values, of each engine")
       ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  add("--disk-cache", command.disk_cache,
+      "Folder for pages that find no room in host memory; emptied at the start (default: none)");
+  add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
+      ->check(CLI::Range(64, 1 << 28))
       ->capture_default_str();
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))

@@ -34,6 +34,8 @@ struct ServeCommand {
   std::int64_t max_session_tokens = 131072;
   std::int64_t host_memory_mib = 1024;
   std::int64_t device_memory_mib = 512;
+  std::string disk_cache;
+  std::int64_t disk_capacity_mib = 16384;
   std::int64_t max_inflight_mib = 256;
   std::int64_t session_memory_mib = 4096;
   std::int64_t page_arena_mib = 1024;

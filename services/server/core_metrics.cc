@@ -79,6 +79,44 @@ void add_memory(const v1::SnapshotStats& now, Families& families) {
                  {{"tier", "engine_host"}, {"state", "free"}});
 }
 
+/// Pages of sessions that are on the disk.
+void add_disk_cache(const Stats& stats, Families& families) {
+  const auto count = [](std::uint64_t value) { return static_cast<double>(value); };
+  const Stats::Cumulative& sums = stats.cumulative;
+  const Labels tier{{"tier", "engine_file"}};
+  const auto with = [&tier](std::initializer_list<std::pair<const char*, const char*>> more) {
+    Labels labels = tier;
+    for (const auto& [label, value] : more) labels.emplace_back(label, value);
+    return labels;
+  };
+  families.gauge("kvtier_pages", "Page frames, by state.", count(stats.snapshot.pages_away),
+                 with({{"state", "committed"}}));
+  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
+                   count(sums.tier_bytes_read), tier);
+  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
+                   count(sums.tier_bytes_written), tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", count(sums.pages_spilled),
+                   {{"tier", "engine_host"}});
+  families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
+                   count(sums.tier_corrupt), tier);
+  const std::string errors =
+      "Pages that a tier did not take, did not have or did not give in time.";
+  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_refused),
+                   with({{"op", "put"}, {"kind", "refused"}}));
+  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_misses),
+                   with({{"op", "get"}, {"kind", "miss"}}));
+  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_unavailable),
+                   with({{"op", "get"}, {"kind", "unavailable"}}));
+  families.counter("kvtier_pages_restored_total", "Pages that came back from a tier.",
+                   count(sums.pages_restored), tier);
+  families.counter("kvtier_pages_lost_total", "Pages of sessions that no tier had any more.",
+                   count(sums.pages_lost));
+  families.counter("kvtier_cold_steps_total", "Steps that waited for pages from a tier.",
+                   count(sums.cold_steps));
+  families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
+                   count(sums.tier_nanoseconds) / 1e9);
+}
+
 void add_page_cache(const v1::PageCacheStats& cache, Families& families) {
   const Labels tier{{"tier", "pages"}};
   const auto with = [&tier](const char* label, const char* value) {
@@ -189,6 +227,7 @@ void add_core_metrics(const Core& core, Families& families) {
                  core.degraded() ? 0 : 1);
   add_engines(stats, families);
   add_memory(stats.snapshot(), families);
+  add_disk_cache(core.engine_stats(), families);
   add_page_cache(stats.page_cache(), families);
   add_tenants(core, families);
 }

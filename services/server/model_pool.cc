@@ -1,12 +1,18 @@
 #include "services/server/model_pool.h"
 
+#include "kvtier/error.h"
+
 #include "services/server/service_error.h"
+#include "transfer/tiers/file_tier.h"
 
 #include <algorithm>
 #include <sstream>
 
 namespace kvtier::services {
 namespace {
+
+/// Folders of engines in that of the disk caches.
+constexpr const char* kCachePrefix = "engine-";
 
 void write_sketch(std::ostream& out, const SketchConfig& sketch) {
   out << ' ' << static_cast<int>(sketch.kind) << ':' << sketch.num_planes << ':' << sketch.seed;
@@ -42,6 +48,18 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.bytes_device_resident += from.bytes_device_resident;
   to.bytes_sketch_read += from.bytes_sketch_read;
   to.nonfinite_tokens += from.nonfinite_tokens;
+  to.pages_spilled += from.pages_spilled;
+  to.pages_restored += from.pages_restored;
+  to.tier_bytes_written += from.tier_bytes_written;
+  to.tier_bytes_read += from.tier_bytes_read;
+  to.tier_hits += from.tier_hits;
+  to.tier_misses += from.tier_misses;
+  to.tier_corrupt += from.tier_corrupt;
+  to.tier_refused += from.tier_refused;
+  to.tier_unavailable += from.tier_unavailable;
+  to.pages_lost += from.pages_lost;
+  to.cold_steps += from.cold_steps;
+  to.tier_nanoseconds += from.tier_nanoseconds;
 }
 
 void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
@@ -53,6 +71,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages += from.pages;
   to.pages_used += from.pages_used;
   to.pages_shared += from.pages_shared;
+  to.pages_away += from.pages_away;
 }
 
 /// A failed engine throws; what it counted is lost with it.
@@ -65,6 +84,39 @@ Stats stats_of(const Model& model) {
 }
 
 }  // namespace
+
+ModelPool::ModelPool(ModelPoolOptions options) : options_(std::move(options)) {
+  namespace fs = std::filesystem;
+  if (options_.disk_cache.empty()) return;
+  std::error_code error;
+  fs::create_directories(options_.disk_cache, error);
+  std::vector<fs::path> stale;
+  for (fs::directory_iterator it(options_.disk_cache, error), end; !error && it != end;
+       it.increment(error)) {
+    if (it->path().filename().string().starts_with(kCachePrefix)) stale.push_back(it->path());
+  }
+  if (error) {
+    throw Error(ErrorCode::kUnavailable, "disk cache " + options_.disk_cache.string() +
+                                             ": expected a folder, found " + error.message());
+  }
+  for (const fs::path& folder : stale) {
+    tiers::FileTierOptions cache;
+    cache.folder = folder;
+    cache.capacity_bytes = 2 * cache.segment_bytes;
+    cache.retain = true;
+    const tiers::FileTier emptied(cache);  // takes the folder, or throws
+  }
+}
+
+std::filesystem::path ModelPool::free_disk_cache() const {
+  for (int i = 0;; ++i) {
+    const std::filesystem::path folder = options_.disk_cache / (kCachePrefix + std::to_string(i));
+    const bool taken = std::any_of(models_.begin(), models_.end(), [&](const auto& model) {
+      return model->engine.config().memory.disk_cache == folder;
+    });
+    if (!taken) return folder;
+  }
+}
 
 bool Model::carries(const RetrievalConfig& retrieval) const {
   const Config& config = engine.config();
@@ -105,6 +157,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   Config config;
   config.model = spec.model;
   config.memory = options_.memory;
+  if (!options_.disk_cache.empty()) config.memory.disk_cache = free_disk_cache();
   config.retrieval = spec.retrieval;
   config.extra_sketches = spec.extra_sketches;
   config.backend = options_.backend;

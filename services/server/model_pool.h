@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -44,6 +45,8 @@ struct ModelPoolOptions {
   std::size_t max_models = 4;
   /// Of each engine.
   MemoryConfig memory;
+  /// A folder with one for each engine in it, as `MemoryConfig::disk_cache`; empty: none.
+  std::filesystem::path disk_cache;
   std::function<void(LogLevel, std::string_view)> log{};
 };
 
@@ -51,7 +54,9 @@ struct ModelPoolOptions {
 /// sessions gives way to another model. Thread-safe; a new engine holds the others up.
 class ModelPool {
  public:
-  explicit ModelPool(ModelPoolOptions options) : options_(std::move(options)) {}
+  /// Empties the disk caches of servers that are no more. Throws `kFailedPrecondition` when one is
+  /// in use, `kUnavailable` when the folder cannot be made.
+  explicit ModelPool(ModelPoolOptions options);
 
   /// Throws `kInvalidArgument` for a model that the library refuses, RESOURCE_EXHAUSTED when every
   /// engine there may be is in use by other models.
@@ -64,6 +69,8 @@ class ModelPool {
 
  private:
   void retire(std::size_t index);
+  /// Returns the folder of a cache that no engine has.
+  [[nodiscard]] std::filesystem::path free_disk_cache() const;
 
   const ModelPoolOptions options_;
   std::mutex building_;

@@ -6,6 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <filesystem>
 #include <regex>
 #include <set>
 
@@ -191,6 +193,38 @@ TEST_F(MetricsTest, RenewalsTellHowMuchOfALeaseWasLeft) {
 
   EXPECT_EQ(seen.sum("kvtier_lease_remaining_seconds_count"), 1);
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_lease_remaining_seconds_sum"), 15);
+}
+
+TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
+  std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  CoreOptions options = testing::small_options();
+  constexpr std::size_t kPage = 64 * 2 * 256;
+  options.models.memory.host_bytes = 20 * kPage;
+  options.models.memory.disk_cache_bytes = 4 * MiB;
+  options.models.disk_cache = folder;
+  start(options);
+  // 3 sessions of 8 pages, in 20 frames.
+  for (std::uint64_t i = 0; i < 3; ++i) {
+    const std::string name = open();
+    for (int layer = 0; layer < 2; ++layer) {
+      EXPECT_EQ(append(name, testing::append_request(layer, 256, i)).reason(), "OK");
+    }
+  }
+
+  const Exposition seen = read();
+
+  const Exposition::LabelSet disk{{"tier", "engine_file"}};
+  const double away = seen.sum("kvtier_pages", disk);
+  EXPECT_GE(away, 4);
+  EXPECT_EQ(away + seen.sum("kvtier_pages", {{"tier", "engine_host"}, {"state", "committed"}}), 24);
+  EXPECT_EQ(seen.sum("kvtier_tier_write_bytes_total", disk), away * kPage);
+  EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "engine_host"}}), away);
+  EXPECT_EQ(seen.sum("kvtier_tier_errors_total", disk), 0);
+  EXPECT_EQ(seen.sum("kvtier_pages_lost_total"), 0);
+  EXPECT_GT(seen.sum("kvtier_tier_wait_seconds_total"), 0);
+  core_.reset();
+  std::filesystem::remove_all(folder);
 }
 
 TEST_F(MetricsTest, BytesAndRowsAreThoseOfTheEngines) {

@@ -1,0 +1,88 @@
+#include "services/server/model_pool.h"
+
+#include "kvtier/error.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+
+namespace kvtier::services {
+namespace {
+
+namespace fs = std::filesystem;
+
+class ModelPoolTest : public ::testing::Test {
+ protected:
+  ModelPoolTest() {
+    std::string name = ::testing::TempDir() + "kvtier-pool-XXXXXX";
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
+    folder_ = name;
+  }
+  ~ModelPoolTest() override { fs::remove_all(folder_); }
+
+  [[nodiscard]] ModelPoolOptions options() const {
+    ModelPoolOptions options;
+    options.backend = Backend::kCpu;
+    options.max_models = 2;
+    options.memory.host_bytes = MiB;
+    options.memory.device_bytes = 64 * MiB;
+    options.memory.max_session_tokens = 1024;
+    options.memory.disk_cache_bytes = 16 * MiB;
+    options.disk_cache = folder_ / "cache";
+    return options;
+  }
+  [[nodiscard]] static ModelSpec spec(int kv_heads) {
+    ModelSpec spec;
+    spec.model = {.layers = 1, .query_heads = 4, .kv_heads = kv_heads, .head_dim = 64};
+    spec.retrieval.top_k = 16;
+    return spec;
+  }
+  [[nodiscard]] static fs::path cache_of(const Model& model) {
+    return model.engine.config().memory.disk_cache;
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(ModelPoolTest, EachEngineHasADiskCacheOfItsOwn) {
+  ModelPool pool(options());
+  auto first = pool.acquire(spec(1));
+  const auto second = pool.acquire(spec(2));
+  EXPECT_EQ(cache_of(*first), folder_ / "cache" / "engine-0");
+  EXPECT_EQ(cache_of(*second), folder_ / "cache" / "engine-1");
+  EXPECT_TRUE(fs::is_directory(cache_of(*first)));
+
+  // The one that gives way leaves its folder to the next.
+  first.reset();
+  EXPECT_EQ(cache_of(*pool.acquire(spec(4))), folder_ / "cache" / "engine-0");
+}
+
+TEST_F(ModelPoolTest, StartsWithEmptyCachesAndNotInThoseOfAnother) {
+  const fs::path left = folder_ / "cache" / "engine-7";
+  {
+    ModelPool pool(options());
+    const auto model = pool.acquire(spec(1));
+    try {
+      const ModelPool other(options());
+      FAIL() << "expected the folder to be refused";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kFailedPrecondition);
+      EXPECT_NE(std::string(error.what()).find("engine-0"), std::string::npos) << error.what();
+    }
+  }
+  fs::rename(folder_ / "cache" / "engine-0", left);
+  const fs::path segment = left / "0000000000000001.segment";
+  for (const auto& file : fs::directory_iterator(left)) {
+    ASSERT_NE(file.path().extension(), ".segment");
+  }
+  fs::copy_file("/proc/self/exe", segment);
+
+  const ModelPool again(options());
+  EXPECT_FALSE(fs::exists(segment));
+}
+
+}  // namespace
+}  // namespace kvtier::services
