@@ -17,6 +17,16 @@ SketchBatch sketch_batch(const transfer::AppendBatch& batch, const SketchTarget&
   return items;
 }
 
+bool takes_as_given(const transfer::Stream& stream, const transfer::KvGeometry& kv,
+                    const transfer::AppendItem& item) {
+  if constexpr (transfer::kWithCuda) {
+    transfer::AppendBatch batch;
+    batch.push(item);
+    return stream.native() != nullptr && cuda::is_prompt(kv, batch);
+  }
+  return false;
+}
+
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
                  const PackedRows& packed, bool pages_on_device) {

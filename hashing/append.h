@@ -25,6 +25,11 @@ struct PackedRows {
   transfer::RowSquares* squares = nullptr;  ///< `[tokens, kv_heads]`
 };
 
+/// Tells whether `append_rows` takes a batch of this item alone straight from its tensors, so that
+/// of `PackedRows` it writes the squares only.
+[[nodiscard]] bool takes_as_given(const transfer::Stream& stream, const transfer::KvGeometry& kv,
+                                  const transfer::AppendItem& item);
+
 /// A whole append: rounds K and V and counts non-finite pairs (`transfer::pack_rows`), stores the
 /// rows (`store_rows`), writes every sketch (`sketch_keys`), and then lets the lengths grow
 /// (`append_done`). A sequence is in `batch` once. `packed` may be left unwritten. Enqueued; inputs

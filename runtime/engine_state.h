@@ -139,6 +139,13 @@ class EngineState {
   std::atomic<std::uint64_t> tokens_appended{0};
   std::atomic<std::uint64_t> query_tokens{0};
 
+  /// Tokens appended at a time that need no packing: their squares take the place of packed rows.
+  [[nodiscard]] std::int64_t given_tokens() const {
+    return append_tokens * kv.row_bytes() / static_cast<std::int64_t>(sizeof(transfer::RowSquares));
+  }
+  [[nodiscard]] hashing::PackedRows given_rows() const {
+    return {nullptr, packed.as<transfer::RowSquares>()};
+  }
   [[nodiscard]] hashing::PackedRows packed_rows() const {
     const std::int64_t rows = append_tokens * kv.kv_heads;
     return {packed.data(),

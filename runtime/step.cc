@@ -49,7 +49,8 @@ void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin
 
 /// Enqueues one append of at most `kMaxBatch` sequences.
 void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
-                  const transfer::AppendBatch& batch, std::span<SessionState* const> sessions) {
+                  const transfer::AppendBatch& batch, std::span<SessionState* const> sessions,
+                  const hashing::PackedRows& packed) {
   transfer::Stream& stream = turn.stream();
   StageTimer timer(turn, engine, engine.seconds.append);
   std::vector<hashing::SketchTarget> targets;
@@ -61,7 +62,7 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
       targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
   }
-  hashing::append_rows(stream, engine.kv, batch, targets, engine.packed_rows(),
+  hashing::append_rows(stream, engine.kv, batch, targets, packed,
                        engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);
   timer.stop();
@@ -393,36 +394,57 @@ bool append(EngineState::Turn& turn, EngineState& engine, int layer,
   sessions.reserve(static_cast<std::size_t>(transfer::kMaxBatch));
   std::int64_t packed_tokens = 0;
   bool enqueued = false;
-  const auto flush = [&] {
+  const auto flush = [&](const hashing::PackedRows& packed) {
     if (batch.count == 0) return;
     enqueued = true;
-    flush_append(turn, engine, layer, batch, sessions);
+    flush_append(turn, engine, layer, batch, sessions, packed);
     batch.count = 0;
     sessions.clear();
     packed_tokens = 0;
   };
+  const auto item_of = [&](const AppendPart& part, std::int64_t begin, std::int64_t count) {
+    const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
+    const HostStaging::Slice values =
+        engine.staging->input(turn.stream(), part.values, begin, count);
+    return transfer::AppendItem{.sequence = part.session->layer(layer).view,
+                                .keys = token_tensor(keys, part.keys.dtype),
+                                .values = token_tensor(values, part.values.dtype),
+                                .tokens = static_cast<std::int32_t>(count),
+                                .packed_offset = packed_tokens,
+                                .flags = part.session->flags()};
+  };
+  const auto push = [&](const AppendPart& part, const transfer::AppendItem& item) {
+    batch.push(item);
+    sessions.push_back(part.session);
+    packed_tokens += item.tokens;
+  };
   for (const AppendPart& part : parts) {
     const std::int64_t tokens = part.keys.shape[0];
+    const bool on_device =
+        part.keys.space == MemorySpace::kDevice && part.values.space == MemorySpace::kDevice;
     for (std::int64_t begin = 0; begin < tokens;) {
       // A launch writes at each sequence's length, so a sequence is in it once.
       if (begin > 0 || batch.count == transfer::kMaxBatch || packed_tokens == engine.append_tokens)
-        flush();
+        flush(engine.packed_rows());
+      if (on_device) {
+        // As much as can be at a time: other work on the device gives way to each launch.
+        transfer::AppendItem item =
+            item_of(part, begin, std::min(tokens - begin, engine.given_tokens()));
+        if (hashing::takes_as_given(turn.stream(), engine.kv, item)) {
+          flush(engine.packed_rows());
+          item.packed_offset = 0;
+          push(part, item);
+          flush(engine.given_rows());
+          begin += item.tokens;
+          continue;
+        }
+      }
       const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
-      const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
-      const HostStaging::Slice values =
-          engine.staging->input(turn.stream(), part.values, begin, count);
-      batch.push({.sequence = part.session->layer(layer).view,
-                  .keys = token_tensor(keys, part.keys.dtype),
-                  .values = token_tensor(values, part.values.dtype),
-                  .tokens = static_cast<std::int32_t>(count),
-                  .packed_offset = packed_tokens,
-                  .flags = part.session->flags()});
-      sessions.push_back(part.session);
-      packed_tokens += count;
+      push(part, item_of(part, begin, count));
       begin += count;
     }
   }
-  flush();
+  flush(engine.packed_rows());
   return enqueued;
 }
 

@@ -353,6 +353,29 @@ TEST_F(GraphTest, NonfiniteDeviceTensorsFailTheNextCall) {
   EXPECT_EQ(engine_->stats().cumulative.nonfinite_tokens, 2U);
 }
 
+TEST_F(GraphTest, AnAppendOfAPromptOnTheDeviceEqualsOneFromTheHost) {
+  // From the host it goes in two pieces, and through other memory.
+  constexpr std::int64_t kTokens = 8192 + 2100;
+  Config config = two_layers();
+  config.memory.max_session_tokens = 3 * kPrompt + kTokens;
+  config.memory.host_bytes = 32 * MiB;
+  open(config);
+  for (int layer = 0; layer < config.model.layers; ++layer) {
+    CallTensors host(config.model, kTokens, static_cast<std::uint64_t>(layer) + 7, DType::kBFloat16,
+                     1);
+    const DeviceCall device(host);
+    session_->append(layer, device.inputs().key, device.inputs().value, stream_->ref());
+    stream_->synchronize();
+    twin_->append(layer, host.key.view(), host.value.view());
+  }
+
+  expect_like_twin(99);
+
+  for (int layer = 0; layer < config.model.layers; ++layer) {
+    EXPECT_EQ(session_->length(layer), kPrompt + kTokens + 1);
+  }
+}
+
 TEST_F(GraphTest, TheLegacyStreamIsServedEagerly) {
   const StreamRef legacy = StreamRef::of(nullptr);
   for (int layer = 0; layer < 2; ++layer) {
