@@ -27,7 +27,7 @@ class PageReader {
   /// Where page number `i` of the order goes.
   [[nodiscard]] std::span<std::byte> destination(std::size_t i);
 
-  /// Asks where the pages are, a batch ahead, and copies them from the arena.
+  /// Copies them from the arena, as the client library does; checksums are not compared.
   void read_shared();
   /// Receives them from the socket.
   void read_framed();

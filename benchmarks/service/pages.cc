@@ -1,6 +1,7 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
 #include "benchmarks/service/page_reader.h"
+#include "services/client/page_reads.h"
 
 #include <algorithm>
 #include <cstring>
@@ -94,18 +95,13 @@ std::uint64_t PageReader::ask(std::size_t first, std::uint32_t flags) {
 }
 
 void PageReader::read_shared() {
-  std::uint64_t id = ask(0, 0);
-  for (std::size_t first = 0; first < order_.size(); first += kBatch) {
-    const std::uint64_t current = id;
-    if (first + kBatch < order_.size()) id = ask(first + kBatch, 0);
-    const std::vector<PageOutcome> found =
-        services::decode_outcomes(channel_.reply_to(current).control());
-    for (std::size_t i = 0; i < found.size(); ++i) {
-      if (found[i].code != 0 || !channel_.arena()->copy_page(found[i].slot, found[i].generation,
-                                                             destination(first + i))) {
-        throw std::runtime_error("expected every page to be there");
-      }
-    }
+  std::vector<services::PageRead> reads;
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    reads.push_back({.handle = pages_.handles[order_[i]], .to = destination(i)});
+  }
+  services::read_shared(channel_, reads, false);
+  if (!std::ranges::all_of(reads, &services::PageRead::done)) {
+    throw std::runtime_error("expected every page to be there");
   }
 }
 

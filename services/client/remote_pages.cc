@@ -1,4 +1,5 @@
 #include "services/client/client_impl.h"
+#include "services/client/page_reads.h"
 #include "services/client/pages.h"
 
 #include <algorithm>
@@ -66,11 +67,24 @@ class RemotePages::Impl {
 
   std::vector<Result> get(std::span<const Get> pages) {
     std::vector<Result> results(pages.size());
-    for (std::size_t first = 0; first < pages.size(); first += pages_per_call()) {
-      const std::size_t count = std::min(pages_per_call(), pages.size() - first);
-      calls_.read(pages.subspan(first, count), std::span(results).subspan(first, count));
+    std::vector<Get> left;  // what shared memory does not have, or does not say why
+    std::vector<std::size_t> places;
+    const std::vector<services::PageRead> read = read_shared(pages);
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      results[i] = {.handle = pages[i].handle, .crc32c = read[i].crc};
+      if (read[i].done) continue;
+      left.push_back(pages[i]);
+      places.push_back(i);
     }
-    for (std::size_t i = 0; i < pages.size(); ++i) results[i].handle = pages[i].handle;
+    std::vector<Result> asked(left.size());
+    for (std::size_t first = 0; first < left.size(); first += pages_per_call()) {
+      const std::size_t count = std::min(pages_per_call(), left.size() - first);
+      calls_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count));
+    }
+    for (std::size_t i = 0; i < left.size(); ++i) {
+      results[places[i]] = std::move(asked[i]);
+      results[places[i]].handle = left[i].handle;
+    }
     return results;
   }
 
@@ -82,6 +96,19 @@ class RemotePages::Impl {
   }
 
  private:
+  [[nodiscard]] std::vector<services::PageRead> read_shared(std::span<const Get> pages) {
+    std::vector<services::PageRead> reads;
+    for (const Get& page : pages) reads.push_back({.handle = page.handle, .to = page.to});
+    if (const auto channel = client_->channels.borrow()) {
+      try {
+        services::read_shared(*channel, reads, true);
+      } catch (const ClientError&) {
+        // What is not done goes the other way.
+      }
+    }
+    return reads;
+  }
+
   [[nodiscard]] std::size_t pages_per_call() const {
     const auto by_bytes = static_cast<std::size_t>(kCallBytes / calls_.page_bytes());
     return std::clamp<std::size_t>(by_bytes, 1, calls_.batch_pages());

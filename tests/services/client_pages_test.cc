@@ -14,16 +14,18 @@ using ::testing::IsEmpty;
 using ::testing::SizeIs;
 using Bytes = std::vector<std::byte>;
 
-class ClientPagesTest : public ServerTest {
+/// Over shared memory, and over gRPC.
+class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<bool> {
  protected:
   static constexpr std::int64_t kPageBytes = (std::int64_t{2} << 20) + 12;
 
   void SetUp() override {
     ServerTest::SetUp();
     ServerOptions options = this->options();
+    options.data.listen = {parse_endpoint(socket() + ".data")};
     options.core.pages.arena_bytes = std::int64_t{140} << 20;  // 35 pages, more than one call's
     start(options);
-    client_ = std::make_unique<Client>(ClientOptions{.server = socket()});
+    client_ = std::make_unique<Client>(ClientOptions{.server = socket(), .data_plane = GetParam()});
     pages_ = std::make_unique<RemotePages>(open());
   }
   void TearDown() override {
@@ -51,7 +53,7 @@ class ClientPagesTest : public ServerTest {
   const std::array<int, 1> layer_{0};
 };
 
-TEST_F(ClientPagesTest, PutsFindsAndGetsPages) {
+TEST_P(ClientPagesTest, PutsFindsAndGetsPages) {
   std::vector<Bytes> contents;
   std::vector<std::string> hashes;
   std::vector<RemotePages::Put> puts;
@@ -75,9 +77,11 @@ TEST_F(ClientPagesTest, PutsFindsAndGetsPages) {
     EXPECT_EQ(results[i].crc32c, crc32c(contents[i]));
   }
   EXPECT_EQ(back, contents);
+  EXPECT_EQ(server_->data_plane()->counters().attached > 0, GetParam());
+  EXPECT_EQ(stats().pinned_pages, 0U);
 }
 
-TEST_F(ClientPagesTest, WritesNothingThatIsThere) {
+TEST_P(ClientPagesTest, WritesNothingThatIsThere) {
   const RemotePages::Result first = put("a", 1);
   const RemotePages::Result again = put("a", 2);
   EXPECT_FALSE(first.existed);
@@ -86,7 +90,7 @@ TEST_F(ClientPagesTest, WritesNothingThatIsThere) {
   EXPECT_EQ(stats().bytes_written, static_cast<std::uint64_t>(kPageBytes));
 }
 
-TEST_F(ClientPagesTest, TellsWhatFailedPageByPage) {
+TEST_P(ClientPagesTest, TellsWhatFailedPageByPage) {
   const RemotePages::Result good = put("a", 1);
   const std::string gone = put("b", 2).handle;
   EXPECT_TRUE(pages_->remove({&gone, 1}).at(0).ok());
@@ -108,7 +112,7 @@ TEST_F(ClientPagesTest, TellsWhatFailedPageByPage) {
                ClientError);
 }
 
-TEST_F(ClientPagesTest, PinsGoWithTheObject) {
+TEST_P(ClientPagesTest, PinsGoWithTheObject) {
   put("a", 1);
   const std::string hash = "a";
   {
@@ -125,7 +129,7 @@ TEST_F(ClientPagesTest, PinsGoWithTheObject) {
   EXPECT_EQ(server_->core().pages().num_leases(), 1U);
 }
 
-TEST_F(ClientPagesTest, ManyPagesGoInSeveralCalls) {
+TEST_P(ClientPagesTest, ManyPagesGoInSeveralCalls) {
   std::vector<Bytes> contents;
   std::vector<RemotePages::Put> puts;
   for (std::uint64_t i = 0; i < 40; ++i) contents.push_back(bytes_of(i));
@@ -138,6 +142,10 @@ TEST_F(ClientPagesTest, ManyPagesGoInSeveralCalls) {
   const std::string last = "39";
   EXPECT_THAT(pages_->lookup({&last, 1}, layer_), SizeIs(1));
 }
+
+INSTANTIATE_TEST_SUITE_P(Ways, ClientPagesTest, ::testing::Bool(), [](const auto& way) {
+  return std::string(way.param ? "SharedMemory" : "Grpc");
+});
 
 }  // namespace
 }  // namespace kvtier::services::testing
