@@ -336,7 +336,7 @@ TEST_F(ServeTest, TokensTellTenantsApart) {
             // sha256 of "secret"
             "{\"tenants\": [{\"name\": \"one\", \"max_sessions\": 1, \"token_sha256\": "
             "\"2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b\"}]}");
-  const auto server = serve({"--listen", address, "--tenants", tenants});
+  const auto server = serve({"--listen", address, "--tenants", tenants}, {}, {"--log-level=debug"});
   ASSERT_EQ(server->read_line(), "listening on " + address) << err();
   Client known({.server = address, .token = "secret", .attempts = 1});
   Client unknown({.server = address, .token = "Secret", .attempts = 1});
@@ -352,6 +352,23 @@ TEST_F(ServeTest, TokensTellTenantsApart) {
       EXPECT_EQ(error.reason(), reason);
     }
   }
+  while (err().find("QUOTA_EXCEEDED") == std::string::npos) std::this_thread::yield();
+  for (const std::string& secret : {std::string("ecret"), session.name()}) {
+    EXPECT_THAT(err(), ::testing::Not(HasSubstr(secret)));
+  }
+}
+
+TEST_F(ServeTest, LogThatCannotBeWrittenStopsNothing) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  Program server(KVTIER_BINARY, {"kvtier", "--log-level", "debug", "serve", "--listen", address},
+                 {}, "/dev/full");
+  ASSERT_EQ(server.read_line(), "listening on " + address);
+  {
+    Client client({.server = address});
+    for (int i = 0; i < 100; ++i) (void)open(client);  // each of them a line
+  }
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait(), 0);
 }
 
 }  // namespace

@@ -110,6 +110,28 @@ TEST(Documents, LinkToFilesThatExist) {
   }
 }
 
+TEST(Documents, NameTestsThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  std::set<std::string> tests;
+  const std::regex test(R"(^TEST(?:_F|_P)?\((\w+, \w+)\))");
+  for (const SourceFile& source : read_tree(source_root(), {"tests"}, {".cc"})) {
+    for (const std::string& line : source.lines) {
+      for (auto& name : all_matches(line, test)) tests.insert(name);
+    }
+  }
+  const std::regex named(R"(`([A-Z]\w+\.[A-Z]\w+)`)");
+  std::size_t count = 0;
+  for (const std::string& line : read_source(source_root(), "docs/faults.md").lines) {
+    for (auto& name : all_matches(line, named)) {
+      name.replace(name.find('.'), 1, ", ");
+      EXPECT_TRUE(tests.contains(name)) << name;
+      ++count;
+    }
+  }
+  EXPECT_GT(count, 50U);
+}
+
 TEST(Documents, GiveTheTwoCommandsInTheReadme) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 

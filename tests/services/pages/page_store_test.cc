@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -383,6 +384,21 @@ TEST_F(PageStoreTest, SizesShareTheArenaAndGiveWayByAge) {
   EXPECT_EQ(find(*lease_, {"4"}).size(), 1U) << "used later than the large one";
   for (std::uint64_t i = 0; i < kPages; ++i) put("x" + std::to_string(i), i);
   EXPECT_EQ(store_->stats().committed_pages, kPages) << "and back again";
+}
+
+TEST_F(PageStoreTest, ArenaThatCannotBeMadeRefusesTheLeaseAlone) {
+  const PageInfo info = put("a", 1);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const std::string reason = reason_of([&] { return open(beta_); });
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+
+  EXPECT_EQ(reason, "OUT_OF_MEMORY");
+  EXPECT_EQ(store_->num_leases(), 1U);
+  EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
+  EXPECT_EQ(reason_of([&] { return open(beta_); }), "OK");
 }
 
 TEST_F(PageStoreTest, MemoryOfAllArenasIsBounded) {

@@ -1,9 +1,11 @@
+#include "kvtier/v1/shared_memory.pb.h"
+#include "kvtier/v1/transfer.pb.h"
+
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 
 #include <gmock/gmock.h>
 
-#include <cstring>
 #include <random>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -18,7 +20,9 @@ using ::testing::HasSubstr;
 std::vector<std::string> client_methods() {
   std::vector<std::string> methods;
   for (const auto* file :
-       {v1::CreateSessionRequest::descriptor()->file(), v1::AttendRequest::descriptor()->file()}) {
+       {v1::CreateSessionRequest::descriptor()->file(), v1::AttendRequest::descriptor()->file(),
+        v1::OpenLeaseRequest::descriptor()->file(), v1::ReadPagesRequest::descriptor()->file(),
+        v1::CreateAttachmentRequest::descriptor()->file()}) {
     for (int s = 0; s < file->service_count(); ++s) {
       for (int m = 0; m < file->service(s)->method_count(); ++m) {
         methods.push_back("/" + file->service(s)->full_name() + "/" +
@@ -34,6 +38,23 @@ class HostileTest : public ServerTest {
   void SetUp() override {
     ServerTest::SetUp();
     channel_ = raw_channel(socket());
+  }
+  [[nodiscard]] ServerOptions options() const {
+    ServerOptions options = ServerTest::options();
+    options.data.listen = {parse_endpoint(socket() + ".data")};
+    return options;
+  }
+  void start(ServerOptions options) { ServerTest::start(std::move(options)); }
+  void start() { start(options()); }
+  /// A connection that speaks for itself.
+  [[nodiscard]] int connect() const {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    const std::string path = (folder_ / "kvtier.sock").string();
+    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    return fd;
   }
   RawReply call(const std::string& method, const std::string& bytes,
                 const std::vector<std::pair<std::string, std::string>>& metadata = {}) {
@@ -183,16 +204,11 @@ TEST_F(HostileTest, OperatorsMethodsAreNotOnTheListenerOfClients) {
 
 TEST_F(HostileTest, ConnectionsThatComeAndGoEndNothing) {
   start();
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  const std::string path = (folder_ / "kvtier.sock").string();
-  std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
   const std::vector<std::string> greetings{
       "", "GET / HTTP/1.1\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
       "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + std::string(100, '\xFF')};
   for (std::size_t i = 0; i < 2000; ++i) {
-    const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0) << i;
+    const int fd = connect();
     const std::string& greeting = greetings[i % greetings.size()];
     (void)::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL);
     ::close(fd);
@@ -200,6 +216,70 @@ TEST_F(HostileTest, ConnectionsThatComeAndGoEndNothing) {
   // Until the server has seen the ends of those, it may refuse more.
   ASSERT_TRUE(
       channel_->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(60)));
+  expect_alive();
+}
+
+std::string frame(char type, char flags, std::uint32_t stream, const std::string& payload) {
+  std::string bytes;
+  for (int shift = 16; shift >= 0; shift -= 8) bytes += static_cast<char>(payload.size() >> shift);
+  bytes += {type, flags};
+  for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(stream >> shift);
+  return bytes + payload;
+}
+
+std::string repeated(const std::string& text, int times) {
+  std::string bytes;
+  for (int i = 0; i < times; ++i) bytes += text;
+  return bytes;
+}
+
+// RFC 9113, sections 5 and 6.
+TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
+  start();
+  const std::string greeting =
+      "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, "");  // an empty SETTINGS
+  const std::string get = "\x82\x86\x84\x41\x01x";              // indexed fields, and an authority
+  std::string resets;
+  for (std::uint32_t stream = 1; stream < 1000; stream += 2) {
+    resets += frame(1, 4, stream, get) + frame(3, 0, stream, std::string(4, '\x08'));
+  }
+  std::vector<std::string> attacks{
+      repeated(frame(4, 0, 0, ""), 2000),
+      repeated(frame(6, 0, 0, std::string(8, 'p')), 2000),
+      resets,
+      frame(1, 0, 1, get) + repeated(frame(9, 0, 1, std::string(8192, '\0')), 64),  // never ends
+      frame(1, 4, 1, "\x00\x7F\xFF\xFF\xFF\x7F" + std::string(100, 'x')),           // a long name
+      frame(1, 4, 1, std::string(9, '\xFF')),  // an index without end
+      frame(1, 12, 1, "\xFF" + get),           // padding beyond the frame
+      frame(1, 4, 0, get) + frame(0, 0, 0, "data of no stream"),
+      frame(0, 0, 7, "data of a stream that is not open"),
+      frame(8, 0, 0, "\x7F\xFF\xFF\xFF") + frame(8, 0, 0, "\x7F\xFF\xFF\xFF"),
+      frame(4, 0, 0, std::string(5, '\x03')) + frame(4, 1, 0, std::string(6, '\x03')),
+      "\xFF\xFF\xFF" + frame(0, 0, 1, std::string(1000, 'x')).substr(3),  // a length above all
+      frame(5, 4, 1, get) + frame(2, 0, 1, "12345")};
+  const auto seed = std::random_device{}();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 200; ++i) {
+    std::string frames;
+    for (int j = 0; j < 20; ++j) {
+      std::string payload(random() % 64, '\0');
+      for (char& byte : payload) byte = static_cast<char>(random());
+      frames += frame(static_cast<char>(random() % 11), static_cast<char>(random()),
+                      static_cast<std::uint32_t>(random() % 8), payload);
+    }
+    attacks.push_back(std::move(frames));
+  }
+  for (const std::string& attack : attacks) {
+    const int fd = connect();
+    const std::string bytes = greeting + attack;
+    (void)::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)::shutdown(fd, SHUT_WR);
+    char reply[4096];
+    while (::recv(fd, reply, sizeof(reply), 0) > 0) {
+    }
+    ::close(fd);
+  }
+  SCOPED_TRACE(seed);
   expect_alive();
 }
 
