@@ -13,11 +13,13 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
 
 #include <cctype>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
+#include <malloc.h>
 #include <optional>
 #include <sstream>
 #include <sys/resource.h>
@@ -152,6 +154,18 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
+}
+
+/// Gives free memory back to the system, now and every minute: threads free what others have taken,
+/// and without this the allocator keeps it.
+void keep_trimming(boost::asio::steady_timer& timer) {
+#if defined(__GLIBC__)
+  (void)::malloc_trim(0);
+  timer.expires_after(std::chrono::minutes(1));
+  timer.async_wait([&timer](const boost::system::error_code& error) {
+    if (!error) keep_trimming(timer);
+  });
+#endif
 }
 
 /// What is wrong with the new files is the operator's to know, and no reason to end.
@@ -304,6 +318,8 @@ void run_serve(const ServeCommand& command, const Console& console, Log& log) {
   }
   log.write({.event = "serving", .message = "serving"});
   await_signal();
+  boost::asio::steady_timer trimmer(loop);
+  keep_trimming(trimmer);
   const auto keep_running = boost::asio::make_work_guard(loop);
   loop.run();
   drainer.join();
