@@ -289,41 +289,6 @@ TEST(FileTier, DropsTheOldestSegmentsAtItsCapacity) {
   EXPECT_THAT(get_pages(tier, ids_from(0, 200 - stats.pages), 12'000), Each(TierStatus::kMiss));
 }
 
-TEST(FileTier, ThatRetainsRefusesRatherThanForgetAndStartsEmpty) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 3 * options.segment_bytes;
-  options.retain = true;
-  std::vector<std::uint64_t> stored;
-  {
-    FileTier tier(options);
-    EXPECT_TRUE(tier.retains());
-    std::uint64_t id = 0;
-    for (;; ++id) {
-      const TierStatus status = put_page(tier, id, 12'000);
-      if (status == TierStatus::kFull) break;
-      ASSERT_EQ(status, TierStatus::kOk);
-      stored.push_back(id);
-    }
-    EXPECT_EQ(stored.size(), 3 * 15U);
-    EXPECT_EQ(tier.stats().evicted, 0U);
-    EXPECT_EQ(tier.stats().pages, stored.size());
-    for (const std::uint64_t page : stored) {
-      EXPECT_EQ(get_page(tier, page, 12'000), TierStatus::kOk) << page;
-    }
-    // Room comes back with the pages that are removed.
-    std::vector<PageKey> keys;
-    for (const std::uint64_t page : stored) keys.push_back(key_of(page));
-    tier.remove(keys, kForever);
-    EXPECT_EQ(put_page(tier, id, 12'000), TierStatus::kOk);
-  }
-  ASSERT_FALSE(folder.segments().empty());
-  FileTier again(options);
-  EXPECT_TRUE(folder.segments().empty());
-  EXPECT_EQ(again.stats().pages, 0U);
-}
-
 TEST(FileTier, KeepsSegmentsThatAreRead) {
   const TestFolder folder;
   FaultOps ops;

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_tier_state.h"
 #include "transfer/tiers/segment_scan.h"
 
@@ -9,6 +10,8 @@
 #include <cerrno>
 #include <limits>
 #include <sys/resource.h>
+#include <utility>
+#include <vector>
 
 namespace kvtier::tiers {
 namespace {
@@ -168,13 +171,15 @@ int FileTier::State::make_room(std::uint64_t record) {
     folder.remove(*victim);
     return true;
   };
+  // A tier that retains keeps one segment back, for pages to be moved to.
+  const std::uint64_t more = options.segment_bytes * (options.retain ? 2 : 1);
   const auto at_capacity = [&] {
     const std::lock_guard lock(mutex);
-    return index.segment_bytes() + options.segment_bytes > options.capacity_bytes;
+    return index.segment_bytes() + more > options.capacity_bytes;
   };
   while (at_capacity()) {
     if (drop_one()) continue;
-    if (options.retain) return ENOSPC;
+    if (options.retain) return compact(record);
     break;
   }
   int error = 0;
@@ -184,6 +189,64 @@ int FileTier::State::make_room(std::uint64_t record) {
   if (active == nullptr) return error;
   const std::lock_guard lock(mutex);
   index.add(active);
+  return 0;
+}
+
+int FileTier::State::compact(std::uint64_t record) {
+  std::shared_ptr<Segment> from;
+  std::vector<std::pair<PageKey, PagePlace>> live;
+  std::uint64_t bytes = 0;
+  {
+    const std::lock_guard lock(mutex);
+    from = index.choose_sparsest();
+    if (from == nullptr) return ENOSPC;
+    for (const PageKey& key : from->keys) {
+      const PagePlace* place = index.find(key);
+      if (place == nullptr || place->segment != from) continue;
+      live.emplace_back(key, *place);
+      bytes += record_bytes(place->length);
+    }
+  }
+  const std::uint64_t room = options.segment_bytes - 2 * kBlockBytes;
+  if (bytes > room / 4 * 3 || bytes + record > room) return ENOSPC;
+  int error = 0;
+  active = folder.create(error);
+  if (active == nullptr) return error;
+  {
+    const std::lock_guard lock(mutex);
+    index.add(active);
+  }
+  for (const auto& [key, place] : live) {
+    const AlignedBuffer moved(static_cast<std::size_t>(record_bytes(place.length)));
+    const std::span<std::byte> page = moved.bytes().subspan(kBlockBytes);
+    error = folder.ops().read_all(from->fd, page, place.offset + kBlockBytes);
+    const bool whole =
+        error == 0 && crc32c(page.first(static_cast<std::size_t>(place.length))) == place.crc;
+    PagePlace to = place;
+    to.segment = active;
+    to.offset = active->end;
+    if (whole) {
+      RecordHeader header = header_of(key, to);
+      header.durable_end = active->durable_end;
+      encode(header, active->header, moved.bytes().first<kBlockBytes>());
+      error = folder.ops().write_all(active->fd, moved.bytes(), to.offset);
+      if (error != 0) {
+        active->doubtful = true;  // what is not moved yet stays where it is
+        return error;
+      }
+      active->end += record_bytes(place.length);
+    }
+    const std::lock_guard lock(mutex);
+    if (!index.erase(key, place)) continue;  // removed meanwhile
+    if (whole) {
+      index.insert(key, to);
+    } else {
+      ++stats.evicted;  // the disk has lost it
+    }
+  }
+  const std::lock_guard lock(mutex);
+  index.drop(*from);
+  folder.remove(*from);
   return 0;
 }
 

@@ -50,6 +50,13 @@ std::shared_ptr<Segment> PageIndex::choose_empty(const Segment* active) const {
   return nullptr;
 }
 
+std::shared_ptr<Segment> PageIndex::choose_sparsest() const {
+  const auto sparsest =
+      std::min_element(segments_.begin(), segments_.end(),
+                       [](const auto& a, const auto& b) { return a->num_pages < b->num_pages; });
+  return sparsest == segments_.end() ? nullptr : *sparsest;
+}
+
 std::shared_ptr<Segment> PageIndex::choose_victim(const Segment* active) {
   if (auto empty = choose_empty(active)) return empty;
   for (std::size_t steps = 0; steps < 2 * segments_.size(); ++steps) {
