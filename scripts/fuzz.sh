@@ -3,27 +3,48 @@
 # corpus and what libFuzzer makes of it, as many at a time as there are cores.
 #
 #   scripts/fuzz.sh [--keep] [SECONDS]
+#   scripts/fuzz.sh --built FOLDER [SECONDS]
 #
 # SECONDS (60) is the time of each target. What is found ends the script with the output and the name of the input,
-# in build/fuzz/found. --keep adds inputs that reach new code to tests/fuzz/corpus.
+# in build/fuzz/found. --keep adds inputs that reach new code to tests/fuzz/corpus. --built takes the targets of another
+# build, with AddressSanitizer say, and makes inputs of the corpora by chance: no clang, and no look at what they reach.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/setup.sh
 source scripts/setup.sh
 
 keep=0
+built=
 if [[ ${1:-} == --keep ]]; then
   keep=1
   shift
+elif [[ ${1:-} == --built ]]; then
+  built=$2
+  shift 2
 fi
 seconds=${1:-60}
 
-need_packages "${kvtier_test_packages[@]}" "${kvtier_fuzz_packages[@]}"
-mapfile -t options < <(cmake_options)
-cmake --preset fuzz "${options[@]}"
-cmake --build build/fuzz --target fuzzers --parallel "$(num_jobs)"
+if [[ -z $built ]]; then
+  need_packages "${kvtier_test_packages[@]}" "${kvtier_fuzz_packages[@]}"
+  mapfile -t options < <(cmake_options)
+  cmake --preset fuzz "${options[@]}"
+  cmake --build build/fuzz --target fuzzers --parallel "$(num_jobs)"
+fi
 
 mkdir -p build/fuzz/found
+# by_chance NAME: a target of another build.
+by_chance() {
+  local name=$1
+  if ! "$built/tests/fuzz/$name" --mutate "$seconds" --last "build/fuzz/found/$name" "tests/fuzz/corpus/$name" \
+    >"build/fuzz/$name.log" 2>&1; then
+    tail -n 60 "build/fuzz/$name.log"
+    echo "$name: found an input that it does not survive, see above and build/fuzz/found/$name" >&2
+    return 1
+  fi
+  rm -f "build/fuzz/found/$name"
+  grep -a 'inputs made' "build/fuzz/$name.log" | sed "s/^/$name  /"
+}
+
 fuzz() {  # NAME
   local name=$1 fresh=build/fuzz/fresh/$1
   mkdir -p "$fresh"
@@ -49,7 +70,7 @@ cores=$(nproc)
 for ((i = 0; i < ${#names[@]}; i += cores)); do
   jobs=()
   for name in "${names[@]:i:cores}"; do
-    fuzz "$name" &
+    if [[ -n $built ]]; then by_chance "$name" & else fuzz "$name" & fi
     jobs+=($!)
   done
   for job in "${jobs[@]}"; do wait "$job" || failed=1; done

@@ -219,7 +219,7 @@ class Service {
   std::int64_t memory_ = 0;
 };
 
-constexpr std::size_t kKinds = 14;
+constexpr std::size_t kKinds = 16;
 
 bool Service::dispatch(std::size_t kind, std::string_view bytes) {
   const Call caller = this->caller();
@@ -283,6 +283,16 @@ bool Service::dispatch(std::size_t kind, std::string_view bytes) {
       return make<v1::BatchAttendRequest, v1::BatchAttendResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
             core_.batch_attend(caller, request, response, std::move(done));
+          });
+    case 14:
+      return make<v1::FetchRequest, v1::FetchResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.fetch(caller, request, response, std::move(done));
+          });
+    case 15:
+      return make<v1::BatchFetchRequest, v1::BatchFetchResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.batch_fetch(caller, request, response, std::move(done));
           });
     case 12:
       return make<v1::ForkSessionRequest, v1::ForkSessionResponse>(
