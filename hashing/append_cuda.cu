@@ -34,7 +34,9 @@ constexpr int kMaxTiles = 4;             ///< Tiles of a block.
 constexpr int kMaxRows = kTileRows * kMaxTiles;
 constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
 constexpr int kMaxPitch = 2 * 256 + 16;
-constexpr int kInFlight = 4;  ///< Pieces that a thread reads before it uses the first.
+/// Pieces that a thread reads before it uses the first: what a token of eight KV heads has. Twice
+/// as many take twice the code, which takes longer to fetch than to run.
+constexpr int kInFlight = 2;
 /// Blocks worth having before a block is given more than one tile: two per SM of an H200.
 constexpr int kEnoughBlocks = 264;
 
@@ -143,11 +145,33 @@ __device__ unsigned readers_of(const AppendArgs& args, int item) {
   return gridDim.x * static_cast<unsigned>(last - first + 1);
 }
 
+__device__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
+/// Asks L2 for the entries of the tables that this kernel needs, and for the block table, which the
+/// next ones read. The length may be about to grow: then other lines are asked for, no harm done.
+__device__ void prefetch_tables(const AppendArgs& args, const ItemRange& items) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  for (int item = items.first; item <= items.last; ++item) {
+    const transfer::SequenceView& sequence = args.batch[item].sequence;
+    const std::int64_t length = __ldcg(&sequence.counters->length);
+    if (lane == 0) prefetch(sequence.pages + length / args.kv.page_tokens);
+    constexpr int kLine = 128 / sizeof(void*);
+    const std::int64_t last = length / kBlockTokens;
+    for (std::int64_t i = last - lane * kLine; i >= 0; i -= 32 * kLine) {
+      prefetch(args.blocks[item] + i);
+    }
+  }
+}
+
 /// The warp beside the workers: says where rows go, and lets an item's counters grow once every
 /// block has read them. What the other blocks write need not be done then, for the end of the
 /// kernel orders all of it. The addresses come first, for the workers wait for them.
 __device__ void keep_books(const AppendArgs& args, int first, int count, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
+  const ItemRange items = items_of(args, first, count);
+  prefetch_tables(args, items);
   transfer::cuda::wait_for_previous();
   // Not before the wait: the next kernel may count on the work before this one.
   transfer::cuda::let_next_start();
@@ -159,7 +183,6 @@ __device__ void keep_books(const AppendArgs& args, int first, int count, Shared&
   publish_targets();
   if (!args.advances) return;
 
-  const ItemRange items = items_of(args, first, count);
   for (int item = items.first + lane; item <= items.last; item += 32) {
     transfer::SequenceCounters& counters = *args.batch[item].sequence.counters;
     __threadfence();
@@ -308,13 +331,13 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
   }
 }
 
-/// Blocks that write the rows and their norms: a warp takes four rows of each tile at a time.
+/// Blocks that write the rows and their norms: a warp takes `kInFlight` rows at a time.
 template <typename T>
 __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared& shared) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const int pieces = args.kv.head_dim / kPiece;
-  for (int tile = 0; tile * kTileRows < count; ++tile) {
+  for (int base = 0; base < count; base += kInFlight * kWorkerWarps) {
     float key_sums[kInFlight] = {};
     float value_sums[kInFlight] = {};
     bool nonfinite[kInFlight] = {};
@@ -324,13 +347,13 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
       HeadSource sources[kInFlight] = {};
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
-        const int row = tile * kTileRows + warp + j * kWorkerWarps;
+        const int row = base + warp + j * kWorkerWarps;
         if (row >= count || i >= 2 * pieces) continue;
         sources[j] = shared.sources[2 * row + i / pieces];
         if (sources[j].data == nullptr) continue;
         raw[j] = transfer::cuda::load_piece(sources[j], i % pieces);
       }
-      if (tile == 0 && begin == 0) await_targets();
+      if (base == 0 && begin == 0) await_targets();
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
         if (sources[j].data == nullptr) continue;
@@ -338,7 +361,7 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
             transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
         const float sum = cuda::sum_of_squares<T>(stored, nonfinite[j]);
         (i < pieces ? key_sums[j] : value_sums[j]) += sum;
-        const RowTarget& to = shared.targets[tile * kTileRows + warp + j * kWorkerWarps];
+        const RowTarget& to = shared.targets[base + warp + j * kWorkerWarps];
         if (to.page != nullptr) reinterpret_cast<uint4*>(to.page)[i] = stored;
         if (to.sink != nullptr) reinterpret_cast<uint4*>(to.sink)[i] = stored;
         if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[i] = stored;
@@ -346,7 +369,7 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const int row = tile * kTileRows + warp + j * kWorkerWarps;
+      const int row = base + warp + j * kWorkerWarps;
       if (row >= count) continue;
       const float key_sum = cuda::sum_warp(key_sums[j]);
       const float value_sum = cuda::sum_warp(value_sums[j]);
@@ -422,10 +445,14 @@ void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatc
     args.block_rows *= std::clamp(tiles * parts / kEnoughBlocks, 1, kMaxTiles);
     const int groups = (args.num_rows + args.block_rows - 1) / args.block_rows;
     const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(groups));
-    transfer::cuda::launch_overlapping(
-        transfer::cuda::stream_of(stream),
-        kv.dtype == DType::kFloat16 ? append_kernel<__half> : append_kernel<__nv_bfloat16>, grid,
-        kThreads, 0, args);
+    const auto kernel =
+        kv.dtype == DType::kFloat16 ? append_kernel<__half> : append_kernel<__nv_bfloat16>;
+    // An SM changes its share of shared memory when it is empty, and the next kernels need the
+    // most.
+    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           cudaSharedmemCarveoutMaxShared));
+    transfer::cuda::launch_overlapping(transfer::cuda::stream_of(stream), kernel, grid, kThreads, 0,
+                                       args);
   }
 }
 

@@ -128,14 +128,8 @@ __device__ void load_planes(const hashing::PlanesView& planes, const Part& part,
   transfer::cuda::copy_async_commit();
 }
 
-__device__ bool all_finite(const float (&x)[kPiece]) {
-  bool finite = true;
-  for (const float value : x) finite = finite && isfinite(value);
-  return finite;
-}
-
-/// Brings the group's heads to shared memory; each block writes its share of them to `queries`.
-/// Returns 1 when this thread has found NaN or infinity in the row; one block of a row looks.
+/// Brings the group's heads to shared memory. Returns 1 when this thread has found NaN or infinity
+/// in the row; one block of a row looks.
 template <int kHeads>
 __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank,
                           Shared<kHeads>& shared) {
@@ -148,7 +142,7 @@ __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank
       const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
       float x[kPiece];
       transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
-      nonfinite |= all_finite(x) ? 0 : 1;
+      for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < (part.heads + 1) / 2 * 2 * pieces;
@@ -164,13 +158,25 @@ __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank
     auto* local = reinterpret_cast<float4*>(&shared.query[head][at]);
     local[0] = {x[0], x[1], x[2], x[3]};
     local[1] = {x[4], x[5], x[6], x[7]};
-    if (head >= part.heads || static_cast<unsigned>(i) % kClusterBlocks != rank) continue;
-    const std::int64_t to = std::int64_t{part.row} * args.query_heads + part.head + head;
-    auto* global = reinterpret_cast<float4*>(args.queries + to * dim + at);
+  }
+  return nonfinite;
+}
+
+/// Each block writes its share of the heads to `queries`, a thread what it has brought. Last of
+/// all: a barrier of the cluster waits for stores to memory.
+template <int kHeads>
+__device__ void write_heads(const QueryArgs& args, const Part& part, unsigned rank,
+                            const Shared<kHeads>& shared) {
+  const int pieces = args.planes.head_dim / kPiece;
+  const std::int64_t first_head = std::int64_t{part.row} * args.query_heads + part.head;
+  for (int i = static_cast<int>(threadIdx.x); i < part.heads * pieces; i += kThreads) {
+    if (static_cast<unsigned>(i) % kClusterBlocks != rank) continue;
+    const auto* local =
+        reinterpret_cast<const float4*>(&shared.query[i / pieces][i % pieces * kPiece]);
+    auto* global = reinterpret_cast<float4*>(args.queries + (first_head * pieces + i) * kPiece);
     global[0] = local[0];
     global[1] = local[1];
   }
-  return nonfinite;
 }
 
 /// Projections of two heads onto one plane. Sums in the order of the coordinates, as every backend
@@ -440,6 +446,7 @@ __global__ void __launch_bounds__(kThreads)
     cluster_wait();  // all slots are written
     if (by_plane) write_weights(args, part, turn, shared);
     if (rank == 0) write_scalars(args, part, turn, shared);
+    write_heads(args, part, rank, shared);
   }
   if (args.after_append) transfer::cuda::wait_for_previous();
 }
@@ -479,6 +486,9 @@ void read_queries(void* stream, const ScoreParams& params, const hashing::Planes
   const auto kernel = many ? read_queries_kernel<kManyHeads> : read_queries_kernel<kFewHeads>;
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(bytes)));
+  // An SM changes its share of shared memory when it is empty, and the next kernel needs the most.
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
   const int clusters = std::min(args.num_groups, kMaxClusters);
   transfer::cuda::launch_overlapping_clusters(
       transfer::cuda::stream_of(stream), kernel,
