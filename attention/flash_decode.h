@@ -33,6 +33,12 @@ struct AttendRequest {
   std::int64_t max_length = 0;  ///< Upper bound of the lengths.
   transfer::StepFlags* flags = nullptr;
   bool pages_on_device = false;  ///< On which link rows read in place are counted.
+  /// Whether every count of the selection is `num_to_select` of its row, and the kernel before this
+  /// one lets it start only after its own wait (transfer/launch_cuda.cuh): which rows there are is
+  /// then found out before the selection is there.
+  bool foreseen = false;
+  int top_k = 0;  ///< Of `num_to_select`.
+  double sparsity = 0.0;
 };
 
 /// Brings rows into memory that are not there all at once. CPU backend only.

@@ -1,6 +1,6 @@
 #include "attention/flash_decode_kernels.h"
+#include "attention/parts.cuh"
 #include "attention/row_set.cuh"
-#include "attention/store_output.cuh"
 #include "attention/warp_attention.cuh"
 #include "transfer/bulk_copy.cuh"
 #include "transfer/launch_cuda.cuh"
@@ -15,14 +15,15 @@
 namespace kvtier::attention {
 namespace {
 
+using cuda::Parts;
 using cuda::Plan;
+using cuda::RowCounts;
 using cuda::RowFinder;
 using cuda::RowSet;
 using cuda::RowTotals;
-using cuda::Split;
+using cuda::Workspace;
 using transfer::SelectionView;
 using transfer::cuda::CopyBarrier;
-using transfer::cuda::kFullWarp;
 
 /// Two blocks of an SM, so that one works while the other changes its set or merges.
 constexpr int kBlocksPerSm = 2;
@@ -31,8 +32,6 @@ constexpr int kMaxBlocks = 320;
 constexpr int kMaxGroup = 16;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxStages = 4;
-/// Partial results that a merging thread has under way: all of them when 132 SMs share 8 KV heads.
-constexpr int kPartsAhead = 33;
 
 /// Shape of a block. With three stages at head_dim 128 an SM has 192 KiB under way while it waits,
 /// five times what covers the latency of HBM.
@@ -44,25 +43,10 @@ struct BlockShape {
   static constexpr int kQueryBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
   /// One stage must hold what is written in the place of the tiles: accumulators of the warps.
   static_assert(cuda::TileLayout<D>::kBytes >= 8 * NT * (D + 4) * 4);
-  /// And all of it the states of a merge of `kMaxBlocks` parts.
-  static constexpr int kMergeBytes = kMaxBlocks * 8 * NT * static_cast<int>(sizeof(float2));
-};
-
-/// Rows that a launch has read, until the last block tells the host.
-struct RowCounts {
-  unsigned long long in_place = 0;
-  unsigned long long in_pages = 0;
-  unsigned blocks_done = 0;
-};
-
-/// Device memory of all launches, zero at first. Partial results are those of block b's first set
-/// (slot 2 b) and of its last (slot 2 b + 1), as far as other blocks share these sets.
-struct Workspace {
-  std::byte* no_row = nullptr;  ///< Zeros, read in the place of rows past the end.
-  RowCounts* counts = nullptr;  ///< Zero between launches.
-  unsigned* tickets = nullptr;  ///< `[sets]`: blocks that have written their part; zero between.
-  float2* states = nullptr;     ///< `[slots][group]`: maximum and sum.
-  float* out = nullptr;         ///< `[slots][group][head_dim]`
+  /// And all of it the states of a merge of `kMaxBlocks` parts, and of some parts what a block
+  /// merges at a time.
+  static constexpr int kMergeBytes =
+      kMaxBlocks * 8 * NT * static_cast<int>(sizeof(float2)) + 8 * kThreads * 16;
 };
 
 constexpr std::size_t kNoRowBytes = std::size_t{4} * kMaxHeadDim;
@@ -96,20 +80,12 @@ __device__ void add(std::uint64_t* counter, unsigned long long n) {
   if (n != 0) atomicAdd(reinterpret_cast<unsigned long long*>(counter), n);
 }
 
-template <typename Integer>
-__device__ Integer warp_sum(Integer value) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kFullWarp, value, distance);
-  }
-  return value;
-}
-
 /// The first block counts what the plan knows, while copies cross the memory system: all rows when
 /// pages are on the device. Otherwise rows in pages are counted as they are found.
 __device__ void count_planned(const AttendRequest& request, const SelectionView& selection,
                               const Workspace& workspace, const RowTotals& totals) {
-  const unsigned long long in_place = warp_sum(totals.in_place);
-  const unsigned long long listed = warp_sum(totals.listed);
+  const unsigned long long in_place = cuda::warp_sum(totals.in_place);
+  const unsigned long long listed = cuda::warp_sum(totals.listed);
   if (threadIdx.x % 32 != 0) return;
   if (selection.staged_capacity == 0) add(&request.flags->rows_selected, listed);
   if (request.pages_on_device) {
@@ -124,7 +100,7 @@ __device__ void count_planned(const AttendRequest& request, const SelectionView&
 __device__ void count_found(const AttendRequest& request, const Workspace& workspace, int blocks,
                             unsigned in_pages) {
   RowCounts& counts = *workspace.counts;
-  const unsigned found = warp_sum(in_pages);
+  const unsigned found = cuda::warp_sum(in_pages);
   if (threadIdx.x % 32 == 0) {
     atomicAdd(&counts.in_pages, static_cast<unsigned long long>(found));
     __threadfence();  // the additions are seen by whoever sees this block done
@@ -140,119 +116,38 @@ __device__ void count_found(const AttendRequest& request, const Workspace& works
   add(&request.flags->rows_resident, all - paged);
 }
 
-/// Merges the states of the warps, in their order; `weights` are those of their accumulators.
+__device__ void prefetch_to_l1(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+__device__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
+/// Asks for the page addresses of a set that are needed once its tokens are known: L1 for all of
+/// them where they are few, else L2, for which the blocks of a set share them.
 template <int kWarps>
-__device__ SoftmaxState merge_warps(const float2* states, int stride, float (&weights)[kWarps]) {
-  SoftmaxState total;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const float2 one = states[w * stride];
-    const MergeWeights merged = merge(total, SoftmaxState{one.x, one.y});
-    total = merged.state;
-    weights[w] = merged.b;
-#pragma unroll
-    for (int earlier = 0; earlier < w; ++earlier) weights[earlier] *= merged.a;
+__device__ void prefetch_pages(const AttendRequest& request, const SelectionView& selection,
+                               const cuda::Plan<kWarps>& plan) {
+  constexpr int kLine = 128 / sizeof(void*);
+  const transfer::SequenceView& sequence = request.sequences[request.rows[plan.set.row].sequence];
+  const auto tokens = static_cast<unsigned>(plan.set.tail_begin);
+  if (tokens == 0) return;  // nothing is selected
+  if (threadIdx.x == 0) {   // the list is not there yet, but where it will be
+    prefetch_to_l2(selection.ids + plan.index * selection.capacity);
+    prefetch_to_l2(selection.head_mask + plan.index * selection.capacity);
   }
-  return total;
-}
-
-__device__ void add_scaled(float4& sum, float weight, const float4& value) {
-  sum.x += weight * value.x;
-  sum.y += weight * value.y;
-  sum.z += weight * value.z;
-  sum.w += weight * value.w;
-}
-
-__device__ void store_output(const OutputItem& item, int head, int x, const float4& value) {
-  const std::int64_t at = head * item.head_stride + x;
-  cuda::store_output(item.dtype, item.out, at, value.x);
-  cuda::store_output(item.dtype, item.out, at + 1, value.y);
-  cuda::store_output(item.dtype, item.out, at + 2, value.z);
-  cuda::store_output(item.dtype, item.out, at + 3, value.w);
-}
-
-/// The parts of a set that several blocks share: `count` of them, the first in slot `first`, the
-/// others in the even slots from `others` on.
-struct Parts {
-  int count = 0;
-  int first = 0;
-  int others = 0;
-
-  template <int kWarps>
-  __device__ Parts(const cuda::Plan<kWarps>& plan, const RowSet& set) {
-    if (plan.set_blocks > 0) {
-      count = plan.set_blocks;
-      first = others = 2 * plan.first_block;
-      return;
-    }
-    const Split& split = plan.split;
-    const int block = split.block_of(set.first_tile);
-    count = split.block_of(set.first_tile + set.tiles() - 1) - block + 1;
-    first = 2 * block + (set.first_tile > split.begin(block) ? 1 : 0);
-    others = 2 * block;
+  const unsigned pages = tokens / static_cast<unsigned>(request.kv.page_tokens) + 1;
+  const unsigned threads = 32 * kWarps;
+  if (pages <= threads * kLine) {
+    if (threadIdx.x * kLine < pages) prefetch_to_l1(sequence.pages + threadIdx.x * kLine);
+    return;
   }
-  __device__ std::int64_t slot(int part) const { return part == 0 ? first : others + 2 * part; }
-};
-
-/// One block merges the parts of a set, in their order. `shared` has room for a state of every part
-/// and head. Parts are read `kPartsAhead` at a time, the first of them before their weights are
-/// known.
-template <int D, int kWarps>
-__device__ void merge_parts(const AttendRequest& request, const Workspace& workspace,
-                            const OutputItem& item, const RowSet& set, const Parts& parts,
-                            float2* shared) {
-  const int group = request.kv.group();
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int vectors = group * (D / 4);
-  int vector = static_cast<int>(threadIdx.x);
-  float4 ahead[kPartsAhead];
-  const auto read = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kPartsAhead; ++i) {
-      if (vector < vectors && first + i < parts.count) {
-        ahead[i] = __ldcg(reinterpret_cast<const float4*>(
-            workspace.out + (parts.slot(first + i) * vectors + vector) * 4));
-      }
-    }
-  };
-  read(0);
-  for (int head = static_cast<int>(threadIdx.x / 32); head < group; head += kWarps) {
-    float2* const states = shared + head * parts.count;
-    float largest = -INFINITY;
-    for (int i = lane; i < parts.count; i += 32) {
-      states[i] = __ldcg(workspace.states + parts.slot(i) * group + head);
-      largest = fmaxf(largest, states[i].x);
-    }
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
-    }
-    SoftmaxState total{largest, 0.0F};
-    for (int i = lane; i < parts.count; i += 32) {
-      const float weight = states[i].y > 0.0F ? expf(states[i].x - largest) : 0.0F;
-      total.sum += weight * states[i].y;
-      states[i].x = weight;
-    }
-    total.sum = warp_sum(total.sum);
-    for (int i = lane; i < parts.count; i += 32) states[i].x *= total.inverse_sum();
-    if (lane == 0 && item.lse != nullptr) {
-      item.lse[(set.kv_head * group + head) * item.lse_stride] = total.lse();
-    }
-  }
-  __syncthreads();  // weights of all heads are there
-  while (vector < vectors) {
-    const int head = vector / (D / 4);
-    const float2* weights = shared + head * parts.count;
-    float4 sum{};
-    for (int first = 0; first < parts.count; first += kPartsAhead) {
-      if (first > 0) read(first);
-#pragma unroll
-      for (int i = 0; i < kPartsAhead; ++i) {
-        if (first + i < parts.count) add_scaled(sum, weights[first + i].x, ahead[i]);
-      }
-    }
-    store_output(item, set.kv_head * group + head, vector % (D / 4) * 4, sum);
-    vector += 32 * kWarps;
-    read(0);
+  const bool shared = plan.set_blocks > 0;
+  const unsigned block = shared ? blockIdx.x - static_cast<unsigned>(plan.first_block) : 0;
+  const unsigned blocks = shared ? static_cast<unsigned>(plan.set_blocks) : 1;
+  for (unsigned i = (block * threads + threadIdx.x) * kLine; i < pages;
+       i += blocks * threads * kLine) {
+    prefetch_to_l2(sequence.pages + i);
   }
 }
 
@@ -265,8 +160,7 @@ __device__ void prefetch_queries(const AttendRequest& request, const RowSet& set
   constexpr int kLine = 32;  // floats
   for (auto i = static_cast<int>(threadIdx.x); i < group * D / kLine;
        i += static_cast<int>(blockDim.x)) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(
-        __cvta_generic_to_global(request.queries + head * D + i * kLine)));
+    prefetch_to_l1(request.queries + head * D + i * kLine);
   }
 }
 
@@ -286,6 +180,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   __shared__ float2 states[kWarps][8 * NT];
   __shared__ CopyBarrier barriers[kWarps][kMaxStages];
   __shared__ __align__(16) std::byte plan_memory[sizeof(Plan<kWarps>)];
+  __shared__ CopyBarrier merge_barrier;
   __shared__ bool merges;
   auto& plan = *reinterpret_cast<Plan<kWarps>*>(plan_memory);
 
@@ -293,14 +188,19 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane == 0) {
     for (int i = 0; i < num_stages; ++i) barriers[warp][i].init();
+    if (warp == 0) merge_barrier.init();
     transfer::cuda::publish_barriers();
   }
   __syncwarp();
-  transfer::cuda::wait_for_previous();
+  const bool foreseen = request.foreseen;
+  if (!foreseen) transfer::cuda::wait_for_previous();
   const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
-  transfer::cuda::let_next_start();
   const int block = static_cast<int>(blockIdx.x);
-  if (block >= plan.blocks) return;
+  if (block >= plan.blocks) {
+    if (foreseen) transfer::cuda::wait_for_previous();
+    transfer::cuda::let_next_start();
+    return;
+  }
   if (block == 0 && request.flags != nullptr) {
     count_planned(request, selection, workspace, totals);
   }
@@ -316,7 +216,13 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   int stage_in = 0;
   int stage_out = 0;
   unsigned parity = 0;  // of the phase of stage_out
+  unsigned merge_parity = 0;
   unsigned in_pages = 0;
+  if (foreseen) {
+    prefetch_pages(request, selection, plan);
+    transfer::cuda::wait_for_previous();
+  }
+  transfer::cuda::let_next_start();
   for (int part = 0;; ++part) {
     const int first = static_cast<int>(begin - set.first_tile);
     const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
@@ -366,17 +272,17 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       const int head = i / (D / 4);
       const int x = i % (D / 4) * 4;
       float weights[kWarps];
-      const SoftmaxState state = merge_warps<kWarps>(&states[0][head], 8 * NT, weights);
+      const SoftmaxState state = cuda::merge_warps<kWarps>(&states[0][head], 8 * NT, weights);
       float4 sum{};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         const auto* out = reinterpret_cast<const float*>(shared + w * num_stages * Layout::kBytes);
         const float weight = whole ? weights[w] * state.inverse_sum() : weights[w];
-        add_scaled(sum, weight, *reinterpret_cast<const float4*>(out + head * (D + 4) + x));
+        cuda::add_scaled(sum, weight, *reinterpret_cast<const float4*>(out + head * (D + 4) + x));
       }
       const int query_head = set.kv_head * group + head;
       if (whole) {
-        store_output(item, query_head, x, sum);
+        cuda::store_output(item, query_head, x, sum);
         if (x == 0 && item.lse != nullptr) item.lse[query_head * item.lse_stride] = state.lse();
       } else {
         *reinterpret_cast<float4*>(workspace.out + (slot * group + head) * D + x) = sum;
@@ -384,6 +290,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       }
     }
     if (!whole) {
+      transfer::cuda::release_to_copies();
       __syncthreads();  // all threads have written, and read the tiles' memory
       if (threadIdx.x == 0) {
         __threadfence();  // this part is seen by whoever sees the ticket
@@ -394,8 +301,9 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       }
       __syncthreads();  // `merges` is set
       if (merges) {
-        merge_parts<D, kWarps>(request, workspace, item, set, parts,
-                               reinterpret_cast<float2*>(shared));
+        cuda::merge_parts<D, kWarps>(request, workspace, item, set, parts, merge_barrier,
+                                     merge_parity, shared,
+                                     max(num_stages * Shape::kStageBytes, Shape::kMergeBytes));
       }
     }
     begin = set.first_tile + static_cast<unsigned>(last);

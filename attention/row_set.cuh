@@ -44,8 +44,13 @@ struct RowSet {
   const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
   const std::int64_t length = counters->length;
   set.resident_begin = counters->resident_begin;
-  const int listed = selection.ids != nullptr ? selection.counts[index] : 0;
   const transfer::AttendedSpans spans = attended_spans(request.rule, length, query);
+  int listed = 0;
+  if (request.foreseen) {
+    listed = static_cast<int>(num_to_select(request.top_k, request.sparsity, spans));
+  } else if (selection.ids != nullptr) {
+    listed = selection.counts[index];
+  }
   set.sink_end = static_cast<int>(spans.sink_end);
   set.tail_begin = static_cast<int>(spans.tail_begin);
   set.always = static_cast<int>(spans.num_always());

@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "hashing/append.h"
 #include "runtime/cold_path.h"
+#include "scoring/foresight.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -242,7 +243,7 @@ class AttendLaunch {
 
   void attend() {
     transfer::Stream& stream = turn_.stream();
-    const attention::AttendRequest request{
+    attention::AttendRequest request{
         .kv = engine_.kv,
         .rule = options().rule,
         .sequences = sequences_,
@@ -259,6 +260,9 @@ class AttendLaunch {
     if (sparse(*slices_.front().part)) {
       selection = choose();
       max_selected = selected_bound();
+      request.foreseen = chooses() && scoring::foresees(stream, select_request());
+      request.top_k = options().params.top_k;
+      request.sparsity = options().params.sparsity;
     }
     if (engine_.page_pool != nullptr && !turn_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();

@@ -9,62 +9,46 @@
 /// best; a few tokens of that bin are then compared one by one.
 namespace kvtier::scoring::cuda {
 
-/// Base-2 logs of the sums of the heads' shares of four tokens: those of a lane quad.
-template <int kQuads>
-__device__ void combined_scores(const uint2* sums, const uint4& packed, float weight,
-                                const float (&factors)[4 * kQuads],
-                                const float (&references)[4 * kQuads], float (&scores)[4]) {
-  const std::uint32_t norms[4] = {packed.x, packed.y, packed.z, packed.w};
-  uint2 own[kQuads][4];
-#pragma unroll
-  for (int quad = 0; quad < kQuads; ++quad) {
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const uint4 two = *reinterpret_cast<const uint4*>(sums + quad * 32 + pair * 2);
-      own[quad][pair * 2] = make_uint2(two.x, two.y);
-      own[quad][pair * 2 + 1] = make_uint2(two.z, two.w);
-    }
-  }
-#pragma unroll
-  for (int row = 0; row < 4; ++row) {
-    const ChipNorms norm = PackedNorms::unpack(norms[row], weight);
-    float shares[4 * kQuads];
-    float most = -INFINITY;
-#pragma unroll
-    for (int h = 0; h < 4 * kQuads; ++h) {
-      const uint2 four = own[h / 4][h % 4];
-      const std::uint32_t two = row < 2 ? four.x : four.y;
-      const auto sum = static_cast<std::int16_t>(row % 2 == 0 ? two & 0xFFFFU : two >> 16);
-      shares[h] =
-          fmaf(factors[h] * static_cast<float>(sum), norm.key, norm.log_value) - references[h];
-      most = fmaxf(most, shares[h]);
-    }
-    float sum = 0.0F;
-#pragma unroll
-    for (float share : shares) sum += exp2_fast(share - most);
-    scores[row] = norms[row] != 0 ? most + log2_norm(sum) : kLowestValue;
-  }
-}
+/// Keys order as combined scores do, which are sums of the heads' shares or, for order, their
+/// logarithms. A sum from kLeastSum on is its own key, the bits of the float with the sign bit set.
+/// Lower sums have the keys of their logarithms, which are negative, so that the keys are less.
+inline constexpr float kLeastSum = 0x1p-100F;
+/// The first round counts sixteenths of octaves, from 2^-28 to 2^4, which no sum of at most 8 heads
+/// exceeds; lower ones count in the first bin.
+inline constexpr std::uint32_t kChipKeyBase = 0x80000000U + ((127U - 28U) << 23);
+inline constexpr std::uint32_t kChipBinShift = 23 - 4;
 
-/// Keys order as scores do. From -kChipDepth to 4, which no score of at most 16 heads exceeds, they
-/// are fixed-point numbers from 2^31 on, of which the first round counts the upper bits: sixteenths
-/// of octaves. Scores there that differ in fp32 have different keys but for those below 1/8 in
-/// magnitude, where keys resolve 2^-26. Lower scores have the keys of floats, which are less.
-inline constexpr float kChipDepth = 28.0F;
-inline constexpr std::uint32_t kChipKeyBase = 0x80000000U;
-inline constexpr std::uint32_t kChipBinShift = 22;
-
-__device__ inline std::uint32_t chip_key(float score) {
-  constexpr float kScale = 0x1p26F;
-  if (score >= -kChipDepth) {
-    const int fixed = __float2int_rn(fminf(score, 3.9999998F) * kScale);
-    return kChipKeyBase + static_cast<std::uint32_t>(fixed) +
-           static_cast<std::uint32_t>(kChipDepth * kScale);
-  }
-  return max(ordered_key(score), 1U);  // NaN too
-}
 __device__ inline int first_bin_of(std::uint32_t key) {
   return static_cast<int>((max(key, kChipKeyBase) - kChipKeyBase) >> kChipBinShift);
+}
+
+__device__ inline float sum_of_row(const uint2& four, int row) {
+  const std::uint32_t two = row < 2 ? four.x : four.y;
+  return static_cast<float>(static_cast<std::int16_t>(row % 2 == 0 ? two & 0xFFFFU : two >> 16));
+}
+
+/// The key of a token with a sum below kLeastSum. `sums`: of head 0 and the token's row of a tile.
+template <int kQuads>
+__device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const ChipNorms& norm,
+                                              const ChipShared& shared) {
+  ChipSum total;
+#pragma unroll 1
+  for (int h = 0; h < 4 * kQuads; ++h) {
+    const float value = fmaf(shared.factors[h] * sum_of_row(sums[h / 4 * 32 + h % 4], row),
+                             norm.key, norm.log_value) -
+                        shared.references[h];
+    if (value > total.most) total.add(value, 1.0F);
+  }
+  // Heads that came before a larger one count too.
+  total.sum = 0.0F;
+#pragma unroll 1
+  for (int h = 0; h < 4 * kQuads; ++h) {
+    const float value = fmaf(shared.factors[h] * sum_of_row(sums[h / 4 * 32 + h % 4], row),
+                             norm.key, norm.log_value) -
+                        shared.references[h];
+    total.sum += exp2_fast(value - total.most);
+  }
+  return max(ordered_key(total.most + log2_norm(total.sum)), 1U);
 }
 
 /// The keys in question: low to high.
@@ -83,7 +67,7 @@ struct ChipWindow {
     low = first && bin == 0 ? 1 : from;
     high = min(high, last);
     constexpr int kBinBits = 9;
-    static_assert(kChipBins == 1 << kBinBits && 32.0F * 0x1p26F == 0x1p31F);
+    static_assert(kChipBins == 1 << kBinBits && kChipBins == 32 << (23 - kChipBinShift));
     shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
   }
 };
@@ -108,16 +92,32 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
     const int tile = quad / 8;
     const int g = quad % 8;
     const uint4 packed = reinterpret_cast<const uint4*>(scores.norms)[quad];
-    float combined[4];
-    combined_scores<kQuads>(scores.sums + std::int64_t{tile} * kQuads * 32 + g * 4, packed, weight,
-                            factors, references, combined);
+    const std::uint32_t norms[4] = {packed.x, packed.y, packed.z, packed.w};
+    const uint2* const sums = scores.sums + std::int64_t{tile} * kQuads * 32 + g * 4;
+    uint2 four[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; h += 2) {
+      const uint4 two = *reinterpret_cast<const uint4*>(sums + h / 4 * 32 + h % 4);
+      four[h] = make_uint2(two.x, two.y);
+      four[h + 1] = make_uint2(two.z, two.w);
+    }
     std::uint32_t own[4];
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
-      const int token = tile * kChipTile + row * 8 + g;
-      const bool eligible = token >= work.begin && token < work.end;
-      own[row] = eligible ? chip_key(combined[row]) : 0;
-      if (eligible) atomicAdd(&shared.bins[first_bin_of(own[row])], 1U);
+      const ChipNorms norm = PackedNorms::unpack(norms[row], weight);
+      float sum = 0.0F;
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        sum += exp2_fast(fmaf(factors[h] * sum_of_row(four[h], row), norm.key, norm.log_value) -
+                         references[h]);
+      }
+      const auto token = static_cast<unsigned>(tile * kChipTile + row * 8 + g - work.begin);
+      const bool eligible = token < static_cast<unsigned>(work.end - work.begin);
+      own[row] = 0;
+      if (!eligible) continue;
+      own[row] = __float_as_uint(fminf(sum, 15.0F)) | 0x80000000U;
+      if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, shared);
+      atomicAdd(&shared.bins[first_bin_of(own[row])], 1U);
     }
     reinterpret_cast<uint4*>(keys)[quad] = make_uint4(own[0], own[1], own[2], own[3]);
   }
@@ -173,7 +173,7 @@ __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t tak
 #pragma unroll 1
   for (int base = 0; base < count; base += kChipThreads) {
     const int token = base + static_cast<int>(threadIdx.x);
-    const int i = ChipScores::entry_of(token);
+    const unsigned i = ChipScores::entry_of(static_cast<unsigned>(token));
     const bool tie = token < count && window.has(keys[i]);
     std::uint32_t total = 0;
     const std::uint32_t before = seen + block_exclusive_sum(tie ? 1 : 0, &total);
@@ -203,7 +203,7 @@ __device__ inline void take_best(const ChipWindow& window, std::uint32_t take, s
       if (!window.has(key[i])) continue;
       const std::uint32_t at = atomicAdd(&shared.list_count, 1U);
       shared.list[at] = key[i];
-      shared.list_entries[at] = four * 4 + i;
+      shared.list_entries[at] = static_cast<unsigned>(four * 4 + i);
     }
   }
   __syncthreads();
@@ -221,8 +221,8 @@ __device__ inline void take_best(const ChipWindow& window, std::uint32_t take, s
 #pragma unroll 1
   for (std::uint32_t mine = warp; mine < shared.list_count; mine += kChipWarps) {
     const std::uint32_t key = shared.list[mine];
-    const int entry = shared.list_entries[mine];
-    const int token = ChipScores::token_of(entry);
+    const unsigned entry = shared.list_entries[mine];
+    const unsigned token = ChipScores::token_of(entry);
     std::uint32_t better = 0;
 #pragma unroll 1
     for (std::uint32_t at = lane; at < most; at += 32) {
@@ -251,7 +251,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
   const int per_warp = (count + kChipThreads - 1) / kChipThreads * 32;
   const int begin = min(static_cast<int>(warp) * per_warp, count);
   const int end = min(begin + per_warp, count);  // whole tiles
-  const std::uint32_t* own = keys + ChipScores::entry_of(static_cast<int>(lane));
+  const std::uint32_t* own = keys + ChipScores::entry_of(lane);
   const auto votes_at = [&](int base) { return __ballot_sync(kFullWarp, own[base] > cut); };
   __syncthreads();  // the keys are final
   std::uint32_t mine = 0;

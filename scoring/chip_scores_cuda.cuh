@@ -173,17 +173,9 @@ struct ChipWork {
     begin = static_cast<int>(plan.begin - first_token);
     end = static_cast<int>(min(plan.end - first_token, std::int64_t{count}));
   }
+  /// Whether the row has nothing to choose from. `plan.k` takes a division of doubles.
+  [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
-
-__device__ inline void load_factors(const FilterArgs& args, std::int64_t first_head, int group,
-                                    float* factors) {
-  if (threadIdx.x >= kMaxGroup) return;
-  const bool present = static_cast<int>(threadIdx.x) < group;
-  factors[threadIdx.x] =
-      present
-          ? sign_factor(args.request.params, args.tables.scalars[first_head + threadIdx.x]) * kLog2E
-          : 0.0F;
-}
 
 /// Turns the integer weights of a group into columns, as `fill_columns` does; a warp takes 32
 /// planes of a head at a time. The first are read at once, before anything else is known.
@@ -274,6 +266,9 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
     own_factors[quad] = factors[quad * 4 + lane % 4];
     weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
   }
+  const unsigned entry = ChipScores::entry_of(static_cast<unsigned>(lane) * 2);
+  std::uint32_t* packed_to = scores.norms + warp * kChipUnit + entry;
+  uint2* sums_to = scores.sums + warp * (kChipUnit / kChipTile) * kQuads * 32 + lane;
 #pragma unroll 1
   for (int first = warp * kChipUnit; first < work.count; first += kChipWarps * kChipUnit) {
     const std::byte* stage = ring.wait();
@@ -284,43 +279,50 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
     const std::uint32_t value_pair = raw[kChipUnit / 2];
     const std::uint32_t packed[2] = {PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU),
                                      PackedNorms::pack(key_pair >> 16, value_pair >> 16)};
-    ChipNorms own[2];
+    packed_to[0] = packed[0];
+    packed_to[ChipScores::kNextEntry] = packed[1];
+    packed_to += kChipWarps * kChipUnit;
+    ChipNorms own[2] = {PackedNorms::unpack(packed[0], weight),
+                        PackedNorms::unpack(packed[1], weight)};
+    if (first < work.begin || first + kChipUnit > work.end) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = first + lane * 2 + i;
-      scores.norms[ChipScores::entry_of(token)] = packed[i];
-      own[i] = PackedNorms::unpack(packed[i], weight);
-      if (token < work.begin || token >= work.end) own[i].log_value = -INFINITY;
+      for (int i = 0; i < 2; ++i) {
+        const int token = first + lane * 2 + i;
+        if (token < work.begin || token >= work.end) own[i].log_value = -INFINITY;
+      }
     }
     *reinterpret_cast<float4*>(norms + lane * 2) =
         make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
     __syncwarp();
 #pragma unroll
-    for (int local = 0; local < kChipUnit; local += kChipTile) {
-      uint2* const to =
-          scores.sums + std::int64_t{(first + local) / kChipTile} * kQuads * 32 + lane;
+    for (int quad = 0; quad < kQuads; ++quad) {
+      constexpr int kTiles = kChipUnit / kChipTile;
+      float values[kTiles][4];
+      float most = totals[quad].most;
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
+      for (int tile = 0; tile < kTiles; ++tile) {
         int sums[4];
-        signed_sums<kChipUnit>(stage + local * hashing::kChunkBytes, columns[quad], chunks,
-                               weight_sums[quad], sums);
-        to[quad * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
-                                   __byte_perm(sums[2], sums[3], 0x5410));
-        float values[4];
-        float most = totals[quad].most;
+        signed_sums<kChipUnit>(stage + tile * kChipTile * hashing::kChunkBytes, columns[quad],
+                               chunks, weight_sums[quad], sums);
+        sums_to[(tile * kQuads + quad) * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
+                                                          __byte_perm(sums[2], sums[3], 0x5410));
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
-          const ChipNorms norm = norms[local + row * 8 + lane / 4];
-          values[row] =
+          const ChipNorms norm = norms[tile * kChipTile + row * 8 + lane / 4];
+          values[tile][row] =
               fmaf(own_factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
-          most = fmaxf(most, values[row]);
+          most = fmaxf(most, values[tile][row]);
         }
-        float sum = totals[quad].sum * exp2_fast(totals[quad].most - most);
-#pragma unroll
-        for (int row = 0; row < 4; ++row) sum += exp2_fast(values[row] - most);
-        totals[quad] = {most, sum};
       }
+      float sum = totals[quad].sum * exp2_fast(totals[quad].most - most);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int row = 0; row < 4; ++row) sum += exp2_fast(values[tile][row] - most);
+      }
+      totals[quad] = {most, sum};
     }
+    sums_to += kChipWarps * (kChipUnit / kChipTile) * kQuads * 32;
     ring.release();
   }
   transfer::cuda::copy_async_wait<0>();

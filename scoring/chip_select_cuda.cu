@@ -2,11 +2,15 @@
 #include "scoring/chip_choice_cuda.cuh"
 #include "scoring/chip_scores_cuda.cuh"
 #include "scoring/chip_select_cuda.cuh"
+#include "scoring/foresight.h"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 namespace kvtier::scoring::cuda {
 namespace {
@@ -15,6 +19,8 @@ namespace {
 /// read while those run.
 constexpr int kRoomyBytes = 180 * 1024;
 constexpr int kMostBytes = 216 * 1024;
+/// Half of an H200's L2 cache: scores that are written there are read back at once.
+constexpr std::int64_t kMostInL2 = std::int64_t{24} << 20;
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
@@ -38,11 +44,20 @@ __device__ ChipShare start_early(const FilterArgs& args, const ChipShape& shape,
 __device__ void tell(const FilterArgs& args, const ChipWork& work) {
   const SelectRequest& request = args.request;
   const RowPlan& plan = work.plan;
-  if (plan.k <= 0) args.selection.counts[work.group_index] = 0;
-  if (work.kv_head == 0 && plan.end > plan.begin && request.flags != nullptr) {
+  if (work.empty()) args.selection.counts[work.group_index] = 0;
+  if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
               static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
   }
+}
+
+/// What turns the calling thread's head's sums into base-2 logits.
+__device__ float read_factor(const FilterArgs& args, int row, int kv_head) {
+  const transfer::KvGeometry& kv = args.request.kv;
+  const auto head = static_cast<int>(threadIdx.x);
+  if (head >= kv.group()) return 0.0F;
+  const std::int64_t first_head = (std::int64_t{row} * kv.kv_heads + kv_head) * kv.group();
+  return sign_factor(args.request.params, args.tables.scalars[first_head + head]) * kLog2E;
 }
 
 __device__ ChipWeights read_weights(const FilterArgs& args, int row, int kv_head, int chunks) {
@@ -55,14 +70,12 @@ __device__ ChipWeights read_weights(const FilterArgs& args, int row, int kv_head
 template <int kQuads, int kChunks>
 __device__ void score_share(const FilterArgs& args, const ChipShape& shape, const ChipWork& work,
                             unsigned rank, const ChipShare& started, const ChipWeights& weights,
-                            ChipRing& ring, float* factors, const ChipScores& scores,
+                            ChipRing& ring, const float* factors, const ChipScores& scores,
                             ChipNorms* norms, ChipQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
-  const int group = args.request.kv.group();
   const ChipShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
-  load_factors(args, work.group_index * group, group, factors);
   weights.store(queries);
   __syncthreads();  // columns and factors are there
   score_tokens<kQuads, kChunks>(params, ring, work, chunks, factors, scores, norms, queries);
@@ -115,7 +128,6 @@ __global__ __launch_bounds__(kChipThreads,
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) ChipShared shared;
   __shared__ __align__(16) ChipQueries queries;
-  transfer::cuda::let_next_start();
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
@@ -133,11 +145,15 @@ __global__ __launch_bounds__(kChipThreads,
   __syncthreads();  // it is clear
   cluster_arrive();
   transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
 
+  // All that comes from memory is under way before any of it is used.
   const ChipWeights weights = read_weights(args, row, kv_head, chunks);
+  const float factor = read_factor(args, row, kv_head);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  if (work.plan.k <= 0) return;  // the whole cluster
+  if (work.empty()) return;  // the whole cluster
+  if (threadIdx.x < kMaxGroup) shared.factors[threadIdx.x] = factor;
   score_share<kQuads, kChunks>(args, shape, work, rank, started, weights, ring, shared.factors,
                                scores, norms, queries);
   cluster_wait();  // the blocks have begun, and their inboxes are open
@@ -158,7 +174,6 @@ __global__ __launch_bounds__(kChipThreads,
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ float factors[kMaxGroup];
   __shared__ __align__(16) ChipQueries queries;
-  transfer::cuda::let_next_start();
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
@@ -171,11 +186,14 @@ __global__ __launch_bounds__(kChipThreads,
   ChipWeights::clear(queries);
   __syncthreads();  // it is clear
   transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
 
   const ChipWeights weights = read_weights(args, row, kv_head, chunks);
+  const float factor = read_factor(args, row, kv_head);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  if (work.plan.k <= 0) return;
+  if (work.empty()) return;
+  if (threadIdx.x < kMaxGroup) factors[threadIdx.x] = factor;
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
   score_share<kQuads, kChunks>(args, shape, work, rank, started, weights, ring, factors, scores,
@@ -201,7 +219,6 @@ __global__ __launch_bounds__(kChipThreads,
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) ChipShared shared;
-  transfer::cuda::let_next_start();
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
@@ -209,11 +226,12 @@ __global__ __launch_bounds__(kChipThreads,
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
   open_inboxes(shared, shape.blocks, group);
   cluster_arrive();
-  transfer::cuda::wait_for_previous();
-
+  // The kernel that scores has let this one start when all before it were done.
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
-  if (work.plan.k <= 0) return;  // the whole cluster
-  load_factors(args, work.group_index * group, group, shared.factors);
+  if (threadIdx.x < kMaxGroup) shared.factors[threadIdx.x] = read_factor(args, row, kv_head);
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  if (work.empty()) return;  // the whole cluster
   read_sums(args.filter.chip_sums + work.group_index * parts * group, parts, group, 4 * kQuads,
             shared);
   const ChipScores scores =
@@ -226,6 +244,11 @@ __global__ __launch_bounds__(kChipThreads,
 }
 
 using ChipKernel = void (*)(FilterArgs, ChipShape);
+
+/// Bytes of the scores of a (row, KV head) in memory.
+std::int64_t chip_row_bytes(const SelectRequest& request) {
+  return chip_row_tokens(request.max_length) * chip_token_bytes(chip_quads(request.kv.group()));
+}
 
 struct ChipKernels {
   ChipKernel select;
@@ -256,25 +279,36 @@ void allow_shape(Kernel kernel) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes));
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
 }
 
-/// Tells whether the device runs `clusters` clusters of the kernel at a time.
+/// Clusters of the kernel that the device runs at a time. Asked once: every step needs it.
 template <typename Kernel>
-bool run_together(Kernel kernel, int clusters, unsigned blocks, int bytes) {
+int clusters_at_once(Kernel kernel, unsigned blocks, int bytes) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, std::uintptr_t, unsigned, int>, int> known;
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  const std::tuple key(device, reinterpret_cast<std::uintptr_t>(kernel), blocks, bytes);
+  const std::lock_guard lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  allow_shape(kernel);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks;
   cluster.val.clusterDim.y = 1;
   cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks * static_cast<unsigned>(clusters));
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kChipThreads);
   config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
   config.attrs = &cluster;
   config.numAttrs = 1;
-  int active = 0;
-  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&active, kernel, &config));
-  return active >= clusters;
+  int clusters = 0;
+  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  known.emplace(key, clusters);
+  return clusters;
 }
 
 int tokens_of_block(std::int64_t tokens, unsigned blocks) {
@@ -292,35 +326,80 @@ int select_bytes(const ChipShape& shape, int quads, int chunks) {
          std::max(chip_ring_bytes(shape.stages, chunks), static_cast<int>(sizeof(ChipExchange)));
 }
 
-/// Finds the largest clusters of which the device runs all at a time, if one has room for a row.
-bool select_shape(const SelectRequest& request, ChipKernel kernel, int groups, ChipShape& shape) {
+/// How a request is served.
+struct ChipPlan {
+  enum class Way { kNone, kOneKernel, kTwoKernels };
+  Way way = Way::kNone;
+  ChipShape shape{};  ///< Of the kernel that chooses.
+};
+
+/// Finds the largest clusters of which the device runs all at a time, if one has room for a row;
+/// any number of blocks will do, for the parts of a device have as many SMs as they have.
+bool plan_one_kernel(const SelectRequest& request, ChipKernel kernel, ChipShape& shape) {
+  const int groups = request.kv.kv_heads * request.rows.count;
   const int quads = chip_quads(request.kv.group());
   const int chunks = sign_chunks(request.params);
-  for (shape.blocks = kChipBlocks; shape.blocks >= 2; shape.blocks /= 2) {
+  for (shape.blocks = kChipBlocks; shape.blocks >= 2; --shape.blocks) {
     shape.capacity = tokens_of_block(request.max_length, shape.blocks);
     for (shape.stages = 3; shape.stages >= 2; --shape.stages) {
       const int bytes = select_bytes(shape, quads, chunks);
       if (bytes > (shape.stages == 2 ? kMostBytes : kRoomyBytes)) continue;
-      if (run_together(kernel, groups, shape.blocks, bytes)) return true;
+      if (clusters_at_once(kernel, shape.blocks, bytes) >= groups) return true;
     }
   }
   return false;
 }
 
+/// The same for rows of which the scores lie in memory. Blocks may share an SM.
+bool plan_choice(const SelectRequest& request, const ChipKernels& kernels, ChipShape& shape) {
+  const int groups = request.kv.kv_heads * request.rows.count;
+  for (shape.blocks = kChipBlocks; shape.blocks >= 2; shape.blocks /= 2) {
+    shape.capacity = tokens_of_block(request.max_length, shape.blocks);
+    const int bytes = choose_bytes(shape);
+    if (bytes > kMostBytes) return false;
+    if (shape.blocks == 2 || clusters_at_once(kernels.choose, shape.blocks, bytes) >= groups) {
+      return true;
+    }
+  }
+  return false;
+}
+
+ChipPlan plan_chip(const SelectRequest& request) {
+  const ScoreParams& params = request.params;
+  const int group = request.kv.group();
+  const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  if (params.estimator != Estimator::kNormAware || params.query_bits != kChipBits || !together ||
+      group > kChipHeads || sign_chunks(params) > kChipChunks) {
+    return {};
+  }
+  const ChipKernels kernels = chip_kernels(request);
+  ChipPlan plan;
+  if (plan_one_kernel(request, kernels.select, plan.shape)) {
+    plan.way = ChipPlan::Way::kOneKernel;
+  } else if (request.kv.kv_heads * request.rows.count * chip_row_bytes(request) <= kMostInL2 &&
+             plan_choice(request, kernels, plan.shape)) {
+    plan.way = ChipPlan::Way::kTwoKernels;
+  }
+  plan.shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
+  return plan;
+}
+
 void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipKernels& kernels,
-                const ChipShape& choice, bool early) {
+                const ChipShape& choice) {
   const SelectRequest& request = args.request;
   const int groups = request.kv.kv_heads * request.rows.count;
   const int chunks = sign_chunks(request.params);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   const int parts = std::max(std::min(processors, kChipParts) / groups, 1);
   ChipShape shape{
-      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = early};
+      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
   while (shape.stages < kChipStages && chip_ring_bytes(shape.stages + 1, chunks) <= kRoomyBytes) {
     ++shape.stages;
   }
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto rows = static_cast<unsigned>(request.rows.count);
+  allow_shape(kernels.score);
+  allow_shape(kernels.choose);
   transfer::cuda::launch_overlapping(
       stream, kernels.score, dim3(heads * shape.blocks, rows), kChipThreads,
       static_cast<std::size_t>(chip_ring_bytes(shape.stages, chunks)), args, shape);
@@ -332,52 +411,36 @@ void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipKernels& 
 }  // namespace
 
 std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_tokens) {
-  // Half of an H200's L2 cache: what is written there is read back at once.
-  constexpr std::int64_t kMost = std::int64_t{24} << 20;
   if (group > kChipHeads) return 0;
-  return std::min(kMost,
+  return std::min(kMostInL2,
                   groups * chip_row_tokens(max_tokens) * chip_token_bytes(chip_quads(group)));
+}
+
+bool foresees(const SelectRequest& request) {
+  return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
+         request.max_length > 0 && filter_serves(request) &&
+         plan_chip(request).way != ChipPlan::Way::kNone;
 }
 
 bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
-  const ScoreParams& params = request.params;
-  const int group = request.kv.group();
-  const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (params.estimator != Estimator::kNormAware || params.query_bits != kChipBits || !together ||
-      group > kChipHeads || sign_chunks(params) > kChipChunks) {
-    return false;
-  }
+  const ChipPlan plan = plan_chip(request);
+  if (plan.way == ChipPlan::Way::kNone) return false;
   const ChipKernels kernels = chip_kernels(request);
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int quads = chip_quads(request.kv.group());
-  const bool early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
-  ChipShape shape{};
+  if (plan.way == ChipPlan::Way::kTwoKernels) {
+    launch_two(stream, args, kernels, plan.shape);
+    return true;
+  }
+  const ChipShape& shape = plan.shape;
   allow_shape(kernels.select);
-  if (select_shape(request, kernels.select, groups, shape)) {
-    shape.early = early;
-    const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
-                    static_cast<unsigned>(request.rows.count));
-    transfer::cuda::launch_overlapping_clusters(
-        stream, kernels.select, grid, shape.blocks, kChipThreads,
-        static_cast<std::size_t>(select_bytes(shape, quads, sign_chunks(params))), args, shape);
-    return true;
-  }
-  const std::int64_t bytes = groups * chip_row_tokens(args.max_tokens) * chip_token_bytes(quads);
-  if (bytes > args.filter.chip_bytes) return false;
-  allow_shape(kernels.score);
-  allow_shape(kernels.choose);
-  for (shape.blocks = kChipBlocks; shape.blocks >= 2; shape.blocks /= 2) {
-    shape.capacity = tokens_of_block(request.max_length, shape.blocks);
-    const int block_bytes = choose_bytes(shape);
-    if (block_bytes > kMostBytes) return false;
-    if (shape.blocks > 2 && !run_together(kernels.choose, groups, shape.blocks, block_bytes)) {
-      continue;
-    }
-    launch_two(stream, args, kernels, shape, early);
-    return true;
-  }
-  return false;
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping_clusters(
+      stream, kernels.select, grid, shape.blocks, kChipThreads,
+      static_cast<std::size_t>(
+          select_bytes(shape, chip_quads(request.kv.group()), sign_chunks(request.params))),
+      args, shape);
+  return true;
 }
 
 }  // namespace kvtier::scoring::cuda

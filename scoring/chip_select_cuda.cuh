@@ -54,12 +54,14 @@ struct ChipScores {
   [[nodiscard]] __device__ ChipScores from(int token, int quads) const {
     return {norms + token, sums + std::int64_t{token} * quads};
   }
-  __device__ static int entry_of(int token) {
+  __device__ static unsigned entry_of(unsigned token) {
     return token / kChipTile * kChipTile + token % 8 * 4 + token / 8 % 4;
   }
-  __device__ static int token_of(int entry) {
+  __device__ static unsigned token_of(unsigned entry) {
     return entry / kChipTile * kChipTile + entry % 4 * 8 + entry / 4 % 8;
   }
+  /// From the entry of an even token to that of the next.
+  static constexpr int kNextEntry = 4;
 };
 inline int __host__ __device__ chip_token_bytes(int quads) { return 4 + 8 * quads; }
 
@@ -73,7 +75,7 @@ inline std::int64_t __host__ __device__ chip_row_tokens(std::int64_t max_tokens)
 }
 __device__ inline ChipScores chip_scores(const FilterArgs& args, std::int64_t group_index,
                                          int quads) {
-  const std::int64_t tokens = chip_row_tokens(args.max_tokens);
+  const std::int64_t tokens = chip_row_tokens(args.request.max_length);
   auto* norms = reinterpret_cast<std::uint32_t*>(args.filter.chip_scores +
                                                  group_index * tokens * chip_token_bytes(quads));
   return {norms, reinterpret_cast<uint2*>(norms + tokens)};
@@ -146,7 +148,7 @@ struct ChipShared {
   std::uint32_t most;   // and the most that a block has of them
   // This block's, of the last round.
   alignas(16) std::uint32_t list[kChipList];
-  int list_entries[kChipList];
+  std::uint32_t list_entries[kChipList];
   std::uint32_t list_count;
   std::uint32_t warp_counts[kChipWarps];
   Inbox sums_inbox;

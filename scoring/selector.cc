@@ -1,6 +1,7 @@
 #include "scoring/selector.h"
 
 #include "scoring/budget_cpu.h"
+#include "scoring/foresight.h"
 #include "scoring/selector_kernels.h"
 
 #include <algorithm>
@@ -161,6 +162,13 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
   stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
     cpu::export_missed(batch, heads, rest_logs);
   });
+}
+
+bool foresees(const transfer::Stream& stream, const SelectRequest& request) {
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) return cuda::foresees(request);
+  }
+  return false;
 }
 
 transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "scoring/sign_products.cuh"
+#include "transfer/tensor_core.cuh"
 
 #include <cstddef>
 #include <cstdint>
@@ -10,15 +11,15 @@
 /// of each quad.
 namespace kvtier::scoring::cuda {
 
-/// As `multiply_bits`, over two chunks at once.
-__device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_t (&low)[2],
-                                            const std::uint32_t (&high)[2],
+/// As `multiply_bits`, over two chunks at once: `rows` are the low and the high ones of the first,
+/// then those of the second.
+__device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_t (&rows)[4],
                                             const std::uint32_t (&columns)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(counts[0]), "+r"(counts[1]), "+r"(counts[2]), "+r"(counts[3])
-      : "r"(low[0]), "r"(high[0]), "r"(low[1]), "r"(high[1]), "r"(columns[0]), "r"(columns[1]));
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
 }
 
 /// The column operands of a quad, one word per chunk and product. kChunks 0: their number is known
@@ -55,34 +56,38 @@ __device__ void signed_sums(const std::byte* tile, const Columns& columns, int r
   constexpr int kChunks = Columns::kChunks;
   constexpr int kProducts = kBits / 2;
   const int chunks = kChunks > 0 ? kChunks : run_time_chunks;
-  const auto* words = reinterpret_cast<const std::uint32_t*>(tile) + threadIdx.x % 32;
-  const auto word = [&](int chunk, int row) {
-    return words[(chunk * kTokens + row * 8) * kWordsPerChunk];
-  };
+  // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned base = transfer::cuda::shared_address(tile) + lane % 8 * hashing::kChunkBytes;
+  constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
+  constexpr unsigned kChunk = kTokens * hashing::kChunkBytes;
   int counts[2][kProducts][4] = {};
 #pragma unroll
   for (int chunk = 0; chunk + 1 < (kChunks > 0 ? kChunks : chunks); chunk += 2) {
-    std::uint32_t rows[4][2];
-#pragma unroll
-    for (int row = 0; row < 4; ++row) {
-      rows[row][0] = word(chunk, row);
-      rows[row][1] = word(chunk + 1, row);
-    }
+    const unsigned from =
+        base + static_cast<unsigned>(chunk) * kChunk + lane / 8 % 2 * kMatrix + lane / 16 * kChunk;
+    std::uint32_t first[4];
+    std::uint32_t second[4];
+    transfer::cuda::load_matrices(first, from);
+    transfer::cuda::load_matrices(second, from + 2 * kMatrix);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const std::uint32_t column[2] = {columns.word(chunk, product),
                                        columns.word(chunk + 1, product)};
-      multiply_bits_of_two(counts[0][product], rows[0], rows[1], column);
-      multiply_bits_of_two(counts[1][product], rows[2], rows[3], column);
+      multiply_bits_of_two(counts[0][product], first, column);
+      multiply_bits_of_two(counts[1][product], second, column);
     }
   }
   if (chunks % 2 == 1) {
     const int chunk = chunks - 1;
+    std::uint32_t rows[4];
+    transfer::cuda::load_matrices(
+        rows, base + static_cast<unsigned>(chunk) * kChunk + lane / 8 * kMatrix);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const std::uint32_t column = columns.word(chunk, product);
-      multiply_bits(counts[0][product], word(chunk, 0), word(chunk, 1), column);
-      multiply_bits(counts[1][product], word(chunk, 2), word(chunk, 3), column);
+      multiply_bits(counts[0][product], rows[0], rows[1], column);
+      multiply_bits(counts[1][product], rows[2], rows[3], column);
     }
   }
 #pragma unroll

@@ -89,6 +89,38 @@ class CopyBarrier {
 #endif
   }
 
+  /// A warp starts copying `count` pieces of `bytes` each, a multiple of 16, to `to` on: piece i
+  /// from `from(i)`. Every lane calls it.
+  template <typename From>
+  __device__ void start_pieces(std::byte* to, unsigned bytes, int count, const From& from) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const unsigned base = shared_address(to);
+    const unsigned barrier = shared_address(&word_);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(static_cast<unsigned>(count) * bytes)
+                   : "memory");
+    }
+    __syncwarp();
+    for (int i = lane; i < count; i += 32) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(base + static_cast<unsigned>(i) * bytes),
+          "l"(__cvta_generic_to_global(from(i))), "r"(bytes), "r"(barrier)
+          : "memory");
+    }
+#else
+    for (int i = 0; i < count; ++i) {
+      const auto* source = reinterpret_cast<const std::byte*>(from(i));
+      for (unsigned at = static_cast<unsigned>(lane) * 16; at < bytes; at += 32 * 16) {
+        copy_async_16(base + static_cast<unsigned>(i) * bytes + at, source + at, true);
+      }
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+  }
+
  private:
   std::uint64_t word_;
 };
@@ -97,6 +129,13 @@ class CopyBarrier {
 __device__ inline void publish_barriers() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+/// Orders what this thread has seen written to global memory before the copies that it starts.
+__device__ inline void acquire_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 

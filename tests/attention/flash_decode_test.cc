@@ -281,6 +281,31 @@ TEST_P(FlashDecodeTest, MergesOneSetOfManyParts) {
   }
 }
 
+TEST_P(FlashDecodeTest, CountsMayBeForeseen) {
+  constexpr int kTopK = 100;
+  Problem problem = make_problem(29, DType::kBFloat16, 128, 2, 4, {5000, 120, 0, 900}, {0, 2});
+  select_at_random(problem, 29, 1.0);  // every eligible token
+  for (auto& list : problem.selected) {
+    if (list.size() > kTopK) list.resize(kTopK);
+  }
+  expect_oracle(problem);
+  Placed placed = place(problem);
+  FlashDecode flash(*device_, limits_of(problem));
+  const auto attend = [&] {
+    flash.attend(*stream_, placed.request, placed.selection, placed.selection.capacity,
+                 placed.outputs);
+    return download_outcome(problem, placed);
+  };
+  const Outcome counted = attend();
+  placed.request.foreseen = true;
+  placed.request.top_k = kTopK;
+  const Outcome foreseen = attend();
+
+  EXPECT_EQ(counted.bytes, foreseen.bytes);
+  EXPECT_EQ(counted.lse, foreseen.lse);
+  EXPECT_EQ(2 * counted.flags.rows_selected, foreseen.flags.rows_selected);
+}
+
 TEST_P(FlashDecodeTest, DoesNothingWithoutQueries) {
   Problem problem = make_problem(24, DType::kBFloat16, 64, 1, 2, {50}, {});
   const Placed placed = place(problem);

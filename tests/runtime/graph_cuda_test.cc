@@ -72,13 +72,16 @@ class GraphTest : public ::testing::Test {
     }
   }
 
+  /// Replays a graph of decodes of both layers and compares every one with the twin's.
+  void expect_replays_like_twin();
+
   std::unique_ptr<OwnStream> stream_;
   std::optional<Engine> engine_;
   std::optional<Session> session_;
   std::optional<Session> twin_;
 };
 
-TEST_F(GraphTest, ReplaysEqualEagerSteps) {
+void GraphTest::expect_replays_like_twin() {
   session_->reserve(kReplays, stream_->ref());
   const CallTensors first = call(1);
   std::vector<std::unique_ptr<DeviceCall>> fixed;  // of each layer: what the graph reads and writes
@@ -132,6 +135,17 @@ TEST_F(GraphTest, ReplaysEqualEagerSteps) {
   EXPECT_EQ(engine_->stats().cumulative.tokens_appended, appended + 2 * kReplays);
   EXPECT_EQ(session_->length(), twin_->length());
   for (std::uint64_t seed = 900; seed < 903; ++seed) expect_like_twin(seed);
+}
+
+TEST_F(GraphTest, ReplaysEqualEagerSteps) { expect_replays_like_twin(); }
+
+TEST_F(GraphTest, ReplaysThatReadTheSequenceBeforeTheAppendIsDoneEqualEagerSteps) {
+  Config config = two_layers();
+  config.memory.placement = KvPlacement::kDevice;
+  config.retrieval.estimator = Estimator::kNormAware;
+  config.retrieval.recent_tokens = 128;
+  open(config);
+  expect_replays_like_twin();
 }
 
 TEST_F(GraphTest, ReplaysOfDenseAndWindowLayersAttendTheGrowingSequence) {

@@ -1,0 +1,177 @@
+#pragma once
+
+#include "attention/row_set.cuh"
+#include "attention/store_output.cuh"
+#include "transfer/bulk_copy.cuh"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+/// Partial results: those of the warps of a block, and those of the blocks that share a set, which
+/// go through memory and are merged by the last of them.
+namespace kvtier::attention::cuda {
+
+/// Rows that a launch has read, until the last block tells the host.
+struct RowCounts {
+  unsigned long long in_place = 0;
+  unsigned long long in_pages = 0;
+  unsigned blocks_done = 0;
+};
+
+/// Device memory of all launches, zero at first. Partial results are those of block b's first set
+/// (slot 2 b) and of its last (slot 2 b + 1), as far as other blocks share these sets.
+struct Workspace {
+  std::byte* no_row = nullptr;  ///< Zeros, read in the place of rows past the end.
+  RowCounts* counts = nullptr;  ///< Zero between launches.
+  unsigned* tickets = nullptr;  ///< `[sets]`: blocks that have written their part; zero between.
+  float2* states = nullptr;     ///< `[slots][group]`: maximum and sum.
+  float* out = nullptr;         ///< `[slots][group][head_dim]`
+};
+
+template <typename Integer>
+__device__ Integer warp_sum(Integer value) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(transfer::cuda::kFullWarp, value, distance);
+  }
+  return value;
+}
+
+/// Merges the states of the warps, in their order; `weights` are those of their accumulators.
+template <int kWarps>
+__device__ SoftmaxState merge_warps(const float2* states, int stride, float (&weights)[kWarps]) {
+  SoftmaxState total;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float2 one = states[w * stride];
+    const MergeWeights merged = merge(total, SoftmaxState{one.x, one.y});
+    total = merged.state;
+    weights[w] = merged.b;
+#pragma unroll
+    for (int earlier = 0; earlier < w; ++earlier) weights[earlier] *= merged.a;
+  }
+  return total;
+}
+
+__device__ inline void add_scaled(float4& sum, float weight, const float4& value) {
+  sum.x += weight * value.x;
+  sum.y += weight * value.y;
+  sum.z += weight * value.z;
+  sum.w += weight * value.w;
+}
+
+__device__ inline void store_output(const OutputItem& item, int head, int x, const float4& value) {
+  const std::int64_t at = head * item.head_stride + x;
+  store_output(item.dtype, item.out, at, value.x);
+  store_output(item.dtype, item.out, at + 1, value.y);
+  store_output(item.dtype, item.out, at + 2, value.z);
+  store_output(item.dtype, item.out, at + 3, value.w);
+}
+
+/// The parts of a set that several blocks share: `count` of them, the first in slot `first`, the
+/// others in the even slots from `others` on.
+struct Parts {
+  int count = 0;
+  int first = 0;
+  int others = 0;
+
+  template <int kWarps>
+  __device__ Parts(const Plan<kWarps>& plan, const RowSet& set) {
+    if (plan.set_blocks > 0) {
+      count = plan.set_blocks;
+      first = others = 2 * plan.first_block;
+      return;
+    }
+    const Split& split = plan.split;
+    const int block = split.block_of(set.first_tile);
+    count = split.block_of(set.first_tile + set.tiles() - 1) - block + 1;
+    first = 2 * block + (set.first_tile > split.begin(block) ? 1 : 0);
+    others = 2 * block;
+  }
+  __device__ std::int64_t slot(int part) const { return part == 0 ? first : others + 2 * part; }
+};
+
+/// One block merges the parts of a set, in their order. `shared` has `bytes` bytes: the states of
+/// all parts and heads, and parts as many as fit, of which each thread has a vector at a time. The
+/// copies are under way before the weights are known. `parity` is of the barrier's next phase.
+template <int D, int kWarps>
+__device__ void merge_parts(const AttendRequest& request, const Workspace& workspace,
+                            const OutputItem& item, const RowSet& set, const Parts& parts,
+                            transfer::cuda::CopyBarrier& barrier, unsigned& parity,
+                            std::byte* shared, int bytes) {
+  constexpr int kThreads = 32 * kWarps;
+  const int group = request.kv.group();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int vectors = group * (D / 4);
+  auto* const states = reinterpret_cast<float2*>(shared);
+  const int state_bytes = (group * parts.count * static_cast<int>(sizeof(float2)) + 15) / 16 * 16;
+  std::byte* const copies = shared + state_bytes;
+  const int most = (bytes - state_bytes) / (kThreads * static_cast<int>(sizeof(float4)));
+  const auto start = [&](int from_vector, int from_part, int count) {
+    if (thread >= 32) return;
+    transfer::cuda::acquire_for_copies();
+    barrier.start_pieces(copies, static_cast<unsigned>(min(vectors - from_vector, kThreads)) * 16U,
+                         count, [&](int i) {
+                           return workspace.out +
+                                  (parts.slot(from_part + i) * vectors + from_vector) * 4;
+                         });
+  };
+  start(0, 0, min(parts.count, most));
+#pragma unroll 1
+  for (int head = thread / 32; head < group; head += kWarps) {
+    float2* const of_head = states + head * parts.count;
+    float largest = -INFINITY;
+#pragma unroll 2
+    for (int i = lane; i < parts.count; i += 32) {
+      of_head[i] = __ldcg(workspace.states + parts.slot(i) * group + head);
+      largest = fmaxf(largest, of_head[i].x);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, distance));
+    }
+    SoftmaxState total{largest, 0.0F};
+#pragma unroll 1
+    for (int i = lane; i < parts.count; i += 32) {
+      const float weight = of_head[i].y > 0.0F ? expf(of_head[i].x - largest) : 0.0F;
+      total.sum += weight * of_head[i].y;
+      of_head[i].x = weight;
+    }
+    total.sum = warp_sum(total.sum);
+#pragma unroll 1
+    for (int i = lane; i < parts.count; i += 32) of_head[i].x *= total.inverse_sum();
+    if (lane == 0 && item.lse != nullptr) {
+      item.lse[(set.kv_head * group + head) * item.lse_stride] = total.lse();
+    }
+  }
+  __syncthreads();  // weights of all heads are there
+#pragma unroll 1
+  for (int from = 0; from < vectors; from += kThreads) {
+    const int vector = from + thread;
+    const int head = min(vector, vectors - 1) / (D / 4);
+    const int stride = min(vectors - from, kThreads);
+    float4 sum{};
+#pragma unroll 1
+    for (int first = 0; first < parts.count; first += most) {
+      const int count = min(parts.count - first, most);
+      if (from > 0 || first > 0) {
+        transfer::cuda::release_to_copies();
+        __syncthreads();  // the copies before have been read
+        start(from, first, count);
+      }
+      barrier.wait(parity);
+      parity ^= 1U;
+      if (vector >= vectors) continue;
+      const float2* weights = states + head * parts.count + first;
+      const auto* values = reinterpret_cast<const float4*>(copies) + thread;
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) add_scaled(sum, weights[i].x, values[i * stride]);
+    }
+    if (vector < vectors) {
+      store_output(item, set.kv_head * group + head, vector % (D / 4) * 4, sum);
+    }
+  }
+}
+
+}  // namespace kvtier::attention::cuda
