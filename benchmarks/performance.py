@@ -331,6 +331,14 @@ def service(_):
         if what == "shared_memory_over_redis":
             return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
                     spread(row, "times", times))
+        if what == "raw_stream_over_messages":
+            return (f"random pages{size}, ReadPages: times the same in messages of protobuf", "1.5x", "2x", *rate,
+                    spread(row, "times", times))
+        if what == "overload_over_peak":
+            return (f"{row['call']} after {context(row['tokens'])} at {row['factor']}x the rate that is served: goodput over peak; p99 "
+                    f"of the refused {number(row['rejected_p99_ms'])} ms (must 10, aim 5)", "85 %", "95 %",
+                    f"{number(row['calls_per_second'])} calls/s", f"{number(row['baseline_calls_per_second'])} calls/s",
+                    spread(row, "share", percent))
         if what == "unary_over_echo":
             return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
                     f"{number(row['baseline_p50_us'])} us", times(row["times"]))

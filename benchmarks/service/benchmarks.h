@@ -21,8 +21,12 @@ struct Settings {
 [[nodiscard]] nlohmann::json page_rows(const ServerProcess& server, const Settings& settings);
 /// Shared memory against GET of a redis-server that is started for it; an error without one.
 [[nodiscard]] nlohmann::json redis_rows(const ServerProcess& server, const Settings& settings);
-/// A small unary call against an empty one, and streams of raw bytes against messages.
+/// A small unary call against an empty one.
 [[nodiscard]] nlohmann::json call_rows(const ServerProcess& server, const Settings& settings);
+/// ReadPages, whose bytes go by gRPC's slices, against the same pages in messages of protobuf.
+[[nodiscard]] nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings);
+/// Calls at five times the rate that the server completes, against that rate.
+[[nodiscard]] nlohmann::json overload_rows(const ServerProcess& server, const Settings& settings);
 /// Decoder steps over the data plane, and over gRPC, against an engine in this process.
 [[nodiscard]] nlohmann::json decode_rows(const ServerProcess& server, const Settings& settings);
 

@@ -1,5 +1,8 @@
 #include "benchmarks/service/server_process.h"
 
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/pages/page_store.h"
 #include "services/server/server.h"
 
 #include <google/protobuf/empty.pb.h>
@@ -9,9 +12,11 @@
 #include <grpcpp/impl/rpc_service_method.h>
 #include <grpcpp/impl/service_type.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <stdlib.h>
@@ -31,13 +36,57 @@ constexpr std::size_t kSmallPage = 64 << 10;
 constexpr std::size_t kLargePage = 2 << 20;
 constexpr std::size_t kPiecesPerWrite = 62;  // as many pages as the data plane puts in a frame
 
-/// A call of which nothing but gRPC's own work is left.
+/// Sends pages as chunks in messages, of 1 MiB as ReadPages does.
+class MessageWriter final : public grpc::ServerWriteReactor<v1::ReadPagesResponse> {
+ public:
+  MessageWriter(PageStore& pages, const Tenant& tenant, const v1::ReadPagesRequest& request)
+      : pages_(pages), tenant_(tenant), request_(request) {
+    next();
+  }
+  void OnWriteDone(bool ok) override { ok ? next() : Finish(grpc::Status::CANCELLED); }
+  void OnDone() override { delete this; }
+
+ private:
+  void next() {
+    response_.Clear();
+    for (std::size_t left = kMaxTransferBytes; left > 0 && index_ < request_.handles_size();) {
+      if (!page_) page_.emplace(pages_.read(tenant_, request_.handles(index_)));
+      auto& chunk = *response_.add_chunks();
+      const std::span<const std::byte> bytes = page_->bytes().subspan(offset_);
+      const std::size_t size = std::min(left, bytes.size());
+      chunk.set_index(index_);
+      chunk.set_offset(static_cast<std::int64_t>(offset_));
+      chunk.set_data(bytes.data(), size);
+      left -= size;
+      offset_ += size;
+      if (size < bytes.size()) break;
+      chunk.set_last(true);
+      chunk.mutable_page()->set_crc32c(page_->crc());
+      page_.reset();
+      offset_ = 0;
+      ++index_;
+    }
+    if (response_.chunks().empty()) return Finish(grpc::Status::OK);
+    StartWrite(&response_);
+  }
+
+  PageStore& pages_;
+  const Tenant& tenant_;
+  const v1::ReadPagesRequest& request_;
+  v1::ReadPagesResponse response_;
+  std::optional<PinnedPage> page_;
+  std::size_t offset_ = 0;
+  int index_ = 0;
+};
+
+/// A call of which nothing but gRPC's own work is left, and one that reads pages in messages.
 class EchoService final : public grpc::Service {
  public:
   EchoService() {
     using Empty = google::protobuf::Empty;
-    AddMethod(new grpc::internal::RpcServiceMethod(kEchoMethod,
-                                                   grpc::internal::RpcMethod::NORMAL_RPC, nullptr));
+    using grpc::internal::RpcMethod;
+    using grpc::internal::RpcServiceMethod;
+    AddMethod(new RpcServiceMethod(kEchoMethod, RpcMethod::NORMAL_RPC, nullptr));
     MarkMethodCallback(0, new grpc::internal::CallbackUnaryHandler<Empty, Empty>(
                               [](grpc::CallbackServerContext* context, const Empty* /*request*/,
                                  Empty* /*reply*/) {
@@ -45,7 +94,23 @@ class EchoService final : public grpc::Service {
                                 reactor->Finish(grpc::Status::OK);
                                 return reactor;
                               }));
+    AddMethod(new RpcServiceMethod(kMessagesMethod, RpcMethod::SERVER_STREAMING, nullptr));
+    MarkMethodCallback(1, new grpc::internal::CallbackServerStreamingHandler<v1::ReadPagesRequest,
+                                                                             v1::ReadPagesResponse>(
+                              [this](grpc::CallbackServerContext* /*context*/,
+                                     const v1::ReadPagesRequest* request) {
+                                return new MessageWriter(*pages_, *tenant_, *request);
+                              }));
   }
+  /// Before the first call.
+  void use(PageStore& pages, const Tenant& tenant) {
+    pages_ = &pages;
+    tenant_ = &tenant;
+  }
+
+ private:
+  PageStore* pages_ = nullptr;
+  const Tenant* tenant_ = nullptr;
 };
 
 void read_all(int fd, void* data, std::size_t size) {
@@ -170,6 +235,7 @@ void run_server(const std::filesystem::path& folder, std::size_t bytes, int read
   Server server(std::move(options));
   Tenant& tenant = *server.core().tenants().all()[0];
   PageStore& pages = server.core().pages();
+  echo.use(pages, tenant);
   const PageSet large = store(pages, tenant, kLargePage, bytes / 8 / kLargePage);
   const PageSet small = store(pages, tenant, kSmallPage, bytes / 8 * 7 / kSmallPage);
   std::vector<PinnedPage> pins;

@@ -16,8 +16,9 @@ struct PageSet {
   std::vector<std::string> handles;
 };
 
-/// `kvtier serve` in a process of its own, with pages in it, an empty gRPC call beside its own, and
-/// a thread that does nothing but write pages to a Unix socket.
+/// `kvtier serve` in a process of its own, with pages in it, an empty gRPC call and one for
+/// pages in messages beside its own, and a thread that does nothing but write pages to a Unix
+/// socket.
 class ServerProcess {
  public:
   /// Forks: before this process has threads. 1/8 of `bytes` in pages of 2 MiB, the rest in pages of
@@ -47,5 +48,7 @@ void fill_page(std::size_t index, std::byte* page, std::size_t bytes);
 
 /// What a benchmark calls beside the service: method, taken and answered empty.
 inline constexpr const char* kEchoMethod = "/kvtier.benchmark.EchoService/Echo";
+/// As TransferService.ReadPages, in messages of protobuf.
+inline constexpr const char* kMessagesMethod = "/kvtier.benchmark.EchoService/ReadPages";
 
 }  // namespace kvtier::bench

@@ -1,0 +1,105 @@
+#include "kvtier/client.h"
+#include "kvtier/v1/transfer.pb.h"
+
+#include "benchmarks/service/benchmarks.h"
+#include "benchmarks/service/measure.h"
+#include "transfer/tiers/crc32c.h"
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+namespace kvtier::bench {
+namespace {
+
+constexpr std::size_t kBytesPerRound = std::size_t{256} << 20;
+constexpr std::size_t kBytesPerCall = std::size_t{64} << 20;
+
+/// Pages in a random order, and where they go: memory of one call, used again by the next.
+std::vector<RemotePages::Get> random_gets(const PageSet& pages, std::span<std::byte> memory,
+                                          std::mt19937_64& random) {
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < kBytesPerRound / pages.page_bytes; ++i) {
+    gets.push_back({.handle = pages.handles[random() % pages.handles.size()],
+                    .to = memory.subspan(i * pages.page_bytes % kBytesPerCall, pages.page_bytes)});
+  }
+  return gets;
+}
+
+/// What the client library does of it, with messages: pages to their places, checksums compared.
+void read_messages(grpc::Channel& channel, const std::string& lease,
+                   std::span<const RemotePages::Get> pages) {
+  v1::ReadPagesRequest request;
+  request.set_lease(lease);
+  for (const RemotePages::Get& page : pages) request.add_handles(page.handle);
+  std::vector<std::uint32_t> sums(pages.size());
+  std::size_t arrived = 0;
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+  const grpc::internal::RpcMethod method(kMessagesMethod,
+                                         grpc::internal::RpcMethod::SERVER_STREAMING);
+  const std::unique_ptr<grpc::ClientReader<v1::ReadPagesResponse>> stream(
+      grpc::internal::ClientReaderFactory<v1::ReadPagesResponse>::Create(&channel, method, &context,
+                                                                         request));
+  for (v1::ReadPagesResponse response; stream->Read(&response);) {
+    for (const auto& chunk : response.chunks()) {
+      const auto i = static_cast<std::size_t>(chunk.index());
+      const std::span<std::byte> to =
+          pages[i].to.subspan(static_cast<std::size_t>(chunk.offset()), chunk.data().size());
+      std::memcpy(to.data(), chunk.data().data(), to.size());
+      sums[i] = crc32c(to, sums[i]);
+      if (chunk.last() && sums[i] == chunk.page().crc32c()) ++arrived;
+    }
+  }
+  if (!stream->Finish().ok() || arrived != pages.size()) {
+    throw std::runtime_error("expected every page to be there");
+  }
+}
+
+}  // namespace
+
+nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings) {
+  nlohmann::json rows = nlohmann::json::array();
+  Client client({.server = server.endpoint(), .data_plane = false});
+  const auto channel = grpc::CreateChannel(server.endpoint(), grpc::InsecureChannelCredentials());
+  std::vector<std::byte> memory(kBytesPerCall);
+  std::mt19937_64 random(3);
+  for (const PageSet* set : {&server.small(), &server.large()}) {
+    RemotePages pages = client.open_pages(
+        {.model = "benchmark", .page_bytes = static_cast<std::int64_t>(set->page_bytes)});
+    const std::vector<RemotePages::Get> gets = random_gets(*set, memory, random);
+    const std::size_t per_call = kBytesPerCall / set->page_bytes;
+    const auto read = [&](const auto& part) {
+      for (std::size_t first = 0; first < gets.size(); first += per_call) {
+        part(std::span(gets).subspan(first, std::min(per_call, gets.size() - first)));
+      }
+    };
+    const Comparison comparison = compare(
+        settings.rounds,
+        [&] { read([&](auto part) { read_messages(*channel, pages.name(), part); }); },
+        [&] {
+          read([&](auto part) {
+            for (const RemotePages::Result& result : pages.get(part)) {
+              if (!result.ok()) throw std::runtime_error("a page: " + result.reason);
+            }
+          });
+        });
+    rows.push_back({{"what", "raw_stream_over_messages"},
+                    {"page_bytes", set->page_bytes},
+                    {"gbps", static_cast<double>(kBytesPerRound) / comparison.second / 1e9},
+                    {"baseline_gbps", static_cast<double>(kBytesPerRound) / comparison.first / 1e9},
+                    {"times", comparison.ratio},
+                    {"times_least", comparison.least},
+                    {"times_most", comparison.most}});
+  }
+  return rows;
+}
+
+}  // namespace kvtier::bench
