@@ -13,11 +13,11 @@
 /// The rules, for every kernel that is launched by `launch_overlapping`:
 /// 1. It calls `wait_for_previous()` in every thread that uses memory of an earlier kernel, before
 ///    that use, and at least one thread of every block calls it before the block ends, even where
-///    there is nothing to do: the next kernel's wait then covers all kernels before. Until the call
-///    it may read its arguments, what no kernel of the step writes, and what hashing/append.h says.
+///    there is nothing to do: the next kernel's wait then covers all kernels before. Until then it
+///    may read its arguments, what no kernel writes, and what hashing/append.h, foresight.h say.
 /// 2. It may call `let_next_start()` when its blocks no longer need room on the SM that the next
-///    kernel's blocks could use. What it writes later is still seen by the next kernel after that
-///    one's wait.
+///    kernel's blocks could use; after its own wait where the next one counts on that. What it
+///    writes later is still seen by the next kernel after that one's wait.
 /// A kernel launched in another way simply waits for everything before it.
 namespace kvtier::transfer::cuda {
 
