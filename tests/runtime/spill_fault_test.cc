@@ -31,8 +31,15 @@ class SpillFaultTest : public SpillTest {
     reference_.emplace(twin());
     a_.emplace(engine_->open());
     b_.emplace(reference_->open());
-    for (std::uint64_t i = 0; i < 12; ++i) step(32, 100 * i);
+    for (std::uint64_t i = 0; i < 12; ++i) append(100 * i);
     ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+  }
+  /// Appends 32 tokens to every layer of both.
+  void append(std::uint64_t seed) {
+    for (int layer = 0; layer < model().layers; ++layer) {
+      append_random(*a_, model(), layer, 32, seed);
+      append_random(*b_, model(), layer, 32, seed);
+    }
   }
   void step(std::int64_t tokens, std::uint64_t seed) {
     expect_same_decode(*a_, *b_, model(), tokens, seed);
@@ -73,7 +80,7 @@ TEST_P(SpillFaultTest, AnAppendThatFindsNoRoomInTheTierChangesNothing) {
     EXPECT_EQ(a_->length(), before);
     EXPECT_EQ(tier_->size(), stored);
     tier_->set({});
-    step(32, 4000 + static_cast<std::uint64_t>(before));
+    step(8, 4000 + static_cast<std::uint64_t>(before));
   }
   EXPECT_GT(engine_->stats().cumulative.tier_refused, 0U);
 }
@@ -90,8 +97,9 @@ TEST_P(SpillFaultTest, AnAppendOfMoreThanTheFramesIsRefusedBeforeAnythingIsWritt
 
 TEST_P(SpillFaultTest, PagesThatTheTierTookGoAndTheOthersStay) {
   tier_->set({.half = true});
-  for (std::uint64_t i = 0; i < 8; ++i) step(32, 6000 + 10 * i);
+  for (std::uint64_t i = 0; i < 8; ++i) append(6000 + 10 * i);
   tier_->set({});
+  step(8, 6500);
   EXPECT_EQ(all_rows(*a_, model(), 0), all_rows(*b_, model(), 0));
   EXPECT_GT(engine_->stats().cumulative.tier_refused, 0U);
 }
@@ -112,7 +120,8 @@ TEST_P(SpillFaultTest, AForgottenPageIsDataLossForItsSessionAlone) {
   expect_same_decode(other, other_twin, model(), 32, 77);
   a_->truncate(0);
   b_->truncate(0);
-  for (std::uint64_t i = 0; i < 12; ++i) step(32, 8000 + 10 * i);
+  for (std::uint64_t i = 0; i < 12; ++i) append(8000 + 10 * i);
+  step(8, 8500);
 }
 
 TEST_P(SpillFaultTest, ChangedBytesAreDataLossAndNeverServed) {

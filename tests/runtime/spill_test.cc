@@ -21,7 +21,7 @@ TEST_P(SpillTest, DecodesAsIfEverythingWereInMemory) {
     Session b = reference.open();
     const ModelConfig& model = engine.config().model;
     for (std::uint64_t i = 0; i < 16; ++i) expect_same_decode(a, b, model, 32, 100 * i);
-    for (std::uint64_t i = 0; i < 20; ++i) expect_same_decode(a, b, model, 1, 7000 + i, {}, true);
+    for (std::uint64_t i = 0; i < 10; ++i) expect_same_decode(a, b, model, 1, 7000 + i, {}, true);
 
     const Stats stats = engine.stats();
     EXPECT_GT(stats.cumulative.pages_spilled, 0U);
