@@ -13,38 +13,43 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-constexpr int kTileTokens32 = 32;
+/// Tokens that a warp scores at once.
+constexpr int kTile = 32;
 
 struct CollisionShape {
-  unsigned parts;   ///< Blocks that score a (row, KV head).
+  unsigned parts;   ///< Blocks that score four heads of a (row, KV head).
   unsigned blocks;  ///< Blocks that choose of it.
   int capacity;     ///< Tokens of a block that chooses, whole units.
   bool early;       ///< Whether sketches may be read before the wait.
 };
 
+/// Half pairs of four heads.
+constexpr int kPairWords = 2 * kUsualTables * kUsualRowBytes / 4;
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// A warp's tiles of 32 tokens, each lane with its token: every kPassWarps-th of the block's.
+/// A warp's tiles of 32 tokens, each lane with its token: every kPassWarps-th of the block's. The
+/// next is read while one is scored; through shared memory, by the copy engine, takes more
+/// instructions and longer (H200, 128K tokens: 47 us for 43).
 class TileReader {
  public:
   __device__ TileReader(const FilterArgs& args, int kv_head)
-      : lane_(args.request.sketch, kv_head), tile_(static_cast<int>(threadIdx.x) / 32) {}
+      : lane_(args.request.sketch, kv_head) {}
 
   /// Reads the first tile of a share.
   __device__ void start(const std::byte* const* blocks, const ChipShare& share) {
-    constexpr int kTilesPerUnit = kChipUnit / kTileTokens32;
+    constexpr int kTilesPerUnit = kChipUnit / kTile;
     blocks_ = blocks;
-    first_ = share.first * kTilesPerUnit;
     last_ = share.last * kTilesPerUnit;
-    tile_ = first_ + static_cast<int>(threadIdx.x) / 32;
-    if (first_ >= last_) return;
+    tile_ = share.first * kTilesPerUnit + static_cast<int>(threadIdx.x) / 32;
+    if (share.units() == 0) return;
     read(tile_, block_of(tile_));
     block_ahead_ = block_of(tile_ + kPassWarps);
   }
-  /// Takes the next token of the lane, and reads ahead.
+  /// Takes the lane's next token, and reads ahead.
   __device__ bool next(std::int64_t& token, UsualCode& code, std::uint16_t& norm) {
     if (tile_ >= last_) return false;
-    token = std::int64_t{tile_} * kTileTokens32 + threadIdx.x % 32;
+    token = std::int64_t{tile_} * kTile + threadIdx.x % 32;
     code = code_;
     norm = norm_;
     tile_ += kPassWarps;
@@ -56,13 +61,13 @@ class TileReader {
   }
 
  private:
-  static constexpr int kTilesPerBlock = hashing::kBlockTokens / kTileTokens32;
+  static constexpr int kTilesPerBlock = hashing::kBlockTokens / kTile;
 
   [[nodiscard]] __device__ const std::byte* block_of(int tile) const {
     return blocks_[min(tile, last_ - 1) / kTilesPerBlock];
   }
   __device__ void read(int tile, const std::byte* block) {
-    const Cursor at(block, tile % kTilesPerBlock * kTileTokens32);
+    const Cursor at(block, tile % kTilesPerBlock * kTile);
     norm_ = lane_.value_norm(at, 0);
     code_ = read_usual(lane_.chunks(at, 0));
   }
@@ -70,8 +75,7 @@ class TileReader {
   Lane lane_;
   const std::byte* const* blocks_ = nullptr;
   const std::byte* block_ahead_ = nullptr;
-  int tile_;
-  int first_ = 0;
+  int tile_ = 0;
   int last_ = 0;
   UsualCode code_;
   std::uint16_t norm_ = 0;
@@ -88,34 +92,41 @@ __device__ void announce(const FilterArgs& args, const RowPlan& plan, int kv_hea
   }
 }
 
-/// Writes the lane's values.
-__device__ void put_values(float* to, int group, const float (&values)[kValueHeads]) {
-  if (group == kValueHeads) {
-    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
-    return;
+/// Writes the lane's values, of `heads` heads; `aligned`: those of every token are.
+template <int kHeads>
+__device__ void put_values(float* to, int heads, bool aligned, const float (&values)[kHeads]) {
+  if constexpr (kHeads == kValueHeads) {
+    if (aligned) {
+      *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+      return;
+    }
   }
 #pragma unroll
-  for (int h = 0; h < kValueHeads; ++h) {
-    if (h < group) to[h] = values[h];
+  for (int h = 0; h < kHeads; ++h) {
+    if (h < heads) to[h] = values[h];
   }
 }
 
 #endif
 
-// `parts` blocks per (row, KV head), each with a run of its units. Dynamic shared memory: half
-// pairs. Values go to `args.values`, `[slot][group]` with the tokens as slots, and the parts of the
-// normalisers to `[row, KV head][part][head]`.
+// `parts` blocks per (row, KV head) and four of its heads, each with a run of the row's units.
+// Dynamic shared memory: half pairs. Values go to `args.values`, `[slot][group]` with the
+// tokens as slots, and the parts of the normalisers to `[row, KV head][part][head]`. kHeads 2: of
+// groups that have no more.
+template <int kHeads>
 __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
     const __grid_constant__ FilterArgs args, const __grid_constant__ CollisionShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::uint32_t tables[];
-  __shared__ float warp_sums[kPassWarps][kValueHeads];
+  __shared__ float warp_sums[kPassWarps][kHeads];
   transfer::cuda::let_next_start();
   const SelectRequest& request = args.request;
   const auto row = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.parts);
+  const auto kv_head = static_cast<int>(blockIdx.z);
   const unsigned part = blockIdx.x % shape.parts;
+  const int first_head = static_cast<int>(blockIdx.x / shape.parts) * kHeads;
   const int group = request.kv.group();
+  const int heads = min(group - first_head, kHeads);
   const std::int64_t group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
   TileReader reader(args, kv_head);
   ChipShare started(0, 0, 0, 1);
@@ -129,9 +140,9 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   }
   transfer::cuda::wait_for_previous();
 
-  const UsualEntries entries(args.tables, group_index * group, group);
+  const UsualEntries entries(args.tables, group_index * group + first_head, heads);
   const RowPlan plan = plan_of_row(args, row);
-  if (part == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
+  if (blockIdx.x == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
   const ChipShare share(plan.begin, plan.end, part, shape.parts);
   if (!shape.early || !(share == started)) reader.start(plan.blocks, share);
@@ -140,35 +151,37 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
 
   const bool weighted = request.params.weighting == ValueWeighting::kLinear;
   const float scale = TableShape(request.params).sum_scale();
-  float* const values = args.values + group_index * args.max_tokens * group;
-  float totals[kValueHeads] = {};
+  float* const values = args.values + group_index * args.max_tokens * group + first_head;
+  const bool aligned = group % kValueHeads == 0;
+  float totals[kHeads] = {};
   std::int64_t token = 0;
   UsualCode code;
   std::uint16_t norm = 0;
   while (reader.next(token, code, norm)) {
-    float sums[kValueHeads];
+    float sums[kHeads];
     usual_sums(tables, code, sums);
     const bool finite = norm != hashing::kNonfiniteNorm;
     const float weight = finite ? scale * (weighted ? norm_value(norm) : 1.0F) : 0.0F;
     const bool inside = plan.begin <= token && token < plan.end;
 #pragma unroll
-    for (int h = 0; h < kValueHeads; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
       sums[h] *= weight;
       if (inside) totals[h] += sums[h];
+      if (!finite) sums[h] = kNoValue;
     }
-    if (!finite) sums[0] = kNoValue;
-    if (inside) put_values(values + token * group, group, sums);
+    if (inside) put_values(values + token * group, heads, aligned, sums);
   }
 #pragma unroll
-  for (int h = 0; h < kValueHeads; ++h) {
+  for (int h = 0; h < kHeads; ++h) {
     const float total = warp_sum(totals[h]);
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][h] = total;
   }
   __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= group) return;
+  if (static_cast<int>(threadIdx.x) >= heads) return;
   float total = 0.0F;
   for (int warp = 0; warp < kPassWarps; ++warp) total += warp_sums[warp][threadIdx.x];
-  args.filter.chip_sums[(group_index * shape.parts + part) * group + threadIdx.x] = {0.0F, total};
+  float2* const sums = args.filter.chip_sums + (group_index * shape.parts + part) * group;
+  sums[first_head + static_cast<int>(threadIdx.x)] = {0.0F, total};
 #endif
 }
 
@@ -177,7 +190,7 @@ __device__ void read_references(const FilterArgs& args, const ChipWork& work, un
                                 bool together, SetShared& shared) {
   const int head = static_cast<int>(threadIdx.x) / 32;
   const unsigned lane = threadIdx.x % 32;
-  if (head >= kValueHeads) return;
+  if (head >= kMaxGroup) return;
   const int group = args.request.kv.group();
   const float2* sums = args.filter.chip_sums + work.group_index * parts * group + head;
   float total = 0.0F;
@@ -213,6 +226,10 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   }
   static_assert(kAllBins == kSetThreads);
   shared.bins[threadIdx.x] = 0;
+  auto* const masks = reinterpret_cast<std::uint8_t*>(dynamic + sizeof(SetExchange));
+  for (int i = static_cast<int>(threadIdx.x); i < shape.capacity / 4; i += kSetThreads) {
+    reinterpret_cast<std::uint32_t*>(masks)[i] = 0;
+  }
   __syncwarp();
   cluster_arrive();
   transfer::cuda::wait_for_previous();
@@ -221,7 +238,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   if (work.plan.k <= 0) return;  // the whole cluster
   if (threadIdx.x < kValueHeads) {
     shared.windows[threadIdx.x] = {.low = 0,
-                                   .high = 0xFFFFFFFEU,
+                                   .high = kHighestKey,
                                    .shift = 32,
                                    .wanted = static_cast<std::uint32_t>(work.plan.k),
                                    .most = 0,
@@ -230,7 +247,6 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   }
   read_references(args, work, shape.parts, kSets == 1, shared);
   __syncthreads();
-  auto* const masks = reinterpret_cast<std::uint8_t*>(dynamic + sizeof(SetExchange));
   const SetSearch<kSets> search{
       .work = work,
       .values = args.values + (work.group_index * args.max_tokens + work.first_token) * group,
@@ -249,10 +265,10 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
 #endif
 }
 
-using ChooseCollisions = void (*)(FilterArgs, CollisionShape);
+using CollisionKernel = void (*)(FilterArgs, CollisionShape);
 
 /// Tells whether the device runs `clusters` clusters of the kernel at a time.
-bool clusters_fit(ChooseCollisions kernel, int clusters, unsigned blocks, int bytes) {
+bool clusters_fit(CollisionKernel kernel, int clusters, unsigned blocks, int bytes) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks;
@@ -276,43 +292,52 @@ bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args) {
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const TableShape tables(params);
-  // Of fewer heads, half of each word of the tables would be idle.
-  constexpr int kLeastHeads = 3;
+  const bool together = params.selection == Selection::kPerKvHead || group == 1;
   if (params.estimator != Estimator::kSoftCollision || params.logit_like() || !tables.usual() ||
-      group < kLeastHeads || group > kValueHeads) {
+      (!together && group > kValueHeads)) {
     return false;
   }
   const int groups = request.kv.kv_heads * request.rows.count;
   // Half of an H200's L2 cache: what is written there is read back at once.
-  constexpr std::int64_t kMostBytes = std::int64_t{24} << 20;
+  constexpr std::int64_t kMostBytes = std::int64_t{40} << 20;
   if (request.max_length * groups * group * std::int64_t{sizeof(float)} > kMostBytes) return false;
-  const bool together = params.selection == Selection::kPerKvHead;
-  const ChooseCollisions choose = together ? choose_collisions<1> : choose_collisions<kValueHeads>;
+  const CollisionKernel score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
+  const CollisionKernel choose = together ? choose_collisions<1> : choose_collisions<kValueHeads>;
   constexpr int kMostShared = 200 * 1024;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(choose, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared));
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  CollisionShape shape{
-      .parts = static_cast<unsigned>(std::max(std::min(processors, kChipParts) / groups, 1)),
-      .blocks = kSetBlocks,
-      .capacity = 0,
-      .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
+  const int quads = (group + kValueHeads - 1) / kValueHeads;
+  CollisionShape shape{.parts = static_cast<unsigned>(
+                           std::max(std::min(processors, kChipParts) / (groups * quads), 1)),
+                       .blocks = kSetBlocks,
+                       .capacity = 0,
+                       .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
   const std::int64_t units = (request.max_length + kChipUnit - 1) / kChipUnit;
   std::int64_t shared = 0;
-  for (;; shape.blocks /= 2) {
-    const std::int64_t capacity = (units + shape.blocks - 1) / shape.blocks * kChipUnit;
-    shared = capacity * (together ? 5 : 1) + static_cast<std::int64_t>(sizeof(SetExchange));
+  const auto resize = [&](unsigned blocks) {
+    shape.blocks = blocks;
+    const std::int64_t capacity = (units + blocks - 1) / blocks * kChipUnit;
     constexpr std::int64_t kMostTokens = 65535;  // counts have 16 bits
-    if (shared > kMostShared || capacity > kMostTokens) return false;
-    shape.capacity = static_cast<int>(capacity);
-    if (shape.blocks <= 2 || clusters_fit(choose, groups, shape.blocks, static_cast<int>(shared)))
-      break;
+    shape.capacity = static_cast<int>(std::min(capacity, kMostTokens + 1));
+    shared = capacity * (together ? 5 : 1) + static_cast<std::int64_t>(sizeof(SetExchange));
+    return shared <= kMostShared && capacity <= kMostTokens;
+  };
+  if (!resize(kSetBlocks)) return false;
+  // Fewer blocks where not all clusters run at a time, as long as they have room.
+  while (shape.blocks > 2 &&
+         !clusters_fit(choose, groups, shape.blocks, static_cast<int>(shared))) {
+    const unsigned blocks = shape.blocks;
+    if (resize(blocks / 2)) continue;
+    resize(blocks);
+    break;
   }
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto rows = static_cast<unsigned>(request.rows.count);
-  const int pairs = stored_pairs(tables, group) * tables.entries() * 4;
-  transfer::cuda::launch_overlapping(stream, score_collisions, dim3(heads * shape.parts, rows),
-                                     kPassThreads, static_cast<std::size_t>(pairs), args, shape);
+  constexpr int kScoreBytes = kPairWords * 4;
+  const dim3 scorers(static_cast<unsigned>(quads) * shape.parts, rows, heads);
+  transfer::cuda::launch_overlapping(stream, score, scorers, kPassThreads, std::size_t{kScoreBytes},
+                                     args, shape);
   transfer::cuda::launch_overlapping_clusters(stream, choose, dim3(heads * shape.blocks, rows),
                                               shape.blocks, kSetThreads,
                                               static_cast<std::size_t>(shared), args, shape);

@@ -17,7 +17,7 @@ inline constexpr unsigned kSetBlocks = 8;  ///< Most blocks of a cluster.
 inline constexpr int kAllBins = 1024;
 inline constexpr int kAllListed = 1024;
 
-/// What a token that is not finite has in the place of its first value.
+/// What a token that is not finite has in the place of its values.
 inline constexpr float kNoValue = -1.0F;
 
 /// What the blocks of a cluster send one another, each to all.
@@ -46,7 +46,7 @@ struct SetWindow {
 };
 
 struct SetShared {
-  alignas(16) float references[kValueHeads];
+  alignas(16) float references[kMaxGroup];  // 0 past the group
   alignas(16) std::uint32_t bins[kAllBins];
   SetWindow windows[kValueHeads];
   std::uint32_t scan[kSetWarps];
@@ -63,29 +63,22 @@ struct SetShared {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-__device__ inline float4 get_values(const float* from, int group) {
-  if (group == kValueHeads) return *reinterpret_cast<const float4*>(from);
-  return make_float4(from[0], group > 1 ? from[1] : 0.0F, group > 2 ? from[2] : 0.0F, 0.0F);
+/// Values of four heads of a token, 0 past the group.
+__device__ inline float4 get_values(const float* from, int heads) {
+  if (heads >= kValueHeads) return __ldcg(reinterpret_cast<const float4*>(from));
+  return make_float4(from[0], heads > 1 ? from[1] : 0.0F, heads > 2 ? from[2] : 0.0F, 0.0F);
+}
+__device__ inline float weighted_sum(const float4& values, const float4& weights) {
+  return fmaf(values.x, weights.x, values.y * weights.y) +
+         fmaf(values.z, weights.z, values.w * weights.w);
 }
 
-inline constexpr std::uint32_t kUpperKeys = 0x80000000U;
-
-/// Keys order as values do, of which the mean is about 1: positive floats compare as their bits do.
-/// Keys of the upper half, where the bins of the first round are, belong to values from 3/4 on:
-/// three quarters of them to those below 2.
+/// Keys order as values do: positive floats compare as their bits do. 1 for tokens that are not
+/// finite, whose values are negative.
 __device__ inline std::uint32_t key_of_value(float value) {
-  constexpr std::uint32_t kFineFrom = 0x3F400000U;  // 3/4
-  constexpr std::uint32_t kFineTo = 0x40000000U;    // 2
-  constexpr int kFineShift = 7;
-  constexpr std::uint32_t kLeast = 2;  // 1 is for tokens that are not finite
-  constexpr std::uint32_t kInfinity = 0x7F800000U;
-  constexpr std::uint32_t kFineKeys = (kFineTo - kFineFrom) << kFineShift;
-  static_assert(kFineKeys + ((kInfinity - kFineTo) >> 1) < kUpperKeys - 1);
-  const std::uint32_t bits = __float_as_uint(value);
-  if (bits < kFineFrom) return max(bits, kLeast);
-  if (bits < kFineTo) return kUpperKeys + ((bits - kFineFrom) << kFineShift);
-  return kUpperKeys + kFineKeys + ((min(bits, kInfinity) - kFineTo) >> 1);
+  return static_cast<std::uint32_t>(max(__float_as_int(value) + 2, 1));
 }
+inline constexpr std::uint32_t kHighestKey = 0xFFFFFFFEU;
 
 /// The search of a block. kSets 1: for the heads' sum; 4: for each of up to four heads.
 template <int kSets>
@@ -108,51 +101,80 @@ struct SetSearch {
 
   [[nodiscard]] __device__ int sets() const { return kSets == 1 ? 1 : group; }
 
-  /// Keys of a token, 0 where it is not eligible.
-  __device__ void keys_of(int token, const float4& references, std::uint32_t (&of)[kSets]) const {
-#pragma unroll
-    for (std::uint32_t& key : of) key = 0;
-    if (token < work.begin || token >= work.end) return;
-    const float4 own = get_values(values + std::int64_t{token} * group, group);
-    const bool finite = own.x >= 0.0F;
+  [[nodiscard]] __device__ const float* values_of(int token) const {
+    return values + std::int64_t{token} * group;
+  }
+  /// Keys of an eligible token, of which `own` are the first values.
+  __device__ void keys_of(int token, const float4& own, const float4& references,
+                          std::uint32_t (&of)[kSets]) const {
     if constexpr (kSets == 1) {
-      const float sum = fmaf(own.x, references.x, own.y * references.y) +
-                        fmaf(own.z, references.z, own.w * references.w);
-      of[0] = finite ? key_of_value(sum) : 1U;
+      const float* from = values_of(token);
+      float sum = weighted_sum(own, references);
+#pragma unroll 1
+      for (int h = kValueHeads; h < group; h += kValueHeads) {
+        sum += weighted_sum(get_values(from + h, group - h),
+                            *reinterpret_cast<const float4*>(shared.references + h));
+      }
+      of[0] = key_of_value(sum);
     } else {
-      of[0] = finite ? key_of_value(own.x * references.x) : 1U;
-      of[1] = finite ? key_of_value(own.y * references.y) : 1U;
-      of[2] = finite ? key_of_value(own.z * references.z) : 1U;
-      of[3] = finite ? key_of_value(own.w * references.w) : 1U;
+      of[0] = key_of_value(own.x * references.x);
+      of[1] = key_of_value(own.y * references.y);
+      of[2] = key_of_value(own.z * references.z);
+      of[3] = key_of_value(own.w * references.w);
     }
   }
-  /// Calls `visit(token, keys)` for the block's tokens. One set's are kept by the first call.
+  /// Calls `visit(token, keys)` for the block's eligible tokens. One set's keys are kept by the
+  /// first call.
   template <bool kFirst, typename Visit>
   __device__ void for_tokens(Visit&& visit) const {
     const float4 references = *reinterpret_cast<const float4*>(shared.references);
+    const int first = max(work.begin, 0) + static_cast<int>(threadIdx.x);
+    if constexpr (kSets == 1 && !kFirst) {
 #pragma unroll 4
-    for (int token = static_cast<int>(threadIdx.x); token < work.count; token += kSetThreads) {
-      std::uint32_t of[kSets];
-      if (kSets == 1 && !kFirst) {
-        of[0] = keys[token];
-      } else {
-        keys_of(token, references, of);
+      for (int token = first; token < work.end; token += kSetThreads) {
+        const std::uint32_t of[1] = {keys[token]};
+        visit(token, of);
       }
-      if (kSets == 1 && kFirst) keys[token] = of[0];
-      visit(token, of);
+      return;
     }
+    constexpr int kAtOnce = 4;  // values on their way
+#pragma unroll 1
+    for (int base = first; base < work.end; base += kAtOnce * kSetThreads) {
+      float4 own[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        own[i] = get_values(values_of(min(base + i * kSetThreads, work.end - 1)), group);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = base + i * kSetThreads;
+        if (token >= work.end) break;
+        std::uint32_t of[kSets];
+        keys_of(token, own[i], references, of);
+        if constexpr (kSets == 1) keys[token] = of[0];
+        visit(token, of);
+      }
+    }
+  }
+
+  /// The bins of the first round are of equally many floats from 3/4 to 3; those at the ends take
+  /// what is less and more.
+  static constexpr std::uint32_t kFirstKey = 0x3F400000U + 2;
+  static constexpr int kFirstShift = 24 - kBinBits;
+  __device__ static int first_bin(std::uint32_t key) {
+    return min(max((static_cast<int>(key) - static_cast<int>(kFirstKey)) >> kFirstShift, 0),
+               kBins - 1);
   }
 
   /// Goes on with a bin of the window.
   __device__ static void narrow(SetWindow& window, int bin, std::uint32_t above,
                                 std::uint32_t count, std::uint32_t most) {
     const bool first = window.shift == 32;
-    const std::uint32_t shift = first ? 31 - kBinBits : window.shift;
+    const std::uint32_t shift = first ? kFirstShift : window.shift;
     const std::uint32_t from =
-        (first ? kUpperKeys : window.low) + (static_cast<std::uint32_t>(bin) << shift);
-    const std::uint32_t last = from + ((1U << shift) - 1);
+        (first ? kFirstKey : window.low) + (static_cast<std::uint32_t>(bin) << shift);
     window.low = first && bin == 0 ? 1 : from;
-    window.high = min(window.high, last);
+    if (!first || bin < kBins - 1) window.high = min(window.high, from + ((1U << shift) - 1));
     window.shift = static_cast<std::uint32_t>(
         max(0, 32 - kBinBits - __clz(static_cast<int>(window.high - window.low))));
     window.wanted -= above;
@@ -230,12 +252,9 @@ struct SetSearch {
   /// Finds the windows: every set's k-th best is in its window, or all of that are chosen.
   __device__ void find_windows() const {
     for_tokens<true>([&](int, const std::uint32_t(&of)[kSets]) {
-      if (of[0] == 0) return;
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        if (set >= sets()) break;
-        const std::uint32_t bin = (max(of[set], kUpperKeys) - kUpperKeys) >> (31 - kBinBits);
-        atomicAdd(&shared.bins[set * kBins + static_cast<int>(bin)], 1U);
+        if (set < sets()) atomicAdd(&shared.bins[set * kBins + first_bin(of[set])], 1U);
       }
     });
     cluster_wait();  // the blocks have begun, and their inboxes are open
@@ -274,24 +293,27 @@ struct SetSearch {
     shared.list[threadIdx.x] = 0;
     if (threadIdx.x < kValueHeads) shared.list_counts[threadIdx.x] = 0;
     __syncthreads();
-    std::uint32_t low[kSets];
-    std::uint32_t high[kSets];
-    SetWindow::State state[kSets];
+    std::uint32_t least[kSets];  // keys from here on are looked at,
+    std::uint32_t cut[kSets];    // those above are chosen, the others compared
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
-      low[set] = shared.windows[set].low;
-      high[set] = shared.windows[set].high;
-      state[set] = shared.windows[set].state;
-      if (state[set] == SetWindow::kAll) high[set] = low[set] - 1;
+      const SetWindow& window = shared.windows[set];
+      cut[set] = window.state == SetWindow::kAll ? window.low - 1 : window.high;
+      least[set] = window.state == SetWindow::kCompare ? window.low : cut[set] + 1;
+      if (set >= sets()) least[set] = 0xFFFFFFFFU;
     }
     for_tokens<false>([&](int token, const std::uint32_t(&of)[kSets]) {
+      bool any = false;
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) any = any || of[set] >= least[set];
+      if (!any) return;
       unsigned mask = 0;
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        if (set >= sets()) break;
-        if (of[set] > high[set]) {
+        if (of[set] < least[set]) continue;
+        if (of[set] > cut[set]) {
           mask |= 1U << set;
-        } else if (of[set] >= low[set] && state[set] == SetWindow::kCompare) {
+        } else {
           const std::uint32_t at = set * kListed + atomicAdd(&shared.list_counts[set], 1U);
           shared.list[at] = of[set];
           shared.list_tokens[at] = token;
@@ -394,8 +416,10 @@ struct SetSearch {
 #pragma unroll 1
       for (int base = 0; base < work.count; base += kSetThreads) {
         const int token = base + static_cast<int>(threadIdx.x);
-        std::uint32_t of[kSets];
-        keys_of(token, references, of);
+        std::uint32_t of[kSets] = {};
+        if (token >= work.begin && token < work.end) {
+          keys_of(token, get_values(values_of(token), group), references, of);
+        }
         std::uint32_t own = of[0];
 #pragma unroll
         for (int i = 1; i < kSets; ++i) own = set == i ? of[i] : own;
@@ -419,10 +443,12 @@ struct SetSearch {
     const std::uint8_t* own = masks + lane;
     __syncthreads();  // the masks are final
     std::uint32_t mine = 0;
-#pragma unroll 4
-    for (int base = begin; base < end; base += 32) {
-      mine += __popc(__ballot_sync(kFullWarp, own[base] != 0));
+    for (int word = begin / 4 + static_cast<int>(lane); word < end / 4; word += 32) {
+      std::uint32_t four = reinterpret_cast<const std::uint32_t*>(masks)[word];
+      four |= four >> 2;  // masks have four bits
+      mine += __popc((four | four >> 1) & 0x01010101U);
     }
+    mine = __reduce_add_sync(kFullWarp, mine);
     if (lane == 0) shared.warp_counts[warp] = mine;
     __syncthreads();
     const std::uint32_t of_lane = shared.warp_counts[lane];
@@ -439,6 +465,7 @@ struct SetSearch {
     for (int base = begin; base < end; base += 32) {
       const unsigned mask = own[base];
       const unsigned votes = __ballot_sync(kFullWarp, mask != 0);
+      if (votes == 0) continue;
       if (mask != 0) {
         const std::int64_t to = at + __popc(votes & ((1U << lane) - 1));
         out.ids[to] = work.first_token + base + static_cast<int>(lane);

@@ -193,18 +193,19 @@ __device__ __forceinline__ void walk_usual(const UsualCode& code, Visit&& visit)
   }
 }
 
-/// Adds up the collisions of one token with 4 heads, times `1 / sum_scale()`.
+/// Adds up the collisions of one token with 2 or 4 heads, times `1 / sum_scale()`.
+template <int kHeads>
 __device__ __forceinline__ void usual_sums(const std::uint32_t* pairs, const UsualCode& code,
-                                           float (&sums)[4]) {
+                                           float (&sums)[kHeads]) {
   constexpr int kRun = 5;
   static_assert(kUsualTables % kRun == 0);
   constexpr int kEntries = kUsualTables * kUsualRowBytes / 4;
-  __half2 runs[2];
+  __half2 runs[kHeads / 2];
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;
   walk_usual(code, [&](int table, std::uint32_t high, std::uint32_t low) {
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
+    for (int pair = 0; pair < kHeads / 2; ++pair) {
       const std::uint32_t* row = pairs + pair * kEntries;
       const __half2 a = as_half2(word_at(row, high + table * kUsualRowBytes));
       const __half2 b = as_half2(word_at(row, low + table * kUsualRowBytes + kUsualRowBytes / 2));
