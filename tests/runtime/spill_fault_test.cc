@@ -97,7 +97,7 @@ TEST_P(SpillFaultTest, AnAppendOfMoreThanTheFramesIsRefusedBeforeAnythingIsWritt
 
 TEST_P(SpillFaultTest, PagesThatTheTierTookGoAndTheOthersStay) {
   tier_->set({.half = true});
-  for (std::uint64_t i = 0; i < 8; ++i) append(6000 + 10 * i);
+  for (std::uint64_t i = 0; i < 6; ++i) append(6000 + 10 * i);
   tier_->set({});
   step(8, 6500);
   EXPECT_EQ(all_rows(*a_, model(), 0), all_rows(*b_, model(), 0));
