@@ -1,11 +1,11 @@
 #include "kvtier/error.h"
 
 #include "formats/safetensors.h"
+#include "tests/support/file_size_limit.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -14,7 +14,6 @@
 #include <map>
 #include <numeric>
 #include <string>
-#include <sys/resource.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -169,31 +168,11 @@ TEST_F(WriteSafeTensorsTest, LeavesNothingWhenItCannotRename) {
   EXPECT_EQ(names_in_directory(), std::vector<std::string>{"file.safetensors"});
 }
 
-/// Limits the size of files that this process writes.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &old_);
-    const rlimit limit{bytes, old_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  FileSizeLimit(const FileSizeLimit&) = delete;  // restores once
-  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
-  ~FileSizeLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &old_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  rlimit old_{};
-  void (*handler_)(int);
-};
-
 TEST_F(WriteSafeTensorsTest, FailureHalfwayKeepsTheOldFileAndNothingElse) {
   write_safetensors(path(), {{"a", tensor(DType::kFloat32, {4})}});
   const std::string before = contents(path());
   {
-    const FileSizeLimit limit(10'000);
+    const kvtier::testing::FileSizeLimit limit(10'000);
     expect_error({{"a", tensor(DType::kFloat32, {20'000})}}, ErrorCode::kUnavailable);
   }
 

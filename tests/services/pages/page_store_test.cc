@@ -1,10 +1,10 @@
 #include "tests/services/pages/page_fixture.h"
+#include "tests/support/file_size_limit.h"
 
 #include <gmock/gmock.h>
 
 #include <cerrno>
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -388,14 +388,10 @@ TEST_F(PageStoreTest, SizesShareTheArenaAndGiveWayByAge) {
 
 TEST_F(PageStoreTest, ArenaThatCannotBeMadeRefusesTheLeaseAlone) {
   const PageInfo info = put("a", 1);
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-  const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
-  const std::string reason = reason_of([&] { return open(beta_); });
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-
-  EXPECT_EQ(reason, "OUT_OF_MEMORY");
+  {
+    const kvtier::testing::FileSizeLimit limit(4096);
+    EXPECT_EQ(reason_of([&] { return open(beta_); }), "OUT_OF_MEMORY");
+  }
   EXPECT_EQ(store_->num_leases(), 1U);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_EQ(reason_of([&] { return open(beta_); }), "OK");
