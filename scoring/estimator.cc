@@ -1,6 +1,7 @@
 #include "scoring/estimator.h"
 
 #include "scoring/estimator_kernels.h"
+#include "transfer/with_cuda.h"
 
 #include <cassert>
 #include <cmath>

@@ -3,6 +3,7 @@
 #include "scoring/budget_cpu.h"
 #include "scoring/foresight.h"
 #include "scoring/selector_kernels.h"
+#include "transfer/with_cuda.h"
 
 #include <algorithm>
 #include <cassert>

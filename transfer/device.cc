@@ -4,10 +4,13 @@
 
 #include "transfer/device_cpu.h"
 #include "transfer/device_cuda.h"
+#include "transfer/with_cuda.h"
 
 #include <string>
 
 namespace kvtier::transfer {
+
+bool has_cuda_half() { return kWithCuda; }
 
 std::unique_ptr<Device> make_device(Backend wanted,
                                     const std::function<void(LogLevel, std::string_view)>& log) {

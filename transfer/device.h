@@ -24,13 +24,8 @@
 ///     }
 namespace kvtier::transfer {
 
-/// True when the CUDA half is compiled in. The discarded branch of `if constexpr` leaves no
-/// reference, so a build without CUDA links with no stub.
-#if defined(KVTIER_WITH_CUDA)
-inline constexpr bool kWithCuda = true;
-#else
-inline constexpr bool kWithCuda = false;
-#endif
+/// True when the CUDA half is compiled in: `kWithCuda` for those who need not know as they compile.
+bool has_cuda_half();
 
 /// Kinds of memory. On the CPU backend both are host memory.
 enum class Space : std::uint8_t { kDevice, kPinnedHost };

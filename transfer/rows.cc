@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "transfer/rows_kernels.h"
+#include "transfer/with_cuda.h"
 
 #include <string>
 

@@ -78,7 +78,7 @@ inline std::string backend_name(const ::testing::TestParamInfo<Backend>& info) {
 }
 
 inline std::vector<Backend> compiled_backends() {
-  if (transfer::kWithCuda) return {Backend::kCpu, Backend::kCuda};
+  if (transfer::has_cuda_half()) return {Backend::kCpu, Backend::kCuda};
   return {Backend::kCpu};
 }
 
