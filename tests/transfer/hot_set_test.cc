@@ -1,0 +1,116 @@
+#include "transfer/hot_set.h"
+
+#include "hot_set_model.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace kvtier::transfer {
+namespace {
+
+HotSet empty_set() {
+  HotSet set;
+  std::memset(&set, kEmptySetByte, sizeof(set));
+  return set;
+}
+
+std::vector<std::int32_t> tokens_of(const HotSet& set) {
+  return {std::begin(set.tokens), std::end(set.tokens)};
+}
+
+struct Use {
+  std::int32_t token;
+  std::uint32_t heads;
+};
+
+/// Up to 40 tokens of 60, each once, by up to 16 query heads.
+std::vector<Use> random_step(std::mt19937& random) {
+  std::vector<Use> step;
+  for (std::int32_t token = 0; token < 60; ++token) {
+    step.push_back({token, 1 + static_cast<std::uint32_t>(random() % 16)});
+  }
+  std::shuffle(step.begin(), step.end(), random);
+  step.resize(random() % 40);
+  return step;
+}
+
+TEST(HotSet, ChoosesAsThePlainModelDoes) {
+  for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
+    for (unsigned seed = 0; seed < 20; ++seed) {
+      SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + ", seed " +
+                   std::to_string(seed));
+      std::mt19937 random(seed);
+      HotSet set = empty_set();
+      ModelSet model(policy);
+      int evictions = 0;
+      for (int i = 0; i < 100; ++i) {
+        OpenSet open(set);
+        model.begin();
+        std::vector<Use> missing;
+        for (const Use& use : random_step(random)) {
+          const int way = open.find(use.token, use.heads);
+          ASSERT_EQ(way, model.find(use.token, use.heads).value_or(-1)) << "step " << i;
+          if (way < 0) missing.push_back(use);
+        }
+        open.count_uses(policy);
+        model.end_of_finding();
+        for (const Use& use : missing) {
+          bool evicts = false;
+          bool model_evicts = false;
+          const int way = open.admit(policy, use.token, use.heads, evicts);
+          ASSERT_EQ(way, model.admit(use.token, use.heads, model_evicts).value_or(-1));
+          ASSERT_EQ(evicts, model_evicts);
+          evictions += evicts ? 1 : 0;
+        }
+        ASSERT_EQ(tokens_of(set), model.tokens()) << "step " << i;
+      }
+      EXPECT_GT(evictions, 100);
+    }
+  }
+}
+
+TEST(HotSet, GivesUpNoRowThatTheStepUses) {
+  HotSet set = empty_set();
+  std::vector<std::int32_t> first;
+  bool evicts = false;
+  {
+    OpenSet open(set);
+    for (std::int32_t token = 0; token < kSetWays; ++token) {
+      first.push_back(open.admit(HotPolicy::kLru, token, 1, evicts));
+      EXPECT_FALSE(evicts);
+    }
+    EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, evicts), -1);
+  }
+  OpenSet open(set);
+  for (std::int32_t token = 0; token + 1 < kSetWays; ++token) {
+    EXPECT_EQ(open.find(token, 1), first[static_cast<std::size_t>(token)]);
+  }
+  EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, evicts), first.back());
+  EXPECT_TRUE(evicts);
+  EXPECT_EQ(open.admit(HotPolicy::kLru, 101, 1, evicts), -1);
+}
+
+TEST(HotSet, TokensSpreadOverAllSets) {
+  for (const int num_sets : {1, 3, 128, 2047}) {
+    std::vector<int> counts(static_cast<std::size_t>(num_sets));
+    for (std::int32_t token = 0; token < 64 * num_sets; ++token) {
+      const int set = hot_set(token, num_sets);
+      ASSERT_GE(set, 0);
+      ASSERT_LT(set, num_sets);
+      ++counts[static_cast<std::size_t>(set)];
+    }
+    EXPECT_GT(*std::min_element(counts.begin(), counts.end()), 48);
+    EXPECT_LT(*std::max_element(counts.begin(), counts.end()), 80);
+  }
+  EXPECT_EQ(hot_sets(1), 1);
+  EXPECT_EQ(hot_sets(32), 1);
+  EXPECT_EQ(hot_sets(33), 2);
+}
+
+}  // namespace
+}  // namespace kvtier::transfer
