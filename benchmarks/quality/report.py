@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md and its plots from the reports of kvtier-quality and kvtier-quality-answers in benchmarks/results.
+"""Writes docs/quality.md and its plots from the reports of kvtier-quality and its kin in benchmarks/results.
 
     python3 -m pip install matplotlib
     benchmarks/quality/report.py [--check]
@@ -19,6 +19,7 @@ PLOTS = ROOT / "docs" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
 BINARIES = {"kvtier-quality-budget": "build/release/benchmarks/quality/kvtier-quality-budget",
             "kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
+            "kvtier-quality-rows": "build/release/benchmarks/quality/kvtier-quality-rows",
             "kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
             "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
 
@@ -29,8 +30,8 @@ defines it, on recorded attention: one set of tokens per query head, k = visible
 judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
 are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ratios-`, `-ablations-` and `-budget-` reports in
-`benchmarks/results/`. To repeat it:
+This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
+reports in `benchmarks/results/`. To repeat it:
 
 ```sh
 cmake --preset release && cmake --build --preset release
@@ -238,6 +239,27 @@ def budget_section(report):
     return "".join(parts)
 
 
+def rows_section(report):
+    parts = ["\n## A cache of rows\n\nOf the tokens that a step selects many were selected by steps before, so a cache of rows on the GPU would spare reads "
+             "from host memory. Here the selected tokens of recorded dense decoding are looked up in one per layer and KV head, empty at first, in sets "
+             "of 32 slots (`transfer/hot_set.h`), with three policies of which row has to go (`transfer/hot_policy.h`). A cell is the share of rows "
+             "found, and that share over the one of Belady's optimum: a cache that knows all later steps, and after each keeps in any slots "
+             f"what it likes of the rows that it had and of those of the step. Norm-aware, {report['bits']} planes, one set {report['selection'].replace('_', ' ')}, at {report['sparsity']:g}x; the "
+             f"first {report['sink_tokens']} and the last {report['recent_tokens']} tokens always attended and not counted. *overlap*: share of a step's "
+             "tokens that the step before selected as well. The half-life of *score* was chosen on the first two traces. "
+             f"Run on {report['date']} on {report['hardware']}.\n"]
+    policies = [policy["policy"] for policy in report["replays"][0]["rows"][0]["policies"]]
+    parts.append("\n| trace | layers | context | steps | overlap | slots | Belady | " + " | ".join(policies) + " |\n|---|---|---|---|---|---|---|"
+                 + "---|" * len(policies) + "\n")
+    for replay in report["replays"]:
+        name = replay["file"].removesuffix(".safetensors")
+        for row in replay["rows"]:
+            cells = [f"{number(policy['hit_ratio'])}, {number(policy['of_belady'])}" for policy in row["policies"]]
+            parts.append(f"| {name} | {replay['layers']} | {replay['context_tokens']:,} | {replay['steps']} | {number(replay['step_overlap'])} | "
+                         f"{row['capacity']:,} | {number(row['belady_hit_ratio'])} | " + " | ".join(cells) + " |\n")
+    return "".join(parts)
+
+
 def draw(report, path):
     """Draws attention mass over sparsity, and over bits at one sparsity."""
     import matplotlib  # pylint: disable=import-outside-toplevel
@@ -298,7 +320,7 @@ def main():
     check = parser.parse_args().check
     paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
                     *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
-                    *RESULTS.glob("*-ratios-*.json")])
+                    *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
     commands = [runnable(command) for report in reports
                 for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command]
@@ -327,6 +349,7 @@ def main():
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]
     parts += [budget_section(report) for report in reports if "traces" in report]
+    parts += [rows_section(report) for report in reports if "replays" in report]
     text = "".join(parts)
     if check:
         if DOCUMENT.read_text() != text:
