@@ -121,11 +121,10 @@ void DataConnection::consume() {
   }
   if (ending_) return;
   const bool has_room = queued_bytes_ < context_.limits.max_queued_bytes;
-  if (!jobs_.empty() && has_room) return;  // `work` comes back
+  if (!jobs_.empty() && has_room) return come_back();
   const bool may_read = jobs_.empty() && (header_ || has_room);
   if (may_read) {
-    const bool within_frame = header_ || end_ > begin_;
-    if (within_frame && !frame_timed_ && attachment_) {
+    if ((header_ || end_ > begin_) && !frame_timed_ && attachment_) {
       frame_timed_ = true;
       arm(context_.limits.frame_time);
     }
@@ -340,11 +339,14 @@ void DataConnection::write_pages(const FrameHeader& header, std::span<const std:
   work();
 }
 
-/// Does a part of the first job, and comes back for the rest.
 void DataConnection::work() {
   if (jobs_.empty() || ending_ || queued_bytes_ >= context_.limits.max_queued_bytes) return;
   if (jobs_.front().job->step(*this)) jobs_.pop_front();
-  if (jobs_.empty() || working_) return;
+  if (!jobs_.empty()) come_back();
+}
+
+void DataConnection::come_back() {
+  if (working_) return;
   working_ = true;
   boost::asio::post(executor_, [self = shared_from_this()] {
     self->working_ = false;

@@ -114,7 +114,10 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void read_pages(const FrameHeader& header, std::span<const std::byte> control);
   void write_pages(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
   [[nodiscard]] PageStore& pages() const;
+  /// Does a part of the first job, and comes back for the rest unless the queue is full.
   void work();
+  /// Posts `work`, also when it saw a full queue: replies of calls leave on other threads.
+  void come_back();
   /// Goes on with jobs and reading. On any thread.
   void resume();
   void arm(std::chrono::milliseconds time);

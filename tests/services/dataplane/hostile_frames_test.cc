@@ -234,8 +234,11 @@ TEST_F(HostileFrames, OfRandomBytesEndNothingElse) {
 TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
   const auto lease = open_lease();
   std::vector<PageDescriptor> descriptors;
-  for (std::uint64_t i = 0; i < 64; ++i)
+  std::vector<std::vector<std::byte>> expected;
+  for (std::uint64_t i = 0; i < 64; ++i) {
     descriptors.push_back(descriptor_of(store_page(*lease, i)));
+    expected.push_back(random_bytes(kPageBytes, i));
+  }
   const auto channel = attach();
 
   // 64 MiB of replies, of which none is read.
@@ -262,8 +265,7 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
       const DataChannel::Frame frame = channel->reply_to(id);
       for (const PageOutcome& page : decode_outcomes(frame.control())) {
         const auto bytes = frame.payload().subspan(page.offset, page.bytes);
-        const auto expected = random_bytes(kPageBytes, seen++);
-        ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), expected.begin(), expected.end()));
+        ASSERT_TRUE(std::ranges::equal(bytes, expected.at(seen++)));
       }
       more = (frame.header.flags & kMore) != 0;
     }
