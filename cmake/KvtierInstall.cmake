@@ -16,7 +16,8 @@ install(TARGETS kvtier kvtier_api EXPORT kvtierTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk NAMELINK_COMPONENT sdk
   RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT sdk)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/kvtier DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT sdk
-  PATTERN client.h EXCLUDE)
+  PATTERN client.h EXCLUDE
+  PATTERN remote_tiers.h EXCLUDE)  # its library is not installed
 # find_package(kvtier COMPONENTS client): its library needs gRPC.
 if(TARGET kvtier_client_sdk)
   install(FILES ${PROJECT_SOURCE_DIR}/include/kvtier/client.h

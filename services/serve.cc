@@ -111,6 +111,18 @@ std::vector<Endpoint> data_endpoints(const ServeCommand& command,
   return endpoints;
 }
 
+/// Copies of what the disk caches hold, on servers that all engines share.
+std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command) {
+  RemoteTiersConfig config = command.remote;
+  config.ttl = std::chrono::seconds(command.remote_ttl_seconds);
+  if (!config.empty() && command.disk_cache.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "memcached, redis: expected a disk-cache, of whose pages they keep copies, found "
+                "none");
+  }
+  return make_remote_tiers(config);
+}
+
 ServerOptions server_options(const ServeCommand& command) {
   ServerOptions options;
   const std::string folder = default_socket_folder();
@@ -151,6 +163,7 @@ ServerOptions server_options(const ServeCommand& command) {
   if (!command.disk_cache.empty()) {
     core.models.memory.disk_cache_bytes = static_cast<std::size_t>(command.disk_capacity_mib) * MiB;
   }
+  core.models.memory.tiers = remote_tiers(command);
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
@@ -178,6 +191,28 @@ void reload_tls(Server& server, Log& log) {
                .event = "certificates_refused",
                .message = std::string("the former ones stay: ") + error.what()});
   }
+}
+
+void add_remote_tiers(CLI::App& app, ServeCommand& command) {
+  const auto add = [&app](const char* flag, auto& to, const char* description) {
+    return with_environment(app.add_option(flag, to, description));
+  };
+  RemoteTiersConfig& remote = command.remote;
+  add("--memcached", remote.memcached,
+      "HOST:PORT,... or unix:PATH of memcached servers that keep copies of the disk cache's pages")
+      ->delimiter(',');
+  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does");
+  add("--redis-sentinels", remote.redis_sentinels,
+      "Instead of --redis: sentinels that know the server --redis-master")
+      ->delimiter(',');
+  add("--redis-master", remote.redis_master, "Name of the master at the sentinels");
+  add("--redis-user", remote.redis_user, "User at Redis (default: its default user)");
+  add("--redis-password-file", remote.redis_password_file, "File with the password at Redis");
+  add("--remote-key-file", remote.key_file,
+      "Secret that seals the copies, 16 bytes or more (default: drawn at the start)");
+  add("--remote-ttl-seconds", command.remote_ttl_seconds, "After which servers forget a copy")
+      ->check(CLI::Range(1, 30 * 86400))
+      ->capture_default_str();
 }
 
 }  // namespace
@@ -236,6 +271,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
       ->check(CLI::Range(64, 1 << 28))
       ->capture_default_str();
+  add_remote_tiers(*app, command);
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
@@ -309,6 +345,9 @@ void run_serve(const ServeCommand& command, const Console& console, Log& log) {
                      static_cast<double>(log.num_dropped()));
   };
   options.on_drain = [&loop, &drain] { boost::asio::post(loop, drain); };
+  for (const auto& tier : options.core.models.memory.tiers) {
+    log.write({.event = "remote_tier", .message = "copies of pages go to " + tier->describe()});
+  }
   server = std::make_unique<Server>(std::move(options));
   for (const Endpoint& endpoint : server->endpoints()) {
     console.out << "listening on " << endpoint.text() << std::endl;

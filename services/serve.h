@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/config.h"
+#include "kvtier/remote_tiers.h"
 
 #include "services/cli.h"
 
@@ -36,6 +37,8 @@ struct ServeCommand {
   std::int64_t device_memory_mib = 512;
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;
+  RemoteTiersConfig remote;  ///< Its `ttl` apart, which is the next.
+  std::int64_t remote_ttl_seconds = 86400;
   std::int64_t max_inflight_mib = 256;
   std::int64_t session_memory_mib = 4096;
   std::int64_t page_arena_mib = 1024;

@@ -50,6 +50,11 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
                  "Folder of this program alone for pages that find no room in memory");
+  app.add_option("--memcached", runtime.remote.memcached,
+                 "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
+      ->delimiter(',');
+  app.add_option("--redis", runtime.remote.redis,
+                 "HOST:PORT or unix:PATH of a Redis server that does");
   app.add_option("--device-mib", runtime.device_mib,
                  "Sketches and workspaces, MiB; 0: what the session needs")
       ->check(CLI::NonNegativeNumber);
@@ -154,9 +159,10 @@ Backend parse_backend(const std::string& name) {
 /// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
 std::unique_ptr<Compute> make_compute(Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
-  if (!runtime.kv.empty() && !runtime.disk_cache.empty()) {
+  if (!runtime.kv.empty() && !(runtime.disk_cache.empty() && runtime.remote.empty())) {
     throw Error(ErrorCode::kInvalidArgument,
-                "--disk-cache: expected none with --kv, found " + runtime.disk_cache);
+                "--disk-cache, --memcached, --redis: expected none with --kv, found " +
+                    (runtime.disk_cache.empty() ? std::string("servers") : runtime.disk_cache));
   }
   if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
   if (!runtime.kv.empty()) {

@@ -123,6 +123,12 @@ void set_budget(MemoryConfig& memory, const RuntimeOptions& runtime) {
     throw Error(ErrorCode::kInvalidArgument,
                 "--host-budget: expected a --disk-cache for the other pages, found none");
   }
+  if (!runtime.remote.empty() && runtime.disk_cache.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--memcached, --redis: expected a --disk-cache, of whose pages they keep copies, "
+                "found none");
+  }
+  memory.tiers = make_remote_tiers(runtime.remote);
   if (runtime.disk_cache.empty()) return;
   memory.disk_cache = runtime.disk_cache;
   memory.disk_cache_bytes = std::max(2 * memory.host_bytes, 64 * MiB);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/config.h"
+#include "kvtier/remote_tiers.h"
 
 #include "llama/decoder.h"
 #include "llama/model_config.h"
@@ -18,6 +19,7 @@ struct RuntimeOptions {
   /// Of the pages that the session needs, those that host memory holds: "50%"; empty: all.
   std::string host_budget;
   std::string disk_cache;       ///< Folder of the others.
+  RemoteTiersConfig remote;     ///< Servers that keep copies of these.
   std::int64_t device_mib = 0;  ///< Sketches and workspaces; 0: what the session needs.
   int threads = 0;              ///< Of the decoder's own arithmetic; 0: all.
   /// Server that keeps the KV, "unix:PATH"; empty: this process. The memory is the server's then.
@@ -55,7 +57,8 @@ struct Method {
                                                std::vector<std::string>& left_out);
 
 /// Returns an engine configuration whose sessions hold `tokens` tokens and carry the sketches that
-/// `methods` read. Throws `kInvalidArgument` for a host budget that is none, or has no disk cache.
+/// `methods` read. Throws `kInvalidArgument` for a host budget that is none, or servers, without a
+/// disk cache, and what `make_remote_tiers` throws.
 [[nodiscard]] Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
                                    const std::vector<Method>& methods, std::int64_t tokens);
 

@@ -146,5 +146,24 @@ TEST(Methods, ABudgetLeavesTheOtherPagesToTheDisk) {
   EXPECT_THROW((void)engine_config(model, runtime, {}, 4000), Error);
 }
 
+TEST(Methods, ServersKeepCopiesOfWhatIsOnTheDiskOnly) {
+  ModelConfig model;
+  model.layers = 4;
+  model.query_heads = 4;
+  model.kv_heads = 4;
+  model.head_dim = 128;
+  RuntimeOptions runtime;
+  runtime.remote.memcached = {"unix:/a", "cache:11211"};
+  runtime.remote.redis = "unix:/b";
+  EXPECT_THROW((void)engine_config(model, runtime, {}, 4000), Error) << "no disk cache";
+  runtime.disk_cache = "folder";
+  try {
+    const Config config = engine_config(model, runtime, {}, 4000);
+    EXPECT_EQ(config.memory.tiers.size(), 2U);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnimplemented) << error.what();  // a build without
+  }
+}
+
 }  // namespace
 }  // namespace kvtier::llama

@@ -1,7 +1,7 @@
 #include "kvtier/client.h"
 
+#include "tests/services/serve_fixture.h"
 #include "tests/services/server/certificates.h"
-#include "tests/support/program.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -23,48 +23,6 @@
 
 namespace kvtier::services {
 namespace {
-
-using kvtier::testing::Program;
-using ::testing::HasSubstr;
-
-class ServeTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!std::filesystem::exists(KVTIER_BINARY)) GTEST_SKIP() << "no build on this machine";
-    std::string pattern = ::testing::TempDir() + "kvtier-XXXXXX";
-    folder_ = ::mkdtemp(pattern.data());
-  }
-  void TearDown() override {
-    if (!folder_.empty()) std::filesystem::remove_all(folder_);
-  }
-
-  std::unique_ptr<Program> serve(std::vector<std::string> arguments,
-                                 std::vector<std::string> environment = {},
-                                 std::vector<std::string> before = {}) {
-    before.insert(before.begin(), "kvtier");
-    before.emplace_back("serve");
-    arguments.insert(arguments.begin(), before.begin(), before.end());
-    environment.push_back("XDG_RUNTIME_DIR=" + folder_.string());
-    return std::make_unique<Program>(KVTIER_BINARY, arguments, environment, folder_ / "err");
-  }
-  std::string err() const {
-    std::ostringstream text;
-    text << std::ifstream(folder_ / "err").rdbuf();
-    return text.str();
-  }
-  std::string write(const std::string& name, const std::string& text) const {
-    std::ofstream(folder_ / name) << text;
-    return (folder_ / name).string();
-  }
-  static RemoteSession open(Client& client) {
-    RemoteSessionConfig config;
-    config.model = {.layers = 1, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
-    config.capacity_tokens = 256;
-    return client.open(config);
-  }
-
-  std::filesystem::path folder_;
-};
 
 TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
   const auto server = serve({});
@@ -213,6 +171,8 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
            {{"--tenants", "/no/such/file"}, 1, "readable file"},
            {{"--tenants", tenants}, 1, "a-z"},
            {{"--backend", "tpu"}, 2, "--backend"},
+           {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
+           {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
            {{"--lease-seconds", "-1"}, 2, "--lease-seconds"},
            {{"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"}}) {
     const auto server = serve(c.arguments);

@@ -1,0 +1,106 @@
+#include "kvtier/remote_tiers.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/tiers/memcached_cluster.h"
+#include "transfer/tiers/redis_cluster.h"
+#include "transfer/tiers/remote_tier.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+#include <string_view>
+
+namespace kvtier {
+namespace {
+
+/// What a page's name and seal belong to; tenants of a server share its engines' tiers.
+constexpr const char* kOwner = "kvtier";
+constexpr std::size_t kMaxFileBytes = 4096;
+
+void expect(bool good, const std::string& what, const std::string& expected,
+            const std::string& found) {
+  if (good) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "remote tiers: " + what + ": expected " + expected + ", found " + found);
+}
+
+/// Returns the contents of a small file.
+std::string read_small(const std::string& what, const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::string text(kMaxFileBytes + 1, '\0');
+  in.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (in.bad() || (in.fail() && !in.eof())) {
+    throw Error(ErrorCode::kNotFound,
+                "remote tiers: " + what + ": expected a readable file, found " + path);
+  }
+  text.resize(static_cast<std::size_t>(in.gcount()));
+  expect(text.size() <= kMaxFileBytes, what, "at most " + std::to_string(kMaxFileBytes) + " bytes",
+         "more in " + path);
+  return text;
+}
+
+std::vector<std::byte> secret_of(const RemoteTiersConfig& config) {
+  std::vector<std::byte> secret;
+  if (config.key_file.empty()) {
+    for (int i = 0; i < 2; ++i) {
+      for (const std::uint8_t byte : tiers::draw_generation()) secret.push_back(std::byte{byte});
+    }
+    return secret;
+  }
+  const std::string text = read_small("key file", config.key_file);
+  expect(text.size() >= tiers::PageSealer::kMinSecretBytes, "key file",
+         std::to_string(tiers::PageSealer::kMinSecretBytes) + " bytes or more",
+         std::to_string(text.size()) + " in " + config.key_file);
+  secret.resize(text.size());
+  std::memcpy(secret.data(), text.data(), text.size());
+  return secret;
+}
+
+std::string password_of(const RemoteTiersConfig& config) {
+  if (config.redis_password_file.empty()) return {};
+  const std::string text = read_small("Redis password file", config.redis_password_file);
+  const std::string line = text.substr(0, text.find_first_of("\r\n"));
+  expect(!line.empty(), "Redis password file", "a password in its first line",
+         "none in " + config.redis_password_file);
+  return line;
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<PageTier>> make_remote_tiers(const RemoteTiersConfig& config) {
+  const bool redis = !config.redis.empty() || !config.redis_sentinels.empty();
+  const std::string redis_options =
+      config.redis_master + config.redis_user + config.redis_password_file;
+  expect(redis || redis_options.empty(), "Redis", "a server or sentinels",
+         "none beside \"" + redis_options + "\"");
+  expect(!config.empty() || config.key_file.empty(), "servers", "some with a key file",
+         "none beside " + config.key_file);
+  if (config.empty()) return {};
+
+  tiers::RemoteOptions remote;
+  remote.ttl = config.ttl;
+  std::vector<std::shared_ptr<tiers::RemoteCluster>> clusters;
+  if (!config.memcached.empty()) {
+    clusters.push_back(
+        tiers::make_memcached_cluster({.servers = config.memcached, .remote = remote}));
+  }
+  if (redis) {
+    clusters.push_back(tiers::make_redis_cluster({.server = config.redis,
+                                                  .sentinels = config.redis_sentinels,
+                                                  .master = config.redis_master,
+                                                  .user = config.redis_user,
+                                                  .password = password_of(config),
+                                                  .remote = remote}));
+  }
+  const std::vector<std::byte> secret = secret_of(config);
+  std::vector<std::shared_ptr<PageTier>> made;
+  for (auto& cluster : clusters) {
+    made.push_back(std::make_shared<tiers::RemoteTier>(
+        std::move(cluster), tiers::RemoteTierOptions{.tenant = kOwner, .secret = secret}));
+  }
+  return made;
+}
+
+}  // namespace kvtier
