@@ -1,6 +1,7 @@
 #include "services/server/grpc_metrics.h"
 
 #include "services/metrics/rpc_metrics.h"
+#include "services/server/open_calls.h"
 
 #include <google/protobuf/message.h>
 #include <grpcpp/support/byte_buffer.h>
@@ -33,11 +34,18 @@ constexpr std::string_view kPackage = "/kvtier.v1.";
 /// Counts one call. gRPC calls it before what it sends and after what it has received.
 class RpcCounter final : public Interceptor {
  public:
-  RpcCounter(RpcMetrics::Method& method, Payload payload)
-      : method_(method), payload_(payload), started_(std::chrono::steady_clock::now()) {
+  RpcCounter(RpcMetrics::Method& method, OpenCalls& calls, Payload payload)
+      : method_(method),
+        calls_(calls),
+        waited_for_(calls.entered()),
+        payload_(payload),
+        started_(std::chrono::steady_clock::now()) {
     RpcMetrics::started(method_);
   }
-  ~RpcCounter() override { finish(grpc::StatusCode::CANCELLED); }
+  ~RpcCounter() override {
+    finish(grpc::StatusCode::CANCELLED);
+    if (waited_for_) calls_.left();
+  }
   RpcCounter(const RpcCounter&) = delete;  // counts its end once
   RpcCounter& operator=(const RpcCounter&) = delete;
 
@@ -73,6 +81,8 @@ class RpcCounter final : public Interceptor {
   }
 
   RpcMetrics::Method& method_;
+  OpenCalls& calls_;
+  const bool waited_for_;
   const Payload payload_;
   const std::chrono::steady_clock::time_point started_;
   bool finished_ = false;
@@ -80,24 +90,25 @@ class RpcCounter final : public Interceptor {
 
 class RpcCounters final : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  explicit RpcCounters(RpcMetrics& metrics) : metrics_(metrics) {}
+  RpcCounters(RpcMetrics& metrics, OpenCalls& calls) : metrics_(metrics), calls_(calls) {}
   Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override {
     std::string_view name = info->method();
     if (!name.starts_with(kPackage)) return nullptr;  // health and reflection
     name.remove_prefix(kPackage.size());
-    return new RpcCounter(metrics_.find(name), payload_of(name, metrics_));
+    return new RpcCounter(metrics_.find(name), calls_, payload_of(name, metrics_));
   }
 
  private:
   RpcMetrics& metrics_;
+  OpenCalls& calls_;
 };
 
 }  // namespace
 
 std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
-make_rpc_counters(RpcMetrics& metrics) {
+make_rpc_counters(RpcMetrics& metrics, OpenCalls& calls) {
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> counters;
-  counters.push_back(std::make_unique<RpcCounters>(metrics));
+  counters.push_back(std::make_unique<RpcCounters>(metrics, calls));
   return counters;
 }
 

@@ -7,11 +7,12 @@
 
 namespace kvtier::services {
 
+class OpenCalls;
 class RpcMetrics;
 
-/// Returns what counts every call of kvtier.v1, whatever service it is of. `metrics` must outlive
-/// the server.
+/// Returns what counts every call of kvtier.v1, whatever service it is of. Both must outlive the
+/// server.
 [[nodiscard]] std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
-make_rpc_counters(RpcMetrics& metrics);
+make_rpc_counters(RpcMetrics& metrics, OpenCalls& calls);
 
 }  // namespace kvtier::services

@@ -12,6 +12,7 @@
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
 #include "services/server/listener.h"
+#include "services/server/open_calls.h"
 #include "services/server/status.h"
 #include "services/server/tls_credentials.h"
 
@@ -39,6 +40,9 @@ constexpr int kMaxStreams = 128;
 constexpr int kMaxMetadataBytes = 8 << 10;
 constexpr int kHandshakeMilliseconds = 5'000;
 constexpr int kLookaheadBytes = 1 << 20;
+/// How long connections without a call may take to close. gRPC waits for an answer to its GOAWAY,
+/// which a client that is idle may not read.
+constexpr std::chrono::milliseconds kCloseGrace{100};
 
 /// Throws for a TCP endpoint that would have neither TLS nor leave to be without.
 void check_endpoint(const ServerOptions& options, const Endpoint& endpoint) {
@@ -178,11 +182,14 @@ class Server::Impl {
     listener_.stop();
     streams_.end_all(
         to_status(ServiceError::unavailable("DRAINING", "the server is about to end")));
-    const auto deadline = std::chrono::system_clock::now() + grace;
+    const auto deadline = std::chrono::steady_clock::now() + grace;
     if (data_plane_) data_plane_->stop(grace);
+    const bool idle = calls_.await_none(deadline);
+    const auto close_by = std::chrono::system_clock::now() +
+                          (idle ? std::min(grace, kCloseGrace) : std::chrono::milliseconds(0));
     for (auto* server : {&client_server_, &admin_server_}) {
       if (*server == nullptr) continue;
-      (*server)->Shutdown(deadline);
+      (*server)->Shutdown(close_by);
       (*server)->Wait();
       server->reset();
     }
@@ -264,7 +271,7 @@ class Server::Impl {
     grpc::ServerBuilder builder;
     set_limits(builder, quota_);
     builder.SetOption(std::make_unique<Reflection>(reflection));
-    builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc()));
+    builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc(), calls_));
     bound = endpoints;
     for (Endpoint& endpoint : bound) {
       if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
@@ -302,6 +309,7 @@ class Server::Impl {
   }
 
   const std::unique_ptr<ServerMetrics> metrics_;
+  OpenCalls calls_;
   const ServerOptions options_;
   StreamRegistry streams_;
   std::unique_ptr<Executor> pool_;

@@ -66,7 +66,7 @@ class Server {
 
   /// Ends the service: health turns to NOT_SERVING, new calls are refused, streams end after their
   /// request in progress, other calls finish; what is left after `grace` is cancelled. Returns when
-  /// all has ended.
+  /// all has ended, and does not wait for clients without a call.
   void drain(std::chrono::milliseconds grace);
   /// Ends leases that have run out, and streams and connections that stand still or are too slow,
   /// as seen at `now`. Done every second.

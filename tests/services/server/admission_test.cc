@@ -2,6 +2,7 @@
 
 #include "services/server/endpoint.h"
 #include "services/server/listener.h"
+#include "services/server/open_calls.h"
 #include "services/server/replay_cache.h"
 #include "services/server/service_error.h"
 #include "services/server/tenants.h"
@@ -11,12 +12,14 @@
 #include <google/rpc/status.pb.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <new>
 #include <stdexcept>
 #include <stdlib.h>
 #include <string>
+#include <thread>
 #include <unistd.h>
 
 namespace kvtier::services {
@@ -45,6 +48,26 @@ std::string reason_of(const Tenants& tenants, const Credentials& credentials) {
     EXPECT_EQ(error.code(), Code::kUnauthenticated);
     return error.reason();
   }
+}
+
+constexpr auto kPast = std::chrono::steady_clock::time_point::min();
+constexpr auto kNever = std::chrono::steady_clock::time_point::max();
+
+TEST(OpenCallsTest, EndWaitsForThoseThatCameBeforeAlone) {
+  OpenCalls calls;
+  ASSERT_TRUE(calls.entered());
+  ASSERT_TRUE(calls.entered());
+  calls.left();
+  EXPECT_FALSE(calls.await_none(kPast));
+  EXPECT_FALSE(calls.entered());  // too late to be waited for
+  std::thread last([&calls] { calls.left(); });
+  EXPECT_TRUE(calls.await_none(kNever));
+  last.join();
+}
+
+TEST(OpenCallsTest, EndWithoutCallsWaitsForNothing) {
+  OpenCalls calls;
+  EXPECT_TRUE(calls.await_none(kPast));
 }
 
 TEST(Tenants, WithoutAnyEveryoneIsTheDefault) {

@@ -5,10 +5,15 @@
 #include "tests/services/server/server_fixture.h"
 
 #include <gmock/gmock.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/sync_stream.h>
 
+#include <future>
 #include <random>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <thread>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -233,12 +238,14 @@ std::string repeated(const std::string& text, int times) {
   return bytes;
 }
 
+/// What a client of HTTP/2 says first, with empty SETTINGS.
+std::string http2_greeting() { return "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, ""); }
+
 // RFC 9113, sections 5 and 6.
 TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
   start();
-  const std::string greeting =
-      "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, "");  // an empty SETTINGS
-  const std::string get = "\x82\x86\x84\x41\x01x";              // indexed fields, and an authority
+  const std::string greeting = http2_greeting();
+  const std::string get = "\x82\x86\x84\x41\x01x";  // indexed fields, and an authority
   std::string resets;
   for (std::uint32_t stream = 1; stream < 1000; stream += 2) {
     resets += frame(1, 4, stream, get) + frame(3, 0, stream, std::string(4, '\x08'));
@@ -281,6 +288,72 @@ TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
   }
   SCOPED_TRACE(seed);
   expect_alive();
+}
+
+/// Holds the answers to GetSession back.
+class HeldAnswers final : public CoreObserver {
+ public:
+  void finished(const Operation& operation) noexcept override {
+    if (operation.method != "SessionService/GetSession") return;
+    reached_.set_value();
+    released_.get_future().wait();
+  }
+  void lease_renewed(std::chrono::nanoseconds /*remaining*/) noexcept override {}
+  void device_failed() noexcept override {}
+  void await() { reached_.get_future().wait(); }
+  void release() { released_.set_value(); }
+
+ private:
+  std::promise<void> reached_, released_;
+};
+
+// gRPC's own shutdown would wait 20 s for the one, and the hour for the other.
+TEST_F(HostileTest, DrainEndsWithTheLastCallAndWaitsForNoIdleClient) {
+  HeldAnswers answers;
+  ServerOptions options = this->options();
+  options.core.observers.push_back(&answers);
+  start(options);
+  v1::CreateSessionRequest create;
+  *create.mutable_geometry() = small_geometry();
+  v1::CreateSessionResponse created;
+  ASSERT_TRUE(created.ParseFromString(
+      call("/kvtier.v1.SessionService/CreateSession", create.SerializeAsString()).bytes));
+  const int idle = connect();
+  const std::string greeting = http2_greeting();
+  ASSERT_EQ(::send(idle, greeting.data(), greeting.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(greeting.size()));
+  char byte = 0;
+  ASSERT_EQ(::recv(idle, &byte, 1, 0), 1);  // the server's SETTINGS: it knows this client
+  grpc::ClientContext watching;
+  const grpc::Slice no_bytes;
+  const grpc::ByteBuffer all_services(&no_bytes, 1);
+  const std::unique_ptr<grpc::ClientReader<grpc::ByteBuffer>> watch(
+      grpc::internal::ClientReaderFactory<grpc::ByteBuffer>::Create(
+          channel_.get(),
+          grpc::internal::RpcMethod("/grpc.health.v1.Health/Watch",
+                                    grpc::internal::RpcMethod::SERVER_STREAMING, channel_),
+          &watching, all_services));
+  grpc::ByteBuffer health;
+  ASSERT_TRUE(watch->Read(&health));
+  std::future<RawReply> last = std::async(std::launch::async, [&] {
+    v1::GetSessionRequest get;
+    get.set_name(created.session().name());
+    return call("/kvtier.v1.SessionService/GetSession", get.SerializeAsString());
+  });
+  answers.await();
+
+  std::thread drain([this] { server_->drain(std::chrono::hours(1)); });
+  while (!server_->core().draining()) std::this_thread::yield();
+  answers.release();
+  drain.join();
+
+  EXPECT_TRUE(last.get().status.ok());
+  EXPECT_TRUE(watch->Read(&health));   // that it serves no more
+  EXPECT_FALSE(watch->Read(&health));  // cut off
+  EXPECT_FALSE(watch->Finish().ok());
+  while (::recv(idle, &byte, 1, 0) > 0) {  // closed by the server
+  }
+  ::close(idle);
 }
 
 TEST_F(HostileTest, ErrorsNameNothingOfTheServer) {
