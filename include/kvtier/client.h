@@ -54,6 +54,10 @@ struct RemoteSessionConfig {
   std::vector<SketchConfig> extra_sketches;
   /// 0: the server's limit.
   std::int64_t capacity_tokens = 0;
+  /// As in `SessionConfig`; sessions share prefixes with those of their tenant alone. Ids need a
+  /// fingerprint, of up to 128 bytes.
+  std::span<const std::int32_t> token_ids{};
+  std::string model_fingerprint{};
 };
 
 struct RemotePagesConfig {
@@ -77,7 +81,8 @@ class Client {
   Client(Client&&) noexcept;
   Client& operator=(Client&&) noexcept;
 
-  /// Opens an empty session. Throws `ClientError`, as all calls do.
+  /// Opens a session, empty but for a stored prefix of `config.token_ids`, as `length` tells.
+  /// Throws `ClientError`, as all calls do.
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
   /// Opens a lease on the server's page cache.
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
@@ -115,6 +120,9 @@ class RemoteSession {
   void truncate(std::int64_t tokens);
   /// Opens `count` sessions (1 to 64) that start as this one is and share its pages.
   [[nodiscard]] std::vector<RemoteSession> fork(int count);
+  /// As `Session::publish`, for sessions of the same tenant. Needs a session that was opened with a
+  /// fingerprint (`kFailedPrecondition`).
+  void publish(std::span<const std::int32_t> token_ids);
 
   /// Returns the tokens of one layer, or those that every layer has, by what the server has said.
   [[nodiscard]] std::int64_t length(int layer) const;

@@ -8,7 +8,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence, TypeVar, Union
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
@@ -23,6 +24,7 @@ from kvtier.session import (
     RemoteSession,
     SelectResult,
     add_selected,
+    check_ids,
     fill_attend,
     fill_fetch,
     fill_select,
@@ -136,15 +138,24 @@ class Client(Closing):
         *,
         extra_sketches: Sequence[SketchConfig] = (),
         capacity_tokens: int = 0,
+        token_ids: Sequence[int] | NDArray[np.int32] = (),
+        model_fingerprint: str = "",
     ) -> RemoteSession:
-        """Opens an empty session. `retrieval`: defaults of its calls. `extra_sketches`: what calls
-        with other retrieval settings need. `capacity_tokens` 0: the server's limit."""
+        """Opens a session. `retrieval`: defaults of its calls. `extra_sketches`: what calls
+        with other retrieval settings need. `capacity_tokens` 0: the server's limit.
+
+        `token_ids`: ids of the first tokens. The session begins with the longest run of whole pages
+        of them that was stored (`RemoteSession.publish`) under the same `model_fingerprint`, as
+        `length` tells, and the rest is appended as ever. The fingerprint names the weights and all
+        else that keys and values depend on beside the ids, up to 128 bytes."""
         request = session_pb2.CreateSessionRequest(
             request_id=self.make_request_id(),
             geometry=model.message(),
             capacity_tokens=capacity_tokens,
             retrieval=retrieval.message(),
             extra_sketches=[sketch.message() for sketch in extra_sketches],
+            token_ids=check_ids(token_ids),
+            model_fingerprint=model_fingerprint,
         )
         response = self.connection.call(self.connection.sessions.CreateSession, request)
         return RemoteSession(self, response.session)

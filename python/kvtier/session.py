@@ -54,6 +54,18 @@ class FetchResult(NamedTuple):
     values: Array
 
 
+def check_ids(token_ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Returns ids of tokens as they go into a message."""
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return []
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise invalid(f"token_ids: expected integers [n], found {ids.dtype} {list(ids.shape)}")
+    if ids.min() < -(1 << 31) or ids.max() >= 1 << 31:
+        raise invalid(f"token_ids: expected int32, found {ids.min()} to {ids.max()}")
+    return [int(token) for token in ids]
+
+
 def fill_select(
     request: attention_pb2.SelectRequest,
     session: RemoteSession,
@@ -252,6 +264,15 @@ class RemoteSession(Leased):
         )
         response = self._connection.call(self._connection.sessions.ForkSession, request)
         return [RemoteSession(self._client, session) for session in response.sessions]
+
+    def publish(self, token_ids: Sequence[int] | NDArray[np.int32]) -> int:
+        """Stores the whole pages of the first tokens, whose ids these are, for sessions that are
+        opened later with the same ids and fingerprint; returns how many tokens that is."""
+        request = session_pb2.PublishPrefixRequest(
+            name=self._name, token_ids=check_ids(token_ids)
+        )
+        response = self._connection.call(self._connection.sessions.PublishPrefix, request)
+        return int(response.stored_tokens)
 
     def length(self, layer: int | None = None) -> int:
         """Returns the tokens of one layer, or those that every layer has, by what the server has

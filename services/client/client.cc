@@ -284,6 +284,15 @@ class RemoteSession::Impl {
     });
     return response;
   }
+  void publish(std::span<const std::int32_t> token_ids) {
+    v1::PublishPrefixRequest request;
+    request.set_name(name_);
+    request.mutable_token_ids()->Add(token_ids.begin(), token_ids.end());
+    v1::PublishPrefixResponse response;
+    client_->connection.call([&](grpc::ClientContext& context) {
+      return client_->connection.sessions().PublishPrefix(&context, request, &response);
+    });
+  }
   [[nodiscard]] const std::shared_ptr<Client::Impl>& client() const noexcept { return client_; }
 
   void refresh() {
@@ -400,6 +409,8 @@ RemoteSession Client::open(const RemoteSessionConfig& config) {
   for (const SketchConfig& sketch : config.extra_sketches) {
     *request.add_extra_sketches() = services::message_of(sketch);
   }
+  request.mutable_token_ids()->Add(config.token_ids.begin(), config.token_ids.end());
+  request.set_model_fingerprint(config.model_fingerprint);
   v1::CreateSessionResponse response;
   impl_->connection.call([&](grpc::ClientContext& context) {
     return impl_->connection.sessions().CreateSession(&context, request, &response);
@@ -440,6 +451,7 @@ std::vector<RemoteSession> RemoteSession::fork(int count) {
   }
   return children;
 }
+void RemoteSession::publish(std::span<const std::int32_t> token_ids) { impl_->publish(token_ids); }
 std::int64_t RemoteSession::length(int layer) const { return impl_->length(layer); }
 std::int64_t RemoteSession::length() const { return impl_->length(); }
 void RemoteSession::refresh() { impl_->refresh(); }

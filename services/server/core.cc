@@ -21,6 +21,21 @@ std::int64_t base_bytes_of(const Config& config, std::int64_t capacity_tokens) {
   return model.layers * (pages * 16 + resident * model.kv_heads * model.head_dim * 4);
 }
 
+void check_prefix(const v1::CreateSessionRequest& request, std::int64_t capacity) {
+  constexpr std::size_t kMaxFingerprint = 128;
+  const std::size_t bytes = request.model_fingerprint().size();
+  if (bytes > kMaxFingerprint || (bytes == 0 && request.token_ids_size() > 0)) {
+    throw ServiceError::invalid("model_fingerprint",
+                                "1 to " + std::to_string(kMaxFingerprint) + " bytes with token_ids",
+                                std::to_string(bytes));
+  }
+  if (request.token_ids_size() > capacity) {
+    throw ServiceError::invalid("token_ids",
+                                "at most " + std::to_string(capacity) + ", the capacity",
+                                std::to_string(request.token_ids_size()));
+  }
+}
+
 PageStoreOptions page_options(const CoreOptions& options) {
   PageStoreOptions pages = options.pages;
   pages.lease_ttl = options.lease_ttl;
@@ -190,6 +205,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
       }
       const std::shared_ptr<SessionEntry> entry = open(tenant, request);
       describe(*entry, *response.mutable_session());
+      response.set_attached_tokens(entry->session->length());
       v1::Limits& limits = *response.mutable_limits();
       limits.set_max_message_bytes(kMaxMessageBytes);
       limits.set_max_batch_items(kMaxBatchItems);
@@ -232,6 +248,7 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
     throw ServiceError::invalid("capacity_tokens", "0 to " + std::to_string(max_tokens),
                                 std::to_string(capacity));
   }
+  check_prefix(request, capacity);
   if (sessions_.size() >= options_.max_sessions) {
     throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
   }
@@ -247,7 +264,14 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
   // From here on the entry gives back what it was charged.
   charge_base(*entry, capacity);
   entry->retrieval = spec.retrieval;
-  entry->session.emplace(entry->model->engine.open({.capacity_tokens = capacity}));
+  entry->has_fingerprint = !request.model_fingerprint().empty();
+  entry->session.emplace(
+      entry->model->engine.open({.capacity_tokens = capacity,
+                                 .token_ids = {request.token_ids().data(),
+                                               static_cast<std::size_t>(request.token_ids_size())},
+                                 .tenant_secret = tenant.prefix_secret(),
+                                 .model_fingerprint = request.model_fingerprint()}));
+  charge_stored(*entry);
   renew(*entry);
   sessions_.insert(entry);
   return entry;
@@ -292,6 +316,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
     entry.tenant.charge_kv(kv_bytes);
     entry.charged_bytes += kv_bytes;
     entry.retrieval = parent.retrieval;
+    entry.has_fingerprint = parent.has_fingerprint;
   }
   std::vector<Session> children = parent.session->fork(count);
   for (std::size_t i = 0; i < children.size(); ++i) {
@@ -348,6 +373,14 @@ void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
   };
   on_session(call, "SessionService/ForkSession", request.name(), request.ByteSizeLong(), work,
              std::move(done));
+}
+
+void Core::publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
+                          v1::PublishPrefixResponse& response, Done done) {
+  on_session(
+      call, "SessionService/PublishPrefix", request.name(), request.ByteSizeLong(),
+      [&request, &response](SessionEntry& entry) { publish_from(entry, request, response); },
+      std::move(done));
 }
 
 void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done) {

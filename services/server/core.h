@@ -90,6 +90,8 @@ class Core {
                         v1::TruncateSessionResponse& response, Done done);
   void fork_session(const Call& call, const v1::ForkSessionRequest& request,
                     v1::ForkSessionResponse& response, Done done);
+  void publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
+                      v1::PublishPrefixResponse& response, Done done);
   void release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done);
   /// Throws `ServiceError`.
   void list_sessions(const Call& call, const v1::ListSessionsRequest& request,

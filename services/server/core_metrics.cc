@@ -79,6 +79,19 @@ void add_memory(const v1::SnapshotStats& now, Families& families) {
                  {{"tier", "engine_host"}, {"state", "free"}});
 }
 
+void add_prefixes(const Stats& stats, Families& families) {
+  const std::string help =
+      "Tokens of stored prefixes: asked for by new sessions, attached to them, let go for others.";
+  const auto count = [&](const char* event, std::uint64_t tokens) {
+    families.counter("kvtier_prefix_tokens_total", help, number(tokens), {{"event", event}});
+  };
+  count("asked", stats.cumulative.prefix_tokens_asked);
+  count("attached", stats.cumulative.prefix_tokens_attached);
+  count("evicted", stats.cumulative.prefix_tokens_evicted);
+  families.gauge("kvtier_prefix_stored_tokens", "Tokens of all stored prefixes, each once.",
+                 static_cast<double>(stats.snapshot.prefix_tokens));
+}
+
 /// Pages of sessions that are on the disk.
 void add_disk_cache(const Stats& stats, Families& families) {
   const auto count = [](std::uint64_t value) { return static_cast<double>(value); };
@@ -196,11 +209,12 @@ std::vector<std::string> rpc_methods() {
 std::vector<std::string> operation_methods() {
   return {"SessionService/CreateSession",   "SessionService/GetSession",
           "SessionService/TruncateSession", "SessionService/ForkSession",
-          "SessionService/ReleaseSession",  "AttentionService/Append",
-          "AttentionService/Select",        "AttentionService/Attend",
-          "AttentionService/Decode",        "AttentionService/BatchSelect",
-          "AttentionService/BatchAttend",   "AttentionService/BatchDecode",
-          "AttentionService/Fetch",         "AttentionService/BatchFetch"};
+          "SessionService/PublishPrefix",   "SessionService/ReleaseSession",
+          "AttentionService/Append",        "AttentionService/Select",
+          "AttentionService/Attend",        "AttentionService/Decode",
+          "AttentionService/BatchSelect",   "AttentionService/BatchAttend",
+          "AttentionService/BatchDecode",   "AttentionService/Fetch",
+          "AttentionService/BatchFetch"};
 }
 
 std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants) {
@@ -227,7 +241,9 @@ void add_core_metrics(const Core& core, Families& families) {
                  core.degraded() ? 0 : 1);
   add_engines(stats, families);
   add_memory(stats.snapshot(), families);
-  add_disk_cache(core.engine_stats(), families);
+  const Stats engines = core.engine_stats();
+  add_prefixes(engines, families);
+  add_disk_cache(engines, families);
   add_page_cache(stats.page_cache(), families);
   add_tenants(core, families);
 }

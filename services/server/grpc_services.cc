@@ -69,6 +69,13 @@ class SessionService final : public v1::SessionService::CallbackService {
       core_.fork_session(call, *request, *response, std::move(done));
     });
   }
+  ServerUnaryReactor* PublishPrefix(CallbackServerContext* context,
+                                    const v1::PublishPrefixRequest* request,
+                                    v1::PublishPrefixResponse* response) override {
+    return unary(core_, *context, [=, this](const Call& call, Done done) {
+      core_.publish_prefix(call, *request, *response, std::move(done));
+    });
+  }
   ServerUnaryReactor* ReleaseSession(CallbackServerContext* context,
                                      const v1::ReleaseSessionRequest* request,
                                      v1::ReleaseSessionResponse* /*response*/) override {

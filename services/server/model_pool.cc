@@ -60,6 +60,9 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.pages_lost += from.pages_lost;
   to.cold_steps += from.cold_steps;
   to.tier_nanoseconds += from.tier_nanoseconds;
+  to.prefix_tokens_asked += from.prefix_tokens_asked;
+  to.prefix_tokens_attached += from.prefix_tokens_attached;
+  to.prefix_tokens_evicted += from.prefix_tokens_evicted;
 }
 
 void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
@@ -72,6 +75,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_used += from.pages_used;
   to.pages_shared += from.pages_shared;
   to.pages_away += from.pages_away;
+  to.prefix_tokens += from.prefix_tokens;
 }
 
 /// A failed engine throws; what it counted is lost with it.

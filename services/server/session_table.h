@@ -49,6 +49,7 @@ struct SessionEntry {
   std::string name;
   RetrievalConfig retrieval;
   std::int64_t capacity_tokens = 0;
+  bool has_fingerprint = false;  ///< May publish.
   std::atomic<TimePoint::rep> lease_end{0};
   std::atomic<int> queued{0};
 

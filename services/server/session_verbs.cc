@@ -249,6 +249,28 @@ void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget&
   entry.session->fetch(layer, tokens, outputs);
 }
 
+void charge_stored(SessionEntry& entry) {
+  Charge charge(entry, stored_tokens(entry));
+  charge.keep();
+}
+
+void publish_from(SessionEntry& entry, const v1::PublishPrefixRequest& request,
+                  v1::PublishPrefixResponse& response) {
+  if (!entry.has_fingerprint) {
+    throw ServiceError(Code::kFailedPrecondition, "NO_FINGERPRINT",
+                       "expected a session created with a model_fingerprint, found none");
+  }
+  const auto count = static_cast<std::size_t>(request.token_ids_size());
+  const auto length = static_cast<std::size_t>(entry.session->length());
+  if (count > length) {
+    throw ServiceError::invalid("token_ids", "at most " + std::to_string(length) + ", the length",
+                                std::to_string(count));
+  }
+  entry.session->publish({request.token_ids().data(), count});
+  const auto page = static_cast<std::size_t>(entry.model->engine.config().memory.page_tokens);
+  response.set_stored_tokens(static_cast<std::int64_t>(count / page * page));
+}
+
 void truncate_to(SessionEntry& entry, std::int64_t tokens) {
   if (tokens < 0) throw ServiceError::invalid("tokens", "at least 0", std::to_string(tokens));
   const std::int64_t before = stored_tokens(entry);

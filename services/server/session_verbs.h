@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/session.pb.h"
 
 #include "services/server/admission.h"
 #include "services/server/session_table.h"
@@ -25,6 +26,10 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
                v1::DecodeResponse& response);
 void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
               v1::FetchResponse& response);
+/// Charges the tenant for the tokens that a new session begins with.
+void charge_stored(SessionEntry& entry);
+void publish_from(SessionEntry& entry, const v1::PublishPrefixRequest& request,
+                  v1::PublishPrefixResponse& response);
 void truncate_to(SessionEntry& entry, std::int64_t tokens);
 
 }  // namespace kvtier::services

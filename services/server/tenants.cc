@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <openssl/rand.h>
 #include <openssl/sha.h>
 #include <set>
 
@@ -95,7 +96,13 @@ Tenant::Tenant(std::uint32_t index, const TenantConfig& config)
       name_(config.name),
       max_sessions_(config.limits.max_sessions),
       max_kv_bytes_(config.limits.max_kv_bytes),
-      max_inflight_(config.limits.max_inflight_bytes) {}
+      max_inflight_(config.limits.max_inflight_bytes) {
+  if (RAND_bytes(reinterpret_cast<unsigned char*>(prefix_secret_.data()),
+                 static_cast<int>(prefix_secret_.size())) != 1) {
+    throw Error(ErrorCode::kUnavailable,
+                "tenants: expected random bytes from the system, found none");
+  }
+}
 
 TenantLimits Tenant::limits() const noexcept {
   return {.max_sessions = max_sessions_,

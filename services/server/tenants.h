@@ -2,6 +2,7 @@
 
 #include "services/server/replay_cache.h"
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,7 @@ struct TenantConfig {
 /// One tenant: what it may hold, what it holds, and what it has asked before. Thread-safe.
 class Tenant {
  public:
+  /// Draws `prefix_secret`. Throws `kUnavailable` without randomness.
   Tenant(std::uint32_t index, const TenantConfig& config);
 
   [[nodiscard]] std::uint32_t index() const noexcept { return index_; }
@@ -48,6 +50,10 @@ class Tenant {
   [[nodiscard]] std::int64_t sessions() const noexcept { return sessions_; }
   [[nodiscard]] std::int64_t kv_bytes() const noexcept { return kv_bytes_; }
   [[nodiscard]] ReplayCache& replies() noexcept { return replies_; }
+  /// What sets the tenant's stored prefixes apart from all others', until the process ends.
+  [[nodiscard]] std::string_view prefix_secret() const noexcept {
+    return {prefix_secret_.data(), prefix_secret_.size()};
+  }
 
  private:
   const std::uint32_t index_;
@@ -56,6 +62,7 @@ class Tenant {
   const std::int64_t max_inflight_;
   std::atomic<std::int64_t> sessions_{0}, kv_bytes_{0}, inflight_{0};
   ReplayCache replies_;
+  std::array<char, 32> prefix_secret_{};
 };
 
 /// Who a caller says it is, as the transport has it.

@@ -219,7 +219,7 @@ class Service {
   std::int64_t memory_ = 0;
 };
 
-constexpr std::size_t kKinds = 16;
+constexpr std::size_t kKinds = 17;
 
 bool Service::dispatch(std::size_t kind, std::string_view bytes) {
   const Call caller = this->caller();
@@ -293,6 +293,11 @@ bool Service::dispatch(std::size_t kind, std::string_view bytes) {
       return make<v1::BatchFetchRequest, v1::BatchFetchResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
             core_.batch_fetch(caller, request, response, std::move(done));
+          });
+    case 16:
+      return make<v1::PublishPrefixRequest, v1::PublishPrefixResponse>(
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.publish_prefix(caller, request, response, std::move(done));
           });
     case 12:
       return make<v1::ForkSessionRequest, v1::ForkSessionResponse>(

@@ -156,6 +156,41 @@ class SessionTest(ServerTest):
         with self.assertRaises(kvtier.InvalidArgumentError):
             children[0].fork(65)
 
+    def test_a_session_begins_with_what_another_has_published(self) -> None:
+        case = Case(70)
+        ids = np.arange(1000, 1070, dtype=np.int32)
+        fingerprint = f"model of {self.id()}"
+
+        def opened() -> kvtier.RemoteSession:
+            return self.client.open(
+                MODEL, RETRIEVAL, token_ids=ids, model_fingerprint=fingerprint
+            )
+
+        with opened() as session:
+            self.assertEqual(session.length(), 0)
+            for layer in range(MODEL.layers):
+                session.append(layer, case.keys, case.values)
+            self.assertEqual(session.publish(ids), 64)
+            with self.assertRaisesRegex(kvtier.InvalidArgumentError, "at most 70"):
+                session.publish([1] * 71)
+        with opened() as session:
+            self.assertEqual(session.length(), 64)
+            query = case.query(1)
+            expected, _ = dense_attention(query, case.keys[:64], case.values[:64])
+            out, _ = session.attend(1, query, DENSE)
+            np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
+        with self.client.open(MODEL, RETRIEVAL, token_ids=ids, model_fingerprint="x") as session:
+            self.assertEqual(session.length(), 0)
+        for wrong, message in (
+            ([0.5], "expected integers"),
+            ([[1]], "expected integers"),
+            ([1 << 31], "expected int32"),
+        ):
+            with self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
+                self.client.open(MODEL, token_ids=wrong, model_fingerprint="x")
+        with self.assertRaises(kvtier.FailedPreconditionError):
+            self.session.publish([])
+
     def test_fetch_returns_the_rows_that_were_appended(self) -> None:
         case = Case(200)
         self.session.append(1, case.keys, case.values)

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include <cstring>
+#include <numeric>
 
 namespace kvtier::services::testing {
 namespace {
@@ -353,6 +354,40 @@ TEST_P(ClientTest, TellsTheServersErrors) {
               (void)client_->open(config);
             }),
             ErrorCode::kInvalidArgument);
+}
+
+TEST_P(ClientTest, SessionBeginsWithWhatAnotherHasPublished) {
+  std::vector<std::int32_t> ids(150);
+  std::iota(ids.begin(), ids.end(), 7);
+  RemoteSessionConfig config = session_config();
+  config.token_ids = ids;
+  config.model_fingerprint = "m";
+  remote_ = std::make_unique<RemoteSession>(client_->open(config));
+  EXPECT_EQ(remote_->length(), 0);
+  fill(150);
+  remote_->publish(ids);
+  remote_ = std::make_unique<RemoteSession>(client_->open(config));
+
+  ASSERT_EQ(remote_->length(), 128);  // whole pages of 64
+
+  local_->truncate(128);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const auto query = random_floats(std::size_t{kQueryHeads} * kHeadDim, 5);
+    const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
+                              .selected = {}};
+    std::vector<float> out(query.size()), expected(query.size());
+    remote_->attend(layer, inputs,
+                    {.out = {out.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim}}});
+    local_->attend(layer, inputs,
+                   {.out = {expected.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim}}});
+    EXPECT_THAT(out, ElementsAreArray(expected));
+  }
+  EXPECT_EQ(code_of([&] { remote_->publish(ids); }), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(message_, HasSubstr("token_ids: expected at most 128"));
+  RemoteSession nameless = client_->open(session_config());
+  EXPECT_EQ(code_of([&] { nameless.publish({}); }), ErrorCode::kFailedPrecondition);
+  config.model_fingerprint.clear();
+  EXPECT_EQ(code_of([&] { (void)client_->open(config); }), ErrorCode::kInvalidArgument);
 }
 
 TEST_P(ClientTest, RecallTargetsStayInTheProcess) {

@@ -10,26 +10,32 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateSessionRequest(_message.Message):
-    __slots__ = ["capacity_tokens", "extra_sketches", "geometry", "request_id", "retrieval"]
+    __slots__ = ["capacity_tokens", "extra_sketches", "geometry", "model_fingerprint", "request_id", "retrieval", "token_ids"]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_SKETCHES_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RETRIEVAL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     capacity_tokens: int
     extra_sketches: _containers.RepeatedCompositeFieldContainer[_retrieval_pb2.Sketch]
     geometry: Geometry
+    model_fingerprint: str
     request_id: str
     retrieval: _retrieval_pb2.RetrievalOptions
-    def __init__(self, request_id: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., capacity_tokens: _Optional[int] = ..., retrieval: _Optional[_Union[_retrieval_pb2.RetrievalOptions, _Mapping]] = ..., extra_sketches: _Optional[_Iterable[_Union[_retrieval_pb2.Sketch, _Mapping]]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., capacity_tokens: _Optional[int] = ..., retrieval: _Optional[_Union[_retrieval_pb2.RetrievalOptions, _Mapping]] = ..., extra_sketches: _Optional[_Iterable[_Union[_retrieval_pb2.Sketch, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class CreateSessionResponse(_message.Message):
-    __slots__ = ["limits", "session"]
+    __slots__ = ["attached_tokens", "limits", "session"]
+    ATTACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    attached_tokens: int
     limits: Limits
     session: Session
-    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., attached_tokens: _Optional[int] = ...) -> None: ...
 
 class ForkSessionRequest(_message.Message):
     __slots__ = ["count", "name", "request_id"]
@@ -124,6 +130,20 @@ class ListSessionsResponse(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     next_page_token: str
     def __init__(self, names: _Optional[_Iterable[str]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class PublishPrefixRequest(_message.Message):
+    __slots__ = ["name", "token_ids"]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PublishPrefixResponse(_message.Message):
+    __slots__ = ["stored_tokens"]
+    STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    stored_tokens: int
+    def __init__(self, stored_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseSessionRequest(_message.Message):
     __slots__ = ["name", "request_id"]

@@ -41,6 +41,11 @@ class SessionServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.FromString,
                 )
+        self.PublishPrefix = channel.unary_unary(
+                '/kvtier.v1.SessionService/PublishPrefix',
+                request_serializer=kvtier_dot_v1_dot_session__pb2.PublishPrefixRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_session__pb2.PublishPrefixResponse.FromString,
+                )
         self.ReleaseSession = channel.unary_unary(
                 '/kvtier.v1.SessionService/ReleaseSession',
                 request_serializer=kvtier_dot_v1_dot_session__pb2.ReleaseSessionRequest.SerializeToString,
@@ -91,6 +96,14 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishPrefix(self, request, context):
+        """Stores the whole pages of a session's first tokens, for sessions of the same tenant that are created later
+        with the same ids and fingerprint. They outlive the session, until another session needs their memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseSession(self, request, context):
         """Releases a session and its memory. Its name is never valid again.
         """
@@ -132,6 +145,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ForkSession,
                     request_deserializer=kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.SerializeToString,
+            ),
+            'PublishPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishPrefix,
+                    request_deserializer=kvtier_dot_v1_dot_session__pb2.PublishPrefixRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_session__pb2.PublishPrefixResponse.SerializeToString,
             ),
             'ReleaseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseSession,
@@ -237,6 +255,23 @@ class SessionService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SessionService/ForkSession',
             kvtier_dot_v1_dot_session__pb2.ForkSessionRequest.SerializeToString,
             kvtier_dot_v1_dot_session__pb2.ForkSessionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PublishPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SessionService/PublishPrefix',
+            kvtier_dot_v1_dot_session__pb2.PublishPrefixRequest.SerializeToString,
+            kvtier_dot_v1_dot_session__pb2.PublishPrefixResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -342,7 +342,18 @@ INSTANTIATE_TEST_SUITE_P(
             [](auto& r) { r.set_capacity_tokens(std::numeric_limits<std::int64_t>::min()); },
             "capacity_tokens"},
         BadCreation{"CapacityBeyondTheLimit",
-                    [](auto& r) { r.set_capacity_tokens(kMaxTokens + 1); }, "capacity_tokens"}),
+                    [](auto& r) { r.set_capacity_tokens(kMaxTokens + 1); }, "capacity_tokens"},
+        BadCreation{"IdsBeyondTheCapacity",
+                    [](auto& r) {
+                      r.set_capacity_tokens(64);
+                      r.set_model_fingerprint("m");
+                      for (int i = 0; i < 65; ++i) r.add_token_ids(i);
+                    },
+                    "token_ids"},
+        BadCreation{"IdsOfNoModel", [](auto& r) { r.add_token_ids(1); }, "model_fingerprint"},
+        BadCreation{"FingerprintLong",
+                    [](auto& r) { r.set_model_fingerprint(std::string(129, 'm')); },
+                    "model_fingerprint"}),
     [](const auto& test) { return std::string(test.param.name); });
 
 TEST_F(CoreSessionTest, GeometryThatTheLibraryRefusesChangesNothing) {

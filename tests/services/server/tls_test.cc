@@ -64,6 +64,25 @@ TEST_F(TlsTest, CertificatesNameTheirTenants) {
             "FAILED_PRECONDITION UNAUTHENTICATED");
 }
 
+TEST_F(TlsTest, StoredPrefixesStayWithTheirTenant) {
+  Client first(client_options(authority_->issue("first.example")));
+  Client second(client_options(authority_->issue("second.example")));
+  const std::vector<std::int32_t> ids(64, 5);
+  RemoteSessionConfig config;
+  config.model = {
+      .layers = kLayers, .query_heads = kQueryHeads, .kv_heads = kKvHeads, .head_dim = kHeadDim};
+  config.token_ids = ids;
+  config.model_fingerprint = "m";
+  RemoteSession session = first.open(config);
+  const std::vector<float> rows(ids.size() * kKvHeads * kHeadDim, 0.5F);
+  const TensorView tokens{rows.data(), DType::kFloat32, {64, kKvHeads, kHeadDim}};
+  for (int layer = 0; layer < kLayers; ++layer) session.append(layer, tokens, tokens);
+  session.publish(ids);
+
+  EXPECT_EQ(first.open(config).length(), 64);
+  EXPECT_EQ(second.open(config).length(), 0);
+}
+
 TEST_F(TlsTest, CertificatesOfAnotherAuthorityAreRefused) {
   const Authority other(folder_, "other");
   EXPECT_EQ(open(client_options(other.issue("first.example"))), "UNAVAILABLE ");
