@@ -19,6 +19,7 @@ from kvtier.errors import ClientError, Details, make_error
 from kvtier.lease import Closing, LeaseKeeper
 from kvtier.pages import RemotePages
 from kvtier.session import (
+    SELECTION_BYTES,
     AttendResult,
     FetchResult,
     RemoteSession,
@@ -36,6 +37,8 @@ from kvtier.session import (
 from kvtier.v1 import attention_pb2, page_pb2, session_pb2, status_pb2
 
 T = TypeVar("T")
+
+_REPLY_BYTES = 4 << 20  # of a batch at most
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,15 @@ class Client(Closing):
     def batch_select(self, items: Sequence[SelectItem]) -> list[SelectOutcome]:
         """Makes `select` calls of any sessions; returns a result or an error for each."""
         request = attention_pb2.BatchSelectRequest()
+        room = min(len(items) * SELECTION_BYTES, _REPLY_BYTES)
+        call = PlaneCall(frames.BATCH_SELECT, request, room)
         for item in items:
             query = tensors.check("query", item.query)
             message = request.items.add()
             fill_select(message, item.session, item.layer, item.options, item.with_scores)
-            tensors.fill(message.query, query)
-        response = self.connection.call(self.connection.attention.BatchSelect, request)
+            call.add(message.query, query)
+        reply = attention_pb2.BatchSelectResponse()
+        response = self.run(call, reply, self.connection.attention.BatchSelect)
         return [
             _outcome(found.status, lambda: take_select(found.response, item.with_scores))
             for item, found in zip(items, response.items, strict=True)
@@ -239,12 +245,15 @@ class Client(Closing):
         """Makes `fetch` calls of any sessions, whose rows fit in one reply; returns a result or an
         error for each."""
         request = attention_pb2.BatchFetchRequest()
+        call = PlaneCall(frames.BATCH_FETCH, request)
         for item in items:
             ids = tensors.check("tokens", item.tokens)
             message = request.items.add()
             fill_fetch(message, item.session, item.layer)
-            tensors.fill(message.tokens, ids)
-        response = self.connection.call(self.connection.attention.BatchFetch, request)
+            call.output_bytes += item.session.fetch_bytes(ids)
+            call.add(message.tokens, ids)
+        reply = attention_pb2.BatchFetchResponse()
+        response = self.run(call, reply, self.connection.attention.BatchFetch)
         return [
             _outcome(found.status, lambda: take_fetch(found.response)) for found in response.items
         ]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
 _FETCH_BYTES = 1 << 20
-_SELECTION_BYTES = 2 << 20  # room for ids and scores, whose number the server knows
+SELECTION_BYTES = 2 << 20  # room for ids and scores, whose number the server knows
 
 _INT32 = np.dtype(np.int32)
 _UINT16 = np.dtype(np.uint16)
@@ -176,7 +176,7 @@ class RemoteSession(Leased):
         array = tensors.check("query", query)
         request = attention_pb2.SelectRequest()
         fill_select(request, self, layer, options, with_scores)
-        call = PlaneCall(frames.SELECT, request, _SELECTION_BYTES)
+        call = PlaneCall(frames.SELECT, request, SELECTION_BYTES)
         call.add(request.query, array)
         response = self._client.run(call, attention_pb2.SelectResponse(), self._connection.attention.Select)
         return take_select(response, with_scores)
@@ -240,8 +240,7 @@ class RemoteSession(Leased):
             piece = np.ascontiguousarray(ids[:, first : first + self._fetch_tokens])
             request = attention_pb2.FetchRequest()
             fill_fetch(request, self, layer)
-            output = 2 * frames.aligned(self._row_bytes // 2 * piece.shape[1])
-            call = PlaneCall(frames.FETCH, request, output)
+            call = PlaneCall(frames.FETCH, request, self.fetch_bytes(piece))
             call.add(request.tokens, piece)
             fetch = self._connection.attention.Fetch
             parts.append(take_fetch(self._client.run(call, attention_pb2.FetchResponse(), fetch)))
@@ -294,6 +293,10 @@ class RemoteSession(Leased):
         self._steps.close()
         request = session_pb2.ReleaseSessionRequest(name=self._name)
         self._end(self._connection.sessions.ReleaseSession, request)
+
+    def fetch_bytes(self, ids: Array) -> int:
+        """Returns the room that a fetch of these ids needs."""
+        return 2 * frames.aligned(self._row_bytes // 2 * ids.shape[-1])
 
     def next_step(self) -> int:
         """Returns the number of a new step."""

@@ -226,6 +226,18 @@ void run_call(Core& core, const Call& call, const CallBody& body, CallMemory mem
           [&](const auto& request, auto& response, const Done& end) {
             core.fetch(call, request, response, end);
           });
+    case Method::kBatchSelect:
+      return run<v1::BatchSelectRequest, v1::BatchSelectResponse>(
+          body, std::move(memory), std::move(done),
+          [&](const auto& request, auto& response, const Done& end) {
+            core.batch_select(call, request, response, end);
+          });
+    case Method::kBatchFetch:
+      return run<v1::BatchFetchRequest, v1::BatchFetchResponse>(
+          body, std::move(memory), std::move(done),
+          [&](const auto& request, auto& response, const Done& end) {
+            core.batch_fetch(call, request, response, end);
+          });
   }
 }
 

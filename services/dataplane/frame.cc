@@ -246,7 +246,7 @@ CallBody decode_call(std::span<const std::byte> control) {
   Reader in(control);
   CallBody body;
   const auto method = in.get<std::uint16_t>();
-  if (method < 1 || method > static_cast<std::uint16_t>(Method::kFetch)) {
+  if (method < 1 || method > static_cast<std::uint16_t>(Method::kBatchFetch)) {
     malformed("method", "1 to 7", method);
   }
   body.method = static_cast<Method>(method);

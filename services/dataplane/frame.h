@@ -100,6 +100,8 @@ enum class Method : std::uint16_t {
   kBatchDecode = 5,
   kBatchAttend = 6,
   kFetch = 7,
+  kBatchSelect = 8,
+  kBatchFetch = 9,
 };
 
 /// Bytes of a staging region, or of the payload.

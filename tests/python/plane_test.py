@@ -133,12 +133,24 @@ class PlaneTest(ServerTest):
         found = client.batch_decode(
             [kvtier.DecodeItem(session, at, rows(1, 2, at), row, row) for at in (0, 9, 0)]
         ) + client.batch_attend([kvtier.AttendItem(session, at, rows(2, 2, at)) for at in (0, 9, 0)])
-        for wrong in (found[1], found[4]):
+        selected = client.batch_select(
+            [kvtier.SelectItem(session, at, rows(2, 2, at), with_scores=True) for at in (0, 9, 0)]
+        )
+        ids = np.array([[40, 3]], np.int32)
+        fetched = client.batch_fetch([kvtier.FetchItem(session, at, ids) for at in (0, 9, 0)])
+        for wrong in (found[1], found[4], selected[1], fetched[1]):
             self.assertIsInstance(wrong, kvtier.InvalidArgumentError)
+        rest = [
+            array
+            for item in (*selected, *fetched)
+            if not isinstance(item, kvtier.ClientError)
+            for array in item
+        ]
+        self.assertEqual(len(rest), 8)
         outs = [item for item in found if isinstance(item, kvtier.AttendResult)]
         self.assertEqual(len(outs), 4)
         self.assertEqual(session.length(0), 43)
-        return [item.out for item in outs] + [item.lse for item in outs]
+        return [item.out for item in outs] + [item.lse for item in outs] + rest
 
     def cut(self) -> None:
         """Ends the connection under the client."""

@@ -204,6 +204,68 @@ TEST_P(PlaneCalls, BatchAnswersItemByItem) {
   for (int i = 0; i < 4; ++i) EXPECT_FALSE(call.next_tensor().empty());
 }
 
+/// A wrong item between two that are right.
+TEST_P(PlaneCalls, BatchesOfSelectionsAnswerAsTheCore) {
+  fill();
+  v1::BatchSelectRequest request, original;
+  DataCall call(*channel_, Method::kBatchSelect);
+  for (const bool with_scores : {true, false, false}) {
+    v1::SelectRequest& item = *original.add_items();
+    item.set_session(original.items_size() == 2 ? "sessions/none" : theirs_);
+    *item.mutable_query() = random_tensor(2, kQueryHeads, 9);
+    item.set_with_scores(with_scores);
+    v1::SelectRequest& ours = *request.add_items();
+    ours = item;
+    if (original.items_size() != 2) ours.set_session(ours_);
+    move_tensor(call, *ours.mutable_query());
+  }
+  ASSERT_TRUE(call.reserve_output(1 << 16));
+  v1::BatchSelectResponse response, expected;
+  call.run(request, response);
+  wait([&](const Done& done) {
+    core_->batch_select({.tenant = &tenant()}, original, expected, done);
+  });
+
+  ASSERT_EQ(response.items_size(), 3);
+  EXPECT_EQ(response.items(1).status().reason(), "NOT_FOUND");
+  EXPECT_EQ(text_of(call.next_tensor()), expected.items(0).response().ids().data());
+  EXPECT_EQ(text_of(call.next_tensor()), expected.items(0).response().scores().data());
+  EXPECT_EQ(text_of(call.next_tensor()), expected.items(2).response().ids().data());
+  EXPECT_THROW((void)call.next_tensor(), ClientError);
+}
+
+TEST_P(PlaneCalls, BatchesOfFetchesAnswerAsTheCore) {
+  fill();
+  const std::vector<std::int32_t> ids = {0, 199, -1, 7, 7, 100};
+  v1::BatchFetchRequest request, original;
+  DataCall call(*channel_, Method::kBatchFetch);
+  for (const int layer : {0, kLayers, 1}) {
+    v1::FetchRequest& ours = *request.add_items();
+    ours.set_session(ours_);
+    ours.set_layer(layer);
+    ASSERT_TRUE(call.add(TensorView(ids.data(), DType::kInt32, {kKvHeads, 3}), 0, kKvHeads,
+                         *ours.mutable_tokens()));
+    v1::FetchRequest& item = *original.add_items();
+    item = ours;
+    item.set_session(theirs_);
+    item.mutable_tokens()->set_data(ids.data(), ids.size() * sizeof(ids[0]));
+  }
+  ASSERT_TRUE(call.reserve_output(1 << 14));
+  v1::BatchFetchResponse response, expected;
+  call.run(request, response);
+  wait([&](const Done& done) {
+    core_->batch_fetch({.tenant = &tenant()}, original, expected, done);
+  });
+
+  ASSERT_EQ(response.items_size(), 3);
+  EXPECT_EQ(response.items(1).status().reason(), "INVALID_ARGUMENT");
+  for (const int i : {0, 2}) {
+    EXPECT_EQ(text_of(call.next_tensor()), expected.items(i).response().key().data());
+    EXPECT_EQ(text_of(call.next_tensor()), expected.items(i).response().value().data());
+  }
+  EXPECT_THROW((void)call.next_tensor(), ClientError);
+}
+
 TEST_P(PlaneCalls, RefusedOnesChangeNothing) {
   fill();
   const auto reason = [&](auto change) {

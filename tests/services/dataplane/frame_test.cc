@@ -111,7 +111,7 @@ TEST(Frame, ChecksTheControl) {
 
 CallBody some_call(std::mt19937_64& random) {
   CallBody call;
-  call.method = static_cast<Method>(1 + random() % 6);
+  call.method = static_cast<Method>(1 + random() % 9);
   call.timeout_ms = static_cast<std::uint32_t>(random());
   call.output = {random(), random()};
   call.tensors.resize(random() % 5);
