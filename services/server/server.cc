@@ -44,6 +44,8 @@ constexpr int kLookaheadBytes = 1 << 20;
 /// which a client that is idle may not read.
 constexpr std::chrono::milliseconds kCloseGrace{100};
 
+int int_of(std::chrono::milliseconds time) { return static_cast<int>(time.count()); }
+
 /// Throws for a TCP endpoint that would have neither TLS nor leave to be without.
 void check_endpoint(const ServerOptions& options, const Endpoint& endpoint) {
   if (endpoint.is_unix || !options.tls.empty()) return;
@@ -54,7 +56,8 @@ void check_endpoint(const ServerOptions& options, const Endpoint& endpoint) {
                   "loopback address, found neither");
 }
 
-void set_limits(grpc::ServerBuilder& builder, const grpc::ResourceQuota& quota) {
+void set_limits(grpc::ServerBuilder& builder, const ServerOptions& options,
+                const grpc::ResourceQuota& quota) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(kMaxMessageBytes));
   builder.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
   builder.SetResourceQuota(quota);
@@ -65,8 +68,8 @@ void set_limits(grpc::ServerBuilder& builder, const grpc::ResourceQuota& quota) 
   // Windows that grow with the measured bandwidth would take megabytes per stream.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, int_of(options.keepalive));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, int_of(options.keepalive_timeout));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMilliseconds);
@@ -269,7 +272,7 @@ class Server::Impl {
                                        const Services& services, bool reflection,
                                        std::vector<Endpoint>& bound) {
     grpc::ServerBuilder builder;
-    set_limits(builder, quota_);
+    set_limits(builder, options_, quota_);
     builder.SetOption(std::make_unique<Reflection>(reflection));
     builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc(), calls_));
     bound = endpoints;

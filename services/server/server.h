@@ -31,6 +31,9 @@ struct ServerOptions {
   DataPlaneOptions data;    ///< Its `listen` empty: no data plane.
   std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
   std::chrono::milliseconds stream_idle{600'000};
+  /// A connection that carries nothing for so long is asked whether its client is still there, and
+  /// is closed when that is not answered in time.
+  std::chrono::milliseconds keepalive{30'000}, keepalive_timeout{10'000};
   MinimumRate rate;  ///< Of streams of pages; that of the data plane is in `data.limits`.
   /// Where operators read metrics and the status page, on this machine; none: nowhere.
   std::optional<Endpoint> metrics{};

@@ -1,4 +1,5 @@
 #include "kvtier/client.h"
+#include "kvtier/v1/transfer.pb.h"
 
 #include "tests/services/serve_fixture.h"
 #include "tests/services/server/certificates.h"
@@ -260,6 +261,89 @@ TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
     EXPECT_EQ(server->wait(), 0) << err();
     load.join();
   }
+}
+
+/// A client of HTTP/2 that asks for a page and reads no more of it than its beginning.
+class StalledReader {
+ public:
+  StalledReader(const std::string& path, const std::string& lease, const std::string& handle)
+      : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
+    EXPECT_EQ(::connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    v1::ReadPagesRequest request;
+    request.set_lease(lease);
+    request.add_handles(handle);
+    const std::string message = request.SerializeAsString();
+    send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, "") +
+         frame(1, 4, 1,
+               field(":method", "POST") + field(":scheme", "http") +
+                   field(":path", "/kvtier.v1.TransferService/ReadPages") +
+                   field(":authority", "x") + field("content-type", "application/grpc") +
+                   field("te", "trailers")) +
+         frame(0, 1, 1, std::string(4, '\0') + static_cast<char>(message.size()) + message));
+  }
+  ~StalledReader() { ::close(socket_); }
+  StalledReader(const StalledReader&) = delete;  // owns a socket
+  StalledReader& operator=(const StalledReader&) = delete;
+
+  /// Returns once the server has sent some of the page.
+  void await_data() {
+    for (;;) {
+      const std::string head = receive(9);
+      if (head.size() < 9) return ADD_FAILURE() << "no page";
+      std::size_t size = 0;
+      for (const char byte : head.substr(0, 3))
+        size = size << 8U | static_cast<unsigned char>(byte);
+      (void)receive(size);
+      if (head[3] == 0) return;
+    }
+  }
+
+ private:
+  static std::string frame(char type, char flags, char stream, const std::string& payload) {
+    std::string bytes;
+    for (int shift = 16; shift >= 0; shift -= 8) {
+      bytes += static_cast<char>(payload.size() >> shift);
+    }
+    return bytes + type + flags + std::string(3, '\0') + stream + payload;
+  }
+  static std::string field(const std::string& name, const std::string& value) {
+    return std::string("\0", 1) + static_cast<char>(name.size()) + name +
+           static_cast<char>(value.size()) + value;
+  }
+  void send(const std::string& bytes) const {
+    EXPECT_EQ(::send(socket_, bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  [[nodiscard]] std::string receive(std::size_t size) const {
+    std::string bytes(size, '\0');
+    const ssize_t count = ::recv(socket_, bytes.data(), size, MSG_WAITALL);
+    bytes.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
+    return bytes;
+  }
+
+  const int socket_;
+};
+
+TEST_F(ServeTest, SecondSignalEndsADrainThatWaits) {
+  const std::string path = (folder_ / "x.sock").string();
+  const auto server =
+      serve({"--listen", "unix:" + path, "--drain-seconds", "3600"}, {}, {"--log-level=info"});
+  ASSERT_EQ(server->read_line(), "listening on unix:" + path) << err();
+  Client client({.server = "unix:" + path, .data_plane = false});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = 1 << 20});
+  const std::vector<std::byte> bytes(1 << 20);
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  StalledReader reader(path, pages.name(), handle);
+  reader.await_data();
+
+  server->signal(SIGTERM);
+  while (err().find("draining") == std::string::npos) std::this_thread::yield();
+  server->signal(SIGINT);
+
+  EXPECT_EQ(server->wait(), 130) << err();
 }
 
 TEST_F(ServeTest, MetricsAddressThatIsNotOfThisMachineIsRefused) {

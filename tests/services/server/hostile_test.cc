@@ -290,6 +290,51 @@ TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
   expect_alive();
 }
 
+/// Fields of HPACK (RFC 7541), neither indexed nor Huffman-coded.
+std::string header(const std::string& name, const std::string& value) {
+  return std::string("\0", 1) + static_cast<char>(name.size()) + name +
+         static_cast<char>(value.size()) + value;
+}
+
+/// A call of a method that is none, as the stream 1.
+std::string http2_call() {
+  return frame(1, 5, 1,
+               header(":method", "POST") + header(":scheme", "http") + header(":path", "/x") +
+                   header(":authority", "x") + header("content-type", "application/grpc") +
+                   header("te", "trailers"));
+}
+
+TEST_F(HostileTest, ConnectionWhoseClientIsSilentIsClosed) {
+  ServerOptions options = this->options();
+  options.keepalive = std::chrono::milliseconds(1);
+  options.keepalive_timeout = std::chrono::milliseconds(1);
+  start(options);
+  const int fd = connect();
+  const std::string bytes = http2_greeting() + http2_call();  // and never an answer to a PING
+  ASSERT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(bytes.size()));
+  char reply[4096];
+  while (::recv(fd, reply, sizeof(reply), 0) > 0) {
+  }
+  ::close(fd);
+}
+
+TEST_F(HostileTest, ClientThatPingsTooOftenIsSentAway) {
+  start();
+  const int fd = connect();
+  const std::string bytes = http2_greeting() + repeated(frame(6, 0, 0, "8 bytes!"), 10);
+  ASSERT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(bytes.size()));
+  std::string replies;
+  char reply[4096];
+  for (ssize_t count = 0; (count = ::recv(fd, reply, sizeof(reply), 0)) > 0;) {
+    replies.append(reply, static_cast<std::size_t>(count));
+  }
+  ::close(fd);
+  EXPECT_THAT(replies, HasSubstr("too_many_pings"));
+  expect_alive();
+}
+
 /// Holds the answers to GetSession back.
 class HeldAnswers final : public CoreObserver {
  public:
