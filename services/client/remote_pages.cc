@@ -1,5 +1,6 @@
 #include "services/client/client_impl.h"
 #include "services/client/page_reads.h"
+#include "services/client/page_writes.h"
 #include "services/client/pages.h"
 
 #include <algorithm>
@@ -126,6 +127,8 @@ class RemotePages::Impl {
       handles[i] = item.page().handle();
       written.push_back(i);
     }
+    put_existed(pages, put_shared(pages, handles, results), results);
+    std::erase_if(written, [&](std::size_t i) { return handles[i].empty(); });
     if (written.empty()) return results;
     const v1::WritePagesResponse response = calls_.write(pages, handles);
     for (std::size_t i = 0; i < written.size(); ++i) {
@@ -134,6 +137,44 @@ class RemotePages::Impl {
       }
     }
     return results;
+  }
+
+  /// Writes the pages that have a handle through shared memory, as far as that goes: their handles
+  /// are taken away. Returns those of them of which somebody has committed another meanwhile.
+  std::vector<std::size_t> put_shared(std::span<const Put> pages, std::vector<std::string>& handles,
+                                      std::vector<Result>& results) {
+    std::vector<services::PageWrite> writes;
+    std::vector<std::size_t> places;
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      if (handles[i].empty()) continue;
+      writes.push_back({.handle = handles[i], .from = pages[i].bytes});
+      places.push_back(i);
+    }
+    if (const auto channel = client_->channels.borrow()) {
+      try {
+        services::write_shared(*channel, calls_.name(), writes);
+      } catch (const ClientError&) {
+        // To write a page that is committed again, the other way, is to be told of it.
+      }
+    }
+    std::vector<std::size_t> existed;
+    for (std::size_t i = 0; i < writes.size(); ++i) {
+      if (!writes[i].done && !writes[i].existed) continue;
+      if (writes[i].existed) existed.push_back(places[i]);
+      results[places[i]] = {.handle = std::move(handles[places[i]]), .crc32c = writes[i].crc};
+      handles[places[i]].clear();
+    }
+    return existed;
+  }
+
+  /// Finds the pages that others have committed; puts those that have gone since.
+  void put_existed(std::span<const Put> pages, const std::vector<std::size_t>& existed,
+                   std::vector<Result>& results) {
+    if (existed.empty()) return;
+    std::vector<Put> again;
+    for (const std::size_t i : existed) again.push_back(pages[i]);
+    const std::vector<Result> found = put_part(again);
+    for (std::size_t i = 0; i < existed.size(); ++i) results[existed[i]] = found[i];
   }
 
   static void take(const v1::PageResult& item, Result& result) {

@@ -158,10 +158,14 @@ struct WriteBody {
   friend bool operator==(const WriteBody&, const WriteBody&) = default;
 };
 
+/// Code of a page that was written when another had been committed under its key: that one is kept,
+/// and its handle is told by reserving the key again. ALREADY_EXISTS.
+inline constexpr std::uint32_t kPageExisted = 6;
+
 /// What became of one descriptor. Without kInline, the page is at `slot` of the read arena, to be
 /// read as page_layout.h says.
 struct PageOutcome {
-  std::uint32_t code = 0;  ///< As ItemStatus.code.
+  std::uint32_t code = 0;  ///< As ItemStatus.code, or kPageExisted.
   std::uint32_t crc = 0;   ///< CRC-32C of the whole page.
   std::uint32_t slot = 0;
   std::uint32_t generation = 0;

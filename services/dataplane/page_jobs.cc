@@ -137,8 +137,11 @@ class WriteJob final : public PageJob {
     }
     const PageInfo info = pages_.commit(*lease_, handle_of(page),
                                         source_.subspan(page.destination, page.bytes), page.crc);
-    return {
-        .crc = info.crc32c, .slot = info.slot, .generation = info.generation, .bytes = info.length};
+    return {.code = info.existed ? kPageExisted : 0U,
+            .crc = info.crc32c,
+            .slot = info.slot,
+            .generation = info.generation,
+            .bytes = info.length};
   }
 
   PageStore& pages_;

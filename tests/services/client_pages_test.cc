@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 
 #include <array>
+#include <thread>
 
 namespace kvtier::services::testing {
 namespace {
@@ -88,6 +89,35 @@ TEST_P(ClientPagesTest, WritesNothingThatIsThere) {
   EXPECT_TRUE(again.existed);
   EXPECT_EQ(again.handle, first.handle);
   EXPECT_EQ(stats().bytes_written, static_cast<std::uint64_t>(kPageBytes));
+}
+
+TEST_P(ClientPagesTest, PutsOfSeveralClientsAgreeOnOnePage) {
+  constexpr int kPuts = 10;
+  std::array<std::vector<RemotePages::Result>, 2> results;
+  std::array<std::thread, 2> clients;
+  for (std::size_t c = 0; c < clients.size(); ++c) {
+    clients[c] = std::thread([&, c] {
+      RemotePages pages = open();
+      for (std::uint64_t i = 0; i < kPuts; ++i) {
+        const Bytes bytes = bytes_of(i);
+        const RemotePages::Put page{.hash = std::to_string(i), .bytes = bytes};
+        results[c].push_back(pages.put({&page, 1}).at(0));
+      }
+    });
+  }
+  for (std::thread& client : clients) client.join();
+  Bytes back(static_cast<std::size_t>(kPageBytes));
+  for (std::size_t i = 0; i < kPuts; ++i) {
+    ASSERT_TRUE(results[0][i].ok()) << results[0][i].reason;
+    ASSERT_TRUE(results[1][i].ok()) << results[1][i].reason;
+    EXPECT_EQ(results[0][i].handle, results[1][i].handle);
+    EXPECT_NE(results[0][i].existed, results[1][i].existed);
+    const RemotePages::Get get{.handle = results[0][i].handle, .to = back};
+    EXPECT_TRUE(pages_->get({&get, 1}).at(0).ok());
+    EXPECT_EQ(back, bytes_of(i));
+  }
+  EXPECT_EQ(stats().committed_pages, static_cast<std::uint64_t>(kPuts));
+  EXPECT_EQ(stats().reserved_pages, 0U);
 }
 
 TEST_P(ClientPagesTest, TellsWhatFailedPageByPage) {

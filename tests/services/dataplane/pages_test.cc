@@ -1,4 +1,5 @@
 #include "services/client/page_reads.h"
+#include "services/client/page_writes.h"
 #include "tests/services/dataplane/plane_fixture.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -235,6 +236,67 @@ TEST_F(PlanePages, AreWrittenFromStaging) {
   }
   EXPECT_EQ(pages_->stats().committed_pages, 6U);
   EXPECT_EQ(pages_->stats().reserved_pages, 4U);
+}
+
+TEST_F(PlanePages, AreWrittenInBatchesThroughHalvesOfStaging) {
+  constexpr std::size_t kPages = 40;  // a half of 512 KiB takes eight
+  const auto channel = attach();
+  std::vector<std::vector<std::byte>> bytes;
+  std::vector<std::string> handles;
+  for (std::uint64_t i = 0; i < kPages; ++i) {
+    bytes.push_back(random_bytes(kPageBytes, i));
+    handles.push_back(pages_->reserve(*lease_, {}).handle);
+  }
+  const std::string unknown = handles[11];
+  pages_->abort(*lease_, unknown);
+  std::vector<PageWrite> writes;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    writes.push_back({.handle = handles[i], .from = bytes[i]});
+  }
+  writes[20].handle = "short";
+  writes[30].from = writes[30].from.first(100);
+
+  write_shared(*channel, lease_->name, writes);
+
+  for (std::size_t i = 0; i < kPages; ++i) {
+    const bool good = i != 11 && i != 20 && i != 30;
+    ASSERT_EQ(writes[i].done, good) << i;
+    EXPECT_FALSE(writes[i].existed);
+    if (!good) continue;
+    const PinnedPage page = pages_->read(tenant(), handles[i]);
+    EXPECT_TRUE(std::ranges::equal(page.bytes(), bytes[i])) << i;
+    EXPECT_EQ(page.crc(), writes[i].crc);
+  }
+  EXPECT_EQ(pages_->stats().committed_pages, kPages - 3);
+}
+
+TEST_F(PlanePages, LargerThanHalfOfStagingAreLeftToOtherWays) {
+  const auto channel = attach();
+  const std::vector<std::byte> bytes(channel->staging().size() / 2 + 1);
+  PageWrite write{.handle = "x", .from = bytes};
+  write_shared(*channel, lease_->name, {&write, 1});
+  EXPECT_FALSE(write.done);
+  EXPECT_FALSE(write.existed);
+}
+
+TEST_F(PlanePages, WrittenAfterAnothersOfTheirKeyAreToldSo) {
+  const PageKey key{.layer = 3, .hash = "hash"};
+  const auto other = open_lease();
+  const std::string ours = pages_->reserve(*lease_, key).handle;
+  const std::string theirs = pages_->reserve(*other, key).handle;
+  const auto bytes = random_bytes(kPageBytes, 1);
+  (void)pages_->commit(*other, theirs, bytes);
+  const auto channel = attach();
+  PageWrite write{.handle = ours, .from = bytes};
+
+  write_shared(*channel, lease_->name, {&write, 1});
+
+  EXPECT_FALSE(write.done);
+  EXPECT_TRUE(write.existed);
+  EXPECT_EQ(pages_->stats().reserved_pages, 0U);
+  const PageInfo found = pages_->reserve(*lease_, key);
+  EXPECT_TRUE(found.existed);
+  EXPECT_EQ(found.handle, theirs);
 }
 
 TEST_F(PlanePages, WrittenWhileTheirClientChangesThemAreWholeOrRefused) {
