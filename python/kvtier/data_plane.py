@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any, Callable, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvtier import frames, tensors
 from kvtier.connection import Connection
 from kvtier.errors import ClientError, Details, ErrorCode, make_error
+from kvtier.page_plane import Arena
 from kvtier.v1 import shared_memory_pb2, status_pb2, tensor_pb2
 
 Reply = TypeVar("Reply")
@@ -61,19 +62,20 @@ class Channel:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._have = 0
         self._descriptors: list[int] = []
+        self.arena: Arena | None = None  # when the tenant had pages at the time
         self.broken = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout)
             self._socket.connect(path)
-            self._staging = self._attach(token)
+            self.staging = self._attach(token)
         except BaseException:
             self._socket.close()
             raise
         finally:
             for descriptor in self._descriptors:
                 os.close(descriptor)  # what is mapped stays mapped
-        self._room = len(self._staging)
+        self._room = len(self.staging)
         self.broken = False
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ class Channel:
         )
         if len(control) > frames.MAX_CONTROL_BYTES:
             return None
-        body = self._exchange(control)
+        (body,) = self.exchange(frames.CALL, control)
         try:
             self._take(body, response)
         except (frames.FrameError, DecodeError) as error:
@@ -111,7 +113,7 @@ class Channel:
         for (offset, size), tensor in zip(places, found):
             if offset > self._room or size > self._room - offset:
                 raise frames.FrameError("expected tensors within the staging region")
-            tensor.data = self._staging[offset : offset + size].tobytes()
+            tensor.data = self.staging[offset : offset + size].tobytes()
 
     def _place(self, call: PlaneCall) -> tuple[list[frames.Extent], int | None]:
         sizes = [value.nbytes for _, value in call.tensors]
@@ -122,22 +124,29 @@ class Channel:
         extents = []
         at = 0
         for (_, value), size in zip(call.tensors, sizes):
-            place = self._staging[at : at + size].view(value.dtype).reshape(value.shape)
+            place = self.staging[at : at + size].view(value.dtype).reshape(value.shape)
             np.copyto(place, value)
             extents.append((at, size))
             at += frames.aligned(size)
         return extents, end
 
-    def _exchange(self, control: bytes) -> bytes:
+    def exchange(self, type: int, control: bytes, flags: int = 0) -> list[bytes]:
+        """Makes a request and returns the controls of its reply's frames, one but for many pages.
+        Raises what the server says."""
+        bodies: list[bytes] = []
         self.broken = True  # unless all goes well
         self._last_id += 1
         deadline = time.monotonic() + self._timeout
         try:
-            self._send(frames.CALL, control, deadline)
+            self._send(type, control, deadline, flags)
             while True:
                 header, body = self._receive(deadline)
-                if header.request_id == self._last_id or header.type == frames.GO_AWAY:
+                if header.type == frames.GO_AWAY:
                     break
+                if header.request_id == self._last_id:
+                    bodies.append(body)
+                    if not header.flags & frames.MORE:
+                        break
         except TimeoutError:
             message = f"data plane: no answer within {self._timeout} s"
             raise make_error(ErrorCode.DEADLINE_EXCEEDED.value, message) from None
@@ -148,7 +157,7 @@ class Channel:
         self.broken = False
         if header.flags & frames.FAILED:
             raise _told(body)
-        return body
+        return bodies
 
     def _attach(self, token: bytes) -> NDArray[np.uint8]:
         deadline = time.monotonic() + self._timeout
@@ -159,14 +168,20 @@ class Channel:
         regions = frames.decode_attached(body)
         if len(regions) != len(self._descriptors):
             raise frames.FrameError("expected a descriptor per region")
+        staging: NDArray[np.uint8] | None = None
         for (kind, size), descriptor in zip(regions, self._descriptors):
             if kind == frames.STAGING and size > 0:
-                return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        raise _gone("expected memory to share")
+                staging = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+            elif kind == frames.READ_ARENA and size > 0:
+                pages = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+                self.arena = Arena(np.frombuffer(pages, np.uint8))
+        if staging is None:
+            raise _gone("expected memory to share")
+        return staging
 
-    def _send(self, type: int, control: bytes, deadline: float) -> None:
+    def _send(self, type: int, control: bytes, deadline: float, flags: int = 0) -> None:
         self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-        self._socket.sendall(frames.encode_header(type, self._last_id, control) + control)
+        self._socket.sendall(frames.encode_header(type, self._last_id, control, flags) + control)
 
     def _receive(self, deadline: float) -> tuple[frames.Header, bytes]:
         self._fill(frames.HEADER_BYTES, deadline)
@@ -254,6 +269,25 @@ class Planes:
             if unavailable or error.reason == "REPLY_TOO_LARGE":
                 return None
             raise
+
+    def with_pages(self, work: Callable[[Channel], None]) -> None:
+        """Runs `work` with a channel that has mapped the tenant's pages, if there is one, until it
+        ends or raises what a channel raises."""
+        channel = self._borrow()
+        if channel is None:
+            return
+        try:
+            if channel.arena is None:  # attached before there were pages
+                fresh = self._make()
+                if fresh is None:
+                    return
+                channel.close()
+                channel = fresh
+            work(channel)
+        except (ClientError, frames.FrameError):
+            pass  # pages can go over gRPC
+        finally:
+            self._give_back(channel)
 
     def close(self) -> None:
         with self._returned:

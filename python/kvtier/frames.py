@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,12 @@ MAX_CONTROL_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 8 << 20
 MAX_TENSORS = 4096
 
-ATTACH, ATTACHED, CALL, REPLY, GO_AWAY = 1, 2, 3, 4, 9
-FAILED = 2
+ATTACH, ATTACHED, CALL, REPLY, READ_PAGES, PAGES, WRITE_PAGES, WRITTEN, GO_AWAY = range(1, 10)
+FAILED, MORE, SERVER_SUMS = 2, 4, 8
 APPEND, SELECT, ATTEND, DECODE, BATCH_DECODE, BATCH_ATTEND, FETCH = range(1, 8)
 BATCH_SELECT, BATCH_FETCH = 8, 9
-STAGING = 1
+STAGING, READ_ARENA = 1, 2
+PAGE_EXISTED = 6
 
 #: Offset and bytes in the staging region.
 Extent = tuple[int, int]
@@ -26,7 +27,9 @@ Extent = tuple[int, int]
 _MAGIC = 0x4654564B
 _VERSION = 1
 _ALIGNMENT = 64
+_HANDLE_BYTES = 32
 _HEAD = struct.Struct("<IHHIIQQI")
+_DESCRIPTOR = struct.Struct("<32sQQQI")
 _POLYNOMIAL = 0x82F63B78
 
 
@@ -92,9 +95,9 @@ class FrameError(Exception):
     """Bytes that are no frame."""
 
 
-def encode_header(type: int, request_id: int, control: bytes) -> bytes:
+def encode_header(type: int, request_id: int, control: bytes, flags: int = 0) -> bytes:
     size = len(control)
-    head = _HEAD.pack(_MAGIC, _VERSION, type, 0, size, request_id, size, crc32c(control))
+    head = _HEAD.pack(_MAGIC, _VERSION, type, flags, size, request_id, size, crc32c(control))
     return head + struct.pack("<I", crc32c(head))
 
 
@@ -116,6 +119,20 @@ def encode_call(
     parts += [struct.pack("<QQ", *extent) for extent in tensors]
     parts += [struct.pack("<I", len(message)), message]
     return b"".join(parts)
+
+
+def encode_descriptors(pages: Sequence[tuple[bytes, int, int]]) -> bytes:
+    """Of whole pages: handle, bytes, and where they lie in the staging region."""
+    parts = [struct.pack("<I", len(pages))]
+    for handle, size, at in pages:
+        known = handle if len(handle) == _HANDLE_BYTES else b""  # no page's
+        parts.append(_DESCRIPTOR.pack(known, 0, size, at, 0))
+    return b"".join(parts)
+
+
+def encode_write(lease: str, pages: Sequence[tuple[bytes, int, int]]) -> bytes:
+    name = lease.encode()
+    return struct.pack("<I", len(name)) + name + encode_descriptors(pages)
 
 
 class _Reader:
@@ -145,6 +162,22 @@ def decode_reply(control: bytes) -> tuple[list[Extent], bytes]:
     reader = _Reader(control)
     extents = [reader.numbers("<QQ") for _ in range(reader.count(16))]
     return extents, reader.take(reader.count(1))
+
+
+class PageOutcome(NamedTuple):
+    """What became of one page: `code` as in ItemStatus, or PAGE_EXISTED."""
+
+    code: int
+    crc32c: int
+    slot: int
+    generation: int
+    offset: int
+    bytes: int
+
+
+def decode_outcomes(control: bytes) -> list[PageOutcome]:
+    reader = _Reader(control)
+    return [PageOutcome(*reader.numbers("<IIIIQQ")) for _ in range(reader.count(32))]
 
 
 def decode_attached(control: bytes) -> list[tuple[int, int]]:

@@ -9,7 +9,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier import frames, page_plane
 from kvtier.connection import translated
+from kvtier.data_plane import Channel
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
 from kvtier.lease import Leased
 from kvtier.v1 import page_pb2, status_pb2, transfer_pb2
@@ -53,6 +55,7 @@ class RemotePages(Leased):
 
     def __init__(self, client: Client, response: page_pb2.OpenLeaseResponse) -> None:
         super().__init__(client, response.lease.name, response.lease.ttl)
+        self._planes = client.planes
         self._page_bytes = response.lease.page_bytes
         self._limits = response.limits
 
@@ -91,6 +94,11 @@ class RemotePages(Leased):
             for i, outcome in enumerate(outcomes)
             if isinstance(outcome, FoundPage) and not outcome.existed
         ]
+        existed = self._put_shared(reserved, data, fresh, outcomes)
+        if existed:
+            found = self.put([pages[i] for i in existed])  # or put, if they have gone since
+            for i, outcome in zip(existed, found):
+                outcomes[i] = outcome
         if not fresh:
             return outcomes
         chunks = self._chunks([(reserved.items[i].page.handle, data[i]) for i in fresh])
@@ -101,7 +109,16 @@ class RemotePages(Leased):
 
     def get(self, handles: Sequence[str]) -> list[GetOutcome]:
         """Reads pages, whose checksums the server has compared."""
-        return self._connection.retry(lambda: self._get(handles))
+        found: list[NDArray[np.uint8] | None] = [None] * len(handles)
+        self._planes.with_pages(
+            lambda channel: page_plane.read(channel, handles, self._page_bytes, found)
+        )
+        left = [i for i, page in enumerate(found) if page is None]
+        asked: Iterator[GetOutcome] = iter(())
+        if left:
+            names = [handles[i] for i in left]
+            asked = iter(self._connection.retry(lambda: self._get(names)))
+        return [next(asked) if page is None else page for page in found]
 
     def unpin(self, handles: Sequence[str]) -> list[ClientError | None]:
         """Ends pins; returns None, or an error, for each."""
@@ -122,6 +139,32 @@ class RemotePages(Leased):
         server needs their room."""
         request = page_pb2.CloseLeaseRequest(name=self._name)
         self._end(self._connection.pages.CloseLease, request)
+
+    def _put_shared(
+        self,
+        reserved: page_pb2.BatchReservePagesResponse,
+        data: Sequence[memoryview],
+        fresh: list[int],
+        outcomes: list[PutOutcome],
+    ) -> list[int]:
+        """Writes pages through shared memory as far as that goes, and takes them out of `fresh`.
+        Returns those of which somebody has committed another meanwhile."""
+        handles = [reserved.items[i].page.handle for i in fresh]
+        pages = [(handle, np.asarray(data[i])) for handle, i in zip(handles, fresh)]
+        answered: list[frames.PageOutcome] = []
+        self._planes.with_pages(
+            lambda channel: answered.extend(page_plane.write(channel, self._name, pages))
+        )
+        existed: list[int] = []
+        for handle, i, outcome in zip(handles, list(fresh), answered):
+            if outcome.code == frames.PAGE_EXISTED:
+                existed.append(i)
+            elif outcome.code == 0:
+                outcomes[i] = FoundPage(handle, outcome.crc32c)
+            else:
+                continue
+            fresh.remove(i)
+        return existed
 
     def _statuses(self, method: Callable[..., Any], request: Any) -> list[ClientError | None]:
         response = self._connection.call(method, request)

@@ -45,7 +45,10 @@ enum class FrameType : std::uint16_t {
 inline constexpr std::uint32_t kInline = 1;  ///< The bytes are in the payload.
 inline constexpr std::uint32_t kFailed = 2;  ///< `control` is an ItemStatus: nothing was done.
 inline constexpr std::uint32_t kMore = 4;    ///< Another frame of the same reply follows.
-inline constexpr std::uint32_t kKnownFlags = kInline | kFailed | kMore;
+/// Of pages: the server compares the checksums of those that are read, and takes those that are
+/// written without one.
+inline constexpr std::uint32_t kServerSums = 8;
+inline constexpr std::uint32_t kKnownFlags = kInline | kFailed | kMore | kServerSums;
 
 struct FrameHeader {
   FrameType type = FrameType::kAttach;

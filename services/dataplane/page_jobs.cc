@@ -2,6 +2,7 @@
 
 #include "services/dataplane/connection.h"
 
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -36,6 +37,7 @@ class ReadJob : public PageJob {
       : pages_(pages),
         tenant_(tenant),
         request_id_(header.request_id),
+        verify_((header.flags & kServerSums) != 0 ? Verify::kYes : Verify::kNo),
         descriptors_(std::move(descriptors)) {}
 
  protected:
@@ -45,6 +47,7 @@ class ReadJob : public PageJob {
   PageStore& pages_;
   const Tenant& tenant_;
   const std::uint64_t request_id_;
+  const Verify verify_;
   const std::vector<PageDescriptor> descriptors_;
   std::size_t next_ = 0;
 };
@@ -54,9 +57,11 @@ class LocateJob final : public ReadJob {
   using ReadJob::ReadJob;
   bool step(DataConnection& connection) override {
     std::vector<PageOutcome> outcomes;
-    for (; !at_end() && outcomes.size() < kLookUpsPerStep; ++next_) {
+    std::uint64_t bytes = 0;  // that were read for their checksums
+    for (; !at_end() && outcomes.size() < kLookUpsPerStep && bytes < kBytesPerStep; ++next_) {
       outcomes.push_back(outcome_of([&] {
-        const PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), Verify::kNo);
+        const PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
+        if (verify_ == Verify::kYes) bytes += page.bytes().size();
         return PageOutcome{.crc = page.crc(),
                            .slot = page.slot(),
                            .generation = page.generation(),
@@ -80,7 +85,7 @@ class InlineReadJob final : public ReadJob {
     for (; !at_end() && bytes < kBytesPerStep && payload.size() < kPagesPerFrame; ++next_) {
       const PageDescriptor& wanted = descriptors_[next_];
       outcomes.push_back(outcome_of([&] {
-        PinnedPage page = pages_.read(tenant_, handle_of(wanted), Verify::kNo);
+        PinnedPage page = pages_.read(tenant_, handle_of(wanted), verify_);
         if (!lies_within({wanted.offset, wanted.bytes}, page.bytes().size())) {
           throw ServiceError::invalid("bytes", "a range of the page", std::to_string(wanted.bytes));
         }
@@ -111,6 +116,7 @@ class WriteJob final : public PageJob {
            std::span<const std::byte> source, std::shared_ptr<void> keep)
       : pages_(pages),
         request_id_(header.request_id),
+        has_sums_((header.flags & kServerSums) == 0),
         body_(std::move(body)),
         source_(source),
         keep_(std::move(keep)),
@@ -135,8 +141,9 @@ class WriteJob final : public PageJob {
       throw ServiceError::invalid("bytes", "a whole page within the memory at hand",
                                   std::to_string(page.bytes));
     }
-    const PageInfo info = pages_.commit(*lease_, handle_of(page),
-                                        source_.subspan(page.destination, page.bytes), page.crc);
+    const PageInfo info =
+        pages_.commit(*lease_, handle_of(page), source_.subspan(page.destination, page.bytes),
+                      has_sums_ ? std::optional(page.crc) : std::nullopt);
     return {.code = info.existed ? kPageExisted : 0U,
             .crc = info.crc32c,
             .slot = info.slot,
@@ -146,6 +153,7 @@ class WriteJob final : public PageJob {
 
   PageStore& pages_;
   const std::uint64_t request_id_;
+  const bool has_sums_;
   const WriteBody body_;
   const std::span<const std::byte> source_;
   const std::shared_ptr<void> keep_;

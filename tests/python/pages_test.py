@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import struct
+import threading
 import unittest
 from typing import Any
 
 import kvtier
 import numpy as np
+from kvtier import frames
+from kvtier.page_plane import Arena
 from server import ServerTest
 
 PAGE = 40_000  # bytes, no multiple of anything
@@ -22,8 +26,12 @@ def digest(number: int) -> bytes:
 
 
 class PagesTest(ServerTest):
+    """Through memory that is shared with the server."""
+
+    data_plane = True
+
     def setUp(self) -> None:
-        self.client = kvtier.Client(self.server.address)
+        self.client = kvtier.Client(self.server.address, data_plane=self.data_plane)
         self.addCleanup(self.client.close)
 
     def open(self, model: str, size: int = PAGE) -> kvtier.RemotePages:
@@ -42,7 +50,7 @@ class PagesTest(ServerTest):
         writer = self.open("exchange")
         self.put(writer, [1, 2, 3])
         writer.close()
-        with kvtier.Client(self.server.address) as other:
+        with kvtier.Client(self.server.address, data_plane=self.data_plane) as other:
             with other.open_pages("exchange", PAGE) as reader:
                 found = reader.lookup([digest(s) for s in (1, 2, 9, 3)], [0])
                 self.assertEqual(len(found), 2)  # up to the first miss
@@ -103,6 +111,30 @@ class PagesTest(ServerTest):
         self.assertEqual(self.open("two").lookup([digest(4)], [0]), [])
         self.assertEqual(self.open("one", PAGE + 8).lookup([digest(4)], [0]), [])
 
+    def test_clients_that_put_the_same_agree_on_one_page(self) -> None:
+        results: dict[int, list[Any]] = {}
+
+        def work(client: int) -> None:
+            pages = self.open("agreed")
+            results[client] = [
+                pages.put([kvtier.PagePut(digest(s), 0, page(s))])[0] for s in range(30)
+            ]
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for first, second in zip(results[0], results[1], strict=True):
+            assert isinstance(first, kvtier.FoundPage), first
+            assert isinstance(second, kvtier.FoundPage), second
+            self.assertEqual(first.handle, second.handle)
+            self.assertNotEqual(first.existed, second.existed)
+        found = self.open("agreed").get([outcome.handle for outcome in results[0]])
+        for seed, data in enumerate(found):
+            assert isinstance(data, np.ndarray), data
+            np.testing.assert_array_equal(data, page(seed))
+
     def test_a_closed_lease_is_unknown(self) -> None:
         pages = self.open("closed")
         pages.close()
@@ -110,6 +142,69 @@ class PagesTest(ServerTest):
         with self.assertRaises(kvtier.ClientError):
             pages.lookup([digest(1)], [0])
         gc.collect()
+
+
+class GrpcPagesTest(PagesTest):
+    """The same over gRPC."""
+
+    data_plane = False
+
+
+class SharedPagesTest(ServerTest):
+    def test_pages_need_no_transfers(self) -> None:
+        size = 1 << 20
+        with kvtier.Client(self.server.address) as client:
+            session = client.open(
+                kvtier.ModelConfig(layers=1, query_heads=1, kv_heads=1, head_dim=64)
+            )
+            row = np.ones((1, 1, 64), np.float32)
+            session.append(0, row, row)  # attaches before there are pages
+            with client.open_pages("shared", size) as pages:
+                client.connection.transfer = None  # type: ignore[assignment]
+                data = [page(seed, size) for seed in range(20)]  # more than the region takes at once
+                stored = pages.put([kvtier.PagePut(digest(s), 0, d) for s, d in enumerate(data)])
+                handles = [outcome.handle for outcome in stored]  # type: ignore[union-attr]
+                for found, expected in zip(pages.get(handles), data, strict=True):
+                    assert isinstance(found, np.ndarray), found
+                    np.testing.assert_array_equal(found, expected)
+            session.close()
+
+
+class ArenaTest(unittest.TestCase):
+    """Memory laid out as services/pages/page_layout.h says."""
+
+    UNITS = 8
+
+    def arena(self) -> Any:
+        begin = 2 * 4096  # behind the header and a unit of page headers
+        memory = np.zeros(begin + self.UNITS * 4096, np.uint8)
+        head = struct.pack("<QIIQQQ", int.from_bytes(b"KVTPAGE1", "little"), 1, 7, self.UNITS, begin, len(memory))
+        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        entry = struct.pack("<QQI", 2 * 5, 5000, 0)
+        memory[4096 + 64 * 3 : 4096 + 64 * 3 + len(entry)] = np.frombuffer(entry, np.uint8)
+        memory[begin + 3 * 4096 : begin + 3 * 4096 + 5000] = page(1, 5000)
+        return memory
+
+    def test_a_page_is_copied_while_its_generation_lasts(self) -> None:
+        memory = self.arena()
+        arena = Arena(memory)
+        found = np.empty(5000, np.uint8)
+        self.assertTrue(arena.copy(3, 5, found))
+        np.testing.assert_array_equal(found, page(1, 5000))
+        for slot, generation, size in ((3, 4, 5000), (3, 5, 4999), (2, 5, 5000), (8, 5, 5000)):
+            self.assertFalse(arena.copy(slot, generation, np.empty(size, np.uint8)))
+        memory[4096 + 64 * 3] += 1  # as when the page goes
+        self.assertFalse(arena.copy(3, 5, found))
+
+    def test_bytes_that_are_none_are_refused(self) -> None:
+        for at in (0, 8, 16, 24, 32):
+            memory = self.arena()
+            memory[at] ^= 1
+            with self.assertRaises(frames.FrameError):
+                Arena(memory)
+        for size in (0, 4095, 4096, len(self.arena()) - 1):
+            with self.assertRaises(frames.FrameError):
+                Arena(self.arena()[:size])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
 #include <atomic>
 #include <thread>
 
@@ -15,6 +16,7 @@ using ::testing::Each;
 
 constexpr std::uint32_t kNotFound = 5;
 constexpr std::uint32_t kInvalid = 3;
+constexpr std::uint32_t kDataLoss = 15;
 
 class PlanePages : public PlaneTest {
  protected:
@@ -268,6 +270,31 @@ TEST_F(PlanePages, AreWrittenInBatchesThroughHalvesOfStaging) {
     EXPECT_EQ(page.crc(), writes[i].crc);
   }
   EXPECT_EQ(pages_->stats().committed_pages, kPages - 3);
+}
+
+TEST_F(PlanePages, AreSummedByTheServerForClientsThatDoNot) {
+  const auto channel = attach();
+  const auto bytes = random_bytes(kPageBytes, 1);
+  std::ranges::copy(bytes, channel->staging().begin());
+  PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+  const auto exchange = [&](FrameType type, const Bytes& control) {
+    return decode_outcomes(channel->reply_to(channel->send(type, kServerSums, control)).control());
+  };
+  const std::vector<PageOutcome> written =
+      exchange(FrameType::kWritePages, encode(WriteBody{lease_->name, {page}}));
+  ASSERT_EQ(written.at(0).code, 0U);
+  EXPECT_EQ(written[0].crc, crc32c(bytes));
+  const std::array<PageDescriptor, 2> wanted{page, descriptor_of(std::string(32, 'x'))};
+  const std::vector<PageOutcome> found = exchange(FrameType::kReadPages, encode(wanted));
+  EXPECT_EQ(found.at(0), written[0]);
+  EXPECT_NE(found.at(1).code, 0U);
+
+  const PinnedPage stored = pages_->read(tenant(), {page.handle.data(), page.handle.size()});
+  const_cast<std::byte&>(stored.bytes()[17]) ^= std::byte{1};
+
+  EXPECT_EQ(read(*channel, {page}).at(0).code, 0U) << "not looked at";
+  EXPECT_EQ(exchange(FrameType::kReadPages, encode(std::span(wanted).first(1))).at(0).code,
+            kDataLoss);
 }
 
 TEST_F(PlanePages, LargerThanHalfOfStagingAreLeftToOtherWays) {

@@ -1,0 +1,104 @@
+"""Pages through memory that client and server share: read in the tenant's arena, written by way of
+the staging region."""
+
+from __future__ import annotations
+
+import platform
+import struct
+from typing import TYPE_CHECKING, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier import frames
+
+if TYPE_CHECKING:
+    from kvtier.data_plane import Channel
+
+_MAGIC = int.from_bytes(b"KVTPAGE1", "little")
+_VERSION = 1
+_UNIT = 4096
+_HEAD = struct.Struct("<QIIQQQ")
+_PAGE_HEAD_BYTES = 64
+_READ_BATCH = 256
+
+#: Where reads are made in the order of the program, so that a page that goes while it is copied is
+#: seen by its generation. Elsewhere pages are read over gRPC.
+READS_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+
+class Arena:
+    """A tenant's pages, mapped for reading (services/pages/page_layout.h)."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        if len(data) < _UNIT:
+            raise frames.FrameError(f"expected an arena, found {len(data)} bytes")
+        magic, version, _, units, begin, end = _HEAD.unpack_from(data.data)
+        heads = _UNIT + units * _PAGE_HEAD_BYTES
+        layout = (-(-heads // _UNIT) * _UNIT, -(-heads // _UNIT) * _UNIT + units * _UNIT)
+        known = (magic, version) == (_MAGIC, _VERSION)
+        if not known or (begin, end) != layout or end > len(data):
+            raise frames.FrameError("expected an arena of version 1, found another")
+        self._heads = data[_UNIT:heads].view(np.uint64).reshape(units, _PAGE_HEAD_BYTES // 8)
+        self._pages = data[begin:end]
+
+    def copy(self, slot: int, generation: int, to: NDArray[np.uint8]) -> bool:
+        """Copies a page. Returns whether `to` has it: otherwise it has gone, before or meanwhile."""
+        if slot >= len(self._heads) or slot * _UNIT + len(to) > len(self._pages):
+            return False
+        version, length = self._heads[slot, :2]
+        if int(version) != 2 * generation or int(length) != len(to):
+            return False
+        np.copyto(to, self._pages[slot * _UNIT : slot * _UNIT + len(to)])
+        return int(self._heads[slot, 0]) == 2 * generation
+
+
+def read(
+    channel: Channel,
+    handles: Sequence[str],
+    page_bytes: int,
+    found: list[NDArray[np.uint8] | None],
+) -> None:
+    """Fills `found` with the pages, whose checksums the server has compared. None stays for one that
+    is missing, has gone meanwhile or is damaged: to ask another way is to be told why."""
+    if channel.arena is None or not READS_ARE_ORDERED:
+        return
+    for first in range(0, len(handles), _READ_BATCH):
+        batch = [handle.encode() for handle in handles[first : first + _READ_BATCH]]
+        wanted = frames.encode_descriptors([(handle, page_bytes, 0) for handle in batch])
+        at = first
+        for control in channel.exchange(frames.READ_PAGES, wanted, frames.SERVER_SUMS):
+            for outcome in frames.decode_outcomes(control):
+                page = np.empty(page_bytes, np.uint8)
+                good = outcome.code == 0 and outcome.bytes == page_bytes
+                if at < len(found) and good:
+                    if channel.arena.copy(outcome.slot, outcome.generation, page):
+                        found[at] = page
+                at += 1
+
+
+def write(
+    channel: Channel, lease: str, pages: Sequence[tuple[str, NDArray[np.uint8]]]
+) -> list[frames.PageOutcome]:
+    """Writes and commits reserved pages, as far as they fit into the staging region; the server sums
+    them. Returns outcomes of the first pages."""
+    staging = channel.staging
+    outcomes: list[frames.PageOutcome] = []
+    while len(outcomes) < len(pages):
+        placed: list[tuple[bytes, int, int]] = []
+        at = 0
+        for handle, data in pages[len(outcomes) : len(outcomes) + frames.MAX_TENSORS]:
+            if at + len(data) > len(staging):
+                break
+            np.copyto(staging[at : at + len(data)], data)
+            placed.append((handle.encode(), len(data), at))
+            at += frames.aligned(len(data))
+        if not placed:
+            break
+        control = frames.encode_write(lease, placed)
+        (reply,) = channel.exchange(frames.WRITE_PAGES, control, frames.SERVER_SUMS)
+        answered = frames.decode_outcomes(reply)
+        if len(answered) != len(placed):
+            raise frames.FrameError(f"expected {len(placed)} outcomes, found {len(answered)}")
+        outcomes.extend(answered)
+    return outcomes
