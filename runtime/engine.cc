@@ -98,7 +98,7 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
       before.push_back({state.length, state.pages.size()});
       make_room(turn, *part.session, layer, part.keys.shape[0]);
     }
-  } catch (const Error&) {
+  } catch (...) {
     for (std::size_t i = 0; i < before.size(); ++i) {
       appends[i].session->restore_capacity(turn.stream(), layer, before[i].pages);
     }
@@ -107,7 +107,7 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
   const bool appended = runtime::append(turn, engine, layer, appends);
   try {
     runtime::attend(turn, engine, layer, attends, appended);
-  } catch (const Error&) {
+  } catch (...) {
     if (turn.capturing()) throw;
     for (std::size_t i = 0; i < before.size(); ++i) {
       appends[i].session->undo_append(turn.stream(), layer, before[i].length, before[i].pages);

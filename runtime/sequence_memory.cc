@@ -71,29 +71,36 @@ SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
 }
 
 void SequenceMemory::clear(transfer::Stream& stream) {
+  engine_.session_device_bytes += buffer_.bytes();
   for (LayerState& layer : layers_) {
     stream.fill(layer.view.counters, 0, sizeof(transfer::SequenceCounters));
   }
-  engine_.session_device_bytes += buffer_.bytes();
 }
 
 void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
   assert(buffer_.bytes() == other.buffer_.bytes());
-  const transfer::CopyRun run{buffer_.data(), other.buffer_.data(), buffer_.bytes()};
-  stream.copy({&run, 1});
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    LayerState& from = other.layers_[i];
-    LayerState& to = layers_[i];
-    to.length = from.length;
-    to.pages.share(from.pages, ceil_div(from.length, engine_.kv.page_tokens));
-    for (std::size_t j = 0; j < to.blocks.size(); ++j) {
-      to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
-    }
-    to.capacity = room(to);
-    transfer::set_length(stream, to.view.counters, to.length, to.capacity);
-  }
-  other.limit_room(stream);
   engine_.session_device_bytes += buffer_.bytes();
+  try {
+    const transfer::CopyRun run{buffer_.data(), other.buffer_.data(), buffer_.bytes()};
+    stream.copy({&run, 1});
+    for (std::size_t i = 0; i < layers_.size(); ++i)
+      share_layer(stream, other.layers_[i], layers_[i]);
+    other.limit_room(stream);
+  } catch (...) {
+    release(stream);  // the copy may be under way
+    throw;
+  }
+}
+
+void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& from,
+                                 LayerState& to) const {
+  to.length = from.length;
+  to.pages.share(from.pages, ceil_div(from.length, engine_.kv.page_tokens));
+  for (std::size_t j = 0; j < to.blocks.size(); ++j) {
+    to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
+  }
+  to.capacity = room(to);
+  transfer::set_length(stream, to.view.counters, to.length, to.capacity);
 }
 
 void SequenceMemory::limit_room(transfer::Stream& stream) {

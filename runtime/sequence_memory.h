@@ -61,6 +61,8 @@ class SequenceMemory {
   [[nodiscard]] int page_tokens() const noexcept { return engine_.kv.page_tokens; }
 
  private:
+  void share_layer(transfer::Stream& stream, const LayerState& from, LayerState& to) const;
+
   EngineState& engine_;
   std::int64_t max_tokens_;
   transfer::Buffer buffer_;

@@ -65,10 +65,16 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   // A local until nothing can fail any more: it is to be destroyed within the turn.
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
   enlist(turn.stream());
-  memory->clear(turn.stream());
-  root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-  find_prefix(turn.stream(), config.token_ids);
-  engine_->prefixes->attach(turn.stream(), keys_, *memory);
+  try {
+    memory->clear(turn.stream());
+    root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
+    find_prefix(turn.stream(), config.token_ids);
+    engine_->prefixes->attach(turn.stream(), keys_, *memory);
+  } catch (...) {
+    memory->release(turn.stream());  // what was enqueued may be under way
+    delist(turn.stream());
+    throw;
+  }
   memory_ = std::move(memory);
   turn.finish();
 }
@@ -133,6 +139,14 @@ void SessionState::enlist(transfer::Stream& stream) {
   ++engine_->num_sessions;
 }
 
+void SessionState::delist(transfer::Stream& stream) {
+  engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
+  std::erase(engine_->live_flags, flags_);
+  --engine_->num_sessions;
+  std::byte* frame = reinterpret_cast<std::byte*>(flags_);
+  engine_->session_flags->give_back({&frame, 1}, stream.record());
+}
+
 SessionState::~SessionState() {
   // Frames and memory go back with the event of the last enqueued use, so nothing is waited for.
   try {
@@ -141,11 +155,7 @@ SessionState::~SessionState() {
     stream.wait(last_use_);
     engine_->wait_for_turns(stream);  // other holders' uses of shared frames
     drop(stream, std::move(memory_));
-    engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
-    std::erase(engine_->live_flags, flags_);
-    --engine_->num_sessions;
-    std::byte* frame = reinterpret_cast<std::byte*>(flags_);
-    engine_->session_flags->give_back({&frame, 1}, stream.record());
+    delist(stream);
     engine_->collect_retired();
   } catch (...) {
     // The device has failed; its memory dies with the engine.
@@ -312,7 +322,7 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
     if (engine_->device->backend() == Backend::kCuda) {
       (void)bring_in_all(stream, *engine_, memory_->layers());
     }
-  } catch (const Error&) {
+  } catch (...) {
     for (std::size_t i = 0; i < before.size(); ++i) {
       restore_capacity(stream, static_cast<int>(i), before[i]);
     }

@@ -88,6 +88,8 @@ class SessionState {
   void find_prefix(transfer::Stream& stream, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
+  /// Takes that back, once the work enqueued on `stream` is done.
+  void delist(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
   /// Makes a part-filled last page be here, and its copies in tiers count no more.
