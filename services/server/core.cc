@@ -6,6 +6,7 @@
 #include "services/wire/to_message.h"
 
 #include <algorithm>
+#include <new>
 
 namespace kvtier::services {
 namespace {
@@ -124,43 +125,44 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
   }
 }
 
-void Core::on_session(const Call& call, std::string_view method, const std::string& name,
-                      std::size_t bytes, Work work, Done done) {
+void Core::queue_on_session(const Call& call, std::string_view method, const std::string& name,
+                            std::size_t bytes, Work work, Done done) {
   const Arrival arrival = arrive(call, method);
-  std::shared_ptr<SessionEntry> entry;
-  std::shared_ptr<Grant> grant;
-  Call queued = call;
   try {
     check_serving();
-    entry = sessions_.find(*call.tenant, name);
-    grant = admit(*call.tenant, bytes);
+    const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
+    std::shared_ptr<Grant> grant = admit(*call.tenant, bytes);
+    Call queued = call;
     if (entry->queued.fetch_add(1) >= options_.max_queued_per_session) {
       --entry->queued;
       throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this session are waiting");
     }
     queued.deadline = deadline_of(call);
+    renew_for_client(*entry);
+    ++admitted_;
+    try {
+      entry->strand->post([this, arrival, entry, done, grant = std::move(grant),
+                           queued = std::move(queued), work = std::move(work)]() mutable {
+        const TimePoint started = options_.now();
+        std::optional<ServiceError> failure;
+        try {
+          execute(queued, *entry, work);
+        } catch (...) {
+          failure = to_service_error(std::current_exception());
+        }
+        renew(*entry);
+        --entry->queued;
+        grant.reset();
+        finish(arrival, started, failure ? &*failure : nullptr, done);
+      });
+    } catch (...) {
+      --admitted_;
+      --entry->queued;
+      throw;
+    }
   } catch (...) {
     refuse(arrival, done);
-    return;
   }
-  ++admitted_;
-  renew_for_client(*entry);
-  Strand& strand = *entry->strand;
-  strand.post([this, arrival, entry = std::move(entry), grant = std::move(grant),
-               queued = std::move(queued), work = std::move(work),
-               done = std::move(done)]() mutable {
-    const TimePoint started = options_.now();
-    std::optional<ServiceError> failure;
-    try {
-      execute(queued, *entry, work);
-    } catch (...) {
-      failure = to_service_error(std::current_exception());
-    }
-    renew(*entry);
-    --entry->queued;
-    grant.reset();
-    finish(arrival, started, failure ? &*failure : nullptr, done);
-  });
 }
 
 void Core::create_session(const Call& call, const v1::CreateSessionRequest& request,
@@ -170,8 +172,8 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
   Tenant& tenant = *call.tenant;
   const std::string& id = request.request_id();
   bool registered = false;
-  Call queued = call;
   try {
+    Call queued = call;
     check_serving();
     check_request_id(id);
     grant = admit(tenant, request.ByteSizeLong());
@@ -189,39 +191,54 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
       throw ServiceError::overloaded("QUEUE_FULL", "too many sessions are being created");
     }
     queued.deadline = deadline_of(call);
+    ++admitted_;
+    try {
+      control_->post([this, arrival, grant = std::move(grant), queued = std::move(queued), &tenant,
+                      &request, &response, done]() mutable {
+        const TimePoint started = options_.now();
+        std::optional<ServiceError> failure;
+        try {
+          if (started > queued.deadline || (queued.cancelled && queued.cancelled())) {
+            throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+          }
+          create(tenant, request, response);
+        } catch (...) {
+          failure = to_service_error(std::current_exception());
+          if (!request.request_id().empty()) tenant.replies().abandon(request.request_id());
+        }
+        --opening_;
+        grant.reset();
+        finish(arrival, started, failure ? &*failure : nullptr, done);
+      });
+    } catch (...) {
+      --admitted_;
+      --opening_;
+      throw;
+    }
   } catch (...) {
     if (registered) tenant.replies().abandon(id);
     refuse(arrival, done);
-    return;
   }
-  ++admitted_;
-  control_->post([this, arrival, grant = std::move(grant), queued = std::move(queued), &tenant,
-                  &request, &response, done = std::move(done)]() mutable {
-    const TimePoint started = options_.now();
-    std::optional<ServiceError> failure;
-    try {
-      if (started > queued.deadline || (queued.cancelled && queued.cancelled())) {
-        throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
-      }
-      const std::shared_ptr<SessionEntry> entry = open(tenant, request);
-      describe(*entry, *response.mutable_session());
-      response.set_attached_tokens(entry->session->length());
-      v1::Limits& limits = *response.mutable_limits();
-      limits.set_max_message_bytes(kMaxMessageBytes);
-      limits.set_max_batch_items(kMaxBatchItems);
-      limits.set_max_chunk_tokens(kMaxChunkTokens);
-      ++created_;
-      if (!request.request_id().empty()) {
-        tenant.replies().finish(request.request_id(), response.SerializeAsString());
-      }
-    } catch (...) {
-      failure = to_service_error(std::current_exception());
-      if (!request.request_id().empty()) tenant.replies().abandon(request.request_id());
-    }
-    --opening_;
-    grant.reset();
-    finish(arrival, started, failure ? &*failure : nullptr, done);
-  });
+}
+
+void Core::create(Tenant& tenant, const v1::CreateSessionRequest& request,
+                  v1::CreateSessionResponse& response) {
+  v1::Limits& limits = *response.mutable_limits();
+  limits.set_max_message_bytes(kMaxMessageBytes);
+  limits.set_max_batch_items(kMaxBatchItems);
+  limits.set_max_chunk_tokens(kMaxChunkTokens);
+  const std::shared_ptr<SessionEntry> entry = open(tenant, request);
+  try {
+    describe(*entry, *response.mutable_session());
+  } catch (...) {
+    static_cast<void>(sessions_.remove(tenant, entry->name));
+    throw;
+  }
+  response.set_attached_tokens(entry->session->length());
+  ++created_;
+  if (!request.request_id().empty()) {
+    keep_reply(tenant.replies(), request.request_id(), response);
+  }
 }
 
 std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSessionRequest& request) {
@@ -302,6 +319,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
   }
   const std::int64_t kv_bytes = parent.charged_bytes - parent.base_bytes;
   std::vector<std::shared_ptr<SessionEntry>> entries;
+  entries.reserve(static_cast<std::size_t>(count));
   for (int i = 0; i < count; ++i) {
     parent.tenant.charge_session();
     try {
@@ -330,13 +348,18 @@ void Core::describe(SessionEntry& entry, v1::Session& session) const {
   const ModelConfig& model = entry.model->engine.config().model;
   session.set_name(entry.name);
   *session.mutable_geometry() = geometry_of(model);
-  for (int layer = 0; layer < model.layers; ++layer) {
-    session.add_layer_lengths(entry.session->length(layer));
-  }
+  session.mutable_layer_lengths()->Resize(model.layers, 0);
   session.set_capacity_tokens(entry.capacity_tokens);
   const auto ttl = options_.lease_ttl.count();
   session.mutable_lease_ttl()->set_seconds(ttl / 1000);
   session.mutable_lease_ttl()->set_nanos(static_cast<int>(ttl % 1000 * 1'000'000));
+  describe_length(entry, session);
+}
+
+void Core::describe_length(SessionEntry& entry, v1::Session& session) noexcept {
+  for (int layer = 0; layer < session.layer_lengths_size(); ++layer) {
+    session.set_layer_lengths(layer, entry.session->length(layer));
+  }
   session.set_kv_bytes(entry.charged_bytes - entry.base_bytes);
 }
 
@@ -352,8 +375,9 @@ void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& 
                             v1::TruncateSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
     execute_once(entry.tenant.replies(), request, response, [&] {
+      describe(entry, *response.mutable_session());  // what may fail comes first
       truncate_to(entry, request.tokens());
-      describe(entry, *response.mutable_session());
+      describe_length(entry, *response.mutable_session());
     });
   };
   on_session(call, "SessionService/TruncateSession", request.name(), request.ByteSizeLong(), work,
@@ -364,11 +388,21 @@ void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
                         v1::ForkSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
     execute_once(entry.tenant.replies(), request, response, [&] {
-      for (const auto& child : fork(entry, request.count())) {
-        sessions_.insert(child);
-        describe(*child, *response.add_sessions());
-        ++created_;
+      const std::vector<std::shared_ptr<SessionEntry>> children = fork(entry, request.count());
+      std::size_t inserted = 0;
+      try {
+        for (const auto& child : children) {
+          sessions_.insert(child);
+          ++inserted;
+          describe(*child, *response.add_sessions());
+        }
+      } catch (...) {
+        for (std::size_t i = 0; i < inserted; ++i) {
+          static_cast<void>(sessions_.remove(entry.tenant, children[i]->name));
+        }
+        throw;
       }
+      created_ += children.size();
     });
   };
   on_session(call, "SessionService/ForkSession", request.name(), request.ByteSizeLong(), work,
@@ -401,19 +435,22 @@ void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& re
       if (!id.empty()) replies.abandon(id);
       throw;
     }
-    if (!id.empty()) replies.finish(id, "");
+    if (!id.empty()) keep_reply(replies, id, v1::ReleaseSessionResponse());
   } catch (...) {
     refuse(arrival, done);
     return;
   }
   ++admitted_;
   ++released_;
-  Strand& strand = *entry->strand;
-  strand.post([this, arrival, entry = std::move(entry), done = std::move(done)] {
-    const TimePoint started = options_.now();
-    entry->close();
-    finish(arrival, started, nullptr, done);
-  });
+  try {
+    entry->strand->post([this, arrival, entry, done] {
+      const TimePoint started = options_.now();
+      entry->close();
+      finish(arrival, started, nullptr, done);
+    });
+  } catch (const std::bad_alloc&) {
+    finish(arrival, {}, nullptr, done);  // it ends with the last of its tasks
+  }
 }
 
 void Core::list_sessions(const Call& call, const v1::ListSessionsRequest& request,

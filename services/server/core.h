@@ -71,7 +71,7 @@ using Done = std::function<void(const ServiceError*)>;
 /// kvtier.v1. Requests and replies must live until `Done` is called. Thread-safe.
 ///
 /// Calls of one session run one after another, in the order in which they came. A call that fails
-/// has changed nothing.
+/// has changed nothing, also for want of memory. Only those that say so throw.
 class Core {
  public:
   Core(CoreOptions options, Executor& executor);
@@ -186,9 +186,21 @@ class Core {
   void renew(SessionEntry& entry) const;
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
-  /// Finds, admits and queues; `work` runs on the session's strand.
+  /// Finds, admits and queues; `verb(entry)` runs on the session's strand.
+  template <typename Verb>
   void on_session(const Call& call, std::string_view method, const std::string& name,
-                  std::size_t bytes, Work work, Done done);
+                  std::size_t bytes, Verb verb, Done done) {
+    Work work;
+    try {
+      work = std::move(verb);
+    } catch (...) {
+      refuse(arrive(call, method), done);
+      return;
+    }
+    queue_on_session(call, method, name, bytes, std::move(work), std::move(done));
+  }
+  void queue_on_session(const Call& call, std::string_view method, const std::string& name,
+                        std::size_t bytes, Work work, Done done);
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
@@ -196,12 +208,15 @@ class Core {
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> fork(SessionEntry& parent, int count);
   /// Charges the entry's tenant for what a session keeps beside its pages.
   void charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const;
+  void create(Tenant& tenant, const v1::CreateSessionRequest& request,
+              v1::CreateSessionResponse& response);
   void describe(SessionEntry& entry, v1::Session& session) const;
+  /// Writes what a truncation changes of a description.
+  static void describe_length(SessionEntry& entry, v1::Session& session) noexcept;
 
-  /// Finds, admits and queues; `work(lease)` runs on the lease's strand.
-  template <typename Request>
-  void on_lease(const Call& call, const Request& request, std::function<void(PageLease&)> work,
-                Done done);
+  /// Finds, admits and queues; `verb(lease)` runs on the lease's strand.
+  template <typename Request, typename Verb>
+  void on_lease(const Call& call, const Request& request, Verb verb, Done done);
 
   template <typename Request, typename Response, typename Verb>
   void batch(const Call& call, std::string_view method, const Request& request, Response& response,

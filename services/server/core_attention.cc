@@ -81,27 +81,43 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
   };
   // One more than there are items, so that the last of them cannot end the call before all are
   // queued.
-  auto join = std::make_shared<Join>();
+  std::shared_ptr<Join> join;
+  try {
+    join = std::make_shared<Join>();
+    for (int i = 0; i < count; ++i) response.add_items();
+  } catch (...) {
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
   join->left = count + 1;
   join->done = std::move(done);
-  for (int i = 0; i < count; ++i) response.add_items();
   const auto arrive = [join] {
     if (--join->left == 0) join->done(nullptr);
   };
   for (int i = 0; i < count; ++i) {
     auto& item = *response.mutable_items(i);
+    const auto end = [&item, arrive](const ServiceError* error) {
+      if (error != nullptr) {
+        item.clear_response();
+        set_status(*error, *item.mutable_status());
+      }
+      arrive();
+    };
+    Done told;
+    try {
+      told = end;
+    } catch (...) {
+      const ServiceError error = to_service_error(std::current_exception());
+      end(&error);
+      continue;
+    }
     on_session(
         call, method, request.items(i).session(), request.items(i).ByteSizeLong(),
         [&request, i, &item, verb, join](SessionEntry& entry) {
           verb(entry, request.items(i), join->budget, *item.mutable_response());
         },
-        [&item, arrive](const ServiceError* error) {
-          if (error != nullptr) {
-            item.clear_response();
-            set_status(*error, *item.mutable_status());
-          }
-          arrive();
-        });
+        std::move(told));
   }
   arrive();
 }

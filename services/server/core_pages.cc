@@ -96,50 +96,51 @@ std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name
   return pages_.find(*call.tenant, name);
 }
 
-template <typename Request>
-void Core::on_lease(const Call& call, const Request& request, std::function<void(PageLease&)> work,
-                    Done done) {
-  const std::string& type = Request::descriptor()->name();
-  static const std::string method =
-      "PageService/" + type.substr(0, type.size() - std::string_view("Request").size());
-  const Arrival arrival = arrive(call, method);
-  std::shared_ptr<PageLease> found;
-  std::shared_ptr<Grant> grant;
-  Call queued = call;
+template <typename Request, typename Verb>
+void Core::on_lease(const Call& call, const Request& request, Verb verb, Done done) {
+  Arrival arrival = arrive(call, "PageService");
   try {
-    found = lease(call, request.lease());
-    grant = admit(*call.tenant, request.ByteSizeLong());
+    const std::string& type = Request::descriptor()->name();
+    static const std::string method =
+        "PageService/" + type.substr(0, type.size() - std::string_view("Request").size());
+    arrival.method = method;
+    const std::shared_ptr<PageLease> found = lease(call, request.lease());
+    std::shared_ptr<Grant> grant = admit(*call.tenant, request.ByteSizeLong());
+    Call queued = call;
     if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
       --found->queued;
       throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this lease are waiting");
     }
     queued.deadline = deadline_of(call);
+    ++admitted_;
+    try {
+      found->strand->post([this, arrival, found, done, grant = std::move(grant),
+                           queued = std::move(queued), verb]() mutable {
+        const TimePoint started = options_.now();
+        std::optional<ServiceError> failure;
+        try {
+          if (started > queued.deadline) {
+            throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+          }
+          if (queued.cancelled && queued.cancelled()) {
+            throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
+          }
+          verb(*found);
+        } catch (...) {
+          failure = to_service_error(std::current_exception());
+        }
+        --found->queued;
+        grant.reset();
+        finish(arrival, started, failure ? &*failure : nullptr, done);
+      });
+    } catch (...) {
+      --admitted_;
+      --found->queued;
+      throw;
+    }
   } catch (...) {
     refuse(arrival, done);
-    return;
   }
-  ++admitted_;
-  Strand& strand = *found->strand;
-  strand.post([this, arrival, found = std::move(found), grant = std::move(grant),
-               queued = std::move(queued), work = std::move(work),
-               done = std::move(done)]() mutable {
-    const TimePoint started = options_.now();
-    std::optional<ServiceError> failure;
-    try {
-      if (started > queued.deadline) {
-        throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
-      }
-      if (queued.cancelled && queued.cancelled()) {
-        throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
-      }
-      work(*found);
-    } catch (...) {
-      failure = to_service_error(std::current_exception());
-    }
-    --found->queued;
-    grant.reset();
-    finish(arrival, started, failure ? &*failure : nullptr, done);
-  });
 }
 
 void Core::open_lease(const Call& call, const v1::OpenLeaseRequest& request,

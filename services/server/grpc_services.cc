@@ -91,7 +91,8 @@ class SessionService final : public v1::SessionService::CallbackService {
           registry_, *context, [this, call](const auto& request, auto& response, const Done& done) {
             try {
               core_.keep_alive(call, request, response);
-            } catch (const ServiceError& error) {
+            } catch (...) {
+              const ServiceError error = to_service_error(std::current_exception());
               done(&error);
               return;
             }
@@ -196,7 +197,8 @@ class AttentionService final : public v1::AttentionService::CallbackService {
     const std::string* name = nullptr;
     try {
       name = &session.name_in(request.session());
-    } catch (const ServiceError& error) {
+    } catch (...) {
+      const ServiceError error = to_service_error(std::current_exception());
       done(&error);
       return;
     }

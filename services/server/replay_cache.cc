@@ -35,7 +35,12 @@ std::optional<std::string> ReplayCache::begin(const std::string& id, const std::
     by_age_.erase(done);
   }
   by_age_.push_back(id);
-  entries_.emplace(id, Entry{body, std::nullopt, std::prev(by_age_.end())});
+  try {
+    entries_.emplace(id, Entry{body, std::nullopt, std::prev(by_age_.end())});
+  } catch (...) {
+    by_age_.pop_back();
+    throw;
+  }
   return std::nullopt;
 }
 

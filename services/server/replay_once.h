@@ -3,9 +3,21 @@
 #include "services/server/replay_cache.h"
 #include "services/server/wire.h"
 
+#include <new>
 #include <string>
 
 namespace kvtier::services {
+
+/// Remembers the reply of a request that was executed; without memory for it, a repeated request is
+/// executed again.
+template <typename Response>
+void keep_reply(ReplayCache& replies, const std::string& id, const Response& response) {
+  try {
+    replies.finish(id, response.SerializeAsString());
+  } catch (const std::bad_alloc&) {
+    replies.abandon(id);
+  }
+}
 
 /// Runs `work`, which fills `response`, unless a request with this id was executed before: then
 /// `response` is that one's. Without an id it always runs. Throws INVALID_ARGUMENT for an id that
@@ -25,7 +37,7 @@ void execute_once(ReplayCache& replies, const Request& request, Response& respon
     replies.abandon(id);
     throw;
   }
-  replies.finish(id, response.SerializeAsString());
+  keep_reply(replies, id, response);
 }
 
 }  // namespace kvtier::services

@@ -41,6 +41,8 @@ void SessionEntry::remember(LastStep step) {
 void SessionTable::insert(const std::shared_ptr<SessionEntry>& entry) {
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
+    // Room for all slots, so that none is lost when it is given back.
+    if (free_.capacity() <= slots_.size()) free_.reserve(2 * (slots_.size() + 1));
     slots_.emplace_back();
     free_.push_back(static_cast<std::uint32_t>(slots_.size() - 1));
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <new>
 #include <openssl/evp.h>
 
 namespace kvtier::services {
@@ -122,6 +123,15 @@ std::string digest_of(const v1::DecodeRequest& request) {
   return {digest.begin(), digest.begin() + size};
 }
 
+/// Returns the reply as `LastStep` keeps it: empty without memory.
+std::string bytes_of(const v1::DecodeResponse& response) {
+  try {
+    return response.SerializeAsString();
+  } catch (const std::bad_alloc&) {
+    return {};
+  }
+}
+
 /// Returns whether the step was executed before; `response` is its reply then.
 bool replay(const SessionEntry& entry, const v1::DecodeRequest& request, const std::string& digest,
             ReplyBudget& budget, v1::DecodeResponse& response) {
@@ -154,12 +164,12 @@ void append_to(SessionEntry& entry, const v1::AppendRequest& request,
   const int layer = checked_layer(entry, request.layer());
   const KeyValue tensors = key_value_of(entry, request.key(), request.value());
   check_position(request, entry.session->length(layer));
+  response.mutable_layer_lengths()->Resize(model_of(entry).layers, 0);
   Charge charge(entry, tensors.key.shape[0]);
   entry.session->append(layer, tensors.key, tensors.value);
   charge.keep();
-  response.clear_layer_lengths();
   for (int i = 0; i < model_of(entry).layers; ++i) {
-    response.add_layer_lengths(entry.session->length(i));
+    response.set_layer_lengths(i, entry.session->length(i));
   }
 }
 
@@ -228,7 +238,7 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
     entry.remember({.layer = layer,
                     .step = request.step(),
                     .request_digest = std::move(digest),
-                    .reply = response.SerializeAsString()});
+                    .reply = bytes_of(response)});
   }
 }
 
