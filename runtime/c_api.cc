@@ -150,7 +150,21 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .tier_corrupt = s.cumulative.tier_corrupt,
                                .tier_refused = s.cumulative.tier_refused,
                                .tier_unavailable = s.cumulative.tier_unavailable,
-                               .tier_nanoseconds = s.cumulative.tier_nanoseconds};
+                               .tier_nanoseconds = s.cumulative.tier_nanoseconds,
+                               .pages_repaired = s.cumulative.pages_repaired,
+                               .num_tiers = s.tiers.size()};
+    std::memcpy(stats, &full, size);
+  });
+}
+
+kvtier_status kvtier_engine_tier_stats(const kvtier_engine* engine, size_t index,
+                                       kvtier_tier_stats* stats) {
+  return guarded([&] {
+    const std::size_t size = given(stats, "stats").struct_size;
+    if (size < sizeof(size) || size > sizeof(*stats))
+      check_size(size, sizeof(*stats), "kvtier_tier_stats");
+    const kvtier::Stats all = given(engine, "engine").engine.stats();
+    const kvtier_tier_stats full = to_tier_stats(all.tiers, index, size);
     std::memcpy(stats, &full, size);
   });
 }

@@ -172,6 +172,45 @@ DecodeInputs to_decode_inputs(const kvtier_attend_args& args) {
           .selected = to_view(args.selected, "selected")};
 }
 
+kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,
+                                std::size_t struct_size) {
+  if (index >= tiers.size()) {
+    invalid("index: expected one of " + std::to_string(tiers.size()) + " tiers, found " +
+            std::to_string(index));
+  }
+  const Stats::Tier& tier = tiers[index];
+  kvtier_tier_stats c = {.struct_size = struct_size,
+                         .kind = {},
+                         .gets = tier.gets,
+                         .hits = tier.hits,
+                         .misses = tier.misses,
+                         .corrupt = tier.corrupt,
+                         .get_timeouts = tier.get_timeouts,
+                         .get_failures = tier.get_failures,
+                         .puts = tier.puts,
+                         .stored = tier.stored,
+                         .refused = tier.refused,
+                         .put_timeouts = tier.put_timeouts,
+                         .put_failures = tier.put_failures,
+                         .bytes_read = tier.bytes_read,
+                         .bytes_written = tier.bytes_written,
+                         .evicted = tier.evicted,
+                         .capacity_bytes = tier.capacity_bytes,
+                         .used_bytes = tier.used_bytes,
+                         .servers = tier.servers,
+                         .servers_open = tier.servers_open,
+                         .servers_probing = tier.servers_probing,
+                         .get_counts = {},
+                         .get_nanoseconds = tier.get_time.nanoseconds,
+                         .put_counts = {},
+                         .put_nanoseconds = tier.put_time.nanoseconds};
+  tier.kind.copy(c.kind, sizeof(c.kind) - 1);
+  static_assert(std::tuple_size_v<decltype(tier.get_time.counts)> == KVTIER_LATENCY_COUNTS);
+  std::copy(tier.get_time.counts.begin(), tier.get_time.counts.end(), c.get_counts);
+  std::copy(tier.put_time.counts.begin(), tier.put_time.counts.end(), c.put_counts);
+  return c;
+}
+
 const kvtier_attend_args& checked_args(const kvtier_attend_args* args) {
   check_size(given(args, "args").struct_size, sizeof(*args), "kvtier_attend_args");
   return *args;

@@ -8,6 +8,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 /// What the functions of the C ABI have in common: errors as statuses, and the structs of C as
 /// those of C++. What is not as `kvtier.h` has it throws `kInvalidArgument`.
@@ -79,6 +80,9 @@ MutableTensorView to_view(const kvtier_tensor* tensor, const char* name);
 Config to_config(const kvtier_config& c);
 AttendOutputs to_outputs(const kvtier_attend_args& args);
 DecodeInputs to_decode_inputs(const kvtier_attend_args& args);
+/// Statistics of one tier, with the size that the caller gave. Throws for an index past the last.
+kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,
+                                std::size_t struct_size);
 const kvtier_attend_args& checked_args(const kvtier_attend_args* args);
 
 /// `AttendOptions`, and the retrieval settings it points to.

@@ -335,9 +335,11 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.tier_refused = counted.refused;
   sum.tier_unavailable = counted.unavailable;
   sum.pages_lost = counted.lost;
+  sum.pages_repaired = counted.repaired;
   sum.cold_steps = cold_steps;
   sum.tier_nanoseconds = counted.wait_nanoseconds;
   stats.snapshot.pages_away = page_pool->num_away();
+  stats.tiers = tiers->uses();
 }
 
 Stats EngineState::stats() const {

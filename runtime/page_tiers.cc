@@ -67,7 +67,11 @@ std::uint64_t random_nonce() {
 
 PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t page_bytes,
                      std::chrono::milliseconds deadline, Log log)
-    : tiers_(std::move(tiers)), deadline_(deadline), log_(std::move(log)), nonce_(random_nonce()) {
+    : tiers_(std::move(tiers)),
+      deadline_(deadline),
+      log_(std::move(log)),
+      nonce_(random_nonce()),
+      uses_(tiers_.size()) {
   if (!tiers_.front()->retains()) {
     throw Error(ErrorCode::kInvalidArgument,
                 "memory.tiers: expected the first to keep what it has accepted, found " +
@@ -113,7 +117,7 @@ void PageTiers::write(std::span<PageOut> pages) {
     page.crc = crc32c(page.bytes);
     puts.push_back({.key = key_of(page.version), .bytes = page.bytes});
   }
-  tiers_.front()->put(puts, deadline());
+  put(0, puts);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     pages[i].stored = puts[i].status == TierStatus::kOk;
     ++(pages[i].stored ? counters_.written : counters_.refused);
@@ -127,7 +131,55 @@ void PageTiers::write(std::span<PageOut> pages) {
   std::erase_if(puts, [](const TierPut& put) { return put.status != TierStatus::kOk; });
   // A copy that is not taken is missed only if the first tier fails.
   if (puts.empty()) return;
-  for (std::size_t i = 1; i < tiers_.size(); ++i) tiers_[i]->put(puts, deadline());
+  for (std::size_t i = 1; i < tiers_.size(); ++i) put(i, puts);
+}
+
+void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
+  const PageTier::Deadline until = deadline();
+  const auto start = std::chrono::steady_clock::now();
+  tiers_[tier]->put(pages, until);
+  const auto end = std::chrono::steady_clock::now();
+  Stats::Tier& use = uses_[tier];
+  use.put_time.add(end - start);
+  use.puts += pages.size();
+  for (const TierPut& page : pages) {
+    switch (page.status) {
+      case TierStatus::kOk:
+        ++use.stored;
+        use.bytes_written += page.bytes.size();
+        break;
+      case TierStatus::kFull:
+        ++use.refused;
+        break;
+      default:
+        ++(end >= until ? use.put_timeouts : use.put_failures);
+    }
+  }
+}
+
+bool PageTiers::get(std::size_t tier, std::span<TierGet> pages) {
+  const PageTier::Deadline until = deadline();
+  const auto start = std::chrono::steady_clock::now();
+  tiers_[tier]->get(pages, until);
+  const auto end = std::chrono::steady_clock::now();
+  uses_[tier].get_time.add(end - start);
+  uses_[tier].gets += pages.size();
+  return end >= until;
+}
+
+std::vector<Stats::Tier> PageTiers::uses() const {
+  std::vector<Stats::Tier> uses = uses_;
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    const TierStats now = tiers_[i]->stats();
+    uses[i].kind = tiers_[i]->kind();
+    uses[i].evicted = now.evicted;
+    uses[i].capacity_bytes = now.capacity;
+    uses[i].used_bytes = now.bytes;
+    uses[i].servers = now.servers;
+    uses[i].servers_open = now.servers_open;
+    uses[i].servers_probing = now.servers_probing;
+  }
+  return uses;
 }
 
 std::string PageTiers::describe_refusal() const {
@@ -135,24 +187,31 @@ std::string PageTiers::describe_refusal() const {
          std::string(tier_status_name(last_refusal_)) + "\"";
 }
 
-bool PageTiers::accept(PageTier& tier, const TierGet& got, const PageIn& wanted) {
+bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late) {
+  Stats::Tier& use = uses_[tier];
   switch (got.status) {
     case TierStatus::kOk:
       if (crc32c(got.bytes) == wanted.crc) {
         ++counters_.hits;
+        if (tier > 0) ++counters_.repaired;
+        ++use.hits;
+        use.bytes_read += got.bytes.size();
         return true;
       }
-      tier.remove({&got.key, 1}, deadline());
+      tiers_[tier]->remove({&got.key, 1}, deadline());
       [[fallthrough]];
     case TierStatus::kCorrupt:
       ++counters_.corrupt;
-      say(LogLevel::kError, tier.describe() + ": a page is not as it was written");
+      ++use.corrupt;
+      say(LogLevel::kError, tiers_[tier]->describe() + ": a page is not as it was written");
       return false;
     case TierStatus::kMiss:
     case TierStatus::kFull:
       ++counters_.misses;
+      ++use.misses;
       return false;
     case TierStatus::kUnavailable:
+      ++(late ? use.get_timeouts : use.get_failures);
       return false;
   }
   return false;
@@ -165,18 +224,18 @@ void PageTiers::read(std::span<PageIn> pages) {
   for (PageIn& page : pages) page.outcome = PageIn::Outcome::kLost;
 
   std::vector<TierGet> gets;
-  for (const auto& tier : tiers_) {
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     if (left.empty()) return;
     gets.clear();
     for (const std::size_t i : left) {
       gets.push_back({.key = key_of(pages[i].version), .bytes = pages[i].bytes});
     }
-    tier->get(gets, deadline());
+    const bool late = get(tier, gets);
     std::vector<std::size_t> missing;
     for (std::size_t j = 0; j < left.size(); ++j) {
       PageIn& page = pages[left[j]];
-      if (accept(*tier, gets[j], page)) {
-        page.outcome = tier == tiers_.front() ? PageIn::Outcome::kRead : PageIn::Outcome::kRepaired;
+      if (accept(tier, gets[j], page, late)) {
+        page.outcome = tier == 0 ? PageIn::Outcome::kRead : PageIn::Outcome::kRepaired;
         continue;
       }
       if (gets[j].status == TierStatus::kUnavailable) page.outcome = PageIn::Outcome::kUnavailable;

@@ -2,6 +2,7 @@
 
 #include "kvtier/config.h"
 #include "kvtier/page_tier.h"
+#include "kvtier/stats.h"
 
 #include <chrono>
 #include <cstddef>
@@ -51,6 +52,7 @@ struct PageTierCounters {
   std::uint64_t written = 0;      ///< Kept by the first tier.
   std::uint64_t refused = 0;      ///< Offered to it, and not taken.
   std::uint64_t hits = 0;         ///< Read whole; each from one tier.
+  std::uint64_t repaired = 0;     ///< Of those: not from the first.
   std::uint64_t misses = 0;       ///< Answers that a page is not there.
   std::uint64_t corrupt = 0;      ///< Answers with other bytes than were written.
   std::uint64_t unavailable = 0;  ///< Pages asked for and not answered in time.
@@ -76,6 +78,8 @@ class PageTiers {
   void remove(std::span<const PageVersion> pages);
 
   [[nodiscard]] const PageTierCounters& counters() const noexcept { return counters_; }
+  /// What each tier was asked and answered, and what it says of itself now.
+  [[nodiscard]] std::vector<Stats::Tier> uses() const;
   [[nodiscard]] const std::vector<std::shared_ptr<PageTier>>& all() const noexcept {
     return tiers_;
   }
@@ -89,8 +93,12 @@ class PageTiers {
   [[nodiscard]] PageTier::Deadline deadline() const {
     return std::chrono::steady_clock::now() + deadline_;
   }
+  /// Offers pages to a tier, or asks it for some; counts what it answers to puts.
+  void put(std::size_t tier, std::span<TierPut> pages);
+  /// Returns whether the deadline had passed when it answered.
+  bool get(std::size_t tier, std::span<TierGet> pages);
   /// Tells whether a get brought the page that was written; counts it.
-  bool accept(PageTier& tier, const TierGet& got, const PageIn& wanted);
+  bool accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late);
   void say(LogLevel level, const std::string& message) const {
     if (log_) log_(level, message);
   }
@@ -100,6 +108,7 @@ class PageTiers {
   Log log_;
   std::uint64_t nonce_;  ///< Of this engine: others may share a tier.
   PageTierCounters counters_;
+  std::vector<Stats::Tier> uses_;  ///< By tier; what it says of itself left out.
   TierStatus last_refusal_ = TierStatus::kOk;
   bool refusing_ = false;  ///< The log has said so.
 };

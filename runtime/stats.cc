@@ -1,6 +1,25 @@
 #include "kvtier/stats.h"
 
+#include <numeric>
+
 namespace kvtier {
+
+void LatencyHistogram::add(std::chrono::nanoseconds time) noexcept {
+  std::size_t i = 0;
+  while (i < kBounds && time > bound(i)) ++i;
+  ++counts[i];
+  nanoseconds += static_cast<std::uint64_t>(time.count());
+}
+
+LatencyHistogram& LatencyHistogram::operator+=(const LatencyHistogram& other) noexcept {
+  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] += other.counts[i];
+  nanoseconds += other.nanoseconds;
+  return *this;
+}
+
+std::uint64_t LatencyHistogram::total() const noexcept {
+  return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+}
 
 Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative& b) noexcept {
   return {.tokens_appended = a.tokens_appended - b.tokens_appended,
@@ -25,6 +44,7 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .tier_refused = a.tier_refused - b.tier_refused,
           .tier_unavailable = a.tier_unavailable - b.tier_unavailable,
           .pages_lost = a.pages_lost - b.pages_lost,
+          .pages_repaired = a.pages_repaired - b.pages_repaired,
           .cold_steps = a.cold_steps - b.cold_steps,
           .tier_nanoseconds = a.tier_nanoseconds - b.tier_nanoseconds};
 }

@@ -224,7 +224,21 @@ typedef struct kvtier_stats {
   uint64_t pages_away, pages_spilled, pages_restored, pages_lost, cold_steps;
   uint64_t tier_bytes_written, tier_bytes_read, tier_hits, tier_misses, tier_corrupt;
   uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
+  uint64_t pages_repaired, num_tiers;
 } kvtier_stats;
+
+/* Bound i is 50 us << i; the last count is of what took longer than all of them. */
+#define KVTIER_LATENCY_COUNTS 19
+typedef struct kvtier_tier_stats {
+  size_t struct_size;
+  char kind[16]; /* ends in 0 */
+  uint64_t gets, hits, misses, corrupt, get_timeouts, get_failures;
+  uint64_t puts, stored, refused, put_timeouts, put_failures;
+  uint64_t bytes_read, bytes_written, evicted, capacity_bytes, used_bytes;
+  uint64_t servers, servers_open, servers_probing;
+  uint64_t get_counts[KVTIER_LATENCY_COUNTS], get_nanoseconds;
+  uint64_t put_counts[KVTIER_LATENCY_COUNTS], put_nanoseconds;
+} kvtier_tier_stats;
 
 /* "major.minor.patch" of the library. */
 KVTIER_C_EXPORT const char* kvtier_version(void);
@@ -245,6 +259,10 @@ KVTIER_C_EXPORT void kvtier_engine_destroy(kvtier_engine* engine);
 KVTIER_C_EXPORT kvtier_backend kvtier_engine_backend(const kvtier_engine* engine);
 /* `stats->struct_size` must be set. */
 KVTIER_C_EXPORT kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* stats);
+/* Of tier `index`, in the order in which they are asked; from kvtier_stats::num_tiers on refused.
+ */
+KVTIER_C_EXPORT kvtier_status kvtier_engine_tier_stats(const kvtier_engine* engine, size_t index,
+                                                       kvtier_tier_stats* stats);
 /* A ragged batch: Engine::decode. */
 KVTIER_C_EXPORT kvtier_status kvtier_engine_decode(kvtier_engine* engine, int32_t layer,
                                                    const kvtier_batch_item* items, size_t num_items,

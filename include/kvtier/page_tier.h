@@ -51,18 +51,21 @@ struct TierStats {
   std::uint64_t hits = 0;      ///< kOk: whole and verified.
   std::uint64_t misses = 0;    ///< kMiss.
   std::uint64_t corrupt = 0;   ///< kCorrupt: a checksum, a seal, a length or a key was wrong.
-  std::uint64_t get_timeouts = 0;   ///< kUnavailable because the deadline passed.
-  std::uint64_t get_failures = 0;   ///< kUnavailable for another reason.
-  std::uint64_t puts = 0;           ///< Pages offered.
-  std::uint64_t stored = 0;         ///< kOk: written.
-  std::uint64_t present = 0;        ///< kOk: was there already, nothing written.
-  std::uint64_t refused = 0;        ///< kFull.
-  std::uint64_t put_timeouts = 0;   ///< kUnavailable because the deadline passed.
-  std::uint64_t put_failures = 0;   ///< kUnavailable for another reason.
-  std::uint64_t removed = 0;        ///< Pages that `remove` took out.
-  std::uint64_t evicted = 0;        ///< Pages that the tier itself let go, to make room.
-  std::uint64_t read_bytes = 0;     ///< Payload of the hits.
-  std::uint64_t written_bytes = 0;  ///< Payload of what was stored.
+  std::uint64_t get_timeouts = 0;     ///< kUnavailable because the deadline passed.
+  std::uint64_t get_failures = 0;     ///< kUnavailable for another reason.
+  std::uint64_t puts = 0;             ///< Pages offered.
+  std::uint64_t stored = 0;           ///< kOk: written.
+  std::uint64_t present = 0;          ///< kOk: was there already, nothing written.
+  std::uint64_t refused = 0;          ///< kFull.
+  std::uint64_t put_timeouts = 0;     ///< kUnavailable because the deadline passed.
+  std::uint64_t put_failures = 0;     ///< kUnavailable for another reason.
+  std::uint64_t removed = 0;          ///< Pages that `remove` took out.
+  std::uint64_t evicted = 0;          ///< Pages that the tier itself let go, to make room.
+  std::uint64_t read_bytes = 0;       ///< Payload of the hits.
+  std::uint64_t written_bytes = 0;    ///< Payload of what was stored.
+  std::uint64_t servers = 0;          ///< Of a remote tier, now.
+  std::uint64_t servers_open = 0;     ///< Of those: nothing is sent to them, because they fail.
+  std::uint64_t servers_probing = 0;  ///< Of those: asked now whether they work again.
 };
 
 /// A store of whole pages below pinned memory.
@@ -93,6 +96,8 @@ class PageTier {
   /// that may forget pages says no.
   [[nodiscard]] virtual bool retains() const noexcept { return false; }
   [[nodiscard]] virtual TierStats stats() const = 0;
+  /// One word for labels: "file", "memcached", "redis".
+  [[nodiscard]] virtual std::string_view kind() const noexcept { return "custom"; }
   /// One line for logs and people: what the tier is, where, and how its bytes travel.
   [[nodiscard]] virtual std::string describe() const = 0;
 };

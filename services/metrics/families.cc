@@ -1,6 +1,7 @@
 #include "services/metrics/families.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace kvtier::services {
 
@@ -25,6 +26,18 @@ void Families::counter(const std::string& name, const std::string& help, double 
 void Families::gauge(const std::string& name, const std::string& help, double value,
                      const Labels& labels) {
   add(name, help, prometheus::MetricType::Gauge, labels).gauge.value = value;
+}
+
+void Families::histogram(const std::string& name, const std::string& help,
+                         const std::vector<double>& bounds, std::span<const std::uint64_t> counts,
+                         double sum, const Labels& labels) {
+  auto& to = add(name, help, prometheus::MetricType::Histogram, labels).histogram;
+  to.sample_sum = sum;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    to.sample_count += counts[i];
+    to.bucket.push_back(
+        {to.sample_count, i < bounds.size() ? bounds[i] : std::numeric_limits<double>::infinity()});
+  }
 }
 
 void Families::merge(prometheus::MetricFamily family) {

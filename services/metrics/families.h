@@ -1,8 +1,10 @@
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <map>
 #include <prometheus/metric_family.h>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,11 @@ class Families {
                const Labels& labels = {});
   void gauge(const std::string& name, const std::string& help, double value,
              const Labels& labels = {});
+  /// `counts[i]` are what took at most `bounds[i]` seconds and longer than the bound before; one
+  /// count more than bounds.
+  void histogram(const std::string& name, const std::string& help,
+                 const std::vector<double>& bounds, std::span<const std::uint64_t> counts,
+                 double sum, const Labels& labels = {});
   /// Adds a whole family, to one of the same name if there is one.
   void merge(prometheus::MetricFamily family);
   [[nodiscard]] std::vector<prometheus::MetricFamily> take();

@@ -16,6 +16,12 @@ void fill(const Tenant& tenant, v1::Tenant& message) {
   message.set_kv_bytes(tenant.kv_bytes());
 }
 
+void fill(std::uint64_t nanoseconds, google::protobuf::Duration& to) {
+  constexpr std::uint64_t kSecond = 1'000'000'000;
+  to.set_seconds(static_cast<std::int64_t>(nanoseconds / kSecond));
+  to.set_nanos(static_cast<std::int32_t>(nanoseconds % kSecond));
+}
+
 void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_tokens_appended(from.tokens_appended);
   to.set_queries(from.queries);
@@ -26,6 +32,42 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_bytes_device_resident(from.bytes_device_resident);
   to.set_bytes_sketch_read(from.bytes_sketch_read);
   to.set_nonfinite_tokens(from.nonfinite_tokens);
+  to.set_pages_spilled(from.pages_spilled);
+  to.set_pages_restored(from.pages_restored);
+  to.set_pages_repaired(from.pages_repaired);
+  to.set_pages_lost(from.pages_lost);
+  to.set_cold_steps(from.cold_steps);
+  fill(from.tier_nanoseconds, *to.mutable_tier_wait());
+}
+
+void fill(const LatencyHistogram& from, v1::LatencyCounts& to) {
+  for (const std::uint64_t count : from.counts) to.add_counts(count);
+  fill(from.nanoseconds, *to.mutable_total());
+}
+
+void fill(const Stats::Tier& from, v1::TierStats& to) {
+  to.set_kind(from.kind);
+  to.set_gets(from.gets);
+  to.set_hits(from.hits);
+  to.set_misses(from.misses);
+  to.set_corrupt(from.corrupt);
+  to.set_get_timeouts(from.get_timeouts);
+  to.set_get_failures(from.get_failures);
+  to.set_puts(from.puts);
+  to.set_stored(from.stored);
+  to.set_refused(from.refused);
+  to.set_put_timeouts(from.put_timeouts);
+  to.set_put_failures(from.put_failures);
+  to.set_bytes_read(from.bytes_read);
+  to.set_bytes_written(from.bytes_written);
+  to.set_pages_evicted(from.evicted);
+  to.set_capacity_bytes(from.capacity_bytes);
+  to.set_used_bytes(from.used_bytes);
+  to.set_servers(from.servers);
+  to.set_servers_open(from.servers_open);
+  to.set_servers_probing(from.servers_probing);
+  fill(from.get_time, *to.mutable_get_time());
+  fill(from.put_time, *to.mutable_put_time());
 }
 
 void fill(const PageStats& from, v1::PageCacheStats& to) {
@@ -66,6 +108,7 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_pages(from.pages);
   to.set_pages_used(from.pages_used);
   to.set_pages_shared(from.pages_shared);
+  to.set_pages_away(from.pages_away);
 }
 
 }  // namespace
@@ -74,6 +117,7 @@ void Core::get_stats(v1::GetStatsResponse& response) const {
   const Stats stats = models_.stats();
   fill(stats.cumulative, *response.mutable_cumulative());
   fill(stats.snapshot, *response.mutable_snapshot());
+  for (const Stats::Tier& tier : stats.tiers) fill(tier, *response.add_tiers());
   fill(pages_.stats(), *response.mutable_page_cache());
   response.mutable_page_cache()->set_leases(pages_.num_leases());
   v1::ServiceStats& service = *response.mutable_service();

@@ -7,6 +7,7 @@
 #include <google/protobuf/descriptor.h>
 
 #include <array>
+#include <chrono>
 
 namespace kvtier::services {
 namespace {
@@ -92,42 +93,83 @@ void add_prefixes(const Stats& stats, Families& families) {
                  static_cast<double>(stats.snapshot.prefix_tokens));
 }
 
-/// Pages of sessions that are on the disk.
-void add_disk_cache(const Stats& stats, Families& families) {
-  const auto count = [](std::uint64_t value) { return static_cast<double>(value); };
-  const Stats::Cumulative& sums = stats.cumulative;
-  const Labels tier{{"tier", "engine_file"}};
+void add_times(const LatencyHistogram& times, const Labels& labels, Families& families) {
+  std::vector<double> bounds;
+  for (std::size_t i = 0; i < LatencyHistogram::kBounds; ++i) {
+    bounds.push_back(std::chrono::duration<double>(LatencyHistogram::bound(i)).count());
+  }
+  families.histogram("kvtier_tier_operation_seconds", "Time of calls to a tier.", bounds,
+                     times.counts, number(times.nanoseconds) / 1e9, labels);
+}
+
+/// One store below the page pools of the engines.
+void add_tier(const Stats::Tier& use, Families& families) {
+  const std::string name = "engine_" + use.kind;
+  const Labels tier{{"tier", name}};
   const auto with = [&tier](std::initializer_list<std::pair<const char*, const char*>> more) {
     Labels labels = tier;
     for (const auto& [label, value] : more) labels.emplace_back(label, value);
     return labels;
   };
-  families.gauge("kvtier_pages", "Page frames, by state.", count(stats.snapshot.pages_away),
-                 with({{"state", "committed"}}));
-  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
-                   count(sums.tier_bytes_read), tier);
-  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
-                   count(sums.tier_bytes_written), tier);
-  families.counter("kvtier_evictions_total", "Pages evicted for others.", count(sums.pages_spilled),
-                   {{"tier", "engine_host"}});
-  families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
-                   count(sums.tier_corrupt), tier);
-  const std::string errors =
-      "Pages that a tier did not take, did not have or did not give in time.";
-  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_refused),
-                   with({{"op", "put"}, {"kind", "refused"}}));
-  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_misses),
-                   with({{"op", "get"}, {"kind", "miss"}}));
-  families.counter("kvtier_tier_errors_total", errors, count(sums.tier_unavailable),
-                   with({{"op", "get"}, {"kind", "unavailable"}}));
+  families.counter("kvtier_tier_gets_total", "Pages asked of a tier.", number(use.gets), tier);
   families.counter("kvtier_pages_restored_total", "Pages that came back from a tier.",
-                   count(sums.pages_restored), tier);
+                   number(use.hits), tier);
+  families.counter("kvtier_tier_puts_total", "Pages offered to a tier.", number(use.puts), tier);
+  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
+                   number(use.bytes_read), tier);
+  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
+                   number(use.bytes_written), tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", number(use.evicted),
+                   tier);
+  families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
+                   number(use.corrupt), tier);
+  const auto errors = [&](const char* op, const char* kind, std::uint64_t value) {
+    families.counter("kvtier_tier_errors_total",
+                     "Pages that a tier did not take, did not have or did not give in time.",
+                     number(value), with({{"op", op}, {"kind", kind}}));
+  };
+  errors("get", "miss", use.misses);
+  errors("get", "timeout", use.get_timeouts);
+  errors("get", "unavailable", use.get_failures);
+  errors("put", "refused", use.refused);
+  errors("put", "timeout", use.put_timeouts);
+  errors("put", "unavailable", use.put_failures);
+  add_times(use.get_time, with({{"op", "get"}}), families);
+  add_times(use.put_time, with({{"op", "put"}}), families);
+  if (use.servers == 0) {
+    families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
+                   number(use.capacity_bytes), tier);
+    families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
+                   number(use.used_bytes), tier);
+    return;
+  }
+  const auto circuit = [&](const char* state, std::uint64_t value) {
+    families.gauge("kvtier_tier_circuit_state",
+                   "Servers of a tier, by whether anything is sent to them.", number(value),
+                   with({{"state", state}}));
+  };
+  circuit("closed", use.servers - use.servers_open - use.servers_probing);
+  circuit("open", use.servers_open);
+  circuit("half_open", use.servers_probing);
+}
+
+/// Pages of sessions that are not in host memory.
+void add_tiers(const Stats& stats, Families& families) {
+  const Stats::Cumulative& sums = stats.cumulative;
+  for (const Stats::Tier& tier : stats.tiers) add_tier(tier, families);
+  families.gauge("kvtier_pages", "Page frames, by state.", number(stats.snapshot.pages_away),
+                 {{"tier", "engine_file"}, {"state", "committed"}});
+  families.counter("kvtier_evictions_total", "Pages evicted for others.",
+                   number(sums.pages_spilled), {{"tier", "engine_host"}});
+  families.counter("kvtier_pages_repaired_total",
+                   "Pages that came back from a tier in place of one before it.",
+                   number(sums.pages_repaired));
   families.counter("kvtier_pages_lost_total", "Pages of sessions that no tier had any more.",
-                   count(sums.pages_lost));
+                   number(sums.pages_lost));
   families.counter("kvtier_cold_steps_total", "Steps that waited for pages from a tier.",
-                   count(sums.cold_steps));
+                   number(sums.cold_steps));
   families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
-                   count(sums.tier_nanoseconds) / 1e9);
+                   number(sums.tier_nanoseconds) / 1e9);
 }
 
 void add_page_cache(const v1::PageCacheStats& cache, Families& families) {
@@ -243,7 +285,7 @@ void add_core_metrics(const Core& core, Families& families) {
   add_memory(stats.snapshot(), families);
   const Stats engines = core.engine_stats();
   add_prefixes(engines, families);
-  add_disk_cache(engines, families);
+  add_tiers(engines, families);
   add_page_cache(stats.page_cache(), families);
   add_tenants(core, families);
 }

@@ -1,6 +1,7 @@
 #include "services/server/model_pool.h"
 
 #include "kvtier/error.h"
+#include "kvtier/page_tier.h"
 
 #include "services/server/service_error.h"
 #include "transfer/tiers/file_tier.h"
@@ -58,6 +59,7 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.tier_refused += from.tier_refused;
   to.tier_unavailable += from.tier_unavailable;
   to.pages_lost += from.pages_lost;
+  to.pages_repaired += from.pages_repaired;
   to.cold_steps += from.cold_steps;
   to.tier_nanoseconds += from.tier_nanoseconds;
   to.prefix_tokens_asked += from.prefix_tokens_asked;
@@ -76,6 +78,33 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_shared += from.pages_shared;
   to.pages_away += from.pages_away;
   to.prefix_tokens += from.prefix_tokens;
+}
+
+/// Adds what an engine has asked of its tiers, which are those of all engines in the same order.
+void add(std::vector<Stats::Tier>& to, const std::vector<Stats::Tier>& from) {
+  for (std::size_t i = 0; i < std::min(to.size(), from.size()); ++i) {
+    Stats::Tier& sum = to[i];
+    const Stats::Tier& one = from[i];
+    sum.gets += one.gets;
+    sum.hits += one.hits;
+    sum.misses += one.misses;
+    sum.corrupt += one.corrupt;
+    sum.get_timeouts += one.get_timeouts;
+    sum.get_failures += one.get_failures;
+    sum.puts += one.puts;
+    sum.stored += one.stored;
+    sum.refused += one.refused;
+    sum.put_timeouts += one.put_timeouts;
+    sum.put_failures += one.put_failures;
+    sum.bytes_read += one.bytes_read;
+    sum.bytes_written += one.bytes_written;
+    sum.get_time += one.get_time;
+    sum.put_time += one.put_time;
+    if (sum.servers > 0) continue;  // shared by all engines: what it says of itself is there
+    sum.evicted += one.evicted;
+    sum.capacity_bytes += one.capacity_bytes;
+    sum.used_bytes += one.used_bytes;
+  }
 }
 
 /// A failed engine throws; what it counted is lost with it.
@@ -173,8 +202,26 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
 }
 
 void ModelPool::retire(std::size_t index) {
-  add(retired_, stats_of(*models_[index]).cumulative);
+  Stats last = stats_of(*models_[index]);
+  for (Stats::Tier& tier : last.tiers) tier.capacity_bytes = tier.used_bytes = 0;
+  add(retired_, last.cumulative);
+  if (retired_tiers_.empty()) retired_tiers_ = unused_tiers();
+  add(retired_tiers_, last.tiers);
   models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+std::vector<Stats::Tier> ModelPool::unused_tiers() const {
+  std::vector<Stats::Tier> tiers;
+  if (!options_.disk_cache.empty()) tiers.emplace_back().kind = "file";
+  for (const auto& shared : options_.memory.tiers) {
+    const TierStats now = shared->stats();
+    Stats::Tier& tier = tiers.emplace_back();
+    tier.kind = shared->kind();
+    tier.servers = now.servers;
+    tier.servers_open = now.servers_open;
+    tier.servers_probing = now.servers_probing;
+  }
+  return tiers;
 }
 
 std::size_t ModelPool::size() const {
@@ -195,11 +242,14 @@ Stats ModelPool::stats() const {
     const std::lock_guard lock(mutex_);
     models = models_;
     sum.cumulative = retired_;
+    sum.tiers = unused_tiers();
+    add(sum.tiers, retired_tiers_);
   }
   for (const auto& model : models) {
     const Stats stats = stats_of(*model);
     add(sum.cumulative, stats.cumulative);
     add(sum.snapshot, stats.snapshot);
+    add(sum.tiers, stats.tiers);
   }
   return sum;
 }

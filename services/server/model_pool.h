@@ -69,6 +69,8 @@ class ModelPool {
 
  private:
   void retire(std::size_t index);
+  /// The tiers that engines have, with nothing counted.
+  [[nodiscard]] std::vector<Stats::Tier> unused_tiers() const;
   /// Returns the folder of a cache that no engine has.
   [[nodiscard]] std::filesystem::path free_disk_cache() const;
 
@@ -77,6 +79,7 @@ class ModelPool {
   mutable std::mutex mutex_;                    ///< Guards all below.
   std::vector<std::shared_ptr<Model>> models_;  ///< Least recently acquired first.
   Stats::Cumulative retired_;
+  std::vector<Stats::Tier> retired_tiers_;
 };
 
 }  // namespace kvtier::services

@@ -146,8 +146,11 @@ class Frame {
   }
   void tiers() {
     std::vector<Row> rows;
-    const double lookups = sum("kvtier_lookup_pages_total");
-    for (const std::string& tier : in_.now.values("kvtier_tier_capacity_bytes", "tier")) {
+    std::vector<std::string> tiers = in_.now.values("kvtier_tier_capacity_bytes", "tier");
+    for (const std::string& tier : in_.now.values("kvtier_tier_gets_total", "tier")) {
+      if (std::find(tiers.begin(), tiers.end(), tier) == tiers.end()) tiers.push_back(tier);
+    }
+    for (const std::string& tier : tiers) {
       const double used = sum("kvtier_tier_used_bytes", {{"tier", tier}});
       const double all = sum("kvtier_tier_capacity_bytes", {{"tier", tier}});
       const auto moved = [&](const std::string& name) {
@@ -155,12 +158,35 @@ class Frame {
         const bool has = std::find(known.begin(), known.end(), tier) != known.end();
         return has ? byte_rate(rate(name, {{"tier", tier}})) : kNone;
       };
-      rows.push_back({tier, bytes(used), bytes(all), share(used, all), bar(used, all),
-                      moved("kvtier_tier_read_bytes_total"), moved("kvtier_tier_write_bytes_total"),
-                      share(sum("kvtier_lookup_pages_total", {{"result", "hit_" + tier}}),
-                            tier == "pages" ? lookups : 0)});
+      rows.push_back({tier, all > 0 ? bytes(used) : kNone, all > 0 ? bytes(all) : kNone,
+                      share(used, all), bar(used, all), moved("kvtier_tier_read_bytes_total"),
+                      moved("kvtier_tier_write_bytes_total"), hits(tier), faults(tier),
+                      open_servers(tier)});
     }
-    table({"TIER", "USED", "OF", "SHARE", "", "READ", "WRITTEN", "HITS"}, rows);
+    table({"TIER", "USED", "OF", "SHARE", "", "READ", "WRITTEN", "HITS", "FAULTS", "OPEN"}, rows);
+  }
+  [[nodiscard]] std::string hits(const std::string& tier) const {
+    if (tier == "pages") {
+      return share(sum("kvtier_lookup_pages_total", {{"result", "hit_pages"}}),
+                   sum("kvtier_lookup_pages_total"));
+    }
+    return share(sum("kvtier_pages_restored_total", {{"tier", tier}}),
+                 sum("kvtier_tier_gets_total", {{"tier", tier}}));
+  }
+  /// Pages found changed, not given in time, or not taken.
+  [[nodiscard]] std::string faults(const std::string& tier) const {
+    const auto known = in_.now.values("kvtier_checksum_failures_total", "tier");
+    if (std::find(known.begin(), known.end(), tier) == known.end()) return kNone;
+    return count(sum("kvtier_checksum_failures_total", {{"tier", tier}}) +
+                 sum("kvtier_tier_errors_total", {{"tier", tier}}) -
+                 sum("kvtier_tier_errors_total", {{"tier", tier}, {"kind", "miss"}}));
+  }
+  /// Servers to which nothing is sent, of all that the tier has.
+  [[nodiscard]] std::string open_servers(const std::string& tier) const {
+    const double all = sum("kvtier_tier_circuit_state", {{"tier", tier}});
+    if (all == 0) return kNone;
+    return count(sum("kvtier_tier_circuit_state", {{"tier", tier}, {"state", "open"}})) + " of " +
+           count(all);
   }
   void methods() {
     const std::string name = "kvtier_operation_seconds";

@@ -7,9 +7,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -261,6 +265,47 @@ TEST(CApi, StatisticsFillTheCallersSize) {
   EXPECT_EQ(brief.queries, 0U);
   EXPECT_EQ(brief.rows_selected, 0xA5A5A5A5A5A5A5A5U);
   EXPECT_EQ(brief.pages_used, 0xA5A5A5A5A5A5A5A5U);
+}
+
+TEST(CApi, StatisticsOfTiersAreThoseOfTheDiskCache) {
+  std::string folder = ::testing::TempDir() + "kvtier-c-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  kvtier_config config = small_config();
+  config.host_bytes = std::uint64_t{8} * 64 * 256;
+  config.disk_cache = folder.c_str();
+  config.disk_cache_bytes = std::uint64_t{16} << 20;
+  kvtier_engine* made = nullptr;
+  ASSERT_EQ(kvtier_engine_create(&config, &made), KVTIER_OK) << kvtier_last_error();
+  {
+    const EnginePtr engine(made);
+    const SessionPtr session = open_session(engine);
+    for (int i = 0; i < 10; ++i) fill(session, 100);  // 16 pages, in 8 frames
+    kvtier_stats all;
+    all.struct_size = sizeof(all);
+    ASSERT_EQ(kvtier_engine_stats(engine.get(), &all), KVTIER_OK);
+    EXPECT_EQ(all.num_tiers, 1U);
+    kvtier_tier_stats tier;
+    std::memset(&tier, 0xA5, sizeof(tier));
+    tier.struct_size = sizeof(tier);
+    ASSERT_EQ(kvtier_engine_tier_stats(engine.get(), 0, &tier), KVTIER_OK);
+    EXPECT_STREQ(tier.kind, "file");
+    EXPECT_GE(tier.stored, 8U);
+    EXPECT_EQ(tier.puts, tier.stored);
+    EXPECT_EQ(tier.bytes_written, all.tier_bytes_written);
+    EXPECT_EQ(tier.servers, 0U);
+    EXPECT_GT(std::accumulate(std::begin(tier.put_counts), std::end(tier.put_counts), 0ULL), 0U);
+
+    tier.struct_size = offsetof(kvtier_tier_stats, puts);
+    tier.puts = 77;
+    ASSERT_EQ(kvtier_engine_tier_stats(engine.get(), 0, &tier), KVTIER_OK);
+    EXPECT_EQ(tier.puts, 77U);
+    tier.struct_size = sizeof(tier) + 8;
+    EXPECT_EQ(kvtier_engine_tier_stats(engine.get(), 0, &tier), KVTIER_INVALID_ARGUMENT);
+    tier.struct_size = sizeof(tier);
+    EXPECT_EQ(kvtier_engine_tier_stats(engine.get(), 1, &tier), KVTIER_INVALID_ARGUMENT);
+    EXPECT_THAT(kvtier_last_error(), HasSubstr("expected one of 1 tiers, found 1"));
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(CApi, RefusesNullPointers) {

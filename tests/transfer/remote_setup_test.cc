@@ -37,9 +37,13 @@ TEST_F(RemoteSetup, MakesOneTierOfEachKindInOrder) {
   ASSERT_EQ(tiers.size(), 2U);
   EXPECT_THAT(tiers[0]->describe(), HasSubstr("memcached"));
   EXPECT_THAT(tiers[1]->describe(), HasSubstr("redis"));
+  EXPECT_EQ(tiers[0]->kind(), "memcached");
+  EXPECT_EQ(tiers[1]->kind(), "redis");
   const Page page(1);
   for (const auto& tier : tiers) {
     EXPECT_FALSE(tier->retains());
+    EXPECT_EQ(tier->stats().servers, 1U);
+    EXPECT_EQ(tier->stats().servers_open, 0U);
     EXPECT_EQ(put(*tier, page), TierStatus::kOk);
     EXPECT_EQ(get(*tier, page), TierStatus::kOk);
   }

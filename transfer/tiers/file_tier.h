@@ -53,6 +53,7 @@ class FileTier final : public PageTier {
   [[nodiscard]] std::size_t max_page_bytes() const noexcept override;
   [[nodiscard]] bool retains() const noexcept override;
   [[nodiscard]] TierStats stats() const override;
+  [[nodiscard]] std::string_view kind() const noexcept override { return "file"; }
   [[nodiscard]] std::string describe() const override;
 
  private:

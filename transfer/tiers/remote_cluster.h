@@ -138,6 +138,7 @@ class RemoteCluster {
 
   [[nodiscard]] const RemoteOptions& options() const noexcept { return options_; }
   [[nodiscard]] std::vector<RemoteServerState> servers() const;
+  [[nodiscard]] const std::string& kind() const noexcept { return kind_; }
   /// One line: kind, servers, connections.
   [[nodiscard]] std::string describe() const;
 

@@ -168,8 +168,17 @@ void RemoteTier::remove(std::span<const PageKey> keys, Deadline deadline) {
 }
 
 TierStats RemoteTier::stats() const {
-  const std::lock_guard lock(mutex_);
-  return stats_;
+  TierStats stats;
+  {
+    const std::lock_guard lock(mutex_);
+    stats = stats_;
+  }
+  for (const RemoteServerState& server : cluster_->servers()) {
+    ++stats.servers;
+    if (server.circuit == CircuitState::kOpen) ++stats.servers_open;
+    if (server.circuit == CircuitState::kHalfOpen) ++stats.servers_probing;
+  }
+  return stats;
 }
 
 std::string RemoteTier::describe() const {

@@ -40,6 +40,7 @@ class RemoteTier final : public PageTier {
   void remove(std::span<const PageKey> keys, Deadline deadline) override;
   [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return max_page_bytes_; }
   [[nodiscard]] TierStats stats() const override;
+  [[nodiscard]] std::string_view kind() const noexcept override { return cluster_->kind(); }
   [[nodiscard]] std::string describe() const override;
 
  private:

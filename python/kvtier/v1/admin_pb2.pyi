@@ -11,26 +11,38 @@ SERVER_STATE_SERVING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
 
 class CumulativeStats(_message.Message):
-    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "nonfinite_tokens", "queries", "rows_attended", "rows_selected", "tokens_appended"]
+    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "cold_steps", "nonfinite_tokens", "pages_lost", "pages_repaired", "pages_restored", "pages_spilled", "queries", "rows_attended", "rows_selected", "tier_wait", "tokens_appended"]
     BYTES_DEVICE_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_DEVICE_TO_HOST_FIELD_NUMBER: _ClassVar[int]
     BYTES_HOST_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SKETCH_READ_FIELD_NUMBER: _ClassVar[int]
+    COLD_STEPS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_LOST_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESTORED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SPILLED_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     ROWS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
     ROWS_SELECTED_FIELD_NUMBER: _ClassVar[int]
+    TIER_WAIT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_APPENDED_FIELD_NUMBER: _ClassVar[int]
     bytes_device_resident: int
     bytes_device_to_host: int
     bytes_host_to_device: int
     bytes_sketch_read: int
+    cold_steps: int
     nonfinite_tokens: int
+    pages_lost: int
+    pages_repaired: int
+    pages_restored: int
+    pages_spilled: int
     queries: int
     rows_attended: int
     rows_selected: int
+    tier_wait: _duration_pb2.Duration
     tokens_appended: int
-    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ..., pages_spilled: _Optional[int] = ..., pages_restored: _Optional[int] = ..., pages_repaired: _Optional[int] = ..., pages_lost: _Optional[int] = ..., cold_steps: _Optional[int] = ..., tier_wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = []
@@ -71,16 +83,26 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ["cumulative", "page_cache", "service", "snapshot"]
+    __slots__ = ["cumulative", "page_cache", "service", "snapshot", "tiers"]
     CUMULATIVE_FIELD_NUMBER: _ClassVar[int]
     PAGE_CACHE_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     cumulative: CumulativeStats
     page_cache: PageCacheStats
     service: ServiceStats
     snapshot: SnapshotStats
-    def __init__(self, cumulative: _Optional[_Union[CumulativeStats, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotStats, _Mapping]] = ..., service: _Optional[_Union[ServiceStats, _Mapping]] = ..., page_cache: _Optional[_Union[PageCacheStats, _Mapping]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    def __init__(self, cumulative: _Optional[_Union[CumulativeStats, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotStats, _Mapping]] = ..., service: _Optional[_Union[ServiceStats, _Mapping]] = ..., page_cache: _Optional[_Union[PageCacheStats, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
+
+class LatencyCounts(_message.Message):
+    __slots__ = ["counts", "total"]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total: _duration_pb2.Duration
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., total: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListTenantsRequest(_message.Message):
     __slots__ = ["page_size", "page_token"]
@@ -193,10 +215,11 @@ class SetTenantQuotaResponse(_message.Message):
     def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
 
 class SnapshotStats(_message.Message):
-    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_shared", "pages_used", "sessions", "sketch_bytes_used"]
+    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_away", "pages_shared", "pages_used", "sessions", "sketch_bytes_used"]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_AWAY_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -206,11 +229,12 @@ class SnapshotStats(_message.Message):
     host_page_bytes: int
     host_page_bytes_used: int
     pages: int
+    pages_away: int
     pages_shared: int
     pages_used: int
     sessions: int
     sketch_bytes_used: int
-    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_away: _Optional[int] = ...) -> None: ...
 
 class Tenant(_message.Message):
     __slots__ = ["kv_bytes", "name", "quota", "sessions"]
@@ -231,6 +255,54 @@ class TenantQuota(_message.Message):
     max_kv_bytes: int
     max_sessions: int
     def __init__(self, max_sessions: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ["bytes_read", "bytes_written", "capacity_bytes", "corrupt", "get_failures", "get_time", "get_timeouts", "gets", "hits", "kind", "misses", "pages_evicted", "put_failures", "put_time", "put_timeouts", "puts", "refused", "servers", "servers_open", "servers_probing", "stored", "used_bytes"]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    GETS_FIELD_NUMBER: _ClassVar[int]
+    GET_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    GET_TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
+    GET_TIME_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PUTS_FIELD_NUMBER: _ClassVar[int]
+    PUT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PUT_TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
+    PUT_TIME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_PROBING_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes_read: int
+    bytes_written: int
+    capacity_bytes: int
+    corrupt: int
+    get_failures: int
+    get_time: LatencyCounts
+    get_timeouts: int
+    gets: int
+    hits: int
+    kind: str
+    misses: int
+    pages_evicted: int
+    put_failures: int
+    put_time: LatencyCounts
+    put_timeouts: int
+    puts: int
+    refused: int
+    servers: int
+    servers_open: int
+    servers_probing: int
+    stored: int
+    used_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., gets: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., corrupt: _Optional[int] = ..., get_timeouts: _Optional[int] = ..., get_failures: _Optional[int] = ..., puts: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., put_timeouts: _Optional[int] = ..., put_failures: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., servers: _Optional[int] = ..., servers_open: _Optional[int] = ..., servers_probing: _Optional[int] = ..., get_time: _Optional[_Union[LatencyCounts, _Mapping]] = ..., put_time: _Optional[_Union[LatencyCounts, _Mapping]] = ...) -> None: ...
 
 class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []

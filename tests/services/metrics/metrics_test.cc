@@ -223,6 +223,29 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   EXPECT_EQ(seen.sum("kvtier_tier_errors_total", disk), 0);
   EXPECT_EQ(seen.sum("kvtier_pages_lost_total"), 0);
   EXPECT_GT(seen.sum("kvtier_tier_wait_seconds_total"), 0);
+  EXPECT_EQ(seen.sum("kvtier_tier_puts_total", disk), away);
+  EXPECT_EQ(seen.sum("kvtier_tier_used_bytes", disk), away * kPage);
+  EXPECT_GE(seen.sum("kvtier_tier_capacity_bytes", disk), 4 * MiB);
+  EXPECT_EQ(
+      seen.sum("kvtier_tier_operation_seconds_count", {{"tier", "engine_file"}, {"op", "get"}}), 0);
+  const Exposition::LabelSet puts{{"tier", "engine_file"}, {"op", "put"}};
+  EXPECT_GT(seen.sum("kvtier_tier_operation_seconds_count", puts), 0);
+  Exposition::LabelSet all = puts;
+  all.emplace("le", "+Inf");
+  EXPECT_EQ(seen.sum("kvtier_tier_operation_seconds_bucket", all),
+            seen.sum("kvtier_tier_operation_seconds_count", puts));
+
+  v1::GetStatsResponse stats;
+  core_->get_stats(stats);
+  ASSERT_EQ(stats.tiers_size(), 1);
+  const v1::TierStats& tier = stats.tiers(0);
+  EXPECT_EQ(tier.kind(), "file");
+  EXPECT_EQ(static_cast<double>(tier.stored()), away);
+  EXPECT_EQ(tier.puts(), tier.stored() + tier.refused());
+  EXPECT_EQ(tier.bytes_written(), tier.stored() * kPage);
+  EXPECT_EQ(tier.put_time().counts_size(), 19);
+  EXPECT_EQ(stats.cumulative().pages_spilled(), tier.stored());
+  EXPECT_EQ(stats.snapshot().pages_away(), tier.stored());
   core_.reset();
   std::filesystem::remove_all(folder);
 }

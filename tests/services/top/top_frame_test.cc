@@ -24,6 +24,18 @@ Exposition reading(int scale) {
       "kvtier_row_read_bytes_total{source=\"host\"} " + times(250000000) +
       "kvtier_tier_capacity_bytes{tier=\"engine_host\"} 4194304\n"
       "kvtier_tier_used_bytes{tier=\"engine_host\"} 1048576\n"
+      "kvtier_tier_capacity_bytes{tier=\"engine_file\"} 8388608\n"
+      "kvtier_tier_used_bytes{tier=\"engine_file\"} 2097152\n"
+      "kvtier_tier_gets_total{tier=\"engine_file\"} 400\n"
+      "kvtier_pages_restored_total{tier=\"engine_file\"} 300\n"
+      "kvtier_checksum_failures_total{tier=\"engine_file\"} 3\n"
+      "kvtier_tier_errors_total{tier=\"engine_file\",op=\"get\",kind=\"miss\"} 90\n"
+      "kvtier_tier_errors_total{tier=\"engine_file\",op=\"get\",kind=\"timeout\"} 7\n"
+      "kvtier_tier_gets_total{tier=\"engine_memcached\"} 100\n"
+      "kvtier_pages_restored_total{tier=\"engine_memcached\"} 50\n"
+      "kvtier_checksum_failures_total{tier=\"engine_memcached\"} 0\n"
+      "kvtier_tier_circuit_state{tier=\"engine_memcached\",state=\"closed\"} 2\n"
+      "kvtier_tier_circuit_state{tier=\"engine_memcached\",state=\"open\"} 1\n"
       "kvtier_operation_seconds_bucket{method=\"A/Decode\",le=\"0.0001\"} " +
       times(90) + "kvtier_operation_seconds_bucket{method=\"A/Decode\",le=\"0.0256\"} " +
       times(98) + "kvtier_operation_seconds_bucket{method=\"A/Decode\",le=\"+Inf\"} " + times(100) +
@@ -48,6 +60,11 @@ TEST(TopFrame, ShowsRatesQuantilesAndShares) {
   EXPECT_THAT(lines, Contains(HasSubstr("operations 2k/s")));
   EXPECT_THAT(lines, Contains(HasSubstr("rows read 125 MB/s  selected 75.0 %")));
   EXPECT_THAT(lines, Contains(HasSubstr("1 MiB  4 MiB  25.0 %  [#####...............]")));
+  EXPECT_THAT(
+      lines,
+      Contains(::testing::MatchesRegex("engine_file +2 MiB +8 MiB +25\\.0 % .* 75\\.0 % +10 +-")));
+  EXPECT_THAT(
+      lines, Contains(::testing::MatchesRegex("engine_memcached +- +- +- .* 50\\.0 % +0 +1 of 3")));
   EXPECT_THAT(lines, Contains(::testing::MatchesRegex("Decode +50 +100 us +> 6\\.6 s +1 +5 +200")));
   EXPECT_THAT(lines, Contains(::testing::MatchesRegex("alpha +3 +1 KiB +none +0")));
   EXPECT_THAT(lines, Each(Not(HasSubstr("Never"))));
