@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the server and runs what takes long: 1,000 killed clients, 10,000 sessions, slow readers, 100 SIGTERMs under
-# load, every answer of a bystander compared with double precision; then the tests labelled slow.
+# load, every answer of a bystander compared with double precision; then the tests labelled slow, among them a million
+# random calls on page tables and tiers.
 #
 #   scripts/soak.sh [--small] [--json FILE] [CASE...]
 #
@@ -29,5 +30,5 @@ KVTIER_BINARY=$PWD/build/release/services/kvtier \
 
 if (($# == 0)); then
   say "tests labelled slow"
-  ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
+  KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
 fi
