@@ -7,7 +7,8 @@
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
 `name` of this file returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
-model`), DATE-h200-ttft.json (`kvtier-bench ttft`). Python's standard library is enough.
+model`), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
+may be missing. Python's standard library is enough.
 """
 
 import argparse
@@ -351,6 +352,44 @@ def service(_):
                  [row(entry) for entry in load(newest("service", "cpu"))["rows"] if "error" not in entry])
 
 
+def tiers_path():
+    files = sorted(RESULTS.glob("*-cpu-tiers.json"))
+    return files[-1] if files else None
+
+
+def tiers_block(_):
+    path = tiers_path()
+    if path is None:
+        return "Not measured: no run of `kvtier-tier-bench` is committed."
+    document = load(path)
+    reads = next(row for row in document["rows"] if row["what"] == "file_tier_over_fio")
+    way = reads["path"].split(": ", 1)[1].split(", ")
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, {document['fio']}, "
+            f"load average {document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end; {way[0]}, {way[1]}, "
+            f"{reads['depth']} transfers in flight.")
+
+
+def tiers(_):
+    """Rows of kvtier-tier-bench."""
+    def row(row):
+        size = f"{row['page_bytes'] // K:,} KiB"
+        rates = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"]
+        what = row["what"]
+        if what == "file_tier_over_fio":
+            return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
+                    spread(row, "share", percent))
+        if what == "call_restore":
+            return (f"pages of {size} that `fetch` brings back from the disk cache, in place of others: share of fio", "", "", *rates,
+                    percent(row["share"]))
+        return (f"pages of {size} from host to host, verified: overhead over the copy", "10 %", "5 %", *rates,
+                spread(row, "overhead", percent))
+
+    path = tiers_path()
+    if path is None:
+        return ""
+    return table(["what", "must", "aim", "kvtier", "held against", "ratio"], [row(entry) for entry in load(path)["rows"]])
+
+
 def spread(row, field, form):
     return f"{form(row[field])} ({form(row[field + '_least'])} to {form(row[field + '_most'])})"
 
@@ -438,7 +477,8 @@ def ttft(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, ttft, service, service_block)}
+           needle_file, replay, replay_file, whole_model, ttft, service, service_block, tiers,
+            tiers_block)}
 
 
 def document(run):
