@@ -31,8 +31,9 @@ const std::vector<double>& queue_buckets() {
   return buckets;
 }
 
+/// Control, or rows of keys and values.
 const std::vector<double>& message_buckets() {
-  static const std::vector<double> buckets = {65536, 1048576};
+  static const std::vector<double> buckets = {65536};
   return buckets;
 }
 
