@@ -1,38 +1,14 @@
 #include "benchmarks/service/benchmarks.h"
+#include "benchmarks/service/run_report.h"
 
 #include <CLI/CLI.hpp>
 
-#include <array>
-#include <ctime>
-#include <fstream>
-#include <functional>
+#include <algorithm>
+#include <exception>
 #include <iostream>
-#include <thread>
 
 namespace kvtier::bench {
 namespace {
-
-std::string processor() {
-  std::ifstream in("/proc/cpuinfo");
-  for (std::string line; std::getline(in, line);) {
-    const std::size_t colon = line.find(": ");
-    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
-  }
-  return "unknown processor";
-}
-
-std::string today() {
-  const std::time_t now = std::time(nullptr);
-  std::array<char, 16> date{};
-  std::strftime(date.data(), date.size(), "%Y-%m-%d", std::gmtime(&now));
-  return date.data();
-}
-
-double load() {
-  double average = 0;
-  std::ifstream("/proc/loadavg") >> average;
-  return average;
-}
 
 int run(int argc, char** argv) {
   CLI::App app("Compares the paths of kvtier serve with what they are to be held against");
@@ -51,15 +27,7 @@ int run(int argc, char** argv) {
   app.add_option("--out", output, "File for the report (default: standard output)");
   CLI11_PARSE(app, argc, argv);
 
-  std::string command = "kvtier-service-bench";
-  for (int i = 1; i < argc; ++i) command += std::string(" ") + argv[i];
-  nlohmann::json report{
-      {"date", today()},
-      {"command", command},
-      {"hardware",
-       processor() + ", " + std::to_string(std::thread::hardware_concurrency()) + " cores"},
-      {"load_at_start", load()},
-      {"rows", nlohmann::json::array()}};
+  RunReport report("kvtier-service-bench", argc, argv);
   // First of all: it forks.
   const ServerProcess server(mib << 20);
   using Rows = nlohmann::json (*)(const ServerProcess&, const Settings&);
@@ -70,25 +38,23 @@ int run(int argc, char** argv) {
   for (const auto& [name, rows] : groups) {
     if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), name) == wanted.end()) continue;
     try {
-      for (const auto& row : rows(server, settings)) {
-        std::cerr << row.dump() << std::endl;
-        report["rows"].push_back(row);
-      }
+      report.add(rows(server, settings));
     } catch (const std::exception& error) {
-      std::cerr << name << ": " << error.what() << std::endl;
-      report["rows"].push_back({{"what", name}, {"error", error.what()}});
+      report.add(nlohmann::json::array({{{"what", name}, {"error", error.what()}}}));
     }
   }
-  report["load_at_end"] = load();
-  if (output.empty()) {
-    std::cout << report.dump(1) << '\n';
-  } else {
-    std::ofstream(output) << report.dump(1) << '\n';
-  }
+  report.write(output);
   return 0;
 }
 
 }  // namespace
 }  // namespace kvtier::bench
 
-int main(int argc, char** argv) { return kvtier::bench::run(argc, argv); }
+int main(int argc, char** argv) {
+  try {
+    return kvtier::bench::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << "kvtier-service-bench: " << error.what() << '\n';
+    return 1;
+  }
+}
