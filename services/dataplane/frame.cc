@@ -246,9 +246,8 @@ CallBody decode_call(std::span<const std::byte> control) {
   Reader in(control);
   CallBody body;
   const auto method = in.get<std::uint16_t>();
-  if (method < 1 || method > static_cast<std::uint16_t>(Method::kBatchFetch)) {
-    malformed("method", "1 to 7", method);
-  }
+  constexpr auto kLast = static_cast<std::uint16_t>(Method::kBatchFetch);
+  if (method < 1 || method > kLast) malformed("method", "1 to " + std::to_string(kLast), method);
   body.method = static_cast<Method>(method);
   const auto reserved = in.get<std::uint16_t>();
   if (reserved != 0) malformed("reserved", "0", reserved);

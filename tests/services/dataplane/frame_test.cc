@@ -164,6 +164,16 @@ void check_body(const Body& body, Decode decode) {
   EXPECT_THAT(error_of([&] { (void)decode(bytes); }), HasSubstr("expected"));
 }
 
+TEST(FrameBodies, RefuseMethodsThatThereAreNot) {
+  for (const int method : {0, 10, 65535}) {
+    Bytes bytes = encode(CallBody{});
+    bytes[0] = static_cast<std::byte>(method);
+    bytes[1] = static_cast<std::byte>(method >> 8);
+    EXPECT_THAT(error_of([&] { (void)decode_call(bytes); }),
+                HasSubstr("frame.method: expected 1 to 9, found " + std::to_string(method)));
+  }
+}
+
 TEST(FrameBodies, DecodeToWhatWasEncoded) {
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
