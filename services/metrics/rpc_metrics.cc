@@ -1,5 +1,7 @@
 #include "services/metrics/rpc_metrics.h"
 
+#include "kvtier/stats.h"
+
 #include <algorithm>
 #include <prometheus/counter.h>
 #include <prometheus/gauge.h>
@@ -43,11 +45,14 @@ double seconds(std::chrono::nanoseconds duration) {
 
 }  // namespace
 
-std::vector<double> duration_buckets() {
-  constexpr int kBuckets = 18;
-  std::vector<double> buckets;
-  double bound = 50e-6;
-  for (int i = 0; i < kBuckets; ++i, bound *= 2) buckets.push_back(bound);
+const std::vector<double>& duration_buckets() {
+  static const std::vector<double> buckets = [] {
+    std::vector<double> bounds;
+    for (std::size_t i = 0; i < LatencyHistogram::kBounds; ++i) {
+      bounds.push_back(std::chrono::duration<double>(LatencyHistogram::bound(i)).count());
+    }
+    return bounds;
+  }();
   return buckets;
 }
 

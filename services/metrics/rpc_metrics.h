@@ -16,8 +16,8 @@ namespace kvtier::services {
 
 enum class Direction : std::uint8_t { kReceived, kSent };
 
-/// Buckets of the durations of operations: 50 us to 6.6 s, each twice the one before.
-[[nodiscard]] std::vector<double> duration_buckets();
+/// Buckets of the durations of operations, in seconds: the bounds of LatencyHistogram.
+[[nodiscard]] const std::vector<double>& duration_buckets();
 
 /// Series of the calls, by method; all of them are there, at 0, from the start. A call of a method
 /// that was not named counts as "other". Thread-safe.

@@ -2,6 +2,7 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
+#include "services/metrics/rpc_metrics.h"
 #include "services/metrics/server_metrics.h"
 
 #include <google/protobuf/descriptor.h>
@@ -94,12 +95,8 @@ void add_prefixes(const Stats& stats, Families& families) {
 }
 
 void add_times(const LatencyHistogram& times, const Labels& labels, Families& families) {
-  std::vector<double> bounds;
-  for (std::size_t i = 0; i < LatencyHistogram::kBounds; ++i) {
-    bounds.push_back(std::chrono::duration<double>(LatencyHistogram::bound(i)).count());
-  }
-  families.histogram("kvtier_tier_operation_seconds", "Time of calls to a tier.", bounds,
-                     times.counts, number(times.nanoseconds) / 1e9, labels);
+  families.histogram("kvtier_tier_operation_seconds", "Time of calls to a tier.",
+                     duration_buckets(), times.counts, number(times.nanoseconds) / 1e9, labels);
 }
 
 /// One store below the page pools of the engines.
