@@ -5,61 +5,23 @@
     performance.py --check    fails when they are not what the results say
 
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
-`name` of this file returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
+`name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
 model`), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
 may be missing. Python's standard library is enough.
 """
 
 import argparse
-import json
 import math
-import pathlib
 import re
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-K, M = 1024, 1024 * 1024
+from figures import K, M, ROOT, context, fraction, load, newest, number, percent, table, times
+from host_figures import service, service_block, tiers, tiers_block
+
 SHAPE = {"batch": 1, "query_heads": 32, "kv_heads": 8}
 NORM_AWARE = {"estimator": "norm_aware", "bits": 256, "selection": "per_kv_head", "placement": "device"}
 SOFT = {"estimator": "soft_collision", "bits": 600, "selection": "per_kv_head", "placement": "device"}
-
-
-def newest(kind, machine="h200"):
-    files = sorted(RESULTS.glob(f"*-{machine}-{kind}.json"))
-    if not files:
-        sys.exit(f"performance.py: expected a file benchmarks/results/DATE-{machine}-{kind}.json, found none")
-    return files[-1]
-
-
-def load(path):
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def table(head, rows):
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
-
-
-def number(value, digits=3):
-    """A figure with `digits` significant digits and no exponent; "not measured" for None."""
-    if value is None:
-        return "not measured"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:,.{places}f}"
-
-
-def times(value):
-    return "not measured" if value is None else f"{value:.2f}x"
-
-
-def percent(value):
-    return "not measured" if value is None else f"{100 * value:.0f} %"
-
-
-def context(tokens):
-    return f"{tokens // M}M" if tokens % M == 0 else f"{tokens // K}K"
 
 
 class Run:
@@ -273,11 +235,6 @@ def failures(run):
     return "\n".join(["Rows that could not be measured in this run:", ""] + lines) if lines else ""
 
 
-def fraction(value):
-    """A share as .992, and 1 as 1.000."""
-    return f"{value:.3f}".removeprefix("0")
-
-
 def needle(_):
     data = load(newest("needle-llama"))["cases"]
     names = [("norm-aware 256 bits", {"estimator": "norm_aware", "bits": 256, "value_weighting": "logit"}),
@@ -309,89 +266,6 @@ def replay(_):
                     "norm_aware": f"norm-aware {row.get('bits')} bits"}[row["estimator"]]
             rows.setdefault(name, {})[row["sparsity"]] = fraction(row["mean"]["attention_mass"])
     return table(["selector", "33x", "100x"], [(name, mass[33.0], mass[100.0]) for name, mass in rows.items()])
-
-
-def service_block(_):
-    path = newest("service", "cpu")
-    document = load(path)
-    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, load average "
-            f"{document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end.")
-
-
-def service(_):
-    """Rows of kvtier-service-bench: what was measured, what it is held against, and their ratio."""
-    def row(row):
-        size = f", {row['page_bytes'] // K:,} KiB" if "page_bytes" in row else ""
-        rate = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"] if "gbps" in row else None
-        what = row["what"]
-        if what == "shared_memory_over_memcpy":
-            return (f"random pages{size}, shared memory: share of memcpy", "60 %", "85 %", *rate, spread(row, "share", percent))
-        if what == "frames_over_sendmsg":
-            return (f"random pages{size}, frames: share of sendmsg of the same pages", "75 %", "90 %", *rate,
-                    spread(row, "share", percent))
-        if what == "shared_memory_over_redis":
-            return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
-                    spread(row, "times", times))
-        if what == "raw_stream_over_messages":
-            return (f"random pages{size}, ReadPages: times the same in messages of protobuf", "1.5x", "2x", *rate,
-                    spread(row, "times", times))
-        if what == "overload_over_peak":
-            return (f"{row['call']} after {context(row['tokens'])} at {row['factor']}x the rate that is served: goodput over peak; p99 "
-                    f"of the refused {number(row['rejected_p99_ms'])} ms (must 10, aim 5)", "85 %", "95 %",
-                    f"{number(row['calls_per_second'])} calls/s", f"{number(row['baseline_calls_per_second'])} calls/s",
-                    spread(row, "share", percent))
-        if what == "unary_over_echo":
-            return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
-                    f"{number(row['baseline_p50_us'])} us", times(row["times"]))
-        over = {"decode_shared_memory_over_embedded": ("shared memory", "25 %", "10 %"),
-                "decode_grpc_over_embedded": ("gRPC", "", "")}[what]
-        return (f"token of needle-llama after {context(row['tokens'])}, {over[0]}: overhead over embedded", *over[1:],
-                f"{number(row['token_ms'])} ms", f"{number(row['baseline_token_ms'])} ms", percent(row["overhead"]))
-
-    return table(["what", "must", "aim", "service", "held against", "ratio"],
-                 [row(entry) for entry in load(newest("service", "cpu"))["rows"] if "error" not in entry])
-
-
-def tiers_path():
-    files = sorted(RESULTS.glob("*-cpu-tiers.json"))
-    return files[-1] if files else None
-
-
-def tiers_block(_):
-    path = tiers_path()
-    if path is None:
-        return "Not measured: no run of `kvtier-tier-bench` is committed."
-    document = load(path)
-    reads = next(row for row in document["rows"] if row["what"] == "file_tier_over_fio")
-    way = reads["path"].split(": ", 1)[1].split(", ")
-    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, {document['fio']}, "
-            f"load average {document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end; {way[0]}, {way[1]}, "
-            f"{reads['depth']} transfers in flight.")
-
-
-def tiers(_):
-    """Rows of kvtier-tier-bench."""
-    def row(row):
-        size = f"{row['page_bytes'] // K:,} KiB"
-        rates = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"]
-        what = row["what"]
-        if what == "file_tier_over_fio":
-            return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
-                    spread(row, "share", percent))
-        if what == "call_restore":
-            return (f"pages of {size} that `fetch` brings back from the disk cache, in place of others: share of fio", "", "", *rates,
-                    percent(row["share"]))
-        return (f"pages of {size} from host to host, verified: overhead over the copy", "10 %", "5 %", *rates,
-                spread(row, "overhead", percent))
-
-    path = tiers_path()
-    if path is None:
-        return ""
-    return table(["what", "must", "aim", "kvtier", "held against", "ratio"], [row(entry) for entry in load(path)["rows"]])
-
-
-def spread(row, field, form):
-    return f"{form(row[field])} ({form(row[field + '_least'])} to {form(row[field + '_most'])})"
 
 
 def needle_file(_):
@@ -477,8 +351,7 @@ def ttft(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, ttft, service, service_block, tiers,
-            tiers_block)}
+           needle_file, replay, replay_file, whole_model, ttft, service, service_block, tiers, tiers_block)}
 
 
 def document(run):

@@ -1,0 +1,82 @@
+"""Blocks of docs/performance.md that are measured on a CPU: the service and the tiers."""
+
+from figures import K, RESULTS, context, load, newest, number, percent, spread, table, times
+
+
+def service_block(_):
+    path = newest("service", "cpu")
+    document = load(path)
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, load average "
+            f"{document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end.")
+
+
+def service(_):
+    """Rows of kvtier-service-bench: what was measured, what it is held against, and their ratio."""
+    def row(row):
+        size = f", {row['page_bytes'] // K:,} KiB" if "page_bytes" in row else ""
+        rate = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"] if "gbps" in row else None
+        what = row["what"]
+        if what == "shared_memory_over_memcpy":
+            return (f"random pages{size}, shared memory: share of memcpy", "60 %", "85 %", *rate, spread(row, "share", percent))
+        if what == "frames_over_sendmsg":
+            return (f"random pages{size}, frames: share of sendmsg of the same pages", "75 %", "90 %", *rate,
+                    spread(row, "share", percent))
+        if what == "shared_memory_over_redis":
+            return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
+                    spread(row, "times", times))
+        if what == "raw_stream_over_messages":
+            return (f"random pages{size}, ReadPages: times the same in messages of protobuf", "1.5x", "2x", *rate,
+                    spread(row, "times", times))
+        if what == "overload_over_peak":
+            return (f"{row['call']} after {context(row['tokens'])} at {row['factor']}x the rate that is served: goodput over peak; p99 "
+                    f"of the refused {number(row['rejected_p99_ms'])} ms (must 10, aim 5)", "85 %", "95 %",
+                    f"{number(row['calls_per_second'])} calls/s", f"{number(row['baseline_calls_per_second'])} calls/s",
+                    spread(row, "share", percent))
+        if what == "unary_over_echo":
+            return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
+                    f"{number(row['baseline_p50_us'])} us", times(row["times"]))
+        over = {"decode_shared_memory_over_embedded": ("shared memory", "25 %", "10 %"),
+                "decode_grpc_over_embedded": ("gRPC", "", "")}[what]
+        return (f"token of needle-llama after {context(row['tokens'])}, {over[0]}: overhead over embedded", *over[1:],
+                f"{number(row['token_ms'])} ms", f"{number(row['baseline_token_ms'])} ms", percent(row["overhead"]))
+
+    return table(["what", "must", "aim", "service", "held against", "ratio"],
+                 [row(entry) for entry in load(newest("service", "cpu"))["rows"] if "error" not in entry])
+
+
+def tiers_path():
+    files = sorted(RESULTS.glob("*-cpu-tiers.json"))
+    return files[-1] if files else None
+
+
+def tiers_block(_):
+    path = tiers_path()
+    if path is None:
+        return "Not measured: no run of `kvtier-tier-bench` is committed."
+    document = load(path)
+    reads = next(row for row in document["rows"] if row["what"] == "file_tier_over_fio")
+    way = reads["path"].split(": ", 1)[1].split(", ")
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, {document['fio']}, "
+            f"load average {document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end; {way[0]}, {way[1]}, "
+            f"{reads['depth']} transfers in flight.")
+
+
+def tiers(_):
+    """Rows of kvtier-tier-bench."""
+    def row(row):
+        size = f"{row['page_bytes'] // K:,} KiB"
+        rates = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"]
+        what = row["what"]
+        if what == "file_tier_over_fio":
+            return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
+                    spread(row, "share", percent))
+        if what == "call_restore":
+            return (f"pages of {size} that `fetch` brings back from the disk cache, in place of others: share of fio", "", "", *rates,
+                    percent(row["share"]))
+        return (f"pages of {size} from host to host, verified: overhead over the copy", "10 %", "5 %", *rates,
+                spread(row, "overhead", percent))
+
+    path = tiers_path()
+    if path is None:
+        return ""
+    return table(["what", "must", "aim", "kvtier", "held against", "ratio"], [row(entry) for entry in load(path)["rows"]])
