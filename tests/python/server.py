@@ -44,6 +44,13 @@ class Server:
         self.folder.cleanup()
 
 
+def wait_until(test: unittest.TestCase, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        test.assertLess(time.monotonic(), end, "waited in vain")
+        time.sleep(0.02)
+
+
 class ServerTest(unittest.TestCase):
     """One server for the cases of a class."""
 
@@ -56,10 +63,7 @@ class ServerTest(unittest.TestCase):
         cls.addClassCleanup(cls.server.close)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            self.assertLess(time.monotonic(), end, "waited in vain")
-            time.sleep(0.02)
+        wait_until(self, condition)
 
 
 def bfloat_bits(array: Any) -> Any:
