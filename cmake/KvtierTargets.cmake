@@ -35,6 +35,21 @@ elseif(KVTIER_SANITIZE)
   message(FATAL_ERROR "KVTIER_SANITIZE: expected empty, address or thread, found ${KVTIER_SANITIZE}")
 endif()
 
+# kvtier_light_compiles(TARGET...): code that no decode step waits for, with headers that are slow to compile. With
+# KVTIER_QUICK a release build hardly optimises it and a sanitizer's not at all. AddressSanitizer's leaves to that what
+# UndefinedBehaviorSanitizer would see too.
+function(kvtier_light_compiles)
+  foreach(target IN LISTS ARGN)
+    if(KVTIER_QUICK)
+      target_compile_options(${target} PRIVATE $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release>>:-O1>
+        $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:RelWithDebInfo>>:-O0>)
+    endif()
+    if(KVTIER_SANITIZE STREQUAL "address")
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize=null,alignment,object-size,vptr>)
+    endif()
+  endforeach()
+endfunction()
+
 # kvtier_few_compiles(TARGET...): sources that see the headers of gRPC, protobuf, Asio, GoogleTest, CLI11 or JSON.
 # Most of the time of compiling one goes to the same templates again and again, so with KVTIER_UNITY several are
 # compiled as one.
@@ -94,6 +109,9 @@ function(kvtier_test)
   target_link_libraries(${arg_NAME} PRIVATE ${arg_DEPS} GTest::gmock GTest::gtest_main kvtier_warnings)
   if(NOT arg_APART)
     kvtier_few_compiles(${arg_NAME})
+  endif()
+  if("service" IN_LIST arg_LABELS)
+    kvtier_light_compiles(${arg_NAME})
   endif()
   if("gpu" IN_LIST arg_LABELS AND NOT "kvtier_llama_test_support" IN_LIST arg_DEPS)
     set_property(GLOBAL APPEND PROPERTY KVTIER_GPU_TESTS ${arg_NAME})
