@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace kvtier::services {
 namespace {
@@ -29,10 +28,7 @@ Batch send(DataChannel& channel, const std::string& lease, std::span<std::byte> 
     if (page.handle.size() == descriptor.handle.size()) {
       std::ranges::copy(page.handle, descriptor.handle.begin());
     }
-    page.crc = crc32c(page.from);
-    if (!page.from.empty()) {
-      std::memcpy(staging.data() + used, page.from.data(), page.from.size());
-    }
+    page.crc = crc32c_copy(staging.subspan(used, page.from.size()), page.from);
     descriptor.bytes = page.from.size();
     descriptor.destination =
         static_cast<std::uint64_t>(staging.data() - channel.staging().data()) + used;

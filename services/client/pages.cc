@@ -110,8 +110,7 @@ class Arrivals {
         results_[i] = {.code = ErrorCode::kInvalidArgument, .reason = "PAGE_TOO_LARGE"};
         return;
       }
-      std::ranges::copy(run, to.begin() + static_cast<std::ptrdiff_t>(at));
-      sums_[i] = crc32c(to.subspan(at, run.size()), sums_[i]);
+      sums_[i] = crc32c_copy(to.subspan(at, run.size()), run, sums_[i]);
       at += run.size();
     }
     if (!chunk.last || results_[i].reason == "PAGE_TOO_LARGE") return;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cstring>
 #include <openssl/crypto.h>
 #include <openssl/rand.h>
 #include <openssl/sha.h>
@@ -303,14 +302,8 @@ void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t
   const std::span<std::byte> to = arena_.page(page.slot, page.length).subspan(offset, bytes.size());
   page.busy = true;
   lock.unlock();
-  // In pieces that stay in the cache: the checksum is of the copy, whatever the source becomes.
-  constexpr std::size_t kPiece = 64 << 10;
-  std::uint32_t crc = page.crc;
-  for (std::size_t i = 0; i < bytes.size(); i += kPiece) {
-    const std::size_t count = std::min(kPiece, bytes.size() - i);
-    std::memcpy(to.data() + i, bytes.data() + i, count);
-    crc = crc32c(to.subspan(i, count), crc);
-  }
+  // Of the copy, whatever the source becomes.
+  const std::uint32_t crc = crc32c_copy(to, bytes, page.crc);
   lock.lock();
   page.busy = false;
   if (page.doomed) {

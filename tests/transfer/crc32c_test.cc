@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -42,14 +43,51 @@ TEST(Crc32c, IsThatOfTheStandard) {
   EXPECT_EQ(crc32c(PageBytes(32, std::byte{0xFF})), 0x62A8AB43U);  // likewise
 }
 
-TEST(Crc32c, AgreesWithDivisionForEveryLengthAndAlignment) {
-  const PageBytes bytes = random_bytes(7000, 1);
-  for (const std::size_t size :
-       {1UL, 7UL, 8UL, 9UL, 63UL, 1023UL, 1024UL, 3071UL, 3072UL, 3073UL, 6143UL, 6144UL, 6150UL}) {
+constexpr std::size_t kSizes[] = {0,   1,   7,    8,    9,    63,   255,  256,  511,  512,  513,
+                                  767, 768, 1023, 1024, 3071, 3072, 3073, 6143, 6144, 6150, 9000};
+
+TEST(Crc32c, AgreesWithDivisionForEveryPathLengthAndAlignment) {
+  const PageBytes bytes = random_bytes(10'000, 1);
+  for (const std::size_t size : kSizes) {
     for (std::size_t offset = 0; offset < 9; ++offset) {
       const auto part = std::span(bytes).subspan(offset, size);
-      EXPECT_EQ(crc32c(part), slow_crc32c(part)) << size << " bytes at " << offset;
+      const std::uint32_t expected = slow_crc32c(part);
+      EXPECT_EQ(crc32c(part), expected) << size << " bytes at " << offset;
+      for (const Crc32cPath& path : crc32c_paths()) {
+        EXPECT_EQ(path.run(0, part.data(), size, nullptr), expected)
+            << path.name << ", " << size << " bytes at " << offset;
+      }
     }
+  }
+}
+
+TEST(Crc32c, CopiesNeitherMoreNorLess) {
+  constexpr std::byte kUntouched{0xA5};
+  const PageBytes bytes = random_bytes(10'000, 3);
+  for (const Crc32cPath& path : crc32c_paths()) {
+    for (const std::size_t size : kSizes) {
+      const auto from = std::span(bytes).subspan(5, size);
+      PageBytes to(size + 200, kUntouched);
+      EXPECT_EQ(path.run(0x1234567, from.data(), size, to.data() + 100),
+                path.run(0x1234567, from.data(), size, nullptr))
+          << path.name << ", " << size << " bytes";
+      PageBytes expected(size + 200, kUntouched);
+      std::ranges::copy(from, expected.begin() + 100);
+      EXPECT_EQ(to, expected) << path.name << ", " << size << " bytes";
+    }
+  }
+  PageBytes to(bytes.size());
+  EXPECT_EQ(crc32c_copy(to, bytes), slow_crc32c(bytes));
+  EXPECT_EQ(to, bytes);
+}
+
+TEST(Crc32c, JoinsPieces) {
+  const PageBytes bytes = random_bytes(10'000, 4);
+  const auto all = std::span<const std::byte>(bytes);
+  for (const std::size_t cut : kSizes) {
+    EXPECT_EQ(crc32c_join(crc32c(all.first(cut)), crc32c(all.subspan(cut)), all.size() - cut),
+              slow_crc32c(all))
+        << cut;
   }
 }
 

@@ -1,10 +1,12 @@
 #include "transfer/tiers/crc32c.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace kvtier {
@@ -15,6 +17,32 @@ constexpr std::uint32_t kPolynomial = 0x82F63B78;
 
 constexpr std::uint32_t times_x(std::uint32_t a) {
   return (a & 1U) != 0 ? a >> 1U ^ kPolynomial : a >> 1U;
+}
+
+constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t product = 0;
+  for (std::uint32_t bit = 1U << 31U; bit != 0; bit >>= 1U) {
+    if ((a & bit) != 0) product ^= b;
+    b = times_x(b);
+  }
+  return product;
+}
+
+/// x to the powers 1, 2, 4, 8 and so on.
+constexpr std::array<std::uint32_t, 64> kSquares = [] {
+  std::array<std::uint32_t, 64> squares{1U << 30U};
+  for (std::size_t i = 1; i < squares.size(); ++i) {
+    squares[i] = multiply(squares[i - 1], squares[i - 1]);
+  }
+  return squares;
+}();
+
+constexpr std::uint32_t power_of_x(std::uint64_t exponent) {
+  std::uint32_t power = 1U << 31U;
+  for (std::size_t i = 0; exponent >> i != 0; ++i) {
+    if ((exponent >> i & 1U) != 0) power = multiply(power, kSquares[i]);
+  }
+  return power;
 }
 
 constexpr std::array<std::uint32_t, 256> make_byte_table() {
@@ -36,26 +64,42 @@ std::uint32_t update_by_bytes(std::uint32_t state, const std::byte* data, std::s
   return state;
 }
 
+/// Bytes copied before their CRC is taken, where that is a pass of its own: from the nearest cache.
+constexpr std::size_t kPieceBytes = 6 << 10;
+
+/// Copies piece by piece, where there is a `to`, and updates a state by `update(state, data,
+/// size)`.
+template <typename Update>
+std::uint32_t by_pieces(std::uint32_t crc, const std::byte* from, std::size_t size, std::byte* to,
+                        Update update) {
+  std::uint32_t state = ~crc;
+  if (to == nullptr) return ~update(state, from, size);
+  while (size > 0) {
+    const std::size_t count = std::min(size, kPieceBytes);
+    std::memcpy(to, from, count);
+    state = update(state, to, count);
+    from += count;
+    to += count;
+    size -= count;
+  }
+  return ~state;
+}
+
+std::uint32_t run_by_bytes(std::uint32_t crc, const std::byte* from, std::size_t size,
+                           std::byte* to) {
+  return by_pieces(crc, from, size, to, update_by_bytes);
+}
+
 #if defined(__x86_64__)
 
 // The instruction takes one operand a cycle and answers after three: three lanes keep it busy. A
 // lane's state is moved over the bytes of another by multiplying it with x^(8 * bytes).
 constexpr std::size_t kLaneBytes = 1024;
 
-constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t product = 0;
-  for (std::uint32_t bit = 1U << 31U; bit != 0; bit >>= 1U) {
-    if ((a & bit) != 0) product ^= b;
-    b = times_x(b);
-  }
-  return product;
-}
-
 using ShiftTable = std::array<std::array<std::uint32_t, 256>, 4>;
 
 constexpr ShiftTable make_shift_table() {
-  std::uint32_t power = 1U << 31U;
-  for (std::size_t bit = 0; bit < 8 * kLaneBytes; ++bit) power = times_x(power);
+  const std::uint32_t power = power_of_x(8 * kLaneBytes);
   ShiftTable table{};
   for (std::uint32_t byte = 0; byte < 4; ++byte) {
     for (std::uint32_t value = 0; value < 256; ++value) {
@@ -100,16 +144,111 @@ __attribute__((target("sse4.2"))) std::uint32_t update_by_lanes(std::uint32_t st
   return update_by_bytes(static_cast<std::uint32_t>(wide), data, size);
 }
 
+std::uint32_t run_by_lanes(std::uint32_t crc, const std::byte* from, std::size_t size,
+                           std::byte* to) {
+  return by_pieces(crc, from, size, to, update_by_lanes);
+}
+
+// Carry-less products fold what has been read onto the bytes that follow it: 64 bits times
+// x^distance, which is 64 bits more of a polynomial with the same remainder (Gopal et al., "Fast
+// CRC computation for generic polynomials using PCLMULQDQ instruction", Intel 2009). The first 64
+// of 128 bits stand 64 further from the end. A product of reflected operands lacks one bit,
+// hence 1.
+constexpr long long fold_by(std::uint64_t distance) {
+  return static_cast<long long>(std::uint64_t{power_of_x(distance)} << 1U);
+}
+
+#define KVTIER_FOLDS __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+
+template <int kBytes>
+KVTIER_FOLDS __m512i fold(__m512i past, __m512i next) {
+  const __m512i by = _mm512_set4_epi64(fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32),
+                                       fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32));
+  constexpr int kXor = 0x96;  // of three
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(past, by, 0x00),
+                                   _mm512_clmulepi64_epi128(past, by, 0x11), next, kXor);
+}
+
+template <bool kCopy>
+KVTIER_FOLDS std::uint32_t run_by_folding(std::uint32_t crc, const std::byte* from,
+                                          std::size_t size, std::byte* to) {
+  constexpr std::size_t kWidth = 64;
+  constexpr std::size_t kStep = 4 * kWidth;
+  if (size < 2 * kStep) return run_by_lanes(crc, from, size, to);
+  const auto next = [&](std::size_t i) KVTIER_FOLDS {
+    const __m512i data = _mm512_loadu_si512(from + i * kWidth);
+    if constexpr (kCopy) _mm512_storeu_si512(to + i * kWidth, data);
+    return data;
+  };
+  const auto advance = [&] {
+    from += kStep;
+    size -= kStep;
+    if constexpr (kCopy) to += kStep;
+  };
+  const __m512i state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc)));
+  __m512i first = _mm512_xor_si512(next(0), state);
+  __m512i second = next(1);
+  __m512i third = next(2);
+  __m512i fourth = next(3);
+  advance();
+  while (size >= kStep) {
+    first = fold<kStep>(first, next(0));
+    second = fold<kStep>(second, next(1));
+    third = fold<kStep>(third, next(2));
+    fourth = fold<kStep>(fourth, next(3));
+    advance();
+  }
+  const __m512i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
+  alignas(kWidth) std::array<std::byte, kWidth> rest{};
+  _mm512_store_si512(rest.data(), last);
+  const std::uint32_t folded = ~update_by_lanes(0, rest.data(), rest.size());
+  return run_by_lanes(folded, from, size, to);
+}
+
+std::uint32_t run_by_folding_either(std::uint32_t crc, const std::byte* from, std::size_t size,
+                                    std::byte* to) {
+  return to == nullptr ? run_by_folding<false>(crc, from, size, to)
+                       : run_by_folding<true>(crc, from, size, to);
+}
+
 #endif
+
+std::vector<Crc32cPath> find_paths() {
+  std::vector<Crc32cPath> paths;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0) {
+    paths.push_back({"vpclmulqdq", run_by_folding_either});
+  }
+  if (__builtin_cpu_supports("sse4.2") != 0) paths.push_back({"sse4.2", run_by_lanes});
+#endif
+  paths.push_back({"bytes", run_by_bytes});
+  return paths;
+}
+
+const Crc32cPath& path() {
+  static const Crc32cPath fastest = crc32c_paths().front();
+  return fastest;
+}
 
 }  // namespace
 
+std::span<const Crc32cPath> crc32c_paths() noexcept {
+  static const std::vector<Crc32cPath> paths = find_paths();
+  return paths;
+}
+
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t crc) noexcept {
-#if defined(__x86_64__)
-  static const bool has_instruction = __builtin_cpu_supports("sse4.2") != 0;
-  if (has_instruction) return ~update_by_lanes(~crc, bytes.data(), bytes.size());
-#endif
-  return ~update_by_bytes(~crc, bytes.data(), bytes.size());
+  return path().run(crc, bytes.data(), bytes.size(), nullptr);
+}
+
+std::uint32_t crc32c_copy(std::span<std::byte> to, std::span<const std::byte> from,
+                          std::uint32_t crc) noexcept {
+  return path().run(crc, from.data(), from.size(), to.data());
+}
+
+std::uint32_t crc32c_join(std::uint32_t first, std::uint32_t second,
+                          std::size_t second_size) noexcept {
+  return multiply(first, power_of_x(8 * std::uint64_t{second_size})) ^ second;
 }
 
 }  // namespace kvtier
