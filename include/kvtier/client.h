@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -71,6 +72,41 @@ struct RemotePagesConfig {
 class RemoteSession;
 class RemotePages;
 
+/// Items of the batch calls of `Client`: a session of that client, and the arguments of its call.
+struct SelectItem {
+  RemoteSession* session = nullptr;
+  int layer = 0;
+  TensorView query{};
+  SelectOutputs outputs{};
+  AttendOptions options{};
+};
+struct AttendItem {
+  RemoteSession* session = nullptr;
+  int layer = 0;
+  AttendInputs inputs{};
+  AttendOutputs outputs{};
+  AttendOptions options{};
+};
+struct DecodeItem {
+  RemoteSession* session = nullptr;
+  int layer = 0;
+  DecodeInputs inputs{};
+  AttendOutputs outputs{};
+  AttendOptions options{};
+};
+struct FetchItem {
+  RemoteSession* session = nullptr;
+  int layer = 0;
+  TensorView tokens{};
+  FetchOutputs outputs{};
+};
+
+/// What became of one item of a batch.
+struct ItemResult {
+  std::optional<ClientError> error{};
+  [[nodiscard]] bool ok() const noexcept { return !error; }
+};
+
 /// A connection to a server. Thread-safe. A thread of it renews the leases of its sessions, so that
 /// they live as long as this process; sessions keep the connection alive.
 class Client {
@@ -86,6 +122,20 @@ class Client {
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
   /// Opens a lease on the server's page cache.
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
+
+  /// The calls of `RemoteSession`, those of many sessions in one exchange with the server: up to
+  /// 1,024 items, 64 of one session, whose tensors are 4 MiB at most in either direction. Each has
+  /// a result, and one that fails leaves the others alone. An item that cannot be sent is thrown
+  /// (`kInvalidArgument`, `kUnimplemented`) before any is; what befalls the whole batch is thrown
+  /// as `ClientError`. Sessions are used by the calling thread.
+  std::vector<ItemResult> batch_select(std::span<const SelectItem> items);
+  std::vector<ItemResult> batch_attend(std::span<const AttendItem> items);
+  /// Items of one session are executed in their order; behind one that failed, those of its layer
+  /// store nothing (`kAborted`). When the reply was lost and the batch is asked for again, a
+  /// session with several items answers the last alone, the others are `kAborted`: `refresh` tells
+  /// what was stored.
+  std::vector<ItemResult> batch_decode(std::span<const DecodeItem> items);
+  std::vector<ItemResult> batch_fetch(std::span<const FetchItem> items);
 
   class Impl;
 

@@ -2,12 +2,12 @@
 
 #include "services/client/client_impl.h"
 #include "services/client/decode_stream.h"
-#include "services/client/plane_calls.h"
+#include "services/client/request_tensors.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
 #include <cstddef>
-#include <type_traits>
+#include <map>
 #include <utility>
 
 namespace kvtier {
@@ -17,89 +17,33 @@ namespace v1 = ::kvtier::v1;
 namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
-constexpr std::int64_t kMaxExtent = std::int64_t{1} << 16;  ///< Of heads, and of a row.
 
 [[noreturn]] void invalid(const std::string& what) {
   throw Error(ErrorCode::kInvalidArgument, what);
 }
 
-/// The server checks what a tensor means; here only what is needed to read it.
-void check_readable(const char* name, const TensorView& view) {
-  if (view.empty() || view.rank < 1 || view.rank > kMaxTensorRank) {
-    invalid(std::string(name) + ": expected a tensor of rank 1 to 4, found " +
-            (view.empty() ? "none" : describe(view)));
+/// The results of a batch; `take(i, response)` takes the outputs of an item that succeeded.
+template <typename Response, typename Take>
+std::vector<ItemResult> results_of(const Response& response, std::size_t count, Take take) {
+  if (static_cast<std::size_t>(response.items_size()) != count) {
+    throw ClientError(ErrorCode::kInternal,
+                      "batch: expected " + std::to_string(count) + " items in the reply, found " +
+                          std::to_string(response.items_size()),
+                      "");
   }
-  const auto last = static_cast<std::size_t>(view.rank) - 1;
-  const bool dense_rows = view.shape[last] <= 1 || view.strides[last] == 1;
-  const bool extents = std::all_of(view.shape.begin(), view.shape.begin() + view.rank,
-                                   [](std::int64_t extent) { return extent >= 0; });
-  if (view.space != MemorySpace::kHost || !dense_rows || !extents) {
-    invalid(std::string(name) + ": expected host memory with rows that are dense, found " +
-            describe(view));
+  std::vector<ItemResult> results(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& item = response.items(static_cast<int>(i));
+    try {
+      if (item.status().code() != 0) throw services::error_of(item.status());
+      take(static_cast<int>(i), item.response());
+    } catch (const ClientError& error) {
+      results[i].error = error;
+    } catch (const Error& error) {
+      results[i].error.emplace(error.code(), error.what(), "");
+    }
   }
-}
-
-void fill(v1::Tensor& message, const char* name, const TensorView& view) {
-  check_readable(name, view);
-  services::copy_rows(view, 0, view.shape[0], message);
-}
-
-void take(const v1::Tensor& message, const char* name, const MutableTensorView& view) {
-  if (view.empty()) return;
-  if (view.space == MemorySpace::kHost && services::copy_back(message, view)) return;
-  std::string found = "[";
-  for (const std::int64_t extent : message.shape()) {
-    found += (found.size() == 1 ? "" : ", ") + std::to_string(extent);
-  }
-  invalid(std::string(name) + ": expected host memory for " + found + "] of " +
-          v1::DataType_Name(message.dtype()) + ", found " + describe(view));
-}
-
-void check_options(const AttendOptions& options) {
-  if (options.recall_target) {
-    throw Error(ErrorCode::kUnimplemented, "recall_target: expected none over a service");
-  }
-}
-
-void check_call(const TensorView& query, const AttendOutputs& outputs,
-                const AttendOptions& options) {
-  check_options(options);
-  if (!outputs.missed.empty()) {
-    throw Error(ErrorCode::kUnimplemented, "missed: expected no output over a service");
-  }
-  if (!outputs.selected.empty()) {
-    throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
-  }
-  if (outputs.out.dtype != query.dtype) {
-    invalid("out: expected the dtype of the query, " + std::string(dtype_name(query.dtype)) +
-            ", found " + std::string(dtype_name(outputs.out.dtype)));
-  }
-}
-
-void take(const v1::Tensor& out, const v1::Tensor& lse, const AttendOutputs& outputs) {
-  take(out, "out", outputs.out);
-  take(lse, "lse", outputs.lse);
-}
-
-/// Rows of a fetch: their number is told by the ids, the rest by the server.
-void check_fetched(const char* name, const MutableTensorView& view, const TensorView& tokens) {
-  check_readable(name, view);
-  const bool fits = view.rank == 3 && view.shape[0] == tokens.shape[0] &&
-                    view.shape[1] == tokens.shape[1] && view.shape[0] > 0 && view.shape[2] > 0 &&
-                    view.shape[0] <= kMaxExtent && view.shape[2] <= kMaxExtent;
-  if (fits) return;
-  invalid(std::string(name) + ": expected [" + std::to_string(tokens.shape[0]) + ", " +
-          std::to_string(tokens.shape[1]) + ", head_dim], found " + describe(view));
-}
-
-/// Columns [first, first + count) of dimension 1.
-template <typename View>
-View columns(View view, std::int64_t first, std::int64_t count) {
-  using Byte = std::conditional_t<std::is_same_v<View, TensorView>, const std::byte, std::byte>;
-  view.data = static_cast<Byte*>(view.data) +
-              first * view.strides[1] * static_cast<std::int64_t>(dtype_bytes(view.dtype));
-  view.shape[1] = count;
-  return view;
+  return results;
 }
 
 }  // namespace
@@ -132,8 +76,8 @@ class RemoteSession::Impl {
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
 
   void append(int layer, const TensorView& keys, const TensorView& values) {
-    check_readable("keys", keys);
-    check_readable("values", values);
+    services::check_readable({"keys"}, keys);
+    services::check_readable({"values"}, values);
     if (keys.shape[0] != values.shape[0]) {
       invalid("values: expected " + std::to_string(keys.shape[0]) + " tokens, found " +
               std::to_string(values.shape[0]));
@@ -165,100 +109,112 @@ class RemoteSession::Impl {
 
   void select(int layer, const TensorView& query, const SelectOutputs& outputs,
               const AttendOptions& options) {
-    check_options(options);
     v1::SelectRequest request;
-    request.set_session(name_);
-    request.set_layer(layer);
-    check_readable("query", query);
-    *request.mutable_options() = services::message_of(options);
-    request.set_with_scores(!outputs.scores.empty());
+    services::RequestTensors tensors;
+    start(request, tensors, -1, layer, query, outputs, options);
     v1::SelectResponse response;
-    const bool done = over_plane([&](services::DataChannel& channel) {
-      return services::select_over(channel, request, query, response);
-    });
-    if (!done) {
-      fill(*request.mutable_query(), "query", query);
-      client_->connection.call([&](grpc::ClientContext& context) {
-        return client_->connection.attention().Select(&context, request, &response);
-      });
-    }
-    take(response.ids(), "ids", outputs.ids);
-    take(response.scores(), "scores", outputs.scores);
+    client_->run(services::Method::kSelect, request, tensors, response, &Stub::Select);
+    take(response, -1, outputs);
   }
 
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
-    check_call(inputs.query, outputs, options);
     v1::AttendRequest request;
-    request.set_session(name_);
-    request.set_layer(layer);
-    check_readable("query", inputs.query);
-    if (!inputs.selected.empty()) check_readable("selected", inputs.selected);
-    *request.mutable_options() = services::message_of(options);
+    services::RequestTensors tensors;
+    start(request, tensors, -1, layer, inputs, outputs, options);
     v1::AttendResponse response;
-    const bool done = over_plane([&](services::DataChannel& channel) {
-      return services::attend_over(channel, request, inputs, response);
-    });
-    if (!done) {
-      fill(*request.mutable_query(), "query", inputs.query);
-      if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
-      client_->connection.call([&](grpc::ClientContext& context) {
-        return client_->connection.attention().Attend(&context, request, &response);
-      });
-    }
-    take(response.out(), response.lse(), outputs);
+    client_->run(services::Method::kAttend, request, tensors, response, &Stub::Attend);
+    services::take(response.out(), response.lse(), -1, outputs);
   }
 
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
-    check_call(inputs.query, outputs, options);
     v1::DecodeRequest request;
-    request.set_session(name_);
-    request.set_layer(layer);
-    request.set_step(++step_);
-    if (known_layer(layer)) request.set_position(length(layer));
-    check_readable("query", inputs.query);
-    check_readable("key", inputs.key);
-    check_readable("value", inputs.value);
-    if (!inputs.selected.empty()) check_readable("selected", inputs.selected);
-    *request.mutable_options() = services::message_of(options);
+    services::RequestTensors tensors;
+    start(request, tensors, -1, layer, inputs, outputs, options, 0);
     v1::DecodeResponse response;
-    const bool done = over_plane([&](services::DataChannel& channel) {
-      return services::decode_over(channel, request, inputs, response);
-    });
-    if (!done) decode_over_grpc(request, inputs, response);
-    lengths_[static_cast<std::size_t>(layer)] += inputs.key.shape[0];
-    take(response.out(), response.lse(), outputs);
+    if (!client_->run_over_plane(services::Method::kDecode, request, tensors, response)) {
+      tensors.fill();
+      decode_over_grpc(request, response);
+    }
+    stored(layer, inputs.key.shape[0]);
+    services::take(response.out(), response.lse(), -1, outputs);
   }
 
   void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
-    check_readable("tokens", tokens);
-    if (tokens.rank != 2) invalid("tokens: expected [kv_heads, n], found " + describe(tokens));
+    services::check_fetch(-1, tokens, outputs);
     const std::int64_t n = tokens.shape[1];
-    check_fetched("keys", outputs.keys, tokens);
-    check_fetched("values", outputs.values, tokens);
     const std::int64_t token_bytes = outputs.keys.shape[0] * outputs.keys.shape[2] * 2;
     const std::int64_t piece = std::max<std::int64_t>(kChunkBytes / token_bytes, 1);
     for (std::int64_t first = 0; first < n || first == 0; first += piece) {
       const std::int64_t count = std::min(piece, n - first);
-      const TensorView ids = columns(tokens, first, count);
+      const FetchOutputs rows{.keys = services::columns_of(outputs.keys, first, count),
+                              .values = services::columns_of(outputs.values, first, count)};
       v1::FetchRequest request;
-      request.set_session(name_);
-      request.set_layer(layer);
+      services::RequestTensors tensors;
+      start(request, tensors, -1, layer, services::columns_of(tokens, first, count), rows);
       v1::FetchResponse response;
-      const bool done = over_plane([&](services::DataChannel& channel) {
-        return services::fetch_over(channel, request, ids,
-                                    static_cast<std::uint64_t>(token_bytes * count), response);
-      });
-      if (!done) {
-        fill(*request.mutable_tokens(), "tokens", ids);
-        client_->connection.call([&](grpc::ClientContext& context) {
-          return client_->connection.attention().Fetch(&context, request, &response);
-        });
-      }
-      take(response.key(), "keys", columns(outputs.keys, first, count));
-      take(response.value(), "values", columns(outputs.values, first, count));
+      client_->run(services::Method::kFetch, request, tensors, response, &Stub::Fetch);
+      take(response, -1, rows);
     }
+  }
+
+  // Requests, of an item of a batch where `item` is not below 0.
+
+  void start(v1::SelectRequest& request, services::RequestTensors& tensors, int item, int layer,
+             const TensorView& query, const SelectOutputs& outputs,
+             const AttendOptions& options) const {
+    services::check_options(options);
+    name_call(request, layer);
+    *request.mutable_options() = services::message_of(options);
+    request.set_with_scores(!outputs.scores.empty());
+    tensors.add({"query", item}, query, *request.mutable_query());
+    tensors.add_selection();
+  }
+  void start(v1::AttendRequest& request, services::RequestTensors& tensors, int item, int layer,
+             const AttendInputs& inputs, const AttendOutputs& outputs,
+             const AttendOptions& options) const {
+    services::check_attention(item, inputs.query, outputs, options);
+    name_call(request, layer);
+    *request.mutable_options() = services::message_of(options);
+    tensors.add({"query", item}, inputs.query, *request.mutable_query());
+    tensors.add_selected(item, inputs.selected, request);
+    tensors.add_attention(inputs.query);
+  }
+  /// `ahead`: tokens of the layer that steps before this one, not executed yet, will have stored.
+  void start(v1::DecodeRequest& request, services::RequestTensors& tensors, int item, int layer,
+             const DecodeInputs& inputs, const AttendOutputs& outputs, const AttendOptions& options,
+             std::int64_t ahead) {
+    services::check_attention(item, inputs.query, outputs, options);
+    name_call(request, layer);
+    *request.mutable_options() = services::message_of(options);
+    tensors.add({"query", item}, inputs.query, *request.mutable_query());
+    tensors.add({"key", item}, inputs.key, *request.mutable_key());
+    tensors.add({"value", item}, inputs.value, *request.mutable_value());
+    tensors.add_selected(item, inputs.selected, request);
+    tensors.add_attention(inputs.query);
+    request.set_step(++step_);
+    if (known_layer(layer)) request.set_position(length(layer) + ahead);
+  }
+  void start(v1::FetchRequest& request, services::RequestTensors& tensors, int item, int layer,
+             const TensorView& tokens, const FetchOutputs& outputs) const {
+    services::check_fetch(item, tokens, outputs);
+    name_call(request, layer);
+    tensors.add({"tokens", item}, tokens, *request.mutable_tokens());
+    tensors.add_rows(outputs);
+  }
+
+  static void take(const v1::SelectResponse& response, int item, const SelectOutputs& outputs) {
+    services::take(response.ids(), {"ids", item}, outputs.ids);
+    services::take(response.scores(), {"scores", item}, outputs.scores);
+  }
+  static void take(const v1::FetchResponse& response, int item, const FetchOutputs& outputs) {
+    services::take(response.key(), {"keys", item}, outputs.keys);
+    services::take(response.value(), {"values", item}, outputs.values);
+  }
+  /// Takes note of tokens that a step has stored.
+  void stored(int layer, std::int64_t tokens) {
+    if (known_layer(layer)) lengths_[static_cast<std::size_t>(layer)] += tokens;
   }
 
   void truncate(std::int64_t tokens) {
@@ -317,22 +273,12 @@ class RemoteSession::Impl {
   }
 
  private:
-  /// Runs a call over the data plane. Returns false when it must be made over gRPC, which is safe
-  /// for calls that may be repeated: there was no channel, the tensors did not fit, or the server
-  /// could not take it.
-  template <typename Run>
-  bool over_plane(Run run) {
-    const services::ChannelPool::Lent channel = client_->channels.borrow();
-    if (!channel) return false;
-    try {
-      return run(*channel);
-    } catch (const ClientError& error) {
-      if (error.code() == ErrorCode::kUnavailable ||
-          error.code() == ErrorCode::kResourceExhausted || error.reason() == "REPLY_TOO_LARGE") {
-        return false;
-      }
-      throw;
-    }
+  using Stub = v1::AttentionService::Stub;
+
+  template <typename Request>
+  void name_call(Request& request, int layer) const {
+    request.set_session(name_);
+    request.set_layer(layer);
   }
 
   /// Returns false when nothing was sent.
@@ -342,13 +288,15 @@ class RemoteSession::Impl {
     if (!channel) return false;
     const std::int64_t tokens = keys.shape[0];
     for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
+      const std::int64_t count = std::min(chunk, tokens - first);
       v1::AppendRequest request;
-      request.set_session(name_);
-      request.set_layer(layer);
+      name_call(request, layer);
       if (known_layer(layer)) request.set_position(length(layer));
+      services::RequestTensors tensors;
+      tensors.add({"keys"}, services::rows_of(keys, first, count), *request.mutable_key());
+      tensors.add({"values"}, services::rows_of(values, first, count), *request.mutable_value());
       v1::AppendResponse response;
-      if (!services::append_over(*channel, request, keys, values, first,
-                                 std::min(chunk, tokens - first), response)) {
+      if (!services::call_over(*channel, services::Method::kAppend, request, tensors, response)) {
         if (first == 0) return false;
         invalid("keys: expected chunks of equal size");
       }
@@ -357,12 +305,7 @@ class RemoteSession::Impl {
     return true;
   }
 
-  void decode_over_grpc(v1::DecodeRequest& request, const DecodeInputs& inputs,
-                        v1::DecodeResponse& response) {
-    fill(*request.mutable_query(), "query", inputs.query);
-    fill(*request.mutable_key(), "key", inputs.key);
-    fill(*request.mutable_value(), "value", inputs.value);
-    if (!inputs.selected.empty()) fill(*request.mutable_selected(), "selected", inputs.selected);
+  void decode_over_grpc(const v1::DecodeRequest& request, v1::DecodeResponse& response) {
     client_->connection.retry([&] {
       grpc::Status status = steps_.exchange(request, response);
       // The server ends streams that stand still; the session lives on.
@@ -395,6 +338,26 @@ class RemoteSession::Impl {
   services::DecodeStream steps_;
 };
 
+namespace {
+
+/// Calls `visit(i, item, session)` for each item of a batch.
+template <typename Item, typename Visit>
+void each_item(const std::shared_ptr<Client::Impl>& client, std::span<const Item> items,
+               Visit visit) {
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const RemoteSession* const session = items[i].session;
+    RemoteSession::Impl* const impl =
+        session == nullptr ? nullptr : Client::Impl::impl_of(*session);
+    if (impl == nullptr || impl->client() != client) {
+      invalid("items[" + std::to_string(i) + "].session: expected one of this client, found " +
+              (impl == nullptr ? "none" : "another's"));
+    }
+    visit(static_cast<int>(i), items[i], *impl);
+  }
+}
+
+}  // namespace
+
 Client::Client(const ClientOptions& options) : impl_(std::make_shared<Impl>(options)) {}
 Client::~Client() = default;
 Client::Client(Client&&) noexcept = default;
@@ -416,6 +379,70 @@ RemoteSession Client::open(const RemoteSessionConfig& config) {
     return impl_->connection.sessions().CreateSession(&context, request, &response);
   });
   return RemoteSession(std::make_unique<RemoteSession::Impl>(impl_, response.session()));
+}
+
+std::vector<ItemResult> Client::batch_select(std::span<const SelectItem> items) {
+  v1::BatchSelectRequest request;
+  services::RequestTensors tensors;
+  each_item(impl_, items, [&](int i, const SelectItem& item, const RemoteSession::Impl& session) {
+    session.start(*request.add_items(), tensors, i, item.layer, item.query, item.outputs,
+                  item.options);
+  });
+  v1::BatchSelectResponse response;
+  impl_->run(services::Method::kBatchSelect, request, tensors, response,
+             &v1::AttentionService::Stub::BatchSelect);
+  return results_of(response, items.size(), [&](int i, const v1::SelectResponse& found) {
+    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs);
+  });
+}
+
+std::vector<ItemResult> Client::batch_attend(std::span<const AttendItem> items) {
+  v1::BatchAttendRequest request;
+  services::RequestTensors tensors;
+  each_item(impl_, items, [&](int i, const AttendItem& item, const RemoteSession::Impl& session) {
+    session.start(*request.add_items(), tensors, i, item.layer, item.inputs, item.outputs,
+                  item.options);
+  });
+  v1::BatchAttendResponse response;
+  impl_->run(services::Method::kBatchAttend, request, tensors, response,
+             &v1::AttentionService::Stub::BatchAttend);
+  return results_of(response, items.size(), [&](int i, const v1::AttendResponse& found) {
+    services::take(found.out(), found.lse(), i, items[static_cast<std::size_t>(i)].outputs);
+  });
+}
+
+std::vector<ItemResult> Client::batch_decode(std::span<const DecodeItem> items) {
+  v1::BatchDecodeRequest request;
+  services::RequestTensors tensors;
+  std::map<std::pair<const RemoteSession*, int>, std::int64_t> ahead;
+  each_item(impl_, items, [&](int i, const DecodeItem& item, RemoteSession::Impl& session) {
+    std::int64_t& tokens = ahead[{item.session, item.layer}];
+    session.start(*request.add_items(), tensors, i, item.layer, item.inputs, item.outputs,
+                  item.options, tokens);
+    tokens += item.inputs.key.shape[0];
+  });
+  v1::BatchDecodeResponse response;
+  impl_->run(services::Method::kBatchDecode, request, tensors, response,
+             &v1::AttentionService::Stub::BatchDecode);
+  return results_of(response, items.size(), [&](int i, const v1::DecodeResponse& found) {
+    const DecodeItem& item = items[static_cast<std::size_t>(i)];
+    Client::Impl::impl_of(*item.session)->stored(item.layer, item.inputs.key.shape[0]);
+    services::take(found.out(), found.lse(), i, item.outputs);
+  });
+}
+
+std::vector<ItemResult> Client::batch_fetch(std::span<const FetchItem> items) {
+  v1::BatchFetchRequest request;
+  services::RequestTensors tensors;
+  each_item(impl_, items, [&](int i, const FetchItem& item, const RemoteSession::Impl& session) {
+    session.start(*request.add_items(), tensors, i, item.layer, item.tokens, item.outputs);
+  });
+  v1::BatchFetchResponse response;
+  impl_->run(services::Method::kBatchFetch, request, tensors, response,
+             &v1::AttentionService::Stub::BatchFetch);
+  return results_of(response, items.size(), [&](int i, const v1::FetchResponse& found) {
+    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs);
+  });
 }
 
 RemoteSession::RemoteSession(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}

@@ -4,6 +4,7 @@
 
 #include "services/client/channel_pool.h"
 #include "services/client/connection.h"
+#include "services/client/request_tensors.h"
 
 #include <algorithm>
 #include <chrono>
@@ -44,6 +45,41 @@ class Client::Impl {
   void remove(const std::string& name) {
     const std::lock_guard lock(mutex_);
     names_.erase(name);
+  }
+
+  /// Null for a session that was moved from.
+  [[nodiscard]] static RemoteSession::Impl* impl_of(const RemoteSession& session) noexcept {
+    return session.impl_.get();
+  }
+
+  /// Makes a call that may be repeated, over the data plane or over gRPC.
+  template <typename Request, typename Response>
+  void run(services::Method method, const Request& request, const services::RequestTensors& tensors,
+           Response& response,
+           grpc::Status (v1::AttentionService::Stub::*rpc)(grpc::ClientContext*, const Request&,
+                                                           Response*)) {
+    if (run_over_plane(method, request, tensors, response)) return;
+    tensors.fill();
+    connection.call([&](grpc::ClientContext& context) {
+      return (connection.attention().*rpc)(&context, request, &response);
+    });
+  }
+  /// Returns false when the call must be made over gRPC, which is safe for one that may be
+  /// repeated: there was no channel, the tensors did not fit, or the server could not take it.
+  template <typename Request, typename Response>
+  [[nodiscard]] bool run_over_plane(services::Method method, const Request& request,
+                                    const services::RequestTensors& tensors, Response& response) {
+    const services::ChannelPool::Lent channel = channels.borrow();
+    if (!channel) return false;
+    try {
+      return services::call_over(*channel, method, request, tensors, response);
+    } catch (const ClientError& error) {
+      if (error.code() == ErrorCode::kUnavailable ||
+          error.code() == ErrorCode::kResourceExhausted || error.reason() == "REPLY_TOO_LARGE") {
+        return false;
+      }
+      throw;
+    }
   }
 
   services::Connection connection;

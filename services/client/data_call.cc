@@ -8,7 +8,10 @@ bool DataCall::add(const TensorView& view, std::int64_t first, std::int64_t coun
                    v1::Tensor& message) {
   const std::uint64_t bytes = describe_rows(view, count, message);
   const std::uint64_t room = shares() ? channel_.staging().size() : kMaxPayloadBytes;
-  if (bytes > kMaxPayloadBytes || !lies_within({used_, bytes}, room)) return false;
+  if (bytes > kMaxPayloadBytes || !lies_within({used_, bytes}, room) ||
+      body_.tensors.size() == kMaxDescriptors) {
+    return false;
+  }
   std::byte* to = nullptr;
   if (shares()) {
     to = channel_.staging().data() + used_;
@@ -30,12 +33,13 @@ bool DataCall::reserve_output(std::uint64_t bytes) {
   return true;
 }
 
-void DataCall::run(const google::protobuf::MessageLite& request,
+bool DataCall::run(const google::protobuf::MessageLite& request,
                    google::protobuf::MessageLite& response) {
   body_.message = request.SerializeAsString();
   body_.timeout_ms = static_cast<std::uint32_t>(
       std::min<std::int64_t>(channel_.options().timeout.count(), 0xFFFFFFFF));
   const Bytes control = encode(body_);
+  if (control.size() > kMaxControlBytes) return false;
   const iovec payload{payload_.data(), payload_.size()};
   const std::uint64_t id =
       channel_.send(FrameType::kCall, shares() ? 0U : kInline, control, {&payload, 1});
@@ -44,6 +48,7 @@ void DataCall::run(const google::protobuf::MessageLite& request,
   if (!response.ParseFromString(reply_.message)) {
     throw ClientError(ErrorCode::kInternal, "data plane: expected a reply of the method", "");
   }
+  return true;
 }
 
 std::span<const std::byte> DataCall::next_tensor() {

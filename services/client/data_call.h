@@ -24,8 +24,9 @@ class DataCall {
                          v1::Tensor& message);
   /// Makes room for the reply, as `output_bytes_for` says for attention. Returns as `add`.
   [[nodiscard]] bool reserve_output(std::uint64_t bytes);
-  /// Throws as `DataChannel`.
-  void run(const google::protobuf::MessageLite& request, google::protobuf::MessageLite& response);
+  /// Returns as `add`, and throws as `DataChannel`.
+  [[nodiscard]] bool run(const google::protobuf::MessageLite& request,
+                         google::protobuf::MessageLite& response);
   /// The bytes of the reply's next tensor.
   [[nodiscard]] std::span<const std::byte> next_tensor();
 

@@ -1,7 +1,5 @@
 #include "services/client/data_channel.h"
 
-#include "kvtier/v1/status.pb.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -17,13 +15,16 @@ constexpr int kPermissionDenied = 7;
   if (!status.ParseFromArray(control.data(), static_cast<int>(control.size()))) {
     throw ClientError(ErrorCode::kUnavailable, "data plane: expected a status", "DISCONNECTED");
   }
-  const bool no_right = status.code() == kUnauthenticated || status.code() == kPermissionDenied;
-  throw ClientError(
-      no_right ? ErrorCode::kFailedPrecondition : static_cast<ErrorCode>(status.code()),
-      status.message(), status.reason());
+  throw error_of(status);
 }
 
 }  // namespace
+
+ClientError error_of(const v1::ItemStatus& status) {
+  const bool no_right = status.code() == kUnauthenticated || status.code() == kPermissionDenied;
+  return {no_right ? ErrorCode::kFailedPrecondition : static_cast<ErrorCode>(status.code()),
+          status.message(), status.reason()};
+}
 
 DataChannel::DataChannel(DataChannelOptions options)
     : options_(std::move(options)),

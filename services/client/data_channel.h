@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/client.h"
+#include "kvtier/v1/status.pb.h"
 
 #include "services/client/data_socket.h"
 #include "services/dataplane/frame.h"
@@ -25,6 +26,9 @@ struct DataChannelOptions {
   /// How long to ask for a reply before the thread sleeps.
   std::chrono::microseconds spin{0};
 };
+
+/// What the status of a failed frame, or of a batch's item, says.
+[[nodiscard]] ClientError error_of(const v1::ItemStatus& status);
 
 /// An attached connection to the data plane. Used by one thread at a time. Throws `ClientError`;
 /// after one that is `kUnavailable` or `kDeadlineExceeded` it is broken, and what was asked may

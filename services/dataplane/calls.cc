@@ -1,68 +1,13 @@
 #include "services/dataplane/calls.h"
 
+#include "services/wire/each_tensor.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <span>
 
 namespace kvtier::services {
 namespace {
-
-// The tensors of a message, in the order in which they stand in it.
-
-template <typename Visit>
-void each_tensor(v1::AppendRequest& message, Visit visit) {
-  visit(*message.mutable_key());
-  visit(*message.mutable_value());
-}
-template <typename Visit>
-void each_tensor(v1::SelectRequest& message, Visit visit) {
-  visit(*message.mutable_query());
-}
-template <typename Visit>
-void each_tensor(v1::AttendRequest& message, Visit visit) {
-  visit(*message.mutable_query());
-  if (message.has_selected()) visit(*message.mutable_selected());
-}
-template <typename Visit>
-void each_tensor(v1::DecodeRequest& message, Visit visit) {
-  visit(*message.mutable_query());
-  visit(*message.mutable_key());
-  visit(*message.mutable_value());
-  if (message.has_selected()) visit(*message.mutable_selected());
-}
-template <typename Visit>
-void each_tensor(v1::FetchRequest& message, Visit visit) {
-  visit(*message.mutable_tokens());
-}
-template <typename Visit>
-void each_tensor(v1::FetchResponse& message, Visit visit) {
-  visit(*message.mutable_key());
-  visit(*message.mutable_value());
-}
-template <typename Visit>
-void each_tensor(v1::AppendResponse& /*message*/, Visit /*visit*/) {}
-template <typename Visit>
-void each_tensor(v1::SelectResponse& message, Visit visit) {
-  visit(*message.mutable_ids());
-  if (message.has_scores()) visit(*message.mutable_scores());
-}
-template <typename Message, typename Visit>
-requires requires(Message& message) { message.mutable_lse(); }
-void each_tensor(Message& message, Visit visit) {
-  visit(*message.mutable_out());
-  visit(*message.mutable_lse());
-}
-template <typename Message, typename Visit>
-requires requires(Message& message) { message.mutable_items(); }
-void each_tensor(Message& message, Visit visit) {
-  for (auto& item : *message.mutable_items()) {
-    if constexpr (requires { item.mutable_response(); }) {
-      if (item.has_response()) each_tensor(*item.mutable_response(), visit);
-    } else {
-      each_tensor(item, visit);
-    }
-  }
-}
 
 /// Queries of a request: their outputs have their shape.
 template <typename Request>

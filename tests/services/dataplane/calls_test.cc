@@ -43,7 +43,7 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
     move_tensor(call, *request.mutable_key());
     move_tensor(call, *request.mutable_value());
     v1::AppendResponse response;
-    call.run(request, response);
+    ASSERT_TRUE(call.run(request, response));
     EXPECT_EQ(response.layer_lengths_size(), kLayers);
   }
   void append_directly(const std::string& session, const v1::AppendRequest& request) {
@@ -98,7 +98,7 @@ TEST_P(PlaneCalls, DecodeToTheBitsOfTheCore) {
     move_tensor(call, *request.mutable_value());
     ASSERT_TRUE(call.reserve_output(output_bytes_for(original.query().data().size())));
     v1::DecodeResponse response;
-    call.run(request, response);
+    ASSERT_TRUE(call.run(request, response));
     v1::DecodeResponse expected;
     wait([&](const Done& done) {
       core_->decode({.tenant = &tenant()}, theirs_, original, expected, done);
@@ -124,7 +124,7 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   move_tensor(call, *request.mutable_query());
   ASSERT_TRUE(call.reserve_output(1 << 16));
   v1::SelectResponse response;
-  call.run(request, response);
+  ASSERT_TRUE(call.run(request, response));
   original.set_session(theirs_);
   v1::SelectResponse expected;
   wait([&](const Done& done) { core_->select({.tenant = &tenant()}, original, expected, done); });
@@ -138,7 +138,7 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   move_tensor(attended, *attend.mutable_query());
   ASSERT_TRUE(attended.reserve_output(output_bytes_for(original.query().data().size())));
   v1::AttendResponse out;
-  attended.run(attend, out);
+  ASSERT_TRUE(attended.run(attend, out));
   v1::AttendRequest direct;
   direct.set_session(theirs_);
   *direct.mutable_query() = original.query();
@@ -160,7 +160,7 @@ TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   ASSERT_TRUE(call.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
   ASSERT_TRUE(call.reserve_output(1 << 14));
   v1::FetchResponse response;
-  call.run(request, response);
+  ASSERT_TRUE(call.run(request, response));
   original.set_session(theirs_);
   *original.mutable_tokens() = request.tokens();
   original.mutable_tokens()->set_data(ids.data(), ids.size() * sizeof(ids[0]));
@@ -175,7 +175,7 @@ TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   ASSERT_TRUE(narrow.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
   ASSERT_TRUE(narrow.reserve_output(64));
   if (channel_->staging().empty()) return;  // the reply's size is then its own
-  EXPECT_THROW(narrow.run(request, response), ClientError);
+  EXPECT_THROW((void)narrow.run(request, response), ClientError);
 }
 
 TEST_P(PlaneCalls, BatchAnswersItemByItem) {
@@ -194,7 +194,7 @@ TEST_P(PlaneCalls, BatchAnswersItemByItem) {
   ASSERT_TRUE(call.reserve_output(room));
   v1::BatchDecodeResponse response;
 
-  call.run(request, response);
+  ASSERT_TRUE(call.run(request, response));
 
   ASSERT_EQ(response.items_size(), 3);
   EXPECT_EQ(response.items(0).status().code(), 0);
@@ -221,7 +221,7 @@ TEST_P(PlaneCalls, BatchesOfSelectionsAnswerAsTheCore) {
   }
   ASSERT_TRUE(call.reserve_output(1 << 16));
   v1::BatchSelectResponse response, expected;
-  call.run(request, response);
+  ASSERT_TRUE(call.run(request, response));
   wait([&](const Done& done) {
     core_->batch_select({.tenant = &tenant()}, original, expected, done);
   });
@@ -252,7 +252,7 @@ TEST_P(PlaneCalls, BatchesOfFetchesAnswerAsTheCore) {
   }
   ASSERT_TRUE(call.reserve_output(1 << 14));
   v1::BatchFetchResponse response, expected;
-  call.run(request, response);
+  ASSERT_TRUE(call.run(request, response));
   wait([&](const Done& done) {
     core_->batch_fetch({.tenant = &tenant()}, original, expected, done);
   });

@@ -1,0 +1,171 @@
+#include "services/client/request_tensors.h"
+
+#include "services/wire/to_message.h"
+
+#include <algorithm>
+#include <initializer_list>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::uint64_t kSelectionBytes = std::uint64_t{2} << 20;
+constexpr std::uint64_t kReplyBytes = std::uint64_t{4} << 20;
+constexpr std::int64_t kMaxExtent = std::int64_t{1} << 16;  ///< Of heads, and of a row.
+
+[[noreturn]] void invalid(const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, what);
+}
+
+std::uint64_t bytes_of(const TensorView& view) {
+  std::uint64_t bytes = dtype_bytes(view.dtype);
+  for (int i = 0; i < view.rank; ++i) {
+    bytes *= static_cast<std::uint64_t>(view.shape[static_cast<std::size_t>(i)]);
+  }
+  return bytes;
+}
+
+std::string found(const TensorView& view) { return view.empty() ? "none" : describe(view); }
+
+/// Checks an output whose shape is the first `rank` extents of the query's. An empty one is not
+/// wanted.
+void check_output(const Field& field, const MutableTensorView& view, const TensorView& query,
+                  int rank, DType dtype) {
+  if (view.empty()) return;
+  check_readable(field, view);
+  TensorView expected = query;
+  expected.dtype = dtype;
+  expected.rank = rank;
+  const bool fits = view.rank == rank && view.dtype == dtype &&
+                    std::equal(view.shape.begin(), view.shape.begin() + rank, query.shape.begin());
+  if (fits) return;
+  invalid(field.text() + ": expected " + describe(expected) + ", found " + describe(view));
+}
+
+template <typename View, typename Byte>
+View part_of(View view, std::size_t dimension, std::int64_t first, std::int64_t count) {
+  view.data = static_cast<Byte*>(view.data) +
+              first * view.strides[dimension] * static_cast<std::int64_t>(dtype_bytes(view.dtype));
+  view.shape[dimension] = count;
+  return view;
+}
+
+}  // namespace
+
+std::string Field::text() const {
+  return item < 0 ? name : "items[" + std::to_string(item) + "]." + name;
+}
+
+void check_readable(const Field& field, const TensorView& view) {
+  if (view.empty() || view.rank < 1 || view.rank > kMaxTensorRank) {
+    invalid(field.text() + ": expected a tensor of rank 1 to 4, found " + found(view));
+  }
+  const auto last = static_cast<std::size_t>(view.rank) - 1;
+  const bool dense_rows = view.shape[last] <= 1 || view.strides[last] == 1;
+  const bool extents = std::all_of(view.shape.begin(), view.shape.begin() + view.rank,
+                                   [](std::int64_t extent) { return extent >= 0; });
+  if (view.space != MemorySpace::kHost || !dense_rows || !extents) {
+    invalid(field.text() + ": expected host memory with rows that are dense, found " +
+            describe(view));
+  }
+}
+
+void check_options(const AttendOptions& options) {
+  if (options.recall_target) {
+    throw Error(ErrorCode::kUnimplemented, "recall_target: expected none over a service");
+  }
+}
+
+void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
+                     const AttendOptions& options) {
+  check_options(options);
+  if (!outputs.missed.empty()) {
+    throw Error(ErrorCode::kUnimplemented, "missed: expected no output over a service");
+  }
+  if (!outputs.selected.empty()) {
+    throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
+  }
+  check_readable({"query", item}, query);
+  if (outputs.out.dtype != query.dtype) {
+    invalid(Field{"out", item}.text() + ": expected the dtype of the query, " +
+            std::string(dtype_name(query.dtype)) + ", found " +
+            std::string(dtype_name(outputs.out.dtype)));
+  }
+  if (query.rank != 3) return;  // the server refuses it
+  check_output({"out", item}, outputs.out, query, 3, query.dtype);
+  check_output({"lse", item}, outputs.lse, query, 2, DType::kFloat32);
+}
+
+void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs) {
+  check_readable({"tokens", item}, tokens);
+  if (tokens.rank != 2) {
+    invalid(Field{"tokens", item}.text() + ": expected [kv_heads, n], found " + describe(tokens));
+  }
+  const auto check = [&](const char* name, const MutableTensorView& view) {
+    check_readable({name, item}, view);
+    const bool fits = view.rank == 3 && view.shape[0] == tokens.shape[0] &&
+                      view.shape[1] == tokens.shape[1] && view.shape[0] > 0 && view.shape[2] > 0 &&
+                      view.shape[0] <= kMaxExtent && view.shape[2] <= kMaxExtent;
+    if (fits) return;
+    invalid(Field{name, item}.text() + ": expected [" + std::to_string(tokens.shape[0]) + ", " +
+            std::to_string(tokens.shape[1]) + ", head_dim], found " + describe(view));
+  };
+  check("keys", outputs.keys);
+  check("values", outputs.values);
+}
+
+void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view) {
+  if (view.empty()) return;
+  check_readable(field, view);
+  if (copy_back(message, view)) return;
+  std::string shape = "[";
+  for (const std::int64_t extent : message.shape()) {
+    shape += (shape.size() == 1 ? "" : ", ") + std::to_string(extent);
+  }
+  invalid(field.text() + ": expected host memory for " + shape + "] of " +
+          v1::DataType_Name(message.dtype()) + ", found " + describe(view));
+}
+
+void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs) {
+  take(out, {"out", item}, outputs.out);
+  take(lse, {"lse", item}, outputs.lse);
+}
+
+TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count) {
+  return part_of<TensorView, const std::byte>(view, 0, first, count);
+}
+TensorView columns_of(TensorView view, std::int64_t first, std::int64_t count) {
+  return part_of<TensorView, const std::byte>(view, 1, first, count);
+}
+MutableTensorView columns_of(MutableTensorView view, std::int64_t first, std::int64_t count) {
+  return part_of<MutableTensorView, std::byte>(view, 1, first, count);
+}
+
+void RequestTensors::add(const Field& field, const TensorView& view, v1::Tensor& message) {
+  check_readable(field, view);
+  slots_.push_back({&message, view});
+}
+
+void RequestTensors::add_selection() noexcept {
+  output_bytes_ = std::min(output_bytes_ + kSelectionBytes, kReplyBytes);
+}
+
+void RequestTensors::add_attention(const TensorView& query) {
+  output_bytes_ += output_bytes_for(bytes_of(query));
+}
+
+void RequestTensors::add_rows(const FetchOutputs& outputs) {
+  output_bytes_ += aligned_bytes(bytes_of(outputs.keys)) + aligned_bytes(bytes_of(outputs.values));
+}
+
+void RequestTensors::fill() const {
+  for (const Slot& slot : slots_) copy_rows(slot.view, 0, slot.view.shape[0], *slot.message);
+}
+
+bool RequestTensors::add_to(DataCall& call) const {
+  for (const Slot& slot : slots_) {
+    if (!call.add(slot.view, 0, slot.view.shape[0], *slot.message)) return false;
+  }
+  return call.reserve_output(output_bytes_);
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,92 @@
+#pragma once
+
+#include "kvtier/engine.h"
+#include "kvtier/tensor.h"
+
+#include "services/client/data_call.h"
+#include "services/wire/each_tensor.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+/// The tensors of calls: checked, sent beside a message or in it, and taken from a reply. Checks
+/// throw `kInvalidArgument` with the field; what a tensor means is the server's to check.
+namespace kvtier::services {
+
+/// An argument, of an item of a batch where `item` is not below 0.
+struct Field {
+  const char* name = "";
+  int item = -1;
+  [[nodiscard]] std::string text() const;
+};
+
+/// Throws unless `view` is host memory of rank 1 to 4 whose rows are dense.
+void check_readable(const Field& field, const TensorView& view);
+/// Checks what is refused in any case, before a step is stored: outputs that do not have the shapes
+/// of the query's, options and outputs that are not to be had over a service (`kUnimplemented`).
+void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
+                     const AttendOptions& options);
+void check_options(const AttendOptions& options);
+/// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
+void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs);
+
+/// Copies a tensor of a reply; an empty view takes none.
+void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view);
+void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs);
+
+/// Rows [first, first + count).
+[[nodiscard]] TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count);
+/// Columns [first, first + count) of dimension 1.
+[[nodiscard]] TensorView columns_of(TensorView view, std::int64_t first, std::int64_t count);
+[[nodiscard]] MutableTensorView columns_of(MutableTensorView view, std::int64_t first,
+                                           std::int64_t count);
+
+/// The tensors of one request, and the room that those of its reply need. Views and messages live
+/// as long.
+class RequestTensors {
+ public:
+  /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
+  void add(const Field& field, const TensorView& view, v1::Tensor& message);
+  /// Likewise, unless it is empty.
+  template <typename Request>
+  void add_selected(int item, const TensorView& selected, Request& request) {
+    if (!selected.empty()) add({"selected", item}, selected, *request.mutable_selected());
+  }
+  void add_output(std::uint64_t bytes) noexcept { output_bytes_ += bytes; }
+  /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
+  void add_selection() noexcept;
+  /// Room for what is attended for a query.
+  void add_attention(const TensorView& query);
+  /// Room for the rows that `outputs` have.
+  void add_rows(const FetchOutputs& outputs);
+
+  /// Puts the bytes into the messages, as gRPC takes them.
+  void fill() const;
+  /// Puts them where the data plane takes them. Returns false when there is no room.
+  [[nodiscard]] bool add_to(DataCall& call) const;
+
+ private:
+  struct Slot {
+    v1::Tensor* message;
+    TensorView view;
+  };
+  std::vector<Slot> slots_;
+  std::uint64_t output_bytes_ = 0;
+};
+
+/// Makes a call over the data plane; the reply is filled as that of gRPC. Returns false, with
+/// nothing sent, when the tensors do not fit, and throws as `DataChannel`.
+template <typename Request, typename Response>
+[[nodiscard]] bool call_over(DataChannel& channel, Method method, const Request& request,
+                             const RequestTensors& tensors, Response& response) {
+  DataCall call(channel, method);
+  if (!tensors.add_to(call) || !call.run(request, response)) return false;
+  each_tensor(response, [&call](v1::Tensor& tensor) {
+    const std::span<const std::byte> bytes = call.next_tensor();
+    tensor.set_data(bytes.data(), bytes.size());
+  });
+  return true;
+}
+
+}  // namespace kvtier::services
