@@ -1,5 +1,7 @@
 #include "services/client/channel_pool.h"
 
+#include "services/grpc_time.h"
+
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
@@ -53,7 +55,7 @@ void ChannelPool::give_back(std::unique_ptr<DataChannel> channel) {
 std::unique_ptr<DataChannel> ChannelPool::make() const {
   try {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + connection_.options().timeout);
+    context.set_deadline(grpc_deadline(connection_.options().timeout));
     connection_.authorize(context);
     v1::CreateAttachmentRequest request;
     request.set_process_id(::getpid());

@@ -3,6 +3,7 @@
 #include "services/client/client_impl.h"
 #include "services/client/decode_stream.h"
 #include "services/client/request_tensors.h"
+#include "services/grpc_time.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
@@ -62,7 +63,7 @@ class RemoteSession::Impl {
     client_->remove(name_);
     steps_.close();
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + services::kCloseTime);
+    context.set_deadline(services::grpc_deadline(services::kCloseTime));
     client_->connection.authorize(context);
     v1::ReleaseSessionRequest request;
     request.set_name(name_);

@@ -5,6 +5,7 @@
 #include "services/client/channel_pool.h"
 #include "services/client/connection.h"
 #include "services/client/request_tensors.h"
+#include "services/grpc_time.h"
 
 #include <algorithm>
 #include <chrono>
@@ -106,7 +107,7 @@ class Client::Impl {
 
   /// A renewal that fails is tried again with the next; what is lost, the next call says.
   void renew(grpc::ClientContext& context, const std::vector<std::string>& names) {
-    context.set_deadline(std::chrono::system_clock::now() + connection.options().timeout);
+    context.set_deadline(services::grpc_deadline(connection.options().timeout));
     connection.authorize(context);
     const auto stream = connection.sessions().KeepAlive(&context);
     for (std::size_t first = 0; first < names.size(); first += kNamesPerRenewal) {

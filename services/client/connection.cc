@@ -1,6 +1,7 @@
 #include "services/client/connection.h"
 
 #include "services/grpc_lifetime.h"
+#include "services/grpc_time.h"
 
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
@@ -148,7 +149,7 @@ void Connection::authorize(grpc::ClientContext& context) const {
 }
 
 void Connection::prepare(grpc::ClientContext& context) const {
-  context.set_deadline(std::chrono::system_clock::now() + options_.timeout);
+  context.set_deadline(grpc_deadline(options_.timeout));
   authorize(context);
 }
 

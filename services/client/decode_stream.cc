@@ -1,8 +1,10 @@
 #include "services/client/decode_stream.h"
 
+#include "services/grpc_time.h"
+
 namespace kvtier::services {
 
-bool DecodeStream::wait(std::chrono::system_clock::time_point deadline) {
+bool DecodeStream::wait(gpr_timespec deadline) {
   void* tag = nullptr;
   bool ok = false;
   if (active_->queue.AsyncNext(&tag, &ok, deadline) == grpc::CompletionQueue::TIMEOUT) {
@@ -16,7 +18,7 @@ bool DecodeStream::wait(std::chrono::system_clock::time_point deadline) {
 
 grpc::Status DecodeStream::exchange(const v1::DecodeRequest& request,
                                     v1::DecodeResponse& response) {
-  const auto deadline = std::chrono::system_clock::now() + connection_.options().timeout;
+  const gpr_timespec deadline = grpc_deadline(connection_.options().timeout);
   timed_out_ = false;
   bool ok = true;
   if (active_ == nullptr) {
@@ -39,7 +41,7 @@ grpc::Status DecodeStream::exchange(const v1::DecodeRequest& request,
   grpc::Status status;
   active_->call->Finish(&status, this);
   const bool timed_out = timed_out_;
-  wait(deadline + kCloseTime);
+  wait(gpr_time_add(deadline, gpr_time_from_seconds(kCloseTime.count(), GPR_TIMESPAN)));
   active_.reset();
   if (timed_out) {
     return {grpc::StatusCode::DEADLINE_EXCEEDED, "the step took longer than the timeout"};
@@ -50,7 +52,7 @@ grpc::Status DecodeStream::exchange(const v1::DecodeRequest& request,
 
 void DecodeStream::close() {
   if (active_ == nullptr) return;
-  const auto deadline = std::chrono::system_clock::now() + kCloseTime;
+  const gpr_timespec deadline = grpc_deadline(kCloseTime);
   grpc::Status status;
   active_->call->WritesDone(this);
   wait(deadline);

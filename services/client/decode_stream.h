@@ -2,10 +2,10 @@
 
 #include "services/client/connection.h"
 
+#include <grpc/support/time.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/support/async_stream.h>
 
-#include <chrono>
 #include <memory>
 
 namespace kvtier::services {
@@ -46,7 +46,7 @@ class DecodeStream {
 
   /// Waits for the one operation under way; cancels the call when `deadline` passes. Returns
   /// whether the operation succeeded.
-  bool wait(std::chrono::system_clock::time_point deadline);
+  bool wait(gpr_timespec deadline);
 
   Connection& connection_;
   std::unique_ptr<Active> active_;

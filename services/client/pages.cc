@@ -1,5 +1,6 @@
 #include "services/client/pages.h"
 
+#include "services/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -263,7 +264,7 @@ v1::BatchDeletePagesResponse PageCalls::remove(std::span<const std::string> hand
 
 void PageCalls::close() noexcept {
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + kCloseTime);
+  context.set_deadline(grpc_deadline(kCloseTime));
   connection_.authorize(context);
   v1::CloseLeaseRequest request;
   request.set_name(name());

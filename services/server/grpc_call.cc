@@ -1,6 +1,6 @@
 #include "services/server/grpc_call.h"
 
-#include <chrono>
+#include "services/grpc_time.h"
 
 namespace kvtier::services {
 namespace {
@@ -23,19 +23,11 @@ Credentials credentials_of(const grpc::CallbackServerContext& context) {
   return credentials;
 }
 
-/// gRPC's deadlines are of the system clock, which may jump: only the time that is left counts.
-TimePoint deadline_of(const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  if (deadline == std::chrono::system_clock::time_point::max()) return TimePoint::max();
-  return std::chrono::steady_clock::now() + std::chrono::duration_cast<TimePoint::duration>(
-                                                deadline - std::chrono::system_clock::now());
-}
-
 }  // namespace
 
 Call make_call(const Core& core, const grpc::CallbackServerContext& context) {
   return {.tenant = &core.tenants().authenticate(credentials_of(context)),
-          .deadline = deadline_of(context),
+          .deadline = steady_time(context.raw_deadline()),
           .cancelled = [&context] { return context.IsCancelled(); }};
 }
 

@@ -4,6 +4,7 @@
 
 #include "services/dataplane/grpc_service.h"
 #include "services/grpc_lifetime.h"
+#include "services/grpc_time.h"
 #include "services/metrics/http_server.h"
 #include "services/metrics/server_metrics.h"
 #include "services/server/core_metrics.h"
@@ -188,8 +189,8 @@ class Server::Impl {
     const auto deadline = std::chrono::steady_clock::now() + grace;
     if (data_plane_) data_plane_->stop(grace);
     const bool idle = calls_.await_none(deadline);
-    const auto close_by = std::chrono::system_clock::now() +
-                          (idle ? std::min(grace, kCloseGrace) : std::chrono::milliseconds(0));
+    const gpr_timespec close_by =
+        grpc_deadline(idle ? std::min(grace, kCloseGrace) : std::chrono::milliseconds(0));
     for (auto* server : {&client_server_, &admin_server_}) {
       if (*server == nullptr) continue;
       (*server)->Shutdown(close_by);

@@ -4,6 +4,7 @@
 #include "kvtier/v1/admin.grpc.pb.h"
 
 #include "services/grpc_lifetime.h"
+#include "services/grpc_time.h"
 #include "services/metrics/http_get.h"
 #include "services/server/endpoint.h"
 
@@ -33,7 +34,7 @@ TopSource admin_source(const std::string& address) {
   const std::shared_ptr<v1::AdminService::Stub> stub = v1::AdminService::NewStub(channel);
   return [address, stub] {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + kTimeout);
+    context.set_deadline(grpc_deadline(kTimeout));
     v1::GetMetricsResponse response;
     const grpc::Status status = stub->GetMetrics(&context, {}, &response);
     if (!status.ok()) {

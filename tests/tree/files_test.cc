@@ -5,10 +5,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <string>
+#include <vector>
 
 namespace kvtier::testing {
 namespace {
@@ -70,6 +73,34 @@ TEST(Files, EveryHeaderIsGuardedByPragmaOnce) {
     if (file.path == "include/kvtier/kvtier.h") continue;  // C, guarded by a macro
     EXPECT_THAT(file.lines, ::testing::Contains("#pragma once")) << file.path;
   }
+}
+
+bool reads_the_clock_of_the_wall(const std::string& line) {
+  const char* const names[] = {"system_clock",  "high_resolution_clock", "CLOCK_REALTIME",
+                               "gettimeofday(", "time(nullptr)",         "time.time(",
+                               "datetime"};
+  return std::ranges::any_of(
+      names, [&line](const char* name) { return line.find(name) != std::string::npos; });
+}
+
+TEST(Files, ReadTheClockOfTheWallToShowItAndForNothingElse) {
+  EXPECT_TRUE(reads_the_clock_of_the_wall("  const auto end = std::chrono::system_clock::now();"));
+  EXPECT_FALSE(reads_the_clock_of_the_wall("  const auto end = std::chrono::steady_clock::now();"));
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const std::set<std::string> shown{"examples/llama/report.cc", "services/log.cc", "services/log.h",
+                                    "services/server/status.cc", "services/top/top_frame.cc"};
+  std::vector<std::string> folders = source_folders();
+  std::erase(folders, "tests");
+  std::erase(folders, "benchmarks");
+  folders.emplace_back("python/kvtier");
+  std::vector<std::string> extensions = source_extensions();
+  extensions.emplace_back(".py");
+  std::set<std::string> found;
+  for (const SourceFile& file : read_tree(source_root(), folders, extensions)) {
+    if (std::ranges::any_of(file.lines, reads_the_clock_of_the_wall)) found.insert(file.path);
+  }
+  EXPECT_EQ(found, shown);
 }
 
 TEST(Files, VersionIsTheSameInHeaderAndBuild) {
