@@ -1,6 +1,7 @@
 #include "kvtier/engine.h"
 
 #include "attention/flash_decode.h"
+#include "runtime/append.h"
 #include "runtime/arguments.h"
 #include "runtime/engine_state.h"
 #include "runtime/fetch.h"
@@ -63,55 +64,20 @@ class SessionUse {
   EngineState::Turn* turn_;
 };
 
-/// Makes room for the tokens of an append; while a graph is being captured the room must be there.
-void make_room(EngineState::Turn& turn, SessionState& session, int layer, std::int64_t tokens) {
-  const runtime::LayerState& state = session.layer(layer);
-  if (turn.capturing()) {
-    if (tokens > state.capacity - state.length) {
-      throw Error(ErrorCode::kFailedPrecondition,
-                  "graph capture: expected room for " + std::to_string(state.length + tokens) +
-                      " tokens in layer " + std::to_string(layer) + ", found " +
-                      std::to_string(state.capacity) + "; call reserve before the capture");
-    }
-    return;
-  }
-  session.ensure_capacity(turn.stream(), layer, tokens);
-}
-
-/// Appends and then attends, for all parts or none: when pages run out, those before give theirs
-/// back, and when one that attention reads cannot be had, the appends are taken back.
+/// Appends and then attends, for all parts or none: when a page that attention reads cannot be had,
+/// the appends are taken back.
 void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
                        std::span<const runtime::AppendPart> appends,
                        std::span<const AttendPart> attends) {
-  struct Before {
-    std::int64_t length;
-    std::int64_t pages;
-  };
   std::vector<SessionUse> uses;
-  std::vector<Before> before;
   uses.reserve(appends.size());
-  before.reserve(appends.size());
-  try {
-    for (const runtime::AppendPart& part : appends) {
-      uses.emplace_back(*part.session, turn);
-      const runtime::LayerState& state = part.session->layer(layer);
-      before.push_back({state.length, state.pages.size()});
-      make_room(turn, *part.session, layer, part.keys.shape[0]);
-    }
-  } catch (...) {
-    for (std::size_t i = 0; i < before.size(); ++i) {
-      appends[i].session->restore_capacity(turn.stream(), layer, before[i].pages);
-    }
-    throw;
-  }
-  const bool appended = runtime::append(turn, engine, layer, appends);
+  for (const runtime::AppendPart& part : appends) uses.emplace_back(*part.session, turn);
+  runtime::Append append(turn, engine, layer, appends);
+  const bool appended = append.enqueue();
   try {
     runtime::attend(turn, engine, layer, attends, appended);
   } catch (...) {
-    if (turn.capturing()) throw;
-    for (std::size_t i = 0; i < before.size(); ++i) {
-      appends[i].session->undo_append(turn.stream(), layer, before[i].length, before[i].pages);
-    }
+    if (!turn.capturing()) append.undo();
     throw;
   }
 }
@@ -271,14 +237,13 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
   EngineState& engine = impl_->engine();
   runtime::check_layer(engine, layer);
   impl_->check_flags();
-  const std::int64_t tokens = runtime::check_append(engine, keys, values, stream);
+  (void)runtime::check_append(engine, keys, values, stream);
 
   EngineState::Turn turn(engine, stream);
   {
     const SessionUse use(*impl_, turn);
-    make_room(turn, *impl_, layer, tokens);
     const runtime::AppendPart part{impl_.get(), keys, values};
-    (void)runtime::append(turn, engine, layer, {&part, 1});
+    (void)runtime::Append(turn, engine, layer, {&part, 1}).enqueue();
   }
   turn.finish();
 }

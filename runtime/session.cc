@@ -162,16 +162,26 @@ SessionState::~SessionState() {
   }
 }
 
+void SessionState::check_room(int index, std::int64_t more) const {
+  const std::int64_t length = layer(index).length;
+  if (more <= max_tokens_ - length) return;
+  throw Error(ErrorCode::kResourceExhausted,
+              "layer " + std::to_string(index) + ": expected at most " +
+                  std::to_string(max_tokens_) + " tokens (the session's capacity), found " +
+                  std::to_string(length) + " and " + std::to_string(more) + " more");
+}
+
+void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64_t more) {
+  check_room(index, more);
+  LayerState& layer = this->layer(index);
+  grow_blocks(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
+}
+
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
   if (engine_->page_pool != nullptr && more > 0) open_tail(stream, layer);
   if (more <= layer.capacity - layer.length) return;
-  if (more > max_tokens_ - layer.length) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "layer " + std::to_string(index) + ": expected at most " +
-                    std::to_string(max_tokens_) + " tokens (the session's capacity), found " +
-                    std::to_string(layer.length) + " and " + std::to_string(more) + " more");
-  }
+  check_room(index, more);
   const std::int64_t tokens = layer.length + more;
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   const std::int64_t num_pages = ceil_div(tokens, page_tokens);

@@ -35,6 +35,9 @@ class SessionState {
   /// little. Throws `kResourceExhausted`, or what `PagePool::bring_in` throws of a last page that
   /// is away, with nothing else changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
+  /// Holds blocks for `tokens` more tokens of a layer, and checks that the session may have so
+  /// many. Throws `kResourceExhausted`; blocks taken stay until pages are given back.
+  void ensure_blocks(transfer::Stream& stream, int layer, std::int64_t tokens);
   /// Gives back the pages and blocks that `ensure_capacity` took since the layer had `pages` pages.
   /// A copy that it made of a shared page or block stays.
   void restore_capacity(transfer::Stream& stream, int layer, std::int64_t pages);
@@ -80,6 +83,8 @@ class SessionState {
     return static_cast<int>(memory_->layers().size());
   }
   [[nodiscard]] std::int64_t max_tokens() const noexcept { return max_tokens_; }
+  /// Tells whether a captured graph uses the session: its pages stay where they are.
+  [[nodiscard]] bool captured() const noexcept { return memory_->captured(); }
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
 
  private:
@@ -92,6 +97,8 @@ class SessionState {
   void delist(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
+  /// Throws `kResourceExhausted` unless a layer may have so many more tokens.
+  void check_room(int layer, std::int64_t more) const;
   /// Makes a part-filled last page be here, and its copies in tiers count no more.
   void open_tail(transfer::Stream& stream, LayerState& layer);
   /// Copies the part-filled last page and blocks of a layer, where they are shared.

@@ -85,12 +85,11 @@ TEST_P(SpillFaultTest, AnAppendThatFindsNoRoomInTheTierChangesNothing) {
   EXPECT_GT(engine_->stats().cumulative.tier_refused, 0U);
 }
 
-TEST_P(SpillFaultTest, AnAppendOfMoreThanTheFramesIsRefusedBeforeAnythingIsWritten) {
+TEST_P(SpillFaultTest, AReservationOfMoreThanTheFramesIsRefusedBeforeAnythingIsWritten) {
   const std::uint64_t puts = tier_->puts();
   const std::int64_t before = a_->length();
-  CallTensors call(model(), 41 * kPageTokens, 5);
-  expect_code(error_of([&] { a_->append(0, call.key.view(), call.value.view()); }),
-              ErrorCode::kResourceExhausted, "expected 41 free pages");
+  expect_code(error_of([&] { a_->reserve(41 * kPageTokens); }), ErrorCode::kResourceExhausted,
+              "expected 41 free pages");
   EXPECT_EQ(tier_->puts(), puts);
   EXPECT_EQ(a_->length(), before);
 }

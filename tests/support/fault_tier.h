@@ -15,11 +15,12 @@ namespace kvtier::testing {
 class FaultTier final : public PageTier {
  public:
   struct Faults {
-    TierStatus put = TierStatus::kOk;  ///< What puts answer; nothing is stored unless kOk.
-    TierStatus get = TierStatus::kOk;  ///< What gets answer, whatever is stored.
-    bool flip = false;                 ///< Gets answer kOk with one bit changed.
-    bool swap = false;                 ///< Gets answer kOk with the bytes of another page.
-    bool half = false;                 ///< Of each batch of puts the second half is kFull.
+    TierStatus put = TierStatus::kOk;      ///< What puts answer; nothing is stored unless kOk.
+    TierStatus get = TierStatus::kOk;      ///< What gets answer, whatever is stored.
+    bool flip = false;                     ///< Gets answer kOk with one bit changed.
+    bool swap = false;                     ///< Gets answer kOk with the bytes of another page.
+    bool half = false;                     ///< Of each batch of puts the second half is kFull.
+    std::uint64_t good_puts = UINT64_MAX;  ///< Pages taken from now on; kUnavailable after them.
   };
 
   explicit FaultTier(bool retains = true, std::size_t max_pages = SIZE_MAX)
@@ -31,6 +32,10 @@ class FaultTier final : public PageTier {
       TierPut& page = pages[i];
       page.status = faults_.put;
       if (faults_.half && i >= pages.size() / 2) page.status = TierStatus::kFull;
+      if (page.status == TierStatus::kOk && faults_.good_puts-- == 0) {
+        faults_.good_puts = 0;
+        page.status = TierStatus::kUnavailable;
+      }
       if (page.status == TierStatus::kOk && pages_.size() >= max_pages_) {
         page.status = TierStatus::kFull;
       }

@@ -1,0 +1,116 @@
+#include "runtime/append.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <string>
+
+namespace kvtier::runtime {
+namespace {
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// Frames that an append needs for the part-filled last page: one if it is shared, for the copy,
+/// and one if it may be away or go.
+std::int64_t tail_frames(const PagePool& pool, const LayerState& state, std::int64_t page_tokens) {
+  if (state.length % page_tokens == 0) return 0;
+  const std::int64_t i = state.length / page_tokens;
+  return (state.pages.shared(i) ? 1 : 0) + (pool.sealed(state.pages.frame(i)) ? 1 : 0);
+}
+
+TensorView slice(TensorView tensor, std::int64_t begin, std::int64_t count) {
+  const std::int64_t bytes =
+      begin * tensor.strides[0] * static_cast<std::int64_t>(dtype_bytes(tensor.dtype));
+  tensor.data = static_cast<const std::byte*>(tensor.data) + bytes;
+  tensor.shape[0] = count;
+  return tensor;
+}
+
+}  // namespace
+
+Append::Append(EngineState::Turn& turn, EngineState& engine, int layer,
+               std::span<const AppendPart> parts)
+    : turn_(turn), engine_(engine), layer_(layer), parts_(parts) {
+  before_.reserve(parts.size());
+  for (const AppendPart& part : parts) {
+    const LayerState& state = part.session->layer(layer);
+    before_.push_back({state.length, state.pages.size()});
+  }
+}
+
+void Append::make_room(const AppendPart& part) {
+  const std::int64_t tokens = part.keys.shape[0];
+  const LayerState& state = part.session->layer(layer_);
+  if (!turn_.capturing()) return part.session->ensure_capacity(turn_.stream(), layer_, tokens);
+  if (tokens > state.capacity - state.length) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "graph capture: expected room for " + std::to_string(state.length + tokens) +
+                    " tokens in layer " + std::to_string(layer_) + ", found " +
+                    std::to_string(state.capacity) + "; call reserve before the capture");
+  }
+}
+
+bool Append::at_once() const {
+  const PagePool* pool = engine_.page_pool;
+  if (pool == nullptr || turn_.capturing() || pool->num_movable() == 0) return true;
+  std::int64_t needed = 0;
+  for (const AppendPart& part : parts_) {
+    // Its pages stay, however many pieces they come in.
+    if (part.session->captured()) return true;
+    const LayerState& state = part.session->layer(layer_);
+    const std::int64_t page_tokens = engine_.kv.page_tokens;
+    const std::int64_t pages = ceil_div(state.length + part.keys.shape[0], page_tokens);
+    needed += std::max<std::int64_t>(pages - state.pages.size(), 0) +
+              tail_frames(*pool, state, page_tokens);
+  }
+  return needed <= static_cast<std::int64_t>(pool->num_movable());
+}
+
+std::int64_t Append::piece_tokens(const LayerState& state) const {
+  const PagePool& pool = *engine_.page_pool;
+  const std::int64_t page_tokens = engine_.kv.page_tokens;
+  const auto movable = static_cast<std::int64_t>(pool.num_movable());
+  // Half of what can be had, so that a piece does not drive out all that others use.
+  const std::int64_t fresh =
+      std::max<std::int64_t>(movable / 2, 1) - tail_frames(pool, state, page_tokens);
+  const std::int64_t pages = state.pages.size() + std::max<std::int64_t>(fresh, 0);
+  return pages * page_tokens - state.length;
+}
+
+bool Append::in_pieces(const AppendPart& part) {
+  const std::int64_t tokens = part.keys.shape[0];
+  part.session->ensure_blocks(turn_.stream(), layer_, tokens);
+  bool enqueued = false;
+  for (std::int64_t begin = 0; begin < tokens;) {
+    const std::int64_t count = std::min(tokens - begin, piece_tokens(part.session->layer(layer_)));
+    const AppendPart piece{part.session, slice(part.keys, begin, count),
+                           slice(part.values, begin, count)};
+    make_room(piece);
+    enqueued = append(turn_, engine_, layer_, {&piece, 1});
+    begin += count;
+  }
+  return enqueued;
+}
+
+bool Append::enqueue() {
+  try {
+    if (at_once()) {
+      for (const AppendPart& part : parts_) make_room(part);
+      return append(turn_, engine_, layer_, parts_);
+    }
+    bool enqueued = false;
+    for (const AppendPart& part : parts_) enqueued = in_pieces(part);
+    return enqueued;
+  } catch (...) {
+    if (!turn_.capturing()) undo();
+    throw;
+  }
+}
+
+void Append::undo() {
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i].session->undo_append(turn_.stream(), layer_, before_[i].length, before_[i].pages);
+  }
+}
+
+}  // namespace kvtier::runtime
