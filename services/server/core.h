@@ -160,9 +160,9 @@ class Core {
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
   [[nodiscard]] std::int64_t session_memory() const noexcept { return memory_.used(); }
-  /// Whether an engine has failed and is still there.
   /// Sums over the engines.
   [[nodiscard]] Stats engine_stats() const { return models_.stats(); }
+  /// As `ModelPool::any_failed`.
   [[nodiscard]] bool degraded() const { return models_.any_failed(); }
 
  private:

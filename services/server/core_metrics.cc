@@ -276,7 +276,8 @@ void add_core_metrics(const Core& core, Families& families) {
                  number(service.inflight_bytes_limit()), {{"plane", "grpc"}});
   families.gauge("kvtier_session_memory_bytes", "Bytes that sessions hold beside their pages.",
                  static_cast<double>(core.session_memory()));
-  families.gauge("kvtier_device_up", "1 unless an engine has failed and is still there.",
+  families.gauge("kvtier_device_up",
+                 "1 unless an engine has failed and is still there, or no other can be made.",
                  core.degraded() ? 0 : 1);
   add_engines(stats, families);
   add_memory(stats.snapshot(), families);

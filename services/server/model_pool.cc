@@ -195,7 +195,14 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   config.extra_sketches = spec.extra_sketches;
   config.backend = options_.backend;
   config.log = options_.log;
-  auto model = std::make_shared<Model>(config, key);
+  std::shared_ptr<Model> model;
+  try {
+    model = std::make_shared<Model>(config, key);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInternal) device_lost_ = true;
+    throw;
+  }
+  device_lost_ = false;
   const std::lock_guard lock(mutex_);
   models_.push_back(model);
   return model;
@@ -231,8 +238,8 @@ std::size_t ModelPool::size() const {
 
 bool ModelPool::any_failed() const {
   const std::lock_guard lock(mutex_);
-  return std::any_of(models_.begin(), models_.end(),
-                     [](const auto& model) { return model->failed.load(); });
+  return device_lost_ || std::any_of(models_.begin(), models_.end(),
+                                     [](const auto& model) { return model->failed.load(); });
 }
 
 Stats ModelPool::stats() const {

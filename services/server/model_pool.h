@@ -63,6 +63,8 @@ class ModelPool {
   [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
 
   [[nodiscard]] std::size_t size() const;
+  /// Whether an engine has failed and is still there, or the last could not be made for a fault of
+  /// the device.
   [[nodiscard]] bool any_failed() const;
   /// Sums over the engines there are and, for what only grows, those there were.
   [[nodiscard]] Stats stats() const;
@@ -76,6 +78,7 @@ class ModelPool {
 
   const ModelPoolOptions options_;
   std::mutex building_;
+  std::atomic<bool> device_lost_{false};
   mutable std::mutex mutex_;                    ///< Guards all below.
   std::vector<std::shared_ptr<Model>> models_;  ///< Least recently acquired first.
   Stats::Cumulative retired_;

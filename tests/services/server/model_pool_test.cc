@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace kvtier::services {
 namespace {
@@ -82,6 +83,36 @@ TEST_F(ModelPoolTest, StartsWithEmptyCachesAndNotInThoseOfAnother) {
 
   const ModelPool again(options());
   EXPECT_FALSE(fs::exists(segment));
+}
+
+TEST_F(ModelPoolTest, SaysThatTheDeviceIsLostUntilAnEngineCanBeMade) {
+  bool broken = false;
+  ModelPoolOptions options = this->options();
+  options.log = [&broken](LogLevel, std::string_view) {  // also while an engine is made
+    if (broken) throw Error(ErrorCode::kInternal, "CUDA reports an illegal address");
+  };
+  ModelPool pool(options);
+  const auto other = pool.acquire(spec(2));
+  pool.acquire(spec(1))->failed = true;
+  EXPECT_TRUE(pool.any_failed());
+
+  broken = true;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    try {
+      (void)pool.acquire(spec(1));
+      FAIL() << "expected the fault";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInternal);
+    }
+    EXPECT_TRUE(pool.any_failed());
+    EXPECT_EQ(pool.size(), 1U);
+  }
+  EXPECT_EQ(pool.acquire(spec(2)), other);
+  EXPECT_TRUE(pool.any_failed()) << "an engine that was there says nothing of the device";
+
+  broken = false;
+  EXPECT_FALSE(pool.acquire(spec(1))->failed);
+  EXPECT_FALSE(pool.any_failed());
 }
 
 }  // namespace
