@@ -176,6 +176,16 @@ bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   return true;
 }
 
+void bring_in_always(transfer::Stream& stream, EngineState& engine,
+                     std::span<LayerState* const> layers, const transfer::SpanRule& rule,
+                     const transfer::QueryBatch& rows) {
+  if (ColdLaunch::all_here(stream, layers)) return;
+  const attention::AttendRequest request{
+      .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows};
+  ColdLaunch launch(stream, engine, layers, request);
+  if (!launch.bring_in({})) fail_too_many(engine, launch.needed_.size());
+}
+
 void ColdLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,
                         const attention::OutputBatch& outputs) {
   transfer::SelectionView in_place = selection;

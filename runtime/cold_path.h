@@ -21,6 +21,13 @@ namespace kvtier::runtime {
 /// Brings in all pages of all layers, or none and returns false when they are too many.
 bool bring_in_all(transfer::Stream& stream, EngineState& engine, std::span<LayerState> layers);
 
+/// Brings in the pages of the tokens that `rows` always attend, for a budget weighs these before it
+/// selects. `layers`: those of the rows' sequences, in their order. Throws `kResourceExhausted`
+/// when they are too many.
+void bring_in_always(transfer::Stream& stream, EngineState& engine,
+                     std::span<LayerState* const> layers, const transfer::SpanRule& rule,
+                     const transfer::QueryBatch& rows);
+
 /// One launch of attention over layers whose pages may be away, in these steps: `all_here` tells
 /// whether there is anything to do, `bring_in` waits for the pages, and where it says that they are
 /// too many at once `attend` takes the place of the launch.
@@ -44,6 +51,9 @@ class ColdLaunch final : private attention::RowSource {
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void need(int sequence, std::int64_t begin, std::int64_t end);
   void settle();
+  friend void bring_in_always(transfer::Stream& stream, EngineState& engine,
+                              std::span<LayerState* const> layers, const transfer::SpanRule& rule,
+                              const transfer::QueryBatch& rows);
 
   transfer::Stream& stream_;
   EngineState& engine_;

@@ -120,6 +120,10 @@ class AttendLaunch {
 
   void enqueue() {
     if (slices_.empty()) return;
+    if (options().budget.active && engine_.page_pool != nullptr && !turn_.capturing()) {
+      bring_in_always(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
+      after_append_ = false;
+    }
     read_queries();
     if (slices_.front().part->select.ids.empty()) {
       attend();

@@ -1,3 +1,5 @@
+#include "kvtier/recall.h"
+
 #include "runtime/spill_fixture.h"
 
 #include <gtest/gtest.h>
@@ -141,6 +143,40 @@ TEST_P(SpillTest, RandomCallsGiveTheSameBitsWithAnyHostBudget) {
     EXPECT_LE(engine.stats().snapshot.pages_used, frames);
   }
   EXPECT_GT(spilled, 0U);
+}
+
+/// Tokens that are always attended may be away when a recall target weighs them.
+TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreAway) {
+  if (GetParam() == Backend::kCuda) GTEST_SKIP() << "recall targets are not on CUDA yet";
+  Config spilling = with_frames(60);
+  Config plain = twin();
+  for (Config* config : {&spilling, &plain}) {
+    config->retrieval.estimator = Estimator::kNormAware;
+    config->retrieval.top_k = 300;
+  }
+  Engine engine(spilling);
+  Engine reference(plain);
+  const ModelConfig& model = engine.config().model;
+  const AttendOptions options{.dense_from = 150,
+                              .recall_target = RecallTarget{.recall = 0.7, .min_top_k = 1}};
+  Session a = engine.open();
+  Session b = reference.open();
+  for (int layer = 0; layer < 2; ++layer) {
+    append_random(a, model, layer, 384, 7);
+    append_random(b, model, layer, 384, 7);
+  }
+  for (std::uint64_t step = 0; step < 4; ++step) {
+    Session other = engine.open();
+    for (int layer = 0; layer < 2; ++layer) append_random(other, model, layer, 384, 8);
+    ASSERT_GT(engine.stats().snapshot.pages_away, 0U);
+    expect_same_decode(a, b, model, 1, 10 * step + 1, options, true);
+    CallTensors from_a(model, 1, step), from_b(model, 1, step);
+    for (int layer = 0; layer < 2; ++layer) {
+      a.select(layer, from_a.query.view(), {.ids = from_a.ids.view()}, {}, options);
+      b.select(layer, from_b.query.view(), {.ids = from_b.ids.view()}, {}, options);
+      EXPECT_EQ(from_a.ids.data, from_b.ids.data);
+    }
+  }
 }
 
 KVTIER_INSTANTIATE_BACKENDS(SpillTest);
