@@ -27,7 +27,7 @@ class PagesTest : public ServerTest {
     options.core.pages.arena_bytes = std::int64_t{32} << 20;
     options.core.now = [this] { return std::chrono::steady_clock::now() + later_.load(); };
     start(options);
-    const auto channel = grpc::CreateChannel(socket(), grpc::InsecureChannelCredentials());
+    const auto channel = make_channel();
     pages_ = v1::PageService::NewStub(channel);
     transfer_ = v1::TransferService::NewStub(channel);
     v1::OpenLeaseRequest request;
@@ -39,6 +39,15 @@ class PagesTest : public ServerTest {
     chunk_bytes_ = static_cast<std::size_t>(response.limits().max_transfer_bytes()) - 1024;
   }
 
+  /// A connection of its own, with windows that stay as they are, as those of kvtier's clients: a
+  /// server gets as far ahead of a reader in every step.
+  [[nodiscard]] std::shared_ptr<grpc::Channel> make_channel() const {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1 << 20);
+    return grpc::CreateCustomChannel(socket(), grpc::InsecureChannelCredentials(), arguments);
+  }
   static std::string bytes_of(std::uint64_t seed) {
     std::mt19937_64 random(seed);
     std::string bytes(static_cast<std::size_t>(kPageBytes), '\0');
@@ -224,10 +233,7 @@ TEST_F(PagesTest, ClientsThatAreTooSlowAreCutOffAndNobodyElse) {
   constexpr std::size_t kPages = 30;
   for (std::size_t i = 0; i < kPages; ++i) request.add_handles(handles[i % 2]);
 
-  grpc::ChannelArguments apart;  // a connection of its own
-  apart.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  const auto slow_stub = v1::TransferService::NewStub(
-      grpc::CreateCustomChannel(socket(), grpc::InsecureChannelCredentials(), apart));
+  const auto slow_stub = v1::TransferService::NewStub(make_channel());
   grpc::ClientContext slow_context;
   const auto slow_reader = slow_stub->ReadPages(&slow_context, request);
   grpc::ClientContext writer_context;
