@@ -36,8 +36,9 @@ elseif(KVTIER_SANITIZE)
 endif()
 
 # kvtier_light_compiles(TARGET...): code that no decode step waits for, with headers that are slow to compile. With
-# KVTIER_QUICK a release build hardly optimises it and a sanitizer's not at all. AddressSanitizer's leaves to that what
-# UndefinedBehaviorSanitizer would see too.
+# KVTIER_QUICK a release build hardly optimises it and a sanitizer's not at all. With AddressSanitizer,
+# UndefinedBehaviorSanitizer leaves out what that sees too.
+set(kvtier_without_twice_seen $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize=null,alignment,object-size,vptr>)
 function(kvtier_light_compiles)
   foreach(target IN LISTS ARGN)
     if(KVTIER_QUICK)
@@ -45,7 +46,7 @@ function(kvtier_light_compiles)
         $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:RelWithDebInfo>>:-O0>)
     endif()
     if(KVTIER_SANITIZE STREQUAL "address")
-      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize=null,alignment,object-size,vptr>)
+      target_compile_options(${target} PRIVATE ${kvtier_without_twice_seen})
     endif()
   endforeach()
 endfunction()
