@@ -2,13 +2,13 @@
 
 #include "kvtier/error.h"
 
+#include "runtime/sequence_memory.h"
+
 #include <algorithm>
 #include <string>
 
 namespace kvtier::runtime {
 namespace {
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// Frames that an append needs for the part-filled last page: one if it is shared, for the copy,
 /// and one if it may be away or go.

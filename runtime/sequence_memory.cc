@@ -14,8 +14,6 @@ constexpr std::size_t kAlign = 256;
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 /// Sizes of one layer's regions in the buffer.
 struct LayerBytes {
   std::size_t page_table, block_table, counters, sinks, ring, total;

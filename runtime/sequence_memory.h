@@ -10,6 +10,11 @@
 
 namespace kvtier::runtime {
 
+/// Pages or blocks of `b` tokens that hold `a`.
+[[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) noexcept {
+  return (a + b - 1) / b;
+}
+
 /// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
 /// own are in `view.counters`.
 struct LayerState {

@@ -11,8 +11,6 @@ namespace kvtier::runtime {
 
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 /// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
 /// until there are enough.
 template <typename Take>
