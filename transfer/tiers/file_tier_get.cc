@@ -121,8 +121,8 @@ class FileTier::Get {
   }
 
   [[nodiscard]] std::uint32_t crc_of(const Plan& plan) const {
-    std::uint32_t crc = 0;
-    for (std::size_t i = 0; i < plan.num_chunks; ++i) {
+    std::uint32_t crc = chunks_[plan.first_chunk].crc;
+    for (std::size_t i = 1; i < plan.num_chunks; ++i) {
       const Chunk& chunk = chunks_[plan.first_chunk + i];
       crc = crc32c_join(crc, chunk.crc, chunk.size);
     }
