@@ -53,7 +53,6 @@ class RequestTensors {
   void add_selected(int item, const TensorView& selected, Request& request) {
     if (!selected.empty()) add({"selected", item}, selected, *request.mutable_selected());
   }
-  void add_output(std::uint64_t bytes) noexcept { output_bytes_ += bytes; }
   /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
   void add_selection() noexcept;
   /// Room for what is attended for a query.
