@@ -90,6 +90,16 @@ class Twins final : public KvSession {
   KvSession& other_;
 };
 
+/// A random decoder whose pages are large, so that few tokens are many of the budget's.
+testing::ReferenceModel write_model(const TemporaryFolder& folder) {
+  testing::ReferenceModel model;
+  model.heads = model.kv_heads = 8;
+  model.head_dim = 128;
+  model.randomize(5);
+  model.write(folder.path());
+  return model;
+}
+
 class LlamaSpill : public ::testing::TestWithParam<Mix> {
  protected:
   void SetUp() override {
@@ -110,16 +120,6 @@ class LlamaSpill : public ::testing::TestWithParam<Mix> {
     return options;
   }
   [[nodiscard]] std::filesystem::path cache() const { return folder_.path() / "cache"; }
-
-  /// A random decoder whose pages are large, so that few tokens are many of the budget's.
-  [[nodiscard]] testing::ReferenceModel write_model() const {
-    testing::ReferenceModel model;
-    model.heads = model.kv_heads = 8;
-    model.head_dim = 128;
-    model.randomize(5);
-    model.write(folder_.path());
-    return model;
-  }
 
   TemporaryFolder folder_;
   std::optional<RemoteServerProcess> server_;
@@ -173,7 +173,7 @@ TEST_P(LlamaSpill, NeedleLlamaAttendsAsIfEverythingWereInMemory) {
 }
 
 TEST_P(LlamaSpill, TheDemoGeneratesTheSameTokens) {
-  const testing::ReferenceModel model = write_model();
+  const testing::ReferenceModel model = write_model(folder_);
   Decoder decoder = load_decoder(folder_.path(), make_cpu_compute());
   GenerateOptions options;
   options.prompt = testing::random_tokens(380, model.vocab, 7);
@@ -197,7 +197,7 @@ TEST_P(LlamaSpill, TheDemoGeneratesTheSameTokens) {
 }
 
 TEST_P(LlamaSpill, TheEvaluationFindsTheSame) {
-  const testing::ReferenceModel model = write_model();
+  const testing::ReferenceModel model = write_model(folder_);
   const std::filesystem::path tasks = folder_.path() / "tasks.safetensors";
   testing::write_tiny_tasks(tasks, model.vocab);
   EvalOptions options;
@@ -239,11 +239,7 @@ INSTANTIATE_TEST_SUITE_P(Mixes, LlamaSpill, ::testing::ValuesIn(kMixes),
 
 TEST(LlamaSpillWithoutCopies, AWipedDiskIsDataLoss) {
   const TemporaryFolder folder;
-  testing::ReferenceModel model;
-  model.heads = model.kv_heads = 8;
-  model.head_dim = 128;
-  model.randomize(5);
-  model.write(folder.path());
+  const testing::ReferenceModel model = write_model(folder);
   Decoder decoder = load_decoder(folder.path(), make_cpu_compute());
   GenerateOptions options;
   options.prompt = testing::random_tokens(380, model.vocab, 7);
