@@ -158,10 +158,30 @@ constexpr long long fold_by(std::uint64_t distance) {
   return static_cast<long long>(std::uint64_t{power_of_x(distance)} << 1U);
 }
 
-#define KVTIER_FOLDS __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+/// What is left of folded bytes, a polynomial with their remainder, and the bytes after them.
+std::uint32_t finish(std::span<const std::byte> folded, const std::byte* from, std::size_t size,
+                     std::byte* to) {
+  return run_by_lanes(~update_by_lanes(0, folded.data(), folded.size()), from, size, to);
+}
+
+/// Moves on by the bytes of a round.
+struct Rest {
+  const std::byte* from;
+  std::size_t size;
+  std::byte* to;
+
+  void skip(std::size_t bytes) {
+    from += bytes;
+    size -= bytes;
+    if (to != nullptr) to += bytes;
+  }
+};
+
+#define KVTIER_FOLDS_512 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+#define KVTIER_FOLDS_256 __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
 
 template <int kBytes>
-KVTIER_FOLDS __m512i fold(__m512i past, __m512i next) {
+KVTIER_FOLDS_512 __m512i fold(__m512i past, __m512i next) {
   const __m512i by = _mm512_set4_epi64(fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32),
                                        fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32));
   constexpr int kXor = 0x96;  // of three
@@ -169,46 +189,89 @@ KVTIER_FOLDS __m512i fold(__m512i past, __m512i next) {
                                    _mm512_clmulepi64_epi128(past, by, 0x11), next, kXor);
 }
 
+template <int kBytes>
+KVTIER_FOLDS_256 __m256i fold(__m256i past, __m256i next) {
+  const __m256i by = _mm256_set_epi64x(fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32),
+                                       fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32));
+  const __m256i low = _mm256_clmulepi64_epi128(past, by, 0x00);
+  const __m256i high = _mm256_clmulepi64_epi128(past, by, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+}
+
 template <bool kCopy>
-KVTIER_FOLDS std::uint32_t run_by_folding(std::uint32_t crc, const std::byte* from,
-                                          std::size_t size, std::byte* to) {
+KVTIER_FOLDS_512 std::uint32_t run_by_folding_512(std::uint32_t crc, Rest rest) {
   constexpr std::size_t kWidth = 64;
   constexpr std::size_t kStep = 4 * kWidth;
-  if (size < 2 * kStep) return run_by_lanes(crc, from, size, to);
-  const auto next = [&](std::size_t i) KVTIER_FOLDS {
-    const __m512i data = _mm512_loadu_si512(from + i * kWidth);
-    if constexpr (kCopy) _mm512_storeu_si512(to + i * kWidth, data);
+  const auto next = [&](std::size_t i) KVTIER_FOLDS_512 {
+    const __m512i data = _mm512_loadu_si512(rest.from + i * kWidth);
+    if constexpr (kCopy) _mm512_storeu_si512(rest.to + i * kWidth, data);
     return data;
-  };
-  const auto advance = [&] {
-    from += kStep;
-    size -= kStep;
-    if constexpr (kCopy) to += kStep;
   };
   const __m512i state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc)));
   __m512i first = _mm512_xor_si512(next(0), state);
   __m512i second = next(1);
   __m512i third = next(2);
   __m512i fourth = next(3);
-  advance();
-  while (size >= kStep) {
+  rest.skip(kStep);
+  while (rest.size >= kStep) {
     first = fold<kStep>(first, next(0));
     second = fold<kStep>(second, next(1));
     third = fold<kStep>(third, next(2));
     fourth = fold<kStep>(fourth, next(3));
-    advance();
+    rest.skip(kStep);
   }
   const __m512i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
-  alignas(kWidth) std::array<std::byte, kWidth> rest{};
-  _mm512_store_si512(rest.data(), last);
-  const std::uint32_t folded = ~update_by_lanes(0, rest.data(), rest.size());
-  return run_by_lanes(folded, from, size, to);
+  alignas(kWidth) std::array<std::byte, kWidth> folded{};
+  _mm512_store_si512(folded.data(), last);
+  return finish(folded, rest.from, rest.size, rest.to);
 }
 
-std::uint32_t run_by_folding_either(std::uint32_t crc, const std::byte* from, std::size_t size,
-                                    std::byte* to) {
-  return to == nullptr ? run_by_folding<false>(crc, from, size, to)
-                       : run_by_folding<true>(crc, from, size, to);
+template <bool kCopy>
+KVTIER_FOLDS_256 std::uint32_t run_by_folding_256(std::uint32_t crc, Rest rest) {
+  constexpr std::size_t kWidth = 32;
+  constexpr std::size_t kStep = 4 * kWidth;
+  const auto next = [&](std::size_t i) KVTIER_FOLDS_256 {
+    const std::byte* const at = rest.from + i * kWidth;
+    const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    if constexpr (kCopy) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest.to + i * kWidth), data);
+    }
+    return data;
+  };
+  const __m256i state = _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(~crc)));
+  __m256i first = _mm256_xor_si256(next(0), state);
+  __m256i second = next(1);
+  __m256i third = next(2);
+  __m256i fourth = next(3);
+  rest.skip(kStep);
+  while (rest.size >= kStep) {
+    first = fold<kStep>(first, next(0));
+    second = fold<kStep>(second, next(1));
+    third = fold<kStep>(third, next(2));
+    fourth = fold<kStep>(fourth, next(3));
+    rest.skip(kStep);
+  }
+  const __m256i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
+  alignas(kWidth) std::array<std::byte, kWidth> folded{};
+  _mm256_store_si256(reinterpret_cast<__m256i*>(folded.data()), last);
+  return finish(folded, rest.from, rest.size, rest.to);
+}
+
+/// Fewer bytes are not worth a start.
+constexpr std::size_t kLeastFolded = 512;
+
+std::uint32_t run_by_folding_512(std::uint32_t crc, const std::byte* from, std::size_t size,
+                                 std::byte* to) {
+  if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
+  return to == nullptr ? run_by_folding_512<false>(crc, {from, size, to})
+                       : run_by_folding_512<true>(crc, {from, size, to});
+}
+
+std::uint32_t run_by_folding_256(std::uint32_t crc, const std::byte* from, std::size_t size,
+                                 std::byte* to) {
+  if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
+  return to == nullptr ? run_by_folding_256<false>(crc, {from, size, to})
+                       : run_by_folding_256<true>(crc, {from, size, to});
 }
 
 #endif
@@ -216,8 +279,12 @@ std::uint32_t run_by_folding_either(std::uint32_t crc, const std::byte* from, st
 std::vector<Crc32cPath> find_paths() {
   std::vector<Crc32cPath> paths;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0) {
-    paths.push_back({"vpclmulqdq", run_by_folding_either});
+  const bool folds = __builtin_cpu_supports("vpclmulqdq") != 0;
+  if (folds && __builtin_cpu_supports("avx512f") != 0) {
+    paths.push_back({"vpclmulqdq of 512 bits", run_by_folding_512});
+  }
+  if (folds && __builtin_cpu_supports("avx2") != 0) {
+    paths.push_back({"vpclmulqdq of 256 bits", run_by_folding_256});
   }
   if (__builtin_cpu_supports("sse4.2") != 0) paths.push_back({"sse4.2", run_by_lanes});
 #endif
