@@ -126,7 +126,7 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
 }
 
 void Core::queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                            std::size_t bytes, Work work, Done done) {
+                            std::size_t bytes, Work work, Done done, Strand::Start start) {
   const Arrival arrival = arrive(call, method);
   try {
     check_serving();
@@ -141,8 +141,8 @@ void Core::queue_on_session(const Call& call, std::string_view method, const std
     renew_for_client(*entry);
     ++admitted_;
     try {
-      entry->strand->post([this, arrival, entry, done, grant = std::move(grant),
-                           queued = std::move(queued), work = std::move(work)]() mutable {
+      entry->strand->enqueue(start, [this, arrival, entry, done, grant = std::move(grant),
+                                     queued = std::move(queued), work = std::move(work)]() mutable {
         const TimePoint started = options_.now();
         std::optional<ServiceError> failure;
         try {
@@ -368,7 +368,7 @@ void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
   on_session(
       call, "SessionService/GetSession", request.name(), request.ByteSizeLong(),
       [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
-      std::move(done));
+      std::move(done), Strand::Start::kNowIfIdle);
 }
 
 void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,

@@ -189,7 +189,8 @@ class Core {
   /// Finds, admits and queues; `verb(entry)` runs on the session's strand.
   template <typename Verb>
   void on_session(const Call& call, std::string_view method, const std::string& name,
-                  std::size_t bytes, Verb verb, Done done) {
+                  std::size_t bytes, Verb verb, Done done,
+                  Strand::Start start = Strand::Start::kQueued) {
     Work work;
     try {
       work = std::move(verb);
@@ -197,10 +198,10 @@ class Core {
       refuse(arrive(call, method), done);
       return;
     }
-    queue_on_session(call, method, name, bytes, std::move(work), std::move(done));
+    queue_on_session(call, method, name, bytes, std::move(work), std::move(done), start);
   }
   void queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                        std::size_t bytes, Work work, Done done);
+                        std::size_t bytes, Work work, Done done, Strand::Start start);
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);

@@ -1,17 +1,26 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace kvtier::services {
 
-/// A queue whose tasks run one after another, in their order, on some thread.
+/// A queue whose tasks run one after another, in their order.
 class Strand {
  public:
+  enum class Start : std::uint8_t {
+    kQueued,     ///< On some thread of the executor.
+    kNowIfIdle,  ///< On the calling thread before the call returns, when no other task runs or
+                 ///< waits; otherwise queued. For tasks that are done sooner than a thread wakes.
+  };
+
   virtual ~Strand() = default;
-  /// Enqueues `task`, which must not throw. Thread-safe.
-  virtual void post(std::function<void()> task) = 0;
+  /// Enqueues `task`, which must not throw. Thread-safe. A call that throws has enqueued nothing.
+  virtual void enqueue(Start start, std::function<void()> task) = 0;
+  void post(std::function<void()> task) { enqueue(Start::kQueued, std::move(task)); }
 };
 
 /// Where the work of sessions runs.

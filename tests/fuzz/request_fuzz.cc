@@ -41,7 +41,9 @@ class Queue final : public Executor {
   class Line final : public Strand {
    public:
     explicit Line(Queue& queue) : queue_(queue) {}
-    void post(std::function<void()> task) override { queue_.tasks_.push_back(std::move(task)); }
+    void enqueue(Start /*start*/, std::function<void()> task) override {
+      queue_.tasks_.push_back(std::move(task));
+    }
 
    private:
     Queue& queue_;

@@ -42,7 +42,9 @@ class ManualExecutor final : public Executor {
   class Queue final : public Strand {
    public:
     explicit Queue(ManualExecutor& executor) : executor_(executor) {}
-    void post(std::function<void()> task) override { executor_.tasks_.push_back(std::move(task)); }
+    void enqueue(Start /*start*/, std::function<void()> task) override {
+      executor_.tasks_.push_back(std::move(task));
+    }
 
    private:
     ManualExecutor& executor_;

@@ -136,5 +136,103 @@ TEST_F(CoreThreadsTest, BatchOverManySessionsIsJoined) {
   for (const auto& item : response.items()) EXPECT_EQ(item.status().code(), 0);
 }
 
+class StrandTest : public ::testing::Test {
+ protected:
+  ~StrandTest() override { pool_->finish(); }
+
+  std::unique_ptr<Executor> pool_ = make_thread_pool(2);
+  std::unique_ptr<Strand> strand_ = pool_->make_strand();
+};
+
+TEST_F(StrandTest, RunsAShortTaskHereWhenNothingRunsOrWaits) {
+  std::thread::id here;
+  strand_->enqueue(Strand::Start::kNowIfIdle, [&] { here = std::this_thread::get_id(); });
+  EXPECT_EQ(here, std::this_thread::get_id());
+}
+
+TEST_F(StrandTest, QueuesAShortTaskBehindOthers) {
+  std::promise<void> go, running, done;
+  std::vector<int> order;
+  strand_->post([&] {
+    running.set_value();
+    go.get_future().wait();
+    order.push_back(0);
+  });
+  running.get_future().wait();
+  std::thread::id other;
+  strand_->post([&] { order.push_back(1); });
+  strand_->enqueue(Strand::Start::kNowIfIdle, [&] {
+    order.push_back(2);
+    other = std::this_thread::get_id();
+    done.set_value();
+  });
+  EXPECT_EQ(other, std::thread::id());
+  go.set_value();
+  done.get_future().wait();
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
+  EXPECT_NE(other, std::this_thread::get_id());
+}
+
+TEST_F(StrandTest, HandsToThePoolWhatCameWhileATaskRanHere) {
+  std::promise<std::thread::id> other;
+  bool inside = false;
+  bool overlapped = false;
+  strand_->enqueue(Strand::Start::kNowIfIdle, [&] {
+    inside = true;
+    strand_->post([&] { overlapped = inside; });
+    strand_->enqueue(Strand::Start::kNowIfIdle, [&] {
+      overlapped |= inside;
+      other.set_value(std::this_thread::get_id());
+    });
+    inside = false;
+  });
+  EXPECT_NE(other.get_future().get(), std::this_thread::get_id());
+  EXPECT_FALSE(overlapped);
+}
+
+TEST_F(StrandTest, RunsTasksOfManyThreadsOneAtATime) {
+  constexpr int kThreads = 4;
+  constexpr int kTasks = 500;
+  int unguarded = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      const auto start = t % 2 == 0 ? Strand::Start::kQueued : Strand::Start::kNowIfIdle;
+      for (int i = 0; i < kTasks; ++i) strand_->enqueue(start, [&] { ++unguarded; });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  pool_->finish();
+  EXPECT_EQ(unguarded, kThreads * kTasks);
+}
+
+TEST_F(StrandTest, TakesTurnsWithOthers) {
+  const std::unique_ptr<Executor> one = make_thread_pool(1);
+  const std::unique_ptr<Strand> busy = one->make_strand();
+  const std::unique_ptr<Strand> other = one->make_strand();
+  std::promise<void> go;
+  std::vector<int> order;
+  busy->post([&] { go.get_future().wait(); });
+  for (int i = 1; i <= 3; ++i) {
+    busy->post([&order, i] { order.push_back(i); });
+  }
+  other->post([&order] { order.push_back(0); });
+  go.set_value();
+  one->finish();
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
+}
+
+TEST_F(StrandTest, MayEndInATask) {
+  std::promise<void> done;
+  strand_->post([&] {
+    strand_.reset();
+    done.set_value();
+  });
+  done.get_future().wait();
+  strand_ = pool_->make_strand();
+  strand_->enqueue(Strand::Start::kNowIfIdle, [&] { strand_.reset(); });
+  EXPECT_EQ(strand_, nullptr);
+}
+
 }  // namespace
 }  // namespace kvtier::services::testing
