@@ -82,10 +82,8 @@ TEST_F(SpillGraphTest, ACaptureNeedsItsPagesHereAndThenKeepsThem) {
   const std::unique_ptr<Graph> graph = capture();
   // Whatever others do, the pages stay where the graph reads them.
   Session pressing = engine_->open();
-  const std::optional<Error> full = error_of([&] { fill(pressing); });
-  ASSERT_TRUE(full.has_value());
-  EXPECT_EQ(full->code(), ErrorCode::kResourceExhausted);
-  for (std::uint64_t i = 0; i < 3; ++i) append_random(pressing, engine_->config().model, 0, 32, i);
+  fill(pressing);
+  EXPECT_GT(engine_->stats().snapshot.pages_away, 0U);
 
   for (std::uint64_t i = 0; i < 4; ++i) {
     CallTensors host = call(50 + i);
