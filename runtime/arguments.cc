@@ -77,17 +77,12 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
 }
 
 /// Checks what an estimate of attention needs, and says `who` wants it.
-void check_estimate(const EngineState& engine, const ResolvedOptions& resolved,
-                    std::string_view who) {
+void check_estimate(const ResolvedOptions& resolved, std::string_view who) {
   if (resolved.params.estimator != Estimator::kNormAware) {
     invalid(who, "a norm-aware estimator", "another");
   }
   if (resolved.logit_softcap > 0.0F) {
     invalid(who, "logit_softcap 0", std::to_string(resolved.logit_softcap));
-  }
-  if (engine.device->backend() == Backend::kCuda) {
-    throw Error(ErrorCode::kUnimplemented,
-                std::string(who) + ": expected the CPU backend, found CUDA");
   }
 }
 
@@ -220,7 +215,7 @@ void check_options(const EngineState& engine, int layer, const AttendOptions& op
       invalid("recall_target.noise_share", "a finite number of at least 0",
               std::to_string(target.noise_share));
     }
-    if (selects) check_estimate(engine, resolve_options(engine, layer, options), "recall_target");
+    if (selects) check_estimate(resolve_options(engine, layer, options), "recall_target");
   }
   if (selects) {
     (void)engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
@@ -252,7 +247,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
       invalid("missed", "a sparse layer that selects by score",
               sparse ? "selected ids" : "a dense or sliding-window layer");
     }
-    check_estimate(engine, resolved, "missed");
+    check_estimate(resolved, "missed");
   }
   if (!inputs.selected.empty()) {
     check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, stream);

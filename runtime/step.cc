@@ -264,7 +264,8 @@ class AttendLaunch {
     if (sparse(*slices_.front().part)) {
       selection = choose();
       max_selected = selected_bound();
-      request.foreseen = chooses() && scoring::foresees(stream, select_request());
+      request.foreseen =
+          chooses() && !options().budget.active && scoring::foresees(stream, select_request());
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 /// Device functions for a block of whole warps, at most 32. All threads must call them together;
 /// each begins with a barrier, so that calls may follow one another.
@@ -33,23 +34,24 @@ __device__ T block_reduce(T value, Combine combine) {
 }
 
 /// Returns the sum of the values of earlier threads; `total` receives that of all.
-__device__ inline std::uint32_t block_exclusive_sum(std::uint32_t value, std::uint32_t* total) {
-  __shared__ std::uint32_t warps[32];
+template <typename T>
+__device__ T block_exclusive_sum(std::type_identity_t<T> value, T* total) {
+  __shared__ T warps[32];
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
-  std::uint32_t inclusive = value;
+  T inclusive = value;
   for (unsigned offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t before = __shfl_up_sync(kFullWarp, inclusive, offset);
+    const T before = __shfl_up_sync(kFullWarp, inclusive, offset);
     if (lane >= offset) inclusive += before;
   }
   __syncthreads();
   if (lane == 31) warps[warp] = inclusive;
   __syncthreads();
   // Every warp scans the sums of all.
-  const std::uint32_t of_warp = lane < blockDim.x / 32 ? warps[lane] : 0;
-  std::uint32_t through = of_warp;
+  const T of_warp = lane < blockDim.x / 32 ? warps[lane] : 0;
+  T through = of_warp;
   for (unsigned offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t before = __shfl_up_sync(kFullWarp, through, offset);
+    const T before = __shfl_up_sync(kFullWarp, through, offset);
     if (lane >= offset) through += before;
   }
   *total = __shfl_sync(kFullWarp, through, 31);

@@ -141,7 +141,6 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
                                          const Budget& budget) {
   check(request, limits_);
-  assert(stream.native() == nullptr || !budget.active);
   if (!request.tables_built) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
@@ -149,7 +148,7 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   const SelectorWorkspace space = workspace(request.params);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      cuda::select(stream.native(), request, space);
+      cuda::select(stream.native(), request, space, budget);
       return selection_;
     }
   }
@@ -159,7 +158,12 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 
 void Selector::export_missed(transfer::Stream& stream, const SelectRequest& request,
                              const MissedBatch& batch) {
-  assert(stream.native() == nullptr && batch.count == request.rows.count);
+  assert(batch.count == request.rows.count);
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::export_missed(stream.native(), request, workspace(request.params), batch);
+    }
+  }
   stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
     cpu::export_missed(batch, heads, rest_logs);
   });

@@ -83,7 +83,7 @@ class Selector {
 
   /// Enqueues scoring and selection. The result is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
-  /// The same, taking as many tokens as the budget says. CPU backend only.
+  /// The same, taking as many tokens as the budget says.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request,
                                  const Budget& budget);
   /// Writes the estimated share of the attention that the last selection missed, after `select`

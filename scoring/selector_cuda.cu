@@ -162,6 +162,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
   place(scratch.partials, sets * scratch.tiles);
   place(scratch.normalisers, sets);
+  std::byte* estimates = nullptr;
+  place(estimates, static_cast<std::int64_t>(estimates_bytes(sets)));
+  scratch.estimates = reinterpret_cast<HeadEstimate*>(estimates);
   const std::int64_t groups = rows * limits.kv_heads;
   const int group = limits.query_heads / limits.kv_heads;
   FilterScratch& filter = scratch.filter;
@@ -175,7 +178,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.others, sets * kSampleBlocks);
   place(filter.columns, groups * filter.columns_stride);
   place(filter.weight_sums, sets);
-  place(filter.slots, groups * limits.max_tokens);
+  // Masses of bins, 8 bytes each, are in the slots: a call has one or the other.
+  place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
+  scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
   place(filter.ticket, 1);
   filter.chip_bytes = most_chip_bytes(groups, group, limits.max_tokens);
   place(filter.chip_scores, filter.chip_bytes);
@@ -209,19 +214,34 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
-void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
+void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+            const Budget& budget) {
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
-  if (request.rule.mode == LayerMode::kSparse && request.max_length > 0 && filter_serves(request)) {
+  const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
+  if (scores && !budget.active && filter_serves(request)) {
     enqueue_filter(stage);
     return;
   }
   enqueue_plan(stage, PlanPurpose::kScore);
-  if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
+  if (!scores) return;
   enqueue_scores(stage);
   if (stage.per_kv_head()) enqueue_combine(stage);
-  enqueue_top_k(stage);
+  if (budget.active) enqueue_estimates(stage, budget);
+  if (budget.missed > 0.0) {
+    enqueue_top_of_budget(stage, budget);
+  } else {
+    enqueue_top_k(stage);
+  }
+  enqueue_marks(stage);
   enqueue_compact(stage);
+}
+
+void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const MissedBatch& batch) {
+  const auto wanted = [](const MissedItem& item) { return item.missed != nullptr; };
+  if (std::none_of(batch.items, batch.items + batch.count, wanted)) return;
+  enqueue_missed(make_stage(stream, request, workspace), batch);
 }
 
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "scoring/budget.h"
 #include "scoring/selector_kernels.h"
 
 #include <cuda_runtime.h>
@@ -39,6 +40,9 @@ struct SetState {
   std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
 };
 
+/// Per (row, query head), of a selection within a budget (budget_cuda.cuh).
+struct HeadEstimate;
+
 /// Per (row, query head), of the filtered path (filter_cuda.h).
 struct FilterHead;
 struct FilterGroup;
@@ -73,6 +77,8 @@ struct Scratch {
   std::uint32_t* chosen;     // [rows][kv_heads][segments] likewise
   float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
   float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
+  HeadEstimate* estimates;   // [rows][query_heads]
+  std::uint64_t* masses;     // [rows][query_heads][kRadixBins], in memory of the filtered path
   FilterScratch filter;
   std::int64_t segments;
   std::int64_t tiles;
@@ -91,10 +97,18 @@ struct Stage {
   int num_rows() const { return request.rows.count; }
   bool per_kv_head() const { return request.params.selection == Selection::kPerKvHead; }
   int num_sets() const { return per_kv_head() ? request.kv.kv_heads : request.kv.query_heads; }
+  /// Scores that order the tokens of a set, `[rows][sets][max_tokens]`. Normalising one head keeps
+  /// its order, but not every last bit of it.
+  const float* order() const {
+    return per_kv_head() && request.kv.group() > 1 ? workspace.combined : workspace.scores;
+  }
   unsigned num_tiles() const {
     return static_cast<unsigned>((request.max_length + kTileTokens - 1) / kTileTokens);
   }
 };
+
+/// Bytes of the estimates of so many (row, query head).
+[[nodiscard]] std::size_t estimates_bytes(std::int64_t count);
 
 /// Returns an attribute of the current device.
 [[nodiscard]] int device_attribute(cudaDeviceAttr attribute);
@@ -108,8 +122,16 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose);
 void enqueue_scores(const Stage& stage);
 /// Writes the combined scores, per KV head.
 void enqueue_combine(const Stage& stage);
-/// Finds the k best of every set and writes `token_mask` and the counts per segment.
+/// Estimates how much attention the tokens have, and finds the least of the fewest best tokens of
+/// every set that the budget wants: instead of `enqueue_top_k` when it has a share.
+void enqueue_estimates(const Stage& stage, const Budget& budget);
+void enqueue_top_of_budget(const Stage& stage, const Budget& budget);
+/// Finds the least of the k best tokens of every set.
 void enqueue_top_k(const Stage& stage);
+/// Writes `token_mask` and the counts per segment of what has been found.
+void enqueue_marks(const Stage& stage);
+/// Writes the shares that the selection misses, after `enqueue_estimates`.
+void enqueue_missed(const Stage& stage, const MissedBatch& batch);
 /// Writes `token_mask` and the counts per segment from the caller's ids.
 void enqueue_adopt(const Stage& stage, const IdTensor& ids);
 /// Writes the selection from `token_mask` and the counts per segment.

@@ -16,7 +16,7 @@ struct SelectorWorkspace {
   float* combined = nullptr;            ///< `[rows][kv_heads][max_tokens]`, per-KV-head scores.
   std::uint16_t* token_mask = nullptr;  ///< `[rows][kv_heads][max_tokens]`, bit h: head h chose it.
   std::byte* scratch = nullptr;         ///< `scratch_bytes(limits)` bytes, 256-byte aligned.
-  float* rest_logs = nullptr;  ///< `[rows][query_heads]`, ln of the mass left out (budget.h).
+  float* rest_logs = nullptr;  ///< `[rows][query_heads]`, ln of the mass left out; of the CPU.
   transfer::SelectionView selection;  ///< What `select` and `adopt` fill.
 };
 
@@ -41,7 +41,10 @@ void export_scores(const SelectRequest& request, const SelectorWorkspace& worksp
 
 namespace cuda {  // `stream` is a cudaStream_t
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
-void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace);
+void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+            const Budget& budget);
+void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const MissedBatch& batch);
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
            const IdTensor& ids);
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -1,6 +1,7 @@
 #include "scoring/block_cuda.cuh"
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
+#include "scoring/tile_range.cuh"
 #include "transfer/cuda_check.h"
 
 #include <cstdint>
@@ -23,18 +24,6 @@ struct TopKArgs {
   int sets;  // per row: KV heads, or query heads
   int query_heads;
   int kv_heads;
-};
-
-// Tiles of a row that hold eligible tokens; the block's own is `blockIdx.x`.
-struct TileRange {
-  std::int64_t first;
-  std::int64_t last;
-
-  __device__ explicit TileRange(const RowPlan& plan)
-      : first(plan.begin / kTileTokens),
-        last(plan.begin < plan.end ? (plan.end - 1) / kTileTokens : first - 1) {}
-  __device__ bool has_block() const { return blockIdx.x >= first && blockIdx.x <= last; }
-  __device__ std::uint32_t count() const { return static_cast<std::uint32_t>(last - first + 1); }
 };
 
 // The bin, from the top, at which the count reaches `state.remaining`. Clears the histogram.
@@ -277,10 +266,8 @@ __global__ __launch_bounds__(kTileThreads) void compact(
 }
 
 TopKArgs make_args(const Stage& stage) {
-  // Normalising one head keeps its order, but not every last bit of it.
-  const bool combined = stage.per_kv_head() && stage.request.kv.group() > 1;
   return {.scratch = stage.scratch,
-          .scores = combined ? stage.workspace.combined : stage.workspace.scores,
+          .scores = stage.order(),
           .token_mask = stage.workspace.token_mask,
           .counts = stage.workspace.selection.counts,
           .max_tokens = stage.workspace.limits.max_tokens,
@@ -305,7 +292,11 @@ void enqueue_top_k(const Stage& stage) {
   KVTIER_CUDA_CHECK(cudaGetLastError());
   radix_pass<0, 1024><<<sets_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  count_ties<<<sets_grid, kTileThreads, 0, stage.stream>>>(args);
+}
+
+void enqueue_marks(const Stage& stage) {
+  const TopKArgs args = make_args(stage);
+  count_ties<<<tile_grid(stage, args.sets), kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
   mark_best<<<tile_grid(stage, args.kv_heads), kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());

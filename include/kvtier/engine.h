@@ -58,7 +58,7 @@ struct DecodeInputs {
 /// receives the ids chosen by score, ascending, padded with -1; n >= k.
 /// `missed` (optional): fp32 `[tokens, query_heads]`, the estimated share of the attention of all
 /// visible tokens that fell on tokens not attended; for sparse layers that select by norm-aware
-/// scores without a logit softcap, and not on CUDA yet (`kUnimplemented`).
+/// scores without a logit softcap.
 struct AttendOutputs {
   MutableTensorView out{};
   MutableTensorView lse{};

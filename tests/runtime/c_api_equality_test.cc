@@ -215,7 +215,6 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
 }
 
 TEST_P(CApiEqualityTest, RecallTargetsGiveTheSameBits) {
-  if (GetParam() == Backend::kCuda) GTEST_SKIP() << "not on CUDA yet";
   RetrievalConfig norm_aware = config_.retrieval;
   norm_aware.estimator = Estimator::kNormAware;
   norm_aware.num_planes = 128;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -185,6 +186,42 @@ TEST_F(GraphTest, ReplaysOfDenseAndWindowLayersAttendTheGrowingSequence) {
     }
     session_->advance(layer, 20);
   }
+}
+
+TEST_F(GraphTest, RecallTargetsAreCapturedToo) {
+  Config config = two_layers();
+  config.retrieval.estimator = Estimator::kNormAware;
+  open(config);
+  session_->reserve(10, stream_->ref());
+  const AttendOptions options{.recall_target = RecallTarget{.recall = 0.15, .min_top_k = 1}};
+  const DeviceCall fixed(call(1));
+  const DeviceBytes missed(static_cast<std::size_t>(fixed.query_heads) * sizeof(float));
+  const auto with_missed = [&](AttendOutputs outputs, void* data, MemorySpace space) {
+    outputs.missed = {data, DType::kFloat32, {1, fixed.query_heads}, space};
+    return outputs;
+  };
+  stream_->synchronize();
+  const Graph graph(*stream_, [&] {
+    session_->decode(0, fixed.inputs(),
+                     with_missed(fixed.outputs(), missed.at(), MemorySpace::kDevice),
+                     stream_->ref(), options);
+  });
+  std::set<std::size_t> sizes;
+  for (std::uint64_t i = 0; i < 10; ++i) {
+    CallTensors host = call(20 + i);
+    const DeviceCall next(host);
+    fixed.take_inputs(next, stream_->get());
+    graph.launch(*stream_);
+    stream_->synchronize();
+    HostTensor expected(1, 1, fixed.query_heads, DType::kFloat32);
+    twin_->decode(0, host.inputs(),
+                  with_missed(host.outputs(true), expected.mutable_view().data, MemorySpace::kHost),
+                  {}, options);
+    EXPECT_TRUE(fixed.same_results(host)) << "replay " << i;
+    EXPECT_EQ(missed.download(), expected.bytes()) << "replay " << i;
+    sizes.insert(host.ids.ids(0, 0).size());
+  }
+  EXPECT_GT(sizes.size(), 1U) << "as many as each query needs";
 }
 
 TEST_F(GraphTest, ABatchIsCapturedToo) {

@@ -71,10 +71,6 @@ const std::vector<Case>& cases() {
 
 class RecallTest : public EngineTest {
  protected:
-  void SetUp() override {
-    EngineTest::SetUp();
-    if (!IsSkipped() && GetParam() == Backend::kCuda) GTEST_SKIP() << "not on CUDA yet";
-  }
   void open(const Case& c) {
     Config config = this->config();
     config.model.query_heads = 6;
@@ -366,16 +362,6 @@ TEST_P(RecallErrorsTest, RejectsEstimatesOfWhatHasNone) {
   expect_rejected(invalid, {"recall_target", "logit_softcap 0", "found 30"},
                   attend(call.attend_inputs(), capped));
   EXPECT_EQ(found.bytes(), HostTensor(1, 1, 4, DType::kFloat32).bytes());
-}
-
-TEST_P(RecallErrorsTest, CudaHasNoEstimateYet) {
-  CallTensors call(model(), 1, 3);
-  HostTensor found(1, 1, 4, DType::kFloat32);
-  AttendOutputs outputs = call.outputs();
-  outputs.missed = {found.mutable_view().data, DType::kFloat32, {1, 4}};
-  const auto attend = [&] { session_->attend(0, call.attend_inputs(), outputs); };
-  if (GetParam() == Backend::kCpu) return attend();
-  expect_rejected(ErrorCode::kUnimplemented, {"missed", "the CPU backend", "CUDA"}, attend);
 }
 
 KVTIER_INSTANTIATE_BACKENDS(RecallErrorsTest);

@@ -147,7 +147,6 @@ TEST_P(SpillTest, RandomCallsGiveTheSameBitsWithAnyHostBudget) {
 
 /// Tokens that are always attended may be away when a recall target weighs them.
 TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreAway) {
-  if (GetParam() == Backend::kCuda) GTEST_SKIP() << "recall targets are not on CUDA yet";
   Config spilling = with_frames(60);
   Config plain = twin();
   for (Config* config : {&spilling, &plain}) {
