@@ -73,6 +73,10 @@ void steps(Run& run) {
   cases.push_back({.tokens = 32 * K, .retrieval = norm_aware(128, 2048)});
   cases.push_back(
       {.tokens = M, .placement = KvPlacement::kHost, .retrieval = norm_aware(256, 2048)});
+  // More attention than these rows have among normal keys: the cost of estimating, for equal rows.
+  for (const std::int64_t tokens : {128 * K, M}) {
+    cases.push_back({.tokens = tokens, .retrieval = norm_aware(256, 2048), .recall = 0.99});
+  }
   // Other shapes: eight sequences, no groups, groups of eight.
   cases.push_back({.tokens = 128 * K, .batch = 8, .retrieval = norm_aware(256, 2048)});
   cases.push_back({.tokens = 128 * K, .batch = 8, .retrieval = soft_collision(0, 33)});

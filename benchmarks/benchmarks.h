@@ -35,6 +35,7 @@ struct StepCase {
   bool dense = false;
   KvPlacement placement = KvPlacement::kDevice;
   RetrievalConfig retrieval{};
+  double recall = 0.0;  ///< A recall target; `retrieval` says the most rows then.
   bool stages = false;  ///< Adds the time of each kernel.
 };
 void bench_decode_step(Run& run, const StepCase& step);

@@ -100,6 +100,7 @@ json step_parameters(const StepCase& step, int layers) {
     values["estimator"] = "dense";
   } else {
     values.update(retrieval_parameters(step.retrieval));
+    if (step.recall > 0) values["recall"] = step.recall;
   }
   return values;
 }
@@ -116,6 +117,8 @@ void bench_decode_step(Run& run, const StepCase& step) {
   const DeviceTensor new_kv(layers * step.batch * kv_row, 78);
   const DeviceTensor out(step.batch * row, 79);
   const StreamRef stream = StreamRef::of(run.stream());
+  AttendOptions options;
+  if (step.recall > 0) options.recall_target = RecallTarget{.recall = step.recall};
   const auto one_layer = [&](int layer) {
     std::vector<BatchItem> items;
     for (int b = 0; b < step.batch; ++b) {
@@ -129,7 +132,8 @@ void bench_decode_step(Run& run, const StepCase& step) {
            .outputs = {.out = {out.data() + b * row,
                                DType::kBFloat16,
                                {1, step.query_heads, step.head_dim},
-                               MemorySpace::kDevice}}});
+                               MemorySpace::kDevice}},
+           .options = options});
     }
     engine.decode(layer, items, stream);
   };

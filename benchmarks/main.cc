@@ -110,6 +110,8 @@ int main(int argc, char** argv) {
   decode->add_option("--layers", step.layers, "layers in the graph, each with its own memory")
       ->check(counts);
   decode->add_flag("--dense", step.dense, "attend to everything instead");
+  decode->add_option("--recall", step.recall, "share of the attention that decides about the rows")
+      ->check(CLI::Range(0.0, 1.0));
   decode->add_flag("--stages", step.stages, "time of each kernel too");
   gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
   model->add_option("--context", whole.contexts, "tokens")->delimiter(',')->check(counts);

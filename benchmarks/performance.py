@@ -50,7 +50,7 @@ class Run:
         return self.get("us", "decode_step", tokens=tokens, estimator="dense", **{**SHAPE, **shape})
 
     def step(self, tokens, selector, **wanted):
-        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, **wanted})
+        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, "recall": None, **wanted})
 
     def faster(self, tokens, selector, **wanted):
         """Dense attention by cuDNN with all KV on the device, over the step."""
@@ -135,7 +135,7 @@ def shapes(run):
         if row["what"] != "decode_step" or "us" not in row or row["estimator"] == "dense":
             continue
         shape = {key: row[key] for key in SHAPE}
-        if (shape == SHAPE and row["placement"] == "device" and row["selection"] == "per_kv_head"
+        if (shape == SHAPE and "recall" not in row and row["placement"] == "device" and row["selection"] == "per_kv_head"
                 and row["bits"] in (256, 600) and row["estimator"] != "hard_collision"
                 and not (row["estimator"] == "soft_collision" and "k" in row)):
             continue  # in the table of contexts
@@ -150,7 +150,8 @@ def selector_name(row):
     names = {"norm_aware": "norm-aware", "soft_collision": "soft collision", "hard_collision": "hard collision"}
     rows = f"{row['sparsity']:g}x" if "sparsity" in row else f"k = {row['k']}"
     per_head = ", a set per query head" if row["selection"] == "per_query_head" else ""
-    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{per_head}"
+    recall = f" at most, recall target {row['recall']:g}" if "recall" in row else ""
+    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{recall}{per_head}"
 
 
 def selections(run):
