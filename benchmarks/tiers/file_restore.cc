@@ -19,9 +19,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kBatch = 256;            // pages that a get asks for
-constexpr std::size_t kReadBytes = 256 * KiB;  // of one transfer of the tier, at most
-constexpr std::size_t kHead = 4096;            // of a record, before its page
+constexpr std::size_t kBatchBytes = 128 * MiB;  // of pages that a get asks for, as for a session
+constexpr std::size_t kReadBytes = 256 * KiB;   // of one transfer of the tier, at most
+constexpr std::size_t kHead = 4096;             // of a record, before its page
 constexpr std::chrono::seconds kLong(60);
 
 class Folder {
@@ -70,7 +70,7 @@ class FullTier {
       keys_.push_back(key);
     }
     ::sync();  // what is read is on the disk, and the disk is idle
-    batch_.resize(kBatch * page_bytes);
+    batch_.resize(kBatchBytes);
   }
 
   /// Gets every page and returns bytes per second.
@@ -78,9 +78,10 @@ class FullTier {
     std::shuffle(keys_.begin(), keys_.end(), order_);
     const double seconds = seconds_of([&] {
       std::vector<TierGet> gets;
-      for (std::size_t at = 0; at < keys_.size(); at += kBatch) {
+      const std::size_t batch = kBatchBytes / page_bytes_;
+      for (std::size_t at = 0; at < keys_.size(); at += batch) {
         gets.clear();
-        for (std::size_t i = at; i < std::min(at + kBatch, keys_.size()); ++i) {
+        for (std::size_t i = at; i < std::min(at + batch, keys_.size()); ++i) {
           gets.push_back(
               {.key = keys_[i], .bytes = {&batch_[(i - at) * page_bytes_], page_bytes_}});
         }
