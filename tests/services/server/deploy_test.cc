@@ -1,3 +1,5 @@
+#include "kvtier/page_tier.h"
+
 #include "services/metrics/exposition.h"
 #include "services/metrics/families.h"
 #include "services/metrics/server_metrics.h"
@@ -49,13 +51,31 @@ std::vector<std::string> expressions_of(const nlohmann::json& dashboard) {
   return expressions;
 }
 
+/// A tier of three servers that take nothing.
+class IdleServers final : public PageTier {
+ public:
+  void put(std::span<TierPut> pages, Deadline /*deadline*/) override {
+    for (TierPut& page : pages) page.status = TierStatus::kUnavailable;
+  }
+  void get(std::span<TierGet> pages, Deadline /*deadline*/) override {
+    for (TierGet& page : pages) page.status = TierStatus::kMiss;
+  }
+  void remove(std::span<const kvtier::PageKey> /*keys*/, Deadline /*deadline*/) override {}
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return 16 * MiB; }
+  [[nodiscard]] bool retains() const noexcept override { return true; }
+  [[nodiscard]] TierStats stats() const override { return {.servers = 3}; }
+  [[nodiscard]] std::string describe() const override { return "three servers"; }
+};
+
 /// What operators deploy beside the server, against what a server tells.
 class DeployTest : public ServerTest {
  protected:
   void SetUp() override {
     if (!fs::exists(kSource)) GTEST_SKIP() << "no source tree on this machine";
     ServerTest::SetUp();
-    start();
+    ServerOptions tiered = options();
+    tiered.core.models.memory.tiers = {std::make_shared<IdleServers>()};
+    start(std::move(tiered));
     text_ = server_->metrics().text();
     told_ = Exposition::parse(text_);
   }
