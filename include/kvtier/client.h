@@ -124,7 +124,7 @@ class Client {
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
 
   /// The calls of `RemoteSession`, those of many sessions in one exchange with the server: up to
-  /// 1,024 items, 64 of one session, whose tensors are 4 MiB at most in either direction. Each has
+  /// 1,024 items, whose tensors are 4 MiB at most in either direction. Each has
   /// a result, and one that fails leaves the others alone. An item that cannot be sent is thrown
   /// (`kInvalidArgument`, `kUnimplemented`) before any is; what befalls the whole batch is thrown
   /// as `ClientError`. Sessions are used by the calling thread.

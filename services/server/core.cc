@@ -86,11 +86,6 @@ void Core::refuse(const Arrival& arrival, const Done& done) {
   finish(arrival, {}, &error, done);
 }
 
-std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
-  return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
-                                 static_cast<std::int64_t>(bytes));
-}
-
 TimePoint Core::deadline_of(const Call& call) const {
   return std::min(call.deadline, options_.now() + options_.max_call_time);
 }
@@ -125,43 +120,50 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
   }
 }
 
-void Core::queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                            std::size_t bytes, Work work, Done done, Strand::Start start) {
+bool Core::queue_on_session(const Call& call, std::string_view method, const std::string& name,
+                            std::size_t bytes, Work work, Done done, SessionTurn turn) {
   const Arrival arrival = arrive(call, method);
   try {
     check_serving();
     const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
     std::shared_ptr<Grant> grant = admit(*call.tenant, bytes);
     Call queued = call;
-    if (entry->queued.fetch_add(1) >= options_.max_queued_per_session) {
-      --entry->queued;
+    const int counted = turn.counts ? 1 : 0;
+    if (turn.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
+      --entry->calls;
       throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this session are waiting");
     }
     queued.deadline = deadline_of(call);
     renew_for_client(*entry);
     ++admitted_;
+    ++entry->queued;
     try {
-      entry->strand->enqueue(start, [this, arrival, entry, done, grant = std::move(grant),
-                                     queued = std::move(queued), work = std::move(work)]() mutable {
-        const TimePoint started = options_.now();
-        std::optional<ServiceError> failure;
-        try {
-          execute(queued, *entry, work);
-        } catch (...) {
-          failure = to_service_error(std::current_exception());
-        }
-        renew(*entry);
-        --entry->queued;
-        grant.reset();
-        finish(arrival, started, failure ? &*failure : nullptr, done);
-      });
+      entry->strand->enqueue(turn.start,
+                             [this, arrival, entry, counted, done, grant = std::move(grant),
+                              queued = std::move(queued), work = std::move(work)]() mutable {
+                               const TimePoint started = options_.now();
+                               std::optional<ServiceError> failure;
+                               try {
+                                 execute(queued, *entry, work);
+                               } catch (...) {
+                                 failure = to_service_error(std::current_exception());
+                               }
+                               renew(*entry);
+                               --entry->queued;
+                               entry->calls -= counted;
+                               grant.reset();
+                               finish(arrival, started, failure ? &*failure : nullptr, done);
+                             });
     } catch (...) {
       --admitted_;
       --entry->queued;
+      entry->calls -= counted;
       throw;
     }
+    return true;
   } catch (...) {
     refuse(arrival, done);
+    return false;
   }
 }
 
@@ -368,7 +370,7 @@ void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
   on_session(
       call, "SessionService/GetSession", request.name(), request.ByteSizeLong(),
       [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
-      std::move(done), Strand::Start::kNowIfIdle);
+      std::move(done), {.start = Strand::Start::kNowIfIdle});
 }
 
 void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,

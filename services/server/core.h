@@ -48,7 +48,7 @@ struct CoreOptions {
   /// What sessions hold beside the pages of their engines: tables, first and last tokens, last
   /// replies.
   std::int64_t max_session_memory = std::int64_t{4} << 30;
-  int max_queued_per_session = 64;
+  int max_queued_per_session = 64;  ///< Calls; a batch is one, however many its items are.
   std::chrono::milliseconds lease_ttl{60'000};
   /// Of calls that name no deadline.
   std::chrono::milliseconds max_call_time{30'000};
@@ -66,6 +66,12 @@ struct Call {
 /// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
 /// any thread, perhaps before the call returns; must not throw.
 using Done = std::function<void(const ServiceError*)>;
+
+/// How work comes to its turn in the queue of a session.
+struct SessionTurn {
+  Strand::Start start = Strand::Start::kQueued;
+  bool counts = true;  ///< As a call; false: of a batch that has an item there.
+};
 
 /// The service without its transport: checks, admits, queues and executes the calls of
 /// kvtier.v1. Requests and replies must live until `Done` is called. Thread-safe.
@@ -186,22 +192,22 @@ class Core {
   void renew(SessionEntry& entry) const;
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
-  /// Finds, admits and queues; `verb(entry)` runs on the session's strand.
+  /// Finds, admits and queues; `verb(entry)` runs on the session's strand. Returns whether it is
+  /// queued.
   template <typename Verb>
-  void on_session(const Call& call, std::string_view method, const std::string& name,
-                  std::size_t bytes, Verb verb, Done done,
-                  Strand::Start start = Strand::Start::kQueued) {
+  bool on_session(const Call& call, std::string_view method, const std::string& name,
+                  std::size_t bytes, Verb verb, Done done, SessionTurn turn = {}) {
     Work work;
     try {
       work = std::move(verb);
     } catch (...) {
       refuse(arrive(call, method), done);
-      return;
+      return false;
     }
-    queue_on_session(call, method, name, bytes, std::move(work), std::move(done), start);
+    return queue_on_session(call, method, name, bytes, std::move(work), std::move(done), turn);
   }
-  void queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                        std::size_t bytes, Work work, Done done, Strand::Start start);
+  bool queue_on_session(const Call& call, std::string_view method, const std::string& name,
+                        std::size_t bytes, Work work, Done done, SessionTurn turn);
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);

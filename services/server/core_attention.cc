@@ -3,6 +3,9 @@
 #include "services/server/wire.h"
 
 #include <memory>
+#include <new>
+#include <string_view>
+#include <unordered_set>
 
 namespace kvtier::services {
 namespace {
@@ -95,6 +98,7 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
   const auto arrive = [join] {
     if (--join->left == 0) join->done(nullptr);
   };
+  std::unordered_set<std::string_view> queued;  // sessions
   for (int i = 0; i < count; ++i) {
     auto& item = *response.mutable_items(i);
     const auto end = [&item, arrive](const ServiceError* error) {
@@ -112,12 +116,20 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
       end(&error);
       continue;
     }
-    on_session(
-        call, method, request.items(i).session(), request.items(i).ByteSizeLong(),
-        [&request, i, &item, verb, join](SessionEntry& entry) {
-          verb(entry, request.items(i), join->budget, *item.mutable_response());
-        },
-        std::move(told));
+    const std::string& session = request.items(i).session();
+    const bool is_first = !queued.contains(session);
+    const bool is_queued =
+        on_session(call, method, session, request.items(i).ByteSizeLong(),
+                   [&request, i, &item, verb, join](SessionEntry& entry) {
+                     verb(entry, request.items(i), join->budget, *item.mutable_response());
+                   },
+                   std::move(told), {.counts = is_first});
+    if (!is_first || !is_queued) continue;
+    try {
+      queued.insert(session);
+    } catch (const std::bad_alloc&) {
+      // The next item counts as a call of its own.
+    }
   }
   arrive();
 }

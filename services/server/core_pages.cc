@@ -91,6 +91,11 @@ void attempt_page(v1::PageResult& result, Act act) {
 
 }  // namespace
 
+std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
+  return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
+                                 static_cast<std::int64_t>(bytes));
+}
+
 std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name) {
   check_serving();
   return pages_.find(*call.tenant, name);

@@ -51,7 +51,8 @@ struct SessionEntry {
   std::int64_t capacity_tokens = 0;
   bool has_fingerprint = false;  ///< May publish.
   std::atomic<TimePoint::rep> lease_end{0};
-  std::atomic<int> queued{0};
+  std::atomic<int> queued{0};  ///< Work that is not done; the lease does not end meanwhile.
+  std::atomic<int> calls{0};   ///< Calls among them, a batch as one.
 
   // Used by tasks of the strand only.
   std::optional<Session> session;  ///< Gone once the session is released.

@@ -163,6 +163,46 @@ TEST_F(CoreLimitsTest, OneTenantsFloodLeavesTheOtherItsShare) {
   EXPECT_EQ(endings[0].reason(), "OK");
 }
 
+TEST_F(CoreLimitsTest, BatchIsOneCallInTheQueueOfASession) {
+  CoreOptions options = small_options();
+  options.max_queued_per_session = 2;
+  make_core(options);
+  const std::string name = open();
+  const auto batch_from = [&](std::int64_t first) {
+    v1::BatchDecodeRequest request;
+    for (std::int64_t i = 0; i < 5; ++i) {
+      *request.add_items() = decode_request(name, 0, first + i, 1);
+      request.mutable_items(static_cast<int>(i))->set_position(first - 1 + i);
+    }
+    return request;
+  };
+  const std::vector<v1::BatchDecodeRequest> requests{batch_from(1), batch_from(6), batch_from(11)};
+  std::vector<Ending> endings(3);
+  std::vector<v1::BatchDecodeResponse> responses(3);
+  const auto reasons = [&](std::size_t i) {
+    std::vector<std::string> found;
+    for (const auto& item : responses[i].items()) found.push_back(item.status().reason());
+    return found;
+  };
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    core_->batch_decode(call(), requests[i], responses[i], endings[i].listener());
+  }
+  EXPECT_EQ(endings[2].reason(), "OK");
+  EXPECT_THAT(reasons(2), Each(std::string("QUEUE_FULL")));
+  executor_.run_all();
+  EXPECT_EQ(endings[0].reason() + endings[1].reason(), "OKOK");
+  EXPECT_THAT(reasons(0), Each(std::string()));
+  EXPECT_THAT(reasons(1), Each(std::string()));
+  EXPECT_THAT(lengths(name), ElementsAre(10, 0));
+
+  Ending again;
+  v1::BatchDecodeResponse response;
+  core_->batch_decode(call(), requests[2], response, again.listener());
+  executor_.run_all();
+  EXPECT_EQ(again.reason(), "OK");
+  EXPECT_THAT(lengths(name), ElementsAre(15, 0));
+}
+
 TEST_F(CoreLimitsTest, QueueOfASessionIsBounded) {
   CoreOptions options = small_options();
   options.max_queued_per_session = 2;
