@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 namespace kvtier::services {
@@ -18,7 +18,9 @@ namespace {
 constexpr std::size_t kBatch = 256;
 /// From here on what is read does not stay in a core's cache anyway. Copies of random 64-KiB pages
 /// to 16 MiB: 6.9 GB/s against 5.4 of memcpy, and with a pass over the copy 4.0 against 3.6; to 2
-/// MiB with a pass over it: 3.7 against 5.4 (Xeon, 2 MiB of cache a core).
+/// MiB with a pass over it: 3.7 against 5.4 (Xeon, 2 MiB of cache a core). Random 64-KiB pages to
+/// 16 MiB, in one run: memcpy 11.1 GB/s, lines in their order 11.9, two halves in turn 12.9, with
+/// vectors of 32 bytes 13.2, both 14.7, four quarters 13.5 (EPYC).
 constexpr std::size_t kPastCacheBytes = std::size_t{8} << 20;
 
 using Copy = void (*)(std::span<std::byte> to, const std::byte* from);
@@ -27,20 +29,43 @@ void copy(std::span<std::byte> to, const std::byte* from) {
   std::memcpy(to.data(), from, to.size());
 }
 
+#if defined(__x86_64__)
+constexpr std::size_t kLine = 64;
+
+/// Copies `half` bytes and as many behind them, line by line in turn: a core reads two places ahead
+/// at a time. Both are multiples of a line; `to` begins at one.
+void stream_halves(std::byte* to, const std::byte* from, std::size_t half) {
+  for (std::size_t at = 0; at < half; at += kLine) {
+    for (const std::size_t offset : {at, at + half}) {
+      auto* line = reinterpret_cast<__m128i*>(to + offset);
+      const auto* source = reinterpret_cast<const __m128i*>(from + offset);
+      for (int i = 0; i < 4; ++i) _mm_stream_si128(line + i, _mm_loadu_si128(source + i));
+    }
+  }
+}
+__attribute__((target("avx"))) void stream_halves_avx(std::byte* to, const std::byte* from,
+                                                      std::size_t half) {
+  for (std::size_t at = 0; at < half; at += kLine) {
+    for (const std::size_t offset : {at, at + half}) {
+      auto* line = reinterpret_cast<__m256i*>(to + offset);
+      const auto* source = reinterpret_cast<const __m256i*>(from + offset);
+      for (int i = 0; i < 2; ++i) _mm256_stream_si256(line + i, _mm256_loadu_si256(source + i));
+    }
+  }
+}
+#endif
+
 void copy_past_cache(std::span<std::byte> to, const std::byte* from) {
-#if defined(__SSE2__)
-  constexpr std::size_t kLine = 64;
+#if defined(__x86_64__)
+  static const bool with_avx = __builtin_cpu_supports("avx") != 0;
   std::size_t head = -reinterpret_cast<std::uintptr_t>(to.data()) % kLine;
   head = std::min(head, to.size());
   std::memcpy(to.data(), from, head);
-  to = to.subspan(head);
-  from += head;
-  for (; to.size() >= kLine; to = to.subspan(kLine), from += kLine) {
-    auto* line = reinterpret_cast<__m128i*>(to.data());
-    const auto* source = reinterpret_cast<const __m128i*>(from);
-    for (int i = 0; i < 4; ++i) _mm_stream_si128(line + i, _mm_loadu_si128(source + i));
-  }
+  const std::size_t half = (to.size() - head) / (2 * kLine) * kLine;
+  (with_avx ? stream_halves_avx : stream_halves)(to.data() + head, from + head, half);
   _mm_sfence();
+  to = to.subspan(head + 2 * half);
+  from += head + 2 * half;
 #endif
   copy(to, from);
 }
