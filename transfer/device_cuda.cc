@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -170,10 +171,9 @@ void free_device(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noex
 
 class CudaDevice final : public Device {
  public:
-  CudaDevice(int index, const cudaDeviceProp& properties)
-      : index_(index),
-        name_(std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) +
-              " SMs") {}
+  explicit CudaDevice(const UsableDevice& device)
+      : index_(device.index),
+        name_(device.name + ", " + std::to_string(device.multiprocessors) + " SMs") {}
 
   [[nodiscard]] Buffer allocate(Space space, std::size_t bytes,
                                 const PinOptions& options) override {
@@ -261,19 +261,29 @@ bool usable(int index, cudaDeviceProp& properties, std::string& why_not) {
 
 }  // namespace
 
-std::unique_ptr<Device> make_cuda_device(std::string& why_not) {
+UsableDevice find_usable_device(std::string& why_not) {
+  UsableDevice found;
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || count == 0) {
     static_cast<void>(cudaGetLastError());
     why_not = status != cudaSuccess ? cudaGetErrorString(status) : "no CUDA device found";
-    return nullptr;
+    return found;
   }
-  for (int index = 0; index < count; ++index) {
+  for (int index = 0; index < count && found.index < 0; ++index) {
     cudaDeviceProp properties;
-    if (usable(index, properties, why_not)) return std::make_unique<CudaDevice>(index, properties);
+    if (!usable(index, properties, why_not)) continue;
+    found.index = index;
+    found.name = properties.name;
+    found.multiprocessors = properties.multiProcessorCount;
+    std::memcpy(found.uuid.data(), properties.uuid.bytes, found.uuid.size());
   }
-  return nullptr;
+  return found;
+}
+
+std::unique_ptr<Device> make_cuda_device(std::string& why_not) {
+  const UsableDevice found = find_usable_device(why_not);
+  return found.index < 0 ? nullptr : std::make_unique<CudaDevice>(found);
 }
 
 }  // namespace kvtier::transfer::cuda

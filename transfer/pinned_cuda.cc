@@ -1,6 +1,7 @@
 #include "transfer/pinned_cuda.h"
 
 #include "transfer/cuda_check.h"
+#include "transfer/driver_cuda.h"
 #include "transfer/pinned_pages.h"
 
 #include <cuda.h>
@@ -19,8 +20,6 @@ namespace {
 constexpr std::size_t kHugePage = 2 * MiB;
 /// Virtual memory is created in pieces, so that progress can be told.
 constexpr std::size_t kPiece = 1 * GiB;
-/// `cudaGetDriverEntryPointByVersion`: functions as they are since CUDA 12.8.
-constexpr unsigned kDriverVersion = 12080;
 
 std::string words(cudaError_t status) {
   return std::string(cudaGetErrorName(status)) + " (" + cudaGetErrorString(status) + ")";
@@ -117,20 +116,6 @@ Buffer managed_memory(int device, int node, std::size_t bytes, const PinOptions&
     if (options.progress) options.progress(touched, bytes);
   });
   return memory;
-}
-
-/// A function of the driver by name, so that nothing links to a driver; throws when it has none.
-template <typename Function>
-Function* driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  KVTIER_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion(name, &function, kDriverVersion, cudaEnableDefault, &found));
-  if (function == nullptr) {
-    throw Error(ErrorCode::kUnimplemented,
-                "CUDA driver: expected one with " + std::string(name) + ", found none");
-  }
-  return reinterpret_cast<Function*>(function);
 }
 
 /// Looked up once, so that freeing looks up nothing.
