@@ -155,6 +155,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.max_session_memory = command.session_memory_mib << 20;
   core.pages.arena_bytes = command.page_arena_mib << 20;
   core.pages.max_bytes = command.page_memory_mib << 20;
+  options.data.attachments.max_regions = static_cast<std::size_t>(command.max_device_regions);
   core.lease_ttl = milliseconds(command.lease_seconds);
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
@@ -288,6 +289,10 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->capture_default_str();
   add("--page-memory-mib", command.page_memory_mib, "Page caches of all tenants in MiB")
       ->check(CLI::Range(0, 1 << 22))
+      ->capture_default_str();
+  add("--max-device-regions", command.max_device_regions,
+      "Allocations of CUDA memory that a client on a Unix socket may share; 0: none")
+      ->check(CLI::Range(0, 256))
       ->capture_default_str();
   add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")
       ->check(seconds_between(1.0, 86400.0))

@@ -43,6 +43,7 @@ struct ServeCommand {
   std::int64_t session_memory_mib = 4096;
   std::int64_t page_arena_mib = 1024;
   std::int64_t page_memory_mib = 8192;
+  std::int64_t max_device_regions = 16;
   double lease_seconds = 60;
   double stream_idle_seconds = 600;
   double drain_seconds = 30;

@@ -1,18 +1,20 @@
 #pragma once
 
+#include "kvtier/device_memory.h"
 #include "kvtier/engine.h"
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-/// Sessions in another process: a client of `kvtier serve`. Its calls are those of `Session`, with
-/// host tensors and without streams.
+/// Sessions in another process: a client of `kvtier serve`. Its calls are those of `Session`,
+/// without streams; device tensors lie in memory of `Client::share`.
 namespace kvtier {
 
 struct ClientOptions {
@@ -69,8 +71,19 @@ struct RemotePagesConfig {
   std::int64_t page_bytes = 0;
 };
 
+/// Memory of a GPU that the program has allocated, in which tensors of calls may lie.
+struct ClientDeviceMemory {
+  void* data = nullptr;  ///< The beginning of an allocation of `cudaMalloc`.
+  std::size_t bytes = 0;
+  DeviceMemoryHandle handle{};  ///< Of the allocation.
+  /// Copies bytes between this memory and the host's, in either direction, which are there when it
+  /// returns: `cudaMemcpy` with `cudaMemcpyDefault`. For tensors that the server cannot reach.
+  std::function<void(void* to, const void* from, std::size_t bytes)> copy{};
+};
+
 class RemoteSession;
 class RemotePages;
+class SharedDeviceMemory;
 
 /// Items of the batch calls of `Client`: a session of that client, and the arguments of its call.
 struct SelectItem {
@@ -122,6 +135,14 @@ class Client {
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
   /// Opens a lease on the server's page cache.
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
+  /// Lets tensors of calls lie in device memory (`MemorySpace::kDevice`), until what is returned is
+  /// gone, which must be before the memory is freed. A server of this machine whose engines use the
+  /// same GPU reads keys, values and queries there, and writes `out` and `lse`, where they are
+  /// dense and begin at multiples of 16 bytes of the allocation; what was written to them must have
+  /// arrived when a call is made (`cudaStreamSynchronize`). All else goes through host memory by
+  /// `memory.copy`, as everything does with a server that refuses the memory. Throws
+  /// `kInvalidArgument` without memory, or `copy`.
+  [[nodiscard]] SharedDeviceMemory share(ClientDeviceMemory memory);
 
   /// The calls of `RemoteSession`, those of many sessions in one exchange with the server: up to
   /// 1,024 items, whose tensors are 4 MiB at most in either direction. Each has
@@ -141,6 +162,25 @@ class Client {
 
  private:
   std::shared_ptr<Impl> impl_;
+};
+
+/// Device memory that a client shares. Destruction waits a second at most for the server to let it
+/// go.
+class SharedDeviceMemory {
+ public:
+  ~SharedDeviceMemory();
+  SharedDeviceMemory(SharedDeviceMemory&&) noexcept;
+  SharedDeviceMemory& operator=(SharedDeviceMemory&&) noexcept;
+
+  /// Why tensors go through host memory; nothing when the server reaches this memory itself.
+  [[nodiscard]] const std::optional<ClientError>& refusal() const noexcept;
+
+  class Impl;
+
+ private:
+  friend class Client;
+  explicit SharedDeviceMemory(std::unique_ptr<Impl> impl) noexcept;
+  std::unique_ptr<Impl> impl_;
 };
 
 /// As `Session`, in the server. Used by one thread at a time. Destruction releases it, waiting a

@@ -29,7 +29,7 @@ ChannelPool::Lent ChannelPool::borrow() {
   }
   ++made_;
   lock.unlock();
-  std::unique_ptr<DataChannel> channel = make();
+  std::unique_ptr<DataChannel> channel = attach(0).channel;
   if (channel != nullptr) return {*this, std::move(channel)};
   lock.lock();
   --made_;
@@ -52,28 +52,31 @@ void ChannelPool::give_back(std::unique_ptr<DataChannel> channel) {
   returned_.notify_all();
 }
 
-std::unique_ptr<DataChannel> ChannelPool::make() const {
+ChannelPool::Attached ChannelPool::attach(std::int64_t staging_bytes) const {
+  if (!connection_.options().data_plane) return {};
   try {
     grpc::ClientContext context;
     context.set_deadline(grpc_deadline(connection_.options().timeout));
     connection_.authorize(context);
     v1::CreateAttachmentRequest request;
     request.set_process_id(::getpid());
+    request.set_staging_bytes(staging_bytes);
     v1::CreateAttachmentResponse response;
     if (!connection_.shared_memory().CreateAttachment(&context, request, &response).ok()) {
-      return nullptr;
+      return {};
     }
     const ClientOptions& options = connection_.options();
     const std::string endpoint = endpoint_of(response);
-    if (endpoint.empty()) return nullptr;
-    return std::make_unique<DataChannel>(
-        DataChannelOptions{.endpoint = endpoint,
-                           .token = response.token(),
-                           .tls = {options.tls_server_ca, options.tls_certificate, options.tls_key},
-                           .timeout = options.timeout,
-                           .spin = kSpin});
+    if (endpoint.empty()) return {};
+    return {std::make_unique<DataChannel>(DataChannelOptions{
+                .endpoint = endpoint,
+                .token = response.token(),
+                .tls = {options.tls_server_ca, options.tls_certificate, options.tls_key},
+                .timeout = options.timeout,
+                .spin = kSpin}),
+            response.attachment().name()};
   } catch (const Error&) {
-    return nullptr;  // every call can go over gRPC
+    return {};  // every call can go over gRPC
   }
 }
 

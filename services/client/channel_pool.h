@@ -4,6 +4,7 @@
 #include "services/client/data_channel.h"
 
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -38,8 +39,15 @@ class ChannelPool {
   /// Waits when all channels are lent. Never throws.
   [[nodiscard]] Lent borrow();
 
+  /// A connection of its own.
+  struct Attached {
+    std::unique_ptr<DataChannel> channel;  ///< Null: there is none to be had.
+    std::string attachment;                ///< Its resource name.
+  };
+  /// `staging_bytes` 0: the server's default. Never throws.
+  [[nodiscard]] Attached attach(std::int64_t staging_bytes) const;
+
  private:
-  [[nodiscard]] std::unique_ptr<DataChannel> make() const;
   [[nodiscard]] std::string endpoint_of(const v1::CreateAttachmentResponse& response) const;
   void give_back(std::unique_ptr<DataChannel> channel);
 

@@ -77,8 +77,8 @@ class RemoteSession::Impl {
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
 
   void append(int layer, const TensorView& keys, const TensorView& values) {
-    services::check_readable({"keys"}, keys);
-    services::check_readable({"values"}, values);
+    services::check_readable({"keys"}, keys, client_->memories);
+    services::check_readable({"values"}, values, client_->memories);
     if (keys.shape[0] != values.shape[0]) {
       invalid("values: expected " + std::to_string(keys.shape[0]) + " tokens, found " +
               std::to_string(values.shape[0]));
@@ -91,12 +91,10 @@ class RemoteSession::Impl {
       const auto stream = client_->connection.attention().Append(&context, &response);
       for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
         v1::AppendRequest request;
-        if (first == 0) request.set_session(name_);
-        request.set_layer(layer);
+        services::RequestTensors tensors(client_->memories);
+        start(request, tensors, layer, keys, values, first, std::min(chunk, tokens - first));
         if (known_layer(layer)) request.set_position(length(layer) + first);
-        const std::int64_t count = std::min(chunk, tokens - first);
-        services::copy_rows(keys, first, count, *request.mutable_key());
-        services::copy_rows(values, first, count, *request.mutable_value());
+        tensors.fill();
         if (!stream->Write(request)) break;
       }
       stream->WritesDone();
@@ -111,27 +109,27 @@ class RemoteSession::Impl {
   void select(int layer, const TensorView& query, const SelectOutputs& outputs,
               const AttendOptions& options) {
     v1::SelectRequest request;
-    services::RequestTensors tensors;
+    services::RequestTensors tensors(client_->memories);
     start(request, tensors, -1, layer, query, outputs, options);
     v1::SelectResponse response;
     client_->run(services::Method::kSelect, request, tensors, response, &Stub::Select);
-    take(response, -1, outputs);
+    take(response, -1, outputs, client_->memories);
   }
 
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
     v1::AttendRequest request;
-    services::RequestTensors tensors;
+    services::RequestTensors tensors(client_->memories);
     start(request, tensors, -1, layer, inputs, outputs, options);
     v1::AttendResponse response;
     client_->run(services::Method::kAttend, request, tensors, response, &Stub::Attend);
-    services::take(response.out(), response.lse(), -1, outputs);
+    services::take(response.out(), response.lse(), -1, outputs, client_->memories);
   }
 
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options) {
     v1::DecodeRequest request;
-    services::RequestTensors tensors;
+    services::RequestTensors tensors(client_->memories);
     start(request, tensors, -1, layer, inputs, outputs, options, 0);
     v1::DecodeResponse response;
     if (!client_->run_over_plane(services::Method::kDecode, request, tensors, response)) {
@@ -139,11 +137,11 @@ class RemoteSession::Impl {
       decode_over_grpc(request, response);
     }
     stored(layer, inputs.key.shape[0]);
-    services::take(response.out(), response.lse(), -1, outputs);
+    services::take(response.out(), response.lse(), -1, outputs, client_->memories);
   }
 
   void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
-    services::check_fetch(-1, tokens, outputs);
+    services::check_fetch(-1, tokens, outputs, client_->memories);
     const std::int64_t n = tokens.shape[1];
     const std::int64_t token_bytes = outputs.keys.shape[0] * outputs.keys.shape[2] * 2;
     const std::int64_t piece = std::max<std::int64_t>(kChunkBytes / token_bytes, 1);
@@ -152,16 +150,23 @@ class RemoteSession::Impl {
       const FetchOutputs rows{.keys = services::columns_of(outputs.keys, first, count),
                               .values = services::columns_of(outputs.values, first, count)};
       v1::FetchRequest request;
-      services::RequestTensors tensors;
+      services::RequestTensors tensors(client_->memories);
       start(request, tensors, -1, layer, services::columns_of(tokens, first, count), rows);
       v1::FetchResponse response;
       client_->run(services::Method::kFetch, request, tensors, response, &Stub::Fetch);
-      take(response, -1, rows);
+      take(response, -1, rows, client_->memories);
     }
   }
 
   // Requests, of an item of a batch where `item` is not below 0.
 
+  void start(v1::AppendRequest& request, services::RequestTensors& tensors, int layer,
+             const TensorView& keys, const TensorView& values, std::int64_t first,
+             std::int64_t count) const {
+    name_call(request, layer);
+    tensors.add({"keys"}, services::rows_of(keys, first, count), *request.mutable_key());
+    tensors.add({"values"}, services::rows_of(values, first, count), *request.mutable_value());
+  }
   void start(v1::SelectRequest& request, services::RequestTensors& tensors, int item, int layer,
              const TensorView& query, const SelectOutputs& outputs,
              const AttendOptions& options) const {
@@ -175,43 +180,45 @@ class RemoteSession::Impl {
   void start(v1::AttendRequest& request, services::RequestTensors& tensors, int item, int layer,
              const AttendInputs& inputs, const AttendOutputs& outputs,
              const AttendOptions& options) const {
-    services::check_attention(item, inputs.query, outputs, options);
+    services::check_attention(item, inputs.query, outputs, options, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
     tensors.add_selected(item, inputs.selected, request);
-    tensors.add_attention(inputs.query);
+    tensors.add_attention(inputs.query, outputs, request);
   }
   /// `ahead`: tokens of the layer that steps before this one, not executed yet, will have stored.
   void start(v1::DecodeRequest& request, services::RequestTensors& tensors, int item, int layer,
              const DecodeInputs& inputs, const AttendOutputs& outputs, const AttendOptions& options,
              std::int64_t ahead) {
-    services::check_attention(item, inputs.query, outputs, options);
+    services::check_attention(item, inputs.query, outputs, options, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
     tensors.add({"key", item}, inputs.key, *request.mutable_key());
     tensors.add({"value", item}, inputs.value, *request.mutable_value());
     tensors.add_selected(item, inputs.selected, request);
-    tensors.add_attention(inputs.query);
+    tensors.add_attention(inputs.query, outputs, request);
     request.set_step(++step_);
     if (known_layer(layer)) request.set_position(length(layer) + ahead);
   }
   void start(v1::FetchRequest& request, services::RequestTensors& tensors, int item, int layer,
              const TensorView& tokens, const FetchOutputs& outputs) const {
-    services::check_fetch(item, tokens, outputs);
+    services::check_fetch(item, tokens, outputs, tensors.memories());
     name_call(request, layer);
     tensors.add({"tokens", item}, tokens, *request.mutable_tokens());
     tensors.add_rows(outputs);
   }
 
-  static void take(const v1::SelectResponse& response, int item, const SelectOutputs& outputs) {
-    services::take(response.ids(), {"ids", item}, outputs.ids);
-    services::take(response.scores(), {"scores", item}, outputs.scores);
+  static void take(const v1::SelectResponse& response, int item, const SelectOutputs& outputs,
+                   const services::DeviceMemories& memories) {
+    services::take(response.ids(), {"ids", item}, outputs.ids, memories);
+    services::take(response.scores(), {"scores", item}, outputs.scores, memories);
   }
-  static void take(const v1::FetchResponse& response, int item, const FetchOutputs& outputs) {
-    services::take(response.key(), {"keys", item}, outputs.keys);
-    services::take(response.value(), {"values", item}, outputs.values);
+  static void take(const v1::FetchResponse& response, int item, const FetchOutputs& outputs,
+                   const services::DeviceMemories& memories) {
+    services::take(response.key(), {"keys", item}, outputs.keys, memories);
+    services::take(response.value(), {"values", item}, outputs.values, memories);
   }
   /// Takes note of tokens that a step has stored.
   void stored(int layer, std::int64_t tokens) {
@@ -289,13 +296,10 @@ class RemoteSession::Impl {
     if (!channel) return false;
     const std::int64_t tokens = keys.shape[0];
     for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
-      const std::int64_t count = std::min(chunk, tokens - first);
       v1::AppendRequest request;
-      name_call(request, layer);
+      services::RequestTensors tensors(client_->memories);
+      start(request, tensors, layer, keys, values, first, std::min(chunk, tokens - first));
       if (known_layer(layer)) request.set_position(length(layer));
-      services::RequestTensors tensors;
-      tensors.add({"keys"}, services::rows_of(keys, first, count), *request.mutable_key());
-      tensors.add({"values"}, services::rows_of(values, first, count), *request.mutable_value());
       v1::AppendResponse response;
       if (!services::call_over(*channel, services::Method::kAppend, request, tensors, response)) {
         if (first == 0) return false;
@@ -322,14 +326,17 @@ class RemoteSession::Impl {
   void take_lengths(const v1::Session& session) {
     lengths_.assign(session.layer_lengths().begin(), session.layer_lengths().end());
   }
-  static std::int64_t chunk_tokens(const TensorView& keys, const TensorView& values) {
+  [[nodiscard]] std::int64_t chunk_tokens(const TensorView& keys, const TensorView& values) const {
+    constexpr std::int64_t kMaxTokens = 8192;
+    const services::DeviceMemories& memories = client_->memories;
+    if (memories.place_of(keys) && memories.place_of(values)) return kMaxTokens;
     std::int64_t row = 0;
     for (const TensorView* view : {&keys, &values}) {
       auto bytes = static_cast<std::int64_t>(dtype_bytes(view->dtype));
       for (int i = 1; i < view->rank; ++i) bytes *= view->shape[static_cast<std::size_t>(i)];
       row += bytes;
     }
-    return std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row, 1), 1, 8192);
+    return std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row, 1), 1, kMaxTokens);
   }
 
   std::shared_ptr<Client::Impl> client_;
@@ -384,7 +391,7 @@ RemoteSession Client::open(const RemoteSessionConfig& config) {
 
 std::vector<ItemResult> Client::batch_select(std::span<const SelectItem> items) {
   v1::BatchSelectRequest request;
-  services::RequestTensors tensors;
+  services::RequestTensors tensors(impl_->memories);
   each_item(impl_, items, [&](int i, const SelectItem& item, const RemoteSession::Impl& session) {
     session.start(*request.add_items(), tensors, i, item.layer, item.query, item.outputs,
                   item.options);
@@ -393,13 +400,14 @@ std::vector<ItemResult> Client::batch_select(std::span<const SelectItem> items) 
   impl_->run(services::Method::kBatchSelect, request, tensors, response,
              &v1::AttentionService::Stub::BatchSelect);
   return results_of(response, items.size(), [&](int i, const v1::SelectResponse& found) {
-    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs);
+    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs,
+                              impl_->memories);
   });
 }
 
 std::vector<ItemResult> Client::batch_attend(std::span<const AttendItem> items) {
   v1::BatchAttendRequest request;
-  services::RequestTensors tensors;
+  services::RequestTensors tensors(impl_->memories);
   each_item(impl_, items, [&](int i, const AttendItem& item, const RemoteSession::Impl& session) {
     session.start(*request.add_items(), tensors, i, item.layer, item.inputs, item.outputs,
                   item.options);
@@ -408,13 +416,14 @@ std::vector<ItemResult> Client::batch_attend(std::span<const AttendItem> items) 
   impl_->run(services::Method::kBatchAttend, request, tensors, response,
              &v1::AttentionService::Stub::BatchAttend);
   return results_of(response, items.size(), [&](int i, const v1::AttendResponse& found) {
-    services::take(found.out(), found.lse(), i, items[static_cast<std::size_t>(i)].outputs);
+    services::take(found.out(), found.lse(), i, items[static_cast<std::size_t>(i)].outputs,
+                   impl_->memories);
   });
 }
 
 std::vector<ItemResult> Client::batch_decode(std::span<const DecodeItem> items) {
   v1::BatchDecodeRequest request;
-  services::RequestTensors tensors;
+  services::RequestTensors tensors(impl_->memories);
   std::map<std::pair<const RemoteSession*, int>, std::int64_t> ahead;
   each_item(impl_, items, [&](int i, const DecodeItem& item, RemoteSession::Impl& session) {
     std::int64_t& tokens = ahead[{item.session, item.layer}];
@@ -428,13 +437,13 @@ std::vector<ItemResult> Client::batch_decode(std::span<const DecodeItem> items) 
   return results_of(response, items.size(), [&](int i, const v1::DecodeResponse& found) {
     const DecodeItem& item = items[static_cast<std::size_t>(i)];
     Client::Impl::impl_of(*item.session)->stored(item.layer, item.inputs.key.shape[0]);
-    services::take(found.out(), found.lse(), i, item.outputs);
+    services::take(found.out(), found.lse(), i, item.outputs, impl_->memories);
   });
 }
 
 std::vector<ItemResult> Client::batch_fetch(std::span<const FetchItem> items) {
   v1::BatchFetchRequest request;
-  services::RequestTensors tensors;
+  services::RequestTensors tensors(impl_->memories);
   each_item(impl_, items, [&](int i, const FetchItem& item, const RemoteSession::Impl& session) {
     session.start(*request.add_items(), tensors, i, item.layer, item.tokens, item.outputs);
   });
@@ -442,7 +451,8 @@ std::vector<ItemResult> Client::batch_fetch(std::span<const FetchItem> items) {
   impl_->run(services::Method::kBatchFetch, request, tensors, response,
              &v1::AttentionService::Stub::BatchFetch);
   return results_of(response, items.size(), [&](int i, const v1::FetchResponse& found) {
-    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs);
+    RemoteSession::Impl::take(found, i, items[static_cast<std::size_t>(i)].outputs,
+                              impl_->memories);
   });
 }
 

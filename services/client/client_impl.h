@@ -85,6 +85,7 @@ class Client::Impl {
 
   services::Connection connection;
   services::ChannelPool channels;
+  services::DeviceMemories memories;
 
  private:
   static constexpr std::size_t kNamesPerRenewal = 1024;

@@ -4,6 +4,7 @@
 #include "kvtier/v1/tensor.pb.h"
 
 #include "services/client/data_channel.h"
+#include "services/wire/to_message.h"
 
 #include <google/protobuf/message_lite.h>
 
@@ -21,7 +22,7 @@ class DataCall {
   /// Copies rows of a tensor, and gives `message` its dtype and shape. Returns false when there is
   /// no room: the call must go another way then.
   [[nodiscard]] bool add(const TensorView& view, std::int64_t first, std::int64_t count,
-                         v1::Tensor& message);
+                         v1::Tensor& message, const CopyBytes& copy = {});
   /// Makes room for the reply, as `output_bytes_for` says for attention. Returns as `add`.
   [[nodiscard]] bool reserve_output(std::uint64_t bytes);
   /// Returns as `add`, and throws as `DataChannel`.

@@ -29,9 +29,9 @@ std::string found(const TensorView& view) { return view.empty() ? "none" : descr
 /// Checks an output whose shape is the first `rank` extents of the query's. An empty one is not
 /// wanted.
 void check_output(const Field& field, const MutableTensorView& view, const TensorView& query,
-                  int rank, DType dtype) {
+                  int rank, DType dtype, const DeviceMemories& memories) {
   if (view.empty()) return;
-  check_readable(field, view);
+  check_readable(field, view, memories);
   TensorView expected = query;
   expected.dtype = dtype;
   expected.rank = rank;
@@ -55,7 +55,7 @@ std::string Field::text() const {
   return item < 0 ? name : "items[" + std::to_string(item) + "]." + name;
 }
 
-void check_readable(const Field& field, const TensorView& view) {
+void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories) {
   if (view.empty() || view.rank < 1 || view.rank > kMaxTensorRank) {
     invalid(field.text() + ": expected a tensor of rank 1 to 4, found " + found(view));
   }
@@ -63,8 +63,11 @@ void check_readable(const Field& field, const TensorView& view) {
   const bool dense_rows = view.shape[last] <= 1 || view.strides[last] == 1;
   const bool extents = std::all_of(view.shape.begin(), view.shape.begin() + view.rank,
                                    [](std::int64_t extent) { return extent >= 0; });
-  if (view.space != MemorySpace::kHost || !dense_rows || !extents) {
-    invalid(field.text() + ": expected host memory with rows that are dense, found " +
+  const bool there = view.space == MemorySpace::kHost || memories.of(view) != nullptr;
+  if (!there || !dense_rows || !extents) {
+    invalid(field.text() +
+            ": expected host memory with rows that are dense, or device memory that the client "
+            "shares, found " +
             describe(view));
   }
 }
@@ -76,7 +79,7 @@ void check_options(const AttendOptions& options) {
 }
 
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
-                     const AttendOptions& options) {
+                     const AttendOptions& options, const DeviceMemories& memories) {
   check_options(options);
   if (!outputs.missed.empty()) {
     throw Error(ErrorCode::kUnimplemented, "missed: expected no output over a service");
@@ -84,24 +87,25 @@ void check_attention(int item, const TensorView& query, const AttendOutputs& out
   if (!outputs.selected.empty()) {
     throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
   }
-  check_readable({"query", item}, query);
+  check_readable({"query", item}, query, memories);
   if (outputs.out.dtype != query.dtype) {
     invalid(Field{"out", item}.text() + ": expected the dtype of the query, " +
             std::string(dtype_name(query.dtype)) + ", found " +
             std::string(dtype_name(outputs.out.dtype)));
   }
   if (query.rank != 3) return;  // the server refuses it
-  check_output({"out", item}, outputs.out, query, 3, query.dtype);
-  check_output({"lse", item}, outputs.lse, query, 2, DType::kFloat32);
+  check_output({"out", item}, outputs.out, query, 3, query.dtype, memories);
+  check_output({"lse", item}, outputs.lse, query, 2, DType::kFloat32, memories);
 }
 
-void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs) {
-  check_readable({"tokens", item}, tokens);
+void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
+                 const DeviceMemories& memories) {
+  check_readable({"tokens", item}, tokens, memories);
   if (tokens.rank != 2) {
     invalid(Field{"tokens", item}.text() + ": expected [kv_heads, n], found " + describe(tokens));
   }
   const auto check = [&](const char* name, const MutableTensorView& view) {
-    check_readable({name, item}, view);
+    check_readable({name, item}, view, memories);
     const bool fits = view.rank == 3 && view.shape[0] == tokens.shape[0] &&
                       view.shape[1] == tokens.shape[1] && view.shape[0] > 0 && view.shape[2] > 0 &&
                       view.shape[0] <= kMaxExtent && view.shape[2] <= kMaxExtent;
@@ -113,10 +117,12 @@ void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs
   check("values", outputs.values);
 }
 
-void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view) {
-  if (view.empty()) return;
-  check_readable(field, view);
-  if (copy_back(message, view)) return;
+void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view,
+          const DeviceMemories& memories) {
+  if (view.empty() || message.has_memory()) return;
+  check_readable(field, view, memories);
+  const std::shared_ptr<const ClientMemory> memory = memories.of(view);
+  if (copy_back(message, view, memory ? memory->copy : CopyBytes())) return;
   std::string shape = "[";
   for (const std::int64_t extent : message.shape()) {
     shape += (shape.size() == 1 ? "" : ", ") + std::to_string(extent);
@@ -125,9 +131,10 @@ void take(const v1::Tensor& message, const Field& field, const MutableTensorView
           v1::DataType_Name(message.dtype()) + ", found " + describe(view));
 }
 
-void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs) {
-  take(out, {"out", item}, outputs.out);
-  take(lse, {"lse", item}, outputs.lse);
+void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs,
+          const DeviceMemories& memories) {
+  take(out, {"out", item}, outputs.out, memories);
+  take(lse, {"lse", item}, outputs.lse, memories);
 }
 
 TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count) {
@@ -141,15 +148,21 @@ MutableTensorView columns_of(MutableTensorView view, std::int64_t first, std::in
 }
 
 void RequestTensors::add(const Field& field, const TensorView& view, v1::Tensor& message) {
-  check_readable(field, view);
-  slots_.push_back({&message, view});
+  check_readable(field, view, memories_);
+  if (const auto place = memories_.place_of(view)) {
+    describe_rows(view, view.shape[0], message);
+    *message.mutable_memory() = *place;
+    return;
+  }
+  const std::shared_ptr<const ClientMemory> memory = memories_.of(view);
+  slots_.push_back({&message, view, memory ? memory->copy : CopyBytes()});
 }
 
 void RequestTensors::add_selection() noexcept {
   output_bytes_ = std::min(output_bytes_ + kSelectionBytes, kReplyBytes);
 }
 
-void RequestTensors::add_attention(const TensorView& query) {
+void RequestTensors::add_attended(const TensorView& query) {
   output_bytes_ += output_bytes_for(bytes_of(query));
 }
 
@@ -158,12 +171,14 @@ void RequestTensors::add_rows(const FetchOutputs& outputs) {
 }
 
 void RequestTensors::fill() const {
-  for (const Slot& slot : slots_) copy_rows(slot.view, 0, slot.view.shape[0], *slot.message);
+  for (const Slot& slot : slots_) {
+    copy_rows(slot.view, 0, slot.view.shape[0], *slot.message, slot.copy);
+  }
 }
 
 bool RequestTensors::add_to(DataCall& call) const {
   for (const Slot& slot : slots_) {
-    if (!call.add(slot.view, 0, slot.view.shape[0], *slot.message)) return false;
+    if (!call.add(slot.view, 0, slot.view.shape[0], *slot.message, slot.copy)) return false;
   }
   return call.reserve_output(output_bytes_);
 }

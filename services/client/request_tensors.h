@@ -4,6 +4,7 @@
 #include "kvtier/tensor.h"
 
 #include "services/client/data_call.h"
+#include "services/client/device_memories.h"
 #include "services/wire/each_tensor.h"
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 
 /// The tensors of calls: checked, sent beside a message or in it, and taken from a reply. Checks
 /// throw `kInvalidArgument` with the field; what a tensor means is the server's to check.
+/// `memories` are those that device tensors may lie in.
 namespace kvtier::services {
 
 /// An argument, of an item of a batch where `item` is not below 0.
@@ -21,19 +23,23 @@ struct Field {
   [[nodiscard]] std::string text() const;
 };
 
-/// Throws unless `view` is host memory of rank 1 to 4 whose rows are dense.
-void check_readable(const Field& field, const TensorView& view);
+/// Throws unless `view` is memory that a call can send, of rank 1 to 4 with dense rows.
+void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories);
 /// Checks what is refused in any case, before a step is stored: outputs that do not have the shapes
 /// of the query's, options and outputs that are not to be had over a service (`kUnimplemented`).
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
-                     const AttendOptions& options);
+                     const AttendOptions& options, const DeviceMemories& memories);
 void check_options(const AttendOptions& options);
 /// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
-void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs);
+void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
+                 const DeviceMemories& memories);
 
-/// Copies a tensor of a reply; an empty view takes none.
-void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view);
-void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs);
+/// Copies a tensor of a reply, unless the server has written it in its place; an empty view takes
+/// none.
+void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view,
+          const DeviceMemories& memories);
+void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs,
+          const DeviceMemories& memories);
 
 /// Rows [first, first + count).
 [[nodiscard]] TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count);
@@ -46,6 +52,9 @@ void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOu
 /// as long.
 class RequestTensors {
  public:
+  explicit RequestTensors(const DeviceMemories& memories) : memories_(memories) {}
+
+  [[nodiscard]] const DeviceMemories& memories() const noexcept { return memories_; }
   /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
   void add(const Field& field, const TensorView& view, v1::Tensor& message);
   /// Likewise, unless it is empty.
@@ -55,8 +64,15 @@ class RequestTensors {
   }
   /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
   void add_selection() noexcept;
-  /// Room for what is attended for a query.
-  void add_attention(const TensorView& query);
+  /// Room for what is attended for a query, or its place in device memory.
+  template <typename Request>
+  void add_attention(const TensorView& query, const AttendOutputs& outputs, Request& request) {
+    const auto out = memories_.place_of(outputs.out);
+    const auto lse = memories_.place_of(outputs.lse);
+    if (out) *request.mutable_out_memory() = *out;
+    if (lse) *request.mutable_lse_memory() = *lse;
+    if (!out || !lse) add_attended(query);
+  }
   /// Room for the rows that `outputs` have.
   void add_rows(const FetchOutputs& outputs);
 
@@ -69,7 +85,11 @@ class RequestTensors {
   struct Slot {
     v1::Tensor* message;
     TensorView view;
+    CopyBytes copy;
   };
+  void add_attended(const TensorView& query);
+
+  const DeviceMemories& memories_;
   std::vector<Slot> slots_;
   std::uint64_t output_bytes_ = 0;
 };
@@ -82,6 +102,7 @@ template <typename Request, typename Response>
   DataCall call(channel, method);
   if (!tensors.add_to(call) || !call.run(request, response)) return false;
   each_tensor(response, [&call](v1::Tensor& tensor) {
+    if (tensor.has_memory()) return;
     const std::span<const std::byte> bytes = call.next_tensor();
     tensor.set_data(bytes.data(), bytes.size());
   });

@@ -79,6 +79,7 @@ std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Pe
   by_token_.erase(found);
   attachment->token_digest.clear();
   attachment->close = std::move(close);
+  attachment->is_local = peer.user.has_value();
   return attachment;
 }
 
@@ -87,7 +88,43 @@ void Attachments::forget(const std::string& name) {
   if (found == by_name_.end()) return;
   if (!found->second->token_digest.empty()) by_token_.erase(found->second->token_digest);
   staging_bytes_ -= found->second->staging_bytes;
+  for (const std::string& region : found->second->regions) {
+    found->second->tenant.regions().remove(region);
+  }
   by_name_.erase(found);
+}
+
+Attachment& Attachments::sharing(const Tenant& tenant, const std::string& name) const {
+  const auto found = by_name_.find(name);
+  if (found == by_name_.end() || &found->second->tenant != &tenant) {
+    throw ServiceError::not_found();
+  }
+  Attachment& attachment = *found->second;
+  if (!attachment.is_local) {
+    throw ServiceError(Code::kFailedPrecondition, "NOT_LOCAL",
+                       "expected an attachment that is connected over a Unix socket");
+  }
+  if (attachment.regions.size() >= limits_.max_regions) {
+    throw ServiceError::overloaded("TOO_MANY_REGIONS",
+                                   "the attachment shares all memory that it may");
+  }
+  return attachment;
+}
+
+std::string Attachments::share(Tenant& tenant, const std::string& name,
+                               const std::function<DeviceRegion()>& open) {
+  {
+    const std::lock_guard lock(mutex_);
+    static_cast<void>(sharing(tenant, name));
+  }
+  DeviceRegion region = open();
+  const auto bytes = static_cast<std::int64_t>(region.bytes);
+  const std::lock_guard lock(mutex_);
+  Attachment& attachment = sharing(tenant, name);  // it may have ended meanwhile
+  attachment.regions.reserve(attachment.regions.size() + 1);
+  attachment.regions.push_back(tenant.regions().add(std::move(region)));
+  attachment.device_bytes += bytes;
+  return attachment.regions.back();
 }
 
 void Attachments::detach(const std::string& name) {
@@ -127,6 +164,7 @@ void Attachments::list(const Tenant& tenant, const v1::ListAttachmentsRequest& r
     message.set_process_id(attachment->process_id);
     message.set_staging_bytes(attachment->staging_bytes);
     message.set_connected(attachment->token_digest.empty());
+    message.set_device_bytes(attachment->device_bytes);
   }
 }
 

@@ -19,6 +19,7 @@
 #include <string_view>
 #include <sys/types.h>
 #include <unordered_map>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -27,6 +28,7 @@ struct AttachmentLimits {
   std::int64_t default_staging_bytes = std::int64_t{8} << 20;
   std::int64_t max_staging_bytes = std::int64_t{64} << 20;
   std::int64_t max_total_staging_bytes = std::int64_t{2} << 30;
+  std::size_t max_regions = 16;  ///< Of device memory, of one attachment; 0: none is shared.
   std::chrono::milliseconds token_life{5'000};
 };
 
@@ -44,8 +46,11 @@ struct Attachment {
   const std::int64_t process_id;
   const std::int64_t staging_bytes;
   const TimePoint token_end;
-  std::string token_digest;       ///< Empty once the token was used.
-  std::function<void()> close{};  ///< Ends the connection, while there is one.
+  std::string token_digest;            ///< Empty once the token was used.
+  std::function<void()> close{};       ///< Ends the connection, while there is one.
+  bool is_local = false;               ///< Connected over a Unix socket.
+  std::vector<std::string> regions{};  ///< Device memory that is shared through it.
+  std::int64_t device_bytes = 0;
 };
 
 /// Attachments by name and by token. A token is good once, for a few seconds, for one process and
@@ -67,6 +72,11 @@ class Attachments {
   /// block.
   [[nodiscard]] std::shared_ptr<Attachment> redeem(std::string_view token, const Peer& peer,
                                                    std::function<void()> close);
+  /// Shares what `open` maps through a connected attachment, until it ends; returns the region's
+  /// name. Throws NOT_FOUND, FAILED_PRECONDITION (NOT_LOCAL) for a client on TCP,
+  /// RESOURCE_EXHAUSTED, and what `open` throws.
+  [[nodiscard]] std::string share(Tenant& tenant, const std::string& name,
+                                  const std::function<DeviceRegion()>& open);
   /// The connection has ended: forgets the attachment.
   void detach(const std::string& name);
   /// Throws NOT_FOUND.
@@ -82,6 +92,8 @@ class Attachments {
 
  private:
   void forget(const std::string& name);
+  /// Returns the tenant's own, if it may share memory. Throws as `share`.
+  [[nodiscard]] Attachment& sharing(const Tenant& tenant, const std::string& name) const;
 
   const AttachmentLimits limits_;
   const std::function<TimePoint()> now_;

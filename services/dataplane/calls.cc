@@ -1,5 +1,6 @@
 #include "services/dataplane/calls.h"
 
+#include "services/server/wire.h"
 #include "services/wire/each_tensor.h"
 
 #include <algorithm>
@@ -20,7 +21,8 @@ std::uint64_t output_bytes_of(const Request& request) {
       requires { request.with_scores(); } || !requires { request.query(); }) {
     return 0;  // refused afterwards, when nothing has changed
   } else {
-    return output_bytes_for(request.query().data().size());
+    if (request.has_out_memory() && request.has_lse_memory()) return 0;
+    return output_bytes_for(bytes_of(request.query(), "query"));
   }
 }
 
@@ -28,6 +30,7 @@ template <typename Request>
 void take_tensors(const CallBody& body, std::span<const std::byte> input, Request& request) {
   std::size_t index = 0;
   each_tensor(request, [&](v1::Tensor& tensor) {
+    if (tensor.has_memory()) return;
     if (!tensor.data().empty()) {
       throw ServiceError::invalid("tensor.data", "none: the frame says where the bytes are",
                                   std::to_string(tensor.data().size()) + " bytes");
@@ -55,6 +58,7 @@ void give_tensors(const Extent& place, const CallMemory& memory, Response& respo
                   CallOutcome& outcome) {
   std::uint64_t used = 0;
   each_tensor(response, [&](v1::Tensor& tensor) {
+    if (tensor.has_memory()) return;
     const std::string& data = tensor.data();
     const Extent extent{place.offset + used, data.size()};
     used += aligned_bytes(data.size());

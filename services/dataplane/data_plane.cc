@@ -7,7 +7,10 @@
 #include <boost/asio/ssl/context.hpp>
 #include <boost/asio/strand.hpp>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <unordered_map>
 
@@ -17,6 +20,32 @@ namespace {
 namespace ssl = boost::asio::ssl;
 
 constexpr std::chrono::milliseconds kDrainInterval{2};
+
+/// Copies exactly as many bytes as `to` has.
+template <std::size_t N>
+void take_bytes(const std::string& from, const char* field, std::array<std::byte, N>& to) {
+  if (from.size() != N) {
+    throw ServiceError::invalid(field, std::to_string(N) + " bytes", std::to_string(from.size()));
+  }
+  std::ranges::copy(std::as_bytes(std::span(from)), to.begin());
+}
+
+/// What the library says when memory cannot be mapped, as reasons that a client can act on.
+ServiceError sharing_error(const Error& error) {
+  const auto refused = [&](const char* reason) {
+    return ServiceError(Code::kFailedPrecondition, reason, error.what());
+  };
+  switch (error.code()) {
+    case ErrorCode::kUnimplemented:
+      return refused("NO_DEVICE");
+    case ErrorCode::kNotFound:
+      return refused("OTHER_DEVICE");
+    case ErrorCode::kFailedPrecondition:
+      return refused("HANDLE_REFUSED");
+    default:
+      return to_service_error(std::make_exception_ptr(error));
+  }
+}
 
 }  // namespace
 
@@ -151,6 +180,29 @@ void DataPlane::create_attachment(Tenant& tenant, const v1::CreateAttachmentRequ
   const auto life = impl_->options_.attachments.token_life.count();
   response.mutable_token_ttl()->set_seconds(life / 1000);
   response.mutable_token_ttl()->set_nanos(static_cast<int>(life % 1000 * 1'000'000));
+}
+
+void DataPlane::share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryRequest& request,
+                                    v1::ShareDeviceMemoryResponse& response) {
+  const auto& open = impl_->options_.open_device_memory;
+  if (!open || impl_->options_.attachments.max_regions == 0) {
+    throw ServiceError(Code::kFailedPrecondition, "NOT_SHARED",
+                       "this server maps no device memory of clients");
+  }
+  DeviceMemoryHandle handle;
+  take_bytes(request.cuda_ipc_handle(), "cuda_ipc_handle", handle.ipc);
+  take_bytes(request.device_uuid(), "device_uuid", handle.device);
+  if (request.bytes() < 1) {
+    throw ServiceError::invalid("bytes", "at least 1", std::to_string(request.bytes()));
+  }
+  const auto bytes = static_cast<std::size_t>(request.bytes());
+  response.set_region(impl_->attachments_.share(tenant, request.attachment(), [&] {
+    try {
+      return DeviceRegion{open(handle, bytes), bytes};
+    } catch (const Error& error) {
+      throw sharing_error(error);
+    }
+  }));
 }
 
 }  // namespace kvtier::services

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/device_memory.h"
+
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/connection.h"
 #include "services/dataplane/tls_identity.h"
@@ -20,6 +22,9 @@ struct DataPlaneOptions {
   AttachmentLimits attachments;
   ConnectionLimits limits;
   std::size_t threads = 1;  ///< That read and write sockets.
+  /// As `kvtier::open_device_memory`, of the engines' backend; empty: no device memory is shared.
+  std::function<std::shared_ptr<std::byte>(const DeviceMemoryHandle&, std::size_t)>
+      open_device_memory{};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
 };
 
@@ -54,6 +59,10 @@ class DataPlane {
 
   void create_attachment(Tenant& tenant, const v1::CreateAttachmentRequest& request,
                          v1::CreateAttachmentResponse& response);
+  /// Maps a client's device memory. Throws `ServiceError`; FAILED_PRECONDITION, with the reason,
+  /// where the client must send its tensors through host memory.
+  void share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryRequest& request,
+                           v1::ShareDeviceMemoryResponse& response);
 
  private:
   class Impl;

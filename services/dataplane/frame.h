@@ -126,8 +126,8 @@ inline constexpr std::uint64_t kTensorAlignment = 64;
 }
 
 /// kCall: a request of kvtier.v1 whose tensors have no data; `tensors` says where it is, in the
-/// order in which they stand in the request. The reply's tensors are written to `output`, which is
-/// empty with kInline.
+/// order in which they stand in the request, but for those that name device memory. The reply's
+/// tensors are written to `output`, which is empty with kInline.
 struct CallBody {
   Method method = Method::kDecode;
   std::uint32_t timeout_ms = 0;  ///< 0: the server's limit.

@@ -36,6 +36,16 @@ class SharedMemoryService final : public v1::SharedMemoryService::CallbackServic
     return answer(*context,
                   [&](Tenant& tenant) { plane_.attachments().remove(tenant, request->name()); });
   }
+  ServerUnaryReactor* ShareDeviceMemory(CallbackServerContext* context,
+                                        const v1::ShareDeviceMemoryRequest* request,
+                                        v1::ShareDeviceMemoryResponse* response) override {
+    return answer(*context, [&](Tenant& tenant) {
+      if (core_.draining()) {
+        throw ServiceError::unavailable("DRAINING", "the server is about to end");
+      }
+      plane_.share_device_memory(tenant, *request, *response);
+    });
+  }
 
  private:
   template <typename Reply>

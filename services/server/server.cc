@@ -133,8 +133,16 @@ class Server::Impl {
     }
     client_services_ = make_client_services(core_, streams_);
     if (!options_.data.listen.empty()) {
-      data_plane_ = std::make_unique<DataPlane>(
-          options_.data, identity_ ? identity_->get().first : TlsIdentity{}, core_, &core_.pages());
+      DataPlaneOptions data = options_.data;
+      if (!data.open_device_memory) {
+        data.open_device_memory = [backend = options_.core.models.backend](
+                                      const DeviceMemoryHandle& handle, std::size_t bytes) {
+          return kvtier::open_device_memory(backend, handle, bytes);
+        };
+      }
+      data_plane_ = std::make_unique<DataPlane>(std::move(data),
+                                                identity_ ? identity_->get().first : TlsIdentity{},
+                                                core_, &core_.pages());
       client_services_.push_back(make_shared_memory_service(core_, *data_plane_));
     }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);

@@ -24,9 +24,9 @@ int checked_layer(const SessionEntry& entry, int layer) {
   return layer;
 }
 
-TensorView query_of(const SessionEntry& entry, const v1::Tensor& query) {
+TensorView query_of(const SessionEntry& entry, const v1::Tensor& query, UsedRegions& regions) {
   const ModelConfig& model = model_of(entry);
-  return tokens_of(query, "query", model.query_heads, model.head_dim, kMaxChunkTokens);
+  return tokens_of(query, "query", model.query_heads, model.head_dim, kMaxChunkTokens, regions);
 }
 
 void check_not_empty(std::int64_t length) {
@@ -83,10 +83,13 @@ struct KeyValue {
   TensorView key, value;
 };
 
-KeyValue key_value_of(const SessionEntry& entry, const v1::Tensor& key, const v1::Tensor& value) {
+template <typename Request>
+KeyValue key_value_of(const SessionEntry& entry, const Request& request, UsedRegions& regions) {
   const ModelConfig& model = model_of(entry);
-  const KeyValue views{tokens_of(key, "key", model.kv_heads, model.head_dim, kMaxChunkTokens),
-                       tokens_of(value, "value", model.kv_heads, model.head_dim, kMaxChunkTokens)};
+  const auto view = [&](const v1::Tensor& tensor, const char* field) {
+    return tokens_of(tensor, field, model.kv_heads, model.head_dim, kMaxChunkTokens, regions);
+  };
+  const KeyValue views{view(request.key(), "key"), view(request.value(), "value")};
   if (views.key.shape[0] != views.value.shape[0]) {
     throw ServiceError::invalid("value.shape", std::to_string(views.key.shape[0]) + " tokens",
                                 std::to_string(views.value.shape[0]));
@@ -94,30 +97,52 @@ KeyValue key_value_of(const SessionEntry& entry, const v1::Tensor& key, const v1
   return views;
 }
 
-/// Makes `out` and `lse` of a reply.
-AttendOutputs make_outputs(const TensorView& query, ReplyBudget& budget, v1::Tensor& out,
-                           v1::Tensor& lse) {
-  const std::int64_t rows = query.shape[0] * query.shape[1];
-  constexpr std::int64_t kOverhead = 128;
-  budget.take(rows * query.shape[2] * static_cast<std::int64_t>(dtype_bytes(query.dtype)) +
-              rows * 4 + kOverhead);
+/// Makes `out` and `lse` of a reply, where the request wants them.
+template <typename Request, typename Response>
+AttendOutputs make_outputs(const Request& request, const TensorView& query, ReplyBudget& budget,
+                           Response& response, UsedRegions& regions) {
+  const auto& [tokens, heads, head_dim, unused] = query.shape;
+  const std::int64_t rows = tokens * heads;
+  constexpr std::int64_t kOverhead = 256;
+  std::int64_t bytes = kOverhead;
+  if (!request.has_out_memory()) {
+    bytes += rows * head_dim * static_cast<std::int64_t>(dtype_bytes(query.dtype));
+  }
+  if (!request.has_lse_memory()) bytes += rows * 4;
+  budget.take(bytes);
+  v1::Tensor& out = *response.mutable_out();
+  v1::Tensor& lse = *response.mutable_lse();
   AttendOutputs outputs;
-  outputs.out = make_tensor(out, query.dtype, {query.shape[0], query.shape[1], query.shape[2]});
-  outputs.lse = make_tensor(lse, DType::kFloat32, {query.shape[0], query.shape[1]});
+  outputs.out = request.has_out_memory()
+                    ? place_tensor(out, request.out_memory(), query.dtype,
+                                   {tokens, heads, head_dim}, "out_memory", regions)
+                    : make_tensor(out, query.dtype, {tokens, heads, head_dim});
+  outputs.lse = request.has_lse_memory() ? place_tensor(lse, request.lse_memory(), DType::kFloat32,
+                                                        {tokens, heads}, "lse_memory", regions)
+                                         : make_tensor(lse, DType::kFloat32, {tokens, heads});
   return outputs;
 }
 
-/// A digest of the step's tensors; what is left out is compared as it is.
+/// A digest of the step's tensors, or of their places in device memory; what is left out is
+/// compared as it is.
 std::string digest_of(const v1::DecodeRequest& request) {
   std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
   unsigned size = 0;
   const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context(EVP_MD_CTX_new(),
                                                                         &EVP_MD_CTX_free);
   bool done = context && EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr) == 1;
+  const auto add = [&](std::string_view bytes) {
+    done = done && EVP_DigestUpdate(context.get(), bytes.data(), bytes.size()) == 1;
+  };
+  const auto add_place = [&](const v1::DeviceMemory& place) {
+    add(place.region() + ' ' + std::to_string(place.offset()) + ' ');
+  };
   for (const v1::Tensor* tensor : {&request.query(), &request.key(), &request.value()}) {
-    done =
-        done && EVP_DigestUpdate(context.get(), tensor->data().data(), tensor->data().size()) == 1;
+    add(tensor->data());
+    if (tensor->has_memory()) add_place(tensor->memory());
   }
+  if (request.has_out_memory()) add_place(request.out_memory());
+  if (request.has_lse_memory()) add_place(request.lse_memory());
   done = done && EVP_DigestFinal_ex(context.get(), digest.data(), &size) == 1;
   if (!done) throw std::bad_alloc();
   return {digest.begin(), digest.begin() + size};
@@ -162,7 +187,8 @@ std::int64_t selected_of(const RetrievalConfig& retrieval, std::int64_t length) 
 void append_to(SessionEntry& entry, const v1::AppendRequest& request,
                v1::AppendResponse& response) {
   const int layer = checked_layer(entry, request.layer());
-  const KeyValue tensors = key_value_of(entry, request.key(), request.value());
+  UsedRegions regions(entry.tenant.regions());
+  const KeyValue tensors = key_value_of(entry, request, regions);
   check_position(request, entry.session->length(layer));
   response.mutable_layer_lengths()->Resize(model_of(entry).layers, 0);
   Charge charge(entry, tensors.key.shape[0]);
@@ -176,7 +202,8 @@ void append_to(SessionEntry& entry, const v1::AppendRequest& request,
 void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudget& budget,
                v1::SelectResponse& response) {
   const int layer = checked_layer(entry, request.layer());
-  const TensorView query = query_of(entry, request.query());
+  UsedRegions regions(entry.tenant.regions());
+  const TensorView query = query_of(entry, request.query(), regions);
   const CallOptions call(request.options(), entry.retrieval);
   const ModelConfig& model = model_of(entry);
   const bool per_query_head = call.retrieval.selection == Selection::kPerQueryHead;
@@ -199,12 +226,12 @@ void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudge
 void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudget& budget,
                v1::AttendResponse& response) {
   const int layer = checked_layer(entry, request.layer());
+  UsedRegions regions(entry.tenant.regions());
   AttendInputs inputs;
-  inputs.query = query_of(entry, request.query());
+  inputs.query = query_of(entry, request.query(), regions);
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
   const CallOptions call(request.options(), entry.retrieval);
-  const AttendOutputs outputs =
-      make_outputs(inputs.query, budget, *response.mutable_out(), *response.mutable_lse());
+  const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
   entry.session->attend(layer, inputs, outputs, {}, call.options);
 }
 
@@ -219,17 +246,17 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
     digest = digest_of(request);
     if (replay(entry, request, digest, budget, response)) return;
   }
+  UsedRegions regions(entry.tenant.regions());
   DecodeInputs inputs;
-  inputs.query = query_of(entry, request.query());
-  const KeyValue tensors = key_value_of(entry, request.key(), request.value());
+  inputs.query = query_of(entry, request.query(), regions);
+  const KeyValue tensors = key_value_of(entry, request, regions);
   inputs.key = tensors.key;
   inputs.value = tensors.value;
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
   check_position(request, entry.session->length(layer));
   const CallOptions call(request.options(), entry.retrieval);
   Charge charge(entry, inputs.key.shape[0]);
-  const AttendOutputs outputs =
-      make_outputs(inputs.query, budget, *response.mutable_out(), *response.mutable_lse());
+  const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
   entry.session->decode(layer, inputs, outputs, {}, call.options);
   charge.keep();
   response.set_layer(layer);

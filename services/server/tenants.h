@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/server/device_regions.h"
 #include "services/server/replay_cache.h"
 
 #include <array>
@@ -50,6 +51,7 @@ class Tenant {
   [[nodiscard]] std::int64_t sessions() const noexcept { return sessions_; }
   [[nodiscard]] std::int64_t kv_bytes() const noexcept { return kv_bytes_; }
   [[nodiscard]] ReplayCache& replies() noexcept { return replies_; }
+  [[nodiscard]] DeviceRegions& regions() noexcept { return regions_; }
   /// What sets the tenant's stored prefixes apart from all others', until the process ends.
   [[nodiscard]] std::string_view prefix_secret() const noexcept {
     return {prefix_secret_.data(), prefix_secret_.size()};
@@ -62,6 +64,7 @@ class Tenant {
   const std::int64_t max_inflight_;
   std::atomic<std::int64_t> sessions_{0}, kv_bytes_{0}, inflight_{0};
   ReplayCache replies_;
+  DeviceRegions regions_;
   std::array<char, 32> prefix_secret_{};
 };
 

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kMaxLayers = 1024;
 constexpr int kMaxHeads = 1024;
+/// Kernels read and write device memory in vectors of this many bytes.
+constexpr std::int64_t kDeviceAlignment = 16;
 
 std::optional<DType> dtype_of(v1::DataType type) {
   switch (type) {
@@ -96,6 +98,39 @@ ValueWeighting weighting_of(v1::ValueWeighting weighting, const std::string& fie
   }
 }
 
+/// A tensor's dtype, shape and dense strides, without its memory.
+struct Described {
+  TensorView view;
+  std::int64_t bytes = 0;
+};
+
+Described describe(const v1::Tensor& tensor, const std::string& field) {
+  const std::optional<DType> dtype = dtype_of(tensor.dtype());
+  if (!dtype) throw unknown(field + ".dtype", "a DataType", tensor.dtype());
+  const int rank = tensor.shape_size();
+  if (rank < 1 || rank > kMaxTensorRank) {
+    throw ServiceError::invalid(field + ".shape", "1 to 4 extents", std::to_string(rank));
+  }
+  std::optional<std::int64_t> bytes = static_cast<std::int64_t>(dtype_bytes(*dtype));
+  for (int i = 0; i < rank && bytes; ++i) bytes = checked_product(*bytes, tensor.shape(i));
+  if (!bytes) {
+    throw ServiceError::invalid(field + ".shape", "extents of at least 0 whose product is a size",
+                                shape_text(tensor));
+  }
+  Described described{.view = TensorView(nullptr, *dtype, {}), .bytes = *bytes};
+  TensorView& view = described.view;
+  view.rank = rank;
+  // An empty tensor may have extents whose partial products do not fit: no one follows its strides.
+  std::optional<std::int64_t> stride = 1;
+  for (int i = rank; i-- > 0;) {
+    const auto dim = static_cast<std::size_t>(i);
+    view.shape[dim] = tensor.shape(i);
+    view.strides[dim] = stride.value_or(0);
+    if (stride) stride = checked_product(*stride, tensor.shape(i));
+  }
+  return described;
+}
+
 LayerConfig layer_of(const v1::LayerOptions& options, const std::string& field) {
   LayerConfig layer;
   layer.mode = mode_of(options.mode(), field + ".mode").value_or(LayerMode::kSparse);
@@ -114,39 +149,49 @@ std::optional<std::int64_t> checked_product(std::int64_t a, std::int64_t b) noex
 }
 
 TensorView view_of(const v1::Tensor& tensor, const std::string& field) {
-  const std::optional<DType> dtype = dtype_of(tensor.dtype());
-  if (!dtype) throw unknown(field + ".dtype", "a DataType", tensor.dtype());
-  const int rank = tensor.shape_size();
-  if (rank < 1 || rank > kMaxTensorRank) {
-    throw ServiceError::invalid(field + ".shape", "1 to 4 extents", std::to_string(rank));
-  }
-  std::optional<std::int64_t> bytes = static_cast<std::int64_t>(dtype_bytes(*dtype));
-  for (int i = 0; i < rank && bytes; ++i) bytes = checked_product(*bytes, tensor.shape(i));
-  if (!bytes) {
-    throw ServiceError::invalid(field + ".shape", "extents of at least 0 whose product is a size",
-                                shape_text(tensor));
-  }
-  if (static_cast<std::uint64_t>(*bytes) != tensor.data().size()) {
+  Described found = describe(tensor, field);
+  if (static_cast<std::uint64_t>(found.bytes) != tensor.data().size()) {
     throw ServiceError::invalid(field + ".data",
-                                std::to_string(*bytes) + " bytes of " + shape_text(tensor),
+                                std::to_string(found.bytes) + " bytes of " + shape_text(tensor),
                                 std::to_string(tensor.data().size()));
   }
-  TensorView view(tensor.data().data(), *dtype, {});
-  view.rank = rank;
-  // An empty tensor may have extents whose partial products do not fit: no one follows its strides.
-  std::optional<std::int64_t> stride = 1;
-  for (int i = rank; i-- > 0;) {
-    const auto dim = static_cast<std::size_t>(i);
-    view.shape[dim] = tensor.shape(i);
-    view.strides[dim] = stride.value_or(0);
-    if (stride) stride = checked_product(*stride, tensor.shape(i));
+  found.view.data = tensor.data().data();
+  return found.view;
+}
+
+std::uint64_t bytes_of(const v1::Tensor& tensor, const std::string& field) {
+  if (!tensor.has_memory()) return tensor.data().size();
+  return static_cast<std::uint64_t>(describe(tensor, field).bytes);
+}
+
+std::byte* UsedRegions::at(const v1::DeviceMemory& place, std::int64_t bytes,
+                           const std::string& field) {
+  std::shared_ptr<const DeviceRegion> region = regions_.find(place.region());
+  const std::int64_t offset = place.offset();
+  const auto size = static_cast<std::int64_t>(region->bytes);
+  if (offset < 0 || offset % kDeviceAlignment != 0 || offset > size || bytes > size - offset) {
+    throw ServiceError::invalid(
+        field + ".offset",
+        "a multiple of 16, with " + std::to_string(bytes) + " bytes behind it within the region",
+        std::to_string(offset));
   }
-  return view;
+  used_.push_back(std::move(region));
+  return used_.back()->memory.get() + offset;
 }
 
 TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads, int head_dim,
-                     std::int64_t max_tokens) {
-  const TensorView view = view_of(tensor, field);
+                     std::int64_t max_tokens, UsedRegions& regions) {
+  TensorView view;
+  if (tensor.has_memory() && tensor.data().empty()) {
+    const Described found = describe(tensor, field);
+    view = found.view;
+    view.data = regions.at(tensor.memory(), found.bytes, field + ".memory");
+    view.space = MemorySpace::kDevice;
+  } else if (tensor.has_memory()) {
+    throw ServiceError::invalid(field, "data or memory", "both");
+  } else {
+    view = view_of(tensor, field);
+  }
   if (view.dtype == DType::kInt32) {
     throw ServiceError::invalid(field + ".dtype", "fp32, fp16 or bf16", "int32");
   }
@@ -186,6 +231,18 @@ MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
   }
   tensor.mutable_data()->resize(bytes);
   return {tensor.mutable_data()->data(), dtype, shape};
+}
+
+MutableTensorView place_tensor(v1::Tensor& tensor, const v1::DeviceMemory& place, DType dtype,
+                               std::initializer_list<std::int64_t> shape, const std::string& field,
+                               UsedRegions& regions) {
+  auto bytes = static_cast<std::int64_t>(dtype_bytes(dtype));
+  for (const std::int64_t extent : shape) bytes *= extent;
+  void* const data = regions.at(place, bytes, field);
+  tensor.set_dtype(data_type_of(dtype));
+  for (const std::int64_t extent : shape) tensor.add_shape(extent);
+  *tensor.mutable_memory() = place;
+  return {data, dtype, shape, MemorySpace::kDevice};
 }
 
 ModelConfig model_of(const v1::Geometry& geometry, const std::string& field) {

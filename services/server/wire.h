@@ -5,11 +5,15 @@
 #include "kvtier/tensor.h"
 #include "kvtier/v1/session.pb.h"
 
+#include "services/server/device_regions.h"
 #include "services/server/service_error.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 /// From messages to the types of the library. Every function throws `ServiceError` with
 /// the path of the field; none allocates by a number that a client sent before the number is
@@ -24,9 +28,28 @@ namespace kvtier::services {
 /// Valid as long as `tensor` is.
 [[nodiscard]] TensorView view_of(const v1::Tensor& tensor, const std::string& field);
 
-/// As `view_of`, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens.
+/// Bytes of a tensor: of its data, or of its shape where it lies in device memory. Throws as
+/// `view_of`.
+[[nodiscard]] std::uint64_t bytes_of(const v1::Tensor& tensor, const std::string& field);
+
+/// The device memory that tensors of one call lie in: it stays mapped as long as this lives.
+class UsedRegions {
+ public:
+  explicit UsedRegions(const DeviceRegions& regions) : regions_(regions) {}
+
+  /// Throws NOT_FOUND for a region that is none, and unless `bytes` at `place` lie within it.
+  [[nodiscard]] std::byte* at(const v1::DeviceMemory& place, std::int64_t bytes,
+                              const std::string& field);
+
+ private:
+  const DeviceRegions& regions_;
+  std::vector<std::shared_ptr<const DeviceRegion>> used_;
+};
+
+/// As `view_of`, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens, which may lie
+/// in device memory.
 [[nodiscard]] TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads,
-                                   int head_dim, std::int64_t max_tokens);
+                                   int head_dim, std::int64_t max_tokens, UsedRegions& regions);
 
 /// As `view_of`, of int32 `[heads, n]` with at least one id per head.
 [[nodiscard]] TensorView ids_of(const v1::Tensor& tensor, const std::string& field, int heads);
@@ -34,6 +57,10 @@ namespace kvtier::services {
 /// Shapes `tensor` and returns its memory, zeroed. Extents are the server's own.
 [[nodiscard]] MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
                                             std::initializer_list<std::int64_t> shape);
+/// Likewise, at `place`, which the tensor then names.
+[[nodiscard]] MutableTensorView place_tensor(v1::Tensor& tensor, const v1::DeviceMemory& place,
+                                             DType dtype, std::initializer_list<std::int64_t> shape,
+                                             const std::string& field, UsedRegions& regions);
 
 [[nodiscard]] ModelConfig model_of(const v1::Geometry& geometry, const std::string& field);
 [[nodiscard]] SketchConfig sketch_of(const v1::Sketch& sketch, const std::string& field);

@@ -49,13 +49,17 @@ v1::PlaneKind message_of(PlaneKind kind) {
   return kind == PlaneKind::kGaussian ? v1::PLANE_KIND_GAUSSIAN : v1::PLANE_KIND_ORTHOGONAL;
 }
 
-/// Calls `copy(offset of the view in elements, offset of the dense bytes, bytes)` for every run of
-/// the last dimension.
+/// Calls `copy(offset in the view, offset in the dense bytes, bytes)` for every run of memory: the
+/// last dimension, with those before it that it is dense in.
 template <typename View, typename Copy>
 void for_each_run(const View& view, Copy copy) {
   const auto rank = static_cast<std::size_t>(view.rank);
-  const std::size_t last = rank - 1;
-  const std::size_t run = static_cast<std::size_t>(view.shape[last]) * dtype_bytes(view.dtype);
+  std::size_t last = rank - 1;
+  std::int64_t elements = view.shape[last];
+  for (; last > 0 && (view.shape[last - 1] == 1 || view.strides[last - 1] == elements); --last) {
+    elements *= view.shape[last - 1];
+  }
+  const std::size_t run = static_cast<std::size_t>(elements) * dtype_bytes(view.dtype);
   std::int64_t runs = 1;
   for (std::size_t i = 0; i < last; ++i) runs *= view.shape[i];
   for (std::int64_t index = 0; index < runs; ++index) {
@@ -67,6 +71,14 @@ void for_each_run(const View& view, Copy copy) {
     }
     copy(static_cast<std::size_t>(offset) * dtype_bytes(view.dtype),
          static_cast<std::size_t>(index) * run, run);
+  }
+}
+
+void copy_bytes(const CopyBytes& copy, void* to, const void* from, std::size_t bytes) {
+  if (copy) {
+    copy(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
   }
 }
 
@@ -157,26 +169,27 @@ std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor
   return bytes;
 }
 
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to) {
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to,
+               const CopyBytes& copy) {
   TensorView rows = view;
   rows.data = static_cast<const std::byte*>(view.data) +
               static_cast<std::size_t>(first * view.strides[0]) * dtype_bytes(view.dtype);
   rows.shape[0] = count;
   for_each_run(rows, [&](std::size_t from, std::size_t at, std::size_t size) {
-    std::memcpy(to + at, static_cast<const std::byte*>(rows.data) + from, size);
+    copy_bytes(copy, to + at, static_cast<const std::byte*>(rows.data) + from, size);
   });
 }
 
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count,
-               v1::Tensor& message) {
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message,
+               const CopyBytes& copy) {
   std::string& data = *message.mutable_data();
   data.resize(describe_rows(view, count, message));
   if (data.empty()) return;
-  copy_rows(view, first, count, reinterpret_cast<std::byte*>(data.data()));
+  copy_rows(view, first, count, reinterpret_cast<std::byte*>(data.data()), copy);
 }
 
 bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
-               const MutableTensorView& view) {
+               const MutableTensorView& view, const CopyBytes& copy) {
   if (message.dtype() != data_type_of(view.dtype) || message.shape_size() != view.rank)
     return false;
   std::size_t bytes = dtype_bytes(view.dtype);
@@ -188,13 +201,13 @@ bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
   if (data.size() != bytes) return false;
   if (bytes == 0) return true;
   for_each_run(view, [&](std::size_t to, std::size_t from, std::size_t size) {
-    std::memcpy(static_cast<std::byte*>(view.data) + to, data.data() + from, size);
+    copy_bytes(copy, static_cast<std::byte*>(view.data) + to, data.data() + from, size);
   });
   return true;
 }
 
-bool copy_back(const v1::Tensor& message, const MutableTensorView& view) {
-  return copy_back(message, std::as_bytes(std::span(message.data())), view);
+bool copy_back(const v1::Tensor& message, const MutableTensorView& view, const CopyBytes& copy) {
+  return copy_back(message, std::as_bytes(std::span(message.data())), view, copy);
 }
 
 }  // namespace kvtier::services

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 /// From the types of the library to messages. Every field is set, so that nothing is left to the
@@ -24,15 +25,20 @@ namespace kvtier::services {
 /// Gives a message the dtype of a tensor of rank 1 to 4 and the shape of `count` of its rows, and
 /// returns their bytes.
 std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message);
+/// Copies bytes, which are there when it returns; empty: as memcpy does.
+using CopyBytes = std::function<void(void* to, const void* from, std::size_t bytes)>;
 /// Copies these rows, strided as they may be, to dense memory.
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to);
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to,
+               const CopyBytes& copy = {});
 /// Both, to a message with data.
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message);
+void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message,
+               const CopyBytes& copy = {});
 /// Copies a dense message into a view of the same shape and dtype. Returns false when it has
 /// another.
-[[nodiscard]] bool copy_back(const v1::Tensor& message, const MutableTensorView& view);
+[[nodiscard]] bool copy_back(const v1::Tensor& message, const MutableTensorView& view,
+                             const CopyBytes& copy = {});
 /// As `copy_back`, of a message whose data is elsewhere.
 [[nodiscard]] bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
-                             const MutableTensorView& view);
+                             const MutableTensorView& view, const CopyBytes& copy = {});
 
 }  // namespace kvtier::services

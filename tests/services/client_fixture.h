@@ -58,7 +58,7 @@ class ClientTest : public ServerTest, public ::testing::WithParamInterface<const
     ServerTest::TearDown();
   }
 
-  void start_server() {
+  virtual void start_server() {
     ServerOptions options = this->options();
     if (over_plane()) options.data.listen = {parse_endpoint(socket() + ".data")};
     start(options);

@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Break{"FieldGone",
               [](FileDescriptorSet& s) { message(s, "Tensor").mutable_field()->RemoveLast(); },
-              "Tensor.data: field 3 is gone"},
+              "Tensor.memory: field 4 is gone"},
         Break{"FieldRenamed",
               [](FileDescriptorSet& s) { message(s, "Tensor").mutable_field(2)->set_name("raw"); },
               "renamed to raw"},

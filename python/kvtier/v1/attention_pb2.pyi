@@ -29,18 +29,22 @@ class AppendResponse(_message.Message):
     def __init__(self, layer_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ["layer", "options", "query", "selected", "session"]
+    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "selected", "session"]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OUT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     layer: int
+    lse_memory: _tensor_pb2.DeviceMemory
     options: _retrieval_pb2.AttendOptions
+    out_memory: _tensor_pb2.DeviceMemory
     query: _tensor_pb2.Tensor
     selected: _tensor_pb2.Tensor
     session: str
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ["lse", "out"]
@@ -127,10 +131,12 @@ class BatchSelectResponse(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[BatchSelectResponse.Item, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["key", "layer", "options", "position", "query", "selected", "session", "step", "value"]
+    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value"]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OUT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     SELECTED_FIELD_NUMBER: _ClassVar[int]
@@ -139,14 +145,16 @@ class DecodeRequest(_message.Message):
     VALUE_FIELD_NUMBER: _ClassVar[int]
     key: _tensor_pb2.Tensor
     layer: int
+    lse_memory: _tensor_pb2.DeviceMemory
     options: _retrieval_pb2.AttendOptions
+    out_memory: _tensor_pb2.DeviceMemory
     position: int
     query: _tensor_pb2.Tensor
     selected: _tensor_pb2.Tensor
     session: str
     step: int
     value: _tensor_pb2.Tensor
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ["layer", "lse", "out", "step"]

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvtier/v1/shared_memory.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\"X\n\nAttachment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x03\x12\x11\n\tconnected\x18\x04 \x01(\x08\"D\n\x17\x43reateAttachmentRequest\x12\x12\n\nprocess_id\x18\x01 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x02 \x01(\x03\"\x95\x01\n\x18\x43reateAttachmentResponse\x12)\n\nattachment\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.Attachment\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12,\n\ttoken_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x16ListAttachmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x17ListAttachmentsResponse\x12*\n\x0b\x61ttachments\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.Attachment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteAttachmentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteAttachmentResponse2\xa9\x02\n\x13SharedMemoryService\x12[\n\x10\x43reateAttachment\x12\".kvtier.v1.CreateAttachmentRequest\x1a#.kvtier.v1.CreateAttachmentResponse\x12X\n\x0fListAttachments\x12!.kvtier.v1.ListAttachmentsRequest\x1a\".kvtier.v1.ListAttachmentsResponse\x12[\n\x10\x44\x65leteAttachment\x12\".kvtier.v1.DeleteAttachmentRequest\x1a#.kvtier.v1.DeleteAttachmentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvtier/v1/shared_memory.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\"n\n\nAttachment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x03\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x03\"D\n\x17\x43reateAttachmentRequest\x12\x12\n\nprocess_id\x18\x01 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x02 \x01(\x03\"\x95\x01\n\x18\x43reateAttachmentResponse\x12)\n\nattachment\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.Attachment\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12,\n\ttoken_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x16ListAttachmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x17ListAttachmentsResponse\x12*\n\x0b\x61ttachments\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.Attachment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteAttachmentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteAttachmentResponse\"k\n\x18ShareDeviceMemoryRequest\x12\x12\n\nattachment\x18\x01 \x01(\t\x12\x17\n\x0f\x63uda_ipc_handle\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"+\n\x19ShareDeviceMemoryResponse\x12\x0e\n\x06region\x18\x01 \x01(\t2\x89\x03\n\x13SharedMemoryService\x12[\n\x10\x43reateAttachment\x12\".kvtier.v1.CreateAttachmentRequest\x1a#.kvtier.v1.CreateAttachmentResponse\x12X\n\x0fListAttachments\x12!.kvtier.v1.ListAttachmentsRequest\x1a\".kvtier.v1.ListAttachmentsResponse\x12[\n\x10\x44\x65leteAttachment\x12\".kvtier.v1.DeleteAttachmentRequest\x1a#.kvtier.v1.DeleteAttachmentResponse\x12^\n\x11ShareDeviceMemory\x12#.kvtier.v1.ShareDeviceMemoryRequest\x1a$.kvtier.v1.ShareDeviceMemoryResponseb\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.shared_memory_pb2', globals())
@@ -22,19 +22,23 @@ if _descriptor._USE_C_DESCRIPTORS == False:
 
   DESCRIPTOR._options = None
   _ATTACHMENT._serialized_start=76
-  _ATTACHMENT._serialized_end=164
-  _CREATEATTACHMENTREQUEST._serialized_start=166
-  _CREATEATTACHMENTREQUEST._serialized_end=234
-  _CREATEATTACHMENTRESPONSE._serialized_start=237
-  _CREATEATTACHMENTRESPONSE._serialized_end=386
-  _LISTATTACHMENTSREQUEST._serialized_start=388
-  _LISTATTACHMENTSREQUEST._serialized_end=451
-  _LISTATTACHMENTSRESPONSE._serialized_start=453
-  _LISTATTACHMENTSRESPONSE._serialized_end=547
-  _DELETEATTACHMENTREQUEST._serialized_start=549
-  _DELETEATTACHMENTREQUEST._serialized_end=588
-  _DELETEATTACHMENTRESPONSE._serialized_start=590
-  _DELETEATTACHMENTRESPONSE._serialized_end=616
-  _SHAREDMEMORYSERVICE._serialized_start=619
-  _SHAREDMEMORYSERVICE._serialized_end=916
+  _ATTACHMENT._serialized_end=186
+  _CREATEATTACHMENTREQUEST._serialized_start=188
+  _CREATEATTACHMENTREQUEST._serialized_end=256
+  _CREATEATTACHMENTRESPONSE._serialized_start=259
+  _CREATEATTACHMENTRESPONSE._serialized_end=408
+  _LISTATTACHMENTSREQUEST._serialized_start=410
+  _LISTATTACHMENTSREQUEST._serialized_end=473
+  _LISTATTACHMENTSRESPONSE._serialized_start=475
+  _LISTATTACHMENTSRESPONSE._serialized_end=569
+  _DELETEATTACHMENTREQUEST._serialized_start=571
+  _DELETEATTACHMENTREQUEST._serialized_end=610
+  _DELETEATTACHMENTRESPONSE._serialized_start=612
+  _DELETEATTACHMENTRESPONSE._serialized_end=638
+  _SHAREDEVICEMEMORYREQUEST._serialized_start=640
+  _SHAREDEVICEMEMORYREQUEST._serialized_end=747
+  _SHAREDEVICEMEMORYRESPONSE._serialized_start=749
+  _SHAREDEVICEMEMORYRESPONSE._serialized_end=792
+  _SHAREDMEMORYSERVICE._serialized_start=795
+  _SHAREDMEMORYSERVICE._serialized_end=1188
 # @@protoc_insertion_point(module_scope)

@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Attachment(_message.Message):
-    __slots__ = ["connected", "name", "process_id", "staging_bytes"]
+    __slots__ = ["connected", "device_bytes", "name", "process_id", "staging_bytes"]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     connected: bool
+    device_bytes: int
     name: str
     process_id: int
     staging_bytes: int
-    def __init__(self, name: _Optional[str] = ..., process_id: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., connected: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., process_id: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., connected: bool = ..., device_bytes: _Optional[int] = ...) -> None: ...
 
 class CreateAttachmentRequest(_message.Message):
     __slots__ = ["process_id", "staging_bytes"]
@@ -63,3 +65,21 @@ class ListAttachmentsResponse(_message.Message):
     attachments: _containers.RepeatedCompositeFieldContainer[Attachment]
     next_page_token: str
     def __init__(self, attachments: _Optional[_Iterable[_Union[Attachment, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ShareDeviceMemoryRequest(_message.Message):
+    __slots__ = ["attachment", "bytes", "cuda_ipc_handle", "device_uuid"]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    attachment: str
+    bytes: int
+    cuda_ipc_handle: bytes
+    device_uuid: bytes
+    def __init__(self, attachment: _Optional[str] = ..., cuda_ipc_handle: _Optional[bytes] = ..., device_uuid: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ShareDeviceMemoryResponse(_message.Message):
+    __slots__ = ["region"]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    def __init__(self, region: _Optional[str] = ...) -> None: ...

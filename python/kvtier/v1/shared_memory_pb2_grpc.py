@@ -31,6 +31,11 @@ class SharedMemoryServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentResponse.FromString,
                 )
+        self.ShareDeviceMemory = channel.unary_unary(
+                '/kvtier.v1.SharedMemoryService/ShareDeviceMemory',
+                request_serializer=kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryResponse.FromString,
+                )
 
 
 class SharedMemoryServiceServicer(object):
@@ -59,6 +64,14 @@ class SharedMemoryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareDeviceMemory(self, request, context):
+        """Lets the server read and write memory of a GPU that the caller has allocated: tensors may lie
+        there. The memory must not be freed before the attachment has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SharedMemoryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_SharedMemoryServiceServicer_to_server(servicer, server):
                     servicer.DeleteAttachment,
                     request_deserializer=kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentResponse.SerializeToString,
+            ),
+            'ShareDeviceMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareDeviceMemory,
+                    request_deserializer=kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,5 +155,22 @@ class SharedMemoryService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SharedMemoryService/DeleteAttachment',
             kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentRequest.SerializeToString,
             kvtier_dot_v1_dot_shared__memory__pb2.DeleteAttachmentResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ShareDeviceMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.SharedMemoryService/ShareDeviceMemory',
+            kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryRequest.SerializeToString,
+            kvtier_dot_v1_dot_shared__memory__pb2.ShareDeviceMemoryResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
