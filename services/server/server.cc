@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/dataplane/grpc_service.h"
+#include "services/dataplane/plane_metrics.h"
 #include "services/grpc_lifetime.h"
 #include "services/grpc_time.h"
 #include "services/metrics/http_server.h"
@@ -247,6 +248,7 @@ class Server::Impl {
   void describe(Families& families) const {
     add_server_state(state(), families);
     add_core_metrics(core_, families);
+    add_plane_metrics(started_ ? data_plane_.get() : nullptr, core_.tenants(), families);
     const CoreOptions& core = options_.core;
     const std::size_t engines =
         core.models.max_models * (core.models.memory.host_bytes + core.models.memory.device_bytes);

@@ -1,3 +1,4 @@
+#include "services/metrics/server_metrics.h"
 #include "tests/services/client_fixture.h"
 
 #include <gmock/gmock.h>
@@ -9,6 +10,7 @@
 namespace kvtier::services::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 
@@ -106,6 +108,9 @@ TEST_P(ClientDeviceMemoryTest, IsReadAndWrittenInPlace) {
     expect_the_same_step(4);
     EXPECT_EQ(copies_, 0);
     EXPECT_EQ(closed_, 0);
+    EXPECT_THAT(server_->metrics().text(),
+                AllOf(HasSubstr("\nkvtier_shm_device_regions 1\n"),
+                      HasSubstr("\nkvtier_shm_device_bytes " + std::to_string(kBytes) + "\n")));
   }
   EXPECT_EQ(closed_, 1) << "must be closed when the client may free it";
   const TensorView query(memory_.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim},
