@@ -1,20 +1,10 @@
 #pragma once
 
+#include "kvtier/config.h"
+
 #include "transfer/host_device.h"
 
 #include <cstdint>
-
-namespace kvtier {
-
-/// Which of a cache's rows has to go for a new one.
-enum class HotPolicy : std::uint8_t {
-  kClock,  ///< One that has not been used since a hand came by, up to three times if used often.
-  kLru,    ///< The one whose last use is the longest ago.
-  kScore,  ///< The one chosen the least often, and by the fewest query heads; old choices count
-           ///< less.
-};
-
-}  // namespace kvtier
 
 /// How a set of hot rows chooses the row to give up: the one of the least value, of several the
 /// first from the set's hand on, which then stands behind it. What a policy knows of a row is one

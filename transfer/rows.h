@@ -24,6 +24,11 @@ struct StepFlags {
   std::uint64_t rows_resident = 0;      ///< Rows read from device memory.
   std::uint64_t rows_selected = 0;
   std::uint64_t tokens_scored = 0;  ///< (eligible token, KV head, query row) triples.
+  // Of the rows selected, those looked for among the hot ones (transfer/hot_rows.h).
+  std::uint64_t hot_hits = 0;
+  std::uint64_t hot_misses = 0;
+  std::uint64_t hot_admissions = 0;
+  std::uint64_t hot_evictions = 0;
 };
 
 /// New tokens of one sequence.

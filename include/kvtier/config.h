@@ -148,6 +148,14 @@ enum class HostAllocation : std::uint8_t {
   kNumaNode,    ///< `cuMemCreate` on the GPU's NUMA node.
 };
 
+/// Which of the hot rows has to go for a new one.
+enum class HotPolicy : std::uint8_t {
+  kClock,  ///< One that has not been used since a hand came by, up to three times if used often.
+  kLru,    ///< The one whose last use is the longest ago.
+  kScore,  ///< The one chosen the least often, and by the fewest query heads; old choices count
+           ///< less.
+};
+
 struct MemoryConfig {
   /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
   std::size_t device_bytes = 512 * MiB;

@@ -1,0 +1,364 @@
+#include "transfer/hot_rows.h"
+
+#include "hot_set_model.h"
+#include "rows_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <memory>
+#include <utility>
+
+namespace kvtier::transfer {
+namespace {
+
+/// A sequence whose rows are made of (token, head, how often the token was written), with hot rows
+/// and the plain model of them.
+struct HotSequence {
+  SequenceUnderTest s;
+  std::vector<int> written;  ///< Per token.
+  Buffer memory;             ///< None: no hot rows are kept.
+  HotRows hot;
+  std::vector<std::vector<ModelSet>> model;  ///< Per head and set.
+};
+
+struct QueryIds {
+  int sequence = 0;
+  std::vector<std::vector<std::int32_t>> ids;     ///< Per head.
+  std::vector<std::vector<std::uint16_t>> masks;  ///< Of the query heads that chose each.
+};
+
+class HotRowsTest : public RowsTest {
+ protected:
+  void SetUp() override {
+    RowsTest::SetUp();
+    if (IsSkipped()) return;
+    totals_ = device_->allocate(Space::kDevice, sizeof(HotTotals));
+    stream_->fill(totals_.data(), 0, totals_.bytes());
+  }
+
+  static std::uint16_t element(const HotSequence& sequence, std::int64_t token, int head, int i) {
+    const int version = sequence.written[static_cast<std::size_t>(token)];
+    return static_cast<std::uint16_t>(token * 31 + head * 7 + version * 101 + i % 5);
+  }
+
+  HotSequence make(const KvGeometry& g, std::int64_t length, const HotShape& shape, bool keeps) {
+    HotSequence sequence;
+    sequence.s = make_sequence(g, length);
+    sequence.written.assign(static_cast<std::size_t>(length), 0);
+    sequence.s.expected.length = length;
+    sequence.s.expected.resident_begin = std::max<std::int64_t>(0, length - g.recent_capacity);
+    write(g, sequence, 0);
+    const CopyRun run{sequence.s.counters.data(), &sequence.s.expected, sizeof(SequenceCounters)};
+    stream_->copy({&run, 1});
+    stream_->synchronize();
+    if (!keeps) return sequence;
+    sequence.memory = allocate<std::byte>(hot_rows_bytes(g, shape.num_sets));
+    sequence.hot = hot_rows_in(g, shape.num_sets, sequence.memory.data());
+    clear_hot_rows(*stream_, g, shape.num_sets, sequence.hot);
+    sequence.model.assign(
+        static_cast<std::size_t>(g.kv_heads),
+        std::vector<ModelSet>(static_cast<std::size_t>(shape.num_sets), ModelSet(shape.policy)));
+    return sequence;
+  }
+
+  /// Writes the rows of the tokens from `begin` on anew, where they are read.
+  void write(const KvGeometry& g, HotSequence& sequence, std::int64_t begin) {
+    stream_->synchronize();  // no gather reads any more
+    const int elements = 2 * g.head_dim;
+    std::vector<std::uint16_t> row(static_cast<std::size_t>(elements));
+    for (std::int64_t token = begin; token < std::ssize(sequence.written); ++token) {
+      for (int head = 0; head < g.kv_heads; ++head) {
+        for (int i = 0; i < elements; ++i) {
+          row[static_cast<std::size_t>(i)] = element(sequence, token, head, i);
+        }
+        const std::size_t page =
+            sequence.s.page_order[static_cast<std::size_t>(token / g.page_tokens)];
+        std::memcpy(sequence.s.pages.data() + page * static_cast<std::size_t>(g.page_bytes()) +
+                        static_cast<std::size_t>((head * g.page_tokens + token % g.page_tokens) *
+                                                 g.row_bytes()),
+                    row.data(), row.size() * 2);
+        if (token < g.sink_capacity) {
+          put(sequence.s.sink, (head * g.sink_capacity + token) * g.row_bytes(), row);
+        }
+        if (token >= sequence.s.expected.resident_begin) {
+          put(sequence.s.ring,
+              (head * g.recent_capacity + token % g.recent_capacity) * g.row_bytes(), row);
+        }
+      }
+    }
+    stream_->synchronize();
+  }
+  void put(const Buffer& to, std::int64_t offset, const std::vector<std::uint16_t>& row) {
+    const CopyRun run{to.data() + offset, row.data(), row.size() * 2};
+    stream_->copy({&run, 1});
+    stream_->synchronize();
+  }
+
+  QueryIds random_query(int sequence, int heads, std::int64_t length, std::size_t most) {
+    QueryIds query{.sequence = sequence, .ids = {}, .masks = {}};
+    for (int head = 0; head < heads; ++head) {
+      std::map<std::int32_t, std::uint16_t> chosen;
+      const std::size_t count = random_() % (most + 1);
+      while (chosen.size() < count) {
+        // Small ids more often, so that some are asked for again and again.
+        const double at = std::uniform_real_distribution<double>(0.0, 1.0)(random_);
+        chosen[static_cast<std::int32_t>(at * at * static_cast<double>(length))] =
+            static_cast<std::uint16_t>(1 + random_() % 3);
+      }
+      query.ids.emplace_back();
+      query.masks.emplace_back();
+      for (const auto& [id, mask] : chosen) {
+        query.ids.back().push_back(id);
+        query.masks.back().push_back(mask);
+      }
+    }
+    return query;
+  }
+
+  /// What a gather does to the model of one head, and what it counts.
+  static void expect_head(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
+                          int number, int head, const std::vector<QueryIds>& queries,
+                          std::size_t staged, StepFlags& expected) {
+    struct Use {
+      std::int32_t token;
+      unsigned heads;
+    };
+    const auto h = static_cast<std::size_t>(head);
+    const bool keeps = sequence.memory.data() != nullptr;
+    std::vector<std::vector<Use>> missing(static_cast<std::size_t>(shape.num_sets));
+    if (keeps) {
+      for (ModelSet& set : sequence.model[h]) set.begin();
+    }
+    for (const QueryIds& query : queries) {
+      if (query.sequence != number) continue;
+      expected.rows_selected += query.ids[h].size();
+      for (std::size_t i = 0; i < std::min(query.ids[h].size(), staged); ++i) {
+        const std::int32_t token = query.ids[h][i];
+        const auto heads = static_cast<unsigned>(std::popcount(query.masks[h][i]));
+        if (token < g.sink_capacity || token >= sequence.s.expected.resident_begin) {
+          ++expected.rows_resident;
+          continue;
+        }
+        const auto set = static_cast<std::size_t>(hot_set(token, shape.num_sets));
+        if (keeps && sequence.model[h][set].find(token, heads)) {
+          ++expected.rows_resident;
+          ++expected.hot_hits;
+          continue;
+        }
+        ++expected.rows_fetched_host;
+        if (!keeps) continue;
+        ++expected.hot_misses;
+        if (missing[set].size() < kSetWays) missing[set].push_back({token, heads});
+      }
+    }
+    if (!keeps) return;
+    for (std::size_t set = 0; set < missing.size(); ++set) {
+      ModelSet& model = sequence.model[h][set];
+      model.end_of_finding();
+      for (const Use& use : missing[set]) {
+        const std::vector<std::int32_t> kept = model.tokens();
+        if (std::find(kept.begin(), kept.end(), use.token) != kept.end()) continue;
+        bool evicts = false;
+        if (model.admit(use.token, use.heads, evicts)) ++expected.hot_admissions;
+        if (evicts) ++expected.hot_evictions;
+      }
+    }
+  }
+
+  void check_gather(const KvGeometry& g, std::vector<HotSequence>& sequences, const HotShape& shape,
+                    const std::vector<QueryIds>& queries, std::int64_t capacity,
+                    std::int64_t staged_capacity) {
+    const auto heads = static_cast<std::size_t>(g.kv_heads);
+    const auto cap = static_cast<std::size_t>(capacity);
+    const auto staged_cap = static_cast<std::size_t>(staged_capacity);
+    const auto row = static_cast<std::size_t>(g.row_bytes() / 2);
+    std::vector<std::int32_t> ids(queries.size() * heads * cap, -7), counts;
+    std::vector<std::uint16_t> masks(ids.size(), 0x5555);
+    std::vector<std::uint16_t> staging(queries.size() * heads * staged_cap * row, kUnwritten);
+    HotGather gather;
+    gather.shape = shape;
+    gather.totals = totals_.as<HotTotals>();
+    gather.flags = make_flags();
+    for (const HotSequence& sequence : sequences) {
+      gather.sequences.push(sequence.s.view);
+      gather.hot.push(sequence.hot);
+    }
+    StepFlags expected;
+    for (std::size_t q = 0; q < queries.size(); ++q) {
+      gather.rows.push({.sequence = queries[q].sequence});
+      const HotSequence& sequence = sequences[static_cast<std::size_t>(queries[q].sequence)];
+      for (std::size_t h = 0; h < heads; ++h) {
+        const std::size_t list = q * heads + h;
+        const std::vector<std::int32_t>& chosen = queries[q].ids[h];
+        std::copy(chosen.begin(), chosen.end(), &ids[list * cap]);
+        std::copy(queries[q].masks[h].begin(), queries[q].masks[h].end(), &masks[list * cap]);
+        counts.push_back(static_cast<std::int32_t>(chosen.size()));
+        for (std::size_t i = 0; i < std::min(chosen.size(), staged_cap); ++i) {
+          for (std::size_t e = 0; e < row; ++e) {
+            staging[(list * staged_cap + i) * row + e] =
+                element(sequence, chosen[i], static_cast<int>(h), static_cast<int>(e));
+          }
+        }
+      }
+    }
+    for (std::size_t s = 0; s < sequences.size(); ++s) {
+      for (int head = 0; head < g.kv_heads; ++head) {
+        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap,
+                    expected);
+      }
+    }
+    const Buffer id_data = upload(ids), mask_data = upload(masks), count_data = upload(counts);
+    const Buffer staged = allocate<std::uint16_t>(staging.size());
+    gather.selection = {.ids = id_data.as<std::int32_t>(),
+                        .head_mask = mask_data.as<std::uint16_t>(),
+                        .counts = count_data.as<std::int32_t>(),
+                        .capacity = capacity,
+                        .staged = staged.data(),
+                        .staged_capacity = staged_capacity};
+
+    gather_hot_rows(*stream_, g, gather);
+
+    EXPECT_EQ(download<std::uint16_t>(staged.data(), staging.size()), staging);
+    const StepFlags& found = *gather.flags;
+    EXPECT_EQ(found.rows_selected, expected.rows_selected);
+    EXPECT_EQ(found.rows_resident, expected.rows_resident);
+    EXPECT_EQ(found.rows_fetched_host, expected.rows_fetched_host);
+    EXPECT_EQ(found.hot_hits, expected.hot_hits);
+    EXPECT_EQ(found.hot_misses, expected.hot_misses);
+    EXPECT_EQ(found.hot_admissions, expected.hot_admissions);
+    EXPECT_EQ(found.hot_evictions, expected.hot_evictions);
+    hits_ += found.hot_hits;
+    evictions_ += found.hot_evictions;
+    for (const HotSequence& sequence : sequences) expect_sets(sequence, shape);
+  }
+
+  void expect_sets(const HotSequence& sequence, const HotShape& shape) {
+    for (std::size_t head = 0; head < sequence.model.size(); ++head) {
+      const auto sets = static_cast<std::size_t>(shape.num_sets);
+      const auto found = download<HotSet>(sequence.hot.sets + head * sets, sets);
+      for (std::size_t i = 0; i < sets; ++i) {
+        const std::vector<std::int32_t> tokens(std::begin(found[i].tokens),
+                                               std::end(found[i].tokens));
+        EXPECT_EQ(tokens, sequence.model[head][i].tokens()) << "head " << head << ", set " << i;
+      }
+    }
+  }
+
+  void forget(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
+              std::int64_t length) {
+    forget_hot_rows(*stream_, g, shape.num_sets, sequence.hot, length);
+    for (std::vector<ModelSet>& sets : sequence.model) {
+      for (ModelSet& set : sets) set.forget(length);
+    }
+    for (auto& written : std::span(sequence.written).subspan(static_cast<std::size_t>(length))) {
+      ++written;
+    }
+    write(g, sequence, length);
+  }
+
+  Buffer totals_;
+  std::uint64_t hits_ = 0;
+  std::uint64_t evictions_ = 0;
+};
+KVTIER_INSTANTIATE_BACKENDS(HotRowsTest);
+
+TEST_P(HotRowsTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
+  struct Case {
+    int num_sets;
+    HotPolicy policy;
+    int head_dim;
+  };
+  for (const Case& c : {Case{1, HotPolicy::kScore, 64}, Case{3, HotPolicy::kClock, 96},
+                        Case{8, HotPolicy::kLru, 128}, Case{9, HotPolicy::kScore, 256},
+                        Case{21, HotPolicy::kScore, 128}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const HotShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<HotSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 700, shape, true));
+    for (int step = 0; step < 12; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      // Two query rows of one sequence, which may want the same missing rows.
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 700, 300), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
+                   400, 250);
+      if (HasFailure()) return;
+      if (step % 4 == 3) forget(g, sequences[0], shape, 500 - 100 * (step / 4));
+    }
+    EXPECT_GT(hits_, 100U);
+    EXPECT_GT(evictions_, 10U);
+  }
+}
+
+TEST_P(HotRowsTest, LooksThroughListsLongerThanATile) {
+  const KvGeometry g = geometry(1, 64, 64, 8, 8);
+  const HotShape shape{.num_sets = 10};
+  std::vector<HotSequence> sequences;
+  sequences.push_back(make(g, 6000, shape, true));
+  for (const std::size_t most : {2048U, 2049U, 5000U}) {
+    check_gather(g, sequences, shape, {random_query(0, 1, 6000, most)}, 6000, 5900);
+  }
+}
+
+TEST_P(HotRowsTest, ServesRowsOfAnotherTokenThatCameAfterATruncation) {
+  const KvGeometry g = geometry(1, 64, 16, 4, 8);
+  const HotShape shape{.num_sets = 2};
+  std::vector<HotSequence> sequences;
+  sequences.push_back(make(g, 100, shape, true));
+  const QueryIds query{.sequence = 0, .ids = {{10, 50, 51}}, .masks = {{1, 1, 1}}};
+
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  EXPECT_EQ(hits_, 3U);
+  forget(g, sequences[0], shape, 51);
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  EXPECT_EQ(hits_, 5U);
+}
+
+TEST_P(HotRowsTest, OfNoRowsOrNoStagingOnlyCounts) {
+  const KvGeometry g = geometry(2, 64, 16, 4, 8);
+  const HotShape shape{.num_sets = 2};
+  std::vector<HotSequence> sequences;
+  sequences.push_back(make(g, 40, shape, true));
+
+  check_gather(g, sequences, shape, {{.sequence = 0, .ids = {{}, {}}, .masks = {{}, {}}}}, 8, 8);
+  check_gather(g, sequences, shape, {{.sequence = 0, .ids = {{9}, {8, 9}}, .masks = {{1}, {1, 1}}}},
+               8, 0);
+}
+
+TEST_P(HotRowsTest, RefusesWhatDoesNotFit) {
+  const KvGeometry g = geometry(1, 64, 16, 4, 8);
+  HotGather good;
+  good.shape.num_sets = 1;
+  good.totals = totals_.as<HotTotals>();
+  const std::vector<std::pair<const char*, void (*)(HotGather&)>> cases = {
+      {"sets of hot rows", [](HotGather& x) { x.shape.num_sets = 0; }},
+      {"hot rows", [](HotGather& x) { x.hot.push({}); }},
+      {"sequence of a row", [](HotGather& x) { x.rows.push({.sequence = 0}); }},
+      {"staged_capacity", [](HotGather& x) { x.selection.staged_capacity = 1; }},
+      {"staged: ", [](HotGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
+      {"totals", [](HotGather& x) { x.totals = nullptr; }},
+  };
+  for (const auto& [what, change] : cases) {
+    HotGather bad = good;
+    change(bad);
+    try {
+      gather_hot_rows(*stream_, g, bad);
+      ADD_FAILURE() << what;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_EQ(std::string(error.what()).find(what), 0U) << error.what();
+    }
+  }
+  gather_hot_rows(*stream_, g, good);
+}
+
+}  // namespace
+}  // namespace kvtier::transfer

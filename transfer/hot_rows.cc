@@ -1,0 +1,86 @@
+#include "transfer/hot_rows.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/hot_rows_kernels.h"
+#include "transfer/with_cuda.h"
+
+#include <string>
+
+namespace kvtier::transfer {
+namespace {
+
+constexpr std::size_t kAlign = 256;
+
+std::size_t set_bytes(const KvGeometry& geometry, int num_sets) {
+  const std::size_t sets =
+      static_cast<std::size_t>(geometry.kv_heads) * static_cast<std::size_t>(num_sets);
+  return (sets * sizeof(HotSet) + kAlign - 1) / kAlign * kAlign;
+}
+
+std::int64_t all_sets(const KvGeometry& geometry, int num_sets) {
+  return std::int64_t{geometry.kv_heads} * num_sets;
+}
+
+void expect(bool ok, const char* what, std::int64_t found) {
+  if (ok) return;
+  throw Error(ErrorCode::kInvalidArgument, std::string(what) + ", found " + std::to_string(found));
+}
+
+void check(const HotGather& gather) {
+  expect(gather.shape.num_sets >= 1, "sets of hot rows: expected at least 1",
+         gather.shape.num_sets);
+  expect(gather.hot.count == gather.sequences.count, "hot rows: expected those of each sequence",
+         gather.hot.count);
+  for (int i = 0; i < gather.rows.count; ++i) {
+    const int sequence = gather.rows[i].sequence;
+    expect(sequence >= 0 && sequence < gather.sequences.count,
+           "sequence of a row: expected one of the batch", sequence);
+  }
+  const SelectionView& selection = gather.selection;
+  expect(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity,
+         "staged_capacity: expected 0 to the capacity", selection.staged_capacity);
+  expect(selection.staged != nullptr || selection.staged_capacity == 0,
+         "staged: expected a staging area for all rows", 0);
+  expect(gather.totals != nullptr, "totals: expected memory for them", 0);
+}
+
+}  // namespace
+
+std::size_t hot_rows_bytes(const KvGeometry& geometry, int num_sets) {
+  const auto rows = static_cast<std::size_t>(all_sets(geometry, num_sets)) * kSetWays;
+  return set_bytes(geometry, num_sets) + rows * static_cast<std::size_t>(geometry.row_bytes());
+}
+
+HotRows hot_rows_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
+  if (memory == nullptr) return {};
+  return {reinterpret_cast<HotSet*>(memory), memory + set_bytes(geometry, num_sets)};
+}
+
+void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot) {
+  stream.fill(hot.sets, kEmptySetByte, set_bytes(geometry, num_sets));
+}
+
+void forget_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot,
+                     std::int64_t length) {
+  if (hot.sets == nullptr) return;
+  const std::int64_t sets = all_sets(geometry, num_sets);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::forget_hot_rows(stream.native(), hot, sets, length);
+    }
+  }
+  stream.run([=] { cpu::forget_hot_rows(hot, sets, length); });
+}
+
+void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather) {
+  check(gather);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::gather_hot_rows(stream.native(), geometry, gather);
+    }
+  }
+  stream.run([=] { cpu::gather_hot_rows(geometry, gather); });
+}
+
+}  // namespace kvtier::transfer

@@ -1,0 +1,78 @@
+#pragma once
+
+#include "transfer/batch.h"
+#include "transfer/device.h"
+#include "transfer/hot_set.h"
+#include "transfer/rows.h"
+#include "transfer/sequence.h"
+
+#include <cstddef>
+#include <cstdint>
+
+/// The hot rows of sequences: copies on the device of rows that steps have fetched, so that they
+/// cross the link once for as long as they are kept. A row is never written again while its token
+/// is there, so a copy is as good as the page; forgetting one is always safe.
+namespace kvtier::transfer {
+
+/// How many rows of a KV head are kept, and which goes for another.
+struct HotShape {
+  int num_sets = 0;  ///< Per KV head, of `kSetWays` rows each.
+  HotPolicy policy = HotPolicy::kScore;
+};
+
+/// The hot rows of one layer of a sequence, in device memory; null: none.
+struct HotRows {
+  HotSet* sets = nullptr;      ///< `[kv_heads, num_sets]`
+  std::byte* slots = nullptr;  ///< `[kv_heads, num_sets, kSetWays, row]`
+};
+using HotBatch = Batch<HotRows>;
+
+/// Sums of one gather on their way to the host, on the device; all 0 between gathers.
+struct HotTotals {
+  unsigned long long selected = 0;
+  unsigned long long resident = 0;
+  unsigned long long fetched = 0;
+  unsigned long long hits = 0;
+  unsigned long long misses = 0;
+  unsigned long long evictions = 0;
+  unsigned long long admissions = 0;
+  unsigned blocks_done = 0;
+};
+
+/// Returns the bytes that the hot rows of one layer take.
+[[nodiscard]] std::size_t hot_rows_bytes(const KvGeometry& geometry, int num_sets);
+/// Returns the hot rows in such memory, aligned to 256 bytes.
+[[nodiscard]] HotRows hot_rows_in(const KvGeometry& geometry, int num_sets, std::byte* memory);
+
+/// Forgets all rows. Enqueued.
+void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot);
+/// Forgets the rows of tokens from `length` on: needed before other tokens take their place.
+/// Enqueued.
+void forget_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot,
+                     std::int64_t length);
+
+/// One gather of rows in host pages, for the rows of a launch.
+struct HotGather {
+  SequenceBatch sequences;
+  HotBatch hot;  ///< One for each sequence.
+  QueryBatch rows;
+  SelectionView selection;
+  HotShape shape;
+  HotTotals* totals = nullptr;
+  StepFlags* flags = nullptr;
+};
+
+/// As `gather_rows` from pages in host memory, the same bytes in staging, but rows are looked for
+/// among the hot ones of their sequence first, and those that are missing are kept there, as far as
+/// their set has slots that the gather does not use, up to `kSetWays` in a set. Each sequence is in
+/// the batch once. Rows of sinks, the ring, and beyond the staging area are not looked for. On CUDA
+/// one launch that overlaps with the one after it, which it lets start after its own wait.
+/// Enqueued.
+///
+/// Which rows are kept depends on nothing but the gathers before. Counts what `gather_rows` does,
+/// rows found among those read from device memory, and what was looked for: hits and misses, and of
+/// the misses admissions, and evictions for them. A missing row that two query rows of a sequence
+/// want is fetched twice and kept once.
+void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather);
+
+}  // namespace kvtier::transfer

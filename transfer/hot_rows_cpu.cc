@@ -1,0 +1,163 @@
+#include "transfer/hot_rows_kernels.h"
+#include "transfer/parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+namespace kvtier::transfer {
+namespace {
+
+/// A row that its set does not have.
+struct Missing {
+  std::int32_t token;
+  std::uint32_t heads;
+  std::byte* staged;
+};
+
+void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::uint64_t n) {
+  if (flags == nullptr || n == 0) return;
+  std::atomic_ref<std::uint64_t>(flags->*counter).fetch_add(n, std::memory_order_relaxed);
+}
+
+/// The gather of one KV head of one sequence.
+class HeadGather {
+ public:
+  HeadGather(const KvGeometry& geometry, const HotGather& gather, int sequence, int head)
+      : geometry_(geometry),
+        gather_(gather),
+        number_(sequence),
+        head_(head),
+        sequence_(gather.sequences[sequence]),
+        resident_begin_(sequence_.counters->resident_begin) {
+    const HotRows& hot = gather.hot[sequence];
+    if (hot.sets == nullptr) return;
+    const std::int64_t first = std::int64_t{head} * gather.shape.num_sets;
+    sets_ = std::vector<OpenSet>(hot.sets + first, hot.sets + first + gather.shape.num_sets);
+    missing_.resize(sets_.size());
+    slots_ = hot.slots + first * kSetWays * geometry.row_bytes();
+  }
+
+  void run() {
+    for (int r = 0; r < gather_.rows.count; ++r) {
+      if (gather_.rows[r].sequence == number_) look_for(r);
+    }
+    for (OpenSet& set : sets_) set.count_uses(gather_.shape.policy);
+    for (std::size_t i = 0; i < sets_.size(); ++i) {
+      for (const Missing& row : missing_[i]) admit(static_cast<std::int64_t>(i), row);
+    }
+    tell();
+  }
+
+ private:
+  void look_for(int row) {
+    const SelectionView& selection = gather_.selection;
+    const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
+    const std::int64_t rows =
+        std::min<std::int64_t>(selection.counts[list], selection.staged_capacity);
+    totals_.selected += static_cast<unsigned long long>(selection.counts[list]);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const std::int64_t at = list * selection.capacity + i;
+      const Missing wanted{
+          selection.ids[at],
+          static_cast<std::uint32_t>(__builtin_popcount(selection.head_mask[at])),
+          selection.staged + (list * selection.staged_capacity + i) * geometry_.row_bytes()};
+      look_for(wanted);
+    }
+  }
+
+  void look_for(const Missing& row) {
+    if (row_is_resident(geometry_, resident_begin_, row.token)) {
+      ++totals_.resident;
+      return copy(row.staged, page_row(row.token));
+    }
+    if (sets_.empty()) return fetch(row);
+    const int set = hot_set(row.token, gather_.shape.num_sets);
+    const int way = sets_[static_cast<std::size_t>(set)].find(row.token, row.heads);
+    if (way >= 0) {
+      ++totals_.hits;
+      ++totals_.resident;
+      return copy(row.staged, slot(set, way));
+    }
+    ++totals_.misses;
+    std::vector<Missing>& missing = missing_[static_cast<std::size_t>(set)];
+    if (missing.size() == kSetWays) return fetch(row);
+    missing.push_back(row);
+  }
+
+  void admit(std::int64_t set, const Missing& row) {
+    fetch(row);
+    OpenSet& open = sets_[static_cast<std::size_t>(set)];
+    if (open.find(row.token, row.heads) >= 0) return;  // for an earlier query row
+    bool evicts = false;
+    const int way = open.admit(gather_.shape.policy, row.token, row.heads, evicts);
+    if (way < 0) return;
+    copy(slot(set, way), row.staged);
+    ++totals_.admissions;
+    if (evicts) ++totals_.evictions;
+  }
+
+  void fetch(const Missing& row) {
+    ++totals_.fetched;
+    copy(row.staged, page_row(row.token));
+  }
+  void tell() const {
+    StepFlags* const flags = gather_.flags;
+    count(flags, &StepFlags::rows_selected, totals_.selected);
+    count(flags, &StepFlags::rows_resident, totals_.resident);
+    count(flags, &StepFlags::rows_fetched_host, totals_.fetched);
+    count(flags, &StepFlags::hot_hits, totals_.hits);
+    count(flags, &StepFlags::hot_misses, totals_.misses);
+    count(flags, &StepFlags::hot_admissions, totals_.admissions);
+    count(flags, &StepFlags::hot_evictions, totals_.evictions);
+  }
+
+  [[nodiscard]] const std::byte* page_row(std::int64_t token) const {
+    return row_address(geometry_, sequence_, resident_begin_, head_, token);
+  }
+  [[nodiscard]] std::byte* slot(std::int64_t set, int way) const {
+    return slots_ + (set * kSetWays + way) * geometry_.row_bytes();
+  }
+  void copy(std::byte* to, const std::byte* from) const {
+    std::memcpy(to, from, static_cast<std::size_t>(geometry_.row_bytes()));
+  }
+
+  const KvGeometry& geometry_;
+  const HotGather& gather_;
+  int number_;
+  int head_;
+  const SequenceView& sequence_;
+  std::int64_t resident_begin_;
+  std::vector<OpenSet> sets_;
+  std::vector<std::vector<Missing>> missing_;  ///< Of each set, in the order of lists.
+  std::byte* slots_ = nullptr;
+  HotTotals totals_;
+};
+
+}  // namespace
+
+namespace cpu {
+
+void forget_hot_rows(const HotRows& hot, std::int64_t num_sets, std::int64_t length) {
+  for (std::int64_t i = 0; i < num_sets; ++i) {
+    for (std::int32_t& token : hot.sets[i].tokens) {
+      if (token >= length) token = -1;
+    }
+  }
+}
+
+void gather_hot_rows(const KvGeometry& geometry, const HotGather& gather) {
+  const std::int64_t heads = std::int64_t{gather.sequences.count} * geometry.kv_heads;
+  parallel_for(heads, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      HeadGather(geometry, gather, static_cast<int>(i / geometry.kv_heads),
+                 static_cast<int>(i % geometry.kv_heads))
+          .run();
+    }
+  });
+}
+
+}  // namespace cpu
+
+}  // namespace kvtier::transfer

@@ -1,0 +1,95 @@
+#pragma once
+
+#include "transfer/hot_set.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+/// One set of hot rows during a step, on a GPU: `OpenSet`, by a warp whose lanes have a way each.
+/// Every function is called by all lanes, with the same arguments.
+namespace kvtier::transfer::cuda {
+
+class WarpSet {
+ public:
+  static constexpr unsigned kAllLanes = 0xFFFFFFFFU;
+  static_assert(kSetWays == 32, "a way per lane");
+
+  /// Without a set every token is missing and none is admitted.
+  __device__ WarpSet(HotSet* set, HotPolicy policy)
+      : set_(set), policy_(policy), lane_(threadIdx.x % 32) {
+    if (set == nullptr) return;
+    token_ = set->tokens[lane_];
+    state_ = set->states[lane_];
+    hand_ = set->hand;
+    steps_ = set->steps + 1;
+  }
+
+  /// The way of a token, or -1.
+  __device__ int find(std::int32_t token, std::uint32_t heads) {
+    const bool mine = token_ == token;
+    const unsigned found = __ballot_sync(kAllLanes, mine);
+    if (mine) {
+      used_ = true;
+      heads_ = max(heads_, heads);
+    }
+    return __ffs(static_cast<int>(found)) - 1;
+  }
+
+  __device__ void count_uses() {
+    if (used_) state_ = hot_used(policy_, state_, false, steps_, heads_);
+  }
+
+  [[nodiscard]] __device__ bool holds(std::int32_t token) const {
+    return __any_sync(kAllLanes, token_ == token) != 0;
+  }
+
+  /// The way that a missing token gets, or -1 when the step uses all of them. `evicts`: it was
+  /// another's.
+  __device__ int admit(std::int32_t token, std::uint32_t heads, bool& evicts) {
+    constexpr unsigned kNone = 0xFFFFFFFFU;
+    const std::uint32_t distance = (lane_ - hand_) % kSetWays;
+    const std::uint32_t value = token_ < 0 ? 0 : hot_value(policy_, state_, steps_) + 1;
+    const std::uint32_t rank = used_ ? kNone : value * kSetWays + distance;
+    const std::uint32_t best_rank = __reduce_min_sync(kAllLanes, rank);
+    if (best_rank == kNone) return -1;
+    const auto way = static_cast<unsigned>((best_rank + hand_) % kSetWays);
+    evicts = best_rank >= kSetWays;
+    if (evicts) {
+      if (!used_ && lane_ != way) {
+        state_ =
+            hot_spared(policy_, state_, best_rank / kSetWays - 1, distance < best_rank % kSetWays);
+      }
+      hand_ = (way + 1) % kSetWays;
+    }
+    if (lane_ == way) {
+      token_ = token;
+      state_ = hot_used(policy_, 0, true, steps_, heads);
+      used_ = true;
+    }
+    return static_cast<int>(way);
+  }
+
+  /// Stores what has changed.
+  __device__ void close() const {
+    if (set_ == nullptr) return;
+    set_->tokens[lane_] = token_;
+    set_->states[lane_] = state_;
+    if (lane_ != 0) return;
+    set_->hand = hand_;
+    set_->steps = steps_;
+  }
+
+ private:
+  HotSet* set_;
+  HotPolicy policy_;
+  unsigned lane_;
+  std::int32_t token_ = -1;
+  std::uint32_t state_ = 0;
+  std::uint32_t heads_ = 0;
+  bool used_ = false;
+  std::uint32_t hand_ = 0;
+  std::uint32_t steps_ = 0;
+};
+
+}  // namespace kvtier::transfer::cuda
