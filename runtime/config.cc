@@ -169,6 +169,13 @@ std::vector<std::string> Config::validate() const {
                    "memory.max_batch_rows", "1..64", memory.max_batch_rows);
   problems.require(memory.staging_rows >= -1, "memory.staging_rows", "-1 (automatic) or at least 0",
                    memory.staging_rows);
+  constexpr int kMaxHotRows = 1 << 20;
+  problems.require(memory.hot_rows >= 1 && memory.hot_rows <= kMaxHotRows, "memory.hot_rows",
+                   "1..2^20", memory.hot_rows);
+  problems.require(memory.hot_policy <= HotPolicy::kScore, "memory.hot_policy", "an enumerator",
+                   static_cast<int>(memory.hot_policy));
+  problems.require(memory.hot_bytes == 0 || memory.staging_rows != 0, "memory.hot_bytes",
+                   "0 with staging_rows = 0, which has rows read in place", memory.hot_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
   problems.require(memory.host_allocation <= HostAllocation::kNumaNode, "memory.host_allocation",

@@ -60,6 +60,7 @@ EngineState::EngineState(const Config& config_in)
   size_workspace();
   if (on_host) make_pages();
   make_sketches();
+  make_hot_rows();
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
                                                         kFlagBytes, kFlagBytes * kMaxSessions);
   flags = device->allocate(transfer::Space::kPinnedHost,
@@ -234,6 +235,28 @@ void EngineState::make_sketches() {
   }
 }
 
+void EngineState::make_hot_rows() {
+  const std::size_t budget = config.memory.hot_bytes;
+  if (budget == 0) return;
+  if (staged_rows == 0) {
+    log(LogLevel::kInfo, "no hot rows are kept: rows are read where they are");
+    return;
+  }
+  hot_shape = {.num_sets = transfer::hot_sets(config.memory.hot_rows),
+               .policy = config.memory.hot_policy};
+  const std::size_t bytes = transfer::hot_rows_bytes(kv, hot_shape.num_sets);
+  if (budget < bytes) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "memory.hot_bytes: expected at least " + std::to_string(bytes) +
+                    " for the hot rows of one layer of a session (memory.hot_rows), found " +
+                    std::to_string(budget));
+  }
+  hot = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice, bytes, budget);
+  hot_totals = device->allocate(transfer::Space::kDevice, sizeof(transfer::HotTotals));
+  main->fill(hot_totals.data(), 0, hot_totals.bytes());
+  fixed_device_bytes_ += hot->num_frames() * bytes;
+}
+
 transfer::Stream* EngineState::adopted(StreamRef stream) {
   std::unique_ptr<transfer::Stream>& slot = adopted_[stream.handle()];
   if (!slot) slot = device->adopt(stream);
@@ -342,6 +365,19 @@ void EngineState::add_tier_stats(Stats& stats) const {
   stats.tiers = tiers->uses();
 }
 
+void EngineState::add_hot_stats(Stats& stats) const {
+  Stats::Cumulative& sum = stats.cumulative;
+  for (std::size_t i = 0; i < sketches.size(); ++i) {
+    transfer::StepFlags& step = *step_flags(i);
+    sum.hot_hits += load(step.hot_hits);
+    sum.hot_misses += load(step.hot_misses);
+    sum.hot_admissions += load(step.hot_admissions);
+    sum.hot_evictions += load(step.hot_evictions);
+  }
+  stats.snapshot.hot_bytes = hot->num_frames() * hot->frame_bytes();
+  stats.snapshot.hot_bytes_used = hot->num_used() * hot->frame_bytes();
+}
+
 Stats EngineState::stats() const {
   const std::lock_guard lock(mutex);
   Stats stats;
@@ -388,6 +424,7 @@ Stats EngineState::stats() const {
     now.host_page_bytes_used = now.pages_used * pages->frame_bytes();
   }
   if (tiers) add_tier_stats(stats);
+  if (hot) add_hot_stats(stats);
   now.device_bytes = fixed_device_bytes_ + session_device_bytes;
   for (const SketchStore& sketch : sketches) {
     now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->frame_bytes();

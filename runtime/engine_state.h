@@ -13,6 +13,7 @@
 #include "scoring/selector.h"
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
+#include "transfer/hot_rows.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
 
@@ -109,7 +110,10 @@ class EngineState {
   std::vector<SketchStore> sketches;
   std::unique_ptr<PageTiers> tiers;  ///< None: every page is in the pool.
   std::unique_ptr<transfer::FramePool> pages;
-  PagePool* page_pool = nullptr;                       ///< `pages`, when there are tiers.
+  PagePool* page_pool = nullptr;             ///< `pages`, when there are tiers.
+  std::unique_ptr<transfer::FramePool> hot;  ///< Hot rows, a frame per layer and session; or none.
+  transfer::HotShape hot_shape;
+  transfer::Buffer hot_totals;                         ///< One `HotTotals`, on the device.
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
 
   std::unique_ptr<PrefixStore> prefixes;
@@ -161,6 +165,8 @@ class EngineState {
   void add_tier_stats(Stats& stats) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches();
+  void make_hot_rows();
+  void add_hot_stats(Stats& stats) const;
   transfer::Stream* adopted(StreamRef stream);
 
   struct Retired {

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "runtime/hot_rows.h"
+
 #include <algorithm>
 #include <cassert>
 #include <string>
@@ -98,7 +100,12 @@ void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& fro
     to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
   }
   to.capacity = room(to);
-  transfer::set_length(stream, to.view.counters, to.length, to.capacity);
+  set_length(stream, to);
+}
+
+void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& layer) const {
+  transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
+  forget_hot_rows(stream, engine_, layer);
 }
 
 void SequenceMemory::limit_room(transfer::Stream& stream) {
@@ -106,7 +113,7 @@ void SequenceMemory::limit_room(transfer::Stream& stream) {
     const std::int64_t tokens = room(layer);
     if (tokens == layer.capacity) continue;  // as ever, when the memory is frozen
     layer.capacity = tokens;
-    transfer::set_length(stream, layer.view.counters, layer.length, tokens);
+    set_length(stream, layer);
   }
 }
 
@@ -137,7 +144,7 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     layer.capacity = room(layer);
     // The ring is empty: its first token becomes the smaller of this and the length.
     stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
-    transfer::set_length(stream, layer.view.counters, tokens, layer.capacity);
+    set_length(stream, layer);
     for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
       for (std::int64_t token = 0; token < sinks; token += kv.page_tokens) {
         const std::int64_t count = std::min<std::int64_t>(kv.page_tokens, sinks - token);
@@ -155,6 +162,7 @@ void SequenceMemory::release(transfer::Stream& stream) {
   for (LayerState& layer : layers_) {
     layer.pages.shrink(stream, 0);
     for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
+    give_back_hot_rows(stream, engine_, layer);
   }
   engine_.session_device_bytes -= buffer_.bytes();
   engine_.retire(stream.record(), std::move(buffer_));

@@ -2,6 +2,7 @@
 
 #include "runtime/engine_state.h"
 #include "transfer/device.h"
+#include "transfer/hot_rows.h"
 #include "transfer/page_table.h"
 #include "transfer/sequence.h"
 
@@ -25,6 +26,8 @@ struct LayerState {
   /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
+  std::byte* hot_frame = nullptr;  ///< See runtime/hot_rows.h; none until a step has fetched.
+  transfer::HotRows hot{};         ///< In it.
 };
 
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
@@ -51,6 +54,9 @@ class SequenceMemory {
   /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
   /// whole pages that others have written; those of the sinks are here.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
+  /// Tells the device a layer's length and capacity. Hot rows past the length are forgotten: other
+  /// tokens may come there.
+  void set_length(transfer::Stream& stream, const LayerState& layer) const;
   /// Ends each layer's room where it has none of its own, after frames have become shared.
   void limit_room(transfer::Stream& stream);
   /// Tokens up to which a layer can be written in place.

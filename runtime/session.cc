@@ -1,6 +1,7 @@
 #include "runtime/session.h"
 
 #include "runtime/cold_path.h"
+#include "runtime/hot_rows.h"
 #include "runtime/prefix_store.h"
 
 #include <algorithm>
@@ -203,7 +204,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
     throw;
   }
   layer.capacity = memory_->room(layer);
-  transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
+  memory_->set_length(stream, layer);
 }
 
 void SessionState::unshare_tail(transfer::Stream& stream, int index) {
@@ -276,7 +277,7 @@ void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int6
     blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
   }
   layer.capacity = memory_->room(layer);
-  transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
+  memory_->set_length(stream, layer);
 }
 
 SessionState::Frozen::Frozen(SessionState& parent, transfer::Stream& stream) : stream_(stream) {
@@ -326,7 +327,14 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
       before.push_back(layer(i).pages.size());
       ensure_capacity(stream, i, tokens);
     }
-    // For a capture that may follow, if they fit.
+    // For a capture that may follow.
+    for (int i = 0; engine_->hot != nullptr && i < num_layers(); ++i) {
+      const std::vector<LayerConfig>& options = engine_->config.model.layer_options;
+      const bool sparse =
+          options.empty() || options[static_cast<std::size_t>(i)].mode == LayerMode::kSparse;
+      if (sparse) take_hot_rows(stream, *engine_, layer(i));
+    }
+    // Also pages, if they fit.
     if (engine_->device->backend() == Backend::kCuda) {
       (void)bring_in_all(stream, *engine_, memory_->layers());
     }

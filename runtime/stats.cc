@@ -46,7 +46,11 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .pages_lost = a.pages_lost - b.pages_lost,
           .pages_repaired = a.pages_repaired - b.pages_repaired,
           .cold_steps = a.cold_steps - b.cold_steps,
-          .tier_nanoseconds = a.tier_nanoseconds - b.tier_nanoseconds};
+          .tier_nanoseconds = a.tier_nanoseconds - b.tier_nanoseconds,
+          .hot_hits = a.hot_hits - b.hot_hits,
+          .hot_misses = a.hot_misses - b.hot_misses,
+          .hot_admissions = a.hot_admissions - b.hot_admissions,
+          .hot_evictions = a.hot_evictions - b.hot_evictions};
 }
 
 Stats::StageSeconds operator-(const Stats::StageSeconds& a, const Stats::StageSeconds& b) noexcept {

@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "hashing/append.h"
 #include "runtime/cold_path.h"
+#include "runtime/hot_rows.h"
 #include "scoring/foresight.h"
 #include "transfer/rows.h"
 
@@ -282,8 +283,13 @@ class AttendLaunch {
     }
     if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-      transfer::gather_rows(stream, engine_.kv, sequences_, rows_, selection,
-                            request.pages_on_device, request.flags);
+      fetch_rows(stream, engine_,
+                 {.layers = layers_of_slices(),
+                  .sequences = sequences_,
+                  .rows = rows_,
+                  .selection = selection,
+                  .flags = request.flags,
+                  .capturing = turn_.capturing()});
       timer.stop();
     }
     StageTimer timer(turn_, engine_, engine_.seconds.attend);

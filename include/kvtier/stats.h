@@ -56,6 +56,11 @@ struct Stats {
     std::uint64_t pages_repaired = 0;    ///< Of the hits: in place of what a tier before had lost.
     std::uint64_t cold_steps = 0;  ///< Launches of attention and pieces of `fetch` that waited.
     std::uint64_t tier_nanoseconds = 0;  ///< Time that calls waited for tiers.
+    // Selected rows that were looked for among hot ones: found, and those that were fetched.
+    std::uint64_t hot_hits = 0;
+    std::uint64_t hot_misses = 0;
+    std::uint64_t hot_admissions = 0;  ///< Of the misses: kept.
+    std::uint64_t hot_evictions = 0;   ///< Of the admissions: in the place of another row.
 
     friend KVTIER_EXPORT Cumulative operator-(const Cumulative& a, const Cumulative& b) noexcept;
   };
@@ -70,6 +75,8 @@ struct Stats {
     std::size_t prefix_tokens = 0;  ///< Tokens of all stored prefixes, each once.
     std::size_t pages_away = 0;     ///< Pages held that are in a tier, beside those used.
     std::size_t pages_shared = 0;   ///< Of those used: held by more than one sequence.
+    std::size_t hot_bytes = 0;      ///< Of `device_bytes`: for hot rows, and of these in use.
+    std::size_t hot_bytes_used = 0;
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
   /// and for work enqueued on a caller's stream zero.

@@ -149,6 +149,24 @@ TEST_F(GraphTest, ReplaysThatReadTheSequenceBeforeTheAppendIsDoneEqualEagerSteps
   expect_replays_like_twin();
 }
 
+TEST_F(GraphTest, ReplaysKeepHotRows) {
+  Config config = two_layers();
+  config.memory.hot_rows = 128;
+  config.memory.hot_bytes = MiB;
+  open(config);
+  session_->reserve(1, stream_->ref());
+  stream_->synchronize();
+  EXPECT_GT(engine_->stats().snapshot.hot_bytes_used, 0U);
+  // The twin has hot rows of its own, and others: it is compared with replays, not the same memory.
+  expect_replays_like_twin();
+  const Stats::Cumulative sum = engine_->stats().cumulative;
+  EXPECT_GT(sum.hot_hits, 0U);
+  EXPECT_GT(sum.hot_evictions, 0U);
+  // Some of the rows selected are in the ring.
+  EXPECT_LE(sum.hot_hits + sum.hot_misses, sum.rows_selected);
+  EXPECT_GT(sum.hot_hits + sum.hot_misses, sum.rows_selected * 9 / 10);
+}
+
 TEST_F(GraphTest, ReplaysOfDenseAndWindowLayersAttendTheGrowingSequence) {
   Config config = two_layers();
   config.model.layer_options = {

@@ -242,7 +242,11 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .tier_unavailable = 180,
                             .pages_lost = 190,
                             .cold_steps = 200,
-                            .tier_nanoseconds = 210};
+                            .tier_nanoseconds = 210,
+                            .hot_hits = 220,
+                            .hot_misses = 230,
+                            .hot_admissions = 240,
+                            .hot_evictions = 250};
   const Stats::Cumulative b{.tokens_appended = 1,
                             .queries = 2,
                             .rows_selected = 3,
@@ -263,7 +267,11 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .tier_unavailable = 18,
                             .pages_lost = 19,
                             .cold_steps = 20,
-                            .tier_nanoseconds = 21};
+                            .tier_nanoseconds = 21,
+                            .hot_hits = 22,
+                            .hot_misses = 23,
+                            .hot_admissions = 24,
+                            .hot_evictions = 25};
   const Stats::Cumulative d = a - b;
   EXPECT_EQ(d.tokens_appended, 9U);
   EXPECT_EQ(d.queries, 18U);
@@ -286,6 +294,10 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.pages_lost, 171U);
   EXPECT_EQ(d.cold_steps, 180U);
   EXPECT_EQ(d.tier_nanoseconds, 189U);
+  EXPECT_EQ(d.hot_hits, 198U);
+  EXPECT_EQ(d.hot_misses, 207U);
+  EXPECT_EQ(d.hot_admissions, 216U);
+  EXPECT_EQ(d.hot_evictions, 225U);
 }
 
 KVTIER_INSTANTIATE_BACKENDS(StatsTest);

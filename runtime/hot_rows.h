@@ -1,0 +1,36 @@
+#pragma once
+
+#include "runtime/engine_state.h"
+#include "runtime/sequence_memory.h"
+#include "transfer/device.h"
+#include "transfer/sequence.h"
+
+#include <span>
+
+/// Which layers of which sessions have hot rows (transfer/hot_rows.h), and a step's fetch by way of
+/// them. Called with the engine's mutex held.
+namespace kvtier::runtime {
+
+/// Takes memory for the hot rows of a layer, none of which is there yet; nothing happens when the
+/// layer has it, when the engine has none left, or no hot rows at all.
+void take_hot_rows(transfer::Stream& stream, const EngineState& engine, LayerState& layer);
+/// Gives it back, reused after the work enqueued on `stream` so far.
+void give_back_hot_rows(transfer::Stream& stream, const EngineState& engine, LayerState& layer);
+/// Forgets the hot rows of the tokens past the layer's length: other tokens may come there.
+void forget_hot_rows(transfer::Stream& stream, const EngineState& engine, const LayerState& layer);
+
+/// Rows to be fetched for one launch.
+struct Fetch {
+  std::span<LayerState* const> layers;  ///< Of each sequence.
+  const transfer::SequenceBatch& sequences;
+  const transfer::QueryBatch& rows;
+  const transfer::SelectionView& selection;
+  transfer::StepFlags* flags = nullptr;
+  bool capturing = false;  ///< No memory is taken then.
+};
+
+/// Enqueues the copy of the selected rows to staging, as far as it goes: of hot ones, and of the
+/// others from their pages.
+void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
+
+}  // namespace kvtier::runtime
