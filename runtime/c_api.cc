@@ -76,6 +76,9 @@ void kvtier_config_init(kvtier_config* config) {
   config->backend = KVTIER_BACKEND_AUTO;
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;
   config->tier_deadline_ms = static_cast<std::uint64_t>(d.memory.tier_deadline.count());
+  config->hot_bytes = d.memory.hot_bytes;
+  config->hot_rows = d.memory.hot_rows;
+  config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
 }
 
 void kvtier_options_init(kvtier_options* options) {
@@ -152,7 +155,13 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .tier_unavailable = s.cumulative.tier_unavailable,
                                .tier_nanoseconds = s.cumulative.tier_nanoseconds,
                                .pages_repaired = s.cumulative.pages_repaired,
-                               .num_tiers = s.tiers.size()};
+                               .num_tiers = s.tiers.size(),
+                               .hot_hits = s.cumulative.hot_hits,
+                               .hot_misses = s.cumulative.hot_misses,
+                               .hot_admissions = s.cumulative.hot_admissions,
+                               .hot_evictions = s.cumulative.hot_evictions,
+                               .hot_bytes = s.snapshot.hot_bytes,
+                               .hot_bytes_used = s.snapshot.hot_bytes_used};
     std::memcpy(stats, &full, size);
   });
 }

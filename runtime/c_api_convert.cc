@@ -124,6 +124,9 @@ Config to_config(const kvtier_config& c) {
   config.memory.disk_cache_bytes = c.disk_cache_bytes;
   config.memory.tier_deadline = std::chrono::milliseconds(
       std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
+  config.memory.hot_bytes = c.hot_bytes;
+  config.memory.hot_rows = c.hot_rows;
+  config.memory.hot_policy = checked<HotPolicy>(c.hot_policy, KVTIER_HOT_SCORE, "hot_policy");
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {

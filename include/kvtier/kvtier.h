@@ -99,6 +99,13 @@ typedef enum kvtier_host_allocation {
   KVTIER_ALLOCATE_NUMA_NODE = 5
 } kvtier_host_allocation;
 
+/* Which of the hot rows has to go for a new one. */
+typedef enum kvtier_hot_policy {
+  KVTIER_HOT_CLOCK = 0,
+  KVTIER_HOT_LRU = 1,
+  KVTIER_HOT_SCORE = 2
+} kvtier_hot_policy;
+
 typedef struct kvtier_engine kvtier_engine;
 typedef struct kvtier_session kvtier_session;
 
@@ -171,6 +178,9 @@ typedef struct kvtier_config {
   const char* disk_cache; /* NULL: none; else the next is its size */
   uint64_t disk_cache_bytes;
   uint64_t tier_deadline_ms;
+  uint64_t hot_bytes; /* 0: no hot rows */
+  int32_t hot_rows;
+  kvtier_hot_policy hot_policy;
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -225,6 +235,7 @@ typedef struct kvtier_stats {
   uint64_t tier_bytes_written, tier_bytes_read, tier_hits, tier_misses, tier_corrupt;
   uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
   uint64_t pages_repaired, num_tiers;
+  uint64_t hot_hits, hot_misses, hot_admissions, hot_evictions, hot_bytes, hot_bytes_used;
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */

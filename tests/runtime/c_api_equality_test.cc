@@ -300,6 +300,9 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.disk_cache, nullptr);
   EXPECT_EQ(c.disk_cache_bytes, 0U);
   EXPECT_EQ(c.tier_deadline_ms, static_cast<std::uint64_t>(d.memory.tier_deadline.count()));
+  EXPECT_EQ(c.hot_bytes, d.memory.hot_bytes);
+  EXPECT_EQ(c.hot_rows, d.memory.hot_rows);
+  EXPECT_EQ(c.hot_policy, KVTIER_HOT_SCORE);
   EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
   EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);
   EXPECT_EQ(c.retrieval.selection, KVTIER_PER_KV_HEAD);

@@ -267,6 +267,36 @@ TEST(CApi, StatisticsFillTheCallersSize) {
   EXPECT_EQ(brief.pages_used, 0xA5A5A5A5A5A5A5A5U);
 }
 
+TEST(CApi, HotRowsAreConfiguredAndCounted) {
+  kvtier_config config = small_config();
+  config.staging_rows = 64;  // without, the CPU reads rows in place
+  config.hot_bytes = 1 << 20;
+  config.hot_rows = 64;
+  config.hot_policy = KVTIER_HOT_LRU;
+  {
+    const EnginePtr engine = make_engine(config);
+    const SessionPtr session = open_session(engine);
+    fill(session, 300);
+    const Step step(1);
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_EQ(kvtier_session_attend(session.get(), 0, &step.args, kNoStream), KVTIER_OK);
+    }
+    kvtier_stats stats{};
+    stats.struct_size = sizeof(stats);
+    ASSERT_EQ(kvtier_engine_stats(engine.get(), &stats), KVTIER_OK);
+    EXPECT_GT(stats.hot_misses, 24U);  // of 32 rows, some of which are in the ring
+    EXPECT_EQ(stats.hot_hits, stats.hot_misses);
+    EXPECT_EQ(stats.hot_admissions, stats.hot_misses);
+    EXPECT_EQ(stats.hot_evictions, 0U);
+    EXPECT_GT(stats.hot_bytes_used, 64U * 256);
+    EXPECT_GE(stats.hot_bytes, stats.hot_bytes_used);
+  }
+  config.hot_policy = static_cast<kvtier_hot_policy>(KVTIER_HOT_SCORE + 1);
+  kvtier_engine* none = nullptr;
+  EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
+  EXPECT_THAT(kvtier_last_error(), HasSubstr("hot_policy"));
+}
+
 TEST(CApi, StatisticsOfTiersAreThoseOfTheDiskCache) {
   std::string folder = ::testing::TempDir() + "kvtier-c-XXXXXX";
   ASSERT_NE(::mkdtemp(folder.data()), nullptr);
