@@ -13,9 +13,11 @@ namespace kvtier::scoring::cuda {
 namespace {
 
 // Blocks over the tokens always attended of a (row, KV head), and over a list of selected tokens:
-// enough that a few hundred rows take a block one trip, few enough to be merged at once.
-constexpr int kMostParts = 8;
-constexpr int kThreads = 256;
+// enough that of a few hundred rows each warp has one, few enough to be merged at once.
+constexpr int kMostParts = 32;
+constexpr int kThreads = kBudgetThreads;
+// Heads that a thread of the first scan sums for at a time, in 36 registers.
+constexpr int kScanHeads = 4;
 
 __device__ LogSum log_sum(float2 parts) {
   LogSum sum;
@@ -94,7 +96,8 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
   estimates[head].log_always = all.log();
 }
 
-// Of the logits of one tile. Those of a row take the place of the counts of ties, which come later.
+// Of the logits of the tokens of one part, less `reference`. Those of a head take the place of the
+// counts of ties, which come later: a part has at least a tile.
 struct Moments {
   double sum;
   double squares;
@@ -103,6 +106,10 @@ struct Moments {
   std::uint32_t count;
 };
 static_assert(sizeof(Moments) == kTileTokens / kSegmentTokens * sizeof(std::uint32_t));
+
+__device__ Moments* moments_of(const BudgetArgs& args, std::int64_t head) {
+  return reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
+}
 
 __device__ Moments block_moments(const Moments& mine) {
   const auto plus = [](auto a, auto b) { return a + b; };
@@ -121,83 +128,200 @@ __device__ void merge(Moments& into, const Moments& other) {
   into.count += other.count;
 }
 
+__device__ LogSum block_log_sum(const LogSum& mine) {
+  LogSum all;
+  all.max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); });
+  const float scaled = mine.sum == 0.0F ? 0.0F : mine.sum * expf(mine.max - all.max);
+  all.sum = block_reduce(scaled, [](float a, float b) { return a + b; });
+  return all;
+}
+
 // logit = mean + slope * (x - mean) + slope * noise / 2, where x is the score without value norm.
-__device__ void settle(const BudgetArgs& args, const Moments& all, float query_norm,
-                       HeadEstimate& estimate) {
+__device__ void settle(const BudgetArgs& args, const Moments& all, float reference,
+                       float query_norm, HeadEstimate& estimate) {
   if (all.count == 0) return;
-  const double mean = all.sum / all.count;
-  const double variance = fmax(0.0, all.squares / all.count - mean * mean);
+  const double shifted = all.sum / all.count;
+  const double mean = shifted + static_cast<double>(reference);
+  const double variance = fmax(0.0, all.squares / all.count - shifted * shifted);
   const auto norm = static_cast<double>(query_norm);
   const double noise = args.budget.noise * norm * norm * all.key_squares / all.count;
   const double slope = variance > noise ? 1.0 - noise / variance : 0.0;
   const double base = (1.0 - slope) * mean + slope * noise / 2.0;
-  const double unit = base + slope * static_cast<double>(all.max);
+  const double unit =
+      base + slope * (static_cast<double>(all.max) + static_cast<double>(reference));
   estimate.slope = static_cast<float>(slope);
   estimate.offset = static_cast<float>(base - unit);
   estimate.log_unit = static_cast<float>(unit);
 }
 
-// Grid: tiles x query heads x rows. The last block of a head merges the tiles in their order.
-__global__ __launch_bounds__(kTileThreads) void find_moments(
-    const __grid_constant__ BudgetArgs args) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
-  const TileRange tiles(plan);
-  if (!tiles.has_block()) return;
-  const int kv_head = static_cast<int>(blockIdx.y) / args.kv.group();
-  const std::int64_t head = std::int64_t{blockIdx.z} * args.kv.query_heads + blockIdx.y;
-  const float* scores = args.scores + head * args.max_tokens;
-  const Moments none{0.0, 0.0, 0.0, -std::numeric_limits<float>::infinity(), 0};
-  Moments mine = none;
-  for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
-    const std::int64_t token =
-        std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
-    if (token < plan.begin || token >= plan.end || !(scores[token] > kLowestScore)) continue;
-    const Norms norms = norms_of(args, plan, kv_head, token);
-    const float logit = scores[token] - log_value(args, norms);
-    const auto x = static_cast<double>(logit);
-    const auto key = static_cast<double>(norms.key);
-    merge(mine, {x, x * x, key * key, logit, 1});
-  }
-  const Moments of_tile = block_moments(mine);
-  auto* partials = reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
-  if (threadIdx.x == 0) partials[blockIdx.x] = of_tile;
-  if (!last_block(&args.scratch.states[head].ticket, tiles.count())) return;
+// Sums of one head, over the tokens of a thread.
+struct ThreadSums {
+  LogSum scores;
+  float sum = 0.0F;
+  float squares = 0.0F;
+  float key_squares = 0.0F;
+  float max = -std::numeric_limits<float>::infinity();
+  std::uint32_t count = 0;
 
-  Moments merged = none;
-  for (std::int64_t i = tiles.first + threadIdx.x; i <= tiles.last; i += kTileThreads) {
-    const auto* words = reinterpret_cast<const uint4*>(partials + i);
-    union {
-      uint4 raw[2];
-      Moments value;
-    } partial{.raw = {__ldcg(words), __ldcg(words + 1)}};
-    merge(merged, partial.value);
+  __device__ void add(float score, float x, float key_norm) {
+    if (!(score > kLowestScore)) return;
+    scores.add(score);
+    sum += x;
+    squares = fmaf(x, x, squares);
+    key_squares = fmaf(key_norm, key_norm, key_squares);
+    max = fmaxf(max, x);
+    ++count;
   }
-  const Moments all = block_moments(merged);
-  if (threadIdx.x == 0) {
-    settle(args, all, args.scalars[head].query_norm, args.scratch.estimates[head]);
+  __device__ Moments moments() const {
+    return {static_cast<double>(sum), static_cast<double>(squares),
+            static_cast<double>(key_squares), max, count};
+  }
+};
+
+// Scores of a head less their value norm are near this one, so that fp32 sums of squares keep
+// their variance.
+__device__ float reference_of(const BudgetArgs& args, const RowPlan& plan, int kv_head,
+                              const float* scores) {
+  const float x = scores[plan.begin] - log_value(args, norms_of(args, plan, kv_head, plan.begin));
+  return fabsf(x) < 1e30F ? x : 0.0F;
+}
+
+// Moments of the logits of each head, and the log-sum-exp of its scores. Grid: parts x (KV head,
+// `kScanHeads` of its query heads) x rows. The last block of a KV head merges parts in their order.
+__global__ __launch_bounds__(kThreads) void scan_scores(const __grid_constant__ BudgetArgs args) {
+  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  if (plan.begin >= plan.end) return;
+  const int group = args.kv.group();
+  const int subsets = (group + kScanHeads - 1) / kScanHeads;
+  const int kv_head = static_cast<int>(blockIdx.y) / subsets;
+  const int offset = (static_cast<int>(blockIdx.y) - kv_head * subsets) * kScanHeads;
+  const int heads = min(kScanHeads, group - offset);
+  const std::int64_t first_head =
+      std::int64_t{blockIdx.z} * args.kv.query_heads + kv_head * group + offset;
+  const float* scores = args.scores + first_head * args.max_tokens;
+
+  float reference[kScanHeads];
+  ThreadSums mine[kScanHeads];
+#pragma unroll
+  for (int h = 0; h < kScanHeads; ++h) {
+    reference[h] =
+        h < heads ? reference_of(args, plan, kv_head, scores + h * args.max_tokens) : 0.0F;
+  }
+  Tokens tokens(plan);
+  for (; tokens.any(); tokens.advance()) {
+    TokenNorms norms;
+    norms.load(args, plan, kv_head, tokens);
+#pragma unroll
+    for (int h = 0; h < kScanHeads; ++h) {
+      if (h >= heads) break;
+      const float4 four = tokens.scores(scores + h * args.max_tokens);
+#pragma unroll
+      for (int i = 0; i < kTokensAtOnce; ++i) {
+        const float score = element(four, i);
+        mine[h].add(score, score - norms.log_value[i] - reference[h], norms.key[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kScanHeads; ++h) {
+    if (h >= heads) break;
+    const Moments of_part = block_moments(mine[h].moments());
+    const LogSum log_sum = block_log_sum(mine[h].scores);
+    if (threadIdx.x != 0) continue;
+    moments_of(args, first_head + h)[blockIdx.x] = of_part;
+    args.scratch.partials[(first_head + h) * args.scratch.tiles + blockIdx.x] =
+        make_float2(log_sum.max, log_sum.sum);
+  }
+  if (!last_block(&args.scratch.states[first_head].ticket, gridDim.x)) return;
+
+  const Moments none{0.0, 0.0, 0.0, -std::numeric_limits<float>::infinity(), 0};
+#pragma unroll
+  for (int h = 0; h < kScanHeads; ++h) {
+    if (h >= heads) break;
+    Moments merged = none;
+    LogSum sums;
+    for (unsigned part = threadIdx.x; part < gridDim.x; part += kThreads) {
+      const auto* words = reinterpret_cast<const uint4*>(moments_of(args, first_head + h) + part);
+      union {
+        uint4 raw[2];
+        Moments value;
+      } of_part{.raw = {__ldcg(words), __ldcg(words + 1)}};
+      merge(merged, of_part.value);
+      sums.merge(
+          log_sum(__ldcg(args.scratch.partials + (first_head + h) * args.scratch.tiles + part)));
+    }
+    const Moments all = block_moments(merged);
+    const LogSum all_scores = block_log_sum(sums);
+    if (threadIdx.x != 0) continue;
+    HeadEstimate& estimate = args.scratch.estimates[first_head + h];
+    settle(args, all, reference[h], args.scalars[first_head + h].query_norm, estimate);
+    if (args.order != args.combined) estimate.best = ordered_key(all_scores.max);
+    args.scratch.normalisers[first_head + h] = all_scores.log();
   }
 }
 
-// Grid: tiles x query heads x rows.
-__global__ __launch_bounds__(kTileThreads) void weigh_eligible(
+// Adds up the weights of each head and, for sets per KV head, combines the scores of its heads
+// (combine_cuda.cu). A thread's sums are its own words of shared memory. Grid: parts x KV heads x
+// rows.
+__global__ __launch_bounds__(kThreads) void weigh_eligible(
     const __grid_constant__ BudgetArgs args) {
+  __shared__ std::uint64_t sums[kMaxGroup][kThreads];
+  __shared__ HeadEstimate estimates[kMaxGroup];
+  __shared__ float normalisers[kMaxGroup];
   const RowPlan plan = args.scratch.plans[blockIdx.z];
-  if (!TileRange(plan).has_block()) return;
-  const int kv_head = static_cast<int>(blockIdx.y) / args.kv.group();
-  const std::int64_t head = std::int64_t{blockIdx.z} * args.kv.query_heads + blockIdx.y;
-  const float* scores = args.scores + head * args.max_tokens;
-  HeadEstimate& estimate = args.scratch.estimates[head];
-  std::uint64_t mine = 0;
-  for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
-    const std::int64_t token =
-        std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
-    if (token < plan.begin || token >= plan.end) continue;
-    const float of_value = log_value(args, norms_of(args, plan, kv_head, token));
-    mine += in_units(weight_of(estimate, scores[token], of_value), kWeightUnits);
+  if (plan.begin >= plan.end) return;
+  const int group = args.kv.group();
+  const auto kv_head = static_cast<int>(blockIdx.y);
+  const std::int64_t first_head = std::int64_t{blockIdx.z} * args.kv.query_heads + kv_head * group;
+  if (static_cast<int>(threadIdx.x) < group) {
+    estimates[threadIdx.x] = args.scratch.estimates[first_head + threadIdx.x];
+    normalisers[threadIdx.x] = args.scratch.normalisers[first_head + threadIdx.x];
   }
-  const std::uint64_t sum =
-      block_reduce(mine, [](std::uint64_t a, std::uint64_t b) { return a + b; });
-  if (threadIdx.x == 0) add(&estimate.total, sum);
+  for (int h = 0; h < group; ++h) sums[h][threadIdx.x] = 0;
+  __syncthreads();
+
+  const float* scores = args.scores + first_head * args.max_tokens;
+  float* combined =
+      args.combined + (std::int64_t{blockIdx.z} * args.kv.kv_heads + kv_head) * args.max_tokens;
+  const float log_group = logf(static_cast<float>(group));
+  float best = kLowestScore;
+  Tokens tokens(plan);
+  for (; tokens.any(); tokens.advance()) {
+    TokenNorms norms;
+    norms.load(args, plan, kv_head, tokens);
+    LogSum exponentials[kTokensAtOnce];
+    for (int h = 0; h < group; ++h) {
+      const float4 four = tokens.scores(scores + h * args.max_tokens);
+      std::uint64_t sum = 0;
+#pragma unroll
+      for (int i = 0; i < kTokensAtOnce; ++i) {
+        const float score = element(four, i);
+        sum += in_units(weight_of(estimates[h], score, norms.log_value[i]), kWeightUnits);
+        if (score > kLowestScore) exponentials[i].add(score - normalisers[h]);
+      }
+      sums[h][threadIdx.x] += sum;
+    }
+    if (!args.combines) continue;
+    float4 mean;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      element(mean, i) = exponentials[i].sum > 0.0F
+                             ? settled_score(exponentials[i].log() - log_group)
+                             : kLowestScore;
+      best = fmaxf(best, element(mean, i));
+    }
+    *reinterpret_cast<float4*>(combined + tokens.first()) = mean;
+  }
+  for (int h = 0; h < group; ++h) {
+    const std::uint64_t sum =
+        block_reduce(sums[h][threadIdx.x], [](std::uint64_t a, std::uint64_t b) { return a + b; });
+    if (threadIdx.x == 0) add(&args.scratch.estimates[first_head + h].total, sum);
+  }
+  if (args.order != args.combined) return;
+  best = block_reduce(best, [](float a, float b) { return fmaxf(a, b); });
+  if (threadIdx.x == 0) {
+    atomicMax(&args.scratch.estimates[first_head].best, ordered_key(best));
+  }
 }
 
 // Grid: parts x KV heads x rows. The last block of a KV head writes the shares of its query heads.
@@ -260,10 +384,25 @@ BudgetArgs budget_args(const Stage& stage, const Budget& budget) {
           .scalars = stage.workspace.tables.scalars,
           .queries = request.queries,
           .scores = stage.workspace.scores,
+          .combined = stage.workspace.combined,
           .order = stage.order(),
           .max_tokens = stage.workspace.limits.max_tokens,
           .sets = stage.num_sets(),
-          .parts = static_cast<int>(std::min<std::int64_t>(kMostParts, stage.scratch.tiles))};
+          .combines = stage.per_kv_head()};
+}
+
+dim3 budget_grid(std::int64_t parts, int heads, const Stage& stage) {
+  return {static_cast<unsigned>(std::min(parts, stage.scratch.tiles)), static_cast<unsigned>(heads),
+          static_cast<unsigned>(stage.num_rows())};
+}
+
+dim3 scan_grid(int heads, const Stage& stage) {
+  const std::int64_t rows = std::int64_t{heads} * stage.num_rows();
+  const std::int64_t blocks =
+      std::int64_t{kScanBlocksPerProcessor} * device_attribute(cudaDevAttrMultiProcessorCount);
+  const std::int64_t least = stage.request.max_length / kMostTokensOfPart + 1;
+  const std::int64_t parts = std::max({(blocks + rows - 1) / rows, least});
+  return budget_grid(std::clamp<std::int64_t>(stage.num_tiles(), 1, parts), heads, stage);
 }
 
 std::size_t estimates_bytes(std::int64_t count) {
@@ -275,20 +414,20 @@ void enqueue_estimates(const Stage& stage, const Budget& budget) {
   const auto heads = std::int64_t{stage.num_rows()} * args.kv.query_heads;
   KVTIER_CUDA_CHECK(
       cudaMemsetAsync(args.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
-  weigh_always<<<budget_grid(static_cast<unsigned>(args.parts), args.kv.kv_heads, stage), kThreads,
-                 0, stage.stream>>>(args);
+  weigh_always<<<budget_grid(kMostParts, args.kv.kv_heads, stage), kThreads, 0, stage.stream>>>(
+      args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  const dim3 grid = budget_grid(stage.num_tiles(), args.kv.query_heads, stage);
-  find_moments<<<grid, kTileThreads, 0, stage.stream>>>(args);
+  const int subsets = (args.kv.group() + kScanHeads - 1) / kScanHeads;
+  scan_scores<<<scan_grid(args.kv.kv_heads * subsets, stage), kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  weigh_eligible<<<grid, kTileThreads, 0, stage.stream>>>(args);
+  weigh_eligible<<<scan_grid(args.kv.kv_heads, stage), kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 void enqueue_missed(const Stage& stage, const MissedBatch& batch) {
   const BudgetArgs args = budget_args(stage, {});
-  write_missed<<<budget_grid(static_cast<unsigned>(args.parts), args.kv.kv_heads, stage), kThreads,
-                 0, stage.stream>>>(args, stage.workspace.selection, batch);
+  write_missed<<<budget_grid(kMostParts, args.kv.kv_heads, stage), kThreads, 0, stage.stream>>>(
+      args, stage.workspace.selection, batch);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

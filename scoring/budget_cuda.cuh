@@ -26,6 +26,8 @@ struct HeadEstimate {
   std::uint64_t wanted;  ///< What the set has to have.
   std::uint64_t mass;    ///< Of the tokens above the bits of the threshold known so far.
   std::uint32_t count;   ///< Their number.
+  std::uint32_t best;    ///< Key of the best score.
+  std::uint32_t bin;     ///< Of the threshold, in the first pass.
   std::uint32_t ticket;  ///< Of the launches over parts; 0 between launches.
 };
 
@@ -44,17 +46,25 @@ struct BudgetArgs {
   const QueryScalars* scalars;
   const float* queries;
   const float* scores;  ///< `[rows][query_heads][max_tokens]`
+  float* combined;      ///< `[rows][kv_heads][max_tokens]`
   const float* order;   ///< `[rows][sets][max_tokens]`
   std::int64_t max_tokens;
   int sets;
-  int parts;
+  bool combines;  ///< Whether sets are per KV head.
 };
 
 [[nodiscard]] BudgetArgs budget_args(const Stage& stage, const Budget& budget);
 
-[[nodiscard]] inline dim3 budget_grid(unsigned blocks, int heads, const Stage& stage) {
-  return {blocks, static_cast<unsigned>(heads), static_cast<unsigned>(stage.num_rows())};
-}
+/// Grid of at most `parts` blocks for each of `heads` of a row.
+[[nodiscard]] dim3 budget_grid(std::int64_t parts, int heads, const Stage& stage);
+/// Grid of blocks that go through the tokens of each of `heads` of a row, as `Tokens` does.
+[[nodiscard]] dim3 scan_grid(int heads, const Stage& stage);
+
+inline constexpr int kBudgetThreads = 256;
+/// Enough that their loads are under way together, few enough that what a block does once is
+/// little.
+inline constexpr int kScanBlocksPerProcessor = 6;
+inline constexpr std::int64_t kMostTokensOfPart = std::int64_t{1} << 20;
 
 __device__ inline void add(std::uint64_t* sum, std::uint64_t value) {
   static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
@@ -77,6 +87,66 @@ __device__ inline Norms norms_of(const BudgetArgs& args, const RowPlan& plan, in
 __device__ inline float log_value(const BudgetArgs& args, const Norms& norms) {
   return args.params.weighting == ValueWeighting::kLogit ? logf(norms.value) : 0.0F;
 }
+
+/// Tokens that a thread looks at together: they are neighbours, in one block of sketches.
+inline constexpr int kTokensAtOnce = 4;
+
+__device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
+__device__ inline float element(const float4& four, int i) { return (&four.x)[i]; }
+
+/// The tokens of one thread of a block which shares a row with `gridDim.x - 1` others.
+class Tokens {
+ public:
+  __device__ explicit Tokens(const RowPlan& plan)
+      : begin_(plan.begin),
+        end_(plan.end),
+        at_((plan.begin / kStep + blockIdx.x) * kStep + threadIdx.x * kTokensAtOnce) {}
+
+  __device__ bool any() const { return at_ < end_; }
+  __device__ void advance() { at_ += std::int64_t{gridDim.x} * kStep; }
+  __device__ std::int64_t first() const { return at_; }
+  /// Scores of the tokens, lowest where one is not eligible.
+  __device__ float4 scores(const float* from) const {
+    float4 four = *reinterpret_cast<const float4*>(from + at_);
+    if (at_ >= begin_ && at_ + kTokensAtOnce <= end_) return four;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      if (at_ + i < begin_ || at_ + i >= end_) element(four, i) = kLowestScore;
+    }
+    return four;
+  }
+  __device__ bool eligible(int i) const { return at_ + i >= begin_ && at_ + i < end_; }
+
+ private:
+  static constexpr std::int64_t kStep = kBudgetThreads * kTokensAtOnce;
+  static_assert(kStep == hashing::kBlockTokens);
+
+  std::int64_t begin_;
+  std::int64_t end_;
+  std::int64_t at_;
+};
+
+/// Norms of such tokens.
+struct TokenNorms {
+  float key[kTokensAtOnce];
+  float log_value[kTokensAtOnce];
+
+  __device__ void load(const BudgetArgs& args, const RowPlan& plan, int kv_head,
+                       const Tokens& tokens) {
+    const std::byte* block = plan.blocks[tokens.first() / hashing::kBlockTokens];
+    const auto token = static_cast<int>(tokens.first() % hashing::kBlockTokens);
+    const auto keys = __ldg(
+        reinterpret_cast<const ushort4*>(block + args.sketch.key_norm_offset(kv_head, token)));
+    const auto values = __ldg(
+        reinterpret_cast<const ushort4*>(block + args.sketch.value_norm_offset(kv_head, token)));
+    const bool weighted = args.params.weighting == ValueWeighting::kLogit;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      key[i] = norm_value((&keys.x)[i]);
+      log_value[i] = weighted ? logf(norm_value((&values.x)[i])) : 0.0F;
+    }
+  }
+};
 
 /// Returns the weight of a token; one without a score has none.
 __device__ inline float weight_of(const HeadEstimate& estimate, float score, float of_value) {

@@ -7,8 +7,14 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-// A share goes to a block's sums in two parts: 2^20 of each token of a tile fit in 32 bits.
-constexpr int kLowShareBits = 20;
+// A share goes to a block's sums in two parts, so that of `kMostTokensOfPart` tokens each fits in
+// 32 bits.
+constexpr int kLowShareBits = 12;
+
+// The first pass counts by steps of 1/64 below the best score, which spreads the tokens that have
+// attention over many bins; 32 below it or more are one bin. The others go by the bits of a key.
+constexpr int kStepsPass = 32;
+constexpr float kSteps = 64.0F;
 
 // What of the attention of a head's visible tokens a weight of 1 is; 0 when nothing has any.
 __device__ float share_of_unit(const HeadEstimate& estimate) {
@@ -47,7 +53,7 @@ __device__ Set block_set(const BudgetArgs& args) {
 template <int kShift, int kBins>
 __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32_t* counts,
                          std::uint64_t* masses, SetState& state, HeadEstimate& progress) {
-  constexpr int kPerThread = kBins / kTileThreads;
+  constexpr int kPerThread = kBins / kBudgetThreads;
   const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
   std::uint32_t bin_counts[kPerThread];
   std::uint64_t bin_masses[kPerThread];
@@ -65,7 +71,7 @@ __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32
   std::uint64_t count_before = block_exclusive_sum(count, &all_count);
   std::uint64_t mass_before = block_exclusive_sum(mass, &all_mass);
   std::uint64_t wanted = 0;
-  if constexpr (kShift + 11 >= 32) {  // the first pass, whose masses are those of all tokens
+  if constexpr (kShift == kStepsPass) {  // the masses are those of all tokens
     const auto spare = static_cast<std::uint64_t>(args.budget.missed * double{kShareUnits});
     wanted = all_mass - min(spare, all_mass);
   } else {
@@ -91,7 +97,11 @@ __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32
     count_before += bin_counts[i];
     mass_before += bin_masses[i];
   }
-  state.threshold |= static_cast<std::uint32_t>(top - bin) << kShift;
+  if constexpr (kShift == kStepsPass) {
+    progress.bin = static_cast<std::uint32_t>(top - bin);
+  } else {
+    state.threshold |= static_cast<std::uint32_t>(top - bin) << kShift;
+  }
   progress.wanted = wanted;
   progress.count = static_cast<std::uint32_t>(count_before);
   progress.mass = mass_before;
@@ -108,59 +118,97 @@ __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32
   }
 }
 
-// One pass of a radix select by mass (top_k_cuda.cu has the one by count). Grid: tiles x sets x
+// The score that has a key of `ordered_key`.
+__device__ float score_of(std::uint32_t key) {
+  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
+}
+
+template <int kBins>
+__device__ unsigned bin_of_step(float best, float score) {
+  const float steps = fminf((best - score) * kSteps, static_cast<float>(kBins - 1));
+  return static_cast<unsigned>(kBins - 1) - static_cast<unsigned>(steps);
+}
+
+// One pass of a radix select by mass (top_k_cuda.cu has the one by count). Grid: parts x sets x
 // rows.
 template <int kShift, int kBins>
-__global__ __launch_bounds__(kTileThreads) void mass_pass(const __grid_constant__ BudgetArgs args) {
+__global__ __launch_bounds__(kBudgetThreads) void mass_pass(
+    const __grid_constant__ BudgetArgs args) {
+  constexpr int kFirstBins = 2048;
   __shared__ std::uint32_t counts[kBins];
   __shared__ std::uint32_t low[kBins];
   __shared__ std::uint32_t high[kBins];
+  __shared__ HeadEstimate estimates[kMaxGroup];
   __shared__ float units[kMaxGroup];
   const RowPlan plan = args.scratch.plans[blockIdx.z];
-  const TileRange tiles(plan);
-  if (plan.k <= 0 || !tiles.has_block()) return;
+  if (plan.k <= 0 || plan.begin >= plan.end) return;
   const Set set = block_set(args);
-  const HeadEstimate* estimates = args.scratch.estimates + set.first_head;
   SetState& state = args.scratch.states[set.index];
   const std::uint32_t known = state.threshold;
-  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kTileThreads) {
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kBudgetThreads) {
     counts[bin] = low[bin] = high[bin] = 0;
   }
   if (static_cast<int>(threadIdx.x) < set.heads) {
-    units[threadIdx.x] = share_of_unit(estimates[threadIdx.x]) / static_cast<float>(set.heads);
+    const HeadEstimate& mine = args.scratch.estimates[set.first_head + threadIdx.x];
+    estimates[threadIdx.x] = mine;
+    units[threadIdx.x] = share_of_unit(mine) / static_cast<float>(set.heads);
   }
   __syncthreads();
+  const float best = score_of(estimates[0].best);
+  const unsigned first_bin = estimates[0].bin;
 
   const float* scores = args.scores + set.first_head * args.max_tokens;
-  for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
-    const std::int64_t token =
-        std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
-    if (token < plan.begin || token >= plan.end) continue;
-    const std::uint32_t key = ordered_key(set.order[token]);
-    // Before the first pass no bit is known, and shifts stay below 32.
-    if (kShift + 11 < 32 && (key ^ known) / kBins >> kShift != 0) continue;
-    const unsigned bin = (key >> kShift) & (kBins - 1);
-    const float of_value = log_value(args, norms_of(args, plan, set.kv_head, token));
-    float share = 0.0F;
-    for (int h = 0; h < set.heads; ++h) {
-      share += units[h] * weight_of(estimates[h], scores[h * args.max_tokens + token], of_value);
+  Tokens tokens(plan);
+  for (; tokens.any(); tokens.advance()) {
+    const float4 order = tokens.scores(set.order);
+    unsigned bins[kTokensAtOnce];
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      const float score = element(order, i);
+      bins[i] = kBins;  // of no token
+      if (!tokens.eligible(i)) continue;
+      const unsigned step = bin_of_step<kFirstBins>(best, score);
+      if constexpr (kShift == kStepsPass) {
+        bins[i] = step;
+      } else if (step == first_bin) {
+        const std::uint32_t key = ordered_key(score);
+        // Before the first pass by keys no bit is known, and shifts stay below 32.
+        const std::uint32_t differs = kShift + 11 < 32 ? (key ^ known) / kBins >> kShift : 0;
+        if (differs == 0) bins[i] = (key >> kShift) & (kBins - 1);
+      }
+      any = any || bins[i] < kBins;
     }
-    const std::uint64_t mass = in_units(share, kShareUnits);
-    const auto low_part = static_cast<std::uint32_t>(mass & ((1U << kLowShareBits) - 1));
-    const auto high_part = static_cast<std::uint32_t>(mass >> kLowShareBits);
-    atomicAdd(&counts[bin], 1U);
-    atomicAdd(&low[bin], low_part);
-    if (high_part != 0) atomicAdd(&high[bin], high_part);
+    if (!any) continue;
+    TokenNorms norms;
+    norms.load(args, plan, set.kv_head, tokens);
+    float shares[kTokensAtOnce] = {};
+    for (int h = 0; h < set.heads; ++h) {
+      const float4 four = tokens.scores(scores + h * args.max_tokens);
+#pragma unroll
+      for (int i = 0; i < kTokensAtOnce; ++i) {
+        shares[i] += units[h] * weight_of(estimates[h], element(four, i), norms.log_value[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      if (bins[i] == kBins) continue;
+      const std::uint64_t mass = in_units(shares[i], kShareUnits);
+      const auto high_part = static_cast<std::uint32_t>(mass >> kLowShareBits);
+      atomicAdd(&counts[bins[i]], 1U);
+      atomicAdd(&low[bins[i]], static_cast<std::uint32_t>(mass & ((1U << kLowShareBits) - 1)));
+      if (high_part != 0) atomicAdd(&high[bins[i]], high_part);
+    }
   }
   __syncthreads();
   std::uint32_t* all_counts = args.scratch.histogram + set.index * kRadixBins;
   std::uint64_t* all_masses = args.scratch.masses + set.index * kRadixBins;
-  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kTileThreads) {
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kBudgetThreads) {
     if (counts[bin] == 0) continue;
     atomicAdd(&all_counts[bin], counts[bin]);
     add(&all_masses[bin], (std::uint64_t{high[bin]} << kLowShareBits) + low[bin]);
   }
-  if (!last_block(&state.ticket, tiles.count())) return;
+  if (!last_block(&state.ticket, gridDim.x)) return;
   pick_bin<kShift, kBins>(args, static_cast<std::uint64_t>(plan.k), all_counts, all_masses, state,
                           args.scratch.estimates[set.first_head]);
 }
@@ -173,12 +221,14 @@ void enqueue_top_of_budget(const Stage& stage, const Budget& budget) {
   KVTIER_CUDA_CHECK(cudaMemsetAsync(args.scratch.masses, 0,
                                     static_cast<std::size_t>(bins) * sizeof(std::uint64_t),
                                     stage.stream));
-  const dim3 grid = budget_grid(stage.num_tiles(), args.sets, stage);
-  mass_pass<21, 2048><<<grid, kTileThreads, 0, stage.stream>>>(args);
+  const dim3 grid = scan_grid(args.sets, stage);
+  mass_pass<kStepsPass, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  mass_pass<10, 2048><<<grid, kTileThreads, 0, stage.stream>>>(args);
+  mass_pass<21, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  mass_pass<0, 1024><<<grid, kTileThreads, 0, stage.stream>>>(args);
+  mass_pass<10, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+  mass_pass<0, 1024><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

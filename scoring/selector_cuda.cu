@@ -226,8 +226,11 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);
-  if (stage.per_kv_head()) enqueue_combine(stage);
-  if (budget.active) enqueue_estimates(stage, budget);
+  if (budget.active) {
+    enqueue_estimates(stage, budget);
+  } else if (stage.per_kv_head()) {
+    enqueue_combine(stage);
+  }
   if (budget.missed > 0.0) {
     enqueue_top_of_budget(stage, budget);
   } else {

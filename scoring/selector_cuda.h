@@ -122,8 +122,9 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose);
 void enqueue_scores(const Stage& stage);
 /// Writes the combined scores, per KV head.
 void enqueue_combine(const Stage& stage);
-/// Estimates how much attention the tokens have, and finds the least of the fewest best tokens of
-/// every set that the budget wants: instead of `enqueue_top_k` when it has a share.
+/// Estimates how much attention the tokens have, and does what `enqueue_combine` does. Then: finds
+/// the least of the fewest best tokens of every set that the budget wants: instead of
+/// `enqueue_top_k` when it has a share.
 void enqueue_estimates(const Stage& stage, const Budget& budget);
 void enqueue_top_of_budget(const Stage& stage, const Budget& budget);
 /// Finds the least of the k best tokens of every set.
