@@ -4,9 +4,12 @@
 
 #include "services/server/core.h"
 #include "services/server/executor.h"
+#include "services/wire/each_tensor.h"
 #include "tests/fuzz/fuzz.h"
 
+#include <algorithm>
 #include <deque>
+#include <memory>
 #include <string>
 
 namespace {
@@ -22,6 +25,7 @@ constexpr int kLayers = 2;
 constexpr int kKvHeads = 2;
 constexpr int kHeadDim = 64;
 constexpr std::int64_t kTokens = 12;
+constexpr std::size_t kRegionBytes = 8 << 10;
 constexpr std::int64_t kReplyBytes = std::int64_t{1} << 20;
 
 /// Runs what was posted when told.
@@ -65,10 +69,12 @@ CoreOptions options() {
   return options;
 }
 
-/// A service with one session, to which calls without a name go.
+/// A service with one session, to which calls without a name go, and one region of device memory,
+/// to which places without a name do.
 class Service {
  public:
   Service() : core_(options(), queue_) {
+    region_ = caller().tenant->regions().add({shared_, kRegionBytes});
     open();
     fill();
     memory_ = core_.session_memory();
@@ -125,8 +131,9 @@ class Service {
     name_ = response.session().name();
   }
 
-  /// Stores the tokens that the session has at the start of an input.
+  /// Stores the tokens that the session has at the start of an input, and what the region has.
   void fill() {
+    std::fill_n(shared_.get(), kRegionBytes, std::byte{'x'});
     for (int layer = 0; layer < kLayers; ++layer) {
       v1::AppendRequest chunk;
       chunk.set_layer(layer);
@@ -178,8 +185,26 @@ class Service {
     return {response.session().layer_lengths().begin(), response.session().layer_lengths().end()};
   }
 
+  void address(v1::DeviceMemory& place) const {
+    if (place.region().empty()) place.set_region(region_);
+  }
+  /// The places that a request names.
+  template <typename Request>
+  void address_places(Request& request) const {
+    if constexpr (requires { request.has_out_memory(); }) {
+      if (request.has_out_memory()) address(*request.mutable_out_memory());
+      if (request.has_lse_memory()) address(*request.mutable_lse_memory());
+    }
+    if constexpr (requires { each_tensor(request, [](v1::Tensor&) {}); }) {
+      each_tensor(request, [&](v1::Tensor& tensor) {
+        if (tensor.has_memory()) address(*tensor.mutable_memory());
+      });
+    }
+  }
+
   template <typename Request>
   void address(Request& request) const {
+    address_places(request);
     if constexpr (requires { request.session(); }) {
       if (request.session().empty()) request.set_session(name_);
     } else if constexpr (requires { request.names(); }) {
@@ -215,6 +240,10 @@ class Service {
 
   bool dispatch(std::size_t kind, std::string_view bytes);
 
+  // Of the size that is told, so that AddressSanitizer sees what goes beyond it.
+  const std::shared_ptr<std::byte> shared_{new std::byte[kRegionBytes],
+                                           std::default_delete<std::byte[]>()};
+  std::string region_;
   Queue queue_;
   Core core_;
   std::string name_;
