@@ -419,7 +419,7 @@ std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_to
 bool foresees(const SelectRequest& request) {
   return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
          request.max_length > 0 && filter_serves(request) &&
-         plan_chip(request).way != ChipPlan::Way::kNone;
+         (plan_chip(request).way != ChipPlan::Way::kNone || foresees_collisions(request));
 }
 
 bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {

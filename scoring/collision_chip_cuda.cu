@@ -119,7 +119,6 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::uint32_t tables[];
   __shared__ float warp_sums[kPassWarps][kHeads];
-  transfer::cuda::let_next_start();
   const SelectRequest& request = args.request;
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.z);
@@ -139,6 +138,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
     reader.start(request.sketches[query.sequence], started);
   }
   transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
 
   const UsualEntries entries(args.tables, group_index * group + first_head, heads);
   const RowPlan plan = plan_of_row(args, row);
@@ -212,7 +212,6 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) SetShared shared;
-  transfer::cuda::let_next_start();
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
@@ -232,9 +231,10 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   }
   __syncwarp();
   cluster_arrive();
-  transfer::cuda::wait_for_previous();
-
+  // The kernel that scores has let this one start when all before it were done.
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
   if (work.plan.k <= 0) return;  // the whole cluster
   if (threadIdx.x < kValueHeads) {
     shared.windows[threadIdx.x] = {.low = 0,
@@ -285,62 +285,86 @@ bool clusters_fit(CollisionKernel kernel, int clusters, unsigned blocks, int byt
   return active >= clusters;
 }
 
-}  // namespace
+struct CollisionPlan {
+  bool serves = false;
+  CollisionKernel score = nullptr;
+  CollisionKernel choose = nullptr;
+  int quads = 0;
+  CollisionShape shape{};
+  std::size_t choose_bytes = 0;
+};
 
-bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args) {
-  const SelectRequest& request = args.request;
+bool one_set(const SelectRequest& request) {
+  return request.params.selection == Selection::kPerKvHead || request.kv.group() == 1;
+}
+
+CollisionPlan plan_collisions(const SelectRequest& request) {
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const TableShape tables(params);
-  const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  const bool together = one_set(request);
   if (params.estimator != Estimator::kSoftCollision || params.logit_like() || !tables.usual() ||
       (!together && group > kValueHeads)) {
-    return false;
+    return {};
   }
   const int groups = request.kv.kv_heads * request.rows.count;
   // Half of an H200's L2 cache: what is written there is read back at once.
   constexpr std::int64_t kMostBytes = std::int64_t{40} << 20;
-  if (request.max_length * groups * group * std::int64_t{sizeof(float)} > kMostBytes) return false;
-  const CollisionKernel score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
-  const CollisionKernel choose = together ? choose_collisions<1> : choose_collisions<kValueHeads>;
+  if (request.max_length * groups * group * std::int64_t{sizeof(float)} > kMostBytes) return {};
+  CollisionPlan plan{.serves = true,
+                     .score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>,
+                     .choose = together ? choose_collisions<1> : choose_collisions<kValueHeads>,
+                     .quads = (group + kValueHeads - 1) / kValueHeads};
   constexpr int kMostShared = 200 * 1024;
   KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(choose, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared));
+      cudaFuncSetAttribute(plan.choose, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared));
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int quads = (group + kValueHeads - 1) / kValueHeads;
-  CollisionShape shape{.parts = static_cast<unsigned>(
-                           std::max(std::min(processors, kChipParts) / (groups * quads), 1)),
-                       .blocks = kSetBlocks,
-                       .capacity = 0,
-                       .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
+  CollisionShape& shape = plan.shape;
+  shape.parts =
+      static_cast<unsigned>(std::max(std::min(processors, kChipParts) / (groups * plan.quads), 1));
+  shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
   const std::int64_t units = (request.max_length + kChipUnit - 1) / kChipUnit;
-  std::int64_t shared = 0;
   const auto resize = [&](unsigned blocks) {
     shape.blocks = blocks;
     const std::int64_t capacity = (units + blocks - 1) / blocks * kChipUnit;
     constexpr std::int64_t kMostTokens = 65535;  // counts have 16 bits
     shape.capacity = static_cast<int>(std::min(capacity, kMostTokens + 1));
-    shared = capacity * (together ? 5 : 1) + static_cast<std::int64_t>(sizeof(SetExchange));
-    return shared <= kMostShared && capacity <= kMostTokens;
+    plan.choose_bytes =
+        static_cast<std::size_t>(capacity) * (together ? 5 : 1) + sizeof(SetExchange);
+    return plan.choose_bytes <= kMostShared && capacity <= kMostTokens;
   };
-  if (!resize(kSetBlocks)) return false;
+  if (!resize(kSetBlocks)) return {};
   // Fewer blocks where not all clusters run at a time, as long as they have room.
   while (shape.blocks > 2 &&
-         !clusters_fit(choose, groups, shape.blocks, static_cast<int>(shared))) {
+         !clusters_fit(plan.choose, groups, shape.blocks, static_cast<int>(plan.choose_bytes))) {
     const unsigned blocks = shape.blocks;
     if (resize(blocks / 2)) continue;
     resize(blocks);
     break;
   }
+  return plan;
+}
+
+}  // namespace
+
+bool foresees_collisions(const SelectRequest& request) {
+  return one_set(request) && plan_collisions(request).serves;
+}
+
+bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args) {
+  const SelectRequest& request = args.request;
+  const CollisionPlan plan = plan_collisions(request);
+  if (!plan.serves) return false;
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto rows = static_cast<unsigned>(request.rows.count);
+  const CollisionShape& shape = plan.shape;
   constexpr int kScoreBytes = kPairWords * 4;
-  const dim3 scorers(static_cast<unsigned>(quads) * shape.parts, rows, heads);
-  transfer::cuda::launch_overlapping(stream, score, scorers, kPassThreads, std::size_t{kScoreBytes},
-                                     args, shape);
-  transfer::cuda::launch_overlapping_clusters(stream, choose, dim3(heads * shape.blocks, rows),
-                                              shape.blocks, kSetThreads,
-                                              static_cast<std::size_t>(shared), args, shape);
+  const dim3 scorers(static_cast<unsigned>(plan.quads) * shape.parts, rows, heads);
+  transfer::cuda::launch_overlapping(stream, plan.score, scorers, kPassThreads,
+                                     std::size_t{kScoreBytes}, args, shape);
+  transfer::cuda::launch_overlapping_clusters(stream, plan.choose, dim3(heads * shape.blocks, rows),
+                                              shape.blocks, kSetThreads, plan.choose_bytes, args,
+                                              shape);
   return true;
 }
 

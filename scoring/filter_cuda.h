@@ -85,6 +85,8 @@ struct FilterArgs {
 [[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
 /// The same for soft collisions of which all values fit in L2 (collision_chip_cuda.cu).
 [[nodiscard]] bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args);
+/// `foresees` (foresight.h) for these.
+[[nodiscard]] bool foresees_collisions(const SelectRequest& request);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);
