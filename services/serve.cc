@@ -166,6 +166,8 @@ ServerOptions server_options(const ServeCommand& command) {
   }
   core.models.memory.tiers = remote_tiers(command);
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
+  core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
+  core.models.memory.hot_rows = command.hot_rows;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
 }
@@ -275,6 +277,13 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_remote_tiers(*app, command);
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  add("--hot-memory-mib", command.hot_memory_mib,
+      "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none")
+      ->check(CLI::Range(0, 1 << 24))
+      ->capture_default_str();
+  add("--hot-rows", command.hot_rows, "Of these, rows per KV head of a session's layer")
+      ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
       ->check(CLI::Range(1, 1 << 20))

@@ -94,6 +94,23 @@ void add_prefixes(const Stats& stats, Families& families) {
                  static_cast<double>(stats.snapshot.prefix_tokens));
 }
 
+void add_hot_rows(const Stats& stats, Families& families) {
+  const std::string help =
+      "Selected rows looked for among those on the device: hit, miss; of these kept there: "
+      "admission; in the place of another: eviction.";
+  const auto count = [&](const char* event, std::uint64_t rows) {
+    families.counter("kvtier_hot_rows_total", help, number(rows), {{"event", event}});
+  };
+  count("hit", stats.cumulative.hot_hits);
+  count("miss", stats.cumulative.hot_misses);
+  count("admission", stats.cumulative.hot_admissions);
+  count("eviction", stats.cumulative.hot_evictions);
+  families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
+                 static_cast<double>(stats.snapshot.hot_bytes), {{"tier", "engine_hot_rows"}});
+  families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
+                 static_cast<double>(stats.snapshot.hot_bytes_used), {{"tier", "engine_hot_rows"}});
+}
+
 void add_times(const LatencyHistogram& times, const Labels& labels, Families& families) {
   families.histogram("kvtier_tier_operation_seconds", "Time of calls to a tier.",
                      duration_buckets(), times.counts, number(times.nanoseconds) / 1e9, labels);
@@ -283,6 +300,7 @@ void add_core_metrics(const Core& core, Families& families) {
   add_memory(stats.snapshot(), families);
   const Stats engines = core.engine_stats();
   add_prefixes(engines, families);
+  add_hot_rows(engines, families);
   add_tiers(engines, families);
   add_page_cache(stats.page_cache(), families);
   add_tenants(core, families);

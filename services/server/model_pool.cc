@@ -65,6 +65,10 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.prefix_tokens_asked += from.prefix_tokens_asked;
   to.prefix_tokens_attached += from.prefix_tokens_attached;
   to.prefix_tokens_evicted += from.prefix_tokens_evicted;
+  to.hot_hits += from.hot_hits;
+  to.hot_misses += from.hot_misses;
+  to.hot_admissions += from.hot_admissions;
+  to.hot_evictions += from.hot_evictions;
 }
 
 void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
@@ -78,6 +82,8 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_shared += from.pages_shared;
   to.pages_away += from.pages_away;
   to.prefix_tokens += from.prefix_tokens;
+  to.hot_bytes += from.hot_bytes;
+  to.hot_bytes_used += from.hot_bytes_used;
 }
 
 /// Adds what an engine has asked of its tiers, which are those of all engines in the same order.

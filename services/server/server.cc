@@ -250,8 +250,9 @@ class Server::Impl {
     add_core_metrics(core_, families);
     add_plane_metrics(started_ ? data_plane_.get() : nullptr, core_.tenants(), families);
     const CoreOptions& core = options_.core;
+    const MemoryConfig& memory = core.models.memory;
     const std::size_t engines =
-        core.models.max_models * (core.models.memory.host_bytes + core.models.memory.device_bytes);
+        core.models.max_models * (memory.host_bytes + memory.device_bytes + memory.hot_bytes);
     families.gauge("kvtier_memory_budget_bytes",
                    "Memory that the options let the process take, that of devices included.",
                    static_cast<double>(engines + kGrpcMemory) +
