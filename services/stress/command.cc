@@ -80,6 +80,12 @@ void add_stress(CLI::App& program, StressCommand& command) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
+  app.add_option("--hot-rows", options.hot_rows,
+                 "Fetched rows kept on the GPU per KV head, layer and sequence; 0: none")
+      ->capture_default_str();
+  app.add_option("--overlap", options.step_overlap,
+                 "Share of the best tokens at N/33 that successive steps have in common (default: "
+                 "as in the recorded trace)");
   app.add_flag("--compare-dense", options.compare_dense,
                "Measure dense attention over one layer's KV on the device as well");
   app.add_option("--json", command.json, "Write the report to this file");

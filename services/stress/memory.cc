@@ -55,6 +55,18 @@ std::size_t table_bytes(const StressOptions& options) {
   return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
 }
 
+/// Bytes of the hot rows of a run: sets of 32 rows, each with 8 bytes that say what it is, and 8 of
+/// the set.
+std::size_t hot_bytes(const StressOptions& options) {
+  if (options.hot_rows == 0) return 0;
+  constexpr std::int64_t kSetRows = 32;
+  constexpr std::size_t kAlign = 256;
+  const ModelConfig model = options.model();
+  const auto sets = static_cast<std::size_t>(ceil_div(options.hot_rows, kSetRows) * model.kv_heads);
+  const std::size_t layer = sets * (kSetRows * (row_bytes(model) + 8) + 8) + kAlign;
+  return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
+}
+
 Config base_config(const StressOptions& options) {
   Config config;
   config.model = options.model();
@@ -132,7 +144,11 @@ Config engine_config(const StressOptions& options, const MemoryNeed& need) {
   // Half of the budget bounds the workspace, so a small model's budget is twice that.
   config.memory.device_bytes =
       options.device_budget.value_or(std::max(need.sketches + need.workspace, 2 * need.workspace));
-  if (options.device_budget) config.memory.device_bytes -= need.tables + need.dense;
+  if (options.device_budget) config.memory.device_bytes -= need.tables + need.hot + need.dense;
+  if (need.hot > 0) {
+    config.memory.hot_bytes = need.hot;
+    config.memory.hot_rows = options.hot_rows;
+  }
   return config;
 }
 
@@ -158,6 +174,7 @@ MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
     need.workspace =
         std::min(need.workspace, workspace_bytes(options, options.device_budget, backend));
   }
+  if (backend == Backend::kCuda) need.hot = hot_bytes(options);  // else rows are read in place
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + layer_page_bytes(options) + layer_sketch_bytes(options);
   }
@@ -204,6 +221,7 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +
       line("workspace", need.workspace, "scores and staged rows of one step, on the device") +
       line("tables", need.tables, "page tables, first and last tokens, on the device");
+  if (need.hot > 0) text += line("hot rows", need.hot, "fetched rows that stay on the device");
   if (need.dense > 0) {
     text += line("dense", need.dense, "one layer's KV and a workspace again, on the device");
   }

@@ -193,7 +193,8 @@ class GroupRanking {
 
 }  // namespace
 
-Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source, int threads) {
+Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source, int threads,
+                            std::optional<double> per_33) {
   constexpr std::int64_t kSample = 16384;
   constexpr int kPairs = 24;
   const std::int64_t dim = shape.head_dim;
@@ -226,12 +227,14 @@ Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& sour
     }
   }
   found.drift.norm = kTraceLogitSpread / (spread / static_cast<double>(pairs.size()));
+  const double wanted = per_33.value_or(kTraceOverlap.per_100 + kTraceOverlap.per_33);
   double low = 0.0;
   double high = 1.0;
   for (int i = 0; i < 12; ++i) {
     const double middle = 0.5 * (low + high);
-    const double found_sum = mean_overlap(pairs, middle, 100.0) + mean_overlap(pairs, middle, 33.0);
-    (found_sum < kTraceOverlap.per_100 + kTraceOverlap.per_33 ? low : high) = middle;
+    double reached = mean_overlap(pairs, middle, 33.0);
+    if (!per_33) reached += mean_overlap(pairs, middle, 100.0);
+    (reached < wanted ? low : high) = middle;
   }
   found.drift.correlation = high;
   found.overlap = {.per_100 = mean_overlap(pairs, high, 100.0),

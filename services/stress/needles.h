@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 namespace kvtier::services {
 
@@ -24,10 +25,11 @@ struct Calibration {
   StepOverlap overlap;  ///< Reached on the sample.
 };
 
-/// Finds the drift with which queries overlap from step to step (the sum of both overlaps), and
-/// spread over keys, as in the recorded trace: by bisection on a sample of layer 0's keys.
+/// Finds the drift with which queries overlap from step to step (the sum of both overlaps; given
+/// one, that at N/33), and spread over keys as in the recorded trace: by bisection on a sample of
+/// layer 0's keys.
 [[nodiscard]] Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source,
-                                          int threads);
+                                          int threads, std::optional<double> per_33 = {});
 
 struct NeedleRequest {
   int sequence = 0;

@@ -41,6 +41,10 @@ struct StressOptions {
   std::uint64_t seed = 0;
   Backend backend = Backend::kAuto;
   bool compare_dense = false;
+  int hot_rows = 0;  ///< Kept on the device per KV head, layer and sequence; 0: none.
+  /// Share of the best tokens at N/33 that successive steps are to have in common; left out: the
+  /// overlaps of the recorded trace.
+  std::optional<double> step_overlap;
 
   /// Left out: what the run needs.
   std::optional<std::size_t> device_budget;

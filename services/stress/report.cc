@@ -35,6 +35,8 @@ struct Figures {
   double device_to_host = kNaN;
   double sketches = kNaN;
   double resident = kNaN;
+  double hot_share = kNaN;      // of the rows that were looked for
+  double hot_evictions = kNaN;  // a step
   double ingest = kNaN;
 };
 
@@ -53,6 +55,9 @@ Figures figures_of(const StressOptions& options, const StressReport& report) {
   f.device_to_host = rate(report.moved.bytes_device_to_host);
   f.sketches = rate(report.moved.bytes_sketch_read);
   f.resident = rate(report.moved.bytes_device_resident);
+  const auto hits = static_cast<double>(report.moved.hot_hits);
+  f.hot_share = ratio(hits, hits + static_cast<double>(report.moved.hot_misses));
+  f.hot_evictions = ratio(static_cast<double>(report.moved.hot_evictions), steps);
   f.ingest = ratio(report.ingested_bytes, report.append_seconds);
   return f;
 }
@@ -94,6 +99,14 @@ void write_decode(std::ostream& out, const StressOptions& options, const StressR
              "read %.2f GB/s, rows on the device %.2f GB/s",
              f.host_to_device / 1e9, f.device_to_host / 1e9, f.sketches / 1e9, f.resident / 1e9)
       << '\n';
+  if (options.hot_rows > 0) {
+    out << (report.memory.hot_bytes > 0
+                ? format("hot      %.3f of the selected rows were on the device, %.0f more a step "
+                         "were put there in the place of others",
+                         f.hot_share, f.hot_evictions)
+                : std::string("hot      no rows are kept: this backend reads them where they are"))
+        << '\n';
+  }
   if (report.needles > 0) {
     out << format("needles  %lld of %lld selected (%.4f)",
                   static_cast<long long>(report.needles_found),
@@ -199,6 +212,13 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
       {"rows_selected", report.moved.rows_selected},
       {"rows_attended", report.moved.rows_attended},
       {"selected_overlap", number(report.selected_overlap)},
+      {"hot",
+       {{"rows", options.hot_rows},
+        {"share", number(f.hot_share)},
+        {"hits", report.moved.hot_hits},
+        {"misses", report.moved.hot_misses},
+        {"evictions", report.moved.hot_evictions},
+        {"bytes", memory.hot_bytes}}},
       {"drift",
        {{"query_correlation", calibration.drift.correlation},
         {"query_norm", calibration.drift.norm},

@@ -39,6 +39,9 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& more) {
   to.bytes_device_to_host += more.bytes_device_to_host;
   to.bytes_device_resident += more.bytes_device_resident;
   to.bytes_sketch_read += more.bytes_sketch_read;
+  to.hot_hits += more.hot_hits;
+  to.hot_misses += more.hot_misses;
+  to.hot_evictions += more.hot_evictions;
 }
 
 /// Sums of a mean.
@@ -137,7 +140,8 @@ void StressRun::make_source(int sequence, int layer) {
   std::vector<LayerSource>& sources = sources_[static_cast<std::size_t>(sequence)];
   sources.emplace_back(shape, sequence, layer, noise_);
   if (sequence == 0 && layer == 0) {
-    report_.calibration = calibrate_drift(shape, sources.back(), num_threads());
+    report_.calibration =
+        calibrate_drift(shape, sources.back(), num_threads(), options_.step_overlap);
   }
   const NeedleRequest request{.sequence = sequence,
                               .layer = layer,

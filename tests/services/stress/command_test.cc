@@ -39,17 +39,19 @@ TEST_F(StressCommandTest, ListsItsOptions) {
   for (const char* option :
        {"--preset", "--tokens", "--layers", "--kv-heads", "--query-heads", "--head-dim", "--batch",
         "--k", "--device-budget", "--host-budget", "--estimator", "--bits", "--steps", "--seed",
-        "--backend", "--json", "--compare-dense"}) {
+        "--backend", "--json", "--compare-dense", "--hot-rows", "--overlap"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
 
 TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
-  const CliResult result = run({"--json", file("a.json").string(), "--compare-dense"});
+  const CliResult result =
+      run({"--json", file("a.json").string(), "--compare-dense", "--hot-rows", "64"});
   ASSERT_EQ(result.code, 0) << result.err;
 
   for (const char* line : {"shape    4096 tokens, 2 layer(s)", "tokens per second", "needles  ",
-                           "overlap  ", "links    ", "memory   host pages", "dense    "}) {
+                           "overlap  ", "links    ", "memory   host pages", "dense    ",
+                           "hot      no rows are kept: this backend reads them where they are"}) {
     EXPECT_THAT(result.out, HasSubstr(line));
   }
   const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
@@ -72,6 +74,9 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
     EXPECT_GE(json["step_seconds"][time], before) << time;
     before = json["step_seconds"][time];
   }
+  EXPECT_EQ(json["hot"]["rows"], 64);
+  EXPECT_TRUE(json["hot"]["share"].is_null());
+  EXPECT_EQ(json["hot"]["bytes"], 0);
   EXPECT_GT(json["links"]["host_to_device_bytes_per_second"], 0.0);
   EXPECT_GT(json["dense"]["layer_seconds"]["p50"], 0.0);
   EXPECT_GT(json["dense"]["output_error"], 0.0);

@@ -136,6 +136,12 @@ TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
   EXPECT_NEAR(spread / (8 * kSteps), kTraceLogitSpread, 0.6);
 }
 
+TEST_P(StressNeedles, DriftOverlapsAsAskedFor) {
+  const SyntheticShape shape = small_shape(GetParam());
+  const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
+  EXPECT_NEAR(calibrate_drift(shape, source, 2, 0.8).overlap.per_33, 0.8, 0.01);
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, StressNeedles, ::testing::Values(1, 2, 3));
 
 TEST(StressNeedlesEdges, PlantNoneWithoutRoomOrWhenInterrupted) {
