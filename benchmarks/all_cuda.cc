@@ -77,6 +77,8 @@ void steps(Run& run) {
   for (const std::int64_t tokens : {128 * K, M}) {
     cases.push_back({.tokens = tokens, .retrieval = norm_aware(256, 2048), .recall = 0.99});
   }
+  run.attempt("hot_step", {{"tokens", M}},
+              [&] { bench_hot_step(run, {.tokens = M, .retrieval = norm_aware(256, 2048)}); });
   // Other shapes: eight sequences, no groups, groups of eight.
   cases.push_back({.tokens = 128 * K, .batch = 8, .retrieval = norm_aware(256, 2048)});
   cases.push_back({.tokens = 128 * K, .batch = 8, .retrieval = soft_collision(0, 33)});

@@ -35,10 +35,19 @@ struct StepCase {
   bool dense = false;
   KvPlacement placement = KvPlacement::kDevice;
   RetrievalConfig retrieval{};
-  double recall = 0.0;  ///< A recall target; `retrieval` says the most rows then.
-  bool stages = false;  ///< Adds the time of each kernel.
+  double recall = 0.0;                  ///< A recall target; `retrieval` says the most rows then.
+  bool stages = false;                  ///< Adds the time of each kernel.
+  std::int64_t replayed_tokens = 1000;  ///< Room for them; replays past it drop theirs.
+  /// Hot rows per KV head of the step below, and the share of the rows selected that it is to find
+  /// among them.
+  int hot_rows = 4096;
+  double hot_share = 0.8;
 };
 void bench_decode_step(Run& run, const StepCase& step);
+/// One layer's step with pages on the host and hot rows, of one sequence: queries go round a circle
+/// in as many steps as make the share of rows found the one wanted. Beside it, steps of which every
+/// row is found, which differ by the fetching alone, and the same steps with pages on the device.
+void bench_hot_step(Run& run, const StepCase& step);
 
 /// Append of new tokens: pack, store, sketch, and the length.
 void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacement placement);
