@@ -1,6 +1,7 @@
 #include "attention/flash_decode_kernels.h"
 #include "attention/flash_decode_simd.h"
 #include "transfer/float16.h"
+#include "transfer/page_rows.h"
 #include "transfer/parallel.h"
 
 #include <algorithm>
@@ -164,7 +165,11 @@ void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t re
   const bool together = source == nullptr || source->hold(sequence_index, tokens);
   for (const std::int64_t& token : tokens) {
     if (!together) (void)source->hold(sequence_index, {&token, 1});
-    widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, token), width, to);
+    if (kv.float8_pages) {
+      transfer::cpu::read_row(kv, sequence, resident_begin, kv_head, token, to);
+    } else {
+      widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, token), width, to);
+    }
     to += width;
   }
 }

@@ -66,6 +66,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->device_bytes = d.memory.device_bytes;
   config->host_bytes = d.memory.host_bytes;
   config->placement = static_cast<kvtier_placement>(d.memory.placement);
+  config->page_format = static_cast<kvtier_page_format>(d.memory.page_format);
   config->page_tokens = d.memory.page_tokens;
   config->max_session_tokens = d.memory.max_session_tokens;
   config->max_batch_rows = d.memory.max_batch_rows;

@@ -53,7 +53,12 @@ EngineState::EngineState(const Config& config_in)
         .sink_capacity = on_host ? config.retrieval.sink_tokens : 0,
         .recent_capacity =
             on_host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
-        .dtype = config.model.kv_dtype};
+        .dtype = config.model.kv_dtype,
+        .float8_pages = config.memory.page_format == PageFormat::kFloat8};
+  if (kv.float8_pages && device->backend() == Backend::kCuda) {
+    throw Error(ErrorCode::kUnimplemented,
+                "memory.page_format: expected kModel on CUDA, found kFloat8");
+  }
   config.retrieval.top_k = static_cast<int>(
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
@@ -385,7 +390,8 @@ Stats EngineState::stats() const {
   Stats::Cumulative& sum = stats.cumulative;
   sum.tokens_appended = tokens_appended.load(std::memory_order_relaxed);
   sum.queries = query_tokens.load(std::memory_order_relaxed);
-  const auto row_bytes = static_cast<std::uint64_t>(kv.row_bytes());
+  const auto row_bytes = static_cast<std::uint64_t>(kv.page_bytes()) /
+                         static_cast<std::uint64_t>(kv.kv_heads * kv.page_tokens);
   for (std::size_t i = 0; i <= sketches.size(); ++i) {
     transfer::StepFlags& step = *step_flags(i);
     const std::uint64_t fetched = load(step.rows_fetched_host);
@@ -393,7 +399,7 @@ Stats EngineState::stats() const {
     sum.rows_selected += load(step.rows_selected);
     sum.rows_attended += fetched + resident;
     sum.bytes_host_to_device += fetched * row_bytes;
-    sum.bytes_device_resident += resident * row_bytes;
+    sum.bytes_device_resident += resident * static_cast<std::uint64_t>(kv.row_bytes());
     if (i < sketches.size()) {
       sum.bytes_sketch_read +=
           load(step.tokens_scored) * static_cast<std::uint64_t>(sketches[i].geometry.token_bytes());

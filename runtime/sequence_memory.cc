@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "runtime/hot_rows.h"
+#include "transfer/page_rows.h"
 
 #include <algorithm>
 #include <cassert>
@@ -145,6 +146,10 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     // The ring is empty: its first token becomes the smaller of this and the length.
     stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
     set_length(stream, layer);
+    if (kv.float8_pages) {
+      read_sinks(stream, layer, sinks);
+      continue;
+    }
     for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
       for (std::int64_t token = 0; token < sinks; token += kv.page_tokens) {
         const std::int64_t count = std::min<std::int64_t>(kv.page_tokens, sinks - token);
@@ -156,6 +161,20 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     }
   }
   stream.copy(runs);
+}
+
+void SequenceMemory::read_sinks(transfer::Stream& stream, const LayerState& layer,
+                                std::int64_t tokens) const {
+  assert(engine_.device->backend() == Backend::kCpu);
+  stream.run([kv = engine_.kv, view = layer.view, tokens] {
+    for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
+      for (std::int64_t token = 0; token < tokens; ++token) {
+        transfer::cpu::read_page_row(
+            kv, view.pages[token / kv.page_tokens], head, token,
+            view.sink_rows + (head * kv.sink_capacity + token) * kv.row_bytes());
+      }
+    }
+  });
 }
 
 void SequenceMemory::release(transfer::Stream& stream) {

@@ -2,7 +2,7 @@
 
 #include "scoring/simd_math.h"
 #include "scoring/top_k_cpu.h"
-#include "transfer/row_convert.h"
+#include "transfer/page_rows.h"
 #include "transfer/simd.h"
 
 #include <algorithm>
@@ -31,14 +31,13 @@ double log_of_always(const BudgetedGroup& group, int head) {
   const std::int64_t query_head = std::int64_t{group.kv_head} * kv.group() + head;
   const float* query =
       group.request.queries + (group.row * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
-  std::vector<float> key(static_cast<std::size_t>(kv.head_dim));
+  std::vector<float> row(static_cast<std::size_t>(2 * kv.head_dim));
   double sum = kNone;
   const auto add = [&](std::int64_t token) {
-    const std::byte* row = row_address(kv, sequence, resident_begin, group.kv_head, token);
-    (void)transfer::cpu::convert_to_float(row, kv.dtype, key.data(), kv.head_dim);
+    transfer::cpu::read_row(kv, sequence, resident_begin, group.kv_head, token, row.data());
     double logit = 0.0;
-    for (std::size_t x = 0; x < key.size(); ++x) {
-      logit += static_cast<double>(query[x]) * static_cast<double>(key[x]);
+    for (std::size_t x = 0; x < row.size() / 2; ++x) {
+      logit += static_cast<double>(query[x]) * static_cast<double>(row[x]);
     }
     logit *= static_cast<double>(group.request.params.logit_scale);
     if (std::isfinite(logit)) sum = log_add(sum, logit);

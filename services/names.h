@@ -34,6 +34,9 @@ inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHos
      {"driver", HostAllocation::kDriver},
      {"numa_node", HostAllocation::kNumaNode}}};
 
+inline constexpr std::array<std::pair<std::string_view, PageFormat>, 2> kPageFormatNames{
+    {{"model", PageFormat::kModel}, {"fp8", PageFormat::kFloat8}}};
+
 inline constexpr std::array<std::pair<std::string_view, PlaneKind>, 2> kPlaneKindNames{
     {{"gaussian", PlaneKind::kGaussian}, {"orthogonal", PlaneKind::kOrthogonal}}};
 

@@ -93,6 +93,7 @@ Config engine_config(const Trace& trace, const ReplayOptions& options,
 
   const std::int64_t layers = config.model.layers;
   const std::int64_t pages = trace.tokens() / config.memory.page_tokens + 1;
+  config.memory.page_format = options.page_format;
   const std::int64_t page_bytes =
       trace.kv_heads() * config.memory.page_tokens * trace.head_dim() * 4;
   config.memory.host_bytes = static_cast<std::size_t>(layers * pages * page_bytes);

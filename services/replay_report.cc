@@ -164,6 +164,7 @@ std::string to_json(const Trace& trace, const ReplayOptions& options, const Repl
                            {"kv_heads", trace.kv_heads()},
                            {"head_dim", trace.head_dim()}}},
                          {"backend", name_of(kBackendNames, report.backend)},
+                         {"kv_dtype", name_of(kPageFormatNames, options.page_format)},
                          {"steps_replayed", report.steps},
                          {"sink_tokens", options.grid.sink},
                          {"recent_tokens", options.grid.window},

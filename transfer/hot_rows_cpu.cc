@@ -1,4 +1,5 @@
 #include "transfer/hot_rows_kernels.h"
+#include "transfer/page_rows.h"
 #include "transfer/parallel.h"
 
 #include <algorithm>
@@ -70,7 +71,7 @@ class HeadGather {
   void look_for(const Missing& row) {
     if (row_is_resident(geometry_, resident_begin_, row.token)) {
       ++totals_.resident;
-      return copy(row.staged, page_row(row.token));
+      return read(row);
     }
     if (sets_.empty()) return fetch(row);
     const int set = hot_set(row.token, gather_.shape.num_sets);
@@ -100,7 +101,7 @@ class HeadGather {
 
   void fetch(const Missing& row) {
     ++totals_.fetched;
-    copy(row.staged, page_row(row.token));
+    read(row);
   }
   void tell() const {
     StepFlags* const flags = gather_.flags;
@@ -113,8 +114,8 @@ class HeadGather {
     count(flags, &StepFlags::hot_evictions, totals_.evictions);
   }
 
-  [[nodiscard]] const std::byte* page_row(std::int64_t token) const {
-    return row_address(geometry_, sequence_, resident_begin_, head_, token);
+  void read(const Missing& row) const {
+    cpu::read_row(geometry_, sequence_, resident_begin_, head_, row.token, row.staged);
   }
   [[nodiscard]] std::byte* slot(std::int64_t set, int way) const {
     return slots_ + (set * kSetWays + way) * geometry_.row_bytes();

@@ -1,3 +1,4 @@
+#include "transfer/page_rows.h"
 #include "transfer/parallel.h"
 #include "transfer/row_convert.h"
 #include "transfer/rows_kernels.h"
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <vector>
 
 namespace kvtier::transfer {
 namespace {
@@ -79,22 +81,22 @@ void store_item(const KvGeometry& geometry, const AppendItem& item, const std::b
   const std::int64_t ring_begin = length + stored - geometry.recent_capacity;
 
   const auto body = [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::byte> kept(bytes);
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t token = length + i;
       const std::byte* row = packed + (item.packed_offset + i) * geometry.kv_heads * row_bytes;
       auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]);
       const bool in_ring = token >= ring_begin;
       for (std::int64_t head = 0; head < geometry.kv_heads; ++head, row += row_bytes) {
-        const std::int64_t in_page = head * geometry.page_tokens + token % geometry.page_tokens;
-        std::memcpy(page + in_page * row_bytes, row, bytes);
+        cpu::store_page_row(geometry, page, head, token, row, kept.data());
         if (token < geometry.sink_capacity) {
-          std::memcpy(sequence.sink_rows + (head * geometry.sink_capacity + token) * row_bytes, row,
-                      bytes);
+          std::memcpy(sequence.sink_rows + (head * geometry.sink_capacity + token) * row_bytes,
+                      kept.data(), bytes);
         }
         if (in_ring) {
           const std::int64_t slot = token % geometry.recent_capacity;
           std::memcpy(sequence.recent_rows + (head * geometry.recent_capacity + slot) * row_bytes,
-                      row, bytes);
+                      kept.data(), bytes);
         }
       }
     }
@@ -167,9 +169,8 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, con
       const std::int64_t last = std::min(first + kGatherBlock, lane.rows);
       for (std::int64_t i = first; i < last; ++i) {
         const std::int64_t token = lane.ids[i];
-        std::memcpy(lane.staged + i * row_bytes,
-                    row_address(geometry, lane.sequence, lane.resident_begin, head, token),
-                    static_cast<std::size_t>(row_bytes));
+        cpu::read_row(geometry, lane.sequence, lane.resident_begin, head, token,
+                      lane.staged + i * row_bytes);
         const bool kept = token < geometry.sink_capacity ||
                           (geometry.recent_capacity > 0 && token >= lane.resident_begin);
         if (kept || pages_on_device) ++resident;

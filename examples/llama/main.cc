@@ -20,6 +20,7 @@ struct Arguments {
   std::string model, tasks, json, logits, prompt, task, trace;
   std::string backend = "auto";
   std::string matmul = "cpu";
+  std::string kv_dtype = "model";
   std::string cuda_libs;
   std::string plane_kind;
   EvalOptions eval;
@@ -50,6 +51,9 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
                  "Folder of this program alone for pages that find no room in memory");
+  app.add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16) or fp8")
+      ->check(CLI::IsMember({"model", "fp8"}))
+      ->capture_default_str();
   app.add_option("--memcached", runtime.remote.memcached,
                  "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
       ->delimiter(',');
@@ -163,6 +167,11 @@ std::unique_ptr<Compute> make_compute(Arguments& a) {
     throw Error(ErrorCode::kInvalidArgument,
                 "--disk-cache, --memcached, --redis: expected none with --kv, found " +
                     (runtime.disk_cache.empty() ? std::string("servers") : runtime.disk_cache));
+  }
+  if (a.kv_dtype == "fp8") runtime.page_format = PageFormat::kFloat8;
+  if (a.kv_dtype != "model" && !runtime.kv.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--kv-dtype: expected model with --kv, found " + a.kv_dtype);
   }
   if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
   if (!runtime.kv.empty()) {

@@ -204,6 +204,7 @@ Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
   const std::int64_t scores = padded * config.memory.max_batch_rows * model.query_heads * 16;
   const std::int64_t device_bytes = 2 * padded * heads * sketch_bytes + scores;
   constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  config.memory.page_format = runtime.page_format;
   config.memory.max_session_tokens = tokens;
   config.memory.host_bytes =
       mebibytes(runtime.host_mib > 0 ? runtime.host_mib : host_bytes / kMiB + 1);

@@ -18,7 +18,8 @@ struct RuntimeOptions {
   std::int64_t host_mib = 0;  ///< Page pool; 0: what the session needs.
   /// Of the pages that the session needs, those that host memory holds: "50%"; empty: all.
   std::string host_budget;
-  std::string disk_cache;       ///< Folder of the others.
+  std::string disk_cache;  ///< Folder of the others.
+  PageFormat page_format = PageFormat::kModel;
   RemoteTiersConfig remote;     ///< Servers that keep copies of these.
   std::int64_t device_mib = 0;  ///< Sketches and workspaces; 0: what the session needs.
   int threads = 0;              ///< Of the decoder's own arithmetic; 0: all.

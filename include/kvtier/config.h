@@ -134,6 +134,16 @@ enum class KvPlacement : std::uint8_t {
   kDevice,  ///< Device memory, when all of it fits; rows are read in place.
 };
 
+/// How rows lie in pages, in every tier.
+enum class PageFormat : std::uint8_t {
+  kModel,  ///< As `ModelConfig::kv_dtype` says.
+  /// fp8 (e4m3), with a power of two in fp32 for each row's keys and one for its values: half of
+  /// the memory and 8 bytes. Rows are rounded as they are appended, and read as bf16, which
+  /// `kv_dtype` has to be; sketches are those of what was given. On the CPU backend only as yet
+  /// (`kUnimplemented`).
+  kFloat8,
+};
+
 /// How the page pool's pinned memory is obtained on the CUDA backend; the CPU backend has one way
 /// only. Which is the fastest to read depends on the machine: `kvtier calibrate` measures it.
 enum class HostAllocation : std::uint8_t {
@@ -162,6 +172,7 @@ struct MemoryConfig {
   /// Size of the page pool. Pinned on the CUDA backend.
   std::size_t host_bytes = 1 * GiB;
   KvPlacement placement = KvPlacement::kHost;
+  PageFormat page_format = PageFormat::kModel;
   int page_tokens = 64;  ///< 16, 32, 64, 128 or 256.
   /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 16 bytes
   /// per page and layer, and the score workspace.

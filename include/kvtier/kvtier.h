@@ -90,6 +90,11 @@ typedef enum kvtier_layer_mode {
 
 typedef enum kvtier_placement { KVTIER_PLACE_HOST = 0, KVTIER_PLACE_DEVICE = 1 } kvtier_placement;
 
+typedef enum kvtier_page_format {
+  KVTIER_PAGES_MODEL = 0,
+  KVTIER_PAGES_FLOAT8 = 1
+} kvtier_page_format;
+
 typedef enum kvtier_host_allocation {
   KVTIER_ALLOCATE_AUTO = 0,
   KVTIER_ALLOCATE_MANAGED = 1,
@@ -181,6 +186,7 @@ typedef struct kvtier_config {
   uint64_t hot_bytes; /* 0: no hot rows */
   int32_t hot_rows;
   kvtier_hot_policy hot_policy;
+  kvtier_page_format page_format;
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */

@@ -214,8 +214,7 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
   const std::size_t sketch = sketch_token_bytes(options) / static_cast<std::size_t>(model.kv_heads);
   std::string text =
       line("KV, host", need.pages,
-           shape + std::to_string(row_bytes(model)) + " B" + times +
-               ", in whole pages (16 bit; rows of 8 bit do not exist yet)") +
+           shape + std::to_string(row_bytes(model)) + " B" + times + ", in whole pages (16 bit)") +
       line("data, host", need.source, "generator, and chunks on their way into the cache") +
       line("sketches", need.sketches,
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +

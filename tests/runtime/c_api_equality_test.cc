@@ -294,6 +294,7 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.host_bytes, d.memory.host_bytes);
   EXPECT_EQ(c.placement, KVTIER_PLACE_HOST);
   EXPECT_EQ(c.page_tokens, d.memory.page_tokens);
+  EXPECT_EQ(c.page_format, KVTIER_PAGES_MODEL);
   EXPECT_EQ(c.max_session_tokens, d.memory.max_session_tokens);
   EXPECT_EQ(c.max_batch_rows, d.memory.max_batch_rows);
   EXPECT_EQ(c.staging_rows, d.memory.staging_rows);

@@ -332,6 +332,20 @@ TEST_F(ReplayTest, CountsBytesOfRowsAndSketches) {
   EXPECT_NEAR(found.bytes_sketch_read, 2 * eligible * (256 / 8 + 4), 2 * 64 * 36);
 }
 
+TEST_F(ReplayTest, RowsInFp8AreFetchedInHalfTheBytesAndChangeTheOutputOnly) {
+  const TraceShape shape{.context = 1000, .steps = 2};
+  ReplayOptions options = small_options({Estimator::kNormAware}, Selection::kPerKvHead, 50);
+  const ReplayReport model = replay_values(make_layer(shape, 9), options);
+  options.page_format = PageFormat::kFloat8;
+  const ReplayReport narrow = replay_values(make_layer(shape, 9), options);
+
+  EXPECT_EQ(narrow.rows[1].mean.attention_mass, model.rows[1].mean.attention_mass);
+  EXPECT_EQ(narrow.rows[1].mean.bytes_host_to_device * 2 * 2 * 64,
+            model.rows[1].mean.bytes_host_to_device * (2 * 64 + 8));
+  EXPECT_GT(narrow.dense.mean, 2 * model.dense.mean);
+  EXPECT_LT(narrow.dense.mean, 0.1);
+}
+
 TEST_F(ReplayTest, ReportsProgressUpToTheWhole) {
   ReplayOptions options = small_options({Estimator::kNormAware}, Selection::kPerKvHead, 20);
   std::vector<double> shares;

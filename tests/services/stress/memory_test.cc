@@ -140,7 +140,7 @@ TEST(StressMemory, RefusesWhatDoesNotFit) {
   const std::string host = refusal_of(options, need, Backend::kCpu, {});
   EXPECT_THAT(host, HasSubstr("host budget: expected at least 10.0 MiB, found 10.0 MiB"));
   EXPECT_THAT(host, HasSubstr("3007 tokens x 2 KV heads x 256 B x 3 layers x 2 sequences"));
-  EXPECT_THAT(host, HasSubstr("rows of 8 bit do not exist yet"));
+  EXPECT_THAT(host, HasSubstr("in whole pages (16 bit)"));
   options.host_budget = 10 * MiB;
   EXPECT_EQ(refusal_of(options, need, Backend::kCpu, {}), "");
 

@@ -1,0 +1,210 @@
+#include "runtime/engine_fixture.h"
+#include "runtime/rejection_fixture.h"
+#include "runtime/spill_fixture.h"
+#include "transfer/float8.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+#include <utility>
+
+/// Pages with rows in fp8. An engine that is given rows which fp8 has rounded already, and keeps
+/// bf16, is what they are compared with: both attend to the same numbers.
+namespace kvtier::testing {
+namespace {
+
+constexpr std::int64_t kStored = 300;
+
+/// Rounds every row of one half as pages do.
+HostTensor rounded(const HostTensor& given) {
+  HostTensor result = given;
+  const auto d = static_cast<std::size_t>(given.n());
+  for (std::size_t begin = 0; begin < given.values().size(); begin += d) {
+    float largest = 0.0F;
+    for (std::size_t x = begin; x < begin + d; ++x) {
+      largest = std::max(largest, std::fabs(given.values()[x]));
+    }
+    const float scale = transfer::float8_scale(largest);
+    for (std::size_t x = begin; x < begin + d; ++x) {
+      result.set(x, transfer::Float8::from_float(given.values()[x] / scale).to_float() * scale);
+    }
+  }
+  return result;
+}
+
+class PageFormatTest : public EngineTest {
+ protected:
+  void SetUp() override {
+    EngineTest::SetUp();
+    if (!IsSkipped() && GetParam() == Backend::kCuda) {
+      Config config = this->config();
+      config.memory.page_format = PageFormat::kFloat8;
+      const std::optional<Error> error = error_of([&] { const Engine engine(config); });
+      ASSERT_TRUE(error.has_value());
+      EXPECT_EQ(error->code(), ErrorCode::kUnimplemented);
+      GTEST_SKIP() << error->what();
+    }
+  }
+  [[nodiscard]] Config float8() const {
+    Config config = this->config();
+    config.memory.page_format = PageFormat::kFloat8;
+    config.retrieval.sink_tokens = 5;
+    config.retrieval.recent_tokens = 20;
+    return config;
+  }
+  [[nodiscard]] Config plain() const {
+    Config config = float8();
+    config.memory.page_format = PageFormat::kModel;
+    return config;
+  }
+  struct Rows {
+    HostTensor keys, values;
+  };
+  [[nodiscard]] Rows rows_of(const ModelConfig& model, std::uint64_t seed,
+                             std::int64_t tokens = kStored) const {
+    return {HostTensor::random(tokens, model.kv_heads, model.head_dim, DType::kBFloat16, seed),
+            HostTensor::random(tokens, model.kv_heads, model.head_dim, DType::kBFloat16, seed + 1,
+                               0.01F)};
+  }
+  static void append(Session& session, const Rows& rows) {
+    session.append(0, rows.keys.view(), rows.values.view());
+  }
+};
+
+TEST_P(PageFormatTest, RowsAreThoseThatWereRounded) {
+  Engine engine(float8()), twin(plain());
+  Session session = engine.open(), other = twin.open();
+  const Rows rows = rows_of(engine.config().model, 3);
+  append(session, rows);
+  append(other, {rounded(rows.keys), rounded(rows.values)});
+  EXPECT_EQ(all_rows(session, engine.config().model, 0), all_rows(other, engine.config().model, 0));
+}
+
+TEST_P(PageFormatTest, AttendsToRoundedRowsInEveryPlace) {
+  for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
+    for (const int staging_rows : {0, 7, 1000}) {
+      Config narrow = float8(), wide = plain();
+      for (Config* config : {&narrow, &wide}) {
+        config->memory.placement = placement;
+        config->memory.staging_rows = staging_rows;
+      }
+      Engine engine(narrow), twin(wide);
+      Session session = engine.open(), other = twin.open();
+      const ModelConfig& model = engine.config().model;
+      const Rows rows = rows_of(model, 3);
+      append(session, rows);
+      append(other, {rounded(rows.keys), rounded(rows.values)});
+      HostIds ids(1, model.query_heads, 40);
+      for (std::size_t i = 0; i < ids.data.size(); ++i) {
+        ids.data[i] = static_cast<std::int32_t>(i * 37 % kStored);
+      }
+      CallTensors a(model, 1, 9), b(model, 1, 9);
+      AttendInputs inputs = a.attend_inputs();
+      inputs.selected = ids.view();
+      session.attend(0, inputs, a.outputs());
+      other.attend(0, inputs, b.outputs());
+      EXPECT_EQ(a.out.bytes(), b.out.bytes());
+      EXPECT_EQ(a.lse.bytes(), b.lse.bytes());
+      const AttendOptions dense{.mode = LayerMode::kDense};
+      session.attend(0, a.attend_inputs(), a.outputs(), {}, dense);
+      other.attend(0, b.attend_inputs(), b.outputs(), {}, dense);
+      EXPECT_EQ(a.out.bytes(), b.out.bytes());
+      EXPECT_EQ(a.lse.bytes(), b.lse.bytes());
+    }
+  }
+}
+
+TEST_P(PageFormatTest, HotRowsAreTheSameNumbers) {
+  Config hot = float8();
+  hot.memory.staging_rows = 1000;
+  Config cold = hot;
+  hot.memory.hot_bytes = 8 * MiB;
+  Engine engine(hot), twin(cold);
+  Session session = engine.open(), other = twin.open();
+  const ModelConfig& model = engine.config().model;
+  const Rows rows = rows_of(model, 8);
+  append(session, rows);
+  append(other, rows);
+  for (std::uint64_t step = 0; step < 5; ++step) {
+    CallTensors a(model, 1, step % 2), b(model, 1, step % 2);
+    session.decode(0, a.inputs(), a.outputs(true));
+    other.decode(0, b.inputs(), b.outputs(true));
+    EXPECT_TRUE(a.same_results(b)) << "step " << step;
+  }
+  EXPECT_GT(engine.stats().cumulative.hot_hits, 0U);
+}
+
+TEST_P(PageFormatTest, SelectsByTheRowsThatWereGiven) {
+  Engine engine(float8()), twin(plain());
+  Session session = engine.open(), other = twin.open();
+  const ModelConfig& model = engine.config().model;
+  const Rows rows = rows_of(model, 4);
+  append(session, rows);
+  append(other, rows);
+  CallTensors a(model, 3, 9), b(model, 3, 9);
+  session.select(0, a.query.view(), {.ids = a.ids.view()});
+  other.select(0, b.query.view(), {.ids = b.ids.view()});
+  EXPECT_EQ(a.ids.data, b.ids.data);
+}
+
+TEST_P(PageFormatTest, ForksAndStoredPrefixesHaveTheSameRows) {
+  Engine engine(float8());
+  const ModelConfig& model = engine.config().model;
+  const Rows rows = rows_of(model, 5);
+  std::vector<std::int32_t> ids(kStored);
+  std::iota(ids.begin(), ids.end(), 7);
+  Session first = engine.open({.token_ids = ids});
+  append(first, rows);
+  first.publish(ids);
+  std::vector<Session> forks = first.fork(1);
+  Session attached = engine.open({.token_ids = ids});
+  const std::int64_t whole = attached.length();
+  ASSERT_GT(whole, 200);
+  attached.append(0, rows.keys.view(whole), rows.values.view(whole));
+  CallTensors a(model, 1, 9), b(model, 1, 9), c(model, 1, 9);
+  first.decode(0, a.inputs(), a.outputs(true));
+  forks[0].decode(0, b.inputs(), b.outputs(true));
+  attached.decode(0, c.inputs(), c.outputs(true));
+  EXPECT_TRUE(b.same_results(a));
+  EXPECT_TRUE(c.same_results(a));
+}
+
+TEST_P(PageFormatTest, PagesThatHaveBeenAwayComeBackTheSame) {
+  auto tier = std::make_shared<FaultTier>();
+  Config small = tiered_config(GetParam(), 40, tier);
+  Config large = tiered_config(GetParam(), kPlenty, nullptr);
+  small.memory.page_format = large.memory.page_format = PageFormat::kFloat8;
+  Engine engine(small), twin(large);
+  const ModelConfig& model = engine.config().model;
+  Session a = engine.open(), b = twin.open();
+  for (int layer = 0; layer < 2; ++layer) {
+    append_random(a, model, layer, 600, 7);
+    append_random(b, model, layer, 600, 7);
+  }
+  Session other = engine.open();
+  for (int layer = 0; layer < 2; ++layer) append_random(other, model, layer, 600, 8);
+  ASSERT_GT(engine.stats().cumulative.pages_spilled, 0U);
+  for (int layer = 0; layer < 2; ++layer) {
+    EXPECT_EQ(all_rows(a, model, layer), all_rows(b, model, layer));
+  }
+}
+
+TEST_P(PageFormatTest, TakesHalfOfTheMemory) {
+  Engine engine(float8()), twin(plain());
+  Session session = engine.open(), other = twin.open();
+  const Rows rows = rows_of(engine.config().model, 6);
+  append(session, rows);
+  append(other, rows);
+  const std::size_t half = engine.stats().snapshot.host_page_bytes_used;
+  const std::size_t whole = twin.stats().snapshot.host_page_bytes_used;
+  const auto d = static_cast<std::size_t>(engine.config().model.head_dim);
+  EXPECT_EQ(half * 4 * d, whole * (2 * d + 8));
+  EXPECT_LT(engine.stats().cumulative.bytes_device_to_host,
+            twin.stats().cumulative.bytes_device_to_host);
+}
+
+KVTIER_INSTANTIATE_BACKENDS(PageFormatTest);
+
+}  // namespace
+}  // namespace kvtier::testing
