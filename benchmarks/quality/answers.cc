@@ -190,11 +190,34 @@ class Rival {
 struct Plan {
   AnswerRow row;
   std::optional<Method> own{};
+  bool float8 = false;  ///< Of its own: in the engine whose pages have rows in fp8.
   std::size_t selector = 0;
 };
 
 bool wanted(const AnswerOptions& options, const std::string& name) {
   return options.only.empty() || std::ranges::find(options.only, name) != options.only.end();
+}
+
+/// What rows in fp8 change: dense attention, and norm-aware rows that are planned already.
+void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
+  std::vector<Plan> added;
+  if (wanted(options, "dense")) {
+    Plan dense;
+    dense.row.name = "dense";
+    dense.row.settings = "fp8 rows";
+    dense.row.selection = "all";
+    dense.own = Method{.dense = true, .sparsity = 1.0, .retrieval = {}};
+    added.push_back(std::move(dense));
+  }
+  for (const Plan& plan : plans) {
+    if (plan.row.name != "norm_aware") continue;
+    added.push_back(plan);
+    added.back().row.settings += ", fp8 rows";
+  }
+  for (Plan& plan : added) {
+    plan.float8 = true;
+    plans.push_back(std::move(plan));
+  }
 }
 
 void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
@@ -246,6 +269,7 @@ void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
 std::vector<Plan> make_plans(const AnswerOptions& options) {
   std::vector<Plan> plans;
   plan_own(options, plans);
+  plan_float8(options, plans);
   const std::vector<NamedSelector> all = make_selectors(1);
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (dynamic_cast<const LibrarySelector*>(all[i].selector.get()) != nullptr) continue;
@@ -305,33 +329,45 @@ class SequenceRun {
         tail_(tokens_.subspan(static_cast<std::size_t>(task.context))),
         cache_(decoder.config(), task.length) {}
 
-  void run(Engine& engine, std::vector<Plan>& plans, AnswerRow& dense_row) {
+  /// `float8`: an engine of such pages, nullptr when no plan is for one.
+  void run(Engine& engine, Engine* float8, std::vector<Plan>& plans, AnswerRow& dense_row) {
     Session session = engine.open({.capacity_tokens = task_.length});
     llama::PassOptions pass;
-    pass.observer = [this](const LayerStep& step) { cache_.store(step); };
+    std::optional<Session> narrow;  // of the same keys and values
+    if (float8 != nullptr) narrow.emplace(float8->open({.capacity_tokens = task_.length}));
+    const auto store = [&](const LayerStep& step) {
+      cache_.store(step);
+      if (!narrow) return;
+      const auto view = [&](const std::uint16_t* rows) {
+        return TensorView(rows, DType::kBFloat16,
+                          {step.tokens, decoder_.config().kv_heads, decoder_.config().head_dim});
+      };
+      narrow->append(step.layer, view(step.key), view(step.value));
+    };
+    pass.observer = store;
     const auto context = static_cast<std::size_t>(task_.context);
     const std::size_t last = std::min(kCalibrationTokens, context / 2);
     decoder_.prefill(session, tokens_.first(context - last), pass);
     AttendOptions dense;
     dense.mode = LayerMode::kDense;
-    pass.observer = [this](const LayerStep& step) {
-      cache_.store(step);
+    pass.observer = [&](const LayerStep& step) {
+      store(step);
       cache_.keep_queries(step);
     };
     static_cast<void>(decoder_.decode(session, tokens_.subspan(context - last, last), dense, pass));
     dense_ = decoder_.decode(session, tail_, dense);
     const double share = 1.0 / static_cast<double>(options_.sequences);
     add(dense_row.scores, llama::score_logits(task_, tokens_, dense_, dense_), share);
-    dense_row.rows_attended +=
-        share * (static_cast<double>(task_.context) + (static_cast<double>(tail_.size()) + 1) / 2);
+    dense_row.rows_attended += share * rows_of_dense();
 
     for (Plan& plan : plans) {
       if (options_.progress) {
         options_.progress(plan.row.name + ", " + plan.row.settings + ", " +
                           std::to_string(std::lround(plan.row.sparsity)) + "x");
       }
-      session.truncate(task_.context);
-      plan.own ? run_own(session, plan, share) : run_rival(session, plan, share);
+      Session& own = plan.float8 ? *narrow : session;
+      own.truncate(task_.context);
+      plan.own ? run_own(own, plan, share) : run_rival(session, plan, share);
     }
   }
 
@@ -341,10 +377,14 @@ class SequenceRun {
   [[nodiscard]] double rows_always() const {
     return options_.sink + options_.window + (static_cast<double>(tail_.size()) + 1) / 2;
   }
+  [[nodiscard]] double rows_of_dense() const {
+    return static_cast<double>(task_.context) + (static_cast<double>(tail_.size()) + 1) / 2;
+  }
   void run_own(Session& session, Plan& plan, double share) {
     const AttendOptions attend = llama::attend_options(*plan.own, task_.context, options_.window);
     const std::vector<float> logits = decoder_.decode(session, tail_, attend);
-    plan.row.rows_attended += share * (plan.own->retrieval.top_k + rows_always());
+    plan.row.rows_attended +=
+        share * (plan.own->dense ? rows_of_dense() : plan.own->retrieval.top_k + rows_always());
     add(plan.row.scores, llama::score_logits(task_, tokens_, logits, dense_), share);
   }
 
@@ -402,11 +442,17 @@ std::vector<AnswerRow> answer(Decoder& decoder, const llama::TaskFile& tasks,
   llama::RuntimeOptions runtime;
   runtime.backend = Backend::kCpu;
   Engine engine(llama::engine_config(decoder.config(), runtime, methods, task.length));
+  std::optional<Engine> float8;
+  if (std::ranges::any_of(plans, &Plan::float8)) {
+    runtime.page_format = PageFormat::kFloat8;
+    float8.emplace(llama::engine_config(decoder.config(), runtime, methods, task.length));
+  }
   AnswerRow dense;
   dense.name = "dense";
   dense.selection = "all";
   for (std::int64_t sequence = 0; sequence < options.sequences; ++sequence) {
-    SequenceRun(decoder, task, options, sequence).run(engine, plans, dense);
+    SequenceRun(decoder, task, options, sequence)
+        .run(engine, float8 ? &*float8 : nullptr, plans, dense);
   }
   std::vector<AnswerRow> rows = {dense};
   for (Plan& plan : plans) rows.push_back(std::move(plan.row));

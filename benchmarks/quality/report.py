@@ -50,7 +50,8 @@ What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 - *pqcache* runs k-means over the keys of the context, the cost of which is not in this table.
 - *vattention* takes half of its budget by exact q.k and samples the others.
 - *h2o* sums attention over the recorded steps, or the tokens after the context, only, and nothing is evicted for good.
-- HashAttention is missing: its mapping has to be learned for each model. kvtier's rows of 8 bit are missing: they do not exist yet.
+- *fp8 rows* are kvtier's over pages of `PageFormat::kFloat8`, which hold the keys and values of the context that the others have in bf16.
+- HashAttention is missing: its mapping has to be learned for each model.
 """
 
 

@@ -54,6 +54,11 @@ TEST_F(AnswersTest, IsDenseWhenEverythingIsSelected) {
   for (const AnswerRow& row : rows) {
     // MagicPIG and vAttention sample, and let the sample stand for the others.
     if (row.name == "magicpig" || row.name == "vattention") continue;
+    if (row.settings.ends_with("fp8 rows")) {
+      EXPECT_GT(row.scores.kl, 1e-6) << row.name << ", " << row.settings;
+      EXPECT_LT(row.scores.kl, 0.1) << row.name << ", " << row.settings;
+      continue;
+    }
     // The same tokens in another order of summation, once per layer.
     EXPECT_LT(row.scores.kl, 1e-6) << row.name << ", " << row.settings;
     EXPECT_EQ(row.scores.exact, rows[0].scores.exact) << row.name;
@@ -80,14 +85,18 @@ TEST_F(AnswersTest, CountsRowsByTheProtocol) {
   }
 }
 
-TEST_F(AnswersTest, OwnSelectorsRunForBothSelections) {
+TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInFp8) {
   options_.only = {"norm_aware"};
   const std::vector<AnswerRow> rows = run();
 
-  ASSERT_EQ(rows.size(), 5U);
-  EXPECT_EQ(std::ranges::count(rows, "per_query_head", &AnswerRow::selection), 2);
-  EXPECT_EQ(std::ranges::count(rows, "per_kv_head", &AnswerRow::selection), 2);
+  ASSERT_EQ(rows.size(), 9U);
+  EXPECT_EQ(std::ranges::count(rows, "per_query_head", &AnswerRow::selection), 4);
+  EXPECT_EQ(std::ranges::count(rows, "per_kv_head", &AnswerRow::selection), 4);
   EXPECT_EQ(rows[1].bits_per_token, 160.0);
+  for (std::size_t i = 1; i < 5; ++i) {
+    EXPECT_EQ(rows[i + 4].settings, rows[i].settings + ", fp8 rows");
+    EXPECT_NE(rows[i + 4].scores.kl, rows[i].scores.kl);
+  }
 }
 
 TEST_F(AnswersTest, RowsDoNotDependOnThoseBefore) {
