@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 
 namespace kvtier::runtime {
@@ -135,6 +136,7 @@ class AttendLaunch {
     engine_.staging->finish(turn_.stream());
     if (!turn_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
     slices_.clear();
+    input_.reset();
     rows_.count = sequences_.count = sketches_.count = 0;
     max_length_ = 0;
   }
@@ -173,8 +175,12 @@ class AttendLaunch {
       return;
     }
     const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
-    engine_.selector->read_queries(turn_.stream(), options().params, store.planes.view(),
-                                   {.kv = engine_.kv, .items = items, .after_append = after_append},
+    const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
+    if (!options().budget.active && scoring::takes_queries(turn_.stream(), select_request())) {
+      input_ = input;
+      return;
+    }
+    engine_.selector->read_queries(turn_.stream(), options().params, store.planes.view(), input,
                                    queries);
   }
 
@@ -192,7 +198,9 @@ class AttendLaunch {
             .max_length = max_length_,
             .flags = engine_.step_flags(flags_index()),
             .keep_scores = !slices_.front().part->select.scores.empty(),
-            .tables_built = chooses()};
+            .tables_built = chooses(),
+            .input = input_ ? &*input_ : nullptr,
+            .packed = engine_.queries.as<float>()};
   }
 
   [[nodiscard]] scoring::IdTensor id_tensor(const HostStaging::Slice& slice,
@@ -359,6 +367,8 @@ class AttendLaunch {
   EngineState& engine_;
   int layer_;
   bool after_append_;  ///< Until the first launch.
+  /// The queries, where the selector reads them with the sketches.
+  std::optional<scoring::QueryInput> input_;
   std::vector<Slice> slices_;
   transfer::SequenceBatch sequences_;
   scoring::SketchTables sketches_;

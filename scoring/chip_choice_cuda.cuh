@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-/// The second half of a selection on chip: the k best of the cluster's tokens by their keys, which
+/// The second half of a selection on chip: the k best of the group's tokens by their keys, which
 /// order as the combined scores do. A round counts tokens by bins and finds the bin of the k-th
 /// best; a few tokens of that bin are then compared one by one.
 namespace kvtier::scoring::cuda {
@@ -123,46 +123,58 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
   }
 }
 
-/// Sends the block's counts to all, and finds the bin that has the `wanted`-th best token of the
-/// cluster. The counts, `shared.bins`, are complete and are clear afterwards. All threads; begins
+/// Tells all the block's counts, and finds the bin that has the `wanted`-th best token of the
+/// group. The counts, `shared.bins`, are complete and are clear afterwards. All threads; begins
 /// and ends with a barrier.
-__device__ inline void find_bin(std::uint32_t wanted, int round, unsigned rank, unsigned blocks,
+__device__ inline void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers,
                                 ChipExchange& exchange, ChipShared& shared) {
-  constexpr int kVector = 8;  // counts
-  constexpr unsigned kVectors = kChipBins / kVector;
-  auto& counts = exchange.counts[round & 1];
-  Inbox& inbox = shared.round_inbox[round & 1];
+  auto& counts = peers.box.counts[round & 1];
+  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+  const auto thread = static_cast<int>(threadIdx.x);
   __syncthreads();
-  if (threadIdx.x == 0) inbox.expect(blocks * kChipBins * sizeof(std::uint16_t));
-  const unsigned vector = threadIdx.x % kVectors;
-  const uint4 low = *reinterpret_cast<const uint4*>(shared.bins + vector * kVector);
-  const uint4 high = *reinterpret_cast<const uint4*>(shared.bins + vector * kVector + 4);
-  const uint4 packed = {low.x | low.y << 16, low.z | low.w << 16, high.x | high.y << 16,
-                        high.z | high.w << 16};
-  const auto* to = reinterpret_cast<const uint4*>(counts[rank]) + vector;
-  for (unsigned block = threadIdx.x / kVectors; block < blocks; block += kChipThreads / kVectors) {
-    inbox.send(to, block, packed);
+  constexpr int kVectors = kChipBins / 4;  // of four bins
+  constexpr int kAtOnce = kChipThreads / kVectors;
+  constexpr int kMost = kChipBlocks / kAtOnce;
+  const int vector = thread % kVectors;
+  const int first = thread / kVectors;
+  if (thread < kVectors) {
+    const uint4 four = reinterpret_cast<const uint4*>(shared.bins)[thread];
+    peers.post_pair(&counts[peers.rank][2 * thread], stage, four.x | four.y << 16,
+                    four.z | four.w << 16);
   }
-  inbox.wait(static_cast<std::uint32_t>(round >> 1 & 1));
-  const int bin = kChipBins - 1 - static_cast<int>(threadIdx.x);  // the best first
+  uint2 of_blocks[kMost];
+  peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kChipBins / 2,
+                     (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce, stage,
+                     of_blocks);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    reinterpret_cast<uint2*>(exchange.counts[first + i * kAtOnce])[vector] = of_blocks[i];
+  }
+  __syncthreads();                         // the counts of all blocks are there
+  const int bin = kChipBins - 1 - thread;  // the best first
   std::uint32_t count = 0;
   std::uint32_t most = 0;
-#pragma unroll 4
-  for (unsigned block = 0; block < blocks; ++block) {
-    const std::uint32_t of_block = counts[block][bin];
+  std::uint32_t earlier = 0;
+#pragma unroll
+  for (unsigned block = 0; block < kChipBlocks; ++block) {
+    const std::uint32_t of_block = exchange.counts[block][bin];  // 0 past the last
     count += of_block;
     most = max(most, of_block);
+    if (block < peers.rank) earlier += of_block;
   }
   std::uint32_t total = 0;
   const std::uint32_t before = block_exclusive_sum(count, &total);
-  shared.bins[threadIdx.x] = 0;
+  shared.bins[thread] = 0;
   if (before < wanted && before + count >= wanted) {
     shared.bin = bin;
     shared.above = before;
     shared.count = count;
     shared.most = most;
+    shared.before = earlier;
   }
   __syncthreads();
+  const std::uint32_t better = __reduce_add_sync(kFullWarp, bin > shared.bin ? earlier : 0);
+  if (thread % 32 == 0 && better > 0) atomicAdd(&shared.chosen_before, better);
 }
 
 /// Raises the keys of the first `take` tokens of the window to the highest, in token order, and
@@ -183,15 +195,22 @@ __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t tak
 }
 
 /// The same for the `take` best of the window, ties by lowest token. No block has more than `most`
-/// of them, kChipList at most.
-__device__ inline void take_best(const ChipWindow& window, std::uint32_t take, std::uint32_t most,
-                                 int count, unsigned rank, unsigned blocks, std::uint32_t* keys,
-                                 ChipExchange& exchange, ChipShared& shared) {
-  const std::uint32_t vectors = (most + 3) / 4;
+/// of them, kChipList at most. Returns how many of earlier blocks are taken.
+__device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
+                                          std::uint32_t most, int count, const ChipPeers& peers,
+                                          std::uint32_t* keys, ChipExchange& exchange,
+                                          ChipShared& shared) {
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned warp = threadIdx.x / 32;
+  const auto bin_of = [&](std::uint32_t key) {
+    return static_cast<int>((key - window.low) >> window.shift);
+  };
   if (threadIdx.x < kChipList) shared.list[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.list_count = 0;
-    shared.list_inbox.expect(blocks * vectors * sizeof(uint4));
+    shared.finalists = 0;
+    shared.better_before = 0;
+    shared.ties_before = 0;
   }
   __syncthreads();
 #pragma unroll 2
@@ -206,43 +225,110 @@ __device__ inline void take_best(const ChipWindow& window, std::uint32_t take, s
       shared.list_entries[at] = static_cast<unsigned>(four * 4 + i);
     }
   }
-  __syncthreads();
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned warp = threadIdx.x / 32;
-  static_assert(kChipList / 4 == 32);
-  if (lane < vectors) {
-    const uint4 four = reinterpret_cast<const uint4*>(shared.list)[lane];
-    const auto* to = reinterpret_cast<const uint4*>(exchange.lists[rank]) + lane;
-    for (unsigned block = warp; block < blocks; block += kChipWarps) {
-      shared.list_inbox.send(to, block, four);
+  __syncthreads();  // the list is complete
+  const unsigned pairs = (most + 1) / 2;
+  if (threadIdx.x < pairs) {
+    const uint2 pair = reinterpret_cast<const uint2*>(shared.list)[threadIdx.x];
+    peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], kListsStage, pair.x, pair.y);
+  }
+  // A warp has the keys of a block, 0 past the last, and counts them by finer bins.
+  static_assert(kChipBlocks <= kChipWarps);
+  constexpr int kPairs = kChipList / 64;
+  uint2 of_block[kPairs];
+  const int present =
+      warp < peers.blocks ? (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32 : 0;
+  peers.fetch<kPairs>(&peers.box.lists[warp % kChipBlocks][2 * lane], 64, present, kListsStage,
+                      of_block);
+  std::uint32_t others[2 * kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    others[2 * i] = of_block[i].x;
+    others[2 * i + 1] = of_block[i].y;
+  }
+#pragma unroll
+  for (const std::uint32_t key : others) {
+    if (key != 0) atomicAdd(&shared.bins[bin_of(key)], 1U);
+  }
+  __syncthreads();  // the keys of all blocks are counted
+  const int bin = kChipBins - 1 - static_cast<int>(threadIdx.x);
+  const std::uint32_t in_bin = shared.bins[bin];
+  std::uint32_t total = 0;
+  const std::uint32_t above = block_exclusive_sum(in_bin, &total);
+  if (above < take && above + in_bin >= take) {
+    shared.bin = bin;
+    shared.above = above;
+    shared.count = in_bin;
+  }
+  __syncthreads();  // the bin of the last one that is taken is known
+#pragma unroll
+  for (const std::uint32_t key : others) {
+    if (key != 0 && bin_of(key) == shared.bin) {
+      exchange.finalists[atomicAdd(&shared.finalists, 1U)] = key;
     }
   }
-  shared.list_inbox.wait(0);
+  __syncthreads();  // its keys are there
+  const std::uint32_t rest = take - shared.above;
 #pragma unroll 1
-  for (std::uint32_t mine = warp; mine < shared.list_count; mine += kChipWarps) {
-    const std::uint32_t key = shared.list[mine];
-    const unsigned entry = shared.list_entries[mine];
-    const unsigned token = ChipScores::token_of(entry);
+  for (std::uint32_t i = threadIdx.x; i < shared.count; i += kChipThreads) {
+    const std::uint32_t key = exchange.finalists[i];
     std::uint32_t better = 0;
+    std::uint32_t equal = 0;
 #pragma unroll 1
-    for (std::uint32_t at = lane; at < most; at += 32) {
-#pragma unroll 4
-      for (unsigned block = 0; block < blocks; ++block) {
-        const std::uint32_t other = exchange.lists[block][at];  // 0 past the last
-        // Of equal keys those of earlier blocks are earlier.
-        if (block < rank ? other >= key : other > key) ++better;
-      }
-      if (shared.list[at] == key && ChipScores::token_of(shared.list_entries[at]) < token) ++better;
+    for (std::uint32_t j = 0; j < shared.count; ++j) {
+      const std::uint32_t other = exchange.finalists[j];
+      better += other > key ? 1 : 0;
+      equal += other == key ? 1 : 0;
     }
-    better = __reduce_add_sync(kFullWarp, better);
-    if (lane == 0) keys[entry] = better < take ? 0xFFFFFFFFU : 0;
+    if (better < rest && better + equal >= rest) {
+      shared.last = key;
+      shared.ties = rest - better;
+    }
   }
+  __syncthreads();  // the last key that is taken is known, and how many of its like
+  const std::uint32_t last = shared.last;
+  std::uint32_t better = 0;
+  std::uint32_t equal = 0;
+#pragma unroll
+  for (const std::uint32_t key : others) {
+    better += key > last ? 1 : 0;
+    equal += key == last ? 1 : 0;
+  }
+  if (warp < peers.rank) {
+    better = __reduce_add_sync(kFullWarp, better);
+    equal = __reduce_add_sync(kFullWarp, equal);
+    if (lane == 0) {
+      atomicAdd(&shared.better_before, better);
+      atomicAdd(&shared.ties_before, equal);
+    }
+  }
+  __syncthreads();  // those of earlier blocks are counted
+  const std::uint32_t ties = shared.ties;
+  const std::uint32_t ties_before = shared.ties_before;
+  if (threadIdx.x < shared.list_count) {
+    const std::uint32_t key = shared.list[threadIdx.x];
+    const unsigned entry = shared.list_entries[threadIdx.x];
+    bool taken = key > last;
+    if (key == last) {
+      const unsigned token = ChipScores::token_of(entry);
+      std::uint32_t before = ties_before;
+#pragma unroll 1
+      for (std::uint32_t i = 0; i < shared.list_count; ++i) {
+        const bool earlier = ChipScores::token_of(shared.list_entries[i]) < token;
+        before += shared.list[i] == key && earlier ? 1 : 0;
+      }
+      taken = before < ties;
+    }
+    keys[entry] = taken ? 0xFFFFFFFFU : 0;
+  }
+  return shared.better_before + min(ties_before, ties);
 }
 
-/// Writes the tokens with keys above `cut`, in token order. All blocks.
+/// Writes the tokens with keys above `cut`, in token order. `before`: tokens of the last window
+/// that are chosen in earlier blocks.
 __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work, std::uint32_t cut,
-                                    unsigned rank, unsigned blocks, const std::uint32_t* keys,
+                                    std::uint32_t before, const std::uint32_t* keys,
                                     ChipShared& shared) {
+  constexpr int kRun = 32 * kChipTile;
   const transfer::SelectionView& out = args.selection;
   const int count = work.count;
   const unsigned lane = threadIdx.x % 32;
@@ -252,64 +338,76 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
   const int begin = min(static_cast<int>(warp) * per_warp, count);
   const int end = min(begin + per_warp, count);  // whole tiles
   const std::uint32_t* own = keys + ChipScores::entry_of(lane);
-  const auto votes_at = [&](int base) { return __ballot_sync(kFullWarp, own[base] > cut); };
-  __syncthreads();  // the keys are final
-  std::uint32_t mine = 0;
+  // The lane's of 32 tiles from a token on: a bit per token that is chosen.
+  const auto votes_of_run = [&](int run) {
+    std::uint32_t votes = 0;
+    const int tiles = min(end - run, kRun) / kChipTile;
 #pragma unroll 4
-  for (int base = begin; base < end; base += kChipTile) mine += __popc(votes_at(base));
+    for (int tile = 0; tile < tiles; ++tile) {
+      const std::uint32_t of_tile = __ballot_sync(kFullWarp, own[run + tile * kChipTile] > cut);
+      if (tile == static_cast<int>(lane)) votes = of_tile;
+    }
+    return votes;
+  };
+  __syncthreads();  // the keys are final
+  std::uint32_t votes = votes_of_run(begin);
+  std::uint32_t mine = __popc(votes);
+#pragma unroll 1
+  for (int run = begin + kRun; run < end; run += kRun) mine += __popc(votes_of_run(run));
+  mine = __reduce_add_sync(kFullWarp, mine);
   if (lane == 0) shared.warp_counts[warp] = mine;
   __syncthreads();
-  const std::uint32_t of_lane = lane < kChipWarps ? shared.warp_counts[lane] : 0;
-  const std::uint32_t total = __reduce_add_sync(kFullWarp, of_lane);
-  if (threadIdx.x < blocks) shared.chosen_inbox.send(&shared.chosen[rank], threadIdx.x, total);
-  const std::uint32_t of_warps = __reduce_add_sync(kFullWarp, lane < warp ? of_lane : 0);
-  shared.chosen_inbox.wait(0);
-  const std::uint32_t of_blocks =
-      __reduce_add_sync(kFullWarp, lane < rank ? shared.chosen[lane] : 0);
+  const std::uint32_t of_warps =
+      __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
   const auto mask = static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1);
-  std::int64_t at = work.group_index * out.capacity + of_blocks + of_warps;
-#pragma unroll 2
-  for (int base = begin; base < end; base += kChipTile) {
-    const unsigned votes = votes_at(base);
-    if ((votes >> lane & 1U) != 0) {
-      const std::int64_t to = at + __popc(votes & ((1U << lane) - 1));
-      out.ids[to] = work.first_token + base + static_cast<int>(lane);
-      out.head_mask[to] = mask;
+  std::int64_t at = work.group_index * out.capacity + shared.chosen_before + before + of_warps;
+#pragma unroll 1
+  for (int run = begin; run < end; run += kRun) {
+    if (run > begin) votes = votes_of_run(run);
+    const auto of_lane = static_cast<std::uint32_t>(__popc(votes));
+    std::uint32_t through = of_lane;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const std::uint32_t up = __shfl_up_sync(kFullWarp, through, distance);
+      if (static_cast<int>(lane) >= distance) through += up;
     }
-    at += __popc(votes);
-  }
-  if (rank == blocks - 1 && threadIdx.x == 0) {
-    out.counts[work.group_index] = static_cast<std::int32_t>(of_blocks + total);
+    std::int64_t to = at + through - of_lane;
+    const int tile = work.first_token + run + static_cast<int>(lane) * kChipTile;
+    for (; votes != 0; votes &= votes - 1) {
+      out.ids[to] = tile + __ffs(static_cast<int>(votes)) - 1;
+      out.head_mask[to] = mask;
+      ++to;
+    }
+    at += __shfl_sync(kFullWarp, through, 31);
   }
 }
 
-/// Chooses among the keys of the cluster's tokens, which are counted in `shared.bins`. All blocks.
-__device__ inline void choose_best(const FilterArgs& args, const ChipWork& work, unsigned rank,
-                                   unsigned blocks, std::uint32_t* keys, ChipExchange& exchange,
-                                   ChipShared& shared) {
+/// Chooses among the keys of the group's tokens, which are counted in `shared.bins`. All blocks.
+__device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
+                                   const ChipPeers& peers, std::uint32_t* keys,
+                                   ChipExchange& exchange, ChipShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   ChipWindow window;
-  std::uint32_t cut = 0;  // keys above it are chosen
+  std::uint32_t cut = 0;     // keys above it are chosen
+  std::uint32_t before = 0;  // of the last window, those of earlier blocks
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    find_bin(wanted, round, rank, blocks, exchange, shared);
+    find_bin(wanted, round, peers, exchange, shared);
     window.narrow(shared.bin);
     wanted -= shared.above;
     cut = window.high;
     if (wanted == shared.count) {
       cut = window.low - 1;
+      before = shared.before;
       break;
     }
     if (shared.most <= kChipList) {
-      take_best(window, wanted, shared.most, work.count, rank, blocks, keys, exchange, shared);
+      before = take_best(window, wanted, shared.most, work.count, peers, keys, exchange, shared);
       break;
     }
     if (window.low == window.high) {
-      std::uint32_t before = 0;
-      for (unsigned block = 0; block < rank; ++block) {
-        before += exchange.counts[round & 1][block][shared.bin];
-      }
-      take_in_order(window, before < wanted ? wanted - before : 0, work.count, keys);
+      before = min(shared.before, wanted);
+      take_in_order(window, wanted - before, work.count, keys);
       break;
     }
 #pragma unroll 1
@@ -318,7 +416,10 @@ __device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
       if (window.has(key)) atomicAdd(&shared.bins[(key - window.low) >> window.shift], 1U);
     }
   }
-  write_chosen(args, work, cut, rank, blocks, keys, shared);
+  write_chosen(args, work, cut, before, keys, shared);
+  if (peers.rank == 0 && threadIdx.x == 0) {
+    args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
+  }
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_select_cuda.cuh"
+#include "scoring/chip_peers_cuda.cuh"
 
 #include <cuda_fp16.h>
 
@@ -177,74 +177,6 @@ struct ChipWork {
   [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
 
-/// Turns the integer weights of a group into columns, as `fill_columns` does; a warp takes 32
-/// planes of a head at a time. The first are read at once, before anything else is known.
-class ChipWeights {
- public:
-  /// Clears what `store` adds to. A barrier must follow.
-  __device__ static void clear(ChipQueries& queries) {
-    constexpr int kWords = sizeof(queries.columns) / sizeof(std::uint32_t);
-    for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kChipThreads) {
-      queries.columns[i] = 0;
-    }
-    if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
-  }
-  __device__ ChipWeights(const QueryTables& tables, int num_planes, std::int64_t first_head,
-                         int group, int chunks)
-      : entries_(tables.entries + first_head * tables.entries_per_head),
-        stride_(tables.entries_per_head),
-        num_planes_(num_planes),
-        words_(chunks * kWordsPerChunk),
-        count_(group * chunks * kWordsPerChunk) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead_[i] = read(first() + i * kChipWarps);
-  }
-  __device__ void store(ChipQueries& queries) const {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) store(queries, first() + i * kChipWarps, ahead_[i]);
-#pragma unroll 1
-    for (int i = first() + kAhead * kChipWarps; i < count_; i += kChipWarps) {
-      store(queries, i, read(i));
-    }
-  }
-
- private:
-  static constexpr int kAhead = 2;
-
-  __device__ static int first() { return static_cast<int>(threadIdx.x) / 32; }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ float read(int i) const {
-    const int plane = i % words_ * 32 + lane();
-    return i < count_ && plane < num_planes_ ? entries_[i / words_ * stride_ + plane] : 0.0F;
-  }
-  __device__ void store(ChipQueries& queries, int i, float entry) const {
-    if (i >= count_) return;
-    const int head = i / words_;
-    const int word = i % words_;
-    const auto weight = static_cast<int>(entry);
-    const int chunk = head / kHeadsPerProduct * (words_ / kWordsPerChunk) + word / kWordsPerChunk;
-    int sum = 0;
-#pragma unroll
-    for (int bit = 0; bit < kChipBits; ++bit) {
-      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
-      sum += plane_weight<kChipBits>(bit) * __popc(set);
-      const int column = head % kHeadsPerProduct * 2 + bit % 2;
-      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
-      if (lane() == 0) {
-        queries.columns[(chunk * (kChipBits / 2) + bit / 2) * 32 + holder] = __brev(set);
-      }
-    }
-    if (lane() == 0) atomicAdd(&queries.weight_sums[head], sum);
-  }
-
-  const float* entries_;
-  std::int64_t stride_;
-  int num_planes_;
-  int words_;  // of a head
-  int count_;
-  float ahead_[kAhead];
-};
-
 /// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
 /// each quad. `factors` is of the heads in whole quads.
 template <int kQuads, int kChunks>
@@ -367,24 +299,24 @@ __device__ inline float normaliser(const ChipSum& total) {
 
 /// Exchanges the parts of the normalisers: fills `shared.references`, for heads past the group with
 /// infinity. All threads; begins and ends with a barrier.
-__device__ inline void exchange_sums(const ChipQueries& queries, unsigned rank, unsigned blocks,
-                                     int group, int heads, ChipShared& shared) {
+__device__ inline void exchange_sums(const ChipQueries& queries, const ChipPeers& peers, int group,
+                                     int heads, ChipShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  static_assert(kChipWarps >= kMaxGroup && kChipWarps <= 32);
+  static_assert(kChipWarps >= kMaxGroup && kChipBlocks <= 32);
   __syncthreads();  // the sums of all warps are there, and nobody uses the ring any more
   if (head < group) {
     ChipSum total = sum_of_block(queries, head);
-    if (static_cast<unsigned>(lane) < blocks) {
-      shared.sums_inbox.send(&shared.sums[rank][head], static_cast<unsigned>(lane),
-                             make_float2(total.most, total.sum));
+    auto& sums = peers.box.sums;
+    if (lane == 0) {
+      peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(total.most),
+                      __float_as_uint(total.sum));
     }
-    shared.sums_inbox.wait(0);
+    uint2 bits[1];
+    const bool has = static_cast<unsigned>(lane) < peers.blocks;
+    peers.fetch<1>(sums[has ? lane : 0][head], 0, has ? 1 : 0, kSumsStage, bits);
     total = {};
-    if (static_cast<unsigned>(lane) < blocks) {
-      const float2 of_block = shared.sums[lane][head];
-      total = {of_block.x, of_block.y};
-    }
+    if (has) total = {__uint_as_float(bits[0].x), __uint_as_float(bits[0].y)};
     total = sum_lanes(total);
     if (lane == 0) shared.references[head] = normaliser(total);
   } else if (head < heads && lane == 0) {

@@ -2,6 +2,7 @@
 #include "scoring/chip_choice_cuda.cuh"
 #include "scoring/chip_scores_cuda.cuh"
 #include "scoring/chip_select_cuda.cuh"
+#include "scoring/chip_tables_cuda.cuh"
 #include "scoring/foresight.h"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
@@ -51,48 +52,50 @@ __device__ void tell(const FilterArgs& args, const ChipWork& work) {
   }
 }
 
-/// What turns the calling thread's head's sums into base-2 logits.
-__device__ float read_factor(const FilterArgs& args, int row, int kv_head) {
-  const transfer::KvGeometry& kv = args.request.kv;
-  const auto head = static_cast<int>(threadIdx.x);
-  if (head >= kv.group()) return 0.0F;
-  const std::int64_t first_head = (std::int64_t{row} * kv.kv_heads + kv_head) * kv.group();
-  return sign_factor(args.request.params, args.tables.scalars[first_head + head]) * kLog2E;
-}
-
-__device__ ChipWeights read_weights(const FilterArgs& args, int row, int kv_head, int chunks) {
-  const transfer::KvGeometry& kv = args.request.kv;
-  const std::int64_t first_head = (std::int64_t{row} * kv.kv_heads + kv_head) * kv.group();
-  return {args.tables, args.request.params.num_planes, first_head, kv.group(), chunks};
+/// Makes the tables of the group's heads while sketches and an append are under way; ends with
+/// that. Returns the share of which the sketches are copied.
+__device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, const ChipShape& shape,
+                             int row, int kv_head, int chunks, const ChipPeers& peers,
+                             ChipRing& ring, ChipTables& tables, ChipQueries& queries,
+                             float* factors) {
+  const ChipPlanes share(args, chunks, peers);
+  if (static_cast<int>(threadIdx.x) < share.workers) {
+    post_products(args, input, row, kv_head, chunks, peers, share, tables);
+  }
+  const ChipShare started = start_early(args, shape, row, peers.rank, ring);
+  constexpr int kColumnWords = sizeof(queries.columns) / sizeof(std::uint32_t);
+  for (int i = static_cast<int>(threadIdx.x); i < kColumnWords; i += kChipThreads) {
+    queries.columns[i] = 0;
+  }
+  if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
+  if (threadIdx.x < kChipHeads) tables.largest[threadIdx.x] = 0;
+  // The last block of a row looks at all of its heads.
+  transfer::StepFlags* const flags = input.items[row].flags;
+  const bool looks =
+      flags != nullptr && kv_head + 1 == args.request.kv.kv_heads && peers.rank + 1 == peers.blocks;
+  const bool bad = looks && looks_bad(args, input, row);
+  // What is added to is clear.
+  if (__syncthreads_or(bad ? 1 : 0) != 0 && threadIdx.x == 0) {
+    transfer::cuda::raise(&flags->nonfinite_queries, 1);
+  }
+  fetch_weights(args, chunks, peers, tables, queries, factors);
+  if (input.after_append) transfer::cuda::wait_for_previous();
+  if (peers.rank == 0) __threadfence();  // the next kernel may ask L1 for the queries at once
+  transfer::cuda::let_next_start();
+  return started;
 }
 
 /// Everything up to `queries.warp_sums`. All threads; no barrier at the end.
 template <int kQuads, int kChunks>
 __device__ void score_share(const FilterArgs& args, const ChipShape& shape, const ChipWork& work,
-                            unsigned rank, const ChipShare& started, const ChipWeights& weights,
-                            ChipRing& ring, const float* factors, const ChipScores& scores,
-                            ChipNorms* norms, ChipQueries& queries) {
+                            unsigned rank, const ChipShare& started, ChipRing& ring,
+                            const float* factors, const ChipScores& scores, ChipNorms* norms,
+                            ChipQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const ChipShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
-  weights.store(queries);
-  __syncthreads();  // columns and factors are there
   score_tokens<kQuads, kChunks>(params, ring, work, chunks, factors, scores, norms, queries);
-}
-
-__device__ void open_inboxes(ChipShared& shared, unsigned blocks, int group) {
-  if (threadIdx.x == 0) {
-    shared.sums_inbox.open();
-    shared.round_inbox[0].open();
-    shared.round_inbox[1].open();
-    shared.list_inbox.open();
-    shared.chosen_inbox.open();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    shared.sums_inbox.expect(blocks * static_cast<unsigned>(group) * sizeof(float2));
-    shared.chosen_inbox.expect(blocks * sizeof(std::uint32_t));
-  }
-  shared.bins[threadIdx.x] = 0;
 }
 
 /// Adds up the parts of the normalisers in memory: fills `shared.references`. Ends with a barrier.
@@ -116,13 +119,15 @@ __device__ void read_sums(const float2* partials, int parts, int group, int head
 
 #endif
 
-// A cluster per (row, KV head); its blocks have runs of neighbouring units. Dynamic shared memory:
-// norms of the block's tokens, which become keys, their sums, the ring. The blocks exchange parts
-// of the normalisers, counts by bins, candidates of the last bin, and the numbers of chosen tokens;
-// each waits for all the others' part before it sends the next.
+// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. Dynamic
+// shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
+// exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
+// bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
+// next.
 template <int kQuads, int kChunks>
 __global__ __launch_bounds__(kChipThreads,
                              1) void select_on_chip(const __grid_constant__ FilterArgs args,
+                                                    const __grid_constant__ ChipInput input,
                                                     const __grid_constant__ ChipShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
@@ -135,40 +140,36 @@ __global__ __launch_bounds__(kChipThreads,
   const int group = args.request.kv.group();
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
   const ChipScores scores{keys, reinterpret_cast<uint2*>(keys + shape.capacity)};
-  std::byte* const after = dynamic + shape.capacity * chip_token_bytes(kQuads);
+  std::byte* const after = dynamic + chip_scores_bytes(shape.capacity, kQuads);
   auto* const norms = reinterpret_cast<ChipNorms*>(after);
-  open_inboxes(shared, shape.blocks, group);
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  if (!input.after_append) transfer::cuda::wait_for_previous();
+  const ChipPeers peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
+                        shape.blocks);
   ChipRing ring(args, kv_head, shape, chunks,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
-  const ChipShare started = start_early(args, shape, row, rank, ring);
-  ChipWeights::clear(queries);
-  __syncthreads();  // it is clear
-  cluster_arrive();
-  transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-
-  // All that comes from memory is under way before any of it is used.
-  const ChipWeights weights = read_weights(args, row, kv_head, chunks);
-  const float factor = read_factor(args, row, kv_head);
+  const ChipShare started =
+      prepare(args, input, shape, row, kv_head, chunks, peers, ring,
+              *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  if (work.empty()) return;  // the whole cluster
-  if (threadIdx.x < kMaxGroup) shared.factors[threadIdx.x] = factor;
-  score_share<kQuads, kChunks>(args, shape, work, rank, started, weights, ring, shared.factors,
-                               scores, norms, queries);
-  cluster_wait();  // the blocks have begun, and their inboxes are open
-  exchange_sums(queries, rank, shape.blocks, group, 4 * kQuads, shared);
+  if (work.empty()) return;  // the whole group
+  score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, shared.factors, scores,
+                               norms, queries);
+  exchange_sums(queries, peers, group, 4 * kQuads, shared);
   write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  choose_best(args, work, rank, shape.blocks, keys, *reinterpret_cast<ChipExchange*>(after),
-              shared);
+  choose_best(args, work, peers, keys, *reinterpret_cast<ChipExchange*>(after), shared);
 #endif
 }
 
 // `shape.blocks` blocks per (row, KV head); the scores go to memory, and the parts of the
-// normalisers to `[row, KV head][block][head]`. Dynamic shared memory: norms of units, the ring.
+// normalisers to `[row, KV head][block][head]`. Dynamic shared memory: the tables while they are
+// made, norms of units, the ring.
 template <int kQuads, int kChunks>
 __global__ __launch_bounds__(kChipThreads,
                              1) void score_rows(const __grid_constant__ FilterArgs args,
+                                                const __grid_constant__ ChipInput input,
                                                 const __grid_constant__ ChipShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
@@ -179,38 +180,35 @@ __global__ __launch_bounds__(kChipThreads,
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
   const int group = args.request.kv.group();
-  auto* const norms = reinterpret_cast<ChipNorms*>(dynamic);
+  auto* const norms = reinterpret_cast<ChipNorms*>(dynamic + kChipTableBytes);
+  if (!input.after_append) transfer::cuda::wait_for_previous();
+  const ChipPeers peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
+                        shape.blocks);
   ChipRing ring(args, kv_head, shape, chunks,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
-  const ChipShare started = start_early(args, shape, row, rank, ring);
-  ChipWeights::clear(queries);
-  __syncthreads();  // it is clear
-  transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-
-  const ChipWeights weights = read_weights(args, row, kv_head, chunks);
-  const float factor = read_factor(args, row, kv_head);
+  const ChipShare started = prepare(args, input, shape, row, kv_head, chunks, peers, ring,
+                                    *reinterpret_cast<ChipTables*>(dynamic), queries, factors);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if (work.empty()) return;
-  if (threadIdx.x < kMaxGroup) factors[threadIdx.x] = factor;
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
-  score_share<kQuads, kChunks>(args, shape, work, rank, started, weights, ring, factors, scores,
-                               norms, queries);
+  score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, factors, scores, norms,
+                               queries);
   __syncthreads();  // the sums of all warps are there
   const auto head = static_cast<int>(threadIdx.x / 32);
   if (head >= group) return;
   const ChipSum total = sum_of_block(queries, head);
-  if (threadIdx.x % 32 == 0) {
-    args.filter.chip_sums[(work.group_index * shape.blocks + rank) * group + head] = {total.most,
-                                                                                      total.sum};
-  }
+  if (threadIdx.x % 32 != 0) return;
+  args.filter.chip_sums[(work.group_index * shape.blocks + rank) * group + head] = {total.most,
+                                                                                    total.sum};
+  if (rank == 0) args.filter.chip_factors[work.group_index * kChipHeads + head] = factors[head];
 #endif
 }
 
-// A cluster per (row, KV head), which chooses among the scores in memory. Dynamic shared memory:
-// keys of the block's tokens, what the blocks exchange. `parts`: blocks that have scored.
+// `shape.blocks` blocks per (row, KV head), which choose among the scores in memory. Dynamic shared
+// memory: keys of the block's tokens, those in question of all blocks. `parts`: blocks that have
+// scored.
 template <int kQuads>
 __global__ __launch_bounds__(kChipThreads,
                              2) void choose_on_chip(const __grid_constant__ FilterArgs args,
@@ -224,26 +222,31 @@ __global__ __launch_bounds__(kChipThreads,
   const unsigned rank = blockIdx.x % shape.blocks;
   const int group = args.request.kv.group();
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
-  open_inboxes(shared, shape.blocks, group);
-  cluster_arrive();
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
   // The kernel that scores has let this one start when all before it were done.
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
-  if (threadIdx.x < kMaxGroup) shared.factors[threadIdx.x] = read_factor(args, row, kv_head);
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  if (work.empty()) return;  // the whole cluster
+  if (work.empty()) return;  // the whole group
+  const ChipPeers peers(args, work.group_index, rank, shape.blocks);
+  if (threadIdx.x < kMaxGroup) {
+    const auto head = static_cast<int>(threadIdx.x);
+    shared.factors[head] =
+        head < group ? args.filter.chip_factors[work.group_index * kChipHeads + head] : 0.0F;
+  }
   read_sums(args.filter.chip_sums + work.group_index * parts * group, parts, group, 4 * kQuads,
             shared);
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
   write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  cluster_wait();  // the blocks have begun, and their inboxes are open
-  choose_best(args, work, rank, shape.blocks, keys,
-              *reinterpret_cast<ChipExchange*>(keys + shape.capacity), shared);
+  choose_best(args, work, peers, keys, *reinterpret_cast<ChipExchange*>(keys + shape.capacity),
+              shared);
+  peers.next_epoch();
 #endif
 }
 
-using ChipKernel = void (*)(FilterArgs, ChipShape);
+using ChipKernel = void (*)(FilterArgs, ChipInput, ChipShape);
 
 /// Bytes of the scores of a (row, KV head) in memory.
 std::int64_t chip_row_bytes(const SelectRequest& request) {
@@ -277,38 +280,27 @@ template <typename Kernel>
 void allow_shape(Kernel kernel) {
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes));
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
 }
 
-/// Clusters of the kernel that the device runs at a time. Asked once: every step needs it.
+/// Blocks of the kernel that the device runs at a time. Asked once: every step needs it.
 template <typename Kernel>
-int clusters_at_once(Kernel kernel, unsigned blocks, int bytes) {
+int blocks_at_once(Kernel kernel, int bytes) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, std::uintptr_t, unsigned, int>, int> known;
+  static std::map<std::tuple<int, std::uintptr_t, int>, int> known;
   int device = 0;
   KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  const std::tuple key(device, reinterpret_cast<std::uintptr_t>(kernel), blocks, bytes);
+  const std::tuple key(device, reinterpret_cast<std::uintptr_t>(kernel), bytes);
   const std::lock_guard lock(mutex);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   allow_shape(kernel);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kChipThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int clusters = 0;
-  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-  known.emplace(key, clusters);
-  return clusters;
+  int blocks = 0;
+  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kChipThreads,
+                                                                  static_cast<std::size_t>(bytes)));
+  blocks *= device_attribute(cudaDevAttrMultiProcessorCount);
+  known.emplace(key, blocks);
+  return blocks;
 }
 
 int tokens_of_block(std::int64_t tokens, unsigned blocks) {
@@ -322,7 +314,7 @@ int choose_bytes(const ChipShape& shape) {
 }
 
 int select_bytes(const ChipShape& shape, int quads, int chunks) {
-  return shape.capacity * chip_token_bytes(quads) +
+  return chip_scores_bytes(shape.capacity, quads) +
          std::max(chip_ring_bytes(shape.stages, chunks), static_cast<int>(sizeof(ChipExchange)));
 }
 
@@ -333,19 +325,24 @@ struct ChipPlan {
   ChipShape shape{};  ///< Of the kernel that chooses.
 };
 
-/// Finds the largest clusters of which the device runs all at a time, if one has room for a row;
-/// any number of blocks will do, for the parts of a device have as many SMs as they have.
+/// Finds the most blocks of which the device has room for all groups at once, if these have room
+/// for a row.
 bool plan_one_kernel(const SelectRequest& request, ChipKernel kernel, ChipShape& shape) {
   const int groups = request.kv.kv_heads * request.rows.count;
   const int quads = chip_quads(request.kv.group());
   const int chunks = sign_chunks(request.params);
-  for (shape.blocks = kChipBlocks; shape.blocks >= 2; --shape.blocks) {
-    shape.capacity = tokens_of_block(request.max_length, shape.blocks);
-    for (shape.stages = 3; shape.stages >= 2; --shape.stages) {
-      const int bytes = select_bytes(shape, quads, chunks);
-      if (bytes > (shape.stages == 2 ? kMostBytes : kRoomyBytes)) continue;
-      if (clusters_at_once(kernel, shape.blocks, bytes) >= groups) return true;
-    }
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  if (groups > processors) return false;
+  // No more than have a unit for each warp.
+  constexpr std::int64_t kLeastTokens = std::int64_t{kChipWarps} * kChipUnit;
+  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
+  shape.blocks = static_cast<unsigned>(
+      std::min({std::int64_t{processors / groups}, useful, std::int64_t{kChipBlocks}}));
+  shape.capacity = tokens_of_block(request.max_length, shape.blocks);
+  for (shape.stages = 3; shape.stages >= 2; --shape.stages) {
+    const int bytes = select_bytes(shape, quads, chunks);
+    if (bytes > (shape.stages == 2 ? kMostBytes : kRoomyBytes)) continue;
+    if (blocks_at_once(kernel, bytes) >= groups * static_cast<int>(shape.blocks)) return true;
   }
   return false;
 }
@@ -353,13 +350,12 @@ bool plan_one_kernel(const SelectRequest& request, ChipKernel kernel, ChipShape&
 /// The same for rows of which the scores lie in memory. Blocks may share an SM.
 bool plan_choice(const SelectRequest& request, const ChipKernels& kernels, ChipShape& shape) {
   const int groups = request.kv.kv_heads * request.rows.count;
-  for (shape.blocks = kChipBlocks; shape.blocks >= 2; shape.blocks /= 2) {
+  for (shape.blocks = kChipBlocks; shape.blocks >= 1; shape.blocks /= 2) {
     shape.capacity = tokens_of_block(request.max_length, shape.blocks);
     const int bytes = choose_bytes(shape);
     if (bytes > kMostBytes) return false;
-    if (shape.blocks == 2 || clusters_at_once(kernels.choose, shape.blocks, bytes) >= groups) {
-      return true;
-    }
+    const int room = blocks_at_once(kernels.choose, bytes);
+    if (shape.blocks == 1 || groups * static_cast<int>(shape.blocks) <= room) return true;
   }
   return false;
 }
@@ -369,7 +365,8 @@ ChipPlan plan_chip(const SelectRequest& request) {
   const int group = request.kv.group();
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
   if (params.estimator != Estimator::kNormAware || params.query_bits != kChipBits || !together ||
-      group > kChipHeads || sign_chunks(params) > kChipChunks) {
+      group > kChipHeads || sign_chunks(params) > kChipChunks ||
+      request.kv.kv_heads * request.rows.count > kChipParts) {
     return {};
   }
   const ChipKernels kernels = chip_kernels(request);
@@ -384,28 +381,48 @@ ChipPlan plan_chip(const SelectRequest& request) {
   return plan;
 }
 
-void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipKernels& kernels,
-                const ChipShape& choice) {
+/// The queries of a request, as fp32 where nobody has given others.
+ChipInput chip_input(const SelectRequest& request) {
+  if (request.input != nullptr) {
+    return {.items = request.input->items,
+            .queries = request.packed,
+            .after_append = request.input->after_append};
+  }
+  ChipInput input{.items = {}, .queries = nullptr, .after_append = false};
+  const std::int64_t dim = request.planes.head_dim;
+  for (int row = 0; row < request.rows.count; ++row) {
+    input.items.push({.query = {.data = request.queries,
+                                .dtype = DType::kFloat32,
+                                .token_stride = request.kv.query_heads * dim,
+                                .head_stride = dim},
+                      .token = row});
+  }
+  return input;
+}
+
+void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipInput& input,
+                const ChipKernels& kernels, const ChipShape& choice) {
   const SelectRequest& request = args.request;
   const int groups = request.kv.kv_heads * request.rows.count;
   const int chunks = sign_chunks(request.params);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   const int parts = std::max(std::min(processors, kChipParts) / groups, 1);
+  const auto bytes = [chunks](int stages) {
+    return kChipTableBytes + chip_ring_bytes(stages, chunks);
+  };
   ChipShape shape{
       .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
-  while (shape.stages < kChipStages && chip_ring_bytes(shape.stages + 1, chunks) <= kRoomyBytes) {
-    ++shape.stages;
-  }
+  while (shape.stages < kChipStages && bytes(shape.stages + 1) <= kRoomyBytes) ++shape.stages;
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto rows = static_cast<unsigned>(request.rows.count);
   allow_shape(kernels.score);
   allow_shape(kernels.choose);
-  transfer::cuda::launch_overlapping(
-      stream, kernels.score, dim3(heads * shape.blocks, rows), kChipThreads,
-      static_cast<std::size_t>(chip_ring_bytes(shape.stages, chunks)), args, shape);
-  transfer::cuda::launch_overlapping_clusters(
-      stream, kernels.choose, dim3(heads * choice.blocks, rows), choice.blocks, kChipThreads,
-      static_cast<std::size_t>(choose_bytes(choice)), args, choice, parts);
+  transfer::cuda::launch_overlapping(stream, kernels.score, dim3(heads * shape.blocks, rows),
+                                     kChipThreads, static_cast<std::size_t>(bytes(shape.stages)),
+                                     args, input, shape);
+  transfer::cuda::launch_overlapping(stream, kernels.choose, dim3(heads * choice.blocks, rows),
+                                     kChipThreads, static_cast<std::size_t>(choose_bytes(choice)),
+                                     args, choice, parts);
 }
 
 }  // namespace
@@ -416,30 +433,44 @@ std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_to
                   groups * chip_row_tokens(max_tokens) * chip_token_bytes(chip_quads(group)));
 }
 
-bool foresees(const SelectRequest& request) {
+std::size_t chip_boxes_bytes(std::int64_t groups) {
+  static_assert(sizeof(ChipBox) % 256 == 0);
+  return static_cast<std::size_t>(std::min<std::int64_t>(groups, kChipParts)) * sizeof(ChipBox);
+}
+
+bool takes_queries(const SelectRequest& request) {
   return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
          request.max_length > 0 && filter_serves(request) &&
-         (plan_chip(request).way != ChipPlan::Way::kNone || foresees_collisions(request));
+         plan_chip(request).way != ChipPlan::Way::kNone;
+}
+
+bool foresees(const SelectRequest& request) {
+  return takes_queries(request) ||
+         (request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
+          request.max_length > 0 && filter_serves(request) && foresees_collisions(request));
 }
 
 bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
-  const ChipPlan plan = plan_chip(request);
+  ChipPlan plan = plan_chip(request);
   if (plan.way == ChipPlan::Way::kNone) return false;
+  const ChipInput input = chip_input(request);
   const ChipKernels kernels = chip_kernels(request);
+  // After another kernel than an append everything waits for all before.
+  plan.shape.early = plan.shape.early && input.after_append;
   if (plan.way == ChipPlan::Way::kTwoKernels) {
-    launch_two(stream, args, kernels, plan.shape);
+    launch_two(stream, args, input, kernels, plan.shape);
     return true;
   }
   const ChipShape& shape = plan.shape;
   allow_shape(kernels.select);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
                   static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping_clusters(
-      stream, kernels.select, grid, shape.blocks, kChipThreads,
+  transfer::cuda::launch_overlapping(
+      stream, kernels.select, grid, kChipThreads,
       static_cast<std::size_t>(
           select_bytes(shape, chip_quads(request.kv.group()), sign_chunks(request.params))),
-      args, shape);
+      args, input, shape);
   return true;
 }
 

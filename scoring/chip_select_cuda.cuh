@@ -13,17 +13,18 @@
 /// normalisers of the heads are exact, and the k best are found by counting keys by bins until few
 /// are in question, which are compared one by one. Equal scores go to the lower token.
 ///
-/// Where shared memory holds a row, a cluster does all of it (`select_on_chip`,
-/// chip_select_cuda.cu). Longer rows are scored by all multiprocessors to memory that stays in L2
-/// (`score_rows`), and chosen from by clusters (`choose_on_chip`). Either way sketches are copied
-/// to shared memory before the kernels before this one are done.
+/// Where the shared memory of a group of blocks holds a row, one kernel does all of it
+/// (`select_on_chip`, chip_select_cuda.cu). The scores of longer rows go to memory that stays in L2
+/// (`score_rows`), and a second kernel chooses (`choose_on_chip`). Either way the tables of the
+/// queries are made by the blocks that score, and sketches are copied to shared memory before the
+/// kernel before this one is done.
 ///
 /// This header: who has which tokens, and what is in memory.
 namespace kvtier::scoring::cuda {
 
 inline constexpr int kChipThreads = 512;
 inline constexpr int kChipWarps = kChipThreads / 32;
-/// Most blocks of a cluster, which serves one (row, KV head).
+/// Most blocks of a group, which chooses the tokens of one (row, KV head).
 inline constexpr unsigned kChipBlocks = 16;
 /// Tokens that a warp copies and scores at a time.
 inline constexpr int kChipUnit = 64;
@@ -33,6 +34,8 @@ inline constexpr int kChipBits = 4;
 inline constexpr int kChipChunks = 4;
 /// Bins of a round of the search.
 inline constexpr int kChipBins = kChipThreads;
+/// Bytes for the tables of a group's queries while they are made.
+inline constexpr int kChipTableBytes = 40 * 1024 + 256;
 /// Candidates of a block that the last round compares one by one.
 inline constexpr int kChipList = 128;
 
@@ -101,11 +104,18 @@ inline int __host__ __device__ chip_ring_bytes(int stages, int chunks) {
   return kChipWarps *
          (stages * chip_unit_bytes(chunks) + kChipUnit * static_cast<int>(sizeof(ChipNorms)));
 }
-/// What the blocks of a cluster send one another, each to all, in the place of the ring.
+/// What comes from all blocks, in the place of the ring: counts by bins, and the keys that the
+/// choice comes down to.
 struct ChipExchange {
-  alignas(16) std::uint16_t counts[2][kChipBlocks][kChipBins];
-  alignas(16) std::uint32_t lists[kChipBlocks][kChipList];
+  alignas(16) std::uint16_t counts[kChipBlocks][kChipBins];
+  std::uint32_t finalists[kChipBlocks * kChipList];
 };
+
+/// Bytes of the scores of a block's tokens, or of what is in their place before.
+inline int __host__ __device__ chip_scores_bytes(int capacity, int quads) {
+  const int bytes = capacity * chip_token_bytes(quads);
+  return bytes < kChipTableBytes ? kChipTableBytes : bytes;
+}
 
 /// The units of a row that a block has: those of tokens [first, last) * kChipUnit.
 struct ChipShare {
@@ -143,21 +153,23 @@ struct ChipShared {
   alignas(16) std::uint32_t bins[kChipBins];
   // The bin of a round that has the k-th best.
   int bin;
-  std::uint32_t above;  // tokens in better bins
-  std::uint32_t count;  // tokens in it,
-  std::uint32_t most;   // and the most that a block has of them
+  std::uint32_t above;          // tokens in better bins
+  std::uint32_t count;          // tokens in it,
+  std::uint32_t most;           // the most that a block has of them,
+  std::uint32_t before;         // and those of earlier blocks
+  std::uint32_t chosen_before;  // of earlier blocks, tokens in better bins of any round
   // This block's, of the last round.
   alignas(16) std::uint32_t list[kChipList];
   std::uint32_t list_entries[kChipList];
   std::uint32_t list_count;
+  // Of all blocks, in the last round: keys in the last bin, the last key that is taken, how many of
+  // those that equal it, and of earlier blocks the better keys and the equal ones.
+  std::uint32_t finalists;
+  std::uint32_t last;
+  std::uint32_t ties;
+  std::uint32_t better_before;
+  std::uint32_t ties_before;
   std::uint32_t warp_counts[kChipWarps];
-  Inbox sums_inbox;
-  Inbox round_inbox[2];
-  Inbox list_inbox;
-  Inbox chosen_inbox;
-  // Sent by the blocks of the cluster, each to all.
-  float2 sums[kChipBlocks][kMaxGroup];
-  std::uint32_t chosen[kChipBlocks];
 };
 
 /// What scoring needs in shared memory.

@@ -2,6 +2,7 @@
 
 #include "scoring/selector_cuda.h"
 
+#include <cstddef>
 #include <cstdint>
 
 /// Internal to the CUDA half of the selector: selection without a score matrix.
@@ -62,6 +63,8 @@ void enqueue_filter(const Stage& stage);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
 /// Bytes for the scores of rows that are chosen from on chip, what limits allow; 0: there are none.
 [[nodiscard]] std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_tokens);
+/// Bytes of what blocks tell one another (chip_peers_cuda.cuh), of all (row, KV head) pairs.
+[[nodiscard]] std::size_t chip_boxes_bytes(std::int64_t groups);
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
 inline constexpr int kChipParts = 256;
 /// The most that they may: a block has 227 KiB, and the kernels have arrays of fixed size too.

@@ -8,11 +8,16 @@ namespace kvtier::scoring {
 /// Tells whether it is known how many tokens `Selector::select` will select of each row, before it
 /// has: `transfer::num_to_select`. On CUDA the last kernel of such a selection lets the next one
 /// start only after its own wait (transfer/launch_cuda.cuh): that one may read all but the
-/// selection before it waits for it.
+/// selection and the queries before it waits for it.
 [[nodiscard]] bool foresees(const transfer::Stream& stream, const SelectRequest& request);
+
+/// Tells whether `Selector::select` can read the caller's queries of such a request itself: then it
+/// may be given them as `SelectRequest::input`, and needs no tables.
+[[nodiscard]] bool takes_queries(const transfer::Stream& stream, const SelectRequest& request);
 
 namespace cuda {
 [[nodiscard]] bool foresees(const SelectRequest& request);
+[[nodiscard]] bool takes_queries(const SelectRequest& request);
 }  // namespace cuda
 
 }  // namespace kvtier::scoring

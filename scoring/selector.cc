@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <memory>
 
 namespace kvtier::scoring {
 
@@ -104,6 +105,12 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   selection_.capacity = limits.max_selected;
   selection_.staged = limits.staged_rows > 0 ? base + at.staged : nullptr;
   selection_.staged_capacity = limits.staged_rows;
+  if constexpr (transfer::kWithCuda) {
+    if (device.backend() != Backend::kCuda) return;
+    const std::unique_ptr<transfer::Stream> stream = device.make_stream();
+    stream->fill(scratch_, 0, cuda::zeroed_bytes(limits_));
+    stream->synchronize();
+  }
 }
 
 std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
@@ -141,7 +148,8 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
                                          const Budget& budget) {
   check(request, limits_);
-  if (!request.tables_built) {
+  if (request.input != nullptr) transfer::check_queries(request.kv, request.input->items);
+  if (!request.tables_built && (budget.active || !takes_queries(stream, request))) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
   }
@@ -167,6 +175,13 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
   stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
     cpu::export_missed(batch, heads, rest_logs);
   });
+}
+
+bool takes_queries(const transfer::Stream& stream, const SelectRequest& request) {
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) return cuda::takes_queries(request);
+  }
+  return false;
 }
 
 bool foresees(const transfer::Stream& stream, const SelectRequest& request) {

@@ -29,6 +29,11 @@ struct SelectRequest {
   bool keep_scores = true;
   /// True when `read_queries` has built the tables, with these parameters and planes.
   bool tables_built = false;
+  /// The caller's queries, of a request that `takes_queries` (foresight.h) is true of, or nullptr;
+  /// `packed` then receives them as fp32, as `read_queries` would. Its tensors must stay valid
+  /// until the stream has passed the selection.
+  const QueryInput* input = nullptr;
+  float* packed = nullptr;
 };
 
 /// An int32 tensor `[rows, heads, n]` of ids; the strides count elements.

@@ -155,6 +155,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
     const std::size_t size = static_cast<std::size_t>(count) * sizeof(T);
     offset += (size + kAlignment - 1) / kAlignment * kAlignment;
   };
+  const std::int64_t groups = rows * limits.kv_heads;
+  scratch.filter.chip_boxes = reinterpret_cast<ChipBox*>(base);
+  offset += chip_boxes_bytes(groups);
   place(scratch.plans, rows);
   place(scratch.states, sets);
   place(scratch.histogram, sets * kRadixBins);
@@ -165,7 +168,6 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   std::byte* estimates = nullptr;
   place(estimates, static_cast<std::int64_t>(estimates_bytes(sets)));
   scratch.estimates = reinterpret_cast<HeadEstimate*>(estimates);
-  const std::int64_t groups = rows * limits.kv_heads;
   const int group = limits.query_heads / limits.kv_heads;
   FilterScratch& filter = scratch.filter;
   constexpr int kMostChunks = 8;
@@ -184,9 +186,14 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.ticket, 1);
   filter.chip_bytes = most_chip_bytes(groups, group, limits.max_tokens);
   place(filter.chip_scores, filter.chip_bytes);
+  place(filter.chip_factors, groups * kMaxGroup);
   place(filter.chip_sums, std::max<std::int64_t>(groups, kChipParts) * group);
   if (bytes != nullptr) *bytes = offset;
   return scratch;
+}
+
+std::size_t zeroed_bytes(const SelectorLimits& limits) {
+  return chip_boxes_bytes(std::int64_t{limits.rows} * limits.kv_heads);
 }
 
 std::size_t scratch_bytes(const SelectorLimits& limits) {

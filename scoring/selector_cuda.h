@@ -47,6 +47,7 @@ struct HeadEstimate;
 struct FilterHead;
 struct FilterGroup;
 struct SampleRest;
+struct ChipBox;
 
 /// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
 /// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
@@ -64,7 +65,9 @@ struct FilterScratch {
   std::int64_t columns_stride;
   std::byte* chip_scores;  // of rows that are chosen from on chip (chip_select_cuda.cuh)
   std::int64_t chip_bytes;
-  float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  ChipBox* chip_boxes;  // [rows][kv_heads], zero at first (chip_peers_cuda.cuh)
+  float* chip_factors;  // [rows][kv_heads][heads of a group] what turns sums into logits
+  float2* chip_sums;    // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a

@@ -41,6 +41,8 @@ void export_scores(const SelectRequest& request, const SelectorWorkspace& worksp
 
 namespace cuda {  // `stream` is a cudaStream_t
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
+/// The first bytes of the scratch memory, which must be zero before it is used.
+[[nodiscard]] std::size_t zeroed_bytes(const SelectorLimits& limits);
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const Budget& budget);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -1,0 +1,106 @@
+#pragma once
+
+#include "scoring/chip_select_cuda.cuh"
+
+#include <cstdint>
+
+/// How the blocks of a (row, KV head) tell one another words: through memory, so that they may lie
+/// anywhere on the device, which has room for fewer clusters than it has for blocks.
+///
+/// A word travels with a tag, so that whoever polls it needs no flag and no fence. Tags differ from
+/// launch to launch and from stage to stage: nothing is cleared, and what an earlier launch has
+/// left is not taken for a new word. The device starts blocks in the order of their numbers, and
+/// the blocks of a group are neighbours: of a launch at most one group waits for blocks that have
+/// not started.
+namespace kvtier::scoring::cuda {
+
+/// A word of another block: the value, and above it the tag.
+using PostedWord = std::uint64_t;
+
+/// What the blocks of one group tell one another. Zero before the first launch.
+struct alignas(256) ChipBox {
+  /// Of the launch before. A block reads it before it posts anything, and one block changes it
+  /// once all have posted.
+  std::uint32_t epoch;
+  alignas(16) PostedWord products[kChipHeads * kChipChunks * hashing::kChunkBits];
+  alignas(16) PostedWord sums[kChipBlocks][kChipHeads][2];
+  /// Of every other round, two counts of bins in a word.
+  alignas(16) PostedWord counts[2][kChipBlocks][kChipBins / 2];
+  alignas(16) PostedWord lists[kChipBlocks][kChipList];
+};
+
+/// The stages of a launch, in the low bits of a tag.
+inline constexpr std::uint32_t kProductsStage = 0;
+inline constexpr std::uint32_t kSumsStage = 1;
+inline constexpr std::uint32_t kListsStage = 2;
+inline constexpr std::uint32_t kFirstRoundStage = 3;  ///< At most eight rounds.
+inline constexpr int kStageBits = 4;
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+class ChipPeers {
+ public:
+  /// Reads the group's epoch: all launches before must be done with the group, and `next_epoch` not
+  /// called.
+  __device__ ChipPeers(const FilterArgs& args, std::int64_t group_index, unsigned rank_,
+                       unsigned blocks_)
+      : box(args.filter.chip_boxes[group_index]),
+        rank(rank_),
+        blocks(blocks_),
+        tag_((__ldcg(&box.epoch) + 1) << kStageBits) {}
+
+  __device__ void post(PostedWord* to, std::uint32_t stage, std::uint32_t value) const {
+    const PostedWord word = PostedWord{tag_ | stage} << 32 | value;
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)),
+                 "l"(word)
+                 : "memory");
+  }
+  /// Two words that are read together.
+  __device__ void post_pair(PostedWord* to, std::uint32_t stage, std::uint32_t first,
+                            std::uint32_t second) const {
+    const PostedWord tag = PostedWord{tag_ | stage} << 32;
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                 "l"(tag | first), "l"(tag | second)
+                 : "memory");
+  }
+  /// Waits for `count` pairs of words, at most kMost, that lie `stride` words apart; the other
+  /// values are 0. Few wide reads, for those of all blocks meet in L2.
+  template <int kMost>
+  __device__ void fetch(const PostedWord* from, int stride, int count, std::uint32_t stage,
+                        uint2 (&values)[kMost]) const {
+    const std::uint32_t tag = tag_ | stage;
+    bool missing = true;
+    while (missing) {
+      missing = false;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        values[i] = make_uint2(0, 0);
+        if (i >= count) continue;
+        PostedWord first = 0;
+        PostedWord second = 0;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(first), "=l"(second)
+                     : "l"(__cvta_generic_to_global(from + i * stride))
+                     : "memory");
+        values[i] =
+            make_uint2(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(second));
+        missing |= first >> 32 != tag || second >> 32 != tag;
+      }
+    }
+  }
+  /// By one block, once all have posted.
+  __device__ void next_epoch() const {
+    if (rank == 0 && threadIdx.x == 0) box.epoch = tag_ >> kStageBits;
+  }
+
+  ChipBox& box;
+  unsigned rank;
+  unsigned blocks;
+
+ private:
+  std::uint32_t tag_;
+};
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,242 @@
+#pragma once
+
+#include "scoring/chip_peers_cuda.cuh"
+#include "transfer/convert_cuda.cuh"
+
+#include <cstdint>
+
+/// The weights of the queries, which the kernels of a selection on chip make for themselves: each
+/// block of a group projects its heads onto a share of the planes, and all get all projections.
+namespace kvtier::scoring::cuda {
+
+/// The queries of a launch.
+struct ChipInput {
+  transfer::QueryItems items;
+  float* queries;     ///< Where they go as fp32; null: they are there.
+  bool after_append;  ///< As in `QueryInput`.
+};
+
+/// Dynamic shared memory, before there are scores.
+struct ChipTables {
+  static constexpr int kMaxHeadDim = 256;
+  static constexpr int kPad = 4;  ///< Heads in different banks.
+  /// Room for the block's planes, or the first of many.
+  static constexpr int kPlaneBytes = 16 * 1024;
+
+  alignas(16) float queries[kChipHeads][kMaxHeadDim + kPad];
+  alignas(16) std::byte planes[kPlaneBytes];
+  alignas(16) float products[kChipHeads * kChipChunks * hashing::kChunkBits];
+  std::uint32_t largest[kChipHeads];  ///< Bits of the largest magnitude of a head.
+};
+
+static_assert(sizeof(ChipTables) <= kChipTableBytes);
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+using transfer::cuda::HeadSource;
+using transfer::cuda::kPiece;
+
+/// The group's queries on their way to shared memory, a piece per thread.
+class ChipHeads {
+ public:
+  /// Starts to read them; nobody may write them any more, or read `input.queries`.
+  __device__ ChipHeads(const FilterArgs& args, const ChipInput& input, int row, int kv_head)
+      : input_(input),
+        row_(row),
+        first_head_(kv_head * args.request.kv.group()),
+        query_heads_(args.request.kv.query_heads),
+        pieces_(args.request.planes.head_dim / kPiece) {
+    static_assert(kChipHeads * ChipTables::kMaxHeadDim / kPiece <= kChipThreads);
+    if (head() < args.request.kv.group()) {
+      const transfer::QueryItem& item = input.items[row];
+      source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
+      raw_ = transfer::cuda::load_piece(source_, piece());
+    }
+  }
+  /// A barrier must follow. One block `writes` them to memory too.
+  __device__ void store(ChipTables& tables, bool writes) const {
+    if (source_.data == nullptr) return;
+    float x[kPiece];
+    transfer::cuda::to_floats(raw_, source_.dtype, x);
+    const float4 low{x[0], x[1], x[2], x[3]};
+    const float4 high{x[4], x[5], x[6], x[7]};
+    auto* local = reinterpret_cast<float4*>(&tables.queries[head()][piece() * kPiece]);
+    local[0] = low;
+    local[1] = high;
+    if (!writes) return;
+    const std::int64_t at = std::int64_t{row_} * query_heads_ + first_head_ + head();
+    auto* global = reinterpret_cast<float4*>(input_.queries + (at * pieces_ + piece()) * kPiece);
+    global[0] = low;
+    global[1] = high;
+  }
+
+ private:
+  [[nodiscard]] __device__ int head() const { return static_cast<int>(threadIdx.x) / pieces_; }
+  [[nodiscard]] __device__ int piece() const { return static_cast<int>(threadIdx.x) % pieces_; }
+
+  const ChipInput& input_;
+  int row_;
+  int first_head_;
+  int query_heads_;
+  int pieces_;
+  HeadSource source_{};
+  transfer::cuda::RawPiece raw_{};
+};
+
+/// Tells whether this thread has found NaN or infinity in any head of the row.
+__device__ inline bool looks_bad(const FilterArgs& args, const ChipInput& input, int row) {
+  const transfer::QueryItem& item = input.items[row];
+  const int pieces = args.request.planes.head_dim / kPiece;
+  bool bad = false;
+  for (int i = static_cast<int>(threadIdx.x); i < args.request.kv.query_heads * pieces;
+       i += kChipThreads) {
+    const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
+    float x[kPiece];
+    transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
+    for (const float value : x) bad |= !isfinite(value);
+  }
+  return bad;
+}
+
+/// The block's share of the planes, which are counted in whole chunks, and the first threads, whole
+/// warps, that project the heads onto them: the others have time to start the copies of sketches.
+struct ChipPlanes {
+  int first;
+  int count;
+  int workers;
+
+  __device__ ChipPlanes(const FilterArgs& args, int chunks, const ChipPeers& peers) {
+    const int all = chunks * hashing::kChunkBits;
+    const int blocks = static_cast<int>(peers.blocks);
+    const int each = (all + blocks - 1) / blocks;
+    first = static_cast<int>(peers.rank) * each;
+    count = max(min(each, all - first), 0);
+    const int group = args.request.kv.group();
+    const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
+    workers = min((most + 31) / 32 * 32, kChipThreads);
+  }
+};
+
+/// From a plane in shared memory to the next, so that eight lie in eight groups of banks.
+__device__ inline int plane_pitch(int head_dim) { return 2 * head_dim + 16; }
+
+/// The projection of a head onto a plane. Sums in the order of the coordinates, as every backend
+/// does, so that integer weights agree.
+__device__ inline float project(const std::byte* plane, const float* query, int head_dim) {
+  float sum = 0.0F;
+#pragma unroll 4
+  for (int i = 0; i < head_dim / kPiece; ++i) {
+    const uint4 loaded = reinterpret_cast<const uint4*>(plane)[i];
+    const unsigned pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    const float4 low = reinterpret_cast<const float4*>(query)[2 * i];
+    const float4 high = reinterpret_cast<const float4*>(query)[2 * i + 1];
+    const float x[kPiece] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const unsigned pair = pairs[j / 2];
+      sum = fmaf(x[j], __uint_as_float(j % 2 == 0 ? pair << 16 : pair & 0xFFFF0000U), sum);
+    }
+  }
+  return sum;
+}
+
+/// Projects the group's heads onto the block's share of the planes and tells all. The workers.
+__device__ inline void post_products(const FilterArgs& args, const ChipInput& input, int row,
+                                     int kv_head, int chunks, const ChipPeers& peers,
+                                     const ChipPlanes& share, ChipTables& tables) {
+  const hashing::PlanesView& planes = args.request.planes;
+  const int num_planes = args.request.params.num_planes;
+  const int group = args.request.kv.group();
+  const int dim = planes.head_dim;
+  const int pitch = plane_pitch(dim);
+  const int pieces = dim / kPiece;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int staged = min(share.count, ChipTables::kPlaneBytes / pitch);
+  const unsigned to = transfer::cuda::shared_address(tables.planes);
+  for (int i = thread; i < staged * pieces; i += share.workers) {
+    const int plane = share.first + i / pieces;
+    const bool present = plane < num_planes;
+    transfer::cuda::copy_async_16(
+        to + static_cast<unsigned>(i / pieces * pitch + i % pieces * 2 * kPiece),
+        planes.bf16 + (present ? std::int64_t{plane} * dim + i % pieces * kPiece : 0), present);
+  }
+  transfer::cuda::copy_async_commit();
+  const ChipHeads heads(args, input, row, kv_head);
+  heads.store(tables, peers.rank == 0 && input.queries != nullptr);
+  transfer::cuda::copy_async_wait<0>();
+  asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
+#pragma unroll 1
+  for (int i = thread; i < share.count * group; i += share.workers) {
+    const int plane = i / group;
+    const int head = i % group;
+    float sum = 0.0F;
+    if (plane < staged) {
+      sum = project(tables.planes + plane * pitch, tables.queries[head], dim);
+    } else if (share.first + plane < num_planes) {
+      sum = project(
+          reinterpret_cast<const std::byte*>(planes.bf16 + std::int64_t{share.first + plane} * dim),
+          tables.queries[head], dim);
+    }
+    peers.post(peers.box.products + head * chunks * hashing::kChunkBits + share.first + plane,
+               kProductsStage, __float_as_uint(sum));
+  }
+}
+
+/// Turns the projections into weights, as `read_queries` does, and these into columns, as
+/// `fill_columns` does; a warp takes 32 planes of a head at a time. Fills `queries` and the
+/// factors that turn sums into base-2 logits, 0 past the group. Ends with a barrier.
+__device__ inline void fetch_weights(const FilterArgs& args, int chunks, const ChipPeers& peers,
+                                     ChipTables& tables, ChipQueries& queries, float* factors) {
+  const ScoreParams& params = args.request.params;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int group = args.request.kv.group();
+  const int all = chunks * hashing::kChunkBits;
+  const int count = group * all;
+#pragma unroll 1
+  for (int i = 2 * thread; i < count; i += 2 * kChipThreads) {
+    uint2 bits[1];
+    peers.fetch<1>(peers.box.products + i, 0, 1, kProductsStage, bits);
+    const float2 two = make_float2(__uint_as_float(bits[0].x), __uint_as_float(bits[0].y));
+    *reinterpret_cast<float2*>(tables.products + i) = two;
+    const float magnitude = fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0F);  // 0 for NaN
+    const std::uint32_t most = __reduce_max_sync(kFullWarp, __float_as_uint(magnitude));
+    if (lane == 0) atomicMax(&tables.largest[i / all], most);
+  }
+  __syncthreads();  // the largest are known
+  peers.next_epoch();
+  const float levels = weight_levels(kChipBits);
+#pragma unroll 1
+  for (int i = thread; i < count; i += kChipThreads) {
+    const int head = i / all;
+    const int word = i % all / 32;
+    const float largest = __uint_as_float(tables.largest[head]);
+    const bool usable = largest > 0.0F && largest <= 3.4028235e38F;
+    const int weight =
+        usable ? static_cast<int>(quantised_weight(tables.products[i], largest, levels)) : 0;
+    const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
+    int sum = 0;
+#pragma unroll
+    for (int bit = 0; bit < kChipBits; ++bit) {
+      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
+      sum += plane_weight<kChipBits>(bit) * __popc(set);
+      const int column = head % kHeadsPerProduct * 2 + bit % 2;
+      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
+      if (lane == 0) {
+        queries.columns[(chunk * (kChipBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+      }
+    }
+    if (lane == 0) atomicAdd(&queries.weight_sums[head], sum);
+  }
+  if (thread < kMaxGroup) {
+    const float largest = thread < group ? __uint_as_float(tables.largest[thread]) : 0.0F;
+    QueryScalars scalars;
+    scalars.weight_step = largest > 0.0F && largest <= 3.4028235e38F ? largest / levels : 0.0F;
+    factors[thread] = sign_factor(params, scalars) * kLog2E;
+  }
+  __syncthreads();  // columns and factors are there, and nobody needs the projections any more
+}
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

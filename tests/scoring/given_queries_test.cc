@@ -1,0 +1,164 @@
+#include "scoring/foresight.h"
+#include "selector_fixture.h"
+
+#include <cmath>
+#include <limits>
+
+namespace kvtier::scoring {
+
+namespace {
+
+constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
+constexpr int kHeadDim = 96;
+constexpr int kNumPlanes = 600;
+/// Bounds of lengths for which scores lie in shared memory, in L2 and in no cache.
+constexpr std::int64_t kLongest[] = {0, 400'000, 6'000'000};
+
+/// A step as an engine makes it: the caller's queries, which the selection reads if it can.
+class GivenQueriesTest : public SelectorTest {
+ protected:
+  struct Step {
+    Selected selected;
+    std::vector<float> queries;
+    std::uint64_t nonfinite = 0;
+  };
+
+  void SetUp() override {
+    SelectorTest::SetUp();
+    if (IsSkipped()) return;
+    planes_ = make_planes(PlaneKind::kGaussian, kNumPlanes, kHeadDim);
+    signs_.assign(kNumPlanes, 1);
+  }
+
+  Problem make_problem(const std::vector<const TokenSet*>& sets, int kv_heads, int group) {
+    Problem problem;
+    problem.planes = planes_.get();
+    problem.kv_heads = kv_heads;
+    problem.group = group;
+    problem.sequences = sets;
+    for (std::size_t i = 0; i < sets.size(); ++i) {
+      problem.rows.push_back(
+          {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
+    }
+    problem.config.estimator = Estimator::kNormAware;
+    problem.config.query_bits = 4;
+    problem.config.top_k = 90;
+    problem.config.sink_tokens = 3;
+    problem.config.recent_tokens = 130;
+    problem.queries = random_queries(
+        17, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    return problem;
+  }
+
+  static QueryInput input_of(const SelectRequest& request, const Problem& problem,
+                             const float* queries, bool after_append) {
+    QueryInput input{.kv = request.kv, .items = {}, .after_append = after_append};
+    const std::int64_t row_values = std::int64_t{problem.query_heads()} * kHeadDim;
+    for (std::size_t row = 0; row < problem.rows.size(); ++row) {
+      input.items.push({.query = {.data = queries,
+                                  .dtype = DType::kFloat32,
+                                  .token_stride = row_values,
+                                  .head_stride = kHeadDim},
+                        .token = static_cast<std::int32_t>(row),
+                        .flags = request.flags});
+    }
+    return input;
+  }
+
+  Step run_given(const Problem& problem, bool after_append) {
+    SelectRequest request = make_request(problem);
+    const auto values = problem.queries.size();
+    const transfer::Buffer given = upload(problem.queries);
+    const transfer::Buffer packed = allocate<float>(values);
+    request.queries = packed.as<float>();
+    request.keep_scores = false;
+    Selector selector(*device_, make_limits(problem, problem.config.top_k));
+    const QueryInput input = input_of(request, problem, given.as<float>(), after_append);
+    if (takes_queries(*stream_, request)) {
+      request.input = &input;
+      request.packed = packed.as<float>();
+    } else {
+      selector.read_queries(*stream_, request.params, request.planes, input, packed.as<float>());
+      request.tables_built = true;
+    }
+    const transfer::SelectionView view = selector.select(*stream_, request);
+    return {download_selection(problem, request, selector, view, problem.kv_heads,
+                               problem.config.top_k, false),
+            download<float>(packed.data(), values), request.flags->nonfinite_queries};
+  }
+
+  Selected run_with_tables(const Problem& problem) {
+    SelectRequest request = make_request(problem);
+    request.keep_scores = true;  // the way that takes none
+    Selector selector(*device_, make_limits(problem, problem.config.top_k));
+    const transfer::SelectionView view = selector.select(*stream_, request);
+    return download_selection(problem, request, selector, view, problem.kv_heads,
+                              problem.config.top_k, false);
+  }
+
+  std::unique_ptr<hashing::Planes> planes_;
+  std::vector<std::uint8_t> signs_;
+};
+KVTIER_INSTANTIATE_BACKENDS(GivenQueriesTest);
+
+TEST_P(GivenQueriesTest, AreReadAndChosenForWithOrWithoutTables) {
+  const TokenSet long_set = random_tokens(3, 2, 5200, signs_);
+  const TokenSet short_set = random_tokens(4, 2, 260, signs_);
+  const TokenSet empty_set = random_tokens(5, 2, 100, signs_);  // recent tokens alone
+  for (const int group : {1, 3, 8}) {
+    for (const int num_planes : {64, 129, 256, 512}) {
+      for (const std::int64_t longest : kLongest) {
+        for (const bool after_append : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << "group " << group << ", " << num_planes
+                                            << " planes, up to " << longest << " tokens");
+          Problem problem = make_problem({&long_set, &empty_set, &short_set}, 2, group);
+          problem.config.num_planes = num_planes;
+          problem.longest = longest;
+
+          const Step found = run_given(problem, after_append);
+
+          const Selected expected = run_with_tables(problem);
+          EXPECT_EQ(found.selected.ids, expected.ids);
+          EXPECT_EQ(found.selected.counts, expected.counts);
+          EXPECT_EQ(found.queries, problem.queries);
+          EXPECT_EQ(found.nonfinite, 0U);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnce) {
+  const TokenSet set = random_tokens(6, 2, 3000, signs_);
+  Problem problem = make_problem({&set, &set}, 2, 4);
+  problem.queries[7] = std::numeric_limits<float>::quiet_NaN();
+  problem.queries[kHeadDim * 5] = std::numeric_limits<float>::infinity();
+
+  const Step found = run_given(problem, false);
+
+  EXPECT_EQ(found.nonfinite, 1U);
+  EXPECT_TRUE(std::isnan(found.queries[7]));
+}
+
+TEST_P(GivenQueriesTest, RejectsABadQuery) {
+  const TokenSet set = random_tokens(7, 1, 3000, signs_);
+  const Problem problem = make_problem({&set}, 1, 4);
+  SelectRequest request = make_request(problem);
+  request.keep_scores = false;
+  Selector selector(*device_, make_limits(problem, problem.config.top_k));
+  QueryInput input = input_of(request, problem, request.queries, false);
+  input.items[0].token = -1;
+  request.input = &input;
+  request.packed = allocate<float>(problem.queries.size()).as<float>();
+
+  try {
+    (void)selector.select(*stream_, request);
+    ADD_FAILURE() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
+  }
+}
+
+}  // namespace
+
+}  // namespace kvtier::scoring
