@@ -211,6 +211,8 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
   const std::unique_ptr<KvStore> store = make_kv_store(config, options.runtime.kv);
 
   result.place = store->place();
+  const auto d = static_cast<std::size_t>(config.model.head_dim);
+  result.row_bytes = config.memory.page_format == PageFormat::kFloat8 ? 2 * d + 8 : 4 * d;
   result.sketches.push_back(config.retrieval.sketch());
   result.sketches.insert(result.sketches.end(), config.extra_sketches.begin(),
                          config.extra_sketches.end());

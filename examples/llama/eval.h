@@ -59,6 +59,7 @@ struct EvalResult {
   std::string place = "cpu";  ///< As `KvStore::place`.
   std::vector<EvalRow> rows;
   std::vector<SketchConfig> sketches;  ///< That the sessions carried.
+  std::size_t row_bytes = 0;           ///< Of a token and KV head in its page.
   std::vector<std::string> left_out;   ///< Methods asked for that kvtier does not allow.
   double prefill_seconds = 0.0;
   std::vector<TailLogits> logits;

@@ -113,7 +113,7 @@ void print_placement(std::ostream& out, const ModelConfig& model, const EvalResu
                 sketches_text(result.sketches).c_str());
   out << format("  %-18s %10s   of the size of the keys and values\n", "",
                 format("%.1f %%", 100.0 * device / host).c_str());
-  const double row_bytes = 4.0 * model.head_dim;
+  const auto row_bytes = static_cast<double>(result.row_bytes);
   double fewest = row.rows_attended;
   for (const EvalRow& other : result.rows) {
     if (other.task == row.task) fewest = std::min(fewest, other.rows_attended);

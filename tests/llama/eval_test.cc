@@ -109,6 +109,19 @@ TEST_F(EvalTest, CountsRowsByTheProtocol) {
   EXPECT_EQ(result.place, "cpu");
 }
 
+TEST_F(EvalTest, KeepsRowsInFp8) {
+  options_.retrieval.sparsities = {0, 10};
+  const EvalResult model = run();
+  options_.runtime.page_format = PageFormat::kFloat8;
+  const EvalResult narrow = run();
+
+  EXPECT_EQ(model.row_bytes, 256U);
+  EXPECT_EQ(narrow.row_bytes, 136U);
+  EXPECT_EQ(narrow.rows[1].host_bytes * 256, model.rows[1].host_bytes * 136);
+  EXPECT_NE(narrow.rows[1].kl, model.rows[1].kl);
+  EXPECT_LT(narrow.rows[1].kl, model.rows[1].kl + 0.1);
+}
+
 TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
   options_.retrieval.estimators = {"soft_collision", "norm_aware"};
   options_.retrieval.sparsities = {10};
