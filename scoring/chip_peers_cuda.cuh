@@ -22,6 +22,9 @@ struct alignas(256) ChipBox {
   /// Of the launch before. A block reads it before it posts anything, and one block changes it
   /// once all have posted.
   std::uint32_t epoch;
+  /// Of the last launch that has found NaN or infinity in the row's queries; in the box of the
+  /// first KV head. The groups of a row have equal epochs, for all of them are in a launch or none.
+  std::uint32_t bad_epoch;
   alignas(16) PostedWord products[kChipHeads * kChipChunks * hashing::kChunkBits];
   alignas(16) PostedWord sums[kChipBlocks][kChipHeads][2];
   /// Of every other round, two counts of bins in a word.
@@ -88,9 +91,11 @@ class ChipPeers {
       }
     }
   }
+  /// Of this launch.
+  [[nodiscard]] __device__ std::uint32_t epoch() const { return tag_ >> kStageBits; }
   /// By one block, once all have posted.
   __device__ void next_epoch() const {
-    if (rank == 0 && threadIdx.x == 0) box.epoch = tag_ >> kStageBits;
+    if (rank == 0 && threadIdx.x == 0) box.epoch = epoch();
   }
 
   ChipBox& box;

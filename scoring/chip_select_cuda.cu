@@ -69,15 +69,7 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
   }
   if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
   if (threadIdx.x < kChipHeads) tables.largest[threadIdx.x] = 0;
-  // The last block of a row looks at all of its heads.
-  transfer::StepFlags* const flags = input.items[row].flags;
-  const bool looks =
-      flags != nullptr && kv_head + 1 == args.request.kv.kv_heads && peers.rank + 1 == peers.blocks;
-  const bool bad = looks && looks_bad(args, input, row);
-  // What is added to is clear.
-  if (__syncthreads_or(bad ? 1 : 0) != 0 && threadIdx.x == 0) {
-    transfer::cuda::raise(&flags->nonfinite_queries, 1);
-  }
+  __syncthreads();  // what is added to is clear
   fetch_weights(args, chunks, peers, tables, queries, factors);
   if (input.after_append) transfer::cuda::wait_for_previous();
   if (peers.rank == 0) __threadfence();  // the next kernel may ask L1 for the queries at once

@@ -53,8 +53,9 @@ class ChipHeads {
       raw_ = transfer::cuda::load_piece(source_, piece());
     }
   }
-  /// A barrier must follow. One block `writes` them to memory too.
-  __device__ void store(ChipTables& tables, bool writes) const {
+  /// A barrier must follow. One block of the group writes them to memory too, and tells of NaN or
+  /// infinity if nobody has told of the row.
+  __device__ void store(ChipTables& tables, const FilterArgs& args, const ChipPeers& peers) const {
     if (source_.data == nullptr) return;
     float x[kPiece];
     transfer::cuda::to_floats(raw_, source_.dtype, x);
@@ -63,11 +64,20 @@ class ChipHeads {
     auto* local = reinterpret_cast<float4*>(&tables.queries[head()][piece() * kPiece]);
     local[0] = low;
     local[1] = high;
-    if (!writes) return;
+    if (peers.rank != 0 || input_.queries == nullptr) return;
     const std::int64_t at = std::int64_t{row_} * query_heads_ + first_head_ + head();
     auto* global = reinterpret_cast<float4*>(input_.queries + (at * pieces_ + piece()) * kPiece);
     global[0] = low;
     global[1] = high;
+    bool bad = false;
+    for (const float value : x) bad |= !isfinite(value);
+    transfer::StepFlags* const flags = input_.items[row_].flags;
+    if (!bad || flags == nullptr) return;
+    ChipBox& of_row = args.filter.chip_boxes[std::int64_t{row_} * args.request.kv.kv_heads];
+    const std::uint32_t epoch = peers.epoch();
+    if (atomicExch(&of_row.bad_epoch, epoch) != epoch) {
+      transfer::cuda::raise(&flags->nonfinite_queries, 1);
+    }
   }
 
  private:
@@ -82,21 +92,6 @@ class ChipHeads {
   HeadSource source_{};
   transfer::cuda::RawPiece raw_{};
 };
-
-/// Tells whether this thread has found NaN or infinity in any head of the row.
-__device__ inline bool looks_bad(const FilterArgs& args, const ChipInput& input, int row) {
-  const transfer::QueryItem& item = input.items[row];
-  const int pieces = args.request.planes.head_dim / kPiece;
-  bool bad = false;
-  for (int i = static_cast<int>(threadIdx.x); i < args.request.kv.query_heads * pieces;
-       i += kChipThreads) {
-    const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
-    float x[kPiece];
-    transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
-    for (const float value : x) bad |= !isfinite(value);
-  }
-  return bad;
-}
 
 /// The block's share of the planes, which are counted in whole chunks, and the first threads, whole
 /// warps, that project the heads onto them: the others have time to start the copies of sketches.
@@ -162,7 +157,7 @@ __device__ inline void post_products(const FilterArgs& args, const ChipInput& in
   }
   transfer::cuda::copy_async_commit();
   const ChipHeads heads(args, input, row, kv_head);
-  heads.store(tables, peers.rank == 0 && input.queries != nullptr);
+  heads.store(tables, args, peers);
   transfer::cuda::copy_async_wait<0>();
   asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
 #pragma unroll 1
