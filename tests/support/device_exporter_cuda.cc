@@ -105,7 +105,8 @@ DeviceExporter::DeviceExporter(std::size_t bytes) {
     ::fcntl(ends[1], F_SETFD, 0);  // the other end is no other process's
     ::setenv(kSocketVariable, socket.c_str(), 1);
     ::setenv(kBytesVariable, size.c_str(), 1);
-    ::unsetenv("GTEST_TOTAL_SHARDS");
+    ::unsetenv("GTEST_TOTAL_SHARDS");  // its one test is this one
+    ::unsetenv("GTEST_SHARD_INDEX");   // alone it is an error
     const int nowhere = ::open("/dev/null", O_WRONLY);
     ::dup2(nowhere, 1);
     ::execl("/proc/self/exe", "device_exporter", "--gtest_filter=*IsThisProgramStartedAnew*",
