@@ -14,16 +14,28 @@ namespace {
 using cuda::WarpSet;
 
 constexpr unsigned kWarp = 32;
-constexpr unsigned kThreads = 256;
-constexpr unsigned kWarps = kThreads / kWarp;
+/// Warps of a block that have a set each, and one more that counts: whoever waits for the counters
+/// of other blocks would also wait for the rows that it has asked for.
+constexpr unsigned kWarps = 8;
+constexpr unsigned kThreads = (kWarps + 1) * kWarp;
+constexpr unsigned kForgetThreads = 256;
 constexpr unsigned kAllLanes = WarpSet::kAllLanes;
-/// Rows that one warp has on the way at a time, twice: fetched ones, and meanwhile hot ones.
-constexpr int kFlight = 4;
-/// Rows that a warp puts down before it copies them.
-constexpr int kReady = 32;
 /// Ids that a block looks at together.
 constexpr int kThreadIds = 8;
-constexpr int kTileIds = kThreadIds * static_cast<int>(kThreads);
+constexpr int kTileIds = kThreadIds * static_cast<int>(kWarps * kWarp);
+
+/// Rows that a warp has on the way at a time, hot ones and beside them fetched ones: of the common
+/// size as many as it mostly has of 2,048 in 128 sets, so that nothing is asked for after something
+/// else has come; elsewhere what fits in registers.
+template <int HeadDim>
+constexpr int kHotFlight = HeadDim == 64    ? 32
+                           : HeadDim == 96  ? 12
+                           : HeadDim == 128 ? 16
+                                            : 4;
+template <int HeadDim>
+constexpr int kFetchFlight = HeadDim == 64    ? 16
+                             : HeadDim == 128 ? 8
+                                              : 4;
 
 /// 16 bytes, past L1, issued where it stands.
 __device__ uint4 load_past_l1(const std::byte* from) {
@@ -41,30 +53,35 @@ __device__ T* from_lane(T* pointer, int lane) {
       __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-/// Up to `kFlight` rows in the registers of a warp; lane i names where row i comes from and goes
-/// to, null: there is none.
-template <int HeadDim>
+/// Up to `Rows` rows in the registers of a warp, of those whose addresses lanes hold.
+template <int HeadDim, int Rows>
 class Flight {
  public:
-  __device__ void load(const std::byte* from) {
+  /// Those of lanes [first, end).
+  __device__ void load(const std::byte* from, int first, int end) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const std::byte* const row = from_lane(from, unit(i) / kVectors);
-      if (row != nullptr) values_[i] = load_past_l1(row + unit(i) % kVectors * 16);
+      const int lane = first + unit(i) / kVectors;
+      const std::byte* const row = from_lane(from, lane);
+      if (lane < end) values_[i] = load_past_l1(row + unit(i) % kVectors * 16);
     }
   }
-  __device__ void store(std::byte* to) const {
+  /// Null: not that one.
+  __device__ void store(std::byte* to, int first, int end) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      std::byte* const row = from_lane(to, unit(i) / kVectors);
-      if (row != nullptr) reinterpret_cast<uint4*>(row)[unit(i) % kVectors] = values_[i];
+      const int lane = first + unit(i) / kVectors;
+      std::byte* const row = from_lane(to, lane);
+      if (lane < end && row != nullptr) {
+        reinterpret_cast<uint4*>(row)[unit(i) % kVectors] = values_[i];
+      }
     }
   }
 
  private:
   static constexpr int kVectors = HeadDim / 4;  // of 16 bytes, in a row
-  static constexpr int kLoads = kFlight * kVectors / static_cast<int>(kWarp);
-  static_assert(kFlight * kVectors % static_cast<int>(kWarp) == 0);
+  static constexpr int kLoads = Rows * kVectors / static_cast<int>(kWarp);
+  static_assert(Rows * kVectors % static_cast<int>(kWarp) == 0);
 
   static __device__ int unit(int i) {
     return i * static_cast<int>(kWarp) + static_cast<int>(threadIdx.x % kWarp);
@@ -72,18 +89,10 @@ class Flight {
   uint4 values_[kLoads];
 };
 
-/// A row that is where it is read from.
-struct ReadyRow {
-  const std::byte* from;
-  std::byte* to;
-};
-
-/// A row that its set does not have, or did not.
-struct MissingRow {
-  std::byte* to;
-  std::int32_t token;
-  std::int16_t heads;
-  std::int16_t way;  ///< That it gets, or -1.
+/// A row on its way; a lane holds one.
+struct MovingRow {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
 };
 
 /// A row that a list of ids names.
@@ -97,13 +106,7 @@ struct ListedRow {
 /// The rows of a tile of ids that belong to the sets of a block, in the order of ids.
 struct Tile {
   ListedRow rows[kTileIds];
-  int warp_rows[kWarps];  ///< Of the ids that a warp has looked at.
-};
-
-/// What a warp has put down, in shared memory.
-struct Lists {
-  ReadyRow ready[kReady];
-  MissingRow missing[kSetWays];
+  int warp_rows[kWarps + 1];  ///< Of the ids that a warp has looked at.
 };
 
 /// Sums of a warp or a block, in the order of `HotTotals`.
@@ -124,15 +127,14 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
   for (int j = 0; j < kThreadIds; ++j) {
     const int i = first + j * static_cast<int>(kWarp);
     token[j] = i < count ? ids[i] : -1;
+    heads[j] = i < count ? masks[i] : 0;
   }
 #pragma unroll
   for (int j = 0; j < kThreadIds; ++j) {
-    const int i = first + j * static_cast<int>(kWarp);
     owner[j] =
         token[j] < 0 ? -1 : hot_set(token[j], num_sets) - static_cast<int>(blockIdx.x * kWarps);
     const bool here = 0 <= owner[j] && owner[j] < static_cast<int>(kWarps);
     if (!here) owner[j] = -1;
-    heads[j] = here ? static_cast<unsigned>(__popc(masks[i])) : 0;
   }
   unsigned found[kThreadIds];
   int mine = 0;
@@ -147,7 +149,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
   int at = 0;
   int all = 0;
 #pragma unroll
-  for (int w = 0; w < static_cast<int>(kWarps); ++w) {
+  for (int w = 0; w <= static_cast<int>(kWarps); ++w) {
     if (w < warp) at += tile.warp_rows[w];
     all += tile.warp_rows[w];
   }
@@ -156,7 +158,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
     if (owner[j] >= 0) {
       const int place = first + j * static_cast<int>(kWarp);
       tile.rows[at + __popc(found[j] & ((1U << lane) - 1))] = {
-          token[j], static_cast<std::uint32_t>(place), heads[j],
+          token[j], static_cast<std::uint32_t>(place), static_cast<std::uint32_t>(__popc(heads[j])),
           static_cast<std::uint32_t>(owner[j])};
     }
     at += __popc(found[j]);
@@ -171,7 +173,7 @@ template <int HeadDim>
 class SetGather {
  public:
   __device__ SetGather(const KvGeometry& geometry, const HotGather& gather, int set, int head,
-                       int sequence, Lists& lists)
+                       int sequence)
       : geometry_(geometry),
         gather_(gather),
         set_(set),
@@ -180,7 +182,6 @@ class SetGather {
         sequence_(gather.sequences[sequence]),
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
-        lists_(lists),
         slots_(slots_of(geometry, gather, set, head, sequence)),
         open_(set_of(gather, set, head, sequence), gather.shape.policy) {}
 
@@ -191,40 +192,44 @@ class SetGather {
     }
   }
 
-  /// Gives missing rows their ways, and starts to fetch the first.
+  /// Gives missing rows their ways.
   __device__ void admit_all() {
-    __syncwarp();  // the lists are written
-    if (slots_ != nullptr) {
-      open_.count_uses();
-      for (int i = 0; i < num_missing_; ++i) {
-        const std::int32_t token = lists_.missing[i].token;
-        if (open_.holds(token)) continue;  // for an earlier query row
-        bool evicts = false;
-        const int way =
-            open_.admit(token, static_cast<std::uint32_t>(lists_.missing[i].heads), evicts);
-        if (way < 0) break;
-        if (lane_ == 0) lists_.missing[i].way = static_cast<std::int16_t>(way);
-        ++sums_[kAdmissions];
-        if (evicts) ++sums_[kEvictions];
-      }
-      open_.close();
+    if (slots_ == nullptr) return;
+    open_.count_uses();
+    for (int i = 0; i < num_missing_; ++i) {
+      const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
+      if (open_.holds(token)) continue;  // for an earlier query row
+      bool evicts = false;
+      const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
+      if (way < 0) break;
+      if (lane_ == i) missing_slot_ = slot(way);
+      ++sums_[kAdmissions];
+      if (evicts) ++sums_[kEvictions];
     }
-    __syncwarp();  // the ways are written
-    fetch(0);
+    open_.close();
   }
 
+  /// All that can be asked for at once is, hot rows first: they come first.
   __device__ void copy_all() {
-    copy_ready();
-    keep(0);
-    for (int first = kFlight; first < num_missing_; first += kFlight) {
-      fetch(first);
-      keep(first);
+    Flight<HeadDim, kHot> hot;
+    hot.load(ready_.from, 0, num_ready_);
+    Flight<HeadDim, kFetch> fetched;
+    fetched.load(missing_.from, 0, num_missing_);
+    hot.store(ready_.to, 0, num_ready_);
+    for (int first = kHot; first < num_ready_; first += kHot) copy_ready(first);
+    keep(fetched, 0);
+    for (int first = kFetch; first < num_missing_; first += kFetch) {
+      fetched.load(missing_.from, first, num_missing_);
+      keep(fetched, first);
     }
   }
 
   __device__ unsigned sum(int i) const { return sums_[i]; }
 
  private:
+  static constexpr int kHot = kHotFlight<HeadDim>;
+  static constexpr int kFetch = kFetchFlight<HeadDim>;
+
   static __device__ HotSet* set_of(const HotGather& gather, int set, int head, int sequence) {
     HotSet* const sets = gather.hot[sequence].sets;
     if (sets == nullptr) return nullptr;
@@ -281,43 +286,30 @@ class SetGather {
     ++sums_[kFetched];
     if (slots_ != nullptr) ++sums_[kMisses];
     if (slots_ == nullptr || num_missing_ == kSetWays) return put_ready(page_row(token), to);
-    if (lane_ == 0) {
-      lists_.missing[num_missing_] = {to, token, static_cast<std::int16_t>(heads), -1};
+    if (lane_ == num_missing_) {
+      missing_ = {page_row(token), to};
+      missing_token_ = token;
+      missing_heads_ = heads;
     }
     ++num_missing_;
   }
 
   __device__ void put_ready(const std::byte* from, std::byte* to) {
-    if (num_ready_ == kReady) copy_ready();
-    if (lane_ == 0) lists_.ready[num_ready_] = {from, to};
+    if (num_ready_ == static_cast<int>(kWarp)) {
+      for (int first = 0; first < num_ready_; first += kHot) copy_ready(first);
+      num_ready_ = 0;
+    }
+    if (lane_ == num_ready_) ready_ = {from, to};
     ++num_ready_;
   }
-
-  __device__ void copy_ready() {
-    __syncwarp();  // the list is written
-    for (int first = 0; first < num_ready_; first += kFlight) {
-      const bool mine = lane_ < kFlight && first + lane_ < num_ready_;
-      const ReadyRow row = mine ? lists_.ready[first + lane_] : ReadyRow{nullptr, nullptr};
-      Flight<HeadDim> flight;
-      flight.load(row.from);
-      flight.store(row.to);
-    }
-    __syncwarp();  // the list is read
-    num_ready_ = 0;
+  __device__ void copy_ready(int first) {
+    Flight<HeadDim, kHot> flight;
+    flight.load(ready_.from, first, num_ready_);
+    flight.store(ready_.to, first, num_ready_);
   }
-
-  [[nodiscard]] __device__ const MissingRow* missing(int first) const {
-    return lane_ < kFlight && first + lane_ < num_missing_ ? &lists_.missing[first + lane_]
-                                                           : nullptr;
-  }
-  __device__ void fetch(int first) {
-    const MissingRow* const row = missing(first);
-    flight_.load(row == nullptr ? nullptr : page_row(row->token));
-  }
-  __device__ void keep(int first) {
-    const MissingRow* const row = missing(first);
-    flight_.store(row == nullptr ? nullptr : row->to);
-    flight_.store(row == nullptr || row->way < 0 ? nullptr : slot(row->way));
+  __device__ void keep(const Flight<HeadDim, kFetch>& fetched, int first) {
+    fetched.store(missing_.to, first, num_missing_);
+    fetched.store(missing_slot_, first, num_missing_);
   }
 
   [[nodiscard]] __device__ const std::byte* page_row(std::int64_t token) const {
@@ -335,13 +327,17 @@ class SetGather {
   const SequenceView& sequence_;
   std::int64_t resident_begin_;
   int lane_;
-  Lists& lists_;
   std::byte* slots_;
   WarpSet open_;
+  // What lanes hold: rows that are hot, resident or not kept, and rows that are missing.
+  MovingRow ready_;
+  MovingRow missing_;
+  std::int32_t missing_token_ = -1;
+  std::uint32_t missing_heads_ = 0;
+  std::byte* missing_slot_ = nullptr;
   int num_ready_ = 0;
   int num_missing_ = 0;
   unsigned sums_[kSums] = {};
-  Flight<HeadDim> flight_;
 };
 
 /// Adds a block's sums to those of the launch; the last block tells the host and clears them.
@@ -366,13 +362,16 @@ __device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums])
   totals.blocks_done = 0;
 }
 
-/// A warp per set. Block (x, KV head, sequence), `kWarps` sets.
+/// Workers of a block go on; the warp that counts waits for their sums.
+__device__ void hand_in_sums() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+/// A warp per set, and one that counts. Block (x, KV head, sequence), `kWarps` sets.
 template <int HeadDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     gather_hot_rows_kernel(const __grid_constant__ KvGeometry geometry,
                            const __grid_constant__ HotGather gather) {
   __shared__ Tile tile;
-  __shared__ Lists lists[kWarps];
   __shared__ unsigned sums[kSums];
   if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
   __syncthreads();  // the sums are zero before any warp adds to them
@@ -381,10 +380,10 @@ __global__ void __launch_bounds__(kThreads)
 
   const unsigned warp = threadIdx.x / kWarp;
   const int set = static_cast<int>(blockIdx.x * kWarps + warp);
-  const bool works = set < gather.shape.num_sets;
+  const bool works = warp < kWarps && set < gather.shape.num_sets;
   // A warp without a set reads ids with the others, and finds nothing for itself.
   SetGather<HeadDim> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
-                          static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z), lists[warp]);
+                          static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
   mine.look_for_all(tile);
   if (works) {
     mine.admit_all();
@@ -395,15 +394,20 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  __syncthreads();  // all warps have added
-  if (threadIdx.x == 0 && gather.flags != nullptr) add_sums(gather, sums);
-  if (works) mine.copy_all();
+  if (warp < kWarps) {
+    __threadfence_block();  // the sums are seen by the warp that counts
+    hand_in_sums();
+    if (works) mine.copy_all();
+    return;
+  }
+  wait_for_sums();
+  if (threadIdx.x % kWarp == 0 && gather.flags != nullptr) add_sums(gather, sums);
 }
 
 /// A thread per slot.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kForgetThreads)
     forget_hot_rows_kernel(HotSet* sets, std::int64_t num_sets, std::int64_t length) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kForgetThreads + threadIdx.x;
   if (i >= num_sets * kSetWays) return;
   std::int32_t& token = sets[i / kSetWays].tokens[i % kSetWays];
   if (token >= length) token = -1;
@@ -414,8 +418,8 @@ __global__ void __launch_bounds__(kThreads)
 namespace cuda {
 
 void forget_hot_rows(void* stream, const HotRows& hot, std::int64_t num_sets, std::int64_t length) {
-  const std::int64_t blocks = (num_sets * kSetWays + kThreads - 1) / kThreads;
-  forget_hot_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(
+  const std::int64_t blocks = (num_sets * kSetWays + kForgetThreads - 1) / kForgetThreads;
+  forget_hot_rows_kernel<<<static_cast<unsigned>(blocks), kForgetThreads, 0, stream_of(stream)>>>(
       hot.sets, num_sets, length);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
