@@ -35,6 +35,9 @@ def service(_):
         if what == "unary_over_echo":
             return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
                     f"{number(row['baseline_p50_us'])} us", times(row["times"]))
+        if what == "wakeup_by_eventfd_over_frame":
+            return (f"wake-up by eventfd instead of a frame, the client spins {row['client_spins_us']} us: p50", "", "",
+                    f"{number(row['p50_us'])} us", f"{number(row['baseline_p50_us'])} us", times(row["times"]))
         over = {"decode_shared_memory_over_embedded": ("shared memory", "25 %", "10 %"),
                 "decode_grpc_over_embedded": ("gRPC", "", "")}[what]
         return (f"token of needle-llama after {context(row['tokens'])}, {over[0]}: overhead over embedded", *over[1:],
