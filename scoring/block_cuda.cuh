@@ -1,5 +1,7 @@
 #pragma once
 
+#include "scoring/score_math.h"
+
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -31,6 +33,15 @@ __device__ T block_reduce(T value, Combine combine) {
   }
   __syncthreads();
   return total;
+}
+
+/// Merges sums of exponentials in that order.
+__device__ inline LogSum block_log_sum(const LogSum& mine) {
+  LogSum all;
+  all.max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); });
+  const float scaled = mine.sum == 0.0F ? 0.0F : mine.sum * expf(mine.max - all.max);
+  all.sum = block_reduce(scaled, [](float a, float b) { return a + b; });
+  return all;
 }
 
 /// Returns the sum of the values of earlier threads; `total` receives that of all.

@@ -128,14 +128,6 @@ __device__ void merge(Moments& into, const Moments& other) {
   into.count += other.count;
 }
 
-__device__ LogSum block_log_sum(const LogSum& mine) {
-  LogSum all;
-  all.max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); });
-  const float scaled = mine.sum == 0.0F ? 0.0F : mine.sum * expf(mine.max - all.max);
-  all.sum = block_reduce(scaled, [](float a, float b) { return a + b; });
-  return all;
-}
-
 // logit = mean + slope * (x - mean) + slope * noise / 2, where x is the score without value norm.
 __device__ void settle(const BudgetArgs& args, const Moments& all, float reference,
                        float query_norm, HeadEstimate& estimate) {

@@ -23,14 +23,6 @@ struct CombineArgs {
   bool logit_like;
 };
 
-__device__ LogSum block_log_sum(const LogSum& mine) {
-  LogSum all;
-  all.max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); });
-  const float scaled = mine.sum == 0.0F ? 0.0F : mine.sum * expf(mine.max - all.max);
-  all.sum = block_reduce(scaled, [](float a, float b) { return a + b; });
-  return all;
-}
-
 // Grid: tiles x query heads x rows. The last block of a head merges the tiles in their order.
 __global__ __launch_bounds__(kTileThreads) void normalise_heads(
     const __grid_constant__ CombineArgs args) {
