@@ -1,9 +1,9 @@
 #include "transfer/hot_rows_kernels.h"
 #include "transfer/page_rows.h"
 #include "transfer/parallel.h"
+#include "transfer/rows_kernels.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -16,11 +16,6 @@ struct Missing {
   std::uint32_t heads;
   std::byte* staged;
 };
-
-void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::uint64_t n) {
-  if (flags == nullptr || n == 0) return;
-  std::atomic_ref<std::uint64_t>(flags->*counter).fetch_add(n, std::memory_order_relaxed);
-}
 
 /// The gather of one KV head of one sequence.
 class HeadGather {
@@ -104,14 +99,16 @@ class HeadGather {
     read(row);
   }
   void tell() const {
-    StepFlags* const flags = gather_.flags;
-    count(flags, &StepFlags::rows_selected, totals_.selected);
-    count(flags, &StepFlags::rows_resident, totals_.resident);
-    count(flags, &StepFlags::rows_fetched_host, totals_.fetched);
-    count(flags, &StepFlags::hot_hits, totals_.hits);
-    count(flags, &StepFlags::hot_misses, totals_.misses);
-    count(flags, &StepFlags::hot_admissions, totals_.admissions);
-    count(flags, &StepFlags::hot_evictions, totals_.evictions);
+    const auto add = [this](std::uint64_t StepFlags::*counter, unsigned long long n) {
+      cpu::count(gather_.flags, counter, static_cast<std::int64_t>(n));
+    };
+    add(&StepFlags::rows_selected, totals_.selected);
+    add(&StepFlags::rows_resident, totals_.resident);
+    add(&StepFlags::rows_fetched_host, totals_.fetched);
+    add(&StepFlags::hot_hits, totals_.hits);
+    add(&StepFlags::hot_misses, totals_.misses);
+    add(&StepFlags::hot_admissions, totals_.admissions);
+    add(&StepFlags::hot_evictions, totals_.evictions);
   }
 
   void read(const Missing& row) const {

@@ -22,12 +22,6 @@ std::int64_t grain_of(std::int64_t bytes_per_token) {
   return std::max<std::int64_t>(kGrainBytes / std::max<std::int64_t>(bytes_per_token, 1), 1);
 }
 
-void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n) {
-  if (flags == nullptr || n == 0) return;
-  std::atomic_ref<std::uint64_t>(flags->*counter)
-      .fetch_add(static_cast<std::uint64_t>(n), std::memory_order_relaxed);
-}
-
 const void* element(const TokenTensor& tensor, std::int64_t token, std::int64_t head) {
   const std::int64_t offset = token * tensor.token_stride + head * tensor.head_stride;
   return static_cast<const std::byte*>(tensor.data) +
@@ -66,7 +60,7 @@ void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* pa
         squares[index] = bad ? RowSquares{kNan, kNan} : squares_of(geometry, row);
       }
     }
-    count(item.flags, &StepFlags::nonfinite_tokens, nonfinite);
+    cpu::count(item.flags, &StepFlags::nonfinite_tokens, nonfinite);
   };
   parallel_for(item.tokens, grain_of(row_bytes * geometry.kv_heads), body);
 }
@@ -127,6 +121,12 @@ GatherLane gather_lane(const KvGeometry& geometry, const SequenceBatch& sequence
 }  // namespace
 
 namespace cpu {
+
+void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n) {
+  if (flags == nullptr || n == 0) return;
+  std::atomic_ref<std::uint64_t>(flags->*counter)
+      .fetch_add(static_cast<std::uint64_t>(n), std::memory_order_relaxed);
+}
 
 void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed,
                RowSquares* squares) {

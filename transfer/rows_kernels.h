@@ -15,6 +15,8 @@ void patch_table(std::byte** table, std::int64_t begin, const TablePatch& patch,
 void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, const QueryBatch& rows,
                  const SelectionView& selection, bool pages_on_device, StepFlags* flags);
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out);
+/// Adds to a counter of a step, where there is one.
+void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
