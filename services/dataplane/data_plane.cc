@@ -88,7 +88,7 @@ class DataPlane::Impl {
       for (const auto& [key, connection] : connections_) open.push_back(connection);
     }
     for (const auto& connection : open) {
-      connection->go_away(ServiceError::unavailable("DRAINING", "the server is about to end"));
+      connection->go_away(ServiceError::draining());
       connection->close_now();
     }
     open.clear();

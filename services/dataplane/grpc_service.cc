@@ -18,9 +18,7 @@ class SharedMemoryService final : public v1::SharedMemoryService::CallbackServic
                                        const v1::CreateAttachmentRequest* request,
                                        v1::CreateAttachmentResponse* response) override {
     return answer(*context, [&](Tenant& tenant) {
-      if (core_.draining()) {
-        throw ServiceError::unavailable("DRAINING", "the server is about to end");
-      }
+      core_.check_serving();
       plane_.create_attachment(tenant, *request, *response);
     });
   }
@@ -40,9 +38,7 @@ class SharedMemoryService final : public v1::SharedMemoryService::CallbackServic
                                         const v1::ShareDeviceMemoryRequest* request,
                                         v1::ShareDeviceMemoryResponse* response) override {
     return answer(*context, [&](Tenant& tenant) {
-      if (core_.draining()) {
-        throw ServiceError::unavailable("DRAINING", "the server is about to end");
-      }
+      core_.check_serving();
       plane_.share_device_memory(tenant, *request, *response);
     });
   }

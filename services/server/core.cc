@@ -61,7 +61,7 @@ Core::~Core() {
 }
 
 void Core::check_serving() const {
-  if (draining_) throw ServiceError::unavailable("DRAINING", "the server is about to end");
+  if (draining_) throw ServiceError::draining();
 }
 
 Core::Arrival Core::arrive(const Call& call, std::string_view method) {

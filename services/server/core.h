@@ -161,6 +161,8 @@ class Core {
   /// From now on every new call is refused with UNAVAILABLE; queued ones are executed.
   void drain() noexcept { draining_ = true; }
   [[nodiscard]] bool draining() const noexcept { return draining_; }
+  /// Throws UNAVAILABLE (DRAINING) once the server drains.
+  void check_serving() const;
   /// Ends the sessions whose leases have run out. Called now and then.
   void sweep();
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
@@ -181,7 +183,6 @@ class Core {
     TimePoint time;
   };
 
-  void check_serving() const;
   [[nodiscard]] Arrival arrive(const Call& call, std::string_view method);
   /// Tells observers, then the client; `started` is when the work began, if it waited.
   void finish(const Arrival& arrival, std::optional<TimePoint> started, const ServiceError* error,

@@ -193,8 +193,7 @@ class Server::Impl {
       if (server != nullptr) server->GetHealthCheckService()->Shutdown();
     }
     listener_.stop();
-    streams_.end_all(
-        to_status(ServiceError::unavailable("DRAINING", "the server is about to end")));
+    streams_.end_all(to_status(ServiceError::draining()));
     const auto deadline = std::chrono::steady_clock::now() + grace;
     if (data_plane_) data_plane_->stop(grace);
     const bool idle = calls_.await_none(deadline);

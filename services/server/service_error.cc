@@ -78,6 +78,10 @@ ServiceError ServiceError::unavailable(const std::string& reason, const std::str
   return error;
 }
 
+ServiceError ServiceError::draining() {
+  return unavailable("DRAINING", "the server is about to end");
+}
+
 ServiceError to_service_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

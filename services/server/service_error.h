@@ -44,6 +44,8 @@ class ServiceError : public std::runtime_error {
   /// UNAVAILABLE that another server, or a later try, may answer.
   [[nodiscard]] static ServiceError unavailable(const std::string& reason,
                                                 const std::string& message);
+  /// UNAVAILABLE (DRAINING) for what comes after a drain has begun.
+  [[nodiscard]] static ServiceError draining();
 
   [[nodiscard]] Code code() const noexcept { return code_; }
   [[nodiscard]] const std::string& reason() const noexcept { return reason_; }
