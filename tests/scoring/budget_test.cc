@@ -37,9 +37,7 @@ class BudgetTest : public SelectorTest {
     SelectorTest::SetUp();
     if (IsSkipped()) return;
     planes_ = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
-    signs_.assign(kNumPlanes, 0);
-    Random random(98);
-    for (std::uint8_t& sign : signs_) sign = static_cast<std::uint8_t>(random.bits() & 1);
+    signs_ = random_signs(98, kNumPlanes);
   }
 
   Problem make_problem(const TokenSet& set, int kv_heads, int group, Selection selection) {

@@ -30,10 +30,7 @@ class CandidatesTest : public SelectorTest {
     SelectorTest::SetUp();
     if (IsSkipped()) return;
     planes_ = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
-    Random random(7);
-    for (int i = 0; i < kNumPlanes; ++i) {
-      signs_.push_back(static_cast<std::uint8_t>(random.bits() & 1));
-    }
+    signs_ = random_signs(7, kNumPlanes);
   }
 
   TokenSet tokens(std::uint64_t seed, int kv_heads, std::int64_t eligible) {

@@ -39,13 +39,6 @@ const std::vector<Score>& scores() {
 
 constexpr Selection kSelections[] = {Selection::kPerKvHead, Selection::kPerQueryHead};
 
-std::vector<std::uint8_t> random_signs(std::uint64_t seed) {
-  Random random(seed);
-  std::vector<std::uint8_t> signs(kNumPlanes);
-  for (std::uint8_t& sign : signs) sign = static_cast<std::uint8_t>(random.bits() & 1);
-  return signs;
-}
-
 // Rows that are longer than any sample of them, so that a selection which guesses from a sample is
 // seen to be right for all tokens.
 class LongRowsTest : public SelectorTest {
@@ -97,7 +90,7 @@ class LongRowsTest : public SelectorTest {
 };
 
 TEST_P(LongRowsTest, AgreeForEveryScoreSelectionAndGroup) {
-  TokenSet set = random_tokens(21, 1, 4700, random_signs(5));
+  TokenSet set = random_tokens(21, 1, 4700, random_signs(5, kNumPlanes));
   for (std::size_t t = 5; t < 4700; t += 97) set.heads[0][t].finite = false;
   for (const int group : {1, 3, 4, 8, 16}) {
     for (const Selection selection : kSelections) {
@@ -113,7 +106,7 @@ TEST_P(LongRowsTest, AgreeForEveryScoreSelectionAndGroup) {
 }
 
 TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
-  const TokenSet set = random_tokens(22, 1, 100003, random_signs(6));
+  const TokenSet set = random_tokens(22, 1, 100003, random_signs(6, kNumPlanes));
   struct Case {
     std::size_t score;
     Selection selection;
@@ -134,8 +127,8 @@ TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
 TEST_P(LongRowsTest, RaggedBatchesAgree) {
   std::vector<TokenSet> sets;
   for (const std::int64_t length : {6000, 0, 41, 4400, 300, 1}) {
-    sets.push_back(
-        random_tokens(static_cast<std::uint64_t>(length) + 30, 2, length, random_signs(7)));
+    sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 30, 2, length,
+                                 random_signs(7, kNumPlanes)));
   }
   std::vector<const TokenSet*> pointers;
   for (const TokenSet& set : sets) pointers.push_back(&set);
@@ -154,7 +147,7 @@ TEST_P(LongRowsTest, RaggedBatchesAgree) {
 TEST_P(LongRowsTest, SamplesMayMislead) {
   constexpr std::int64_t kEligible = 8192;
   for (const bool strong : {false, true}) {
-    TokenSet set = random_tokens(23, 1, kEligible + 40, random_signs(8));
+    TokenSet set = random_tokens(23, 1, kEligible + 40, random_signs(8, kNumPlanes));
     for (std::int64_t t = 0; t < kEligible; t += 2) {
       oracle::Sketch& token = set.heads[0][static_cast<std::size_t>(16 + t)];
       token.value_norm = strong ? token.value_norm * 8.0 : token.value_norm / 8.0;
@@ -177,7 +170,7 @@ TEST_P(LongRowsTest, SamplesMayMislead) {
 }
 
 TEST_P(LongRowsTest, OneTokenMayOutweighAllOthers) {
-  TokenSet set = random_tokens(24, 1, 9001, random_signs(9));
+  TokenSet set = random_tokens(24, 1, 9001, random_signs(9, kNumPlanes));
   for (const Selection selection : kSelections) {
     for (const Score& score : scores()) {
       Problem problem = make_problem(score, selection, 1, 3, {&set});
@@ -208,7 +201,7 @@ TEST_P(LongRowsTest, OneTokenMayOutweighAllOthers) {
 }
 
 TEST_P(LongRowsTest, EqualTokensAreTakenInOrder) {
-  TokenSet set = random_tokens(25, 1, 9000, random_signs(10));
+  TokenSet set = random_tokens(25, 1, 9000, random_signs(10, kNumPlanes));
   std::fill(set.heads[0].begin(), set.heads[0].end(), set.heads[0][0]);
   for (const Selection selection : kSelections) {
     for (const Score& score : scores()) {

@@ -20,6 +20,13 @@ double Random::normal() {
   return radius * std::cos(2.0 * std::numbers::pi * uniform());
 }
 
+std::vector<std::uint8_t> random_signs(std::uint64_t seed, int count) {
+  Random random(seed);
+  std::vector<std::uint8_t> signs(static_cast<std::size_t>(count));
+  for (std::uint8_t& sign : signs) sign = static_cast<std::uint8_t>(random.bits() & 1);
+  return signs;
+}
+
 std::vector<float> random_queries(std::uint64_t seed, std::size_t count, double scale) {
   Random random(seed);
   std::vector<float> queries(count);

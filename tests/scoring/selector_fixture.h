@@ -24,6 +24,8 @@ class Random {
   std::mt19937_64 engine_;
 };
 
+/// Bits, 0 or 1.
+[[nodiscard]] std::vector<std::uint8_t> random_signs(std::uint64_t seed, int count);
 [[nodiscard]] std::vector<float> random_queries(std::uint64_t seed, std::size_t count,
                                                 double scale = 3.0);
 

@@ -41,13 +41,6 @@ std::string describe(const RetrievalConfig& config, int group) {
          std::to_string(group);
 }
 
-std::vector<std::uint8_t> random_signs(std::uint64_t seed, int count) {
-  Random random(seed);
-  std::vector<std::uint8_t> signs(static_cast<std::size_t>(count));
-  for (std::uint8_t& sign : signs) sign = static_cast<std::uint8_t>(random.bits() & 1);
-  return signs;
-}
-
 // Every row of a batch has its own sequence, so one call covers all lengths.
 void add_row_per_sequence(Problem& problem) {
   for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
