@@ -81,6 +81,29 @@ TEST(Crc32c, CopiesNeitherMoreNorLess) {
   EXPECT_EQ(to, bytes);
 }
 
+TEST(Crc32c, CopiesPagesWhateverTheirAlignment) {
+  constexpr std::byte kUntouched{0xA5};
+  constexpr std::size_t kLine = 64;
+  const PageBytes bytes = random_bytes(140'000, 5);
+  for (const std::size_t size : {32'767UL, 32'768UL, 65'536UL, 66'047UL, 131'072UL}) {
+    for (const std::size_t offset : {0UL, 1UL, 32UL, 64UL}) {
+      const auto from = std::span(bytes).subspan(offset * 3, size);
+      PageBytes memory(size + 4 * kLine, kUntouched);
+      const std::size_t aligned = kLine - reinterpret_cast<std::uintptr_t>(memory.data()) % kLine;
+      const std::size_t at = aligned + offset;
+      PageBytes expected = memory;
+      std::ranges::copy(from, expected.begin() + static_cast<std::ptrdiff_t>(at));
+      for (const Crc32cPath& path : crc32c_paths()) {
+        std::ranges::fill(memory, kUntouched);
+        EXPECT_EQ(path.run(77, from.data(), size, memory.data() + at),
+                  path.run(77, from.data(), size, nullptr))
+            << path.name << ", " << size << " bytes to " << offset;
+        EXPECT_EQ(memory, expected) << path.name << ", " << size << " bytes to " << offset;
+      }
+    }
+  }
+}
+
 TEST(Crc32c, JoinsPieces) {
   const PageBytes bytes = random_bytes(10'000, 4);
   const auto all = std::span<const std::byte>(bytes);

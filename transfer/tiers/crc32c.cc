@@ -177,6 +177,19 @@ struct Rest {
   }
 };
 
+/// A copy of so many bytes goes past the caches, when its place is aligned: a page is read later,
+/// and elsewhere, and lines that are written whole need not be read before. 64 KiB to 1 MiB, AMD
+/// EPYC: with a checksum 2 to 20 % faster than memcpy without, where stores by way of the caches
+/// take 8 % more at 64 KiB. What is read is asked for early, which those stores do not hold up.
+constexpr std::size_t kLeastStreamed = 32 << 10;
+constexpr std::size_t kAhead = 2048;
+
+bool streams(const std::byte* to, std::size_t size) {
+  return size >= kLeastStreamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
+}
+
+enum class Copy : std::uint8_t { kNone, kCached, kStreamed };
+
 #define KVTIER_FOLDS_512 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 #define KVTIER_FOLDS_256 __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
 
@@ -198,13 +211,18 @@ KVTIER_FOLDS_256 __m256i fold(__m256i past, __m256i next) {
   return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
 }
 
-template <bool kCopy>
+template <Copy kCopy>
 KVTIER_FOLDS_512 std::uint32_t run_by_folding_512(std::uint32_t crc, Rest rest) {
   constexpr std::size_t kWidth = 64;
   constexpr std::size_t kStep = 4 * kWidth;
   const auto next = [&](std::size_t i) KVTIER_FOLDS_512 {
-    const __m512i data = _mm512_loadu_si512(rest.from + i * kWidth);
-    if constexpr (kCopy) _mm512_storeu_si512(rest.to + i * kWidth, data);
+    const std::byte* const at = rest.from + i * kWidth;
+    const __m512i data = _mm512_loadu_si512(at);
+    if constexpr (kCopy == Copy::kCached) _mm512_storeu_si512(rest.to + i * kWidth, data);
+    if constexpr (kCopy == Copy::kStreamed) {
+      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(rest.to + i * kWidth), data);
+    }
     return data;
   };
   const __m512i state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc)));
@@ -221,20 +239,24 @@ KVTIER_FOLDS_512 std::uint32_t run_by_folding_512(std::uint32_t crc, Rest rest) 
     rest.skip(kStep);
   }
   const __m512i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
+  if constexpr (kCopy == Copy::kStreamed) _mm_sfence();
   alignas(kWidth) std::array<std::byte, kWidth> folded{};
   _mm512_store_si512(folded.data(), last);
   return finish(folded, rest.from, rest.size, rest.to);
 }
 
-template <bool kCopy>
+template <Copy kCopy>
 KVTIER_FOLDS_256 std::uint32_t run_by_folding_256(std::uint32_t crc, Rest rest) {
   constexpr std::size_t kWidth = 32;
   constexpr std::size_t kStep = 4 * kWidth;
   const auto next = [&](std::size_t i) KVTIER_FOLDS_256 {
     const std::byte* const at = rest.from + i * kWidth;
     const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    if constexpr (kCopy) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest.to + i * kWidth), data);
+    auto* const to = reinterpret_cast<__m256i*>(rest.to + i * kWidth);
+    if constexpr (kCopy == Copy::kCached) _mm256_storeu_si256(to, data);
+    if constexpr (kCopy == Copy::kStreamed) {
+      if (i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+      _mm256_stream_si256(to, data);
     }
     return data;
   };
@@ -252,6 +274,7 @@ KVTIER_FOLDS_256 std::uint32_t run_by_folding_256(std::uint32_t crc, Rest rest) 
     rest.skip(kStep);
   }
   const __m256i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
+  if constexpr (kCopy == Copy::kStreamed) _mm_sfence();
   alignas(kWidth) std::array<std::byte, kWidth> folded{};
   _mm256_store_si256(reinterpret_cast<__m256i*>(folded.data()), last);
   return finish(folded, rest.from, rest.size, rest.to);
@@ -263,15 +286,19 @@ constexpr std::size_t kLeastFolded = 512;
 std::uint32_t run_by_folding_512(std::uint32_t crc, const std::byte* from, std::size_t size,
                                  std::byte* to) {
   if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
-  return to == nullptr ? run_by_folding_512<false>(crc, {from, size, to})
-                       : run_by_folding_512<true>(crc, {from, size, to});
+  const Rest all{from, size, to};
+  if (to == nullptr) return run_by_folding_512<Copy::kNone>(crc, all);
+  return streams(to, size) ? run_by_folding_512<Copy::kStreamed>(crc, all)
+                           : run_by_folding_512<Copy::kCached>(crc, all);
 }
 
 std::uint32_t run_by_folding_256(std::uint32_t crc, const std::byte* from, std::size_t size,
                                  std::byte* to) {
   if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
-  return to == nullptr ? run_by_folding_256<false>(crc, {from, size, to})
-                       : run_by_folding_256<true>(crc, {from, size, to});
+  const Rest all{from, size, to};
+  if (to == nullptr) return run_by_folding_256<Copy::kNone>(crc, all);
+  return streams(to, size) ? run_by_folding_256<Copy::kStreamed>(crc, all)
+                           : run_by_folding_256<Copy::kCached>(crc, all);
 }
 
 #endif
