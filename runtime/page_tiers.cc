@@ -191,7 +191,7 @@ bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wante
   Stats::Tier& use = uses_[tier];
   switch (got.status) {
     case TierStatus::kOk:
-      if (crc32c(got.bytes) == wanted.crc) {
+      if ((got.crc ? *got.crc : crc32c(got.bytes)) == wanted.crc) {
         ++counters_.hits;
         if (tier > 0) ++counters_.repaired;
         ++use.hits;

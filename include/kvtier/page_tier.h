@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -36,6 +37,9 @@ struct TierGet {
   PageKey key{};
   std::span<std::byte> bytes;  ///< Where the page goes; its size is the page's.
   TierStatus status = TierStatus::kUnavailable;
+  /// With kOk, where the tier has it: the CRC-32C of what it wrote to `bytes`, as it wrote it. Who
+  /// asks compares it with its own, and need not read the page for that.
+  std::optional<std::uint32_t> crc{};
 };
 
 /// What a tier has counted since it was made, and what it holds now. Every page of a batch that

@@ -125,7 +125,8 @@ TEST_P(SpillFaultTest, AForgottenPageIsDataLossForItsSessionAlone) {
 
 TEST_P(SpillFaultTest, ChangedBytesAreDataLossAndNeverServed) {
   for (const Faults& faults :
-       {Faults{.flip = true}, Faults{.swap = true}, Faults{.get = TierStatus::kCorrupt}}) {
+       {Faults{.flip = true}, Faults{.flip = true, .tells_crc = true}, Faults{.swap = true},
+        Faults{.swap = true, .tells_crc = true}, Faults{.get = TierStatus::kCorrupt}}) {
     tier_->set(faults);
     const Stats::Cumulative before = engine_->stats().cumulative;
     const std::int64_t length = a_->length(0);

@@ -2,6 +2,8 @@
 
 #include "kvtier/page_tier.h"
 
+#include "transfer/tiers/crc32c.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -19,6 +21,7 @@ class FaultTier final : public PageTier {
     TierStatus get = TierStatus::kOk;      ///< What gets answer, whatever is stored.
     bool flip = false;                     ///< Gets answer kOk with one bit changed.
     bool swap = false;                     ///< Gets answer kOk with the bytes of another page.
+    bool tells_crc = false;                ///< Gets name the CRC-32C of what they answer.
     bool half = false;                     ///< Of each batch of puts the second half is kFull.
     std::uint64_t good_puts = UINT64_MAX;  ///< Pages taken from now on; kUnavailable after them.
   };
@@ -57,6 +60,7 @@ class FaultTier final : public PageTier {
                             : found;
       std::copy(from->second.begin(), from->second.end(), page.bytes.begin());
       if (faults_.flip) page.bytes[gets_ * 37 % page.bytes.size()] ^= std::byte{0x10};
+      if (faults_.tells_crc) page.crc = crc32c(page.bytes);
     }
   }
   void remove(std::span<const PageKey> keys, Deadline /*deadline*/) override {

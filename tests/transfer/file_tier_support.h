@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_ops.h"
 #include "transfer/tiers/file_tier.h"
 
@@ -87,7 +88,8 @@ inline std::vector<TierStatus> put_pages(FileTier& tier, const std::vector<std::
   return statuses;
 }
 
-/// Gets pages of one size in one call. Fails the test when one is kOk and has other bytes.
+/// Gets pages of one size in one call. Fails the test when one is kOk and has other bytes, or is
+/// said to have another checksum.
 inline std::vector<TierStatus> get_pages(FileTier& tier, const std::vector<std::uint64_t>& ids,
                                          std::size_t size, PageTier::Deadline deadline = kForever) {
   std::vector<PageBytes> bytes(ids.size(), PageBytes(size));
@@ -101,6 +103,7 @@ inline std::vector<TierStatus> get_pages(FileTier& tier, const std::vector<std::
     statuses.push_back(batch[i].status);
     EXPECT_TRUE(batch[i].status != TierStatus::kOk || bytes[i] == page_of(ids[i], size))
         << "wrong bytes of page " << ids[i];
+    EXPECT_TRUE(batch[i].status != TierStatus::kOk || batch[i].crc == crc32c(bytes[i])) << ids[i];
   }
   return statuses;
 }

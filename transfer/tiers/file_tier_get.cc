@@ -111,6 +111,7 @@ class FileTier::Get {
     if (--plan.chunks_left > 0) return;
     if (plan.error == 0 && plan.padded && crc_of(plan) == plan.place.crc) {
       page.status = TierStatus::kOk;
+      page.crc = plan.place.crc;
       return;
     }
     const bool unreadable = plan.error > 0;
