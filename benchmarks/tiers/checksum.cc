@@ -3,12 +3,14 @@
 #include "benchmarks/service/measure.h"
 #include "benchmarks/tiers/benchmarks.h"
 #include "transfer/tiers/crc32c.h"
+#include "transfer/tiers/file_ops.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <span>
 #include <vector>
 
 namespace kvtier::bench {
@@ -20,8 +22,8 @@ class Restore {
  public:
   Restore(std::size_t page_bytes, std::size_t bytes)
       : page_bytes_(page_bytes),
-        pages_(bytes),
-        frames_(64 * page_bytes),
+        pages_memory_(bytes),
+        frames_memory_(64 * page_bytes),
         order_(bytes / page_bytes) {
     std::mt19937_64 random(1);
     for (std::size_t i = 0; i + 8 <= pages_.size(); i += 8) {
@@ -50,7 +52,8 @@ class Restore {
 
  private:
   std::size_t page_bytes_;
-  std::vector<std::byte> pages_, frames_;
+  tiers::AlignedBuffer pages_memory_, frames_memory_;  // as frames of a pool are
+  std::span<std::byte> pages_ = pages_memory_.bytes(), frames_ = frames_memory_.bytes();
   std::vector<std::size_t> order_;
   std::vector<std::uint32_t> sums_;
   std::size_t wrong_ = 0;

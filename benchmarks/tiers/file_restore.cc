@@ -3,11 +3,13 @@
 #include "benchmarks/service/measure.h"
 #include "benchmarks/tiers/benchmarks.h"
 #include "benchmarks/tiers/fio.h"
+#include "transfer/tiers/file_ops.h"
 #include "transfer/tiers/file_tier.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <fcntl.h>
 #include <iterator>
 #include <random>
@@ -70,20 +72,25 @@ class FullTier {
       keys_.push_back(key);
     }
     ::sync();  // what is read is on the disk, and the disk is idle
-    batch_.resize(kBatchBytes);
   }
 
-  /// Gets every page and returns bytes per second.
-  double read() {
+  struct Rate {
+    double bytes_per_second = 0;
+    double cpu = 0;  ///< Share of the time in which a core of this process has worked.
+  };
+  /// Gets `bytes` of pages, each once at most, and returns how fast.
+  Rate read(std::size_t bytes) {
     std::shuffle(keys_.begin(), keys_.end(), order_);
+    const std::size_t count = std::min(bytes / page_bytes_, keys_.size());
+    const std::clock_t before = std::clock();
     const double seconds = seconds_of([&] {
       std::vector<TierGet> gets;
       const std::size_t batch = kBatchBytes / page_bytes_;
-      for (std::size_t at = 0; at < keys_.size(); at += batch) {
+      for (std::size_t at = 0; at < count; at += batch) {
         gets.clear();
-        for (std::size_t i = at; i < std::min(at + batch, keys_.size()); ++i) {
-          gets.push_back(
-              {.key = keys_[i], .bytes = {&batch_[(i - at) * page_bytes_], page_bytes_}});
+        for (std::size_t i = at; i < std::min(at + batch, count); ++i) {
+          gets.push_back({.key = keys_[i],
+                          .bytes = batch_.bytes().subspan((i - at) * page_bytes_, page_bytes_)});
         }
         tier_.get(gets, std::chrono::steady_clock::now() + kLong);
         for (const TierGet& get : gets) {
@@ -91,7 +98,8 @@ class FullTier {
         }
       }
     });
-    return static_cast<double>(keys_.size() * page_bytes_) / seconds;
+    const double cpu = static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC;
+    return {static_cast<double>(count * page_bytes_) / seconds, cpu / seconds};
   }
 
   [[nodiscard]] FioSettings fio() const {
@@ -103,7 +111,6 @@ class FullTier {
     std::sort(settings.files.begin(), settings.files.end());
     if (settings.files.size() > 1) settings.files.pop_back();
     settings.block_bytes = std::min(page_bytes_, kReadBytes);
-    settings.total_bytes = keys_.size() * page_bytes_;
     settings.uring = tier_.describe().find(": io_uring") != std::string::npos;
     settings.direct = tier_.describe().find(", O_DIRECT") != std::string::npos;
     settings.depth = settings.uring ? options_.queue_depth : 8;
@@ -130,19 +137,26 @@ class FullTier {
   tiers::FileTierOptions options_;
   tiers::FileTier tier_;
   std::vector<PageKey> keys_;
-  std::vector<std::byte> batch_;
+  tiers::AlignedBuffer batch_{kBatchBytes};  // as frames of a pool are
   std::mt19937_64 order_{2};
 };
 
 nlohmann::json restore_row(const TierSettings& settings, std::size_t page_bytes) {
   const Folder folder(settings.folder);
   FullTier tier(folder.path() / "tier", page_bytes, settings.bytes);
-  const FioSettings fio = tier.fio();
-  std::vector<double> ours, theirs, shares;
-  (void)tier.read();
-  for (int round = 0; round < settings.rounds; ++round) {
-    theirs.push_back(fio_read(fio));
-    ours.push_back(tier.read());
+  // A virtual disk's rate changes from second to second, so each round is short, and whoever was
+  // second in the last is first in the next.
+  const std::size_t slice = settings.bytes / 4;
+  FioSettings fio = tier.fio();
+  fio.total_bytes = slice;
+  std::vector<double> ours, theirs, shares, cpu;
+  (void)tier.read(settings.bytes);
+  for (int round = 0; round < 4 * settings.rounds; ++round) {
+    if (round % 2 == 0) theirs.push_back(fio_read(fio));
+    const auto [rate, busy] = tier.read(slice);
+    ours.push_back(rate);
+    cpu.push_back(busy);
+    if (round % 2 == 1) theirs.push_back(fio_read(fio));
     shares.push_back(ours.back() / theirs.back());
   }
   const auto [least, most] = std::minmax_element(shares.begin(), shares.end());
@@ -153,6 +167,7 @@ nlohmann::json restore_row(const TierSettings& settings, std::size_t page_bytes)
           {"share", median(shares)},
           {"share_least", *least},
           {"share_most", *most},
+          {"cpu", median(cpu)},
           {"depth", fio.depth},
           {"path", tier.describe()}};
 }
