@@ -1,6 +1,7 @@
 #include "benchmarks/quality/selector.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 
 namespace kvtier::quality {
@@ -14,18 +15,20 @@ float dot(const float* a, const float* b, std::int64_t count) {
 
 std::vector<std::int32_t> best_tokens(const StepSpans& spans, std::span<const float> scores,
                                       std::int64_t count) {
-  std::vector<std::int32_t> tokens(scores.size());
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
-    tokens[i] = static_cast<std::int32_t>(spans.sink_end + static_cast<std::int64_t>(i));
+  // A score's bits and the token in one integer: less is better.
+  std::vector<std::uint64_t> keys(scores.size());
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(scores[i] + 0.0F);  // -0 is 0
+    const std::uint32_t falling = bits >> 31 != 0 ? bits : ~bits & 0x7FFFFFFFU;
+    const auto token = static_cast<std::uint32_t>(spans.sink_end) + static_cast<std::uint32_t>(i);
+    keys[i] = std::uint64_t{falling} << 32 | token;
   }
-  const auto better = [&](std::int32_t a, std::int32_t b) {
-    const float x = scores[static_cast<std::size_t>(a - spans.sink_end)];
-    const float y = scores[static_cast<std::size_t>(b - spans.sink_end)];
-    return x != y ? x > y : a < b;
-  };
-  const auto size = std::min<std::int64_t>(count, static_cast<std::int64_t>(tokens.size()));
-  std::partial_sort(tokens.begin(), tokens.begin() + size, tokens.end(), better);
-  tokens.resize(static_cast<std::size_t>(size));
+  const auto size = std::min<std::int64_t>(count, static_cast<std::int64_t>(keys.size()));
+  std::nth_element(keys.begin(), keys.begin() + size, keys.end());
+  std::sort(keys.begin(), keys.begin() + size);
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(size));
+  std::ranges::transform(keys.begin(), keys.begin() + size, tokens.begin(),
+                         [](std::uint64_t key) { return static_cast<std::int32_t>(key); });
   return tokens;
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <set>
@@ -81,6 +82,14 @@ TEST(BestTokens, BreaksTiesByLowestTokenId) {
               ElementsAre(6, 7, 9, 5));
   EXPECT_EQ(best_tokens(spans, std::vector{1.0F, 3.0F, 3.0F, 0.0F, 3.0F}, 99).size(), 5U);
   EXPECT_TRUE(best_tokens(spans, {}, 3).empty());
+}
+
+TEST(BestTokens, OrdersScoresOfBothSigns) {
+  const StepSpans spans{.visible = 20, .sink_end = 5, .eligible_end = 12};
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_THAT(
+      best_tokens(spans, std::vector{-2.0F, -infinity, 0.0F, 1e-30F, -0.0F, infinity, -1.0F}, 7),
+      ElementsAre(10, 8, 7, 9, 11, 5, 6));
 }
 
 TEST_P(SelectorTest, ExactTakesTheLargestProducts) {
