@@ -94,7 +94,6 @@ struct StandIn {
   const llama::ModelConfig& model;
   const Cache& cache;
   StepSpans spans;  ///< Of the context.
-  std::int64_t size = 0;
   std::uint64_t seed = 0;
 };
 
@@ -125,10 +124,10 @@ void attend(const KvHead& head, const Query& query, const StepSpans& spans, std:
   for (std::int64_t x = 0; x < head.head_dim; ++x) out[x] /= sum;
 }
 
-/// A selector of the comparison for each layer and KV head.
+/// A selector of the comparison for each layer and KV head, built once for all sizes.
 class Rival {
  public:
-  Rival(const StandIn& at, std::size_t index) : at_(at) {
+  Rival(const StandIn& at, std::size_t index) : at_(at), index_(index) {
     for (std::int64_t i = 0; i < at.model.layers * at.model.kv_heads; ++i) {
       selectors_.push_back(std::move(make_selectors(at.spans.visible)[index]).selector);
     }
@@ -140,6 +139,16 @@ class Rival {
                                 selector.build(head(i), at_.spans.visible);
                               }
                             });
+  }
+
+  [[nodiscard]] std::size_t index() const { return index_; }
+
+  /// Goes back to the end of the context, to choose `size` tokens from there on.
+  void restart(std::int64_t size) {
+    for (const std::unique_ptr<Selector>& selector : selectors_) selector->restart();
+    size_ = size;
+    rows_ = 0;
+    tokens_ = 0;
   }
 
   /// Replaces the attention of a step. The cache holds the step's keys and values.
@@ -159,7 +168,7 @@ class Rival {
                                   .head_in_group = static_cast<int>(g),
                                   .step = step.first_position + t};
                 const Choice choice =
-                    selector.select(query, at_.spans, std::span(&at_.size, 1)).front();
+                    selector.select(query, at_.spans, std::span(&size_, 1)).front();
                 attend(kv, query, at_.spans, step.first_position + t, choice, step.out + row);
                 rows_ += static_cast<std::int64_t>(choice.ids.size());
               }
@@ -181,7 +190,9 @@ class Rival {
   }
 
   StandIn at_;
+  std::size_t index_;
   std::vector<std::unique_ptr<Selector>> selectors_;
+  std::int64_t size_ = 0;
   std::atomic<std::int64_t> rows_ = 0;
   std::int64_t tokens_ = 0;  ///< (token, layer) pairs.
 };
@@ -301,9 +312,12 @@ void add(llama::Scores& to, const llama::Scores& more, double share) {
 
 void check(const AnswerOptions& options, const llama::TaskCase& task) {
   std::string problem;
-  if (options.sequences < 1 || options.sequences > task.sequences) {
-    problem = "sequences: expected 1.." + std::to_string(task.sequences) + ", found " +
-              std::to_string(options.sequences);
+  if (options.first_sequence < 0 || options.first_sequence >= task.sequences) {
+    problem = "first sequence: expected 0.." + std::to_string(task.sequences - 1) + ", found " +
+              std::to_string(options.first_sequence);
+  } else if (options.sequences < 1 || options.sequences > task.sequences - options.first_sequence) {
+    problem = "sequences: expected 1.." + std::to_string(task.sequences - options.first_sequence) +
+              ", found " + std::to_string(options.sequences);
   }
   if (options.sink < 0 || options.window < 1 || options.sink + options.window >= task.context) {
     problem = "sink and window: expected at least 0 and 1, and fewer than " +
@@ -393,12 +407,14 @@ class SequenceRun {
     const StepSpans spans{.visible = task_.context,
                           .sink_end = options_.sink,
                           .eligible_end = task_.context - options_.window};
-    Rival rival({.model = decoder_.config(),
-                 .cache = cache_,
-                 .spans = spans,
-                 .size = std::max<std::int64_t>(1, static_cast<std::int64_t>(k)),
-                 .seed = options_.seed},
-                plan.selector);
+    if (!rival_ || rival_->index() != plan.selector) {
+      rival_.emplace(
+          StandIn{
+              .model = decoder_.config(), .cache = cache_, .spans = spans, .seed = options_.seed},
+          plan.selector);
+    }
+    Rival& rival = *rival_;
+    rival.restart(std::max<std::int64_t>(1, static_cast<std::int64_t>(k)));
     llama::PassOptions pass;
     pass.observer = [&](const LayerStep& step) {
       cache_.store(step);
@@ -423,6 +439,7 @@ class SequenceRun {
   std::span<const std::int32_t> tail_;
   Cache cache_;
   std::vector<float> dense_;
+  std::optional<Rival> rival_;  ///< Of the last plan that had one.
 };
 
 }  // namespace
@@ -451,7 +468,7 @@ std::vector<AnswerRow> answer(Decoder& decoder, const llama::TaskFile& tasks,
   dense.name = "dense";
   dense.selection = "all";
   for (std::int64_t sequence = 0; sequence < options.sequences; ++sequence) {
-    SequenceRun(decoder, task, options, sequence)
+    SequenceRun(decoder, task, options, options.first_sequence + sequence)
         .run(engine, float8 ? &*float8 : nullptr, plans, dense);
   }
   std::vector<AnswerRow> rows = {dense};

@@ -13,8 +13,9 @@
 namespace kvtier::quality {
 
 struct AnswerOptions {
-  std::string task;            ///< Case of the task file.
-  std::int64_t sequences = 1;  ///< From the first.
+  std::string task;  ///< Case of the task file.
+  std::int64_t first_sequence = 0;
+  std::int64_t sequences = 1;  ///< From that one on.
   std::vector<double> sparsities = {20, 100};
   int sink = 64;
   int window = 64;

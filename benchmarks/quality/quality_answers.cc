@@ -23,7 +23,8 @@ int run(int argc, char** argv) {
   app.add_option("--model", model, "Directory of config.json and *.safetensors")->required();
   app.add_option("--tasks", tasks, "Task file (safetensors)")->required();
   app.add_option("--case", options.task, "Case, such as n8192.d100")->required();
-  app.add_option("--sequences", options.sequences, "Sequences of the case, from the first")
+  app.add_option("--sequences", options.sequences, "Sequences of the case")->capture_default_str();
+  app.add_option("--first-sequence", options.first_sequence, "Sequence to begin with")
       ->capture_default_str();
   app.add_option("--sparsity", options.sparsities, "Select 1/S of the context")
       ->delimiter(',')

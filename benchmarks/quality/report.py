@@ -21,7 +21,8 @@ BINARIES = {"kvtier-quality-budget": "build/release/benchmarks/quality/kvtier-qu
             "kvtier-quality-answers": "build/release/benchmarks/quality/kvtier-quality-answers",
             "kvtier-quality-rows": "build/release/benchmarks/quality/kvtier-quality-rows",
             "kvtier-quality": "build/release/benchmarks/quality/kvtier-quality",
-            "kvtier-llama": "build/release/examples/llama/kvtier-llama"}
+            "kvtier-llama": "build/release/examples/llama/kvtier-llama",
+            "benchmarks/quality/grid.py": "benchmarks/quality/grid.py"}
 
 HEAD = """# Token selectors, compared
 
@@ -38,6 +39,9 @@ cmake --preset release && cmake --build --preset release
 {commands}
 benchmarks/quality/report.py
 ```
+
+`benchmarks/quality/grid.py` spreads selectors and sequences over the cores, keeps what is done and goes on when repeated; `--quick` answers
+the questions of one sequence of 8K tokens at 20x and 100x, some minutes on two cores.
 
 What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 
@@ -89,6 +93,16 @@ def metric_table(report, metric):
     return "\n".join(lines)
 
 
+def layer_table(report, sparsity):
+    layers = report["trace"]["layers"]
+    lines = ["| selector | bits | " + " | ".join(f"layer {layer}" for layer in layers) + " |", "|---|---|" + "---|" * len(layers)]
+    for row in report["rows"]:
+        if row["sparsity"] != sparsity or not row["selector"].startswith(("exact", *OURS)):
+            continue
+        lines.append(f"| {cell(row)} | {row['bits_per_token']:.0f} | " + " | ".join(number(mass) for mass in row["layer_attention_mass"]) + " |")
+    return "\n".join(lines)
+
+
 def ranking_table(report, sparsity):
     lines = ["| selector | precision | Jaccard | NDCG | rows attended (effective) |", "|---|---|---|---|---|"]
     for name, rows in selectors(report).items():
@@ -134,21 +148,40 @@ def describe(report):
             f"attended.")
 
 
-def answers_section(report):
-    lines = [f"\n## Answers of needle-llama, {report['case']}\n",
-             f"\n{report['context_tokens']:,} tokens of context, {report['sequences']} sequence"
+def answers_table(report, cell_of):
+    """Returns a table of selectors by sparsities."""
+    rows = [row for row in report["rows"] if row["sparsity"]]
+    sparsities = sorted({row["sparsity"] for row in rows})
+    found = {}
+    for row in rows:
+        found.setdefault((title(row), row["selection"]), {})[row["sparsity"]] = row
+    lines = ["| selector | set per | bits | " + " | ".join(f"{s:g}x" for s in sparsities) + " |",
+             "|---|---|---|" + "---|" * len(sparsities)]
+    for (_, selection), by_sparsity in found.items():
+        first = next(iter(by_sparsity.values()))
+        cells = " | ".join(cell_of(by_sparsity[s]) for s in sparsities)
+        lines.append(f"| {cell(first)} | {selection[4:].replace('_', ' ')} | {first['bits_per_token']:.0f} | {cells} |")
+    return "\n".join(lines)
+
+
+def answers_section(report, plotted):
+    dense = {title(row): row for row in report["rows"] if not row["sparsity"]}
+    name = report["case"]
+    parts = [f"\n## Answers of needle-llama, {name}\n\n{report['context_tokens']:,} tokens of context, {report['sequences']} sequence"
              f"{'s' if report['sequences'] > 1 else ''}, {report['queries']} questions; the first {report['sink_tokens']} tokens, the "
-             f"last {report['recent_tokens']} of the context and all after it always attended. *exact*: questions wholly right; *fwe*: frequent "
-             "words right; *KL*: divergence of the next-token distribution from dense attention, at all positions after the context "
-             "and at answers. A context is prefilled once, densely, for all rows. "
-             f"Run on {report['date']} on {report['hardware']}.\n",
-             "\n| selector | selection | bits | sparsity | rows | exact | fwe | KL | KL, answers |\n|---|---|---|---|---|---|---|---|---|\n"]
-    for row in report["rows"]:
-        sparsity = f"{row['sparsity']:g}x" if row["sparsity"] else ""
-        bits = f"{row['bits_per_token']:.0f}" if row["sparsity"] else ""
-        lines.append(f"| {cell(row)} | {row['selection'].replace('_', ' ')} | {bits} | {sparsity} | {row['rows_attended']:.0f} | "
-                     f"{number(row['exact'])} | {number(row['fwe'])} | {number(row['kl'], 4)} | {number(row['kl_answers'], 4)} |\n")
-    return "".join(lines)
+             f"last {report['recent_tokens']} of the context and all after it always attended. A context is prefilled once, densely, for all rows "
+             f"of a process. Run on {report['date']} on {report['hardware']}.\n"]
+    if plotted:
+        parts.append(f"\n![answers of {name}](quality/answers-{name}.svg)\n")
+    parts.append("\n### Questions wholly right, frequent words right\n\nWith dense attention "
+                 + "; ".join(f"{number(row['exact'])}, {number(row['fwe'])}" + (f" ({row['settings']})" if row["settings"] else "")
+                             for row in dense.values()) + ".\n\n"
+                 + answers_table(report, lambda row: f"{number(row['exact'])}, {number(row['fwe'])}") + "\n")
+    parts.append("\n### KL divergence from dense attention\n\nOf next-token distributions: at all positions after the context, at answers."
+                 + "".join(f" With dense attention over {row['settings']} {number(row['kl'], 4)}, {number(row['kl_answers'], 4)}."
+                           for row in dense.values() if row["settings"]) + "\n\n"
+                 + answers_table(report, lambda row: f"{number(row['kl'], 4)}, {number(row['kl_answers'], 4)}") + "\n")
+    return "".join(parts)
 
 
 def ratios_section(report):
@@ -261,43 +294,75 @@ def rows_section(report):
     return "".join(parts)
 
 
-def draw(report, path):
-    """Draws attention mass over sparsity, and over bits at one sparsity."""
+CHOSEN = ("exact, q.k", "norm_aware, 256 planes", "norm_aware, 128 planes", "soft_collision, calibrated", "soft_collision, linear",
+          "hard_lsh, P 2, L 300", "pqcache, m 16, b 8", "pqcache, m 2, b 6", "rabitq, 1 bit", "quest, pages of 16",
+          "double_sparsity, 16 channels", "magicpig, K 10, L 150", "vattention, 5 % at 95 %", "h2o, recorded steps", "streaming, window",
+          "random")
+OURS = ("norm_aware", "soft_collision")
+
+
+def plotting():
     import matplotlib  # pylint: disable=import-outside-toplevel
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "kvtier"  # the same file from the same figures
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot  # pylint: disable=import-outside-toplevel
+    return pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
-    ours = ("norm_aware", "soft_collision")
-    chosen = ["exact, q.k", "norm_aware, 256 planes", "norm_aware, 128 planes", "soft_collision, calibrated",
-              "soft_collision, linear", "hard_lsh, P 2, L 300", "pqcache, m 16, b 8", "pqcache, m 2, b 6", "rabitq, 1 bit",
-              "quest, pages of 16", "double_sparsity, 16 channels", "magicpig, K 10, L 150", "vattention, 5 % at 95 %",
-              "h2o, recorded steps", "streaming, window", "random"]
-    found = selectors(report)
-    for name, color in zip(chosen, pyplot.get_cmap("tab20").colors):
+
+def draw_lines(pyplot, axes, found, metric, label):
+    """Draws a metric over sparsity, a line for each chosen selector."""
+    for name, color in zip(CHOSEN, pyplot.get_cmap("tab20").colors):
         rows = found.get(name)
         if rows is None:
             continue
         sparsities = sorted(rows)
-        left.plot(sparsities, [rows[s]["attention_mass"] for s in sparsities], label=name, marker="o", markersize=3, color=color,
-                  linewidth=2.2 if name.startswith(ours) else 1.2,
+        axes.plot(sparsities, [rows[s][metric] for s in sparsities], label=name, marker="o", markersize=3, color=color,
+                  linewidth=2.2 if name.startswith(OURS) else 1.2,
                   linestyle="--" if name.startswith(("exact", "random", "streaming")) else "-")
-    left.set_xscale("log")
-    left.set_xticks(sparsities, [f"{s:g}x" for s in sparsities])
-    left.minorticks_off()
-    left.set_xlabel("sparsity")
-    left.set_ylabel("attention mass kept")
-    left.grid(alpha=0.3)
+    axes.set_xscale("log")
+    axes.set_xticks(sparsities, [f"{s:g}x" for s in sparsities])
+    axes.minorticks_off()
+    axes.set_xlabel("sparsity")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
 
+
+def save(pyplot, figure, path):
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
+    pyplot.close(figure)
+
+
+def draw_answers(report, path):
+    """Draws questions wholly right, and the divergence from dense attention, over sparsity; one set per query head."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
+    found = selectors({"rows": [row for row in report["rows"] if row["selection"] == "per_query_head"]})
+    draw_lines(pyplot, left, found, "exact", "share of questions wholly right")
+    draw_lines(pyplot, right, found, "kl", "KL divergence from dense attention")
+    right.set_yscale("log")
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)
+    save(pyplot, figure, path)
+
+
+def draw(report, path):
+    """Draws attention mass over sparsity, and over bits at one sparsity."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
+    found = selectors(report)
+    draw_lines(pyplot, left, found, "attention_mass", "attention mass kept")
+
+    sparsities = sorted({row["sparsity"] for row in report["rows"]})
     wanted = closest(sparsities, 20)
-    crowded = ("256 planes, query in float", "q.k, ln |v|", "no value norm, orthogonal")
+    crowded = ("256 planes, query in float", "256 planes, no value norm", "q.k, ln |v|", "no value norm, orthogonal")
     for name, rows in found.items():
         row = rows[wanted]
         if row["bits_per_token"] <= 0 or row["selector"] == "h2o" or row["settings"] in crowded:
             continue
-        mine = row["selector"] in ours
+        mine = row["selector"] in OURS
         right.scatter(row["bits_per_token"], row["attention_mass"], marker="o" if mine else "x",
                       color="tab:blue" if mine else "tab:red")
         right.annotate(name, (row["bits_per_token"], row["attention_mass"]), fontsize=6, xytext=(4, 3),
@@ -308,11 +373,16 @@ def draw(report, path):
     right.grid(alpha=0.3)
     right.set_xlim(right=6000)
     figure.legend(loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
-    pyplot.close(figure)
+    save(pyplot, figure, path)
+
+
+def drawn_by(painter, report, path):
+    """Returns whether there is matplotlib to draw with."""
+    try:
+        painter(report, path)
+    except ImportError:
+        return False
+    return True
 
 
 def main():
@@ -323,8 +393,8 @@ def main():
                     *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
                     *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
-    commands = [runnable(command) for report in reports
-                for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command]
+    commands = dict.fromkeys(runnable(command) for report in reports
+                             for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command)
     parts = [HEAD.replace("{commands}", "\n".join(commands))]
     drawn = True
     for report in reports:
@@ -333,20 +403,24 @@ def main():
         name = report["trace"]["name"]
         parts.append(f"\n## {name}\n\n{describe(report)} Run on {report['date']} on {report['hardware']}.\n")
         plot = PLOTS / f"{name}.svg"
-        try:
-            if not check:
-                draw(report, plot)
-        except ImportError:
-            drawn = False
+        drawn = check or drawn_by(draw, report, plot) and drawn
         if plot.exists():
             parts.append(f"\n![attention mass of {name}](quality/{plot.name})\n")
-        sparsity = closest(sorted({row["sparsity"] for row in report["rows"]}), 20)
+        sparsities = sorted({row["sparsity"] for row in report["rows"]})
+        sparsity = closest(sparsities, 20)
         parts.append(f"\n### Attention mass kept\n\n{metric_table(report, 'attention_mass')}\n")
+        if 33 in sparsities and len(report["trace"]["layers"]) > 1:
+            parts.append(f"\n### Attention mass by layer at 33x\n\n{layer_table(report, 33)}\n")
         parts.append(f"\n### Output error\n\n{metric_table(report, 'output_error')}\n")
         parts.append(f"\n### Ranking at {sparsity:g}x\n\n{ranking_table(report, sparsity)}\n")
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
-    parts += [answers_section(report) for report in reports if "rows" in report and "case" in report]
+    for report in reports:
+        if "rows" not in report or "case" not in report:
+            continue
+        plot = PLOTS / f"answers-{report['case']}.svg"
+        drawn = check or drawn_by(draw_answers, report, plot) and drawn
+        parts.append(answers_section(report, plot.exists()))
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]
     parts += [budget_section(report) for report in reports if "traces" in report]

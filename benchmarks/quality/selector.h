@@ -51,6 +51,8 @@ class Selector {
   virtual void build(const KvHead& head, std::int64_t tokens) = 0;
   /// Indexes one more token, the next.
   virtual void append(std::int64_t token) = 0;
+  /// Forgets queries seen since `build`, for a selector that learns from them.
+  virtual void restart() {}
   /// Chooses for each of several sizes, at most `sizes[i]` tokens each (Quest: at least a page).
   [[nodiscard]] virtual std::vector<Choice> select(const Query& query, const StepSpans& spans,
                                                    std::span<const std::int64_t> sizes) = 0;

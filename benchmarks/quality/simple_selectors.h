@@ -51,6 +51,7 @@ class StreamingSelector final : public ScoringSelector {
 class HeavyHitterSelector final : public Selector {
  public:
   void build(const KvHead& head, std::int64_t tokens) override;
+  void restart() override { sums_.clear(); }
   void append(std::int64_t token) override;
   [[nodiscard]] std::vector<Choice> select(const Query& query, const StepSpans& spans,
                                            std::span<const std::int64_t> sizes) override;

@@ -109,12 +109,48 @@ TEST_F(AnswersTest, RowsDoNotDependOnThoseBefore) {
   EXPECT_DOUBLE_EQ(all.back().scores.kl, alone.back().scores.kl);
 }
 
+TEST_F(AnswersTest, RowsOfASelectorDoNotDependOnOtherSparsities) {
+  options_.only = {"exact", "h2o", "magicpig", "pqcache"};
+  options_.sparsities = {4, 10};
+  const std::vector<AnswerRow> both = run();
+  options_.sparsities = {10};
+  const std::vector<AnswerRow> alone = run();
+
+  ASSERT_EQ(both.size(), 2 * alone.size() - 1);
+  for (std::size_t i = 1; i < alone.size(); ++i) {
+    EXPECT_EQ(both[2 * i].name, alone[i].name);
+    EXPECT_EQ(both[2 * i].scores.kl, alone[i].scores.kl) << alone[i].name;
+    EXPECT_EQ(both[2 * i].rows_attended, alone[i].rows_attended) << alone[i].name;
+  }
+}
+
+TEST_F(AnswersTest, BeginsWithAnySequence) {
+  options_.only = {"norm_aware", "exact"};
+  options_.sequences = 2;
+  const std::vector<AnswerRow> both = run();
+  options_.sequences = 1;
+  const std::vector<AnswerRow> first = run();
+  options_.first_sequence = 1;
+  const std::vector<AnswerRow> second = run();
+
+  for (std::size_t i = 1; i < both.size(); ++i) {
+    EXPECT_NE(first[i].scores.kl, second[i].scores.kl) << first[i].name;
+    EXPECT_DOUBLE_EQ(both[i].scores.kl, (first[i].scores.kl + second[i].scores.kl) / 2);
+  }
+}
+
 TEST_F(AnswersTest, RejectsOptionsThatDoNotFit) {
   const AnswerOptions valid = options_;
   options_.task = "huge";
   EXPECT_EQ(error_of_run(), ErrorCode::kNotFound);
   options_ = valid;
   options_.sequences = 3;
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+  options_ = valid;
+  options_.first_sequence = 2;
+  EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
+  options_.first_sequence = 1;
+  options_.sequences = 2;
   EXPECT_EQ(error_of_run(), ErrorCode::kInvalidArgument);
   options_ = valid;
   options_.sparsities = {0.5};
