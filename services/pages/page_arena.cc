@@ -8,6 +8,7 @@
 #include <new>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <utility>
 
 namespace kvtier::services {
 namespace {
@@ -22,37 +23,49 @@ ServiceError no_memory() {
 
 }  // namespace
 
-PageArena::PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch)
-    : num_units_(data_bytes / kUnitBytes), file_bytes_(arena_file_bytes(num_units_)) {
-  assert(data_bytes % kUnitBytes == 0);
+ArenaMemory::ArenaMemory(std::uint64_t file_bytes) : bytes_(file_bytes) {
   fd_ = memfd_create("kvtier-pages", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd_ < 0) throw no_memory();
   void* base = MAP_FAILED;
-  if (ftruncate(fd_, static_cast<off_t>(file_bytes_)) == 0) {
-    base = mmap(nullptr, file_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (ftruncate(fd_, static_cast<off_t>(bytes_)) == 0) {
+    base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   }
   // The seal against writing spares mappings that are there already: this one.
   const bool sealed =
       base != MAP_FAILED &&
       fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL) == 0;
   base_ = static_cast<std::byte*>(base);
-  if (!sealed || madvise(base, file_bytes_, MADV_DONTDUMP) != 0 || !populate(0, 1)) {
-    if (base != MAP_FAILED) munmap(base, file_bytes_);
+  if (!sealed || madvise(base, bytes_, MADV_DONTDUMP) != 0) {
+    if (base != MAP_FAILED) munmap(base, bytes_);
     close(fd_);
     throw no_memory();
   }
-  auto* header = ::new (base_) ArenaHeader{};
-  header->magic = kArenaMagic;
+}
+
+ArenaMemory::~ArenaMemory() {
+  munmap(base_, bytes_);
+  close(fd_);
+}
+
+PageArena::PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch)
+    : PageArena(std::make_shared<ArenaMemory>(arena_file_bytes(data_bytes / kUnitBytes)),
+                data_bytes / kUnitBytes, server_epoch) {
+  assert(data_bytes % kUnitBytes == 0);
+}
+
+PageArena::PageArena(std::shared_ptr<const ArenaMemory> memory, std::uint64_t num_units,
+                     std::uint32_t server_epoch)
+    : memory_(std::move(memory)), base_(memory_->base()), num_units_(num_units) {
+  assert(file_bytes() == arena_file_bytes(num_units_));
+  if (!populate(0, 1)) throw no_memory();
+  auto* header = reinterpret_cast<ArenaHeader*>(base_);
+  if (header->magic != kArenaMagic) header = ::new (base_) ArenaHeader{};
   header->layout_version = kPageLayoutVersion;
   header->server_epoch = server_epoch;
   header->num_units = num_units_;
   header->data_offset = arena_data_offset(num_units_);
-  header->file_bytes = file_bytes_;
-}
-
-PageArena::~PageArena() {
-  munmap(base_, file_bytes_);
-  close(fd_);
+  header->file_bytes = file_bytes();
+  header->magic = kArenaMagic;
 }
 
 std::span<std::byte> PageArena::page(std::uint32_t slot, std::uint64_t length) const noexcept {
@@ -71,6 +84,13 @@ bool PageArena::populate(std::uint64_t first_unit, std::uint64_t count) const no
   return (first_unit > 0 || take(0, kUnitBytes)) &&
          take(headers, headers + count * sizeof(PageHeader)) &&
          take(data, data + count * kUnitBytes);
+}
+
+bool PageArena::has_headers(std::uint64_t first_unit, std::uint64_t count) const noexcept {
+  const auto begin = static_cast<off_t>(kPageHeadersOffset + first_unit * sizeof(PageHeader));
+  const auto end = begin + static_cast<off_t>(count * sizeof(PageHeader));
+  const off_t data = lseek(fd(), begin, SEEK_DATA);
+  return data >= 0 ? data < end : errno != ENXIO;
 }
 
 PageHeader& PageArena::header(std::uint32_t slot) const noexcept {

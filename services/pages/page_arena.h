@@ -5,26 +5,46 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 namespace kvtier::services {
 
-/// The memory of one tenant's pages, laid out as page_layout.h says: a sealed file of anonymous
-/// memory. This object has the only mapping that writes; a process that gets `fd` can neither write
-/// nor shrink nor grow it. Nothing of it is in a core dump. Calls about different pages may be made
-/// at the same time.
-class PageArena {
+/// A sealed file of anonymous memory. This object has the only mapping that writes, which processes
+/// that are forked have too; any other that gets `fd` can neither write nor shrink nor grow it.
+/// Nothing of it is in a core dump.
+class ArenaMemory {
  public:
-  /// `data_bytes` is a multiple of `kUnitBytes`. Takes address space; memory is taken by `populate`
-  /// and by writing. Throws `ServiceError` OUT_OF_MEMORY.
-  PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch);
-  ~PageArena();
-  PageArena(const PageArena&) = delete;  // owns a mapping
-  PageArena& operator=(const PageArena&) = delete;
+  /// Takes address space; memory is taken by writing. Throws `ServiceError` OUT_OF_MEMORY.
+  explicit ArenaMemory(std::uint64_t file_bytes);
+  ~ArenaMemory();
+  ArenaMemory(const ArenaMemory&) = delete;  // owns a mapping
+  ArenaMemory& operator=(const ArenaMemory&) = delete;
 
   /// Stays this object's own: duplicate it, or send it to another process.
   [[nodiscard]] int fd() const noexcept { return fd_; }
-  [[nodiscard]] std::uint64_t file_bytes() const noexcept { return file_bytes_; }
+  [[nodiscard]] std::byte* base() const noexcept { return base_; }
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+
+ private:
+  int fd_ = -1;
+  std::byte* base_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
+/// The memory of one tenant's pages, laid out as page_layout.h says. Calls about different pages
+/// may be made at the same time.
+class PageArena {
+ public:
+  /// `data_bytes` is a multiple of `kUnitBytes`. Throws `ServiceError` OUT_OF_MEMORY.
+  PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch);
+  /// In memory of `arena_file_bytes`, whose pages stay where an arena was there before. Throws as
+  /// above.
+  PageArena(std::shared_ptr<const ArenaMemory> memory, std::uint64_t num_units,
+            std::uint32_t server_epoch);
+
+  [[nodiscard]] int fd() const noexcept { return memory_->fd(); }
+  [[nodiscard]] std::uint64_t file_bytes() const noexcept { return memory_->bytes(); }
   [[nodiscard]] std::uint64_t num_units() const noexcept { return num_units_; }
 
   /// Returns memory for a page's bytes, asserted to lie within the arena.
@@ -37,15 +57,21 @@ class PageArena {
                std::uint32_t crc) noexcept;
   /// Ends that: when this returns, the page may be written over.
   void retract(std::uint32_t slot, std::uint32_t generation) noexcept;
+  /// Returns the header of a unit, as clients see it.
+  [[nodiscard]] const PageHeader& header_of(std::uint32_t slot) const noexcept {
+    return header(slot);
+  }
+  /// Returns whether headers of these units were ever written; reading others takes memory.
+  [[nodiscard]] bool has_headers(std::uint64_t first_unit, std::uint64_t count) const noexcept;
   /// Tells readers that the server lives.
   void beat(std::chrono::steady_clock::time_point now) noexcept;
 
  private:
   [[nodiscard]] PageHeader& header(std::uint32_t slot) const noexcept;
 
-  int fd_ = -1;
+  std::shared_ptr<const ArenaMemory> memory_;
   std::byte* base_ = nullptr;
-  std::uint64_t num_units_ = 0, file_bytes_ = 0;
+  std::uint64_t num_units_ = 0;
 };
 
 }  // namespace kvtier::services

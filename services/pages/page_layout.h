@@ -56,6 +56,10 @@ inline constexpr std::uint64_t kPageHeadersOffset = kUnitBytes;
 [[nodiscard]] constexpr std::uint64_t arena_file_bytes(std::uint64_t num_units) noexcept {
   return arena_data_offset(num_units) + num_units * kUnitBytes;
 }
+/// Returns how many units a page takes.
+[[nodiscard]] constexpr std::uint64_t units_of(std::uint64_t length) noexcept {
+  return (length + kUnitBytes - 1) / kUnitBytes;
+}
 /// Returns where the page of a slot begins in the file.
 [[nodiscard]] constexpr std::uint64_t page_offset(std::uint64_t num_units,
                                                   std::uint32_t slot) noexcept {

@@ -100,6 +100,29 @@ void PageSlots::cut(Extent& extent, std::uint64_t units) {
   }
 }
 
+void PageSlots::restore(std::uint64_t extent, std::uint64_t units, std::uint32_t last_generation,
+                        std::span<const Restored> pages,
+                        const std::function<void(PageSlot&)>& each) {
+  Extent& cut_anew = extents_[extent];
+  assert(cut_anew.slots == nullptr);
+  cut_anew.populated = true;
+  cut_anew.first_generation = last_generation;
+  if (pages.empty()) return;
+  cut(cut_anew, units);
+  std::vector<PageSlot*>& free = sizes_[units].free;
+  for (const Restored& restored : pages) {
+    PageSlot* page = at(restored.slot);
+    assert(page != nullptr && page->generation == last_generation);
+    page->generation = restored.generation;
+    page->state = PageState::kReserved;  // until `each` says what it is
+    ++cut_anew.used;
+  }
+  std::erase_if(free, [extent](const PageSlot* page) {
+    return page->extent == extent && page->state != PageState::kFree;
+  });
+  for (const Restored& restored : pages) each(*at(restored.slot));
+}
+
 void PageSlots::give(PageSlot& page) {
   assert(!page.listed && page.pins == 0 && !page.busy);
   page.doomed = false;

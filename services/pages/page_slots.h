@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -75,6 +76,17 @@ class PageSlots {
   [[nodiscard]] PageSlot* oldest() noexcept;
   /// Counts as a use of the page, listed or not.
   void touch(PageSlot& page) noexcept;
+
+  /// A page that is there already, of the generation that its slot has.
+  struct Restored {
+    std::uint32_t slot = 0;
+    std::uint32_t generation = 0;
+  };
+  /// Cuts an extent that is not cut into slots of `units`, and takes those of `pages`, which are in
+  /// ascending order and begin where slots of this size do. The other slots go on after
+  /// `last_generation`. `each` is called for every page; it lists the page, or gives it back.
+  void restore(std::uint64_t extent, std::uint64_t units, std::uint32_t last_generation,
+               std::span<const Restored> pages, const std::function<void(PageSlot&)>& each);
 
   [[nodiscard]] std::uint64_t num_extents() const noexcept { return extents_.size(); }
   [[nodiscard]] std::uint64_t extent_units() const noexcept { return extent_units_; }

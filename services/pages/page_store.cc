@@ -62,10 +62,11 @@ TenantPages& PageStore::pages_of(Tenant& tenant) {
   if (tenants_.size() <= tenant.index()) tenants_.resize(tenant.index() + 1);
   std::unique_ptr<TenantPages>& pages = tenants_[tenant.index()];
   if (pages == nullptr) {
-    if (bytes_ > options_.max_bytes - options_.arena_bytes) {
+    const KeptArena* kept = options_.kept ? options_.kept->claim(tenant.index()) : nullptr;
+    if (bytes_ > options_.max_bytes - options_.arena_bytes || (options_.kept && kept == nullptr)) {
       throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
     }
-    pages = std::make_unique<TenantPages>(tenant, options_, codec_);
+    pages = std::make_unique<TenantPages>(tenant, options_, codec_, kept);
     bytes_ += options_.arena_bytes;
     pages->beat(options_.now());
   }

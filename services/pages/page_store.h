@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/pages/kept_arenas.h"
 #include "services/pages/page_arena.h"
 #include "services/pages/page_lease.h"
 #include "services/pages/page_slots.h"
@@ -38,6 +39,9 @@ struct PageStoreOptions {
   std::int64_t prefault_bytes_per_sweep = std::int64_t{64} << 20;
   std::int64_t scrub_bytes_per_sweep = std::int64_t{16} << 20;
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+  /// Where arenas are, with the pages that they have from a store before; null: in memory of the
+  /// store's own. Of `arena_bytes` each.
+  std::shared_ptr<const KeptArenas> kept{};
 };
 
 /// What a page is called within its tenant, its lease's model and page size.

@@ -11,12 +11,6 @@
 namespace kvtier::services {
 namespace {
 
-std::uint64_t units_of(std::uint64_t length) { return (length + kUnitBytes - 1) / kUnitBytes; }
-
-std::int64_t slot_bytes(const PageSlot& page) {
-  return static_cast<std::int64_t>(units_of(page.length) * kUnitBytes);
-}
-
 void append_number(std::string& text, std::uint64_t value) {
   for (int shift = 0; shift < 64; shift += 8) text += static_cast<char>(value >> shift & 255U);
 }
@@ -29,14 +23,23 @@ ServiceError lease_ended() {
 
 }  // namespace
 
-TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec)
+TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
+                         const KeptArena* kept)
     : tenant_(tenant),
       options_(options),
       codec_(codec),
-      arena_(static_cast<std::uint64_t>(options.arena_bytes), codec.epoch()),
+      kept_(kept),
+      arena_(kept == nullptr
+                 ? PageArena(static_cast<std::uint64_t>(options.arena_bytes), codec.epoch())
+                 : PageArena(kept->memory(),
+                             static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
+                             codec.epoch())),
       slots_(static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
              static_cast<std::uint64_t>(options.extent_bytes) / kUnitBytes) {
-  if (RAND_bytes(salt_.data(), static_cast<int>(salt_.size())) != 1) {
+  if (kept_ != nullptr) {
+    salt_ = kept_->salt();
+    restore();
+  } else if (RAND_bytes(salt_.data(), static_cast<int>(salt_.size())) != 1) {
     throw Error(ErrorCode::kUnavailable,
                 "pages: expected random bytes from the system, found none");
   }
@@ -204,6 +207,7 @@ void TenantPages::quarantine(PageSlot& page) noexcept {
   hide(page);
   tenant_.refund_kv(slot_bytes(page));
   set_state(page, PageState::kQuarantined);
+  if (kept_ != nullptr) kept_->digest(page.slot).fill(kQuarantinedDigest);
 }
 
 bool TenantPages::verify(PageSlot& page, Lock& lock) {
@@ -345,6 +349,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
   }
   let_go(page);
   set_state(page, PageState::kCommitted);
+  if (kept_ != nullptr) kept_->digest(page.slot) = page.digest.value_or(PageDigest{});
   arena_.publish(page.slot, page.generation, page.length, page.crc);
   slots_.list(page);
   ++counters_.committed;

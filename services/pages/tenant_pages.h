@@ -12,8 +12,10 @@ namespace kvtier::services {
 /// The pages of one tenant; the verbs are those of `PageStore`. Thread-safe.
 class TenantPages {
  public:
-  /// `options` and `codec` must outlive this.
-  TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec);
+  /// `options`, `codec` and `kept`, which may be null, must outlive this. The pages in `kept` are
+  /// there again, with new handles.
+  TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
+              const KeptArena* kept);
   ~TenantPages();
   TenantPages(const TenantPages&) = delete;  // pages hold its address
   TenantPages& operator=(const TenantPages&) = delete;
@@ -52,6 +54,14 @@ class TenantPages {
   using Reservation = std::pair<std::uint32_t, std::uint32_t>;  ///< Slot, generation.
   using Lock = std::unique_lock<std::mutex>;
 
+  [[nodiscard]] static std::int64_t slot_bytes(const PageSlot& page) noexcept {
+    return static_cast<std::int64_t>(units_of(page.length) * kUnitBytes);
+  }
+  /// Finds the pages of an arena that was there before.
+  void restore();
+  void restore_extent(std::uint64_t extent);
+  /// Makes a page that its extent has be there, unless the tenant may not have it any more.
+  void restore_page(PageSlot& page);
   /// Returns the page in any state but free. Throws as `PageStore` says.
   [[nodiscard]] PageSlot& at(std::string_view handle);
   [[nodiscard]] PageSlot& committed_at(std::string_view handle);
@@ -85,6 +95,7 @@ class TenantPages {
   Tenant& tenant_;
   const PageStoreOptions& options_;
   const HandleCodec& codec_;
+  const KeptArena* const kept_;
   PageArena arena_;
   std::array<unsigned char, 32> salt_{};
 

@@ -1,0 +1,62 @@
+#include "services/pages/kept_arenas.h"
+
+#include "kvtier/error.h"
+
+#include "services/server/service_error.h"
+
+#include <new>
+#include <openssl/rand.h>
+#include <sys/mman.h>
+
+namespace kvtier::services {
+namespace {
+
+/// The digests begin here: one for each unit.
+constexpr std::uint64_t kDigestsOffset = kUnitBytes;
+
+}  // namespace
+
+KeptArena::KeptArena(std::uint64_t data_bytes)
+    : memory_(std::make_shared<ArenaMemory>(arena_file_bytes(data_bytes / kUnitBytes))),
+      private_bytes_(kDigestsOffset + data_bytes / kUnitBytes * sizeof(PageDigest)) {
+  static_assert(sizeof(Book) <= kDigestsOffset);
+  private_ = ::mmap(nullptr, private_bytes_, PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (private_ == MAP_FAILED) {
+    throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
+  }
+  (void)::madvise(private_, private_bytes_, MADV_DONTDUMP);
+  ::new (private_) Book{};
+}
+
+KeptArena::~KeptArena() { ::munmap(private_, private_bytes_); }
+
+PageDigest& KeptArena::digest(std::uint32_t slot) const noexcept {
+  auto* digests = static_cast<std::byte*>(private_) + kDigestsOffset;
+  return reinterpret_cast<PageDigest*>(digests)[slot];
+}
+
+KeptArenas::KeptArenas(std::size_t count, std::uint64_t data_bytes) {
+  for (std::size_t i = 0; i < count; ++i) {
+    arenas_.push_back(std::make_unique<KeptArena>(data_bytes));
+  }
+}
+
+const KeptArena* KeptArenas::claim(std::uint32_t tenant) const {
+  const KeptArena* unowned = nullptr;
+  for (const auto& arena : arenas_) {
+    const std::uint64_t owner = arena->book().owner;
+    if (owner == std::uint64_t{tenant} + 1) return arena.get();
+    if (owner == 0 && unowned == nullptr) unowned = arena.get();
+  }
+  if (unowned == nullptr) return nullptr;
+  KeptArena::Book& book = unowned->book();
+  if (RAND_bytes(book.salt.data(), static_cast<int>(book.salt.size())) != 1) {
+    throw Error(ErrorCode::kUnavailable,
+                "pages: expected random bytes from the system, found none");
+  }
+  book.owner = std::uint64_t{tenant} + 1;
+  return unowned;
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,66 @@
+#pragma once
+
+#include "services/pages/page_arena.h"
+#include "services/pages/page_slots.h"
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Of which the digest of a place consists that is not to be used again.
+inline constexpr unsigned char kQuarantinedDigest = 0xFF;
+
+/// Memory of one tenant's pages that outlives the process which serves them: made before that
+/// process is forked, it is the same memory in the next one. Beside what clients can map there is a
+/// part for the server alone.
+class KeptArena {
+ public:
+  /// `data_bytes` as of `PageArena`. Throws `ServiceError` OUT_OF_MEMORY.
+  explicit KeptArena(std::uint64_t data_bytes);
+  ~KeptArena();
+  KeptArena(const KeptArena&) = delete;  // owns a mapping
+  KeptArena& operator=(const KeptArena&) = delete;
+
+  [[nodiscard]] const std::shared_ptr<const ArenaMemory>& memory() const noexcept {
+    return memory_;
+  }
+  /// What the tenant's digests are salted with.
+  [[nodiscard]] const std::array<unsigned char, 32>& salt() const noexcept { return book().salt; }
+  /// What a page is called, to be written before the page is published. All zeros: nothing finds
+  /// it; `kQuarantinedDigest` all along: its place is quarantined.
+  [[nodiscard]] PageDigest& digest(std::uint32_t slot) const noexcept;
+
+ private:
+  friend class KeptArenas;
+  struct Book {
+    std::atomic<std::uint64_t> owner;  ///< A tenant's index plus 1; 0: nobody's.
+    std::array<unsigned char, 32> salt;
+  };
+  [[nodiscard]] Book& book() const noexcept { return *static_cast<Book*>(private_); }
+
+  std::shared_ptr<const ArenaMemory> memory_;
+  void* private_ = nullptr;
+  std::uint64_t private_bytes_ = 0;
+};
+
+/// The arenas that a server may have, for as long as its supervisor lives. A process at a time uses
+/// them.
+class KeptArenas {
+ public:
+  /// Takes address space for `count` arenas, and no memory. Throws as `KeptArena`.
+  KeptArenas(std::size_t count, std::uint64_t data_bytes);
+
+  /// Returns the arena of a tenant: the one that it had, else one that is nobody's, with a fresh
+  /// salt; null when there is none. Throws `kUnavailable` without randomness. One caller at a time.
+  [[nodiscard]] const KeptArena* claim(std::uint32_t tenant) const;
+
+ private:
+  std::vector<std::unique_ptr<KeptArena>> arenas_;
+};
+
+}  // namespace kvtier::services

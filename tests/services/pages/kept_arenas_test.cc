@@ -1,0 +1,167 @@
+#include "services/pages/kept_arenas.h"
+
+#include "tests/services/pages/page_fixture.h"
+
+#include <gmock/gmock.h>
+
+#include <functional>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace kvtier::services::testing {
+namespace {
+
+using ::testing::IsEmpty;
+
+/// A store whose pages outlive it.
+class KeptArenasTest : public PageStoreTest {
+ protected:
+  void SetUp() override { next_store(); }
+  /// Makes the store of the next process.
+  void next_store() {
+    PageStoreOptions options = small_options();
+    options.kept = kept_;
+    make_store(options);
+  }
+  /// Does as a server would that is killed afterwards: in a process that ends without destructors.
+  void in_killed_process(const std::function<void()>& act) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      act();
+      ::_exit(HasFailure() ? 1 : 0);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+    ASSERT_EQ(status, 0);
+  }
+
+  std::shared_ptr<const KeptArenas> kept_ =
+      std::make_shared<KeptArenas>(2, static_cast<std::uint64_t>(8 * kPageBytes));
+};
+
+TEST_F(KeptArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
+  in_killed_process([this] {
+    next_store();
+    (void)put("a", 1);
+    (void)put("b", 2);
+    (void)find(*lease_, {"a"}, true);  // pinned
+    const PageInfo gone = put("c", 3);
+    store_->remove(*lease_, gone.handle);
+    const PageInfo half = store_->reserve(*lease_, {.hash = "d"});
+    store_->write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
+    (void)put(*lease_, "", 5);  // found by a handle that nobody has any more
+  });
+  next_store();
+
+  for (const auto& [hash, seed] : {std::pair("a", 1), std::pair("b", 2)}) {
+    const std::vector<std::string> handles = find(*lease_, {hash});
+    ASSERT_EQ(handles.size(), 1U) << hash;
+    EXPECT_EQ(get(alpha_, handles[0]), bytes_of(static_cast<std::uint64_t>(seed)));
+  }
+  EXPECT_THAT(find(*lease_, {"c"}), IsEmpty());
+  EXPECT_THAT(find(*lease_, {"d"}), IsEmpty());
+  const PageStats stats = store_->stats(alpha_);
+  EXPECT_EQ(stats.committed_bytes, 2 * kPageBytes);
+  EXPECT_EQ(stats.reserved_bytes, 0);
+  EXPECT_EQ(stats.pinned_pages, 0U);
+  EXPECT_EQ(alpha_.kv_bytes(), 2 * kPageBytes);
+
+  // All other room is free, and what is restored gives way like any other page.
+  for (std::uint64_t i = 0; i < kPages; ++i) (void)put("n" + std::to_string(i), 10 + i);
+  EXPECT_EQ(store_->stats(alpha_).evicted, 2U);
+  EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
+}
+
+TEST_F(KeptArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable) {
+  const PageInfo page = put("a", 1);
+  const MappedArena mapped(store_->arena(alpha_));
+  next_store();
+
+  EXPECT_EQ(reason_of([&] { return store_->read(alpha_, page.handle).slot(); }), "SERVER_EPOCH");
+  PageBytes bytes(kPageBytes);
+  ASSERT_TRUE(mapped.view().copy_page(page.slot, page.generation, bytes));
+  EXPECT_EQ(bytes, bytes_of(1));
+  EXPECT_EQ(mapped.view().header().server_epoch, store_->epoch());
+
+  // The place is never taken for the page that was there.
+  const std::vector<std::string> handles = find(*lease_, {"a"});
+  ASSERT_EQ(handles.size(), 1U);
+  store_->remove(*lease_, handles[0]);
+  EXPECT_FALSE(mapped.view().copy_page(page.slot, page.generation, bytes));
+  for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
+    (void)put("n" + std::to_string(i), i);
+    EXPECT_FALSE(mapped.view().is_readable(page.slot, page.generation));
+  }
+}
+
+TEST_F(KeptArenasTest, KeepGenerationsGrowingWhereAnExtentIsCutAnew) {
+  constexpr std::int64_t kSmall = 4096;
+  const PageInfo large = put("large", 1);
+  const std::shared_ptr<PageLease> small = open(alpha_, "model", kSmall);
+  (void)put(*small, "small", 2);
+  next_store();
+  const auto lease = open(alpha_, "model", kSmall);
+  EXPECT_EQ(find(*lease_, {"large"}).size(), 1U);
+  EXPECT_EQ(find(*lease, {"small"}).size(), 1U);
+
+  // Small pages take all, also the place of the large one.
+  for (std::uint64_t i = 0; i < 4 * kPages; ++i) {
+    const PageInfo info = put(*lease, "n" + std::to_string(i), i);
+    EXPECT_TRUE(info.slot != large.slot || info.generation > large.generation);
+  }
+  EXPECT_THAT(find(*lease_, {"large"}), IsEmpty());
+}
+
+TEST_F(KeptArenasTest, AreEachOneTenants) {
+  (void)put("a", 1);
+  const auto beta = open(beta_);
+  (void)put(*beta, "b", 2);
+  next_store();
+  const auto anew = open(beta_);
+
+  EXPECT_EQ(find(*lease_, {"a"}).size(), 1U);
+  EXPECT_THAT(find(*lease_, {"b"}), IsEmpty());
+  EXPECT_EQ(find(*anew, {"b"}).size(), 1U);
+  EXPECT_THAT(find(*anew, {"a"}), IsEmpty());
+
+  Tenant gamma{2, {"gamma", "", "", {}}};
+  EXPECT_EQ(reason_of([&] { return open(gamma); }), "OUT_OF_MEMORY");
+}
+
+TEST_F(KeptArenasTest, DoNotHandOutWhatIsQuarantined) {
+  const PageInfo page = put("a", 1);
+  flip_bit(page.handle, 77);
+  EXPECT_EQ(get(alpha_, page.handle), std::nullopt);
+  next_store();
+
+  EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
+  EXPECT_EQ(store_->stats(alpha_).quarantined_bytes, kPageBytes);
+  EXPECT_EQ(alpha_.kv_bytes(), 0);
+  for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
+    EXPECT_NE(put("n" + std::to_string(i), i).slot, page.slot);
+  }
+}
+
+TEST_F(KeptArenasTest, FindDamageOfBefore) {
+  flip_bit(put("a", 1).handle, 3);
+  next_store();
+  const std::vector<std::string> handles = find(*lease_, {"a"});
+  ASSERT_EQ(handles.size(), 1U);
+  EXPECT_EQ(reason_of([&] { return store_->read(alpha_, handles[0]).slot(); }), "CHECKSUM_FAILED");
+}
+
+TEST_F(KeptArenasTest, LeaveOutWhatTheQuotaNoLongerAllows) {
+  (void)put("a", 1);
+  (void)put("b", 2);
+  lease_.reset();
+  store_.reset();
+  alpha_.set_quota(1, kPageBytes);
+  next_store();
+
+  EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
+  EXPECT_EQ(store_->stats(alpha_).committed_pages, 1U);
+  EXPECT_EQ(find(*lease_, {"a"}).size() + find(*lease_, {"b"}).size(), 1U);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing
