@@ -60,8 +60,7 @@ class DataPlane::Impl {
     if (!tls.empty()) tls_ = make_tls_context(tls);
     endpoints_ = options_.listen;
     for (Endpoint& endpoint : endpoints_) {
-      if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
-      listener_.add(endpoint, [this, is_unix = endpoint.is_unix](int fd) {
+      listener_.add(endpoint, options_.bound.get(), [this, is_unix = endpoint.is_unix](int fd) {
         accept(Descriptor(fd), is_unix);
       });
     }
@@ -96,7 +95,7 @@ class DataPlane::Impl {
     for (std::thread& thread : threads_) {
       if (thread.joinable()) thread.join();
     }
-    locks_.clear();
+    listener_.leave_paths();
   }
 
   void sweep(TimePoint now) {
@@ -147,7 +146,6 @@ class DataPlane::Impl {
 
   boost::asio::io_context loop_;
   boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
-  std::vector<SocketLock> locks_;
   Listener listener_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;                   ///< Guards all below.

@@ -5,6 +5,7 @@
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/connection.h"
 #include "services/dataplane/tls_identity.h"
+#include "services/server/bound_sockets.h"
 #include "services/server/core.h"
 #include "services/server/endpoint.h"
 
@@ -18,7 +19,8 @@
 namespace kvtier::services {
 
 struct DataPlaneOptions {
-  std::vector<Endpoint> listen;  ///< None: no data plane.
+  std::vector<Endpoint> listen;                 ///< None: no data plane.
+  std::shared_ptr<const BoundSockets> bound{};  ///< Has the sockets of `listen`; null: none.
   AttachmentLimits attachments;
   ConnectionLimits limits;
   std::size_t threads = 1;  ///< That read and write sockets.

@@ -44,16 +44,17 @@ bool is_local(const std::string& authority) {
 
 }  // namespace
 
+void check_http_endpoint(const Endpoint& endpoint) {
+  if (endpoint.is_unix || endpoint.is_loopback()) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "metrics: expected a loopback address or unix:PATH, found " + endpoint.text());
+}
+
 class HttpServer::Impl {
  public:
   explicit Impl(HttpOptions options) : options_(std::move(options)) {
-    if (!options_.endpoint.is_unix && !options_.endpoint.is_loopback()) {
-      throw Error(
-          ErrorCode::kInvalidArgument,
-          "metrics: expected a loopback address or unix:PATH, found " + options_.endpoint.text());
-    }
-    if (options_.endpoint.is_unix) lock_.emplace(options_.endpoint.path);
-    listener_.add(options_.endpoint,
+    check_http_endpoint(options_.endpoint);
+    listener_.add(options_.endpoint, options_.bound.get(),
                   [this](int fd) { asio::post(loop_, [this, fd] { open(fd); }); });
     listener_.start();
     thread_ = std::thread([this] { loop_.run(); });
@@ -183,7 +184,6 @@ class HttpServer::Impl {
   }
 
   HttpOptions options_;
-  std::optional<SocketLock> lock_;
   asio::io_context loop_{1};
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work_{
       asio::make_work_guard(loop_)};

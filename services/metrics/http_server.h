@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/server/bound_sockets.h"
 #include "services/server/endpoint.h"
 
 #include <chrono>
@@ -19,6 +20,7 @@ struct HttpResponse {
 
 struct HttpOptions {
   Endpoint endpoint;
+  std::shared_ptr<const BoundSockets> bound{};  ///< Has its socket; null: none does.
   /// What answers a GET of a path, on the server's thread.
   std::map<std::string, std::function<HttpResponse()>> routes;
   std::size_t max_connections = 32;
@@ -26,6 +28,9 @@ struct HttpOptions {
   /// For a request to arrive whole, and for an answer to be taken.
   std::chrono::milliseconds timeout{10'000};
 };
+
+/// Throws `kInvalidArgument` for an address that is not of this machine alone.
+void check_http_endpoint(const Endpoint& endpoint);
 
 /// A small HTTP/1.1 server for the operators of this machine: GET only, no bodies, loopback or a
 /// Unix socket. On loopback a request must name a loopback host, so that no web page elsewhere can

@@ -121,6 +121,11 @@ SocketLock::~SocketLock() {
   ::close(fd_);
 }
 
+void SocketLock::leave() noexcept {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
 SocketLock::SocketLock(SocketLock&& other) noexcept
     : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
 

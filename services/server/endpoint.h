@@ -39,6 +39,8 @@ class SocketLock {
   ~SocketLock();
   SocketLock(SocketLock&& other) noexcept;
   SocketLock& operator=(SocketLock&&) = delete;
+  /// In a forked process: gives up the lock here, not that of the process it was forked from.
+  void leave() noexcept;
 
  private:
   std::string path_;

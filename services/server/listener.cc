@@ -4,89 +4,22 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <fcntl.h>
-#include <memory>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 namespace kvtier::services {
 namespace {
 
-constexpr int kBacklog = 512;
 constexpr int kKeptDescriptors = 24;
 constexpr int kRetryMilliseconds = 10;
 
-[[noreturn]] void fail(const Endpoint& endpoint, const std::string& why) {
-  throw Error(ErrorCode::kUnavailable,
-              endpoint.text() + ": expected an address to listen on, found: " + why);
-}
-
 int open_spare() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }
-
-/// Sockets are made for this user alone from the start, not opened and then closed to others.
-class PrivateFiles {
- public:
-  PrivateFiles() : before_(::umask(0177)) {}
-  ~PrivateFiles() { ::umask(before_); }
-  PrivateFiles(const PrivateFiles&) = delete;  // restores the mask once
-  PrivateFiles& operator=(const PrivateFiles&) = delete;
-
- private:
-  mode_t before_;
-};
-
-int listen_unix(const Endpoint& endpoint) {
-  const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::strncpy(address.sun_path, endpoint.path.c_str(), sizeof(address.sun_path) - 1);
-  const PrivateFiles private_files;
-  if (fd < 0 || ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
-      ::listen(fd, kBacklog) != 0) {
-    const int error = errno;
-    if (fd >= 0) ::close(fd);
-    fail(endpoint, std::strerror(error));
-  }
-  return fd;
-}
-
-int port_of(int fd) {
-  sockaddr_storage bound{};
-  socklen_t size = sizeof(bound);
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size) != 0) return 0;
-  return ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
-                                           : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
-}
-
-int listen_tcp(Endpoint& endpoint) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  const int error =
-      ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  if (error != 0) fail(endpoint, ::gai_strerror(error));
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
-  const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const int on = 1;
-  if (fd < 0 || ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
-      ::bind(fd, found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd, kBacklog) != 0) {
-    const int reason = errno;
-    if (fd >= 0) ::close(fd);
-    fail(endpoint, std::strerror(reason));
-  }
-  endpoint.port = port_of(fd);
-  return fd;
-}
 
 /// Descriptors are numbered from below, so a high number means that few are left.
 int descriptor_limit() {
@@ -105,9 +38,10 @@ Listener::Listener()
   throw Error(ErrorCode::kUnavailable, "listen: expected file descriptors, found none left");
 }
 
-void Listener::add(Endpoint& endpoint, Take take) {
-  const int fd = endpoint.is_unix ? listen_unix(endpoint) : listen_tcp(endpoint);
-  sockets_.push_back({fd, !endpoint.is_unix, std::move(take)});
+void Listener::add(Endpoint& endpoint, const BoundSockets* bound, Take take) {
+  if (bound == nullptr) own_.add(endpoint);
+  sockets_.push_back(
+      {(bound == nullptr ? own_ : *bound).take(endpoint), !endpoint.is_unix, std::move(take)});
 }
 
 void Listener::start() {
@@ -122,6 +56,7 @@ void Listener::stop() {
   }
   for (const Socket& socket : sockets_) ::close(socket.fd);
   sockets_.clear();
+  own_.stop_listening();
   if (spare_ >= 0) ::close(spare_);
   ::close(wake_);
   spare_ = -1;

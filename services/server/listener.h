@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/server/bound_sockets.h"
 #include "services/server/endpoint.h"
 
 #include <functional>
@@ -25,13 +26,16 @@ class Listener {
   Listener(const Listener&) = delete;  // owns sockets and a thread
   Listener& operator=(const Listener&) = delete;
 
-  /// Listens on `endpoint`; a Unix socket is made for this user alone. Sets the port that the
-  /// system chose. Before `start` only. Throws `kUnavailable`.
-  void add(Endpoint& endpoint, Take take);
+  /// Listens on `endpoint`, or takes the socket that `bound`, if any, has for it. Sets the port
+  /// that the system chose. Before `start` only. Throws as `BoundSockets`.
+  void add(Endpoint& endpoint, const BoundSockets* bound, Take take);
   /// Begins to accept.
   void start();
-  /// Closes the listening sockets. Connections that were handed on stay.
+  /// Closes the listening sockets. Connections that were handed on stay, and so do the paths of
+  /// sockets of its own.
   void stop();
+  /// After `stop`: leaves the paths to others.
+  void leave_paths() noexcept { own_.close(); }
 
  private:
   struct Socket {
@@ -44,6 +48,7 @@ class Listener {
   void accept_from(const Socket& socket);
   void refuse_one(const Socket& socket);
 
+  BoundSockets own_;
   std::vector<Socket> sockets_;
   int spare_ = -1;  ///< Kept open, to be given up for a moment.
   int wake_ = -1;

@@ -49,7 +49,7 @@ constexpr std::chrono::milliseconds kCloseGrace{100};
 int int_of(std::chrono::milliseconds time) { return static_cast<int>(time.count()); }
 
 /// Throws for a TCP endpoint that would have neither TLS nor leave to be without.
-void check_endpoint(const ServerOptions& options, const Endpoint& endpoint) {
+void check_tcp(const ServerOptions& options, const Endpoint& endpoint) {
   if (endpoint.is_unix || !options.tls.empty()) return;
   if (options.insecure_tcp && endpoint.is_loopback()) return;
   throw Error(ErrorCode::kInvalidArgument,
@@ -96,6 +96,21 @@ class Reflection final : public grpc::ServerBuilderOption {
 
 }  // namespace
 
+void check_addresses(const ServerOptions& options) {
+  if (options.listen.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "listen: expected an address, found none");
+  }
+  if (options.metrics) check_http_endpoint(*options.metrics);
+  for (const auto* endpoints : {&options.listen, &options.data.listen}) {
+    for (const Endpoint& endpoint : *endpoints) check_tcp(options, endpoint);
+  }
+  for (const Endpoint& endpoint : options.admin) {
+    if (endpoint.is_unix) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "admin-listen: expected unix:PATH, found " + endpoint.text());
+  }
+}
+
 class Server::Impl {
  public:
   explicit Impl(ServerOptions options)
@@ -115,16 +130,12 @@ class Server::Impl {
 
   /// Apart from the constructor, so that a failure in the middle ends in the destructor.
   void start() {
-    if (options_.listen.empty()) {
-      throw Error(ErrorCode::kInvalidArgument, "listen: expected an address, found none");
-    }
+    check_addresses(options_);
     if (options_.metrics) {
       http_ = std::make_unique<HttpServer>(
           HttpOptions{.endpoint = *options_.metrics,
+                      .bound = options_.bound,
                       .routes = status_routes(*metrics_, [this] { return state(); })});
-    }
-    for (const auto* endpoints : {&options_.listen, &options_.data.listen}) {
-      for (const Endpoint& endpoint : *endpoints) check_endpoint(options_, endpoint);
     }
     if (!options_.tls.empty()) {
       TlsIdentity identity = read_tls_files(options_.tls);
@@ -135,6 +146,7 @@ class Server::Impl {
     client_services_ = make_client_services(core_, streams_);
     if (!options_.data.listen.empty()) {
       DataPlaneOptions data = options_.data;
+      data.bound = options_.bound;
       if (!data.open_device_memory) {
         data.open_device_memory = [backend = options_.core.models.backend](
                                       const DeviceMemoryHandle& handle, std::size_t bytes) {
@@ -148,12 +160,6 @@ class Server::Impl {
     }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);
     if (!options_.admin.empty()) {
-      for (const Endpoint& endpoint : options_.admin) {
-        if (!endpoint.is_unix) {
-          throw Error(ErrorCode::kInvalidArgument,
-                      "admin-listen: expected unix:PATH, found " + endpoint.text());
-        }
-      }
       admin_services_ = make_admin_services(core_, *metrics_, options_.on_drain);
       std::vector<Endpoint> bound;
       admin_server_ = listen(options_.admin, admin_services_, true, bound);
@@ -205,7 +211,7 @@ class Server::Impl {
       (*server)->Wait();
       server->reset();
     }
-    locks_.clear();
+    listener_.leave_paths();
   }
 
   void sweep(TimePoint now) {
@@ -288,11 +294,10 @@ class Server::Impl {
     builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc(), calls_));
     bound = endpoints;
     for (Endpoint& endpoint : bound) {
-      if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
       acceptors_.push_back(builder.experimental().AddExternalConnectionAcceptor(
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
           endpoint.is_unix || !credentials_ ? grpc::InsecureServerCredentials() : credentials_));
-      listener_.add(endpoint, [acceptor = acceptors_.back().get()](int fd) {
+      listener_.add(endpoint, options_.bound.get(), [acceptor = acceptors_.back().get()](int fd) {
         grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
         connection.fd = fd;
         acceptor->HandleNewConnection(&connection);
@@ -329,7 +334,6 @@ class Server::Impl {
   std::unique_ptr<Executor> pool_;
   Core core_;
   grpc::ResourceQuota quota_;
-  std::vector<SocketLock> locks_;
   std::unique_ptr<CurrentIdentity> identity_;  ///< Null: without TLS.
   std::shared_ptr<grpc::ServerCredentials> credentials_;
   std::mutex reload_mutex_;  ///< Held while `identity_` is replaced, here and in the data plane.

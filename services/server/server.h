@@ -28,7 +28,10 @@ struct ServerOptions {
   std::vector<Endpoint> admin;  ///< Unix sockets, with reflection; none: no AdminService.
   bool insecure_tcp = false;    ///< Plaintext TCP, on loopback only.
   TlsFiles tls;
-  DataPlaneOptions data;    ///< Its `listen` empty: no data plane.
+  DataPlaneOptions data;  ///< Its `listen` empty: no data plane.
+  /// Has the sockets of every address here, those of `data` included, which become the server's as
+  /// long as it lives; null: it makes its own.
+  std::shared_ptr<const BoundSockets> bound{};
   std::size_t threads = 0;  ///< That sessions work on; 0: one per core, at least 2.
   std::chrono::milliseconds stream_idle{600'000};
   /// A connection that carries nothing for so long is asked whether its client is still there, and
@@ -45,6 +48,9 @@ struct ServerOptions {
   /// Called by AdminService.Drain; must not block.
   std::function<void()> on_drain = [] {};
 };
+
+/// Throws `kInvalidArgument` for addresses that a server with these options refuses.
+void check_addresses(const ServerOptions& options);
 
 /// A running server: listeners, threads, and the core behind them.
 class Server {

@@ -230,19 +230,19 @@ TEST(EndpointText, IsParsedAndWritten) {
 TEST(ListenerTest, ChoosesAPortAndRefusesOneThatIsTaken) {
   Listener first;
   Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
-  first.add(endpoint, [](int fd) { ::close(fd); });
+  first.add(endpoint, nullptr, [](int fd) { ::close(fd); });
   EXPECT_GT(endpoint.port, 0);
   Listener second;
   try {
-    second.add(endpoint, [](int fd) { ::close(fd); });
+    second.add(endpoint, nullptr, [](int fd) { ::close(fd); });
     FAIL() << "listens";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
   }
   Endpoint nowhere = parse_endpoint("tcp:no.such.host.invalid:1");
-  EXPECT_THROW(second.add(nowhere, [](int fd) { ::close(fd); }), Error);
+  EXPECT_THROW(second.add(nowhere, nullptr, [](int fd) { ::close(fd); }), Error);
   Endpoint no_folder = parse_endpoint("unix:/no/such/folder/x.sock");
-  EXPECT_THROW(second.add(no_folder, [](int fd) { ::close(fd); }), Error);
+  EXPECT_THROW(second.add(no_folder, nullptr, [](int fd) { ::close(fd); }), Error);
 }
 
 TEST(EndpointText, ThatIsNoneIsRefused) {
