@@ -224,8 +224,7 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   Log log(console.err, log_level, log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   if (app.got_subcommand("stress")) return run_stress(stress_command, console, log.library());
   if (app.got_subcommand("serve")) {
-    run_serve(serve_command, console, log);
-    return 0;
+    return run_serve(serve_command, console, log);
   }
   replay_command.options.log = log.library();
   run_replay(replay_command, console);

@@ -2,35 +2,26 @@
 
 #include "kvtier/error.h"
 
-#include "services/call_log.h"
 #include "services/log.h"
-#include "services/metrics/families.h"
 #include "services/names.h"
+#include "services/pages/kept_arenas.h"
 #include "services/server/server.h"
-#include "services/watchdog.h"
+#include "services/serving.h"
+#include "services/supervisor.h"
 
 #include <CLI/CLI.hpp>
-#include <boost/asio/io_context.hpp>
-#include <boost/asio/post.hpp>
-#include <boost/asio/signal_set.hpp>
-#include <boost/asio/steady_timer.hpp>
 
+#include <algorithm>
 #include <cctype>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
-#include <malloc.h>
-#include <optional>
+#include <memory>
 #include <sstream>
 #include <sys/resource.h>
-#include <thread>
 
 namespace kvtier::services {
 namespace {
-
-constexpr int kExitForced = 130;
-constexpr int kExitStuck = 75;
-constexpr std::chrono::seconds kStuckAfter{2};
 
 /// "--max-models" is KVTIER_MAX_MODELS.
 std::string environment_name(const std::string& flag) {
@@ -80,6 +71,15 @@ void read_config(CLI::App& app, const std::string& path) {
 
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+bool wants_worker(const ServeCommand& command) {
+#if defined(KVTIER_WITH_CUDA)
+  constexpr bool kMayHaveGpu = true;
+#else
+  constexpr bool kMayHaveGpu = false;
+#endif
+  return command.worker.value_or(kMayHaveGpu && command.backend != Backend::kCpu);
 }
 
 std::string read_text(const std::string& option, const std::string& path) {
@@ -164,7 +164,6 @@ ServerOptions server_options(const ServeCommand& command) {
   if (!command.disk_cache.empty()) {
     core.models.memory.disk_cache_bytes = static_cast<std::size_t>(command.disk_capacity_mib) * MiB;
   }
-  core.models.memory.tiers = remote_tiers(command);
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
   core.models.memory.hot_rows = command.hot_rows;
@@ -172,28 +171,22 @@ ServerOptions server_options(const ServeCommand& command) {
   return options;
 }
 
-/// Gives free memory back to the system, now and every minute: threads free what others have taken,
-/// and without this the allocator keeps it.
-void keep_trimming(boost::asio::steady_timer& timer) {
-#if defined(__GLIBC__)
-  (void)::malloc_trim(0);
-  timer.expires_after(std::chrono::minutes(1));
-  timer.async_wait([&timer](const boost::system::error_code& error) {
-    if (!error) keep_trimming(timer);
-  });
-#endif
+/// Listens wherever a server with these options would, in their order, and sets ports.
+void bind_all(ServerOptions& options, BoundSockets& bound) {
+  if (options.metrics) bound.add(*options.metrics);
+  for (auto* endpoints : {&options.data.listen, &options.listen, &options.admin}) {
+    for (Endpoint& endpoint : *endpoints) bound.add(endpoint);
+  }
 }
 
-/// What is wrong with the new files is the operator's to know, and no reason to end.
-void reload_tls(Server& server, Log& log) {
-  try {
-    server.reload_tls();
-    log.write({.event = "certificates_read", .message = "new connections see the new certificate"});
-  } catch (const Error& error) {
-    log.write({.level = LogLevel::kError,
-               .event = "certificates_refused",
-               .message = std::string("the former ones stay: ") + error.what()});
-  }
+/// Memory for as many arenas of pages as there may be.
+std::shared_ptr<const KeptArenas> kept_arenas(const CoreOptions& core) {
+  const PageStoreOptions& pages = core.pages;
+  if (pages.arena_bytes == 0) return nullptr;
+  const auto arenas = static_cast<std::size_t>(pages.max_bytes / pages.arena_bytes);
+  const std::size_t tenants = std::max<std::size_t>(core.tenants.size(), 1);
+  return std::make_shared<KeptArenas>(std::min(arenas, tenants),
+                                      static_cast<std::uint64_t>(pages.arena_bytes));
 }
 
 void add_remote_tiers(CLI::App& app, ServeCommand& command) {
@@ -255,6 +248,15 @@ void add_serve(CLI::App& program, ServeCommand& command) {
                           },
                           "Where kernels run: auto, cpu, cuda (default auto)")
                        ->check(CLI::IsMember({"auto", "cpu", "cuda"})));
+  with_environment(
+      app->add_option_function<std::string>(
+             "--worker",
+             [&command](const std::string& text) {
+               if (text != "auto") command.worker = text == "on";
+             },
+             "Serve from a process that is replaced after a fault: on, off, or auto, where a GPU "
+             "may be used (default auto)")
+          ->check(CLI::IsMember({"auto", "on", "off"})));
   add("--threads", command.threads, "Threads that sessions work on; 0: one per core")
       ->check(CLI::Range(0, 1024));
   add("--max-models", command.max_models, "Engines, one per geometry and set of sketches")
@@ -317,68 +319,28 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   });
 }
 
-void run_serve(const ServeCommand& command, const Console& console, Log& log) {
+int run_serve(const ServeCommand& command, const Console& console, Log& log) {
   raise_descriptor_limit();
   std::signal(SIGPIPE, SIG_IGN);
-  boost::asio::io_context loop;
-  boost::asio::signal_set signals(loop, SIGTERM, SIGINT);
-  if (!command.tls_certificate.empty()) signals.add(SIGHUP);
-  CallLog calls(log);
-  std::optional<Watchdog> watchdog;
-  std::thread drainer;
-  std::unique_ptr<Server> server;
-  const std::chrono::milliseconds grace = milliseconds(command.drain_seconds);
-
-  const auto drain = [&] {
-    if (drainer.joinable()) return;
-    log.write({.event = "draining", .message = "draining"});
-    watchdog.emplace(grace + kStuckAfter, kExitStuck);
-    drainer = std::thread([&] {
-      server->drain(grace);
-      boost::asio::post(loop, [&] { loop.stop(); });
-    });
-  };
-  std::function<void()> await_signal = [&] {
-    signals.async_wait([&](const boost::system::error_code& error, int signal) {
-      if (error) return;
-      if (signal == SIGHUP) {
-        reload_tls(*server, log);
-        return await_signal();
-      }
-      if (drainer.joinable()) std::_Exit(kExitForced);
-      drain();
-      await_signal();
-    });
-  };
-
   ServerOptions options = server_options(command);
-  options.core.models.log = log.library();
-  options.core.observers.push_back(&calls);
-  options.more_metrics = [&log](Families& families) {
-    families.counter("kvtier_log_dropped_total", "Warnings that were too many to be logged.",
-                     static_cast<double>(log.num_dropped()));
-  };
-  options.on_drain = [&loop, &drain] { boost::asio::post(loop, drain); };
-  for (const auto& tier : options.core.models.memory.tiers) {
-    log.write({.event = "remote_tier", .message = "copies of pages go to " + tier->describe()});
+  ServingOptions serving{.drain = milliseconds(command.drain_seconds),
+                         .reloads = !command.tls_certificate.empty()};
+  if (wants_worker(command)) {
+    check_addresses(options);
+    const auto bound = std::make_shared<BoundSockets>();
+    bind_all(options, *bound);
+    options.bound = bound;
+    options.core.pages.kept = kept_arenas(options.core);
+    serving.worker = supervise(
+        {.pass_hangups = serving.reloads, .on_end = [&bound] { bound->stop_listening(); }}, log);
+    if (serving.worker.exit_code) return *serving.worker.exit_code;
+    bound->leave_locks();
+    serving.bound = bound;
   }
-  server = std::make_unique<Server>(std::move(options));
-  for (const Endpoint& endpoint : server->endpoints()) {
-    console.out << "listening on " << endpoint.text() << std::endl;
-  }
-  if (const auto metrics = server->metrics_endpoint()) {
-    console.out << "metrics on " << metrics->text() << std::endl;
-  }
-  log.write({.event = "serving", .message = "serving"});
-  await_signal();
-  boost::asio::steady_timer trimmer(loop);
-  keep_trimming(trimmer);
-  const auto keep_running = boost::asio::make_work_guard(loop);
-  loop.run();
-  drainer.join();
-  server.reset();
-  watchdog.reset();
-  log.write({.event = "ended", .message = "ended"});
+  options.core.models.memory.tiers = remote_tiers(command);
+  if (command.adjust) command.adjust(options);
+  Serving(std::move(options), serving, console, log).run();
+  return 0;
 }
 
 }  // namespace kvtier::services

@@ -6,6 +6,8 @@
 #include "services/cli.h"
 
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,7 @@ class App;
 namespace kvtier::services {
 
 class Log;
+struct ServerOptions;
 
 /// Options of `kvtier serve`, as they are given: by a flag, by the environment (KVTIER_ and the
 /// flag's name in upper case), or by the configuration file, in this order.
@@ -29,6 +32,9 @@ struct ServeCommand {
   std::string tls_certificate, tls_key, tls_client_ca;
   std::string tenants_file;
   Backend backend = Backend::kAuto;
+  /// Whether a worker process serves, which another replaces after a fault; empty: where a GPU may
+  /// be used.
+  std::optional<bool> worker;
   std::size_t threads = 0;
   std::int64_t max_models = 4;
   std::int64_t max_sessions = 16000;
@@ -49,6 +55,8 @@ struct ServeCommand {
   double lease_seconds = 60;
   double stream_idle_seconds = 600;
   double drain_seconds = 30;
+  /// Changes what the options make: for tests.
+  std::function<void(ServerOptions&)> adjust{};
 };
 
 /// Adds the subcommand `serve` and its options; they are in `command` once the program has parsed.
@@ -56,7 +64,8 @@ void add_serve(CLI::App& program, ServeCommand& command);
 
 /// Serves until SIGTERM, SIGINT or AdminService.Drain, then drains. Prints the addresses on `out`
 /// once it serves. A second signal ends the process at once; one that does not end within the grace
-/// and two seconds exits with 75. Throws `Error` when it cannot start.
-void run_serve(const ServeCommand& command, const Console& console, Log& log);
+/// and two seconds exits with 75. Returns the exit code, in every process that it has become
+/// (`supervise`). Throws `Error` when it cannot start.
+[[nodiscard]] int run_serve(const ServeCommand& command, const Console& console, Log& log);
 
 }  // namespace kvtier::services

@@ -205,10 +205,14 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   try {
     model = std::make_shared<Model>(config, key);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::kInternal) device_lost_ = true;
+    if (error.code() == ErrorCode::kInternal) {
+      device_lost_ = true;
+      if (device_served_ && options_.on_device_lost) options_.on_device_lost();
+    }
     throw;
   }
   device_lost_ = false;
+  device_served_ = true;
   const std::lock_guard lock(mutex_);
   models_.push_back(model);
   return model;

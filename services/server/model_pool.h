@@ -48,6 +48,9 @@ struct ModelPoolOptions {
   /// A folder with one for each engine in it, as `MemoryConfig::disk_cache`; empty: none.
   std::filesystem::path disk_cache;
   std::function<void(LogLevel, std::string_view)> log{};
+  /// Called when a fault of the device keeps an engine from being made where others were made
+  /// before: what this process can do about it is end. Must not block.
+  std::function<void()> on_device_lost{};
 };
 
 /// The engines of a server, at most `max_models`, made when the first session asks. One without
@@ -79,6 +82,7 @@ class ModelPool {
   const ModelPoolOptions options_;
   std::mutex building_;
   std::atomic<bool> device_lost_{false};
+  std::atomic<bool> device_served_{false};      ///< An engine has been made.
   mutable std::mutex mutex_;                    ///< Guards all below.
   std::vector<std::shared_ptr<Model>> models_;  ///< Least recently acquired first.
   Stats::Cumulative retired_;

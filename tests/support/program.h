@@ -51,6 +51,7 @@ class Program {
     while (::read(out_, &c, 1) == 1 && c != '\n') line += c;
     return line;
   }
+  [[nodiscard]] pid_t pid() const noexcept { return pid_; }
   void signal(int number) { ::kill(pid_, number); }
   /// Returns the exit code, or -1 after a signal.
   int wait() {

@@ -91,6 +91,15 @@ TEST_F(ModelPoolTest, SaysThatTheDeviceIsLostUntilAnEngineCanBeMade) {
   options.log = [&broken](LogLevel, std::string_view) {  // also while an engine is made
     if (broken) throw Error(ErrorCode::kInternal, "CUDA reports an illegal address");
   };
+  int num_lost = 0;
+  options.on_device_lost = [&num_lost] { ++num_lost; };
+  {
+    ModelPool without_a_first(options);
+    broken = true;
+    EXPECT_THROW((void)without_a_first.acquire(spec(1)), Error);
+    EXPECT_EQ(num_lost, 0) << "a device that never served is not lost";
+    broken = false;
+  }
   ModelPool pool(options);
   const auto other = pool.acquire(spec(2));
   pool.acquire(spec(1))->failed = true;
@@ -105,6 +114,7 @@ TEST_F(ModelPoolTest, SaysThatTheDeviceIsLostUntilAnEngineCanBeMade) {
       EXPECT_EQ(error.code(), ErrorCode::kInternal);
     }
     EXPECT_TRUE(pool.any_failed());
+    EXPECT_EQ(num_lost, attempt + 1);
     EXPECT_EQ(pool.size(), 1U);
   }
   EXPECT_EQ(pool.acquire(spec(2)), other);

@@ -1,0 +1,167 @@
+#include "services/serving.h"
+
+#include "kvtier/error.h"
+
+#include "services/log.h"
+#include "services/metrics/families.h"
+
+#include <boost/asio/buffer.hpp>
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/read.hpp>
+
+#include <csignal>
+#include <cstdlib>
+#include <malloc.h>
+#include <string>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kExitStuck = 75;
+constexpr std::chrono::seconds kStuckAfter{2};
+/// For calls in progress when the device is lost: those on pages end well.
+constexpr std::chrono::milliseconds kLostGrace{500};
+
+}  // namespace
+
+Serving::Serving(ServerOptions server, const ServingOptions& options, const Console& console,
+                 Log& log)
+    : server_options_(std::move(server)),
+      options_(options),
+      console_(console),
+      log_(log),
+      calls_(log),
+      signals_(loop_),
+      told_(loop_),
+      trimmer_(loop_) {
+  if (is_worker()) {
+    told_.assign(options_.worker.signals);
+    return;
+  }
+  for (const int signal : {SIGTERM, SIGINT}) signals_.add(signal);
+  if (options_.reloads) signals_.add(SIGHUP);
+}
+
+Serving::~Serving() = default;
+
+void Serving::run() {
+  start();
+  await_signal();
+  keep_trimming();
+  const auto keep_running = boost::asio::make_work_guard(loop_);
+  loop_.run();
+  drainer_.join();
+  server_.reset();
+  watchdog_.reset();
+  log_.write({.event = "ended", .message = "ended"});
+}
+
+void Serving::start() {
+  ServerOptions options = std::move(server_options_);
+  options.core.models.log = options.core.models.log ? options.core.models.log : log_.library();
+  options.core.observers.push_back(&calls_);
+  options.more_metrics = [this](Families& families) {
+    families.counter("kvtier_log_dropped_total", "Warnings that were too many to be logged.",
+                     static_cast<double>(log_.num_dropped()));
+    families.counter("kvtier_worker_restarts_total", "Workers that took the place of a lost one.",
+                     options_.worker.restarts);
+  };
+  const auto on_loop = [this](void (Serving::*act)()) {
+    return [this, act] { boost::asio::post(loop_, [this, act] { (this->*act)(); }); };
+  };
+  options.on_drain = on_loop(&Serving::drain);
+  if (is_worker()) {
+    // The supervisor is to know that this is no fault.
+    options.on_drain = [] { ::kill(::getppid(), SIGTERM); };
+    options.core.models.on_device_lost = on_loop(&Serving::lose_device);
+  }
+  for (const auto& tier : options.core.models.memory.tiers) {
+    log_.write({.event = "remote_tier", .message = "copies of pages go to " + tier->describe()});
+  }
+  server_ = std::make_unique<Server>(std::move(options));
+  if (options_.worker.restarts == 0) {
+    for (const Endpoint& endpoint : server_->endpoints()) {
+      console_.out << "listening on " << endpoint.text() << std::endl;
+    }
+    if (const auto metrics = server_->metrics_endpoint()) {
+      console_.out << "metrics on " << metrics->text() << std::endl;
+    }
+  }
+  log_.write({.event = "serving", .message = "serving"});
+}
+
+void Serving::await_signal() {
+  if (!is_worker()) {
+    signals_.async_wait([this](const boost::system::error_code& error, int signal) {
+      if (!error) take_signal(signal);
+    });
+    return;
+  }
+  boost::asio::async_read(told_, boost::asio::buffer(&told_signal_, 1),
+                          [this](const boost::system::error_code& error, std::size_t /*size*/) {
+                            if (!error) take_signal(told_signal_);
+                          });
+}
+
+void Serving::take_signal(int signal) {
+  if (signal == SIGHUP) {
+    reload_tls();
+  } else if (drainer_.joinable()) {
+    std::_Exit(kExitForced);
+  } else {
+    drain();
+  }
+  await_signal();
+}
+
+/// What is wrong with the new files is the operator's to know, and no reason to end.
+void Serving::reload_tls() {
+  try {
+    server_->reload_tls();
+    log_.write(
+        {.event = "certificates_read", .message = "new connections see the new certificate"});
+  } catch (const Error& error) {
+    log_.write({.level = LogLevel::kError,
+                .event = "certificates_refused",
+                .message = std::string("the former ones stay: ") + error.what()});
+  }
+}
+
+void Serving::drain() {
+  if (drainer_.joinable()) return;
+  log_.write({.event = "draining", .message = "draining"});
+  if (options_.bound) options_.bound->stop_listening();
+  watchdog_.emplace(options_.drain + kStuckAfter, kExitStuck);
+  drainer_ = std::thread([this] {
+    server_->drain(options_.drain);
+    boost::asio::post(loop_, [this] { loop_.stop(); });
+  });
+}
+
+void Serving::lose_device() {
+  if (drainer_.joinable()) return;
+  log_.write({.level = LogLevel::kError,
+              .event = "device_lost",
+              .message = "the device cannot be used by this process any more"});
+  watchdog_.emplace(kLostGrace + kStuckAfter, kExitDeviceLost);
+  drainer_ = std::thread([this] {
+    server_->drain(kLostGrace);
+    std::_Exit(kExitDeviceLost);  // what is left of the device's context may not end
+  });
+}
+
+/// Gives free memory back to the system, now and every minute: threads free what others have taken,
+/// and without this the allocator keeps it.
+void Serving::keep_trimming() {
+#if defined(__GLIBC__)
+  (void)::malloc_trim(0);
+  trimmer_.expires_after(std::chrono::minutes(1));
+  trimmer_.async_wait([this](const boost::system::error_code& error) {
+    if (!error) keep_trimming();
+  });
+#endif
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,68 @@
+#pragma once
+
+#include "services/call_log.h"
+#include "services/cli.h"
+#include "services/server/server.h"
+#include "services/supervisor.h"
+#include "services/watchdog.h"
+
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <thread>
+
+namespace kvtier::services {
+
+class Log;
+
+struct ServingOptions {
+  std::chrono::milliseconds drain{30'000};  ///< For calls to finish at the end.
+  bool reloads = false;                     ///< SIGHUP reads the TLS files again.
+  Supervised worker{};                      ///< Of a worker, by whom signals come.
+  std::shared_ptr<BoundSockets> bound{};    ///< Of a worker: sockets to be closed by a drain.
+};
+
+/// A server from its start to its end by signals, in the process that serves.
+class Serving {
+ public:
+  Serving(ServerOptions server, const ServingOptions& options, const Console& console, Log& log);
+  ~Serving();
+  Serving(const Serving&) = delete;  // handlers hold its address
+  Serving& operator=(const Serving&) = delete;
+
+  /// Serves until SIGTERM, SIGINT or AdminService.Drain, then drains. Ends the process itself after
+  /// a second signal, when it does not end in time, and, in a worker, once the device is lost.
+  /// Throws `Error` when it cannot start.
+  void run();
+
+ private:
+  [[nodiscard]] bool is_worker() const noexcept { return options_.worker.signals >= 0; }
+  void start();
+  void await_signal();
+  void take_signal(int signal);
+  void reload_tls();
+  void drain();
+  void lose_device();
+  void keep_trimming();
+
+  ServerOptions server_options_;
+  const ServingOptions options_;
+  const Console& console_;
+  Log& log_;
+  CallLog calls_;
+  boost::asio::io_context loop_;
+  boost::asio::signal_set signals_;
+  boost::asio::posix::stream_descriptor told_;  ///< Of a worker: signals, a byte each.
+  unsigned char told_signal_ = 0;
+  boost::asio::steady_timer trimmer_;
+  std::optional<Watchdog> watchdog_;
+  std::thread drainer_;
+  std::unique_ptr<Server> server_;
+};
+
+}  // namespace kvtier::services
