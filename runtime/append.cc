@@ -92,18 +92,30 @@ bool Append::in_pieces(const AppendPart& part) {
   return enqueued;
 }
 
+bool Append::try_enqueue() {
+  if (at_once()) {
+    for (const AppendPart& part : parts_) make_room(part);
+    return append(turn_, engine_, layer_, parts_);
+  }
+  bool enqueued = false;
+  for (const AppendPart& part : parts_) enqueued = in_pieces(part);
+  return enqueued;
+}
+
 bool Append::enqueue() {
-  try {
-    if (at_once()) {
-      for (const AppendPart& part : parts_) make_room(part);
-      return append(turn_, engine_, layer_, parts_);
+  (void)turn_.displaced();
+  while (true) {
+    try {
+      return try_enqueue();
+    } catch (const Error& error) {
+      if (!turn_.capturing()) undo();
+      // Others have taken what was counted on: there may be another way now.
+      const bool full = error.code() == ErrorCode::kResourceExhausted;
+      if (!full || !turn_.displaced()) throw;
+    } catch (...) {
+      if (!turn_.capturing()) undo();
+      throw;
     }
-    bool enqueued = false;
-    for (const AppendPart& part : parts_) enqueued = in_pieces(part);
-    return enqueued;
-  } catch (...) {
-    if (!turn_.capturing()) undo();
-    throw;
   }
 }
 

@@ -29,6 +29,7 @@ class Append {
     std::int64_t length;
     std::int64_t pages;
   };
+  bool try_enqueue();
   void make_room(const AppendPart& part);
   [[nodiscard]] bool at_once() const;
   bool in_pieces(const AppendPart& part);

@@ -167,7 +167,8 @@ bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   needed_.clear();
   for (auto& marks : marked_) std::fill(marks.begin(), marks.end(), false);
   for (const std::int64_t token : tokens) need(sequence, token, token + 1);
-  if (!engine_.page_pool->bring_in(stream_, needed_)) {
+  // Others cannot go on: the workspace has what is attended to.
+  if (!engine_.page_pool->bring_in(stream_, needed_, /*keep_turn=*/true)) {
     if (tokens.size() == 1) fail_too_many(engine_, 1);
     return false;
   }

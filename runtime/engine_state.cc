@@ -69,8 +69,8 @@ EngineState::EngineState(const Config& config_in)
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
                                                         kFlagBytes, kFlagBytes * kMaxSessions);
   flags = device->allocate(transfer::Space::kPinnedHost,
-                           sizeof(transfer::StepFlags) * (sketches.size() + 1));
-  for (std::size_t i = 0; i <= sketches.size(); ++i) {
+                           sizeof(transfer::StepFlags) * (sketches.size() + 2));
+  for (std::size_t i = 0; i <= sketches.size() + 1; ++i) {
     new (step_flags(i)) transfer::StepFlags{};
   }
   staging = std::make_unique<HostStaging>(*device);
@@ -101,9 +101,12 @@ void EngineState::make_pages() {
                                                   config.memory.host_bytes, page_pool_options());
     return;
   }
-  auto pool =
-      std::make_unique<PagePool>(*device, page_bytes, config.memory.host_bytes, page_pool_options(),
-                                 *tiers, [this](transfer::Stream& stream) { wait(stream); });
+  auto pool = std::make_unique<PagePool>(
+      *device, page_bytes, config.memory.host_bytes, page_pool_options(), *tiers,
+      PagePool::Waits{
+          .for_work = [this](transfer::Stream& stream) { wait(stream); },
+          .aside = [this](const auto& work) { turn_->step_aside(work); },
+      });
   page_pool = pool.get();
   pages = std::move(pool);
 }
@@ -268,31 +271,6 @@ transfer::Stream* EngineState::adopted(StreamRef stream) {
   return slot.get();
 }
 
-EngineState::Turn::Turn(EngineState& engine, StreamRef stream)
-    : engine_(engine), lock_(engine.mutex), synchronous_(!stream.given()) {
-  engine_.check_alive();
-  engine_.staging->discard();
-  stream_ = stream.given() ? engine_.adopted(stream) : engine_.main.get();
-  capturing_ = stream_->capturing();
-  if (!capturing_ && engine_.workspace_last_stream_ != stream_) {
-    stream_->wait(engine_.workspace_last_use_);
-  }
-}
-
-EngineState::Turn::~Turn() {
-  if (capturing_) return;
-  try {
-    engine_.workspace_last_use_ = stream_->record();
-    engine_.workspace_last_stream_ = stream_;
-  } catch (const std::exception& error) {
-    engine_.failure_ = error.what();
-  }
-}
-
-void EngineState::Turn::finish() {
-  if (synchronous_) engine_.wait(*stream_);
-}
-
 void EngineState::wait(transfer::Stream& stream) {
   try {
     stream.synchronize();
@@ -352,7 +330,7 @@ std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const 
 
 void EngineState::add_tier_stats(Stats& stats) const {
   Stats::Cumulative& sum = stats.cumulative;
-  const PageTierCounters& counted = tiers->counters();
+  const PageTierCounters counted = tiers->counters();
   sum.pages_spilled = page_pool->counters().spilled;
   sum.pages_restored = page_pool->counters().restored;
   sum.tier_bytes_written = counted.written * pages->frame_bytes();

@@ -20,10 +20,12 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace kvtier::runtime {
@@ -48,7 +50,8 @@ struct SketchStore {
 ///
 /// There is one workspace, so steps of different sessions run one after another: `Turn` orders them
 /// on the device by an event, on the host by the mutex. A step under graph capture takes no part in
-/// that order: its replays must be ordered with other calls of the engine by the caller.
+/// that order: its replays must be ordered with other calls of the engine by the caller. A call
+/// that waits for pages in a tier steps aside meanwhile.
 class EngineState {
  public:
   explicit EngineState(const Config& config_in);
@@ -73,12 +76,25 @@ class EngineState {
     /// Waits when the call is synchronous. A fault of the device fails the engine.
     void finish();
 
+    /// Lets other calls have their turns while `work` runs, which reads and changes nothing that
+    /// the mutex guards, and comes back with the turn. All that was enqueued is done before. Throws
+    /// what `work` throws, or what has failed the engine meanwhile.
+    void step_aside(const std::function<void()>& work);
+    /// Tells, once, whether others have had a turn while this one stood aside: what the call had in
+    /// the workspace is gone.
+    [[nodiscard]] bool displaced() noexcept { return std::exchange(displaced_, false); }
+
    private:
+    /// Makes the stream wait for the workspace's last use.
+    void take_workspace();
+    void mark_last_use();
+
     EngineState& engine_;
     std::unique_lock<std::mutex> lock_;
     transfer::Stream* stream_ = nullptr;
     bool synchronous_ = false;
     bool capturing_ = false;
+    bool displaced_ = false;
   };
 
   /// Throws what failed the engine, if anything did.
@@ -127,7 +143,9 @@ class EngineState {
   std::unique_ptr<attention::FlashDecode> flash;
   transfer::Buffer packed;   ///< Of `append_tokens` tokens, see `packed_rows`.
   transfer::Buffer queries;  ///< `[batch_rows, query_heads, head_dim]` fp32
-  transfer::Buffer flags;    ///< Pinned `StepFlags`: one per sketch, the last for unscored rows.
+  /// Pinned `StepFlags`: one per sketch, one for unscored rows, and the last, which is not read,
+  /// for what a step does again.
+  transfer::Buffer flags;
   std::unique_ptr<HostStaging> staging;
   transfer::Buffer read_back;  ///< Pinned; grown by calls that read selections back.
 
@@ -155,6 +173,10 @@ class EngineState {
     return {packed.data(),
             reinterpret_cast<transfer::RowSquares*>(packed.data() + rows * kv.row_bytes())};
   }
+  /// Where a step counts what it has counted before.
+  [[nodiscard]] transfer::StepFlags* repeat_flags() const {
+    return step_flags(sketches.size() + 1);
+  }
   [[nodiscard]] transfer::StepFlags* step_flags(std::size_t index) const {
     return flags.as<transfer::StepFlags>() + index;
   }
@@ -175,6 +197,8 @@ class EngineState {
   };
   std::unordered_map<void*, std::unique_ptr<transfer::Stream>> adopted_;
   std::vector<Retired> retired_;
+  Turn* turn_ = nullptr;         ///< The one under way.
+  std::uint64_t num_turns_ = 0;  ///< One that comes back counts anew.
   transfer::Event workspace_last_use_;
   transfer::Stream* workspace_last_stream_ = nullptr;
   std::string failure_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -17,10 +18,10 @@ constexpr std::size_t kBatchShare = 8;
 }  // namespace
 
 PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-                   const transfer::PinOptions& options, PageTiers& tiers, Wait wait)
+                   const transfer::PinOptions& options, PageTiers& tiers, Waits waits)
     : FramePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
       tiers_(tiers),
-      wait_(std::move(wait)),
+      waits_(std::move(waits)),
       in_frame_(num_frames(), nullptr) {}
 
 PagePool::Page& PagePool::new_page() {
@@ -156,7 +157,7 @@ void PagePool::leave(Page& page) {
 std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
   refused_ = false;
   if (num_movable_ == 0) return 0;
-  wait_(stream);  // nobody reads or writes a page from here on
+  waits_.for_work(stream);  // nobody reads or writes a page from here on
   const std::size_t batch = std::clamp<std::size_t>(num_frames() / kBatchShare, 1, kBatchPages);
   const std::vector<Page*> chosen = choose(std::max(count, batch));
   std::vector<Page*> to_write;
@@ -204,61 +205,128 @@ std::string PagePool::why_not() const {
          " pages are being written or belong to captured graphs and stay in memory";
 }
 
-bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pages) {
+PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
   ++call_;
-  std::vector<Page*> missing;
-  std::size_t needed = 0;
-  std::size_t staying = 0;  // here, and not movable anyway
+  Needed needed;
   for (std::byte* name : pages) {
     Page& page = page_of(name);
     if (page.needed_by == call_) continue;
     page.needed_by = call_;
     page.used = true;
-    ++needed;
+    needed.names.push_back(name);
     if (page.lost) fail_read(1, 0);
-    if (page.frame == nullptr) missing.push_back(&page);
-    if (page.frame != nullptr && !page.movable()) ++staying;
+    if (page.frame == nullptr) needed.missing.push_back(&page);
+    if (page.frame != nullptr && !page.movable()) ++needed.staying;
   }
-  if (missing.empty()) return true;
-  if (needed - staying > num_movable()) return false;
+  return needed;
+}
 
-  std::vector<std::byte*> frames(missing.size());
+std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::size_t count) {
+  std::vector<std::byte*> frames(count);
   while (!FramePool::take_all(frames, &stream)) {
     const std::size_t have = num_frames() - num_used();
-    if (spill(stream, frames.size() - std::min(have, frames.size() - 1)) > 0) continue;
+    if (spill(stream, count - std::min(have, count - 1)) > 0) continue;
     throw Error(ErrorCode::kResourceExhausted,
-                "page pool: expected " + std::to_string(frames.size()) +
+                "page pool: expected " + std::to_string(count) +
                     " frames for pages that a call needs, found " + std::to_string(have) + " of " +
                     std::to_string(num_frames()) + " free (memory.host_bytes)" + why_not());
   }
-  wait_(stream);  // the frames' last readers
-  read_into(missing, frames);
+  return frames;
+}
+
+void PagePool::lease(std::span<std::byte* const> names) {
+  share(names);
+  for (std::byte* name : names) {
+    Page& page = page_of(name);
+    update(page, [&] { page.leased = true; });
+  }
+  const std::lock_guard lock(lease_mutex_);
+  leased_ = true;
+}
+
+void PagePool::end_lease(std::span<std::byte* const> names) {
+  ++call_;
+  for (std::byte* name : names) {
+    Page& page = page_of(name);
+    update(page, [&] { page.leased = false; });
+    page.needed_by = call_;
+  }
+  give_back(names, transfer::Event());
+  {
+    const std::lock_guard lock(lease_mutex_);
+    leased_ = false;
+  }
+  lease_ended_.notify_all();
+}
+
+bool PagePool::wait_for_lease() {
+  {
+    const std::lock_guard lock(lease_mutex_);
+    if (!leased_) return false;
+  }
+  waits_.aside([this] {
+    std::unique_lock lock(lease_mutex_);
+    lease_ended_.wait(lock, [this] { return !leased_; });
+  });
   return true;
 }
 
-void PagePool::read_into(std::span<Page* const> pages, std::span<std::byte* const> frames) {
-  std::vector<PageIn> in(pages.size());
-  for (std::size_t i = 0; i < pages.size(); ++i) {
-    in[i].version = pages[i]->version;
+bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pages,
+                        bool keep_turn) {
+  Needed needed = need(pages);
+  while (!needed.missing.empty() && !keep_turn && wait_for_lease()) needed = need(pages);
+  if (needed.missing.empty()) return true;
+  if (needed.names.size() - needed.staying > num_movable()) return false;
+
+  const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
+  waits_.for_work(stream);  // the frames' last readers
+  std::vector<PageIn> in(frames.size());
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    in[i].version = needed.missing[i]->version;
     in[i].bytes = {frames[i], frame_bytes()};
-    in[i].crc = pages[i]->crc;
+    in[i].crc = needed.missing[i]->crc;
   }
-  tiers_.read(in);
+  if (keep_turn) {
+    tiers_.read(in);
+    place(needed.missing, in);
+    return true;
+  }
+
+  lease(needed.names);
+  std::exception_ptr failure;
+  try {
+    waits_.aside([&] { tiers_.read(in); });
+  } catch (...) {
+    for (PageIn& page : in) page.outcome = PageIn::Outcome::kUnavailable;
+    failure = std::current_exception();
+  }
+  try {
+    place(needed.missing, in);
+  } catch (...) {
+    if (!failure) failure = std::current_exception();
+  }
+  end_lease(needed.names);
+  if (failure) std::rethrow_exception(failure);
+  return true;
+}
+
+void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
   std::size_t num_lost = 0;
   std::size_t num_unavailable = 0;
   for (std::size_t i = 0; i < pages.size(); ++i) {
     Page& page = *pages[i];
+    std::byte* const frame = in[i].bytes.data();
     const PageIn::Outcome outcome = in[i].outcome;
     if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
-      update(page, [&] { page.frame = frames[i]; });
-      in_frame_[index_of(frames[i])] = &page;
+      update(page, [&] { page.frame = frame; });
+      in_frame_[index_of(frame)] = &page;
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
       ++num_moves_;
       --num_away_;
       ++counters_.restored;
       continue;
     }
-    FramePool::give_back({&frames[i], 1}, transfer::Event());
+    FramePool::give_back({&frame, 1}, transfer::Event());
     page.lost = outcome == PageIn::Outcome::kLost;
     ++(page.lost ? num_lost : num_unavailable);
   }

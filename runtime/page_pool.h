@@ -4,10 +4,12 @@
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -23,14 +25,20 @@ namespace kvtier::runtime {
 /// in the tier, and goes again without being written. A page is written there in one state of its
 /// contents, which `open` ends.
 ///
-/// Called with the engine's mutex held. Blocks on tiers.
+/// Called with the engine's mutex held. Blocks on tiers: with the mutex while pages go, without it
+/// while they come. Pages of one call come at a time; another call that lacks some waits for that
+/// one. All that a call needs is leased to it until it has the mutex again: it stays where it is.
 class PagePool final : public transfer::FramePool {
  public:
-  /// Makes the host wait until all work that uses pages is done.
-  using Wait = std::function<void(transfer::Stream&)>;
+  struct Waits {
+    /// Makes the host wait until all work that uses pages is done.
+    std::function<void(transfer::Stream&)> for_work;
+    /// Runs its argument without the mutex, and comes back with it.
+    std::function<void(const std::function<void()>&)> aside;
+  };
 
   PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-           const transfer::PinOptions& options, PageTiers& tiers, Wait wait);
+           const transfer::PinOptions& options, PageTiers& tiers, Waits waits);
 
   [[nodiscard]] bool take_all(std::span<std::byte*> pages, transfer::Stream* stream) override;
   void give_back(std::span<std::byte* const> pages, transfer::Event last_use) override;
@@ -60,7 +68,15 @@ class PagePool final : public transfer::FramePool {
   /// Returns false, nothing changed, when they are more than can be here at once. Throws
   /// `kDataLoss` when one is lost, `kUnavailable` when a tier does not answer in time,
   /// `kResourceExhausted` when the tier does not take the pages in whose place they come.
-  bool bring_in(transfer::Stream& stream, std::span<std::byte* const> pages);
+  ///
+  /// Lets others go on while it waits, after which nothing that the mutex guards is as it was but
+  /// what the caller holds. Not with `keep_turn`, which only follows a call that has found them too
+  /// many.
+  bool bring_in(transfer::Stream& stream, std::span<std::byte* const> pages,
+                bool keep_turn = false);
+  /// Waits, with others going on, until a call that pages are coming for has them. Returns false
+  /// when there is none.
+  bool wait_for_lease();
   /// Ends what the last `bring_in` said.
   void let_all_go() noexcept { ++call_; }
   /// Most pages that `bring_in` can have here at once.
@@ -86,8 +102,9 @@ class PagePool final : public transfer::FramePool {
     bool stored = false;  ///< The first tier has this version.
     bool lost = false;
     bool chosen = false;  ///< To go, by the spill under way.
+    bool leased = false;  ///< To a call that waits.
 
-    [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !kept; }
+    [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !kept && !leased; }
   };
   static Page& page_of(std::byte* name) { return *reinterpret_cast<Page*>(name); }
   static const Page& page_of(const std::byte* name) { return *reinterpret_cast<const Page*>(name); }
@@ -101,12 +118,25 @@ class PagePool final : public transfer::FramePool {
   /// Chooses up to `count` pages to go.
   [[nodiscard]] std::vector<Page*> choose(std::size_t count);
   void leave(Page& page);
-  /// Reads pages into frames just taken; gives back those of pages that did not come.
-  void read_into(std::span<Page* const> pages, std::span<std::byte* const> frames);
+  /// Finds what a call needs and marks it so.
+  struct Needed {
+    std::vector<std::byte*> names;  ///< Each once.
+    std::vector<Page*> missing;
+    std::size_t staying = 0;  ///< Here, and not movable anyway.
+  };
+  [[nodiscard]] Needed need(std::span<std::byte* const> pages);
+  /// Takes as many frames.
+  [[nodiscard]] std::vector<std::byte*> take_frames(transfer::Stream& stream, std::size_t count);
+  /// Keeps pages, and keeps them held, or ends that.
+  void lease(std::span<std::byte* const> names);
+  void end_lease(std::span<std::byte* const> names);
+  /// Puts pages that were read into their frames; gives back those of pages that did not come.
+  /// Throws what `bring_in` throws of those.
+  void place(std::span<Page* const> pages, std::span<const PageIn> in);
   [[noreturn]] void fail_read(std::size_t num_lost, std::size_t num_unavailable) const;
 
   PageTiers& tiers_;
-  Wait wait_;
+  Waits waits_;
   std::deque<Page> pages_;  ///< Records; their addresses stay.
   std::vector<Page*> free_pages_;
   std::vector<Page*> in_frame_;  ///< By frame.
@@ -117,7 +147,10 @@ class PagePool final : public transfer::FramePool {
   std::size_t num_shared_ = 0;
   std::size_t num_movable_ = 0;
   std::size_t num_away_ = 0;
-  bool refused_ = false;  ///< The tier took none of the last that were to go.
+  bool refused_ = false;    ///< The tier took none of the last that were to go.
+  std::mutex lease_mutex_;  // guards leased_, which changes with the engine's mutex held, too
+  std::condition_variable lease_ended_;
+  bool leased_ = false;
   Counters counters_;
 };
 

@@ -14,23 +14,6 @@
 namespace kvtier::runtime {
 namespace {
 
-/// Adds the time until the end of its scope.
-class Clock {
- public:
-  explicit Clock(std::uint64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
-  ~Clock() {
-    const auto spent = std::chrono::steady_clock::now() - start_;
-    nanoseconds_ += static_cast<std::uint64_t>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
-  }
-  Clock(const Clock&) = delete;  // adds once
-  Clock& operator=(const Clock&) = delete;
-
- private:
-  std::uint64_t& nanoseconds_;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
 /// SplitMix64's finaliser: keys begin with well-mixed bits, which tiers use as a hash.
 std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9ULL;
@@ -64,6 +47,24 @@ std::uint64_t random_nonce() {
 }
 
 }  // namespace
+
+/// Adds the time until the end of its scope to that which calls have waited.
+class PageTiers::Clock {
+ public:
+  explicit Clock(PageTiers& tiers) : tiers_(tiers) {}
+  ~Clock() {
+    const auto spent = std::chrono::steady_clock::now() - start_;
+    const std::lock_guard lock(tiers_.mutex_);
+    tiers_.counters_.wait_nanoseconds += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+  }
+  Clock(const Clock&) = delete;  // adds once
+  Clock& operator=(const Clock&) = delete;
+
+ private:
+  PageTiers& tiers_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t page_bytes,
                      std::chrono::milliseconds deadline, Log log)
@@ -110,7 +111,7 @@ PageKey PageTiers::key_of(const PageVersion& version) const {
 
 void PageTiers::write(std::span<PageOut> pages) {
   if (pages.empty()) return;
-  const Clock clock(counters_.wait_nanoseconds);
+  const Clock clock(*this);
   std::vector<TierPut> puts;
   puts.reserve(pages.size());
   for (PageOut& page : pages) {
@@ -120,18 +121,24 @@ void PageTiers::write(std::span<PageOut> pages) {
   put(0, puts);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     pages[i].stored = puts[i].status == TierStatus::kOk;
+    const std::lock_guard lock(mutex_);
     ++(pages[i].stored ? counters_.written : counters_.refused);
     if (!pages[i].stored) last_refusal_ = puts[i].status;
   }
-  const bool refuses = !pages.back().stored;
-  if (refuses != std::exchange(refusing_, refuses)) {
-    say(refuses ? LogLevel::kWarning : LogLevel::kInfo,
-        refuses ? describe_refusal() : tiers_.front()->describe() + ": takes pages again");
-  }
+  report_refusal(!pages.back().stored);
   std::erase_if(puts, [](const TierPut& put) { return put.status != TierStatus::kOk; });
   // A copy that is not taken is missed only if the first tier fails.
   if (puts.empty()) return;
   for (std::size_t i = 1; i < tiers_.size(); ++i) put(i, puts);
+}
+
+void PageTiers::report_refusal(bool refuses) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (refuses == std::exchange(refusing_, refuses)) return;
+  }
+  say(refuses ? LogLevel::kWarning : LogLevel::kInfo,
+      refuses ? describe_refusal() : tiers_.front()->describe() + ": takes pages again");
 }
 
 void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
@@ -139,8 +146,14 @@ void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
   const auto start = std::chrono::steady_clock::now();
   tiers_[tier]->put(pages, until);
   const auto end = std::chrono::steady_clock::now();
+  count_put(tier, pages, end - start, end >= until);
+}
+
+void PageTiers::count_put(std::size_t tier, std::span<const TierPut> pages,
+                          std::chrono::nanoseconds time, bool late) {
+  const std::lock_guard lock(mutex_);
   Stats::Tier& use = uses_[tier];
-  use.put_time.add(end - start);
+  use.put_time.add(time);
   use.puts += pages.size();
   for (const TierPut& page : pages) {
     switch (page.status) {
@@ -152,7 +165,7 @@ void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
         ++use.refused;
         break;
       default:
-        ++(end >= until ? use.put_timeouts : use.put_failures);
+        ++(late ? use.put_timeouts : use.put_failures);
     }
   }
 }
@@ -162,13 +175,18 @@ bool PageTiers::get(std::size_t tier, std::span<TierGet> pages) {
   const auto start = std::chrono::steady_clock::now();
   tiers_[tier]->get(pages, until);
   const auto end = std::chrono::steady_clock::now();
+  const std::lock_guard lock(mutex_);
   uses_[tier].get_time.add(end - start);
   uses_[tier].gets += pages.size();
   return end >= until;
 }
 
 std::vector<Stats::Tier> PageTiers::uses() const {
-  std::vector<Stats::Tier> uses = uses_;
+  std::vector<Stats::Tier> uses;
+  {
+    const std::lock_guard lock(mutex_);
+    uses = uses_;
+  }
   for (std::size_t i = 0; i < uses.size(); ++i) {
     const TierStats now = tiers_[i]->stats();
     uses[i].kind = tiers_[i]->kind();
@@ -182,43 +200,57 @@ std::vector<Stats::Tier> PageTiers::uses() const {
   return uses;
 }
 
+PageTierCounters PageTiers::counters() const {
+  const std::lock_guard lock(mutex_);
+  return counters_;
+}
+
 std::string PageTiers::describe_refusal() const {
+  const std::lock_guard lock(mutex_);
   return tiers_.front()->describe() + ": expected pages to be taken, found \"" +
          std::string(tier_status_name(last_refusal_)) + "\"";
 }
 
 bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late) {
+  TierStatus status = got.status;
+  if (status == TierStatus::kOk && (got.crc ? *got.crc : crc32c(got.bytes)) != wanted.crc) {
+    status = TierStatus::kCorrupt;
+    tiers_[tier]->remove({&got.key, 1}, deadline());
+  }
+  count_get(tier, status, got.bytes.size(), late);
+  if (status == TierStatus::kCorrupt) {
+    say(LogLevel::kError, tiers_[tier]->describe() + ": a page is not as it was written");
+  }
+  return status == TierStatus::kOk;
+}
+
+void PageTiers::count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late) {
+  const std::lock_guard lock(mutex_);
   Stats::Tier& use = uses_[tier];
-  switch (got.status) {
+  switch (status) {
     case TierStatus::kOk:
-      if ((got.crc ? *got.crc : crc32c(got.bytes)) == wanted.crc) {
-        ++counters_.hits;
-        if (tier > 0) ++counters_.repaired;
-        ++use.hits;
-        use.bytes_read += got.bytes.size();
-        return true;
-      }
-      tiers_[tier]->remove({&got.key, 1}, deadline());
-      [[fallthrough]];
+      ++counters_.hits;
+      if (tier > 0) ++counters_.repaired;
+      ++use.hits;
+      use.bytes_read += bytes;
+      break;
     case TierStatus::kCorrupt:
       ++counters_.corrupt;
       ++use.corrupt;
-      say(LogLevel::kError, tiers_[tier]->describe() + ": a page is not as it was written");
-      return false;
+      break;
     case TierStatus::kMiss:
     case TierStatus::kFull:
       ++counters_.misses;
       ++use.misses;
-      return false;
+      break;
     case TierStatus::kUnavailable:
       ++(late ? use.get_timeouts : use.get_failures);
-      return false;
+      break;
   }
-  return false;
 }
 
 void PageTiers::read(std::span<PageIn> pages) {
-  const Clock clock(counters_.wait_nanoseconds);
+  const Clock clock(*this);
   std::vector<std::size_t> left(pages.size());
   for (std::size_t i = 0; i < pages.size(); ++i) left[i] = i;
   for (PageIn& page : pages) page.outcome = PageIn::Outcome::kLost;
@@ -243,6 +275,7 @@ void PageTiers::read(std::span<PageIn> pages) {
     }
     left = std::move(missing);
   }
+  const std::lock_guard lock(mutex_);
   for (const std::size_t i : left) {
     ++(pages[i].outcome == PageIn::Outcome::kLost ? counters_.lost : counters_.unavailable);
   }
@@ -250,7 +283,7 @@ void PageTiers::read(std::span<PageIn> pages) {
 
 void PageTiers::remove(std::span<const PageVersion> pages) {
   if (pages.empty()) return;
-  const Clock clock(counters_.wait_nanoseconds);
+  const Clock clock(*this);
   std::vector<PageKey> keys;
   keys.reserve(pages.size());
   for (const PageVersion& page : pages) keys.push_back(key_of(page));

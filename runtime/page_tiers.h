@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -62,7 +63,7 @@ struct PageTierCounters {
 
 /// The stores below the page pool. The first keeps pages until they are removed, and what it has
 /// accepted is stored; the others get copies, which are read where the first has failed. Calls
-/// block until done or until a deadline. Used by one thread at a time.
+/// block until done or until a deadline. Thread-safe.
 class PageTiers {
  public:
   using Log = std::function<void(LogLevel, std::string_view)>;
@@ -77,7 +78,7 @@ class PageTiers {
   /// Removes pages from every tier.
   void remove(std::span<const PageVersion> pages);
 
-  [[nodiscard]] const PageTierCounters& counters() const noexcept { return counters_; }
+  [[nodiscard]] PageTierCounters counters() const;
   /// What each tier was asked and answered, and what it says of itself now.
   [[nodiscard]] std::vector<Stats::Tier> uses() const;
   [[nodiscard]] const std::vector<std::shared_ptr<PageTier>>& all() const noexcept {
@@ -89,6 +90,11 @@ class PageTiers {
   [[nodiscard]] std::string describe_refusal() const;
 
  private:
+  void count_put(std::size_t tier, std::span<const TierPut> pages, std::chrono::nanoseconds time,
+                 bool late);
+  /// Tells, once, that the first tier has begun to refuse pages, or to take them again.
+  void report_refusal(bool refuses);
+  class Clock;
   [[nodiscard]] PageKey key_of(const PageVersion& version) const;
   [[nodiscard]] PageTier::Deadline deadline() const {
     return std::chrono::steady_clock::now() + deadline_;
@@ -99,6 +105,7 @@ class PageTiers {
   bool get(std::size_t tier, std::span<TierGet> pages);
   /// Tells whether a get brought the page that was written; counts it.
   bool accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late);
+  void count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late);
   void say(LogLevel level, const std::string& message) const {
     if (log_) log_(level, message);
   }
@@ -106,7 +113,8 @@ class PageTiers {
   std::vector<std::shared_ptr<PageTier>> tiers_;
   std::chrono::milliseconds deadline_;
   Log log_;
-  std::uint64_t nonce_;  ///< Of this engine: others may share a tier.
+  std::uint64_t nonce_;       ///< Of this engine: others may share a tier.
+  mutable std::mutex mutex_;  // guards what follows, and is not held while a tier is asked
   PageTierCounters counters_;
   std::vector<Stats::Tier> uses_;  ///< By tier; what it says of itself left out.
   TierStatus last_refusal_ = TierStatus::kOk;

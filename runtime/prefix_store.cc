@@ -48,7 +48,16 @@ bool PrefixStore::bring_in_sinks(transfer::Stream& stream, std::span<const Prefi
     const Entry& stored = entry(key);
     pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
   }
-  return engine_.page_pool->bring_in(stream, pages);
+  PagePool& pool = *engine_.page_pool;
+  pool.share(pages);  // others may let go of the entries while the call waits
+  try {
+    const bool here = pool.bring_in(stream, pages);
+    pool.give_back(pages, transfer::Event());
+    return here;
+  } catch (...) {
+    pool.give_back(pages, transfer::Event());
+    throw;
+  }
 }
 
 void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> keys,

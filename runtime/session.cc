@@ -15,9 +15,8 @@ namespace {
 /// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
 /// until there are enough.
 template <typename Take>
-bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
-              std::int64_t count, Take take) {
-  const bool spills = &pool == engine.page_pool;
+bool evicting_now(EngineState& engine, transfer::Stream& stream, bool spills, std::int64_t count,
+                  Take take) {
   // What can never be had is not worth a write.
   if (spills && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
   while (!take()) {
@@ -25,6 +24,18 @@ bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::Fra
     if (!engine.prefixes->evict_one(stream)) return false;
   }
   return true;
+}
+
+/// Likewise, and while another call waits for pages, those that it needs may go when it has gone
+/// on.
+template <typename Take>
+bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
+              std::int64_t count, Take take) {
+  const bool spills = &pool == engine.page_pool;
+  do {
+    if (evicting_now(engine, stream, spills, count, take)) return true;
+  } while (spills && engine.page_pool->wait_for_lease());
+  return false;
 }
 
 std::string why_not(const EngineState& engine) {
@@ -67,7 +78,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   try {
     memory->clear(turn.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-    find_prefix(turn.stream(), config.token_ids);
+    find_prefix(turn, config.token_ids);
     engine_->prefixes->attach(turn.stream(), keys_, *memory);
   } catch (...) {
     memory->release(turn.stream());  // what was enqueued may be under way
@@ -89,7 +100,7 @@ SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
   memory_ = std::move(memory);
 }
 
-void SessionState::find_prefix(transfer::Stream& stream, std::span<const std::int32_t> token_ids) {
+void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int32_t> token_ids) {
   const auto most = static_cast<std::size_t>(max_tokens_);
   const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
                                                  token_ids.first(std::min(token_ids.size(), most)));
@@ -98,7 +109,12 @@ void SessionState::find_prefix(transfer::Stream& stream, std::span<const std::in
     keys_ = asked;
     keys_.resize(engine_->prefixes->longest(keys_));
     try {
-      found = engine_->prefixes->bring_in_sinks(stream, keys_);
+      found = engine_->prefixes->bring_in_sinks(turn.stream(), keys_);
+      // What is stored may be less by now.
+      if (turn.displaced()) {
+        found = false;
+        continue;
+      }
     } catch (const Error& error) {
       if (error.code() == ErrorCode::kInternal) throw;
       // A page that is lost ends the prefix: the next look finds the one before it.

@@ -90,7 +90,7 @@ class SessionState {
  private:
   /// Finds the longest stored prefix of these tokens whose first pages are here or can be brought
   /// in.
-  void find_prefix(transfer::Stream& stream, std::span<const std::int32_t> token_ids);
+  void find_prefix(EngineState::Turn& turn, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
   /// Takes that back, once the work enqueued on `stream` is done.

@@ -9,8 +9,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -165,7 +163,7 @@ class AttendLaunch {
       for (std::int64_t t = 0; t < slice.count; ++t) {
         items.push({.query = token_tensor(on_device, query.dtype),
                     .token = static_cast<std::int32_t>(t),
-                    .flags = slice.part->session->flags()});
+                    .flags = again_ ? engine_.repeat_flags() : slice.part->session->flags()});
       }
     }
     auto* queries = engine_.queries.as<float>();
@@ -196,7 +194,7 @@ class AttendLaunch {
             .rows = rows_,
             .queries = engine_.queries.as<float>(),
             .max_length = max_length_,
-            .flags = engine_.step_flags(flags_index()),
+            .flags = again_ ? engine_.repeat_flags() : engine_.step_flags(flags_index()),
             .keep_scores = !slices_.front().part->select.scores.empty(),
             .tables_built = chooses(),
             .input = input_ ? &*input_ : nullptr,
@@ -283,7 +281,7 @@ class AttendLaunch {
       if (!ColdLaunch::all_here(stream, layers)) {
         StageTimer timer(turn_, engine_, engine_.seconds.fetch);
         ColdLaunch cold(stream, engine_, layers, request);
-        const bool together = cold.bring_in(selection);
+        const bool together = bring_in(cold, selection);
         if (!together) cold.attend(selection, max_selected, output_batch());
         timer.stop();
         if (!together) return finish_attend();
@@ -304,6 +302,21 @@ class AttendLaunch {
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
     finish_attend();
+  }
+
+  /// Waits for the pages of a selection, and makes it again when other calls have used the
+  /// workspace meanwhile: it is the same, and its pages are here.
+  bool bring_in(ColdLaunch& cold, transfer::SelectionView& selection) {
+    (void)turn_.displaced();
+    bool together = cold.bring_in(selection);
+    while (turn_.displaced()) {
+      again_ = true;
+      read_queries();
+      if (sparse(*slices_.front().part)) selection = choose();
+      together = cold.bring_in(selection);
+    }
+    again_ = false;
+    return together;
   }
 
   void finish_attend() {
@@ -366,7 +379,8 @@ class AttendLaunch {
   EngineState::Turn& turn_;
   EngineState& engine_;
   int layer_;
-  bool after_append_;  ///< Until the first launch.
+  bool after_append_;   ///< Until the first launch.
+  bool again_ = false;  ///< What is done has been counted.
   /// The queries, where the selector reads them with the sketches.
   std::optional<scoring::QueryInput> input_;
   std::vector<Slice> slices_;
@@ -378,39 +392,6 @@ class AttendLaunch {
 };
 
 }  // namespace
-
-bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
-  return rule == other.rule && params == other.params && budget == other.budget &&
-         softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap;
-}
-
-ResolvedOptions resolve_options(const EngineState& engine, int layer,
-                                const AttendOptions& options) {
-  const ModelConfig& model = engine.config.model;
-  const LayerConfig defaults = model.layer_options.empty()
-                                   ? LayerConfig{}
-                                   : model.layer_options[static_cast<std::size_t>(layer)];
-  const RetrievalConfig& retrieval =
-      options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
-  ResolvedOptions resolved;
-  const float default_scale = 1.0F / std::sqrt(static_cast<float>(model.head_dim));
-  resolved.softmax_scale =
-      options.softmax_scale.value_or(defaults.softmax_scale.value_or(default_scale));
-  resolved.logit_softcap = options.logit_softcap.value_or(defaults.logit_softcap);
-  resolved.dense_from = options.dense_from.value_or(std::numeric_limits<std::int64_t>::max());
-  resolved.rule = {.mode = options.mode.value_or(defaults.mode),
-                   .sink_tokens = retrieval.sink_tokens,
-                   .recent_tokens = retrieval.recent_tokens,
-                   .window_tokens = defaults.window_tokens};
-  resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale);
-  return resolved;
-}
-
-std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length) {
-  const transfer::AttendedSpans everything{
-      .sink_end = 0, .eligible_end = length, .tail_begin = length, .visible = length};
-  return transfer::num_to_select(params.top_k, params.sparsity, everything);
-}
 
 bool append(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AppendPart> parts) {

@@ -1,0 +1,306 @@
+#include "runtime/spill_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <future>
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace kvtier::testing {
+namespace {
+
+/// A tier in memory whose gets stand at a gate while it is closed.
+class GateTier final : public PageTier {
+ public:
+  void put(std::span<TierPut> pages, Deadline deadline) override { pages_.put(pages, deadline); }
+  void get(std::span<TierGet> pages, Deadline deadline) override {
+    {
+      std::unique_lock lock(mutex_);
+      ++num_waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return !closed_; });
+      --num_waiting_;
+    }
+    pages_.get(pages, deadline);
+  }
+  void remove(std::span<const PageKey> keys, Deadline deadline) override {
+    pages_.remove(keys, deadline);
+  }
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return 1U << 24U; }
+  [[nodiscard]] bool retains() const noexcept override { return true; }
+  [[nodiscard]] TierStats stats() const override { return {}; }
+  [[nodiscard]] std::string describe() const override { return "gate"; }
+
+  void close() {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  void open() {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = false;
+    }
+    changed_.notify_all();
+  }
+  /// Waits until a get stands at the gate.
+  void wait_for_a_get() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return num_waiting_ > 0; });
+  }
+  FaultTier& pages() { return pages_; }
+
+ private:
+  FaultTier pages_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  bool closed_ = false;
+  int num_waiting_ = 0;
+};
+
+/// Two sessions on an engine with fewer frames than their tokens need, and their twins: pages of
+/// the long one are away, the short one has a part-filled page per layer, which is always here.
+class AsideTest : public EngineTest {
+ protected:
+  void start(std::size_t frames) {
+    engine_.emplace(tiered_config(GetParam(), frames, gate_));
+    reference_.emplace(tiered_config(GetParam(), kPlenty, nullptr));
+    open(long_);
+    open(short_);
+    append(long_, 24 * kPageTokens, 1);
+    append(short_, 5, 2);
+    ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+  }
+  struct Pair {
+    std::optional<Session> tiered, twin;
+  };
+  void open(Pair& pair) {
+    pair.tiered.emplace(engine_->open());
+    pair.twin.emplace(reference_->open());
+  }
+  /// Appends to every layer of both.
+  void append(Pair& pair, std::int64_t tokens, std::uint64_t seed) {
+    for (int layer = 0; layer < model().layers; ++layer) {
+      append_random(*pair.tiered, model(), layer, tokens, seed);
+      append_random(*pair.twin, model(), layer, tokens, seed);
+    }
+  }
+  /// Decodes a token in layer 0, reading all tokens.
+  static CallTensors decode_all(Session& session, const ModelConfig& model, std::uint64_t seed) {
+    CallTensors call(model, 1, seed);
+    AttendOptions options;
+    options.dense_from = 0;
+    session.decode(0, call.inputs(), call.outputs(), {}, options);
+    return call;
+  }
+  /// Begins that on a thread, and returns when it waits for pages.
+  std::future<CallTensors> decode_behind_the_gate(std::uint64_t seed) {
+    gate_->close();
+    auto result = std::async(std::launch::async,
+                             [&, seed] { return decode_all(*long_.tiered, model(), seed); });
+    gate_->wait_for_a_get();
+    return result;
+  }
+  void expect_as_twin(std::future<CallTensors>& result, std::uint64_t seed) {
+    const CallTensors expected = decode_all(*long_.twin, model(), seed);
+    EXPECT_TRUE(result.get().same_results(expected));
+  }
+  [[nodiscard]] const ModelConfig& model() const { return engine_->config().model; }
+
+  std::shared_ptr<GateTier> gate_ = std::make_shared<GateTier>();
+  std::optional<Engine> engine_, reference_;
+  Pair long_, short_;
+};
+
+TEST_P(AsideTest, SessionsWhosePagesAreHereGoOnWhileAnotherWaits) {
+  start(40);
+  auto result = decode_behind_the_gate(50);
+
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    expect_same_decode(*short_.tiered, *short_.twin, model(), 2, 60 + 10 * i);
+  }
+  append(short_, 1, 3);
+  Pair third;
+  open(third);
+  expect_same_decode(*third.tiered, *third.twin, model(), 10, 200);
+  third = {};
+  EXPECT_EQ(engine_->stats().snapshot.sessions, 2U);
+
+  gate_->open();
+  expect_as_twin(result, 50);
+  expect_same_decode(*long_.tiered, *long_.twin, model(), 2, 300);
+  EXPECT_EQ(all_rows(*short_.tiered, model(), 0), all_rows(*short_.twin, model(), 0));
+}
+
+TEST_P(AsideTest, SelectionsThatOthersHaveOverwrittenAreMadeAgainAndCountedOnce) {
+  start(40);
+  const Stats::Cumulative before = engine_->stats().cumulative;
+  const Stats::Cumulative twin_before = reference_->stats().cumulative;
+  CallTensors call(model(), 2, 70), expected(model(), 2, 70);
+  gate_->close();
+  auto result = std::async(std::launch::async, [&] {
+    long_.tiered->decode(0, call.inputs(), call.outputs(true));
+    return true;
+  });
+  gate_->wait_for_a_get();
+  expect_same_decode(*short_.tiered, *short_.twin, model(), 1, 80);
+  gate_->open();
+  ASSERT_TRUE(result.get());
+
+  long_.twin->decode(0, expected.inputs(), expected.outputs(true));
+  EXPECT_TRUE(call.same_results(expected));
+  const Stats::Cumulative more = engine_->stats().cumulative - before;
+  const Stats::Cumulative twin = reference_->stats().cumulative - twin_before;
+  EXPECT_EQ(more.rows_selected, twin.rows_selected);
+  EXPECT_EQ(more.rows_attended, twin.rows_attended);
+  EXPECT_EQ(more.queries, twin.queries);
+  EXPECT_EQ(more.tokens_appended, twin.tokens_appended);
+  EXPECT_EQ(more.nonfinite_tokens, 0U);
+  EXPECT_GT(more.cold_steps, 0U);
+}
+
+TEST_P(AsideTest, CallsThatLackPagesFollowOneAnother) {
+  start(40);
+  Pair other;
+  open(other);
+  append(other, 20 * kPageTokens, 7);
+  auto first = decode_behind_the_gate(50);
+  auto second =
+      std::async(std::launch::async, [&] { return decode_all(*other.tiered, model(), 51); });
+  gate_->open();
+  expect_as_twin(first, 50);
+  EXPECT_TRUE(second.get().same_results(decode_all(*other.twin, model(), 51)));
+}
+
+TEST_P(AsideTest, FramesThatACallWaitsForAreNoReasonToRefuseAnother) {
+  // The pages of a layer of the long session, one for what it appends, and three more.
+  start(28);
+  auto result = decode_behind_the_gate(50);
+  auto appended = std::async(std::launch::async, [&] {
+    append_random(*short_.tiered, model(), 0, 8 * kPageTokens, 90);
+    return true;
+  });
+  gate_->open();
+  EXPECT_TRUE(appended.get());
+  append_random(*short_.twin, model(), 0, 8 * kPageTokens, 90);
+  expect_as_twin(result, 50);
+  EXPECT_EQ(all_rows(*short_.tiered, model(), 0), all_rows(*short_.twin, model(), 0));
+}
+
+TEST_P(AsideTest, ACallThatWaitedInVainHasChangedNothing) {
+  start(40);
+  const std::int64_t length = long_.tiered->length(0);
+  auto result = decode_behind_the_gate(50);
+  expect_same_decode(*short_.tiered, *short_.twin, model(), 2, 60);
+  gate_->pages().set({.get = TierStatus::kUnavailable});
+  gate_->open();
+  const auto error = error_of([&] { (void)result.get(); });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), ErrorCode::kUnavailable);
+  EXPECT_EQ(long_.tiered->length(0), length);
+
+  gate_->pages().set({});
+  expect_same_decode(*long_.tiered, *long_.twin, model(), 2, 300);
+  EXPECT_EQ(all_rows(*long_.tiered, model(), 0), all_rows(*long_.twin, model(), 0));
+}
+
+TEST_P(AsideTest, SharedPagesMayBeLetGoWhileACallWaitsForThem) {
+  start(40);
+  std::vector<Session> children = long_.tiered->fork(2);
+  append_random(children[0], model(), 0, 5, 11);
+  auto result = decode_behind_the_gate(50);
+  children.clear();
+  expect_same_decode(*short_.tiered, *short_.twin, model(), 2, 60);
+  gate_->open();
+  expect_as_twin(result, 50);
+  long_ = {};
+  short_ = {};
+  EXPECT_EQ(engine_->stats().snapshot.pages_used, 0U);
+  EXPECT_EQ(engine_->stats().snapshot.pages_away, 0U);
+}
+
+TEST_P(AsideTest, ASessionBeginsWithWhatIsLeftOfAPrefixThatItWaitedFor) {
+  start(40);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(long_.tiered->length()));
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i);
+  long_.tiered->publish(ids);
+  long_.tiered.reset();
+  SessionConfig config;
+  config.token_ids = ids;
+
+  gate_->close();
+  auto opened = std::async(std::launch::async, [&] { return engine_->open(config); });
+  gate_->wait_for_a_get();
+  // No page may go, so that the end of what is stored has to.
+  gate_->pages().set({.put = TierStatus::kFull});
+  append(short_, 10 * kPageTokens, 5);
+  const auto left = static_cast<std::int64_t>(engine_->stats().snapshot.prefix_tokens);
+  gate_->pages().set({});
+  gate_->open();
+
+  Session session = opened.get();
+  EXPECT_EQ(session.length(), left);
+  EXPECT_LT(left, static_cast<std::int64_t>(ids.size()));
+  EXPECT_GT(left, 0);
+  long_.twin->truncate(left);
+  expect_same_decode(session, *long_.twin, model(), 20, 400);
+}
+
+TEST_P(AsideTest, ManySessionsDecodeAsIfAlone) {
+  constexpr int kThreads = 6;
+  constexpr int kSteps = 10;
+  const Config config = tiered_config(GetParam(), 60, gate_);
+  Engine engine(config);
+  Engine reference(tiered_config(GetParam(), kPlenty, nullptr));
+  const auto play = [&](Engine& on, int index) {
+    const auto seed = static_cast<std::uint64_t>(index) * 1000;
+    Session session = on.open();
+    for (int layer = 0; layer < config.model.layers; ++layer) {
+      append_random(session, config.model, layer, 180 + 13 * index, seed + 1);
+    }
+    std::vector<CallTensors> calls;
+    for (int step = 0; step < kSteps; ++step) {
+      CallTensors call(config.model, 1 + step % 3, seed + 10 + static_cast<std::uint64_t>(step));
+      AttendOptions options;
+      if (step % 4 == 3) options.dense_from = 0;
+      session.decode(step % config.model.layers, call.inputs(), call.outputs(true), {}, options);
+      if (step == kSteps / 2) session.truncate(150);
+      calls.push_back(std::move(call));
+    }
+    return calls;
+  };
+
+  std::vector<std::vector<CallTensors>> together(kThreads);
+  {
+    std::latch begin(kThreads);
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&, i] {
+        begin.arrive_and_wait();
+        together[static_cast<std::size_t>(i)] = play(engine, i);
+      });
+    }
+  }
+
+  for (int i = 0; i < kThreads; ++i) {
+    const std::vector<CallTensors> alone = play(reference, i);
+    const auto& calls = together[static_cast<std::size_t>(i)];
+    ASSERT_EQ(calls.size(), alone.size());
+    for (std::size_t step = 0; step < alone.size(); ++step) {
+      EXPECT_TRUE(calls[step].same_results(alone[step])) << "session " << i << ", step " << step;
+    }
+  }
+  EXPECT_GT(engine.stats().cumulative.cold_steps, 0U);
+  EXPECT_EQ(engine.stats().snapshot.pages_used, 0U);
+}
+
+KVTIER_INSTANTIATE_BACKENDS(AsideTest);
+
+}  // namespace
+}  // namespace kvtier::testing
