@@ -49,6 +49,11 @@ std::vector<NamedSelector> make_selectors(std::int64_t capacity) {
                      capacity));
   for (const int bits : {64, 128, 256, 600}) all.push_back(norm_aware(bits, 4, capacity));
   all.push_back(norm_aware(256, 0, capacity));
+  RetrievalConfig unweighted;
+  unweighted.estimator = Estimator::kNormAware;
+  unweighted.value_weighting = ValueWeighting::kNone;
+  add("norm_aware", "256 planes, no value norm", "kvtier",
+      std::make_unique<LibrarySelector>(unweighted, capacity));
   RetrievalConfig hard;
   hard.estimator = Estimator::kHardCollision;
   hard.planes_per_table = 2;

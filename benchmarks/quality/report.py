@@ -376,6 +376,42 @@ def draw(report, path):
     save(pyplot, figure, path)
 
 
+def of_name(report, name, sparsity, selection="per_query_head"):
+    return next(row for row in report["rows"] if title(row) == name and row["sparsity"] == sparsity
+                and row.get("selection", report.get("selection")) == selection)
+
+
+def signed(values):
+    return ", ".join(f"{value:+.3f}".replace("0.", ".") for value in values)
+
+
+def targets_section(reports):
+    """Returns what is wanted of kvtier's selectors, and what the reports say."""
+    masses = next(report for report in reports if report.get("trace", {}).get("name") == "n8192.d100")
+    collisions = [row["layer_attention_mass"] for row in masses["rows"] if row["selector"] == "soft_collision" and row["sparsity"] == 33]
+    ours, exact = (of_name(masses, name, 33)["layer_attention_mass"] for name in ("norm_aware, 256 planes, no value norm", "exact, q.k"))
+    over_collisions = [mine - max(others) for mine, *others in zip(ours, *collisions)]
+    long = next(report for report in reports if report.get("case") == "n32768.d100")
+    dense = next(row for row in long["rows"] if row["selector"] == "dense")["exact"]
+    first, oracle = (of_name(long, name, 50)["exact"] - dense for name in ("norm_aware, 128 planes", "exact, q.k"))
+    four = {(row["selector"], row["sparsity"]): row["exact"] for report in reports for row in report.get("ratios", [])
+            if row["case"] == "n32768.d100"}
+    budget = next(report for report in reports if "traces" in report)
+    answers = budget["answers"]["rows"]
+    ratios = [f"{adaptive['kl'] / fixed['kl']:.2f} at {adaptive['recall']:g}" for adaptive, fixed in zip(answers[::2], answers[1::2])]
+    errors = [f"{number(row['error_p95'])} at {row['recall']:g}" for row in budget["traces"][0]["rows"] if row["recall"]]
+    return ("\n## Targets\n\n| | must | aim | measured |\n|---|---|---|---|\n"
+            "| norm-aware, 256 planes, no value norm, less the best soft collision of 600 bits, with any weighting and planes: attention mass "
+            f"at 33x, layer by layer | 0 | higher | {signed(over_collisions)} |\n"
+            f"| the same, less the exact best tokens | | -.01 | {signed(mine - best for mine, best in zip(ours, exact))} |\n"
+            "| norm-aware, 128 planes, n32768.d100 at 50x, less dense attention: questions wholly right | -.02 | 0 | "
+            f"{signed([four['norm_aware, 128 bits', 50] - four['dense', 0]])} of 4 sequences; of the first alone {signed([first])}, and "
+            f"{signed([oracle])} of the exact best tokens |\n"
+            f"| adaptive budget: KL over that of fixed k, by recall target | 1 | 0.70 | {', '.join(ratios)} |\n"
+            "| estimated missed mass: 95th percentile of the error, by recall target, steps not used to calibrate | .05 | .02 | "
+            f"{', '.join(errors)} |\n")
+
+
 def drawn_by(painter, report, path):
     """Returns whether there is matplotlib to draw with."""
     try:
@@ -395,7 +431,7 @@ def main():
     reports = [json.loads(path.read_text()) for path in paths]
     commands = dict.fromkeys(runnable(command) for report in reports
                              for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command)
-    parts = [HEAD.replace("{commands}", "\n".join(commands))]
+    parts = [HEAD.replace("{commands}", "\n".join(commands)), targets_section(reports)]
     drawn = True
     for report in reports:
         if "trace" not in report:
