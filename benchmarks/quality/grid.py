@@ -3,6 +3,7 @@
 
     benchmarks/quality/grid.py --out benchmarks/results
     benchmarks/quality/grid.py --quick                     # one sequence of 8K tokens at 20x and 100x
+    benchmarks/quality/grid.py --others --out benchmarks/results   # the other ten cases, fewer selectors, 20x and 100x
 
 Runs kvtier-quality-answers in pieces, a sequence and a group of selectors each, a core to each, longest first. A piece's
 report appears in --pieces when it is done, and is not made again, whatever has changed since: a run that was stopped goes on when repeated. Once all are
@@ -25,6 +26,7 @@ CASES = {"n8192.d100": 4, "n32768.d100": 1}  # and sequences
 # What one process answers, the longest first, and at how many sparsities when the context has 32K tokens.
 GROUPS = (("pqcache", 6), ("dense,norm_aware", 2), ("quest,streaming,random", 6), ("h2o", 6), ("double_sparsity", 6), ("vattention", 3),
           ("exact", 3), ("magicpig", 3), ("rabitq", 3), ("hard_lsh", 6), ("soft_collision", 1))
+GROUPS_OF_OTHERS = (("dense,norm_aware", 2), ("soft_collision", 2), ("exact", 2))
 ORDER = ("dense", "soft_collision", "norm_aware", "hard_lsh", "dense, fp8 rows", "norm_aware, fp8 rows", "exact", "magicpig", "quest",
          "double_sparsity", "pqcache", "rabitq", "vattention", "h2o", "streaming", "random")
 MEANS = ("rows_attended", "exact", "first_token", "fwe", "kl", "kl_answers")  # over sequences
@@ -48,7 +50,7 @@ def split(options, case):
     """Returns lists of pieces that differ in the sequence alone."""
     longer = max(1, 32768 // context_of(case))
     return [[Piece(options, case, sequence, group, options.sparsity[at:at + most * longer]) for sequence in range(options.cases[case])]
-            for group, most in GROUPS for at in range(0, len(options.sparsity), most * longer)]
+            for group, most in options.groups for at in range(0, len(options.sparsity), most * longer)]
 
 
 def run(options, pieces):
@@ -119,6 +121,7 @@ def parse():
     build = ROOT / "build/release/benchmarks/quality/kvtier-quality-answers"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one sequence of n8192.d100 at 20x and 100x")
+    parser.add_argument("--others", action="store_true", help="the first sequence of the other cases at 20x and 100x, in one report")
     parser.add_argument("--case", help="this one alone")
     parser.add_argument("--sequences", type=int, help="of each case (default: 4 of n8192.d100, 1 of n32768.d100)")
     parser.add_argument("--sparsity", type=numbers, default=list(SPARSITIES), help="S,S,...: select 1/S of the context")
@@ -130,6 +133,14 @@ def parse():
     parser.add_argument("--data", type=pathlib.Path, default=ROOT / "data/needle-llama", help="folder of model and tasks")
     options = parser.parse_args()
     options.cases = dict(CASES)
+    options.groups = GROUPS
+    options.command = "benchmarks/quality/grid.py --out benchmarks/results"
+    if options.others:
+        names = [f"n{context}.d{density}" for context in (4096, 8192, 16384, 32768) for density in (10, 50, 100)]
+        options.cases = {name: 1 for name in names if name not in CASES}
+        options.sparsity = [20.0, 100.0]
+        options.groups = GROUPS_OF_OTHERS
+        options.command = options.command.replace(" --out", " --others --out")
     if options.quick:
         options.cases, options.sparsity = {"n8192.d100": 1}, [20.0, 100.0]
     if options.case:
@@ -138,7 +149,6 @@ def parse():
         options.cases = {case: options.sequences for case in options.cases}
     if options.jobs < 1 or any(count < 1 for count in options.cases.values()):
         parser.error("--jobs and --sequences: expected at least 1")
-    options.command = "benchmarks/quality/grid.py --out benchmarks/results"
     return options
 
 
@@ -153,9 +163,12 @@ def main():
     left = sum(not piece.path.exists() for piece in pieces)
     if left:
         sys.exit(f"{left} of {len(pieces)} pieces are missing in {options.pieces}: the same command goes on, and the logs there tell of errors")
-    for case in options.cases:
-        path = options.out / f"{datetime.date.today()}-cpu-answers-{case}.json"
-        path.write_text(json.dumps(merge(options, case), indent=1, sort_keys=True) + "\n")
+    reports = {case: merge(options, case) for case in options.cases}
+    if options.others:
+        reports = {"needle-llama": {"cases": list(reports.values())}}
+    for name, report in reports.items():
+        path = options.out / f"{datetime.date.today()}-cpu-{'cases' if options.others else 'answers'}-{name}.json"
+        path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
         print(f"wrote {path}")
 
 

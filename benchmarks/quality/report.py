@@ -13,6 +13,8 @@ import json
 import pathlib
 import sys
 
+from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, drawn_by, selectors, title
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
@@ -31,7 +33,7 @@ defines it, on recorded attention: one set of tokens per query head, k = visible
 judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
 are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
+This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-cases-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
 reports in `benchmarks/results/`. To repeat it:
 
 ```sh
@@ -59,20 +61,8 @@ What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 """
 
 
-def title(row):
-    return f"{row['selector']}, {row['settings']}" if row["settings"] else row["selector"]
-
-
 def cell(row):
     return title(row).replace("|", "\\|")
-
-
-def selectors(report):
-    """Returns the rows of each selector by sparsity, in the order of the report."""
-    found = {}
-    for row in report["rows"]:
-        found.setdefault(title(row), {})[row["sparsity"]] = row
-    return found
 
 
 def number(value, digits=3):
@@ -135,10 +125,6 @@ def runnable(command):
     return f"{head}{loop}{BINARIES[name]} {arguments}"
 
 
-def closest(values, wanted):
-    return min(values, key=lambda value: abs(value - wanted))
-
-
 def describe(report):
     trace = report["trace"]
     layers = ", ".join(trace["layers"])
@@ -181,6 +167,23 @@ def answers_section(report, plotted):
                  + "".join(f" With dense attention over {row['settings']} {number(row['kl'], 4)}, {number(row['kl_answers'], 4)}."
                            for row in dense.values() if row["settings"]) + "\n\n"
                  + answers_table(report, lambda row: f"{number(row['kl'], 4)}, {number(row['kl_answers'], 4)}") + "\n")
+    return "".join(parts)
+
+
+def cases_section(report):
+    cases = report["cases"]
+    first = cases[0]
+    parts = [f"\n## Answers of needle-llama, the other cases\n\n{first['sequences']} sequence of each case, {first['queries']} questions; n: tokens of context, "
+             f"d: share of them that tell something to ask for, in percent. One set per query head, the first {first['sink_tokens']} and the last {first['recent_tokens']} "
+             "tokens of the context always attended. A cell is the share of questions wholly right, and the KL divergence from dense attention. "
+             f"Run on {first['date']} on {first['hardware']}.\n"]
+    wanted = ("dense", "exact, q.k", "soft_collision, linear", "norm_aware, 128 planes", "norm_aware, 256 planes")
+    for sparsity in sorted({row["sparsity"] for row in first["rows"] if row["sparsity"]}):
+        parts.append(f"\n| {sparsity:g}x | " + " | ".join(case["case"] for case in cases) + " |\n|---|" + "---|" * len(cases) + "\n")
+        for name in wanted:
+            rows = [next(row for row in case["rows"] if title(row) == name and row["sparsity"] in (0, sparsity)
+                         and row["selection"] in ("all", "per_query_head")) for case in cases]
+            parts.append(f"| {name} | " + " | ".join(f"{number(row['exact'])}, {number(row['kl'], 4)}" for row in rows) + " |\n")
     return "".join(parts)
 
 
@@ -294,88 +297,6 @@ def rows_section(report):
     return "".join(parts)
 
 
-CHOSEN = ("exact, q.k", "norm_aware, 256 planes", "norm_aware, 128 planes", "soft_collision, calibrated", "soft_collision, linear",
-          "hard_lsh, P 2, L 300", "pqcache, m 16, b 8", "pqcache, m 2, b 6", "rabitq, 1 bit", "quest, pages of 16",
-          "double_sparsity, 16 channels", "magicpig, K 10, L 150", "vattention, 5 % at 95 %", "h2o, recorded steps", "streaming, window",
-          "random")
-OURS = ("norm_aware", "soft_collision")
-
-
-def plotting():
-    import matplotlib  # pylint: disable=import-outside-toplevel
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvtier"  # the same file from the same figures
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot  # pylint: disable=import-outside-toplevel
-    return pyplot
-
-
-def draw_lines(pyplot, axes, found, metric, label):
-    """Draws a metric over sparsity, a line for each chosen selector."""
-    for name, color in zip(CHOSEN, pyplot.get_cmap("tab20").colors):
-        rows = found.get(name)
-        if rows is None:
-            continue
-        sparsities = sorted(rows)
-        axes.plot(sparsities, [rows[s][metric] for s in sparsities], label=name, marker="o", markersize=3, color=color,
-                  linewidth=2.2 if name.startswith(OURS) else 1.2,
-                  linestyle="--" if name.startswith(("exact", "random", "streaming")) else "-")
-    axes.set_xscale("log")
-    axes.set_xticks(sparsities, [f"{s:g}x" for s in sparsities])
-    axes.minorticks_off()
-    axes.set_xlabel("sparsity")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-
-
-def save(pyplot, figure, path):
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
-    pyplot.close(figure)
-
-
-def draw_answers(report, path):
-    """Draws questions wholly right, and the divergence from dense attention, over sparsity; one set per query head."""
-    pyplot = plotting()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
-    found = selectors({"rows": [row for row in report["rows"] if row["selection"] == "per_query_head"]})
-    draw_lines(pyplot, left, found, "exact", "share of questions wholly right")
-    draw_lines(pyplot, right, found, "kl", "KL divergence from dense attention")
-    right.set_yscale("log")
-    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)
-    save(pyplot, figure, path)
-
-
-def draw(report, path):
-    """Draws attention mass over sparsity, and over bits at one sparsity."""
-    pyplot = plotting()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
-    found = selectors(report)
-    draw_lines(pyplot, left, found, "attention_mass", "attention mass kept")
-
-    sparsities = sorted({row["sparsity"] for row in report["rows"]})
-    wanted = closest(sparsities, 20)
-    crowded = ("256 planes, query in float", "256 planes, no value norm", "q.k, ln |v|", "no value norm, orthogonal")
-    for name, rows in found.items():
-        row = rows[wanted]
-        if row["bits_per_token"] <= 0 or row["selector"] == "h2o" or row["settings"] in crowded:
-            continue
-        mine = row["selector"] in OURS
-        right.scatter(row["bits_per_token"], row["attention_mass"], marker="o" if mine else "x",
-                      color="tab:blue" if mine else "tab:red")
-        right.annotate(name, (row["bits_per_token"], row["attention_mass"]), fontsize=6, xytext=(4, 3),
-                       textcoords="offset points")
-    right.set_xscale("log", base=2)
-    right.set_xlabel(f"bits per token and KV head, at {wanted:g}x")
-    right.set_ylabel("attention mass kept")
-    right.grid(alpha=0.3)
-    right.set_xlim(right=6000)
-    figure.legend(loc="lower center", ncols=4, fontsize=8, frameon=False)
-    save(pyplot, figure, path)
-
-
 def of_name(report, name, sparsity, selection="per_query_head"):
     return next(row for row in report["rows"] if title(row) == name and row["sparsity"] == sparsity
                 and row.get("selection", report.get("selection")) == selection)
@@ -412,25 +333,16 @@ def targets_section(reports):
             f"{', '.join(errors)} |\n")
 
 
-def drawn_by(painter, report, path):
-    """Returns whether there is matplotlib to draw with."""
-    try:
-        painter(report, path)
-    except ImportError:
-        return False
-    return True
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the tables differ from the reports")
     check = parser.parse_args().check
     paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
                     *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
-                    *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json")])
+                    *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json"), *RESULTS.glob("*-cpu-cases-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
-    commands = dict.fromkeys(runnable(command) for report in reports
-                             for command in (*made_by(report), *report.get("commands", []), report.get("command")) if command)
+    commands = dict.fromkeys(runnable(command) for report in reports for part in (report, *report.get("cases", [])[:1])
+                             for command in (*made_by(part), *part.get("commands", []), part.get("command")) if command)
     parts = [HEAD.replace("{commands}", "\n".join(commands)), targets_section(reports)]
     drawn = True
     for report in reports:
@@ -439,7 +351,7 @@ def main():
         name = report["trace"]["name"]
         parts.append(f"\n## {name}\n\n{describe(report)} Run on {report['date']} on {report['hardware']}.\n")
         plot = PLOTS / f"{name}.svg"
-        drawn = check or drawn_by(draw, report, plot) and drawn
+        drawn = check or drawn_by(draw_masses, report, plot) and drawn
         if plot.exists():
             parts.append(f"\n![attention mass of {name}](quality/{plot.name})\n")
         sparsities = sorted({row["sparsity"] for row in report["rows"]})
@@ -449,6 +361,10 @@ def main():
             parts.append(f"\n### Attention mass by layer at 33x\n\n{layer_table(report, 33)}\n")
         parts.append(f"\n### Output error\n\n{metric_table(report, 'output_error')}\n")
         parts.append(f"\n### Ranking at {sparsity:g}x\n\n{ranking_table(report, sparsity)}\n")
+        plot = PLOTS / f"ranking-{name}.svg"
+        drawn = check or drawn_by(draw_ranking, report, plot) and drawn
+        if plot.exists():
+            parts.append(f"\n![ranking of {name}](quality/{plot.name})\n")
         parts.append("\n### Correlation of scores with q.k\n\nPearson's, over the eligible tokens of a step; its mean and standard "
                      f"deviation over layers, query heads and steps.\n\n{score_table(report)}\n")
     for report in reports:
@@ -457,6 +373,7 @@ def main():
         plot = PLOTS / f"answers-{report['case']}.svg"
         drawn = check or drawn_by(draw_answers, report, plot) and drawn
         parts.append(answers_section(report, plot.exists()))
+    parts += [cases_section(report) for report in reports if "cases" in report]
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]
     parts += [budget_section(report) for report in reports if "traces" in report]

@@ -1,0 +1,118 @@
+"""Plots of docs/quality.md, by matplotlib; report.py calls them."""
+
+
+def title(row):
+    return f"{row['selector']}, {row['settings']}" if row["settings"] else row["selector"]
+
+
+def selectors(report):
+    """Returns the rows of each selector by sparsity, in the order of the report."""
+    found = {}
+    for row in report["rows"]:
+        found.setdefault(title(row), {})[row["sparsity"]] = row
+    return found
+
+
+def closest(values, wanted):
+    return min(values, key=lambda value: abs(value - wanted))
+
+
+CHOSEN = ("exact, q.k", "norm_aware, 256 planes", "norm_aware, 128 planes", "soft_collision, calibrated", "soft_collision, linear",
+          "hard_lsh, P 2, L 300", "pqcache, m 16, b 8", "pqcache, m 2, b 6", "rabitq, 1 bit", "quest, pages of 16",
+          "double_sparsity, 16 channels", "magicpig, K 10, L 150", "vattention, 5 % at 95 %", "h2o, recorded steps", "streaming, window",
+          "random")
+OURS = ("norm_aware", "soft_collision")
+
+
+def plotting():
+    import matplotlib  # pylint: disable=import-outside-toplevel
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvtier"  # the same file from the same figures
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot  # pylint: disable=import-outside-toplevel
+    return pyplot
+
+
+def draw_lines(pyplot, axes, found, metric, label):
+    """Draws a metric over sparsity, a line for each chosen selector."""
+    for name, color in zip(CHOSEN, pyplot.get_cmap("tab20").colors):
+        rows = found.get(name)
+        if rows is None:
+            continue
+        sparsities = sorted(rows)
+        axes.plot(sparsities, [rows[s][metric] for s in sparsities], label=name, marker="o", markersize=3, color=color,
+                  linewidth=2.2 if name.startswith(OURS) else 1.2,
+                  linestyle="--" if name.startswith(("exact", "random", "streaming")) else "-")
+    axes.set_xscale("log")
+    axes.set_xticks(sparsities, [f"{s:g}x" for s in sparsities])
+    axes.minorticks_off()
+    axes.set_xlabel("sparsity")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+
+
+def save(pyplot, figure, path):
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
+    pyplot.close(figure)
+
+
+def draw_answers(report, path):
+    """Draws questions wholly right, and the divergence from dense attention, over sparsity; one set per query head."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
+    found = selectors({"rows": [row for row in report["rows"] if row["selection"] == "per_query_head"]})
+    draw_lines(pyplot, left, found, "exact", "share of questions wholly right")
+    draw_lines(pyplot, right, found, "kl", "KL divergence from dense attention")
+    right.set_yscale("log")
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)
+    save(pyplot, figure, path)
+
+
+def draw_masses(report, path):
+    """Draws attention mass over sparsity, and over bits at one sparsity."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 7))
+    found = selectors(report)
+    draw_lines(pyplot, left, found, "attention_mass", "attention mass kept")
+
+    sparsities = sorted({row["sparsity"] for row in report["rows"]})
+    wanted = closest(sparsities, 20)
+    crowded = ("256 planes, query in float", "256 planes, no value norm", "q.k, ln |v|", "no value norm, orthogonal")
+    for name, rows in found.items():
+        row = rows[wanted]
+        if row["bits_per_token"] <= 0 or row["selector"] == "h2o" or row["settings"] in crowded:
+            continue
+        mine = row["selector"] in OURS
+        right.scatter(row["bits_per_token"], row["attention_mass"], marker="o" if mine else "x",
+                      color="tab:blue" if mine else "tab:red")
+        right.annotate(name, (row["bits_per_token"], row["attention_mass"]), fontsize=6, xytext=(4, 3),
+                       textcoords="offset points")
+    right.set_xscale("log", base=2)
+    right.set_xlabel(f"bits per token and KV head, at {wanted:g}x")
+    right.set_ylabel("attention mass kept")
+    right.grid(alpha=0.3)
+    right.set_xlim(right=6000)
+    figure.legend(loc="lower center", ncols=4, fontsize=8, frameon=False)
+    save(pyplot, figure, path)
+
+
+def draw_ranking(report, path):
+    """Draws precision, Jaccard index and NDCG over sparsity."""
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 6))
+    for panel, metric, label in zip(axes, ("precision", "jaccard", "ndcg"), ("precision", "Jaccard index", "NDCG")):
+        draw_lines(pyplot, panel, selectors(report), metric, label)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)
+    save(pyplot, figure, path)
+
+
+def drawn_by(painter, report, path):
+    """Returns whether there is matplotlib to draw with."""
+    try:
+        painter(report, path)
+    except ImportError:
+        return False
+    return True
