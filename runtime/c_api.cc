@@ -303,17 +303,32 @@ kvtier_status kvtier_session_open_prefix(kvtier_engine* engine, int64_t capacity
                                          const kvtier_prefix* prefix, kvtier_session** session) {
   return guarded([&] {
     kvtier_session*& opened = given(session, "session");
-    const kvtier_prefix& p = given(prefix, "prefix");
-    check_size(p.struct_size, sizeof(p), "kvtier_prefix");
-    if (p.num_token_ids > 0) (void)given(p.token_ids, "token_ids");
-    const auto* secret = static_cast<const char*>(p.tenant_secret);
-    if (p.tenant_secret_bytes > 0) (void)given(secret, "tenant_secret");
-    kvtier::SessionConfig config;
+    kvtier::SessionConfig config = with_prefix(given(prefix, "prefix"));
     config.capacity_tokens = capacity_tokens;
-    config.token_ids = {p.token_ids, p.num_token_ids};
-    config.tenant_secret = {secret, p.tenant_secret_bytes};
-    if (p.model_fingerprint != nullptr) config.model_fingerprint = p.model_fingerprint;
     opened = new kvtier_session{given(engine, "engine").engine.open(config)};
+  });
+}
+
+kvtier_status kvtier_session_open_config(kvtier_engine* engine, const kvtier_session_config* config,
+                                         kvtier_session** session) {
+  return guarded([&] {
+    kvtier_session*& opened = given(session, "session");
+    const kvtier_session_config& c = given(config, "config");
+    check_size(c.struct_size, sizeof(c), "kvtier_session_config");
+    kvtier::SessionConfig wanted;
+    if (c.prefix != nullptr) wanted = with_prefix(*c.prefix);
+    wanted.capacity_tokens = c.capacity_tokens;
+    wanted.max_page_bytes = c.max_page_bytes;
+    if (c.tenant != nullptr) wanted.tenant = c.tenant;
+    opened = new kvtier_session{given(engine, "engine").engine.open(wanted)};
+  });
+}
+
+kvtier_status kvtier_engine_set_quota(kvtier_engine* engine, const char* tenant,
+                                      uint64_t page_bytes) {
+  return guarded([&] {
+    (void)given(tenant, "tenant");
+    given(engine, "engine").engine.set_quota(tenant, page_bytes);
   });
 }
 

@@ -65,6 +65,18 @@ void check_size(std::size_t found, std::size_t expected, const char* name) {
           std::to_string(found));
 }
 
+SessionConfig with_prefix(const kvtier_prefix& prefix) {
+  check_size(prefix.struct_size, sizeof(prefix), "kvtier_prefix");
+  if (prefix.num_token_ids > 0) (void)given(prefix.token_ids, "token_ids");
+  const auto* secret = static_cast<const char*>(prefix.tenant_secret);
+  if (prefix.tenant_secret_bytes > 0) (void)given(secret, "tenant_secret");
+  SessionConfig config;
+  config.token_ids = {prefix.token_ids, prefix.num_token_ids};
+  config.tenant_secret = {secret, prefix.tenant_secret_bytes};
+  if (prefix.model_fingerprint != nullptr) config.model_fingerprint = prefix.model_fingerprint;
+  return config;
+}
+
 StreamRef to_stream(const kvtier_stream& stream) {
   return stream.given != 0 ? StreamRef::of(stream.handle) : StreamRef{};
 }

@@ -51,6 +51,8 @@ T& given(T* pointer, const char* name) {
 }
 
 void check_size(std::size_t found, std::size_t expected, const char* name);
+/// Views what `prefix` points to.
+[[nodiscard]] SessionConfig with_prefix(const kvtier_prefix& prefix);
 
 /// Returns the number in an enumeration of C, which may hold any; reading it as an enumerator of
 /// C++ would be undefined then.

@@ -137,6 +137,14 @@ Session Engine::open(const SessionConfig& config) {
   return Session(std::make_unique<Session::Impl>(impl_, config));
 }
 
+void Engine::set_quota(std::string_view tenant, std::size_t page_bytes) {
+  if (tenant.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "tenant: expected a name, found none");
+  }
+  const std::lock_guard lock(impl_->mutex);
+  impl_->quotas->set(tenant, page_bytes);
+}
+
 void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef stream) {
   runtime::check_layer(*impl_, layer);
   for (std::size_t i = 0; i < items.size(); ++i) {

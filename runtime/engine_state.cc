@@ -74,6 +74,7 @@ EngineState::EngineState(const Config& config_in)
     new (step_flags(i)) transfer::StepFlags{};
   }
   staging = std::make_unique<HostStaging>(*device);
+  quotas = std::make_unique<PageQuotas>(static_cast<std::size_t>(kv.page_bytes()));
   prefixes = std::make_unique<PrefixStore>(*this);
   std::vector<SketchConfig> carried;
   for (const SketchStore& sketch : sketches) carried.push_back(sketch.config);
@@ -407,6 +408,7 @@ Stats EngineState::stats() const {
     now.host_page_bytes = now.pages * pages->frame_bytes();
     now.host_page_bytes_used = now.pages_used * pages->frame_bytes();
   }
+  stats.tenants = quotas->stats();
   if (tiers) add_tier_stats(stats);
   if (hot) add_hot_stats(stats);
   now.device_bytes = fixed_device_bytes_ + session_device_bytes;

@@ -9,6 +9,7 @@
 #include "hashing/sketch.h"
 #include "runtime/host_staging.h"
 #include "runtime/page_pool.h"
+#include "runtime/page_quota.h"
 #include "runtime/page_tiers.h"
 #include "scoring/selector.h"
 #include "transfer/device.h"
@@ -132,6 +133,7 @@ class EngineState {
   transfer::Buffer hot_totals;                         ///< One `HotTotals`, on the device.
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
 
+  std::unique_ptr<PageQuotas> quotas;
   std::unique_ptr<PrefixStore> prefixes;
   std::array<std::uint8_t, 32> prefix_key{};  ///< What keys of stored prefixes begin with.
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <string>
 
 namespace kvtier::runtime {
@@ -37,6 +38,21 @@ bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::Fra
   } while (spills && engine.page_pool->wait_for_lease());
   return false;
 }
+
+/// Ends an account with the turn when what it is made for fails.
+class WithinTurn {
+ public:
+  explicit WithinTurn(std::unique_ptr<PageAccount>& account) : account_(account) {}
+  WithinTurn(const WithinTurn&) = delete;  // ends it once
+  WithinTurn& operator=(const WithinTurn&) = delete;
+  ~WithinTurn() {
+    if (std::uncaught_exceptions() > before_) account_.reset();
+  }
+
+ private:
+  std::unique_ptr<PageAccount>& account_;
+  int before_ = std::uncaught_exceptions();
+};
 
 std::string why_not(const EngineState& engine) {
   return engine.page_pool != nullptr ? engine.page_pool->why_not() : std::string();
@@ -72,6 +88,8 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   }
   EngineState::Turn turn(*engine_, {});
   engine_->collect_retired();
+  account_ = std::make_unique<PageAccount>(*engine_->quotas, config.tenant, config.max_page_bytes);
+  const WithinTurn account_within_turn(account_);
   // A local until nothing can fail any more: it is to be destroyed within the turn.
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
   enlist(turn.stream());
@@ -79,6 +97,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
     memory->clear(turn.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
     find_prefix(turn, config.token_ids);
+    account_->add(keys_.size() * memory->layers().size());
     engine_->prefixes->attach(turn.stream(), keys_, *memory);
   } catch (...) {
     memory->release(turn.stream());  // what was enqueued may be under way
@@ -96,6 +115,11 @@ SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
       root_key_(parent.root_key_),
       keys_(parent.keys_),
       owns_memory_(false) {
+  std::size_t pages = 0;
+  for (const LayerState& layer : memory->layers()) {
+    pages += static_cast<std::size_t>(layer.pages.size());
+  }
+  account_ = std::make_unique<PageAccount>(*parent.account_, pages);
   enlist(turn.stream());
   memory_ = std::move(memory);
 }
@@ -107,7 +131,9 @@ void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int
   bool found = false;
   while (!found) {
     keys_ = asked;
-    keys_.resize(engine_->prefixes->longest(keys_));
+    const std::size_t room =
+        account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
+    keys_.resize(std::min(engine_->prefixes->longest(keys_), room));
     try {
       found = engine_->prefixes->bring_in_sinks(turn.stream(), keys_);
       // What is stored may be less by now.
@@ -166,6 +192,7 @@ SessionState::~SessionState() {
   // Frames and memory go back with the event of the last enqueued use, so nothing is waited for.
   try {
     const std::lock_guard lock(engine_->mutex);
+    account_.reset();
     transfer::Stream& stream = *engine_->main;
     stream.wait(last_use_);
     engine_->wait_for_turns(stream);  // other holders' uses of shared frames
@@ -186,9 +213,15 @@ void SessionState::check_room(int index, std::int64_t more) const {
                   std::to_string(length) + " and " + std::to_string(more) + " more");
 }
 
+std::size_t SessionState::pages_lacking(const LayerState& layer, std::int64_t more) const {
+  const std::int64_t pages = ceil_div(layer.length + more, engine_->kv.page_tokens);
+  return static_cast<std::size_t>(std::max<std::int64_t>(pages - layer.pages.size(), 0));
+}
+
 void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64_t more) {
   check_room(index, more);
   LayerState& layer = this->layer(index);
+  account_->check(pages_lacking(layer, more));
   grow_blocks(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
 }
 
@@ -202,6 +235,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   const std::int64_t num_pages = ceil_div(tokens, page_tokens);
   const std::int64_t old_pages = layer.pages.size();
   const auto grow = [&] { return layer.pages.grow(stream, num_pages); };
+  PageAccount::Addition addition(*account_, pages_lacking(layer, more));
   if (!evicting(*engine_, stream, *engine_->pages, std::max<std::int64_t>(num_pages - old_pages, 0),
                 grow)) {
     throw Error(ErrorCode::kResourceExhausted,
@@ -211,6 +245,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
                     " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
                     why_not(*engine_));
   }
+  addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
   try {
     grow_blocks(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
@@ -288,7 +323,9 @@ void SessionState::restore_capacity(transfer::Stream& stream, int index, std::in
 }
 
 void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens) {
+  const std::int64_t before = layer.pages.size();
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
+  account_->remove(static_cast<std::size_t>(before - layer.pages.size()));
   for (transfer::PageTable& blocks : layer.blocks) {
     blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
   }

@@ -99,6 +99,8 @@ class SessionState {
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
   /// Throws `kResourceExhausted` unless a layer may have so many more tokens.
   void check_room(int layer, std::int64_t more) const;
+  /// Pages that a layer lacks for `more` tokens.
+  [[nodiscard]] std::size_t pages_lacking(const LayerState& layer, std::int64_t more) const;
   /// Makes a part-filled last page be here, and its copies in tiers count no more.
   void open_tail(transfer::Stream& stream, LayerState& layer);
   /// Copies the part-filled last page and blocks of a layer, where they are shared.
@@ -107,6 +109,7 @@ class SessionState {
   static void drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory);
 
   std::shared_ptr<EngineState> engine_;
+  std::unique_ptr<PageAccount> account_;
   std::int64_t max_tokens_;
   PrefixKey root_key_{};         ///< Of those who share prefixes with the session.
   std::vector<PrefixKey> keys_;  ///< Of its first pages, as far as their ids are known.

@@ -99,6 +99,13 @@ struct SessionConfig {
   /// a name for the weights and all else that keys and values depend on beside the ids.
   std::string_view tenant_secret{};
   std::string_view model_fingerprint{};
+  /// Most bytes of pages that the session may hold in all layers, here and in tiers; 0: no limit. A
+  /// call that needs more throws `kResourceExhausted` and changes nothing; a stored prefix begins
+  /// the session as far as they go.
+  std::size_t max_page_bytes = 0;
+  /// Whose quota (`Engine::set_quota`) the session's pages count against as well, and those of
+  /// sessions that it is forked to; empty: nobody's.
+  std::string_view tenant{};
 };
 
 /// One entry of a ragged batch: a session and its tensors. Every session at most once.
@@ -125,6 +132,13 @@ class KVTIER_EXPORT Engine {
   /// Opens a session, empty but for a stored prefix of `config.token_ids`. Throws
   /// `kResourceExhausted` when its tables do not fit.
   [[nodiscard]] Session open(const SessionConfig& config = {});
+
+  /// Limits the bytes of pages that the sessions of a tenant may hold together, now and later:
+  /// calls that need more throw `kResourceExhausted` and change nothing, what is held stays. A page
+  /// counts in each session that holds it, because sharing may end with any append; stored
+  /// prefixes count as what sessions hold of them. SIZE_MAX: no limit. Throws `kInvalidArgument`
+  /// for a tenant without a name.
+  void set_quota(std::string_view tenant, std::size_t page_bytes);
 
   /// `Session::decode` for a ragged batch: items may differ in length, tokens and options. All
   /// items are checked before any changes.

@@ -336,6 +336,20 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_open_prefix(kvtier_engine* engine,
                                                          int64_t capacity_tokens,
                                                          const kvtier_prefix* prefix,
                                                          kvtier_session** session);
+/* SessionConfig. Zero and NULL: the default. */
+typedef struct kvtier_session_config {
+  size_t struct_size;
+  int64_t capacity_tokens;
+  const kvtier_prefix* prefix; /* may be NULL */
+  uint64_t max_page_bytes;
+  const char* tenant;
+} kvtier_session_config;
+KVTIER_C_EXPORT kvtier_status kvtier_session_open_config(kvtier_engine* engine,
+                                                         const kvtier_session_config* config,
+                                                         kvtier_session** session);
+/* Engine::set_quota; UINT64_MAX: no limit. */
+KVTIER_C_EXPORT kvtier_status kvtier_engine_set_quota(kvtier_engine* engine, const char* tenant,
+                                                      uint64_t page_bytes);
 /* Stores the whole pages of the first tokens for sessions opened later: Session::publish. */
 KVTIER_C_EXPORT kvtier_status kvtier_session_publish(kvtier_session* session,
                                                      const int32_t* token_ids, size_t num_token_ids,

@@ -113,10 +113,18 @@ struct Stats {
     std::uint64_t used_bytes = 0;
     std::uint64_t servers = 0, servers_open = 0, servers_probing = 0;  ///< As in `TierStats`.
   };
+  /// A tenant that has sessions or a quota.
+  struct Tenant {
+    std::string name;
+    std::size_t sessions = 0;
+    std::size_t page_bytes = 0;   ///< Held by its sessions, a page in each that holds it.
+    std::size_t quota_bytes = 0;  ///< In whole pages; SIZE_MAX: none.
+  };
   Cumulative cumulative;
   Snapshot snapshot;
   StageSeconds seconds;
-  std::vector<Tier> tiers;  ///< In the order in which they are asked.
+  std::vector<Tier> tiers;      ///< In the order in which they are asked.
+  std::vector<Tenant> tenants;  ///< By name.
 };
 
 }  // namespace kvtier

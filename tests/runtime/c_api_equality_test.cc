@@ -203,6 +203,21 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
     EXPECT_TRUE(a.same_results(b)) << "with a prefix of " << length;
     kvtier_session_close(c_found);
   }
+  kvtier_session* c_limited = nullptr;
+  const kvtier_session_config limited = {sizeof(limited), 0, nullptr, 1, "someone"};
+  ASSERT_EQ(kvtier_session_open_config(c_engine_, &limited, &c_limited), KVTIER_OK);
+  EXPECT_EQ(kvtier_session_decode(c_limited, 0, &args, kNoStream), KVTIER_RESOURCE_EXHAUSTED);
+  kvtier_session_close(c_limited);
+  const kvtier_session_config sizeless{};
+  for (const kvtier_session_config* config : {&sizeless, &limited}) {
+    kvtier_engine* const engine = config == &limited ? nullptr : c_engine_;
+    EXPECT_EQ(kvtier_session_open_config(engine, config, &c_limited), KVTIER_INVALID_ARGUMENT);
+  }
+  EXPECT_EQ(kvtier_session_open_config(c_engine_, nullptr, &c_limited), KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(kvtier_engine_set_quota(c_engine_, "someone", 0), KVTIER_OK);
+  EXPECT_EQ(kvtier_engine_set_quota(c_engine_, "", 0), KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(kvtier_engine_set_quota(c_engine_, nullptr, 0), KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(kvtier_engine_set_quota(nullptr, "someone", 0), KVTIER_INVALID_ARGUMENT);
   kvtier_stats stats{};
   stats.struct_size = sizeof(stats);
   ASSERT_EQ(kvtier_engine_stats(c_engine_, &stats), KVTIER_OK);
