@@ -198,8 +198,8 @@ class RemoteSession {
   void append(int layer, const TensorView& keys, const TensorView& values);
   void select(int layer, const TensorView& query, const SelectOutputs& outputs,
               const AttendOptions& options = {});
-  /// `outputs.out` has the dtype of the query; `outputs.selected`, `outputs.missed` and recall
-  /// targets are not to be had (`kUnimplemented`).
+  /// `outputs.out` has the dtype of the query; `outputs.selected` is not to be had
+  /// (`kUnimplemented`).
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options = {});
   /// Likewise. A step whose reply was lost is asked for again, never stored twice.

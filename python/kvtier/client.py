@@ -61,6 +61,7 @@ class AttendItem:
     query: ArrayLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
+    with_missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class DecodeItem:
     value: ArrayLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
+    with_missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,15 +198,15 @@ class Client(Closing):
         queries = [tensors.check("query", item.query) for item in items]
         for item, query in zip(items, queries):
             message = request.items.add()
-            fill_attend(message, item.session, item.layer, item.options)
-            call.output_bytes += output_bytes(query)
+            fill_attend(message, item.session, item.layer, item.options, item.with_missed)
+            call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
             add_selected(call, message, item.selected)
         reply = attention_pb2.BatchAttendResponse()
         response = self.run(call, reply, self.connection.attention.BatchAttend)
         return [
-            _outcome(found.status, lambda: take_attend(found.response, query))
-            for query, found in zip(queries, response.items, strict=True)
+            _outcome(found.status, lambda: take_attend(found.response, query, item.with_missed))
+            for item, query, found in zip(items, queries, response.items, strict=True)
         ]
 
     def batch_decode(self, items: Sequence[DecodeItem]) -> list[AttendOutcome]:
@@ -219,8 +221,8 @@ class Client(Closing):
             session = item.session
             message = request.items.add()
             key = tensors.check("key", item.key)
-            fill_attend(message, session, item.layer, item.options)
-            call.output_bytes += output_bytes(query)
+            fill_attend(message, session, item.layer, item.options, item.with_missed)
+            call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
             call.add(message.key, key)
             call.add(message.value, tensors.check("value", item.value))
@@ -237,8 +239,8 @@ class Client(Closing):
             if found.status.code == 0:
                 item.session.stored(item.layer, tokens)
         return [
-            _outcome(found.status, lambda: take_attend(found.response, query))
-            for query, found in zip(queries, response.items)
+            _outcome(found.status, lambda: take_attend(found.response, query, item.with_missed))
+            for item, query, found in zip(items, queries, response.items)
         ]
 
     def batch_fetch(self, items: Sequence[FetchItem]) -> list[FetchOutcome]:

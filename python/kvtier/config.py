@@ -15,6 +15,7 @@ __all__ = [
     "LayerMode",
     "ModelConfig",
     "PlaneKind",
+    "RecallTarget",
     "RetrievalConfig",
     "Selection",
     "SketchConfig",
@@ -172,6 +173,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class RecallTarget:
+    """How much of the attention a call is to keep, instead of how many tokens: the fewest tokens
+    whose estimated share of the attention reaches `recall`, at most `top_k` or `sparsity`."""
+
+    recall: float = 0.99
+    min_top_k: int = 16
+    #: Share of the variance of the scores' noise that the estimate takes out.
+    noise_share: float = 0.5
+
+    def message(self) -> retrieval_pb2.RecallTarget:
+        return retrieval_pb2.RecallTarget(
+            recall=self.recall, min_top_k=self.min_top_k, noise_share=self.noise_share
+        )
+
+
+@dataclass(frozen=True)
 class AttendOptions:
     """Changes of a layer's attention for one call. None keeps the session's."""
 
@@ -181,6 +198,8 @@ class AttendOptions:
     #: Tokens at or after this index are always attended.
     dense_from: int | None = None
     retrieval: RetrievalConfig | None = None
+    #: Only with a norm-aware estimator and without a logit softcap.
+    recall_target: RecallTarget | None = None
 
     def message(self) -> retrieval_pb2.AttendOptions:
         return retrieval_pb2.AttendOptions(
@@ -189,4 +208,5 @@ class AttendOptions:
             mode=None if self.mode is None else self.mode.value,
             dense_from=self.dense_from,
             retrieval=None if self.retrieval is None else self.retrieval.message(),
+            recall_target=None if self.recall_target is None else self.recall_target.message(),
         )

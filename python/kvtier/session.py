@@ -30,12 +30,18 @@ _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 
 
-class AttendResult(NamedTuple):
-    """`out`: [tokens, query_heads, head_dim], dtype of the query. `lse`: [tokens, query_heads],
-    natural log of the softmax denominator. Read-only."""
-
+class _Attended(NamedTuple):
     out: Array
     lse: NDArray[np.float32]
+
+
+class AttendResult(_Attended):
+    """`out`: [tokens, query_heads, head_dim], dtype of the query. `lse`: [tokens, query_heads],
+    natural log of the softmax denominator. These two are what it unpacks to. Read-only."""
+
+    #: As `lse`, the estimated share of the attention of all visible tokens that fell on tokens not
+    #: attended; None unless asked for.
+    missed: NDArray[np.float32] | None = None
 
 
 class SelectResult(NamedTuple):
@@ -84,15 +90,19 @@ def fill_attend(
     session: RemoteSession,
     layer: int,
     options: AttendOptions,
+    with_missed: bool,
 ) -> None:
     request.session = session.name
     request.layer = layer
     request.options.CopyFrom(options.message())
+    request.with_missed = with_missed
 
 
-def output_bytes(query: Array) -> int:
-    """Room for what is attended, and at most 1/32 of it for the log-sum-exps."""
-    return frames.aligned(query.nbytes) + frames.aligned(query.nbytes // 32)
+def output_bytes(query: Array, with_missed: bool) -> int:
+    """Room for what is attended, and at most 1/32 of it for the log-sum-exps, and the shares that
+    were missed."""
+    per_head = frames.aligned(query.nbytes // 32)
+    return frames.aligned(query.nbytes) + (2 * per_head if with_missed else per_head)
 
 
 def add_selected(
@@ -118,10 +128,16 @@ def take_select(response: attention_pb2.SelectResponse, with_scores: bool) -> Se
 
 
 def take_attend(
-    response: attention_pb2.AttendResponse | attention_pb2.DecodeResponse, query: Array
+    response: attention_pb2.AttendResponse | attention_pb2.DecodeResponse,
+    query: Array,
+    with_missed: bool,
 ) -> AttendResult:
     out = tensors.take(response.out, "out", query.dtype)
-    return AttendResult(out, tensors.take(response.lse, "lse", _FLOAT32))
+    lse = tensors.take(response.lse, "lse", _FLOAT32)
+    result = AttendResult(out, lse)
+    if with_missed:
+        result.missed = tensors.take(response.missed, "missed", _FLOAT32)
+    return result
 
 
 def take_fetch(response: attention_pb2.FetchResponse) -> FetchResult:
@@ -188,16 +204,18 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        with_missed: bool = False,
     ) -> AttendResult:
-        """Selects and attends. Stores nothing. `selected` replaces scoring."""
+        """Selects and attends. Stores nothing. `selected` replaces scoring. `with_missed`: with
+        the share of the attention that was left out, of norm-aware selections."""
         array = tensors.check("query", query)
         request = attention_pb2.AttendRequest()
-        fill_attend(request, self, layer, options)
-        call = PlaneCall(frames.ATTEND, request, output_bytes(array))
+        fill_attend(request, self, layer, options, with_missed)
+        call = PlaneCall(frames.ATTEND, request, output_bytes(array, with_missed))
         call.add(request.query, array)
         add_selected(call, request, selected)
         response = self._client.run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
-        return take_attend(response, array)
+        return take_attend(response, array, with_missed)
 
     def decode(
         self,
@@ -208,14 +226,15 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        with_missed: bool = False,
     ) -> AttendResult:
         """Appends, then attends, over the session's stream. A step whose reply was lost is asked
         for again, never stored twice."""
         array = tensors.check("query", query)
         keys = tensors.check("key", key)
         request = attention_pb2.DecodeRequest()
-        fill_attend(request, self, layer, options)
-        call = PlaneCall(frames.DECODE, request, output_bytes(array))
+        fill_attend(request, self, layer, options, with_missed)
+        call = PlaneCall(frames.DECODE, request, output_bytes(array, with_missed))
         call.add(request.query, array)
         call.add(request.key, keys)
         call.add(request.value, tensors.check("value", value))
@@ -227,7 +246,7 @@ class RemoteSession(Leased):
         if response is None:
             response = self._decode_over_grpc(call.inline())
         self.stored(layer, keys.shape[0])
-        return take_attend(response, array)
+        return take_attend(response, array, with_missed)
 
     def fetch(self, layer: int, tokens: ArrayLike) -> FetchResult:
         """Returns stored rows. `tokens`: int32 [kv_heads, n], for each KV head its own ids in any

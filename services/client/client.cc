@@ -123,7 +123,7 @@ class RemoteSession::Impl {
     start(request, tensors, -1, layer, inputs, outputs, options);
     v1::AttendResponse response;
     client_->run(services::Method::kAttend, request, tensors, response, &Stub::Attend);
-    services::take(response.out(), response.lse(), -1, outputs, client_->memories);
+    services::take(response, -1, outputs, client_->memories);
   }
 
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
@@ -137,7 +137,7 @@ class RemoteSession::Impl {
       decode_over_grpc(request, response);
     }
     stored(layer, inputs.key.shape[0]);
-    services::take(response.out(), response.lse(), -1, outputs, client_->memories);
+    services::take(response, -1, outputs, client_->memories);
   }
 
   void fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
@@ -170,7 +170,6 @@ class RemoteSession::Impl {
   void start(v1::SelectRequest& request, services::RequestTensors& tensors, int item, int layer,
              const TensorView& query, const SelectOutputs& outputs,
              const AttendOptions& options) const {
-    services::check_options(options);
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     request.set_with_scores(!outputs.scores.empty());
@@ -180,7 +179,7 @@ class RemoteSession::Impl {
   void start(v1::AttendRequest& request, services::RequestTensors& tensors, int item, int layer,
              const AttendInputs& inputs, const AttendOutputs& outputs,
              const AttendOptions& options) const {
-    services::check_attention(item, inputs.query, outputs, options, tensors.memories());
+    services::check_attention(item, inputs.query, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
@@ -191,7 +190,7 @@ class RemoteSession::Impl {
   void start(v1::DecodeRequest& request, services::RequestTensors& tensors, int item, int layer,
              const DecodeInputs& inputs, const AttendOutputs& outputs, const AttendOptions& options,
              std::int64_t ahead) {
-    services::check_attention(item, inputs.query, outputs, options, tensors.memories());
+    services::check_attention(item, inputs.query, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
@@ -416,8 +415,7 @@ std::vector<ItemResult> Client::batch_attend(std::span<const AttendItem> items) 
   impl_->run(services::Method::kBatchAttend, request, tensors, response,
              &v1::AttentionService::Stub::BatchAttend);
   return results_of(response, items.size(), [&](int i, const v1::AttendResponse& found) {
-    services::take(found.out(), found.lse(), i, items[static_cast<std::size_t>(i)].outputs,
-                   impl_->memories);
+    services::take(found, i, items[static_cast<std::size_t>(i)].outputs, impl_->memories);
   });
 }
 
@@ -437,7 +435,7 @@ std::vector<ItemResult> Client::batch_decode(std::span<const DecodeItem> items) 
   return results_of(response, items.size(), [&](int i, const v1::DecodeResponse& found) {
     const DecodeItem& item = items[static_cast<std::size_t>(i)];
     Client::Impl::impl_of(*item.session)->stored(item.layer, item.inputs.key.shape[0]);
-    services::take(found.out(), found.lse(), i, item.outputs, impl_->memories);
+    services::take(found, i, item.outputs, impl_->memories);
   });
 }
 

@@ -72,18 +72,8 @@ void check_readable(const Field& field, const TensorView& view, const DeviceMemo
   }
 }
 
-void check_options(const AttendOptions& options) {
-  if (options.recall_target) {
-    throw Error(ErrorCode::kUnimplemented, "recall_target: expected none over a service");
-  }
-}
-
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
-                     const AttendOptions& options, const DeviceMemories& memories) {
-  check_options(options);
-  if (!outputs.missed.empty()) {
-    throw Error(ErrorCode::kUnimplemented, "missed: expected no output over a service");
-  }
+                     const DeviceMemories& memories) {
   if (!outputs.selected.empty()) {
     throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
   }
@@ -96,6 +86,7 @@ void check_attention(int item, const TensorView& query, const AttendOutputs& out
   if (query.rank != 3) return;  // the server refuses it
   check_output({"out", item}, outputs.out, query, 3, query.dtype, memories);
   check_output({"lse", item}, outputs.lse, query, 2, DType::kFloat32, memories);
+  check_output({"missed", item}, outputs.missed, query, 2, DType::kFloat32, memories);
 }
 
 void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
@@ -131,12 +122,6 @@ void take(const v1::Tensor& message, const Field& field, const MutableTensorView
           v1::DataType_Name(message.dtype()) + ", found " + describe(view));
 }
 
-void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs,
-          const DeviceMemories& memories) {
-  take(out, {"out", item}, outputs.out, memories);
-  take(lse, {"lse", item}, outputs.lse, memories);
-}
-
 TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count) {
   return part_of<TensorView, const std::byte>(view, 0, first, count);
 }
@@ -164,6 +149,10 @@ void RequestTensors::add_selection() noexcept {
 
 void RequestTensors::add_attended(const TensorView& query) {
   output_bytes_ += output_bytes_for(bytes_of(query));
+}
+
+void RequestTensors::add_missed(const TensorView& query) {
+  output_bytes_ += missed_bytes_for(bytes_of(query));
 }
 
 void RequestTensors::add_rows(const FetchOutputs& outputs) {

@@ -26,10 +26,9 @@ struct Field {
 /// Throws unless `view` is memory that a call can send, of rank 1 to 4 with dense rows.
 void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories);
 /// Checks what is refused in any case, before a step is stored: outputs that do not have the shapes
-/// of the query's, options and outputs that are not to be had over a service (`kUnimplemented`).
+/// of the query's, and those that are not to be had over a service (`kUnimplemented`).
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
-                     const AttendOptions& options, const DeviceMemories& memories);
-void check_options(const AttendOptions& options);
+                     const DeviceMemories& memories);
 /// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
 void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
                  const DeviceMemories& memories);
@@ -38,8 +37,14 @@ void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs
 /// none.
 void take(const v1::Tensor& message, const Field& field, const MutableTensorView& view,
           const DeviceMemories& memories);
-void take(const v1::Tensor& out, const v1::Tensor& lse, int item, const AttendOutputs& outputs,
-          const DeviceMemories& memories);
+/// Those of an `AttendResponse` or a `DecodeResponse`.
+template <typename Response>
+void take(const Response& response, int item, const AttendOutputs& outputs,
+          const DeviceMemories& memories) {
+  take(response.out(), Field{"out", item}, outputs.out, memories);
+  take(response.lse(), Field{"lse", item}, outputs.lse, memories);
+  take(response.missed(), Field{"missed", item}, outputs.missed, memories);
+}
 
 /// Rows [first, first + count).
 [[nodiscard]] TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count);
@@ -72,6 +77,9 @@ class RequestTensors {
     if (out) *request.mutable_out_memory() = *out;
     if (lse) *request.mutable_lse_memory() = *lse;
     if (!out || !lse) add_attended(query);
+    if (outputs.missed.empty()) return;
+    request.set_with_missed(true);
+    add_missed(query);
   }
   /// Room for the rows that `outputs` have.
   void add_rows(const FetchOutputs& outputs);
@@ -88,6 +96,7 @@ class RequestTensors {
     CopyBytes copy;
   };
   void add_attended(const TensorView& query);
+  void add_missed(const TensorView& query);
 
   const DeviceMemories& memories_;
   std::vector<Slot> slots_;

@@ -21,8 +21,10 @@ std::uint64_t output_bytes_of(const Request& request) {
       requires { request.with_scores(); } || !requires { request.query(); }) {
     return 0;  // refused afterwards, when nothing has changed
   } else {
-    if (request.has_out_memory() && request.has_lse_memory()) return 0;
-    return output_bytes_for(bytes_of(request.query(), "query"));
+    const std::uint64_t query = bytes_of(request.query(), "query");
+    const std::uint64_t missed = request.with_missed() ? missed_bytes_for(query) : 0;
+    if (request.has_out_memory() && request.has_lse_memory()) return missed;
+    return output_bytes_for(query) + missed;
   }
 }
 

@@ -124,6 +124,10 @@ inline constexpr std::uint64_t kTensorAlignment = 64;
 [[nodiscard]] constexpr std::uint64_t output_bytes_for(std::uint64_t query_bytes) noexcept {
   return aligned_bytes(query_bytes) + aligned_bytes(query_bytes / 32);
 }
+/// Likewise of the shares that were missed.
+[[nodiscard]] constexpr std::uint64_t missed_bytes_for(std::uint64_t query_bytes) noexcept {
+  return aligned_bytes(query_bytes / 32);
+}
 
 /// kCall: a request of kvtier.v1 whose tensors have no data; `tensors` says where it is, in the
 /// order in which they stand in the request, but for those that name device memory. The reply's

@@ -97,7 +97,7 @@ KeyValue key_value_of(const SessionEntry& entry, const Request& request, UsedReg
   return views;
 }
 
-/// Makes `out` and `lse` of a reply, where the request wants them.
+/// Makes `out`, `lse` and `missed` of a reply, where the request wants them.
 template <typename Request, typename Response>
 AttendOutputs make_outputs(const Request& request, const TensorView& query, ReplyBudget& budget,
                            Response& response, UsedRegions& regions) {
@@ -109,6 +109,7 @@ AttendOutputs make_outputs(const Request& request, const TensorView& query, Repl
     bytes += rows * head_dim * static_cast<std::int64_t>(dtype_bytes(query.dtype));
   }
   if (!request.has_lse_memory()) bytes += rows * 4;
+  if (request.with_missed()) bytes += rows * 4;
   budget.take(bytes);
   v1::Tensor& out = *response.mutable_out();
   v1::Tensor& lse = *response.mutable_lse();
@@ -120,6 +121,9 @@ AttendOutputs make_outputs(const Request& request, const TensorView& query, Repl
   outputs.lse = request.has_lse_memory() ? place_tensor(lse, request.lse_memory(), DType::kFloat32,
                                                         {tokens, heads}, "lse_memory", regions)
                                          : make_tensor(lse, DType::kFloat32, {tokens, heads});
+  if (request.with_missed()) {
+    outputs.missed = make_tensor(*response.mutable_missed(), DType::kFloat32, {tokens, heads});
+  }
   return outputs;
 }
 
@@ -143,6 +147,7 @@ std::string digest_of(const v1::DecodeRequest& request) {
   }
   if (request.has_out_memory()) add_place(request.out_memory());
   if (request.has_lse_memory()) add_place(request.lse_memory());
+  if (request.with_missed()) add("missed");
   done = done && EVP_DigestFinal_ex(context.get(), digest.data(), &size) == 1;
   if (!done) throw std::bad_alloc();
   return {digest.begin(), digest.begin() + size};

@@ -346,6 +346,12 @@ CallOptions::CallOptions(const v1::AttendOptions& message, const RetrievalConfig
   if (message.has_softmax_scale()) options.softmax_scale = message.softmax_scale();
   if (message.has_logit_softcap()) options.logit_softcap = message.logit_softcap();
   if (message.has_dense_from()) options.dense_from = message.dense_from();
+  if (!message.has_recall_target()) return;
+  const v1::RecallTarget& given = message.recall_target();
+  RecallTarget& target = options.recall_target.emplace();
+  if (given.has_recall()) target.recall = given.recall();
+  if (given.has_min_top_k()) target.min_top_k = given.min_top_k();
+  if (given.has_noise_share()) target.noise_share = given.noise_share();
 }
 
 void check_request_id(const std::string& text) {

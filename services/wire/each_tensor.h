@@ -48,6 +48,7 @@ requires requires(Message& message) { message.mutable_lse(); }
 void each_tensor(Message& message, Visit visit) {
   visit(*message.mutable_out());
   visit(*message.mutable_lse());
+  if (message.has_missed()) visit(*message.mutable_missed());
 }
 template <typename Message, typename Visit>
 requires requires(Message& message) { message.mutable_items(); }

@@ -154,6 +154,12 @@ v1::AttendOptions message_of(const AttendOptions& options) {
   if (options.mode) message.set_mode(message_of(*options.mode));
   if (options.dense_from) message.set_dense_from(*options.dense_from);
   if (options.retrieval != nullptr) *message.mutable_retrieval() = message_of(*options.retrieval);
+  if (options.recall_target) {
+    v1::RecallTarget& target = *message.mutable_recall_target();
+    target.set_recall(options.recall_target->recall);
+    target.set_min_top_k(options.recall_target->min_top_k);
+    target.set_noise_share(options.recall_target->noise_share);
+  }
   return message;
 }
 

@@ -125,6 +125,40 @@ class SessionTest(ServerTest):
         expected, _ = dense_attention(query, case.keys, case.values)
         np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
 
+    def test_recall_targets_keep_more_and_tell_what_is_missed(self) -> None:
+        norm_aware = kvtier.RetrievalConfig(
+            estimator=kvtier.Estimator.NORM_AWARE, top_k=200, sink_tokens=4, recent_tokens=4
+        )
+        case = Case(300)
+        session = self.client.open(MODEL, norm_aware)
+        self.addCleanup(session.close)
+        session.append(0, case.keys, case.values)
+        query = case.query(2)
+        counts, shares = [], []
+        for recall in (0.3, 0.9):
+            options = kvtier.AttendOptions(
+                recall_target=kvtier.RecallTarget(recall=recall, min_top_k=1)
+            )
+            counts.append(int((session.select(0, query, options).ids >= 0).sum()))
+            result = session.attend(0, query, options, with_missed=True)
+            assert result.missed is not None
+            self.assertEqual(result.missed.shape, (2, MODEL.query_heads))
+            shares.append(float(result.missed.mean()))
+            out, _ = session.attend(0, query, options)
+            np.testing.assert_array_equal(out, result.out)
+            item = kvtier.AttendItem(session, 0, query, options, with_missed=True)
+            (found,) = self.client.batch_attend([item])
+            assert isinstance(found, kvtier.AttendResult) and found.missed is not None
+            np.testing.assert_array_equal(found.missed, result.missed)
+        self.assertLess(counts[0], counts[1])
+        self.assertGreater(shares[0], shares[1])
+        step = session.decode(0, query[:1], case.keys[:1], case.values[:1], with_missed=True)
+        assert step.missed is not None
+        self.assertEqual(step.missed.shape, (1, MODEL.query_heads))
+        with self.assertRaises(kvtier.InvalidArgumentError):
+            target = kvtier.RecallTarget(recall=1.5)
+            session.attend(0, query, kvtier.AttendOptions(recall_target=target))
+
     def test_truncate_and_refresh_tell_the_lengths(self) -> None:
         case = Case(10)
         for layer in range(MODEL.layers):

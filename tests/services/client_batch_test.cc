@@ -244,8 +244,8 @@ TEST_P(ClientBatchTest, IsRefusedBeforeItIsSentForAnItemThatCannotBe) {
           [](DecodeItem& item) { item.outputs.out.shape[2] = 63; });
   refused(invalid, "items[1].lse: expected fp32 [1, 4], found int32 [1, 4]",
           [](DecodeItem& item) { item.outputs.lse.dtype = DType::kInt32; });
-  refused(ErrorCode::kUnimplemented, "recall_target",
-          [](DecodeItem& item) { item.options.recall_target = RecallTarget{}; });
+  refused(invalid, "items[1].missed: expected fp32 [1, 4], found fp32 [1, 4, 64]",
+          [](DecodeItem& item) { item.outputs.missed = item.outputs.out; });
   EXPECT_EQ(frames(), before);
   remote_->refresh();
   EXPECT_EQ(remote_->length(0), kFilled);

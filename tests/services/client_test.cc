@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <cmath>
 #include <numeric>
 
 namespace kvtier::services::testing {
@@ -322,29 +323,63 @@ TEST_P(ClientTest, SessionBeginsWithWhatAnotherHasPublished) {
   EXPECT_EQ(code_of([&] { (void)client_->open(config); }), ErrorCode::kInvalidArgument);
 }
 
-TEST_P(ClientTest, RecallTargetsStayInTheProcess) {
-  fill(150);
-  const auto query = random_floats(std::size_t{kQueryHeads} * kHeadDim, 5);
-  std::vector<float> out(query.size());
-  std::vector<float> missed(kQueryHeads);
-  std::vector<std::int32_t> ids(150 * kKvHeads);
-  const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
+TEST_P(ClientTest, RecallTargetsAndMissedSharesAreThoseOfASessionHere) {
+  fill(600);
+  constexpr std::size_t kTokens = 3;
+  const auto query = random_floats(kTokens * kQueryHeads * kHeadDim, 5);
+  const AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, kTokens, kQueryHeads),
                             .selected = {}};
+  RetrievalConfig retrieval = session_config().retrieval;
+  retrieval.estimator = Estimator::kNormAware;
+  retrieval.num_planes = 128;
+  retrieval.top_k = 400;
+  std::vector<float> shares;
+  for (const double recall : {0.5, 0.9}) {
+    const AttendOptions options{.retrieval = &retrieval,
+                                .recall_target = RecallTarget{.recall = recall, .min_top_k = 3}};
+    std::vector<float> out(query.size()), expected(query.size());
+    std::vector<float> missed(kTokens * kQueryHeads), expected_missed(missed.size());
+    const auto outputs = [&](std::vector<float>& to, std::vector<float>& share) {
+      AttendOutputs result;
+      result.out = {to.data(), DType::kFloat32, {kTokens, kQueryHeads, kHeadDim}};
+      result.missed = {share.data(), DType::kFloat32, {kTokens, kQueryHeads}};
+      return result;
+    };
+    remote_->attend(0, inputs, outputs(out, missed), options);
+    local_->attend(0, inputs, outputs(expected, expected_missed), {}, options);
+    EXPECT_THAT(out, ElementsAreArray(expected));
+    EXPECT_THAT(missed, ElementsAreArray(expected_missed));
+    shares.push_back(std::accumulate(missed.begin(), missed.end(), 0.0F));
+
+    const auto rows = random_floats(kTokens * kKvHeads * kHeadDim, 6);
+    const TensorView row = tokens_view(rows, DType::kFloat32, kTokens, kKvHeads);
+    const DecodeInputs step{.query = inputs.query, .key = row, .value = row, .selected = {}};
+    remote_->decode(0, step, outputs(out, missed), options);
+    local_->decode(0, step, outputs(expected, expected_missed), {}, options);
+    EXPECT_THAT(out, ElementsAreArray(expected));
+    EXPECT_THAT(missed, ElementsAreArray(expected_missed));
+
+    std::vector<std::int32_t> ids(kTokens * kKvHeads * 400), expected_ids(ids.size());
+    const auto chosen = [](std::vector<std::int32_t>& to) {
+      return SelectOutputs{.ids = {to.data(), DType::kInt32, {kTokens, kKvHeads, 400}}};
+    };
+    remote_->select(0, inputs.query, chosen(ids), options);
+    local_->select(0, inputs.query, chosen(expected_ids), {}, options);
+    EXPECT_EQ(ids, expected_ids);
+  }
+  EXPECT_GT(shares[0], shares[1]);
+
+  // What the estimator cannot tell is refused, by the server.
+  retrieval.estimator = Estimator::kSoftCollision;
+  std::vector<float> out(query.size());
   AttendOutputs outputs;
-  outputs.out = {out.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim}};
-  const AttendOptions target{.recall_target = RecallTarget{}};
-  const auto expect_refused = [this](const std::function<void()>& call) {
-    EXPECT_EQ(code_of(call), ErrorCode::kUnimplemented) << message_;
-    EXPECT_EQ(remote_->length(0), 150);
-  };
-  expect_refused([&] { remote_->attend(0, inputs, outputs, target); });
-  expect_refused([&] {
-    remote_->select(0, inputs.query, {.ids = {ids.data(), DType::kInt32, {1, kKvHeads, 150}}},
-                    target);
-  });
-  outputs.missed = {missed.data(), DType::kFloat32, {1, kQueryHeads}};
-  expect_refused([&] { remote_->attend(0, inputs, outputs); });
-  EXPECT_EQ(out, std::vector<float>(query.size()));
+  outputs.out = {out.data(), DType::kFloat32, {kTokens, kQueryHeads, kHeadDim}};
+  for (const double recall : {0.9, 1.5, std::nan("")}) {
+    const AttendOptions options{.recall_target = RecallTarget{.recall = recall}};
+    EXPECT_EQ(code_of([&] { remote_->attend(0, inputs, outputs, options); }),
+              ErrorCode::kInvalidArgument);
+    EXPECT_THAT(message_, HasSubstr("recall_target"));
+  }
 }
 
 TEST_P(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {

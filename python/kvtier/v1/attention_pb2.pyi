@@ -29,7 +29,7 @@ class AppendResponse(_message.Message):
     def __init__(self, layer_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "selected", "session"]
+    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "selected", "session", "with_missed"]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class AttendRequest(_message.Message):
     QUERY_FIELD_NUMBER: _ClassVar[int]
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    WITH_MISSED_FIELD_NUMBER: _ClassVar[int]
     layer: int
     lse_memory: _tensor_pb2.DeviceMemory
     options: _retrieval_pb2.AttendOptions
@@ -44,15 +45,18 @@ class AttendRequest(_message.Message):
     query: _tensor_pb2.Tensor
     selected: _tensor_pb2.Tensor
     session: str
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
+    with_missed: bool
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
 
 class AttendResponse(_message.Message):
-    __slots__ = ["lse", "out"]
+    __slots__ = ["lse", "missed", "out"]
     LSE_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
     lse: _tensor_pb2.Tensor
+    missed: _tensor_pb2.Tensor
     out: _tensor_pb2.Tensor
-    def __init__(self, out: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, out: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., missed: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class BatchAttendRequest(_message.Message):
     __slots__ = ["items"]
@@ -131,7 +135,7 @@ class BatchSelectResponse(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[BatchSelectResponse.Item, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value"]
+    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value", "with_missed"]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +147,7 @@ class DecodeRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    WITH_MISSED_FIELD_NUMBER: _ClassVar[int]
     key: _tensor_pb2.Tensor
     layer: int
     lse_memory: _tensor_pb2.DeviceMemory
@@ -154,19 +159,22 @@ class DecodeRequest(_message.Message):
     session: str
     step: int
     value: _tensor_pb2.Tensor
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
+    with_missed: bool
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ["layer", "lse", "out", "step"]
+    __slots__ = ["layer", "lse", "missed", "out", "step"]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     layer: int
     lse: _tensor_pb2.Tensor
+    missed: _tensor_pb2.Tensor
     out: _tensor_pb2.Tensor
     step: int
-    def __init__(self, layer: _Optional[int] = ..., step: _Optional[int] = ..., out: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., step: _Optional[int] = ..., out: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., missed: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ["layer", "session", "tokens"]

@@ -13,23 +13,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/retrieval.proto\x12\tkvtier.v1\"N\n\x06Sketch\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x12\n\nnum_planes\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"<\n\rSelectionSize\x12\x0f\n\x05top_k\x18\x01 \x01(\x05H\x00\x12\x12\n\x08sparsity\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\x9c\x04\n\x10RetrievalOptions\x12\'\n\testimator\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.Estimator\x12\x32\n\x0fvalue_weighting\x18\x02 \x01(\x0e\x32\x19.kvtier.v1.ValueWeighting\x12\'\n\tselection\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.Selection\x12&\n\x04size\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SelectionSize\x12\x10\n\x03tau\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x17\n\nquery_bits\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12(\n\nplane_kind\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10planes_per_table\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x13\n\x06tables\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nnum_planes\x18\x0b \x01(\x05H\x05\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x0c \x01(\x05H\x06\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\r \x01(\x05H\x07\x88\x01\x01\x42\x06\n\x04_tauB\r\n\x0b_query_bitsB\x07\n\x05_seedB\x13\n\x11_planes_per_tableB\t\n\x07_tablesB\r\n\x0b_num_planesB\x0e\n\x0c_sink_tokensB\x10\n\x0e_recent_tokens\"\xe7\x01\n\rAttendOptions\x12\x1a\n\rsoftmax_scale\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rlogit_softcap\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x17\n\ndense_from\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12.\n\tretrieval\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptionsB\x10\n\x0e_softmax_scaleB\x10\n\x0e_logit_softcapB\r\n\x0b_dense_from*|\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45STIMATOR_SOFT_COLLISION\x10\x01\x12\x1c\n\x18\x45STIMATOR_HARD_COLLISION\x10\x02\x12\x18\n\x14\x45STIMATOR_NORM_AWARE\x10\x03*\xa2\x01\n\x0eValueWeighting\x12\x1f\n\x1bVALUE_WEIGHTING_UNSPECIFIED\x10\x00\x12\x1a\n\x16VALUE_WEIGHTING_LINEAR\x10\x01\x12\x1e\n\x1aVALUE_WEIGHTING_CALIBRATED\x10\x02\x12\x19\n\x15VALUE_WEIGHTING_LOGIT\x10\x03\x12\x18\n\x14VALUE_WEIGHTING_NONE\x10\x04*_\n\tSelection\x12\x19\n\x15SELECTION_UNSPECIFIED\x10\x00\x12\x1c\n\x18SELECTION_PER_QUERY_HEAD\x10\x01\x12\x19\n\x15SELECTION_PER_KV_HEAD\x10\x02*[\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13PLANE_KIND_GAUSSIAN\x10\x01\x12\x19\n\x15PLANE_KIND_ORTHOGONAL\x10\x02*s\n\tLayerMode\x12\x1a\n\x16LAYER_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LAYER_MODE_SPARSE\x10\x01\x12\x14\n\x10LAYER_MODE_DENSE\x10\x02\x12\x1d\n\x19LAYER_MODE_SLIDING_WINDOW\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/retrieval.proto\x12\tkvtier.v1\"N\n\x06Sketch\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x12\n\nnum_planes\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"<\n\rSelectionSize\x12\x0f\n\x05top_k\x18\x01 \x01(\x05H\x00\x12\x12\n\x08sparsity\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\x9c\x04\n\x10RetrievalOptions\x12\'\n\testimator\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.Estimator\x12\x32\n\x0fvalue_weighting\x18\x02 \x01(\x0e\x32\x19.kvtier.v1.ValueWeighting\x12\'\n\tselection\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.Selection\x12&\n\x04size\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SelectionSize\x12\x10\n\x03tau\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x17\n\nquery_bits\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12(\n\nplane_kind\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10planes_per_table\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x13\n\x06tables\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nnum_planes\x18\x0b \x01(\x05H\x05\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x0c \x01(\x05H\x06\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\r \x01(\x05H\x07\x88\x01\x01\x42\x06\n\x04_tauB\r\n\x0b_query_bitsB\x07\n\x05_seedB\x13\n\x11_planes_per_tableB\t\n\x07_tablesB\r\n\x0b_num_planesB\x0e\n\x0c_sink_tokensB\x10\n\x0e_recent_tokens\"\x97\x02\n\rAttendOptions\x12\x1a\n\rsoftmax_scale\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rlogit_softcap\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x17\n\ndense_from\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12.\n\tretrieval\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptions\x12.\n\rrecall_target\x18\x06 \x01(\x0b\x32\x17.kvtier.v1.RecallTargetB\x10\n\x0e_softmax_scaleB\x10\n\x0e_logit_softcapB\r\n\x0b_dense_from\"~\n\x0cRecallTarget\x12\x13\n\x06recall\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tmin_top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0bnoise_share\x18\x03 \x01(\x02H\x02\x88\x01\x01\x42\t\n\x07_recallB\x0c\n\n_min_top_kB\x0e\n\x0c_noise_share*|\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45STIMATOR_SOFT_COLLISION\x10\x01\x12\x1c\n\x18\x45STIMATOR_HARD_COLLISION\x10\x02\x12\x18\n\x14\x45STIMATOR_NORM_AWARE\x10\x03*\xa2\x01\n\x0eValueWeighting\x12\x1f\n\x1bVALUE_WEIGHTING_UNSPECIFIED\x10\x00\x12\x1a\n\x16VALUE_WEIGHTING_LINEAR\x10\x01\x12\x1e\n\x1aVALUE_WEIGHTING_CALIBRATED\x10\x02\x12\x19\n\x15VALUE_WEIGHTING_LOGIT\x10\x03\x12\x18\n\x14VALUE_WEIGHTING_NONE\x10\x04*_\n\tSelection\x12\x19\n\x15SELECTION_UNSPECIFIED\x10\x00\x12\x1c\n\x18SELECTION_PER_QUERY_HEAD\x10\x01\x12\x19\n\x15SELECTION_PER_KV_HEAD\x10\x02*[\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13PLANE_KIND_GAUSSIAN\x10\x01\x12\x19\n\x15PLANE_KIND_ORTHOGONAL\x10\x02*s\n\tLayerMode\x12\x1a\n\x16LAYER_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LAYER_MODE_SPARSE\x10\x01\x12\x14\n\x10LAYER_MODE_DENSE\x10\x02\x12\x1d\n\x19LAYER_MODE_SLIDING_WINDOW\x10\x03\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.retrieval_pb2', globals())
 if _descriptor._USE_C_DESCRIPTORS == False:
 
   DESCRIPTOR._options = None
-  _ESTIMATOR._serialized_start=959
-  _ESTIMATOR._serialized_end=1083
-  _VALUEWEIGHTING._serialized_start=1086
-  _VALUEWEIGHTING._serialized_end=1248
-  _SELECTION._serialized_start=1250
-  _SELECTION._serialized_end=1345
-  _PLANEKIND._serialized_start=1347
-  _PLANEKIND._serialized_end=1438
-  _LAYERMODE._serialized_start=1440
-  _LAYERMODE._serialized_end=1555
+  _ESTIMATOR._serialized_start=1135
+  _ESTIMATOR._serialized_end=1259
+  _VALUEWEIGHTING._serialized_start=1262
+  _VALUEWEIGHTING._serialized_end=1424
+  _SELECTION._serialized_start=1426
+  _SELECTION._serialized_end=1521
+  _PLANEKIND._serialized_start=1523
+  _PLANEKIND._serialized_end=1614
+  _LAYERMODE._serialized_start=1616
+  _LAYERMODE._serialized_end=1731
   _SKETCH._serialized_start=40
   _SKETCH._serialized_end=118
   _SELECTIONSIZE._serialized_start=120
@@ -37,5 +37,7 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _RETRIEVALOPTIONS._serialized_start=183
   _RETRIEVALOPTIONS._serialized_end=723
   _ATTENDOPTIONS._serialized_start=726
-  _ATTENDOPTIONS._serialized_end=957
+  _ATTENDOPTIONS._serialized_end=1005
+  _RECALLTARGET._serialized_start=1007
+  _RECALLTARGET._serialized_end=1133
 # @@protoc_insertion_point(module_scope)

@@ -25,18 +25,30 @@ VALUE_WEIGHTING_NONE: ValueWeighting
 VALUE_WEIGHTING_UNSPECIFIED: ValueWeighting
 
 class AttendOptions(_message.Message):
-    __slots__ = ["dense_from", "logit_softcap", "mode", "retrieval", "softmax_scale"]
+    __slots__ = ["dense_from", "logit_softcap", "mode", "recall_target", "retrieval", "softmax_scale"]
     DENSE_FROM_FIELD_NUMBER: _ClassVar[int]
     LOGIT_SOFTCAP_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    RECALL_TARGET_FIELD_NUMBER: _ClassVar[int]
     RETRIEVAL_FIELD_NUMBER: _ClassVar[int]
     SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
     dense_from: int
     logit_softcap: float
     mode: LayerMode
+    recall_target: RecallTarget
     retrieval: RetrievalOptions
     softmax_scale: float
-    def __init__(self, softmax_scale: _Optional[float] = ..., logit_softcap: _Optional[float] = ..., mode: _Optional[_Union[LayerMode, str]] = ..., dense_from: _Optional[int] = ..., retrieval: _Optional[_Union[RetrievalOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, softmax_scale: _Optional[float] = ..., logit_softcap: _Optional[float] = ..., mode: _Optional[_Union[LayerMode, str]] = ..., dense_from: _Optional[int] = ..., retrieval: _Optional[_Union[RetrievalOptions, _Mapping]] = ..., recall_target: _Optional[_Union[RecallTarget, _Mapping]] = ...) -> None: ...
+
+class RecallTarget(_message.Message):
+    __slots__ = ["min_top_k", "noise_share", "recall"]
+    MIN_TOP_K_FIELD_NUMBER: _ClassVar[int]
+    NOISE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    min_top_k: int
+    noise_share: float
+    recall: float
+    def __init__(self, recall: _Optional[float] = ..., min_top_k: _Optional[int] = ..., noise_share: _Optional[float] = ...) -> None: ...
 
 class RetrievalOptions(_message.Message):
     __slots__ = ["estimator", "num_planes", "plane_kind", "planes_per_table", "query_bits", "recent_tokens", "seed", "selection", "sink_tokens", "size", "tables", "tau", "value_weighting"]
