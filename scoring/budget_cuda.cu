@@ -16,8 +16,19 @@ namespace {
 // enough that of a few hundred rows each warp has one, few enough to be merged at once.
 constexpr int kMostParts = 32;
 constexpr int kThreads = kBudgetThreads;
+constexpr int kWarps = kThreads / 32;
 // Heads that a thread of the first scan sums for at a time, in 36 registers.
 constexpr int kScanHeads = 4;
+
+// Merges those of a warp into that of lane 0, in the order of a tree.
+__device__ void merge_warp(LogSum& sum) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    LogSum other;
+    other.max = __shfl_down_sync(kFullWarp, sum.max, offset);
+    other.sum = __shfl_down_sync(kFullWarp, sum.sum, offset);
+    sum.merge(other);
+  }
+}
 
 __device__ LogSum log_sum(float2 parts) {
   LogSum sum;
@@ -29,7 +40,6 @@ __device__ LogSum log_sum(float2 parts) {
 // ln of the sum of e^logit over the tokens that are always attended. A warp takes a row; lane h
 // sums for head h. Grid: parts x KV heads x rows. The last block merges the parts in their order.
 __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ BudgetArgs args) {
-  constexpr int kWarps = kThreads / 32;
   __shared__ alignas(8) float queries[kMaxGroup * 256];
   __shared__ float2 sums[kWarps][kMaxGroup];
   const transfer::KvGeometry& kv = args.kv;
@@ -88,22 +98,33 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
     partials[head * args.scratch.tiles + blockIdx.x] = make_float2(of_block.max, of_block.sum);
   }
   if (!last_block(&estimates->ticket, gridDim.x)) return;
-  if (head >= group) return;
-  LogSum all;
-  for (unsigned part = 0; part < gridDim.x; ++part) {
-    all.merge(log_sum(__ldcg(partials + head * args.scratch.tiles + part)));
+  static_assert(kMostParts <= 32);
+  for (int h = warp; h < group; h += kWarps) {
+    LogSum all;
+    if (lane < static_cast<int>(gridDim.x)) {
+      all = log_sum(__ldcg(partials + h * args.scratch.tiles + lane));
+    }
+    merge_warp(all);
+    if (lane == 0) estimates[h].log_always = all.log();
   }
-  estimates[head].log_always = all.log();
 }
 
-// Of the logits of the tokens of one part, less `reference`. Those of a head take the place of the
+// Of the logits of the tokens of one part, less a reference. Those of a head take the place of the
 // counts of ties, which come later: a part has at least a tile.
 struct Moments {
-  double sum;
-  double squares;
-  double key_squares;
-  float max;
-  std::uint32_t count;
+  double sum = 0.0;
+  double squares = 0.0;
+  double key_squares = 0.0;
+  float max = -std::numeric_limits<float>::infinity();
+  std::uint32_t count = 0;
+
+  __device__ void merge(const Moments& other) {
+    sum += other.sum;
+    squares += other.squares;
+    key_squares += other.key_squares;
+    max = fmaxf(max, other.max);
+    count += other.count;
+  }
 };
 static_assert(sizeof(Moments) == kTileTokens / kSegmentTokens * sizeof(std::uint32_t));
 
@@ -111,22 +132,24 @@ __device__ Moments* moments_of(const BudgetArgs& args, std::int64_t head) {
   return reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
 }
 
-__device__ Moments block_moments(const Moments& mine) {
-  const auto plus = [](auto a, auto b) { return a + b; };
-  return {.sum = block_reduce(mine.sum, plus),
-          .squares = block_reduce(mine.squares, plus),
-          .key_squares = block_reduce(mine.key_squares, plus),
-          .max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); }),
-          .count = block_reduce(mine.count, plus)};
+// Likewise.
+__device__ void merge_warp(Moments& moments) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Moments other;
+    other.sum = __shfl_down_sync(kFullWarp, moments.sum, offset);
+    other.squares = __shfl_down_sync(kFullWarp, moments.squares, offset);
+    other.key_squares = __shfl_down_sync(kFullWarp, moments.key_squares, offset);
+    other.max = __shfl_down_sync(kFullWarp, moments.max, offset);
+    other.count = __shfl_down_sync(kFullWarp, moments.count, offset);
+    moments.merge(other);
+  }
 }
 
-__device__ void merge(Moments& into, const Moments& other) {
-  into.sum += other.sum;
-  into.squares += other.squares;
-  into.key_squares += other.key_squares;
-  into.max = fmaxf(into.max, other.max);
-  into.count += other.count;
-}
+// What is known of one head.
+struct HeadSums {
+  LogSum scores;
+  Moments moments;
+};
 
 // logit = mean + slope * (x - mean) + slope * noise / 2, where x is the score without value norm.
 __device__ void settle(const BudgetArgs& args, const Moments& all, float reference,
@@ -155,14 +178,24 @@ struct ThreadSums {
   float max = -std::numeric_limits<float>::infinity();
   std::uint32_t count = 0;
 
-  __device__ void add(float score, float x, float key_norm) {
-    if (!(score > kLowestScore)) return;
-    scores.add(score);
-    sum += x;
-    squares = fmaf(x, x, squares);
-    key_squares = fmaf(key_norm, key_norm, key_squares);
-    max = fmaxf(max, x);
-    ++count;
+  __device__ void add(const float4& four, const TokenNorms& norms, float reference) {
+    const float best = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+    if (!(best > kLowestScore)) return;
+    const float top = fmaxf(scores.max, best);
+    scores.sum *= expf(scores.max - top);
+    scores.max = top;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      const float score = element(four, i);
+      if (!(score > kLowestScore)) continue;
+      const float x = score - norms.log_value[i] - reference;
+      scores.sum += expf(score - top);
+      sum += x;
+      squares = fmaf(x, x, squares);
+      key_squares = fmaf(norms.key[i], norms.key[i], key_squares);
+      max = fmaxf(max, x);
+      ++count;
+    }
   }
   __device__ Moments moments() const {
     return {static_cast<double>(sum), static_cast<double>(squares),
@@ -180,7 +213,10 @@ __device__ float reference_of(const BudgetArgs& args, const RowPlan& plan, int k
 
 // Moments of the logits of each head, and the log-sum-exp of its scores. Grid: parts x (KV head,
 // `kScanHeads` of its query heads) x rows. The last block of a KV head merges parts in their order.
-__global__ __launch_bounds__(kThreads) void scan_scores(const __grid_constant__ BudgetArgs args) {
+__global__ __launch_bounds__(kThreads,
+                             4) void scan_scores(const __grid_constant__ BudgetArgs args) {
+  static_assert(kScanHeads <= kWarps);
+  __shared__ HeadSums of_warps[kWarps][kScanHeads];
   const RowPlan plan = args.scratch.plans[blockIdx.z];
   if (plan.begin >= plan.end) return;
   const int group = args.kv.group();
@@ -206,50 +242,52 @@ __global__ __launch_bounds__(kThreads) void scan_scores(const __grid_constant__ 
 #pragma unroll
     for (int h = 0; h < kScanHeads; ++h) {
       if (h >= heads) break;
-      const float4 four = tokens.scores(scores + h * args.max_tokens);
-#pragma unroll
-      for (int i = 0; i < kTokensAtOnce; ++i) {
-        const float score = element(four, i);
-        mine[h].add(score, score - norms.log_value[i] - reference[h], norms.key[i]);
-      }
+      mine[h].add(tokens.scores(scores + h * args.max_tokens), norms, reference[h]);
     }
   }
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int h = 0; h < kScanHeads; ++h) {
     if (h >= heads) break;
-    const Moments of_part = block_moments(mine[h].moments());
-    const LogSum log_sum = block_log_sum(mine[h].scores);
-    if (threadIdx.x != 0) continue;
-    moments_of(args, first_head + h)[blockIdx.x] = of_part;
-    args.scratch.partials[(first_head + h) * args.scratch.tiles + blockIdx.x] =
-        make_float2(log_sum.max, log_sum.sum);
+    HeadSums sums{mine[h].scores, mine[h].moments()};
+    merge_warp(sums.scores);
+    merge_warp(sums.moments);
+    if (lane == 0) of_warps[warp][h] = sums;
   }
-  if (!last_block(&args.scratch.states[first_head].ticket, gridDim.x)) return;
+  __syncthreads();
+  // From here on a warp is for a head.
+  const std::int64_t head = first_head + warp;
+  float2* partials = args.scratch.partials + head * args.scratch.tiles;
+  if (warp < heads && lane == 0) {
+    HeadSums sums;
+    for (int w = 0; w < kWarps; ++w) {
+      sums.scores.merge(of_warps[w][warp].scores);
+      sums.moments.merge(of_warps[w][warp].moments);
+    }
+    moments_of(args, head)[blockIdx.x] = sums.moments;
+    partials[blockIdx.x] = make_float2(sums.scores.max, sums.scores.sum);
+  }
+  if (!last_block(&args.scratch.states[first_head].ticket, gridDim.x) || warp >= heads) return;
 
-  const Moments none{0.0, 0.0, 0.0, -std::numeric_limits<float>::infinity(), 0};
-#pragma unroll
-  for (int h = 0; h < kScanHeads; ++h) {
-    if (h >= heads) break;
-    Moments merged = none;
-    LogSum sums;
-    for (unsigned part = threadIdx.x; part < gridDim.x; part += kThreads) {
-      const auto* words = reinterpret_cast<const uint4*>(moments_of(args, first_head + h) + part);
-      union {
-        uint4 raw[2];
-        Moments value;
-      } of_part{.raw = {__ldcg(words), __ldcg(words + 1)}};
-      merge(merged, of_part.value);
-      sums.merge(
-          log_sum(__ldcg(args.scratch.partials + (first_head + h) * args.scratch.tiles + part)));
-    }
-    const Moments all = block_moments(merged);
-    const LogSum all_scores = block_log_sum(sums);
-    if (threadIdx.x != 0) continue;
-    HeadEstimate& estimate = args.scratch.estimates[first_head + h];
-    settle(args, all, reference[h], args.scalars[first_head + h].query_norm, estimate);
-    if (args.order != args.combined) estimate.best = ordered_key(all_scores.max);
-    args.scratch.normalisers[first_head + h] = all_scores.log();
+  HeadSums sums;
+  for (unsigned part = static_cast<unsigned>(lane); part < gridDim.x; part += 32) {
+    const auto* words = reinterpret_cast<const uint4*>(moments_of(args, head) + part);
+    const uint4 raw[2] = {__ldcg(words), __ldcg(words + 1)};
+    Moments of_part;
+    memcpy(&of_part, raw, sizeof(of_part));
+    sums.moments.merge(of_part);
+    sums.scores.merge(log_sum(__ldcg(partials + part)));
   }
+  merge_warp(sums.scores);
+  merge_warp(sums.moments);
+  if (lane != 0) return;
+  HeadEstimate& estimate = args.scratch.estimates[head];
+  const float* of_head = args.scores + head * args.max_tokens;
+  settle(args, sums.moments, reference_of(args, plan, kv_head, of_head),
+         args.scalars[head].query_norm, estimate);
+  if (args.order != args.combined) estimate.best = ordered_key(sums.scores.max);
+  args.scratch.normalisers[head] = sums.scores.log();
 }
 
 // Adds up the weights of each head and, for sets per KV head, combines the scores of its heads
@@ -282,6 +320,7 @@ __global__ __launch_bounds__(kThreads) void weigh_eligible(
     TokenNorms norms;
     norms.load(args, plan, kv_head, tokens);
     LogSum exponentials[kTokensAtOnce];
+#pragma unroll 4
     for (int h = 0; h < group; ++h) {
       const float4 four = tokens.scores(scores + h * args.max_tokens);
       std::uint64_t sum = 0;
@@ -304,10 +343,15 @@ __global__ __launch_bounds__(kThreads) void weigh_eligible(
     }
     *reinterpret_cast<float4*>(combined + tokens.first()) = mean;
   }
-  for (int h = 0; h < group; ++h) {
-    const std::uint64_t sum =
-        block_reduce(sums[h][threadIdx.x], [](std::uint64_t a, std::uint64_t b) { return a + b; });
-    if (threadIdx.x == 0) add(&args.scratch.estimates[first_head + h].total, sum);
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int h = static_cast<int>(threadIdx.x) / 32; h < group; h += kWarps) {
+    std::uint64_t sum = 0;
+    for (int i = lane; i < kThreads; i += 32) sum += sums[h][i];
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sum += __shfl_down_sync(kFullWarp, sum, offset);
+    }
+    if (lane == 0) add(&args.scratch.estimates[first_head + h].total, sum);
   }
   if (args.order != args.combined) return;
   best = block_reduce(best, [](float a, float b) { return fmaxf(a, b); });

@@ -183,6 +183,7 @@ __global__ __launch_bounds__(kBudgetThreads) void mass_pass(
     TokenNorms norms;
     norms.load(args, plan, set.kv_head, tokens);
     float shares[kTokensAtOnce] = {};
+#pragma unroll 4
     for (int h = 0; h < set.heads; ++h) {
       const float4 four = tokens.scores(scores + h * args.max_tokens);
 #pragma unroll
