@@ -147,7 +147,7 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
     set_length(stream, layer);
     if (kv.float8_pages) {
-      read_sinks(stream, layer, sinks);
+      transfer::read_sinks(stream, kv, layer.view, sinks);
       continue;
     }
     for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
@@ -161,20 +161,6 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     }
   }
   stream.copy(runs);
-}
-
-void SequenceMemory::read_sinks(transfer::Stream& stream, const LayerState& layer,
-                                std::int64_t tokens) const {
-  assert(engine_.device->backend() == Backend::kCpu);
-  stream.run([kv = engine_.kv, view = layer.view, tokens] {
-    for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
-      for (std::int64_t token = 0; token < tokens; ++token) {
-        transfer::cpu::read_page_row(
-            kv, view.pages[token / kv.page_tokens], head, token,
-            view.sink_rows + (head * kv.sink_capacity + token) * kv.row_bytes());
-      }
-    }
-  });
 }
 
 void SequenceMemory::release(transfer::Stream& stream) {

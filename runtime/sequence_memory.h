@@ -73,8 +73,6 @@ class SequenceMemory {
 
  private:
   void share_layer(transfer::Stream& stream, const LayerState& from, LayerState& to) const;
-  /// Fills the sink buffer of a layer from its pages of fp8.
-  void read_sinks(transfer::Stream& stream, const LayerState& layer, std::int64_t tokens) const;
 
   EngineState& engine_;
   std::int64_t max_tokens_;

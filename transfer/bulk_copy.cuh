@@ -89,6 +89,41 @@ class CopyBarrier {
 #endif
   }
 
+  /// As `start_rows`, of rows that have `bytes` bytes, a multiple of 16, and end where one of
+  /// `kRowBytes` would.
+  template <int kRowBytes, int kPitch>
+  __device__ void start_row_ends(std::byte* to, const std::byte* from, int bytes, int first) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const unsigned base = shared_address(to) + kRowBytes;
+    const unsigned barrier = shared_address(&word_);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const bool mine = lane / 16 == first / 16;
+    const int all = __reduce_add_sync(kFullWarp, mine ? bytes : 0);
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(all)
+                   : "memory");
+    }
+    __syncwarp();
+    if (mine) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(base + static_cast<unsigned>(lane % 16 * kPitch - bytes)),
+          "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+          : "memory");
+    }
+#else
+    for (int row = 0; row < 16; ++row) {
+      const auto* source = reinterpret_cast<const std::byte*>(
+          __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(from), first + row));
+      const int size = __shfl_sync(kFullWarp, bytes, first + row);
+      for (int at = lane * 16; at < size; at += 32 * 16) {
+        copy_async_16(base + static_cast<unsigned>(row * kPitch - size + at), source + at, true);
+      }
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+  }
+
   /// A warp starts copying `count` pieces of `bytes` each, a multiple of 16, to `to` on: piece i
   /// from `from(i)`. Every lane calls it.
   template <typename From>

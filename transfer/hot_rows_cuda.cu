@@ -1,5 +1,7 @@
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/float8_cuda.cuh"
+#include "transfer/head_dim_cuda.cuh"
 #include "transfer/hot_rows_kernels.h"
 #include "transfer/hot_set_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
@@ -57,6 +59,8 @@ __device__ T* from_lane(T* pointer, int lane) {
 template <int HeadDim, int Rows>
 class Flight {
  public:
+  static constexpr int kRows = Rows;
+
   /// Those of lanes [first, end).
   __device__ void load(const std::byte* from, int first, int end) {
 #pragma unroll
@@ -89,9 +93,38 @@ class Flight {
   uint4 values_[kLoads];
 };
 
+/// Rows of 16 bits everywhere.
+template <int HeadDim>
+struct PlainRows {
+  using Source = const std::byte*;
+  using HotFlight = Flight<HeadDim, kHotFlight<HeadDim>>;
+  using FetchFlight = Flight<HeadDim, kFetchFlight<HeadDim>>;
+
+  static __device__ Source in_slot(const std::byte* slot) { return slot; }
+  static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
+                                    std::int64_t resident_begin, int head, std::int64_t token) {
+    return row_address(geometry, sequence, resident_begin, head, token);
+  }
+};
+
+/// Rows of fp8 in pages, and of 16 bits in slots, sinks and rings.
+template <int HeadDim>
+struct Float8Rows {
+  using Source = cuda::RowSource;
+  using HotFlight = cuda::Float8Flight<HeadDim, 4>;
+  using FetchFlight = cuda::Float8Flight<HeadDim, 2>;
+
+  static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
+  static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
+                                    std::int64_t resident_begin, int head, std::int64_t token) {
+    return cuda::float8_source(geometry, sequence, resident_begin, head, token);
+  }
+};
+
 /// A row on its way; a lane holds one.
+template <typename Source>
 struct MovingRow {
-  const std::byte* from = nullptr;
+  Source from{};
   std::byte* to = nullptr;
 };
 
@@ -169,7 +202,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
 
 /// The rows of one set of one (sequence, KV head): those that hash to it, in the order of query
 /// rows and ids. A warp's, except for `look_for_all`.
-template <int HeadDim>
+template <typename Rows>
 class SetGather {
  public:
   __device__ SetGather(const KvGeometry& geometry, const HotGather& gather, int set, int head,
@@ -211,9 +244,9 @@ class SetGather {
 
   /// All that can be asked for at once is, hot rows first: they come first.
   __device__ void copy_all() {
-    Flight<HeadDim, kHot> hot;
+    HotFlight hot;
     hot.load(ready_.from, 0, num_ready_);
-    Flight<HeadDim, kFetch> fetched;
+    FetchFlight fetched;
     fetched.load(missing_.from, 0, num_missing_);
     hot.store(ready_.to, 0, num_ready_);
     for (int first = kHot; first < num_ready_; first += kHot) copy_ready(first);
@@ -227,8 +260,11 @@ class SetGather {
   __device__ unsigned sum(int i) const { return sums_[i]; }
 
  private:
-  static constexpr int kHot = kHotFlight<HeadDim>;
-  static constexpr int kFetch = kFetchFlight<HeadDim>;
+  using Source = typename Rows::Source;
+  using HotFlight = typename Rows::HotFlight;
+  using FetchFlight = typename Rows::FetchFlight;
+  static constexpr int kHot = HotFlight::kRows;
+  static constexpr int kFetch = FetchFlight::kRows;
 
   static __device__ HotSet* set_of(const HotGather& gather, int set, int head, int sequence) {
     HotSet* const sets = gather.hot[sequence].sets;
@@ -275,26 +311,26 @@ class SetGather {
   __device__ void look_for(std::int32_t token, std::uint32_t heads, std::byte* to) {
     if (row_is_resident(geometry_, resident_begin_, token)) {
       ++sums_[kResident];
-      return put_ready(page_row(token), to);
+      return put_ready(source(token), to);
     }
     const int way = slots_ == nullptr ? -1 : open_.find(token, heads);
     if (way >= 0) {
       ++sums_[kHits];
       ++sums_[kResident];
-      return put_ready(slot(way), to);
+      return put_ready(Rows::in_slot(slot(way)), to);
     }
     ++sums_[kFetched];
     if (slots_ != nullptr) ++sums_[kMisses];
-    if (slots_ == nullptr || num_missing_ == kSetWays) return put_ready(page_row(token), to);
+    if (slots_ == nullptr || num_missing_ == kSetWays) return put_ready(source(token), to);
     if (lane_ == num_missing_) {
-      missing_ = {page_row(token), to};
+      missing_ = {source(token), to};
       missing_token_ = token;
       missing_heads_ = heads;
     }
     ++num_missing_;
   }
 
-  __device__ void put_ready(const std::byte* from, std::byte* to) {
+  __device__ void put_ready(const Source& from, std::byte* to) {
     if (num_ready_ == static_cast<int>(kWarp)) {
       for (int first = 0; first < num_ready_; first += kHot) copy_ready(first);
       num_ready_ = 0;
@@ -303,17 +339,17 @@ class SetGather {
     ++num_ready_;
   }
   __device__ void copy_ready(int first) {
-    Flight<HeadDim, kHot> flight;
+    HotFlight flight;
     flight.load(ready_.from, first, num_ready_);
     flight.store(ready_.to, first, num_ready_);
   }
-  __device__ void keep(const Flight<HeadDim, kFetch>& fetched, int first) {
+  __device__ void keep(const FetchFlight& fetched, int first) {
     fetched.store(missing_.to, first, num_missing_);
     fetched.store(missing_slot_, first, num_missing_);
   }
 
-  [[nodiscard]] __device__ const std::byte* page_row(std::int64_t token) const {
-    return row_address(geometry_, sequence_, resident_begin_, head_, token);
+  [[nodiscard]] __device__ Source source(std::int64_t token) const {
+    return Rows::of_token(geometry_, sequence_, resident_begin_, head_, token);
   }
   [[nodiscard]] __device__ std::byte* slot(int way) const {
     return slots_ + way * geometry_.row_bytes();
@@ -330,8 +366,8 @@ class SetGather {
   std::byte* slots_;
   WarpSet open_;
   // What lanes hold: rows that are hot, resident or not kept, and rows that are missing.
-  MovingRow ready_;
-  MovingRow missing_;
+  MovingRow<Source> ready_;
+  MovingRow<Source> missing_;
   std::int32_t missing_token_ = -1;
   std::uint32_t missing_heads_ = 0;
   std::byte* missing_slot_ = nullptr;
@@ -367,7 +403,7 @@ __device__ void hand_in_sums() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads
 __device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 /// A warp per set, and one that counts. Block (x, KV head, sequence), `kWarps` sets.
-template <int HeadDim>
+template <typename Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     gather_hot_rows_kernel(const __grid_constant__ KvGeometry geometry,
                            const __grid_constant__ HotGather gather) {
@@ -382,8 +418,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int set = static_cast<int>(blockIdx.x * kWarps + warp);
   const bool works = warp < kWarps && set < gather.shape.num_sets;
   // A warp without a set reads ids with the others, and finds nothing for itself.
-  SetGather<HeadDim> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
-                          static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+  SetGather<Rows> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
+                       static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
   mine.look_for_all(tile);
   if (works) {
     mine.admit_all();
@@ -432,16 +468,10 @@ void gather_hot_rows(void* stream, const KvGeometry& geometry, const HotGather& 
   const auto launch = [&](auto kernel) {
     launch_overlapping(stream_of(stream), kernel, grid, kThreads, 0, geometry, gather);
   };
-  switch (geometry.head_dim) {
-    case 64:
-      return launch(gather_hot_rows_kernel<64>);
-    case 96:
-      return launch(gather_hot_rows_kernel<96>);
-    case 256:
-      return launch(gather_hot_rows_kernel<256>);
-    default:
-      return launch(gather_hot_rows_kernel<128>);
-  }
+  with_head_dim(geometry.head_dim, [&](auto head_dim) {
+    if (geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8Rows<head_dim()>>);
+    launch(gather_hot_rows_kernel<PlainRows<head_dim()>>);
+  });
 }
 
 }  // namespace cuda

@@ -3,30 +3,30 @@
 #include "transfer/float16.h"
 #include "transfer/float8.h"
 #include "transfer/row_convert.h"
+#include "transfer/rows_kernels.h"
 #include "transfer/simd.h"
+#include "transfer/with_cuda.h"
 
 #include <bit>
+#include <cassert>
 #include <cmath>
 #include <cstring>
 
-namespace kvtier::transfer::cpu {
-namespace {
+namespace kvtier::transfer {
 
-// A row in a page: its bytes and, of fp8, the factors of its keys and of its values.
-template <typename Byte, typename Float>
-struct Place {
-  Byte* row;
-  Float* scales;
-};
-
-template <typename Float, typename Byte>
-Place<Byte, Float> place_of(const KvGeometry& g, Byte* page, std::int64_t kv_head,
-                            std::int64_t token) {
-  const std::int64_t index = kv_head * g.page_tokens + token % g.page_tokens;
-  const std::int64_t rows = std::int64_t{g.kv_heads} * g.page_tokens;
-  return {page + index * g.page_row_bytes(),
-          reinterpret_cast<Float*>(page + rows * g.page_row_bytes()) + 2 * index};
+void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& sequence,
+                std::int64_t tokens) {
+  assert(geometry.float8_pages && tokens <= geometry.sink_capacity);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::read_sinks(stream.native(), geometry, sequence, tokens);
+    }
+  }
+  stream.run([=] { cpu::read_sinks(geometry, sequence, tokens); });
 }
+
+namespace cpu {
+namespace {
 
 KVTIER_SIMD_CLONES float largest_of(const std::uint16_t* from, std::int64_t n) {
   // Bits of magnitudes order as these do; NaN comes last.
@@ -67,8 +67,8 @@ KVTIER_SIMD_CLONES void from_float8(const std::uint8_t* from, std::int64_t n, fl
 template <typename Element>
 void read_float8(const KvGeometry& g, const std::byte* page, std::int64_t kv_head,
                  std::int64_t token, Element* to) {
-  const auto place = place_of<const float>(g, page, kv_head, token);
-  const auto* from = reinterpret_cast<const std::uint8_t*>(place.row);
+  const auto place = page_row<const float>(g, page, kv_head, token);
+  const auto* from = reinterpret_cast<const std::uint8_t*>(place.bytes);
   for (std::int64_t half = 0; half < 2; ++half) {
     from_float8(from + half * g.head_dim, g.head_dim, place.scales[half], to + half * g.head_dim);
   }
@@ -78,16 +78,16 @@ void read_float8(const KvGeometry& g, const std::byte* page, std::int64_t kv_hea
 
 void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv_head,
                     std::int64_t token, const std::byte* row, std::byte* kept) {
-  const auto place = place_of<float>(geometry, page, kv_head, token);
+  const auto place = page_row<float>(geometry, page, kv_head, token);
   const auto bytes = static_cast<std::size_t>(geometry.row_bytes());
   if (!geometry.float8_pages) {
-    std::memcpy(place.row, row, bytes);
+    std::memcpy(place.bytes, row, bytes);
     std::memcpy(kept, row, bytes);
     return;
   }
   const std::int64_t d = geometry.head_dim;
   const auto* from = reinterpret_cast<const std::uint16_t*>(row);
-  auto* to = reinterpret_cast<std::uint8_t*>(place.row);
+  auto* to = reinterpret_cast<std::uint8_t*>(place.bytes);
   for (std::int64_t half = 0; half < 2; ++half) {
     const float scale = float8_scale(largest_of(from + half * d, d));
     place.scales[half] = scale;
@@ -106,7 +106,7 @@ void read_page_row(const KvGeometry& geometry, const std::byte* page, std::int64
   if (geometry.float8_pages) {
     return read_float8(geometry, page, kv_head, token, reinterpret_cast<std::uint16_t*>(row));
   }
-  std::memcpy(row, place_of<const float>(geometry, page, kv_head, token).row,
+  std::memcpy(row, page_row<const float>(geometry, page, kv_head, token).bytes,
               static_cast<std::size_t>(geometry.row_bytes()));
 }
 
@@ -129,4 +129,16 @@ void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int
                          geometry.dtype, row, std::int64_t{2} * geometry.head_dim);
 }
 
-}  // namespace kvtier::transfer::cpu
+void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t tokens) {
+  for (std::int64_t head = 0; head < geometry.kv_heads; ++head) {
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      read_page_row(
+          geometry, sequence.pages[token / geometry.page_tokens], head, token,
+          sequence.sink_rows + (head * geometry.sink_capacity + token) * geometry.row_bytes());
+    }
+  }
+}
+
+}  // namespace cpu
+
+}  // namespace kvtier::transfer

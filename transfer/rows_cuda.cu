@@ -1,5 +1,7 @@
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/float8_cuda.cuh"
+#include "transfer/head_dim_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
 #include "transfer/rows_kernels.h"
 
@@ -20,6 +22,8 @@ constexpr std::int64_t kMaxBlocks = 1056;
 /// Selected rows that one warp has in flight. Reading host memory, any launch of 32 blocks and more
 /// runs at the link's speed (H200, managed pages: 46 to 51 GB/s for 4K to 64K rows), with 1 to 8.
 constexpr int kGatherRows = 4;
+/// Loads of a lane that gathers rows of fp8: eight rows of 128 + 128 in a warp.
+constexpr int kFloat8Loads = 4;
 
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
@@ -95,6 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t stored = tokens_stored(*sequence.counters, item.tokens);
   // Earlier tokens would share a slot of the ring with later ones.
   const std::int64_t ring_begin = length + stored - geometry.recent_capacity;
+  const int pieces = geometry.head_dim / cuda::kPiece;
 
   for (std::int64_t pair = std::int64_t{blockIdx.x} * kWarps + warp_id();
        pair < stored * geometry.kv_heads; pair += std::int64_t{gridDim.x} * kWarps) {
@@ -103,8 +108,9 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t token = length + i;
     const auto* row = reinterpret_cast<const uint4*>(
         packed + ((item.packed_offset + i) * geometry.kv_heads + head) * row_bytes);
-    auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]) +
-                 (head * geometry.page_tokens + token % geometry.page_tokens) * row_bytes;
+    const auto page = page_row<float>(
+        geometry, const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]), head,
+        token);
     std::byte* sink = nullptr;
     std::byte* ring = nullptr;
     if (token < geometry.sink_capacity) {
@@ -114,11 +120,22 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t slot = token % geometry.recent_capacity;
       ring = sequence.recent_rows + (head * geometry.recent_capacity + slot) * row_bytes;
     }
-    for (std::int64_t v = lane_id(); v < row_bytes / 16; v += kWarp) {
-      const uint4 value = row[v];
-      copy_row(page, value, v);
-      if (sink != nullptr) copy_row(sink, value, v);
-      if (ring != nullptr) copy_row(ring, value, v);
+    for (int begin = 0; begin < 2 * pieces; begin += static_cast<int>(kWarp)) {
+      const int i = begin + static_cast<int>(lane_id());
+      const bool present = i < 2 * pieces;
+      uint4 value = present ? row[i] : uint4{};
+      float scale = 0.0F;
+      if (geometry.float8_pages) {
+        scale = cuda::float8_scale_of_lanes(value, present ? i / pieces : 2);
+      }
+      if (!present) continue;
+      if (geometry.float8_pages) {
+        value = cuda::store_float8(page, value, i, pieces, scale);
+      } else {
+        copy_row(page.bytes, value, i);
+      }
+      if (sink != nullptr) copy_row(sink, value, i);
+      if (ring != nullptr) copy_row(ring, value, i);
     }
   }
 }
@@ -263,6 +280,62 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// Warps of the blocks x of a grid copy `count` rows to `to`, one after the other: row i from
+/// `source(i)`.
+template <int HeadDim, typename Source>
+__device__ void copy_float8_rows(std::int64_t count, unsigned blocks, const Source& source,
+                                 std::byte* to) {
+  using Flight = cuda::Float8Flight<HeadDim, kFloat8Loads>;
+  const int lane = static_cast<int>(lane_id());
+  for (std::int64_t first = (std::int64_t{blockIdx.x} * kWarps + warp_id()) * Flight::kRows;
+       first < count; first += std::int64_t{blocks} * kWarps * Flight::kRows) {
+    const auto end = static_cast<int>(min(count - first, std::int64_t{Flight::kRows}));
+    Flight flight;
+    flight.load(lane < end ? source(first + lane) : cuda::RowSource{}, 0, end);
+    flight.store(to + (first + lane) * (4 * HeadDim), 0, end);
+  }
+}
+
+/// `gather_rows_kernel` for pages of fp8.
+template <int HeadDim>
+__global__ void __launch_bounds__(kThreads)
+    gather_float8_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                              const __grid_constant__ SequenceBatch sequences,
+                              const __grid_constant__ QueryBatch rows,
+                              const __grid_constant__ SelectionView selection, bool pages_on_device,
+                              StepFlags* flags) {
+  const unsigned copying_blocks = gridDim.x - 1;
+  if (blockIdx.x == copying_blocks) {
+    if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
+      count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+    }
+    return;
+  }
+  const int head = static_cast<int>(blockIdx.y);
+  const std::int64_t list = std::int64_t{blockIdx.z} * geometry.kv_heads + head;
+  const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+  const std::int32_t* ids = selection.ids + list * selection.capacity;
+  copy_float8_rows<HeadDim>(
+      gathered(selection, list), copying_blocks,
+      [&](std::int64_t i) {
+        return cuda::float8_source(geometry, sequence, resident_begin, head, ids[i]);
+      },
+      selection.staged + list * selection.staged_capacity * geometry.row_bytes());
+}
+
+/// Block (x, KV head).
+template <int HeadDim>
+__global__ void __launch_bounds__(kThreads)
+    read_sinks_kernel(const __grid_constant__ KvGeometry geometry,
+                      const __grid_constant__ SequenceView sequence, std::int64_t tokens) {
+  const int head = static_cast<int>(blockIdx.y);
+  copy_float8_rows<HeadDim>(
+      tokens, gridDim.x,
+      [&](std::int64_t token) { return cuda::float8_page_source(geometry, sequence, head, token); },
+      sequence.sink_rows + head * geometry.sink_capacity * geometry.row_bytes());
+}
+
 /// A block per query row, a thread per eight elements at a time.
 __global__ void __launch_bounds__(kQueryThreads)
     pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
@@ -361,7 +434,10 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
   const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
   const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
   if (lanes == 0 || (most <= 0 && flags == nullptr)) return;
-  const std::int64_t wanted = (most + kWarps * kGatherRows - 1) / (kWarps * kGatherRows);
+  const std::int64_t together = geometry.float8_pages
+                                    ? kFloat8Loads * std::int64_t{kWarp} * 8 / geometry.head_dim
+                                    : kGatherRows;
+  const std::int64_t wanted = (most + kWarps * together - 1) / (kWarps * together);
   const std::int64_t blocks = std::min(std::max<std::int64_t>(kMaxBlocks / lanes, 1), wanted);
   const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
                   static_cast<unsigned>(rows.count));
@@ -369,19 +445,22 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
     kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, sequences, rows, selection,
                                                      pages_on_device, flags);
   };
-  switch (geometry.head_dim) {
-    case 64:
-      launch(gather_rows_kernel<64>);
-      break;
-    case 96:
-      launch(gather_rows_kernel<96>);
-      break;
-    case 128:
-      launch(gather_rows_kernel<128>);
-      break;
-    default:
-      launch(gather_rows_kernel<256>);
-  }
+  with_head_dim(geometry.head_dim, [&](auto head_dim) {
+    if (geometry.float8_pages) return launch(gather_float8_rows_kernel<head_dim()>);
+    launch(gather_rows_kernel<head_dim()>);
+  });
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void read_sinks(void* stream, const KvGeometry& geometry, const SequenceView& sequence,
+                std::int64_t tokens) {
+  constexpr unsigned kBlocks = 8;
+  if (tokens == 0) return;
+  const dim3 grid(kBlocks, static_cast<unsigned>(geometry.kv_heads));
+  with_head_dim(geometry.head_dim, [&](auto head_dim) {
+    read_sinks_kernel<head_dim()>
+        <<<grid, kThreads, 0, stream_of(stream)>>>(geometry, sequence, tokens);
+  });
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -14,6 +14,7 @@ void set_length(SequenceCounters* counters, std::int64_t length, std::int64_t ca
 void patch_table(std::byte** table, std::int64_t begin, const TablePatch& patch, int count);
 void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, const QueryBatch& rows,
                  const SelectionView& selection, bool pages_on_device, StepFlags* flags);
+void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t tokens);
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out);
 /// Adds to a counter of a step, where there is one.
 void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n);
@@ -32,6 +33,8 @@ void patch_table(void* stream, std::byte** table, std::int64_t begin, const Tabl
 void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& sequences,
                  const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
                  StepFlags* flags);
+void read_sinks(void* stream, const KvGeometry& geometry, const SequenceView& sequence,
+                std::int64_t tokens);
 void pack_queries(void* stream, const KvGeometry& geometry, const QueryItems& items, float* out);
 }  // namespace cuda
 
