@@ -1,6 +1,7 @@
 #include "hashing/append_kernels.h"
 #include "hashing/sketch_cuda.cuh"
 #include "transfer/convert_cuda.cuh"
+#include "transfer/float8_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
 #include "transfer/tensor_core.cuh"
 
@@ -55,7 +56,7 @@ struct AppendArgs {
 
 /// Where a row goes; null where it does not.
 struct RowTarget {
-  std::byte* page;
+  transfer::PageRow<std::byte, float> page;
   std::byte* sink;
   std::byte* ring;
   std::byte* sketch;  // its word of the sketch, or its key norm
@@ -110,9 +111,8 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   if (!args.stores) return target;
   const KvGeometry& kv = args.kv;
   const std::int64_t row_bytes = kv.row_bytes();
-  const std::int64_t in_page = std::int64_t{row.head} * kv.page_tokens + token % kv.page_tokens;
-  target.page =
-      const_cast<std::byte*>(sequence.pages[token / kv.page_tokens]) + in_page * row_bytes;
+  target.page = transfer::page_row<float>(
+      kv, const_cast<std::byte*>(sequence.pages[token / kv.page_tokens]), row.head, token);
   if (token < kv.sink_capacity) {
     target.sink =
         sequence.sink_rows + (std::int64_t{row.head} * kv.sink_capacity + token) * row_bytes;
@@ -356,13 +356,26 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
       if (base == 0 && begin == 0) await_targets();
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
-        if (sources[j].data == nullptr) continue;
-        const uint4 stored =
-            transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
-        const float sum = cuda::sum_of_squares<T>(stored, nonfinite[j]);
-        (i < pieces ? key_sums[j] : value_sums[j]) += sum;
+        const bool present = sources[j].data != nullptr;
+        uint4 stored{};
+        if (present) {
+          stored =
+              transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
+          const float sum = cuda::sum_of_squares<T>(stored, nonfinite[j]);
+          (i < pieces ? key_sums[j] : value_sums[j]) += sum;
+        }
+        float scale = 0.0F;
+        if (args.kv.float8_pages) {
+          scale = transfer::cuda::float8_scale_of_lanes(stored, present ? i / pieces : 2);
+        }
+        if (!present) continue;
         const RowTarget& to = shared.targets[base + warp + j * kWorkerWarps];
-        if (to.page != nullptr) reinterpret_cast<uint4*>(to.page)[i] = stored;
+        if (to.page.bytes == nullptr) continue;
+        if (args.kv.float8_pages) {
+          stored = transfer::cuda::store_float8(to.page, stored, i, pieces, scale);
+        } else {
+          reinterpret_cast<uint4*>(to.page.bytes)[i] = stored;
+        }
         if (to.sink != nullptr) reinterpret_cast<uint4*>(to.sink)[i] = stored;
         if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[i] = stored;
       }

@@ -3,6 +3,7 @@
 #include "hashing/sketch_prefill_cuda.h"
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
+#include "transfer/float8_cuda.cuh"
 #include "transfer/tensor_core.cuh"
 
 #include <cuda_bf16.h>
@@ -32,6 +33,7 @@ constexpr int kHostBlocks = 16;
 /// Places of one token and KV head; null where it does not go.
 struct Places {
   unsigned long long page = 0;
+  unsigned long long scales = 0;  ///< Of a page of fp8.
   unsigned long long sink = 0;
   unsigned long long ring = 0;
 };
@@ -43,8 +45,10 @@ __device__ Places places_of(const KvGeometry& kv, const transfer::SequenceView& 
     return reinterpret_cast<unsigned long long>(rows + row * row_bytes);
   };
   Places places;
-  places.page = address(sequence.pages[token / kv.page_tokens],
-                        std::int64_t{head} * kv.page_tokens + token % kv.page_tokens);
+  const auto row =
+      transfer::page_row<const float>(kv, sequence.pages[token / kv.page_tokens], head, token);
+  places.page = address(row.bytes, 0);
+  places.scales = reinterpret_cast<unsigned long long>(row.scales);
   if (token < kv.sink_capacity) {
     places.sink = address(sequence.sink_rows, std::int64_t{head} * kv.sink_capacity + token);
   }
@@ -57,6 +61,27 @@ __device__ Places places_of(const KvGeometry& kv, const transfer::SequenceView& 
 
 __device__ void store_vector(unsigned long long row, int vector, const uint4& value) {
   if (row != 0) reinterpret_cast<uint4*>(row)[vector] = value;
+}
+
+/// Writes a lane's piece of a row to its page, and returns what will be read there. A half of a row
+/// lies in `kHalf` lanes side by side. All lanes call it.
+template <int kHalf>
+__device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int row, int in_row,
+                               const uint4& value) {
+  const unsigned long long page = __shfl_sync(kFullWarp, places.page, row);
+  if (!kv.float8_pages) {
+    store_vector(page, in_row, value);
+    return value;
+  }
+  unsigned largest = transfer::cuda::largest_magnitude(value);
+  for (int distance = kHalf / 2; distance > 0; distance /= 2) {
+    largest = max(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+  }
+  const unsigned long long scales = __shfl_sync(kFullWarp, places.scales, row);
+  if (page == 0) return value;
+  return transfer::cuda::store_float8(
+      {reinterpret_cast<std::byte*>(page), reinterpret_cast<float*>(scales)}, value, in_row, kHalf,
+      transfer::cuda::float8_scale_of(largest));
 }
 
 /// A warp takes `kLoads` loads' rows of one KV head at a time; blockIdx.y is the item. Tokens are
@@ -106,9 +131,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int row = i * kRows + row_of_load;
-      store_vector(__shfl_sync(kFullWarp, places.page, row), in_row, values[i]);
-      store_vector(__shfl_sync(kFullWarp, places.sink, row), in_row, values[i]);
-      store_vector(__shfl_sync(kFullWarp, places.ring, row), in_row, values[i]);
+      const uint4 kept = store_in_page<kHalf>(kv, places, row, in_row, values[i]);
+      store_vector(__shfl_sync(kFullWarp, places.sink, row), in_row, kept);
+      store_vector(__shfl_sync(kFullWarp, places.ring, row), in_row, kept);
 
       bool bad = false;
       float sum = sum_of_squares<__nv_bfloat16>(values[i], bad);
