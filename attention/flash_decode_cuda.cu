@@ -3,6 +3,7 @@
 #include "attention/row_set.cuh"
 #include "attention/warp_attention.cuh"
 #include "transfer/bulk_copy.cuh"
+#include "transfer/head_dim_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
 
 #include <cuda_bf16.h>
@@ -166,8 +167,8 @@ __device__ void prefetch_queries(const AttendRequest& request, const RowSet& set
 
 /// A block attends to its share of the tiles of all sets, one set after another; its warps take
 /// tiles in turn, each at its own pace, with `num_stages` tiles in shared memory. The last block to
-/// finish a set merges it.
-template <typename T, int D, int NT>
+/// finish a set merges it. `kFloat8`: pages are of fp8.
+template <typename T, int D, int NT, bool kFloat8>
 __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     attend_kernel(const __grid_constant__ AttendRequest request,
                   const __grid_constant__ SelectionView selection,
@@ -229,8 +230,9 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
     const bool whole = first == 0 && last == static_cast<int>(set.tiles());
     const Parts parts(plan, set);
-    RowFinder<D, kWarps> rows(request, selection, set, cuda::TileOrder(set.tiles(), parts.count),
-                              workspace.no_row, first + warp, last);
+    RowFinder<D, kWarps, kFloat8> rows(request, selection, set,
+                                       cuda::TileOrder(set.tiles(), parts.count), workspace.no_row,
+                                       first + warp, last);
     int started = 0;
     const auto start_next = [&] {
       if (started == count) return;
@@ -238,9 +240,15 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       const int half = started % 2;
       if (lane / 16 == half) {
         reinterpret_cast<unsigned*>(tile + Layout::kMasks)[lane % 16] = rows.row().mask;
+        if constexpr (kFloat8) cuda::row_scales<D>(tile, lane % 16) = rows.row().scales;
       }
-      barriers[warp][stage_in].template start_rows<4 * D, Layout::kPitch>(
-          tile, rows.row().address(), half * 16);
+      if constexpr (kFloat8) {
+        barriers[warp][stage_in].template start_row_ends<4 * D, Layout::kPitch>(
+            tile, rows.row().address(), rows.row().bytes(), half * 16);
+      } else {
+        barriers[warp][stage_in].template start_rows<4 * D, Layout::kPitch>(
+            tile, rows.row().address(), half * 16);
+      }
       stage_in = stage_in + 1 == num_stages ? 0 : stage_in + 1;
       if (half == 1) rows.next_pair();
       ++started;
@@ -256,6 +264,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     for (int i = 0; i < count; ++i) {
       barriers[warp][stage_out].wait(parity);
       __syncwarp();  // masks are written
+      if constexpr (kFloat8) cuda::widen_float8<D>(stages + stage_out * Layout::kBytes);
       attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap);
       __syncwarp();  // no lane reads the tile any more when it is overwritten
       stage_out = stage_out + 1 == num_stages ? 0 : stage_out + 1;
@@ -337,11 +346,11 @@ int num_stages(int stage_bytes, int fixed_bytes) {
   return std::clamp(stages >= 2 ? stages : alone, 1, kMaxStages);
 }
 
-template <typename T, int D, int NT>
+template <typename T, int D, int NT, bool kFloat8>
 void launch_attend(void* stream, const AttendRequest& request, const SelectionView& selection,
                    const OutputBatch& outputs, const Workspace& workspace) {
   using Shape = BlockShape<T, D, NT>;
-  const auto kernel = attend_kernel<T, D, NT>;
+  const auto kernel = attend_kernel<T, D, NT, kFloat8>;
   const int stages = num_stages(Shape::kStageBytes, Shape::kQueryBytes);
   const int blocks = std::min(kBlocksPerSm * attribute(cudaDevAttrMultiProcessorCount), kMaxBlocks);
   const int bytes = std::max(stages * Shape::kStageBytes, Shape::kMergeBytes) + Shape::kQueryBytes;
@@ -353,26 +362,13 @@ void launch_attend(void* stream, const AttendRequest& request, const SelectionVi
                                      workspace, stages);
 }
 
-template <typename T, int NT, typename... Args>
-void launch_head_dim(int head_dim, const Args&... args) {
-  switch (head_dim) {
-    case 64:
-      return launch_attend<T, 64, NT>(args...);
-    case 96:
-      return launch_attend<T, 96, NT>(args...);
-    case 256:
-      return launch_attend<T, 256, NT>(args...);
-    default:
-      assert(head_dim == 128);
-      return launch_attend<T, 128, NT>(args...);
-  }
-}
-
-template <typename T, typename... Args>
-void launch_group(const transfer::KvGeometry& kv, const Args&... args) {
+template <typename T, bool kFloat8, typename... Args>
+void launch_shape(const transfer::KvGeometry& kv, const Args&... args) {
   assert(kv.group() <= kMaxGroup);
-  if (kv.group() > 8) return launch_head_dim<T, 2>(kv.head_dim, args...);
-  launch_head_dim<T, 1>(kv.head_dim, args...);
+  transfer::cuda::with_head_dim(kv.head_dim, [&](auto head_dim) {
+    if (kv.group() > 8) return launch_attend<T, head_dim(), 2, kFloat8>(args...);
+    launch_attend<T, head_dim(), 1, kFloat8>(args...);
+  });
 }
 
 }  // namespace
@@ -390,9 +386,13 @@ void attend(void* stream, const AttendRequest& request, const SelectionView& sel
   if (request.rows.count == 0) return;
   const Workspace workspace = workspace_in(memory, limits);
   if (request.kv.dtype == DType::kFloat16) {
-    return launch_group<__half>(request.kv, stream, request, selection, outputs, workspace);
+    return launch_shape<__half, false>(request.kv, stream, request, selection, outputs, workspace);
   }
-  launch_group<__nv_bfloat16>(request.kv, stream, request, selection, outputs, workspace);
+  if (request.kv.float8_pages) {
+    return launch_shape<__nv_bfloat16, true>(request.kv, stream, request, selection, outputs,
+                                             workspace);
+  }
+  launch_shape<__nv_bfloat16, false>(request.kv, stream, request, selection, outputs, workspace);
 }
 
 }  // namespace cuda

@@ -264,17 +264,21 @@ class TileOrder {
 
 /// Finds the rows of one warp's tiles in a set, two tiles at a time, lane r + 16 i being row r of
 /// tile i. Ids are loaded two pairs ahead and page addresses one pair ahead, so that neither load
-/// is waited for.
-template <int D, int kWarps>
+/// is waited for. `kFloat8`: pages are of fp8.
+template <int D, int kWarps, bool kFloat8>
 class RowFinder {
  public:
   struct Row {
     const std::byte* base = nullptr;
     int index = 0;
     unsigned mask = 0;
+    float2 scales{};  ///< Of fp8; 0: the row has 16-bit elements.
 
     [[nodiscard]] __device__ const std::byte* address() const {
-      return base + std::int64_t{index} * (4 * D);
+      return base + std::int64_t{index} * bytes();
+    }
+    [[nodiscard]] __device__ int bytes() const {
+      return kFloat8 && scales.x != 0.0F ? 2 * D : 4 * D;
     }
   };
 
@@ -352,8 +356,13 @@ class RowFinder {
     }
     ++in_pages_;
     const auto page_tokens = static_cast<unsigned>(kv_.page_tokens);
-    return {sequence_.pages[number / page_tokens],
+    Row row{sequence_.pages[number / page_tokens],
             set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask};
+    if constexpr (kFloat8) {
+      const std::byte* scales = row.base + std::int64_t{kv_.kv_heads} * kv_.page_tokens * (2 * D);
+      row.scales = reinterpret_cast<const float2*>(scales)[row.index];
+    }
+    return row;
   }
 
   const transfer::KvGeometry& kv_;

@@ -1,6 +1,8 @@
 #pragma once
 
 #include "attention/softmax_state.h"
+#include "transfer/bulk_copy.cuh"
+#include "transfer/float8_cuda.cuh"
 #include "transfer/tensor_core.cuh"
 
 #include <cuda_runtime.h>
@@ -26,6 +28,47 @@ struct TileLayout {
   static constexpr int kMasks = kTileRows * kPitch;
   static constexpr int kBytes = kMasks + kTileRows * 4;
 };
+
+/// Behind each row of a tile in which rows may be of fp8: its scales, 0 where it has 16 bits.
+template <int D>
+__device__ float2& row_scales(std::byte* tile, int row) {
+  return *reinterpret_cast<float2*>(tile + row * TileLayout<D>::kPitch + 4 * D);
+}
+
+/// Makes rows of fp8, which lie at the end of their places, rows of bf16. The warp calls it.
+template <int D>
+__device__ void widen_float8(std::byte* tile) {
+  constexpr int kUnits = D / 4;  // of eight elements, in a row
+  constexpr int kTogether = 4;
+  static_assert(kTileRows * kUnits % (32 * kTogether) == 0);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  // From the front to the back: what is written over has been read.
+#pragma unroll
+  for (int first = 0; first < kTileRows * kUnits; first += 32 * kTogether) {
+    uint2 narrow[kTogether];
+    float scale[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = (first + 32 * i + lane) / kUnits;
+      const int unit = (first + 32 * i + lane) % kUnits;
+      const float2 scales = row_scales<D>(tile, row);
+      const std::byte* const from = tile + row * TileLayout<D>::kPitch + 2 * D;
+      narrow[i] = reinterpret_cast<const uint2*>(from)[unit];
+      scale[i] = unit < kUnits / 2 ? scales.x : scales.y;
+    }
+    __syncwarp();  // all lanes have read
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = (first + 32 * i + lane) / kUnits;
+      const int unit = (first + 32 * i + lane) % kUnits;
+      if (scale[i] == 0.0F) continue;
+      reinterpret_cast<uint4*>(tile + row * TileLayout<D>::kPitch)[unit] =
+          transfer::cuda::from_float8(narrow[i].x, narrow[i].y, scale[i]);
+    }
+  }
+  transfer::cuda::release_to_copies();
+  __syncwarp();  // rows are written
+}
 
 /// Queries of the group as B fragments, normalised per head by a power of two, and the factor that
 /// turns a product into a logit.
