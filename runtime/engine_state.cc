@@ -55,10 +55,6 @@ EngineState::EngineState(const Config& config_in)
             on_host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
         .dtype = config.model.kv_dtype,
         .float8_pages = config.memory.page_format == PageFormat::kFloat8};
-  if (kv.float8_pages && device->backend() == Backend::kCuda) {
-    throw Error(ErrorCode::kUnimplemented,
-                "memory.page_format: expected kModel on CUDA, found kFloat8");
-  }
   config.retrieval.top_k = static_cast<int>(
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
