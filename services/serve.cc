@@ -167,6 +167,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
   core.models.memory.hot_rows = command.hot_rows;
+  core.models.memory.page_format = command.page_format;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
 }
@@ -239,15 +240,24 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--tls-key", command.tls_key, "Key of the server, PEM");
   add("--tls-client-ca", command.tls_client_ca, "CA of the clients' certificates, PEM");
   add("--tenants", command.tenants_file, "JSON file of tenants (default: one tenant for all)");
-  with_environment(app->add_option_function<std::string>(
-                          "--backend",
-                          [&command](const std::string& text) {
-                            for (const auto& [name, value] : kBackendNames) {
-                              if (name == text) command.backend = value;
-                            }
-                          },
-                          "Where kernels run: auto, cpu, cuda (default auto)")
-                       ->check(CLI::IsMember({"auto", "cpu", "cuda"})));
+  const auto add_named = [app](const char* flag, const auto& names, auto& to,
+                               const char* description) {
+    std::vector<std::string> known;
+    for (const auto& [name, value] : names) known.emplace_back(name);
+    with_environment(app->add_option_function<std::string>(
+                            flag,
+                            [&names, &to](const std::string& text) {
+                              for (const auto& [name, value] : names) {
+                                if (name == text) to = value;
+                              }
+                            },
+                            description)
+                         ->check(CLI::IsMember(known)));
+  };
+  add_named("--backend", kBackendNames, command.backend,
+            "Where kernels run: auto, cpu, cuda (default auto)");
+  add_named("--kv-dtype", kPageFormatNames, command.page_format,
+            "Rows in pages: model, or fp8 for models in bf16 (default model)");
   with_environment(
       app->add_option_function<std::string>(
              "--worker",

@@ -196,6 +196,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   Config config;
   config.model = spec.model;
   config.memory = options_.memory;
+  if (spec.model.kv_dtype != DType::kBFloat16) config.memory.page_format = PageFormat::kModel;
   if (!options_.disk_cache.empty()) config.memory.disk_cache = free_disk_cache();
   config.retrieval = spec.retrieval;
   config.extra_sketches = spec.extra_sketches;

@@ -80,6 +80,8 @@ void add_stress(CLI::App& program, StressCommand& command) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
+  add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
+            "Rows in pages: model (bf16) or fp8 (default model)");
   app.add_option("--hot-rows", options.hot_rows,
                  "Fetched rows kept on the GPU per KV head, layer and sequence; 0: none")
       ->capture_default_str();

@@ -23,12 +23,19 @@ std::size_t row_bytes(const ModelConfig& model) {
   return static_cast<std::size_t>(2 * model.head_dim) * dtype_bytes(model.kv_dtype);
 }
 
+/// In a page: of fp8 with its two factors.
+std::size_t page_row_bytes(const StressOptions& options) {
+  const std::size_t row = row_bytes(options.model());
+  return options.page_format == PageFormat::kFloat8 ? row / 2 + 2 * sizeof(float) : row;
+}
+
 /// Bytes of the page frames of one layer of every sequence.
 std::size_t layer_page_bytes(const StressOptions& options) {
   const ModelConfig model = options.model();
   const std::int64_t page_tokens = MemoryConfig{}.page_tokens;
   const std::int64_t tokens = ceil_div(session_tokens(options), page_tokens) * page_tokens;
-  return static_cast<std::size_t>(tokens * options.batch * model.kv_heads) * row_bytes(model);
+  return static_cast<std::size_t>(tokens * options.batch * model.kv_heads) *
+         page_row_bytes(options);
 }
 
 /// Sketch bytes of one token of one layer, all KV heads: bits in chunks of 128, and two norms.
@@ -72,6 +79,7 @@ Config base_config(const StressOptions& options) {
   config.model = options.model();
   config.retrieval = options.retrieval();
   config.backend = options.backend;
+  config.memory.page_format = options.page_format;
   config.memory.max_session_tokens = session_tokens(options);
   config.memory.max_batch_rows = options.batch;
   return config;
@@ -214,7 +222,8 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
   const std::size_t sketch = sketch_token_bytes(options) / static_cast<std::size_t>(model.kv_heads);
   std::string text =
       line("KV, host", need.pages,
-           shape + std::to_string(row_bytes(model)) + " B" + times + ", in whole pages (16 bit)") +
+           shape + std::to_string(page_row_bytes(options)) + " B" + times + ", in whole pages (" +
+               (options.page_format == PageFormat::kFloat8 ? "fp8)" : "16 bit)")) +
       line("data, host", need.source, "generator, and chunks on their way into the cache") +
       line("sketches", need.sketches,
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +

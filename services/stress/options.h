@@ -40,6 +40,7 @@ struct StressOptions {
   int bits = 256;  ///< Of norm-aware.
   std::uint64_t seed = 0;
   Backend backend = Backend::kAuto;
+  PageFormat page_format = PageFormat::kModel;
   bool compare_dense = false;
   int hot_rows = 0;  ///< Kept on the device per KV head, layer and sequence; 0: none.
   /// Share of the best tokens at N/33 that successive steps are to have in common; left out: the

@@ -192,6 +192,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"k", options.top_k},
         {"estimator", name_of(kEstimatorNames, options.estimator)},
         {"bits", retrieval.sketch().num_planes},
+        {"kv_dtype", name_of(kPageFormatNames, options.page_format)},
         {"seed", options.seed}}},
       {"backend", name_of(kBackendNames, report.backend)},
       {"interrupted", report.interrupted},

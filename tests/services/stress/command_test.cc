@@ -37,9 +37,10 @@ TEST_F(StressCommandTest, ListsItsOptions) {
 
   EXPECT_EQ(result.code, 0);
   for (const char* option :
-       {"--preset", "--tokens", "--layers", "--kv-heads", "--query-heads", "--head-dim", "--batch",
-        "--k", "--device-budget", "--host-budget", "--estimator", "--bits", "--steps", "--seed",
-        "--backend", "--json", "--compare-dense", "--hot-rows", "--overlap"}) {
+       {"--preset",    "--tokens",        "--layers",   "--kv-heads",      "--query-heads",
+        "--head-dim",  "--batch",         "--k",        "--device-budget", "--host-budget",
+        "--estimator", "--bits",          "--steps",    "--seed",          "--backend",
+        "--json",      "--compare-dense", "--hot-rows", "--overlap",       "--kv-dtype"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -69,6 +70,7 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
   EXPECT_GT(json["device_bytes"], json["sketch_bytes"]);
   EXPECT_EQ(json["host_bytes"], json["host_bytes_used"]);
   EXPECT_EQ(json["host_bytes"], 65 * 64 * 2 * 256 * 2);
+  EXPECT_EQ(json["options"]["kv_dtype"], "model");
   double before = 0.0;
   for (const char* time : {"min", "p50", "p90", "p99", "max"}) {
     EXPECT_GE(json["step_seconds"][time], before) << time;
@@ -80,6 +82,16 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
   EXPECT_GT(json["links"]["host_to_device_bytes_per_second"], 0.0);
   EXPECT_GT(json["dense"]["layer_seconds"]["p50"], 0.0);
   EXPECT_GT(json["dense"]["output_error"], 0.0);
+}
+
+TEST_F(StressCommandTest, KeepsRowsInFp8) {
+  const CliResult result = run({"--json", file("a.json").string(), "--kv-dtype", "fp8"});
+  ASSERT_EQ(result.code, 0) << result.err;
+
+  const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+  EXPECT_EQ(json["options"]["kv_dtype"], "fp8");
+  EXPECT_EQ(json["host_bytes"], 65 * 64 * 2 * (128 + 8) * 2);
+  EXPECT_EQ(json["host_bytes"], json["host_bytes_used"]);
 }
 
 TEST_F(StressCommandTest, FreesInOrderAndSaysSo) {
