@@ -73,6 +73,10 @@ void steps(Run& run) {
   cases.push_back({.tokens = 32 * K, .retrieval = norm_aware(128, 2048)});
   cases.push_back(
       {.tokens = M, .placement = KvPlacement::kHost, .retrieval = norm_aware(256, 2048)});
+  cases.push_back({.tokens = M,
+                   .placement = KvPlacement::kHost,
+                   .page_format = PageFormat::kFloat8,
+                   .retrieval = norm_aware(256, 2048)});
   // More attention than these rows have among normal keys: the cost of estimating, for equal rows.
   for (const std::int64_t tokens : {128 * K, M}) {
     cases.push_back({.tokens = tokens, .retrieval = norm_aware(256, 2048), .recall = 0.99});
@@ -119,10 +123,11 @@ void kernels(Run& run) {
     }
   }
   run.attempt("gather", {{"placement", "device"}}, [&] {
-    bench_gather(run, {256, 2048, 8192}, KvPlacement::kDevice, 32);
+    bench_gather(run, {256, 2048, 8192}, KvPlacement::kDevice, 32, PageFormat::kModel);
   });
   run.attempt("gather", {{"placement", "host"}}, [&] {
-    bench_gather(run, {512, 2048, 8192}, KvPlacement::kHost, 64);
+    bench_gather(run, {512, 2048, 8192}, KvPlacement::kHost, 64, PageFormat::kModel);
+    bench_gather(run, {2048}, KvPlacement::kHost, 32, PageFormat::kFloat8);
   });
   for (const std::int64_t rows : {256, 2048, 8192}) {
     run.attempt("flash_decode", {{"rows", 8 * rows}},

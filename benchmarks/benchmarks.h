@@ -34,6 +34,7 @@ struct StepCase {
       0;  ///< Layers of the graph; 0: enough that the L2 cache does not hold what they read.
   bool dense = false;
   KvPlacement placement = KvPlacement::kDevice;
+  PageFormat page_format = PageFormat::kModel;
   RetrievalConfig retrieval{};
   double recall = 0.0;                  ///< A recall target; `retrieval` says the most rows then.
   bool stages = false;                  ///< Adds the time of each kernel.
@@ -62,7 +63,7 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
 /// Fetch of random rows into staging, for each number of rows per KV head; row sets rotate over
 /// `region_gib` GiB of pages.
 void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPlacement placement,
-                  std::int64_t region_gib);
+                  std::int64_t region_gib, PageFormat format);
 /// Attention over random rows, and over a run of tokens.
 void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_head);
 /// How much of the exact selection the fast paths choose.

@@ -116,7 +116,8 @@ transfer::KvGeometry Layers::kv() const {
           .page_tokens = kPageTokens,
           .sink_capacity = kResident,
           .recent_capacity = kResident,
-          .dtype = DType::kBFloat16};
+          .dtype = DType::kBFloat16,
+          .float8_pages = shape_.page_format == PageFormat::kFloat8};
 }
 
 transfer::SequenceView Layers::sequence(int layer, int item) const {

@@ -26,6 +26,7 @@ struct LayerShape {
   PlaneKind kind = PlaneKind::kOrthogonal;
   bool pages = false;
   transfer::Space page_space = transfer::Space::kDevice;
+  PageFormat page_format = PageFormat::kModel;
   std::int64_t spare_tokens = 0;  ///< Capacity beyond `tokens`.
 
   [[nodiscard]] json parameters() const;

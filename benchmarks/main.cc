@@ -63,6 +63,7 @@ int main(int argc, char** argv) {
   std::string placement = "device";
   std::int64_t new_tokens = 1, rows = 2048, region_gib = 64;
   int bits = 256;
+  std::string kv_dtype = "model";
   ModelCase whole;
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
@@ -102,6 +103,10 @@ int main(int argc, char** argv) {
     command->add_option("--placement", placement, "where the KV is")
         ->check(CLI::IsMember({"device", "host"}));
   }
+  for (auto* command : {decode, hot, gather}) {
+    command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or fp8")
+        ->check(CLI::IsMember({"model", "fp8"}));
+  }
   for (auto* command : {gather, flash}) {
     command->add_option("--rows", rows, "per KV head, of which there are 8")->check(counts);
   }
@@ -128,6 +133,7 @@ int main(int argc, char** argv) {
   try {
     Run run(file, command, cuda_libs, replays);
     step.placement = placement == "host" ? KvPlacement::kHost : KvPlacement::kDevice;
+    step.page_format = kv_dtype == "fp8" ? PageFormat::kFloat8 : PageFormat::kModel;
     step.retrieval = retrieval.resolve();
     if (*decode) bench_decode_step(run, step);
     if (*hot) bench_hot_step(run, step);
@@ -142,7 +148,7 @@ int main(int argc, char** argv) {
     }
     if (*select) bench_select(run, step.tokens, step.batch, step.retrieval);
     if (*tables) bench_tables(run, step.batch, step.retrieval);
-    if (*gather) bench_gather(run, {rows}, step.placement, region_gib);
+    if (*gather) bench_gather(run, {rows}, step.placement, region_gib, step.page_format);
     if (*flash) bench_flash_decode(run, step.tokens, rows);
     if (*ingest) bench_ingest(run, step.batch, new_tokens, bits, step.placement);
     if (*prefill) {

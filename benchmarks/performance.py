@@ -50,7 +50,7 @@ class Run:
         return self.get("us", "decode_step", tokens=tokens, estimator="dense", **{**SHAPE, **shape})
 
     def step(self, tokens, selector, **wanted):
-        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, "recall": None, **wanted})
+        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, "recall": None, "kv_dtype": None, **wanted})
 
     def faster(self, tokens, selector, **wanted):
         """Dense attention by cuDNN with all KV on the device, over the step."""
@@ -85,7 +85,7 @@ def targets(run):
     norm_aware = {key: NORM_AWARE[key] for key in ("estimator", "bits")}
     soft = {key: SOFT[key] for key in ("estimator", "bits")}
     at_32k = [run.faster(32 * K, selector, sparsity=33) for selector in (NORM_AWARE, SOFT)]
-    gather = run.find("gather", rows=16384, placement="host")
+    gather = run.find("gather", rows=16384, placement="host", kv_dtype=None)
     region = "64 GiB" if gather is None else f"{gather['region_gib']} GiB"
     prefill = {bits: run.get("over_floor", "prefill_sketch", bits=bits) for bits in (256, 600)}
     rows = [

@@ -67,17 +67,19 @@ class RandomSelections {
 }  // namespace
 
 void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPlacement placement,
-                  std::int64_t region_gib) {
+                  std::int64_t region_gib, PageFormat format) {
   constexpr std::int64_t kTokens = 1 << 20;
-  constexpr std::int64_t kLayerGib = 4;
   constexpr int kSets = 32;
+  const bool float8 = format == PageFormat::kFloat8;
+  const std::int64_t layer_gib = float8 ? 2 : 4;
   const bool host = placement == KvPlacement::kHost;
-  const int num_layers = static_cast<int>(std::max<std::int64_t>(region_gib / kLayerGib, 1));
-  const Layers layers(
-      run, {.tokens = kTokens,
-            .layers = num_layers,
-            .pages = true,
-            .page_space = host ? transfer::Space::kPinnedHost : transfer::Space::kDevice});
+  const int num_layers = static_cast<int>(std::max<std::int64_t>(region_gib / layer_gib, 1));
+  const Layers layers(run,
+                      {.tokens = kTokens,
+                       .layers = num_layers,
+                       .pages = true,
+                       .page_space = host ? transfer::Space::kPinnedHost : transfer::Space::kDevice,
+                       .page_format = format});
   for (const std::int64_t rows : rows_per_head) {
     const RandomSelections selections(run, layers, kSets, rows, true);
     const auto gather = [&](int set) {
@@ -88,18 +90,19 @@ void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPl
     const Times times = time_graph(run.stream(), kSets, std::min(run.replays(), 12), [&] {
       for (int set = 0; set < kSets; ++set) gather(set);
     });
-    const double bytes =
-        static_cast<double>(rows * layers.shape().kv_heads * layers.kv().row_bytes());
+    const double row_bytes = static_cast<double>(layers.kv().page_bytes()) /
+                             (layers.kv().kv_heads * Layers::kPageTokens);
+    const double bytes = static_cast<double>(rows * layers.shape().kv_heads) * row_bytes;
     json measured;
     if (host) {
       measured["share_of_link"] = bytes / times.median * 1e-3 / run.machine().host_to_device_gbps();
     }
-    run.add_bytes("gather",
-                  {{"rows", rows * layers.shape().kv_heads},
-                   {"placement", name_of(placement)},
-                   {"region_gib", kLayerGib * num_layers},
-                   {"row_sets", kSets}},
-                  times, bytes, measured);
+    json parameters = {{"rows", rows * layers.shape().kv_heads},
+                       {"placement", name_of(placement)},
+                       {"region_gib", layer_gib * num_layers},
+                       {"row_sets", kSets}};
+    if (float8) parameters["kv_dtype"] = "fp8";
+    run.add_bytes("gather", parameters, times, bytes, measured);
   }
 }
 
