@@ -11,7 +11,7 @@ void add_serve(CLI::App& program, ServeCommand& /*command*/) {
   program.add_subcommand("serve", "Not in this build")->allow_extras();
 }
 
-void run_serve(const ServeCommand& /*command*/, const Console& /*console*/, Log& /*log*/) {
+int run_serve(const ServeCommand& /*command*/, const Console& /*console*/, Log& /*log*/) {
   throw Error(ErrorCode::kUnimplemented,
               "serve: expected a build with KVTIER_BUILD_SERVER=ON, found one without");
 }
