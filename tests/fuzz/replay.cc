@@ -8,12 +8,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <random>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 namespace {
@@ -68,9 +70,30 @@ void mutate(Bytes& bytes, const Bytes& other, Random& random) {
   if (bytes.size() > kMaxBytes) bytes.resize(kMaxBytes);
 }
 
-void mutate_for(std::chrono::seconds time, const std::string& last,
+/// A file that has the input at work, whatever becomes of the program meanwhile.
+class LastInput {
+ public:
+  explicit LastInput(const std::string& path)
+      : fd_(::open(path.c_str(), O_CREAT | O_RDWR | O_TRUNC | O_CLOEXEC, 0600)) {}
+  ~LastInput() { ::close(fd_); }
+  LastInput(const LastInput&) = delete;  // owns a descriptor
+  LastInput& operator=(const LastInput&) = delete;
+
+  /// Returns whether it is written.
+  bool keep(const Bytes& bytes) const {
+    const auto size = static_cast<off_t>(bytes.size());
+    return ::pwrite(fd_, bytes.data(), bytes.size(), 0) == size && ::ftruncate(fd_, size) == 0;
+  }
+
+ private:
+  int fd_;
+};
+
+/// Returns whether it could keep the input at work.
+bool mutate_for(std::chrono::seconds time, const std::string& last,
                 const std::vector<Bytes>& corpus) {
   Random random(std::random_device{}());
+  const LastInput file(last);
   std::size_t count = 0;
   const auto end = std::chrono::steady_clock::now() + time;
   for (; std::chrono::steady_clock::now() < end; ++count) {
@@ -78,11 +101,14 @@ void mutate_for(std::chrono::seconds time, const std::string& last,
     for (std::size_t i = 1 + random() % 6; i > 0; --i) {
       mutate(bytes, corpus[random() % corpus.size()], random);
     }
-    std::ofstream(last, std::ios::binary | std::ios::trunc)
-        .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    if (!file.keep(bytes)) {
+      std::cerr << "expected a file that can be written, found " << last << '\n';
+      return false;
+    }
     run(bytes);
   }
   std::cout << count << " inputs made of them\n";
+  return true;
 }
 
 }  // namespace
@@ -120,6 +146,6 @@ int main(int argc, char** argv) {
   }
   std::cout << files.size() << " inputs\n";
   if (files.empty()) return 1;
-  if (time.count() > 0) mutate_for(time, last, corpus);
+  if (time.count() > 0 && !mutate_for(time, last, corpus)) return 1;
   return 0;
 }
