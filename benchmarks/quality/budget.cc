@@ -170,8 +170,9 @@ std::vector<Outcomes> run(const Trace& trace, const BudgetOptions& options,
   return outcomes;
 }
 
-Rule rule_of(double recall, std::int64_t most) {
-  return {.top_k = static_cast<int>(most), .target = RecallTarget{.recall = recall}};
+Rule rule_of(const BudgetOptions& options, double recall, std::int64_t most) {
+  return {.top_k = static_cast<int>(most),
+          .target = RecallTarget{.recall = recall, .min_top_k = options.min_top_k}};
 }
 
 Rule fixed_rule(double mean_k) {
@@ -230,7 +231,9 @@ class Answering {
 
 std::vector<BudgetRow> evaluate_budget(const Trace& trace, const BudgetOptions& options) {
   std::vector<Rule> rules;
-  for (const double recall : options.recalls) rules.push_back(rule_of(recall, trace.tokens()));
+  for (const double recall : options.recalls) {
+    rules.push_back(rule_of(options, recall, trace.tokens()));
+  }
   const std::vector<Outcomes> adaptive = run(trace, options, rules);
   std::vector<Rule> fixed_rules;
   for (const Outcomes& outcomes : adaptive) fixed_rules.push_back(fixed_rule(outcomes.k.value()));
@@ -290,7 +293,7 @@ std::vector<BudgetAnswer> answer_within_budget(llama::Decoder& decoder, const ll
   for (const double recall : options.recalls) {
     BudgetAnswer adaptive{.recall = recall};
     for (const auto& each : all) {
-      each->run(options, rule_of(recall, task.length), share, adaptive);
+      each->run(options, rule_of(options, recall, task.length), share, adaptive);
     }
     BudgetAnswer fixed;
     for (const auto& each : all) each->run(options, fixed_rule(adaptive.mean_k), share, fixed);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/recall.h"
+
 #include "llama/decoder.h"
 #include "llama/eval.h"
 #include "llama/tasks.h"
@@ -15,6 +17,7 @@ namespace kvtier::quality {
 
 struct BudgetOptions {
   std::vector<double> recalls = {0.8, 0.9, 0.95, 0.98, 0.99};
+  int min_top_k = RecallTarget{}.min_top_k;
   int planes = 256;
   Selection selection = Selection::kPerKvHead;
   std::int64_t steps = 0;  ///< Evaluated steps, evenly spread over the trace; 0: every second one.

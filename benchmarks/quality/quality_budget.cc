@@ -92,6 +92,9 @@ int run(int argc, char** argv) {
   app.add_option("--sparsity", a.sparsities, "Visible over selected tokens, for the comparison")
       ->delimiter(',');
   app.add_option("--recall", a.options.recalls, "Targets")->delimiter(',')->capture_default_str();
+  app.add_option("--min-k", a.options.min_top_k, "Fewest tokens that a target selects")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--bits", a.options.planes, "Sign bits per key")->capture_default_str();
   app.add_option("--selection", a.options.selection, "per_kv_head or per_query_head")
       ->transform(CLI::CheckedTransformer(selections));
@@ -115,6 +118,7 @@ int run(int argc, char** argv) {
   nlohmann::json json = origin(a.hardware, command_line("kvtier-quality-budget", argc, argv));
   json["made_by"] = a.made_by;
   json["planes"] = a.options.planes;
+  json["min_top_k"] = a.options.min_top_k;
   json["selection"] =
       a.options.selection == Selection::kPerKvHead ? "per_kv_head" : "per_query_head";
   json["sink_tokens"] = a.options.sink;

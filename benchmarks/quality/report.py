@@ -263,7 +263,7 @@ def budget_answers(answers):
 def budget_section(report):
     parts = ["\n## Adaptive budget\n\n`recall_target` against the fixed k that equals its mean: norm-aware, "
              f"{report['planes']} planes, one set {report['selection'].replace('_', ' ')}; the first {report['sink_tokens']} and the "
-             f"last {report['recent_tokens']} tokens always attended. *missed*: attention mass on tokens not attended, the mean and the "
+             f"last {report['recent_tokens']} tokens always attended; a target selects at least {report['min_top_k']}. *missed*: attention mass on tokens not attended, the mean and the "
              "95th percentile over layers, steps and query heads; *error of the estimate*: of the missed mass that `AttendOutputs::missed` "
              f"tells, less the truth; percentiles are of its size. Run on {report['date']} on {report['hardware']}.\n"]
     calibration = report.get("calibration")

@@ -178,7 +178,7 @@ class RecallTarget:
     whose estimated share of the attention reaches `recall`, at most `top_k` or `sparsity`."""
 
     recall: float = 0.99
-    min_top_k: int = 16
+    min_top_k: int = 512
     #: Share of the variance of the scores' noise that the estimate takes out.
     noise_share: float = 0.5
 
