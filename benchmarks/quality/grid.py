@@ -54,10 +54,12 @@ def split(options, case):
 
 
 def run(options, pieces):
-    """Runs the pieces, a core to each, until the limit."""
-    cores = sorted(os.sched_getaffinity(0))[:options.jobs]
-    begin = time.monotonic()
+    """Runs the pieces, a core to each or, where there are fewer of them, several, until the limit."""
     waiting = [piece for piece in pieces if not piece.path.exists()]
+    all_cores = sorted(os.sched_getaffinity(0))[:options.jobs]
+    slots = min(len(all_cores), max(1, len(waiting)))
+    cores = [frozenset(all_cores[slot::slots]) for slot in range(slots)]
+    begin = time.monotonic()
     running = {}
     failed = False
     try:
@@ -69,7 +71,7 @@ def run(options, pieces):
                 piece = waiting.pop(0)
                 with piece.path.with_suffix(".log").open("w") as log:
                     process = subprocess.Popen(piece.command, stdout=log, stderr=log,
-                                               preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}))
+                                               preexec_fn=lambda core=core: os.sched_setaffinity(0, core))
                 running[core] = (process, piece, time.monotonic())
             time.sleep(0.1)
             for core, (process, piece, since) in list(running.items()):
@@ -125,7 +127,7 @@ def parse():
     parser.add_argument("--case", help="this one alone")
     parser.add_argument("--sequences", type=int, help="of each case (default: 4 of n8192.d100, 1 of n32768.d100)")
     parser.add_argument("--sparsity", type=numbers, default=list(SPARSITIES), help="S,S,...: select 1/S of the context")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="pieces at once")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cores, and most pieces at once")
     parser.add_argument("--limit", type=float, default=0, help="stop after this many seconds")
     parser.add_argument("--pieces", type=pathlib.Path, default=ROOT / "build/quality", help="folder of what is done")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build/quality", help="folder of the reports")
