@@ -21,6 +21,14 @@ struct OutputItem {
 };
 using OutputBatch = transfer::Batch<OutputItem>;
 
+/// What attention is told beside rows and queries where the kernel that selects attends too
+/// (scoring/foresight.h).
+struct AttendTargets {
+  float softmax_scale = 0.0F;
+  float logit_softcap = 0.0F;
+  OutputBatch outputs;
+};
+
 /// One attention call. All pointers are device memory.
 struct AttendRequest {
   transfer::KvGeometry kv;

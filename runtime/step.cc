@@ -210,13 +210,16 @@ class AttendLaunch {
             .n = tensor.shape[2]};
   }
 
-  transfer::SelectionView choose() {
+  /// Where `attend` is given, the selection's kernel attends too.
+  transfer::SelectionView choose(const attention::AttendTargets* attend = nullptr) {
     const Slice& first = slices_.front();
     const TensorView& given = first.part->inputs.selected;
     StageTimer timer(turn_, engine_, engine_.seconds.score);
     transfer::SelectionView selection;
     if (given.empty()) {
-      selection = engine_.selector->select(turn_.stream(), select_request(), options().budget);
+      scoring::SelectRequest request = select_request();
+      request.attend = attend;
+      selection = engine_.selector->select(turn_.stream(), request, options().budget);
     } else {
       const HostStaging::Slice ids =
           engine_.staging->input(turn_.stream(), given, first.begin, first.count);
@@ -252,8 +255,22 @@ class AttendLaunch {
     return std::min(max_length_, max_per_row(params, max_length_) * (per_head ? group : 1));
   }
 
+  /// Whether one kernel selects and attends. Stages that are timed apart run apart.
+  [[nodiscard]] bool attends_as_it_chooses() const {
+    return input_.has_value() && engine_.page_pool == nullptr && !engine_.config.time_stages &&
+           engine_.config.memory.placement == KvPlacement::kDevice &&
+           scoring::attends(turn_.stream(), select_request());
+  }
+
   void attend() {
     transfer::Stream& stream = turn_.stream();
+    if (attends_as_it_chooses()) {
+      const attention::AttendTargets targets{.softmax_scale = options().softmax_scale,
+                                             .logit_softcap = options().logit_softcap,
+                                             .outputs = output_batch()};
+      (void)choose(&targets);
+      return finish_attend();
+    }
     attention::AttendRequest request{
         .kv = engine_.kv,
         .rule = options().rule,

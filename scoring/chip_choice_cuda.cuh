@@ -324,9 +324,10 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
 }
 
 /// Writes the tokens with keys above `cut`, in token order. `before`: tokens of the last window
-/// that are chosen in earlier blocks.
-__device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work, std::uint32_t cut,
-                                    std::uint32_t before, const std::uint32_t* keys,
+/// that are chosen in earlier blocks. The group is told too, at `posted`, unless that is null.
+__device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work,
+                                    const ChipPeers& peers, std::uint32_t cut, std::uint32_t before,
+                                    const std::uint32_t* keys, PostedWord* posted,
                                     ChipShared& shared) {
   constexpr int kRun = 32 * kChipTile;
   const transfer::SelectionView& out = args.selection;
@@ -360,7 +361,8 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
   const std::uint32_t of_warps =
       __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
   const auto mask = static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1);
-  std::int64_t at = work.group_index * out.capacity + shared.chosen_before + before + of_warps;
+  const std::int64_t list = work.group_index * out.capacity;
+  std::int64_t at = std::int64_t{shared.chosen_before} + before + of_warps;
 #pragma unroll 1
   for (int run = begin; run < end; run += kRun) {
     if (run > begin) votes = votes_of_run(run);
@@ -374,8 +376,10 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
     std::int64_t to = at + through - of_lane;
     const int tile = work.first_token + run + static_cast<int>(lane) * kChipTile;
     for (; votes != 0; votes &= votes - 1) {
-      out.ids[to] = tile + __ffs(static_cast<int>(votes)) - 1;
-      out.head_mask[to] = mask;
+      const int id = tile + __ffs(static_cast<int>(votes)) - 1;
+      if (posted != nullptr) peers.post(posted + to, kIdsStage, static_cast<std::uint32_t>(id));
+      out.ids[list + to] = id;
+      out.head_mask[list + to] = mask;
       ++to;
     }
     at += __shfl_sync(kFullWarp, through, 31);
@@ -383,8 +387,9 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
 }
 
 /// Chooses among the keys of the group's tokens, which are counted in `shared.bins`. All blocks.
+/// `posted`: as of `write_chosen`.
 __device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
-                                   const ChipPeers& peers, std::uint32_t* keys,
+                                   const ChipPeers& peers, std::uint32_t* keys, PostedWord* posted,
                                    ChipExchange& exchange, ChipShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   ChipWindow window;
@@ -416,7 +421,7 @@ __device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
       if (window.has(key)) atomicAdd(&shared.bins[(key - window.low) >> window.shift], 1U);
     }
   }
-  write_chosen(args, work, cut, before, keys, shared);
+  write_chosen(args, work, peers, cut, before, keys, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
   }

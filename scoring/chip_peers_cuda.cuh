@@ -37,6 +37,8 @@ inline constexpr std::uint32_t kProductsStage = 0;
 inline constexpr std::uint32_t kSumsStage = 1;
 inline constexpr std::uint32_t kListsStage = 2;
 inline constexpr std::uint32_t kFirstRoundStage = 3;  ///< At most eight rounds.
+inline constexpr std::uint32_t kIdsStage = 11;
+inline constexpr std::uint32_t kPartsStage = 12;
 inline constexpr int kStageBits = 4;
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -90,6 +92,17 @@ class ChipPeers {
         missing |= first >> 32 != tag || second >> 32 != tag;
       }
     }
+  }
+  /// Waits for one word.
+  __device__ std::uint32_t fetch_one(const PostedWord* from, std::uint32_t stage) const {
+    PostedWord word = 0;
+    do {
+      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                   : "=l"(word)
+                   : "l"(__cvta_generic_to_global(from))
+                   : "memory");
+    } while (word >> 32 != (tag_ | stage));
+    return static_cast<std::uint32_t>(word);
   }
   /// Of this launch.
   [[nodiscard]] __device__ std::uint32_t epoch() const { return tag_ >> kStageBits; }

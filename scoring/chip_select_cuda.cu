@@ -1,4 +1,5 @@
 #include "hashing/append.h"
+#include "scoring/chip_attention_cuda.cuh"
 #include "scoring/chip_choice_cuda.cuh"
 #include "scoring/chip_scores_cuda.cuh"
 #include "scoring/chip_select_cuda.cuh"
@@ -90,41 +91,24 @@ __device__ void score_share(const FilterArgs& args, const ChipShape& shape, cons
   score_tokens<kQuads, kChunks>(params, ring, work, chunks, factors, scores, norms, queries);
 }
 
-/// Adds up the parts of the normalisers in memory: fills `shared.references`. Ends with a barrier.
-__device__ void read_sums(const float2* partials, int parts, int group, int heads,
-                          ChipShared& shared) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int head = static_cast<int>(threadIdx.x) / 32;
-  if (head < group) {
-    ChipSum total;
-    for (int part = lane; part < parts; part += 32) {
-      const float2 one = partials[part * group + head];
-      total.add(one.x, one.y);
-    }
-    total = sum_lanes(total);
-    if (lane == 0) shared.references[head] = normaliser(total);
-  } else if (head < heads && lane == 0) {
-    shared.references[head] = INFINITY;
-  }
-  __syncthreads();
-}
-
 #endif
 
 // `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
 // bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
-// next.
+// next. Then they attend, if that is wanted.
 template <int kQuads, int kChunks>
 __global__ __launch_bounds__(kChipThreads,
                              1) void select_on_chip(const __grid_constant__ FilterArgs args,
                                                     const __grid_constant__ ChipInput input,
+                                                    const __grid_constant__ ChipAttention attention,
                                                     const __grid_constant__ ChipShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) ChipShared shared;
   __shared__ __align__(16) ChipQueries queries;
+  __shared__ ChipRows rows;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
@@ -146,12 +130,29 @@ __global__ __launch_bounds__(kChipThreads,
               *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  if (work.empty()) return;  // the whole group
-  score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, shared.factors, scores,
-                               norms, queries);
-  exchange_sums(queries, peers, group, 4 * kQuads, shared);
-  write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  choose_best(args, work, peers, keys, *reinterpret_cast<ChipExchange*>(after), shared);
+  const bool attends = attention.tiles > 0;
+  if (attends) {
+    if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
+    prefetch_pages(args, row, work.plan.end);
+  }
+  if (!work.empty()) {  // as all of the group
+    score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, shared.factors, scores,
+                                 norms, queries);
+    exchange_sums(queries, peers, group, 4 * kQuads, shared);
+    write_keys<kQuads>(args.request.params, work, scores, shared, keys);
+    PostedWord* const posted =
+        attends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
+    choose_best(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(after), shared);
+  }
+  if (!attends) return;
+  if (rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
+  if (args.request.kv.dtype == DType::kFloat16) {
+    attend_chosen<__half>(args, input, attention, peers, rows, row, kv_head, work.group_index,
+                          dynamic);
+  } else {
+    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, row, kv_head,
+                                 work.group_index, dynamic);
+  }
 #endif
 }
 
@@ -232,13 +233,14 @@ __global__ __launch_bounds__(kChipThreads,
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
   write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  choose_best(args, work, peers, keys, *reinterpret_cast<ChipExchange*>(keys + shape.capacity),
-              shared);
+  choose_best(args, work, peers, keys, nullptr,
+              *reinterpret_cast<ChipExchange*>(keys + shape.capacity), shared);
   peers.next_epoch();
 #endif
 }
 
-using ChipKernel = void (*)(FilterArgs, ChipInput, ChipShape);
+using SelectKernel = void (*)(FilterArgs, ChipInput, ChipAttention, ChipShape);
+using ScoreKernel = void (*)(FilterArgs, ChipInput, ChipShape);
 
 /// Bytes of the scores of a (row, KV head) in memory.
 std::int64_t chip_row_bytes(const SelectRequest& request) {
@@ -246,8 +248,8 @@ std::int64_t chip_row_bytes(const SelectRequest& request) {
 }
 
 struct ChipKernels {
-  ChipKernel select;
-  ChipKernel score;
+  SelectKernel select;
+  ScoreKernel score;
   void (*choose)(FilterArgs, ChipShape, int);
 };
 
@@ -319,7 +321,7 @@ struct ChipPlan {
 
 /// Finds the most blocks of which the device has room for all groups at once, if these have room
 /// for a row.
-bool plan_one_kernel(const SelectRequest& request, ChipKernel kernel, ChipShape& shape) {
+bool plan_one_kernel(const SelectRequest& request, SelectKernel kernel, ChipShape& shape) {
   const int groups = request.kv.kv_heads * request.rows.count;
   const int quads = chip_quads(request.kv.group());
   const int chunks = sign_chunks(request.params);
@@ -430,10 +432,21 @@ std::size_t chip_boxes_bytes(std::int64_t groups) {
   return static_cast<std::size_t>(std::min<std::int64_t>(groups, kChipParts)) * sizeof(ChipBox);
 }
 
+std::int64_t chip_parts_words(std::int64_t groups, int group) {
+  if (group > kChipHeads) return 0;
+  return std::min(groups, kAttendedGroups) * kChipBlocks * chip_part_words(group);
+}
+
 bool takes_queries(const SelectRequest& request) {
   return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
          request.max_length > 0 && filter_serves(request) &&
          plan_chip(request).way != ChipPlan::Way::kNone;
+}
+
+bool attends(const SelectRequest& request) {
+  return takes_queries(request) && request.kv.head_dim == kAttendDim && !request.kv.float8_pages &&
+         request.kv.kv_heads * request.rows.count <= kAttendedGroups &&
+         plan_chip(request).way == ChipPlan::Way::kOneKernel;
 }
 
 bool foresees(const SelectRequest& request) {
@@ -455,14 +468,20 @@ bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {
     return true;
   }
   const ChipShape& shape = plan.shape;
+  int bytes = select_bytes(shape, chip_quads(request.kv.group()), sign_chunks(request.params));
+  ChipAttention attention{};
+  if (request.attend != nullptr) {
+    bytes = std::max(bytes, chip_attention_bytes(kChipWarps));
+    attention.targets = *request.attend;
+    attention.tiles =
+        std::min((bytes - chip_attention_bytes(0)) / AttendTile::kBytes, 2 * kChipWarps);
+  }
   allow_shape(kernels.select);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
                   static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping(
-      stream, kernels.select, grid, kChipThreads,
-      static_cast<std::size_t>(
-          select_bytes(shape, chip_quads(request.kv.group()), sign_chunks(request.params))),
-      args, input, shape);
+  transfer::cuda::launch_overlapping(stream, kernels.select, grid, kChipThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     shape);
   return true;
 }
 

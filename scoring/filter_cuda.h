@@ -65,6 +65,12 @@ void enqueue_filter(const Stage& stage);
 [[nodiscard]] std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_tokens);
 /// Bytes of what blocks tell one another (chip_peers_cuda.cuh), of all (row, KV head) pairs.
 [[nodiscard]] std::size_t chip_boxes_bytes(std::int64_t groups);
+/// Words that the blocks of a selection which attends tell one another of their parts, of groups
+/// of query heads, likewise.
+[[nodiscard]] std::int64_t chip_parts_words(std::int64_t groups, int group);
+/// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
+/// out all of their rows.
+inline constexpr std::int64_t kAttendedGroups = 16;
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
 inline constexpr int kChipParts = 256;
 /// The most that they may: a block has 227 KiB, and the kernels have arrays of fixed size too.

@@ -15,9 +15,14 @@ namespace kvtier::scoring {
 /// may be given them as `SelectRequest::input`, and needs no tables.
 [[nodiscard]] bool takes_queries(const transfer::Stream& stream, const SelectRequest& request);
 
+/// Tells whether `Selector::select` can attend as well, where it is told `SelectRequest::attend`:
+/// the rows must then lie where `row_address` says, in device memory.
+[[nodiscard]] bool attends(const transfer::Stream& stream, const SelectRequest& request);
+
 namespace cuda {
 [[nodiscard]] bool foresees(const SelectRequest& request);
 [[nodiscard]] bool takes_queries(const SelectRequest& request);
+[[nodiscard]] bool attends(const SelectRequest& request);
 }  // namespace cuda
 
 }  // namespace kvtier::scoring

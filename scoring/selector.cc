@@ -191,6 +191,13 @@ bool foresees(const transfer::Stream& stream, const SelectRequest& request) {
   return false;
 }
 
+bool attends(const transfer::Stream& stream, const SelectRequest& request) {
+  if constexpr (transfer::kWithCuda) {
+    if (stream.native() != nullptr) return cuda::attends(request);
+  }
+  return false;
+}
+
 transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,
                                         const IdTensor& ids) {
   check(request, limits_);

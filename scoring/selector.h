@@ -1,5 +1,6 @@
 #pragma once
 
+#include "attention/flash_decode.h"
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "transfer/device.h"
@@ -34,6 +35,10 @@ struct SelectRequest {
   /// until the stream has passed the selection.
   const QueryInput* input = nullptr;
   float* packed = nullptr;
+  /// Where attention over the always-attended tokens and the selection goes, of a request that
+  /// `attends` (foresight.h) is true of; or nullptr. Rows are counted as `FlashDecode::attend`
+  /// does.
+  const attention::AttendTargets* attend = nullptr;
 };
 
 /// An int32 tensor `[rows, heads, n]` of ids; the strides count elements.

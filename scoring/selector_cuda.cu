@@ -141,7 +141,8 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes) {
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes,
+                       std::size_t* zeroed) {
   const std::int64_t rows = limits.rows;
   const std::int64_t sets = rows * limits.query_heads;
   Scratch scratch{};
@@ -158,6 +159,10 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   const std::int64_t groups = rows * limits.kv_heads;
   scratch.filter.chip_boxes = reinterpret_cast<ChipBox*>(base);
   offset += chip_boxes_bytes(groups);
+  const int group = limits.query_heads / limits.kv_heads;
+  place(scratch.filter.chip_parts, chip_parts_words(groups, group));
+  place(scratch.filter.chip_ids, std::min(groups, kAttendedGroups) * limits.max_selected);
+  if (zeroed != nullptr) *zeroed = offset;
   place(scratch.plans, rows);
   place(scratch.states, sets);
   place(scratch.histogram, sets * kRadixBins);
@@ -168,7 +173,6 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   std::byte* estimates = nullptr;
   place(estimates, static_cast<std::int64_t>(estimates_bytes(sets)));
   scratch.estimates = reinterpret_cast<HeadEstimate*>(estimates);
-  const int group = limits.query_heads / limits.kv_heads;
   FilterScratch& filter = scratch.filter;
   constexpr int kMostChunks = 8;
   constexpr int kMostProducts = 4;
@@ -193,7 +197,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
 }
 
 std::size_t zeroed_bytes(const SelectorLimits& limits) {
-  return chip_boxes_bytes(std::int64_t{limits.rows} * limits.kv_heads);
+  std::size_t bytes = 0;
+  (void)scratch_layout(limits, nullptr, nullptr, &bytes);
+  return bytes;
 }
 
 std::size_t scratch_bytes(const SelectorLimits& limits) {

@@ -65,9 +65,11 @@ struct FilterScratch {
   std::int64_t columns_stride;
   std::byte* chip_scores;  // of rows that are chosen from on chip (chip_select_cuda.cuh)
   std::int64_t chip_bytes;
-  ChipBox* chip_boxes;  // [rows][kv_heads], zero at first (chip_peers_cuda.cuh)
-  float* chip_factors;  // [rows][kv_heads][heads of a group] what turns sums into logits
-  float2* chip_sums;    // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  ChipBox* chip_boxes;        // [rows][kv_heads], zero at first (chip_peers_cuda.cuh)
+  std::uint64_t* chip_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
+  std::uint64_t* chip_ids;    // [rows][kv_heads][max_selected], zero at first
+  float* chip_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
+  float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
@@ -87,8 +89,10 @@ struct Scratch {
   std::int64_t tiles;
 };
 
-/// Lays the arrays out in `base`; `bytes`, when given, receives the size of all of them.
-Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes = nullptr);
+/// Lays the arrays out in `base`; `bytes`, when given, receives the size of all of them, `zeroed`
+/// that of the first ones, which are zero before the first launch.
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes = nullptr,
+                       std::size_t* zeroed = nullptr);
 
 /// The arguments that all stages share.
 struct Stage {

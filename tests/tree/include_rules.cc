@@ -15,7 +15,7 @@ const std::map<std::string, Modules, std::less<>> kArrows{
     {"api", {}},
     {"transfer", {"api"}},
     {"hashing", {"transfer", "api"}},
-    {"scoring", {"hashing", "transfer", "api"}},
+    {"scoring", {"attention", "hashing", "transfer", "api"}},
     {"attention", {"transfer", "api"}},
     {"runtime", {"attention", "scoring", "hashing", "transfer", "transfer/tiers", "api"}},
     {"transfer/tiers", {"api"}},
