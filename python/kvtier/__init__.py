@@ -26,6 +26,7 @@ from kvtier.config import (
     ValueWeighting,
 )
 from kvtier.connection import ClientOptions
+from kvtier.device import DeviceTensor, SharedDeviceMemory
 from kvtier.errors import (
     AbortedError,
     CancelledError,
@@ -49,7 +50,7 @@ from kvtier.errors import (
     UnimplementedError,
 )
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
-from kvtier.session import AttendResult, FetchResult, RemoteSession, SelectResult
+from kvtier.session import AttendResult, FetchResult, Outputs, RemoteSession, SelectResult
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "DeadlineExceededError",
     "DecodeItem",
     "Details",
+    "DeviceTensor",
     "ErrorCode",
     "Estimator",
     "FailedPreconditionError",
@@ -84,12 +86,13 @@ __all__ = [
     "LeaseExpiredError",
     "ModelConfig",
     "NotFoundError",
+    "Outputs",
     "PagePut",
     "PlaneKind",
-    "RecallTarget",
     "PositionMismatchError",
     "PutOutcome",
     "QuotaExceededError",
+    "RecallTarget",
     "RemotePages",
     "RemoteSession",
     "ResourceExhaustedError",
@@ -99,6 +102,7 @@ __all__ = [
     "SelectResult",
     "Selection",
     "ServerEpochError",
+    "SharedDeviceMemory",
     "SketchConfig",
     "UnauthenticatedError",
     "UnavailableError",

@@ -15,17 +15,22 @@ from kvtier import frames, tensors
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
 from kvtier.connection import ClientOptions, Connection, Watchdog
 from kvtier.data_plane import PlaneCall, Planes, Reply
-from kvtier.errors import ClientError, Details, make_error
+from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory, end_attachment
+from kvtier.errors import ClientError, Details, ErrorCode, invalid, make_error
 from kvtier.lease import Closing, LeaseKeeper
 from kvtier.pages import RemotePages
 from kvtier.session import (
     SELECTION_BYTES,
     AttendResult,
     FetchResult,
+    Outputs,
     RemoteSession,
     SelectResult,
+    TensorLike,
     add_selected,
     check_ids,
+    check_outputs,
+    check_tensor,
     fill_attend,
     fill_fetch,
     fill_select,
@@ -34,11 +39,12 @@ from kvtier.session import (
     take_fetch,
     take_select,
 )
-from kvtier.v1 import attention_pb2, page_pb2, session_pb2, status_pb2
+from kvtier.v1 import attention_pb2, page_pb2, session_pb2, shared_memory_pb2, status_pb2
 
 T = TypeVar("T")
 
 _REPLY_BYTES = 4 << 20  # of a batch at most
+_STAGING_BYTES = 4096  # of an attachment over which no tensor goes
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class SelectItem:
 
     session: RemoteSession
     layer: int
-    query: ArrayLike
+    query: TensorLike
     options: AttendOptions = AttendOptions()
     with_scores: bool = False
 
@@ -58,10 +64,11 @@ class AttendItem:
 
     session: RemoteSession
     layer: int
-    query: ArrayLike
+    query: TensorLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
     with_missed: bool = False
+    outputs: Outputs = Outputs()
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,13 @@ class DecodeItem:
 
     session: RemoteSession
     layer: int
-    query: ArrayLike
-    key: ArrayLike
-    value: ArrayLike
+    query: TensorLike
+    key: TensorLike
+    value: TensorLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
     with_missed: bool = False
+    outputs: Outputs = Outputs()
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,41 @@ class Client(Closing):
         response = self.connection.call(self.connection.sessions.CreateSession, request)
         return RemoteSession(self, response.session)
 
+    def share_device_memory(
+        self, cuda_ipc_handle: bytes, device_uuid: bytes, pointer: int, nbytes: int
+    ) -> SharedDeviceMemory:
+        """Lets keys, values, queries and outputs of calls lie in an allocation of `cudaMalloc`
+        (`SharedDeviceMemory.tensor`), which a server of this machine reads and writes in place when
+        its engines use the same GPU; raises its reason otherwise (`FailedPreconditionError`).
+        `cuda_ipc_handle`: the 64 bytes of `cudaIpcGetMemHandle`. `device_uuid`: the 16 bytes of
+        `cudaDeviceProp::uuid`. `pointer`, `nbytes`: where the allocation begins, and how long it
+        is."""
+        for name, value, size in (
+            ("cuda_ipc_handle", cuda_ipc_handle, HANDLE_BYTES),
+            ("device_uuid", device_uuid, UUID_BYTES),
+        ):
+            if len(value) != size:
+                raise invalid(f"{name}: expected {size} bytes, found {len(value)}")
+        if nbytes <= 0:
+            raise invalid(f"nbytes: expected above 0, found {nbytes}")
+        attached = self.planes.attach(_STAGING_BYTES)
+        if attached is None:
+            message = "expected a server with a data plane"
+            raise make_error(ErrorCode.UNIMPLEMENTED, message, Details("NO_DATA_PLANE"))
+        request = shared_memory_pb2.ShareDeviceMemoryRequest(
+            attachment=attached.name,
+            cuda_ipc_handle=cuda_ipc_handle,
+            device_uuid=device_uuid,
+            bytes=nbytes,
+        )
+        try:
+            share = self.connection.shared_memory.ShareDeviceMemory
+            region = self.connection.call_once(share, request).region
+        except BaseException:
+            end_attachment(self.connection, attached)
+            raise
+        return SharedDeviceMemory(self.connection, attached, region, pointer, nbytes)
+
     def open_pages(self, model: str, page_bytes: int) -> RemotePages:
         """Opens a lease on the server's page cache. `model` names the model, the layout of its
         pages and whatever else must agree between those who exchange pages; up to 128 bytes."""
@@ -180,7 +223,7 @@ class Client(Closing):
         room = min(len(items) * SELECTION_BYTES, _REPLY_BYTES)
         call = PlaneCall(frames.BATCH_SELECT, request, room)
         for item in items:
-            query = tensors.check("query", item.query)
+            query = check_tensor("query", item.query)
             message = request.items.add()
             fill_select(message, item.session, item.layer, item.options, item.with_scores)
             call.add(message.query, query)
@@ -195,10 +238,11 @@ class Client(Closing):
         """Makes `attend` calls of any sessions; returns a result or an error for each."""
         request = attention_pb2.BatchAttendRequest()
         call = PlaneCall(frames.BATCH_ATTEND, request)
-        queries = [tensors.check("query", item.query) for item in items]
+        queries = [check_tensor("query", item.query) for item in items]
         for item, query in zip(items, queries):
             message = request.items.add()
-            fill_attend(message, item.session, item.layer, item.options, item.with_missed)
+            outputs = check_outputs(query, item.outputs)
+            fill_attend(message, item.session, item.layer, item.options, item.with_missed, outputs)
             call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
             add_selected(call, message, item.selected)
@@ -214,18 +258,19 @@ class Client(Closing):
         result or an error for each."""
         request = attention_pb2.BatchDecodeRequest()
         call = PlaneCall(frames.BATCH_DECODE, request)
-        queries = [tensors.check("query", item.query) for item in items]
+        queries = [check_tensor("query", item.query) for item in items]
         ahead: dict[tuple[str, int], int] = {}
         stored: list[int] = []
         for item, query in zip(items, queries):
             session = item.session
             message = request.items.add()
-            key = tensors.check("key", item.key)
-            fill_attend(message, session, item.layer, item.options, item.with_missed)
+            key = check_tensor("key", item.key)
+            outputs = check_outputs(query, item.outputs)
+            fill_attend(message, session, item.layer, item.options, item.with_missed, outputs)
             call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
             call.add(message.key, key)
-            call.add(message.value, tensors.check("value", item.value))
+            call.add(message.value, check_tensor("value", item.value))
             add_selected(call, message, item.selected)
             message.step = session.next_step()
             place = (session.name, item.layer)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier import frames, tensors
 from kvtier.connection import Connection
+from kvtier.device import DeviceTensor
 from kvtier.errors import ClientError, Details, ErrorCode, make_error
 from kvtier.page_plane import Arena
 from kvtier.v1 import shared_memory_pb2, status_pb2, tensor_pb2
@@ -41,7 +42,10 @@ class PlaneCall:
         self.output_bytes = output_bytes
         self.tensors: list[tuple[tensor_pb2.Tensor, tensors.Array]] = []
 
-    def add(self, message: tensor_pb2.Tensor, value: tensors.Array) -> None:
+    def add(self, message: tensor_pb2.Tensor, value: tensors.Array | DeviceTensor) -> None:
+        if isinstance(value, DeviceTensor):
+            value.describe(message)
+            return
         tensors.describe(message, value)
         self.tensors.append((message, value))
 
@@ -232,9 +236,16 @@ def _tensors_of(response: Any) -> list[tensor_pb2.Tensor]:
             for item in value:
                 if item.HasField("response"):
                     found.extend(_tensors_of(item.response))
-        elif isinstance(value, tensor_pb2.Tensor):
+        elif isinstance(value, tensor_pb2.Tensor) and not value.HasField("memory"):
             found.append(value)
     return found
+
+
+class Attached(NamedTuple):
+    """A channel of its own, and the attachment that it ends with."""
+
+    channel: Channel
+    name: str
 
 
 class Planes:
@@ -333,15 +344,26 @@ class Planes:
         for each in closed:
             each.close()
 
+    def attach(self, staging_bytes: int) -> Attached | None:
+        """Returns a channel that no call uses; None when there is none to be had."""
+        return self._attach(staging_bytes) if self._usable else None
+
     def _make(self) -> Channel | None:
+        attached = self._attach(0)
+        return None if attached is None else attached.channel
+
+    def _attach(self, staging_bytes: int) -> Attached | None:
         connection = self._connection
-        request = shared_memory_pb2.CreateAttachmentRequest(process_id=os.getpid())
+        request = shared_memory_pb2.CreateAttachmentRequest(
+            process_id=os.getpid(), staging_bytes=staging_bytes
+        )
         try:
             made = connection.call_once(connection.shared_memory.CreateAttachment, request)
             for endpoint in made.endpoints:
                 if endpoint.startswith("unix:"):
                     path = endpoint.removeprefix("unix:")
-                    return Channel(path, made.token, connection.options.timeout)
+                    channel = Channel(path, made.token, connection.options.timeout)
+                    return Attached(channel, made.attachment.name)
         except (ClientError, OSError, ValueError, frames.FrameError):
             pass  # every call can go over gRPC
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence, Union
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier import frames, tensors
 from kvtier.config import AttendOptions
 from kvtier.data_plane import PlaneCall
+from kvtier.device import DeviceTensor
 from kvtier.errors import ClientError, ErrorCode, invalid, make_error
 from kvtier.lease import Leased
 from kvtier.stream import DecodeStream
@@ -30,6 +31,18 @@ _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 
 
+#: Keys, values and queries: arrays, or device memory that is shared with the server.
+TensorLike = Union[ArrayLike, DeviceTensor]
+_Tensor = Union[Array, DeviceTensor]
+
+
+class Outputs(NamedTuple):
+    """Where the server writes what it attends; None: the reply has it."""
+
+    out: DeviceTensor | None = None
+    lse: DeviceTensor | None = None
+
+
 class _Attended(NamedTuple):
     out: Array
     lse: NDArray[np.float32]
@@ -37,7 +50,8 @@ class _Attended(NamedTuple):
 
 class AttendResult(_Attended):
     """`out`: [tokens, query_heads, head_dim], dtype of the query. `lse`: [tokens, query_heads],
-    natural log of the softmax denominator. These two are what it unpacks to. Read-only."""
+    natural log of the softmax denominator. These two are what it unpacks to. Read-only; empty where
+    the call named device memory for them."""
 
     #: As `lse`, the estimated share of the attention of all visible tokens that fell on tokens not
     #: attended; None unless asked for.
@@ -91,14 +105,41 @@ def fill_attend(
     layer: int,
     options: AttendOptions,
     with_missed: bool,
+    outputs: Outputs,
 ) -> None:
     request.session = session.name
     request.layer = layer
     request.options.CopyFrom(options.message())
     request.with_missed = with_missed
+    if outputs.out is not None:
+        request.out_memory.CopyFrom(outputs.out.place())
+    if outputs.lse is not None:
+        request.lse_memory.CopyFrom(outputs.lse.place())
 
 
-def output_bytes(query: Array, with_missed: bool) -> int:
+def check_tensor(name: str, value: TensorLike) -> _Tensor:
+    """Returns what a call can send, `value` itself where it is that."""
+    return value if isinstance(value, DeviceTensor) else tensors.check(name, value)
+
+
+def check_outputs(query: _Tensor, outputs: Outputs) -> Outputs:
+    """Returns outputs of a query that have its shape."""
+    if len(query.shape) != 3:
+        return outputs  # the server refuses it
+    for name, tensor, shape, dtype in (
+        ("out", outputs.out, query.shape, query.dtype),
+        ("lse", outputs.lse, query.shape[:2], _FLOAT32),
+    ):
+        # bfloat16 is its bits, or a type of its own that is as long.
+        if tensor is None or (tensor.shape == shape and tensor.dtype.itemsize == dtype.itemsize):
+            continue
+        raise invalid(
+            f"{name}: expected {dtype} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}"
+        )
+    return outputs
+
+
+def output_bytes(query: _Tensor, with_missed: bool) -> int:
     """Room for what is attended, and at most 1/32 of it for the log-sum-exps, and the shares that
     were missed."""
     per_head = frames.aligned(query.nbytes // 32)
@@ -129,11 +170,16 @@ def take_select(response: attention_pb2.SelectResponse, with_scores: bool) -> Se
 
 def take_attend(
     response: attention_pb2.AttendResponse | attention_pb2.DecodeResponse,
-    query: Array,
+    query: _Tensor,
     with_missed: bool,
 ) -> AttendResult:
-    out = tensors.take(response.out, "out", query.dtype)
-    lse = tensors.take(response.lse, "lse", _FLOAT32)
+    out, lse = (
+        np.empty(0, dtype) if tensor.HasField("memory") else tensors.take(tensor, name, dtype)
+        for tensor, name, dtype in (
+            (response.out, "out", query.dtype),
+            (response.lse, "lse", _FLOAT32),
+        )
+    )
     result = AttendResult(out, lse)
     if with_missed:
         result.missed = tensors.take(response.missed, "missed", _FLOAT32)
@@ -163,15 +209,16 @@ class RemoteSession(Leased):
         self._step = 0
         self._steps = DecodeStream(client.connection, client.watchdog)
 
-    def append(self, layer: int, keys: ArrayLike, values: ArrayLike) -> None:
+    def append(self, layer: int, keys: TensorLike, values: TensorLike) -> None:
         """Stores tokens, [tokens, kv_heads, head_dim] each, in chunks; those before one that fails
         stay."""
-        key = tensors.check("keys", keys)
-        value = tensors.check("values", values)
+        key = check_tensor("keys", keys)
+        value = check_tensor("values", values)
         if key.shape[0] != value.shape[0]:
             raise invalid(f"values: expected {key.shape[0]} tokens, found {value.shape[0]}")
         chunks = [
-            (key[first:end], value[first:end]) for first, end in _chunks_of(key, value)
+            (_rows(key, first, end), _rows(value, first, end))
+            for first, end in _chunks_of(key, value)
         ]
         if not self._append_over_plane(layer, chunks):
             connection = self._connection
@@ -183,13 +230,13 @@ class RemoteSession(Leased):
     def select(
         self,
         layer: int,
-        query: ArrayLike,
+        query: TensorLike,
         options: AttendOptions = AttendOptions(),
         *,
         with_scores: bool = False,
     ) -> SelectResult:
         """Scores the eligible tokens and returns the chosen ids. Stores nothing."""
-        array = tensors.check("query", query)
+        array = check_tensor("query", query)
         request = attention_pb2.SelectRequest()
         fill_select(request, self, layer, options, with_scores)
         call = PlaneCall(frames.SELECT, request, SELECTION_BYTES)
@@ -200,17 +247,18 @@ class RemoteSession(Leased):
     def attend(
         self,
         layer: int,
-        query: ArrayLike,
+        query: TensorLike,
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
         with_missed: bool = False,
+        outputs: Outputs = Outputs(),
     ) -> AttendResult:
         """Selects and attends. Stores nothing. `selected` replaces scoring. `with_missed`: with
         the share of the attention that was left out, of norm-aware selections."""
-        array = tensors.check("query", query)
+        array = check_tensor("query", query)
         request = attention_pb2.AttendRequest()
-        fill_attend(request, self, layer, options, with_missed)
+        fill_attend(request, self, layer, options, with_missed, check_outputs(array, outputs))
         call = PlaneCall(frames.ATTEND, request, output_bytes(array, with_missed))
         call.add(request.query, array)
         add_selected(call, request, selected)
@@ -220,24 +268,25 @@ class RemoteSession(Leased):
     def decode(
         self,
         layer: int,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: TensorLike,
+        key: TensorLike,
+        value: TensorLike,
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
         with_missed: bool = False,
+        outputs: Outputs = Outputs(),
     ) -> AttendResult:
         """Appends, then attends, over the session's stream. A step whose reply was lost is asked
         for again, never stored twice."""
-        array = tensors.check("query", query)
-        keys = tensors.check("key", key)
+        array = check_tensor("query", query)
+        keys = check_tensor("key", key)
         request = attention_pb2.DecodeRequest()
-        fill_attend(request, self, layer, options, with_missed)
+        fill_attend(request, self, layer, options, with_missed, check_outputs(array, outputs))
         call = PlaneCall(frames.DECODE, request, output_bytes(array, with_missed))
         call.add(request.query, array)
         call.add(request.key, keys)
-        call.add(request.value, tensors.check("value", value))
+        call.add(request.value, check_tensor("value", value))
         add_selected(call, request, selected)
         request.step = self.next_step()
         if self.knows(layer):
@@ -330,7 +379,7 @@ class RemoteSession(Leased):
         """Takes note of tokens that a call has stored."""
         self._lengths[layer] += tokens
 
-    def _append_over_plane(self, layer: int, chunks: Sequence[tuple[Array, Array]]) -> bool:
+    def _append_over_plane(self, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]) -> bool:
         """Returns False when nothing was sent."""
         for index, (key, value) in enumerate(chunks):
             request = attention_pb2.AppendRequest(session=self._name, layer=layer)
@@ -348,7 +397,7 @@ class RemoteSession(Leased):
         return True
 
     def _append_requests(
-        self, layer: int, chunks: Sequence[tuple[Array, Array]]
+        self, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]
     ) -> Iterator[attention_pb2.AppendRequest]:
         position = self._lengths[layer] if self.knows(layer) else None
         for index, (key, value) in enumerate(chunks):
@@ -358,8 +407,8 @@ class RemoteSession(Leased):
             if position is not None:
                 request.position = position
                 position += key.shape[0]
-            tensors.fill(request.key, key)
-            tensors.fill(request.value, value)
+            _fill(request.key, key)
+            _fill(request.value, value)
             yield request
 
     def _decode_over_grpc(
@@ -377,10 +426,22 @@ class RemoteSession(Leased):
         return self._connection.retry(exchange)
 
 
-def _chunks_of(key: Array, value: Array) -> Iterator[tuple[int, int]]:
+def _rows(tensor: _Tensor, first: int, end: int) -> _Tensor:
+    return tensor.rows(first, end) if isinstance(tensor, DeviceTensor) else tensor[first:end]
+
+
+def _fill(message: tensor_pb2.Tensor, tensor: _Tensor) -> None:
+    if isinstance(tensor, DeviceTensor):
+        tensor.describe(message)
+    else:
+        tensors.fill(message, tensor)
+
+
+def _chunks_of(key: _Tensor, value: _Tensor) -> Iterator[tuple[int, int]]:
     """Yields where the chunks of an append begin and end."""
     tokens = key.shape[0]
-    row_bytes = (key.nbytes + value.nbytes) // max(tokens, 1)
+    sent = sum(each.nbytes for each in (key, value) if not isinstance(each, DeviceTensor))
+    row_bytes = sent // max(tokens, 1)
     chunk = min(max(_CHUNK_BYTES // max(row_bytes, 1), 1), _CHUNK_TOKENS)
     for first in range(0, max(tokens, 1), chunk):
         yield first, first + chunk
