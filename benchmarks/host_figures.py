@@ -25,11 +25,15 @@ def service(_):
             return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
                     spread(row, "times", times))
         if what == "raw_stream_over_messages":
-            return (f"random pages{size}, ReadPages: times the same in messages of protobuf", "1.5x", "2x", *rate,
+            cpu = (f"; {row['cpu_seconds_per_gb']:.2f} CPU seconds per GB of both sides against "
+                   f"{row['baseline_cpu_seconds_per_gb']:.2f}" if "cpu_times" in row else "")
+            return (f"random pages{size}, ReadPages: times the same in messages of protobuf{cpu}", "1.5x", "2x", *rate,
                     spread(row, "times", times))
         if what == "overload_over_peak":
             return (f"{row['call']} after {context(row['tokens'])} at {row['factor']}x the rate that is served: goodput over peak; p99 "
-                    f"of the refused {number(row['rejected_p99_ms'])} ms (must 10, aim 5)", "85 %", "95 %",
+                    f"of the refused {number(row['rejected_p99_ms'])} ms (must 10, aim 5)"
+                    + (f"; the client took {percent(row['client_share_of_cpu'])} of the cores" if "client_share_of_cpu" in row else ""),
+                    "85 %", "95 %",
                     f"{number(row['calls_per_second'])} calls/s", f"{number(row['baseline_calls_per_second'])} calls/s",
                     spread(row, "share", percent))
         if what == "unary_over_echo":

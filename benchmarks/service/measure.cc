@@ -17,17 +17,31 @@ double median(std::vector<double> values) {
 }
 
 Comparison compare(int rounds, const std::function<void()>& first,
-                   const std::function<void()>& second) {
+                   const std::function<void()>& second, const std::function<double()>& cpu) {
   first();  // both warm
   second();
-  std::vector<double> firsts, seconds, ratios;
+  std::vector<double> firsts, seconds, ratios, first_cpus, second_cpus, cpu_ratios;
+  const auto run = [&cpu](const std::function<void()>& work, std::vector<double>& times,
+                          std::vector<double>& cpu_times) {
+    const double before = cpu();
+    times.push_back(seconds_of(work));
+    cpu_times.push_back(cpu() - before);
+  };
   for (int round = 0; round < rounds; ++round) {
-    firsts.push_back(seconds_of(first));
-    seconds.push_back(seconds_of(second));
+    run(first, firsts, first_cpus);
+    run(second, seconds, second_cpus);
     ratios.push_back(firsts.back() / seconds.back());
+    cpu_ratios.push_back(first_cpus.back() / std::max(second_cpus.back(), 1e-9));
   }
   const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
-  return {median(firsts), median(seconds), median(ratios), *least, *most};
+  return {.first = median(firsts),
+          .second = median(seconds),
+          .ratio = median(ratios),
+          .least = *least,
+          .most = *most,
+          .first_cpu = median(first_cpus),
+          .second_cpu = median(second_cpus),
+          .cpu_ratio = median(cpu_ratios)};
 }
 
 }  // namespace kvtier::bench

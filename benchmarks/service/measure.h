@@ -18,8 +18,12 @@ struct Comparison {
   double first = 0, second = 0;  ///< Medians, in seconds.
   double ratio = 0;              ///< Median of first over second, round by round.
   double least = 0, most = 0;    ///< Of these ratios.
+  /// As above by `cpu`, without which they are 0.
+  double first_cpu = 0, second_cpu = 0, cpu_ratio = 0;
 };
-[[nodiscard]] Comparison compare(int rounds, const std::function<void()>& first,
-                                 const std::function<void()>& second);
+/// `cpu`: seconds of CPU that the work has taken so far, in whatever processes.
+[[nodiscard]] Comparison compare(
+    int rounds, const std::function<void()>& first, const std::function<void()>& second,
+    const std::function<double()>& cpu = [] { return 0.0; });
 
 }  // namespace kvtier::bench

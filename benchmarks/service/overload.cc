@@ -1,22 +1,17 @@
 #include "kvtier/client.h"
-#include "kvtier/v1/attention.grpc.pb.h"
+#include "kvtier/v1/attention.pb.h"
 
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
-
-#include <grpcpp/grpcpp.h>
+#include "benchmarks/service/raw_load.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <thread>
 
 namespace kvtier::bench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr int kSessions = 4;
 constexpr int kOutstanding = 8;  ///< Of the closed loop.
@@ -28,98 +23,6 @@ constexpr std::chrono::seconds kRound{4};
 constexpr std::int64_t kKvHeads = 2;
 constexpr std::int64_t kQueryHeads = 8;
 constexpr std::int64_t kHeadDim = 128;
-
-/// How the calls of one round ended.
-struct Outcomes {
-  std::vector<double> admitted, rejected;  ///< Seconds of each call.
-  std::string failure;                     ///< Of a call that ended in any other way.
-};
-
-/// Attend calls on a few sessions, at any time and rate.
-class Load {
- public:
-  Load(const std::string& endpoint, std::vector<v1::AttendRequest> requests)
-      : requests_(std::move(requests)) {
-    grpc::ChannelArguments apart;
-    apart.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    for (int i = 0; i < kConnections; ++i) {
-      stubs_.push_back(v1::AttentionService::NewStub(
-          grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), apart)));
-    }
-  }
-
-  /// As many calls as the server completes with `kOutstanding` at a time.
-  Outcomes closed() {
-    const Clock::time_point end = Clock::now() + kRound;
-    for (int i = 0; i < kOutstanding; ++i) send(end);
-    return finish();
-  }
-  /// Calls at a fixed rate, whatever becomes of those before.
-  Outcomes open(double per_second) {
-    const Clock::time_point start = Clock::now();
-    const std::chrono::duration<double> interval(1 / per_second);
-    for (int i = 0;; ++i) {
-      const auto due = start + std::chrono::duration_cast<Clock::duration>(interval * i);
-      if (due >= start + kRound) break;
-      std::this_thread::sleep_until(due);
-      send({});
-    }
-    return finish();
-  }
-
- private:
-  struct Sent {
-    grpc::ClientContext context;
-    v1::AttendResponse response;
-    Clock::time_point at = Clock::now();
-  };
-
-  /// Sends a call, and before `again_until` another when it is answered.
-  void send(Clock::time_point again_until) {
-    auto* call = new Sent;  // owned by its callback
-    call->context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
-    std::size_t number = 0;
-    {
-      const std::lock_guard lock(mutex_);
-      ++outstanding_;
-      number = next_++;
-    }
-    // Every session over every connection.
-    stubs_[number / requests_.size() % stubs_.size()]->async()->Attend(
-        &call->context, &requests_[number % requests_.size()], &call->response,
-        [this, call, again_until](const grpc::Status& status) {
-          ended(std::unique_ptr<Sent>(call), status, again_until);
-        });
-  }
-  void ended(std::unique_ptr<Sent> call, const grpc::Status& status,
-             Clock::time_point again_until) {
-    const Clock::time_point now = Clock::now();
-    if (now < again_until) send(again_until);
-    const double seconds = std::chrono::duration<double>(now - call->at).count();
-    const std::lock_guard lock(mutex_);
-    if (status.ok()) {
-      outcomes_.admitted.push_back(seconds);
-    } else if (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
-      outcomes_.rejected.push_back(seconds);
-    } else {
-      outcomes_.failure = status.error_message() + ", code " + std::to_string(status.error_code());
-    }
-    if (--outstanding_ == 0) idle_.notify_all();
-  }
-  Outcomes finish() {
-    std::unique_lock lock(mutex_);
-    idle_.wait(lock, [this] { return outstanding_ == 0; });
-    return std::exchange(outcomes_, {});
-  }
-
-  std::vector<std::unique_ptr<v1::AttentionService::Stub>> stubs_;
-  const std::vector<v1::AttendRequest> requests_;
-  std::mutex mutex_;  ///< Guards all below.
-  std::condition_variable idle_;
-  Outcomes outcomes_;
-  std::size_t next_ = 0;
-  int outstanding_ = 0;
-};
 
 double p99(std::vector<double> seconds) {
   if (seconds.empty()) return 0;
@@ -144,7 +47,7 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
   Client client({.server = server.endpoint()});
   std::mt19937 random(4);
   std::vector<RemoteSession> sessions;
-  std::vector<v1::AttendRequest> requests;
+  std::vector<std::string> requests;
   const auto tokens = static_cast<std::size_t>(settings.tokens);
   std::string rows = random_bf16(random, tokens * kKvHeads * kHeadDim);
   for (int i = 0; i < kSessions; ++i) {
@@ -154,7 +57,7 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
     sessions.push_back(client.open(config));
     const TensorView view{rows.data(), DType::kBFloat16, {settings.tokens, kKvHeads, kHeadDim}};
     sessions.back().append(0, view, view);
-    v1::AttendRequest& request = requests.emplace_back();
+    v1::AttendRequest request;
     request.set_session(sessions.back().name());
     v1::Tensor& query = *request.mutable_query();
     query.set_dtype(v1::DATA_TYPE_BFLOAT16);
@@ -162,17 +65,20 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
       query.add_shape(extent);
     }
     query.set_data(random_bf16(random, kQueryHeads * kHeadDim));
+    requests.push_back(request.SerializeAsString());
   }
-  Load load(server.endpoint(), std::move(requests));
-  (void)load.closed();  // warm
+  RawLoad load(server.folder() / "kvtier.sock", kConnections, "/kvtier.v1.AttentionService/Attend",
+               requests);
+  (void)load.closed(kOutstanding, kRound);  // warm
 
   const double seconds = std::chrono::duration<double>(kRound).count();
-  std::vector<double> peaks, goodputs, shares, admitted, rejected;
+  const double cores = std::thread::hardware_concurrency();
+  std::vector<double> peaks, goodputs, shares, admitted, rejected, client_shares;
   std::size_t num_admitted = 0, num_rejected = 0;
   for (int round = 0; round < settings.rounds; ++round) {
-    const Outcomes peak = load.closed();
+    const Outcomes peak = load.closed(kOutstanding, kRound);
     peaks.push_back(static_cast<double>(peak.admitted.size()) / seconds);
-    const Outcomes over = load.open(kFactor * peaks.back());
+    const Outcomes over = load.open(kFactor * peaks.back(), kRound);
     for (const Outcomes* round_of : {&peak, &over}) {
       if (round_of->failure.empty()) continue;
       throw std::runtime_error("expected OK or RESOURCE_EXHAUSTED, found " + round_of->failure);
@@ -182,6 +88,7 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
     goodputs.push_back(static_cast<double>(over.admitted.size()) /
                        (seconds + (slowest == over.admitted.end() ? 0 : *slowest)));
     shares.push_back(goodputs.back() / peaks.back());
+    client_shares.push_back(over.client_cpu_seconds / (seconds * cores));
     admitted.push_back(p99(over.admitted));
     rejected.push_back(p99(over.rejected));
     num_admitted += over.admitted.size();
@@ -198,6 +105,7 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
        {"share", median(shares)},
        {"share_least", *std::min_element(shares.begin(), shares.end())},
        {"share_most", *std::max_element(shares.begin(), shares.end())},
+       {"client_share_of_cpu", median(client_shares)},
        {"admitted", num_admitted},
        {"rejected", num_rejected},
        {"admitted_p99_ms", median(admitted) * 1e3},

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <optional>
 #include <random>
@@ -287,6 +288,15 @@ ServerProcess::ServerProcess(std::size_t bytes) {
   small_ = read_set(ready[0], kSmallPage);
   large_ = read_set(ready[0], kLargePage);
   ::close(ready[0]);
+}
+
+double ServerProcess::cpu_seconds() const {
+  clockid_t clock{};
+  timespec now{};
+  if (::clock_getcpuclockid(child_, &clock) != 0 || ::clock_gettime(clock, &now) != 0) {
+    throw std::runtime_error("expected the clock of the server's process, found none");
+  }
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
 }
 
 ServerProcess::~ServerProcess() {

@@ -33,6 +33,8 @@ class ServerProcess {
   }
   [[nodiscard]] std::string bare_socket() const { return (folder_ / "bare.sock").string(); }
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
+  /// Seconds of CPU that the process has taken.
+  [[nodiscard]] double cpu_seconds() const;
   [[nodiscard]] const PageSet& small() const { return small_; }
   [[nodiscard]] const PageSet& large() const { return large_; }
 

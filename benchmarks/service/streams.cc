@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ctime>
 #include <random>
 #include <span>
 #include <stdexcept>
@@ -21,6 +22,15 @@ namespace {
 
 constexpr std::size_t kBytesPerRound = std::size_t{256} << 20;
 constexpr std::size_t kBytesPerCall = std::size_t{64} << 20;
+/// Wake-ups of threads differ from one round to the next by more than what is compared.
+constexpr int kRoundsOfRounds = 5;
+
+/// Seconds of CPU of this process.
+double own_cpu_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
+}
 
 /// Pages in a random order, and where they go: memory of one call, used again by the next.
 std::vector<RemotePages::Get> random_gets(const PageSet& pages, std::span<std::byte> memory,
@@ -82,7 +92,7 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
       }
     };
     const Comparison comparison = compare(
-        settings.rounds,
+        kRoundsOfRounds * settings.rounds,
         [&] { read([&](auto part) { read_messages(*channel, pages.name(), part); }); },
         [&] {
           read([&](auto part) {
@@ -90,14 +100,21 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
               if (!result.ok()) throw std::runtime_error("a page: " + result.reason);
             }
           });
-        });
+        },
+        [&server] { return server.cpu_seconds() + own_cpu_seconds(); });
+    const auto gbps = [](double seconds) {
+      return static_cast<double>(kBytesPerRound) / seconds / 1e9;
+    };
     rows.push_back({{"what", "raw_stream_over_messages"},
                     {"page_bytes", set->page_bytes},
-                    {"gbps", static_cast<double>(kBytesPerRound) / comparison.second / 1e9},
-                    {"baseline_gbps", static_cast<double>(kBytesPerRound) / comparison.first / 1e9},
+                    {"gbps", gbps(comparison.second)},
+                    {"baseline_gbps", gbps(comparison.first)},
                     {"times", comparison.ratio},
                     {"times_least", comparison.least},
-                    {"times_most", comparison.most}});
+                    {"times_most", comparison.most},
+                    {"cpu_seconds_per_gb", 1 / gbps(comparison.second_cpu)},
+                    {"baseline_cpu_seconds_per_gb", 1 / gbps(comparison.first_cpu)},
+                    {"cpu_times", comparison.cpu_ratio}});
   }
   return rows;
 }
