@@ -78,6 +78,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;
   config->tier_deadline_ms = static_cast<std::uint64_t>(d.memory.tier_deadline.count());
   config->hot_bytes = d.memory.hot_bytes;
+  config->read_ahead = d.memory.read_ahead ? 1 : 0;
   config->hot_rows = d.memory.hot_rows;
   config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
 }
@@ -162,7 +163,11 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .hot_admissions = s.cumulative.hot_admissions,
                                .hot_evictions = s.cumulative.hot_evictions,
                                .hot_bytes = s.snapshot.hot_bytes,
-                               .hot_bytes_used = s.snapshot.hot_bytes_used};
+                               .hot_bytes_used = s.snapshot.hot_bytes_used,
+                               .pages_ahead = s.cumulative.pages_ahead,
+                               .pages_ahead_useful = s.cumulative.pages_ahead_useful,
+                               .pages_ahead_wasted = s.cumulative.pages_ahead_wasted,
+                               .pages_ahead_waiting = s.snapshot.pages_ahead_waiting};
     std::memcpy(stats, &full, size);
   });
 }

@@ -139,6 +139,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.tier_deadline = std::chrono::milliseconds(
       std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
   config.memory.hot_bytes = c.hot_bytes;
+  config.memory.read_ahead = c.read_ahead != 0;
   config.memory.hot_rows = c.hot_rows;
   config.memory.hot_policy = checked<HotPolicy>(c.hot_policy, KVTIER_HOT_SCORE, "hot_policy");
   config.retrieval = to_retrieval(c.retrieval);

@@ -153,6 +153,7 @@ bool ColdLaunch::bring_in(const transfer::SelectionView& selection) {
       }
     }
   }
+  if (engine_.read_ahead != nullptr) remember();
   const std::uint64_t before = engine_.page_pool->counters().restored;
   const bool together = engine_.page_pool->bring_in(stream_, needed_);
   if (!together || engine_.page_pool->counters().restored != before) ++engine_.cold_steps;
@@ -161,6 +162,16 @@ bool ColdLaunch::bring_in(const transfer::SelectionView& selection) {
   }
   settle();
   return together;
+}
+
+void ColdLaunch::remember() {
+  for (std::size_t s = 0; s < layers_.size(); ++s) {
+    std::vector<std::int64_t>& pages = layers_[s]->needed;
+    pages.clear();
+    for (std::size_t i = 0; i < marked_[s].size(); ++i) {
+      if (marked_[s][i]) pages.push_back(static_cast<std::int64_t>(i));
+    }
+  }
 }
 
 bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {

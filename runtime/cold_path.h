@@ -50,6 +50,8 @@ class ColdLaunch final : private attention::RowSource {
   void read_back(const transfer::SelectionView& selection);
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void need(int sequence, std::int64_t begin, std::int64_t end);
+  /// Says to the layers which pages are needed.
+  void remember();
   void settle();
   friend void bring_in_always(transfer::Stream& stream, EngineState& engine,
                               std::span<LayerState* const> layers, const transfer::SpanRule& rule,

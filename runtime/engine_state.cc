@@ -5,6 +5,7 @@
 
 #include "runtime/prefix_key.h"
 #include "runtime/prefix_store.h"
+#include "runtime/read_ahead.h"
 
 #include <algorithm>
 
@@ -75,6 +76,9 @@ EngineState::EngineState(const Config& config_in)
   std::vector<SketchConfig> carried;
   for (const SketchStore& sketch : sketches) carried.push_back(sketch.config);
   prefix_key = engine_key(config, kv, carried);
+  if (config.memory.read_ahead && page_pool != nullptr) {
+    read_ahead = std::make_unique<ReadAhead>(*this);
+  }
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pages->num_frames()) + " pages of " +
                            std::to_string(kv.page_bytes() >> 10) + " KiB, " +
@@ -82,6 +86,7 @@ EngineState::EngineState(const Config& config_in)
 }
 
 EngineState::~EngineState() {
+  read_ahead.reset();  // its thread takes turns
   try {
     main->synchronize();
     for (Retired& retired : retired_) retired.last_use.wait();
@@ -340,6 +345,11 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.pages_lost = counted.lost;
   sum.pages_repaired = counted.repaired;
   sum.cold_steps = cold_steps;
+  const PagePool::Counters& moved = page_pool->counters();
+  sum.pages_ahead = moved.ahead;
+  sum.pages_ahead_useful = moved.ahead_useful;
+  sum.pages_ahead_wasted = moved.ahead_wasted;
+  stats.snapshot.pages_ahead_waiting = moved.ahead - moved.ahead_useful - moved.ahead_wasted;
   sum.tier_nanoseconds = counted.wait_nanoseconds;
   stats.snapshot.pages_away = page_pool->num_away();
   stats.tiers = tiers->uses();

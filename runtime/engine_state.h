@@ -32,6 +32,7 @@
 namespace kvtier::runtime {
 
 class PrefixStore;
+class ReadAhead;
 
 /// Reads a counter that a device may be raising.
 [[nodiscard]] inline std::uint64_t load(std::uint64_t& counter) {
@@ -135,6 +136,7 @@ class EngineState {
 
   std::unique_ptr<PageQuotas> quotas;
   std::unique_ptr<PrefixStore> prefixes;
+  std::unique_ptr<ReadAhead> read_ahead;      ///< Or none.
   std::array<std::uint8_t, 32> prefix_key{};  ///< What keys of stored prefixes begin with.
 
   // The workspace of a step, sized at construction, on the device.

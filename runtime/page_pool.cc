@@ -84,6 +84,7 @@ void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last
     } else {
       --num_away_;
     }
+    if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
     end_version(page);
     update(page, [&] {
       page.frame = nullptr;
@@ -146,6 +147,7 @@ std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
 
 void PagePool::leave(Page& page) {
   std::byte* const frame = page.frame;
+  if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
   update(page, [&] { page.frame = nullptr; });
   in_frame_[index_of(frame)] = nullptr;
   ++num_moves_;
@@ -213,6 +215,7 @@ PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
     if (page.needed_by == call_) continue;
     page.needed_by = call_;
     page.used = true;
+    if (std::exchange(page.ahead, false)) ++counters_.ahead_useful;
     needed.names.push_back(name);
     if (page.lost) fail_read(1, 0);
     if (page.frame == nullptr) needed.missing.push_back(&page);
@@ -280,19 +283,33 @@ bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pa
 
   const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
   waits_.for_work(stream);  // the frames' last readers
-  std::vector<PageIn> in(frames.size());
-  for (std::size_t i = 0; i < in.size(); ++i) {
-    in[i].version = needed.missing[i]->version;
-    in[i].bytes = {frames[i], frame_bytes()};
-    in[i].crc = needed.missing[i]->crc;
-  }
   if (keep_turn) {
+    std::vector<PageIn> in = reads_of(needed.missing, frames);
     tiers_.read(in);
     place(needed.missing, in);
     return true;
   }
+  const std::exception_ptr failure = read_aside(needed.names, needed.missing, frames);
+  if (failure) std::rethrow_exception(failure);
+  return true;
+}
 
-  lease(needed.names);
+std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
+                                       std::span<std::byte* const> frames) const {
+  std::vector<PageIn> in(frames.size());
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    in[i].version = missing[i]->version;
+    in[i].bytes = {frames[i], frame_bytes()};
+    in[i].crc = missing[i]->crc;
+  }
+  return in;
+}
+
+std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
+                                        std::span<Page* const> missing,
+                                        std::span<std::byte* const> frames, bool ahead) {
+  std::vector<PageIn> in = reads_of(missing, frames);
+  lease(names);
   std::exception_ptr failure;
   try {
     waits_.aside([&] { tiers_.read(in); });
@@ -301,13 +318,53 @@ bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pa
     failure = std::current_exception();
   }
   try {
-    place(needed.missing, in);
+    place(missing, in);
   } catch (...) {
     if (!failure) failure = std::current_exception();
   }
-  end_lease(needed.names);
+  for (Page* page : missing) {
+    if (!ahead || page->frame == nullptr) continue;
+    page->ahead = page->used = true;
+    ++counters_.ahead;
+  }
+  end_lease(names);
+  return failure;
+}
+
+void PagePool::drop_unused(std::size_t count) {
+  for (std::size_t i = 0; i < in_frame_.size() && num_frames() - num_used() < count; ++i) {
+    Page* const page = in_frame_[(hand_ + i) % in_frame_.size()];
+    if (page == nullptr || !page->movable() || !page->stored || page->used) continue;
+    leave(*page);
+  }
+}
+
+void PagePool::bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> tickets) {
+  {
+    const std::lock_guard lock(lease_mutex_);
+    if (leased_) return;
+  }
+  std::vector<std::byte*> names;
+  std::vector<Page*> missing;
+  for (const Ticket& ticket : tickets) {
+    Page& page = page_of(ticket.page);
+    const bool same = page.holders > 0 && page.version == ticket.version;
+    if (!same || page.frame != nullptr || page.lost) continue;
+    names.push_back(ticket.page);
+    missing.push_back(&page);
+  }
+  if (missing.empty()) return;
+  waits_.for_work(stream);  // the last readers of frames and of pages that leave
+  drop_unused(missing.size());
+  const std::size_t count = std::min(missing.size(), num_frames() - num_used());
+  if (count == 0) return;
+  names.resize(count);
+  missing.resize(count);
+  std::vector<std::byte*> frames(count);
+  if (!FramePool::take_all(frames, &stream)) return;
+  waits_.for_work(stream);
+  const std::exception_ptr failure = read_aside(names, missing, frames, /*ahead=*/true);
   if (failure) std::rethrow_exception(failure);
-  return true;
 }
 
 void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <span>
@@ -74,6 +75,17 @@ class PagePool final : public transfer::FramePool {
   /// many.
   bool bring_in(transfer::Stream& stream, std::span<std::byte* const> pages,
                 bool keep_turn = false);
+  /// Names a page as it is now, to be found again or not.
+  struct Ticket {
+    std::byte* page = nullptr;
+    PageVersion version;
+  };
+  [[nodiscard]] static Ticket ticket(std::byte* page) { return {page, page_of(page).version}; }
+  /// Brings in pages that are still those, away and held, into frames that are free or have a page
+  /// that nobody has needed since the hand passed and that the tier has: as many as there are, none
+  /// while another call waits for pages. Throws as `bring_in`; pages that came are here.
+  void bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> tickets);
+
   /// Waits, with others going on, until a call that pages are coming for has them. Returns false
   /// when there is none.
   bool wait_for_lease();
@@ -85,6 +97,8 @@ class PagePool final : public transfer::FramePool {
   struct Counters {
     std::uint64_t spilled = 0;   ///< Pages that left their frame.
     std::uint64_t restored = 0;  ///< Pages that came back.
+    // Of those, ahead of a call: needed by one since, and gone again before.
+    std::uint64_t ahead = 0, ahead_useful = 0, ahead_wasted = 0;
   };
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
   [[nodiscard]] std::size_t num_away() const noexcept { return num_away_; }
@@ -103,6 +117,7 @@ class PagePool final : public transfer::FramePool {
     bool lost = false;
     bool chosen = false;  ///< To go, by the spill under way.
     bool leased = false;  ///< To a call that waits.
+    bool ahead = false;   ///< Came ahead of a call, and none has needed it yet.
 
     [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !kept && !leased; }
   };
@@ -130,6 +145,15 @@ class PagePool final : public transfer::FramePool {
   /// Keeps pages, and keeps them held, or ends that.
   void lease(std::span<std::byte* const> names);
   void end_lease(std::span<std::byte* const> names);
+  /// Reads pages into frames, without the mutex, while `names` are leased. Returns what failed.
+  [[nodiscard]] std::exception_ptr read_aside(std::span<std::byte* const> names,
+                                              std::span<Page* const> missing,
+                                              std::span<std::byte* const> frames,
+                                              bool ahead = false);
+  [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
+                                             std::span<std::byte* const> frames) const;
+  /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.
+  void drop_unused(std::size_t count);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
   /// Throws what `bring_in` throws of those.
   void place(std::span<Page* const> pages, std::span<const PageIn> in);

@@ -26,8 +26,9 @@ struct LayerState {
   /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
-  std::byte* hot_frame = nullptr;  ///< See runtime/hot_rows.h; none until a step has fetched.
-  transfer::HotRows hot{};         ///< In it.
+  std::vector<std::int64_t> needed{};  ///< Pages that the last launch read; with read-ahead only.
+  std::byte* hot_frame = nullptr;      ///< See runtime/hot_rows.h; none until a step has fetched.
+  transfer::HotRows hot{};             ///< In it.
 };
 
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device

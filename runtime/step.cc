@@ -4,6 +4,7 @@
 #include "hashing/append.h"
 #include "runtime/cold_path.h"
 #include "runtime/hot_rows.h"
+#include "runtime/read_ahead.h"
 #include "scoring/foresight.h"
 #include "transfer/rows.h"
 
@@ -340,6 +341,8 @@ class AttendLaunch {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids(ids, {});
     if (options().budget.active) export_missed();
+    if (engine_.read_ahead == nullptr || turn_.capturing()) return;
+    for (const Slice& slice : slices_) engine_.read_ahead->attended(*slice.part->session, layer_);
   }
 
   [[nodiscard]] std::vector<LayerState*> layers_of_slices() const {

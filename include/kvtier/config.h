@@ -204,6 +204,10 @@ struct MemoryConfig {
   /// what is in it from before is deleted. Empty: none. Both or neither.
   std::string disk_cache{};
   std::size_t disk_cache_bytes = 0;
+  /// Whether pages that the last step of a layer has needed, and that have left since, are brought
+  /// back while the layer before it is at work, into frames that nobody needs. Costs a thread and
+  /// reads; what it gains `Stats` counts. No effect without tiers.
+  bool read_ahead = false;
   /// How long a call waits for one batch of pages to be written to a tier, or read.
   std::chrono::milliseconds tier_deadline{10'000};
   /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.

@@ -187,6 +187,7 @@ typedef struct kvtier_config {
   int32_t hot_rows;
   kvtier_hot_policy hot_policy;
   kvtier_page_format page_format;
+  int32_t read_ahead;
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -242,6 +243,7 @@ typedef struct kvtier_stats {
   uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
   uint64_t pages_repaired, num_tiers;
   uint64_t hot_hits, hot_misses, hot_admissions, hot_evictions, hot_bytes, hot_bytes_used;
+  uint64_t pages_ahead, pages_ahead_useful, pages_ahead_wasted, pages_ahead_waiting;
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */

@@ -56,6 +56,11 @@ struct Stats {
     std::uint64_t pages_repaired = 0;    ///< Of the hits: in place of what a tier before had lost.
     std::uint64_t cold_steps = 0;  ///< Launches of attention and pieces of `fetch` that waited.
     std::uint64_t tier_nanoseconds = 0;  ///< Time that calls waited for tiers.
+    // Pages that came back ahead of a call: those that a call has needed since, and those that left
+    // before. The others are `pages_ahead_waiting`.
+    std::uint64_t pages_ahead = 0;
+    std::uint64_t pages_ahead_useful = 0;
+    std::uint64_t pages_ahead_wasted = 0;
     // Selected rows that were looked for among hot ones: found, and those that were fetched.
     std::uint64_t hot_hits = 0;
     std::uint64_t hot_misses = 0;
@@ -72,10 +77,11 @@ struct Stats {
     std::size_t sketch_bytes_used = 0;  ///< Bytes of sketch blocks in use.
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
-    std::size_t prefix_tokens = 0;  ///< Tokens of all stored prefixes, each once.
-    std::size_t pages_away = 0;     ///< Pages held that are in a tier, beside those used.
-    std::size_t pages_shared = 0;   ///< Of those used: held by more than one sequence.
-    std::size_t hot_bytes = 0;      ///< Of `device_bytes`: for hot rows, and of these in use.
+    std::size_t prefix_tokens = 0;        ///< Tokens of all stored prefixes, each once.
+    std::size_t pages_away = 0;           ///< Pages held that are in a tier, beside those used.
+    std::size_t pages_ahead_waiting = 0;  ///< Of those used: came ahead of a call.
+    std::size_t pages_shared = 0;         ///< Of those used: held by more than one sequence.
+    std::size_t hot_bytes = 0;            ///< Of `device_bytes`: for hot rows, and of these in use.
     std::size_t hot_bytes_used = 0;
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise

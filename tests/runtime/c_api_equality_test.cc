@@ -318,6 +318,7 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.tier_deadline_ms, static_cast<std::uint64_t>(d.memory.tier_deadline.count()));
   EXPECT_EQ(c.hot_bytes, d.memory.hot_bytes);
   EXPECT_EQ(c.hot_rows, d.memory.hot_rows);
+  EXPECT_EQ(c.read_ahead != 0, d.memory.read_ahead);
   EXPECT_EQ(c.hot_policy, KVTIER_HOT_SCORE);
   EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
   EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);

@@ -243,6 +243,9 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_lost = 190,
                             .cold_steps = 200,
                             .tier_nanoseconds = 210,
+                            .pages_ahead = 260,
+                            .pages_ahead_useful = 270,
+                            .pages_ahead_wasted = 280,
                             .hot_hits = 220,
                             .hot_misses = 230,
                             .hot_admissions = 240,
@@ -268,6 +271,9 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_lost = 19,
                             .cold_steps = 20,
                             .tier_nanoseconds = 21,
+                            .pages_ahead = 26,
+                            .pages_ahead_useful = 27,
+                            .pages_ahead_wasted = 28,
                             .hot_hits = 22,
                             .hot_misses = 23,
                             .hot_admissions = 24,
@@ -298,6 +304,9 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.hot_misses, 207U);
   EXPECT_EQ(d.hot_admissions, 216U);
   EXPECT_EQ(d.hot_evictions, 225U);
+  EXPECT_EQ(d.pages_ahead, 234U);
+  EXPECT_EQ(d.pages_ahead_useful, 243U);
+  EXPECT_EQ(d.pages_ahead_wasted, 252U);
 }
 
 KVTIER_INSTANTIATE_BACKENDS(StatsTest);

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "runtime/page_pool.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace kvtier::runtime {
+
+class EngineState;
+class SessionState;
+
+/// A thread that brings pages back before the call that is likely to read them: those that the last
+/// step of a layer needed, asked for when the layer before it has been attended to. Takes turns
+/// like any call, and steps aside while pages come.
+class ReadAhead {
+ public:
+  explicit ReadAhead(EngineState& engine);
+  ReadAhead(const ReadAhead&) = delete;  // has a thread
+  ReadAhead& operator=(const ReadAhead&) = delete;
+  /// Waits for the pages that are coming.
+  ~ReadAhead();
+
+  /// Asks for the pages that the layer after this one has needed last, as far as they are away.
+  /// Within a turn; what is asked for and not begun when many others have been since is forgotten.
+  void attended(const SessionState& session, int layer);
+
+ private:
+  void work();
+
+  EngineState& engine_;
+  std::mutex mutex_;  // guards what follows; taken after the engine's, never before
+  std::condition_variable changed_;
+  std::deque<std::vector<PagePool::Ticket>> wanted_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace kvtier::runtime
