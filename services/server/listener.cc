@@ -18,6 +18,8 @@ namespace {
 
 constexpr int kKeptDescriptors = 24;
 constexpr int kRetryMilliseconds = 10;
+/// Room of a Unix socket for what its reader has not taken yet, as far as the system gives it.
+constexpr int kSendBytes = 1 << 20;
 
 int open_spare() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
@@ -93,6 +95,8 @@ void Listener::accept_from(const Socket& socket) {
   if (socket.is_tcp) {
     const int on = 1;
     (void)::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  } else {
+    (void)::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSendBytes, sizeof(kSendBytes));
   }
   socket.take(fd);
 }
