@@ -51,7 +51,12 @@ class Supervisor {
   Supervised run() {
     for (Clock::time_point start_at = Clock::now();;) {
       if (worker_.pid < 0 && Clock::now() >= start_at) {
-        if (const std::optional<Supervised> worker = start()) return *worker;
+        try {
+          if (const std::optional<Supervised> worker = start()) return *worker;
+        } catch (const Error& error) {
+          if (started_ == 0) throw;
+          start_at = Clock::now() + postpone(error.what());
+        }
       }
       switch (await_signal(start_at)) {
         case SIGTERM:
@@ -150,6 +155,12 @@ class Supervisor {
     const std::string message =
         "the worker has ended by " + how + "; its sessions are lost, another starts " + when;
     log_.write({.level = LogLevel::kError, .event = "worker_lost", .message = message});
+    return delay;
+  }
+
+  Milliseconds postpone(const std::string& why) {
+    const Milliseconds delay = std::max(delay_.after(Milliseconds(0)), RestartDelay::kFirst);
+    log_.write({.level = LogLevel::kError, .event = "worker_lost", .message = why});
     return delay;
   }
 

@@ -60,10 +60,6 @@ Core::~Core() {
   for (const auto& entry : sessions_.remove_all()) entry->close();
 }
 
-void Core::check_serving() const {
-  if (draining_) throw ServiceError::draining();
-}
-
 Core::Arrival Core::arrive(const Call& call, std::string_view method) {
   ++received_;
   return {.method = method, .tenant = *call.tenant, .time = options_.now()};
@@ -113,9 +109,7 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
   try {
     work(entry);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::kInternal && !entry.model->failed.exchange(true)) {
-      for (CoreObserver* observer : options_.observers) observer->device_failed();
-    }
+    note_fault(error, *entry.model);
     throw;
   }
 }
@@ -284,12 +278,17 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
   charge_base(*entry, capacity);
   entry->retrieval = spec.retrieval;
   entry->has_fingerprint = !request.model_fingerprint().empty();
-  entry->session.emplace(
-      entry->model->engine.open({.capacity_tokens = capacity,
-                                 .token_ids = {request.token_ids().data(),
-                                               static_cast<std::size_t>(request.token_ids_size())},
-                                 .tenant_secret = tenant.prefix_secret(),
-                                 .model_fingerprint = request.model_fingerprint()}));
+  try {
+    entry->session.emplace(entry->model->engine.open(
+        {.capacity_tokens = capacity,
+         .token_ids = {request.token_ids().data(),
+                       static_cast<std::size_t>(request.token_ids_size())},
+         .tenant_secret = tenant.prefix_secret(),
+         .model_fingerprint = request.model_fingerprint()}));
+  } catch (const Error& error) {
+    note_fault(error, *entry->model);
+    throw;
+  }
   charge_stored(*entry);
   renew(*entry);
   sessions_.insert(entry);

@@ -210,6 +210,8 @@ class Core {
   bool queue_on_session(const Call& call, std::string_view method, const std::string& name,
                         std::size_t bytes, Work work, Done done, SessionTurn turn);
   void execute(const Call& call, SessionEntry& entry, const Work& work);
+  /// An engine that met a fault of its device answers nothing more.
+  void note_fault(const Error& error, Model& model) const;
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
   /// Makes a session's children; they are not in the table yet.

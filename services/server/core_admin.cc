@@ -1,3 +1,4 @@
+#include "kvtier/error.h"
 #include "kvtier/version.h"
 
 #include "services/server/core.h"
@@ -161,6 +162,15 @@ void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
   Tenant& tenant = tenants_.by_name(request.name());
   tenant.set_quota(quota.max_sessions(), quota.max_kv_bytes());
   fill(tenant, *response.mutable_tenant());
+}
+
+void Core::note_fault(const Error& error, Model& model) const {
+  if (error.code() != ErrorCode::kInternal || model.failed.exchange(true)) return;
+  for (CoreObserver* observer : options_.observers) observer->device_failed();
+}
+
+void Core::check_serving() const {
+  if (draining_) throw ServiceError::draining();
 }
 
 }  // namespace kvtier::services
