@@ -8,6 +8,10 @@
 #include "runtime/read_ahead.h"
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <utility>
 
 namespace kvtier::runtime {
 
@@ -35,6 +39,18 @@ const Config& validated(const Config& config) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
+/// Returns a configuration whose messages come one at a time: calls that wait for pages, and
+/// threads that do, have some beside the call under way.
+Config with_ordered_log(Config config) {
+  if (!config.log) return config;
+  config.log = [sink = std::move(config.log), order = std::make_shared<std::mutex>()](
+                   LogLevel level, std::string_view message) {
+    const std::lock_guard lock(*order);
+    sink(level, message);
+  };
+  return config;
+}
+
 std::string describe_sketch(const SketchConfig& sketch) {
   return std::string(sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal") + " x " +
          std::to_string(sketch.num_planes) + ", seed " + std::to_string(sketch.seed);
@@ -43,7 +59,7 @@ std::string describe_sketch(const SketchConfig& sketch) {
 }  // namespace
 
 EngineState::EngineState(const Config& config_in)
-    : config(validated(config_in)),
+    : config(with_ordered_log(validated(config_in))),
       device(transfer::make_device(config.backend, config.log)),
       main(device->make_stream()) {
   const bool on_host = config.memory.placement == KvPlacement::kHost;

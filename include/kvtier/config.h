@@ -229,7 +229,8 @@ struct Config {
   bool reject_nonfinite = true;
   /// Waits after each stage of calls without a stream, to fill `Stats::seconds`. Slower.
   bool time_stages = false;
-  /// The only sink of the library's messages: state changes, never per step. May be empty.
+  /// The only sink of the library's messages: state changes, never per step. Called by one thread
+  /// at a time, whichever has the message; calls nothing of the engine. May be empty.
   std::function<void(LogLevel, std::string_view)> log{};
 
   /// Returns every problem at once, empty when valid.

@@ -3,11 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <future>
 #include <latch>
 #include <memory>
 #include <optional>
-#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -201,6 +203,37 @@ TEST_P(AsideTest, ASessionBeginsWithWhatIsLeftOfAPrefixThatItWaitedFor) {
   EXPECT_GT(left, 0);
   long_.twin->truncate(left);
   expect_same_decode(session, *long_.twin, model(), 20, 400);
+}
+
+TEST_P(AsideTest, MessagesComeOneAtATime) {
+  std::atomic<int> inside{0};
+  std::atomic<int> most{0};
+  std::atomic<int> messages{0};
+  Config config = tiered_config(GetParam(), 40, gate_);
+  config.log = [&](LogLevel /*level*/, std::string_view /*message*/) {
+    most = std::max<int>(most, ++inside);
+    ++messages;
+    --inside;
+  };
+  {
+    Engine engine(config);
+    std::vector<std::jthread> threads;
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      threads.emplace_back([&, i] {
+        Session session = engine.open();
+        for (std::uint64_t step = 0; step < 20; ++step) {
+          gate_->pages().set({.put = step % 2 == 0 ? TierStatus::kOk : TierStatus::kFull,
+                              .flip = step % 4 == 3});
+          (void)error_of([&] {
+            append_random(session, config.model, 0, 3 * kPageTokens, 100 * i + step);
+            (void)decode_all(session, config.model, 100 * i + step);
+          });
+        }
+      });
+    }
+  }
+  EXPECT_EQ(most, 1);
+  EXPECT_GT(messages, 1);
 }
 
 TEST_P(AsideTest, ManySessionsDecodeAsIfAlone) {
