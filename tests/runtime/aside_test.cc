@@ -222,8 +222,8 @@ TEST_P(AsideTest, MessagesComeOneAtATime) {
       threads.emplace_back([&, i] {
         Session session = engine.open();
         for (std::uint64_t step = 0; step < 20; ++step) {
-          gate_->pages().set({.put = step % 2 == 0 ? TierStatus::kOk : TierStatus::kFull,
-                              .flip = step % 4 == 3});
+          gate_->pages().set(
+              {.put = step % 2 == 0 ? TierStatus::kOk : TierStatus::kFull, .flip = step % 4 == 3});
           (void)error_of([&] {
             append_random(session, config.model, 0, 3 * kPageTokens, 100 * i + step);
             (void)decode_all(session, config.model, 100 * i + step);
