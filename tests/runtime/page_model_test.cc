@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -67,7 +68,8 @@ class Calls {
         random_(seed),
         tiers_(make_tiers(folder), kPageBytes, std::chrono::seconds(60), {}),
         pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_,
-              [this](transfer::Stream&) { device_.run_all(); }),
+              {.for_work = [this](transfer::Stream&) { device_.run_all(); },
+               .aside = [](const std::function<void()>& work) { work(); }}),
         stream_(device_.make_stream()) {}
   ~Calls() {
     while (!sequences_.empty()) close(0);
