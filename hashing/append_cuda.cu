@@ -30,8 +30,11 @@ constexpr std::int64_t kMostTokens = kMostOverlappedTokens;
 constexpr int kWorkerWarps = 4;
 constexpr int kWorkers = 32 * kWorkerWarps;
 constexpr int kThreads = kWorkers + 32;  ///< The workers and the clerk.
-constexpr int kTileRows = 16;            ///< Rows of one matrix product.
-constexpr int kMaxTiles = 4;             ///< Tiles of a block.
+/// Blocks of an SM, for which a thread has 64 registers: then a block of a kernel that selects fits
+/// beside one (scoring/collision_select_cuda.cu).
+constexpr int kLeastBlocks = 6;
+constexpr int kTileRows = 16;  ///< Rows of one matrix product.
+constexpr int kMaxTiles = 4;   ///< Tiles of a block.
 constexpr int kMaxRows = kTileRows * kMaxTiles;
 constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
 constexpr int kMaxPitch = 2 * 256 + 16;
@@ -404,7 +407,8 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
 /// Block (x, y) has rows [y * block_rows, ...); the last x stores them and their norms, the others
 /// write word x of their sketch.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
+    append_kernel(const __grid_constant__ AppendArgs args) {
   __shared__ Shared shared;
   const int first = static_cast<int>(blockIdx.y) * args.block_rows;
   const int count = min(args.num_rows - first, args.block_rows);

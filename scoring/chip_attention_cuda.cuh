@@ -321,6 +321,20 @@ __device__ inline void tell_rows(const SelectRequest& request, const ChipRows& r
                         heads * static_cast<std::uint64_t>(rows.count));
 }
 
+/// `attend_chosen` in the format of the pages; one block tells of the rows.
+__device__ inline void attend_row(const FilterArgs& args, const ChipInput& input,
+                                  const ChipAttention& attention, const ChipPeers& peers,
+                                  const ChipRows& rows, int row, int kv_head,
+                                  std::int64_t group_index, std::byte* memory) {
+  if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
+  if (args.request.kv.dtype == DType::kFloat16) {
+    attend_chosen<__half>(args, input, attention, peers, rows, row, kv_head, group_index, memory);
+  } else {
+    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, row, kv_head, group_index,
+                                 memory);
+  }
+}
+
 #endif
 
 }  // namespace kvtier::scoring::cuda

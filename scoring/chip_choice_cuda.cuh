@@ -18,8 +18,18 @@ inline constexpr float kLeastSum = 0x1p-100F;
 inline constexpr std::uint32_t kChipKeyBase = 0x80000000U + ((127U - 28U) << 23);
 inline constexpr std::uint32_t kChipBinShift = 23 - 4;
 
-__device__ inline int first_bin_of(std::uint32_t key) {
-  return static_cast<int>((max(key, kChipKeyBase) - kChipKeyBase) >> kChipBinShift);
+/// The bins of a first round: kChipBins of 2^kShift keys from kBase on. What is below counts in the
+/// first; what is above, if `kOpen` says that it may be there, in the last.
+struct ShareBins {
+  static constexpr std::uint32_t kBase = kChipKeyBase;
+  static constexpr std::uint32_t kShift = kChipBinShift;
+  static constexpr bool kOpen = false;
+};
+
+template <typename Bins>
+__device__ int first_bin_of(std::uint32_t key) {
+  const std::uint32_t bin = (max(key, Bins::kBase) - Bins::kBase) >> Bins::kShift;
+  return static_cast<int>(Bins::kOpen ? min(bin, kChipBins - 1U) : bin);
 }
 
 __device__ inline float sum_of_row(const uint2& four, int row) {
@@ -59,13 +69,15 @@ struct ChipWindow {
 
   [[nodiscard]] __device__ bool has(std::uint32_t key) const { return key - low <= high - low; }
   /// Goes on with a bin of the last round.
+  template <typename Bins>
   __device__ void narrow(int bin) {
     const bool first = shift == 32;
-    const std::uint32_t from = (first ? kChipKeyBase : low) +
-                               (static_cast<std::uint32_t>(bin) << (first ? kChipBinShift : shift));
-    const std::uint32_t last = from + ((1U << (first ? kChipBinShift : shift)) - 1);
+    const std::uint32_t width = first ? Bins::kShift : shift;
+    const std::uint32_t from =
+        (first ? Bins::kBase : low) + (static_cast<std::uint32_t>(bin) << width);
+    const std::uint32_t last = from + ((1U << width) - 1);
     low = first && bin == 0 ? 1 : from;
-    high = min(high, last);
+    if (!(Bins::kOpen && first && bin == kChipBins - 1)) high = min(high, last);
     constexpr int kBinBits = 9;
     static_assert(kChipBins == 1 << kBinBits && kChipBins == 32 << (23 - kChipBinShift));
     shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
@@ -117,7 +129,7 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
       if (!eligible) continue;
       own[row] = __float_as_uint(fminf(sum, 15.0F)) | 0x80000000U;
       if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, shared);
-      atomicAdd(&shared.bins[first_bin_of(own[row])], 1U);
+      atomicAdd(&shared.bins[first_bin_of<ShareBins>(own[row])], 1U);
     }
     reinterpret_cast<uint4*>(keys)[quad] = make_uint4(own[0], own[1], own[2], own[3]);
   }
@@ -388,9 +400,10 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
 
 /// Chooses among the keys of the group's tokens, which are counted in `shared.bins`. All blocks.
 /// `posted`: as of `write_chosen`.
-__device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
-                                   const ChipPeers& peers, std::uint32_t* keys, PostedWord* posted,
-                                   ChipExchange& exchange, ChipShared& shared) {
+template <typename Bins>
+__device__ void choose_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
+                            std::uint32_t* keys, PostedWord* posted, ChipExchange& exchange,
+                            ChipShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   ChipWindow window;
   std::uint32_t cut = 0;     // keys above it are chosen
@@ -398,7 +411,7 @@ __device__ inline void choose_best(const FilterArgs& args, const ChipWork& work,
 #pragma unroll 1
   for (int round = 0;; ++round) {
     find_bin(wanted, round, peers, exchange, shared);
-    window.narrow(shared.bin);
+    window.narrow<Bins>(shared.bin);
     wanted -= shared.above;
     cut = window.high;
     if (wanted == shared.count) {

@@ -17,6 +17,11 @@ namespace kvtier::scoring::cuda {
 /// A word of another block: the value, and above it the tag.
 using PostedWord = std::uint64_t;
 
+/// Words for the projections of a group's heads: of eight onto 512 planes, or of four onto 600 with
+/// two words each (collision_queries_cuda.cuh).
+inline constexpr int kMostProducts = 2 * 4 * 600;
+static_assert(kMostProducts >= kChipHeads * kChipChunks * hashing::kChunkBits);
+
 /// What the blocks of one group tell one another. Zero before the first launch.
 struct alignas(256) ChipBox {
   /// Of the launch before. A block reads it before it posts anything, and one block changes it
@@ -25,7 +30,8 @@ struct alignas(256) ChipBox {
   /// Of the last launch that has found NaN or infinity in the row's queries; in the box of the
   /// first KV head. The groups of a row have equal epochs, for all of them are in a launch or none.
   std::uint32_t bad_epoch;
-  alignas(16) PostedWord products[kChipHeads * kChipChunks * hashing::kChunkBits];
+  /// Projections of the heads, or two chances for each.
+  alignas(16) PostedWord products[kMostProducts];
   alignas(16) PostedWord sums[kChipBlocks][kChipHeads][2];
   /// Of every other round, two counts of bins in a word.
   alignas(16) PostedWord counts[2][kChipBlocks][kChipBins / 2];

@@ -177,6 +177,17 @@ struct ChipWork {
   [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
 
+/// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
+__device__ inline void tell(const FilterArgs& args, const ChipWork& work) {
+  const SelectRequest& request = args.request;
+  const RowPlan& plan = work.plan;
+  if (work.empty()) args.selection.counts[work.group_index] = 0;
+  if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
+              static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
+  }
+}
+
 /// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
 /// each quad. `factors` is of the heads in whole quads.
 template <int kQuads, int kChunks>

@@ -1,6 +1,7 @@
 #include "hashing/append.h"
 #include "scoring/chip_attention_cuda.cuh"
 #include "scoring/chip_choice_cuda.cuh"
+#include "scoring/chip_launch_cuda.cuh"
 #include "scoring/chip_scores_cuda.cuh"
 #include "scoring/chip_select_cuda.cuh"
 #include "scoring/chip_tables_cuda.cuh"
@@ -10,17 +11,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <tuple>
 
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Shared memory of a block that leaves room for one of the kernels before, so that sketches are
-/// read while those run.
-constexpr int kRoomyBytes = 180 * 1024;
-constexpr int kMostBytes = 216 * 1024;
 /// Half of an H200's L2 cache: scores that are written there are read back at once.
 constexpr std::int64_t kMostInL2 = std::int64_t{24} << 20;
 
@@ -42,24 +36,13 @@ __device__ ChipShare start_early(const FilterArgs& args, const ChipShape& shape,
   return share;
 }
 
-/// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
-__device__ void tell(const FilterArgs& args, const ChipWork& work) {
-  const SelectRequest& request = args.request;
-  const RowPlan& plan = work.plan;
-  if (work.empty()) args.selection.counts[work.group_index] = 0;
-  if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
-              static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
-  }
-}
-
 /// Makes the tables of the group's heads while sketches and an append are under way; ends with
 /// that. Returns the share of which the sketches are copied.
 __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, const ChipShape& shape,
                              int row, int kv_head, int chunks, const ChipPeers& peers,
                              ChipRing& ring, ChipTables& tables, ChipQueries& queries,
                              float* factors) {
-  const ChipPlanes share(args, chunks, peers);
+  const ChipPlanes share(args, chunks * hashing::kChunkBits, peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, row, kv_head, chunks, peers, share, tables);
   }
@@ -142,16 +125,11 @@ __global__ __launch_bounds__(kChipThreads,
     write_keys<kQuads>(args.request.params, work, scores, shared, keys);
     PostedWord* const posted =
         attends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
-    choose_best(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(after), shared);
+    choose_best<ShareBins>(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(after),
+                           shared);
   }
-  if (!attends) return;
-  if (rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
-  if (args.request.kv.dtype == DType::kFloat16) {
-    attend_chosen<__half>(args, input, attention, peers, rows, row, kv_head, work.group_index,
-                          dynamic);
-  } else {
-    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, row, kv_head,
-                                 work.group_index, dynamic);
+  if (attends) {
+    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
   }
 #endif
 }
@@ -233,8 +211,8 @@ __global__ __launch_bounds__(kChipThreads,
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
   write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  choose_best(args, work, peers, keys, nullptr,
-              *reinterpret_cast<ChipExchange*>(keys + shape.capacity), shared);
+  choose_best<ShareBins>(args, work, peers, keys, nullptr,
+                         *reinterpret_cast<ChipExchange*>(keys + shape.capacity), shared);
   peers.next_epoch();
 #endif
 }
@@ -268,39 +246,6 @@ ChipKernels chip_kernels(const SelectRequest& request) {
     default:
       return kernels_of<1, 0>();
   }
-}
-
-template <typename Kernel>
-void allow_shape(Kernel kernel) {
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes));
-  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                         cudaSharedmemCarveoutMaxShared));
-}
-
-/// Blocks of the kernel that the device runs at a time. Asked once: every step needs it.
-template <typename Kernel>
-int blocks_at_once(Kernel kernel, int bytes) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, std::uintptr_t, int>, int> known;
-  int device = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  const std::tuple key(device, reinterpret_cast<std::uintptr_t>(kernel), bytes);
-  const std::lock_guard lock(mutex);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
-  allow_shape(kernel);
-  int blocks = 0;
-  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kChipThreads,
-                                                                  static_cast<std::size_t>(bytes)));
-  blocks *= device_attribute(cudaDevAttrMultiProcessorCount);
-  known.emplace(key, blocks);
-  return blocks;
-}
-
-int tokens_of_block(std::int64_t tokens, unsigned blocks) {
-  const std::int64_t units = (tokens + kChipUnit - 1) / kChipUnit;
-  const std::int64_t each = (units + blocks - 1) / blocks * kChipUnit;
-  return static_cast<int>(std::min<std::int64_t>(each, kMostBytes));
 }
 
 int choose_bytes(const ChipShape& shape) {
@@ -375,25 +320,6 @@ ChipPlan plan_chip(const SelectRequest& request) {
   return plan;
 }
 
-/// The queries of a request, as fp32 where nobody has given others.
-ChipInput chip_input(const SelectRequest& request) {
-  if (request.input != nullptr) {
-    return {.items = request.input->items,
-            .queries = request.packed,
-            .after_append = request.input->after_append};
-  }
-  ChipInput input{.items = {}, .queries = nullptr, .after_append = false};
-  const std::int64_t dim = request.planes.head_dim;
-  for (int row = 0; row < request.rows.count; ++row) {
-    input.items.push({.query = {.data = request.queries,
-                                .dtype = DType::kFloat32,
-                                .token_stride = request.kv.query_heads * dim,
-                                .head_stride = dim},
-                      .token = row});
-  }
-  return input;
-}
-
 void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipInput& input,
                 const ChipKernels& kernels, const ChipShape& choice) {
   const SelectRequest& request = args.request;
@@ -440,13 +366,13 @@ std::int64_t chip_parts_words(std::int64_t groups, int group) {
 bool takes_queries(const SelectRequest& request) {
   return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
          request.max_length > 0 && filter_serves(request) &&
-         plan_chip(request).way != ChipPlan::Way::kNone;
+         (plan_chip(request).way != ChipPlan::Way::kNone || takes_collision_queries(request));
 }
 
 bool attends(const SelectRequest& request) {
   return takes_queries(request) && request.kv.head_dim == kAttendDim && !request.kv.float8_pages &&
          request.kv.kv_heads * request.rows.count <= kAttendedGroups &&
-         plan_chip(request).way == ChipPlan::Way::kOneKernel;
+         (plan_chip(request).way == ChipPlan::Way::kOneKernel || takes_collision_queries(request));
 }
 
 bool foresees(const SelectRequest& request) {
@@ -469,13 +395,7 @@ bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {
   }
   const ChipShape& shape = plan.shape;
   int bytes = select_bytes(shape, chip_quads(request.kv.group()), sign_chunks(request.params));
-  ChipAttention attention{};
-  if (request.attend != nullptr) {
-    bytes = std::max(bytes, chip_attention_bytes(kChipWarps));
-    attention.targets = *request.attend;
-    attention.tiles =
-        std::min((bytes - chip_attention_bytes(0)) / AttendTile::kBytes, 2 * kChipWarps);
-  }
+  const ChipAttention attention = chip_attention(request, bytes);
   allow_shape(kernels.select);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
                   static_cast<unsigned>(request.rows.count));

@@ -93,15 +93,14 @@ class ChipHeads {
   transfer::cuda::RawPiece raw_{};
 };
 
-/// The block's share of the planes, which are counted in whole chunks, and the first threads, whole
-/// warps, that project the heads onto them: the others have time to start the copies of sketches.
+/// The block's share of all planes, and the first threads, whole warps, that project the heads onto
+/// them: the others have time to start the copies of sketches.
 struct ChipPlanes {
   int first;
   int count;
   int workers;
 
-  __device__ ChipPlanes(const FilterArgs& args, int chunks, const ChipPeers& peers) {
-    const int all = chunks * hashing::kChunkBits;
+  __device__ ChipPlanes(const FilterArgs& args, int all, const ChipPeers& peers) {
     const int blocks = static_cast<int>(peers.blocks);
     const int each = (all + blocks - 1) / blocks;
     first = static_cast<int>(peers.rank) * each;
@@ -135,20 +134,18 @@ __device__ inline float project(const std::byte* plane, const float* query, int 
   return sum;
 }
 
-/// Projects the group's heads onto the block's share of the planes and tells all. The workers.
-__device__ inline void post_products(const FilterArgs& args, const ChipInput& input, int row,
-                                     int kv_head, int chunks, const ChipPeers& peers,
-                                     const ChipPlanes& share, ChipTables& tables) {
+/// Brings the group's heads to shared memory, and as many of the block's planes as there is room
+/// for. The workers; ends with a barrier of them. Returns how many planes are there.
+__device__ inline int bring_heads(const FilterArgs& args, const ChipInput& input, int row,
+                                  int kv_head, int num_planes, const ChipPeers& peers,
+                                  const ChipPlanes& share, ChipTables& tables) {
   const hashing::PlanesView& planes = args.request.planes;
-  const int num_planes = args.request.params.num_planes;
-  const int group = args.request.kv.group();
   const int dim = planes.head_dim;
   const int pitch = plane_pitch(dim);
   const int pieces = dim / kPiece;
-  const auto thread = static_cast<int>(threadIdx.x);
   const int staged = min(share.count, ChipTables::kPlaneBytes / pitch);
   const unsigned to = transfer::cuda::shared_address(tables.planes);
-  for (int i = thread; i < staged * pieces; i += share.workers) {
+  for (int i = static_cast<int>(threadIdx.x); i < staged * pieces; i += share.workers) {
     const int plane = share.first + i / pieces;
     const bool present = plane < num_planes;
     transfer::cuda::copy_async_16(
@@ -160,18 +157,35 @@ __device__ inline void post_products(const FilterArgs& args, const ChipInput& in
   heads.store(tables, args, peers);
   transfer::cuda::copy_async_wait<0>();
   asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
+  return staged;
+}
+
+/// Projects a head onto a plane of the block's share, of which the first `staged` are in shared
+/// memory; 0 for planes past the last.
+__device__ inline float project(const FilterArgs& args, const ChipPlanes& share, int staged,
+                                int num_planes, int plane, int head, const ChipTables& tables) {
+  const hashing::PlanesView& planes = args.request.planes;
+  const int dim = planes.head_dim;
+  if (plane < staged) {
+    return project(tables.planes + plane * plane_pitch(dim), tables.queries[head], dim);
+  }
+  if (share.first + plane >= num_planes) return 0.0F;
+  const auto* from = planes.bf16 + std::int64_t{share.first + plane} * dim;
+  return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
+}
+
+/// Projects the group's heads onto the block's share of the planes and tells all. The workers.
+__device__ inline void post_products(const FilterArgs& args, const ChipInput& input, int row,
+                                     int kv_head, int chunks, const ChipPeers& peers,
+                                     const ChipPlanes& share, ChipTables& tables) {
+  const int num_planes = args.request.params.num_planes;
+  const int group = args.request.kv.group();
+  const int staged = bring_heads(args, input, row, kv_head, num_planes, peers, share, tables);
 #pragma unroll 1
-  for (int i = thread; i < share.count * group; i += share.workers) {
+  for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
     const int plane = i / group;
     const int head = i % group;
-    float sum = 0.0F;
-    if (plane < staged) {
-      sum = project(tables.planes + plane * pitch, tables.queries[head], dim);
-    } else if (share.first + plane < num_planes) {
-      sum = project(
-          reinterpret_cast<const std::byte*>(planes.bf16 + std::int64_t{share.first + plane} * dim),
-          tables.queries[head], dim);
-    }
+    const float sum = project(args, share, staged, num_planes, plane, head, tables);
     peers.post(peers.box.products + head * chunks * hashing::kChunkBits + share.first + plane,
                kProductsStage, __float_as_uint(sum));
   }

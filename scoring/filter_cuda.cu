@@ -27,6 +27,7 @@ void enqueue_filter(const Stage& stage) {
                         .max_tokens = workspace.limits.max_tokens,
                         .segments = stage.scratch.segments};
   if (enqueue_chip_select(stage.stream, args)) return;
+  if (enqueue_collision_select(stage.stream, args)) return;
   if (enqueue_chip_collisions(stage.stream, args)) return;
   const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;
   enqueue_sample(stage.stream, args);

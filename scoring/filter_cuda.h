@@ -92,6 +92,11 @@ struct FilterArgs {
 /// Norm-aware sets per KV head of which all scores fit on chip (chip_select_cuda.cuh): everything
 /// in one kernel or two. False where they do not: then nothing is enqueued.
 [[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
+/// The same for soft collisions of which all values fit on chip, in one kernel
+/// (collision_select_cuda.cu).
+[[nodiscard]] bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args);
+/// `takes_queries` (foresight.h) for these.
+[[nodiscard]] bool takes_collision_queries(const SelectRequest& request);
 /// The same for soft collisions of which all values fit in L2 (collision_chip_cuda.cu).
 [[nodiscard]] bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args);
 /// `foresees` (foresight.h) for these.

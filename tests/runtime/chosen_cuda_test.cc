@@ -12,6 +12,7 @@ namespace kvtier::testing {
 namespace {
 
 struct Shape {
+  Estimator estimator = Estimator::kNormAware;
   DType dtype = DType::kBFloat16;
   int query_heads = 8;
   int kv_heads = 2;
@@ -45,7 +46,7 @@ class ChosenTest : public ::testing::Test {
     config.memory.device_bytes = 300 * MiB;
     config.memory.max_session_tokens = 20'000;
     config.memory.placement = KvPlacement::kDevice;
-    config.retrieval = {.estimator = Estimator::kNormAware,
+    config.retrieval = {.estimator = shape.estimator,
                         .top_k = shape.top_k,
                         .sparsity = shape.sparsity,
                         .sink_tokens = 20,
@@ -126,54 +127,63 @@ class ChosenTest : public ::testing::Test {
 };
 
 TEST_F(ChosenTest, EverySizeOfAGroup) {
-  for (const int group : {1, 3, 4, 8}) {
-    SCOPED_TRACE(group);
-    expect_like_apart({.query_heads = 2 * group});
+  for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
+    for (const int group : {1, 3, 4, 8}) {
+      SCOPED_TRACE(group);
+      expect_like_apart({.estimator = estimator, .query_heads = 2 * group});
+    }
   }
 }
 
 TEST_F(ChosenTest, Fp16AndASoftCap) {
   expect_like_apart({.dtype = DType::kFloat16});
+  expect_like_apart({.estimator = Estimator::kSoftCollision, .dtype = DType::kFloat16});
   expect_like_apart({.softcap = 5.0F});
 }
 
 // More tiles than a block holds at a time, and sets of which a block has no row.
 TEST_F(ChosenTest, ManyRowsAndFew) {
-  expect_like_apart({.top_k = 4500, .lengths = {5000}});
-  expect_like_apart({.top_k = 1, .lengths = {160, 2000}});
+  for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
+    expect_like_apart({.estimator = estimator, .top_k = 4500, .lengths = {5000}});
+    expect_like_apart({.estimator = estimator, .top_k = 1, .lengths = {160, 2000}});
+  }
   expect_like_apart(
       {.query_heads = 4, .kv_heads = 1, .top_k = 0, .sparsity = 33.0, .lengths = {17'000}});
 }
 
 // Short sequences have nothing to choose from, and share a launch with long ones.
 TEST_F(ChosenTest, RaggedBatches) {
-  expect_like_apart({.lengths = {40, 3000, 149, 4000, 151}});
+  for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
+    expect_like_apart({.estimator = estimator, .lengths = {40, 3000, 149, 4000, 151}});
+  }
   expect_like_apart({.query_heads = 32, .kv_heads = 8, .lengths = {700, 2000}});
 }
 
 TEST_F(ChosenTest, ReplaysAreOneKernelBesideTheAppend) {
-  const Shape shape{.query_heads = 32, .kv_heads = 8, .lengths = {3000}};
-  const std::vector<Prompt> prompts = prompts_of(shape);
-  const Results expected = run(shape, prompts, false);
-  Engine engine(config_of(shape, false));
-  Session session = engine.open();
-  session.append(0, prompts[0].keys.view(), prompts[0].values.view());
-  const CallTensors host(engine.config().model, 1, 51);
-  const DeviceCall device(host);
-  const OwnStream stream;
-  session.reserve(2, stream.ref());
-  stream.synchronize();
-  AttendOutputs outputs = device.outputs();
-  outputs.selected = {};
+  for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
+    const Shape shape{.estimator = estimator, .query_heads = 32, .kv_heads = 8, .lengths = {3000}};
+    const std::vector<Prompt> prompts = prompts_of(shape);
+    const Results expected = run(shape, prompts, false);
+    Engine engine(config_of(shape, false));
+    Session session = engine.open();
+    session.append(0, prompts[0].keys.view(), prompts[0].values.view());
+    const CallTensors host(engine.config().model, 1, 51);
+    const DeviceCall device(host);
+    const OwnStream stream;
+    session.reserve(2, stream.ref());
+    stream.synchronize();
+    AttendOutputs outputs = device.outputs();
+    outputs.selected = {};
 
-  const Graph graph(stream, [&] { session.decode(0, device.inputs(), outputs, stream.ref()); });
-  EXPECT_EQ(graph.num_nodes(), 2U);
-  graph.launch(stream);
-  graph.launch(stream);
-  stream.synchronize();
+    const Graph graph(stream, [&] { session.decode(0, device.inputs(), outputs, stream.ref()); });
+    EXPECT_EQ(graph.num_nodes(), 2U);
+    graph.launch(stream);
+    graph.launch(stream);
+    stream.synchronize();
 
-  EXPECT_EQ(device.out.download(), expected.calls.front().out.bytes());
-  EXPECT_EQ(device.lse.download(), expected.calls.front().lse.bytes());
+    EXPECT_EQ(device.out.download(), expected.calls.front().out.bytes());
+    EXPECT_EQ(device.lse.download(), expected.calls.front().lse.bytes());
+  }
 }
 
 }  // namespace

@@ -87,9 +87,10 @@ class GivenQueriesTest : public SelectorTest {
             download<float>(packed.data(), values), request.flags->nonfinite_queries};
   }
 
-  Selected run_with_tables(const Problem& problem) {
+  /// Of fp32 queries in device memory. With scores: the way that takes tables.
+  Selected run_packed(const Problem& problem, bool keep_scores) {
     SelectRequest request = make_request(problem);
-    request.keep_scores = true;  // the way that takes none
+    request.keep_scores = keep_scores;
     Selector selector(*device_, make_limits(problem, problem.config.top_k));
     const transfer::SelectionView view = selector.select(*stream_, request);
     return download_selection(problem, request, selector, view, problem.kv_heads,
@@ -117,7 +118,7 @@ TEST_P(GivenQueriesTest, AreReadAndChosenForWithOrWithoutTables) {
 
           const Step found = run_given(problem, after_append);
 
-          const Selected expected = run_with_tables(problem);
+          const Selected expected = run_packed(problem, true);
           EXPECT_EQ(found.selected.ids, expected.ids);
           EXPECT_EQ(found.selected.counts, expected.counts);
           EXPECT_EQ(found.queries, problem.queries);
@@ -128,16 +129,47 @@ TEST_P(GivenQueriesTest, AreReadAndChosenForWithOrWithoutTables) {
   }
 }
 
+// With 128 query heads or fewer the tables are made by one kernel or the one that selects, always
+// in the same way.
+TEST_P(GivenQueriesTest, AreReadForSoftCollisions) {
+  const TokenSet long_set = random_tokens(8, 2, 5200, signs_);
+  const TokenSet short_set = random_tokens(9, 2, 260, signs_);
+  const TokenSet empty_set = random_tokens(10, 2, 100, signs_);  // recent tokens alone
+  for (const int group : {1, 2, 3, 4, 8}) {
+    for (const std::int64_t longest : kLongest) {
+      for (const bool after_append : {false, true}) {
+        SCOPED_TRACE(::testing::Message()
+                     << "group " << group << ", up to " << longest << " tokens");
+        Problem problem = make_problem({&long_set, &empty_set, &short_set}, 2, group);
+        problem.config.estimator = Estimator::kSoftCollision;
+        problem.config.value_weighting = ValueWeighting::kLinear;
+        problem.longest = longest;
+
+        const Step found = run_given(problem, after_append);
+
+        const Selected expected = run_packed(problem, false);
+        EXPECT_EQ(found.selected.ids, expected.ids);
+        EXPECT_EQ(found.selected.counts, expected.counts);
+        EXPECT_EQ(found.queries, problem.queries);
+        EXPECT_EQ(found.nonfinite, 0U);
+      }
+    }
+  }
+}
+
 TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnce) {
   const TokenSet set = random_tokens(6, 2, 3000, signs_);
   Problem problem = make_problem({&set, &set}, 2, 4);
   problem.queries[7] = std::numeric_limits<float>::quiet_NaN();
   problem.queries[kHeadDim * 5] = std::numeric_limits<float>::infinity();
+  for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
+    problem.config.estimator = estimator;
 
-  const Step found = run_given(problem, false);
+    const Step found = run_given(problem, false);
 
-  EXPECT_EQ(found.nonfinite, 1U);
-  EXPECT_TRUE(std::isnan(found.queries[7]));
+    EXPECT_EQ(found.nonfinite, 1U);
+    EXPECT_TRUE(std::isnan(found.queries[7]));
+  }
 }
 
 TEST_P(GivenQueriesTest, RejectsABadQuery) {
