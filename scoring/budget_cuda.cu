@@ -17,8 +17,9 @@ namespace {
 constexpr int kMostParts = 32;
 constexpr int kThreads = kBudgetThreads;
 constexpr int kWarps = kThreads / 32;
-// Heads that a thread of the first scan sums for at a time, in 36 registers.
-constexpr int kScanHeads = 4;
+// Heads that a thread of the first scan sums for, in 36 registers.
+constexpr int kScanHeads = kHeadsAtOnce;
+constexpr int kBlocks = 3;  // at once on a multiprocessor
 
 // Merges those of a warp into that of lane 0, in the order of a tree.
 __device__ void merge_warp(LogSum& sum) {
@@ -187,14 +188,15 @@ struct ThreadSums {
 #pragma unroll
     for (int i = 0; i < kTokensAtOnce; ++i) {
       const float score = element(four, i);
-      if (!(score > kLowestScore)) continue;
-      const float x = score - norms.log_value[i] - reference;
-      scores.sum += expf(score - top);
+      const bool counts = score > kLowestScore;
+      const float x = counts ? score - norms.log_value[i] - reference : 0.0F;
+      const float key = counts ? norms.key[i] : 0.0F;
+      scores.sum += expf(score - top);  // of the lowest, 0
       sum += x;
       squares = fmaf(x, x, squares);
-      key_squares = fmaf(norms.key[i], norms.key[i], key_squares);
-      max = fmaxf(max, x);
-      ++count;
+      key_squares = fmaf(key, key, key_squares);
+      max = counts ? fmaxf(max, x) : max;
+      count += counts ? 1 : 0;
     }
   }
   __device__ Moments moments() const {
@@ -239,10 +241,11 @@ __global__ __launch_bounds__(kThreads,
   for (; tokens.any(); tokens.advance()) {
     TokenNorms norms;
     norms.load(args, plan, kv_head, tokens);
+    float4 of_heads[kScanHeads];
+    tokens.scores(scores, args.max_tokens, heads, of_heads);
 #pragma unroll
     for (int h = 0; h < kScanHeads; ++h) {
-      if (h >= heads) break;
-      mine[h].add(tokens.scores(scores + h * args.max_tokens), norms, reference[h]);
+      if (h < heads) mine[h].add(of_heads[h], norms, reference[h]);
     }
   }
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -290,11 +293,34 @@ __global__ __launch_bounds__(kThreads,
   args.scratch.normalisers[head] = sums.scores.log();
 }
 
+// Adds e^(score - normaliser) of some heads to the sums of their tokens.
+__device__ void add_heads(const float4 (&of_heads)[kHeadsAtOnce], int heads,
+                          const float* normalisers, LogSum (&exponentials)[kTokensAtOnce]) {
+#pragma unroll
+  for (int i = 0; i < kTokensAtOnce; ++i) {
+    float logs[kHeadsAtOnce];
+    float best = kLowestScore;
+    bool any = false;
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      const float score = h < heads ? element(of_heads[h], i) : kLowestScore;
+      any = any || score > kLowestScore;
+      logs[h] = score - (h < heads ? normalisers[h] : 0.0F);
+      best = fmaxf(best, logs[h]);
+    }
+    LogSum sum;
+    sum.max = best;
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) sum.sum += expf(logs[h] - best);
+    if (any) exponentials[i].merge(sum);
+  }
+}
+
 // Adds up the weights of each head and, for sets per KV head, combines the scores of its heads
 // (combine_cuda.cu). A thread's sums are its own words of shared memory. Grid: parts x KV heads x
 // rows.
-__global__ __launch_bounds__(kThreads) void weigh_eligible(
-    const __grid_constant__ BudgetArgs args) {
+__global__ __launch_bounds__(kThreads,
+                             kBlocks) void weigh_eligible(const __grid_constant__ BudgetArgs args) {
   __shared__ std::uint64_t sums[kMaxGroup][kThreads];
   __shared__ HeadEstimate estimates[kMaxGroup];
   __shared__ float normalisers[kMaxGroup];
@@ -313,32 +339,38 @@ __global__ __launch_bounds__(kThreads) void weigh_eligible(
   const float* scores = args.scores + first_head * args.max_tokens;
   float* combined =
       args.combined + (std::int64_t{blockIdx.z} * args.kv.kv_heads + kv_head) * args.max_tokens;
-  const float log_group = logf(static_cast<float>(group));
   float best = kLowestScore;
   Tokens tokens(plan);
   for (; tokens.any(); tokens.advance()) {
     TokenNorms norms;
     norms.load(args, plan, kv_head, tokens);
     LogSum exponentials[kTokensAtOnce];
-#pragma unroll 4
-    for (int h = 0; h < group; ++h) {
-      const float4 four = tokens.scores(scores + h * args.max_tokens);
-      std::uint64_t sum = 0;
+    for (int first = 0; first < group; first += kHeadsAtOnce) {
+      const int heads = min(kHeadsAtOnce, group - first);
+      float4 of_heads[kHeadsAtOnce];
+      tokens.scores(scores + first * args.max_tokens, args.max_tokens, heads, of_heads);
+      add_heads(of_heads, heads, normalisers + first, exponentials);
 #pragma unroll
-      for (int i = 0; i < kTokensAtOnce; ++i) {
-        const float score = element(four, i);
-        sum += in_units(weight_of(estimates[h], score, norms.log_value[i]), kWeightUnits);
-        if (score > kLowestScore) exponentials[i].add(score - normalisers[h]);
+      for (int h = 0; h < kHeadsAtOnce; ++h) {
+        if (h >= heads) break;
+        std::uint64_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; ++i) {
+          const float weight =
+              weight_of(estimates[first + h], element(of_heads[h], i), norms.log_value[i]);
+          sum += in_units(weight, kWeightUnits);
+        }
+        sums[first + h][threadIdx.x] += sum;
       }
-      sums[h][threadIdx.x] += sum;
     }
     if (!args.combines) continue;
     float4 mean;
 #pragma unroll
     for (int i = 0; i < kTokensAtOnce; ++i) {
-      element(mean, i) = exponentials[i].sum > 0.0F
-                             ? settled_score(exponentials[i].log() - log_group)
-                             : kLowestScore;
+      element(mean, i) =
+          exponentials[i].sum > 0.0F
+              ? settled_score(exponentials[i].log() - logf(static_cast<float>(group)))
+              : kLowestScore;
       best = fmaxf(best, element(mean, i));
     }
     *reinterpret_cast<float4*>(combined + tokens.first()) = mean;
@@ -355,9 +387,7 @@ __global__ __launch_bounds__(kThreads) void weigh_eligible(
   }
   if (args.order != args.combined) return;
   best = block_reduce(best, [](float a, float b) { return fmaxf(a, b); });
-  if (threadIdx.x == 0) {
-    atomicMax(&args.scratch.estimates[first_head].best, ordered_key(best));
-  }
+  if (threadIdx.x == 0) atomicMax(&args.scratch.estimates[first_head].best, ordered_key(best));
 }
 
 // Grid: parts x KV heads x rows. The last block of a KV head writes the shares of its query heads.

@@ -90,6 +90,8 @@ __device__ inline float log_value(const BudgetArgs& args, const Norms& norms) {
 
 /// Tokens that a thread looks at together: they are neighbours, in one block of sketches.
 inline constexpr int kTokensAtOnce = 4;
+/// Query heads whose scores a thread asks for together.
+inline constexpr int kHeadsAtOnce = 4;
 
 __device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
 __device__ inline float element(const float4& four, int i) { return (&four.x)[i]; }
@@ -108,18 +110,34 @@ class Tokens {
   /// Scores of the tokens, lowest where one is not eligible.
   __device__ float4 scores(const float* from) const {
     float4 four = *reinterpret_cast<const float4*>(from + at_);
-    if (at_ >= begin_ && at_ + kTokensAtOnce <= end_) return four;
-#pragma unroll
-    for (int i = 0; i < kTokensAtOnce; ++i) {
-      if (at_ + i < begin_ || at_ + i >= end_) element(four, i) = kLowestScore;
-    }
+    keep_eligible(four);
     return four;
+  }
+  /// As that for `count` heads, `stride` apart; all are asked for before one is looked at.
+  template <int kHeads>
+  __device__ void scores(const float* from, std::int64_t stride, int count,
+                         float4 (&of_heads)[kHeads]) const {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h < count) of_heads[h] = *reinterpret_cast<const float4*>(from + h * stride + at_);
+    }
+    if (at_ >= begin_ && at_ + kTokensAtOnce <= end_) return;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) keep_eligible(of_heads[h]);
   }
   __device__ bool eligible(int i) const { return at_ + i >= begin_ && at_ + i < end_; }
 
  private:
   static constexpr std::int64_t kStep = kBudgetThreads * kTokensAtOnce;
   static_assert(kStep == hashing::kBlockTokens);
+
+  __device__ void keep_eligible(float4& four) const {
+    if (at_ >= begin_ && at_ + kTokensAtOnce <= end_) return;
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      if (at_ + i < begin_ || at_ + i >= end_) element(four, i) = kLowestScore;
+    }
+  }
 
   std::int64_t begin_;
   std::int64_t end_;
@@ -150,8 +168,8 @@ struct TokenNorms {
 
 /// Returns the weight of a token; one without a score has none.
 __device__ inline float weight_of(const HeadEstimate& estimate, float score, float of_value) {
-  if (!(score > kLowestScore)) return 0.0F;
-  return expf(estimate.slope * (score - of_value) + estimate.offset);
+  const float weight = expf(estimate.slope * (score - of_value) + estimate.offset);
+  return score > kLowestScore ? weight : 0.0F;
 }
 
 }  // namespace kvtier::scoring::cuda

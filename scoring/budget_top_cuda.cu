@@ -183,12 +183,18 @@ __global__ __launch_bounds__(kBudgetThreads) void mass_pass(
     TokenNorms norms;
     norms.load(args, plan, set.kv_head, tokens);
     float shares[kTokensAtOnce] = {};
-#pragma unroll 4
-    for (int h = 0; h < set.heads; ++h) {
-      const float4 four = tokens.scores(scores + h * args.max_tokens);
+    for (int first = 0; first < set.heads; first += kHeadsAtOnce) {
+      const int heads = min(kHeadsAtOnce, set.heads - first);
+      float4 of_heads[kHeadsAtOnce];
+      tokens.scores(scores + first * args.max_tokens, args.max_tokens, heads, of_heads);
 #pragma unroll
-      for (int i = 0; i < kTokensAtOnce; ++i) {
-        shares[i] += units[h] * weight_of(estimates[h], element(four, i), norms.log_value[i]);
+      for (int h = 0; h < kHeadsAtOnce; ++h) {
+        if (h >= heads) break;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; ++i) {
+          shares[i] += units[first + h] *
+                       weight_of(estimates[first + h], element(of_heads[h], i), norms.log_value[i]);
+        }
       }
     }
 #pragma unroll
