@@ -1,6 +1,7 @@
 #include "kvtier/engine.h"
 
 #include "benchmarks/service/measure.h"
+#include "benchmarks/tiers/bench_folder.h"
 #include "benchmarks/tiers/benchmarks.h"
 #include "benchmarks/tiers/fio.h"
 #include "transfer/tiers/file_ops.h"
@@ -25,24 +26,6 @@ constexpr std::size_t kBatchBytes = 128 * MiB;  // of pages that a get asks for,
 constexpr std::size_t kReadBytes = 256 * KiB;   // of one transfer of the tier, at most
 constexpr std::size_t kHead = 4096;             // of a record, before its page
 constexpr std::chrono::seconds kLong(60);
-
-class Folder {
- public:
-  explicit Folder(const fs::path& in) {
-    std::string name = (in / "kvtier-bench-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) {
-      throw std::runtime_error("--folder: expected one to write to, found " + in.string());
-    }
-    path_ = name;
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;  // removes what it made
-  Folder& operator=(const Folder&) = delete;
-  [[nodiscard]] const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
 
 std::size_t median_rate(std::vector<double> rates) {
   return static_cast<std::size_t>(median(std::move(rates)));
@@ -142,7 +125,7 @@ class FullTier {
 };
 
 nlohmann::json restore_row(const TierSettings& settings, std::size_t page_bytes) {
-  const Folder folder(settings.folder);
+  const BenchFolder folder(settings.folder);
   FullTier tier(folder.path() / "tier", page_bytes, settings.bytes);
   // A virtual disk's rate changes from second to second, so each round is short, and whoever was
   // second in the last is first in the next.
@@ -174,7 +157,7 @@ nlohmann::json restore_row(const TierSettings& settings, std::size_t page_bytes)
 
 /// Pages of 256 KiB that come back because a call wants one row of each.
 nlohmann::json call_row(const TierSettings& settings) {
-  const Folder folder(settings.folder);
+  const BenchFolder folder(settings.folder);
   Config config;
   config.backend = Backend::kCpu;
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 8, .head_dim = 128};
