@@ -83,16 +83,17 @@ struct QueryFragments {
   const uint4* shared = nullptr;
   float factor[NT][2];  ///< Of heads 8 nt + 2t and 8 nt + 2t + 1.
 
-  /// `queries` is `[heads, D]`; heads from `heads` on are zero. Every warp of the block calls it
-  /// with the same arguments; a barrier must follow before `get`.
-  __device__ void load(const float* queries, int heads, float scale, uint4* shared_store) {
+  /// `queries` is `[heads, D]`, heads `stride` apart; heads from `heads` on are zero. Every warp of
+  /// the block calls it with the same arguments; a barrier must follow before `get`.
+  __device__ void load(const float* queries, int heads, float scale, uint4* shared_store,
+                       int stride = D) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     shared = shared_store;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       const int head = 8 * nt + lane / 4;
       const float2* q =
-          reinterpret_cast<const float2*>(queries + std::int64_t{head} * D) + lane % 4;
+          reinterpret_cast<const float2*>(queries + std::int64_t{head} * stride) + lane % 4;
       const bool present = head < heads;
       float largest = 0.0F;
       for (int i = 0; i < kSteps * 2; ++i) {

@@ -25,7 +25,9 @@ struct ChipAttention {
 
 /// Dynamic shared memory, once the choice is made; the tiles follow.
 struct ChipAttentionShared {
-  alignas(16) float queries[kChipHeads][kAttendDim];
+  static constexpr int kPitch = kAttendDim + 8;  ///< Four heads in four groups of banks.
+
+  alignas(16) float queries[kChipHeads][kPitch];
   float2 states[kChipWarps][kChipHeads];
   float weights[kChipHeads][kChipWarps];
 };
@@ -113,8 +115,14 @@ __device__ inline void prefetch_pages(const FilterArgs& args, int row, std::int6
   }
 }
 
-/// Attends to the block's share of the rows, whose addresses `find` gives: leaves states of all
-/// warps and heads in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
+/// Warps that have tiles of `rows` rows.
+__device__ inline int warps_with(int rows) {
+  constexpr int kRows = attention::cuda::kTileRows;
+  return min((rows + kRows - 1) / kRows, kChipWarps);
+}
+
+/// Attends to the block's share of the rows, whose addresses `find` gives: leaves states of the
+/// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
 template <typename T, typename Find>
 __device__ void attend_share(const ChipAttention& attention, const HeadSource& query,
                              const transfer::cuda::RawPiece& raw_query, int group, int count_rows,
@@ -166,8 +174,11 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
   __syncthreads();  // the queries are there
   attention::cuda::QueryFragments<T, kAttendDim, 1> queries;
   attention::cuda::WarpAttention<T, kAttendDim, 1> warp_attention;
-  queries.load(shared.queries[0], group, attention.targets.softmax_scale, nullptr);
-  warp_attention.clear();
+  if (count > 0) {  // else the others have the pipe of shared memory to themselves
+    queries.load(shared.queries[0], group, attention.targets.softmax_scale, nullptr,
+                 ChipAttentionShared::kPitch);
+    warp_attention.clear();
+  }
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     if (stages == 2) {
@@ -181,18 +192,18 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
     start_next();
   }
   static_assert(AttendTile::kBytes >= kChipHeads * (kAttendDim + 4) * 4);
-  warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));
-  __syncthreads();  // states and accumulators of all warps are there
+  if (count > 0) warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));
+  __syncthreads();  // states and accumulators of the warps that have tiles are there
 }
 
-/// Merges what the warps have, and tells the group. Holds a barrier.
-__device__ inline void post_part(int group, const ChipPeers& peers, PostedWord* part,
+/// Merges what the first `warps` warps have, and tells the group. Holds a barrier.
+__device__ inline void post_part(int group, int warps, const ChipPeers& peers, PostedWord* part,
                                  ChipAttentionShared& shared, const std::byte* tiles) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (warp < group) {
     float2 state{-INFINITY, 0.0F};
-    if (lane < kChipWarps) state = shared.states[lane][warp];
+    if (lane < warps) state = shared.states[lane][warp];
     float most = state.x;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -219,8 +230,8 @@ __device__ inline void post_part(int group, const ChipPeers& peers, PostedWord* 
   const auto* from =
       reinterpret_cast<const float*>(tiles) + head * (kAttendDim + 4) + pair % kPairs * 2;
   float2 sum{};
-#pragma unroll
-  for (int w = 0; w < kChipWarps; ++w) {
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
     const float weight = shared.weights[head][w];
     const float2 own = *reinterpret_cast<const float2*>(from + w * (AttendTile::kBytes / 4));
     sum.x += weight * own.x;
@@ -299,15 +310,17 @@ __device__ void attend_chosen(const FilterArgs& args, const ChipInput& input,
   const int blocks = static_cast<int>(peers.blocks);
   const int each = (rows.count + blocks - 1) / blocks;
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
+  const int own = min(each, rows.count - first);
   const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
   const PostedWord* const ids = args.filter.chip_ids + group_index * args.selection.capacity;
   attend_share<T>(
-      attention, query, raw_query, group, min(each, rows.count - first),
+      attention, query, raw_query, group, own,
       [&](int entry) { return address_of(rows, first + entry, kv, sequence, kv_head, peers, ids); },
       shared, tiles);
   PostedWord* const parts =
       args.filter.chip_parts + group_index * kChipBlocks * chip_part_words(group);
-  post_part(group, peers, parts + peers.rank * chip_part_words(group), shared, tiles);
+  post_part(group, warps_with(own), peers, parts + peers.rank * chip_part_words(group), shared,
+            tiles);
   merge_share(attention.targets.outputs[row], group, kv_head, peers, parts);
 }
 

@@ -37,11 +37,12 @@ __device__ ChipShare start_early(const FilterArgs& args, const ChipShape& shape,
 }
 
 /// Makes the tables of the group's heads while sketches and an append are under way; ends with
-/// that. Returns the share of which the sketches are copied.
+/// that. Returns the share of which the sketches are copied. `handed_on`: whether the next kernel
+/// uses the queries.
 __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, const ChipShape& shape,
                              int row, int kv_head, int chunks, const ChipPeers& peers,
                              ChipRing& ring, ChipTables& tables, ChipQueries& queries,
-                             float* factors) {
+                             float* factors, bool handed_on) {
   const ChipPlanes share(args, chunks * hashing::kChunkBits, peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, row, kv_head, chunks, peers, share, tables);
@@ -56,7 +57,8 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
   __syncthreads();  // what is added to is clear
   fetch_weights(args, chunks, peers, tables, queries, factors);
   if (input.after_append) transfer::cuda::wait_for_previous();
-  if (peers.rank == 0) __threadfence();  // the next kernel may ask L1 for the queries at once
+  // That one may ask L1 for them at once. The others of the group would wait for this block.
+  if (handed_on && peers.rank == 0) __threadfence();
   transfer::cuda::let_next_start();
   return started;
 }
@@ -108,12 +110,12 @@ __global__ __launch_bounds__(kChipThreads,
                         shape.blocks);
   ChipRing ring(args, kv_head, shape, chunks,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
+  const bool attends = attention.tiles > 0;
   const ChipShare started =
       prepare(args, input, shape, row, kv_head, chunks, peers, ring,
-              *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors);
+              *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors, !attends);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  const bool attends = attention.tiles > 0;
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
     prefetch_pages(args, row, work.plan.end);
@@ -157,8 +159,9 @@ __global__ __launch_bounds__(kChipThreads,
                         shape.blocks);
   ChipRing ring(args, kv_head, shape, chunks,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
-  const ChipShare started = prepare(args, input, shape, row, kv_head, chunks, peers, ring,
-                                    *reinterpret_cast<ChipTables*>(dynamic), queries, factors);
+  const ChipShare started =
+      prepare(args, input, shape, row, kv_head, chunks, peers, ring,
+              *reinterpret_cast<ChipTables*>(dynamic), queries, factors, true);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if (work.empty()) return;
