@@ -207,9 +207,10 @@ __device__ void write_keys(const ChipWork& work, int group, const float* values,
 // shared memory: half pairs, in the place of which blocks later exchange what they have; values of
 // the block's tokens, which become keys, and before what the tables are made from. The blocks
 // exchange chances of the planes, sums of values, counts by bins, and keys of the last bin; each
-// waits for all the others' part before it tells the next. Then they attend, if that is wanted.
+// waits for all the others' part before it tells the next. Then they attend, if kAttends: a kernel
+// that may or may not keeps registers for it that scoring lacks, and spills.
 // kHeads 2: of groups that have no more.
-template <int kHeads>
+template <int kHeads, bool kAttends>
 __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisions(
     const __grid_constant__ FilterArgs args, const __grid_constant__ ChipInput input,
     const __grid_constant__ ChipAttention attention, const __grid_constant__ ChipShape shape) {
@@ -235,8 +236,7 @@ __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisio
                                             *reinterpret_cast<CollisionTables*>(after), pairs);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  const bool attends = attention.tiles > 0;
-  if (attends) {
+  if constexpr (kAttends) {
     if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
     prefetch_pages(args, row, work.plan.end);
   }
@@ -247,11 +247,11 @@ __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisio
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
     write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
     PostedWord* const posted =
-        attends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
+        kAttends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
     choose_best<ValueBins>(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(pairs),
                            shared);
   }
-  if (attends) {
+  if constexpr (kAttends) {
     attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
   }
 #endif
@@ -264,6 +264,11 @@ struct SelectPlan {
   ChipShape shape{};
   int bytes = 0;
 };
+
+template <int kHeads>
+SelectKernel select_kernel(bool attends) {
+  return attends ? select_collisions<kHeads, true> : select_collisions<kHeads, false>;
+}
 
 SelectPlan plan_select(const SelectRequest& request) {
   const ScoreParams& params = request.params;
@@ -281,8 +286,9 @@ SelectPlan plan_select(const SelectRequest& request) {
   constexpr std::int64_t kLeastTokens = std::int64_t{kChipWarps} * kChipTile;
   const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
   const int heads = group <= 2 ? 2 : kPairHeads;
+  const bool attends = request.attend != nullptr;
   SelectPlan plan{
-      .kernel = group <= 2 ? select_collisions<2> : select_collisions<kPairHeads>,
+      .kernel = group <= 2 ? select_kernel<2>(attends) : select_kernel<kPairHeads>(attends),
       .shape = {.blocks = static_cast<unsigned>(std::min(
                     {std::int64_t{processors / groups}, useful, std::int64_t{kChipBlocks}})),
                 .capacity = 0,
