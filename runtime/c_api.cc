@@ -81,6 +81,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->read_ahead = d.memory.read_ahead ? 1 : 0;
   config->hot_rows = d.memory.hot_rows;
   config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
+  config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
 }
 
 void kvtier_options_init(kvtier_options* options) {

@@ -142,6 +142,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.read_ahead = c.read_ahead != 0;
   config.memory.hot_rows = c.hot_rows;
   config.memory.hot_policy = checked<HotPolicy>(c.hot_policy, KVTIER_HOT_SCORE, "hot_policy");
+  config.memory.page_policy = checked<PagePolicy>(c.page_policy, KVTIER_PAGE_SCORE, "page_policy");
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {

@@ -123,6 +123,8 @@ void ColdLaunch::need(int sequence, std::int64_t begin, std::int64_t end) {
   const std::int64_t unit = request_.kv.page_tokens;
   for (std::int64_t page = begin / unit; page <= (end - 1) / unit; ++page) {
     const auto i = static_cast<std::size_t>(page);
+    const std::int64_t rows = std::min(end, (page + 1) * unit) - std::max(begin, page * unit);
+    engine_.page_pool->weigh(layers_[s]->pages.frame(page), static_cast<std::uint32_t>(rows));
     if (marked_[s][i]) continue;
     marked_[s][i] = true;
     needed_.push_back(layers_[s]->pages.frame(page));

@@ -179,6 +179,8 @@ std::vector<std::string> Config::validate() const {
                    "1..2^20", memory.hot_rows);
   problems.require(memory.hot_policy <= HotPolicy::kScore, "memory.hot_policy", "an enumerator",
                    static_cast<int>(memory.hot_policy));
+  problems.require(memory.page_policy <= PagePolicy::kScore, "memory.page_policy", "an enumerator",
+                   static_cast<int>(memory.page_policy));
   problems.require(memory.hot_bytes == 0 || memory.staging_rows != 0, "memory.hot_bytes",
                    "0 with staging_rows = 0, which has rows read in place", memory.hot_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);

@@ -124,7 +124,8 @@ void EngineState::make_pages() {
       PagePool::Waits{
           .for_work = [this](transfer::Stream& stream) { wait(stream); },
           .aside = [this](const auto& work) { turn_->step_aside(work); },
-      });
+      },
+      config.memory.page_policy);
   page_pool = pool.get();
   pages = std::move(pool);
 }

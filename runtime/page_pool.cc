@@ -18,11 +18,13 @@ constexpr std::size_t kBatchShare = 8;
 }  // namespace
 
 PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-                   const transfer::PinOptions& options, PageTiers& tiers, Waits waits)
+                   const transfer::PinOptions& options, PageTiers& tiers, Waits waits,
+                   PagePolicy policy)
     : FramePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
       tiers_(tiers),
       waits_(std::move(waits)),
-      in_frame_(num_frames(), nullptr) {}
+      in_frame_(num_frames(), nullptr),
+      order_(make_page_order(policy, num_frames())) {}
 
 PagePool::Page& PagePool::new_page() {
   if (free_pages_.empty()) {
@@ -55,16 +57,21 @@ void PagePool::remove_ended() {
   ended_.clear();
 }
 
+void PagePool::enter(Page& page, std::byte* frame) {
+  order_->enter(page.version.page);
+  update(page, [&] { page.frame = frame; });
+  in_frame_[index_of(frame)] = &page;
+}
+
 bool PagePool::take_all(std::span<std::byte*> pages, transfer::Stream* stream) {
   std::vector<std::byte*> frames(pages.size());
   if (!FramePool::take_all(frames, stream)) return false;
   for (std::size_t i = 0; i < pages.size(); ++i) {
     Page& page = new_page();
-    page.frame = frames[i];
     page.holders = 1;
-    page.used = true;
     page.needed_by = 0;
-    in_frame_[index_of(frames[i])] = &page;
+    page.rows = 0;
+    enter(page, frames[i]);
     pages[i] = reinterpret_cast<std::byte*>(&page);
   }
   return true;
@@ -86,6 +93,7 @@ void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last
     }
     if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
     end_version(page);
+    order_->forget(page.version.page);
     update(page, [&] {
       page.frame = nullptr;
       page.sealed = page.kept = false;
@@ -130,24 +138,21 @@ bool PagePool::lost(const std::byte* page) const { return page_of(page).lost; }
 std::size_t PagePool::num_movable() const { return num_movable_ + (num_frames() - num_used()); }
 
 std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
+  const auto page_of_id = [this](PageOrder::Id id) -> Page& { return pages_[id - 1]; };
   std::vector<Page*> chosen;
-  chosen.reserve(count);
-  // Twice around: the first time takes the marks of use away.
-  for (std::size_t steps = 0; steps < 2 * in_frame_.size() && chosen.size() < count; ++steps) {
-    Page* page = in_frame_[hand_];
-    hand_ = (hand_ + 1) % in_frame_.size();
-    if (page == nullptr || !page->movable() || page->needed_by == call_ || page->chosen) continue;
-    if (std::exchange(page->used, false)) continue;
-    page->chosen = true;
-    chosen.push_back(page);
+  for (const PageOrder::Id id : order_->choose(count, [&](PageOrder::Id candidate) {
+         const Page& page = page_of_id(candidate);
+         return page.movable() && page.needed_by != call_;
+       })) {
+    chosen.push_back(&page_of_id(id));
   }
-  for (Page* page : chosen) page->chosen = false;
   return chosen;
 }
 
 void PagePool::leave(Page& page) {
   std::byte* const frame = page.frame;
   if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
+  order_->leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
   in_frame_[index_of(frame)] = nullptr;
   ++num_moves_;
@@ -188,7 +193,7 @@ std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
       Page& page = *to_write[at + i];
       if (!out[i].stored) {
         refused_ = true;
-        page.used = true;
+        order_->use(page.version.page, 0);
         continue;
       }
       page.crc = out[i].crc;
@@ -207,6 +212,8 @@ std::string PagePool::why_not() const {
          " pages are being written or belong to captured graphs and stay in memory";
 }
 
+void PagePool::weigh(std::byte* page, std::uint32_t rows) { page_of(page).rows += rows; }
+
 PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
   ++call_;
   Needed needed;
@@ -214,7 +221,7 @@ PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
     Page& page = page_of(name);
     if (page.needed_by == call_) continue;
     page.needed_by = call_;
-    page.used = true;
+    order_->use(page.version.page, std::max(std::exchange(page.rows, 0U), 1U));
     if (std::exchange(page.ahead, false)) ++counters_.ahead_useful;
     needed.names.push_back(name);
     if (page.lost) fail_read(1, 0);
@@ -324,7 +331,7 @@ std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
   }
   for (Page* page : missing) {
     if (!ahead || page->frame == nullptr) continue;
-    page->ahead = page->used = true;
+    page->ahead = true;
     ++counters_.ahead;
   }
   end_lease(names);
@@ -333,9 +340,10 @@ std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
 
 void PagePool::drop_unused(std::size_t count) {
   for (std::size_t i = 0; i < in_frame_.size() && num_frames() - num_used() < count; ++i) {
-    Page* const page = in_frame_[(hand_ + i) % in_frame_.size()];
-    if (page == nullptr || !page->movable() || !page->stored || page->used) continue;
-    leave(*page);
+    Page* const page = in_frame_[next_idle_];
+    next_idle_ = (next_idle_ + 1) % in_frame_.size();
+    if (page == nullptr || !page->movable() || !page->stored) continue;
+    if (order_->idle(page->version.page)) leave(*page);
   }
 }
 
@@ -375,8 +383,7 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
     std::byte* const frame = in[i].bytes.data();
     const PageIn::Outcome outcome = in[i].outcome;
     if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
-      update(page, [&] { page.frame = frame; });
-      in_frame_[index_of(frame)] = &page;
+      enter(page, frame);
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
       ++num_moves_;
       --num_away_;

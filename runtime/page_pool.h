@@ -1,5 +1,6 @@
 #pragma once
 
+#include "runtime/page_policy.h"
 #include "runtime/page_tiers.h"
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
@@ -10,6 +11,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -20,11 +22,10 @@ namespace kvtier::runtime {
 /// back when they are needed. A page is named by the address of its record, which stays; its
 /// holders ask for the address of its bytes.
 ///
-/// What goes is chosen by a clock over the frames (`choose`): a page that has been written to its
-/// end (sealed), that nobody has needed since the hand passed it, that the call under way does not
-/// need, and that no captured graph reads. What has come back and was not written to since is still
-/// in the tier, and goes again without being written. A page is written there in one state of its
-/// contents, which `open` ends.
+/// What goes is the first in a `PageOrder` that has been written to its end (sealed), that the call
+/// under way does not need, and that no captured graph reads. What has come back and was not
+/// written to since is still in the tier, and goes again without being written. A page is written
+/// there in one state of its contents, which `open` ends.
 ///
 /// Called with the engine's mutex held. Blocks on tiers: with the mutex while pages go, without it
 /// while they come. Pages of one call come at a time; another call that lacks some waits for that
@@ -39,7 +40,8 @@ class PagePool final : public transfer::FramePool {
   };
 
   PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-           const transfer::PinOptions& options, PageTiers& tiers, Waits waits);
+           const transfer::PinOptions& options, PageTiers& tiers, Waits waits,
+           PagePolicy policy = PagePolicy::kClock);
 
   [[nodiscard]] bool take_all(std::span<std::byte*> pages, transfer::Stream* stream) override;
   void give_back(std::span<std::byte* const> pages, transfer::Event last_use) override;
@@ -65,6 +67,9 @@ class PagePool final : public transfer::FramePool {
   std::size_t spill(transfer::Stream& stream, std::size_t count);
   [[nodiscard]] std::string why_not() const;
 
+  /// Says that the call which asks for pages next reads `rows` rows of this one, beside what was
+  /// said before.
+  void weigh(std::byte* page, std::uint32_t rows);
   /// Makes these pages, repeated or not, be here until the next call of it or of `let_all_go`.
   /// Returns false, nothing changed, when they are more than can be here at once. Throws
   /// `kDataLoss` when one is lost, `kUnavailable` when a tier does not answer in time,
@@ -81,8 +86,8 @@ class PagePool final : public transfer::FramePool {
     PageVersion version;
   };
   [[nodiscard]] static Ticket ticket(std::byte* page) { return {page, page_of(page).version}; }
-  /// Brings in pages that are still those, away and held, into frames that are free or have a page
-  /// that nobody has needed since the hand passed and that the tier has: as many as there are, none
+  /// Brings in pages that are still those, away and held, into frames that are free or have an idle
+  /// page that the tier has: as many as there are, none
   /// while another call waits for pages. Throws as `bring_in`; pages that came are here.
   void bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> tickets);
 
@@ -110,12 +115,11 @@ class PagePool final : public transfer::FramePool {
     std::uint32_t crc = 0;  ///< Of what the tiers have.
     PageVersion version;
     std::uint64_t needed_by = 0;  ///< The last call that needed it.
+    std::uint32_t rows = 0;       ///< That the next call reads of it.
     bool sealed = false;
     bool kept = false;
-    bool used = false;    ///< Needed since the hand of the clock passed.
     bool stored = false;  ///< The first tier has this version.
     bool lost = false;
-    bool chosen = false;  ///< To go, by the spill under way.
     bool leased = false;  ///< To a call that waits.
     bool ahead = false;   ///< Came ahead of a call, and none has needed it yet.
 
@@ -124,6 +128,8 @@ class PagePool final : public transfer::FramePool {
   static Page& page_of(std::byte* name) { return *reinterpret_cast<Page*>(name); }
   static const Page& page_of(const std::byte* name) { return *reinterpret_cast<const Page*>(name); }
   Page& new_page();
+  /// Puts a page into a frame.
+  void enter(Page& page, std::byte* frame);
   /// Forgets what tiers have of a page.
   void end_version(Page& page);
   void remove_ended();
@@ -165,7 +171,8 @@ class PagePool final : public transfer::FramePool {
   std::vector<Page*> free_pages_;
   std::vector<Page*> in_frame_;  ///< By frame.
   std::vector<PageVersion> ended_;
-  std::size_t hand_ = 0;
+  std::unique_ptr<PageOrder> order_;
+  std::size_t next_idle_ = 0;  ///< The frame from which on idle pages are looked for.
   std::uint64_t call_ = 1;
   std::uint64_t num_moves_ = 1;
   std::size_t num_shared_ = 0;

@@ -166,6 +166,14 @@ enum class HotPolicy : std::uint8_t {
            ///< less.
 };
 
+/// Which of the pages that may leave host memory go first, when there are tiers.
+enum class PagePolicy : std::uint8_t {
+  kClock,   ///< One that no call has needed since a hand came by.
+  kLru,     ///< The one whose last use is the longest ago.
+  kS3Fifo,  ///< S3-FIFO: what came once soon, what was needed again or came back later.
+  kScore,   ///< The one of which calls have read the fewest rows; old reads count less.
+};
+
 struct MemoryConfig {
   /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
   std::size_t device_bytes = 512 * MiB;
@@ -196,14 +204,15 @@ struct MemoryConfig {
   /// A file that `kvtier calibrate` wrote, read when an engine is made for the CUDA backend with
   /// `HostAllocation::kAuto`; empty: none. No other file is ever looked for.
   std::string calibration_file{};
-  /// Where pages go when the page pool is full, those used the longest ago first; empty: nowhere,
-  /// and a call that finds no page fails. The first must keep what it has accepted (`retains`);
-  /// each of the others gets a copy, which is read when the first has failed. Only with `kHost`.
+  /// Where pages go when the page pool is full, in the order of `page_policy`; empty: nowhere, and
+  /// a call that finds no page fails. The first must keep what it has accepted (`retains`); each of
+  /// the others gets a copy, which is read when the first has failed. Only with `kHost`.
   std::vector<std::shared_ptr<PageTier>> tiers{};
   /// A folder that becomes the first of `tiers`, by a log of files of at most `disk_cache_bytes`;
   /// what is in it from before is deleted. Empty: none. Both or neither.
   std::string disk_cache{};
   std::size_t disk_cache_bytes = 0;
+  PagePolicy page_policy = PagePolicy::kClock;
   /// Whether pages that the last step of a layer has needed, and that have left since, are brought
   /// back while the layer before it is at work, into frames that nobody needs. Costs a thread and
   /// reads; what it gains `Stats` counts. No effect without tiers.

@@ -111,6 +111,14 @@ typedef enum kvtier_hot_policy {
   KVTIER_HOT_SCORE = 2
 } kvtier_hot_policy;
 
+/* Which pages leave host memory first. */
+typedef enum kvtier_page_policy {
+  KVTIER_PAGE_CLOCK = 0,
+  KVTIER_PAGE_LRU = 1,
+  KVTIER_PAGE_S3_FIFO = 2,
+  KVTIER_PAGE_SCORE = 3
+} kvtier_page_policy;
+
 typedef struct kvtier_engine kvtier_engine;
 typedef struct kvtier_session kvtier_session;
 
@@ -188,6 +196,7 @@ typedef struct kvtier_config {
   kvtier_hot_policy hot_policy;
   kvtier_page_format page_format;
   int32_t read_ahead;
+  kvtier_page_policy page_policy;
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */

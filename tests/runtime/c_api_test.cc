@@ -295,6 +295,10 @@ TEST(CApi, HotRowsAreConfiguredAndCounted) {
   kvtier_engine* none = nullptr;
   EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
   EXPECT_THAT(kvtier_last_error(), HasSubstr("hot_policy"));
+  config.hot_policy = KVTIER_HOT_LRU;
+  std::memset(&config.page_policy, 0x7F, sizeof(config.page_policy));  // as C may set it
+  EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
+  EXPECT_THAT(kvtier_last_error(), HasSubstr("page_policy"));
 }
 
 TEST(CApi, StatisticsOfTiersAreThoseOfTheDiskCache) {

@@ -81,6 +81,8 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.hot_rows = (1 << 20) + 1; }},
       {"memory.hot_policy: expected an enumerator, found 3",
        [](Config& c) { c.memory.hot_policy = static_cast<HotPolicy>(3); }},
+      {"memory.page_policy: expected an enumerator, found 4",
+       [](Config& c) { c.memory.page_policy = static_cast<PagePolicy>(4); }},
       {"memory.hot_bytes: expected 0 with staging_rows = 0, which has rows read in place, found 7",
        [](Config& c) {
          c.memory.staging_rows = 0;

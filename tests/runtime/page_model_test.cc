@@ -59,6 +59,7 @@ struct Case {
   bool first_fails = false;  ///< The first tier, or both, do at times.
   bool copies_fail = false;
   bool on_disk = false;  ///< The first is a file tier, too small for all pages, without copies.
+  PagePolicy policy = PagePolicy::kClock;
 };
 
 class Calls {
@@ -69,7 +70,8 @@ class Calls {
         tiers_(make_tiers(folder), kPageBytes, std::chrono::seconds(60), {}),
         pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_,
               {.for_work = [this](transfer::Stream&) { device_.run_all(); },
-               .aside = [](const std::function<void()>& work) { work(); }}),
+               .aside = [](const std::function<void()>& work) { work(); }},
+              what.policy),
         stream_(device_.make_stream()) {}
   ~Calls() {
     while (!sequences_.empty()) close(0);
@@ -330,6 +332,7 @@ class Calls {
       for (std::size_t p = 0; p < sequence.pages.size() && names.size() < most; ++p) {
         if (pick(3) == 0) continue;
         names.push_back(sequence.table.frame(static_cast<std::int64_t>(p)));
+        if (pick(2) == 0) pool_.weigh(names.back(), static_cast<std::uint32_t>(pick(100)));
         pages.push_back(sequence.pages[p].get());
       }
     }
@@ -402,7 +405,7 @@ class Calls {
   std::vector<Sequence> sequences_;
 };
 
-class PageModelTest : public ::testing::Test {
+class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
  protected:
   PageModelTest() {
     std::string name = ::testing::TempDir() + "kvtier-model-XXXXXX";
@@ -411,7 +414,8 @@ class PageModelTest : public ::testing::Test {
   ~PageModelTest() override { std::filesystem::remove_all(folder_); }
 
   /// Runs the calls and compares after each of the first and every hundredth.
-  void run(const Case& what, std::uint64_t& lost) {
+  void run(Case what, std::uint64_t& lost) {
+    what.policy = GetParam();
     Calls calls(what, 1, folder_ / "tier");
     // A disk is waited for.
     const int count = what.on_disk ? num_calls() / 8 : num_calls();
@@ -432,23 +436,32 @@ class PageModelTest : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
-TEST_F(PageModelTest, CopiesReplaceWhatTheFirstTierLosesAndNothingIsLost) {
+TEST_P(PageModelTest, CopiesReplaceWhatTheFirstTierLosesAndNothingIsLost) {
   std::uint64_t lost = 0;
   run({.first_fails = true}, lost);
   EXPECT_EQ(lost, 0U);
 }
 
-TEST_F(PageModelTest, WhatAllTiersLoseIsReportedAndTheRestIsWhole) {
+TEST_P(PageModelTest, WhatAllTiersLoseIsReportedAndTheRestIsWhole) {
   std::uint64_t lost = 0;
   run({.first_fails = true, .copies_fail = true}, lost);
   EXPECT_GT(lost, 0U);
 }
 
-TEST_F(PageModelTest, ADiskThatIsTooSmallRefusesAndLosesNothing) {
+TEST_P(PageModelTest, ADiskThatIsTooSmallRefusesAndLosesNothing) {
   std::uint64_t lost = 0;
   run({.on_disk = true}, lost);
   EXPECT_EQ(lost, 0U);
 }
+
+std::string name_of(const ::testing::TestParamInfo<PagePolicy>& policy) {
+  return std::array{"Clock", "Lru", "S3Fifo", "Score"}.at(static_cast<std::size_t>(policy.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, PageModelTest,
+                         ::testing::Values(PagePolicy::kClock, PagePolicy::kLru,
+                                           PagePolicy::kS3Fifo, PagePolicy::kScore),
+                         name_of);
 
 }  // namespace
 }  // namespace kvtier::runtime
