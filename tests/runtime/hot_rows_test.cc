@@ -207,13 +207,21 @@ TEST_P(HotEngineTest, ThousandSessionsLeaveNothingBehind) {
   Config config = hot_config();
   config.memory.max_session_tokens = 1024;
   Engine engine(config);
-  for (int i = 0; i < 1000; ++i) {
+  const auto use_one = [&] {
     Session session = engine.open();
     append_random(session, config.model, 0, 120, 1);
     CallTensors call(config.model, 1, 5);
     session.decode(0, call.inputs(), call.outputs());
-  }
-  EXPECT_EQ(engine.stats().snapshot.hot_bytes_used, 0U);
+  };
+  use_one();  // makes what is kept for the next
+  const Stats::Snapshot before = engine.stats().snapshot;
+  for (int i = 0; i < 1000; ++i) use_one();
+  const Stats::Snapshot after = engine.stats().snapshot;
+  EXPECT_EQ(after.hot_bytes_used, 0U);
+  EXPECT_EQ(after.sessions, 0U);
+  EXPECT_EQ(after.pages_used, 0U);
+  EXPECT_EQ(after.sketch_bytes_used, 0U);
+  EXPECT_EQ(after.device_bytes, before.device_bytes);
 }
 
 TEST_P(HotEngineTest, NothingIsKeptWhereRowsAreReadInPlace) {

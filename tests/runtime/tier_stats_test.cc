@@ -1,3 +1,4 @@
+#include "runtime/page_tiers.h"
 #include "runtime/spill_fixture.h"
 
 #include <gtest/gtest.h>
@@ -6,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <span>
+#include <string>
 #include <vector>
 
 namespace kvtier::testing {
@@ -125,6 +128,52 @@ TEST_P(TierStatsTest, CountersOfTiersAddUpWhateverFails) {
 }
 
 KVTIER_INSTANTIATE_BACKENDS(TierStatsTest);
+
+/// Answers with one bit of each page turned, the page told of what it answers.
+class TurningTier final : public PageTier {
+ public:
+  void put(std::span<TierPut> pages, Deadline deadline) override { pages_.put(pages, deadline); }
+  void get(std::span<TierGet> pages, Deadline deadline) override {
+    pages_.get(pages, deadline);
+    for (TierGet& page : pages) {
+      const std::size_t bit = random_() % (8 * page.bytes.size());
+      page.bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+      if (random_() % 2 == 0) page.crc = crc32c(page.bytes);
+    }
+  }
+  void remove(std::span<const PageKey> keys, Deadline deadline) override {
+    pages_.remove(keys, deadline);
+  }
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return 1U << 24U; }
+  [[nodiscard]] bool retains() const noexcept override { return true; }
+  [[nodiscard]] TierStats stats() const override { return {}; }
+  [[nodiscard]] std::string describe() const override { return "turning tier"; }
+
+ private:
+  FaultTier pages_;
+  std::mt19937_64 random_{11};
+};
+
+TEST(PageTiersTest, TenThousandBitsThatTurnOnTheWayBackAreFoundAndNoneIsServed) {
+  constexpr std::size_t kPageBytes = 4096;
+  constexpr std::uint64_t kPages = 10'000;
+  runtime::PageTiers tiers({std::make_shared<TurningTier>()}, kPageBytes, std::chrono::seconds(60),
+                           {});
+  std::vector<std::byte> bytes(kPageBytes), back(kPageBytes);
+  std::mt19937_64 random(12);
+  for (std::uint64_t i = 0; i < kPages; ++i) {
+    bytes[random() % kPageBytes] = static_cast<std::byte>(random());
+    runtime::PageOut out{.version = {.page = 1 + i % 50, .generation = i}, .bytes = bytes};
+    tiers.write({&out, 1});
+    ASSERT_TRUE(out.stored);
+    runtime::PageIn in{.version = out.version, .bytes = back, .crc = out.crc};
+    tiers.read({&in, 1});
+    ASSERT_EQ(in.outcome, runtime::PageIn::Outcome::kLost) << "page " << i;
+    tiers.remove({&out.version, 1});
+  }
+  EXPECT_EQ(tiers.counters().corrupt, kPages);
+  EXPECT_EQ(tiers.counters().hits, 0U);
+}
 
 }  // namespace
 }  // namespace kvtier::testing
