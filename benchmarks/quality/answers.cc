@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "benchmarks/quality/library_selector.h"
+#include "benchmarks/quality/answer_plans.h"
 #include "llama/runtime_options.h"
 #include "services/stress/synthetic.h"
 #include "services/stress/threads.h"
@@ -197,112 +197,8 @@ class Rival {
   std::int64_t tokens_ = 0;  ///< (token, layer) pairs.
 };
 
-/// A row to fill: kvtier's own method, or the place of a selector in `make_selectors`.
-struct Plan {
-  AnswerRow row;
-  std::optional<Method> own{};
-  bool float8 = false;  ///< Of its own: in the engine whose pages have rows in fp8.
-  std::size_t selector = 0;
-};
-
-bool wanted(const AnswerOptions& options, const std::string& name) {
-  return options.only.empty() || std::ranges::find(options.only, name) != options.only.end();
-}
-
-/// What rows in fp8 change: dense attention, and norm-aware rows that are planned already.
-void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
-  std::vector<Plan> added;
-  if (wanted(options, "dense")) {
-    Plan dense;
-    dense.row.name = "dense";
-    dense.row.settings = "fp8 rows";
-    dense.row.selection = "all";
-    dense.own = Method{.dense = true, .sparsity = 1.0, .retrieval = {}};
-    added.push_back(std::move(dense));
-  }
-  for (const Plan& plan : plans) {
-    if (plan.row.name != "norm_aware") continue;
-    added.push_back(plan);
-    added.back().row.settings += ", fp8 rows";
-  }
-  for (Plan& plan : added) {
-    plan.float8 = true;
-    plans.push_back(std::move(plan));
-  }
-}
-
-void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
-  struct Own {
-    const char* name;
-    const char* settings;
-    Estimator estimator;
-    ValueWeighting weighting;
-    int bits;
-  };
-  const std::vector<Own> own = {
-      {"soft_collision", "linear", Estimator::kSoftCollision, ValueWeighting::kLinear, 600},
-      {"soft_collision", "no value norm", Estimator::kSoftCollision, ValueWeighting::kNone, 600},
-      {"soft_collision", "calibrated", Estimator::kSoftCollision, ValueWeighting::kCalibrated, 600},
-      {"norm_aware", "128 planes", Estimator::kNormAware, ValueWeighting::kLogit, 128},
-      {"norm_aware", "256 planes", Estimator::kNormAware, ValueWeighting::kLogit, 256},
-      {"hard_lsh", "P 2, L 300", Estimator::kHardCollision, ValueWeighting::kLinear, 600}};
-  for (const Own& each : own) {
-    if (!wanted(options, each.name)) continue;
-    for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
-      if (selection == Selection::kPerKvHead && each.estimator == Estimator::kHardCollision)
-        continue;
-      for (const double sparsity : options.sparsities) {
-        Method method;
-        method.sparsity = sparsity;
-        method.retrieval.estimator = each.estimator;
-        method.retrieval.value_weighting = each.weighting;
-        method.retrieval.selection = selection;
-        method.retrieval.sink_tokens = options.sink;
-        method.retrieval.recent_tokens = options.window;
-        if (each.estimator == Estimator::kNormAware) method.retrieval.num_planes = each.bits;
-        if (each.estimator == Estimator::kHardCollision) {
-          method.retrieval.planes_per_table = 2;
-          method.retrieval.tables = 300;
-        }
-        Plan plan;
-        plan.row.name = each.name;
-        plan.row.settings = each.settings;
-        plan.row.selection = llama::selection_name(selection);
-        plan.row.sparsity = sparsity;
-        plan.row.bits_per_token = 128.0 * ((each.bits + 127) / 128) + 32.0;  // chunks and norms
-        plan.own = method;
-        plans.push_back(std::move(plan));
-      }
-    }
-  }
-}
-
-std::vector<Plan> make_plans(const AnswerOptions& options) {
-  std::vector<Plan> plans;
-  plan_own(options, plans);
-  plan_float8(options, plans);
-  const std::vector<NamedSelector> all = make_selectors(1);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (dynamic_cast<const LibrarySelector*>(all[i].selector.get()) != nullptr) continue;
-    if (!wanted(options, all[i].name)) continue;
-    for (const double sparsity : options.sparsities) {
-      Plan plan;
-      plan.row.name = all[i].name;
-      plan.row.settings = all[i].settings;
-      plan.row.selection = "per_query_head";
-      plan.row.sparsity = sparsity;
-      plan.selector = i;
-      plans.push_back(std::move(plan));
-    }
-  }
-  if (plans.empty()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "selectors: expected names of the comparison, found none of them");
-  }
-  return plans;
-}
-
 void add(llama::Scores& to, const llama::Scores& more, double share) {
+  to.right.insert(to.right.end(), more.right.begin(), more.right.end());
   to.exact += share * more.exact;
   to.first_token += share * more.first_token;
   to.fwe += share * more.fwe;

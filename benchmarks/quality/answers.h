@@ -20,12 +20,17 @@ struct AnswerOptions {
   int sink = 64;
   int window = 64;
   std::uint64_t seed = 0;
+  /// Of norm-aware's planes, beside seed 0, for rows of their own with a set per query head.
+  std::vector<std::uint64_t> plane_seeds;
+  /// Of kvtier's own selectors, in place of the usual ones: soft collision with orthogonal planes,
+  /// and norm-aware with 64 and 600 planes.
+  bool other_planes = false;
   /// Names of selectors to run; empty: all.
   std::vector<std::string> only;
   std::function<void(const std::string&)> progress;  ///< Told what begins.
 };
 
-/// One selector at one sparsity, averaged over sequences.
+/// One selector at one sparsity, averaged over sequences; `scores.right` has the questions of all.
 struct AnswerRow {
   std::string name;
   std::string settings;

@@ -13,6 +13,13 @@
 namespace kvtier::quality {
 namespace {
 
+/// A digit for each question, 1 where it is answered wholly right.
+std::string flags(const std::vector<bool>& right) {
+  std::string digits;
+  for (const bool each : right) digits += each ? '1' : '0';
+  return digits;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Answers the questions of a task file with every selector, as JSON");
   std::string model;
@@ -35,6 +42,14 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of rotations, hashes and samples")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--plane-seeds", options.plane_seeds,
+                 "Seeds of norm-aware's planes for rows of their own, beside seed 0")
+      ->delimiter(',')
+      ->check(CLI::PositiveNumber);
+  app.add_flag(
+      "--other-planes", options.other_planes,
+      "Of kvtier's own selectors: soft collision with orthogonal planes, norm-aware with 64 "
+      "and 600, in place of the usual ones");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);
@@ -60,6 +75,7 @@ int run(int argc, char** argv) {
                             {"rows_attended", number(row.rows_attended)},
                             {"exact", number(row.scores.exact)},
                             {"first_token", number(row.scores.first_token)},
+                            {"right", flags(row.scores.right)},
                             {"fwe", number(row.scores.fwe)},
                             {"kl", number(row.scores.kl)},
                             {"kl_answers", number(row.scores.kl_answers)}});

@@ -10,7 +10,9 @@ when the tables differ from the reports.
 
 import argparse
 import json
+import math
 import pathlib
+import statistics
 import sys
 
 from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, drawn_by, selectors, title
@@ -302,6 +304,52 @@ def of_name(report, name, sparsity, selection="per_query_head"):
                 and row.get("selection", report.get("selection")) == selection)
 
 
+def paired(row, dense):
+    """Returns by how much a row's share of right answers is above that of dense attention over the same questions, with the standard error
+    of that difference, and how many answers are lost and gained."""
+    pairs = list(zip(row["right"], dense["right"], strict=True))
+    lost, gained = pairs.count(("0", "1")), pairs.count(("1", "0"))
+    count = len(pairs)
+    difference = (gained - lost) / count
+    return difference, math.sqrt((lost + gained) / count - difference ** 2) / math.sqrt(count), lost, gained
+
+
+def sign_test(lost, gained):
+    """Returns how likely a split at least as uneven is if an answer is as likely lost as gained (McNemar's exact test)."""
+    changed = lost + gained
+    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1)) / 2 ** changed
+    return min(1.0, 2 * tail)
+
+
+def of_seeds(report, planes):
+    """Returns the rows of norm-aware for every draw of planes."""
+    return [row for row in report["rows"] if row["selection"] == "per_query_head"
+            and (row["settings"] == planes or row["settings"].startswith(f"{planes}, seed"))]
+
+
+def pairs_section(report):
+    dense = next(row for row in report["rows"] if row["selector"] == "dense" and not row["settings"])
+    sparsity = next(row["sparsity"] for row in report["rows"] if row["sparsity"])
+    parts = [f"\n## Answers lost, {report['case']} at {sparsity:g}x\n\n{report['sequences']} sequences, {report['queries']} questions, of which dense attention "
+             f"answers {dense['right'].count('1')} wholly right; one set per query head, the first {report['sink_tokens']} and the last {report['recent_tokens']} tokens of the "
+             "context always attended. *lost* and *gained*: questions that only dense attention, or only the selector, answers; the difference of the shares has the standard "
+             "error of paired questions, and *p* is McNemar's: how likely a split at least as uneven is if an answer is as likely lost as gained. "
+             f"Norm-aware has a row for every draw of planes. Run on {report['date']} on {report['hardware']}.\n\n"
+             "| selector | lost | gained | difference | standard error | p | KL |\n|---|---|---|---|---|---|---|\n"]
+    for row in report["rows"]:
+        if not row["sparsity"] or row["selection"] != "per_query_head" or row["settings"].endswith("fp8 rows"):
+            continue
+        difference, error, lost, gained = paired(row, dense)
+        parts.append(f"| {cell(row)} | {lost} | {gained} | {signed([difference])} | {number(error)} | {number(sign_test(lost, gained), 2)} | "
+                     f"{number(row['kl'], 4)} |\n")
+    for planes in ("128 planes", "256 planes"):
+        rows = of_seeds(report, planes)
+        differences = [paired(row, dense)[0] for row in rows]
+        parts.append(f"\nOver {len(rows)} draws of {planes} the difference is {signed([statistics.mean(differences)])} in the mean, from "
+                     f"{signed([min(differences)])} to {signed([max(differences)])}.\n")
+    return "".join(parts)
+
+
 def signed(values):
     return ", ".join(f"{value:+.3f}".replace("0.", ".") for value in values)
 
@@ -313,8 +361,10 @@ def targets_section(reports):
     ours, exact = (of_name(masses, name, 33)["layer_attention_mass"] for name in ("norm_aware, 256 planes, no value norm", "exact, q.k"))
     over_collisions = [mine - max(others) for mine, *others in zip(ours, *collisions)]
     long = next(report["oracle"] for report in reports if "oracle" in report)
-    dense = next(row for row in long["rows"] if row["selector"] == "dense")["exact"]
-    sign, oracle, weighted = (of_name(long, name, 50)["exact"] - dense for name in ("norm_aware, 128 planes", "exact, q.k", "exact, q.k, ln |v|"))
+    dense = next(row for row in long["rows"] if row["selector"] == "dense" and not row["settings"])
+    (sign, error, *_), (oracle, *_), (weighted, *_) = (paired(of_name(long, name, 50), dense)
+                                                       for name in ("norm_aware, 128 planes", "exact, q.k", "exact, q.k, ln |v|"))
+    draws = [paired(row, dense)[0] for row in of_seeds(long, "128 planes")]
     budget = next(report for report in reports if "traces" in report)
     answers = budget["answers"]["rows"]
     ratios = [f"{adaptive['kl'] / fixed['kl']:.2f} at {adaptive['recall']:g}" for adaptive, fixed in zip(answers[::2], answers[1::2])]
@@ -324,8 +374,8 @@ def targets_section(reports):
             f"at 33x, layer by layer | 0 | higher | {signed(over_collisions)} |\n"
             f"| the same, less the exact best tokens | | -.01 | {signed(mine - best for mine, best in zip(ours, exact))} |\n"
             "| norm-aware, 128 planes, n32768.d100 at 50x, less dense attention: questions wholly right | -.02 | 0 | "
-            f"{signed([sign])} of {long['sequences']} sequences; {signed([oracle])} of the exact best tokens by q.k, {signed([weighted])} by q.k "
-            "with ln \\|v\\| |\n"
+            f"{signed([sign])} of {long['queries']} questions, standard error {number(error)}; {signed([statistics.mean(draws)])} over {len(draws)} draws of planes, "
+            f"from {signed([min(draws)])} to {signed([max(draws)])}; {signed([oracle])} of the exact best tokens by q.k, {signed([weighted])} by q.k with ln \\|v\\| |\n"
             f"| adaptive budget: KL over that of fixed k, by recall target | 1 | 0.70 | {', '.join(ratios)} |\n"
             "| estimated missed mass: 95th percentile of the error, by recall target, steps not used to calibrate | .05 | .02 | "
             f"{', '.join(errors)} |\n")
@@ -371,6 +421,7 @@ def main():
         plot = PLOTS / f"answers-{report['case']}.svg"
         drawn = check or drawn_by(draw_answers, report, plot) and drawn
         parts.append(answers_section(report, plot.exists()))
+    parts += [pairs_section(report["oracle"]) for report in reports if "oracle" in report]
     parts += [cases_section(report) for report in reports if "cases" in report]
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]

@@ -177,7 +177,8 @@ Scores score_logits(const TaskCase& task, std::span<const std::int32_t> tokens,
   for (std::size_t query = 0; query < queries; ++query) {
     const bool first = right(3 * query);
     scores.first_token += first ? 1.0 : 0.0;
-    scores.exact += first && right(3 * query + 1) && right(3 * query + 2) ? 1.0 : 0.0;
+    scores.right.push_back(first && right(3 * query + 1) && right(3 * query + 2));
+    scores.exact += scores.right.back() ? 1.0 : 0.0;
   }
   scores.first_token /= static_cast<double>(queries);
   scores.exact /= static_cast<double>(queries);

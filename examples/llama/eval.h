@@ -68,6 +68,7 @@ struct EvalResult {
 /// Marks of one sequence: shares in [0, 1] but for the divergences.
 struct Scores {
   double exact = 0.0, first_token = 0.0, fwe = 0.0, kl = 0.0, kl_answers = 0.0;
+  std::vector<bool> right{};  ///< Of each query: whether it counts as `exact`.
 };
 
 /// Scores logits `[tail, vocab]` of the tokens after the context against those of dense attention.

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 
 namespace kvtier::quality {
 namespace {
@@ -96,6 +97,50 @@ TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInFp8) {
   for (std::size_t i = 1; i < 5; ++i) {
     EXPECT_EQ(rows[i + 4].settings, rows[i].settings + ", fp8 rows");
     EXPECT_NE(rows[i + 4].scores.kl, rows[i].scores.kl);
+  }
+}
+
+TEST_F(AnswersTest, SeedsOfPlanesHaveRowsOfTheirOwn) {
+  options_.only = {"norm_aware"};
+  options_.plane_seeds = {3};
+  const std::vector<AnswerRow> rows = run();
+
+  ASSERT_EQ(rows.size(), 11U);
+  const auto row = [&](const std::string& settings) {
+    return *std::ranges::find(rows, settings, &AnswerRow::settings);
+  };
+  for (const std::string planes : {"128 planes", "256 planes"}) {
+    EXPECT_EQ(row(planes + ", seed 3").selection, "per_query_head");
+    EXPECT_NE(row(planes + ", seed 3").scores.kl, row(planes).scores.kl);
+  }
+}
+
+TEST_F(AnswersTest, OwnSelectorsRunWithOtherPlanes) {
+  options_.only = {"norm_aware", "soft_collision"};
+  const std::vector<AnswerRow> usual = run();
+  options_.other_planes = true;
+  const std::vector<AnswerRow> rows = run();
+
+  ASSERT_EQ(rows.size(), 11U);
+  EXPECT_EQ(rows[1].settings, "linear, orthogonal");
+  EXPECT_EQ(rows[1].selection, usual[1].selection);
+  EXPECT_NE(rows[1].scores.kl, usual[1].scores.kl);
+  EXPECT_EQ(rows[1].bits_per_token, 672.0);
+  EXPECT_EQ(rows[7].settings, "64 planes");
+  EXPECT_EQ(rows[7].bits_per_token, 160.0);
+  EXPECT_EQ(rows[9].settings, "600 planes");
+  EXPECT_EQ(rows[9].bits_per_token, 672.0);
+}
+
+TEST_F(AnswersTest, TellsWhichQuestionsAreRight) {
+  options_.only = {"norm_aware", "random"};
+  options_.sequences = 2;
+  for (const AnswerRow& row : run()) {
+    const std::vector<bool>& right = row.scores.right;
+    ASSERT_EQ(right.size(),
+              2U * static_cast<std::size_t>(llama::TaskFile(tasks()).at("tiny").queries()));
+    EXPECT_DOUBLE_EQ(row.scores.exact, static_cast<double>(std::ranges::count(right, true)) /
+                                           static_cast<double>(right.size()));
   }
 }
 
