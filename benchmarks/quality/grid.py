@@ -25,7 +25,8 @@ SPARSITIES = (5, 10, 20, 50, 100, 200)
 CASES = {"n8192.d100": 4, "n32768.d100": 1}  # and sequences
 # What one process answers, the longest first, and at how many sparsities when the context has 32K tokens.
 GROUPS = (("pqcache", 6), ("dense,norm_aware", 2), ("quest,streaming,random", 6), ("h2o", 6), ("double_sparsity", 6), ("vattention", 3),
-          ("exact", 3), ("magicpig", 3), ("rabitq", 3), ("hard_lsh", 6), ("soft_collision", 1))
+          ("exact", 3), ("magicpig", 3), ("rabitq", 3), ("hard_lsh", 6), ("soft_collision", 1), ("soft_collision --other-planes", 1),
+          ("norm_aware --other-planes", 3))
 GROUPS_OF_OTHERS = (("dense,norm_aware", 2), ("soft_collision", 2), ("exact", 2))
 ORDER = ("dense", "soft_collision", "norm_aware", "hard_lsh", "dense, fp8 rows", "norm_aware, fp8 rows", "exact", "magicpig", "quest",
          "double_sparsity", "pqcache", "rabitq", "vattention", "h2o", "streaming", "random")
@@ -35,11 +36,12 @@ MEANS = ("rows_attended", "exact", "first_token", "fwe", "kl", "kl_answers")  # 
 class Piece:
     def __init__(self, options, case, sequence, group, sparsities):
         sparsities = [f"{s:g}" for s in sparsities]
-        name = ".".join((case, str(sequence), group.replace(",", "+"), "-".join(sparsities)))
+        selectors, *flags = group.split()
+        name = ".".join((case, str(sequence), group.replace(",", "+").replace(" --", "."), "-".join(sparsities)))
         self.path = options.pieces / f"{name}.json"
         self.command = [str(options.program), "--model", str(options.data / "model"), "--tasks", str(options.data / "tasks/dev.safetensors"),
-                        "--case", case, "--first-sequence", str(sequence), "--sparsity", ",".join(sparsities), "--selectors", group,
-                        "--json", str(self.path)]
+                        "--case", case, "--first-sequence", str(sequence), "--sparsity", ",".join(sparsities), "--selectors", selectors,
+                        *flags, "--json", str(self.path)]
 
 
 def context_of(case):
@@ -103,6 +105,8 @@ def merge(options, case):
             row = dict(same[0])
             for key in MEANS:
                 row[key] = sum(each[key] for each in same) / len(same)
+            if "right" in row:
+                row["right"] = "".join(each["right"] for each in same)
             rows[row["selector"], row["settings"], row["selection"], row["sparsity"]] = row
     settings = list(dict.fromkeys(key[:3] for key in rows))
     result = {key: value for key, value in reports[0].items() if key != "rows"}
