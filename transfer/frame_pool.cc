@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstring>
 #include <iterator>
 #include <utility>
 
@@ -35,6 +36,7 @@ FramePool::FramePool(Device& device, Space space, std::size_t frame_bytes, std::
   memory_ = device.allocate(space, payload + (over ? kFrameAlignment : 0), options);
   std::byte* const first = whole_pages ? align_up(memory_.data(), kFrameAlignment) : memory_.data();
   first_ = first;
+  host_writes_ = space == Space::kPinnedHost || device.backend() == Backend::kCpu;
   holders_.resize(num_frames_);
   free_.resize(num_frames_);
   for (std::size_t i = 0; i < num_frames_; ++i) {
@@ -89,7 +91,8 @@ void FramePool::give_back(std::span<std::byte* const> frames, Event last_use) {
   num_used_ -= last.size();
   if (last.empty()) return;
   if (last_use.state() == nullptr) {
-    free_.insert(free_.end(), last.rbegin(), last.rend());
+    std::ranges::reverse(last);
+    free_locked(last);
   } else {
     retiring_.push_back({std::make_shared<Event>(std::move(last_use)), std::move(last)});
   }
@@ -125,13 +128,20 @@ std::size_t FramePool::num_shared() const {
   return num_shared_;
 }
 
+void FramePool::free_locked(std::span<std::byte* const> frames) {
+  if (kPoisons && host_writes_) {
+    for (std::byte* frame : frames) std::memset(frame, std::to_integer<int>(kPoison), frame_bytes_);
+  }
+  free_.insert(free_.end(), frames.begin(), frames.end());
+}
+
 void FramePool::collect_locked() {
   for (auto batch = retiring_.begin(); batch != retiring_.end();) {
     if (!batch->last_use->done()) {
       ++batch;
       continue;
     }
-    free_.insert(free_.end(), batch->frames.begin(), batch->frames.end());
+    free_locked(batch->frames);
     batch = retiring_.erase(batch);
   }
 }

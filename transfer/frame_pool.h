@@ -21,10 +21,20 @@ namespace kvtier::transfer {
 /// last has given it back. Thread-safe; the mutex guards the free list, the retiring batches and
 /// the counts of holders, and is never held over a copy or a wait.
 ///
+/// Without NDEBUG a frame that is free again is filled with `kPoison`, where the host can write to
+/// it: a reader that still holds it finds NaNs.
+///
 /// Here a frame is named by its address. A pool whose frames may move or be away for a time
 /// (runtime/page_pool.h) names them otherwise, and `address` tells where they are.
 class FramePool {
  public:
+  static constexpr std::byte kPoison{0xFF};  ///< A NaN in every type of rows.
+#ifdef NDEBUG
+  static constexpr bool kPoisons = false;
+#else
+  static constexpr bool kPoisons = true;
+#endif
+
   /// Allocates floor(bytes / frame_bytes) frames (none when 0). Throws `kResourceExhausted`.
   FramePool(Device& device, Space space, std::size_t frame_bytes, std::size_t bytes,
             const PinOptions& options = {});
@@ -64,6 +74,8 @@ class FramePool {
     std::shared_ptr<Event> last_use;  // shared with a `take_all` that took some of the frames
     std::vector<std::byte*> frames;
   };
+  /// Puts frames into the free list. Poisons them with the mutex held, in debug builds only.
+  void free_locked(std::span<std::byte* const> frames);
   void collect_locked();
   [[nodiscard]] std::vector<Retiring> borrow_locked(std::size_t count);
   void return_frames(std::span<std::byte* const> free, std::vector<Retiring> borrowed);
@@ -71,6 +83,7 @@ class FramePool {
   std::size_t frame_bytes_;
   std::size_t num_frames_;
   Buffer memory_;
+  bool host_writes_ = false;
   const std::byte* first_ = nullptr;
   mutable std::mutex mutex_;
   std::vector<std::byte*> free_;

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 #include <thread>
 #include <vector>
@@ -114,6 +115,28 @@ TEST_F(FramePoolTest, FrameWithoutEventIsReusedAtOnce) {
 
   EXPECT_EQ(pool.num_used(), 0U);
   EXPECT_EQ(take(pool, 1), frames);
+}
+
+TEST_F(FramePoolTest, PoisonsWhatIsFreeInDebugBuildsAndNotBefore) {
+  constexpr std::byte kRow{0x11};
+  constexpr std::byte kAfter = FramePool::kPoisons ? FramePool::kPoison : kRow;
+  const auto all_are = [](const std::byte* frame, std::byte value) {
+    return std::all_of(frame, frame + kFrameBytes, [value](std::byte b) { return b == value; });
+  };
+  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
+  const Frames frames = take(pool, 3);
+  for (std::byte* frame : frames) std::fill_n(frame, kFrameBytes, kRow);
+  pool.share({&frames[2], 1});
+
+  pool.give_back({&frames[0], 1}, Event());
+  pool.give_back({&frames[1], 2}, reader_->record());
+
+  EXPECT_TRUE(all_are(frames[0], kAfter));
+  EXPECT_TRUE(all_are(frames[1], kRow));  // its reader runs
+  device_.run_all();
+  (void)take(pool, 3);
+  EXPECT_TRUE(all_are(frames[1], kAfter));
+  EXPECT_TRUE(all_are(frames[2], kRow));  // held by another
 }
 
 TEST_F(FramePoolTest, HoldsFrameBackWhileItsReaderRuns) {
