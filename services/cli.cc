@@ -6,6 +6,7 @@
 #include "services/calibrate.h"
 #include "services/log.h"
 #include "services/names.h"
+#include "services/recorded_ids.h"
 #include "services/replay.h"
 #include "services/replay_report.h"
 #include "services/serve.h"
@@ -74,6 +75,7 @@ CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names&
 struct ReplayCommand {
   std::string trace;
   std::string json;
+  std::string record_ids;
   ReplayOptions options;
 };
 
@@ -128,6 +130,9 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   app.add_option("--first-step", command.options.first_step, "First step that is replayed")
       ->capture_default_str();
   app.add_option("--json", command.json, "Write the report, with every layer, to this file");
+  app.add_option(
+      "--record-ids", command.record_ids,
+      "Write the tokens that each step selects to this safetensors file, for one selector");
 }
 
 void add_calibrate(CLI::App& program, CalibrateCommand& command) {
@@ -177,7 +182,27 @@ void run_replay(ReplayCommand& command, const Console& console) {
   if (console.err_is_terminal) {
     command.options.progress = [&bar](double share) { bar.show(share); };
   }
+  RecordedIds ids{.query_heads = trace.query_heads(),
+                  .kv_heads = trace.kv_heads(),
+                  .context = trace.context(),
+                  .layers = static_cast<std::int64_t>(trace.layers().size()),
+                  .steps = 0,
+                  .lists = {}};
+  if (!command.record_ids.empty()) {
+    const std::size_t selectors = command.options.grid.expand().size();
+    if (selectors != 1) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "--record-ids: expected one selector, such as --estimator norm_aware --sparsity "
+                  "33, found " +
+                      std::to_string(selectors));
+    }
+    command.options.selected = [&ids](std::span<const std::int32_t> list) {
+      ids.lists.emplace_back(list.begin(), list.end());
+    };
+  }
   const ReplayReport report = replay(trace, command.options);
+  ids.steps = report.steps;
+  if (!command.record_ids.empty()) ids.write(command.record_ids);
   write_table(console.out, trace, report);
   if (json) json->commit(to_json(trace, command.options, report));
 }

@@ -216,7 +216,8 @@ class LayerReplay {
     }
   }
 
-  void estimator(const RetrievalConfig& retrieval, MetricSums& sums) {
+  void estimator(const RetrievalConfig& retrieval, MetricSums& sums,
+                 const std::function<void(std::span<const std::int32_t>)>& told) {
     SelectedIds selected = make_ids(retrieval);
     const AttendOptions options{.retrieval = &retrieval};
     session_.select(layer_, query_, {.ids = selected.ids_view(), .scores = selected.scores_view()},
@@ -228,6 +229,10 @@ class LayerReplay {
     for (std::int64_t t = 0; t < chunk_.steps; ++t) {
       for (std::int64_t head = 0; head < selected.heads; ++head) {
         rankings.push_back(selected.ranking(t, head));
+        if (!told) continue;
+        std::vector<std::int32_t> ids = rankings.back();
+        std::sort(ids.begin(), ids.end());
+        told(ids);
       }
     }
     judge(sums, selected.heads, rankings);
@@ -352,7 +357,8 @@ ReplayReport replay(const Trace& trace, const ReplayOptions& options) {
       replay.dense(dense, dense_max);
       for (std::size_t r = 0; r < report.rows.size(); ++r) {
         const ReplayRow& row = report.rows[r];
-        row.exact ? replay.exact(row.retrieval, sums[r]) : replay.estimator(row.retrieval, sums[r]);
+        row.exact ? replay.exact(row.retrieval, sums[r])
+                  : replay.estimator(row.retrieval, sums[r], options.selected);
       }
       if (options.progress) {
         options.progress((layer + static_cast<double>(c + 1) / static_cast<double>(chunks.size())) /

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -96,6 +97,9 @@ struct ReplayOptions {
   std::int64_t steps = 0;
   std::int64_t first_step = 0;
   std::function<void(LogLevel, std::string_view)> log;
+  /// Called with the tokens, rising, that a row of the grid selects: layer by layer, of these step
+  /// by step, of these head by head (KV heads, or query heads where each has its own).
+  std::function<void(std::span<const std::int32_t> ids)> selected;
   std::function<void(double)> progress;  ///< Called with the share of the work done.
 };
 

@@ -1,13 +1,18 @@
 // Replays the tokens that steps of recorded traces select against a cache of rows and its policies,
-// and against Belady's optimum, as JSON.
+// the pages of those tokens against the page pool and its policies, and both against Belady's
+// optimum, as JSON.
 
 #include "benchmarks/quality/origin.h"
+#include "benchmarks/quality/page_cache.h"
 #include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
 #include "services/atomic_file.h"
+#include "services/recorded_ids.h"
 
 #include <CLI/CLI.hpp>
 
+#include <cstdint>
+#include <filesystem>
 #include <iostream>
 #include <string>
 #include <utility>
@@ -19,28 +24,90 @@ namespace {
 constexpr std::pair<const char*, HotPolicy> kPolicies[] = {
     {"clock", HotPolicy::kClock}, {"lru", HotPolicy::kLru}, {"score", HotPolicy::kScore}};
 
+constexpr std::pair<const char*, PagePolicy> kPagePolicies[] = {{"clock", PagePolicy::kClock},
+                                                                {"lru", PagePolicy::kLru},
+                                                                {"s3_fifo", PagePolicy::kS3Fifo},
+                                                                {"score", PagePolicy::kScore}};
+
 double share(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(whole);
 }
 
-nlohmann::json replay(const services::Trace& trace, const RetrievalConfig& retrieval,
-                      const std::vector<int>& capacities) {
-  const std::vector<SelectedSteps> selected = select_steps(trace, retrieval);
+/// Pages in so many frames as are a share of those that calls need.
+nlohmann::json replay_pages(const std::vector<SelectedSteps>& selected, int kv_heads,
+                            int page_tokens, const std::vector<double>& shares) {
+  const std::vector<PageCall> calls = page_calls(selected, kv_heads, page_tokens);
+  const PageDemand demand = page_demand(calls);
+  nlohmann::json json = {{"page_tokens", page_tokens},
+                         {"pages", demand.pages},
+                         {"pages_needed", demand.needed},
+                         {"most_of_a_call", demand.most}};
+  for (const double part : shares) {
+    const auto frames = static_cast<std::int64_t>(part * static_cast<double>(demand.pages));
+    if (frames < demand.most) continue;  // a call's pages would not fit
+    const std::int64_t best = belady_hits(calls, frames);
+    nlohmann::json row = {{"frames", frames},
+                          {"share", part},
+                          {"belady_hit_ratio", number(share(best, demand.needed))}};
+    for (const auto& [name, policy] : kPagePolicies) {
+      const std::int64_t hits = policy_hits(calls, frames, policy);
+      row["policies"].push_back({{"policy", name},
+                                 {"hit_ratio", number(share(hits, demand.needed))},
+                                 {"of_belady", number(share(hits, best))}});
+    }
+    json["rows"].push_back(row);
+  }
+  return json;
+}
+
+struct Settings {
+  std::vector<int> capacities = {2048, 8192};
+  std::vector<double> frame_shares = {0.25, 0.5, 0.75};
+  int page_tokens = 64;
+};
+
+/// What is replayed, of a trace or of recorded ids.
+struct Decoding {
+  std::filesystem::path path;
+  std::int64_t query_heads = 0, kv_heads = 0, context = 0;
+  std::vector<SelectedSteps> selected;  ///< `[layer * kv_heads + kv_head]`
+};
+
+Decoding decoding_of(const std::string& file, const RetrievalConfig& retrieval) {
+  if (services::RecordedIds::is_in(file)) {
+    const auto ids = services::RecordedIds::read(file);
+    return {.path = file,
+            .query_heads = ids.query_heads,
+            .kv_heads = ids.kv_heads,
+            .context = ids.context,
+            .selected = recorded_steps(ids)};
+  }
+  const services::Trace trace = services::Trace::open(file);
+  return {.path = file,
+          .query_heads = trace.query_heads(),
+          .kv_heads = trace.kv_heads(),
+          .context = trace.context(),
+          .selected = select_steps(trace, retrieval)};
+}
+
+nlohmann::json replay(const Decoding& decoding, const Settings& settings) {
+  const std::vector<SelectedSteps>& selected = decoding.selected;
   double overlap = 0.0;
   std::int64_t rows = 0;
   for (const SelectedSteps& steps : selected) {
     overlap += step_overlap(steps) / static_cast<double>(selected.size());
     rows += num_selected(steps);
   }
-  nlohmann::json json = {{"file", trace.path().filename().string()},
-                         {"layers", trace.layers().size()},
-                         {"kv_heads", trace.kv_heads()},
-                         {"context_tokens", trace.context()},
-                         {"steps", trace.steps()},
+  const auto heads = static_cast<std::size_t>(decoding.kv_heads);
+  nlohmann::json json = {{"file", decoding.path.filename().string()},
+                         {"layers", selected.size() / heads},
+                         {"kv_heads", decoding.kv_heads},
+                         {"context_tokens", decoding.context},
+                         {"steps", selected.front().size()},
                          {"rows_selected", rows},
                          {"step_overlap", number(overlap)}};
-  const auto group = static_cast<std::uint32_t>(trace.query_heads() / trace.kv_heads());
-  for (const int capacity : capacities) {
+  const auto group = static_cast<std::uint32_t>(decoding.query_heads / decoding.kv_heads);
+  for (const int capacity : settings.capacities) {
     std::int64_t best = 0;
     for (const SelectedSteps& steps : selected) best += belady_hits(steps, capacity);
     nlohmann::json row = {{"capacity", capacity}, {"belady_hit_ratio", number(share(best, rows))}};
@@ -56,23 +123,36 @@ nlohmann::json replay(const services::Trace& trace, const RetrievalConfig& retri
     json["rows"].push_back(row);
     std::cout << json["file"].get<std::string>() << " " << row.dump() << "\n";
   }
+  json["pages"] = replay_pages(selected, static_cast<int>(decoding.kv_heads), settings.page_tokens,
+                               settings.frame_shares);
+  std::cout << json["file"].get<std::string>() << " " << json["pages"].dump() << "\n";
   return json;
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Replays selected rows against the policies of hot rows, as JSON");
+  CLI::App app("Replays selected rows against the policies of hot rows and of pages, as JSON");
   std::vector<std::string> files;
-  std::vector<int> capacities = {2048, 8192};
+  Settings settings;
   std::string json_file, made_by, hardware = this_machine();
   RetrievalConfig retrieval;
   retrieval.estimator = Estimator::kNormAware;
   retrieval.selection = Selection::kPerKvHead;
   retrieval.sparsity = 33.0;
-  app.add_option("TRACE", files, "Traces of `kvtier-llama record`, or as `kvtier replay` takes")
+  app.add_option(
+         "TRACE", files,
+         "Traces of `kvtier-llama record`, or as `kvtier replay` takes; ids of `kvtier replay "
+         "--record-ids`, which are taken as they are")
       ->required();
-  app.add_option("--capacity", capacities, "Rows per KV head")
+  app.add_option("--capacity", settings.capacities, "Rows per KV head")
       ->delimiter(',')
       ->check(CLI::Range(1, 65504))
+      ->capture_default_str();
+  app.add_option("--frames", settings.frame_shares, "Page frames, over the pages needed")
+      ->delimiter(',')
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  app.add_option("--page-tokens", settings.page_tokens)
+      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   app.add_option("--sparsity", retrieval.sparsity, "Visible tokens over selected ones")
       ->check(CLI::Range(1.0, 1e6))
@@ -94,7 +174,7 @@ int run(int argc, char** argv) {
                {"sink_tokens", retrieval.sink_tokens},
                {"recent_tokens", retrieval.recent_tokens}});
   for (const std::string& file : files) {
-    json["replays"].push_back(replay(services::Trace::open(file), retrieval, capacities));
+    json["replays"].push_back(replay(decoding_of(file, retrieval), settings));
   }
   out.commit(json.dump(1) + "\n");
   return 0;

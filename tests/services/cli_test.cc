@@ -39,7 +39,7 @@ TEST_F(CliTest, PrintsHelp) {
   for (const char* option :
        {"--backend", "--estimator", "--value-weighting", "--selection", "--plane-kind",
         "--planes-per-table", "--tables", "--bits", "--query-bits", "--tau", "--sparsity", "--k",
-        "--sink", "--window", "--seed", "--steps", "--first-step", "--json"}) {
+        "--sink", "--window", "--seed", "--steps", "--first-step", "--json", "--record-ids"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -108,6 +108,14 @@ TEST_F(CliTest, ChecksTheJsonPlaceBeforeItOpensTheTrace) {
       {"replay", file("none").string(), "--json", (folder_ / "missing" / "a.json").string()});
 
   EXPECT_THAT(result.err, StartsWith("error: UNAVAILABLE: "));
+}
+
+TEST_F(CliTest, RecordsTheIdsOfOneSelectorOnly) {
+  const CliResult result = replay_small({"--record-ids", file("ids.safetensors").string()});
+
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("--record-ids: expected one selector"));
+  EXPECT_FALSE(std::filesystem::exists(file("ids.safetensors")));
 }
 
 TEST_F(CliTest, LeavesNoJsonAfterAnError) {
