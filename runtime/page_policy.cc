@@ -262,9 +262,11 @@ class Score final : public PageOrder {
     grown(masses_, page) = 0.0F;
   }
   [[nodiscard]] std::vector<Id> choose(std::size_t count, const MayGo& may_go) override {
+    const std::size_t most = std::max(kLeastSample, kSampleShare * count);
     std::vector<std::tuple<float, std::uint64_t, Id>> all;
-    for (std::size_t i = 0; i < ring_.size(); ++i) {
-      const Id page = ring_[i];
+    for (std::size_t i = 0; i < ring_.size() && all.size() < most; ++i) {
+      if (hand_ >= ring_.size()) hand_ = 0;
+      const Id page = ring_[hand_++];
       if (page != kNone && may_go(page)) all.emplace_back(mass(page), uses_.last(page), page);
     }
     const auto end = all.begin() + static_cast<std::ptrdiff_t>(std::min(count, all.size()));
@@ -278,6 +280,10 @@ class Score final : public PageOrder {
  private:
   /// Uses of all pages, in those of as many pages as there are frames, after which half is left.
   static constexpr double kHalfLife = 2.0;
+  /// Pages that are compared, of large pools the next ones on a round: as many for each that is
+  /// chosen, and at least so many. A million would take 20 ms, longer than a batch takes to write.
+  static constexpr std::size_t kSampleShare = 16;
+  static constexpr std::size_t kLeastSample = 1024;
 
   [[nodiscard]] float mass(Id page) const {
     return masses_[page] * static_cast<float>(std::exp2(-uses_.age(page) / kHalfLife));
@@ -291,6 +297,7 @@ class Score final : public PageOrder {
 
   Uses uses_;
   Ring ring_;
+  std::size_t hand_ = 0;
   std::vector<float> masses_;  ///< By page: rows that calls have needed, at its last use.
 };
 

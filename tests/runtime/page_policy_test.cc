@@ -103,6 +103,23 @@ TEST(PageOrder, OfScoreForgets) {
   EXPECT_EQ(take(*order, 1), Ids({1}));
 }
 
+TEST(PageOrder, OfScoreComparesAShareOfManyPagesAndAllInTurn) {
+  constexpr Id kPages = 8192;
+  const auto order = make_page_order(PagePolicy::kScore, kPages);
+  for (Id page = 1; page <= kPages; ++page) {
+    order->enter(page);
+    order->use(page, page % 64 == 0 ? 1 : 1000);
+  }
+  std::set<Id> gone;
+  for (int i = 0; i < 8; ++i) {
+    for (const Id page : take(*order, 16)) {
+      EXPECT_EQ(page % 64, 0U);  // 16 of 1,024
+      gone.insert(page);
+    }
+  }
+  EXPECT_EQ(gone.size(), kPages / 64);
+}
+
 /// What an order should be, by the plainest means: all pages looked at each time.
 class Model {
  public:
