@@ -49,6 +49,10 @@ void bench_decode_step(Run& run, const StepCase& step);
 /// in as many steps as make the share of rows found the one wanted. Beside it, steps of which every
 /// row is found, which differ by the fetching alone, and the same steps with pages on the device.
 void bench_hot_step(Run& run, const StepCase& step);
+/// One layer's step of a sequence that is all here, by an engine with tiers over the same by one
+/// without, in turn: pages on the device with hot rows allowed, or on the host with a disk cache
+/// and read-ahead. Replays of a graph, and calls.
+void bench_resident_step(Run& run, const StepCase& step);
 
 /// Append of new tokens: pack, store, sketch, and the length.
 void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacement placement);

@@ -4,9 +4,15 @@
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
+#include <filesystem>
 #include <numbers>
 #include <random>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <vector>
 
 namespace kvtier::bench {
@@ -303,6 +309,91 @@ void bench_hot_step(Run& run, const StepCase& given) {
   std::vector<Session> sessions = open_sessions(run, engine, step, 1);
   measured["resident_us"] = CircleOfSteps(run, step, engine, sessions[0], num_steps).time().median;
   run.add("hot_step", parameters, times, measured);
+}
+
+namespace {
+
+/// A folder of a disk that is empty and goes with what is in it.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    std::string name = (std::filesystem::temp_directory_path() / "kvtier-bench-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder");
+    path_ = name;
+  }
+  ScratchFolder(const ScratchFolder&) = delete;  // it is removed once
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  ~ScratchFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  [[nodiscard]] std::string path() const { return path_.string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Host time of a step that is not captured, the device's included.
+double called_us(const Run& run, const CircleOfSteps& circle, int num_steps) {
+  KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+  const auto start = std::chrono::steady_clock::now();
+  circle.run_all();
+  KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+  const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+  return time.count() / num_steps;
+}
+
+}  // namespace
+
+void bench_resident_step(Run& run, const StepCase& given) {
+  constexpr int kRounds = 9;
+  constexpr int kSteps = 16;
+  StepCase step = given;
+  step.batch = step.layers = 1;
+  step.replayed_tokens = 4000;
+  Config plain = engine_config(step, 1);
+  Config tiered = plain;
+  const ScratchFolder folder;
+  if (step.placement == KvPlacement::kHost) {
+    tiered.memory.disk_cache = folder.path() + "/tier";
+    tiered.memory.disk_cache_bytes = 16 * GiB;
+    tiered.memory.read_ahead = true;
+  } else {
+    tiered.memory.hot_bytes = GiB;
+  }
+  Engine without(plain);
+  Engine with(tiered);
+  std::vector<Session> sessions = open_sessions(run, without, step, 1);
+  std::vector<Session> other = open_sessions(run, with, step, 1);
+  const CircleOfSteps bare(run, step, without, sessions[0], kSteps);
+  const CircleOfSteps full(run, step, with, other[0], kSteps);
+  bare.run_all();
+  full.run_all();
+  std::vector<double> called, replayed, called_us_of, bare_us_of, full_us_of;
+  for (int round = 0; round < kRounds; ++round) {  // in turn, so that both see the same clocks
+    const double first = called_us(run, bare, kSteps), second = called_us(run, full, kSteps);
+    called.push_back(second / first);
+    called_us_of.push_back(second);
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    bare_us_of.push_back(bare.time().median);
+    full_us_of.push_back(full.time().median);
+    replayed.push_back(full_us_of.back() / bare_us_of.back());
+  }
+  const auto middle = [](std::vector<double>& values) {
+    std::ranges::sort(values);
+    return values[values.size() / 2];
+  };
+  const double us = middle(full_us_of);
+  json measured = {{"over_bare", middle(replayed)},
+                   {"over_bare_least", replayed.front()},
+                   {"over_bare_most", replayed.back()},
+                   {"bare_us", middle(bare_us_of)},
+                   {"called_over_bare", middle(called)},
+                   {"called_us", middle(called_us_of)},
+                   {"pages_spilled", with.stats().cumulative.pages_spilled}};
+  run.add("resident_step", step_parameters(step, 1),
+          {.median = us, .min = full_us_of.front(), .max = full_us_of.back()}, measured);
 }
 
 }  // namespace kvtier::bench

@@ -68,6 +68,7 @@ int main(int argc, char** argv) {
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
   auto* hot = app.add_subcommand("hot_step", "one layer's step with hot rows");
+  auto* resident = app.add_subcommand("resident_step", "a step with tiers that are not needed");
   auto* dense = app.add_subcommand("dense", "dense attention by cuDNN");
   auto* select = app.add_subcommand("select", "tables, scores and the choice of k");
   auto* tables = app.add_subcommand("tables", "tables of a query");
@@ -91,15 +92,15 @@ int main(int argc, char** argv) {
   fork->add_option("--layers", fork_case.layers)->check(counts);
   fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
   fork->add_option("--children", fork_case.children)->check(counts);
-  for (auto* command : {decode, hot, dense, select, flash, prefill, overlap, ttft}) {
+  for (auto* command : {decode, hot, resident, dense, select, flash, prefill, overlap, ttft}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
   for (auto* command : {decode, dense, select, tables, ingest}) {
     command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
   }
-  for (auto* command : {decode, hot, select, tables, overlap, model, ttft})
+  for (auto* command : {decode, hot, resident, select, tables, overlap, model, ttft})
     retrieval.add_options(*command);
-  for (auto* command : {decode, gather, ingest}) {
+  for (auto* command : {decode, resident, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
         ->check(CLI::IsMember({"device", "host"}));
   }
@@ -137,6 +138,7 @@ int main(int argc, char** argv) {
     step.retrieval = retrieval.resolve();
     if (*decode) bench_decode_step(run, step);
     if (*hot) bench_hot_step(run, step);
+    if (*resident) bench_resident_step(run, step);
     if (*dense) {
       const DenseCase shape{.tokens = step.tokens,
                             .batch = step.batch,

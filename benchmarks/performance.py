@@ -364,9 +364,31 @@ def ttft(_):
             + table(["prefill of a layer with", "ms", "of the prefill"], rows))
 
 
+def resident(_):
+    run = Run(newest("resident"))
+
+    def over_bare(what, placement):
+        row = run.find("resident_step", tokens=32 * K, placement=placement)
+        return (f"everything resident, 32K, 33x, {what}: step over the same by an engine without, replays of a graph / calls", "1.05", "1.02",
+                f"{row['over_bare']:.3f} / {row['called_over_bare']:.3f}")
+
+    append = run.find("prefill_append", tokens=32 * K, placement="host")
+    fork = run.find("fork", tokens=M)
+    rows = [over_bare("KV on the device, hot rows configured", "device"),
+            over_bare("KV in host memory, with a disk cache and read-ahead", "host"),
+            ("append of a prompt of 32K tokens, pages in host memory: share of the link's rate to the host", "80 %", "90 %",
+             percent(append["share_of_link"])),
+            (f"{fork['children']} forks of a session of 1M tokens, {fork['layers']} layers: time; memory, of the parent's, until a child is used",
+             "20 ms; 1 %", "5 ms; 0.2 %", f"{number(fork['us'] / 1000)} ms; {100 * fork['share_of_parent']:.2f} %")]
+    hot = run.find("hot_step", tokens=32 * K)
+    return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`.\n\n" + table(["what", "must", "aim", "measured"], rows)
+            + f"\n\nWith KV in host memory and hot rows for all of it the step takes {number(hot['found_all_us'])} us, {number(hot['resident_us'])} with KV on the "
+            "device: rows that are found are copied to staging, and the kernels that choose and attend at once read pages on the device alone.")
+
+
 BLOCKS = {function.__name__: function for function in
           (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, ttft, service, service_block, tiers, tiers_block)}
+           needle_file, replay, replay_file, whole_model, ttft, resident, service, service_block, tiers, tiers_block)}
 
 
 def document(run):
