@@ -296,6 +296,26 @@ def rows_section(report):
             cells = [f"{number(policy['hit_ratio'])}, {number(policy['of_belady'])}" for policy in row["policies"]]
             parts.append(f"| {name} | {replay['layers']} | {replay['context_tokens']:,} | {replay['steps']} | {number(replay['step_overlap'])} | "
                          f"{row['capacity']:,} | {number(row['belady_hit_ratio'])} | " + " | ".join(cells) + " |\n")
+    return "".join(parts) + pages_section(report)
+
+
+def pages_section(report):
+    replays = [replay for replay in report["replays"] if replay.get("pages", {}).get("rows")]
+    if not replays:
+        return ""
+    policies = [policy["policy"] for policy in replays[0]["pages"]["rows"][0]["policies"]]
+    page_tokens = replays[0]["pages"]["page_tokens"]
+    parts = [f"\n## A pool of pages\n\nThe pages of {page_tokens} tokens that the same steps read, layer by layer, looked up in a pool that has frames for a share of them, "
+             "with the orders in which pages leave it (`runtime/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
+             "A cell is the share of pages found, and that share over the one of Belady's optimum. The layers go round: what was used the longest ago is "
+             "needed next, which is the worst for a clock and for LRU. A pool that the pages of one call do not fit in is left out.\n"
+             "\n| trace | pages | of a call | frames | Belady | " + " | ".join(policies) + " |\n|---|---|---|---|---|" + "---|" * len(policies) + "\n"]
+    for replay in replays:
+        pages = replay["pages"]
+        for row in pages["rows"]:
+            cells = [f"{number(policy['hit_ratio'])}, {number(policy['of_belady'])}" for policy in row["policies"]]
+            parts.append(f"| {replay['file'].removesuffix('.safetensors')} | {pages['pages']:,} | {pages['most_of_a_call']:,} | {100 * row['share']:.0f} % | "
+                         f"{number(row['belady_hit_ratio'])} | " + " | ".join(cells) + " |\n")
     return "".join(parts)
 
 
