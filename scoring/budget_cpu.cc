@@ -1,5 +1,6 @@
 #include "scoring/budget_cpu.h"
 
+#include "scoring/allowance.h"
 #include "scoring/simd_math.h"
 #include "scoring/top_k_cpu.h"
 #include "transfer/page_rows.h"
@@ -175,8 +176,9 @@ std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int 
   }
   std::ranges::sort(best);
   const std::int64_t least = std::min(budget_.least, most);
+  const Allowance allowance(budget_.missed, num_eligible_, most);
   std::int64_t kept = 0;
-  while (kept < most && (kept < least || rest > budget_.missed)) {
+  while (kept < most && (kept < least || rest > allowance.of(kept))) {
     const auto token = static_cast<std::size_t>(best[static_cast<std::size_t>(kept++)].second);
     for (std::size_t h = 0; h < factors.size(); ++h) {
       const Head& head = heads_[static_cast<std::size_t>(first_head) + h];

@@ -23,7 +23,7 @@ struct HeadEstimate {
   std::uint64_t total;     ///< Weights of the eligible tokens, in `kWeightUnits`.
   std::uint64_t attended;  ///< Of these, those that are attended; 0 between launches.
   // Of a set, at its first head; masses in `kShareUnits`.
-  std::uint64_t wanted;  ///< What the set has to have.
+  std::uint64_t all;     ///< Of all its tokens.
   std::uint64_t mass;    ///< Of the tokens above the bits of the threshold known so far.
   std::uint32_t count;   ///< Their number.
   std::uint32_t best;    ///< Key of the best score.

@@ -1,3 +1,4 @@
+#include "scoring/allowance.h"
 #include "scoring/budget_cuda.cuh"
 #include "transfer/cuda_check.h"
 
@@ -49,11 +50,13 @@ __device__ Set block_set(const BudgetArgs& args) {
 }
 
 // Finds the bin, from the top, with whose tokens the set has enough: `most` of them, or both
-// `least` and the mass that is wanted. Clears the histograms.
+// `least` and what leaves out no more than is allowed. Clears the histograms.
 template <int kShift, int kBins>
-__device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32_t* counts,
+__device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint32_t* counts,
                          std::uint64_t* masses, SetState& state, HeadEstimate& progress) {
   constexpr int kPerThread = kBins / kBudgetThreads;
+  const Allowance allowance(args.budget.missed * double{kShareUnits}, plan.end - plan.begin,
+                            plan.k);
   const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
   std::uint32_t bin_counts[kPerThread];
   std::uint64_t bin_masses[kPerThread];
@@ -70,19 +73,17 @@ __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32
   std::uint64_t all_mass = 0;
   std::uint64_t count_before = block_exclusive_sum(count, &all_count);
   std::uint64_t mass_before = block_exclusive_sum(mass, &all_mass);
-  std::uint64_t wanted = 0;
-  if constexpr (kShift == kStepsPass) {  // the masses are those of all tokens
-    const auto spare = static_cast<std::uint64_t>(args.budget.missed * double{kShareUnits});
-    wanted = all_mass - min(spare, all_mass);
-  } else {
-    wanted = progress.wanted;
-  }
+  // The first pass sees the masses of all tokens.
+  const std::uint64_t all = kShift == kStepsPass ? all_mass : progress.all;
   count_before += progress.count;
   mass_before += progress.mass;
   __syncthreads();  // all have read the progress that one of them changes
+  const auto most = static_cast<std::uint64_t>(plan.k);
   const auto least = static_cast<std::uint64_t>(args.budget.least);
   const auto enough = [&](std::uint64_t tokens, std::uint64_t of_mass) {
-    return tokens >= most || (tokens >= least && of_mass >= wanted);
+    if (tokens >= most) return true;
+    const double spare = allowance.of(static_cast<std::int64_t>(tokens));
+    return tokens >= least && of_mass + static_cast<std::uint64_t>(spare) >= all;
   };
   if (enough(count_before, mass_before) || !enough(count_before + count, mass_before + mass)) {
     return;
@@ -102,17 +103,22 @@ __device__ void pick_bin(const BudgetArgs& args, std::uint64_t most, std::uint32
   } else {
     state.threshold |= static_cast<std::uint32_t>(top - bin) << kShift;
   }
-  progress.wanted = wanted;
+  progress.all = all;
   progress.count = static_cast<std::uint32_t>(count_before);
   progress.mass = mass_before;
   if constexpr (kShift == 0) {
     // Tokens of equal score count with their mean mass.
     const std::uint64_t ties = bin_counts[bin];
     const std::uint64_t each = max(bin_masses[bin] / ties, std::uint64_t{1});
-    const std::uint64_t missing = wanted > mass_before ? wanted - mass_before : 0;
-    const std::uint64_t by_mass = min((missing + each - 1) / each, ties);
-    const std::uint64_t by_least = least > count_before ? least - count_before : 0;
-    const std::uint64_t taken = min(max(by_mass, by_least), min(most - count_before, ties));
+    std::uint64_t taken = 1;  // the fewest that are enough
+    for (std::uint64_t last = ties; taken < last;) {
+      const std::uint64_t middle = (taken + last) / 2;
+      if (enough(count_before + middle, mass_before + middle * each)) {
+        last = middle;
+      } else {
+        taken = middle + 1;
+      }
+    }
     state.remaining = static_cast<std::uint32_t>(taken);
     state.all_ties = taken == ties ? 1 : 0;
   }
@@ -216,7 +222,7 @@ __global__ __launch_bounds__(kBudgetThreads) void mass_pass(
     add(&all_masses[bin], (std::uint64_t{high[bin]} << kLowShareBits) + low[bin]);
   }
   if (!last_block(&state.ticket, gridDim.x)) return;
-  pick_bin<kShift, kBins>(args, static_cast<std::uint64_t>(plan.k), all_counts, all_masses, state,
+  pick_bin<kShift, kBins>(args, plan, all_counts, all_masses, state,
                           args.scratch.estimates[set.first_head]);
 }
 

@@ -250,11 +250,16 @@ def budget_table(rows):
     return "\n".join(lines)
 
 
+def pairs_of(answers):
+    """Returns the rows of each target with that of the fixed k which equals its mean."""
+    return zip(answers["rows"][::2], answers["rows"][1::2])
+
+
 def budget_answers(answers):
     lines = [f"\nAnswers of needle-llama, {answers['case']}: {answers['sequences']} sequence"
              f"{'s' if answers['sequences'] > 1 else ''}, {answers['queries']} questions.\n\n"
              "| rule | mean k | exact | fwe | KL | KL, answers | KL over that of fixed k |\n|---|---|---|---|---|---|---|\n"]
-    for adaptive, fixed in zip(answers["rows"][::2], answers["rows"][1::2]):
+    for adaptive, fixed in pairs_of(answers):
         for row in (adaptive, fixed):
             ratio = f"{row['kl'] / fixed['kl']:.2f}" if row is adaptive else ""
             lines.append(f"| {rule(row)} | {row['mean_k']:.0f} | {number(row['exact'])} | {number(row['fwe'])} | "
@@ -262,7 +267,9 @@ def budget_answers(answers):
     return "".join(lines)
 
 
-def budget_section(report):
+def budget_section(report, first):
+    if not first:
+        return budget_answers(report["answers"])
     parts = ["\n## Adaptive budget\n\n`recall_target` against the fixed k that equals its mean: norm-aware, "
              f"{report['planes']} planes, one set {report['selection'].replace('_', ' ')}; the first {report['sink_tokens']} and the "
              f"last {report['recent_tokens']} tokens always attended; a target selects at least {report['min_top_k']}. *missed*: attention mass on tokens not attended, the mean and the "
@@ -273,8 +280,7 @@ def budget_section(report):
         parts.append(f"\n`noise_share` is calibrated on {calibration['name']}, with fixed k:\n\n{calibration_table(calibration)}\n")
     for trace in report["traces"]:
         parts.append(f"\n{trace['name']}, not used to calibrate:\n\n{budget_table(trace['rows'])}\n")
-    if "answers" in report:
-        parts.append(budget_answers(report["answers"]))
+    parts.append(budget_answers(report["answers"]))
     return "".join(parts)
 
 
@@ -385,9 +391,10 @@ def targets_section(reports):
     (sign, error, *_), (oracle, *_), (weighted, *_) = (paired(of_name(long, name, 50), dense)
                                                        for name in ("norm_aware, 128 planes", "exact, q.k", "exact, q.k, ln |v|"))
     draws = [paired(row, dense)[0] for row in of_seeds(long, "128 planes")]
-    budget = next(report for report in reports if "traces" in report)
-    answers = budget["answers"]["rows"]
-    ratios = [f"{adaptive['kl'] / fixed['kl']:.2f} at {adaptive['recall']:g}" for adaptive, fixed in zip(answers[::2], answers[1::2])]
+    budgets = [report for report in reports if "traces" in report]
+    ratios = [f"{budget['answers']['case']}: " + ", ".join(f"{adaptive['kl'] / fixed['kl']:.2f} at {adaptive['recall']:g}" for adaptive, fixed in pairs_of(budget["answers"]))
+              for budget in sorted(budgets, key=lambda budget: budget["answers"]["context_tokens"])]
+    budget = next(budget for budget in budgets if budget["traces"])
     errors = [f"{number(row['error_p95'])} at {row['recall']:g}" for row in budget["traces"][0]["rows"] if row["recall"]]
     return ("\n## Targets\n\n| | must | aim | measured |\n|---|---|---|---|\n"
             "| norm-aware, 256 planes, no value norm, less the best soft collision of 600 bits, with any weighting and planes: attention mass "
@@ -396,7 +403,7 @@ def targets_section(reports):
             "| norm-aware, 128 planes, n32768.d100 at 50x, less dense attention: questions wholly right | -.02 | 0 | "
             f"{signed([sign])} of {long['queries']} questions, standard error {number(error)}; {signed([statistics.mean(draws)])} over {len(draws)} draws of planes, "
             f"from {signed([min(draws)])} to {signed([max(draws)])}; {signed([oracle])} of the exact best tokens by q.k, {signed([weighted])} by q.k with ln \\|v\\| |\n"
-            f"| adaptive budget: KL over that of fixed k, by recall target | 1 | 0.70 | {', '.join(ratios)} |\n"
+            f"| adaptive budget: KL over that of fixed k, by recall target | 1 | 0.70 | {'; '.join(ratios)} |\n"
             "| estimated missed mass: 95th percentile of the error, by recall target, steps not used to calibrate | .05 | .02 | "
             f"{', '.join(errors)} |\n")
 
@@ -445,7 +452,8 @@ def main():
     parts += [cases_section(report) for report in reports if "cases" in report]
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]
-    parts += [budget_section(report) for report in reports if "traces" in report]
+    budgets = sorted((report for report in reports if "traces" in report), key=lambda report: not report["traces"])
+    parts += [budget_section(report, report is budgets[0]) for report in budgets]
     parts += [rows_section(report) for report in reports if "replays" in report]
     text = "".join(parts)
     if check:

@@ -4,8 +4,8 @@ namespace kvtier {
 
 /// How much of the attention a call is to keep, instead of how many tokens: each selection takes
 /// the fewest tokens whose estimated share of the attention, with that of the tokens that are
-/// always attended, reaches `recall`. The estimate is that of the norm-aware scores
-/// (docs/algorithm.md, section 3).
+/// always attended, reaches `recall`, or more where they are fewer than half of the eligible ones
+/// and of the most. The estimate is of the norm-aware scores (docs/algorithm.md, section 3).
 struct RecallTarget {
   /// Share of the attention of the visible tokens, above 0 and below 1; the mean over the query
   /// heads that share a selection.
