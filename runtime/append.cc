@@ -2,7 +2,10 @@
 
 #include "kvtier/error.h"
 
+#include "hashing/append.h"
 #include "runtime/sequence_memory.h"
+#include "runtime/stage_timer.h"
+#include "transfer/rows.h"
 
 #include <algorithm>
 #include <string>
@@ -26,7 +29,104 @@ TensorView slice(TensorView tensor, std::int64_t begin, std::int64_t count) {
   return tensor;
 }
 
+/// Says which pages the tokens from `begin` on have filled.
+void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin) {
+  const std::int64_t page_tokens = engine.kv.page_tokens;
+  for (std::int64_t i = begin / page_tokens; i < layer.length / page_tokens; ++i) {
+    engine.page_pool->seal(layer.pages.frame(i));
+  }
+}
+
+/// Enqueues one append of at most `kMaxBatch` sequences.
+void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
+                  const transfer::AppendBatch& batch, std::span<SessionState* const> sessions,
+                  const hashing::PackedRows& packed) {
+  transfer::Stream& stream = turn.stream();
+  StageTimer timer(turn, engine, engine.seconds.append);
+  std::vector<hashing::SketchTarget> targets;
+  targets.reserve(engine.sketches.size());
+  for (const SketchStore& store : engine.sketches) {
+    const std::size_t i = targets.size();
+    targets.push_back({.planes = store.planes.view(), .geometry = store.geometry, .blocks = {}});
+    for (SessionState* session : sessions) {
+      targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
+    }
+  }
+  hashing::append_rows(stream, engine.kv, batch, targets, packed,
+                       engine.config.memory.placement == KvPlacement::kDevice);
+  engine.staging->finish(stream);
+  timer.stop();
+  if (turn.capturing()) return;  // replays append, and `advance` tells of them
+  for (int j = 0; j < batch.count; ++j) {
+    engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
+    LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
+    state.length += batch[j].tokens;
+    if (engine.page_pool != nullptr) seal_pages(engine, state, state.length - batch[j].tokens);
+  }
+}
+
 }  // namespace
+
+bool append(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AppendPart> parts) {
+  transfer::AppendBatch batch;
+  std::vector<SessionState*> sessions;
+  sessions.reserve(static_cast<std::size_t>(transfer::kMaxBatch));
+  std::int64_t packed_tokens = 0;
+  bool enqueued = false;
+  const auto flush = [&](const hashing::PackedRows& packed) {
+    if (batch.count == 0) return;
+    enqueued = true;
+    flush_append(turn, engine, layer, batch, sessions, packed);
+    batch.count = 0;
+    sessions.clear();
+    packed_tokens = 0;
+  };
+  const auto item_of = [&](const AppendPart& part, std::int64_t begin, std::int64_t count) {
+    const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
+    const HostStaging::Slice values =
+        engine.staging->input(turn.stream(), part.values, begin, count);
+    return transfer::AppendItem{.sequence = part.session->layer(layer).view,
+                                .keys = keys.tokens(part.keys.dtype),
+                                .values = values.tokens(part.values.dtype),
+                                .tokens = static_cast<std::int32_t>(count),
+                                .packed_offset = packed_tokens,
+                                .flags = part.session->flags()};
+  };
+  const auto push = [&](const AppendPart& part, const transfer::AppendItem& item) {
+    batch.push(item);
+    sessions.push_back(part.session);
+    packed_tokens += item.tokens;
+  };
+  for (const AppendPart& part : parts) {
+    const std::int64_t tokens = part.keys.shape[0];
+    const bool on_device =
+        part.keys.space == MemorySpace::kDevice && part.values.space == MemorySpace::kDevice;
+    for (std::int64_t begin = 0; begin < tokens;) {
+      // A launch writes at each sequence's length, so a sequence is in it once.
+      if (begin > 0 || batch.count == transfer::kMaxBatch || packed_tokens == engine.append_tokens)
+        flush(engine.packed_rows());
+      if (on_device) {
+        // As much as can be at a time: other work on the device gives way to each launch.
+        transfer::AppendItem item =
+            item_of(part, begin, std::min(tokens - begin, engine.given_tokens()));
+        if (hashing::takes_as_given(turn.stream(), engine.kv, item)) {
+          flush(engine.packed_rows());
+          item.packed_offset = 0;
+          push(part, item);
+          flush(engine.given_rows());
+          begin += item.tokens;
+          continue;
+        }
+      }
+      const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
+      push(part, item_of(part, begin, count));
+      begin += count;
+    }
+  }
+  flush(engine.packed_rows());
+  return enqueued;
+}
 
 Append::Append(EngineState::Turn& turn, EngineState& engine, int layer,
                std::span<const AppendPart> parts)

@@ -9,6 +9,11 @@
 
 namespace kvtier::runtime {
 
+/// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
+/// graph is being captured. Tells whether anything was enqueued.
+bool append(EngineState::Turn& turn, EngineState& engine, int layer,
+            std::span<const AppendPart> parts);
+
 /// The append of one call to a layer of several sessions, for all or none. The sessions are in use
 /// by the turn.
 class Append {

@@ -25,6 +25,10 @@ class HostStaging {
     void* data = nullptr;
     std::int64_t token_stride = 0;
     std::int64_t head_stride = 0;
+
+    [[nodiscard]] transfer::TokenTensor tokens(DType dtype) const {
+      return {data, dtype, token_stride, head_stride};
+    }
   };
 
   /// Makes tokens [begin, begin + count) of `tensor` readable by kernels.

@@ -1,81 +1,20 @@
 #include "runtime/step.h"
 
 #include "attention/flash_decode.h"
-#include "hashing/append.h"
 #include "runtime/cold_path.h"
 #include "runtime/hot_rows.h"
 #include "runtime/read_ahead.h"
+#include "runtime/stage_timer.h"
 #include "scoring/foresight.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 #include <utility>
 
 namespace kvtier::runtime {
 
 namespace {
-
-/// Adds host-clock time of a stage to `total`, waiting for the stage, when stages are timed.
-class StageTimer {
- public:
-  StageTimer(EngineState::Turn& turn, const EngineState& engine, double& total)
-      : turn_(turn), active_(engine.config.time_stages && turn.synchronous()), total_(total) {
-    if (active_) start_ = std::chrono::steady_clock::now();
-  }
-  void stop() {
-    if (!active_) return;
-    turn_.stream().synchronize();
-    total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  EngineState::Turn& turn_;
-  bool active_;
-  double& total_;
-  std::chrono::steady_clock::time_point start_;
-};
-
-transfer::TokenTensor token_tensor(const HostStaging::Slice& slice, DType dtype) {
-  return {slice.data, dtype, slice.token_stride, slice.head_stride};
-}
-
-/// Says which pages the tokens from `begin` on have filled.
-void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin) {
-  const std::int64_t page_tokens = engine.kv.page_tokens;
-  for (std::int64_t i = begin / page_tokens; i < layer.length / page_tokens; ++i) {
-    engine.page_pool->seal(layer.pages.frame(i));
-  }
-}
-
-/// Enqueues one append of at most `kMaxBatch` sequences.
-void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
-                  const transfer::AppendBatch& batch, std::span<SessionState* const> sessions,
-                  const hashing::PackedRows& packed) {
-  transfer::Stream& stream = turn.stream();
-  StageTimer timer(turn, engine, engine.seconds.append);
-  std::vector<hashing::SketchTarget> targets;
-  targets.reserve(engine.sketches.size());
-  for (const SketchStore& store : engine.sketches) {
-    const std::size_t i = targets.size();
-    targets.push_back({.planes = store.planes.view(), .geometry = store.geometry, .blocks = {}});
-    for (SessionState* session : sessions) {
-      targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
-    }
-  }
-  hashing::append_rows(stream, engine.kv, batch, targets, packed,
-                       engine.config.memory.placement == KvPlacement::kDevice);
-  engine.staging->finish(stream);
-  timer.stop();
-  if (turn.capturing()) return;  // replays append, and `advance` tells of them
-  for (int j = 0; j < batch.count; ++j) {
-    engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
-    LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
-    state.length += batch[j].tokens;
-    if (engine.page_pool != nullptr) seal_pages(engine, state, state.length - batch[j].tokens);
-  }
-}
 
 /// Query tokens [begin, begin + count) of one part.
 struct Slice {
@@ -162,7 +101,7 @@ class AttendLaunch {
       const HostStaging::Slice on_device =
           engine_.staging->input(turn_.stream(), query, slice.begin, slice.count);
       for (std::int64_t t = 0; t < slice.count; ++t) {
-        items.push({.query = token_tensor(on_device, query.dtype),
+        items.push({.query = on_device.tokens(query.dtype),
                     .token = static_cast<std::int32_t>(t),
                     .flags = again_ ? engine_.repeat_flags() : slice.part->session->flags()});
       }
@@ -412,67 +351,6 @@ class AttendLaunch {
 };
 
 }  // namespace
-
-bool append(EngineState::Turn& turn, EngineState& engine, int layer,
-            std::span<const AppendPart> parts) {
-  transfer::AppendBatch batch;
-  std::vector<SessionState*> sessions;
-  sessions.reserve(static_cast<std::size_t>(transfer::kMaxBatch));
-  std::int64_t packed_tokens = 0;
-  bool enqueued = false;
-  const auto flush = [&](const hashing::PackedRows& packed) {
-    if (batch.count == 0) return;
-    enqueued = true;
-    flush_append(turn, engine, layer, batch, sessions, packed);
-    batch.count = 0;
-    sessions.clear();
-    packed_tokens = 0;
-  };
-  const auto item_of = [&](const AppendPart& part, std::int64_t begin, std::int64_t count) {
-    const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
-    const HostStaging::Slice values =
-        engine.staging->input(turn.stream(), part.values, begin, count);
-    return transfer::AppendItem{.sequence = part.session->layer(layer).view,
-                                .keys = token_tensor(keys, part.keys.dtype),
-                                .values = token_tensor(values, part.values.dtype),
-                                .tokens = static_cast<std::int32_t>(count),
-                                .packed_offset = packed_tokens,
-                                .flags = part.session->flags()};
-  };
-  const auto push = [&](const AppendPart& part, const transfer::AppendItem& item) {
-    batch.push(item);
-    sessions.push_back(part.session);
-    packed_tokens += item.tokens;
-  };
-  for (const AppendPart& part : parts) {
-    const std::int64_t tokens = part.keys.shape[0];
-    const bool on_device =
-        part.keys.space == MemorySpace::kDevice && part.values.space == MemorySpace::kDevice;
-    for (std::int64_t begin = 0; begin < tokens;) {
-      // A launch writes at each sequence's length, so a sequence is in it once.
-      if (begin > 0 || batch.count == transfer::kMaxBatch || packed_tokens == engine.append_tokens)
-        flush(engine.packed_rows());
-      if (on_device) {
-        // As much as can be at a time: other work on the device gives way to each launch.
-        transfer::AppendItem item =
-            item_of(part, begin, std::min(tokens - begin, engine.given_tokens()));
-        if (hashing::takes_as_given(turn.stream(), engine.kv, item)) {
-          flush(engine.packed_rows());
-          item.packed_offset = 0;
-          push(part, item);
-          flush(engine.given_rows());
-          begin += item.tokens;
-          continue;
-        }
-      }
-      const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
-      push(part, item_of(part, begin, count));
-      begin += count;
-    }
-  }
-  flush(engine.packed_rows());
-  return enqueued;
-}
 
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append) {

@@ -48,13 +48,8 @@ struct AttendPart {
   std::size_t sketch = 0;  ///< Index of the sketch to score with.
 };
 
-/// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
-/// graph is being captured. Tells whether anything was enqueued.
-bool append(EngineState::Turn& turn, EngineState& engine, int layer,
-            std::span<const AppendPart> parts);
-
-/// Enqueues attention (or selection alone) of one layer. `after_append`: what `append` returned,
-/// when it is what the turn enqueued just before.
+/// Enqueues attention (or selection alone) of one layer. `after_append`: what `append`
+/// (runtime/append.h) returned, when it is what the turn enqueued just before.
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append = false);
 
