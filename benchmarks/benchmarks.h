@@ -35,6 +35,7 @@ struct StepCase {
   bool dense = false;
   KvPlacement placement = KvPlacement::kDevice;
   PageFormat page_format = PageFormat::kModel;
+  bool verify_rows = false;
   RetrievalConfig retrieval{};
   double recall = 0.0;                  ///< A recall target; `retrieval` says the most rows then.
   bool stages = false;                  ///< Adds the time of each kernel.

@@ -57,6 +57,7 @@ Config engine_config(const StepCase& step, int layers) {
   config.memory.max_batch_rows = step.batch;
   config.memory.placement = step.placement;
   config.memory.page_format = step.page_format;
+  config.memory.verify_rows = step.verify_rows;
   const auto kv_bytes = static_cast<std::size_t>(capacity) *
                         static_cast<std::size_t>(step.batch * layers) *
                         static_cast<std::size_t>(step.kv_heads * step.head_dim * 4);
@@ -113,6 +114,7 @@ json step_parameters(const StepCase& step, int layers) {
     if (step.recall > 0) values["recall"] = step.recall;
   }
   if (step.page_format == PageFormat::kFloat8) values["kv_dtype"] = "fp8";
+  if (step.verify_rows) values["verify_rows"] = true;
   return values;
 }
 

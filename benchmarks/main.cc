@@ -108,6 +108,9 @@ int main(int argc, char** argv) {
     command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or fp8")
         ->check(CLI::IsMember({"model", "fp8"}));
   }
+  for (auto* command : {decode, hot}) {
+    command->add_flag("--verify-rows", step.verify_rows, "rows on the host have checksums");
+  }
   for (auto* command : {gather, flash}) {
     command->add_option("--rows", rows, "per KV head, of which there are 8")->check(counts);
   }

@@ -5,6 +5,7 @@
 #include "hashing/append.h"
 #include "runtime/sequence_memory.h"
 #include "runtime/stage_timer.h"
+#include "transfer/row_checks.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -52,6 +53,7 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
       targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
   }
+  if (engine.kv.row_checks) transfer::write_row_checks(stream, engine.kv, batch);
   hashing::append_rows(stream, engine.kv, batch, targets, packed,
                        engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);

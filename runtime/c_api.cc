@@ -82,6 +82,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->hot_rows = d.memory.hot_rows;
   config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
   config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
+  config->verify_rows = d.memory.verify_rows ? 1 : 0;
 }
 
 void kvtier_options_init(kvtier_options* options) {
@@ -168,7 +169,8 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .pages_ahead = s.cumulative.pages_ahead,
                                .pages_ahead_useful = s.cumulative.pages_ahead_useful,
                                .pages_ahead_wasted = s.cumulative.pages_ahead_wasted,
-                               .pages_ahead_waiting = s.snapshot.pages_ahead_waiting};
+                               .pages_ahead_waiting = s.snapshot.pages_ahead_waiting,
+                               .rows_corrupt = s.cumulative.rows_corrupt};
     std::memcpy(stats, &full, size);
   });
 }

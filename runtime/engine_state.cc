@@ -71,7 +71,8 @@ EngineState::EngineState(const Config& config_in)
         .recent_capacity =
             on_host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
         .dtype = config.model.kv_dtype,
-        .float8_pages = config.memory.page_format == PageFormat::kFloat8};
+        .float8_pages = config.memory.page_format == PageFormat::kFloat8,
+        .row_checks = on_host && config.memory.verify_rows};
   config.retrieval.top_k = static_cast<int>(
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
@@ -412,8 +413,10 @@ Stats EngineState::stats() const {
         sum.tokens_appended * static_cast<std::uint64_t>(kv.kv_heads) * row_bytes;
   }
   sum.nonfinite_tokens = closed_nonfinite;
+  sum.rows_corrupt = closed_corrupt;
   for (transfer::StepFlags* session : live_flags) {
     sum.nonfinite_tokens += load(session->nonfinite_tokens);
+    sum.rows_corrupt += load(session->rows_corrupt);
   }
 
   const auto page_tokens = static_cast<std::size_t>(kv.page_tokens);

@@ -157,7 +157,7 @@ class EngineState {
   mutable std::mutex mutex;
   std::size_t num_sessions = 0;
   std::size_t session_device_bytes = 0;
-  std::uint64_t closed_nonfinite = 0;
+  std::uint64_t closed_nonfinite = 0, closed_corrupt = 0;
   std::uint64_t cold_steps = 0;
   std::uint64_t prefix_tokens_asked = 0, prefix_tokens_attached = 0;
   std::vector<transfer::StepFlags*> live_flags;

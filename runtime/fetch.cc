@@ -1,12 +1,15 @@
 #include "runtime/fetch.h"
 
 #include "runtime/cold_path.h"
+#include "runtime/row_integrity.h"
+#include "transfer/row_checks.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace kvtier::runtime {
@@ -26,7 +29,8 @@ class Piece {
         rows_(static_cast<std::size_t>(kv.kv_heads * max_count * kv.row_bytes())) {}
 
   void gather(EngineState::Turn& turn, EngineState& engine, const transfer::SequenceView& sequence,
-              const TensorView& tokens, std::int64_t first, std::int64_t count) {
+              transfer::StepFlags* flags, const TensorView& tokens, std::int64_t first,
+              std::int64_t count) {
     first_ = first;
     count_ = count;
     for (std::int64_t head = 0; head < kv_.kv_heads; ++head) {
@@ -48,7 +52,7 @@ class Piece {
     transfer::SequenceBatch sequences;
     sequences.push(sequence);
     transfer::QueryBatch query;
-    query.push({});
+    query.push({.dense_from = std::numeric_limits<std::int64_t>::max()});
     transfer::SelectionView selection;
     selection.ids = static_cast<std::int32_t*>(ids.data);
     selection.counts = static_cast<std::int32_t*>(counts.data);
@@ -57,6 +61,12 @@ class Piece {
     const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
     transfer::gather_rows(turn.stream(), kv_, sequences, query, selection, pages_on_device,
                           nullptr);
+    if (kv_.row_checks) {
+      transfer::RowReading reading{
+          .sequences = sequences, .flags = {}, .rows = query, .selection = selection, .rule = {}};
+      reading.flags.push(flags);
+      transfer::verify_rows(turn.stream(), kv_, reading);
+    }
     staging.finish(turn.stream());
     turn.stream().synchronize();  // the staging of the CPU backend does not wait
   }
@@ -125,12 +135,19 @@ void fetch(EngineState::Turn& turn, SessionState& session, int layer, const Tens
   const std::int64_t most = std::min(n, std::max<std::int64_t>(kPieceBytes / token_bytes, 1));
   Piece piece(engine.kv, most);
   std::int64_t count = 0;
+  int tries = 0;
   for (std::int64_t first = 0; first < n; first += count) {
     count = std::min(most, n - first);
     if (engine.page_pool != nullptr) {
       count = bring_in_some(turn, engine, session.layer(layer), tokens, first, count);
     }
-    piece.gather(turn, engine, session.layer(layer).view, tokens, first, count);
+    piece.gather(turn, engine, session.layer(layer).view, session.flags(), tokens, first, count);
+    if (!rows_were_whole(turn.stream(), session, tries > 0)) {
+      ++tries;
+      count = 0;
+      continue;
+    }
+    tries = 0;
     piece.write(tokens, outputs);
   }
 }

@@ -133,6 +133,13 @@ void PagePool::keep(std::byte* name) {
   update(page, [&] { page.kept = true; });
 }
 
+bool PagePool::discard(std::byte* name) {
+  Page& page = page_of(name);
+  if (!page.movable() || !page.stored) return false;
+  leave(page);
+  return true;
+}
+
 bool PagePool::lost(const std::byte* page) const { return page_of(page).lost; }
 
 std::size_t PagePool::num_movable() const { return num_movable_ + (num_frames() - num_used()); }

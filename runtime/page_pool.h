@@ -59,6 +59,10 @@ class PagePool final : public transfer::FramePool {
   void open(std::byte* page);
   /// Keeps a page here for as long as it is held: a captured graph uses its address.
   void keep(std::byte* page);
+  /// Says that the bytes of a page in its frame are wrong, while nobody uses them: the copy that a
+  /// tier has takes their place when a call needs the page. Returns false, nothing changed, when
+  /// there is none, or a captured graph uses the frame.
+  [[nodiscard]] bool discard(std::byte* page);
   /// Tells whether a page was lost by every tier. It is so until it is given back.
   [[nodiscard]] bool lost(const std::byte* page) const;
 

@@ -182,6 +182,7 @@ void SessionState::enlist(transfer::Stream& stream) {
 
 void SessionState::delist(transfer::Stream& stream) {
   engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
+  engine_->closed_corrupt += load(flags_->rows_corrupt);
   std::erase(engine_->live_flags, flags_);
   --engine_->num_sessions;
   std::byte* frame = reinterpret_cast<std::byte*>(flags_);
@@ -417,7 +418,18 @@ void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens) {
   }
 }
 
+std::uint64_t SessionState::take_corrupt() noexcept {
+  const std::uint64_t corrupt = load(flags_->rows_corrupt);
+  return corrupt - std::exchange(seen_corrupt_, corrupt);
+}
+
 void SessionState::check_flags() {
+  if (const std::uint64_t corrupt = take_corrupt(); corrupt > 0) {
+    throw Error(ErrorCode::kDataLoss,
+                "an earlier call on this session: expected rows in host memory as they were "
+                "written, found " +
+                    std::to_string(corrupt) + " changed, whose heads have NaN in the output");
+  }
   if (!engine_->config.reject_nonfinite) return;
   const std::uint64_t tokens = load(flags_->nonfinite_tokens);
   const std::uint64_t queries = load(flags_->nonfinite_queries);

@@ -86,6 +86,8 @@ class SessionState {
   /// Tells whether a captured graph uses the session: its pages stay where they are.
   [[nodiscard]] bool captured() const noexcept { return memory_->captured(); }
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
+  /// Readings of changed rows since the last call, by work that is done.
+  [[nodiscard]] std::uint64_t take_corrupt() noexcept;
 
  private:
   /// Finds the longest stored prefix of these tokens whose first pages are here or can be brought
@@ -116,6 +118,7 @@ class SessionState {
   transfer::StepFlags* flags_ = nullptr;
   std::uint64_t seen_nonfinite_ = 0;
   std::uint64_t seen_nonfinite_queries_ = 0;
+  std::uint64_t seen_corrupt_ = 0;
   std::shared_ptr<SequenceMemory> memory_;
   bool owns_memory_ = true;  ///< False: `memory_` is frozen, for it may have other holders.
   transfer::Event last_use_;

@@ -53,7 +53,8 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .hot_hits = a.hot_hits - b.hot_hits,
           .hot_misses = a.hot_misses - b.hot_misses,
           .hot_admissions = a.hot_admissions - b.hot_admissions,
-          .hot_evictions = a.hot_evictions - b.hot_evictions};
+          .hot_evictions = a.hot_evictions - b.hot_evictions,
+          .rows_corrupt = a.rows_corrupt - b.rows_corrupt};
 }
 
 Stats::StageSeconds operator-(const Stats::StageSeconds& a, const Stats::StageSeconds& b) noexcept {

@@ -6,6 +6,7 @@
 #include "runtime/read_ahead.h"
 #include "runtime/stage_timer.h"
 #include "scoring/foresight.h"
+#include "transfer/row_checks.h"
 #include "transfer/rows.h"
 
 #include <algorithm>
@@ -255,6 +256,7 @@ class AttendLaunch {
                   .capturing = turn_.capturing()});
       timer.stop();
     }
+    if (engine_.kv.row_checks) verify(selection);
     StageTimer timer(turn_, engine_, engine_.seconds.attend);
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
@@ -274,6 +276,17 @@ class AttendLaunch {
     }
     again_ = false;
     return together;
+  }
+
+  /// Compares the rows that attention will read in pages with their checks.
+  void verify(const transfer::SelectionView& selection) {
+    transfer::RowReading reading{.sequences = sequences_,
+                                 .flags = {},
+                                 .rows = rows_,
+                                 .selection = selection,
+                                 .rule = options().rule};
+    for (const Slice& slice : slices_) reading.flags.push(slice.part->session->flags());
+    transfer::verify_rows(turn_.stream(), engine_.kv, reading);
   }
 
   void finish_attend() {

@@ -168,6 +168,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
   core.models.memory.hot_rows = command.hot_rows;
   core.models.memory.page_format = command.page_format;
+  core.models.memory.verify_rows = command.verify_rows;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
 }
@@ -258,6 +259,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
             "Where kernels run: auto, cpu, cuda (default auto)");
   add_named("--kv-dtype", kPageFormatNames, command.page_format,
             "Rows in pages: model, or fp8 for models in bf16 (default model)");
+  with_environment(app->add_flag("--verify-rows", command.verify_rows,
+                                 "Compare rows in host memory with checksums as they are read"));
   with_environment(
       app->add_option_function<std::string>(
              "--worker",

@@ -44,6 +44,7 @@ struct ServeCommand {
   std::int64_t hot_memory_mib = 0;
   int hot_rows = MemoryConfig{}.hot_rows;
   PageFormat page_format = PageFormat::kModel;
+  bool verify_rows = false;
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;
   RemoteTiersConfig remote;  ///< Its `ttl` apart, which is the next.

@@ -2,6 +2,7 @@
 
 #include "transfer/float16.h"
 #include "transfer/float8.h"
+#include "transfer/row_checks.h"
 #include "transfer/row_convert.h"
 #include "transfer/rows_kernels.h"
 #include "transfer/simd.h"
@@ -74,6 +75,14 @@ void read_float8(const KvGeometry& g, const std::byte* page, std::int64_t kv_hea
   }
 }
 
+void store_check(const KvGeometry& geometry, std::byte* page, std::int64_t kv_head,
+                 std::int64_t token, const std::byte* row) {
+  if (!geometry.row_checks) return;
+  const auto head = static_cast<int>(kv_head);
+  *check_in_page<std::uint32_t>(geometry, page, head, token) =
+      row_check(geometry, page, head, token, row);
+}
+
 }  // namespace
 
 void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv_head,
@@ -83,7 +92,7 @@ void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv
   if (!geometry.float8_pages) {
     std::memcpy(place.bytes, row, bytes);
     std::memcpy(kept, row, bytes);
-    return;
+    return store_check(geometry, page, kv_head, token, kept);
   }
   const std::int64_t d = geometry.head_dim;
   const auto* from = reinterpret_cast<const std::uint16_t*>(row);
@@ -99,6 +108,7 @@ void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv
     }
   }
   read_page_row(geometry, page, kv_head, token, kept);
+  store_check(geometry, page, kv_head, token, kept);
 }
 
 void read_page_row(const KvGeometry& geometry, const std::byte* page, std::int64_t kv_head,

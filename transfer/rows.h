@@ -29,6 +29,7 @@ struct StepFlags {
   std::uint64_t hot_misses = 0;
   std::uint64_t hot_admissions = 0;
   std::uint64_t hot_evictions = 0;
+  std::uint64_t rows_corrupt = 0;  ///< Rows of pages that are not what was written.
 };
 
 /// New tokens of one sequence.

@@ -16,6 +16,8 @@ namespace kvtier::transfer {
 /// With `float8_pages` a row in a page has 8-bit elements, and behind the rows are the factors of
 /// their halves, fp32 `[kv_heads, page_tokens, 2]`; sink buffer and ring have the same numbers in
 /// 16 bits. Of such pages `row_address` knows nothing (transfer/page_rows.h).
+/// With `row_checks` the checks of all rows, 32 bits `[kv_heads, page_tokens]`, end the page
+/// (transfer/row_checks.h).
 struct KvGeometry {
   int kv_heads = 0;
   int query_heads = 0;
@@ -25,6 +27,7 @@ struct KvGeometry {
   int recent_capacity = 0;  ///< Rows per head of the resident ring.
   DType dtype = DType::kBFloat16;
   bool float8_pages = false;
+  bool row_checks = false;
 
   KVTIER_HOST_DEVICE int group() const { return query_heads / kv_heads; }
   KVTIER_HOST_DEVICE std::int64_t row_bytes() const { return std::int64_t{4} * head_dim; }
@@ -32,7 +35,8 @@ struct KvGeometry {
     return float8_pages ? std::int64_t{2} * head_dim : row_bytes();
   }
   KVTIER_HOST_DEVICE std::int64_t page_bytes() const {
-    return (page_row_bytes() + (float8_pages ? 8 : 0)) * kv_heads * page_tokens;
+    return (page_row_bytes() + (float8_pages ? 8 : 0) + (row_checks ? 4 : 0)) * kv_heads *
+           page_tokens;
   }
 };
 

@@ -181,6 +181,12 @@ struct MemoryConfig {
   std::size_t host_bytes = 1 * GiB;
   KvPlacement placement = KvPlacement::kHost;
   PageFormat page_format = PageFormat::kModel;
+  /// Keeps a 32-bit checksum of every row in its page, and compares the rows in pinned memory that
+  /// a step is about to attend to, and those that `fetch` returns. A call without a stream that
+  /// finds one changed takes the page from a tier, if one has it, and goes on; else it throws
+  /// `kDataLoss` and its append is taken back. With a stream such rows are NaN in staging, and the
+  /// next call on the session throws. 4 bytes a row. No effect with `kDevice`.
+  bool verify_rows = false;
   int page_tokens = 64;  ///< 16, 32, 64, 128 or 256.
   /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 16 bytes
   /// per page and layer, and the score workspace.

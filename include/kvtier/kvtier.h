@@ -197,6 +197,7 @@ typedef struct kvtier_config {
   kvtier_page_format page_format;
   int32_t read_ahead;
   kvtier_page_policy page_policy;
+  int32_t verify_rows; /* not 0: rows in host memory are compared with checksums */
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -253,6 +254,7 @@ typedef struct kvtier_stats {
   uint64_t pages_repaired, num_tiers;
   uint64_t hot_hits, hot_misses, hot_admissions, hot_evictions, hot_bytes, hot_bytes_used;
   uint64_t pages_ahead, pages_ahead_useful, pages_ahead_wasted, pages_ahead_waiting;
+  uint64_t rows_corrupt;
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */

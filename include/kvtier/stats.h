@@ -66,6 +66,8 @@ struct Stats {
     std::uint64_t hot_misses = 0;
     std::uint64_t hot_admissions = 0;  ///< Of the misses: kept.
     std::uint64_t hot_evictions = 0;   ///< Of the admissions: in the place of another row.
+    /// With `verify_rows`, readings of a row that was not what had been written.
+    std::uint64_t rows_corrupt = 0;
 
     friend KVTIER_EXPORT Cumulative operator-(const Cumulative& a, const Cumulative& b) noexcept;
   };

@@ -105,6 +105,9 @@ void add_hot_rows(const Stats& stats, Families& families) {
   count("miss", stats.cumulative.hot_misses);
   count("admission", stats.cumulative.hot_admissions);
   count("eviction", stats.cumulative.hot_evictions);
+  families.counter("kvtier_rows_corrupt_total",
+                   "Readings of a row in host memory that was not what had been written.",
+                   number(stats.cumulative.rows_corrupt));
   families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
                  static_cast<double>(stats.snapshot.hot_bytes), {{"tier", "engine_hot_rows"}});
   families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",

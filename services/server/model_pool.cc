@@ -69,6 +69,7 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.hot_misses += from.hot_misses;
   to.hot_admissions += from.hot_admissions;
   to.hot_evictions += from.hot_evictions;
+  to.rows_corrupt += from.rows_corrupt;
 }
 
 void add(Stats::Snapshot& to, const Stats::Snapshot& from) {

@@ -1,0 +1,169 @@
+#include "runtime/spill_fixture.h"
+#include "runtime/watching_tier.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+/// `MemoryConfig::verify_rows`: a row that changes in pinned memory is taken from a tier, or the
+/// call fails; nobody gets it.
+namespace kvtier::testing {
+namespace {
+
+constexpr std::int64_t kStored = 600;
+
+class RowIntegrityTest : public EngineTest {
+ protected:
+  void start(PageFormat format, std::size_t frames) {
+    sessions_.clear();
+    tier_ = std::make_shared<WatchingTier>();
+    Config config = tiered_config(GetParam(), frames, tier_);
+    config.memory.page_format = format;
+    config.memory.verify_rows = true;
+    // As many frames of the size that pages have.
+    const std::size_t row = format == PageFormat::kFloat8 ? 128 + 8 + 4 : 256 + 4;
+    config.memory.host_bytes = frames * row * 2 * kPageTokens;
+    Config large = tiered_config(GetParam(), kPlenty, nullptr);
+    large.memory.page_format = format;
+    engine_.emplace(config);
+    twin_.emplace(large);
+    a_ = &sessions_.emplace_back(engine_->open());
+    b_ = &sessions_.emplace_back(twin_->open());
+    for (Session* session : {a_, b_}) {
+      for (int layer = 0; layer < 2; ++layer) append_random(*session, model(), layer, kStored, 7);
+    }
+  }
+  /// Sends pages to the tier, and has them all back where they stay.
+  void away_and_back() {
+    {
+      Session other = engine_->open();
+      for (int layer = 0; layer < 2; ++layer) append_random(other, model(), layer, kStored, 8);
+    }
+    (void)tier_->take_frames();
+    for (int layer = 0; layer < 2; ++layer) (void)all_rows(*a_, model(), layer);
+    frames_ = tier_->take_frames();
+    ASSERT_GT(frames_.size(), 10U);
+  }
+  /// Turns a bit of a row of each page that `away_and_back` has moved.
+  void turn_bits() {
+    std::size_t i = 0;
+    for (const std::span<std::byte> frame : frames_) {
+      frame[(i++ * 131) % (frame.size() / 2)] ^= std::byte{0x04};
+    }
+  }
+  [[nodiscard]] const ModelConfig& model() const { return engine_->config().model; }
+
+  /// Every stored row is attended to.
+  void expect_same_dense() {
+    CallTensors mine(model(), 1, 40), theirs(model(), 1, 40);
+    const AttendOptions dense{.mode = LayerMode::kDense};
+    for (int layer = 0; layer < 2; ++layer) {
+      a_->attend(layer, mine.attend_inputs(), mine.outputs(), {}, dense);
+      b_->attend(layer, theirs.attend_inputs(), theirs.outputs(), {}, dense);
+      EXPECT_TRUE(mine.same_results(theirs));
+    }
+  }
+  std::optional<Error> failing_decode() {
+    CallTensors call(model(), 1, 41);
+    return error_of([&] { a_->decode(0, call.inputs(), call.outputs(), {}, dense_); });
+  }
+
+  std::shared_ptr<WatchingTier> tier_;
+  std::optional<Engine> engine_, twin_;
+  std::deque<Session> sessions_;
+  Session* a_ = nullptr;
+  Session* b_ = nullptr;
+  std::vector<std::span<std::byte>> frames_;
+  AttendOptions dense_{.mode = LayerMode::kDense};
+};
+KVTIER_INSTANTIATE_BACKENDS(RowIntegrityTest);
+
+TEST_P(RowIntegrityTest, WholeRowsAreServed) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+    start(format, kPlenty);
+    expect_same_dense();
+    CallTensors mine(model(), 1, 43), theirs(model(), 1, 43);
+    a_->decode(0, mine.inputs(), mine.outputs(true));
+    b_->decode(0, theirs.inputs(), theirs.outputs(true));
+    EXPECT_TRUE(mine.same_results(theirs));
+    EXPECT_EQ(engine_->stats().cumulative.rows_corrupt, 0U);
+  }
+}
+
+TEST_P(RowIntegrityTest, ChangedRowsAreTakenFromATier) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+    start(format, 110);
+    away_and_back();
+    turn_bits();
+    expect_same_dense();
+    const std::uint64_t corrupt = engine_->stats().cumulative.rows_corrupt;
+    EXPECT_GT(corrupt, 0U);
+    expect_same_dense();
+    EXPECT_EQ(engine_->stats().cumulative.rows_corrupt, corrupt) << "whole since";
+  }
+}
+
+TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
+  start(PageFormat::kModel, 110);
+  away_and_back();
+  turn_bits();
+  for (int layer = 0; layer < 2; ++layer) {
+    EXPECT_EQ(all_rows(*a_, model(), layer), all_rows(*b_, model(), layer));
+  }
+  away_and_back();
+  turn_bits();
+  for (int layer = 0; layer < 2; ++layer) {
+    CallTensors mine(model(), 1, 44), theirs(model(), 1, 44);
+    a_->decode(layer, mine.inputs(), mine.outputs(true));
+    b_->decode(layer, theirs.inputs(), theirs.outputs(true));
+    EXPECT_TRUE(mine.same_results(theirs));
+  }
+  EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+}
+
+TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
+  start(PageFormat::kModel, 110);
+  away_and_back();
+  Session other = engine_->open(), other_twin = twin_->open();
+  append_random(other, model(), 0, 100, 9);
+  append_random(other_twin, model(), 0, 100, 9);
+  tier_->tier.forget();
+  turn_bits();
+  for (int i = 0; i < 2; ++i) {
+    const std::optional<Error> error = failing_decode();
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::kDataLoss) << error->what();
+    EXPECT_EQ(a_->length(0), kStored) << "the append is taken back";
+  }
+  EXPECT_EQ(all_rows(other, model(), 0), all_rows(other_twin, model(), 0));
+}
+
+TEST_P(RowIntegrityTest, ARowThatWasNeverAwayIsDataLoss) {
+  start(PageFormat::kModel, 80);
+  (void)tier_->take_frames();
+  tier_->tier.set({.put = TierStatus::kFull});
+  Session other = engine_->open();
+  EXPECT_TRUE(error_of([&] { append_random(other, model(), 0, kStored, 8); }).has_value());
+  frames_ = tier_->take_frames();
+  ASSERT_GT(frames_.size(), 0U);
+  turn_bits();
+  for (int i = 0; i < 2; ++i) {
+    const std::optional<Error> error = failing_decode();
+    CallTensors call(model(), 1, 41);
+    const std::optional<Error> next =
+        error_of([&] { a_->decode(1, call.inputs(), call.outputs(), {}, dense_); });
+    ASSERT_TRUE(error.has_value() || next.has_value());
+    EXPECT_EQ((error ? error : next)->code(), ErrorCode::kDataLoss);
+  }
+  a_->truncate(0);
+  append_random(*a_, model(), 0, 50, 3);
+  EXPECT_FALSE(failing_decode().has_value());
+}
+
+}  // namespace
+}  // namespace kvtier::testing

@@ -1,0 +1,200 @@
+#include "transfer/row_checks.h"
+
+#include "rows_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <utility>
+
+namespace kvtier::transfer {
+namespace {
+
+constexpr std::int64_t kTokens = 300;
+constexpr std::int64_t kSinks = 4;
+constexpr std::int64_t kRecent = 8;
+
+/// A sequence whose rows have checks, and readings of all that are in its pages.
+class RowChecksTest : public RowsTest {
+ protected:
+  void fill(int head_dim, bool float8) {
+    g_ = geometry(2, head_dim, 16, kSinks, kRecent);
+    g_.float8_pages = float8;
+    g_.row_checks = true;
+    s_ = make_sequence(g_, kTokens + 5);
+    flags_ = make_flags();
+    for (const std::int64_t tokens : {std::int64_t{1}, std::int64_t{40}, kTokens - 41}) {
+      append(tokens);
+    }
+    ids_.clear();
+    for (int head = 0; head < g_.kv_heads; ++head) {
+      for (std::int64_t token = kSinks; token < kTokens - kRecent; ++token) {
+        ids_.push_back(static_cast<std::int32_t>(token));
+      }
+    }
+    device_ids_ = upload(ids_);
+    counts_ = upload(std::vector<std::int32_t>(2, static_cast<std::int32_t>(listed())));
+    staged_ = allocate<std::byte>(static_cast<std::size_t>(2 * listed() * g_.row_bytes()));
+  }
+  [[nodiscard]] std::int64_t listed() const { return kTokens - kRecent - kSinks; }
+
+  void append(std::int64_t tokens) {
+    const HostTensor keys =
+        random_tensor(random_, DType::kBFloat16, tokens, g_.kv_heads, g_.head_dim, 0, 0);
+    const HostTensor values =
+        random_tensor(random_, DType::kFloat32, tokens, g_.kv_heads, g_.head_dim, 3, 1);
+    const Buffer k = upload(keys.bytes), v = upload(values.bytes);
+    AppendBatch batch;
+    batch.push({.sequence = s_.view,
+                .keys = keys.view(k.data()),
+                .values = values.view(v.data()),
+                .tokens = static_cast<std::int32_t>(tokens)});
+    const Buffer packed =
+        allocate<std::byte>(static_cast<std::size_t>(tokens * g_.kv_heads * g_.row_bytes()));
+    write_row_checks(*stream_, g_, batch);
+    pack_rows(*stream_, g_, batch, packed.data());
+    store_rows(*stream_, g_, batch, packed.data());
+    append_done(*stream_, g_, batch);
+    stream_->synchronize();
+  }
+
+  /// Stages the first `staged` rows of each list, and compares all. Returns how many are changed.
+  std::uint64_t verify(std::int64_t staged) {
+    const std::uint64_t before = flags_->rows_corrupt;
+    RowReading reading;
+    reading.sequences.push(s_.view);
+    reading.flags.push(flags_);
+    reading.rows.push({.dense_from = std::numeric_limits<std::int64_t>::max()});
+    reading.selection = {.ids = device_ids_.as<std::int32_t>(),
+                         .counts = counts_.as<std::int32_t>(),
+                         .capacity = listed(),
+                         .staged = staged_.data(),
+                         .staged_capacity = staged};
+    if (staged > 0) {
+      gather_rows(*stream_, g_, reading.sequences, reading.rows, reading.selection, false, nullptr);
+    }
+    verify_rows(*stream_, g_, reading);
+    stream_->synchronize();
+    return flags_->rows_corrupt - before;
+  }
+  [[nodiscard]] std::vector<std::uint16_t> staged_rows() {
+    return download<std::uint16_t>(staged_.data(), staged_.bytes() / 2);
+  }
+
+  [[nodiscard]] std::byte* page(std::int64_t token) {
+    const std::size_t place = s_.page_order[static_cast<std::size_t>(token / g_.page_tokens)];
+    return s_.pages.data() + place * static_cast<std::size_t>(g_.page_bytes());
+  }
+  /// Byte `i` of what a page has of a row: elements, factors, check.
+  [[nodiscard]] std::byte& byte_of(std::int64_t token, int head, std::int64_t i) {
+    const auto row = page_row<float>(g_, page(token), head, token);
+    if (i < g_.page_row_bytes()) return row.bytes[i];
+    i -= g_.page_row_bytes();
+    if (g_.float8_pages && i < 8) return reinterpret_cast<std::byte*>(row.scales)[i];
+    if (g_.float8_pages) i -= 8;
+    return reinterpret_cast<std::byte*>(
+        check_in_page<std::uint32_t>(g_, page(token), head, token))[i];
+  }
+  [[nodiscard]] std::int64_t bytes_of_row() const {
+    return g_.page_row_bytes() + (g_.float8_pages ? 8 : 0) + 4;
+  }
+  std::int64_t any(std::int64_t end) {
+    return std::uniform_int_distribution<std::int64_t>(0, end - 1)(random_);
+  }
+
+  KvGeometry g_;
+  SequenceUnderTest s_;
+  StepFlags* flags_ = nullptr;
+  std::vector<std::int32_t> ids_;
+  Buffer device_ids_, counts_, staged_;
+};
+KVTIER_INSTANTIATE_BACKENDS(RowChecksTest);
+
+TEST_P(RowChecksTest, RowsThatWereWrittenAreWhole) {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    for (const bool float8 : {false, true}) {
+      SCOPED_TRACE(std::to_string(head_dim) + (float8 ? ", fp8" : ""));
+      fill(head_dim, float8);
+      for (const std::int64_t staged : {std::int64_t{0}, std::int64_t{7}, listed()}) {
+        EXPECT_EQ(verify(staged), 0U);
+      }
+      for (std::int64_t token = 0; token < kTokens; ++token) {
+        EXPECT_TRUE(row_is_whole(g_, page(token), 1, token)) << token;
+      }
+    }
+  }
+}
+
+// 10,000 turned bits: each is found, in staging and in place, and none is in a staged row.
+TEST_P(RowChecksTest, EveryTurnedBitIsFoundAndNoneServed) {
+  constexpr int kRounds = 25, kRowsOfRound = 200;
+  for (const bool float8 : {false, true}) {
+    SCOPED_TRACE(float8 ? "fp8" : "bf16");
+    fill(128, float8);
+    ASSERT_EQ(verify(listed()), 0U);
+    const std::vector<std::uint16_t> whole = staged_rows();
+    const auto elements = static_cast<std::size_t>(g_.row_bytes() / 2);
+    for (int round = 0; round < kRounds; ++round) {
+      std::set<std::pair<int, std::int64_t>> rows;
+      while (rows.size() < kRowsOfRound) {
+        rows.insert({static_cast<int>(any(2)), kSinks + any(listed())});
+      }
+      std::vector<std::pair<std::byte*, std::byte>> turned;
+      for (const auto& [head, token] : rows) {
+        turned.emplace_back(&byte_of(token, head, any(bytes_of_row())),
+                            static_cast<std::byte>(1U << any(8)));
+      }
+      for (const auto& [at, bit] : turned) *at ^= bit;
+
+      EXPECT_EQ(verify(0), rows.size());
+      EXPECT_EQ(verify(listed()), rows.size());
+      std::vector<std::uint16_t> expected = whole;
+      for (const auto& [head, token] : rows) {
+        const auto first = static_cast<std::size_t>(head * listed() + token - kSinks) * elements;
+        std::fill_n(expected.begin() + static_cast<std::ptrdiff_t>(first), elements, 0xFFFF);
+        EXPECT_FALSE(row_is_whole(g_, page(token), head, token));
+      }
+      EXPECT_EQ(staged_rows(), expected) << "round " << round;
+      for (const auto& [at, bit] : turned) *at ^= bit;
+    }
+    EXPECT_EQ(verify(listed()), 0U);
+  }
+}
+
+TEST_P(RowChecksTest, RowsInThePlaceOfOthersAreFound) {
+  for (const bool float8 : {false, true}) {
+    fill(64, float8);
+    for (std::int64_t i = 0; i < bytes_of_row(); ++i) {
+      byte_of(20, 1, i) = byte_of(21, 1, i);  // another token, its check too
+      byte_of(30, 0, i) = byte_of(30, 1, i);  // another head
+      byte_of(40, 0, i) = std::byte{0};
+    }
+    EXPECT_EQ(verify(listed()), 3U);
+  }
+}
+
+// A change within one word cannot go unseen.
+TEST(RowCheck, WordsAreMixedByABijection) {
+  const auto inverse = [](std::uint32_t odd) {
+    std::uint32_t x = odd;
+    for (int i = 0; i < 5; ++i) x *= 2 - odd * x;
+    return x;
+  };
+  const auto unmix = [&](std::uint32_t x) {
+    x ^= x >> 16;
+    x *= inverse(0xC2B2AE35U);
+    x ^= x >> 13 ^ x >> 26;
+    x *= inverse(0x85EBCA6BU);
+    return x ^ x >> 16;
+  };
+  std::mt19937 random(4);
+  for (int i = 0; i < 10'000; ++i) {
+    const auto word = static_cast<std::uint32_t>(random());
+    ASSERT_EQ(unmix(mix_word(word)), word);
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::transfer
