@@ -159,9 +159,6 @@ bool ColdLaunch::bring_in(const transfer::SelectionView& selection) {
   const std::uint64_t before = engine_.page_pool->counters().restored;
   const bool together = engine_.page_pool->bring_in(stream_, needed_);
   if (!together || engine_.page_pool->counters().restored != before) ++engine_.cold_steps;
-  if (!together && engine_.device->backend() == Backend::kCuda) {
-    fail_too_many(engine_, needed_.size());
-  }
   settle();
   return together;
 }
@@ -200,12 +197,58 @@ void bring_in_always(transfer::Stream& stream, EngineState& engine,
   if (!launch.bring_in({})) fail_too_many(engine, launch.needed_.size());
 }
 
+std::size_t ColdLaunch::hold_first(std::span<const ColdWindows::PageIndex> pages) {
+  std::size_t count = std::clamp<std::size_t>(engine_.page_pool->num_movable(), 1, pages.size());
+  while (true) {
+    needed_.clear();
+    for (const ColdWindows::PageIndex& index : pages.first(count)) {
+      const LayerState& layer = *layers_[static_cast<std::size_t>(index.sequence)];
+      needed_.push_back(layer.pages.frame(index.page));
+    }
+    // Others cannot go on: the workspace has what is attended to.
+    if (engine_.page_pool->bring_in(stream_, needed_, /*keep_turn=*/true)) break;
+    if (count == 1) fail_too_many(engine_, 1);
+    count /= 2;
+  }
+  settle();
+  return count;
+}
+
+void ColdLaunch::attend_in_windows(const transfer::SelectionView& selection,
+                                   const attention::OutputBatch& outputs,
+                                   const transfer::Batch<transfer::StepFlags*>& session_flags) {
+  std::vector<std::vector<std::uint16_t>> masks(ids_.size());
+  ReadBack read(stream_, engine_);
+  for (std::size_t i = 0; i < masks.size(); ++i) {
+    masks[i].resize(ids_[i].size());
+    read.add(masks[i].data(),
+             selection.head_mask + static_cast<std::int64_t>(i) * selection.capacity,
+             masks[i].size() * sizeof(std::uint16_t));
+  }
+  if (!masks.empty()) read.read();
+  std::vector<ColdWindows::PageIndex> pages;
+  for (std::size_t s = 0; s < marked_.size(); ++s) {
+    for (std::size_t i = 0; i < marked_[s].size(); ++i) {
+      if (marked_[s][i]) pages.push_back({static_cast<int>(s), static_cast<std::int64_t>(i)});
+    }
+  }
+  const ColdWindows::Reading reading{
+      .counters = counters_, .ids = ids_, .masks = masks, .pages = pages};
+  ColdWindows(stream_, engine_, request_, reading, session_flags)
+      .attend(outputs,
+              [this](std::span<const ColdWindows::PageIndex> left) { return hold_first(left); });
+}
+
 void ColdLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,
-                        const attention::OutputBatch& outputs) {
+                        const attention::OutputBatch& outputs,
+                        const transfer::Batch<transfer::StepFlags*>& session_flags) {
+  engine_.wait(stream_);
+  if (engine_.device->backend() == Backend::kCuda) {
+    return attend_in_windows(selection, outputs, session_flags);
+  }
   transfer::SelectionView in_place = selection;
   in_place.staged = nullptr;
   in_place.staged_capacity = 0;
-  engine_.wait(stream_);
   engine_.flash->attend_in_parts(request_, in_place, max_selected, outputs, *this);
 }
 

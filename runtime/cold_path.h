@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/flash_decode.h"
+#include "runtime/cold_windows.h"
 #include "runtime/engine_state.h"
 #include "runtime/sequence_memory.h"
 #include "transfer/device.h"
@@ -40,13 +41,21 @@ class ColdLaunch final : private attention::RowSource {
   /// Tells whether no page of the layers is away, and enqueues where those are that have moved.
   [[nodiscard]] static bool all_here(transfer::Stream& stream, std::span<LayerState* const> layers);
   /// Waits for the selection and for the pages that the launch reads. Returns false when they are
-  /// more than the page pool has frames for, which on CUDA throws `kResourceExhausted`.
+  /// more than the page pool has frames for.
   bool bring_in(const transfer::SelectionView& selection);
+  /// Attends to the rows a part at a time, on the CPU with the launch's bits. `session_flags`: of
+  /// each sequence, where changed rows are counted.
   void attend(const transfer::SelectionView& selection, std::int64_t max_selected,
-              const attention::OutputBatch& outputs);
+              const attention::OutputBatch& outputs,
+              const transfer::Batch<transfer::StepFlags*>& session_flags);
 
  private:
   bool hold(int sequence, std::span<const std::int64_t> tokens) override;
+  /// Makes as many of these pages be here as can be, at least one. Returns how many.
+  std::size_t hold_first(std::span<const ColdWindows::PageIndex> pages);
+  void attend_in_windows(const transfer::SelectionView& selection,
+                         const attention::OutputBatch& outputs,
+                         const transfer::Batch<transfer::StepFlags*>& session_flags);
   void read_back(const transfer::SelectionView& selection);
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void need(int sequence, std::int64_t begin, std::int64_t end);

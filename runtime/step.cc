@@ -240,7 +240,7 @@ class AttendLaunch {
         StageTimer timer(turn_, engine_, engine_.seconds.fetch);
         ColdLaunch cold(stream, engine_, layers, request);
         const bool together = bring_in(cold, selection);
-        if (!together) cold.attend(selection, max_selected, output_batch());
+        if (!together) cold.attend(selection, max_selected, output_batch(), session_flags());
         timer.stop();
         if (!together) return finish_attend();
       }
@@ -278,14 +278,19 @@ class AttendLaunch {
     return together;
   }
 
+  [[nodiscard]] transfer::Batch<transfer::StepFlags*> session_flags() const {
+    transfer::Batch<transfer::StepFlags*> flags;
+    for (const Slice& slice : slices_) flags.push(slice.part->session->flags());
+    return flags;
+  }
+
   /// Compares the rows that attention will read in pages with their checks.
   void verify(const transfer::SelectionView& selection) {
-    transfer::RowReading reading{.sequences = sequences_,
-                                 .flags = {},
-                                 .rows = rows_,
-                                 .selection = selection,
-                                 .rule = options().rule};
-    for (const Slice& slice : slices_) reading.flags.push(slice.part->session->flags());
+    const transfer::RowReading reading{.sequences = sequences_,
+                                       .flags = session_flags(),
+                                       .rows = rows_,
+                                       .selection = selection,
+                                       .rule = options().rule};
     transfer::verify_rows(turn_.stream(), engine_.kv, reading);
   }
 

@@ -112,6 +112,11 @@ struct DeviceCall {
     copy(other.lse, lse, stream);
     copy(other.ids, ids, stream);
   }
+  void download(CallTensors& to) const {
+    check(cudaMemcpy(to.out.mutable_view().data, out.at(), out.size(), cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(to.lse.mutable_view().data, lse.at(), lse.size(), cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(to.ids.data.data(), ids.at(), ids.size(), cudaMemcpyDeviceToHost));
+  }
   [[nodiscard]] bool same_results(const CallTensors& host) const {
     std::vector<std::int32_t> found(host.ids.data.size());
     check(cudaMemcpy(found.data(), ids.at(), ids.size(), cudaMemcpyDeviceToHost));
