@@ -144,6 +144,19 @@ void check_query(const SessionState& session, int layer, const TensorView& query
   }
 }
 
+/// Checks that `call` can select by this query.
+void check_selection(const char* call, const SessionState& session, int layer,
+                     const TensorView& query, StreamRef stream, const AttendOptions& options) {
+  const EngineState& engine = session.engine();
+  check_query(session, layer, query, 0, stream);
+  if (resolve_options(engine, layer, options).rule.mode != LayerMode::kSparse) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                std::string(call) + ": expected a sparse layer, found layer " +
+                    std::to_string(layer) + " dense or sliding-window");
+  }
+  check_options(engine, layer, options, true);
+}
+
 }  // namespace
 
 void check_layer(const EngineState& engine, int layer) {
@@ -268,14 +281,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
 void check_select(const SessionState& session, int layer, const TensorView& query,
                   const SelectOutputs& outputs, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
-  check_query(session, layer, query, 0, stream);
-  const ResolvedOptions resolved = resolve_options(engine, layer, options);
-  if (resolved.rule.mode != LayerMode::kSparse) {
-    throw Error(ErrorCode::kFailedPrecondition, "select: expected a sparse layer, found layer " +
-                                                    std::to_string(layer) +
-                                                    " dense or sliding-window");
-  }
-  check_options(engine, layer, options, true);
+  check_selection("select", session, layer, query, stream, options);
   const std::int64_t tokens = query.shape[0];
   if (outputs.ids.empty()) invalid("ids", "a tensor", "none");
   const std::int64_t min_n =
@@ -287,6 +293,11 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
       invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
     }
   }
+}
+
+void check_prefetch(const SessionState& session, int layer, const TensorView& query,
+                    StreamRef stream, const AttendOptions& options) {
+  check_selection("prefetch", session, layer, query, stream, options);
 }
 
 void check_fetch(const SessionState& session, int layer, const TensorView& tokens,

@@ -170,7 +170,10 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .pages_ahead_useful = s.cumulative.pages_ahead_useful,
                                .pages_ahead_wasted = s.cumulative.pages_ahead_wasted,
                                .pages_ahead_waiting = s.snapshot.pages_ahead_waiting,
-                               .rows_corrupt = s.cumulative.rows_corrupt};
+                               .rows_corrupt = s.cumulative.rows_corrupt,
+                               .rows_ahead = s.cumulative.rows_ahead,
+                               .rows_ahead_useful = s.cumulative.rows_ahead_useful,
+                               .rows_ahead_wasted = s.cumulative.rows_ahead_wasted};
     std::memcpy(stats, &full, size);
   });
 }
@@ -259,6 +262,16 @@ kvtier_status kvtier_session_select(kvtier_session* session, int32_t layer,
         .session.select(layer, to_view(query, "query"),
                         {.ids = to_view(ids, "ids"), .scores = to_view(scores, "scores")},
                         to_stream(stream), converted.options);
+  });
+}
+
+kvtier_status kvtier_session_prefetch(kvtier_session* session, int32_t layer,
+                                      const kvtier_tensor* query, const kvtier_options* options,
+                                      kvtier_stream stream) {
+  return guarded([&] {
+    const Options converted(options);
+    given(session, "session")
+        .session.prefetch(layer, to_view(query, "query"), to_stream(stream), converted.options);
   });
 }
 

@@ -323,6 +323,24 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   turn.finish();
 }
 
+void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
+                       const AttendOptions& options) {
+  EngineState& engine = impl_->engine();
+  runtime::check_layer(engine, layer);
+  impl_->check_flags();
+  runtime::check_prefetch(*impl_, layer, query, stream, options);
+  if (engine.hot == nullptr) return;
+
+  AttendPart part = attend_part(*impl_, layer, {.query = query, .selected = {}}, {}, options);
+  part.prefetches = true;
+  EngineState::Turn turn(engine, stream);
+  {
+    const SessionUse use(*impl_, turn);
+    runtime::attend(turn, engine, layer, {&part, 1});
+  }
+  turn.finish();
+}
+
 void Session::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
   EngineState& engine = impl_->engine();
   runtime::check_layer(engine, layer);

@@ -381,6 +381,9 @@ void EngineState::add_hot_stats(Stats& stats) const {
     sum.hot_misses += load(step.hot_misses);
     sum.hot_admissions += load(step.hot_admissions);
     sum.hot_evictions += load(step.hot_evictions);
+    sum.rows_ahead += load(step.rows_ahead);
+    sum.rows_ahead_useful += load(step.rows_ahead_useful);
+    sum.rows_ahead_wasted += load(step.rows_ahead_wasted);
   }
   stats.snapshot.hot_bytes = hot->num_frames() * hot->frame_bytes();
   stats.snapshot.hot_bytes_used = hot->num_used() * hot->frame_bytes();
@@ -401,7 +404,7 @@ Stats EngineState::stats() const {
     const std::uint64_t resident = load(step.rows_resident);
     sum.rows_selected += load(step.rows_selected);
     sum.rows_attended += fetched + resident;
-    sum.bytes_host_to_device += fetched * row_bytes;
+    sum.bytes_host_to_device += (fetched + load(step.rows_ahead)) * row_bytes;
     sum.bytes_device_resident += resident * static_cast<std::uint64_t>(kv.row_bytes());
     if (i < sketches.size()) {
       sum.bytes_sketch_read +=

@@ -32,5 +32,8 @@ struct Fetch {
 /// Enqueues the copy of the selected rows to staging, as far as it goes: of hot ones, and of the
 /// others from their pages.
 void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
+/// Enqueues that the selected rows become hot, those that are not yet and find a slot, where the
+/// layers' pages are all here.
+void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
 
 }  // namespace kvtier::runtime

@@ -29,6 +29,7 @@ struct LayerState {
   std::vector<std::int64_t> needed{};  ///< Pages that the last launch read; with read-ahead only.
   std::byte* hot_frame = nullptr;      ///< See runtime/hot_rows.h; none until a step has fetched.
   transfer::HotRows hot{};             ///< In it.
+  bool hot_ahead = false;              ///< Rows may have come ahead of steps.
 };
 
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device

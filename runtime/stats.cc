@@ -54,6 +54,9 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .hot_misses = a.hot_misses - b.hot_misses,
           .hot_admissions = a.hot_admissions - b.hot_admissions,
           .hot_evictions = a.hot_evictions - b.hot_evictions,
+          .rows_ahead = a.rows_ahead - b.rows_ahead,
+          .rows_ahead_useful = a.rows_ahead_useful - b.rows_ahead_useful,
+          .rows_ahead_wasted = a.rows_ahead_wasted - b.rows_ahead_wasted,
           .rows_corrupt = a.rows_corrupt - b.rows_corrupt};
 }
 

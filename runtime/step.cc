@@ -61,6 +61,10 @@ class AttendLaunch {
 
   void enqueue() {
     if (slices_.empty()) return;
+    if (slices_.front().part->prefetches) {
+      if (prefetches()) prefetch();
+      return finish();
+    }
     if (options().budget.active && engine_.page_pool != nullptr && !turn_.capturing()) {
       bring_in_always(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
@@ -72,15 +76,19 @@ class AttendLaunch {
       (void)choose();
       export_ids(slices_.front().part->select.ids, slices_.front().part->select.scores);
     }
-    engine_.staging->finish(turn_.stream());
     if (!turn_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
+    finish();
+  }
+
+ private:
+  void finish() {
+    engine_.staging->finish(turn_.stream());
     slices_.clear();
     input_.reset();
     rows_.count = sequences_.count = sketches_.count = 0;
     max_length_ = 0;
   }
 
- private:
   static bool sparse(const AttendPart& part) {
     return part.options.rule.mode == LayerMode::kSparse;
   }
@@ -247,13 +255,8 @@ class AttendLaunch {
     }
     if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-      fetch_rows(stream, engine_,
-                 {.layers = layers_of_slices(),
-                  .sequences = sequences_,
-                  .rows = rows_,
-                  .selection = selection,
-                  .flags = request.flags,
-                  .capturing = turn_.capturing()});
+      const std::vector<LayerState*> layers = layers_of_slices();
+      fetch_rows(stream, engine_, fetch_of(layers, selection));
       timer.stop();
     }
     if (engine_.kv.row_checks) verify(selection);
@@ -261,6 +264,31 @@ class AttendLaunch {
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
     finish_attend();
+  }
+
+  [[nodiscard]] Fetch fetch_of(std::span<LayerState* const> layers,
+                               const transfer::SelectionView& selection) const {
+    return {.layers = layers,
+            .sequences = sequences_,
+            .rows = rows_,
+            .selection = selection,
+            .flags = engine_.step_flags(flags_index()),
+            .capturing = turn_.capturing()};
+  }
+
+  /// Rows are fetched ahead only where nothing has to be waited for.
+  [[nodiscard]] bool prefetches() {
+    return engine_.page_pool == nullptr || turn_.capturing() ||
+           ColdLaunch::all_here(turn_.stream(), layers_of_slices());
+  }
+
+  void prefetch() {
+    read_queries();
+    const transfer::SelectionView selection = choose();
+    const std::vector<LayerState*> layers = layers_of_slices();
+    StageTimer timer(turn_, engine_, engine_.seconds.fetch);
+    fetch_rows_ahead(turn_.stream(), engine_, fetch_of(layers, selection));
+    timer.stop();
   }
 
   /// Waits for the pages of a selection, and makes it again when other calls have used the

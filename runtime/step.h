@@ -38,18 +38,20 @@ struct AppendPart {
   TensorView values;
 };
 
-/// One session's part of an attend or a select. Exactly one of `outputs` and `select` is used.
+/// One session's part of an attend, a select or a prefetch. Exactly one of `outputs`, `select` and
+/// `prefetches` is used.
 struct AttendPart {
   SessionState* session = nullptr;
   AttendInputs inputs;
   AttendOutputs outputs;
   SelectOutputs select;
+  bool prefetches = false;
   ResolvedOptions options;
   std::size_t sketch = 0;  ///< Index of the sketch to score with.
 };
 
-/// Enqueues attention (or selection alone) of one layer. `after_append`: what `append`
-/// (runtime/append.h) returned, when it is what the turn enqueued just before.
+/// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
+/// `append` (runtime/append.h) returned, when it is what the turn enqueued just before.
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append = false);
 

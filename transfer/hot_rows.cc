@@ -38,6 +38,8 @@ void check(const HotGather& gather) {
            "sequence of a row: expected one of the batch", sequence);
   }
   const SelectionView& selection = gather.selection;
+  expect(!gather.ahead || selection.staged_capacity == 0,
+         "staged_capacity: expected 0 for rows ahead of steps", selection.staged_capacity);
   expect(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity,
          "staged_capacity: expected 0 to the capacity", selection.staged_capacity);
   expect(selection.staged != nullptr || selection.staged_capacity == 0,
@@ -61,16 +63,15 @@ void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, co
   stream.fill(hot.sets, kEmptySetByte, set_bytes(geometry, num_sets));
 }
 
-void forget_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot,
-                     std::int64_t length) {
-  if (hot.sets == nullptr) return;
-  const std::int64_t sets = all_sets(geometry, num_sets);
+void forget_hot_rows(Stream& stream, const KvGeometry& geometry, const HotForget& forget) {
+  if (forget.hot.sets == nullptr) return;
+  const std::int64_t sets = all_sets(geometry, forget.num_sets);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::forget_hot_rows(stream.native(), hot, sets, length);
+      return cuda::forget_hot_rows(stream.native(), forget, sets);
     }
   }
-  stream.run([=] { cpu::forget_hot_rows(hot, sets, length); });
+  stream.run([=] { cpu::forget_hot_rows(forget, sets); });
 }
 
 void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather) {

@@ -36,6 +36,9 @@ struct HotTotals {
   unsigned long long misses = 0;
   unsigned long long evictions = 0;
   unsigned long long admissions = 0;
+  unsigned long long ahead = 0;
+  unsigned long long ahead_useful = 0;
+  unsigned long long ahead_wasted = 0;
   unsigned blocks_done = 0;
 };
 
@@ -46,10 +49,15 @@ struct HotTotals {
 
 /// Forgets all rows. Enqueued.
 void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot);
-/// Forgets the rows of tokens from `length` on: needed before other tokens take their place.
-/// Enqueued.
-void forget_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot,
-                     std::int64_t length);
+/// The rows of tokens from `length` on.
+struct HotForget {
+  HotRows hot;
+  int num_sets = 0;
+  std::int64_t length = 0;
+  StepFlags* flags = nullptr;  ///< Counts those that came ahead and were not used.
+};
+/// Forgets them: needed before other tokens take their place. Enqueued.
+void forget_hot_rows(Stream& stream, const KvGeometry& geometry, const HotForget& forget);
 
 /// One gather of rows in host pages, for the rows of a launch.
 struct HotGather {
@@ -60,6 +68,8 @@ struct HotGather {
   HotShape shape;
   HotTotals* totals = nullptr;
   StepFlags* flags = nullptr;
+  /// Rows are kept ahead of steps that may want them, and none are staged.
+  bool ahead = false;
 };
 
 /// As `gather_rows` from pages in host memory, the same bytes in staging, but rows are looked for
@@ -73,6 +83,11 @@ struct HotGather {
 /// rows found among those read from device memory, and what was looked for: hits and misses, and of
 /// the misses admissions, and evictions for them. A missing row that two query rows of a sequence
 /// want is fetched twice and kept once.
+///
+/// With `ahead`, the selected rows that are missing are kept in empty slots, and in those of the
+/// rows worth the least that the last step has not used; those that find no slot are not read.
+/// Counts in `rows_ahead` those that are kept, and evictions for them; a later gather counts their
+/// first use.
 void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather);
 
 }  // namespace kvtier::transfer

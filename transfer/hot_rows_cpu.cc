@@ -14,7 +14,7 @@ namespace {
 struct Missing {
   std::int32_t token;
   std::uint32_t heads;
-  std::byte* staged;
+  std::byte* staged;  ///< Null: it is wanted ahead.
 };
 
 /// The gather of one KV head of one sequence.
@@ -30,16 +30,26 @@ class HeadGather {
     const HotRows& hot = gather.hot[sequence];
     if (hot.sets == nullptr) return;
     const std::int64_t first = std::int64_t{head} * gather.shape.num_sets;
-    sets_ = std::vector<OpenSet>(hot.sets + first, hot.sets + first + gather.shape.num_sets);
+    for (int i = 0; i < gather.shape.num_sets; ++i) {
+      sets_.emplace_back(hot.sets[first + i], gather.ahead);
+    }
     missing_.resize(sets_.size());
     slots_ = hot.slots + first * kSetWays * geometry.row_bytes();
   }
 
   void run() {
     for (int r = 0; r < gather_.rows.count; ++r) {
-      if (gather_.rows[r].sequence == number_) look_for(r);
+      if (gather_.rows[r].sequence != number_) continue;
+      if (gather_.ahead) {
+        look_ahead(r);
+      } else {
+        look_for(r);
+      }
     }
-    for (OpenSet& set : sets_) set.count_uses(gather_.shape.policy);
+    for (OpenSet& set : sets_) {
+      if (gather_.ahead) break;
+      totals_.ahead_useful += static_cast<unsigned long long>(set.count_uses(gather_.shape.policy));
+    }
     for (std::size_t i = 0; i < sets_.size(); ++i) {
       for (const Missing& row : missing_[i]) admit(static_cast<std::int64_t>(i), row);
     }
@@ -63,10 +73,24 @@ class HeadGather {
     }
   }
 
+  void look_ahead(int row) {
+    const SelectionView& selection = gather_.selection;
+    const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
+    for (std::int64_t i = 0; !sets_.empty() && i < selection.counts[list]; ++i) {
+      const std::int64_t at = list * selection.capacity + i;
+      const std::int32_t token = selection.ids[at];
+      if (row_is_resident(geometry_, resident_begin_, token)) continue;
+      const auto heads = static_cast<std::uint32_t>(__builtin_popcount(selection.head_mask[at]));
+      const auto set = static_cast<std::size_t>(hot_set(token, gather_.shape.num_sets));
+      if (sets_[set].find(token, heads) >= 0 || missing_[set].size() == kSetWays) continue;
+      missing_[set].push_back({token, heads, nullptr});
+    }
+  }
+
   void look_for(const Missing& row) {
     if (row_is_resident(geometry_, resident_begin_, row.token)) {
       ++totals_.resident;
-      return read(row);
+      return read(row.token, row.staged);
     }
     if (sets_.empty()) return fetch(row);
     const int set = hot_set(row.token, gather_.shape.num_sets);
@@ -83,20 +107,26 @@ class HeadGather {
   }
 
   void admit(std::int64_t set, const Missing& row) {
-    fetch(row);
+    if (row.staged != nullptr) fetch(row);
     OpenSet& open = sets_[static_cast<std::size_t>(set)];
     if (open.find(row.token, row.heads) >= 0) return;  // for an earlier query row
-    bool evicts = false;
-    const int way = open.admit(gather_.shape.policy, row.token, row.heads, evicts);
+    HotChange change;
+    const int way = open.admit(gather_.shape.policy, row.token, row.heads, change);
     if (way < 0) return;
-    copy(slot(set, way), row.staged);
-    ++totals_.admissions;
-    if (evicts) ++totals_.evictions;
+    if (row.staged != nullptr) {
+      copy(slot(set, way), row.staged);
+      ++totals_.admissions;
+    } else {
+      read(row.token, slot(set, way));
+      ++totals_.ahead;
+    }
+    if (change.evicts) ++totals_.evictions;
+    if (change.wastes) ++totals_.ahead_wasted;
   }
 
   void fetch(const Missing& row) {
     ++totals_.fetched;
-    read(row);
+    read(row.token, row.staged);
   }
   void tell() const {
     const auto add = [this](std::uint64_t StepFlags::*counter, unsigned long long n) {
@@ -109,10 +139,13 @@ class HeadGather {
     add(&StepFlags::hot_misses, totals_.misses);
     add(&StepFlags::hot_admissions, totals_.admissions);
     add(&StepFlags::hot_evictions, totals_.evictions);
+    add(&StepFlags::rows_ahead, totals_.ahead);
+    add(&StepFlags::rows_ahead_useful, totals_.ahead_useful);
+    add(&StepFlags::rows_ahead_wasted, totals_.ahead_wasted);
   }
 
-  void read(const Missing& row) const {
-    cpu::read_row(geometry_, sequence_, resident_begin_, head_, row.token, row.staged);
+  void read(std::int32_t token, std::byte* to) const {
+    cpu::read_row(geometry_, sequence_, resident_begin_, head_, token, to);
   }
   [[nodiscard]] std::byte* slot(std::int64_t set, int way) const {
     return slots_ + (set * kSetWays + way) * geometry_.row_bytes();
@@ -137,12 +170,17 @@ class HeadGather {
 
 namespace cpu {
 
-void forget_hot_rows(const HotRows& hot, std::int64_t num_sets, std::int64_t length) {
+void forget_hot_rows(const HotForget& forget, std::int64_t num_sets) {
+  std::int64_t wasted = 0;
   for (std::int64_t i = 0; i < num_sets; ++i) {
-    for (std::int32_t& token : hot.sets[i].tokens) {
-      if (token >= length) token = -1;
+    HotSet& set = forget.hot.sets[i];
+    for (int way = 0; way < kSetWays; ++way) {
+      if (set.tokens[way] < 0 || set.tokens[way] < forget.length) continue;
+      set.tokens[way] = -1;
+      wasted += set.ahead >> way & 1U;
     }
   }
+  count(forget.flags, &StepFlags::rows_ahead_wasted, wasted);
 }
 
 void gather_hot_rows(const KvGeometry& geometry, const HotGather& gather) {

@@ -1,7 +1,7 @@
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
-#include "transfer/float8_cuda.cuh"
 #include "transfer/head_dim_cuda.cuh"
+#include "transfer/hot_flight_cuda.cuh"
 #include "transfer/hot_rows_kernels.h"
 #include "transfer/hot_set_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
@@ -13,6 +13,8 @@
 namespace kvtier::transfer {
 namespace {
 
+using cuda::Float8Rows;
+using cuda::PlainRows;
 using cuda::WarpSet;
 
 constexpr unsigned kWarp = 32;
@@ -25,101 +27,6 @@ constexpr unsigned kAllLanes = WarpSet::kAllLanes;
 /// Ids that a block looks at together.
 constexpr int kThreadIds = 8;
 constexpr int kTileIds = kThreadIds * static_cast<int>(kWarps * kWarp);
-
-/// Rows that a warp has on the way at a time, hot ones and beside them fetched ones: of the common
-/// size as many as it mostly has of 2,048 in 128 sets, so that nothing is asked for after something
-/// else has come; elsewhere what fits in registers.
-template <int HeadDim>
-constexpr int kHotFlight = HeadDim == 64    ? 32
-                           : HeadDim == 96  ? 12
-                           : HeadDim == 128 ? 16
-                                            : 4;
-template <int HeadDim>
-constexpr int kFetchFlight = HeadDim == 64    ? 16
-                             : HeadDim == 128 ? 8
-                                              : 4;
-
-/// 16 bytes, past L1, issued where it stands.
-__device__ uint4 load_past_l1(const std::byte* from) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-
-template <typename T>
-__device__ T* from_lane(T* pointer, int lane) {
-  return reinterpret_cast<T*>(
-      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
-}
-
-/// Up to `Rows` rows in the registers of a warp, of those whose addresses lanes hold.
-template <int HeadDim, int Rows>
-class Flight {
- public:
-  static constexpr int kRows = Rows;
-
-  /// Those of lanes [first, end).
-  __device__ void load(const std::byte* from, int first, int end) {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int lane = first + unit(i) / kVectors;
-      const std::byte* const row = from_lane(from, lane);
-      if (lane < end) values_[i] = load_past_l1(row + unit(i) % kVectors * 16);
-    }
-  }
-  /// Null: not that one.
-  __device__ void store(std::byte* to, int first, int end) const {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int lane = first + unit(i) / kVectors;
-      std::byte* const row = from_lane(to, lane);
-      if (lane < end && row != nullptr) {
-        reinterpret_cast<uint4*>(row)[unit(i) % kVectors] = values_[i];
-      }
-    }
-  }
-
- private:
-  static constexpr int kVectors = HeadDim / 4;  // of 16 bytes, in a row
-  static constexpr int kLoads = Rows * kVectors / static_cast<int>(kWarp);
-  static_assert(Rows * kVectors % static_cast<int>(kWarp) == 0);
-
-  static __device__ int unit(int i) {
-    return i * static_cast<int>(kWarp) + static_cast<int>(threadIdx.x % kWarp);
-  }
-  uint4 values_[kLoads];
-};
-
-/// Rows of 16 bits everywhere.
-template <int HeadDim>
-struct PlainRows {
-  using Source = const std::byte*;
-  using HotFlight = Flight<HeadDim, kHotFlight<HeadDim>>;
-  using FetchFlight = Flight<HeadDim, kFetchFlight<HeadDim>>;
-
-  static __device__ Source in_slot(const std::byte* slot) { return slot; }
-  static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
-                                    std::int64_t resident_begin, int head, std::int64_t token) {
-    return row_address(geometry, sequence, resident_begin, head, token);
-  }
-};
-
-/// Rows of fp8 in pages, and of 16 bits in slots, sinks and rings.
-template <int HeadDim>
-struct Float8Rows {
-  using Source = cuda::RowSource;
-  using HotFlight = cuda::Float8Flight<HeadDim, 4>;
-  using FetchFlight = cuda::Float8Flight<HeadDim, 2>;
-
-  static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
-  static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
-                                    std::int64_t resident_begin, int head, std::int64_t token) {
-    return cuda::float8_source(geometry, sequence, resident_begin, head, token);
-  }
-};
 
 /// A row on its way; a lane holds one.
 template <typename Source>
@@ -143,8 +50,19 @@ struct Tile {
 };
 
 /// Sums of a warp or a block, in the order of `HotTotals`.
-constexpr int kSums = 7;
-enum Sum { kSelected, kResident, kFetched, kHits, kMisses, kEvictions, kAdmissions };
+constexpr int kSums = 10;
+enum Sum {
+  kSelected,
+  kResident,
+  kFetched,
+  kHits,
+  kMisses,
+  kEvictions,
+  kAdmissions,
+  kAhead,
+  kAheadUseful,
+  kAheadWasted
+};
 
 /// Finds the rows of a tile of `count` ids that belong to the block's sets. All threads of the
 /// block call it; returns how many there are.
@@ -202,7 +120,9 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
 
 /// The rows of one set of one (sequence, KV head): those that hash to it, in the order of query
 /// rows and ids. A warp's, except for `look_for_all`.
-template <typename Rows>
+///
+/// With `Ahead`, rows that come ahead of steps: nothing is staged.
+template <typename Rows, bool Ahead>
 class SetGather {
  public:
   __device__ SetGather(const KvGeometry& geometry, const HotGather& gather, int set, int head,
@@ -216,7 +136,7 @@ class SetGather {
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
         slots_(slots_of(geometry, gather, set, head, sequence)),
-        open_(set_of(gather, set, head, sequence), gather.shape.policy) {}
+        open_(set_of(gather, set, head, sequence), gather.shape.policy, Ahead) {}
 
   /// Called by all threads of the block.
   __device__ void look_for_all(Tile& tile) {
@@ -228,17 +148,26 @@ class SetGather {
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    open_.count_uses();
+    if constexpr (!Ahead) sums_[kAheadUseful] += open_.count_uses();
+    int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
       if (open_.holds(token)) continue;  // for an earlier query row
       bool evicts = false;
       const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
-      if (way < 0) break;
-      if (lane_ == i) missing_slot_ = slot(way);
-      ++sums_[kAdmissions];
+      if (way < 0) continue;
+      if (lane_ == (Ahead ? num_kept : i)) missing_slot_ = slot(way);
+      if (Ahead && lane_ == num_kept) missing_ = {source(token), nullptr};
+      ++num_kept;
       if (evicts) ++sums_[kEvictions];
     }
+    if constexpr (Ahead) {
+      sums_[kAhead] += static_cast<unsigned>(num_kept);
+      num_missing_ = num_kept;  // no other is read
+    } else {
+      sums_[kAdmissions] += static_cast<unsigned>(num_kept);
+    }
+    sums_[kAheadWasted] += open_.num_wasted();
     open_.close();
   }
 
@@ -283,8 +212,9 @@ class SetGather {
     const SelectionView& selection = gather_.selection;
     const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
     const int selected = selection.counts[list];
-    const int count = static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
+    const int count =
+        Ahead ? selected : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
+    if (!Ahead && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
@@ -303,7 +233,11 @@ class SetGather {
       while (found != 0) {
         const ListedRow& row = tile.rows[first + __ffs(static_cast<int>(found)) - 1];
         found &= found - 1;
-        look_for(row.token, row.heads, staged + std::int64_t{row.place} * geometry_.row_bytes());
+        if constexpr (Ahead) {
+          look_ahead(row.token, row.heads);
+        } else {
+          look_for(row.token, row.heads, staged + std::int64_t{row.place} * geometry_.row_bytes());
+        }
       }
     }
   }
@@ -324,6 +258,16 @@ class SetGather {
     if (slots_ == nullptr || num_missing_ == kSetWays) return put_ready(source(token), to);
     if (lane_ == num_missing_) {
       missing_ = {source(token), to};
+      missing_token_ = token;
+      missing_heads_ = heads;
+    }
+    ++num_missing_;
+  }
+
+  __device__ void look_ahead(std::int32_t token, std::uint32_t heads) {
+    if (slots_ == nullptr || row_is_resident(geometry_, resident_begin_, token)) return;
+    if (open_.find(token, heads) >= 0 || num_missing_ == kSetWays) return;
+    if (lane_ == num_missing_) {
       missing_token_ = token;
       missing_heads_ = heads;
     }
@@ -379,9 +323,10 @@ class SetGather {
 /// Adds a block's sums to those of the launch; the last block tells the host and clears them.
 __device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums]) {
   HotTotals& totals = *gather.totals;
-  unsigned long long* const all[kSums] = {&totals.selected,  &totals.resident, &totals.fetched,
-                                          &totals.hits,      &totals.misses,   &totals.evictions,
-                                          &totals.admissions};
+  unsigned long long* const all[kSums] = {
+      &totals.selected,     &totals.resident,    &totals.fetched,    &totals.hits,
+      &totals.misses,       &totals.evictions,   &totals.admissions, &totals.ahead,
+      &totals.ahead_useful, &totals.ahead_wasted};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) {
     if (sums[i] != 0) atomicAdd(all[i], static_cast<unsigned long long>(sums[i]));
@@ -390,9 +335,11 @@ __device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums])
   if (atomicAdd(&totals.blocks_done, 1U) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
   __threadfence();
   StepFlags& flags = *gather.flags;
-  std::uint64_t* const counters[kSums] = {
-      &flags.rows_selected, &flags.rows_resident, &flags.rows_fetched_host, &flags.hot_hits,
-      &flags.hot_misses,    &flags.hot_evictions, &flags.hot_admissions};
+  std::uint64_t* const counters[kSums] = {&flags.rows_selected,     &flags.rows_resident,
+                                          &flags.rows_fetched_host, &flags.hot_hits,
+                                          &flags.hot_misses,        &flags.hot_evictions,
+                                          &flags.hot_admissions,    &flags.rows_ahead,
+                                          &flags.rows_ahead_useful, &flags.rows_ahead_wasted};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) cuda::raise(counters[i], atomicExch(all[i], 0ULL));
   totals.blocks_done = 0;
@@ -403,7 +350,7 @@ __device__ void hand_in_sums() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads
 __device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 /// A warp per set, and one that counts. Block (x, KV head, sequence), `kWarps` sets.
-template <typename Rows>
+template <typename Rows, bool Ahead>
 __global__ void __launch_bounds__(kThreads, 1)
     gather_hot_rows_kernel(const __grid_constant__ KvGeometry geometry,
                            const __grid_constant__ HotGather gather) {
@@ -418,8 +365,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int set = static_cast<int>(blockIdx.x * kWarps + warp);
   const bool works = warp < kWarps && set < gather.shape.num_sets;
   // A warp without a set reads ids with the others, and finds nothing for itself.
-  SetGather<Rows> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
-                       static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+  SetGather<Rows, Ahead> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
+                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
   mine.look_for_all(tile);
   if (works) {
     mine.admit_all();
@@ -440,23 +387,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x % kWarp == 0 && gather.flags != nullptr) add_sums(gather, sums);
 }
 
-/// A thread per slot.
+/// A thread per slot, a warp per set.
 __global__ void __launch_bounds__(kForgetThreads)
-    forget_hot_rows_kernel(HotSet* sets, std::int64_t num_sets, std::int64_t length) {
+    forget_hot_rows_kernel(const __grid_constant__ HotForget forget, std::int64_t num_sets) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kForgetThreads + threadIdx.x;
-  if (i >= num_sets * kSetWays) return;
-  std::int32_t& token = sets[i / kSetWays].tokens[i % kSetWays];
-  if (token >= length) token = -1;
+  if (i / kSetWays >= num_sets) return;
+  HotSet& set = forget.hot.sets[i / kSetWays];
+  const unsigned way = threadIdx.x % kWarp;
+  const std::int32_t token = set.tokens[way];
+  const bool goes = token >= 0 && token >= forget.length;
+  const unsigned gone = __ballot_sync(kAllLanes, goes);
+  if (goes) set.tokens[way] = -1;
+  if (way == 0 && forget.flags != nullptr && (gone & set.ahead) != 0) {
+    cuda::raise(&forget.flags->rows_ahead_wasted, __popc(gone & set.ahead));
+  }
 }
 
 }  // namespace
 
 namespace cuda {
 
-void forget_hot_rows(void* stream, const HotRows& hot, std::int64_t num_sets, std::int64_t length) {
+void forget_hot_rows(void* stream, const HotForget& forget, std::int64_t num_sets) {
   const std::int64_t blocks = (num_sets * kSetWays + kForgetThreads - 1) / kForgetThreads;
   forget_hot_rows_kernel<<<static_cast<unsigned>(blocks), kForgetThreads, 0, stream_of(stream)>>>(
-      hot.sets, num_sets, length);
+      forget, num_sets);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -469,8 +423,12 @@ void gather_hot_rows(void* stream, const KvGeometry& geometry, const HotGather& 
     launch_overlapping(stream_of(stream), kernel, grid, kThreads, 0, geometry, gather);
   };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {
-    if (geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8Rows<head_dim()>>);
-    launch(gather_hot_rows_kernel<PlainRows<head_dim()>>);
+    using Float8 = Float8Rows<head_dim()>;
+    using Plain = PlainRows<head_dim()>;
+    if (gather.ahead && geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8, true>);
+    if (gather.ahead) return launch(gather_hot_rows_kernel<Plain, true>);
+    if (geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8, false>);
+    launch(gather_hot_rows_kernel<Plain, false>);
   });
 }
 

@@ -5,13 +5,13 @@
 /// The two implementations behind transfer/hot_rows.h; arguments as there.
 namespace kvtier::transfer {
 
-namespace cpu {
-void forget_hot_rows(const HotRows& hot, std::int64_t num_sets, std::int64_t length);
+namespace cpu {  // `num_sets`: of all KV heads
+void forget_hot_rows(const HotForget& forget, std::int64_t num_sets);
 void gather_hot_rows(const KvGeometry& geometry, const HotGather& gather);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
-void forget_hot_rows(void* stream, const HotRows& hot, std::int64_t num_sets, std::int64_t length);
+void forget_hot_rows(void* stream, const HotForget& forget, std::int64_t num_sets);
 void gather_hot_rows(void* stream, const KvGeometry& geometry, const HotGather& gather);
 }  // namespace cuda
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <limits>
 
@@ -18,11 +19,14 @@ struct HotSet {
   std::int32_t tokens[kSetWays];  ///< -1: empty.
   std::uint32_t states[kSetWays];
   std::uint32_t hand;   ///< Where the search for a row to give up begins; its low 5 bits count.
-  std::uint32_t steps;  ///< How often the set has been looked at.
+  std::uint32_t steps;  ///< How many steps have looked at the set.
+  // A bit for each way, of no meaning where it is empty.
+  std::uint32_t last_used;  ///< The last step has used the row.
+  std::uint32_t ahead;      ///< The row came ahead of steps, and none has used it yet.
 };
 
-/// All bytes of an empty set: -1 in every token. Steps and the hand may begin anywhere, states are
-/// those of no row.
+/// All bytes of an empty set: -1 in every token. Steps and the hand may begin anywhere, states and
+/// bits are those of no row.
 inline constexpr int kEmptySetByte = 0xFF;
 
 /// The set of a token.
@@ -34,11 +38,22 @@ KVTIER_HOST_DEVICE inline int hot_set(std::int32_t token, int num_sets) {
 /// Returns the sets of one KV head that hold `rows` rows.
 [[nodiscard]] inline int hot_sets(int rows) { return (rows + kSetWays - 1) / kSetWays; }
 
+/// What the row that a new one takes the place of was.
+struct HotChange {
+  bool evicts = false;  ///< It was there.
+  bool wastes = false;  ///< It had come ahead, and no step has used it.
+};
+
 /// One set during a step, on the CPU: all rows of the step are looked for, then those found count
 /// as used, then missing ones get slots. No row that the step uses has to go.
+///
+/// Or while rows come `ahead` of steps: no row of the last step has to go either. This is no use:
+/// what the policy knows of other rows, and the hand, stay as they are.
 class OpenSet {
  public:
-  explicit OpenSet(HotSet& set) : set_(&set) { ++set.steps; }
+  explicit OpenSet(HotSet& set, bool ahead = false) : set_(&set), ahead_(ahead) {
+    if (!ahead) ++set.steps;
+  }
 
   /// The way of a token, or -1. `heads`: query heads that chose it.
   int find(std::int32_t token, std::uint32_t heads) {
@@ -51,38 +66,49 @@ class OpenSet {
     return static_cast<int>(way);
   }
 
-  void count_uses(HotPolicy policy) {
+  /// Of a step. Returns how many of the rows found came ahead, and are used for the first time.
+  int count_uses(HotPolicy policy) {
     for (int way = 0; way < kSetWays; ++way) {
-      if (!is_used(way)) continue;
+      if (!has(used_, way)) continue;
       std::uint32_t& state = set_->states[way];
       state = hot_used(policy, state, false, set_->steps, heads_[static_cast<std::size_t>(way)]);
     }
+    const int useful = std::popcount(used_ & set_->ahead);
+    set_->ahead &= ~used_;
+    set_->last_used = used_;
+    return useful;
   }
 
-  /// The way that a missing token gets, or -1 when the step uses all of them. `evicts`: it was
-  /// another's.
-  int admit(HotPolicy policy, std::int32_t token, std::uint32_t heads, bool& evicts) {
-    const int way = make_room(policy, evicts);
+  /// The way that a missing token gets, or -1 when there is none for it.
+  int admit(HotPolicy policy, std::int32_t token, std::uint32_t heads, HotChange& change) {
+    const std::uint32_t state = hot_used(policy, 0, true, set_->steps, heads);
+    const int way = make_room(policy);
     if (way < 0) return way;
+    change.evicts = set_->tokens[way] >= 0;
+    change.wastes = change.evicts && has(set_->ahead, way);
     set_->tokens[way] = token;
-    set_->states[way] = hot_used(policy, 0, true, set_->steps, heads);
-    used_ |= 1U << way;
+    set_->states[way] = state;
+    const std::uint32_t bit = 1U << way;
+    used_ |= bit;
+    (ahead_ ? set_->ahead : set_->last_used) |= bit;
+    (ahead_ ? set_->last_used : set_->ahead) &= ~bit;
     return way;
   }
 
  private:
-  [[nodiscard]] bool is_used(int way) const { return ((used_ >> way) & 1U) != 0; }
+  [[nodiscard]] static bool has(std::uint32_t ways, int way) { return ((ways >> way) & 1U) != 0; }
   /// From the hand to a way.
   [[nodiscard]] std::uint32_t distance(int way) const {
     return (static_cast<std::uint32_t>(way) - set_->hand) % kSetWays;
   }
 
-  int make_room(HotPolicy policy, bool& evicts) {
+  int make_room(HotPolicy policy) {
     int best = -1;
     std::uint32_t best_rank = std::numeric_limits<std::uint32_t>::max();
     for (int way = 0; way < kSetWays; ++way) {
-      if (is_used(way)) continue;
+      if (has(used_, way)) continue;
       const bool empty = set_->tokens[way] < 0;
+      if (ahead_ && !empty && has(set_->last_used, way)) continue;
       const std::uint32_t value = empty ? 0 : hot_value(policy, set_->states[way], set_->steps) + 1;
       const std::uint32_t rank = value * kSetWays + distance(way);
       if (rank < best_rank) {
@@ -90,12 +116,10 @@ class OpenSet {
         best_rank = rank;
       }
     }
-    if (best < 0) return -1;
-    evicts = set_->tokens[best] >= 0;
-    if (!evicts) return best;
+    if (best < 0 || ahead_ || set_->tokens[best] < 0) return best;
     const std::uint32_t least = best_rank / kSetWays - 1;
     for (int way = 0; way < kSetWays; ++way) {
-      if (is_used(way) || way == best) continue;
+      if (has(used_, way) || way == best) continue;
       set_->states[way] =
           hot_spared(policy, set_->states[way], least, distance(way) < best_rank % kSetWays);
     }
@@ -104,6 +128,7 @@ class OpenSet {
   }
 
   HotSet* set_;
+  bool ahead_;
   std::uint32_t used_ = 0;                       ///< Ways that the step uses,
   std::array<std::uint32_t, kSetWays> heads_{};  ///< by the most query heads of a query row.
 };

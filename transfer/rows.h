@@ -29,6 +29,10 @@ struct StepFlags {
   std::uint64_t hot_misses = 0;
   std::uint64_t hot_admissions = 0;
   std::uint64_t hot_evictions = 0;
+  // Rows that have become hot ahead of steps; of these, used since, and gone unused.
+  std::uint64_t rows_ahead = 0;
+  std::uint64_t rows_ahead_useful = 0;
+  std::uint64_t rows_ahead_wasted = 0;
   std::uint64_t rows_corrupt = 0;  ///< Rows of pages that are not what was written.
 };
 

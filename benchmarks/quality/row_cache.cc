@@ -100,10 +100,10 @@ std::int64_t policy_hits(const SelectedSteps& steps, int capacity, HotPolicy pol
       if (set_of(token).find(token, heads) < 0) missing.push_back(token);
     }
     hits += std::ssize(step) - std::ssize(missing);
-    for (transfer::OpenSet& set : open) set.count_uses(policy);
+    for (transfer::OpenSet& set : open) (void)set.count_uses(policy);
     for (const std::int32_t token : missing) {
-      bool evicts = false;
-      set_of(token).admit(policy, token, heads, evicts);
+      transfer::HotChange change;
+      (void)set_of(token).admit(policy, token, heads, change);
     }
   }
   return hits;

@@ -255,6 +255,7 @@ typedef struct kvtier_stats {
   uint64_t hot_hits, hot_misses, hot_admissions, hot_evictions, hot_bytes, hot_bytes_used;
   uint64_t pages_ahead, pages_ahead_useful, pages_ahead_wasted, pages_ahead_waiting;
   uint64_t rows_corrupt;
+  uint64_t rows_ahead, rows_ahead_useful, rows_ahead_wasted;
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */
@@ -319,6 +320,11 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_select(kvtier_session* session, int
                                                     const kvtier_tensor* scores, /* may be NULL */
                                                     const kvtier_options* options,
                                                     kvtier_stream stream);
+/* Makes the rows that the query selects hot for steps to come: Session::prefetch. */
+KVTIER_C_EXPORT kvtier_status kvtier_session_prefetch(kvtier_session* session, int32_t layer,
+                                                      const kvtier_tensor* query,
+                                                      const kvtier_options* options,
+                                                      kvtier_stream stream);
 KVTIER_C_EXPORT kvtier_status kvtier_session_attend(kvtier_session* session, int32_t layer,
                                                     const kvtier_attend_args* args,
                                                     kvtier_stream stream);

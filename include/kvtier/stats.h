@@ -35,7 +35,7 @@ struct Stats {
     std::uint64_t queries = 0;          ///< (query token, layer) pairs attended.
     std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
     std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
-    std::uint64_t bytes_host_to_device = 0;    ///< Rows read from host pages by steps.
+    std::uint64_t bytes_host_to_device = 0;    ///< Rows read from host pages by steps, or ahead.
     std::uint64_t bytes_device_to_host = 0;    ///< Rows written to host pages by appends.
     std::uint64_t bytes_device_resident = 0;   ///< Rows attended out of device memory.
     std::uint64_t bytes_sketch_read = 0;       ///< Sketch and norm bytes read by scoring.
@@ -65,7 +65,12 @@ struct Stats {
     std::uint64_t hot_hits = 0;
     std::uint64_t hot_misses = 0;
     std::uint64_t hot_admissions = 0;  ///< Of the misses: kept.
-    std::uint64_t hot_evictions = 0;   ///< Of the admissions: in the place of another row.
+    std::uint64_t hot_evictions = 0;   ///< Rows that went for one that was kept.
+    // Rows that `Session::prefetch` has made hot: those that a step has found since, and those that
+    // went before, or whose session ended. The others are there yet.
+    std::uint64_t rows_ahead = 0;
+    std::uint64_t rows_ahead_useful = 0;
+    std::uint64_t rows_ahead_wasted = 0;
     /// With `verify_rows`, readings of a row that was not what had been written.
     std::uint64_t rows_corrupt = 0;
 

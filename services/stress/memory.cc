@@ -62,15 +62,15 @@ std::size_t table_bytes(const StressOptions& options) {
   return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
 }
 
-/// Bytes of the hot rows of a run: sets of 32 rows, each with 8 bytes that say what it is, and 8 of
-/// the set.
+/// Bytes of the hot rows of a run: sets of 32 rows, each with 8 bytes that say what it is, and 16
+/// of the set.
 std::size_t hot_bytes(const StressOptions& options) {
   if (options.hot_rows == 0) return 0;
   constexpr std::int64_t kSetRows = 32;
   constexpr std::size_t kAlign = 256;
   const ModelConfig model = options.model();
   const auto sets = static_cast<std::size_t>(ceil_div(options.hot_rows, kSetRows) * model.kv_heads);
-  const std::size_t layer = sets * (kSetRows * (row_bytes(model) + 8) + 8) + kAlign;
+  const std::size_t layer = sets * (kSetRows * (row_bytes(model) + 8) + 16) + kAlign;
   return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
 }
 

@@ -45,6 +45,9 @@ class CApiEqualityTest : public EngineTest {
     config_.model.layers = 2;
     config_.model.layer_options = {{}, {.mode = LayerMode::kSlidingWindow, .window_tokens = 30}};
     config_.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 4}};
+    config_.memory.staging_rows = 128;  // without, the CPU has no hot rows
+    config_.memory.hot_bytes = 4 * MiB;
+    config_.memory.hot_rows = 512;
     engine_.emplace(config_);
     session_.emplace(engine_->open());
 
@@ -62,6 +65,9 @@ class CApiEqualityTest : public EngineTest {
     c.host_bytes = config_.memory.host_bytes;
     c.max_session_tokens = config_.memory.max_session_tokens;
     c.max_batch_rows = config_.memory.max_batch_rows;
+    c.staging_rows = config_.memory.staging_rows;
+    c.hot_bytes = config_.memory.hot_bytes;
+    c.hot_rows = config_.memory.hot_rows;
     c.retrieval = to_c(config_.retrieval);
     c.extra_sketches = &extra;
     c.num_extra_sketches = 1;
@@ -109,6 +115,47 @@ class CApiEqualityTest : public EngineTest {
   kvtier_engine* c_engine_ = nullptr;
   kvtier_session* c_session_ = nullptr;
 };
+
+TEST_P(CApiEqualityTest, APrefetchFetchesAndCountsAlike) {
+  const CallTensors next(config_.model, 1, 40);
+  RetrievalConfig more = config_.retrieval;
+  more.top_k += 32;
+  const kvtier_retrieval_config c_more = to_c(more);
+  kvtier_options c_options;
+  kvtier_options_init(&c_options);
+  c_options.retrieval = &c_more;
+  AttendOptions options;
+  options.retrieval = &more;
+  const kvtier_tensor query = to_c(next.query.view());
+  CallTensors a(config_.model, 1, 40), b(config_.model, 1, 40);
+  const kvtier_attend_args args = testing::to_c(b.inputs(), b.outputs(true));
+  session_->prefetch(0, next.query.view(), {}, options);
+  ASSERT_EQ(kvtier_session_prefetch(c_session_, 0, &query, &c_options, kNoStream), KVTIER_OK)
+      << kvtier_last_error();
+  session_->decode(0, a.inputs(), a.outputs(true));
+  ASSERT_EQ(kvtier_session_decode(c_session_, 0, &args, kNoStream), KVTIER_OK);
+  EXPECT_TRUE(a.same_results(b));
+  // The second layer selects nothing.
+  EXPECT_EQ(kvtier_session_prefetch(c_session_, 1, &query, nullptr, kNoStream),
+            KVTIER_FAILED_PRECONDITION);
+  EXPECT_EQ(kvtier_session_prefetch(c_session_, 0, nullptr, nullptr, kNoStream),
+            KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(kvtier_session_prefetch(nullptr, 0, &query, nullptr, kNoStream),
+            KVTIER_INVALID_ARGUMENT);
+  session_->truncate(0);
+  ASSERT_EQ(kvtier_session_truncate(c_session_, 0, kNoStream), KVTIER_OK);
+
+  const Stats::Cumulative sum = engine_->stats().cumulative;
+  kvtier_stats stats{};
+  stats.struct_size = sizeof(stats);
+  ASSERT_EQ(kvtier_engine_stats(c_engine_, &stats), KVTIER_OK);
+  EXPECT_GT(sum.rows_ahead_useful, 0U);
+  EXPECT_GT(sum.rows_ahead_wasted, 0U);
+  EXPECT_EQ(stats.rows_ahead, sum.rows_ahead);
+  EXPECT_EQ(stats.rows_ahead_useful, sum.rows_ahead_useful);
+  EXPECT_EQ(stats.rows_ahead_wasted, sum.rows_ahead_wasted);
+  EXPECT_EQ(stats.hot_hits, sum.hot_hits);
+}
 
 TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
   RetrievalConfig norm_aware = config_.retrieval;

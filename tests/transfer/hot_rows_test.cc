@@ -121,7 +121,7 @@ class HotRowsTest : public RowsTest {
   /// What a gather does to the model of one head, and what it counts.
   static void expect_head(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
                           int number, int head, const std::vector<QueryIds>& queries,
-                          std::size_t staged, StepFlags& expected) {
+                          std::size_t staged, bool ahead, StepFlags& expected) {
     struct Use {
       std::int32_t token;
       unsigned heads;
@@ -130,47 +130,52 @@ class HotRowsTest : public RowsTest {
     const bool keeps = sequence.memory.data() != nullptr;
     std::vector<std::vector<Use>> missing(static_cast<std::size_t>(shape.num_sets));
     if (keeps) {
-      for (ModelSet& set : sequence.model[h]) set.begin();
+      for (ModelSet& set : sequence.model[h]) set.begin(ahead);
     }
     for (const QueryIds& query : queries) {
       if (query.sequence != number) continue;
-      expected.rows_selected += query.ids[h].size();
-      for (std::size_t i = 0; i < std::min(query.ids[h].size(), staged); ++i) {
+      if (!ahead) expected.rows_selected += query.ids[h].size();
+      for (std::size_t i = 0; i < query.ids[h].size() && (ahead || i < staged); ++i) {
         const std::int32_t token = query.ids[h][i];
         const auto heads = static_cast<unsigned>(std::popcount(query.masks[h][i]));
         if (token < g.sink_capacity || token >= sequence.s.expected.resident_begin) {
-          ++expected.rows_resident;
+          if (!ahead) ++expected.rows_resident;
           continue;
         }
         const auto set = static_cast<std::size_t>(hot_set(token, shape.num_sets));
         if (keeps && sequence.model[h][set].find(token, heads)) {
+          if (ahead) continue;
           ++expected.rows_resident;
           ++expected.hot_hits;
           continue;
         }
-        ++expected.rows_fetched_host;
+        if (!ahead) ++expected.rows_fetched_host;
         if (!keeps) continue;
-        ++expected.hot_misses;
+        if (!ahead) ++expected.hot_misses;
         if (missing[set].size() < kSetWays) missing[set].push_back({token, heads});
       }
     }
     if (!keeps) return;
     for (std::size_t set = 0; set < missing.size(); ++set) {
       ModelSet& model = sequence.model[h][set];
-      model.end_of_finding();
+      if (!ahead) {
+        expected.rows_ahead_useful += static_cast<std::uint64_t>(model.end_of_finding());
+      }
       for (const Use& use : missing[set]) {
-        const std::vector<std::int32_t> kept = model.tokens();
-        if (std::find(kept.begin(), kept.end(), use.token) != kept.end()) continue;
-        bool evicts = false;
-        if (model.admit(use.token, use.heads, evicts)) ++expected.hot_admissions;
-        if (evicts) ++expected.hot_evictions;
+        const std::vector<std::int32_t> there = model.tokens();
+        if (std::find(there.begin(), there.end(), use.token) != there.end()) continue;
+        HotChange change;
+        const bool kept = model.admit(use.token, use.heads, change).has_value();
+        if (kept) ++(ahead ? expected.rows_ahead : expected.hot_admissions);
+        if (change.evicts) ++expected.hot_evictions;
+        if (change.wastes) ++expected.rows_ahead_wasted;
       }
     }
   }
 
   void check_gather(const KvGeometry& g, std::vector<HotSequence>& sequences, const HotShape& shape,
                     const std::vector<QueryIds>& queries, std::int64_t capacity,
-                    std::int64_t staged_capacity) {
+                    std::int64_t staged_capacity, bool ahead = false) {
     const auto heads = static_cast<std::size_t>(g.kv_heads);
     const auto cap = static_cast<std::size_t>(capacity);
     const auto staged_cap = static_cast<std::size_t>(staged_capacity);
@@ -180,6 +185,7 @@ class HotRowsTest : public RowsTest {
     std::vector<std::uint16_t> staging(queries.size() * heads * staged_cap * row, kUnwritten);
     HotGather gather;
     gather.shape = shape;
+    gather.ahead = ahead;
     gather.totals = totals_.as<HotTotals>();
     gather.flags = make_flags();
     for (const HotSequence& sequence : sequences) {
@@ -206,7 +212,7 @@ class HotRowsTest : public RowsTest {
     }
     for (std::size_t s = 0; s < sequences.size(); ++s) {
       for (int head = 0; head < g.kv_heads; ++head) {
-        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap,
+        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap, ahead,
                     expected);
       }
     }
@@ -230,6 +236,12 @@ class HotRowsTest : public RowsTest {
     EXPECT_EQ(found.hot_misses, expected.hot_misses);
     EXPECT_EQ(found.hot_admissions, expected.hot_admissions);
     EXPECT_EQ(found.hot_evictions, expected.hot_evictions);
+    EXPECT_EQ(found.rows_ahead, expected.rows_ahead);
+    EXPECT_EQ(found.rows_ahead_useful, expected.rows_ahead_useful);
+    EXPECT_EQ(found.rows_ahead_wasted, expected.rows_ahead_wasted);
+    came_ahead_ += found.rows_ahead;
+    useful_ += found.rows_ahead_useful;
+    wasted_ += found.rows_ahead_wasted;
     hits_ += found.hot_hits;
     evictions_ += found.hot_evictions;
     for (const HotSequence& sequence : sequences) expect_sets(sequence, shape);
@@ -249,10 +261,17 @@ class HotRowsTest : public RowsTest {
 
   void forget(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
               std::int64_t length) {
-    forget_hot_rows(*stream_, g, shape.num_sets, sequence.hot, length);
+    StepFlags* const flags = make_flags();
+    forget_hot_rows(
+        *stream_, g,
+        {.hot = sequence.hot, .num_sets = shape.num_sets, .length = length, .flags = flags});
+    stream_->synchronize();
+    std::uint64_t wasted = 0;
     for (std::vector<ModelSet>& sets : sequence.model) {
-      for (ModelSet& set : sets) set.forget(length);
+      for (ModelSet& set : sets) wasted += static_cast<std::uint64_t>(set.forget(length));
     }
+    EXPECT_EQ(flags->rows_ahead_wasted, wasted);
+    wasted_ += wasted;
     for (auto& written : std::span(sequence.written).subspan(static_cast<std::size_t>(length))) {
       ++written;
     }
@@ -262,6 +281,7 @@ class HotRowsTest : public RowsTest {
   Buffer totals_;
   std::uint64_t hits_ = 0;
   std::uint64_t evictions_ = 0;
+  std::uint64_t came_ahead_ = 0, useful_ = 0, wasted_ = 0;
 };
 KVTIER_INSTANTIATE_BACKENDS(HotRowsTest);
 
@@ -294,6 +314,47 @@ TEST_P(HotRowsTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
     }
     EXPECT_GT(hits_, 100U);
     EXPECT_GT(evictions_, 10U);
+  }
+}
+
+TEST_P(HotRowsTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp) {
+  struct Case {
+    int num_sets;
+    HotPolicy policy;
+    int head_dim;
+  };
+  for (const Case& c : {Case{9, HotPolicy::kScore, 128}, Case{5, HotPolicy::kClock, 64},
+                        Case{4, HotPolicy::kLru, 256}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const HotShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<HotSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 700, shape, true));
+    came_ahead_ = useful_ = wasted_ = 0;
+    for (int step = 0; step < 16; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      // Two query rows of one sequence, which may want the same rows.
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 700, 150), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
+                   400, step % 2 == 1 ? 250 : 0, step % 2 == 0);
+      if (HasFailure()) return;
+      if (step % 8 == 6) forget(g, sequences[0], shape, 500 - 100 * (step / 8));
+    }
+    EXPECT_GT(useful_, 50U);
+    EXPECT_GT(wasted_, 5U);
+    std::uint64_t waiting = 0;
+    for (const HotSequence& sequence : sequences) {
+      for (const std::vector<ModelSet>& sets : sequence.model) {
+        for (const ModelSet& set : sets) waiting += static_cast<std::uint64_t>(set.num_ahead());
+      }
+    }
+    EXPECT_EQ(came_ahead_, useful_ + wasted_ + waiting);
+    for (HotSequence& sequence : sequences) forget(g, sequence, shape, 0);
+    EXPECT_EQ(came_ahead_, useful_ + wasted_);
   }
 }
 
@@ -343,6 +404,11 @@ TEST_P(HotRowsTest, RefusesWhatDoesNotFit) {
       {"hot rows", [](HotGather& x) { x.hot.push({}); }},
       {"sequence of a row", [](HotGather& x) { x.rows.push({.sequence = 0}); }},
       {"staged_capacity", [](HotGather& x) { x.selection.staged_capacity = 1; }},
+      {"staged_capacity: expected 0 for rows ahead",
+       [](HotGather& x) {
+         x.ahead = true;
+         x.selection.capacity = x.selection.staged_capacity = 1;
+       }},
       {"staged: ", [](HotGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
       {"totals", [](HotGather& x) { x.totals = nullptr; }},
   };

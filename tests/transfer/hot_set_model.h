@@ -21,11 +21,14 @@ class ModelSet {
     unsigned uses = 0;   // of the clock
     unsigned score = 0;  // when it was last used
     unsigned last_step = 0;
-    bool busy = false;  // used by this launch
+    bool busy = false;   // used by this launch
+    bool last = false;   // used by the last step
+    bool ahead = false;  // came ahead, not used yet
   };
 
-  void begin() {
-    ++step_;
+  void begin(bool ahead = false) {
+    ahead_ = ahead;
+    if (!ahead) ++step_;
     for (Slot& slot : slots_) slot.busy = false;
     heads_.clear();
   }
@@ -39,29 +42,50 @@ class ModelSet {
     }
     return std::nullopt;
   }
-  void end_of_finding() {
+  /// Of a step; returns how many rows that came ahead it is the first to use.
+  int end_of_finding() {
+    int useful = 0;
+    for (Slot& slot : slots_) {
+      slot.last = slot.busy;
+      if (!slot.busy || !slot.ahead) continue;
+      slot.ahead = false;
+      ++useful;
+    }
     for (const auto& [way, heads] : heads_) {
       Slot& slot = at(way);
       slot.uses = std::min(slot.uses + 1, 3U);
       slot.score = std::min(score(slot) + 64 * heads, 65535U);
       slot.last_step = step_;
     }
+    return useful;
   }
-  std::optional<int> admit(std::int32_t token, unsigned heads, bool& evicts) {
-    const std::optional<int> way = room(evicts);
+  std::optional<int> admit(std::int32_t token, unsigned heads, HotChange& change) {
+    const std::optional<int> way = ahead_ ? room_ahead() : room();
     if (!way) return way;
-    at(*way) = {token, 0, 64 * heads, step_, true};
+    change.evicts = at(*way).token >= 0;
+    change.wastes = change.evicts && at(*way).ahead;
+    at(*way) = {token, 0, 64 * heads, step_, true, !ahead_, ahead_};
     return way;
   }
-  void forget(std::int64_t length) {
+  /// Returns how many of those forgotten came ahead and were not used.
+  int forget(std::int64_t length) {
+    int wasted = 0;
     for (Slot& slot : slots_) {
-      if (slot.token >= length) slot.token = -1;
+      if (slot.token < length) continue;
+      if (slot.ahead) ++wasted;
+      slot = {};
     }
+    return wasted;
   }
   [[nodiscard]] std::vector<std::int32_t> tokens() const {
     std::vector<std::int32_t> tokens;
     for (const Slot& slot : slots_) tokens.push_back(slot.token);
     return tokens;
+  }
+  [[nodiscard]] int num_ahead() const {
+    return static_cast<int>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
+      return slot.token >= 0 && slot.ahead;
+    }));
   }
 
  private:
@@ -71,21 +95,39 @@ class ModelSet {
     const unsigned halved = age / 32 < 32 ? slot.score >> (age / 32) : 0;
     return halved - halved * (age % 32) / 64;
   }
-  /// The slot to use: the first empty one from the hand on, or another's.
-  std::optional<int> room(bool& evicts) {
-    std::vector<int> order;  // from the hand on, without the busy ones
+  /// From the hand on, without the busy ones.
+  [[nodiscard]] std::vector<int> in_order() {
+    std::vector<int> order;
     for (int i = 0; i < kSetWays; ++i) {
       const int way = (hand_ + i) % kSetWays;
       if (!at(way).busy) order.push_back(way);
     }
-    if (order.empty()) return std::nullopt;
+    return order;
+  }
+  std::optional<int> first_empty(const std::vector<int>& order) {
     for (const int way : order) {
       if (at(way).token < 0) return way;
     }
-    evicts = true;
+    return std::nullopt;
+  }
+  /// The slot to use: the first empty one from the hand on, or another's.
+  std::optional<int> room() {
+    const std::vector<int> order = in_order();
+    if (order.empty()) return std::nullopt;
+    if (const std::optional<int> way = first_empty(order)) return way;
     const int way = policy_ == HotPolicy::kClock ? sweep(order) : worst(order);
     hand_ = (way + 1) % kSetWays;
     return way;
+  }
+  /// Likewise, for a row that comes ahead.
+  std::optional<int> room_ahead() {
+    std::vector<int> order = in_order();
+    if (const std::optional<int> way = first_empty(order)) return way;
+    std::erase_if(order, [&](int way) { return at(way).last; });
+    if (order.empty()) return std::nullopt;
+    if (policy_ != HotPolicy::kClock) return worst(order);
+    return *std::min_element(order.begin(), order.end(),
+                             [&](int a, int b) { return at(a).uses < at(b).uses; });
   }
   int sweep(const std::vector<int>& order) {
     for (std::size_t i = 0;; i = (i + 1) % order.size()) {
@@ -105,6 +147,7 @@ class ModelSet {
   std::map<int, unsigned> heads_;
   int hand_ = kSetWays - 1;  // as cleared sets have it
   unsigned step_ = 0;
+  bool ahead_ = false;  // rows are kept ahead of steps
 };
 
 }  // namespace kvtier::transfer

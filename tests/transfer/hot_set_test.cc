@@ -47,29 +47,37 @@ TEST(HotSet, ChoosesAsThePlainModelDoes) {
       std::mt19937 random(seed);
       HotSet set = empty_set();
       ModelSet model(policy);
-      int evictions = 0;
+      int evictions = 0, came_ahead = 0, useful = 0, wasted = 0;
       for (int i = 0; i < 100; ++i) {
-        OpenSet open(set);
-        model.begin();
+        const bool ahead = i % 3 == 2;
+        OpenSet open(set, ahead);
+        model.begin(ahead);
         std::vector<Use> missing;
         for (const Use& use : random_step(random)) {
           const int way = open.find(use.token, use.heads);
           ASSERT_EQ(way, model.find(use.token, use.heads).value_or(-1)) << "step " << i;
           if (way < 0) missing.push_back(use);
         }
-        open.count_uses(policy);
-        model.end_of_finding();
+        if (!ahead) {
+          const int now = model.end_of_finding();
+          ASSERT_EQ(open.count_uses(policy), now) << "step " << i;
+          useful += now;
+        }
         for (const Use& use : missing) {
-          bool evicts = false;
-          bool model_evicts = false;
-          const int way = open.admit(policy, use.token, use.heads, evicts);
-          ASSERT_EQ(way, model.admit(use.token, use.heads, model_evicts).value_or(-1));
-          ASSERT_EQ(evicts, model_evicts);
-          evictions += evicts ? 1 : 0;
+          HotChange change, model_change;
+          const int way = open.admit(policy, use.token, use.heads, change);
+          ASSERT_EQ(way, model.admit(use.token, use.heads, model_change).value_or(-1));
+          ASSERT_EQ(change.evicts, model_change.evicts);
+          ASSERT_EQ(change.wastes, model_change.wastes);
+          evictions += change.evicts ? 1 : 0;
+          wasted += change.wastes ? 1 : 0;
+          came_ahead += ahead && way >= 0 ? 1 : 0;
         }
         ASSERT_EQ(tokens_of(set), model.tokens()) << "step " << i;
       }
       EXPECT_GT(evictions, 100);
+      EXPECT_GT(useful, 0);
+      EXPECT_EQ(came_ahead, useful + wasted + model.num_ahead());
     }
   }
 }
@@ -77,22 +85,62 @@ TEST(HotSet, ChoosesAsThePlainModelDoes) {
 TEST(HotSet, GivesUpNoRowThatTheStepUses) {
   HotSet set = empty_set();
   std::vector<std::int32_t> first;
-  bool evicts = false;
+  HotChange change;
   {
     OpenSet open(set);
     for (std::int32_t token = 0; token < kSetWays; ++token) {
-      first.push_back(open.admit(HotPolicy::kLru, token, 1, evicts));
-      EXPECT_FALSE(evicts);
+      first.push_back(open.admit(HotPolicy::kLru, token, 1, change));
+      EXPECT_FALSE(change.evicts);
     }
-    EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, evicts), -1);
+    EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, change), -1);
   }
   OpenSet open(set);
   for (std::int32_t token = 0; token + 1 < kSetWays; ++token) {
     EXPECT_EQ(open.find(token, 1), first[static_cast<std::size_t>(token)]);
   }
-  EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, evicts), first.back());
-  EXPECT_TRUE(evicts);
-  EXPECT_EQ(open.admit(HotPolicy::kLru, 101, 1, evicts), -1);
+  EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, change), first.back());
+  EXPECT_TRUE(change.evicts);
+  EXPECT_EQ(open.admit(HotPolicy::kLru, 101, 1, change), -1);
+}
+
+TEST(HotSet, RowsThatComeAheadTakeNoPlaceOfTheLastStep) {
+  HotSet set = empty_set();
+  HotChange change;
+  int place = -1;  // of token 7
+  {
+    OpenSet open(set);
+    for (std::int32_t token = 0; token < kSetWays; ++token) {
+      const int way = open.admit(HotPolicy::kScore, token, 4, change);
+      if (token == 7) place = way;
+    }
+  }
+  EXPECT_EQ(OpenSet(set, true).admit(HotPolicy::kScore, 100, 16, change), -1);
+  {
+    OpenSet open(set);
+    for (std::int32_t token = 0; token < kSetWays; ++token) {
+      if (token != 7) (void)open.find(token, 1);
+    }
+    (void)open.count_uses(HotPolicy::kScore);
+  }
+  const std::uint32_t hand = set.hand;
+  {
+    OpenSet open(set, true);
+    EXPECT_EQ(open.admit(HotPolicy::kScore, 100, 2, change), place);
+    EXPECT_TRUE(change.evicts);
+    EXPECT_FALSE(change.wastes);
+    EXPECT_EQ(open.admit(HotPolicy::kScore, 101, 16, change), -1) << "100 is wanted as well";
+  }
+  EXPECT_EQ(OpenSet(set, true).admit(HotPolicy::kScore, 102, 1, change), place);
+  EXPECT_TRUE(change.wastes);
+  EXPECT_EQ(set.hand, hand);
+  {
+    OpenSet open(set);
+    EXPECT_EQ(open.find(102, 1), place);
+    EXPECT_EQ(open.count_uses(HotPolicy::kScore), 1);
+  }
+  OpenSet open(set);
+  EXPECT_EQ(open.find(102, 1), place);
+  EXPECT_EQ(open.count_uses(HotPolicy::kScore), 0);
 }
 
 TEST(HotSet, TokensSpreadOverAllSets) {
