@@ -169,6 +169,8 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.hot_rows = command.hot_rows;
   core.models.memory.page_format = command.page_format;
   core.models.memory.verify_rows = command.verify_rows;
+  core.models.memory.read_ahead = command.read_ahead;
+  core.models.memory.calibration_file = command.calibration_file;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
 }
@@ -289,7 +291,12 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
       ->check(CLI::Range(64, 1 << 28))
       ->capture_default_str();
+  with_environment(app->add_flag(
+      "--read-ahead", command.read_ahead,
+      "Bring pages back from there before the step that is likely to need them; costs a thread"));
   add_remote_tiers(*app, command);
+  add("--calibration", command.calibration_file,
+      "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)");
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();

@@ -45,6 +45,8 @@ struct ServeCommand {
   int hot_rows = MemoryConfig{}.hot_rows;
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
+  bool read_ahead = false;
+  std::string calibration_file;
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;
   RemoteTiersConfig remote;  ///< Its `ttl` apart, which is the next.

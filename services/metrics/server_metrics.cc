@@ -27,7 +27,9 @@ std::string_view rejection_of(std::string_view reason) {
       {"QUEUE_TIMEOUT", "overload"},     {"OUT_OF_MEMORY", "overload"},
       {"DRAINING", "draining"},          {"CACHE_FULL", "limit"},
       {"TOO_MANY_MODELS", "limit"},      {"TOO_MANY_SESSIONS", "limit"},
-      {"SESSION_MEMORY_FULL", "limit"},  {"TOO_MANY_REQUESTS", "limit"}};
+      {"SESSION_MEMORY_FULL", "limit"},  {"TOO_MANY_REQUESTS", "limit"},
+      {"TOO_MANY_LEASES", "limit"},      {"TOO_MANY_ATTACHMENTS", "limit"},
+      {"TOO_MANY_REGIONS", "limit"},     {"PAGES_FULL", "limit"}};
   const auto it = reasons.find(reason);
   return it == reasons.end() ? std::string_view() : it->second;
 }

@@ -187,6 +187,15 @@ void add_tiers(const Stats& stats, Families& families) {
                    number(sums.cold_steps));
   families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
                    number(sums.tier_nanoseconds) / 1e9);
+  const auto ahead = [&](const char* event, std::uint64_t pages) {
+    families.counter("kvtier_pages_ahead_total",
+                     "Pages that came back from a tier ahead of a step: restored; of these needed "
+                     "by a step since: useful; gone before one did: wasted.",
+                     number(pages), {{"event", event}});
+  };
+  ahead("restored", sums.pages_ahead);
+  ahead("useful", sums.pages_ahead_useful);
+  ahead("wasted", sums.pages_ahead_wasted);
 }
 
 void add_page_cache(const v1::PageCacheStats& cache, Families& families) {

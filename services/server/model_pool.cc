@@ -62,6 +62,9 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.pages_repaired += from.pages_repaired;
   to.cold_steps += from.cold_steps;
   to.tier_nanoseconds += from.tier_nanoseconds;
+  to.pages_ahead += from.pages_ahead;
+  to.pages_ahead_useful += from.pages_ahead_useful;
+  to.pages_ahead_wasted += from.pages_ahead_wasted;
   to.prefix_tokens_asked += from.prefix_tokens_asked;
   to.prefix_tokens_attached += from.prefix_tokens_attached;
   to.prefix_tokens_evicted += from.prefix_tokens_evicted;
@@ -82,6 +85,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_used += from.pages_used;
   to.pages_shared += from.pages_shared;
   to.pages_away += from.pages_away;
+  to.pages_ahead_waiting += from.pages_ahead_waiting;
   to.prefix_tokens += from.prefix_tokens;
   to.hot_bytes += from.hot_bytes;
   to.hot_bytes_used += from.hot_bytes_used;

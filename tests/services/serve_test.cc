@@ -173,6 +173,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
            {{"--tenants", tenants}, 1, "a-z"},
            {{"--backend", "tpu"}, 2, "--backend"},
            {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
+           {{"--config", write("d.toml", "read-ahead = \"soon\"\n")}, 2, "read-ahead"},
            {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
            {{"--lease-seconds", "-1"}, 2, "--lease-seconds"},
            {{"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"}}) {

@@ -250,6 +250,48 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   std::filesystem::remove_all(folder);
 }
 
+TEST_F(MetricsTest, PagesThatComeBackAheadOfStepsAreCounted) {
+  std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  CoreOptions options = testing::small_options();
+  constexpr std::size_t kPage = 64 * 2 * 256;
+  options.models.memory.host_bytes = 20 * kPage;
+  options.models.memory.disk_cache_bytes = 4 * MiB;
+  options.models.memory.read_ahead = true;
+  options.models.disk_cache = folder;
+  start(options);
+  EXPECT_THAT(read().values("kvtier_pages_ahead_total", "event"),
+              ElementsAre("restored", "useful", "wasted"));
+  // Two layers of 12 pages, in 20 frames: each step drives out what the other layer needs.
+  const std::string name = open();
+  for (int layer = 0; layer < 2; ++layer) {
+    EXPECT_EQ(append(name, testing::append_request(layer, 700, 1)).reason(), "OK");
+  }
+  Stats::Cumulative sums;
+  for (int step = 0; step < 60 && sums.pages_ahead_useful == 0; ++step) {
+    for (int layer = 0; layer < 2; ++layer) {
+      v1::DecodeRequest request = testing::decode_request(name, layer, step + 1, 2);
+      request.mutable_options()->set_dense_from(0);
+      v1::DecodeResponse response;
+      ASSERT_EQ(decode(request, response).reason(), "OK");
+    }
+    sums = core_->engine_stats().cumulative;
+  }
+  ASSERT_GT(sums.pages_ahead_useful, 0U);
+
+  const Exposition seen = read();
+
+  const auto pages = [&seen](const char* event) {
+    return seen.sum("kvtier_pages_ahead_total", {{"event", event}});
+  };
+  EXPECT_GE(pages("restored"), static_cast<double>(sums.pages_ahead));
+  EXPECT_GE(pages("useful"), static_cast<double>(sums.pages_ahead_useful));
+  EXPECT_GE(pages("wasted"), static_cast<double>(sums.pages_ahead_wasted));
+  EXPECT_GE(pages("restored"), pages("useful") + pages("wasted"));
+  core_.reset();
+  std::filesystem::remove_all(folder);
+}
+
 TEST_F(MetricsTest, BytesAndRowsAreThoseOfTheEngines) {
   start();
   const std::string name = open();
@@ -337,7 +379,10 @@ TEST(ProcessStats, AreOfThisProcess) {
 TEST(Rejections, AreReasonsThatPassOrAreQuotas) {
   EXPECT_EQ(rejection_of("QUOTA_EXCEEDED"), "quota");
   EXPECT_EQ(rejection_of("DRAINING"), "draining");
-  EXPECT_EQ(rejection_of("CACHE_FULL"), "limit");
+  for (const char* reason : {"CACHE_FULL", "TOO_MANY_LEASES", "TOO_MANY_ATTACHMENTS",
+                             "TOO_MANY_REGIONS", "PAGES_FULL"}) {
+    EXPECT_EQ(rejection_of(reason), "limit") << reason;
+  }
   EXPECT_THAT(rejection_of("NOT_FOUND"), IsEmpty());
 }
 
