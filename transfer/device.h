@@ -234,7 +234,8 @@ class Device {
 };
 
 /// Makes the device. `kAuto` falls back to the CPU and says why through `log`; `kCuda` throws
-/// `kUnimplemented` when CUDA is not compiled in or no usable GPU is found.
+/// `kUnimplemented` when CUDA is not compiled in or no usable GPU is found. Both throw `kInternal`
+/// when a GPU fails that this process has used.
 [[nodiscard]] std::unique_ptr<Device> make_device(
     Backend wanted, const std::function<void(LogLevel, std::string_view)>& log = {});
 

@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cstdint>
 #include <cstring>
@@ -282,8 +283,15 @@ UsableDevice find_usable_device(std::string& why_not) {
 }
 
 std::unique_ptr<Device> make_cuda_device(std::string& why_not) {
+  static std::atomic<bool> made_before = false;
   const UsableDevice found = find_usable_device(why_not);
-  return found.index < 0 ? nullptr : std::make_unique<CudaDevice>(found);
+  if (found.index < 0) {
+    if (!made_before) return nullptr;
+    throw Error(ErrorCode::kInternal, "a GPU that this process has used is lost: " + why_not);
+  }
+  auto device = std::make_unique<CudaDevice>(found);
+  made_before = true;
+  return device;
 }
 
 }  // namespace kvtier::transfer::cuda

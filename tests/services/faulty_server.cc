@@ -1,5 +1,6 @@
-// kvtier serve with a worker that loses its device when told to: faulty_server ADDRESS FILE. The
-// next engine that is made while FILE is there is not made, and FILE goes.
+// kvtier serve with a worker that loses its device when told to: faulty_server ADDRESS FILE
+// BACKEND. When an engine is made while FILE is there, FILE goes, and so does the device: by a
+// kernel that traps on a GPU; the CPU has none, and the engine says so.
 
 #include "kvtier/error.h"
 
@@ -7,6 +8,7 @@
 #include "services/log.h"
 #include "services/serve.h"
 #include "services/server/server.h"
+#include "tests/services/break_device.h"
 
 #include <iostream>
 #include <string>
@@ -16,16 +18,19 @@
 int main(int argc, char** argv) {
   using namespace kvtier;
   using namespace kvtier::services;
-  if (argc != 3) return 2;
+  if (argc != 4) return 2;
+  const bool on_gpu = std::string_view(argv[3]) == "cuda";
   ServeCommand command;
   command.listen = {argv[1]};
-  command.backend = Backend::kCpu;
+  command.backend = on_gpu ? Backend::kCuda : Backend::kCpu;
   command.worker = true;
-  command.adjust = [file = std::string(argv[2])](ServerOptions& options) {
-    options.core.models.log = [file](LogLevel /*level*/, std::string_view /*message*/) {
-      if (::unlink(file.c_str()) == 0) {
-        throw Error(ErrorCode::kInternal, "CUDA reports an illegal address");
-      }
+  command.adjust = [on_gpu, file = std::string(argv[2])](ServerOptions& options) {
+    options.core.models.log = [on_gpu, file](LogLevel /*level*/, std::string_view /*message*/) {
+      if (::unlink(file.c_str()) != 0) return;
+#if defined(KVTIER_WITH_CUDA)
+      if (on_gpu) return kvtier::services::testing::break_device();
+#endif
+      throw Error(ErrorCode::kInternal, "CUDA reports an illegal address");
     };
   };
   const Console console{.out = std::cout, .err = std::cerr};
