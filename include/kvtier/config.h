@@ -218,7 +218,7 @@ struct MemoryConfig {
   /// what is in it from before is deleted. Empty: none. Both or neither.
   std::string disk_cache{};
   std::size_t disk_cache_bytes = 0;
-  PagePolicy page_policy = PagePolicy::kClock;
+  PagePolicy page_policy = PagePolicy::kScore;
   /// Whether pages that the last step of a layer has needed, and that have left since, are brought
   /// back while the layer before it is at work, into frames that nobody needs. Costs a thread and
   /// reads; what it gains `Stats` counts. No effect without tiers.
