@@ -1,0 +1,241 @@
+#include "benchmarks/benchmarks.h"
+#include "benchmarks/steps_cuda.h"
+#include "transfer/cuda_check.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <numbers>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace kvtier::bench {
+namespace {
+
+/// Decodes of one sequence whose queries go round a circle between two random ones: the fewer
+/// steps there are, the fewer tokens do neighbours share. Or all queries are the first.
+class CircleOfSteps {
+ public:
+  CircleOfSteps(Run& run, const StepCase& step, Engine& engine, Session& session, int num_steps,
+                bool stands_still = false)
+      : run_(run),
+        step_(step),
+        engine_(engine),
+        session_(session),
+        row_(std::int64_t{step.query_heads} * step.head_dim),
+        num_steps_(num_steps),
+        queries_(num_steps * row_, 77),
+        new_kv_(std::int64_t{step.kv_heads} * step.head_dim, 78),
+        out_(row_, 79) {
+    std::mt19937_64 random(80);
+    std::normal_distribution<float> normal(0.0F, 2.0F);
+    std::vector<float> first(static_cast<std::size_t>(row_)), second(first.size());
+    for (float& x : first) x = normal(random);
+    for (float& x : second) x = normal(random);
+    std::vector<__nv_bfloat16> values;
+    for (int i = 0; i < num_steps; ++i) {
+      const double angle = stands_still ? 0.0 : 2.0 * std::numbers::pi * i / num_steps;
+      const auto a = static_cast<float>(std::cos(angle));
+      const auto b = static_cast<float>(std::sin(angle));
+      for (std::size_t j = 0; j < first.size(); ++j) {
+        values.push_back(__float2bfloat16(a * first[j] + b * second[j]));
+      }
+    }
+    KVTIER_CUDA_CHECK(
+        cudaMemcpy(queries_.data(), values.data(), values.size() * 2, cudaMemcpyHostToDevice));
+  }
+
+  void run_all() const {
+    for (int i = 0; i < num_steps_; ++i) {
+      const TensorView kv = view(new_kv_.data(), 1, step_.kv_heads, step_.head_dim);
+      session_.decode(
+          0,
+          {.query = view(queries_.data() + i * row_, 1, step_.query_heads, step_.head_dim),
+           .key = kv,
+           .value = kv},
+          {.out = {out_.data(),
+                   DType::kBFloat16,
+                   {1, step_.query_heads, step_.head_dim},
+                   MemorySpace::kDevice}},
+          StreamRef::of(run_.stream()));
+    }
+  }
+
+  /// What a round counts, after one that does not count.
+  [[nodiscard]] Stats::Cumulative counted_round() const {
+    run_all();
+    KVTIER_CUDA_CHECK(cudaStreamSynchronize(run_.stream()));
+    const Stats before = engine_.stats();
+    run_all();
+    KVTIER_CUDA_CHECK(cudaStreamSynchronize(run_.stream()));
+    return engine_.stats().cumulative - before.cumulative;
+  }
+  /// Time of a step.
+  [[nodiscard]] Times time() const {
+    return time_graph(run_.stream(), num_steps_, run_.replays(), [this] { run_all(); });
+  }
+
+ private:
+  Run& run_;
+  const StepCase& step_;
+  Engine& engine_;
+  Session& session_;
+  std::int64_t row_;
+  int num_steps_;
+  DeviceTensor queries_, new_kv_, out_;
+};
+
+double found_share(const Stats::Cumulative& counted) {
+  return static_cast<double>(counted.hot_hits) /
+         static_cast<double>(std::max<std::uint64_t>(counted.hot_hits + counted.hot_misses, 1));
+}
+
+/// The number of steps with the share nearest to the one wanted; it grows with them.
+int steps_for_share(Run& run, const StepCase& step, Engine& engine, Session& session) {
+  int best = 0;
+  double best_error = 2.0;
+  for (int least = 3, most = 200; least <= most;) {
+    const int middle = (least + most) / 2;
+    const double share =
+        found_share(CircleOfSteps(run, step, engine, session, middle).counted_round());
+    const double error = std::abs(share - step.hot_share);
+    if (error < best_error) {
+      best = middle;
+      best_error = error;
+    }
+    (share < step.hot_share ? least : most) = share < step.hot_share ? middle + 1 : middle - 1;
+  }
+  return best;
+}
+
+}  // namespace
+
+void bench_hot_step(Run& run, const StepCase& given) {
+  StepCase step = given;
+  step.batch = step.layers = 1;
+  step.replayed_tokens = 4000;
+  json parameters;
+  json measured;
+  Times times;
+  int num_steps = 0;
+  {
+    step.placement = KvPlacement::kHost;
+    Config config = engine_config(step, 1);
+    config.memory.hot_rows = step.hot_rows;
+    config.memory.hot_bytes = GiB;
+    Engine engine(config);
+    std::vector<Session> sessions = open_sessions(run, engine, step, 1);
+    num_steps = steps_for_share(run, step, engine, sessions[0]);
+    const CircleOfSteps circle(run, step, engine, sessions[0], num_steps);
+    const Stats::Cumulative counted = circle.counted_round();
+    times = circle.time();
+    const double still =
+        CircleOfSteps(run, step, engine, sessions[0], num_steps, true).time().median;
+    parameters = step_parameters(step, 1);
+    parameters["hot_rows"] = step.hot_rows;
+    parameters["hot_share"] = step.hot_share;
+    measured["steps"] = num_steps;
+    measured["found"] = found_share(counted);
+    measured["bytes_host"] = static_cast<double>(counted.bytes_host_to_device) / num_steps;
+    measured["found_all_us"] = still;
+    measured["exposed"] = 1.0 - still / times.median;
+    measured["evictions"] = static_cast<double>(counted.hot_evictions) / num_steps;
+  }
+  step.placement = KvPlacement::kDevice;
+  Engine engine(engine_config(step, 1));
+  std::vector<Session> sessions = open_sessions(run, engine, step, 1);
+  measured["resident_us"] = CircleOfSteps(run, step, engine, sessions[0], num_steps).time().median;
+  run.add("hot_step", parameters, times, measured);
+}
+
+namespace {
+
+/// A folder of a disk that is empty and goes with what is in it.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    std::string name = (std::filesystem::temp_directory_path() / "kvtier-bench-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder");
+    path_ = name;
+  }
+  ScratchFolder(const ScratchFolder&) = delete;  // it is removed once
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  ~ScratchFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  [[nodiscard]] std::string path() const { return path_.string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Host time of a step that is not captured, the device's included.
+double called_us(const Run& run, const CircleOfSteps& circle, int num_steps) {
+  KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+  const auto start = std::chrono::steady_clock::now();
+  circle.run_all();
+  KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+  const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+  return time.count() / num_steps;
+}
+
+}  // namespace
+
+void bench_resident_step(Run& run, const StepCase& given) {
+  constexpr int kRounds = 9;
+  constexpr int kSteps = 16;
+  StepCase step = given;
+  step.batch = step.layers = 1;
+  step.replayed_tokens = 4000;
+  Config plain = engine_config(step, 1);
+  Config tiered = plain;
+  const ScratchFolder folder;
+  if (step.placement == KvPlacement::kHost) {
+    tiered.memory.disk_cache = folder.path() + "/tier";
+    tiered.memory.disk_cache_bytes = 16 * GiB;
+    tiered.memory.read_ahead = true;
+  } else {
+    tiered.memory.hot_bytes = GiB;
+  }
+  Engine without(plain);
+  Engine with(tiered);
+  std::vector<Session> sessions = open_sessions(run, without, step, 1);
+  std::vector<Session> other = open_sessions(run, with, step, 1);
+  const CircleOfSteps bare(run, step, without, sessions[0], kSteps);
+  const CircleOfSteps full(run, step, with, other[0], kSteps);
+  bare.run_all();
+  full.run_all();
+  std::vector<double> called, replayed, called_us_of, bare_us_of, full_us_of;
+  for (int round = 0; round < kRounds; ++round) {  // in turn, so that both see the same clocks
+    const double first = called_us(run, bare, kSteps), second = called_us(run, full, kSteps);
+    called.push_back(second / first);
+    called_us_of.push_back(second);
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    bare_us_of.push_back(bare.time().median);
+    full_us_of.push_back(full.time().median);
+    replayed.push_back(full_us_of.back() / bare_us_of.back());
+  }
+  const auto middle = [](std::vector<double>& values) {
+    std::ranges::sort(values);
+    return values[values.size() / 2];
+  };
+  const double us = middle(full_us_of);
+  json measured = {{"over_bare", middle(replayed)},
+                   {"over_bare_least", replayed.front()},
+                   {"over_bare_most", replayed.back()},
+                   {"bare_us", middle(bare_us_of)},
+                   {"called_over_bare", middle(called)},
+                   {"called_us", middle(called_us_of)},
+                   {"pages_spilled", with.stats().cumulative.pages_spilled}};
+  run.add("resident_step", step_parameters(step, 1),
+          {.median = us, .min = full_us_of.front(), .max = full_us_of.back()}, measured);
+}
+
+}  // namespace kvtier::bench
