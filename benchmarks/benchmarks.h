@@ -54,6 +54,9 @@ void bench_hot_step(Run& run, const StepCase& step);
 /// without, in turn: pages on the device with hot rows allowed, or on the host with a disk cache
 /// and read-ahead. Replays of a graph, and calls.
 void bench_resident_step(Run& run, const StepCase& step);
+/// The steps of `bench_hot_step`, timed apart from prefetches after each: of what the step's own
+/// query selects beyond k, and of what guesses of the next query select; and without.
+void bench_prefetch(Run& run, const StepCase& step);
 
 /// Append of new tokens: pack, store, sketch, and the length.
 void bench_ingest(Run& run, int batch, std::int64_t tokens, int bits, KvPlacement placement);

@@ -3,10 +3,12 @@
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <numbers>
 #include <random>
 #include <stdexcept>
@@ -50,20 +52,22 @@ class CircleOfSteps {
         cudaMemcpy(queries_.data(), values.data(), values.size() * 2, cudaMemcpyHostToDevice));
   }
 
+  [[nodiscard]] int num_steps() const { return num_steps_; }
+  [[nodiscard]] const DeviceTensor& queries() const { return queries_; }
+  [[nodiscard]] TensorView query(int i) const {
+    return view(queries_.data() + i * row_, 1, step_.query_heads, step_.head_dim);
+  }
+  void run(int i) const {
+    const TensorView kv = view(new_kv_.data(), 1, step_.kv_heads, step_.head_dim);
+    session_.decode(0, {.query = query(i), .key = kv, .value = kv},
+                    {.out = {out_.data(),
+                             DType::kBFloat16,
+                             {1, step_.query_heads, step_.head_dim},
+                             MemorySpace::kDevice}},
+                    StreamRef::of(run_.stream()));
+  }
   void run_all() const {
-    for (int i = 0; i < num_steps_; ++i) {
-      const TensorView kv = view(new_kv_.data(), 1, step_.kv_heads, step_.head_dim);
-      session_.decode(
-          0,
-          {.query = view(queries_.data() + i * row_, 1, step_.query_heads, step_.head_dim),
-           .key = kv,
-           .value = kv},
-          {.out = {out_.data(),
-                   DType::kBFloat16,
-                   {1, step_.query_heads, step_.head_dim},
-                   MemorySpace::kDevice}},
-          StreamRef::of(run_.stream()));
-    }
+    for (int i = 0; i < num_steps_; ++i) run(i);
   }
 
   /// What a round counts, after one that does not count.
@@ -236,6 +240,159 @@ void bench_resident_step(Run& run, const StepCase& given) {
                    {"pages_spilled", with.stats().cumulative.pages_spilled}};
   run.add("resident_step", step_parameters(step, 1),
           {.median = us, .min = full_us_of.front(), .max = full_us_of.back()}, measured);
+}
+
+namespace {
+
+/// What is fetched ahead after a step: what a guess of the next query selects, or the step's own.
+struct Guess {
+  const char* name;
+  double cosine;  ///< Between the guess and the next query; 0: the step's own.
+  double rows;    ///< Selected by it, over k.
+};
+
+/// The circle with a prefetch after every step.
+class GuessedSteps {
+ public:
+  GuessedSteps(Run& run, const StepCase& step, const CircleOfSteps& circle, Session& session,
+               const Guess* guess)
+      : run_(run),
+        circle_(circle),
+        session_(session),
+        guess_(guess),
+        retrieval_(step.retrieval),
+        shape_({1, step.query_heads, step.head_dim}),
+        guesses_(circle.queries().count(), 81),
+        marks_(static_cast<std::size_t>(2 * circle.num_steps() + 1)) {
+    for (cudaEvent_t& mark : marks_) KVTIER_CUDA_CHECK(cudaEventCreate(&mark));
+    if (guess == nullptr) return;
+    retrieval_.top_k = static_cast<int>(guess->rows * retrieval_.top_k);
+    const auto count = static_cast<std::size_t>(guesses_.count());
+    std::vector<__nv_bfloat16> values(count);
+    KVTIER_CUDA_CHECK(
+        cudaMemcpy(values.data(), circle.queries().data(), count * 2, cudaMemcpyDeviceToHost));
+    std::mt19937_64 random(82);
+    std::normal_distribution<float> normal(0.0F, 2.0F);
+    const auto part = static_cast<float>(guess->cosine);
+    const float rest = std::sqrt(1.0F - part * part);
+    for (__nv_bfloat16& x : values) {
+      x = __float2bfloat16(part * __bfloat162float(x) + rest * normal(random));
+    }
+    KVTIER_CUDA_CHECK(
+        cudaMemcpy(guesses_.data(), values.data(), count * 2, cudaMemcpyHostToDevice));
+  }
+  GuessedSteps(const GuessedSteps&) = delete;  // owns the events
+  GuessedSteps& operator=(const GuessedSteps&) = delete;
+  ~GuessedSteps() {
+    for (cudaEvent_t mark : marks_) cudaEventDestroy(mark);
+  }
+
+  void run_all(bool marked) const {
+    const auto mark = [&](int i) {
+      if (!marked) return;
+      KVTIER_CUDA_CHECK(cudaEventRecordWithFlags(marks_[static_cast<std::size_t>(i)], run_.stream(),
+                                                 cudaEventRecordExternal));
+    };
+    for (int i = 0; i < circle_.num_steps(); ++i) {
+      mark(2 * i);
+      circle_.run(i);
+      mark(2 * i + 1);
+      if (guess_ != nullptr) prefetch(i);
+    }
+    mark(2 * circle_.num_steps());
+  }
+
+  struct Measured {
+    Times step;
+    double ahead_us = 0.0;  ///< Of a prefetch.
+  };
+  [[nodiscard]] Measured time() const {
+    const Graph graph(run_.stream(), [this] { run_all(true); });
+    std::vector<double> steps, gaps;
+    for (int i = -1; i < run_.replays(); ++i) {
+      graph.launch(run_.stream());
+      KVTIER_CUDA_CHECK(cudaStreamSynchronize(run_.stream()));
+      double step = 0.0, gap = 0.0;
+      for (std::size_t j = 0; j + 1 < marks_.size(); ++j) {
+        float ms = 0.0F;
+        KVTIER_CUDA_CHECK(cudaEventElapsedTime(&ms, marks_[j], marks_[j + 1]));
+        (j % 2 == 0 ? step : gap) += 1e3 * static_cast<double>(ms) / circle_.num_steps();
+      }
+      if (i < 0) continue;  // warms up
+      steps.push_back(step);
+      gaps.push_back(gap);
+    }
+    std::sort(steps.begin(), steps.end());
+    std::sort(gaps.begin(), gaps.end());
+    return {{.median = steps[steps.size() / 2], .min = steps.front(), .max = steps.back()},
+            gaps[gaps.size() / 2]};
+  }
+
+ private:
+  void prefetch(int i) const {
+    const int next = (i + 1) % circle_.num_steps();
+    const std::int64_t row = shape_[1] * shape_[2];
+    AttendOptions options;
+    options.retrieval = &retrieval_;
+    const TensorView guess(guesses_.data() + next * row, DType::kBFloat16,
+                           {shape_[0], shape_[1], shape_[2]}, MemorySpace::kDevice);
+    session_.prefetch(0, guess_->cosine > 0.0 ? guess : circle_.query(i),
+                      StreamRef::of(run_.stream()), options);
+  }
+
+  Run& run_;
+  const CircleOfSteps& circle_;
+  Session& session_;
+  const Guess* guess_;
+  RetrievalConfig retrieval_;
+  std::array<std::int64_t, 3> shape_;
+  DeviceTensor guesses_;
+  std::vector<cudaEvent_t> marks_;  ///< Before and after each step, and at the end.
+};
+
+}  // namespace
+
+void bench_prefetch(Run& run, const StepCase& given) {
+  StepCase step = given;
+  step.batch = step.layers = 1;
+  step.replayed_tokens = 4000;
+  step.placement = KvPlacement::kHost;
+  Config config = engine_config(step, 1);
+  config.memory.hot_rows = step.hot_rows;
+  config.memory.hot_bytes = GiB;
+  Engine engine(config);
+  std::vector<Session> sessions = open_sessions(run, engine, step, 1);
+  const int num_steps = steps_for_share(run, step, engine, sessions[0]);
+  const CircleOfSteps circle(run, step, engine, sessions[0], num_steps);
+  constexpr Guess kGuesses[] = {{"own", 0.0, 1.5},       {"own", 0.0, 2.0},
+                                {"cosine .8", 0.8, 1.0}, {"cosine .9", 0.9, 1.0},
+                                {"cosine .9", 0.9, 1.5}, {"cosine .97", 0.97, 1.0},
+                                {"exact", 1.0, 1.0}};
+  for (int i = -1; i < static_cast<int>(std::size(kGuesses)); ++i) {
+    const Guess* const guess = i < 0 ? nullptr : &kGuesses[i];
+    const GuessedSteps guessed(run, step, circle, sessions[0], guess);
+    const auto count = [&] {
+      guessed.run_all(false);
+      KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+      return engine.stats().cumulative;
+    };
+    const Stats::Cumulative before = count();
+    const Stats::Cumulative counted = count() - before;
+    const GuessedSteps::Measured measured = guessed.time();
+    json parameters = step_parameters(step, 1);
+    parameters["hot_rows"] = step.hot_rows;
+    parameters["hot_share"] = step.hot_share;
+    parameters["guess"] = guess == nullptr ? "none" : guess->name;
+    if (guess != nullptr) parameters["guess_rows"] = guess->rows;
+    run.add("prefetch", parameters, measured.step,
+            {{"steps", num_steps},
+             {"found", found_share(counted)},
+             {"ahead_us", measured.ahead_us},
+             {"rows_missing", static_cast<double>(counted.hot_misses) / num_steps},
+             {"rows_ahead", static_cast<double>(counted.rows_ahead) / num_steps},
+             {"rows_useful", static_cast<double>(counted.rows_ahead_useful) / num_steps},
+             {"bytes_host", static_cast<double>(counted.bytes_host_to_device) / num_steps}});
+  }
 }
 
 }  // namespace kvtier::bench
