@@ -72,8 +72,8 @@ def tiers(_):
     """Rows of kvtier-tier-bench."""
     def row(row):
         size = f"{row['page_bytes'] // K:,} KiB"
-        rates = [f"{number(row['gbps'])} GB/s", f"{number(row['baseline_gbps'])} GB/s"]
         what = row["what"]
+        rates = [f"{number(row[key])} GB/s" for key in ("gbps", "baseline_gbps") if key in row]
         if what == "file_tier_over_fio":
             return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
                     spread(row, "share", percent))

@@ -165,7 +165,8 @@ def selector_name(row):
     rows = f"{row['sparsity']:g}x" if "sparsity" in row else f"k = {row['k']}"
     per_head = ", a set per query head" if row["selection"] == "per_query_head" else ""
     recall = f" at most, recall target {row['recall']:g}" if "recall" in row else ""
-    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{recall}{per_head}"
+    fp8 = ", fp8 rows" if row.get("kv_dtype") == "fp8" else ""
+    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{recall}{per_head}{fp8}"
 
 
 def selections(run):
@@ -197,7 +198,8 @@ def kernels(run):
         what = row["what"]
         if what == "gather":
             where = "device memory" if row["placement"] == "device" else "pinned memory"
-            rows.append((f"gather of {row['rows']:,} random rows from {where} ({row['region_gib']} GiB)",
+            fp8 = " fp8" if row.get("kv_dtype") == "fp8" else ""
+            rows.append((f"gather of {row['rows']:,} random{fp8} rows from {where} ({row['region_gib']} GiB)",
                          number(row["us"]), rate(row)))
         elif what == "flash_decode":
             rows.append((f"flash-decode over {row['rows']:,} rows, {row['order']}", number(row["us"]), rate(row)))
