@@ -31,4 +31,6 @@ KVTIER_BINARY=$PWD/build/release/services/kvtier \
 if (($# == 0)); then
   say "tests labelled slow"
   KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
+  KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --output-on-failure --no-tests=error \
+    --tests-regex 'PageTableModelTest|HotSet.ChoosesAsThePlainModelDoes'
 fi

@@ -3,6 +3,7 @@
 #include "runtime/page_pool.h"
 #include "tests/support/fake_device.h"
 #include "tests/support/fault_tier.h"
+#include "tests/support/model_calls.h"
 #include "transfer/page_table.h"
 #include "transfer/tiers/file_tier.h"
 
@@ -10,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -33,11 +33,8 @@ constexpr std::size_t kRows = 4;  // of a page
 constexpr std::int64_t kMostPages = 12;
 constexpr std::size_t kMostSequences = 6;
 
-/// Of each case; more by the environment, for a soak.
-int num_calls() {
-  const char* text = std::getenv("KVTIER_MODEL_CALLS");
-  return text == nullptr ? 8'000 : std::atoi(text);
-}
+/// Of each case.
+int num_calls() { return testing::num_model_calls(8'000); }
 
 /// What a page is to hold.
 struct ModelPage {

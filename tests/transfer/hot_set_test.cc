@@ -1,6 +1,7 @@
 #include "transfer/hot_set.h"
 
 #include "hot_set_model.h"
+#include "support/model_calls.h"
 
 #include <gtest/gtest.h>
 
@@ -40,15 +41,17 @@ std::vector<Use> random_step(std::mt19937& random) {
 }
 
 TEST(HotSet, ChoosesAsThePlainModelDoes) {
+  constexpr int kSeeds = 20;
+  const int num_steps = testing::num_model_calls(2'000) / kSeeds;  // of a policy
   for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
-    for (unsigned seed = 0; seed < 20; ++seed) {
+    for (unsigned seed = 0; seed < kSeeds; ++seed) {
       SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + ", seed " +
                    std::to_string(seed));
       std::mt19937 random(seed);
       HotSet set = empty_set();
       ModelSet model(policy);
       int evictions = 0, came_ahead = 0, useful = 0, wasted = 0;
-      for (int i = 0; i < 100; ++i) {
+      for (int i = 0; i < num_steps; ++i) {
         const bool ahead = i % 3 == 2;
         OpenSet open(set, ahead);
         model.begin(ahead);

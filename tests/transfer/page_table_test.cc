@@ -1,6 +1,7 @@
 #include "transfer/page_table.h"
 
 #include "support/fake_device.h"
+#include "support/model_calls.h"
 #include "transfer/rows.h"
 
 #include <gtest/gtest.h>
@@ -367,7 +368,7 @@ TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {
   for (const unsigned seed : {1U, 2U, 3U, 4U}) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     PageTableModel model(seed);
-    model.run(25'000);
+    model.run(testing::num_model_calls(100'000) / 4);
     model.finish();
   }
 }
