@@ -195,15 +195,21 @@ TEST_F(MetricsTest, RenewalsTellHowMuchOfALeaseWasLeft) {
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_lease_remaining_seconds_sum"), 15);
 }
 
-TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
-  std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
-  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+constexpr std::size_t kPage = 64 * 2 * 256;
+
+/// 20 frames in memory, and a folder for the pages that find none.
+CoreOptions options_with_disk(const std::string& folder) {
   CoreOptions options = testing::small_options();
-  constexpr std::size_t kPage = 64 * 2 * 256;
   options.models.memory.host_bytes = 20 * kPage;
   options.models.memory.disk_cache_bytes = 4 * MiB;
   options.models.disk_cache = folder;
-  start(options);
+  return options;
+}
+
+TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
+  std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  start(options_with_disk(folder));
   // 3 sessions of 8 pages, in 20 frames.
   for (std::uint64_t i = 0; i < 3; ++i) {
     const std::string name = open();
@@ -253,12 +259,8 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
 TEST_F(MetricsTest, PagesThatComeBackAheadOfStepsAreCounted) {
   std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
   ASSERT_NE(::mkdtemp(folder.data()), nullptr);
-  CoreOptions options = testing::small_options();
-  constexpr std::size_t kPage = 64 * 2 * 256;
-  options.models.memory.host_bytes = 20 * kPage;
-  options.models.memory.disk_cache_bytes = 4 * MiB;
+  CoreOptions options = options_with_disk(folder);
   options.models.memory.read_ahead = true;
-  options.models.disk_cache = folder;
   start(options);
   EXPECT_THAT(read().values("kvtier_pages_ahead_total", "event"),
               ElementsAre("restored", "useful", "wasted"));
