@@ -25,12 +25,7 @@ struct Shape {
 class ChosenTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    try {
-      (void)transfer::make_device(Backend::kCuda);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     int major = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
     if (major < 9) GTEST_SKIP() << "one kernel selects and attends from compute capability 9 on";

@@ -218,12 +218,7 @@ std::optional<Error> error_of(Call&& call) {
 class EngineTest : public ::testing::TestWithParam<Backend> {
  protected:
   void SetUp() override {
-    try {
-      (void)transfer::make_device(GetParam());
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(GetParam())) GTEST_SKIP() << *why;
   }
   [[nodiscard]] Config config() const { return small_config(GetParam()); }
 };

@@ -21,12 +21,7 @@ class GraphTest : public ::testing::Test {
   static constexpr int kReplays = 100;
 
   void SetUp() override {
-    try {
-      (void)transfer::make_device(Backend::kCuda);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     open(two_layers());
   }
   void TearDown() override {

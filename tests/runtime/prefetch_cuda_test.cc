@@ -18,12 +18,7 @@ class PrefetchStreamTest : public ::testing::Test {
   static constexpr std::int64_t kPrompt = 900;
 
   void SetUp() override {
-    try {
-      (void)transfer::make_device(Backend::kCuda);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     Config config = small_config(Backend::kCuda);
     config.memory.hot_rows = 512;
     config.memory.hot_bytes = 4 * MiB;

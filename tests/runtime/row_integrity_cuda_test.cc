@@ -22,12 +22,7 @@ constexpr std::size_t kRowBytes = 256;
 class RowIntegrityStreamTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    try {
-      (void)transfer::make_device(Backend::kCuda);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     stream_.emplace();
     Config config = tiered_config(Backend::kCuda, 110, tier_);
     config.memory.verify_rows = true;

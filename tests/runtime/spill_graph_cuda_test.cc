@@ -16,12 +16,7 @@ class SpillGraphTest : public ::testing::Test {
   static constexpr std::int64_t kTokens = 24 * kPageTokens;
 
   void SetUp() override {
-    try {
-      (void)transfer::make_device(Backend::kCuda);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     stream_.emplace();
     engine_.emplace(tiered_config(Backend::kCuda, 60, std::make_shared<FaultTier>()));
     reference_.emplace(tiered_config(Backend::kCuda, kPlenty, nullptr));

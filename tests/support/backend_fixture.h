@@ -9,11 +9,23 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 namespace kvtier::testing {
+
+/// Why a backend cannot be used on this machine, or nothing if it can.
+inline std::optional<std::string> why_unusable(Backend backend) {
+  try {
+    static_cast<void>(transfer::make_device(backend));
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUnimplemented) throw;
+    return error.what();
+  }
+  return std::nullopt;
+}
 
 /// Runs a suite on each backend compiled in: `class FooTest : public BackendTest {}`, TEST_P, then
 /// `KVTIER_INSTANTIATE_BACKENDS(FooTest)`. CUDA cases are skipped, visibly, without a usable GPU.
@@ -21,12 +33,8 @@ namespace kvtier::testing {
 class BackendTest : public ::testing::TestWithParam<Backend> {
  protected:
   void SetUp() override {
-    try {
-      device_ = transfer::make_device(GetParam());
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnimplemented) throw;
-      GTEST_SKIP() << error.what();
-    }
+    if (const auto why = why_unusable(GetParam())) GTEST_SKIP() << *why;
+    device_ = transfer::make_device(GetParam());
     stream_ = device_->make_stream();
   }
   void TearDown() override {
