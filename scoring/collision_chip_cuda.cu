@@ -93,8 +93,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   entries.store_pairs(tables);
   __syncthreads();
 
-  const bool weighted = request.params.weighting == ValueWeighting::kLinear;
-  const float scale = TableShape(request.params).sum_scale();
+  const SumWeigher weigher(request.params);
   float* const values = args.values + group_index * args.max_tokens * group + first_head;
   const bool aligned = group % kValueHeads == 0;
   float totals[kHeads] = {};
@@ -104,15 +103,8 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   while (reader.next(token, code, norm)) {
     float sums[kHeads];
     usual_sums(tables, code, sums);
-    const bool finite = norm != hashing::kNonfiniteNorm;
-    const float weight = finite ? scale * (weighted ? norm_value(norm) : 1.0F) : 0.0F;
     const bool inside = plan.begin <= token && token < plan.end;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      sums[h] *= weight;
-      if (inside) totals[h] += sums[h];
-      if (!finite) sums[h] = kNoValue;
-    }
+    weigher.weigh(norm, inside, sums, totals);
     if (inside) put_values(values + token * group, heads, aligned, sums);
   }
 #pragma unroll

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "scoring/chip_scores_cuda.cuh"
+#include "scoring/collision_tiles.cuh"
 
 #include <cstdint>
 
@@ -16,9 +17,6 @@ inline constexpr unsigned kSetBlocks = 8;  ///< Most blocks of a cluster.
 /// Of all sets together: bins, and tokens of a block that are compared one by one.
 inline constexpr int kAllBins = 1024;
 inline constexpr int kAllListed = 1024;
-
-/// What a token that is not finite has in the place of its values.
-inline constexpr float kNoValue = -1.0F;
 
 /// What the blocks of a cluster send one another, each to all.
 struct SetExchange {
@@ -71,12 +69,6 @@ __device__ inline float4 get_values(const float* from, int heads) {
 __device__ inline float weighted_sum(const float4& values, const float4& weights) {
   return fmaf(values.x, weights.x, values.y * weights.y) +
          fmaf(values.z, weights.z, values.w * weights.w);
-}
-
-/// Keys order as values do: positive floats compare as their bits do. 1 for tokens that are not
-/// finite, whose values are negative.
-__device__ inline std::uint32_t key_of_value(float value) {
-  return static_cast<std::uint32_t>(max(__float_as_int(value) + 2, 1));
 }
 inline constexpr std::uint32_t kHighestKey = 0xFFFFFFFEU;
 

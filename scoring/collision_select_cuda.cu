@@ -21,20 +21,11 @@ constexpr int kAppendRoom = 96;
 
 /// Bins of values times a factor that makes their mean 1, of equally many floats from 3/4 to 3.
 struct ValueBins {
-  static constexpr std::uint32_t kBase = 0x3F400000U + 2;  // as in `key_of`
+  static constexpr std::uint32_t kBase = 0x3F400000U + 2;  // as in `key_of_value`
   static constexpr std::uint32_t kShift = 24 - 9;
   static constexpr bool kOpen = true;
 };
 static_assert(kChipBins == 1 << 9);
-
-/// What a token that is not finite has in the place of its values.
-constexpr float kNoValue = -1.0F;
-
-/// Keys order as values do: positive floats compare as their bits do. 1 for tokens that are not
-/// finite, whose values are negative.
-__device__ std::uint32_t key_of(float value) {
-  return static_cast<std::uint32_t>(max(__float_as_int(value) + 2, 1));
-}
 
 /// Floats of a token's values.
 int __host__ __device__ value_stride(int heads, int group) { return heads == 2 ? group : heads; }
@@ -91,10 +82,8 @@ template <int kHeads>
 __device__ void score_tokens(const FilterArgs& args, const ChipWork& work, TileReader& reader,
                              const std::uint32_t* pairs, float* values,
                              float (&warp_sums)[kChipWarps][kHeads]) {
-  const ScoreParams& params = args.request.params;
   const int stride = value_stride(kHeads, args.request.kv.group());
-  const bool weighted = params.weighting == ValueWeighting::kLinear;
-  const float scale = TableShape(params).sum_scale();
+  const SumWeigher weigher(args.request.params);
   float totals[kHeads] = {};
   std::int64_t token = 0;
   UsualCode code;
@@ -103,15 +92,7 @@ __device__ void score_tokens(const FilterArgs& args, const ChipWork& work, TileR
     float sums[kHeads];
     usual_sums(pairs, code, sums);
     const auto local = static_cast<int>(token - work.first_token);
-    const bool finite = norm != hashing::kNonfiniteNorm;
-    const bool inside = work.begin <= local && local < work.end;
-    const float weight = finite ? scale * (weighted ? norm_value(norm) : 1.0F) : 0.0F;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      sums[h] *= weight;
-      if (inside) totals[h] += sums[h];
-      if (!finite) sums[h] = kNoValue;
-    }
+    weigher.weigh(norm, work.begin <= local && local < work.end, sums, totals);
     float* const to = values + local * stride;
     if constexpr (kHeads == 4) {
       *reinterpret_cast<float4*>(to) = make_float4(sums[0], sums[1], sums[2], sums[3]);
@@ -188,7 +169,7 @@ __device__ void write_keys(const ChipWork& work, int group, const float* values,
         sum = from[0] * references[0];
         if (stride == 2) sum = fmaf(from[1], references[1], sum);
       }
-      own[i] = key_of(sum);
+      own[i] = key_of_value(sum);
       atomicAdd(&shared.bins[first_bin_of<ValueBins>(own[i])], 1U);
     }
     // The values of all tokens up to here have been read, and the keys are no longer than they.

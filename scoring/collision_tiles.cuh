@@ -8,6 +8,41 @@
 /// How the kernels that keep every value of soft collision go through a block's tokens.
 namespace kvtier::scoring::cuda {
 
+/// What a token that is not finite has in the place of its values.
+inline constexpr float kNoValue = -1.0F;
+
+/// Keys order as values do: positive floats compare as their bits do. 1 for tokens that are not
+/// finite, whose values are negative.
+__device__ inline std::uint32_t key_of_value(float value) {
+  return static_cast<std::uint32_t>(max(__float_as_int(value) + 2, 1));
+}
+
+/// Makes values of the sums of collisions.
+class SumWeigher {
+ public:
+  explicit __device__ SumWeigher(const ScoreParams& params)
+      : scale_(TableShape(params).sum_scale()),
+        weighted_(params.weighting == ValueWeighting::kLinear) {}
+
+  /// Of one token's; those of an eligible one are added to `totals`.
+  template <int kHeads>
+  __device__ void weigh(std::uint16_t value_norm, bool eligible, float (&sums)[kHeads],
+                        float (&totals)[kHeads]) const {
+    const bool finite = value_norm != hashing::kNonfiniteNorm;
+    const float weight = finite ? scale_ * (weighted_ ? norm_value(value_norm) : 1.0F) : 0.0F;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      sums[h] *= weight;
+      if (eligible) totals[h] += sums[h];
+      if (!finite) sums[h] = kNoValue;
+    }
+  }
+
+ private:
+  float scale_;
+  bool weighted_;
+};
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// A warp's tiles of 32 tokens, each lane with its token: every kPassWarps-th of the block's. The
