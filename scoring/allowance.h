@@ -12,16 +12,18 @@ namespace kvtier::scoring {
 /// with the tokens, so there is a smallest selection that misses no more.
 struct Allowance {
   double missed;
-  double of_one;  ///< Share that a selection of one token may miss.
-  std::int64_t few;
+  double of_one;     ///< Share that a selection of one token may miss.
+  std::int32_t few;  ///< Tokens are counted in 32 bits, as their ids are.
 
   /// Of a selection of at most `most` of `eligible` tokens: half of these are not few.
   KVTIER_HOST_DEVICE Allowance(double share, std::int64_t eligible, std::int64_t most)
-      : missed(share), of_one(share), few(most < eligible / 2 ? most : eligible / 2) {
+      : missed(share),
+        of_one(share),
+        few(static_cast<std::int32_t>(most < eligible / 2 ? most : eligible / 2)) {
     if (few > 0) of_one /= static_cast<double>(few);
   }
 
-  [[nodiscard]] KVTIER_HOST_DEVICE double of(std::int64_t tokens) const {
+  [[nodiscard]] KVTIER_HOST_DEVICE double of(std::int32_t tokens) const {
     return tokens < few ? of_one * static_cast<double>(tokens) : missed;
   }
 };

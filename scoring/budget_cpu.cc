@@ -178,7 +178,7 @@ std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int 
   const std::int64_t least = std::min(budget_.least, most);
   const Allowance allowance(budget_.missed, num_eligible_, most);
   std::int64_t kept = 0;
-  while (kept < most && (kept < least || rest > allowance.of(kept))) {
+  while (kept < most && (kept < least || rest > allowance.of(static_cast<std::int32_t>(kept)))) {
     const auto token = static_cast<std::size_t>(best[static_cast<std::size_t>(kept++)].second);
     for (std::size_t h = 0; h < factors.size(); ++h) {
       const Head& head = heads_[static_cast<std::size_t>(first_head) + h];

@@ -12,6 +12,9 @@ namespace {
 // 32 bits.
 constexpr int kLowShareBits = 12;
 
+// At once on a multiprocessor, for which a thread has 64 registers.
+constexpr int kBlocks = 4;
+
 // The first pass counts by steps of 1/64 below the best score, which spreads the tokens that have
 // attention over many bins; 32 below it or more are one bin. The others go by the bits of a key.
 constexpr int kStepsPass = 32;
@@ -71,18 +74,18 @@ __device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint3
   }
   std::uint32_t all_count = 0;
   std::uint64_t all_mass = 0;
-  std::uint64_t count_before = block_exclusive_sum(count, &all_count);
+  std::uint32_t count_before = block_exclusive_sum(count, &all_count);
   std::uint64_t mass_before = block_exclusive_sum(mass, &all_mass);
   // The first pass sees the masses of all tokens.
   const std::uint64_t all = kShift == kStepsPass ? all_mass : progress.all;
   count_before += progress.count;
   mass_before += progress.mass;
   __syncthreads();  // all have read the progress that one of them changes
-  const auto most = static_cast<std::uint64_t>(plan.k);
-  const auto least = static_cast<std::uint64_t>(args.budget.least);
-  const auto enough = [&](std::uint64_t tokens, std::uint64_t of_mass) {
+  const auto most = static_cast<std::uint32_t>(plan.k);
+  const auto least = static_cast<std::uint32_t>(args.budget.least);
+  const auto enough = [&](std::uint32_t tokens, std::uint64_t of_mass) {
     if (tokens >= most) return true;
-    const double spare = allowance.of(static_cast<std::int64_t>(tokens));
+    const double spare = allowance.of(static_cast<std::int32_t>(tokens));
     return tokens >= least && of_mass + static_cast<std::uint64_t>(spare) >= all;
   };
   if (enough(count_before, mass_before) || !enough(count_before + count, mass_before + mass)) {
@@ -104,22 +107,22 @@ __device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint3
     state.threshold |= static_cast<std::uint32_t>(top - bin) << kShift;
   }
   progress.all = all;
-  progress.count = static_cast<std::uint32_t>(count_before);
+  progress.count = count_before;
   progress.mass = mass_before;
   if constexpr (kShift == 0) {
     // Tokens of equal score count with their mean mass.
-    const std::uint64_t ties = bin_counts[bin];
+    const std::uint32_t ties = bin_counts[bin];
     const std::uint64_t each = max(bin_masses[bin] / ties, std::uint64_t{1});
-    std::uint64_t taken = 1;  // the fewest that are enough
-    for (std::uint64_t last = ties; taken < last;) {
-      const std::uint64_t middle = (taken + last) / 2;
+    std::uint32_t taken = 1;  // the fewest that are enough
+    for (std::uint32_t last = ties; taken < last;) {
+      const std::uint32_t middle = (taken + last) / 2;
       if (enough(count_before + middle, mass_before + middle * each)) {
         last = middle;
       } else {
         taken = middle + 1;
       }
     }
-    state.remaining = static_cast<std::uint32_t>(taken);
+    state.remaining = taken;
     state.all_ties = taken == ties ? 1 : 0;
   }
 }
@@ -138,8 +141,8 @@ __device__ unsigned bin_of_step(float best, float score) {
 // One pass of a radix select by mass (top_k_cuda.cu has the one by count). Grid: parts x sets x
 // rows.
 template <int kShift, int kBins>
-__global__ __launch_bounds__(kBudgetThreads) void mass_pass(
-    const __grid_constant__ BudgetArgs args) {
+__global__ __launch_bounds__(kBudgetThreads,
+                             kBlocks) void mass_pass(const __grid_constant__ BudgetArgs args) {
   constexpr int kFirstBins = 2048;
   __shared__ std::uint32_t counts[kBins];
   __shared__ std::uint32_t low[kBins];
