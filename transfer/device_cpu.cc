@@ -159,8 +159,8 @@ class CpuStream final : public Stream {
          Kind::kOrder);
   }
   void synchronize() override {
-    std::unique_lock lock(mutex_);
-    popped_.wait(lock, [this] { return head_ == tail_; });
+    record().wait();  // woken once, however many tasks there are
+    const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
   [[nodiscard]] bool capturing() const override { return false; }
@@ -175,7 +175,7 @@ class CpuStream final : public Stream {
 
   void push(Task task, Kind kind) {
     std::unique_lock lock(mutex_);
-    popped_.wait(lock, [this] { return tail_ - head_ < kQueueSlots; });
+    has_room_.wait(lock, [this] { return tail_ - head_ < kQueueSlots; });
     Slot& slot = slots_[tail_ % kQueueSlots];
     slot.task = std::move(task);
     slot.kind = kind;
@@ -195,8 +195,7 @@ class CpuStream final : public Stream {
       std::exception_ptr thrown = execute(slot, skip);
       lock.lock();
       if (thrown) error_ = std::move(thrown);
-      ++head_;
-      popped_.notify_all();
+      if (tail_ - head_++ == kQueueSlots) has_room_.notify_all();
     }
   }
 
@@ -213,7 +212,7 @@ class CpuStream final : public Stream {
   EventPool& events_;
   std::mutex mutex_;  // guards what follows but the slot that is being executed
   std::condition_variable pushed_;
-  std::condition_variable popped_;
+  std::condition_variable has_room_;
   std::unique_ptr<Slot[]> slots_;
   std::size_t head_ = 0;
   std::size_t tail_ = 0;
