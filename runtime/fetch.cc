@@ -58,14 +58,15 @@ class Piece {
     selection.counts = static_cast<std::int32_t*>(counts.data);
     selection.capacity = selection.staged_capacity = count;
     selection.staged = static_cast<std::byte*>(rows.data);
-    const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
-    transfer::gather_rows(turn.stream(), kv_, sequences, query, selection, pages_on_device,
-                          nullptr);
     if (kv_.row_checks) {
       transfer::RowReading reading{
           .sequences = sequences, .flags = {}, .rows = query, .selection = selection, .rule = {}};
       reading.flags.push(flags);
-      transfer::verify_rows(turn.stream(), kv_, reading);
+      transfer::gather_whole_rows(turn.stream(), kv_, reading, nullptr);
+    } else {
+      const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
+      transfer::gather_rows(turn.stream(), kv_, sequences, query, selection, pages_on_device,
+                            nullptr);
     }
     staging.finish(turn.stream());
     turn.stream().synchronize();  // the staging of the CPU backend does not wait

@@ -29,10 +29,10 @@ bool take_any(transfer::Stream& stream, const EngineState& engine, const Fetch& 
 transfer::HotGather hot_gather(const EngineState& engine, const Fetch& fetch) {
   transfer::HotBatch hot;
   for (const LayerState* layer : fetch.layers) hot.push(layer->hot);
-  return {.sequences = fetch.sequences,
+  return {.sequences = fetch.reading.sequences,
           .hot = hot,
-          .rows = fetch.rows,
-          .selection = fetch.selection,
+          .rows = fetch.reading.rows,
+          .selection = fetch.reading.selection,
           .shape = engine.hot_shape,
           .totals = engine.hot_totals.as<transfer::HotTotals>(),
           .flags = fetch.flags};
@@ -62,10 +62,16 @@ void forget_hot_rows(transfer::Stream& stream, const EngineState& engine, const 
 
 void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {
   if (take_any(stream, engine, fetch)) {
-    return transfer::gather_hot_rows(stream, engine.kv, hot_gather(engine, fetch));
+    transfer::gather_hot_rows(stream, engine.kv, hot_gather(engine, fetch));
+    if (engine.kv.row_checks) transfer::verify_rows(stream, engine.kv, fetch.reading);
+    return;
+  }
+  const transfer::RowReading& reading = fetch.reading;
+  if (engine.kv.row_checks) {
+    return transfer::gather_whole_rows(stream, engine.kv, reading, fetch.flags);
   }
   const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
-  transfer::gather_rows(stream, engine.kv, fetch.sequences, fetch.rows, fetch.selection,
+  transfer::gather_rows(stream, engine.kv, reading.sequences, reading.rows, reading.selection,
                         pages_on_device, fetch.flags);
 }
 

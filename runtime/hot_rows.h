@@ -3,7 +3,7 @@
 #include "runtime/engine_state.h"
 #include "runtime/sequence_memory.h"
 #include "transfer/device.h"
-#include "transfer/sequence.h"
+#include "transfer/row_checks.h"
 
 #include <span>
 
@@ -22,15 +22,13 @@ void forget_hot_rows(transfer::Stream& stream, const EngineState& engine, const 
 /// Rows to be fetched for one launch.
 struct Fetch {
   std::span<LayerState* const> layers;  ///< Of each sequence.
-  const transfer::SequenceBatch& sequences;
-  const transfer::QueryBatch& rows;
-  const transfer::SelectionView& selection;
+  const transfer::RowReading& reading;  ///< What the launch reads.
   transfer::StepFlags* flags = nullptr;
   bool capturing = false;  ///< No memory is taken then.
 };
 
 /// Enqueues the copy of the selected rows to staging, as far as it goes: of hot ones, and of the
-/// others from their pages.
+/// others from their pages. With checks of rows, those that the launch reads are compared.
 void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
 /// Enqueues that the selected rows become hot, those that are not yet and find a slot, where the
 /// layers' pages are all here.

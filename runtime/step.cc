@@ -256,10 +256,11 @@ class AttendLaunch {
     if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
       const std::vector<LayerState*> layers = layers_of_slices();
-      fetch_rows(stream, engine_, fetch_of(layers, selection));
+      fetch_rows(stream, engine_, fetch_of(layers, reading_of(selection)));
       timer.stop();
+    } else if (engine_.kv.row_checks) {
+      transfer::verify_rows(stream, engine_.kv, reading_of(selection));
     }
-    if (engine_.kv.row_checks) verify(selection);
     StageTimer timer(turn_, engine_, engine_.seconds.attend);
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
@@ -267,11 +268,9 @@ class AttendLaunch {
   }
 
   [[nodiscard]] Fetch fetch_of(std::span<LayerState* const> layers,
-                               const transfer::SelectionView& selection) const {
+                               const transfer::RowReading& reading) const {
     return {.layers = layers,
-            .sequences = sequences_,
-            .rows = rows_,
-            .selection = selection,
+            .reading = reading,
             .flags = engine_.step_flags(flags_index()),
             .capturing = turn_.capturing()};
   }
@@ -287,7 +286,7 @@ class AttendLaunch {
     const transfer::SelectionView selection = choose();
     const std::vector<LayerState*> layers = layers_of_slices();
     StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-    fetch_rows_ahead(turn_.stream(), engine_, fetch_of(layers, selection));
+    fetch_rows_ahead(turn_.stream(), engine_, fetch_of(layers, reading_of(selection)));
     timer.stop();
   }
 
@@ -312,14 +311,13 @@ class AttendLaunch {
     return flags;
   }
 
-  /// Compares the rows that attention will read in pages with their checks.
-  void verify(const transfer::SelectionView& selection) {
-    const transfer::RowReading reading{.sequences = sequences_,
-                                       .flags = session_flags(),
-                                       .rows = rows_,
-                                       .selection = selection,
-                                       .rule = options().rule};
-    transfer::verify_rows(turn_.stream(), engine_.kv, reading);
+  /// What attention will read.
+  [[nodiscard]] transfer::RowReading reading_of(const transfer::SelectionView& selection) const {
+    return {.sequences = sequences_,
+            .flags = session_flags(),
+            .rows = rows_,
+            .selection = selection,
+            .rule = options().rule};
   }
 
   void finish_attend() {

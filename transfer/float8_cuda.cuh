@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/check_sums_cuda.cuh"
 #include "transfer/page_rows.h"
 
 #include <cuda_fp16.h>
@@ -107,6 +108,13 @@ __device__ inline RowSource float8_source(const KvGeometry& geometry, const Sequ
   return float8_page_source(geometry, sequence, kv_head, token);
 }
 
+/// The pointer that a lane of the warp holds.
+template <typename T>
+[[nodiscard]] __device__ T* from_lane(T* pointer, int lane) {
+  return reinterpret_cast<T*>(
+      __shfl_sync(0xFFFFFFFFU, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
 /// Up to `kRows` rows in the registers of a warp, of those whose places lanes hold: read as they
 /// lie, written as bf16. A lane has `Loads` pieces of sixteen elements.
 template <int HeadDim, int Loads>
@@ -146,19 +154,46 @@ class Float8Flight {
       const int lane = first + at.row;
       std::byte* const row = from_lane(to, lane);
       if (!at.present || lane >= end || row == nullptr) continue;
-      const Piece& piece = values_[i];
+      const Piece piece = widened(values_[i]);
       auto* const vectors = reinterpret_cast<uint4*>(row) + 2 * at.piece;
-      const bool wide = piece.scale == 0.0F;  // no scale is
-      vectors[0] = wide ? piece.low : from_float8(piece.low.x, piece.low.y, piece.scale);
-      vectors[1] = wide ? piece.high : from_float8(piece.low.z, piece.low.w, piece.scale);
+      vectors[0] = piece.low;
+      vectors[1] = piece.high;
+    }
+  }
+
+  /// What this lane has of a row adds to its check (transfer/row_checks.h).
+  [[nodiscard]] __device__ std::uint32_t check_sum(int row) const {
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < Loads; ++i) {
+      if (row < i * 32 / kPieces || (i * 32 + 31) / kPieces < row) continue;
+      const Unit at = unit(i);
+      if (at.row != row) continue;
+      const Piece piece = widened(values_[i]);
+      sum += check_of_piece(piece.low, 2 * at.piece) + check_of_piece(piece.high, 2 * at.piece + 1);
+      if (piece.scale != 0.0F && 2 * at.piece % kPieces == 0) {
+        sum += check_of_scale(HeadDim, 2 * at.piece / kPieces, piece.scale);
+      }
+    }
+    return sum;
+  }
+
+  /// Rows of the lanes in `lanes` become NaN.
+  __device__ void spoil(unsigned lanes, int first) {
+#pragma unroll
+    for (int i = 0; i < Loads; ++i) {
+      const Unit at = unit(i);
+      if (!at.present || (lanes >> first >> at.row & 1U) == 0) continue;
+      values_[i].low = values_[i].high = {~0U, ~0U, ~0U, ~0U};
+      values_[i].scale = 0.0F;
     }
   }
 
  private:
   struct Piece {
-    uint4 low;   ///< Sixteen fp8 numbers, or eight of 16 bits
-    uint4 high;  ///< and eight more.
-    float scale;
+    uint4 low;    ///< Sixteen fp8 numbers, or eight of 16 bits
+    uint4 high;   ///< and eight more.
+    float scale;  ///< 0: of 16 bits; no scale is.
   };
   struct Unit {
     int row;
@@ -171,10 +206,10 @@ class Float8Flight {
     const int row = number / kPieces;
     return {row, number % kPieces, row < kRows};
   }
-  template <typename T>
-  [[nodiscard]] static __device__ T* from_lane(T* pointer, int lane) {
-    return reinterpret_cast<T*>(
-        __shfl_sync(0xFFFFFFFFU, reinterpret_cast<unsigned long long>(pointer), lane));
+  static __device__ Piece widened(const Piece& piece) {
+    if (piece.scale == 0.0F) return piece;
+    return {from_float8(piece.low.x, piece.low.y, piece.scale),
+            from_float8(piece.low.z, piece.low.w, piece.scale), piece.scale};
   }
   /// Past L1, issued where it stands.
   static __device__ uint4 load_once(const std::byte* from) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/check_sums_cuda.cuh"
 #include "transfer/float8_cuda.cuh"
 #include "transfer/sequence.h"
 
@@ -63,17 +64,31 @@ class Flight {
       }
     }
   }
+  /// What this lane has of a row adds to its check (transfer/row_checks.h).
+  [[nodiscard]] __device__ std::uint32_t check_sum(int row) const {
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (row < i * kWarpLanes / kVectors || (i * kWarpLanes + kWarpLanes - 1) / kVectors < row) {
+        continue;
+      }
+      if (unit(i) / kVectors == row) sum += check_of_piece(values_[i], unit(i) % kVectors);
+    }
+    return sum;
+  }
+  /// Rows of the lanes in `lanes` become NaN.
+  __device__ void spoil(unsigned lanes, int first) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if ((lanes >> first >> unit(i) / kVectors & 1U) != 0) values_[i] = {~0U, ~0U, ~0U, ~0U};
+    }
+  }
 
  private:
   static constexpr int kVectors = HeadDim / 4;  // of 16 bytes, in a row
   static constexpr int kLoads = Rows * kVectors / kWarpLanes;
   static_assert(Rows * kVectors % kWarpLanes == 0);
 
-  template <typename T>
-  static __device__ T* from_lane(T* pointer, int lane) {
-    return reinterpret_cast<T*>(
-        __shfl_sync(0xFFFFFFFFU, reinterpret_cast<unsigned long long>(pointer), lane));
-  }
   static __device__ int unit(int i) {
     return i * kWarpLanes + static_cast<int>(threadIdx.x % kWarpLanes);
   }

@@ -100,6 +100,18 @@ void verify_rows(Stream& stream, const KvGeometry& geometry, const RowReading& r
   stream.run([=] { cpu::verify_rows(geometry, reading); });
 }
 
+void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading,
+                       StepFlags* flags) {
+  assert(geometry.row_checks && reading.flags.count == reading.sequences.count);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::gather_whole_rows(stream.native(), geometry, reading, flags);
+    }
+  }
+  gather_rows(stream, geometry, reading.sequences, reading.rows, reading.selection, false, flags);
+  verify_rows(stream, geometry, reading);
+}
+
 bool row_is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head,
                   std::int64_t token) {
   std::byte row[4 * 256];

@@ -67,6 +67,11 @@ struct RowReading {
 /// `StepFlags::rows_corrupt`. Enqueued after the rows have been staged.
 void verify_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading);
 
+/// `gather_rows` from pages in host memory and `verify_rows`, with `flags` the step's: rows that
+/// are staged are compared as they pass. On CUDA one launch. Enqueued.
+void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading,
+                       StepFlags* flags);
+
 /// Tells whether a row in its page is the one that was written. On the host.
 [[nodiscard]] bool row_is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head,
                                 std::int64_t token);
@@ -81,6 +86,8 @@ void verify_rows(const KvGeometry& geometry, const RowReading& reading);
 namespace cuda {  // `stream` is a cudaStream_t
 void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatch& batch);
 void verify_rows(void* stream, const KvGeometry& geometry, const RowReading& reading);
+void gather_whole_rows(void* stream, const KvGeometry& geometry, const RowReading& reading,
+                       StepFlags* flags);
 }  // namespace cuda
 
 }  // namespace kvtier::transfer

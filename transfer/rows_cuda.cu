@@ -1,6 +1,7 @@
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
 #include "transfer/float8_cuda.cuh"
+#include "transfer/gather_count_cuda.cuh"
 #include "transfer/head_dim_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
 #include "transfer/rows_kernels.h"
@@ -17,8 +18,7 @@ constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / kWarp;
 constexpr unsigned kQueryThreads = 512;  ///< 32 heads of 128 are one piece each.
 constexpr unsigned kFullMask = 0xFFFFFFFFU;
-/// Blocks of a launch that walks over its work: enough for 132 SMs to hold 8 each.
-constexpr std::int64_t kMaxBlocks = 1056;
+using cuda::kMaxBlocks;
 /// Selected rows that one warp has in flight. Reading host memory, any launch of 32 blocks and more
 /// runs at the link's speed (H200, managed pages: 46 to 51 GB/s for 4K to 64K rows), with 1 to 8.
 constexpr int kGatherRows = 4;
@@ -170,63 +170,6 @@ __device__ uint4 load_row_vector(const std::byte* from) {
   return v;
 }
 
-/// Rows that a gather copies for one (query row, KV head).
-__device__ std::int64_t gathered(const SelectionView& selection, std::int64_t lane) {
-  return min(std::int64_t{selection.counts[lane]}, selection.staged_capacity);
-}
-
-/// Index of the first of `count` ascending ids that is not below `bound`.
-__device__ std::int64_t lower_bound(const std::int32_t* ids, std::int64_t count,
-                                    std::int64_t bound) {
-  std::int64_t begin = 0;
-  while (count > 0) {
-    const std::int64_t half = count / 2;
-    if (ids[begin + half] < bound) {
-      begin += half + 1;
-      count -= half + 1;
-    } else {
-      count = half;
-    }
-  }
-  return begin;
-}
-
-/// One block counts the rows of the whole gather, while the others copy: ids are ascending, so
-/// those in pages are one run. All selected rows are counted, staged or not.
-__device__ void count_gathered(const KvGeometry& geometry, const SequenceBatch& sequences,
-                               const QueryBatch& rows, const SelectionView& selection,
-                               bool pages_on_device, StepFlags* flags) {
-  __shared__ unsigned long long totals[3];  // rows copied, those in pages, rows selected
-  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
-  __syncthreads();  // totals are zero before any thread adds to them
-  unsigned long long copied = 0;
-  unsigned long long paged = 0;
-  unsigned long long selected = 0;
-  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
-  for (std::int64_t lane = threadIdx.x; lane < lanes; lane += kThreads) {
-    const std::int64_t count = gathered(selection, lane);
-    const std::int32_t* ids = selection.ids + lane * selection.capacity;
-    const int sequence = rows[static_cast<int>(lane / geometry.kv_heads)].sequence;
-    std::int64_t end = count;
-    if (geometry.recent_capacity > 0) {
-      end = lower_bound(ids, count, sequences[sequence].counters->resident_begin);
-    }
-    const std::int64_t begin = lower_bound(ids, end, geometry.sink_capacity);
-    copied += static_cast<unsigned long long>(count);
-    selected += static_cast<unsigned long long>(selection.counts[lane]);
-    paged += static_cast<unsigned long long>(end - begin);
-  }
-  if (copied != 0) atomicAdd(&totals[0], copied);
-  if (paged != 0) atomicAdd(&totals[1], paged);
-  if (selected != 0) atomicAdd(&totals[2], selected);
-  __syncthreads();  // all threads have added
-  if (threadIdx.x != 0) return;
-  const std::uint64_t fetched = pages_on_device ? 0 : totals[1];
-  cuda::raise(&flags->rows_selected, totals[2]);
-  cuda::raise(&flags->rows_fetched_host, fetched);
-  cuda::raise(&flags->rows_resident, totals[0] - fetched);
-}
-
 /// A warp copies `kGatherRows` rows at a time. Block (x, KV head, query row); the last x counts.
 template <int HeadDim>
 __global__ void __launch_bounds__(kThreads)
@@ -242,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
-      count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+      cuda::count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
     }
     return;
   }
@@ -250,7 +193,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t lane_of_selection = std::int64_t{blockIdx.z} * geometry.kv_heads + head;
   const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
-  const std::int64_t count = gathered(selection, lane_of_selection);
+  const std::int64_t count = cuda::num_gathered(selection, lane_of_selection);
   const std::int32_t* ids = selection.ids + lane_of_selection * selection.capacity;
   std::byte* staged =
       selection.staged + lane_of_selection * selection.staged_capacity * geometry.row_bytes();
@@ -307,7 +250,7 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
-      count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+      cuda::count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
     }
     return;
   }
@@ -317,7 +260,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int32_t* ids = selection.ids + list * selection.capacity;
   copy_float8_rows<HeadDim>(
-      gathered(selection, list), copying_blocks,
+      cuda::num_gathered(selection, list), copying_blocks,
       [&](std::int64_t i) {
         return cuda::float8_source(geometry, sequence, resident_begin, head, ids[i]);
       },

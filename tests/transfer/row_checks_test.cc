@@ -60,24 +60,39 @@ class RowChecksTest : public RowsTest {
     stream_->synchronize();
   }
 
-  /// Stages the first `staged` rows of each list, and compares all. Returns how many are changed.
-  std::uint64_t verify(std::int64_t staged) {
-    const std::uint64_t before = flags_->rows_corrupt;
+  [[nodiscard]] RowReading reading_of(std::int64_t staged) const {
     RowReading reading;
     reading.sequences.push(s_.view);
     reading.flags.push(flags_);
-    reading.rows.push({.dense_from = std::numeric_limits<std::int64_t>::max()});
+    reading.rows.push({.dense_from = dense_from_});
     reading.selection = {.ids = device_ids_.as<std::int32_t>(),
                          .counts = counts_.as<std::int32_t>(),
                          .capacity = listed(),
                          .staged = staged_.data(),
                          .staged_capacity = staged};
+    return reading;
+  }
+  /// Stages the first `staged` rows of each list, and compares all. Returns how many are changed.
+  std::uint64_t verify(std::int64_t staged) {
+    const std::uint64_t before = flags_->rows_corrupt;
+    const RowReading reading = reading_of(staged);
     if (staged > 0) {
       gather_rows(*stream_, g_, reading.sequences, reading.rows, reading.selection, false, nullptr);
     }
     verify_rows(*stream_, g_, reading);
     stream_->synchronize();
     return flags_->rows_corrupt - before;
+  }
+  /// The same at once.
+  std::uint64_t gather_whole(std::int64_t staged) {
+    const std::uint64_t before = flags_->rows_corrupt;
+    gather_whole_rows(*stream_, g_, reading_of(staged), flags_);
+    stream_->synchronize();
+    return flags_->rows_corrupt - before;
+  }
+  /// Staging without what was there.
+  void clear_staging() {
+    staged_ = upload(std::vector<std::byte>(staged_.bytes(), std::byte{0xA5}));
   }
   [[nodiscard]] std::vector<std::uint16_t> staged_rows() {
     return download<std::uint16_t>(staged_.data(), staged_.bytes() / 2);
@@ -107,6 +122,7 @@ class RowChecksTest : public RowsTest {
   KvGeometry g_;
   SequenceUnderTest s_;
   StepFlags* flags_ = nullptr;
+  std::int64_t dense_from_ = std::numeric_limits<std::int64_t>::max();
   std::vector<std::int32_t> ids_;
   Buffer device_ids_, counts_, staged_;
 };
@@ -119,6 +135,12 @@ TEST_P(RowChecksTest, RowsThatWereWrittenAreWhole) {
       fill(head_dim, float8);
       for (const std::int64_t staged : {std::int64_t{0}, std::int64_t{7}, listed()}) {
         EXPECT_EQ(verify(staged), 0U);
+        const std::vector<std::uint16_t> expected = staged_rows();
+        clear_staging();
+        EXPECT_EQ(gather_whole(staged), 0U);
+        const auto rows = static_cast<std::ptrdiff_t>(2 * staged * g_.row_bytes() / 2);
+        const std::vector<std::uint16_t> found = staged_rows();
+        EXPECT_TRUE(std::equal(found.begin(), found.begin() + rows, expected.begin())) << staged;
       }
       for (std::int64_t token = 0; token < kTokens; ++token) {
         EXPECT_TRUE(row_is_whole(g_, page(token), 1, token)) << token;
@@ -149,13 +171,17 @@ TEST_P(RowChecksTest, EveryTurnedBitIsFoundAndNoneServed) {
       for (const auto& [at, bit] : turned) *at ^= bit;
 
       EXPECT_EQ(verify(0), rows.size());
-      EXPECT_EQ(verify(listed()), rows.size());
+      EXPECT_EQ(gather_whole(listed() / 2), rows.size());
       std::vector<std::uint16_t> expected = whole;
       for (const auto& [head, token] : rows) {
         const auto first = static_cast<std::size_t>(head * listed() + token - kSinks) * elements;
         std::fill_n(expected.begin() + static_cast<std::ptrdiff_t>(first), elements, 0xFFFF);
         EXPECT_FALSE(row_is_whole(g_, page(token), head, token));
       }
+      EXPECT_EQ(verify(listed()), rows.size());
+      EXPECT_EQ(staged_rows(), expected) << "round " << round;
+      clear_staging();
+      EXPECT_EQ(gather_whole(listed()), rows.size());
       EXPECT_EQ(staged_rows(), expected) << "round " << round;
       for (const auto& [at, bit] : turned) *at ^= bit;
     }
@@ -173,6 +199,36 @@ TEST_P(RowChecksTest, RowsInThePlaceOfOthersAreFound) {
     }
     EXPECT_EQ(verify(listed()), 3U);
   }
+}
+
+// Rows that are read in their pages beside those that are staged: a tail, and the end of a list.
+TEST_P(RowChecksTest, AGatherComparesWhatIsReadInPlace) {
+  constexpr std::int64_t kDenseFrom = 100, kStaged = 33;
+  fill(128, false);
+  dense_from_ = kDenseFrom;
+  counts_ = upload(std::vector<std::int32_t>(2, static_cast<std::int32_t>(kDenseFrom - kSinks)));
+  // Sinks and ring are not compared; rows of the list and of the tail are, once each.
+  for (const std::int64_t token :
+       {std::int64_t{2}, std::int64_t{10}, std::int64_t{36}, std::int64_t{37}, std::int64_t{99},
+        std::int64_t{100}, std::int64_t{291}, std::int64_t{292}, std::int64_t{299}}) {
+    byte_of(token, 0, 5) ^= std::byte{0x10};
+  }
+  for (const std::int64_t staged : {std::int64_t{0}, kStaged, kDenseFrom}) {
+    EXPECT_EQ(gather_whole(staged), 6U) << staged;
+  }
+}
+
+TEST_P(RowChecksTest, AGatherCountsAsWithoutChecks) {
+  fill(128, false);
+  const RowReading reading = reading_of(100);
+  gather_rows(*stream_, g_, reading.sequences, reading.rows, reading.selection, false, flags_);
+  stream_->synchronize();
+  const StepFlags plain = *flags_;
+  *flags_ = {};
+  EXPECT_EQ(gather_whole(100), 0U);
+  EXPECT_EQ(flags_->rows_selected, plain.rows_selected);
+  EXPECT_EQ(flags_->rows_fetched_host, plain.rows_fetched_host);
+  EXPECT_EQ(flags_->rows_resident, plain.rows_resident);
 }
 
 // A change within one word cannot go unseen.
