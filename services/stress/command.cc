@@ -82,9 +82,10 @@ void add_stress(CLI::App& program, StressCommand& command) {
   add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
             "Rows in pages: model (bf16) or fp8 (default model)");
-  app.add_option("--hot-rows", options.hot_rows,
-                 "Fetched rows kept on the GPU per KV head, layer and sequence; 0: none")
-      ->capture_default_str();
+  app.add_option(
+      "--hot-rows", options.hot_rows,
+      "Fetched rows kept on the device per KV head, layer and sequence; 0: none (default: "
+      "four times k on a GPU)");
   app.add_option("--overlap", options.step_overlap,
                  "Share of the best tokens at N/33 that successive steps have in common (default: "
                  "as in the recorded trace)");

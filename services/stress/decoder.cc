@@ -43,6 +43,14 @@ MutableTensorView Decoder::view(const Mirror& mirror, DType dtype, int layer, in
   return {mirror.device + at * bytes, dtype, {1, heads, *options_.head_dim}, setup_.device.space()};
 }
 
+void Decoder::skip_queries(int steps) {
+  for (std::vector<QuerySource>& layers : queries_) {
+    for (QuerySource& queries : layers) {
+      for (int i = 0; i < steps && !setup_.interrupted(); ++i) static_cast<void>(queries.next());
+    }
+  }
+}
+
 void Decoder::prepare() {
   const auto query_values = static_cast<std::size_t>(*options_.query_heads * *options_.head_dim);
   const auto row_values = static_cast<std::size_t>(*options_.kv_heads * *options_.head_dim);
@@ -62,6 +70,21 @@ void Decoder::prepare() {
   setup_.device.upload(query_, query_.bytes);
   setup_.device.upload(key_, key_.bytes);
   setup_.device.upload(value_, value_.bytes);
+  setup_.device.synchronize();
+}
+
+void Decoder::fetch_ahead(int rows) {
+  RetrievalConfig retrieval = options_.retrieval();
+  retrieval.top_k = rows;
+  AttendOptions attend;
+  attend.retrieval = &retrieval;
+  for (int layer = 0; layer < layers_ && !setup_.interrupted(); ++layer) {
+    for (int sequence = 0; sequence < options_.batch; ++sequence) {
+      setup_.sessions[static_cast<std::size_t>(sequence)].prefetch(
+          layer, view(query_, DType::kBFloat16, layer, sequence, *options_.query_heads),
+          setup_.device.stream(), attend);
+    }
+  }
   setup_.device.synchronize();
 }
 

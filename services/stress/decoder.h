@@ -31,8 +31,13 @@ class Decoder {
   /// Plans steps over `layers` layers. The sessions must outlive it, and have room reserved.
   Decoder(const StressOptions& options, const QueryDrift& drift, int layers, Setup setup);
 
+  /// Passes over the queries of the next steps.
+  void skip_queries(int steps);
   /// Makes the tensors of the next step.
   void prepare();
+  /// Fetches the best `rows` rows per KV head of the step that was prepared, so that it finds them
+  /// on the device. Returns when they are there.
+  void fetch_ahead(int rows);
   /// Runs the step that was prepared. Returns its seconds, or a negative number when interrupted.
   /// On a GPU the first step is enqueued, later ones replay a graph.
   [[nodiscard]] double run();

@@ -64,14 +64,26 @@ std::size_t table_bytes(const StressOptions& options) {
 
 /// Bytes of the hot rows of a run: sets of 32 rows, each with 8 bytes that say what it is, and 16
 /// of the set.
-std::size_t hot_bytes(const StressOptions& options) {
-  if (options.hot_rows == 0) return 0;
+std::size_t hot_bytes(const StressOptions& options, int rows) {
+  if (rows == 0) return 0;
   constexpr std::int64_t kSetRows = 32;
   constexpr std::size_t kAlign = 256;
   const ModelConfig model = options.model();
-  const auto sets = static_cast<std::size_t>(ceil_div(options.hot_rows, kSetRows) * model.kv_heads);
+  const auto sets = static_cast<std::size_t>(ceil_div(rows, kSetRows) * model.kv_heads);
   const std::size_t layer = sets * (kSetRows * (row_bytes(model) + 8) + 16) + kAlign;
   return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
+}
+
+/// Adds what the children take of which every row is fetched: of each layer the pages that the
+/// steps write to, and the page, the sketch block and the next that they are in.
+void add_children(const StressOptions& options, MemoryNeed& need) {
+  const auto layers = static_cast<std::size_t>(*options.layers * options.batch);
+  const std::int64_t page_tokens = MemoryConfig{}.page_tokens;
+  const std::int64_t pages = ceil_div(kWarmupSteps + options.steps, page_tokens) + 1;
+  need.pages += layers * static_cast<std::size_t>(pages * page_tokens * *options.kv_heads) *
+                page_row_bytes(options);
+  need.sketches += layers * 2 * kBlockTokens * sketch_token_bytes(options);
+  need.tables *= 2;
 }
 
 Config base_config(const StressOptions& options) {
@@ -82,6 +94,8 @@ Config base_config(const StressOptions& options) {
   config.memory.page_format = options.page_format;
   config.memory.max_session_tokens = session_tokens(options);
   config.memory.max_batch_rows = options.batch;
+  if (options.hot_rows.value_or(0) > 0)
+    config.memory.staging_rows = options.top_k;  // on any backend
   return config;
 }
 
@@ -155,7 +169,7 @@ Config engine_config(const StressOptions& options, const MemoryNeed& need) {
   if (options.device_budget) config.memory.device_bytes -= need.tables + need.hot + need.dense;
   if (need.hot > 0) {
     config.memory.hot_bytes = need.hot;
-    config.memory.hot_rows = options.hot_rows;
+    config.memory.hot_rows = options.rows_kept(need.backend);
   }
   return config;
 }
@@ -182,7 +196,9 @@ MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
     need.workspace =
         std::min(need.workspace, workspace_bytes(options, options.device_budget, backend));
   }
-  if (backend == Backend::kCuda) need.hot = hot_bytes(options);  // else rows are read in place
+  need.backend = backend;
+  need.hot = hot_bytes(options, options.rows_kept(backend));
+  if (need.hot > 0) add_children(options, need);
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + layer_page_bytes(options) + layer_sketch_bytes(options);
   }

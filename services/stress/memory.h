@@ -20,6 +20,7 @@ struct MemoryNeed {
   std::size_t hot = 0;        ///< On the device: hot rows.
   std::size_t dense = 0;      ///< On the device: one layer's KV again, for the dense comparison.
   std::size_t source = 0;     ///< In host memory: the data under way.
+  Backend backend = Backend::kCpu;  ///< That it was computed for.
 
   [[nodiscard]] std::size_t host() const { return pages + source; }
   [[nodiscard]] std::size_t device() const { return sketches + workspace + tables + hot + dense; }

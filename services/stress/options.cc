@@ -63,7 +63,7 @@ void StressOptions::resolve() {
   check_range(problems, "batch", 1, 64, batch);
   check_range(problems, "steps", 1, kMaxSteps, steps);
   check_range(problems, "k", 1, std::max<std::int64_t>(tokens, 1), top_k);
-  check_range(problems, "hot_rows", 0, kMaxHotRows, hot_rows);
+  check_range(problems, "hot_rows", 0, kMaxHotRows, hot_rows.value_or(0));
   if (step_overlap && !(*step_overlap > 0.0 && *step_overlap < 1.0)) {
     problems.push_back("overlap: expected a number between 0 and 1, found " +
                        std::to_string(*step_overlap));
@@ -88,6 +88,11 @@ RetrievalConfig StressOptions::retrieval() const {
     config.tables = 300;
   }
   return config;
+}
+
+int StressOptions::rows_kept(Backend in_use) const {
+  if (hot_rows) return *hot_rows;
+  return in_use == Backend::kCuda ? std::min(top_k, kMaxHotRows / 4) * 4 : 0;
 }
 
 ModelConfig StressOptions::model() const {

@@ -2,6 +2,7 @@
 
 #include "kvtier/config.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -42,7 +43,9 @@ struct StressOptions {
   Backend backend = Backend::kAuto;
   PageFormat page_format = PageFormat::kModel;
   bool compare_dense = false;
-  int hot_rows = 0;  ///< Kept on the device per KV head, layer and sequence; 0: none.
+  /// Fetched rows kept on the device per KV head, layer and sequence; 0: none. Left out: four times
+  /// `top_k` on a GPU, none on the CPU, which reads rows where they are.
+  std::optional<int> hot_rows;
   /// Share of the best tokens at N/33 that successive steps are to have in common; left out: the
   /// overlaps of the recorded trace.
   std::optional<double> step_overlap;
@@ -56,11 +59,15 @@ struct StressOptions {
   void resolve();
 
   [[nodiscard]] RetrievalConfig retrieval() const;
+  /// Hot rows with the backend in use.
+  [[nodiscard]] int rows_kept(Backend in_use) const;
   [[nodiscard]] ModelConfig model() const;
 };
 
 /// Steps decoded before the measured ones, which warm caches and tables.
 inline constexpr int kWarmupSteps = 2;
+/// Shares of the selected rows that are imposed to be on the device, beside the real one.
+inline constexpr std::array kImposedShares = {0.0, 0.8};
 /// Most measured steps whose selection is looked at: each has a needle per KV head and layer.
 inline constexpr int kMaxProbes = 16;
 

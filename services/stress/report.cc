@@ -55,8 +55,7 @@ Figures figures_of(const StressOptions& options, const StressReport& report) {
   f.device_to_host = rate(report.moved.bytes_device_to_host);
   f.sketches = rate(report.moved.bytes_sketch_read);
   f.resident = rate(report.moved.bytes_device_resident);
-  const auto hits = static_cast<double>(report.moved.hot_hits);
-  f.hot_share = ratio(hits, hits + static_cast<double>(report.moved.hot_misses));
+  f.hot_share = found_share(report.moved);
   f.hot_evictions = ratio(static_cast<double>(report.moved.hot_evictions), steps);
   f.ingest = ratio(report.ingested_bytes, report.append_seconds);
   return f;
@@ -82,6 +81,48 @@ std::string show_estimator(const StressOptions& options) {
          std::to_string(retrieval.sketch().num_planes) + " bits)";
 }
 
+/// The measured steps with one share of the selected rows on the device.
+struct ShareRow {
+  double wanted = kNaN;  // of one that is imposed
+  double found = kNaN;
+  StepTimes times;
+  double tokens_per_second = kNaN;
+  double host_to_device = kNaN;
+};
+
+ShareRow share_row(const StressOptions& options, const std::vector<double>& seconds,
+                   const Stats::Cumulative& moved) {
+  const double sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  return {.found = found_share(moved),
+          .times = step_times(seconds),
+          .tokens_per_second = ratio(static_cast<double>(seconds.size()) * options.batch, sum),
+          .host_to_device = ratio(static_cast<double>(moved.bytes_host_to_device), sum)};
+}
+
+/// The real share first; none without hot rows.
+std::vector<ShareRow> share_rows(const StressOptions& options, const StressReport& report) {
+  std::vector<ShareRow> rows;
+  if (report.memory.hot_bytes == 0 || report.step_seconds.empty()) return rows;
+  rows.push_back(share_row(options, report.step_seconds, report.moved));
+  for (const ImposedShare& imposed : report.imposed) {
+    if (imposed.step_seconds.empty()) continue;
+    ShareRow& row = rows.emplace_back(share_row(options, imposed.step_seconds, imposed.moved));
+    row.wanted = imposed.wanted;
+    if (imposed.wanted == 0.0) row.found = 0.0;  // nothing is looked for
+  }
+  return rows;
+}
+
+void write_shares(std::ostream& out, const StressOptions& options, const StressReport& report) {
+  for (const ShareRow& row : share_rows(options, report)) {
+    const std::string name =
+        std::isnan(row.wanted) ? "real    " : format("%3.0f %%   ", 100.0 * row.wanted);
+    out << format("hits     %s %.3f found: %.1f tokens per second, %.2f GB/s to the device, ",
+                  name.c_str(), row.found, row.tokens_per_second, row.host_to_device / 1e9)
+        << show_times(row.times) << '\n';
+  }
+}
+
 void write_decode(std::ostream& out, const StressOptions& options, const StressReport& report) {
   const Figures f = figures_of(options, report);
   const auto steps = report.step_seconds.size();
@@ -99,14 +140,14 @@ void write_decode(std::ostream& out, const StressOptions& options, const StressR
              "read %.2f GB/s, rows on the device %.2f GB/s",
              f.host_to_device / 1e9, f.device_to_host / 1e9, f.sketches / 1e9, f.resident / 1e9)
       << '\n';
-  if (options.hot_rows > 0) {
-    out << (report.memory.hot_bytes > 0
-                ? format("hot      %.3f of the selected rows were on the device, %.0f more a step "
-                         "were put there in the place of others",
-                         f.hot_share, f.hot_evictions)
-                : std::string("hot      no rows are kept: this backend reads them where they are"))
+  if (report.memory.hot_bytes > 0) {
+    out << format(
+               "hot      %.3f of the selected rows were on the device, %.0f more a step were put "
+               "there in the place of others",
+               f.hot_share, f.hot_evictions)
         << '\n';
   }
+  write_shares(out, options, report);
   if (report.needles > 0) {
     out << format("needles  %lld of %lld selected (%.4f)",
                   static_cast<long long>(report.needles_found),
@@ -214,7 +255,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
       {"rows_attended", report.moved.rows_attended},
       {"selected_overlap", number(report.selected_overlap)},
       {"hot",
-       {{"rows", options.hot_rows},
+       {{"rows", options.rows_kept(report.backend)},
         {"share", number(f.hot_share)},
         {"hits", report.moved.hot_hits},
         {"misses", report.moved.hot_misses},
@@ -231,6 +272,14 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"memory_seconds", report.engine_seconds},
         {"tokens", report.ingested_tokens},
         {"bytes_per_second", number(f.ingest)}}}};
+  json["hit_ratios"] = nlohmann::json::array();
+  for (const ShareRow& row : share_rows(options, report)) {
+    json["hit_ratios"].push_back({{"imposed", number(row.wanted)},
+                                  {"found", number(row.found)},
+                                  {"step_seconds", to_json(row.times)},
+                                  {"tokens_per_second", number(row.tokens_per_second)},
+                                  {"host_to_device_bytes_per_second", number(row.host_to_device)}});
+  }
   if (report.dense) {
     const StepTimes dense = step_times(report.dense->step_seconds);
     json["dense"] = {{"layer_seconds", to_json(dense)},

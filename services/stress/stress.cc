@@ -7,8 +7,10 @@
 #include "services/stress/threads.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <iterator>
 #include <limits>
 #include <span>
@@ -84,6 +86,12 @@ void add_errors(Share& share, std::span<const float> found, std::span<const floa
 
 }  // namespace
 
+double found_share(const Stats::Cumulative& moved) {
+  const auto hits = static_cast<double>(moved.hot_hits);
+  const double all = hits + static_cast<double>(moved.hot_misses);
+  return all > 0.0 ? hits / all : std::numeric_limits<double>::quiet_NaN();
+}
+
 StressRun::StressRun(StressOptions options, StressHooks hooks)
     : options_(std::move(options)), hooks_(std::move(hooks)) {
   options_.resolve();
@@ -127,6 +135,7 @@ void StressRun::run() {
     report_.ingested_tokens = appended.tokens;
     report_.ingested_bytes = static_cast<double>(engine_->stats().cumulative.bytes_device_to_host);
     if (!report_.interrupted) decode();
+    if (!report_.interrupted && report_.need.hot > 0) impose_shares();
     if (!report_.interrupted && options_.compare_dense) compare_dense();
   } catch (const Interruption&) {
     report_.interrupted = true;
@@ -236,6 +245,63 @@ void StressRun::decode() {
     before = std::move(now);
   }
   report_.selected_overlap = overlap.mean();
+}
+
+void StressRun::impose_shares() {
+  for (const double wanted : kImposedShares) {
+    for (Session& session : sessions_) session.truncate(options_.tokens);
+    ImposedShare& share = report_.imposed.emplace_back();
+    share.wanted = wanted;
+    if (wanted > 0.0) {
+      repeat_steps(sessions_, share);
+    } else {
+      // The sessions have taken the memory of all hot rows, so that children fetch every row.
+      std::vector<Session> children;
+      for (Session& session : sessions_) {
+        children.push_back(std::move(session.fork(1).front()));
+      }
+      repeat_steps(children, share);
+    }
+    if (report_.interrupted) return;
+  }
+}
+
+void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share) {
+  for (Session& session : sessions) session.reserve(kWarmupSteps + options_.steps);
+  std::array<char, 32> phase{};
+  std::snprintf(phase.data(), phase.size(), "decode, %.0f %% found", 100.0 * share.wanted);
+  Decoder decoder(options_, report_.calibration.drift, *options_.layers,
+                  {.engine = *engine_,
+                   .sessions = sessions,
+                   .sources = sources_,
+                   .device = *device_,
+                   .interrupted = [this] { return interrupted(); }});
+  // Queries that the real steps have not had: their rows are not there from then.
+  decoder.skip_queries(kWarmupSteps + options_.steps);
+  double ahead = share.wanted * options_.top_k;
+  for (int step = 0; step < kWarmupSteps + options_.steps; ++step) {
+    decoder.prepare();
+    const auto rows = static_cast<int>(std::lround(ahead));
+    if (rows > 0) decoder.fetch_ahead(rows);
+    const Stats::Cumulative stats = engine_->stats().cumulative;
+    const double seconds = interrupted() ? -1.0 : decoder.run();
+    if (seconds < 0.0) {
+      report_.interrupted = true;
+      return;
+    }
+    const Stats::Cumulative moved = engine_->stats().cumulative - stats;
+    if (share.wanted > 0.0) {
+      // The others are found or not as ever, which the next step's number makes up for.
+      ahead += (share.wanted - found_share(moved)) * options_.top_k;
+      ahead = std::clamp(ahead, 0.0, static_cast<double>(options_.top_k));
+    }
+    if (step < kWarmupSteps) continue;
+    add(share.moved, moved);
+    share.step_seconds.push_back(seconds);
+    progress({.phase = phase.data(),
+              .done = static_cast<double>(share.step_seconds.size()),
+              .total = static_cast<double>(options_.steps)});
+  }
 }
 
 void StressRun::compare_dense() {

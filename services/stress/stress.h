@@ -37,6 +37,17 @@ struct DenseComparison {
   double output_error = 0.0;  ///< ||y - y_dense|| / ||y_dense||, mean over query heads and steps.
 };
 
+/// As many steps as were measured, with a share of the selected rows on the device that is not the
+/// queries' own.
+struct ImposedShare {
+  double wanted = 0.0;
+  std::vector<double> step_seconds;
+  Stats::Cumulative moved;
+};
+
+/// Returns the share of the rows looked for that were on the device; NaN where none was looked for.
+[[nodiscard]] double found_share(const Stats::Cumulative& moved);
+
 struct StressReport {
   Backend backend = Backend::kCpu;
   MemoryNeed need;
@@ -49,8 +60,9 @@ struct StressReport {
   std::int64_t ingested_tokens = 0;  ///< (token, layer, sequence) triples.
   double ingested_bytes = 0.0;       ///< KV rows written to host pages.
 
-  std::vector<double> step_seconds;  ///< Of all layers and sequences, in order of the steps.
-  Stats::Cumulative moved;           ///< By the measured steps.
+  std::vector<double> step_seconds;   ///< Of all layers and sequences, in order of the steps.
+  Stats::Cumulative moved;            ///< By the measured steps.
+  std::vector<ImposedShare> imposed;  ///< None without hot rows.
   Stats::Snapshot memory;
 
   std::int64_t needles = 0;  ///< Of steps whose selection was looked at.
@@ -93,6 +105,11 @@ class StressRun {
   /// Opens and fills one session per sequence, until interrupted.
   Appended fill(Engine& engine, int layers, std::string_view phase, std::vector<Session>& sessions);
   void decode();
+  /// Measures steps like those of `decode` with each of `kImposedShares`.
+  void impose_shares();
+  /// Decodes as many steps in `sessions`, which have the context alone; before each, so many rows
+  /// are fetched that the share is as wanted.
+  void repeat_steps(std::vector<Session>& sessions, ImposedShare& share);
   void compare_dense();
 
   StressOptions options_;

@@ -46,13 +46,11 @@ TEST_F(StressCommandTest, ListsItsOptions) {
 }
 
 TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
-  const CliResult result =
-      run({"--json", file("a.json").string(), "--compare-dense", "--hot-rows", "64"});
+  const CliResult result = run({"--json", file("a.json").string(), "--compare-dense"});
   ASSERT_EQ(result.code, 0) << result.err;
 
   for (const char* line : {"shape    4096 tokens, 2 layer(s)", "tokens per second", "needles  ",
-                           "overlap  ", "links    ", "memory   host pages", "dense    ",
-                           "hot      no rows are kept: this backend reads them where they are"}) {
+                           "overlap  ", "links    ", "memory   host pages", "dense    "}) {
     EXPECT_THAT(result.out, HasSubstr(line));
   }
   const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
@@ -76,12 +74,37 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
     EXPECT_GE(json["step_seconds"][time], before) << time;
     before = json["step_seconds"][time];
   }
-  EXPECT_EQ(json["hot"]["rows"], 64);
+  EXPECT_EQ(json["hot"]["rows"], 0);
   EXPECT_TRUE(json["hot"]["share"].is_null());
   EXPECT_EQ(json["hot"]["bytes"], 0);
+  EXPECT_TRUE(json["hit_ratios"].empty());
   EXPECT_GT(json["links"]["host_to_device_bytes_per_second"], 0.0);
   EXPECT_GT(json["dense"]["layer_seconds"]["p50"], 0.0);
   EXPECT_GT(json["dense"]["output_error"], 0.0);
+}
+
+TEST_F(StressCommandTest, ReportsTheRealHitRatioAndImposedOnes) {
+  const CliResult result = run({"--json", file("a.json").string(), "--hot-rows", "1024"});
+  ASSERT_EQ(result.code, 0) << result.err;
+
+  for (const char* line : {"hot      0.", "hits     real     0.",
+                           "hits       0 %    0.000 found: ", "hits      80 %    0."}) {
+    EXPECT_THAT(result.out, HasSubstr(line));
+  }
+  const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+  EXPECT_EQ(json["hot"]["rows"], 1024);
+  EXPECT_GT(json["hot"]["bytes"], 0);
+  const nlohmann::json& rows = json["hit_ratios"];
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_TRUE(rows[0]["imposed"].is_null());
+  EXPECT_EQ(rows[0]["found"], json["hot"]["share"]);
+  EXPECT_EQ(rows[0]["tokens_per_second"], json["tokens_per_second"]);
+  EXPECT_EQ(rows[1]["imposed"], 0.0);
+  EXPECT_EQ(rows[2]["imposed"], 0.8);
+  for (const nlohmann::json& row : rows) {
+    EXPECT_GT(row["tokens_per_second"], 0.0);
+    EXPECT_GT(row["step_seconds"]["p99"], 0.0);
+  }
 }
 
 TEST_F(StressCommandTest, KeepsRowsInFp8) {

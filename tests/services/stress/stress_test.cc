@@ -63,6 +63,41 @@ TEST(StressRun, MeasuresEveryStepAndCountsItsRows) {
   EXPECT_EQ(report.needles, 4 * 2 * 2 * 2);
 }
 
+TEST(StressRun, ImposesSharesOfTheRowsThatAreFound) {
+  StressOptions options = small_options();
+  options.hot_rows = 1024;  // four times what a step selects
+  options.batch = 2;
+  options.steps = 12;
+  StressRun run(options, {});
+  run.run();
+  const StressReport& report = run.report();
+
+  const double real = found_share(report.moved);
+  EXPECT_GT(real, 0.1);
+  EXPECT_LT(real, 0.7);
+  ASSERT_EQ(report.imposed.size(), 2U);
+  for (const ImposedShare& share : report.imposed) {
+    EXPECT_EQ(share.step_seconds.size(), 12U);
+    EXPECT_EQ(share.moved.rows_selected, report.moved.rows_selected);
+    EXPECT_EQ(share.moved.rows_attended, report.moved.rows_attended);
+  }
+  EXPECT_EQ(report.imposed[0].wanted, 0.0);
+  EXPECT_EQ(report.imposed[0].moved.hot_hits, 0U);
+  EXPECT_EQ(report.imposed[1].wanted, 0.8);
+  // A step's number of rows fetched ahead follows from the shares of those before it.
+  EXPECT_NEAR(found_share(report.imposed[1].moved), 0.8, 0.04);
+}
+
+TEST(StressRun, ImposesNoSharesWithoutHotRows) {
+  StressOptions options = small_options();
+  options.hot_rows = 0;
+  StressRun run(options, {});
+  run.run();
+
+  EXPECT_TRUE(run.report().imposed.empty());
+  EXPECT_TRUE(std::isnan(found_share(run.report().moved)));
+}
+
 TEST(StressRun, FindsMostNeedles) {
   StressOptions options = small_options();
   options.steps = 16;
@@ -176,6 +211,26 @@ TEST(StressRun, StopsBetweenStepsAndKeepsWhatWasMeasured) {
   EXPECT_EQ(report.ingested_tokens, 80000);
   EXPECT_EQ(report.needles, 6 * 2 * 2);  // the seventh step's were not looked at any more
   EXPECT_FALSE(report.dense.has_value());
+}
+
+TEST(StressRun, StopsWhileItImposesShares) {
+  StressOptions options = small_options();
+  options.hot_rows = 512;
+  options.steps = 20;
+  bool stop = false;
+  StressRun run(options, {.progress =
+                              [&](const StressProgress& progress) {
+                                stop = stop || (progress.phase == "decode, 80 % found" &&
+                                                progress.done >= 3.0);
+                              },
+                          .interrupted = [&] { return stop; }});
+  run.run();
+
+  EXPECT_TRUE(run.report().interrupted);
+  EXPECT_EQ(run.report().step_seconds.size(), 20U);
+  ASSERT_EQ(run.report().imposed.size(), 2U);
+  EXPECT_EQ(run.report().imposed[0].step_seconds.size(), 20U);
+  EXPECT_EQ(run.report().imposed[1].step_seconds.size(), 3U);
 }
 
 TEST(StressRun, StopsInTheDenseComparison) {
