@@ -101,6 +101,15 @@ struct ModelCase {
   RetrievalConfig retrieval{};
 };
 void bench_model(Run& run, const ModelCase& shape);
+/// One row of it, a token's time.
+struct ModelTime {
+  std::int64_t tokens = 0;
+  std::string attention;  ///< "dense, cuDNN 9.19.0", "kvtier, KV on the device"
+  Times times;
+  bool dense = false;
+};
+/// The same rows, returned, up to the first failure, which it throws.
+[[nodiscard]] std::vector<ModelTime> measure_model(Run& run, const ModelCase& shape);
 /// Prefill of a prompt by layers of the decoder: alone, with its keys sketched and its rows stored
 /// on another stream while the next layer computes, and k-means over the same keys.
 void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);

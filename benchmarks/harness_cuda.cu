@@ -199,12 +199,14 @@ json Machine::describe() {
           {"device_to_host_gbps", device_to_host_gbps()}};
 }
 
-Run::Run(std::string file, std::string command, std::vector<std::string> cuda_libs, int replays)
+Run::Run(std::string file, std::string command, std::vector<std::string> cuda_libs, int replays,
+         bool prints)
     : device_(transfer::make_device(Backend::kCuda)),
       machine_(*device_),
       file_(std::move(file)),
       cuda_libs_(std::move(cuda_libs)),
-      replays_(replays) {
+      replays_(replays),
+      prints_(prints) {
   KVTIER_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   queue_ = device_->adopt(StreamRef::of(stream_));
   document_ = {{"date", today()},
@@ -222,7 +224,7 @@ Run::~Run() {
 }
 
 void Run::push(json row) {
-  std::cout << row.dump() << std::endl;
+  if (prints_) std::cout << row.dump() << std::endl;
   document_["rows"].push_back(std::move(row));
   if (file_.empty()) return;
   std::ofstream out(file_);

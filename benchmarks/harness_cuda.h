@@ -104,8 +104,10 @@ class Machine {
 /// What a benchmark is given, and where its rows go.
 class Run {
  public:
-  /// Writes the JSON file after every row, so that a run that dies leaves what it had.
-  Run(std::string file, std::string command, std::vector<std::string> cuda_libs, int replays);
+  /// Writes the JSON file after every row, so that a run that dies leaves what it had. `prints`:
+  /// rows go to standard output as well.
+  Run(std::string file, std::string command, std::vector<std::string> cuda_libs, int replays,
+      bool prints = true);
   ~Run();
   Run(const Run&) = delete;  // owns the stream
   Run& operator=(const Run&) = delete;
@@ -138,6 +140,7 @@ class Run {
   std::string file_;
   std::vector<std::string> cuda_libs_;
   int replays_;
+  bool prints_;
   json document_;
   bool failed_ = false;
 };

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 
@@ -139,7 +140,7 @@ double bench_rest(Run& run, const ModelCase& shape, const Model& model) {
   return times.median;
 }
 
-double bench_dense(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens) {
+ModelTime bench_dense(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens) {
   const auto library = CudnnLibrary::load(run.cuda_libs());
   const CudnnAttention attention(library, {.tokens = tokens,
                                            .batch = 1,
@@ -170,7 +171,7 @@ double bench_dense(Run& run, const ModelCase& shape, const Model& model, std::in
       {{"kv_bytes", 4.0 * static_cast<double>(cache * shape.layers)},
        {"plan", best_plan},
        {"library", library->name()}});
-  return best->median;
+  return {tokens, "dense, " + library->name(), *best, true};
 }
 
 Config engine_config(const ModelCase& shape, std::int64_t tokens, std::int64_t spare,
@@ -194,8 +195,8 @@ Config engine_config(const ModelCase& shape, std::int64_t tokens, std::int64_t s
   return config;
 }
 
-double bench_sparse(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens,
-                    KvPlacement placement) {
+ModelTime bench_sparse(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens,
+                       KvPlacement placement) {
   const std::int64_t spare = run.replays() + 64;
   Engine engine(engine_config(shape, tokens, spare, placement));
   Session session = engine.open();
@@ -237,7 +238,23 @@ double bench_sparse(Run& run, const ModelCase& shape, const Model& model, std::i
   measured["placement"] = name_of(placement);
   measured["device_bytes"] = engine.stats().snapshot.device_bytes;
   add(run, shape, tokens, "kvtier, pages on the " + name_of(placement), times, measured);
-  return times.median;
+  return {tokens, placement == KvPlacement::kHost ? "KV in host memory" : "KV on the device", times,
+          false};
+}
+
+/// The rows of one context, the dense one first.
+std::vector<ModelTime> measure_context(Run& run, const ModelCase& shape, const Model& model,
+                                       double rest, std::int64_t tokens) {
+  std::vector<ModelTime> rows = {bench_dense(run, shape, model, tokens)};
+  const double dense = rows.front().times.median;
+  for (const KvPlacement placement : {KvPlacement::kDevice, KvPlacement::kHost}) {
+    rows.push_back(bench_sparse(run, shape, model, tokens, placement));
+    const double sparse = rows.back().times.median;
+    run.note("model_ratio", parameters(shape, tokens, "kvtier, pages on the " + name_of(placement)),
+             {{"over_dense", dense / sparse},
+              {"attention_over_dense", (dense - rest) / (sparse - rest)}});
+  }
+  return rows;
 }
 
 }  // namespace
@@ -246,17 +263,19 @@ void bench_model(Run& run, const ModelCase& shape) {
   const Model model(run, shape);
   const double rest = bench_rest(run, shape, model);
   for (const std::int64_t tokens : shape.contexts) {
-    run.attempt("model", parameters(shape, tokens, "all"), [&] {
-      const double dense = bench_dense(run, shape, model, tokens);
-      for (const KvPlacement placement : {KvPlacement::kDevice, KvPlacement::kHost}) {
-        const double sparse = bench_sparse(run, shape, model, tokens, placement);
-        run.note("model_ratio",
-                 parameters(shape, tokens, "kvtier, pages on the " + name_of(placement)),
-                 {{"over_dense", dense / sparse},
-                  {"attention_over_dense", (dense - rest) / (sparse - rest)}});
-      }
-    });
+    run.attempt("model", parameters(shape, tokens, "all"),
+                [&] { static_cast<void>(measure_context(run, shape, model, rest, tokens)); });
   }
+}
+
+std::vector<ModelTime> measure_model(Run& run, const ModelCase& shape) {
+  const Model model(run, shape);
+  const double rest = bench_rest(run, shape, model);
+  std::vector<ModelTime> rows;
+  for (const std::int64_t tokens : shape.contexts) {
+    std::ranges::move(measure_context(run, shape, model, rest, tokens), std::back_inserter(rows));
+  }
+  return rows;
 }
 
 }  // namespace kvtier::bench

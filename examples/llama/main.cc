@@ -1,5 +1,6 @@
 #include "kvtier/error.h"
 
+#include "llama/bench.h"
 #include "llama/eval.h"
 #include "llama/generate.h"
 #include "llama/record.h"
@@ -30,6 +31,7 @@ struct Arguments {
   std::string weighting = "default";
   std::string selection = "per_kv_head";
   RecordOptions record;
+  BenchOptions bench;
   int layer = -1;
 };
 
@@ -69,8 +71,7 @@ void add_kv(CLI::App& app, Arguments& a) {
                  "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
 }
 
-void add_retrieval(CLI::App& app, Arguments& a) {
-  RetrievalOptions& retrieval = a.eval.retrieval;
+void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
   app.add_option("--bits", shared.num_planes, "Sign bits per key of norm_aware")
       ->capture_default_str();
@@ -120,7 +121,7 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
   eval->add_option("--json", a.json, "File for the figures");
   eval->add_option("--logits", a.logits,
                    "File for the logits (safetensors): CASE.SEQUENCE.ROW of the report");
-  add_retrieval(*eval, a);
+  add_retrieval(*eval, a, retrieval);
   return eval;
 }
 
@@ -137,7 +138,7 @@ CLI::App* add_generate(CLI::App& app, Arguments& a) {
   generate->add_option("--estimator", a.estimator, "As of eval")->capture_default_str();
   generate->add_option("--value-weighting", a.weighting, "As of eval")->capture_default_str();
   generate->add_option("--selection", a.selection, "As of eval")->capture_default_str();
-  add_retrieval(*generate, a);
+  add_retrieval(*generate, a, a.eval.retrieval);
   return generate;
 }
 
@@ -153,6 +154,52 @@ CLI::App* add_record(CLI::App& app, Arguments& a) {
   record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all");
   record->add_option("--out", a.trace, "File to write (safetensors)")->required();
   return record;
+}
+
+/// The only estimator, weighting or selection of a run.
+void add_single(CLI::App& app, const char* flag, std::vector<std::string>& to, const char* what) {
+  app.add_option_function<std::string>(
+         flag, [&to](const std::string& name) { to = {name}; }, what)
+      ->default_str(to.front());
+}
+
+CLI::App* add_bench(CLI::App& app, Arguments& a) {
+  BenchOptions& options = a.bench;
+  CLI::App* bench =
+      app.add_subcommand("bench", "Time a whole model's tokens, dense and sparse in one run");
+  bench->add_option("--shape", options.shape, "Layers, widths and heads of a published model")
+      ->check(CLI::IsMember(bench_shapes()))
+      ->capture_default_str();
+  bench->add_flag("--random-weights")
+      ->description("In place of trained ones, which take the same time")
+      ->required();
+  bench->add_option("--layers", options.layers, "In place of the shape's")
+      ->check(CLI::Range(1, 1024));
+  bench->add_option("--context", options.contexts, "Tokens before those that are timed")
+      ->delimiter(',')
+      ->check(CLI::Range(1024, 1 << 24))
+      ->capture_default_str();
+  bench->add_option("--steps", options.steps, "Tokens timed for each row")
+      ->check(CLI::Range(3, 400))
+      ->capture_default_str();
+  bench->add_option("--backend", a.backend, "auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  bench->add_option("--cuda-libs", options.cuda_libs, "Folders of libcublas and libcudnn")
+      ->delimiter(',');
+  bench->add_option("--threads", options.threads, "Of the decoder on the CPU; 0: all")
+      ->check(CLI::NonNegativeNumber);
+  bench->add_option("--json", options.json, "File for the figures");
+  RetrievalOptions& retrieval = options.retrieval;
+  bench
+      ->add_option("--sparsity", retrieval.sparsities.front(), "Tokens visible over those selected")
+      ->check(CLI::Range(1.0, 1e6))
+      ->capture_default_str();
+  add_single(*bench, "--estimator", retrieval.estimators, "As of eval");
+  add_single(*bench, "--value-weighting", retrieval.weightings, "As of eval");
+  add_single(*bench, "--selection", retrieval.selections, "As of eval");
+  add_retrieval(*bench, a, retrieval);
+  return bench;
 }
 
 Backend parse_backend(const std::string& name) {
@@ -245,17 +292,21 @@ int main(int argc, char** argv) {
   const CLI::App* eval = add_eval(app, a);
   const CLI::App* generate = add_generate(app, a);
   add_record(app, a);
+  const CLI::App* bench = add_bench(app, a);
   CLI11_PARSE(app, argc, argv);
 
   std::string command;
   for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);
   try {
-    a.eval.runtime.backend = parse_backend(a.backend);
+    a.eval.runtime.backend = a.bench.backend = parse_backend(a.backend);
     if (!a.plane_kind.empty()) {
-      a.eval.retrieval.shared.plane_kind =
+      a.eval.retrieval.shared.plane_kind = a.bench.retrieval.shared.plane_kind =
           a.plane_kind == "gaussian" ? PlaneKind::kGaussian : PlaneKind::kOrthogonal;
     }
-    if (eval->parsed()) {
+    if (bench->parsed()) {
+      a.bench.command = command;
+      run_bench(std::cout, a.bench);
+    } else if (eval->parsed()) {
       run_eval(a, command);
     } else if (generate->parsed()) {
       run_generate(a);

@@ -133,6 +133,20 @@ std::string utc_now() {
   return text;
 }
 
+/// Writes to a temporary name first.
+void write_whole(const std::filesystem::path& path, const nlohmann::json& root) {
+  std::filesystem::path temporary = path;
+  temporary += ".tmp";
+  std::ofstream file(temporary);
+  file << root.dump(1) << '\n';
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error) {
+    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + path.string());
+  }
+}
+
 nlohmann::json row_json(const EvalRow& row, const std::string& place) {
   nlohmann::json json;
   const RetrievalConfig& retrieval = row.method.retrieval;
@@ -200,16 +214,33 @@ void write_json(const std::filesystem::path& path, const RunInfo& info, const Ev
   root["cases"] = nlohmann::json::array();
   for (const EvalRow& row : result.rows) root["cases"].push_back(row_json(row, result.place));
 
-  std::filesystem::path temporary = path;
-  temporary += ".tmp";
-  std::ofstream file(temporary);
-  file << root.dump(1) << '\n';
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(temporary, path, error);
-  if (!file || error) {
-    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + path.string());
+  write_whole(path, root);
+}
+
+void write_json(const std::filesystem::path& path, const std::string& command,
+                const ModelConfig& model, const std::vector<BenchRow>& rows) {
+  nlohmann::json root;
+  root["command"] = command;
+  root["date"] = utc_now();
+  root["rows"] = nlohmann::json::array();
+  for (const BenchRow& row : rows) {
+    root["rows"].push_back({{"what", "model"},
+                            {"tokens", row.context},
+                            {"attention", row.attention},
+                            {"layers", model.layers},
+                            {"hidden", model.hidden_size},
+                            {"inner", model.intermediate_size},
+                            {"query_heads", model.query_heads},
+                            {"kv_heads", model.kv_heads},
+                            {"head_dim", model.head_dim},
+                            {"vocabulary", model.vocab_size},
+                            {"us", row.us},
+                            {"us_min", row.us_min},
+                            {"us_max", row.us_max},
+                            {"tokens_per_second", 1e6 / row.us}});
+    if (row.over_dense > 0.0) root["rows"].back()["over_dense"] = row.over_dense;
   }
+  write_whole(path, root);
 }
 
 void write_logits(const std::filesystem::path& path, std::int64_t vocab_size,

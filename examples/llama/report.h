@@ -1,10 +1,12 @@
 #pragma once
 
+#include "llama/bench.h"
 #include "llama/eval.h"
 
 #include <filesystem>
 #include <ostream>
 #include <string>
+#include <vector>
 
 namespace kvtier::llama {
 
@@ -21,6 +23,10 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
 /// Writes {"model", "command", "date", "cases": [...]}, one entry per row of the table, to a
 /// temporary name first. Throws `kUnavailable` when the file cannot be written.
 void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result);
+
+/// Writes {"command", "date", "rows": [...]}, one entry per row of `bench`, as above.
+void write_json(const std::filesystem::path& path, const std::string& command,
+                const ModelConfig& model, const std::vector<BenchRow>& rows);
 
 /// Writes `result.logits` to a safetensors file: fp32 `[tail, vocab]` each, named
 /// CASE.SEQUENCE.ROW, with rows counted within their case. Throws what `write_safetensors` throws.

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <string>
 #include <sys/wait.h>
+#include <utility>
+#include <vector>
 
 namespace kvtier::llama {
 namespace {
@@ -81,6 +83,67 @@ TEST_F(CliTest, ContinuesAPrompt) {
       << err();
 
   EXPECT_THAT(out(), ::testing::MatchesRegex("[0-9]+(,[0-9]+)*\n"));
+}
+
+TEST_F(CliTest, TimesAModelWithRandomWeights) {
+  const std::string json = (folder_.path() / "bench.json").string();
+
+  ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 2 --context 2048,4096 " +
+                std::string("--steps 3 --backend cpu --sparsity 20 --json ") + json),
+            0)
+      << err();
+
+  EXPECT_THAT(out(), HasSubstr("needle-llama, random weights, 2 layers, backend cpu"));
+  EXPECT_THAT(out(), HasSubstr("20x, KV in host memory"));
+  EXPECT_EQ(err(), "");
+  const auto rows = nlohmann::json::parse(folder_.read("bench.json"))["rows"];
+  ASSERT_EQ(rows.size(), 4U);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i]["what"], "model");
+    EXPECT_EQ(rows[i]["tokens"], i < 2 ? 2048 : 4096);
+    EXPECT_EQ(rows[i]["layers"], 2);
+    EXPECT_EQ(rows[i]["attention"], i % 2 == 0 ? "dense" : "20x, KV in host memory");
+    const double us = rows[i]["us"];
+    EXPECT_GE(us, rows[i]["us_min"].get<double>());
+    EXPECT_LE(us, rows[i]["us_max"].get<double>());
+    EXPECT_DOUBLE_EQ(rows[i]["tokens_per_second"], 1e6 / us);
+    EXPECT_EQ(rows[i].contains("over_dense"), i % 2 == 1);
+  }
+  EXPECT_DOUBLE_EQ(rows[3]["over_dense"],
+                   rows[2]["us"].get<double>() / rows[3]["us"].get<double>());
+}
+
+TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"--context 4096", "--random-weights is required"},
+      {"--random-weights --shape gpt-2", "--shape"},
+      {"--random-weights --context 0", "--context"},
+      {"--random-weights --context 4096,many", "--context"},
+      {"--random-weights --layers 0", "--layers"},
+      {"--random-weights --steps 0", "--steps"},
+      {"--random-weights --sparsity 0.5", "--sparsity"},
+      {"--random-weights --estimator guess --backend cpu",
+       "INVALID_ARGUMENT: --estimator: expected"},
+      {"--random-weights --bits 2000 --backend cpu", "INVALID_ARGUMENT"},
+      {"--random-weights --backend cpu --layers 1024 --context 16777216",
+       "RESOURCE_EXHAUSTED: bench --shape llama-3.1-8b on the CPU: expected "},
+      {"--random-weights --backend cpu --json /no/such/folder/a.json",
+       "UNAVAILABLE: --json: cannot write /no/such/folder/a.json"}};
+  for (const auto& [arguments, message] : cases) {
+    EXPECT_NE(run("bench " + arguments), 0) << arguments;
+    EXPECT_THAT(err(), HasSubstr(message));
+    EXPECT_EQ(out(), "") << arguments;
+  }
+}
+
+TEST_F(CliTest, RefusesAGpuBenchItCannotRun) {
+  EXPECT_EQ(run("bench --shape needle-llama --random-weights --context 2048 --backend cuda "
+                "--cuda-libs /no/such"),
+            1);
+  EXPECT_THAT(err(), ::testing::AnyOf(
+                         HasSubstr("UNIMPLEMENTED: bench --backend cuda: expected a build with"),
+                         HasSubstr("NOT_FOUND: cuBLAS: expected libcublas.so.13"),
+                         HasSubstr("expected a GPU"), HasSubstr("expected an NVIDIA GPU")));
 }
 
 TEST_F(CliTest, ExplainsUsageErrors) {

@@ -1,0 +1,282 @@
+#include "llama/bench.h"
+
+#include "kvtier/error.h"
+
+#include "llama/decoder.h"
+#include "llama/kv_store.h"
+#include "llama/report.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <utility>
+
+namespace kvtier::llama {
+namespace {
+
+constexpr std::int64_t kChunk = 1024;  // tokens appended at once
+constexpr int kWarmupSteps = 2;
+
+struct Shape {
+  std::string name;
+  std::int64_t vocabulary, hidden, inner;
+  int layers, query_heads, kv_heads, head_dim;
+};
+
+/// As in the published configurations.
+const std::vector<Shape>& shapes() {
+  static const std::vector<Shape> all{{"llama-3.1-8b", 128256, 4096, 14336, 32, 32, 8, 128},
+                                      {"llama-3.2-1b", 128256, 2048, 8192, 16, 32, 8, 64},
+                                      {"needle-llama", 1040, 512, 1024, 4, 8, 2, 128}};
+  return all;
+}
+
+double gibibytes(double bytes) { return bytes / static_cast<double>(GiB); }
+
+/// Weights in fp32, and the KV of the longest context with a quarter more for what reads it.
+double needed_bytes(const ModelConfig& model, std::int64_t tokens) {
+  const std::int64_t heads = 2 * (model.query_heads + model.kv_heads);
+  const std::int64_t layer =
+      model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size);
+  const std::int64_t weights = 2 * model.vocab_size * model.hidden_size + model.layers * layer;
+  const std::int64_t kv = tokens * model.layers * model.kv_heads * model.head_dim * 4;
+  return 4.0 * static_cast<double>(weights) + 1.25 * static_cast<double>(kv);
+}
+
+void check_memory(const ModelConfig& model, const BenchOptions& options) {
+  const double wanted = needed_bytes(model, *std::ranges::max_element(options.contexts));
+  std::ifstream file("/proc/meminfo");
+  std::string word;
+  while (file >> word && word != "MemAvailable:") continue;
+  double kibibytes = 0.0;
+  if (!(file >> kibibytes) || 1024.0 * kibibytes >= wanted) return;
+  std::array<char, 256> text{};
+  std::snprintf(text.data(), text.size(),
+                "bench --shape %s on the CPU: expected %.1f GiB of available memory for weights in "
+                "fp32 and the KV, found %.1f GiB; a smaller --shape, --layers or --context needs "
+                "less",
+                options.shape.c_str(), gibibytes(wanted), gibibytes(1024.0 * kibibytes));
+  throw Error(ErrorCode::kResourceExhausted, text.data());
+}
+
+/// Random numbers, cheaply: windows of a table.
+class Noise {
+ public:
+  Noise() {
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    for (float& x : table_) x = normal(random);
+  }
+  [[nodiscard]] float next() {
+    state_ = state_ * 6364136223846793005U + 1442695040888963407U;
+    return table_[(state_ >> 33U) % table_.size()];
+  }
+
+ private:
+  std::vector<float> table_ = std::vector<float>(65536);
+  std::uint64_t state_ = 1;
+};
+
+class RandomWeights {
+ public:
+  explicit RandomWeights(Compute& compute) : compute_(compute) {}
+
+  [[nodiscard]] Weights make(const ModelConfig& model) {
+    const std::int64_t q_columns = std::int64_t{model.query_heads} * model.head_dim;
+    const std::int64_t kv_columns = std::int64_t{model.kv_heads} * model.head_dim;
+    const std::int64_t hidden = model.hidden_size, inner = model.intermediate_size;
+    Weights weights;
+    weights.embedding = matrix(model.vocab_size, hidden);
+    weights.head = matrix(model.vocab_size, hidden);
+    weights.final_norm = ones(hidden);
+    for (int i = 0; i < model.layers; ++i) {
+      LayerWeights& layer = weights.layers.emplace_back();
+      layer.attention_norm = ones(hidden);
+      layer.q.weight = matrix(q_columns, hidden);
+      layer.k.weight = matrix(kv_columns, hidden);
+      layer.v.weight = matrix(kv_columns, hidden);
+      layer.o.weight = matrix(hidden, q_columns);
+      layer.mlp_norm = ones(hidden);
+      layer.gate.weight = matrix(inner, hidden);
+      layer.up.weight = matrix(inner, hidden);
+      layer.down.weight = matrix(hidden, inner);
+    }
+    return weights;
+  }
+
+ private:
+  [[nodiscard]] Buffer upload(const std::vector<float>& values) {
+    Buffer buffer = compute_.allocate(values.size() * sizeof(float));
+    compute_.upload(buffer.floats(), values.data(), values.size() * sizeof(float));
+    return buffer;
+  }
+  [[nodiscard]] Matrix matrix(std::int64_t rows, std::int64_t columns) {
+    std::vector<float> values(static_cast<std::size_t>(rows * columns));
+    for (float& x : values) x = 0.02F * noise_.next();
+    return {upload(values), rows, columns};
+  }
+  [[nodiscard]] Vector ones(std::int64_t size) {
+    return upload(std::vector<float>(static_cast<std::size_t>(size), 1.0F));
+  }
+
+  Compute& compute_;
+  Noise noise_;
+};
+
+/// Appends `tokens` random keys and values to every layer.
+void fill(KvSession& session, const ModelConfig& model, std::int64_t tokens) {
+  Noise noise;
+  const std::int64_t row = std::int64_t{model.kv_heads} * model.head_dim;
+  std::vector<float> keys(static_cast<std::size_t>(kChunk * row)), values(keys.size());
+  for (int layer = 0; layer < model.layers; ++layer) {
+    for (std::int64_t first = 0; first < tokens; first += kChunk) {
+      for (float& x : keys) x = noise.next();
+      for (float& x : values) x = noise.next();
+      const std::int64_t count = std::min(kChunk, tokens - first);
+      const auto view = [&](const std::vector<float>& rows) {
+        return TensorView(rows.data(), DType::kFloat32, {count, model.kv_heads, model.head_dim});
+      };
+      session.append(layer, view(keys), view(values), {});
+    }
+  }
+}
+
+BenchRow time_steps(Decoder& decoder, KvSession& session, const AttendOptions& attend, int steps) {
+  std::vector<double> times;
+  for (int i = 0; i < kWarmupSteps + steps; ++i) {
+    const std::array<std::int32_t, 1> token = {i % 16};
+    const auto start = std::chrono::steady_clock::now();
+    static_cast<void>(decoder.decode(session, token, attend));
+    const std::chrono::duration<double, std::micro> us = std::chrono::steady_clock::now() - start;
+    if (i >= kWarmupSteps) times.push_back(us.count());
+  }
+  std::ranges::sort(times);
+  BenchRow row;
+  row.us = times[times.size() / 2];
+  row.us_min = times.front();
+  row.us_max = times.back();
+  return row;
+}
+
+Method sparse_method(const BenchOptions& options) {
+  std::vector<std::string> left_out;
+  const std::vector<Method> methods = make_methods(options.retrieval, left_out);
+  if (methods.size() != 1 || methods.front().dense) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "bench: expected one estimator, weighting, selection and a sparsity of at least 1, "
+                "found " +
+                    std::to_string(methods.size()) + " methods or a dense one");
+  }
+  return methods.front();
+}
+
+void check(const BenchOptions& options) {
+  if (options.contexts.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "--context: expected numbers of tokens, found none");
+  }
+  if (options.json.empty()) return;
+  const bool existed = std::filesystem::exists(options.json);
+  if (!std::ofstream(options.json, std::ios::app)) {
+    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + options.json);
+  }
+  std::error_code ignored;
+  if (!existed) std::filesystem::remove(options.json, ignored);
+}
+
+void print(std::ostream& out, const BenchOptions& options, const ModelConfig& model, bool gpu,
+           const std::vector<BenchRow>& rows) {
+  std::array<char, 192> line{};
+  const auto write = [&](const char* pattern, auto... values) {
+    std::snprintf(line.data(), line.size(), pattern, values...);
+    out << line.data();
+  };
+  write("%s, random weights, %d layers, backend %s: a token, %d times\n\n", options.shape.c_str(),
+        model.layers, gpu ? "cuda" : "cpu", options.steps);
+  write("%10s  %-28s %12s %12s %12s\n", "context", "attention", "ms", "tokens/s", "over dense");
+  for (const BenchRow& row : rows) {
+    write("%10lld  %-28s %12.3f %12.1f", static_cast<long long>(row.context), row.attention.c_str(),
+          row.us * 1e-3, 1e6 / row.us);
+    if (row.over_dense > 0.0) write(" %11.2fx", row.over_dense);
+    out << '\n';
+  }
+}
+
+}  // namespace
+
+const std::vector<std::string>& bench_shapes() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Shape& shape : shapes()) all.push_back(shape.name);
+    return all;
+  }();
+  return names;
+}
+
+ModelConfig bench_shape(const std::string& name, int layers) {
+  const auto found = std::ranges::find(shapes(), name, &Shape::name);
+  if (found == shapes().end()) {
+    std::string names;
+    for (const std::string& known : bench_shapes()) names += (names.empty() ? "" : ", ") + known;
+    throw Error(ErrorCode::kNotFound, "--shape: expected one of " + names + ", found " + name);
+  }
+  ModelConfig config;
+  config.vocab_size = found->vocabulary;
+  config.hidden_size = found->hidden;
+  config.intermediate_size = found->inner;
+  config.layers = layers > 0 ? layers : found->layers;
+  config.query_heads = found->query_heads;
+  config.kv_heads = found->kv_heads;
+  config.head_dim = found->head_dim;
+  return config;
+}
+
+std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions& options,
+                                   const Method& sparse) {
+  check_memory(model, options);
+  std::unique_ptr<Compute> compute = make_cpu_compute(options.threads);
+  Weights weights = RandomWeights(*compute).make(model);
+  Decoder decoder(model, std::move(weights), std::move(compute));
+  RuntimeOptions runtime;
+  runtime.backend = Backend::kCpu;
+  std::vector<Method> methods{{.dense = true, .sparsity = 1.0, .retrieval = {}}, sparse};
+  std::array<char, 64> name{};
+  std::snprintf(name.data(), name.size(), "%gx, KV in host memory", methods[1].sparsity);
+
+  std::vector<BenchRow> rows;
+  for (const std::int64_t context : options.contexts) {
+    const std::int64_t tokens = context + kWarmupSteps + options.steps;
+    const auto store = make_kv_store(engine_config(model, runtime, methods, tokens), "");
+    const std::unique_ptr<KvSession> session = store->open(tokens);
+    fill(*session, model, context);
+    for (Method& method : methods) {
+      BenchRow row =
+          time_steps(decoder, *session, attend_options(method, context, options.retrieval.window),
+                     options.steps);
+      session->truncate(context);
+      row.context = context;
+      row.attention = method.dense ? "dense" : name.data();
+      if (!method.dense) row.over_dense = rows.back().us / row.us;
+      rows.push_back(std::move(row));
+    }
+  }
+  return rows;
+}
+
+void run_bench(std::ostream& out, const BenchOptions& options) {
+  check(options);
+  const Method sparse = sparse_method(options);
+  const ModelConfig model = bench_shape(options.shape, options.layers);
+  const bool gpu =
+      options.backend == Backend::kCuda || (options.backend == Backend::kAuto && has_gpu_bench());
+  const std::vector<BenchRow> rows =
+      gpu ? bench_on_gpu(model, options, sparse) : bench_on_cpu(model, options, sparse);
+  print(out, options, model, gpu, rows);
+  if (!gpu && !options.json.empty()) write_json(options.json, options.command, model, rows);
+}
+
+}  // namespace kvtier::llama
