@@ -13,6 +13,7 @@
 #include "services/server/grpc_metrics.h"
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
+#include "services/server/grpc_threads.h"
 #include "services/server/listener.h"
 #include "services/server/open_calls.h"
 #include "services/server/status.h"
@@ -120,6 +121,7 @@ class Server::Impl {
         pool_(make_thread_pool(num_threads(options_.threads))),
         core_(options_.core, *pool_),
         quota_("kvtier") {
+    stop_deadlock_search();
     keep_grpc();
     quota_.Resize(kGrpcMemory);
     google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
@@ -307,6 +309,7 @@ class Server::Impl {
     if (&services == &client_services_) {
       for (grpc::Service* service : options_.more_services) builder.RegisterService(service);
     }
+    const CalmThreads grpc_threads;
     std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
     if (server == nullptr) {
       throw Error(ErrorCode::kUnavailable, "listen: expected a server to start, found it refused");
