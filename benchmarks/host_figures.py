@@ -24,9 +24,12 @@ def service(_):
         if what == "shared_memory_over_redis":
             return (f"random pages{size}, shared memory: times Redis GET in pipelines of 32", "3x", "6x", *rate,
                     spread(row, "times", times))
-        if what == "raw_stream_over_messages":
+        if what in ("raw_stream_over_messages", "bare_stream_over_messages"):
             cpu = (f"; {row['cpu_seconds_per_gb']:.2f} CPU seconds per GB of both sides against "
                    f"{row['baseline_cpu_seconds_per_gb']:.2f}" if "cpu_times" in row else "")
+            if what == "bare_stream_over_messages":
+                return (f"the same bytes over and over, ByteBuffer, dropped: times random pages{size} in messages of protobuf{cpu}", "", "",
+                        *rate, spread(row, "times", times))
             return (f"random pages{size}, ReadPages: times the same in messages of protobuf{cpu}", "1.5x", "2x", *rate,
                     spread(row, "times", times))
         if what == "overload_over_peak":

@@ -77,16 +77,14 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
   std::size_t num_admitted = 0, num_rejected = 0;
   for (int round = 0; round < settings.rounds; ++round) {
     const Outcomes peak = load.closed(kOutstanding, kRound);
-    peaks.push_back(static_cast<double>(peak.admitted.size()) / seconds);
+    peaks.push_back(static_cast<double>(peak.in_time) / seconds);
     const Outcomes over = load.open(kFactor * peaks.back(), kRound);
     for (const Outcomes* round_of : {&peak, &over}) {
       if (round_of->failure.empty()) continue;
       throw std::runtime_error("expected OK or RESOURCE_EXHAUSTED, found " + round_of->failure);
     }
-    const auto slowest = std::max_element(over.admitted.begin(), over.admitted.end());
-    // The last of them ended after the round.
-    goodputs.push_back(static_cast<double>(over.admitted.size()) /
-                       (seconds + (slowest == over.admitted.end() ? 0 : *slowest)));
+    // Not those answered later: without new calls there is no overload.
+    goodputs.push_back(static_cast<double>(over.in_time) / seconds);
     shares.push_back(goodputs.back() / peaks.back());
     client_shares.push_back(over.client_cpu_seconds / (seconds * cores));
     admitted.push_back(p99(over.admitted));

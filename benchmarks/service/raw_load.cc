@@ -11,6 +11,7 @@
 #include <string_view>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <thread>
 #include <unistd.h>
 #include <unordered_map>
 
@@ -23,6 +24,7 @@ constexpr std::size_t kFrameHead = 9;
 constexpr std::uint32_t kOwnWindow = std::uint32_t{1} << 30;  // for replies that nobody counts
 constexpr std::int64_t kFirstWindow = 65535;
 constexpr std::size_t kMostStreams = 100;  ///< Of a connection: below the server's limit.
+constexpr std::chrono::milliseconds kGather{1};
 constexpr char kEndStream = 0x1, kEndHeaders = 0x4, kAck = 0x1;
 enum FrameType : char {
   kData = 0,
@@ -217,7 +219,7 @@ RawLoad::RawLoad(const std::string& socket, int connections, const std::string& 
 RawLoad::~RawLoad() = default;
 
 template <typename Due>
-Outcomes RawLoad::run(Clock::time_point end, Due due) {
+Outcomes RawLoad::run(Clock::time_point end, std::chrono::nanoseconds pause, Due due) {
   Outcomes outcomes;
   const double cpu_before = cpu_of_thread();
   std::size_t made = 0;
@@ -238,6 +240,7 @@ Outcomes RawLoad::run(Clock::time_point end, Due due) {
       idle = idle && connection->idle();
     }
     if (idle && Clock::now() >= end) break;
+    if (pause > Clock::duration(0)) std::this_thread::sleep_for(pause);
     const auto wait = std::clamp<Clock::duration>(std::min(next, end) - Clock::now(),
                                                   Clock::duration(0), std::chrono::seconds(1));
     const timespec timeout{
@@ -248,23 +251,25 @@ Outcomes RawLoad::run(Clock::time_point end, Due due) {
     for (std::size_t i = 0; i < polled.size(); ++i) {
       if ((polled[i].revents & ~POLLOUT) != 0) connections_[i]->receive(outcomes);
     }
+    if (Clock::now() < end) outcomes.in_time = outcomes.admitted.size();
   }
   outcomes.client_cpu_seconds = cpu_of_thread() - cpu_before;
   return outcomes;
 }
 
 Outcomes RawLoad::closed(int outstanding, std::chrono::nanoseconds time) {
-  return run(Clock::now() + time, [outstanding](std::size_t made, const Outcomes& outcomes) {
-    const std::size_t ended = outcomes.admitted.size() + outcomes.rejected.size();
-    const bool enough = made - ended >= static_cast<std::size_t>(outstanding);
-    return enough ? Clock::time_point::max() : Clock::now();
-  });
+  return run(Clock::now() + time, Clock::duration(0),
+             [outstanding](std::size_t made, const Outcomes& outcomes) {
+               const std::size_t ended = outcomes.admitted.size() + outcomes.rejected.size();
+               const bool enough = made - ended >= static_cast<std::size_t>(outstanding);
+               return enough ? Clock::time_point::max() : Clock::now();
+             });
 }
 
 Outcomes RawLoad::open(double per_second, std::chrono::nanoseconds time) {
   const Clock::time_point start = Clock::now();
   const std::chrono::duration<double> interval(1 / per_second);
-  return run(start + time, [&](std::size_t made, const Outcomes& /*outcomes*/) {
+  return run(start + time, kGather, [&](std::size_t made, const Outcomes& /*outcomes*/) {
     return start +
            std::chrono::duration_cast<Clock::duration>(interval * static_cast<double>(made));
   });

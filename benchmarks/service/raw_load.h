@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -11,6 +12,7 @@ namespace kvtier::bench {
 /// How calls ended.
 struct Outcomes {
   std::vector<double> admitted, rejected;  ///< Seconds of each call, from when it was due.
+  std::size_t in_time = 0;                 ///< Of the admitted, before new calls ended.
   std::string failure;                     ///< Of a call that ended in any other way.
   double client_cpu_seconds = 0;           ///< What making them took.
 };
@@ -31,7 +33,8 @@ class RawLoad {
 
   /// As many calls as are completed with `outstanding` at a time.
   [[nodiscard]] Outcomes closed(int outstanding, std::chrono::nanoseconds time);
-  /// Calls at a fixed rate, whatever becomes of those before.
+  /// Calls at a fixed rate, whatever becomes of those before. Those of a millisecond are made at
+  /// once, and replies are looked at then: woken for each, the client would take a core's tenth.
   [[nodiscard]] Outcomes open(double per_second, std::chrono::nanoseconds time);
 
  private:
@@ -39,9 +42,10 @@ class RawLoad {
   using Clock = std::chrono::steady_clock;
 
   /// Makes calls until `end`, and ends when all are answered. `due` is told how many were made and
-  /// how they ended, and says when the next is due; `max()`: not before another has ended.
+  /// how they ended, and says when the next is due; `max()`: not before another has ended. Sleeps
+  /// for `pause` after each look at the connections.
   template <typename Due>
-  Outcomes run(Clock::time_point end, Due due);
+  Outcomes run(Clock::time_point end, std::chrono::nanoseconds pause, Due due);
 
   std::vector<std::unique_ptr<Connection>> connections_;
   std::vector<std::string> bodies_;  ///< DATA frames but for their stream.

@@ -80,7 +80,28 @@ class MessageWriter final : public grpc::ServerWriteReactor<v1::ReadPagesRespons
   int index_ = 0;
 };
 
-/// A call of which nothing but gRPC's own work is left, and one that reads pages in messages.
+/// Sends bytes that are looked at and copied by nobody but gRPC.
+class BareWriter final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+ public:
+  explicit BareWriter(const v1::ReadPagesRequest& request) : left_(request.handles_size()) {
+    next();
+  }
+  void OnWriteDone(bool ok) override { ok ? next() : Finish(grpc::Status::CANCELLED); }
+  void OnDone() override { delete this; }
+
+ private:
+  void next() {
+    static const grpc::Slice slice(std::string(kMaxTransferBytes, 'x'));
+    if (left_-- == 0) return Finish(grpc::Status::OK);
+    message_ = grpc::ByteBuffer(&slice, 1);
+    StartWrite(&message_);
+  }
+
+  int left_;
+  grpc::ByteBuffer message_;
+};
+
+/// Calls of which nothing but gRPC's own work is left, and one that reads pages in messages.
 class EchoService final : public grpc::Service {
  public:
   EchoService() {
@@ -102,6 +123,13 @@ class EchoService final : public grpc::Service {
                                      const v1::ReadPagesRequest* request) {
                                 return new MessageWriter(*pages_, *tenant_, *request);
                               }));
+    AddMethod(new RpcServiceMethod(kBareMethod, RpcMethod::SERVER_STREAMING, nullptr));
+    MarkMethodCallback(
+        2,
+        new grpc::internal::CallbackServerStreamingHandler<v1::ReadPagesRequest, grpc::ByteBuffer>(
+            [](grpc::CallbackServerContext* /*context*/, const v1::ReadPagesRequest* request) {
+              return new BareWriter(*request);
+            }));
   }
   /// Before the first call.
   void use(PageStore& pages, const Tenant& tenant) {

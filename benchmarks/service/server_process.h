@@ -52,5 +52,7 @@ void fill_page(std::size_t index, std::byte* page, std::size_t bytes);
 inline constexpr const char* kEchoMethod = "/kvtier.benchmark.EchoService/Echo";
 /// As TransferService.ReadPages, in messages of protobuf.
 inline constexpr const char* kMessagesMethod = "/kvtier.benchmark.EchoService/ReadPages";
+/// A message of 1 MiB for each handle of a ReadPagesRequest, the same bytes each time.
+inline constexpr const char* kBareMethod = "/kvtier.benchmark.EchoService/SendBytes";
 
 }  // namespace kvtier::bench
