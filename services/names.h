@@ -37,6 +37,15 @@ inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHos
 inline constexpr std::array<std::pair<std::string_view, PageFormat>, 2> kPageFormatNames{
     {{"model", PageFormat::kModel}, {"fp8", PageFormat::kFloat8}}};
 
+inline constexpr std::array<std::pair<std::string_view, HotPolicy>, 3> kHotPolicyNames{
+    {{"clock", HotPolicy::kClock}, {"lru", HotPolicy::kLru}, {"score", HotPolicy::kScore}}};
+
+inline constexpr std::array<std::pair<std::string_view, PagePolicy>, 4> kPagePolicyNames{
+    {{"clock", PagePolicy::kClock},
+     {"lru", PagePolicy::kLru},
+     {"s3_fifo", PagePolicy::kS3Fifo},
+     {"score", PagePolicy::kScore}}};
+
 inline constexpr std::array<std::pair<std::string_view, PlaneKind>, 2> kPlaneKindNames{
     {{"gaussian", PlaneKind::kGaussian}, {"orthogonal", PlaneKind::kOrthogonal}}};
 

@@ -167,9 +167,11 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
   core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
   core.models.memory.hot_rows = command.hot_rows;
+  core.models.memory.hot_policy = command.hot_policy;
   core.models.memory.page_format = command.page_format;
   core.models.memory.verify_rows = command.verify_rows;
   core.models.memory.read_ahead = command.read_ahead;
+  core.models.memory.page_policy = command.page_policy;
   core.models.memory.calibration_file = command.calibration_file;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
@@ -294,6 +296,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   with_environment(app->add_flag(
       "--read-ahead", command.read_ahead,
       "Bring pages back from there before the step that is likely to need them; costs a thread"));
+  add_named("--page-policy", kPagePolicyNames, command.page_policy,
+            "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
   add_remote_tiers(*app, command);
   add("--calibration", command.calibration_file,
       "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)");
@@ -307,6 +311,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--hot-rows", command.hot_rows, "Of these, rows per KV head of a session's layer")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
+  add_named("--hot-policy", kHotPolicyNames, command.hot_policy,
+            "Which of them goes for a new one: clock, lru, score (default score)");
   add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();

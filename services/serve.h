@@ -43,9 +43,11 @@ struct ServeCommand {
   std::int64_t device_memory_mib = 512;
   std::int64_t hot_memory_mib = 0;
   int hot_rows = MemoryConfig{}.hot_rows;
+  HotPolicy hot_policy = MemoryConfig{}.hot_policy;
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
   bool read_ahead = false;
+  PagePolicy page_policy = MemoryConfig{}.page_policy;
   std::string calibration_file;
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;

@@ -174,6 +174,8 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
            {{"--backend", "tpu"}, 2, "--backend"},
            {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
            {{"--config", write("d.toml", "read-ahead = \"soon\"\n")}, 2, "read-ahead"},
+           {{"--page-policy", "fifo"}, 2, "--page-policy"},
+           {{"--config", write("e.toml", "hot-policy = \"s3_fifo\"\n")}, 2, "hot-policy"},
            {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
            {{"--lease-seconds", "-1"}, 2, "--lease-seconds"},
            {{"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"}}) {

@@ -1,0 +1,89 @@
+#include "kvtier/error.h"
+
+#include "services/log.h"
+#include "services/serve.h"
+#include "services/server/server.h"
+
+#include <CLI/CLI.hpp>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+/// What `kvtier serve` makes of its options, short of serving.
+class ServeOptionsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = ::testing::TempDir() + "kvtier-XXXXXX";
+    folder_ = ::mkdtemp(pattern.data());
+    ::setenv("XDG_RUNTIME_DIR", folder_.c_str(), 1);
+  }
+  void TearDown() override {
+    ::unsetenv("XDG_RUNTIME_DIR");
+    std::filesystem::remove_all(folder_);
+  }
+
+  MemoryConfig memory(const std::vector<std::string>& arguments) {
+    CLI::App program;
+    ServeCommand command;
+    add_serve(program, command);
+    std::vector<std::string> all(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
+    all.insert(all.end(), {"cpu", "--backend", "serve"});
+    program.parse(all);
+    std::optional<MemoryConfig> made;
+    command.adjust = [&made](ServerOptions& options) {
+      made = options.core.models.memory;
+      throw Error(ErrorCode::kUnavailable, "no server is wanted");
+    };
+    std::ostringstream out;
+    Log log(out, "error", LogFormat::kText);
+    EXPECT_THROW((void)run_serve(command, {.out = out, .err = out}, log), Error);
+    return made.value_or(MemoryConfig{});
+  }
+
+  std::filesystem::path folder_;
+};
+
+TEST_F(ServeOptionsTest, TakesThePoliciesOfTheLibraryWhereNoneIsNamed) {
+  const MemoryConfig made = memory({});
+
+  EXPECT_EQ(made.page_policy, MemoryConfig{}.page_policy);
+  EXPECT_EQ(made.hot_policy, MemoryConfig{}.hot_policy);
+}
+
+TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
+  for (const auto& [name, policy] : {std::pair("clock", PagePolicy::kClock),
+                                     {"lru", PagePolicy::kLru},
+                                     {"s3_fifo", PagePolicy::kS3Fifo},
+                                     {"score", PagePolicy::kScore}}) {
+    EXPECT_EQ(memory({"--page-policy", name}).page_policy, policy) << name;
+  }
+  for (const auto& [name, policy] : {std::pair("clock", HotPolicy::kClock),
+                                     {"lru", HotPolicy::kLru},
+                                     {"score", HotPolicy::kScore}}) {
+    EXPECT_EQ(memory({"--hot-policy", name}).hot_policy, policy) << name;
+  }
+}
+
+TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
+  const std::string file = (folder_ / "serve.toml").string();
+  std::ofstream(file) << "page-policy = \"s3_fifo\"\nhot-policy = \"lru\"\n";
+  ::setenv("KVTIER_HOT_POLICY", "clock", 1);
+
+  const MemoryConfig made = memory({"--config", file});
+
+  ::unsetenv("KVTIER_HOT_POLICY");
+  EXPECT_EQ(made.page_policy, PagePolicy::kS3Fifo);
+  EXPECT_EQ(made.hot_policy, HotPolicy::kClock);
+}
+
+}  // namespace
+}  // namespace kvtier::services
