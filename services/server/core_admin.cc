@@ -39,6 +39,17 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_pages_lost(from.pages_lost);
   to.set_cold_steps(from.cold_steps);
   fill(from.tier_nanoseconds, *to.mutable_tier_wait());
+  to.set_prefix_tokens_asked(from.prefix_tokens_asked);
+  to.set_prefix_tokens_attached(from.prefix_tokens_attached);
+  to.set_prefix_tokens_evicted(from.prefix_tokens_evicted);
+  to.set_pages_ahead(from.pages_ahead);
+  to.set_pages_ahead_useful(from.pages_ahead_useful);
+  to.set_pages_ahead_wasted(from.pages_ahead_wasted);
+  to.set_hot_hits(from.hot_hits);
+  to.set_hot_misses(from.hot_misses);
+  to.set_hot_admissions(from.hot_admissions);
+  to.set_hot_evictions(from.hot_evictions);
+  to.set_rows_corrupt(from.rows_corrupt);
 }
 
 void fill(const LatencyHistogram& from, v1::LatencyCounts& to) {
@@ -110,6 +121,10 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_pages_used(from.pages_used);
   to.set_pages_shared(from.pages_shared);
   to.set_pages_away(from.pages_away);
+  to.set_pages_ahead_waiting(from.pages_ahead_waiting);
+  to.set_prefix_tokens(from.prefix_tokens);
+  to.set_hot_bytes(from.hot_bytes);
+  to.set_hot_bytes_used(from.hot_bytes_used);
 }
 
 }  // namespace

@@ -143,6 +143,20 @@ class Frame {
          bytes(sum("kvtier_memory_budget_bytes")) + "  in flight " +
          bytes(sum("kvtier_inflight_bytes")) + "  files " + count(sum("process_open_fds")) +
          " of " + count(sum("process_max_fds")));
+    foresight();
+  }
+  /// What was there before it was asked for, where anything is.
+  void foresight() {
+    std::string text;
+    if (const double asked = sum("kvtier_prefix_tokens_total", {{"event", "asked"}}); asked > 0) {
+      text += "prefix tokens found " +
+              share(sum("kvtier_prefix_tokens_total", {{"event", "attached"}}), asked);
+    }
+    if (const double ahead = sum("kvtier_pages_ahead_total", {{"event", "restored"}}); ahead > 0) {
+      text += (text.empty() ? "" : "  ") + ("pages ahead " + count(ahead)) + "  useful " +
+              share(sum("kvtier_pages_ahead_total", {{"event", "useful"}}), ahead);
+    }
+    if (!text.empty()) line(text);
   }
   void tiers() {
     std::vector<Row> rows;
@@ -169,6 +183,10 @@ class Frame {
     if (tier == "pages") {
       return share(sum("kvtier_lookup_pages_total", {{"result", "hit_pages"}}),
                    sum("kvtier_lookup_pages_total"));
+    }
+    if (tier == "engine_hot_rows") {
+      const double found = sum("kvtier_hot_rows_total", {{"event", "hit"}});
+      return share(found, found + sum("kvtier_hot_rows_total", {{"event", "miss"}}));
     }
     return share(sum("kvtier_pages_restored_total", {{"tier", tier}}),
                  sum("kvtier_tier_gets_total", {{"tier", tier}}));

@@ -290,6 +290,12 @@ TEST_F(MetricsTest, PagesThatComeBackAheadOfStepsAreCounted) {
   EXPECT_GE(pages("useful"), static_cast<double>(sums.pages_ahead_useful));
   EXPECT_GE(pages("wasted"), static_cast<double>(sums.pages_ahead_wasted));
   EXPECT_GE(pages("restored"), pages("useful") + pages("wasted"));
+  v1::GetStatsResponse stats;
+  core_->get_stats(stats);
+  EXPECT_GE(stats.cumulative().pages_ahead(), sums.pages_ahead);
+  EXPECT_GE(stats.cumulative().pages_ahead_useful(), sums.pages_ahead_useful);
+  EXPECT_GE(stats.cumulative().pages_ahead_wasted(), sums.pages_ahead_wasted);
+  EXPECT_LE(stats.snapshot().pages_ahead_waiting(), stats.snapshot().pages_used());
   core_.reset();
   std::filesystem::remove_all(folder);
 }

@@ -145,7 +145,12 @@ TEST_F(CorePrefixTest, OutlivesTheSessionThatPublishedIt) {
   EXPECT_EQ(release(publish_new(ids)).reason(), "OK");
   EXPECT_EQ(tenant().kv_bytes(), 0);
   EXPECT_EQ(attached(ids), 2 * kPage);
-  EXPECT_EQ(core_->engine_stats().snapshot.prefix_tokens, static_cast<std::size_t>(2 * kPage));
+  v1::GetStatsResponse stats;
+  core_->get_stats(stats);
+  EXPECT_EQ(stats.snapshot().prefix_tokens(), static_cast<std::uint64_t>(2 * kPage));
+  EXPECT_EQ(stats.cumulative().prefix_tokens_attached(), static_cast<std::uint64_t>(2 * kPage));
+  EXPECT_GE(stats.cumulative().prefix_tokens_asked(), stats.cumulative().prefix_tokens_attached());
+  EXPECT_EQ(stats.cumulative().prefix_tokens_evicted(), 0U);
 }
 
 TEST_F(CorePrefixTest, AttachedTokensAreChargedAsAppendedOnes) {

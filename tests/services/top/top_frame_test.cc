@@ -71,6 +71,27 @@ TEST(TopFrame, ShowsRatesQuantilesAndShares) {
   EXPECT_THAT(lines, Each(Not(HasSubstr("\033"))));
 }
 
+TEST(TopFrame, ShowsHotRowsPrefixesAndPagesAheadWhereThereAreAny) {
+  const Exposition without = reading(1);
+  const Exposition with = Exposition::parse(
+      "kvtier_tier_capacity_bytes{tier=\"engine_hot_rows\"} 1048576\n"
+      "kvtier_tier_used_bytes{tier=\"engine_hot_rows\"} 524288\n"
+      "kvtier_hot_rows_total{event=\"hit\"} 80\nkvtier_hot_rows_total{event=\"miss\"} 20\n"
+      "kvtier_hot_rows_total{event=\"admission\"} 15\n"
+      "kvtier_prefix_tokens_total{event=\"asked\"} 400\n"
+      "kvtier_prefix_tokens_total{event=\"attached\"} 100\n"
+      "kvtier_pages_ahead_total{event=\"restored\"} 10\n"
+      "kvtier_pages_ahead_total{event=\"useful\"} 9\n");
+
+  const auto lines = top_frame({with, with, 1.0}, {.columns = 120});
+
+  EXPECT_THAT(lines, Contains(::testing::MatchesRegex(
+                         "engine_hot_rows +512 KiB +1 MiB +50\\.0 % .* 80\\.0 % +- +-")));
+  EXPECT_THAT(lines, Contains("prefix tokens found 25.0 %  pages ahead 10  useful 90.0 %"));
+  EXPECT_THAT(top_frame({without, without, 1.0}, {}),
+              Each(Not(::testing::AnyOf(HasSubstr("prefix"), HasSubstr("ahead")))));
+}
+
 TEST(TopFrame, RatesAreUnknownBeforeTwoReadingsAndAfterARestart) {
   const Exposition full = reading(2);
   const Exposition restarted = reading(1);
