@@ -127,7 +127,7 @@ std::vector<Plan> make_plans(const AnswerOptions& options) {
     plan_seeds(options, plans);
     plan_float8(options, plans);
   }
-  const std::vector<NamedSelector> all = make_selectors(1);
+  const std::vector<NamedSelector> all = make_selectors(1, options.variants);
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (dynamic_cast<const LibrarySelector*>(all[i].selector.get()) != nullptr) continue;
     if (!wanted(options, all[i].name)) continue;

@@ -129,7 +129,7 @@ class Rival {
  public:
   Rival(const StandIn& at, std::size_t index) : at_(at), index_(index) {
     for (std::int64_t i = 0; i < at.model.layers * at.model.kv_heads; ++i) {
-      selectors_.push_back(std::move(make_selectors(at.spans.visible)[index]).selector);
+      selectors_.push_back(std::move(make_selectors(at.spans.visible, true)[index]).selector);
     }
     services::for_each_part(services::num_threads(), static_cast<std::int64_t>(selectors_.size()),
                             [&](std::int64_t begin, std::int64_t end) {

@@ -25,6 +25,8 @@ struct AnswerOptions {
   /// Of kvtier's own selectors, in place of the usual ones: soft collision with orthogonal planes,
   /// and norm-aware with 64 and 600 planes.
   bool other_planes = false;
+  /// Also the variants of `make_selectors`.
+  bool variants = false;
   /// Names of selectors to run; empty: all.
   std::vector<std::string> only;
   std::function<void(const std::string&)> progress;  ///< Told what begins.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 namespace kvtier::quality {
 namespace {
@@ -101,7 +102,7 @@ void BinarySelector::build(const KvHead& head, std::int64_t tokens) {
   head_ = head;
   const auto d = static_cast<std::size_t>(head.head_dim);
   mean_.assign(d, 0.0F);
-  for (std::int64_t t = 0; t < tokens; ++t) {
+  for (std::int64_t t = 0; parts_.centred && t < tokens; ++t) {
     for (std::size_t i = 0; i < d; ++i) mean_[i] += head.key(t)[i] / static_cast<float>(tokens);
   }
   // Gram-Schmidt over normal rows: a rotation drawn uniformly.
@@ -122,6 +123,7 @@ void BinarySelector::build(const KvHead& head, std::int64_t tokens) {
   }
   signs_.clear();
   scales_.clear();
+  values_.clear();
   for (std::int64_t t = 0; t < tokens; ++t) append(t);
 }
 
@@ -136,8 +138,16 @@ void BinarySelector::append(std::int64_t token) {
     signs_.push_back(rotated >= 0.0F ? 1.0F : -1.0F);
     sum += std::abs(rotated);
   }
-  // <k, q> is estimated by |k| <signs, q> / (sqrt(d) <signs / sqrt(d), k / |k|>).
+  // <k, q> is estimated by |k| <signs, q> / (sqrt(d) <signs / sqrt(d), k / |k|>). The mean of the
+  // inner product over rotations is sqrt(2 / pi) (1 + 1 / (4 d)).
+  if (!parts_.corrected) {
+    const float n = std::sqrt(static_cast<float>(head_.head_dim));
+    sum = length * n * std::sqrt(2.0F / std::numbers::pi_v<float>) * (1.0F + 0.25F / (n * n));
+  }
   scales_.push_back(sum > 0.0F ? length * length / sum : 0.0F);
+  if (parts_.value_weight != 0.0F) {
+    values_.push_back(parts_.value_weight * value_score(head_, token));
+  }
 }
 
 void BinarySelector::score(const Query& query, const StepSpans& spans,
@@ -152,10 +162,12 @@ void BinarySelector::score(const Query& query, const StepSpans& spans,
     const auto token = static_cast<std::size_t>(spans.sink_end) + i;
     scores[i] =
         offset + scales_[token] * dot(signs_.data() + token * d, rotated.data(), head_.head_dim);
+    if (parts_.value_weight != 0.0F) scores[i] += values_[token];
   }
 }
 
 double BinarySelector::bits_per_token() const {
+  // Two numbers: length and correction, or their quotient and the value norm.
   return static_cast<double>(head_.head_dim) + 2.0 * 16.0;
 }
 

@@ -31,14 +31,14 @@ NamedSelector norm_aware(int bits, int query_bits, std::int64_t capacity) {
 
 }  // namespace
 
-std::vector<NamedSelector> make_selectors(std::int64_t capacity) {
+std::vector<NamedSelector> make_selectors(std::int64_t capacity, bool variants) {
   std::vector<NamedSelector> all;
   const auto add = [&all](const char* name, const char* settings, const char* source,
                           std::unique_ptr<Selector> selector) {
     all.push_back({name, settings, source, std::move(selector)});
   };
-  add("exact", "q.k", "oracle", std::make_unique<ExactSelector>(false));
-  add("exact", "q.k, ln |v|", "oracle", std::make_unique<ExactSelector>(true));
+  add("exact", "q.k", "oracle", std::make_unique<ExactSelector>(0.0F));
+  add("exact", "q.k, ln |v|", "oracle", std::make_unique<ExactSelector>(1.0F));
 
   all.push_back(soft(ValueWeighting::kLinear, PlaneKind::kGaussian, "linear", capacity));
   all.push_back(soft(ValueWeighting::kNone, PlaneKind::kGaussian, "no value norm", capacity));
@@ -71,6 +71,18 @@ std::vector<NamedSelector> make_selectors(std::int64_t capacity) {
   add("h2o", "recorded steps", "H2O", std::make_unique<HeavyHitterSelector>());
   add("streaming", "window", "StreamingLLM", std::make_unique<StreamingSelector>());
   add("random", "", "", std::make_unique<RandomSelector>());
+  if (!variants) return all;
+  add("exact", "q.k, 1.5 ln |v|", "variant", std::make_unique<ExactSelector>(1.5F));
+  add("exact", "q.k, 2 ln |v|", "variant", std::make_unique<ExactSelector>(2.0F));
+  add("exact", "q.k, 3 ln |v|", "variant", std::make_unique<ExactSelector>(3.0F));
+  const auto add_signs = [&add](const char* settings, const BinarySelector::Parts& parts) {
+    add("signs", settings, "variant", std::make_unique<BinarySelector>(parts));
+  };
+  add_signs("ln |v|", {.centred = false, .corrected = false, .value_weight = 1.0F});
+  add_signs("2 ln |v|", {.centred = false, .corrected = false, .value_weight = 2.0F});
+  add_signs("corrected, ln |v|", {.centred = false, .corrected = true, .value_weight = 1.0F});
+  add_signs("corrected, centred, ln |v|", {.value_weight = 1.0F});
+  add_signs("corrected, centred, 1.5 ln |v|", {.value_weight = 1.5F});
   return all;
 }
 

@@ -50,6 +50,9 @@ int run(int argc, char** argv) {
       "--other-planes", options.other_planes,
       "Of kvtier's own selectors: soft collision with orthogonal planes, norm-aware with 64 "
       "and 600, in place of the usual ones");
+  app.add_flag("--variants", options.variants,
+               "Also what tells where a sketch of 128 planes loses: exact scores and signs of a "
+               "rotation, with other weights of ln |v| and other corrections");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 
 namespace kvtier::quality {
@@ -11,6 +12,12 @@ float dot(const float* a, const float* b, std::int64_t count) {
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
   return sum;
+}
+
+float value_score(const KvHead& head, std::int64_t token) {
+  const float* const value = head.value(token);
+  const float squares = std::max(dot(value, value, head.head_dim), 0x1p-48F);
+  return 0.5F * std::log(squares) * std::sqrt(static_cast<float>(head.head_dim));
 }
 
 std::vector<std::int32_t> best_tokens(const StepSpans& spans, std::span<const float> scores,

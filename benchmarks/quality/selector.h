@@ -77,6 +77,9 @@ class ScoringSelector : public Selector {
 
 [[nodiscard]] float dot(const float* a, const float* b, std::int64_t count);
 
+/// sqrt(d) ln ||v||, on the scale of q.k.
+[[nodiscard]] float value_score(const KvHead& head, std::int64_t token);
+
 /// A selector as a comparison names it.
 struct NamedSelector {
   std::string name;      ///< For example "quest".
@@ -86,7 +89,8 @@ struct NamedSelector {
 };
 
 /// Returns every selector of the comparison, ready for `build`. `capacity`: tokens that they will
-/// hold.
-[[nodiscard]] std::vector<NamedSelector> make_selectors(std::int64_t capacity);
+/// hold. `variants`: after them those that tell what a sketch of 128 planes loses, and where.
+[[nodiscard]] std::vector<NamedSelector> make_selectors(std::int64_t capacity,
+                                                        bool variants = false);
 
 }  // namespace kvtier::quality

@@ -14,10 +14,7 @@ void ExactSelector::build(const KvHead& head, std::int64_t tokens) {
 }
 
 void ExactSelector::append(std::int64_t token) {
-  if (!value_norms_) return;
-  const float* const value = head_.value(token);
-  const float squares = std::max(dot(value, value, head_.head_dim), 0x1p-48F);
-  log_norms_.push_back(0.5F * std::log(squares) * std::sqrt(static_cast<float>(head_.head_dim)));
+  if (value_weight_ != 0.0F) log_norms_.push_back(value_weight_ * value_score(head_, token));
 }
 
 void ExactSelector::score(const Query& query, const StepSpans& spans,
@@ -25,12 +22,12 @@ void ExactSelector::score(const Query& query, const StepSpans& spans,
   for (std::size_t i = 0; i < scores.size(); ++i) {
     const std::int64_t token = spans.sink_end + static_cast<std::int64_t>(i);
     scores[i] = dot(query.values, head_.key(token), head_.head_dim);
-    if (value_norms_) scores[i] += log_norms_[static_cast<std::size_t>(token)];
+    if (value_weight_ != 0.0F) scores[i] += log_norms_[static_cast<std::size_t>(token)];
   }
 }
 
 double ExactSelector::bits_per_token() const {
-  return 16.0 * static_cast<double>(head_.head_dim) + (value_norms_ ? 16.0 : 0.0);
+  return 16.0 * static_cast<double>(head_.head_dim) + (value_weight_ != 0.0F ? 16.0 : 0.0);
 }
 
 void RandomSelector::score(const Query& query, const StepSpans& spans,

@@ -8,20 +8,20 @@
 
 namespace kvtier::quality {
 
-/// Exact q.k; with `value_norms` plus sqrt(d) ln ||v||, the ranking by a_j ||v_j|| that no scorer
-/// can beat at its own aim.
+/// Exact q.k plus `value_weight` sqrt(d) ln ||v||; at weight 1 the ranking by a_j ||v_j|| that no
+/// scorer can beat at its own aim.
 class ExactSelector final : public ScoringSelector {
  public:
-  explicit ExactSelector(bool value_norms) : value_norms_(value_norms) {}
+  explicit ExactSelector(float value_weight) : value_weight_(value_weight) {}
   void build(const KvHead& head, std::int64_t tokens) override;
   void append(std::int64_t token) override;
   void score(const Query& query, const StepSpans& spans, std::span<float> scores) const override;
   [[nodiscard]] double bits_per_token() const override;
 
  private:
-  bool value_norms_;
+  float value_weight_;
   KvHead head_;
-  std::vector<float> log_norms_;
+  std::vector<float> log_norms_;  ///< Weighted; empty at weight 0.
 };
 
 /// Uniformly at random, by the seed.

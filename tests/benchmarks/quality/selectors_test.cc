@@ -93,7 +93,7 @@ TEST(BestTokens, OrdersScoresOfBothSigns) {
 }
 
 TEST_P(SelectorTest, ExactTakesTheLargestProducts) {
-  ExactSelector selector(false);
+  ExactSelector selector(0.0F);
   selector.build(head_, spans_.visible);
   std::vector<std::int32_t> best = exact_order();
   best.resize(17);
@@ -103,7 +103,7 @@ TEST_P(SelectorTest, ExactTakesTheLargestProducts) {
 }
 
 TEST_P(SelectorTest, ExactWithNormsAddsTheirLogarithm) {
-  ExactSelector selector(true);
+  ExactSelector selector(1.5F);
   selector.build(head_, 150);
   for (std::int64_t t = 150; t < spans_.visible; ++t) selector.append(t);
   const std::vector<float> scores = scores_of(selector);
@@ -115,8 +115,8 @@ TEST_P(SelectorTest, ExactWithNormsAddsTheirLogarithm) {
       squares += std::pow(static_cast<double>(head_.value(token)[x]), 2);
     }
     // fp32 sums of 64 products
-    EXPECT_NEAR(static_cast<double>(scores[i]), product(token) + 8.0 * 0.5 * std::log(squares),
-                1e-4);
+    EXPECT_NEAR(static_cast<double>(scores[i]),
+                product(token) + 1.5 * 8.0 * 0.5 * std::log(squares), 1e-4);
   }
 }
 
@@ -238,6 +238,44 @@ TEST_P(SelectorTest, BinaryCodesEstimateProductsWithoutBias) {
                 4.5 * deviation / std::sqrt(kRotations));
   }
   EXPECT_EQ(BinarySelector().bits_per_token(), 32);
+}
+
+TEST_P(SelectorTest, BinaryCodesKnowTheProductWithTheirOwnKey) {
+  fill(60, 64, 2.0);
+  const auto squares = static_cast<double>(dot(head_.key(20), head_.key(20), 64));
+  constexpr int kRotations = 300;
+  double mean = 0.0;
+  for (int r = 0; r < kRotations; ++r) {
+    head_.seed = GetParam() * 1000 + static_cast<std::uint64_t>(r);
+    const auto score = [&](bool corrected) {
+      BinarySelector selector({.centred = false, .corrected = corrected});
+      selector.build(head_, 60);
+      std::vector<float> scores(30);
+      const StepSpans spans{.visible = 60, .sink_end = 10, .eligible_end = 40};
+      selector.score({.values = head_.key(20)}, spans, scores);
+      return static_cast<double>(scores[10]);
+    };
+    EXPECT_NEAR(score(true), squares, 1e-4 * squares);  // fp32 sums of 64 products
+    mean += score(false) / kRotations;
+  }
+  // Of one rotation it is off by sqrt((pi / 2 - 1) / 64), some 9 %.
+  EXPECT_NEAR(mean, squares, 4.5 * 0.1 / std::sqrt(kRotations) * squares);
+}
+
+TEST_P(SelectorTest, BinaryCodesAddWeightedValueNorms) {
+  fill(60, 64, 2.0);
+  BinarySelector bare({.centred = true, .corrected = true});
+  BinarySelector weighted({.centred = true, .corrected = true, .value_weight = 1.5F});
+  bare.build(head_, 60);
+  weighted.build(head_, 60);
+  const std::vector<float> without = scores_of(bare);
+  const std::vector<float> with = scores_of(weighted);
+
+  for (std::size_t i = 0; i < with.size(); ++i) {
+    const std::int64_t token = spans_.sink_end + static_cast<std::int64_t>(i);
+    EXPECT_FLOAT_EQ(with[i], without[i] + 1.5F * value_score(head_, token));
+  }
+  EXPECT_EQ(weighted.bits_per_token(), 64 + 32);
 }
 
 TEST_P(SelectorTest, HashSamplesWithTheProbabilityItStates) {
