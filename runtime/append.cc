@@ -53,7 +53,9 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
       targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
     }
   }
-  if (engine.kv.row_checks) transfer::write_row_checks(stream, engine.kv, batch);
+  if (engine.kv.row_checks) {
+    transfer::write_row_checks(stream, engine.kv, batch, engine.frame_checks);
+  }
   hashing::append_rows(stream, engine.kv, batch, targets, packed,
                        engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);

@@ -212,7 +212,8 @@ void ColdWindows::launch(const transfer::SelectionView& selection, const Results
                            .flags = session_flags_,
                            .rows = request_.rows,
                            .selection = selection,
-                           .rule = request_.rule});
+                           .rule = request_.rule,
+                           .frames = engine_.frame_checks});
   }
   attention::OutputBatch outputs;
   const std::int64_t heads = request_.kv.query_heads;

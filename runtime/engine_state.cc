@@ -78,6 +78,7 @@ EngineState::EngineState(const Config& config_in)
 
   size_workspace();
   if (on_host) make_pages();
+  if (kv.row_checks) make_frame_checks();
   make_sketches();
   make_hot_rows();
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
@@ -125,10 +126,30 @@ void EngineState::make_pages() {
       PagePool::Waits{
           .for_work = [this](transfer::Stream& stream) { wait(stream); },
           .aside = [this](const auto& work) { turn_->step_aside(work); },
+          .arrived =
+              [this](const std::byte* frame) {
+                if (frame_checks.checks == nullptr) return;
+                transfer::load_frame_checks(turn_->stream(), kv, frame_checks, frame);
+              },
       },
       config.memory.page_policy);
   page_pool = pool.get();
   pages = std::move(pool);
+}
+
+void EngineState::make_frame_checks() {
+  const std::size_t bytes = sizeof(std::uint32_t) * pages->num_frames() *
+                            static_cast<std::size_t>(kv.kv_heads) *
+                            static_cast<std::size_t>(kv.page_tokens);
+  if (device->backend() != Backend::kCuda || bytes == 0) return;
+  if (bytes > (config.memory.device_bytes - fixed_device_bytes_) / 2) {
+    log(LogLevel::kInfo, "checks of rows are read from host memory: no room for " +
+                             mebibytes(bytes) + " on the device");
+    return;
+  }
+  frame_check_memory_ = device->allocate(transfer::Space::kDevice, bytes);
+  fixed_device_bytes_ += bytes;
+  frame_checks = {pages->first(), frame_check_memory_.as<std::uint32_t>()};
 }
 
 transfer::PinOptions EngineState::page_pool_options() const {
@@ -325,6 +346,8 @@ void EngineState::copy_page(transfer::Stream& stream, const transfer::CopyRun& p
         {static_cast<std::byte*>(page.to) + at, packed.data(), bytes}};
     stream.copy(runs);
   }
+  if (frame_checks.checks == nullptr) return;
+  transfer::load_frame_checks(stream, kv, frame_checks, static_cast<const std::byte*>(page.to));
 }
 
 void EngineState::log(LogLevel level, const std::string& message) const {

@@ -15,6 +15,7 @@
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
 #include "transfer/hot_rows.h"
+#include "transfer/row_checks.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
 
@@ -129,6 +130,7 @@ class EngineState {
   std::unique_ptr<PageTiers> tiers;  ///< None: every page is in the pool.
   std::unique_ptr<transfer::FramePool> pages;
   PagePool* page_pool = nullptr;             ///< `pages`, when there are tiers.
+  transfer::FrameChecks frame_checks;        ///< Of `pages`; none without checks of rows.
   std::unique_ptr<transfer::FramePool> hot;  ///< Hot rows, a frame per layer and session; or none.
   transfer::HotShape hot_shape;
   transfer::Buffer hot_totals;                         ///< One `HotTotals`, on the device.
@@ -188,6 +190,7 @@ class EngineState {
  private:
   void size_workspace();
   void make_pages();
+  void make_frame_checks();
   void add_tier_stats(Stats& stats) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches();
@@ -206,6 +209,7 @@ class EngineState {
   transfer::Event workspace_last_use_;
   transfer::Stream* workspace_last_stream_ = nullptr;
   std::string failure_;
+  transfer::Buffer frame_check_memory_;
   std::size_t fixed_device_bytes_ = 0;
 };
 

@@ -59,8 +59,12 @@ class Piece {
     selection.capacity = selection.staged_capacity = count;
     selection.staged = static_cast<std::byte*>(rows.data);
     if (kv_.row_checks) {
-      transfer::RowReading reading{
-          .sequences = sequences, .flags = {}, .rows = query, .selection = selection, .rule = {}};
+      transfer::RowReading reading{.sequences = sequences,
+                                   .flags = {},
+                                   .rows = query,
+                                   .selection = selection,
+                                   .rule = {},
+                                   .frames = engine.frame_checks};
       reading.flags.push(flags);
       transfer::gather_whole_rows(turn.stream(), kv_, reading, nullptr);
     } else {

@@ -391,6 +391,7 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
     const PageIn::Outcome outcome = in[i].outcome;
     if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
       enter(page, frame);
+      if (waits_.arrived) waits_.arrived(frame);
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
       ++num_moves_;
       --num_away_;

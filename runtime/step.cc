@@ -317,7 +317,8 @@ class AttendLaunch {
             .flags = session_flags(),
             .rows = rows_,
             .selection = selection,
-            .rule = options().rule};
+            .rule = options().rule,
+            .frames = engine_.frame_checks};
   }
 
   void finish_attend() {

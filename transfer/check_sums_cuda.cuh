@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/row_checks.h"
+#include "transfer/check_words.h"
 
 #include <cuda_runtime.h>
 

@@ -62,6 +62,8 @@ class FramePool {
 
   [[nodiscard]] std::size_t frame_bytes() const noexcept { return frame_bytes_; }
   [[nodiscard]] std::size_t num_frames() const noexcept { return num_frames_; }
+  /// The frame at the lowest address; the others follow it.
+  [[nodiscard]] const std::byte* first() const noexcept { return first_; }
   [[nodiscard]] std::size_t num_used() const;            ///< Held by somebody.
   [[nodiscard]] virtual std::size_t num_shared() const;  ///< Held more than once.
 

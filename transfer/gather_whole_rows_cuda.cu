@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
     if (lane < end) {
       const std::int32_t token = ids[first + lane];
       from = Rows::of_token(geometry, sequence, resident_begin, head, token);
-      expected = cuda::expected_check(geometry, sequence, resident_begin, head, token);
+      expected = cuda::expected_check(geometry, rows.frames, sequence, resident_begin, head, token);
     }
     Flight flight;
     flight.load(from, 0, end);

@@ -83,10 +83,22 @@ class Lane {
 
 }  // namespace
 
-void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch) {
+void load_frame_checks(Stream& stream, const KvGeometry& geometry, const FrameChecks& frames,
+                       const std::byte* page) {
+  const std::size_t bytes = sizeof(std::uint32_t) * static_cast<std::size_t>(geometry.kv_heads) *
+                            static_cast<std::size_t>(geometry.page_tokens);
+  const CopyRun run{frames.of_frame(geometry, page),
+                    check_in_page<const std::uint32_t>(geometry, page, 0, 0), bytes};
+  stream.copy({&run, 1});
+}
+
+void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+                      const FrameChecks& frames) {
   assert(geometry.row_checks);
   if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) cuda::write_row_checks(stream.native(), geometry, batch);
+    if (stream.native() != nullptr) {
+      cuda::write_row_checks(stream.native(), geometry, batch, frames);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/check_words.h"
 #include "transfer/device.h"
 #include "transfer/page_rows.h"
 #include "transfer/rows.h"
@@ -22,23 +23,6 @@ namespace kvtier::transfer {
 /// keep a NaN in different ways.
 inline constexpr std::uint32_t kNotChecked = 0xFFFFFFFFU;
 
-KVTIER_HOST_DEVICE inline std::uint32_t mix_word(std::uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x85EBCA6BU;
-  x = (x ^ (x >> 13)) * 0xC2B2AE35U;
-  return x ^ (x >> 16);
-}
-
-/// What word `index` of a row adds.
-KVTIER_HOST_DEVICE inline std::uint32_t check_of_word(std::uint32_t word, std::uint32_t index) {
-  return mix_word(word ^ ((index + 1) * 0x9E3779B9U));
-}
-
-/// What a row's place adds.
-KVTIER_HOST_DEVICE inline std::uint32_t check_of_place(std::int64_t token, int kv_head) {
-  return mix_word(static_cast<std::uint32_t>(token) * 0x9E3779B1U +
-                  static_cast<std::uint32_t>(kv_head));
-}
-
 /// Where the check of a row lies: behind all rows of the page, and behind the factors of fp8.
 template <typename Check, typename Byte>
 KVTIER_HOST_DEVICE Check* check_in_page(const KvGeometry& geometry, Byte* page, int kv_head,
@@ -49,9 +33,41 @@ KVTIER_HOST_DEVICE Check* check_in_page(const KvGeometry& geometry, Byte* page, 
          std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens;
 }
 
+/// Copies on the device of the checks in the frames of a pool, for CUDA: over the link a check
+/// takes as long as 128 bytes of a row (H200). Whoever copies to a frame copies the checks too
+/// (`load_frame_checks`).
+struct FrameChecks {
+  const std::byte* frames = nullptr;  ///< The first frame; others follow, `page_bytes` apart.
+  std::uint32_t* checks = nullptr;    ///< `[frames, kv_heads, page_tokens]`; null: none.
+
+  /// Those of a frame.
+  KVTIER_HOST_DEVICE std::uint32_t* of_frame(const KvGeometry& geometry,
+                                             const std::byte* page) const {
+    return checks +
+           (page - frames) / geometry.page_bytes() * geometry.kv_heads * geometry.page_tokens;
+  }
+};
+
+/// The check of a row, where a kernel finds it soonest.
+KVTIER_HOST_DEVICE inline const std::uint32_t* nearest_check(const KvGeometry& geometry,
+                                                             const FrameChecks& frames,
+                                                             const std::byte* page, int kv_head,
+                                                             std::int64_t token) {
+  if (frames.checks == nullptr) {
+    return check_in_page<const std::uint32_t>(geometry, page, kv_head, token);
+  }
+  return frames.of_frame(geometry, page) + std::int64_t{kv_head} * geometry.page_tokens +
+         token % geometry.page_tokens;
+}
+
+/// Copies the checks of a page that has come to its frame. Enqueued.
+void load_frame_checks(Stream& stream, const KvGeometry& geometry, const FrameChecks& frames,
+                       const std::byte* page);
+
 /// Writes the checks of the rows that an append is about to store. Enqueued before it; on the CPU
 /// it is left to `store_rows`. Inputs must stay valid until the stream has passed it.
-void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch);
+void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+                      const FrameChecks& frames = {});
 
 /// Rows that a launch of attention is about to read.
 struct RowReading {
@@ -60,6 +76,7 @@ struct RowReading {
   QueryBatch rows;
   SelectionView selection;  ///< `ids` null: none.
   SpanRule rule;
+  FrameChecks frames{};
 };
 
 /// Compares the rows of pages among them with their checks, in staging where they are there, else
@@ -84,7 +101,8 @@ void verify_rows(const KvGeometry& geometry, const RowReading& reading);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
-void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatch& batch);
+void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
+                      const FrameChecks& frames);
 void verify_rows(void* stream, const KvGeometry& geometry, const RowReading& reading);
 void gather_whole_rows(void* stream, const KvGeometry& geometry, const RowReading& reading,
                        StepFlags* flags);

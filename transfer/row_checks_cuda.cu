@@ -51,7 +51,7 @@ __device__ std::uint32_t check_of_new_row(const KvGeometry& geometry, const Appe
 /// A warp per (token, KV head); blockIdx.y is the item.
 __global__ void __launch_bounds__(kThreads)
     write_row_checks_kernel(const __grid_constant__ KvGeometry geometry,
-                            const __grid_constant__ AppendBatch batch) {
+                            const __grid_constant__ AppendBatch batch, FrameChecks frames) {
   const AppendItem& item = batch[static_cast<int>(blockIdx.y)];
   const SequenceView& sequence = item.sequence;
   const std::int64_t length = sequence.counters->length;
@@ -63,7 +63,10 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t token = length + i;
     const std::uint32_t check = check_of_new_row(geometry, item, i, head, token);
     auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]);
-    if (lane_id() == 0) *check_in_page<std::uint32_t>(geometry, page, head, token) = check;
+    if (lane_id() != 0) continue;
+    *check_in_page<std::uint32_t>(geometry, page, head, token) = check;
+    if (frames.checks == nullptr) continue;
+    *const_cast<std::uint32_t*>(nearest_check(geometry, frames, page, head, token)) = check;
   }
 }
 
@@ -83,7 +86,8 @@ __global__ void __launch_bounds__(kThreads)
 
 namespace cuda {
 
-void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatch& batch) {
+void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
+                      const FrameChecks& frames) {
   if (batch.count == 0) return;
   std::int64_t pairs = 1;
   for (int i = 0; i < batch.count; ++i) {
@@ -91,7 +95,7 @@ void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatc
   }
   const dim3 grid(static_cast<unsigned>(std::min((pairs + kWarps - 1) / kWarps, kMaxBlocks)),
                   static_cast<unsigned>(batch.count));
-  write_row_checks_kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, batch);
+  write_row_checks_kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, batch, frames);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

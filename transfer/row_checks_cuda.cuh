@@ -22,12 +22,13 @@ struct ExpectedCheck {
 
 /// Asks for it where it stands, so that a check comes beside its row.
 __device__ inline ExpectedCheck expected_check(const KvGeometry& geometry,
+                                               const FrameChecks& frames,
                                                const SequenceView& sequence,
                                                std::int64_t resident_begin, int head,
                                                std::int64_t token) {
   if (row_is_resident(geometry, resident_begin, token)) return {};
   const std::byte* page = sequence.pages[token / geometry.page_tokens];
-  const auto* from = check_in_page<const std::uint32_t>(geometry, page, head, token);
+  const auto* from = nearest_check(geometry, frames, page, head, token);
   ExpectedCheck expected;
   expected.place = check_of_place(token, head);
   asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];"
@@ -92,7 +93,7 @@ __device__ inline Reading reading_at(const KvGeometry& geometry, const RowReadin
   }
   if (row_is_resident(geometry, sequence.counters->resident_begin, reading.token)) return reading;
   reading.page = sequence.pages[reading.token / geometry.page_tokens];
-  reading.check = *check_in_page<const std::uint32_t>(geometry, reading.page, head, reading.token);
+  reading.check = *nearest_check(geometry, rows.frames, reading.page, head, reading.token);
   if (geometry.float8_pages) {
     const float* scales = page_row<const float>(geometry, reading.page, head, reading.token).scales;
     reading.scales = {scales[0], scales[1]};

@@ -185,7 +185,8 @@ struct MemoryConfig {
   /// a step is about to attend to, and those that `fetch` returns. A call without a stream that
   /// finds one changed takes the page from a tier, if one has it, and goes on; else it throws
   /// `kDataLoss` and its append is taken back. With a stream such rows are NaN in staging, and the
-  /// next call on the session throws. 4 bytes a row. No effect with `kDevice`.
+  /// next call on the session throws. 4 bytes a row, and on CUDA as many of `device_bytes`. No
+  /// effect with `kDevice`.
   bool verify_rows = false;
   int page_tokens = 64;  ///< 16, 32, 64, 128 or 256.
   /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 16 bytes

@@ -126,6 +126,40 @@ TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
   EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
 }
 
+// Part-filled pages that are copied, and pages that leave and come while others have their frames.
+TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+    start(format, 130);
+    std::vector<Session> mine = a_->fork(2), theirs = b_->fork(2);
+    for (int round = 0; round < 3; ++round) {
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        for (int layer = 0; layer < 2; ++layer) {
+          const auto seed = static_cast<std::uint64_t>(50 + 10 * round + 2 * layer) + i;
+          append_random(mine[i], model(), layer, 37, seed);
+          append_random(theirs[i], model(), layer, 37, seed);
+        }
+      }
+      a_->truncate(kStored - 3);
+      b_->truncate(kStored - 3);
+      for (int layer = 0; layer < 2; ++layer) {
+        append_random(*a_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
+        append_random(*b_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
+      }
+      away_and_back();
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        for (int layer = 0; layer < 2; ++layer) {
+          EXPECT_EQ(all_rows(mine[i], model(), layer), all_rows(theirs[i], model(), layer));
+          CallTensors here(model(), 1, 45), there(model(), 1, 45);
+          mine[i].decode(layer, here.inputs(), here.outputs(true));
+          theirs[i].decode(layer, there.inputs(), there.outputs(true));
+          EXPECT_TRUE(here.same_results(there)) << "fork " << i << " layer " << layer;
+        }
+      }
+    }
+    EXPECT_EQ(engine_->stats().cumulative.rows_corrupt, 0U);
+  }
+}
+
 TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
   start(PageFormat::kModel, 110);
   away_and_back();

@@ -25,6 +25,11 @@ class RowChecksTest : public RowsTest {
     g_.row_checks = true;
     s_ = make_sequence(g_, kTokens + 5);
     flags_ = make_flags();
+    frames_ = {};
+    if (on_device_) {
+      checks_ = allocate<std::uint32_t>(s_.pages.bytes() / 4);
+      frames_ = {s_.pages.data(), checks_.as<std::uint32_t>()};
+    }
     for (const std::int64_t tokens : {std::int64_t{1}, std::int64_t{40}, kTokens - 41}) {
       append(tokens);
     }
@@ -38,6 +43,8 @@ class RowChecksTest : public RowsTest {
     counts_ = upload(std::vector<std::int32_t>(2, static_cast<std::int32_t>(listed())));
     staged_ = allocate<std::byte>(static_cast<std::size_t>(2 * listed() * g_.row_bytes()));
   }
+  /// Before `fill`: checks are on the device too.
+  void keep_checks_of_frames() { on_device_ = true; }
   [[nodiscard]] std::int64_t listed() const { return kTokens - kRecent - kSinks; }
 
   void append(std::int64_t tokens) {
@@ -53,7 +60,7 @@ class RowChecksTest : public RowsTest {
                 .tokens = static_cast<std::int32_t>(tokens)});
     const Buffer packed =
         allocate<std::byte>(static_cast<std::size_t>(tokens * g_.kv_heads * g_.row_bytes()));
-    write_row_checks(*stream_, g_, batch);
+    write_row_checks(*stream_, g_, batch, frames_);
     pack_rows(*stream_, g_, batch, packed.data());
     store_rows(*stream_, g_, batch, packed.data());
     append_done(*stream_, g_, batch);
@@ -70,6 +77,7 @@ class RowChecksTest : public RowsTest {
                          .capacity = listed(),
                          .staged = staged_.data(),
                          .staged_capacity = staged};
+    reading.frames = frames_;
     return reading;
   }
   /// Stages the first `staged` rows of each list, and compares all. Returns how many are changed.
@@ -125,6 +133,9 @@ class RowChecksTest : public RowsTest {
   std::int64_t dense_from_ = std::numeric_limits<std::int64_t>::max();
   std::vector<std::int32_t> ids_;
   Buffer device_ids_, counts_, staged_;
+  bool on_device_ = false;
+  Buffer checks_;
+  FrameChecks frames_;
 };
 KVTIER_INSTANTIATE_BACKENDS(RowChecksTest);
 
@@ -198,6 +209,32 @@ TEST_P(RowChecksTest, RowsInThePlaceOfOthersAreFound) {
       byte_of(40, 0, i) = std::byte{0};
     }
     EXPECT_EQ(verify(listed()), 3U);
+  }
+}
+
+// A GPU compares with the copies on the device; what has come to a frame otherwise brings its own.
+TEST_P(RowChecksTest, ChecksOfFramesAreOfTheirRows) {
+  keep_checks_of_frames();
+  for (const bool float8 : {false, true}) {
+    SCOPED_TRACE(float8 ? "fp8" : "bf16");
+    fill(128, float8);
+    EXPECT_EQ(verify(7), 0U);
+    EXPECT_EQ(gather_whole(listed()), 0U);
+    for (const std::int64_t token : {std::int64_t{4}, std::int64_t{77}, std::int64_t{291}}) {
+      byte_of(token, 1, 9) ^= std::byte{0x40};
+    }
+    EXPECT_EQ(verify(7), 3U);
+    EXPECT_EQ(gather_whole(listed()), 3U);
+    EXPECT_EQ(gather_whole(20), 3U);
+    for (const std::int64_t token : {std::int64_t{4}, std::int64_t{77}, std::int64_t{291}}) {
+      byte_of(token, 1, 9) ^= std::byte{0x40};
+    }
+    stream_->fill(checks_.data(), 0x5A, checks_.bytes());
+    for (std::int64_t token = 0; token < kTokens; token += g_.page_tokens) {
+      load_frame_checks(*stream_, g_, frames_, page(token));
+    }
+    EXPECT_EQ(gather_whole(listed()), 0U);
+    EXPECT_EQ(verify(listed()), 0U);
   }
 }
 
