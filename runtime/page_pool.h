@@ -37,8 +37,8 @@ class PagePool final : public transfer::FramePool {
     std::function<void(transfer::Stream&)> for_work;
     /// Runs its argument without the mutex, and comes back with it.
     std::function<void(const std::function<void()>&)> aside;
-    /// Told of a page that has come to this frame.
-    std::function<void(const std::byte*)> arrived;
+    /// Told of a page that has come to this frame; or nobody is.
+    std::function<void(const std::byte*)> arrived{};
   };
 
   PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
