@@ -399,7 +399,8 @@ def variants_section(reports):
                  "wrong costs the rest. Nothing here that leaves the bits as they are brings that back: the query's precision, the draw of planes, which tokens are always attended, and a "
                  "better estimate of q.k each move the difference by no more than its standard error. The more value norms weigh, the fewer questions are lost by exact scores, "
                  "down to none; by signs that holds for twice the weight, within the standard error, and not beside the corrections. Only the weight of 1 "
-                 "follows from what the ranking is for (a_j \\|v_j\\|): a larger one would be a choice made on this case, and the library has none. One set per KV head with four "
+                 "follows from what the ranking is for (a_j \\|v_j\\|): the library has no larger one. On n8192.d100 no variant loses an answer; more weight lowers the KL of exact scores there too, and that of "
+                 "signs by less than another draw of planes changes it (.0318 with those of norm-aware). One set per KV head with four "
                  "times the tokens meets the target, for a quarter more rows than the sets of its query heads have together.\n")
     return "".join(parts)
 
