@@ -6,7 +6,9 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -103,6 +105,15 @@ class RegisteredStream : public Reactor {
     }
     action();
     return true;
+  }
+
+  /// From now on it is not the client that the stream waits for.
+  void work_on() {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->phase == Phase::kFinished) return;
+    state_->phase = Phase::kWorking;
+    state_->active = registry_.now();
+    state_->rate.go_on(state_->active);
   }
 
   /// Holds the stream against the minimum rate. Called before `enlist`.
@@ -246,7 +257,8 @@ class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, R
   End end_;
 };
 
-/// A stream of replies to one request.
+/// A stream of replies to one request. The next is made while one is written: by the thread that
+/// has begun the write, and by then has done most of it.
 template <typename Response>
 class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<Response>> {
  public:
@@ -258,40 +270,71 @@ class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<R
         produce_(std::move(produce)) {
     if constexpr (kIsBulk) this->hold_to_rate();
     this->enlist();
-    write_next();
+    make(responses_[0]);
+    write_on();
   }
 
   void OnWriteDone(bool ok) override {
-    if (ok) {
-      if constexpr (kIsBulk) this->moved(response_.Length());
-      write_next();
-    } else {
-      this->finish(grpc::Status::CANCELLED);
+    written_ = ok;
+    if constexpr (kIsBulk) {
+      if (ok) this->moved(responses_[current_].Length());
     }
+    this->work_on();
+    if (is_last()) go_on();
   }
 
  private:
   static constexpr bool kIsBulk = std::is_same_v<Response, grpc::ByteBuffer>;
 
-  void write_next() {
-    if (!this->enter(StreamState::Phase::kWorking, [] {})) return;
-    response_.Clear();
-    bool more = false;
+  /// Told once by who has written a reply and once by who has made the next; the second of them
+  /// goes on, and the first must not touch the stream any more, because it may be over.
+  bool is_last() { return left_.fetch_sub(1) == 1; }
+
+  void make(Response& response) {
+    response.Clear();
     try {
-      more = produce_(response_);
+      if (!produce_(response)) end_ = grpc::Status::OK;
     } catch (...) {
-      this->finish(to_status(to_service_error(std::current_exception())));
+      end_ = to_status(to_service_error(std::current_exception()));
+    }
+  }
+  void go_on() {
+    if (!written_) {
+      this->finish(grpc::Status::CANCELLED);
       return;
     }
-    if (!more) {
-      this->finish(grpc::Status::OK);
-      return;
+    current_ = 1 - current_;
+    write_on();
+  }
+  /// Writes what is made, and makes the next, until the write takes longer.
+  void write_on() {
+    for (;; current_ = 1 - current_) {
+      if (end_) {
+        this->finish(*end_);
+        return;
+      }
+      Response& response = responses_[current_];
+      Response& next = responses_[1 - current_];
+      left_ = 2;
+      if (!this->enter(StreamState::Phase::kWriting,
+                       [this, &response] { this->StartWrite(&response); })) {
+        return;
+      }
+      make(next);
+      if (!is_last()) return;
+      if (!written_) {
+        this->finish(grpc::Status::CANCELLED);
+        return;
+      }
     }
-    this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
   }
 
   Produce produce_;
-  Response response_;
+  std::array<Response, 2> responses_;
+  std::size_t current_ = 0;          ///< Which is being written.
+  std::atomic<int> left_{0};         ///< Of the two that go on together.
+  bool written_ = true;              ///< Whether the last write has succeeded.
+  std::optional<grpc::Status> end_;  ///< How to end, when there are no more replies.
 };
 
 /// A call that is refused at once, in the form of `Reactor`.
