@@ -4,6 +4,7 @@
 #include "attention/warp_attention.cuh"
 #include "transfer/bulk_copy.cuh"
 #include "transfer/head_dim_cuda.cuh"
+#include "transfer/hot_places_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
 
 #include <cuda_bf16.h>
@@ -28,6 +29,8 @@ using transfer::cuda::CopyBarrier;
 
 /// Two blocks of an SM, so that one works while the other changes its set or merges.
 constexpr int kBlocksPerSm = 2;
+/// Where they attend while a gather runs: they must find room beside it.
+constexpr int kBlocksPerSmBeside = 1;
 /// Most blocks of a launch; a GPU with more SMs leaves some idle.
 constexpr int kMaxBlocks = 320;
 constexpr int kMaxGroup = 16;
@@ -193,12 +196,18 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     transfer::cuda::publish_barriers();
   }
   __syncwarp();
-  const bool foreseen = request.foreseen;
-  if (!foreseen) transfer::cuda::wait_for_previous();
+  // Missing rows are on their way: what is waited for first is where the others are.
+  const bool placed = request.places.lists != nullptr;
+  const bool foreseen = request.foreseen && !placed;
+  if (placed) {
+    transfer::cuda::wait_for_places(request.places.lists, cuda::num_sets(request));
+  } else if (!foreseen) {
+    transfer::cuda::wait_for_previous();
+  }
   const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
   const int block = static_cast<int>(blockIdx.x);
   if (block >= plan.blocks) {
-    if (foreseen) transfer::cuda::wait_for_previous();
+    if (foreseen || placed) transfer::cuda::wait_for_previous();
     transfer::cuda::let_next_start();
     return;
   }
@@ -223,19 +232,24 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     prefetch_pages(request, selection, plan);
     transfer::cuda::wait_for_previous();
   }
-  transfer::cuda::let_next_start();
+  if (!placed) transfer::cuda::let_next_start();
   for (int part = 0;; ++part) {
     const int first = static_cast<int>(begin - set.first_tile);
     const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
     const bool whole = first == 0 && last == static_cast<int>(set.tiles());
     const Parts parts(plan, set);
-    RowFinder<D, kWarps, kFloat8> rows(request, selection, set,
-                                       cuda::TileOrder(set.tiles(), parts.count), workspace.no_row,
+    const cuda::TileOrder order(set.tiles(), parts.count);
+    RowFinder<D, kWarps, kFloat8> rows(request, selection, set, order, workspace.no_row,
                                        first + warp, last);
+    int startable = count;
+    if (placed) {
+      startable = order.num_below(cuda::tiles_not_missing(request, selection, set), first + warp,
+                                  kWarps, count);
+    }
     int started = 0;
     const auto start_next = [&] {
-      if (started == count) return;
+      if (started == startable) return;
       std::byte* const tile = stages + stage_in * Layout::kBytes;
       const int half = started % 2;
       if (lane / 16 == half) {
@@ -262,6 +276,12 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     if constexpr (Shape::kQueryBytes > 0) __syncthreads();  // fragments are complete
     attention.clear();
     for (int i = 0; i < count; ++i) {
+      if (i == startable) {
+        transfer::cuda::wait_for_previous();
+        transfer::cuda::let_next_start();
+        startable = count;
+        for (int stage = 0; stage < num_stages; ++stage) start_next();
+      }
       barriers[warp][stage_out].wait(parity);
       __syncwarp();  // masks are written
       if constexpr (kFloat8) cuda::widen_float8<D>(stages + stage_out * Layout::kBytes);
@@ -323,6 +343,10 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     transfer::cuda::release_to_copies();
     __syncthreads();  // nobody uses the tiles' memory, the states or the flag any more
   }
+  if (placed) {
+    transfer::cuda::wait_for_previous();
+    transfer::cuda::let_next_start();
+  }
   if (request.flags != nullptr && !request.pages_on_device) {
     count_found(request, workspace, plan.blocks, in_pages);
   }
@@ -352,7 +376,8 @@ void launch_attend(void* stream, const AttendRequest& request, const SelectionVi
   using Shape = BlockShape<T, D, NT>;
   const auto kernel = attend_kernel<T, D, NT, kFloat8>;
   const int stages = num_stages(Shape::kStageBytes, Shape::kQueryBytes);
-  const int blocks = std::min(kBlocksPerSm * attribute(cudaDevAttrMultiProcessorCount), kMaxBlocks);
+  const int per_sm = request.places.lists != nullptr ? kBlocksPerSmBeside : kBlocksPerSm;
+  const int blocks = std::min(per_sm * attribute(cudaDevAttrMultiProcessorCount), kMaxBlocks);
   const int bytes = std::max(stages * Shape::kStageBytes, Shape::kMergeBytes) + Shape::kQueryBytes;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

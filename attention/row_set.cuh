@@ -64,6 +64,18 @@ struct RowSet {
   return static_cast<int>(min(std::int64_t{listed}, selection.staged_capacity));
 }
 
+/// Tiles of a set whose rows may be read while missing rows are on their way: all rows are in front
+/// of these, or none is missing.
+[[nodiscard]] __device__ inline int tiles_not_missing(const AttendRequest& request,
+                                                      const transfer::SelectionView& selection,
+                                                      const RowSet& set) {
+  if (request.places.lists == nullptr) return static_cast<int>(set.tiles());
+  const int index = set.row * request.kv.kv_heads + set.kv_head;
+  const int found = request.places.lists[index].num_found;
+  if (found == num_staged(selection, set.count - set.always)) return static_cast<int>(set.tiles());
+  return (set.always + found) / kTileRows;
+}
+
 /// How the tiles of a launch are dealt out: block b of `blocks` has tiles [begin(b), begin(b + 1)),
 /// `each` of them, and the first `longer` blocks one more. Divisions are of 32 bits: of 64 they
 /// take longer than to attend to a tile.
@@ -256,6 +268,13 @@ class TileOrder {
     return static_cast<int>(rest % rounds_ * parts_ + longer_ + rest / rounds_);
   }
 
+  /// Of `count` places from `begin` on, `step` apart and in one part, those of the first tiles.
+  [[nodiscard]] __device__ int num_below(int first_tiles, int begin, int step, int count) const {
+    int below = count;
+    while (below > 0 && tile(begin + (below - 1) * step) >= first_tiles) --below;
+    return below;
+  }
+
  private:
   unsigned parts_;
   unsigned rounds_;  ///< Tiles of a part; the first `longer_` parts have one more.
@@ -301,6 +320,10 @@ class RowFinder {
       if (selection.staged_capacity > 0) {
         num_staged_ = num_staged(selection, set.count - set.always);
         staged_ = selection.staged + list * selection.staged_capacity * (4 * D);
+        if (request.places.lists != nullptr) {
+          places_ = request.places.places + list * selection.staged_capacity;
+          slots_ = request.places.lists[list].slots;
+        }
       }
     }
     const Entry first = next_entry();
@@ -324,10 +347,11 @@ class RowFinder {
 
  private:
   struct Entry {
-    int token = kNone;  ///< Or kNone, or below it, staged row kNone - 1 - token.
-    unsigned mask = 0;
+    int token = kNone;  ///< Or kNone, or below it, staged row kNone - 1 - token, or a slot.
+    unsigned mask = 0;  ///< With `kInSlot` where it is one.
   };
   static constexpr int kNone = -1;
+  static constexpr unsigned kInSlot = 1U << 31;
 
   __device__ Entry next_entry() {
     if (place_ >= end_) return {};
@@ -337,14 +361,22 @@ class RowFinder {
     if (i < set_.sink_end) return {i, 0xFFFFU};
     if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU};
     const int entry = i - set_.always;
-    if (entry < num_staged_) return {kNone - 1 - entry, masks_[entry]};
+    if (entry < num_staged_) {
+      if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry]};
+      const transfer::RowPlace place = places_[entry];
+      if (place.at < 0) return {place.at + kNone, place.head_mask};
+      return {kNone - 1 - place.at, place.head_mask | kInSlot};
+    }
     return {ids_[entry], masks_[entry]};
   }
 
   __device__ Row locate(const Entry& entry) {
     const int token = entry.token;
     if (token == kNone) return {no_row_, 0, 0};
-    if (token < kNone) return {staged_, kNone - 1 - token, entry.mask};
+    if (token < kNone) {
+      const bool in_slot = (entry.mask & kInSlot) != 0;
+      return {in_slot ? slots_ : staged_, kNone - 1 - token, entry.mask & ~kInSlot};
+    }
     if (token < kv_.sink_capacity) {
       return {sequence_.sink_rows, set_.kv_head * kv_.sink_capacity + token, entry.mask};
     }
@@ -375,6 +407,8 @@ class RowFinder {
   const std::int32_t* ids_ = nullptr;
   const std::uint16_t* masks_ = nullptr;
   const std::byte* staged_ = nullptr;
+  const transfer::RowPlace* places_ = nullptr;
+  const std::byte* slots_ = nullptr;
   int num_staged_ = 0;
   unsigned in_pages_ = 0;
   Entry entry_;

@@ -127,7 +127,8 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
                                     .softmax_scale = 1.0F / std::sqrt(128.0F),
                                     .max_length = tokens,
                                     .flags = layers.flags(),
-                                    .pages_on_device = true};
+                                    .pages_on_device = true,
+                                    .places = {}};
   };
   const json parameters = {{"tokens", tokens}, {"rows", rows_per_head * 8}};
   {

@@ -192,7 +192,7 @@ void bring_in_always(transfer::Stream& stream, EngineState& engine,
                      const transfer::QueryBatch& rows) {
   if (ColdLaunch::all_here(stream, layers)) return;
   const attention::AttendRequest request{
-      .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows};
+      .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows, .places = {}};
   ColdLaunch launch(stream, engine, layers, request);
   if (!launch.bring_in({})) fail_too_many(engine, launch.needed_.size());
 }

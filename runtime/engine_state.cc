@@ -23,6 +23,10 @@ constexpr std::size_t kFlagBytes = 128;  // one StepFlags, alone on its cache li
 /// at a time take 2.2 ms, 32 MiB 1.2 ms), and little beside sketches.
 constexpr std::int64_t kAppendBytes = std::int64_t{32} << 20;
 constexpr std::int64_t kMinAppendTokens = 256, kMaxAppendTokens = 8192;
+/// Rows of a list up to which hot ones are attended in their slots, beside the gather, which leaves
+/// attention half of the blocks. H200, 1,048,576 tokens, .8 found, against copying: 180 us and 188
+/// for 2,048 rows, 885 and 850 for 31,776.
+constexpr std::int64_t kMostPlacedRows = 8192;
 constexpr std::size_t kLargePool = 4 * GiB;  // the log tells how far it is
 
 static_assert(sizeof(transfer::StepFlags) <= kFlagBytes);
@@ -304,6 +308,15 @@ void EngineState::make_hot_rows() {
   hot_totals = device->allocate(transfer::Space::kDevice, sizeof(transfer::HotTotals));
   main->fill(hot_totals.data(), 0, hot_totals.bytes());
   fixed_device_bytes_ += hot->num_frames() * bytes;
+  if (device->backend() == Backend::kCpu || kv.row_checks || staged_rows > kMostPlacedRows) return;
+  hot_places_ = device->allocate(transfer::Space::kDevice,
+                                 transfer::hot_places_bytes(kv, batch_rows, staged_rows));
+  main->fill(hot_places_.data(), 0, hot_places_.bytes());
+  fixed_device_bytes_ += hot_places_.bytes();
+}
+
+transfer::HotPlaces EngineState::hot_places() const {
+  return transfer::hot_places_in(kv, batch_rows, staged_rows, hot_places_.data());
 }
 
 transfer::Stream* EngineState::adopted(StreamRef stream) {

@@ -110,6 +110,10 @@ class EngineState {
   /// Frees retired memory whose work is done. Called with the mutex held.
   void collect_retired();
 
+  /// Where a step says that hot rows are; none where they are copied to staging: on the CPU, with
+  /// `verify_rows`, which compares them there, and where that is faster.
+  [[nodiscard]] transfer::HotPlaces hot_places() const;
+
   /// Orders `stream` after all turns so far.
   void wait_for_turns(transfer::Stream& stream) const { stream.wait(workspace_last_use_); }
   /// Enqueues the copy of a page. Within a turn: on CUDA pages in host memory go by way of
@@ -210,6 +214,7 @@ class EngineState {
   transfer::Stream* workspace_last_stream_ = nullptr;
   std::string failure_;
   transfer::Buffer frame_check_memory_;
+  transfer::Buffer hot_places_;
   std::size_t fixed_device_bytes_ = 0;
 };
 

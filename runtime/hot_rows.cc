@@ -60,19 +60,24 @@ void forget_hot_rows(transfer::Stream& stream, const EngineState& engine, const 
   forget_from(stream, engine, layer, layer.length);
 }
 
-void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {
+transfer::HotPlaces fetch_rows(transfer::Stream& stream, const EngineState& engine,
+                               const Fetch& fetch) {
   if (take_any(stream, engine, fetch)) {
-    transfer::gather_hot_rows(stream, engine.kv, hot_gather(engine, fetch));
+    transfer::HotGather gather = hot_gather(engine, fetch);
+    gather.places = engine.hot_places();
+    transfer::gather_hot_rows(stream, engine.kv, gather);
     if (engine.kv.row_checks) transfer::verify_rows(stream, engine.kv, fetch.reading);
-    return;
+    return gather.places;
   }
   const transfer::RowReading& reading = fetch.reading;
   if (engine.kv.row_checks) {
-    return transfer::gather_whole_rows(stream, engine.kv, reading, fetch.flags);
+    transfer::gather_whole_rows(stream, engine.kv, reading, fetch.flags);
+    return {};
   }
   const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
   transfer::gather_rows(stream, engine.kv, reading.sequences, reading.rows, reading.selection,
                         pages_on_device, fetch.flags);
+  return {};
 }
 
 void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {

@@ -27,9 +27,12 @@ struct Fetch {
   bool capturing = false;  ///< No memory is taken then.
 };
 
-/// Enqueues the copy of the selected rows to staging, as far as it goes: of hot ones, and of the
-/// others from their pages. With checks of rows, those that the launch reads are compared.
-void fetch_rows(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
+/// Enqueues the copy of the selected rows to staging, as far as it goes, from their pages, and of
+/// hot ones from their slots. On CUDA these may stay there: then returns where rows are, for
+/// attention, which must be the next launch. With checks of rows, those that the launch reads are
+/// compared, and nothing stays.
+transfer::HotPlaces fetch_rows(transfer::Stream& stream, const EngineState& engine,
+                               const Fetch& fetch);
 /// Enqueues that the selected rows become hot, those that are not yet and find a slot, where the
 /// layers' pages are all here.
 void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);

@@ -230,7 +230,8 @@ class AttendLaunch {
         .logit_softcap = options().logit_softcap,
         .max_length = max_length_,
         .flags = engine_.step_flags(flags_index()),
-        .pages_on_device = engine_.config.memory.placement == KvPlacement::kDevice};
+        .pages_on_device = engine_.config.memory.placement == KvPlacement::kDevice,
+        .places = {}};
 
     transfer::SelectionView selection;
     std::int64_t max_selected = 0;
@@ -256,7 +257,7 @@ class AttendLaunch {
     if (selection.staged_capacity > 0) {
       StageTimer timer(turn_, engine_, engine_.seconds.fetch);
       const std::vector<LayerState*> layers = layers_of_slices();
-      fetch_rows(stream, engine_, fetch_of(layers, reading_of(selection)));
+      request.places = fetch_rows(stream, engine_, fetch_of(layers, reading_of(selection)));
       timer.stop();
     } else if (engine_.kv.row_checks) {
       transfer::verify_rows(stream, engine_.kv, reading_of(selection));

