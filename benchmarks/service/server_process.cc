@@ -2,6 +2,7 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
+#include "benchmarks/service/pipe_text.h"
 #include "services/pages/page_store.h"
 #include "services/server/server.h"
 
@@ -142,40 +143,6 @@ class EchoService final : public grpc::Service {
   const Tenant* tenant_ = nullptr;
 };
 
-void read_all(int fd, void* data, std::size_t size) {
-  auto* at = static_cast<char*>(data);
-  while (size > 0) {
-    const ssize_t bytes = ::read(fd, at, size);
-    if (bytes <= 0) throw std::runtime_error("expected bytes from the other process, found none");
-    at += bytes;
-    size -= static_cast<std::size_t>(bytes);
-  }
-}
-
-void write_all(int fd, const void* data, std::size_t size) {
-  const auto* at = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t bytes = ::write(fd, at, size);
-    if (bytes <= 0) throw std::runtime_error("expected to write to the other process");
-    at += bytes;
-    size -= static_cast<std::size_t>(bytes);
-  }
-}
-
-void write_text(int fd, const std::string& text) {
-  const std::uint64_t size = text.size();
-  write_all(fd, &size, sizeof(size));
-  write_all(fd, text.data(), size);
-}
-
-std::string read_text(int fd) {
-  std::uint64_t size = 0;
-  read_all(fd, &size, sizeof(size));
-  std::string text(size, '\0');
-  read_all(fd, text.data(), size);
-  return text;
-}
-
 /// Reads lists of page numbers, and answers with nothing but the bytes of these pages, by sendmsg.
 void serve_bare(int listener, const std::vector<std::span<const std::byte>>& pages) {
   const int client = ::accept(listener, nullptr, nullptr);
@@ -184,7 +151,9 @@ void serve_bare(int listener, const std::vector<std::span<const std::byte>>& pag
   std::uint64_t count = 0;
   while (::recv(client, &count, sizeof(count), MSG_WAITALL) == sizeof(count)) {
     std::vector<std::uint32_t> order(count);
-    read_all(client, order.data(), count * sizeof(std::uint32_t));
+    const std::size_t order_bytes = count * sizeof(std::uint32_t);
+    const ssize_t received = ::recv(client, order.data(), order_bytes, MSG_WAITALL);
+    if (received != static_cast<ssize_t>(order_bytes)) break;
     for (std::size_t first = 0; first < count;) {
       std::vector<iovec> pieces;
       for (; first < count && pieces.size() < kPiecesPerWrite; ++first) {
@@ -316,6 +285,7 @@ ServerProcess::ServerProcess(std::size_t bytes) {
   small_ = read_set(ready[0], kSmallPage);
   large_ = read_set(ready[0], kLargePage);
   ::close(ready[0]);
+  messages_ = std::make_unique<MessageReader>(endpoint());
 }
 
 double ServerProcess::cpu_seconds() const {
@@ -328,6 +298,7 @@ double ServerProcess::cpu_seconds() const {
 }
 
 ServerProcess::~ServerProcess() {
+  messages_.reset();  // it has a copy of `stop_`
   ::close(stop_);
   ::waitpid(child_, nullptr, 0);
   std::filesystem::remove_all(folder_);

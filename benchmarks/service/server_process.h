@@ -1,8 +1,11 @@
 #pragma once
 
+#include "benchmarks/service/message_reader.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <sys/types.h>
 #include <vector>
@@ -35,6 +38,8 @@ class ServerProcess {
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
   /// Seconds of CPU that the process has taken.
   [[nodiscard]] double cpu_seconds() const;
+  /// Made with it: a process cannot be forked once this one has threads.
+  [[nodiscard]] const MessageReader& messages() const { return *messages_; }
   [[nodiscard]] const PageSet& small() const { return small_; }
   [[nodiscard]] const PageSet& large() const { return large_; }
 
@@ -43,6 +48,7 @@ class ServerProcess {
   pid_t child_ = -1;
   int stop_ = -1;  ///< The child ends when this is closed.
   PageSet small_, large_;
+  std::unique_ptr<MessageReader> messages_;
 };
 
 /// Bytes of page number `index`.

@@ -3,14 +3,12 @@
 
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
-#include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
-#include <cstring>
 #include <ctime>
 #include <memory>
 #include <random>
@@ -43,36 +41,6 @@ std::vector<RemotePages::Get> random_gets(const PageSet& pages, std::span<std::b
                     .to = memory.subspan(i * pages.page_bytes % kBytesPerCall, pages.page_bytes)});
   }
   return gets;
-}
-
-/// What the client library does of it, with messages: pages to their places, checksums compared.
-void read_messages(grpc::Channel& channel, const std::string& lease,
-                   std::span<const RemotePages::Get> pages) {
-  v1::ReadPagesRequest request;
-  request.set_lease(lease);
-  for (const RemotePages::Get& page : pages) request.add_handles(page.handle);
-  std::vector<std::uint32_t> sums(pages.size());
-  std::size_t arrived = 0;
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
-  const grpc::internal::RpcMethod method(kMessagesMethod,
-                                         grpc::internal::RpcMethod::SERVER_STREAMING);
-  const std::unique_ptr<grpc::ClientReader<v1::ReadPagesResponse>> stream(
-      grpc::internal::ClientReaderFactory<v1::ReadPagesResponse>::Create(&channel, method, &context,
-                                                                         request));
-  for (v1::ReadPagesResponse response; stream->Read(&response);) {
-    for (const auto& chunk : response.chunks()) {
-      const auto i = static_cast<std::size_t>(chunk.index());
-      const std::span<std::byte> to =
-          pages[i].to.subspan(static_cast<std::size_t>(chunk.offset()), chunk.data().size());
-      std::memcpy(to.data(), chunk.data().data(), to.size());
-      sums[i] = crc32c(to, sums[i]);
-      if (chunk.last() && sums[i] == chunk.page().crc32c()) ++arrived;
-    }
-  }
-  if (!stream->Finish().ok() || arrived != pages.size()) {
-    throw std::runtime_error("expected every page to be there");
-  }
 }
 
 /// Reads as many bytes and drops them: what any stream is held to, whatever it does with them.
@@ -124,7 +92,6 @@ nlohmann::json row_of(const char* what, std::size_t page_bytes, const Comparison
 nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings) {
   nlohmann::json rows = nlohmann::json::array();
   Client client({.server = server.endpoint(), .data_plane = false});
-  const auto channel = grpc::CreateChannel(server.endpoint(), grpc::InsecureChannelCredentials());
   const auto wide = wide_channel(server.endpoint());
   std::vector<std::byte> memory(kBytesPerCall);
   std::mt19937_64 random(3);
@@ -139,7 +106,11 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
       }
     };
     const auto messages = [&] {
-      read([&](auto part) { read_messages(*channel, pages.name(), part); });
+      read([&](auto part) {
+        std::vector<std::string> handles;
+        for (const RemotePages::Get& page : part) handles.push_back(page.handle);
+        server.messages().read(pages.name(), set->page_bytes, handles);
+      });
     };
     const auto raw = [&] {
       read([&](auto part) {
@@ -151,7 +122,9 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
     const auto bare = [&] {
       read([&](auto part) { read_bare(*wide, part.size() * set->page_bytes); });
     };
-    const auto cpu = [&server] { return server.cpu_seconds() + own_cpu_seconds(); };
+    const auto cpu = [&server] {
+      return server.cpu_seconds() + server.messages().cpu_seconds() + own_cpu_seconds();
+    };
     const int rounds_of_rounds = kRoundsOfRounds * settings.rounds;
     rows.push_back(row_of("raw_stream_over_messages", set->page_bytes,
                           compare(rounds_of_rounds, messages, raw, cpu)));
