@@ -134,13 +134,16 @@ __device__ inline std::uint32_t check_of_row(const KvGeometry& geometry, const R
 }
 
 /// A warp compares its share of the rows that a (query row, KV head) reads: of the always-attended
-/// tokens and, from entry `first_listed` on, of its list. 32 rows at a time: their checks come
-/// together. Staged rows that differ become NaN. Returns how many differ.
+/// tokens and, from entry `first_listed` on, of its list. Staged rows that differ become NaN.
+/// Returns how many differ.
 __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowReading& rows,
                                         int query_row, int head, std::int64_t first_listed,
                                         const WarpShare& share) {
   constexpr unsigned kAllLanes = 0xFFFFFFFFU;
   constexpr int kWarp = 32;
+  // Rows that a warp takes at a time, whose checks come together, one after the other: few, for
+  // there are more warps than groups of rows.
+  constexpr int kTogether = 4;
   const int lane_id = static_cast<int>(threadIdx.x % kWarp);
   const QueryRow& query = rows.rows[query_row];
   const SequenceView& sequence = rows.sequences[query.sequence];
@@ -149,9 +152,10 @@ __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowRea
   const std::int64_t listed = rows.selection.ids == nullptr ? 0 : rows.selection.counts[list];
   const std::int64_t count = spans.num_always() + max(listed - first_listed, std::int64_t{0});
   unsigned corrupt = 0;
-  for (std::int64_t first = share.warp * kWarp; first < count; first += share.num_warps * kWarp) {
+  for (std::int64_t first = share.warp * kTogether; first < count;
+       first += share.num_warps * kTogether) {
     Reading mine;
-    if (first + lane_id < count) {
+    if (lane_id < kTogether && first + lane_id < count) {
       mine = reading_at(geometry, rows, sequence, spans, list, head, first_listed, first + lane_id);
     }
     unsigned left = __ballot_sync(kAllLanes, mine.page != nullptr);
