@@ -83,6 +83,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
   config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
   config->verify_rows = d.memory.verify_rows ? 1 : 0;
+  config->prefetch_rows = d.memory.prefetch_rows ? 1 : 0;
 }
 
 void kvtier_options_init(kvtier_options* options) {

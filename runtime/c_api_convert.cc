@@ -142,6 +142,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.read_ahead = c.read_ahead != 0;
   config.memory.hot_rows = c.hot_rows;
   config.memory.verify_rows = c.verify_rows != 0;
+  config.memory.prefetch_rows = c.prefetch_rows != 0;
   config.memory.hot_policy = checked<HotPolicy>(c.hot_policy, KVTIER_HOT_SCORE, "hot_policy");
   config.memory.page_policy = checked<PagePolicy>(c.page_policy, KVTIER_PAGE_SCORE, "page_policy");
   config.retrieval = to_retrieval(c.retrieval);

@@ -11,6 +11,8 @@
 #include "scoring/budget.h"
 
 #include <algorithm>
+#include <exception>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -80,6 +82,44 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
   } catch (...) {
     if (!turn.capturing()) append.undo();
     throw;
+  }
+}
+
+/// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
+/// its stream: rows that its queries, which the workspace has, would choose beyond its own become
+/// hot.
+void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
+                     std::span<const AttendPart> parts) {
+  if (!engine.config.memory.prefetch_rows || engine.hot == nullptr || turn.capturing()) return;
+  constexpr double kMore = 1.5;
+  const auto heads = std::int64_t{engine.kv.query_heads};
+  const auto row = heads * engine.kv.head_dim;
+  const MemorySpace space =
+      engine.device->backend() == Backend::kCuda ? MemorySpace::kDevice : MemorySpace::kHost;
+  std::vector<AttendPart> ahead;
+  for (const AttendPart& part : parts) {
+    if (!runtime::shares_launch(part, parts, engine.batch_rows) || part.inputs.query.shape[0] != 1)
+      return;
+    const float* query = engine.queries.as<float>() + static_cast<std::int64_t>(ahead.size()) * row;
+    AttendPart& next = ahead.emplace_back();
+    next.session = part.session;
+    next.inputs.query = {query, DType::kFloat32, {1, heads, engine.kv.head_dim}, space};
+    next.prefetches = true;
+    next.options = part.options;
+    const scoring::ScoreParams& own = part.options.params;
+    constexpr double kMost = std::numeric_limits<int>::max();
+    next.options.params.top_k = static_cast<int>(std::min(kMore * own.top_k, kMost));
+    if (own.sparsity > 0) next.options.params.sparsity = std::max(own.sparsity / kMore, 1.0);
+    next.sketch = part.sketch;
+  }
+  try {
+    turn.go_behind();
+    std::vector<SessionUse> uses;
+    uses.reserve(ahead.size());
+    for (const AttendPart& part : ahead) uses.emplace_back(*part.session, turn);
+    runtime::attend(turn, engine, layer, ahead);
+  } catch (const std::exception& error) {  // the step has been done
+    engine.log(LogLevel::kWarning, std::string("rows ahead of steps: ") + error.what());
   }
 }
 
@@ -192,6 +232,7 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   EngineState::Turn turn(*impl_, stream);
   append_and_attend(turn, *impl_, layer, appends, attends);
   turn.finish();
+  prefetch_behind(turn, *impl_, layer, attends);
 }
 
 void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& result,
@@ -305,6 +346,7 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
     runtime::attend_whole_rows(turn, engine, layer, {&part, 1});
   }
   turn.finish();
+  prefetch_behind(turn, engine, layer, {&part, 1});
 }
 
 void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
@@ -321,6 +363,7 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   EngineState::Turn turn(engine, stream);
   append_and_attend(turn, engine, layer, {&append_part, 1}, {&part, 1});
   turn.finish();
+  prefetch_behind(turn, engine, layer, {&part, 1});
 }
 
 void Session::prefetch(int layer, const TensorView& query, StreamRef stream,

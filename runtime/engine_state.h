@@ -78,6 +78,9 @@ class EngineState {
     [[nodiscard]] bool capturing() const noexcept { return capturing_; }
     /// Waits when the call is synchronous. A fault of the device fails the engine.
     void finish();
+    /// What is enqueued from now on is behind the call's work, on the engine's own stream, where
+    /// the caller's does not wait for it. Not during a capture.
+    void go_behind();
 
     /// Lets other calls have their turns while `work` runs, which reads and changes nothing that
     /// the mutex guards, and comes back with the turn. All that was enqueued is done before. Throws

@@ -398,6 +398,16 @@ class AttendLaunch {
 
 }  // namespace
 
+bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts, int batch_rows) {
+  const AttendPart& first = parts.front();
+  if (part.options.rule.mode != LayerMode::kSparse || part.options.budget.active ||
+      !part.inputs.selected.empty() || parts.size() > static_cast<std::size_t>(batch_rows)) {
+    return false;
+  }
+  return parts.size() == 1 ||
+         (!has_ids(part) && first.sketch == part.sketch && first.options.same_launch(part.options));
+}
+
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append) {
   AttendLaunch launch(turn, engine, layer, after_append);

@@ -50,6 +50,11 @@ struct AttendPart {
   std::size_t sketch = 0;  ///< Index of the sketch to score with.
 };
 
+/// Tells whether a part that selects by score is in one launch with all of `parts`, of one query
+/// token each, so that the queries of the parts lie in the workspace one behind the other.
+[[nodiscard]] bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts,
+                                 int batch_rows);
+
 /// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
 /// `append` (runtime/append.h) returned, when it is what the turn enqueued just before.
 void attend(EngineState::Turn& turn, EngineState& engine, int layer,

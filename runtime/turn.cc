@@ -40,6 +40,12 @@ void EngineState::Turn::finish() {
   if (synchronous_) engine_.wait(*stream_);
 }
 
+void EngineState::Turn::go_behind() {
+  mark_last_use();
+  stream_ = engine_.main.get();
+  take_workspace();
+}
+
 void EngineState::Turn::step_aside(const std::function<void()>& work) {
   engine_.wait(*stream_);
   mark_last_use();

@@ -172,6 +172,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.verify_rows = command.verify_rows;
   core.models.memory.read_ahead = command.read_ahead;
   core.models.memory.page_policy = command.page_policy;
+  core.models.memory.prefetch_rows = command.prefetch_rows;
   core.models.memory.calibration_file = command.calibration_file;
   core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
@@ -304,6 +305,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
+  with_environment(app->add_flag("--prefetch-rows", command.prefetch_rows,
+                                 "After each step make rows hot that the next may choose"));
   add("--hot-memory-mib", command.hot_memory_mib,
       "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none")
       ->check(CLI::Range(0, 1 << 24))

@@ -47,6 +47,7 @@ struct ServeCommand {
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
   bool read_ahead = false;
+  bool prefetch_rows = false;
   PagePolicy page_policy = MemoryConfig{}.page_policy;
   std::string calibration_file;
   std::string disk_cache;

@@ -224,6 +224,11 @@ struct MemoryConfig {
   /// back while the layer before it is at work, into frames that nobody needs. Costs a thread and
   /// reads; what it gains `Stats` counts. No effect without tiers.
   bool read_ahead = false;
+  /// Whether after a step of one token of each session, while the caller goes on, rows that its
+  /// queries would choose beyond its own, half as many again, are made hot for the next step
+  /// (`Session::prefetch`). The engine's next call comes after that, which takes as long as a step:
+  /// worth it where the GPU idles between steps. Not in captured steps. No effect without hot rows.
+  bool prefetch_rows = false;
   /// How long a call waits for one batch of pages to be written to a tier, or read.
   std::chrono::milliseconds tier_deadline{10'000};
   /// Called during construction with (bytes ready, bytes in all) as the page pool is prepared.

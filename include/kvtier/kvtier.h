@@ -197,7 +197,8 @@ typedef struct kvtier_config {
   kvtier_page_format page_format;
   int32_t read_ahead;
   kvtier_page_policy page_policy;
-  int32_t verify_rows; /* not 0: rows in host memory are compared with checksums */
+  int32_t verify_rows;   /* not 0: rows in host memory are compared with checksums */
+  int32_t prefetch_rows; /* not 0: rows are made hot after each step */
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */

@@ -369,6 +369,7 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.hot_policy, KVTIER_HOT_SCORE);
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);
+  EXPECT_EQ(c.prefetch_rows, 0);
   EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
   EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);
   EXPECT_EQ(c.retrieval.selection, KVTIER_PER_KV_HEAD);

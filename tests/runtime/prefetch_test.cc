@@ -102,6 +102,68 @@ TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
   }
 }
 
+TEST_P(PrefetchTest, HappensAfterEachStepWhereConfigured) {
+  Config config = hot_config(192);
+  Engine off(config);
+  config.memory.prefetch_rows = true;
+  Engine with(config), without(plain_config());
+  std::optional<Session> hot(with.open());
+  Session plain = without.open(), cold = off.open();
+  append_both(*hot, plain, config.model, 900, 1);
+  append_random(cold, config.model, 0, 900, 1);
+  for (std::uint64_t step = 0; step < 40; ++step) {
+    expect_same(*hot, plain, config.model, step);
+    CallTensors c = call(config.model, step);
+    cold.decode(0, c.inputs(), c.outputs());
+  }
+  const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
+  EXPECT_GT(a.rows_ahead_useful, 50U);
+  EXPECT_EQ(a.rows_selected, b.rows_selected);
+  EXPECT_EQ(a.queries, b.queries);
+  EXPECT_LT(a.hot_misses, off.stats().cumulative.hot_misses) << "rows were there";
+  EXPECT_EQ(off.stats().cumulative.rows_ahead, 0U);
+  hot.reset();
+  (void)with.open();  // waits
+  const Stats::Cumulative closed = with.stats().cumulative;
+  EXPECT_EQ(waiting(closed), 0U);
+  EXPECT_EQ(closed.bytes_host_to_device, (closed.hot_misses + closed.rows_ahead) * kAheadRowBytes);
+}
+
+TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
+  Config config = hot_config(192);
+  config.memory.prefetch_rows = true;
+  Engine with(config), without(plain_config());
+  std::vector<Session> hot, plain;
+  for (std::uint64_t i = 0; i < 3; ++i) {
+    hot.push_back(with.open());
+    plain.push_back(without.open());
+    append_both(hot.back(), plain.back(), config.model, 500 + 100 * static_cast<int>(i), i);
+  }
+  for (std::uint64_t step = 0; step < 12; ++step) {
+    std::vector<CallTensors> a, b;
+    for (std::uint64_t i = 0; i < 3; ++i) {
+      a.push_back(call(config.model, step + 100 * i));
+      b.push_back(call(config.model, step + 100 * i));
+    }
+    const auto items = [](std::vector<Session>& sessions, std::vector<CallTensors>& calls) {
+      std::vector<BatchItem> all;
+      for (std::size_t i = 0; i < calls.size(); ++i) {
+        all.push_back({.session = &sessions[i],
+                       .inputs = calls[i].inputs(),
+                       .outputs = calls[i].outputs(),
+                       .options = {}});
+      }
+      return all;
+    };
+    with.decode(0, items(hot, a));
+    without.decode(0, items(plain, b));
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
+    }
+  }
+  EXPECT_GT(with.stats().cumulative.rows_ahead_useful, 50U);
+}
+
 TEST_P(PrefetchTest, AStepWhoseQueryWasForeseenFetchesNothing) {
   const Config config = hot_config(4096);
   Engine with(config), without(plain_config());
