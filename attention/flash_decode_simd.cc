@@ -99,7 +99,8 @@ float exp_and_sum(float* logits, int count, float max) {
   for (int i = 0; i < count; ++i) {
     const float x = logits[i] - max;
     const float clamped = x < -87.0F ? -87.0F : x;
-    const float n = (clamped * kLog2E + kRound) - kRound;
+    const float rounded = clamped * kLog2E + kRound;
+    const float n = rounded - kRound;
     const float r = (clamped - n * kLn2High) - n * kLn2Low;
     float p = 1.0F / 720.0F;
     p = p * r + 1.0F / 120.0F;
@@ -108,7 +109,9 @@ float exp_and_sum(float* logits, int count, float max) {
     p = p * r + 0.5F;
     p = p * r + 1.0F;
     p = p * r + 1.0F;
-    const std::int32_t exponent = (static_cast<std::int32_t>(n) + 127) * (1 << 23);
+    // n in the low bits; of NaN any bits do, for p is NaN.
+    const std::uint32_t exponent =
+        (std::bit_cast<std::uint32_t>(rounded) - std::bit_cast<std::uint32_t>(kRound) + 127) << 23;
     const float e = x < -87.0F ? 0.0F : p * std::bit_cast<float>(exponent);
     logits[i] = e;
     sum += e;
