@@ -24,14 +24,21 @@ class RowIntegrityStreamTest : public ::testing::Test {
   void SetUp() override {
     if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     stream_.emplace();
+    start(0);
+  }
+  void start(std::size_t hot_bytes) {
+    for (std::optional<Session>* session : {&a_, &b_}) session->reset();
     Config config = tiered_config(Backend::kCuda, 110, tier_);
     config.memory.verify_rows = true;
     config.retrieval.top_k = 500;
+    config.memory.hot_rows = 128;
+    config.memory.hot_bytes = hot_bytes;
     config.memory.host_bytes += std::size_t{110} * 4 * 2 * kPageTokens;  // the checks
     engine_.emplace(config);
     config.memory.host_bytes *= 16;
     config.memory.tiers.clear();
     config.memory.verify_rows = false;
+    config.memory.hot_bytes = 0;
     twin_.emplace(config);
     a_.emplace(engine_->open());
     b_.emplace(twin_->open());
@@ -72,6 +79,25 @@ class RowIntegrityStreamTest : public ::testing::Test {
     return error_of([&] { a_->attend(0, host.attend_inputs(), host.outputs()); });
   }
 
+  void expect_nan_once() {
+    turn_bits();
+    const DeviceCall io(call(50));
+    a_->attend(0, io.attend_inputs(), io.outputs(), stream_->ref());
+    stream_->synchronize();
+    EXPECT_TRUE(has_nan(io));
+
+    const std::optional<Error> error = error_of_next();
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::kDataLoss) << error->what();
+    EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+
+    // Said once: a call that waits takes the pages from the tier.
+    CallTensors mine = call(61), theirs = call(61);
+    a_->attend(0, mine.attend_inputs(), mine.outputs(true));
+    b_->attend(0, theirs.attend_inputs(), theirs.outputs(true));
+    EXPECT_TRUE(near_results(mine, theirs));
+  }
+
   std::shared_ptr<WatchingTier> tier_ = std::make_shared<WatchingTier>();
   std::optional<OwnStream> stream_;
   std::optional<Engine> engine_, twin_;
@@ -79,23 +105,12 @@ class RowIntegrityStreamTest : public ::testing::Test {
   std::vector<std::span<std::byte>> frames_;
 };
 
-TEST_F(RowIntegrityStreamTest, ChangedRowsAreNanAndTheNextCallSaysSo) {
-  turn_bits();
-  const DeviceCall io(call(50));
-  a_->attend(0, io.attend_inputs(), io.outputs(), stream_->ref());
-  stream_->synchronize();
-  EXPECT_TRUE(has_nan(io));
+TEST_F(RowIntegrityStreamTest, ChangedRowsAreNanAndTheNextCallSaysSo) { expect_nan_once(); }
 
-  const std::optional<Error> error = error_of_next();
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kDataLoss) << error->what();
-  EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
-
-  // Said once: a call that waits takes the pages from the tier.
-  CallTensors mine = call(61), theirs = call(61);
-  a_->attend(0, mine.attend_inputs(), mine.outputs(true));
-  b_->attend(0, theirs.attend_inputs(), theirs.outputs(true));
-  EXPECT_TRUE(mine.same_results(theirs));
+TEST_F(RowIntegrityStreamTest, SoWithHotRows) {
+  start(8 * MiB);
+  expect_nan_once();
+  EXPECT_GT(engine_->stats().cumulative.hot_admissions, 0U);
 }
 
 TEST_F(RowIntegrityStreamTest, ReplaysCompareToo) {

@@ -19,7 +19,8 @@ constexpr std::int64_t kStored = 600;
 
 class RowIntegrityTest : public EngineTest {
  protected:
-  void start(PageFormat format, std::size_t frames) {
+  /// With `hot_rows` in each KV head of `a_`, none by default.
+  void start(PageFormat format, std::size_t frames, int hot_rows = 0) {
     sessions_.clear();
     tier_ = std::make_shared<WatchingTier>();
     Config config = tiered_config(GetParam(), frames, tier_);
@@ -30,6 +31,11 @@ class RowIntegrityTest : public EngineTest {
     config.memory.host_bytes = frames * row * 2 * kPageTokens;
     Config large = tiered_config(GetParam(), kPlenty, nullptr);
     large.memory.page_format = format;
+    if (hot_rows > 0) {
+      large.memory.staging_rows = config.memory.staging_rows = 512;
+      config.memory.hot_rows = hot_rows;
+      config.memory.hot_bytes = 8 * MiB;
+    }
     engine_.emplace(config);
     twin_.emplace(large);
     a_ = &sessions_.emplace_back(engine_->open());
@@ -123,6 +129,44 @@ TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
     b_->decode(layer, theirs.inputs(), theirs.outputs(true));
     EXPECT_TRUE(mine.same_results(theirs));
   }
+  EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+}
+
+TEST_P(RowIntegrityTest, ChangedRowsAreHotForNobody) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+    start(format, 110, 256);
+    away_and_back();
+    turn_bits();
+    for (std::uint64_t step = 0; step < 6; ++step) {
+      for (int layer = 0; layer < 2; ++layer) {
+        CallTensors mine(model(), 1, 44 + step), theirs(model(), 1, 44 + step);
+        a_->decode(layer, mine.inputs(), mine.outputs(true));
+        b_->decode(layer, theirs.inputs(), theirs.outputs(true));
+        EXPECT_TRUE(as_resident(GetParam(), mine, theirs)) << "layer " << layer;
+      }
+    }
+    EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+    EXPECT_GT(engine_->stats().cumulative.hot_hits, 0U);
+  }
+}
+
+TEST_P(RowIntegrityTest, ChangedRowsThatComeAheadAreNotServed) {
+  start(PageFormat::kModel, 110, 1024);
+  away_and_back();
+  turn_bits();
+  RetrievalConfig all = engine_->config().retrieval;
+  all.top_k = kStored;
+  AttendOptions options;
+  options.retrieval = &all;
+  CallTensors guess(model(), 1, 46);
+  for (int layer = 0; layer < 2; ++layer) {
+    a_->prefetch(layer, guess.query.view(), {}, options);
+    CallTensors mine(model(), 1, 46), theirs(model(), 1, 46);
+    a_->attend(layer, mine.attend_inputs(), mine.outputs(true), {}, options);
+    b_->attend(layer, theirs.attend_inputs(), theirs.outputs(true), {}, options);
+    EXPECT_TRUE(as_resident(GetParam(), mine, theirs)) << "layer " << layer;
+  }
+  EXPECT_GT(engine_->stats().cumulative.rows_ahead, 0U);
   EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
 }
 
