@@ -1,6 +1,8 @@
 #include "benchmarks/service/measure.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace kvtier::bench {
 
@@ -8,6 +10,23 @@ double seconds_of(const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
   work();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double cpu_seconds(clockid_t clock) {
+  timespec now{};
+  if (::clock_gettime(clock, &now) != 0) {
+    throw std::runtime_error("expected a clock of CPU time, found none");
+  }
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
+}
+
+double cpu_seconds_of(pid_t process) {
+  clockid_t clock{};
+  if (::clock_getcpuclockid(process, &clock) != 0) {
+    throw std::runtime_error("expected the clock of process " + std::to_string(process) +
+                             ", found none");
+  }
+  return cpu_seconds(clock);
 }
 
 double median(std::vector<double> values) {

@@ -2,14 +2,20 @@
 
 #include <chrono>
 #include <cstddef>
+#include <ctime>
 #include <functional>
 #include <string>
+#include <sys/types.h>
 #include <vector>
 
 namespace kvtier::bench {
 
 /// Seconds that `work` takes.
 [[nodiscard]] double seconds_of(const std::function<void()>& work);
+/// Seconds of a clock of CPU time, say `CLOCK_THREAD_CPUTIME_ID`.
+[[nodiscard]] double cpu_seconds(clockid_t clock);
+/// Seconds of CPU that a process has taken. Throws `std::runtime_error` when it has gone.
+[[nodiscard]] double cpu_seconds_of(pid_t process);
 /// Middle value; of an even number of values the mean of the two.
 [[nodiscard]] double median(std::vector<double> values);
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
+#include "benchmarks/service/measure.h"
 #include "benchmarks/service/pipe_text.h"
 #include "benchmarks/service/server_process.h"
 #include "transfer/tiers/crc32c.h"
@@ -14,7 +15,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -107,13 +107,6 @@ void MessageReader::read(const std::string& lease, std::size_t page_bytes,
   if (read_text(fd_) != kRead) throw std::runtime_error("expected pages to be read");
 }
 
-double MessageReader::cpu_seconds() const {
-  clockid_t clock{};
-  timespec now{};
-  if (::clock_getcpuclockid(child_, &clock) != 0 || ::clock_gettime(clock, &now) != 0) {
-    throw std::runtime_error("expected the clock of the reader's process, found none");
-  }
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
-}
+double MessageReader::cpu_seconds() const { return cpu_seconds_of(child_); }
 
 }  // namespace kvtier::bench

@@ -1,6 +1,7 @@
 #include "benchmarks/service/raw_load.h"
 
 #include "benchmarks/service/hpack_reader.h"
+#include "benchmarks/service/measure.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -68,12 +69,6 @@ std::string first_fields(const std::string& method) {
 }
 /// The same: entries 66 down to 62 of the table.
 const std::string kLaterFields = "\x83\x86\xC2\xC1\xC0\xBF\xBE";
-
-double cpu_of_thread() {
-  timespec now{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
-}
 
 }  // namespace
 
@@ -221,7 +216,7 @@ RawLoad::~RawLoad() = default;
 template <typename Due>
 Outcomes RawLoad::run(Clock::time_point end, std::chrono::nanoseconds pause, Due due) {
   Outcomes outcomes;
-  const double cpu_before = cpu_of_thread();
+  const double cpu_before = cpu_seconds(CLOCK_THREAD_CPUTIME_ID);
   std::size_t made = 0;
   std::vector<pollfd> polled;
   for (;;) {
@@ -253,7 +248,7 @@ Outcomes RawLoad::run(Clock::time_point end, std::chrono::nanoseconds pause, Due
     }
     if (Clock::now() < end) outcomes.in_time = outcomes.admitted.size();
   }
-  outcomes.client_cpu_seconds = cpu_of_thread() - cpu_before;
+  outcomes.client_cpu_seconds = cpu_seconds(CLOCK_THREAD_CPUTIME_ID) - cpu_before;
   return outcomes;
 }
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
+#include "benchmarks/service/measure.h"
 #include "benchmarks/service/pipe_text.h"
 #include "services/pages/page_store.h"
 #include "services/server/server.h"
@@ -16,7 +17,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <optional>
 #include <random>
@@ -288,14 +288,7 @@ ServerProcess::ServerProcess(std::size_t bytes) {
   messages_ = std::make_unique<MessageReader>(endpoint());
 }
 
-double ServerProcess::cpu_seconds() const {
-  clockid_t clock{};
-  timespec now{};
-  if (::clock_getcpuclockid(child_, &clock) != 0 || ::clock_gettime(clock, &now) != 0) {
-    throw std::runtime_error("expected the clock of the server's process, found none");
-  }
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
-}
+double ServerProcess::cpu_seconds() const { return cpu_seconds_of(child_); }
 
 ServerProcess::~ServerProcess() {
   messages_.reset();  // it has a copy of `stop_`

@@ -25,13 +25,6 @@ constexpr std::size_t kBytesPerCall = std::size_t{64} << 20;
 /// Wake-ups of threads differ from one round to the next by more than what is compared.
 constexpr int kRoundsOfRounds = 5;
 
-/// Seconds of CPU of this process.
-double own_cpu_seconds() {
-  timespec now{};
-  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
-}
-
 /// Pages in a random order, and where they go: memory of one call, used again by the next.
 std::vector<RemotePages::Get> random_gets(const PageSet& pages, std::span<std::byte> memory,
                                           std::mt19937_64& random) {
@@ -123,7 +116,8 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
       read([&](auto part) { read_bare(*wide, part.size() * set->page_bytes); });
     };
     const auto cpu = [&server] {
-      return server.cpu_seconds() + server.messages().cpu_seconds() + own_cpu_seconds();
+      return server.cpu_seconds() + server.messages().cpu_seconds() +
+             cpu_seconds(CLOCK_PROCESS_CPUTIME_ID);
     };
     const int rounds_of_rounds = kRoundsOfRounds * settings.rounds;
     rows.push_back(row_of("raw_stream_over_messages", set->page_bytes,
