@@ -194,13 +194,19 @@ StressRun::Appended StressRun::fill(Engine& engine, int layers, std::string_view
   return appended;
 }
 
+Decoder StressRun::decoder_of(Engine& engine, std::vector<Session>& sessions, int layers,
+                              LayerMode mode) {
+  return Decoder(options_, report_.calibration.drift, layers,
+                 {.engine = engine,
+                  .sessions = sessions,
+                  .sources = sources_,
+                  .device = *device_,
+                  .mode = mode,
+                  .interrupted = [this] { return interrupted(); }});
+}
+
 void StressRun::decode() {
-  Decoder decoder(options_, report_.calibration.drift, *options_.layers,
-                  {.engine = *engine_,
-                   .sessions = sessions_,
-                   .sources = sources_,
-                   .device = *device_,
-                   .interrupted = [this] { return interrupted(); }});
+  Decoder decoder = decoder_of(*engine_, sessions_, *options_.layers);
   const int probes = std::min(options_.steps, kMaxProbes);
   Share overlap;
   std::vector<Lists> before;  // of each (sequence, layer)
@@ -270,12 +276,7 @@ void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share
   for (Session& session : sessions) session.reserve(kWarmupSteps + options_.steps);
   std::array<char, 32> phase{};
   std::snprintf(phase.data(), phase.size(), "decode, %.0f %% found", 100.0 * share.wanted);
-  Decoder decoder(options_, report_.calibration.drift, *options_.layers,
-                  {.engine = *engine_,
-                   .sessions = sessions,
-                   .sources = sources_,
-                   .device = *device_,
-                   .interrupted = [this] { return interrupted(); }});
+  Decoder decoder = decoder_of(*engine_, sessions, *options_.layers);
   // Queries that the real steps have not had: their rows are not there from then.
   decoder.skip_queries(kWarmupSteps + options_.steps);
   double ahead = share.wanted * options_.top_k;
@@ -309,13 +310,7 @@ void StressRun::compare_dense() {
   std::vector<Session> sessions;
   static_cast<void>(fill(engine, 1, "dense ingest", sessions));
   if (report_.interrupted) return;
-  Decoder decoder(options_, report_.calibration.drift, 1,
-                  {.engine = engine,
-                   .sessions = sessions,
-                   .sources = sources_,
-                   .device = *device_,
-                   .mode = LayerMode::kDense,
-                   .interrupted = [this] { return interrupted(); }});
+  Decoder decoder = decoder_of(engine, sessions, 1, LayerMode::kDense);
   DenseComparison dense;
   Share errors;
   for (std::size_t step = 0; step < kWarmupSteps + outputs_.size(); ++step) {

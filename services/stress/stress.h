@@ -16,6 +16,8 @@
 
 namespace kvtier::services {
 
+class Decoder;
+
 /// How far a phase of a run is.
 struct StressProgress {
   std::string_view phase;  ///< "memory", "ingest", "decode", "dense ingest" or "dense decode".
@@ -104,6 +106,9 @@ class StressRun {
   void make_source(int sequence, int layer);
   /// Opens and fills one session per sequence, until interrupted.
   Appended fill(Engine& engine, int layers, std::string_view phase, std::vector<Session>& sessions);
+  /// Plans steps of `layers` layers in these sessions.
+  [[nodiscard]] Decoder decoder_of(Engine& engine, std::vector<Session>& sessions, int layers,
+                                   LayerMode mode = LayerMode::kSparse);
   void decode();
   /// Measures steps like those of `decode` with each of `kImposedShares`.
   void impose_shares();
