@@ -178,13 +178,8 @@ TEST_P(HotEngineTest, BatchesMixSessionsWithAndWithout) {
       a.emplace_back(config.model, 2, 3 * (seed / 4) + i);
       b.emplace_back(config.model, 2, 3 * (seed / 4) + i);
     }
-    std::vector<BatchItem> hot_items, plain_items;
-    for (std::size_t i = 0; i < 3; ++i) {
-      hot_items.push_back({&hots[i], a[i].inputs(), a[i].outputs()});
-      plain_items.push_back({&plains[i], b[i].inputs(), b[i].outputs()});
-    }
-    with.decode(0, hot_items);
-    without.decode(0, plain_items);
+    with.decode(0, batch_of(hots, a));
+    without.decode(0, batch_of(plains, b));
     for (std::size_t i = 0; i < 3; ++i)
       EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
   }

@@ -145,18 +145,8 @@ TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
       a.push_back(call(config.model, step + 100 * i));
       b.push_back(call(config.model, step + 100 * i));
     }
-    const auto items = [](std::vector<Session>& sessions, std::vector<CallTensors>& calls) {
-      std::vector<BatchItem> all;
-      for (std::size_t i = 0; i < calls.size(); ++i) {
-        all.push_back({.session = &sessions[i],
-                       .inputs = calls[i].inputs(),
-                       .outputs = calls[i].outputs(),
-                       .options = {}});
-      }
-      return all;
-    };
-    with.decode(0, items(hot, a));
-    without.decode(0, items(plain, b));
+    with.decode(0, batch_of(hot, a));
+    without.decode(0, batch_of(plain, b));
     for (std::size_t i = 0; i < a.size(); ++i) {
       EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
     }

@@ -82,6 +82,19 @@ inline bool as_resident(Backend backend, const CallTensors& spilled, const CallT
                                   : near_results(spilled, resident);
 }
 
+/// A batch of one call in each session.
+inline std::vector<BatchItem> batch_of(std::vector<Session>& sessions,
+                                       std::vector<CallTensors>& calls) {
+  std::vector<BatchItem> items;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    items.push_back({.session = &sessions[i],
+                     .inputs = calls[i].inputs(),
+                     .outputs = calls[i].outputs(),
+                     .options = {}});
+  }
+  return items;
+}
+
 /// One decode of `tokens` tokens in every layer, on both engines, must give the same bits, or with
 /// `crowded` what `as_resident` says.
 inline void expect_same_decode(Session& spilled, Session& resident, const ModelConfig& model,
