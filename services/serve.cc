@@ -157,6 +157,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.pages.max_bytes = command.page_memory_mib << 20;
   options.data.attachments.max_regions = static_cast<std::size_t>(command.max_device_regions);
   core.lease_ttl = milliseconds(command.lease_seconds);
+  core.device_timeout = milliseconds(command.device_timeout_seconds);
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
   core.models.memory.host_bytes = static_cast<std::size_t>(command.host_memory_mib) * MiB;
@@ -338,6 +339,10 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->check(seconds_between(1.0, 86400.0))
       ->capture_default_str();
   add("--stream-idle-seconds", command.stream_idle_seconds, "How long a stream may stand still")
+      ->check(seconds_between(1.0, 86400.0))
+      ->capture_default_str();
+  add("--device-timeout-seconds", command.device_timeout_seconds,
+      "How long an engine may work at one call before its device is taken for lost")
       ->check(seconds_between(1.0, 86400.0))
       ->capture_default_str();
   add("--drain-seconds", command.drain_seconds, "How long calls may take to finish at the end")

@@ -61,6 +61,7 @@ struct ServeCommand {
   std::int64_t max_device_regions = 16;
   double lease_seconds = 60;
   double stream_idle_seconds = 600;
+  double device_timeout_seconds = 60;
   double drain_seconds = 30;
   /// Changes what the options make: for tests.
   std::function<void(ServerOptions&)> adjust{};

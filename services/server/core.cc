@@ -98,6 +98,7 @@ void Core::renew_for_client(SessionEntry& entry) const {
 }
 
 void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
+  const AtWork mark(entry, options_.now());
   if (options_.now() > call.deadline) {
     throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
   }
@@ -483,15 +484,6 @@ void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
       set_status(error, status);
     }
   }
-}
-
-void Core::sweep() {
-  for (auto& entry : sessions_.remove_expired(options_.now())) {
-    ++expired_;
-    Strand& strand = *entry->strand;
-    strand.post([entry = std::move(entry)] { entry->close(); });
-  }
-  pages_.sweep();
 }
 
 }  // namespace kvtier::services

@@ -52,6 +52,8 @@ struct CoreOptions {
   std::chrono::milliseconds lease_ttl{60'000};
   /// Of calls that name no deadline.
   std::chrono::milliseconds max_call_time{30'000};
+  /// An engine that works longer at one call has lost its device.
+  std::chrono::milliseconds device_timeout{60'000};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
   std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
 };
@@ -163,7 +165,8 @@ class Core {
   [[nodiscard]] bool draining() const noexcept { return draining_; }
   /// Throws UNAVAILABLE (DRAINING) once the server drains.
   void check_serving() const;
-  /// Ends the sessions whose leases have run out. Called now and then.
+  /// Ends the sessions whose leases have run out, and gives up engines that do not come to the end
+  /// of a call. Called now and then.
   void sweep();
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
@@ -212,6 +215,8 @@ class Core {
   void execute(const Call& call, SessionEntry& entry, const Work& work);
   /// An engine that met a fault of its device answers nothing more.
   void note_fault(const Error& error, Model& model) const;
+  /// Returns whether it was not known before.
+  bool give_up(Model& model) const;
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
   /// Makes a session's children; they are not in the table yet.

@@ -180,8 +180,26 @@ void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
 }
 
 void Core::note_fault(const Error& error, Model& model) const {
-  if (error.code() != ErrorCode::kInternal || model.failed.exchange(true)) return;
+  if (error.code() == ErrorCode::kInternal) give_up(model);
+}
+
+bool Core::give_up(Model& model) const {
+  if (model.failed.exchange(true)) return false;
   for (CoreObserver* observer : options_.observers) observer->device_failed();
+  return true;
+}
+
+void Core::sweep() {
+  const TimePoint now = options_.now();
+  for (auto& entry : sessions_.remove_expired(now)) {
+    ++expired_;
+    Strand& strand = *entry->strand;
+    strand.post([entry = std::move(entry)] { entry->close(); });
+  }
+  for (const auto& entry : sessions_.at_work_since(now - options_.device_timeout)) {
+    if (give_up(*entry->model)) models_.lose_device();
+  }
+  pages_.sweep();
 }
 
 void Core::check_serving() const {

@@ -212,8 +212,11 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
     model = std::make_shared<Model>(config, key);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kInternal) {
-      device_lost_ = true;
-      if (device_served_ && options_.on_device_lost) options_.on_device_lost();
+      if (device_served_) {
+        lose_device();
+      } else {
+        device_lost_ = true;
+      }
     }
     throw;
   }
@@ -222,6 +225,11 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   const std::lock_guard lock(mutex_);
   models_.push_back(model);
   return model;
+}
+
+void ModelPool::lose_device() {
+  device_lost_ = true;
+  if (options_.on_device_lost) options_.on_device_lost();
 }
 
 void ModelPool::retire(std::size_t index) {

@@ -49,7 +49,7 @@ struct ModelPoolOptions {
   std::filesystem::path disk_cache;
   std::function<void(LogLevel, std::string_view)> log{};
   /// Called when a fault of the device keeps an engine from being made where others were made
-  /// before: what this process can do about it is end. Must not block.
+  /// before, and by `lose_device`: what this process can do about it is end. Must not block.
   std::function<void()> on_device_lost{};
 };
 
@@ -64,6 +64,9 @@ class ModelPool {
   /// Throws `kInvalidArgument` for a model that the library refuses, RESOURCE_EXHAUSTED when every
   /// engine there may be is in use by other models.
   [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
+
+  /// Says that the device is lost: an engine waits for it in vain.
+  void lose_device();
 
   [[nodiscard]] std::size_t size() const;
   /// Whether an engine has failed and is still there, or the last could not be made for a fault of

@@ -130,6 +130,16 @@ std::vector<std::shared_ptr<SessionEntry>> SessionTable::remove_all() {
   return all;
 }
 
+std::vector<std::shared_ptr<SessionEntry>> SessionTable::at_work_since(TimePoint then) const {
+  std::vector<std::shared_ptr<SessionEntry>> found;
+  const std::lock_guard lock(mutex_);
+  for (const Slot& slot : slots_) {
+    const TimePoint::rep began = slot.entry == nullptr ? 0 : slot.entry->work_began.load();
+    if (began != 0 && began < then.time_since_epoch().count()) found.push_back(slot.entry);
+  }
+  return found;
+}
+
 std::pair<std::vector<std::string>, std::optional<std::uint32_t>> SessionTable::list(
     const Tenant& tenant, std::uint32_t first_slot, std::size_t count) const {
   std::vector<std::string> names;

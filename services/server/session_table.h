@@ -53,6 +53,7 @@ struct SessionEntry {
   std::atomic<TimePoint::rep> lease_end{0};
   std::atomic<int> queued{0};  ///< Work that is not done; the lease does not end meanwhile.
   std::atomic<int> calls{0};   ///< Calls among them, a batch as one.
+  std::atomic<TimePoint::rep> work_began{0};  ///< Of the call that is worked on; 0: none is.
 
   // Used by tasks of the strand only.
   std::optional<Session> session;  ///< Gone once the session is released.
@@ -69,6 +70,20 @@ struct SessionEntry {
 
  private:
   bool closed_ = false;
+};
+
+/// Marks a session as worked on.
+class AtWork {
+ public:
+  AtWork(SessionEntry& entry, TimePoint now) : entry_(entry) {
+    entry_.work_began = now.time_since_epoch().count();
+  }
+  ~AtWork() { entry_.work_began = 0; }
+  AtWork(const AtWork&) = delete;  // one end for one beginning
+  AtWork& operator=(const AtWork&) = delete;
+
+ private:
+  SessionEntry& entry_;
 };
 
 /// Which sessions there are, by handle. Handles carry a generation, so that one never names the
@@ -89,6 +104,8 @@ class SessionTable {
   /// Takes out the sessions whose lease ended before `now` and that have no call queued.
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_expired(TimePoint now);
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_all();
+  /// Returns the sessions whose call has been worked on since before `then`.
+  [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> at_work_since(TimePoint then) const;
 
   /// Returns up to `count` names of the tenant's sessions from slot `first_slot` on, and the slot
   /// to go on with, or nothing at the end.

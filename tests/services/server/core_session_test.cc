@@ -414,5 +414,47 @@ TEST_F(CoreSessionTest, CountsAddUp) {
   EXPECT_EQ(stats.snapshot().pages_used(), 0U);
 }
 
+TEST_F(CoreSessionTest, EngineThatDoesNotComeToTheEndOfACallIsGivenUp) {
+  CoreOptions options = small_options();
+  options.lease_ttl = std::chrono::hours(1);
+  int num_lost = 0;
+  options.models.on_device_lost = [&num_lost] { ++num_lost; };
+  make_core(options);
+  const std::string name = open();
+  const std::string other = open();
+  std::chrono::seconds duration{60};
+  Call slow = call();
+  slow.cancelled = [&] {  // asked when the work has begun
+    now_ += duration;
+    core_->sweep();
+    core_->sweep();
+    return false;
+  };
+  const v1::AppendRequest request = append_request(0, 1, 1);
+  const auto append_slowly = [&] {
+    v1::AppendResponse response;
+    Ending ending;
+    slow.deadline = now_ + std::chrono::hours(1);
+    core_->append(slow, name, request, response, ending.listener());
+    executor_.run_all();
+    return ending.reason();
+  };
+  EXPECT_EQ(append_slowly(), "OK");
+  now_ += std::chrono::minutes(5);  // in which nobody works
+  core_->sweep();
+  EXPECT_FALSE(core_->degraded());
+  EXPECT_EQ(num_lost, 0);
+  EXPECT_EQ(reason_of_get(other), "OK");
+
+  duration += std::chrono::seconds(1);
+
+  EXPECT_EQ(append_slowly(), "DEVICE_LOST");
+  EXPECT_TRUE(core_->degraded());
+  EXPECT_EQ(num_lost, 1);
+  EXPECT_EQ(append(other, request).reason(), "DEVICE_LOST");
+  EXPECT_EQ(append(open(), request).reason(), "OK");  // on an engine of its own
+  EXPECT_FALSE(core_->degraded());
+}
+
 }  // namespace
 }  // namespace kvtier::services::testing
