@@ -10,7 +10,6 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -179,13 +178,7 @@ void check(const BenchOptions& options) {
   if (options.contexts.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "--context: expected numbers of tokens, found none");
   }
-  if (options.json.empty()) return;
-  const bool existed = std::filesystem::exists(options.json);
-  if (!std::ofstream(options.json, std::ios::app)) {
-    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + options.json);
-  }
-  std::error_code ignored;
-  if (!existed) std::filesystem::remove(options.json, ignored);
+  check_writable(options.json, "--json");
 }
 
 void print(std::ostream& out, const BenchOptions& options, const ModelConfig& model, bool gpu,

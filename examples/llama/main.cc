@@ -243,6 +243,8 @@ void clear_progress() {
 
 void run_eval(Arguments& a, const std::string& command) {
   if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
+  check_writable(a.json, "--json");
+  check_writable(a.logits, "--logits");
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
   a.eval.keep_logits = !a.logits.empty();
@@ -275,6 +277,7 @@ void run_generate(Arguments& a) {
 }
 
 void run_record(Arguments& a) {
+  check_writable(a.trace, "--out");
   if (a.layer >= 0) a.record.layer = a.layer;
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));

@@ -133,10 +133,11 @@ std::string utc_now() {
   return text;
 }
 
+std::filesystem::path temporary_of(std::filesystem::path path) { return path += ".tmp"; }
+
 /// Writes to a temporary name first.
 void write_whole(const std::filesystem::path& path, const nlohmann::json& root) {
-  std::filesystem::path temporary = path;
-  temporary += ".tmp";
+  const std::filesystem::path temporary = temporary_of(path);
   std::ofstream file(temporary);
   file << root.dump(1) << '\n';
   file.close();
@@ -202,6 +203,16 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
     out << "The KV lives in the server at " << result.place << ", which counts rows and bytes.\n";
   }
   for (const std::string& note : result.left_out) out << "\nleft out: " << note << '\n';
+}
+
+void check_writable(const std::filesystem::path& path, const std::string& option) {
+  if (path.empty()) return;
+  const std::filesystem::path temporary = temporary_of(path);
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error) || !std::ofstream(temporary, std::ios::app)) {
+    throw Error(ErrorCode::kUnavailable, option + ": cannot write " + path.string());
+  }
+  std::filesystem::remove(temporary, error);
 }
 
 void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result) {

@@ -165,6 +165,25 @@ TEST_F(CliTest, RefusesCudaArithmeticItCannotHave) {
                                       HasSubstr("NOT_FOUND: cuBLAS: expected libcublas.so.13")));
 }
 
+TEST_F(CliTest, RefusesOutputsItCannotWriteBeforeTheWork) {
+  const std::string folder = folder_.path().string();
+  const std::string inputs = "--model /no/such/model --tasks /no/such/file ";  // looked at later
+  for (const std::string& place : {std::string("/no/such/folder/a"), folder}) {
+    for (const char* option : {"--json", "--logits"}) {
+      EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 " + option + " " + place), 1);
+      EXPECT_THAT(err(),
+                  HasSubstr("UNAVAILABLE: " + std::string(option) + ": cannot write " + place));
+    }
+    EXPECT_EQ(run("record " + inputs + "--case n4096.d100 --out " + place), 1);
+    EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: cannot write " + place));
+  }
+  const std::string file = folder + "/a.json";
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file), 1);
+  EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
+  EXPECT_FALSE(std::filesystem::exists(file));
+  EXPECT_FALSE(std::filesystem::exists(file + ".tmp"));
+}
+
 TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
   EXPECT_EQ(run("eval --model /no/such/model " + tasks_ + "--cases n4096.d100"), 1);
   EXPECT_THAT(err(), HasSubstr("kvtier-llama: NOT_FOUND: model: expected a directory"));
