@@ -3,6 +3,7 @@
 #include "llama/kv_store.h"
 #include "llama/tasks.h"
 #include "tests/llama/temporary_folder.h"
+#include "tests/support/backend_fixture.h"
 #include "tests/support/program.h"
 
 #include <gmock/gmock.h>
@@ -24,17 +25,19 @@ using kvtier::testing::Program;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
 
-/// `kvtier serve` in a process of its own, and needle-llama in this one.
-class KvTest : public ::testing::Test {
+/// `kvtier serve` in a process of its own, and needle-llama in this one; the engines of both are of
+/// one backend, the model's matrices on the CPU.
+class KvTest : public ::testing::TestWithParam<Backend> {
  protected:
   void SetUp() override {
+    if (const auto why = kvtier::testing::why_unusable(GetParam())) GTEST_SKIP() << *why;
     if (!std::filesystem::exists(KVTIER_BINARY) || !std::filesystem::exists(KVTIER_DATA_DIR)) {
       GTEST_SKIP() << "no build or source tree on this machine";
     }
     address_ = "unix:" + (folder_.path() / "kv.sock").string();
     server_ = std::make_unique<Program>(
         KVTIER_BINARY,
-        std::vector<std::string>{"kvtier", "serve", "--listen", address_, "--backend", "cpu"},
+        std::vector<std::string>{"kvtier", "serve", "--listen", address_, "--backend", backend_},
         std::vector<std::string>{}, folder_.path() / "server_err");
     ASSERT_EQ(server_->read_line(), "listening on " + address_) << folder_.read("server_err");
   }
@@ -52,6 +55,7 @@ class KvTest : public ::testing::Test {
     return out;
   }
 
+  const std::string backend_ = backend_name(GetParam());
   TemporaryFolder folder_;
   std::string address_;
   std::unique_ptr<Program> server_;
@@ -60,7 +64,7 @@ class KvTest : public ::testing::Test {
   const std::string tasks_ = std::string(KVTIER_DATA_DIR) + "/needle-llama/tasks/dev.safetensors";
 };
 
-TEST_F(KvTest, LogitsOverAServerAreThoseOfAnEmbeddedEngine) {
+TEST_P(KvTest, LogitsOverAServerAreThoseOfAnEmbeddedEngine) {
   constexpr std::size_t kContext = 1500;
   constexpr std::size_t kTail = 131;
   Decoder decoder = load_decoder(model_, make_cpu_compute());
@@ -73,7 +77,7 @@ TEST_F(KvTest, LogitsOverAServerAreThoseOfAnEmbeddedEngine) {
   std::vector<std::string> left_out;
   std::vector<Method> methods = make_methods(retrieval, left_out);
   RuntimeOptions runtime;
-  runtime.backend = Backend::kCpu;
+  runtime.backend = GetParam();
   const Config config = engine_config(decoder.config(), runtime, methods, kContext + kTail);
   const std::unique_ptr<KvStore> embedded = make_kv_store(config, "");
   const std::unique_ptr<KvStore> remote(kvtier_llama_make_remote_store(config, address_));
@@ -107,7 +111,7 @@ TEST_F(KvTest, LogitsOverAServerAreThoseOfAnEmbeddedEngine) {
   }
 }
 
-TEST_F(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
+TEST_P(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
   const TaskFile tasks(tasks_);
   const TaskCase task = tasks.at("n4096.d100");
   std::ostringstream ids;
@@ -125,7 +129,7 @@ TEST_F(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
                                            "--estimator",
                                            "norm_aware",
                                            "--backend",
-                                           "cpu"};
+                                           backend_};
   const std::string expected = run_llama(arguments);
   ASSERT_EQ(code_, 0) << folder_.read("err");
   std::vector<std::string> with_server = arguments;
@@ -137,10 +141,10 @@ TEST_F(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
   EXPECT_EQ(found, expected);
 }
 
-TEST_F(KvTest, EvaluatesOverAServer) {
+TEST_P(KvTest, EvaluatesOverAServer) {
   const std::vector<std::string> common{
       "eval",       "--model", model_,        "--tasks",    tasks_,      "--cases", "n4096.d100",
-      "--sparsity", "0,33",    "--estimator", "norm_aware", "--backend", "cpu",     "--json"};
+      "--sparsity", "0,33",    "--estimator", "norm_aware", "--backend", backend_,  "--json"};
   std::vector<nlohmann::json> cases;
   for (const bool remote : {false, true}) {
     std::vector<std::string> arguments = common;
@@ -161,7 +165,7 @@ TEST_F(KvTest, EvaluatesOverAServer) {
   }
 }
 
-TEST_F(KvTest, SaysWhenThereIsNoServer) {
+TEST_P(KvTest, SaysWhenThereIsNoServer) {
   const std::string nowhere = "unix:" + (folder_.path() / "none.sock").string();
   (void)run_llama({"generate", "--model", model_, "--prompt-ids", "1,2", "--kv", nowhere});
   EXPECT_EQ(code_, 1);
@@ -174,6 +178,8 @@ TEST_F(KvTest, SaysWhenThereIsNoServer) {
   EXPECT_EQ(code_, 1);
   EXPECT_THAT(folder_.read("err"), HasSubstr("expected cpu with --kv"));
 }
+
+KVTIER_INSTANTIATE_BACKENDS(KvTest);
 
 }  // namespace
 }  // namespace kvtier::llama
