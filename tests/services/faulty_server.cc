@@ -1,6 +1,7 @@
 // kvtier serve with a worker that loses its device when told to: faulty_server ADDRESS FILE
-// BACKEND. When an engine is made while FILE is there, FILE goes, and so does the device: by a
-// kernel that traps on a GPU; the CPU has none, and the engine says so.
+// cpu|cuda|occupied. When an engine is made while FILE is there, FILE goes, and so does the device:
+// by a kernel that traps on a GPU, or, occupied, by one that leaves no room for others; the CPU has
+// none, and the engine says so.
 
 #include "kvtier/error.h"
 
@@ -19,15 +20,18 @@ int main(int argc, char** argv) {
   using namespace kvtier;
   using namespace kvtier::services;
   if (argc != 4) return 2;
-  const bool on_gpu = std::string_view(argv[3]) == "cuda";
+  const bool occupies = std::string_view(argv[3]) == "occupied";
+  const bool on_gpu = occupies || std::string_view(argv[3]) == "cuda";
   ServeCommand command;
   command.listen = {argv[1]};
   command.backend = on_gpu ? Backend::kCuda : Backend::kCpu;
   command.worker = true;
-  command.adjust = [on_gpu, file = std::string(argv[2])](ServerOptions& options) {
-    options.core.models.log = [on_gpu, file](LogLevel /*level*/, std::string_view /*message*/) {
+  if (occupies) command.device_timeout_seconds = 1;
+  command.adjust = [=, file = std::string(argv[2])](ServerOptions& options) {
+    options.core.models.log = [=](LogLevel /*level*/, std::string_view /*message*/) {
       if (::unlink(file.c_str()) != 0) return;
 #if defined(KVTIER_WITH_CUDA)
+      if (occupies) return kvtier::services::testing::occupy_device();
       if (on_gpu) return kvtier::services::testing::break_device();
 #endif
       throw Error(ErrorCode::kInternal, "CUDA reports an illegal address");

@@ -45,6 +45,13 @@ class ServeWorkerTest : public ServeTest {
       if (pid > 0 && pid != before) return pid;
     }
   }
+  /// A session of another engine than those of `open`.
+  static RemoteSessionConfig other_model() {
+    RemoteSessionConfig config;
+    config.model = {.layers = 2, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
+    config.capacity_tokens = 256;
+    return config;
+  }
   static std::size_t descriptors_of(pid_t pid) {
     const fs::directory_iterator all("/proc/" + std::to_string(pid) + "/fd");
     return static_cast<std::size_t>(std::distance(fs::begin(all), fs::end(all)));
@@ -134,9 +141,7 @@ TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
   }
 
   std::ofstream(file).put('x');
-  RemoteSessionConfig other;
-  other.model = {.layers = 2, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
-  other.capacity_tokens = 256;
+  const RemoteSessionConfig other = other_model();
   EXPECT_EQ(reason_of([&] { (void)before.open(other); }), "DEVICE_LOST");
   // The fault may show first in the session of an engine, and only then in the making of one.
   while (worker_of(server) == first) (void)reason_of([&] { (void)before.open(other); });
@@ -155,6 +160,36 @@ TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
 INSTANTIATE_TEST_SUITE_P(Cpu, ServeWorkerFaultTest, ::testing::Values("cpu"));
 #if defined(KVTIER_WITH_CUDA)
 INSTANTIATE_TEST_SUITE_P(Cuda, ServeWorkerFaultTest, ::testing::Values("cuda"));
+
+TEST_F(ServeWorkerTest, ThatWaitsForItsDeviceInVainIsReplaced) {
+  const std::string file = (folder_ / "fault").string();
+  Program server(KVTIER_FAULTY_SERVER, {"faulty_server", address(), file, "occupied"}, {},
+                 folder_ / "err");
+  ASSERT_EQ(server.read_line(), "listening on " + address()) << err();
+  const pid_t first = worker_of(server);
+  Client before = client();
+  std::unique_ptr<RemoteSession> session;
+  try {
+    session = std::make_unique<RemoteSession>(before.open(other_model()));
+  } catch (const ClientError& error) {
+    GTEST_SKIP() << error.what();
+  }
+  const std::vector<float> row(64, 1.0F);
+  const TensorView token{row.data(), DType::kFloat32, {1, 1, 64}};
+  session->append(0, token, token);
+
+  std::ofstream(file).put('x');
+  std::thread opener([&] { (void)reason_of([&] { (void)open(before); }); });
+  while (fs::exists(file)) std::this_thread::yield();
+  while (worker_of(server) == first) (void)reason_of([&] { session->append(0, token, token); });
+
+  opener.join();
+  Client after = client();
+  EXPECT_EQ(open(after).length(), 0);
+  EXPECT_THAT(err(), HasSubstr("ended by exit code 70"));
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait(), 0) << err();
+}
 #endif
 
 TEST_F(ServeWorkerTest, EndsOnceWhenAGroupOfProcessesIsSignalled) {
