@@ -29,7 +29,8 @@ std::uint64_t output_bytes_of(const Request& request) {
 }
 
 template <typename Request>
-void take_tensors(const CallBody& body, std::span<const std::byte> input, Request& request) {
+void take_tensors(const CallBody& body, const CallMemory& memory, Request& request) {
+  const std::span<const std::byte> input = memory.input;
   std::size_t index = 0;
   each_tensor(request, [&](v1::Tensor& tensor) {
     if (tensor.has_memory()) return;
@@ -47,6 +48,7 @@ void take_tensors(const CallBody& body, std::span<const std::byte> input, Reques
     }
     tensor.mutable_data()->assign(reinterpret_cast<const char*>(input.data()) + extent.offset,
                                   extent.bytes);
+    if (memory.shared != nullptr) memory.shared->read += extent.bytes;
   });
   if (index != body.tensors.size()) {
     throw ServiceError::invalid("tensors", std::to_string(index),
@@ -77,6 +79,7 @@ void give_tensors(const Extent& place, const CallMemory& memory, Response& respo
       outcome.output.append(data);
       outcome.output.resize(used);
     }
+    if (memory.shared != nullptr) memory.shared->written += extent.bytes;
     outcome.reply.tensors.push_back(extent);
     tensor.clear_data();
   });
@@ -116,7 +119,7 @@ void run(const CallBody& body, CallMemory memory, std::function<void(CallOutcome
     if (!job->request.ParseFromString(body.message)) {
       throw ServiceError::invalid("message", "a request of the method", "bytes that are none");
     }
-    take_tensors(body, job->memory.input, job->request);
+    take_tensors(body, job->memory, job->request);
     const std::uint64_t needed = output_bytes_of(job->request);
     if (job->memory.output && job->memory.output->size() < needed) {
       throw ServiceError::invalid("output", "at least " + std::to_string(needed) + " bytes",

@@ -21,13 +21,19 @@ struct CallOutcome {
   std::string output;  ///< The reply's tensors, where the call named no memory for them.
 };
 
+/// Bytes of tensors that calls have taken from memory shared with clients, and put there.
+struct SharedBytes {
+  std::atomic<std::uint64_t> read{0}, written{0};
+};
+
 /// Where the tensors of a call lie. `output` is the memory for those of the reply; without it they
 /// are returned. `keep` is held until the call has ended. The other side may change these bytes at
-/// any time: they are copied before they are checked.
+/// any time: they are copied before they are checked. `shared` counts them, where they are shared.
 struct CallMemory {
-  std::span<const std::byte> input;
-  std::optional<std::span<std::byte>> output;
-  std::shared_ptr<void> keep;
+  std::span<const std::byte> input{};
+  std::optional<std::span<std::byte>> output{};
+  std::shared_ptr<void> keep{};
+  SharedBytes* shared = nullptr;
 };
 
 /// Calls the core as gRPC would, with tensors from `memory`. `done` is told once, on any thread,

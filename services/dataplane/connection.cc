@@ -254,8 +254,7 @@ void DataConnection::call(const FrameHeader& header, std::span<const std::byte> 
   for (const Extent& tensor : request.tensors) {
     cost += static_cast<std::int64_t>(std::min(tensor.bytes, kMaxPayloadBytes));
   }
-  CallMemory memory;
-  memory.keep = hold(cost);
+  CallMemory memory{.keep = hold(cost)};
   if (is_inline) {
     auto kept = std::make_shared<std::pair<Bytes, std::shared_ptr<void>>>(std::move(body),
                                                                           std::move(memory.keep));
@@ -269,6 +268,7 @@ void DataConnection::call(const FrameHeader& header, std::span<const std::byte> 
                                                 std::to_string(request.output.bytes) + " at " +
                                                     std::to_string(request.output.offset)));
     }
+    memory.shared = &context_.counters.shared;
     memory.input = staging_->bytes();
     memory.output = staging_->bytes().subspan(request.output.offset, request.output.bytes);
     memory.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(

@@ -2,6 +2,7 @@
 
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/byte_stream.h"
+#include "services/dataplane/calls.h"
 #include "services/dataplane/frame.h"
 #include "services/dataplane/page_jobs.h"
 #include "services/dataplane/shared_region.h"
@@ -39,6 +40,7 @@ struct DataPlaneCounters {
   std::atomic<std::uint64_t> frames_read{0}, bytes_read{0}, frames_written{0}, bytes_written{0};
   std::atomic<std::uint64_t> attached{0}, refused{0}, broken_frames{0}, timeouts{0}, pauses{0};
   std::atomic<std::uint64_t> slow{0};  ///< Connections that were ended by the minimum rate.
+  SharedBytes shared;
   std::atomic<std::int64_t> connections{0}, queued_bytes{0};
 };
 

@@ -35,6 +35,13 @@ void add_plane_metrics(DataPlane* plane, const Tenants& tenants, Families& famil
   };
   direction("read", number(counters.frames_read.load()), number(counters.bytes_read.load()));
   direction("write", number(counters.frames_written.load()), number(counters.bytes_written.load()));
+  const auto shared = [&](const char* name, double size) {
+    families.counter("kvtier_shm_tensor_bytes_total",
+                     "Bytes of tensors that calls had in memory shared with their client.", size,
+                     {{"direction", name}});
+  };
+  shared("read", number(counters.shared.read.load()));
+  shared("write", number(counters.shared.written.load()));
   const auto ended = [&](const char* reason, double count) {
     families.counter("kvtier_data_connections_ended_total",
                      "Connections to the data plane that the server has ended.", count,

@@ -130,11 +130,9 @@ class Frame {
   void traffic() {
     const Number rows = rate("kvtier_rows_total");
     const Number selected = rate("kvtier_rows_total", {{"result", "selected"}});
-    const std::string bytes_sum = "kvtier_rpc_message_bytes_sum";
     line("operations " + count(rate("kvtier_operations_total")) + "/s  refused " +
          count(rate("kvtier_admission_rejected_total")) + "/s  received " +
-         byte_rate(rate(bytes_sum, {{"direction", "received"}})) + "  sent " +
-         byte_rate(rate(bytes_sum, {{"direction", "sent"}})));
+         byte_rate(moved("received", "read")) + "  sent " + byte_rate(moved("sent", "write")));
     line("rows read " + byte_rate(rate("kvtier_row_read_bytes_total")) + "  selected " +
          share(selected.value_or(0), rows.value_or(0)) + "  sketches read " +
          byte_rate(rate("kvtier_sketch_read_bytes_total")) + "  tokens " +
@@ -144,6 +142,13 @@ class Frame {
          bytes(sum("kvtier_inflight_bytes")) + "  files " + count(sum("process_open_fds")) +
          " of " + count(sum("process_max_fds")));
     foresight();
+  }
+  /// Bytes over gRPC, over the data plane and through memory that is shared with clients.
+  [[nodiscard]] Number moved(const char* by_grpc, const char* direction) const {
+    const Number messages = rate("kvtier_rpc_message_bytes_sum", {{"direction", by_grpc}});
+    if (!messages) return messages;
+    return *messages + rate("kvtier_data_bytes_total", {{"direction", direction}}).value_or(0) +
+           rate("kvtier_shm_tensor_bytes_total", {{"direction", direction}}).value_or(0);
   }
   /// What was there before it was asked for, where anything is.
   void foresight() {

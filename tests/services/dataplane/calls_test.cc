@@ -87,6 +87,9 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
 
 TEST_P(PlaneCalls, DecodeToTheBitsOfTheCore) {
   fill();
+  const SharedBytes& shared = plane_->counters().shared;
+  const std::uint64_t read_before = shared.read;
+  std::uint64_t read = 0, written = 0;
   for (std::int64_t step = 1; step <= 5; ++step) {
     const v1::DecodeRequest original =
         decode_request("", 1, step, 50 + static_cast<std::uint64_t>(step));
@@ -106,11 +109,16 @@ TEST_P(PlaneCalls, DecodeToTheBitsOfTheCore) {
 
     EXPECT_EQ(text_of(call.next_tensor()), expected.out().data());
     EXPECT_EQ(text_of(call.next_tensor()), expected.lse().data());
+    read += original.query().data().size() + 2 * original.key().data().size();
+    written += expected.out().data().size() + expected.lse().data().size();
     EXPECT_EQ(response.step(), step);
     EXPECT_EQ(response.out().shape_size(), 3);
     EXPECT_THROW((void)call.next_tensor(), ClientError);
   }
   EXPECT_EQ(length(ours_), length(theirs_));
+  const bool is_shared = !channel_->staging().empty();
+  EXPECT_EQ(shared.read - read_before, is_shared ? read : 0U);
+  EXPECT_EQ(shared.written, is_shared ? written : 0U);
 }
 
 TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {

@@ -182,9 +182,9 @@ TEST_F(ObservedTest, BrowserShowsTheStatusPage) {
   const std::string page = render(*server_->metrics_endpoint(), folder_.string());
   if (page.empty()) GTEST_SKIP() << "chromium is not installed: the status page is not rendered";
 
-  for (const char* part :
-       {"class=\"state serving\"", "<span>sessions</span><b>0</b>", "<td>engine_host</td>",
-        "<td>default</td>", "<td>Append</td>", "<td>slow_consumer</td>", "<polyline"}) {
+  for (const char* part : {"class=\"state serving\"", "<span>sessions</span><b>0</b>",
+                           "<span>received</span><b>", "<td>engine_host</td>", "<td>default</td>",
+                           "<td>Append</td>", "<td>slow_consumer</td>", "<polyline"}) {
     EXPECT_NE(page.find(part), std::string::npos) << part << " in " << page.size() << " bytes";
   }
 }

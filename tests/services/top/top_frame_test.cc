@@ -18,9 +18,12 @@ Exposition reading(int scale) {
   return Exposition::parse(
       "kvtier_server_state{state=\"serving\"} 1\nkvtier_server_state{state=\"draining\"} 0\n"
       "kvtier_build_info{version=\"1.2.3\"} 1\nkvtier_sessions 3\nkvtier_models 1\n"
-      "kvtier_operations_total " +
-      times(4000) + "kvtier_rows_total{result=\"selected\"} " + times(75) +
-      "kvtier_rows_total{result=\"always\"} " + times(25) +
+      "kvtier_rpc_message_bytes_sum{method=\"A/Decode\",direction=\"received\"} " +
+      times(1000000) + "kvtier_data_bytes_total{direction=\"read\"} " + times(2000000) +
+      "kvtier_shm_tensor_bytes_total{direction=\"read\"} " + times(5000000) +
+      "kvtier_shm_tensor_bytes_total{direction=\"write\"} " + times(6000) +
+      "kvtier_operations_total " + times(4000) + "kvtier_rows_total{result=\"selected\"} " +
+      times(75) + "kvtier_rows_total{result=\"always\"} " + times(25) +
       "kvtier_row_read_bytes_total{source=\"host\"} " + times(250000000) +
       "kvtier_tier_capacity_bytes{tier=\"engine_host\"} 4194304\n"
       "kvtier_tier_used_bytes{tier=\"engine_host\"} 1048576\n"
@@ -58,6 +61,7 @@ TEST(TopFrame, ShowsRatesQuantilesAndShares) {
   EXPECT_THAT(lines.front(), HasSubstr("kvtier 1.2.3  serving"));
   EXPECT_THAT(lines.front(), HasSubstr("sessions 3"));
   EXPECT_THAT(lines, Contains(HasSubstr("operations 2k/s")));
+  EXPECT_THAT(lines, Contains(HasSubstr("received 4 MB/s  sent 3 kB/s")));
   EXPECT_THAT(lines, Contains(HasSubstr("rows read 125 MB/s  selected 75.0 %")));
   EXPECT_THAT(lines, Contains(HasSubstr("1 MiB  4 MiB  25.0 %  [#####...............]")));
   EXPECT_THAT(
