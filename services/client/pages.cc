@@ -282,12 +282,29 @@ grpc::Status PageCalls::read_once(grpc::ClientContext& context, const v1::ReadPa
 }
 
 void PageCalls::read(std::span<const RemotePages::Get> pages,
-                     std::span<RemotePages::Result> results) {
+                     std::span<RemotePages::Result> results, VerifiedBy verified_by) {
   v1::ReadPagesRequest request;
   request.set_lease(name());
   for (const RemotePages::Get& page : pages) request.add_handles(page.handle);
+  request.set_client_verifies(verified_by == VerifiedBy::kClient);
   connection_.call(
       [&](grpc::ClientContext& context) { return read_once(context, request, pages, results); });
+}
+
+void PageCalls::read(std::span<const RemotePages::Get> pages,
+                     std::span<RemotePages::Result> results) {
+  read(pages, results, VerifiedBy::kClient);
+  std::vector<RemotePages::Get> differing;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (results[i].code != ErrorCode::kDataLoss) continue;
+    differing.push_back(pages[i]);
+    places.push_back(i);
+  }
+  if (differing.empty()) return;
+  std::vector<RemotePages::Result> again(differing.size());
+  read(differing, again, VerifiedBy::kBoth);
+  for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = std::move(again[i]);
 }
 
 v1::BatchUnpinPagesResponse PageCalls::unpin(std::span<const std::string> handles) {

@@ -33,7 +33,8 @@ class PageCalls {
   /// Writes the pages that have a handle.
   [[nodiscard]] v1::WritePagesResponse write(std::span<const RemotePages::Put> pages,
                                              std::span<const std::string> handles);
-  /// Reads pages to their places; fills `results`.
+  /// Reads pages to their places and compares their checksums; fills `results`. Those that differ
+  /// are read once more, compared by the server too, which does not serve a damaged page again.
   void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results);
   [[nodiscard]] v1::BatchUnpinPagesResponse unpin(std::span<const std::string> handles);
   [[nodiscard]] v1::BatchDeletePagesResponse remove(std::span<const std::string> handles);
@@ -41,6 +42,10 @@ class PageCalls {
   void close() noexcept;
 
  private:
+  enum class VerifiedBy : bool { kClient, kBoth };
+
+  void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results,
+            VerifiedBy verified_by);
   [[nodiscard]] grpc::Status read_once(grpc::ClientContext& context,
                                        const v1::ReadPagesRequest& request,
                                        std::span<const RemotePages::Get> pages,

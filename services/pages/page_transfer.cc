@@ -147,7 +147,7 @@ ReadPiece PageReader::next_piece(std::size_t max_bytes) {
   ReadPiece piece;
   if (page_ == nullptr) {
     try {
-      page_ = std::make_shared<const PinnedPage>(store_.read(tenant_, handles_[index_]));
+      page_ = std::make_shared<const PinnedPage>(store_.read(tenant_, handles_[index_], verify_));
       chunk.mutable_page()->set_handle(handles_[index_]);
       chunk.mutable_page()->set_length(static_cast<std::int64_t>(page_->bytes().size()));
       chunk.mutable_page()->set_crc32c(page_->crc());

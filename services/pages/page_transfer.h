@@ -70,7 +70,8 @@ class PageReader {
   PageReader(PageStore& store, const Tenant& tenant, const v1::ReadPagesRequest& request)
       : store_(store),
         tenant_(tenant),
-        handles_(request.handles().begin(), request.handles().end()) {}
+        handles_(request.handles().begin(), request.handles().end()),
+        verify_(request.client_verifies() ? Verify::kNo : Verify::kYes) {}
 
   /// Returns the next message of at most `max_bytes`, a little more for heads, or nothing at the
   /// end.
@@ -82,6 +83,7 @@ class PageReader {
   PageStore& store_;
   const Tenant& tenant_;
   const std::vector<std::string> handles_;
+  const Verify verify_;
   std::size_t index_ = 0;
   std::size_t offset_ = 0;
   std::shared_ptr<const PinnedPage> page_;  ///< Being read.

@@ -47,6 +47,13 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
     const RemotePages::Put page{.hash = hash, .bytes = bytes};
     return pages_->put({&page, 1}).at(0);
   }
+  /// Turns one bit of a committed page, as failing memory would.
+  void flip_bit(const std::string& handle, std::size_t bit) {
+    Core& core = server_->core();
+    const PinnedPage page = core.pages().read(*core.tenants().all()[0], handle, Verify::kNo);
+    auto* bytes = const_cast<std::byte*>(page.bytes().data());
+    bytes[bit / 8] ^= std::byte{1} << bit % 8;
+  }
   PageStats stats() { return server_->core().pages().stats(); }
 
   std::unique_ptr<Client> client_;
@@ -140,6 +147,27 @@ TEST_P(ClientPagesTest, TellsWhatFailedPageByPage) {
   EXPECT_THROW(pages_->put({&wrong, 1}), Error);
   EXPECT_THROW(static_cast<void>(client_->open_pages({.model = "m", .page_bytes = 0})),
                ClientError);
+}
+
+TEST_P(ClientPagesTest, FindsADamagedPageWhichIsNotServedAgain) {
+  const std::array<RemotePages::Result, 2> put_pages{put("a", 1), put("b", 2)};
+  flip_bit(put_pages[0].handle, 12345);
+  Bytes first(static_cast<std::size_t>(kPageBytes));
+  Bytes second = first;
+  const std::array<RemotePages::Get, 2> gets{{{.handle = put_pages[0].handle, .to = first},
+                                              {.handle = put_pages[1].handle, .to = second}}};
+  std::vector<RemotePages::Result> results = pages_->get(gets);
+  EXPECT_EQ(results[0].reason, "CHECKSUM_FAILED");
+  EXPECT_EQ(results[0].code, ErrorCode::kDataLoss);
+  EXPECT_TRUE(results[1].ok()) << results[1].reason;
+  EXPECT_EQ(second, bytes_of(2));
+  EXPECT_EQ(stats().quarantined_pages, 1U);
+  EXPECT_EQ(stats().checksum_failures, 1U);
+
+  results = pages_->get(gets);
+  EXPECT_EQ(results[0].reason, "PAGE_GONE");
+  EXPECT_TRUE(results[1].ok()) << results[1].reason;
+  EXPECT_EQ(stats().pinned_pages, 0U);
 }
 
 TEST_P(ClientPagesTest, PinsGoWithTheObject) {

@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReadPagesRequest(_message.Message):
-    __slots__ = ["handles", "lease"]
+    __slots__ = ["client_verifies", "handles", "lease"]
+    CLIENT_VERIFIES_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    client_verifies: bool
     handles: _containers.RepeatedScalarFieldContainer[str]
     lease: str
-    def __init__(self, lease: _Optional[str] = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, lease: _Optional[str] = ..., handles: _Optional[_Iterable[str]] = ..., client_verifies: bool = ...) -> None: ...
 
 class ReadPagesResponse(_message.Message):
     __slots__ = ["chunks"]

@@ -36,8 +36,8 @@ class TransferServiceServicer(object):
     """
 
     def ReadPages(self, request, context):
-        """Returns the bytes of committed pages, whose checksums the server has compared. The pages cannot
-        be evicted while the call reads them.
+        """Returns the bytes of committed pages, whose checksums the server has compared unless the client
+        does. The pages cannot be evicted while the call reads them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -196,5 +196,27 @@ TEST_F(PageTransferTest, ReadsWhatIsThereAndSaysWhatIsNot) {
   EXPECT_EQ(store_->stats().pinned_pages, 0U);
 }
 
+TEST_F(PageTransferTest, LeavesChecksumsToAClientThatComparesThem) {
+  const PageInfo damaged = put("d", 3);
+  flip_bit(damaged.handle, 99);
+  v1::ReadPagesRequest request;
+  request.add_handles(damaged.handle);
+  request.set_client_verifies(true);
+  const auto sent = read(request, 1UL << 20U);
+  ASSERT_EQ(sent.size(), 1U);
+  EXPECT_EQ(sent[0].status().code(), 0);
+  EXPECT_EQ(sent[0].page().crc32c(), damaged.crc32c);
+  PageBytes bytes = bytes_of(3);
+  bytes[99 / 8] ^= std::byte{1} << 99 % 8;
+  EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(sent[0].data())), bytes));
+  EXPECT_EQ(store_->stats().checksum_failures, 0U);
+
+  request.set_client_verifies(false);
+  const auto compared = read(request, 1UL << 20U);
+  ASSERT_EQ(compared.size(), 1U);
+  EXPECT_EQ(compared[0].status().reason(), "CHECKSUM_FAILED");
+  EXPECT_EQ(store_->stats().quarantined_pages, 1U);
+}
+
 }  // namespace
 }  // namespace kvtier::services::testing
