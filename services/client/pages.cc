@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -28,6 +29,23 @@ constexpr std::size_t kMaxText = 4096;
 /// on 2 cores of an EPYC: 2.8 and 3.3 GB/s for .61 and .55 s of CPU a GB; without it 2.3 and 2.9
 /// for .70 and .52; 1 ms changes nothing.
 constexpr std::chrono::microseconds kSleepAfter{200};
+
+/// Large enough to be mapped whatever glibc has learnt, and no larger than what it learns from.
+constexpr std::size_t kTeachingBytes = std::size_t{31} << 20;
+
+/// gRPC receives into buffers of up to 4 MiB, which glibc gives back to the system with each
+/// message, and takes anew, page fault by page fault, with the next. From a mapped block that is
+/// freed it learns to keep as much, and up to twice that at the end of its heap; thresholds that
+/// the process has set by mallopt or by its environment stay as they are. ReadPages of 64-KiB pages
+/// on 2 cores of an EPYC: the client takes .21 s of CPU a GB, .27 without it.
+void keep_received_memory() {
+  static const bool taught = [] {
+    void* volatile block = std::malloc(kTeachingBytes);  // volatile: the pair may not be left out
+    std::free(block);
+    return true;
+  }();
+  static_cast<void>(taught);
+}
 
 /// A chunk of a ReadPagesResponse; `data` lies in the message.
 struct ReadChunk {
@@ -274,6 +292,7 @@ v1::WritePagesResponse PageCalls::write(std::span<const RemotePages::Put> pages,
 grpc::Status PageCalls::read_once(grpc::ClientContext& context, const v1::ReadPagesRequest& request,
                                   std::span<const RemotePages::Get> pages,
                                   std::span<RemotePages::Result> results) {
+  keep_received_memory();
   MessageStream stream(connection_.channel(), context, request);
   Arrivals arrivals(pages, results);
   grpc::ByteBuffer message;
