@@ -123,6 +123,10 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
   }
 }
 
+AttendInputs attended(const DecodeInputs& inputs) {
+  return {.query = inputs.query, .selected = inputs.selected, .rest = inputs.rest};
+}
+
 /// Completes a part whose tensors and options have been checked.
 AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inputs,
                        const AttendOutputs& outputs, const AttendOptions& options) {
@@ -137,7 +141,7 @@ AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inp
   const RetrievalConfig& retrieval =
       options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
   part.sketch = engine.fitting_sketch(retrieval);
-  if (options.recall_target || !outputs.missed.empty()) {
+  if (options.recall_target || !outputs.missed.empty() || !inputs.rest.empty()) {
     part.options.budget = scoring::make_budget(retrieval, engine.config.model.head_dim,
                                                part.options.softmax_scale, options.recall_target);
   }
@@ -210,8 +214,8 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
       session.check_flags();
       const std::int64_t tokens =
           runtime::check_append(*impl_, item.inputs.key, item.inputs.value, stream);
-      runtime::check_attend(session, layer, {item.inputs.query, item.inputs.selected}, item.outputs,
-                            tokens, stream, item.options);
+      runtime::check_attend(session, layer, attended(item.inputs), item.outputs, tokens, stream,
+                            item.options);
     } catch (const Error& error) {
       throw Error(error.code(), where + error.what());
     }
@@ -225,8 +229,8 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   for (const BatchItem& item : items) {
     SessionState& session = *item.session->impl_;
     appends.push_back({&session, item.inputs.key, item.inputs.value});
-    attends.push_back(attend_part(session, layer, {item.inputs.query, item.inputs.selected},
-                                  item.outputs, item.options));
+    attends.push_back(
+        attend_part(session, layer, attended(item.inputs), item.outputs, item.options));
   }
 
   EngineState::Turn turn(*impl_, stream);
@@ -322,7 +326,7 @@ void Session::select(int layer, const TensorView& query, const SelectOutputs& ou
   impl_->check_flags();
   runtime::check_select(*impl_, layer, query, outputs, stream, options);
 
-  AttendPart part = attend_part(*impl_, layer, {.query = query, .selected = {}}, {}, options);
+  AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.select = outputs;
   EngineState::Turn turn(engine, stream);
   {
@@ -355,7 +359,7 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   runtime::check_layer(engine, layer);
   impl_->check_flags();
   const std::int64_t tokens = runtime::check_append(engine, inputs.key, inputs.value, stream);
-  const AttendInputs attend_inputs{inputs.query, inputs.selected};
+  const AttendInputs attend_inputs = attended(inputs);
   runtime::check_attend(*impl_, layer, attend_inputs, outputs, tokens, stream, options);
 
   const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
@@ -374,7 +378,7 @@ void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
   runtime::check_prefetch(*impl_, layer, query, stream, options);
   if (engine.hot == nullptr) return;
 
-  AttendPart part = attend_part(*impl_, layer, {.query = query, .selected = {}}, {}, options);
+  AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.prefetches = true;
   EngineState::Turn turn(engine, stream);
   {

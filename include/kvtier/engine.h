@@ -37,10 +37,14 @@ struct AttendOptions {
 /// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up
 /// to and including the session's token number length - T + t (a causal tail). `selected`
 /// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
-/// and dense tokens, -1 for none, any order; replaces scoring.
+/// and dense tokens, -1 for none, any order; replaces scoring. `rest` (optional): fp32 `[kv_heads,
+/// head_dim]`, the value that visible tokens which are not attended are taken to have, such as the
+/// mean of the layer's values: outputs then count them, with the share of attention that
+/// `AttendOutputs::missed` estimates and under its conditions. Meant for sets per query head.
 struct AttendInputs {
   TensorView query{};
   TensorView selected{};
+  TensorView rest{};
 };
 
 /// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads,
@@ -50,6 +54,7 @@ struct DecodeInputs {
   TensorView key{};
   TensorView value{};
   TensorView selected{};
+  TensorView rest{};
 };
 
 /// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,

@@ -179,7 +179,7 @@ class RemoteSession::Impl {
   void start(v1::AttendRequest& request, services::RequestTensors& tensors, int item, int layer,
              const AttendInputs& inputs, const AttendOutputs& outputs,
              const AttendOptions& options) const {
-    services::check_attention(item, inputs.query, outputs, tensors.memories());
+    services::check_attention(item, inputs.query, inputs.rest, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
@@ -190,7 +190,7 @@ class RemoteSession::Impl {
   void start(v1::DecodeRequest& request, services::RequestTensors& tensors, int item, int layer,
              const DecodeInputs& inputs, const AttendOutputs& outputs, const AttendOptions& options,
              std::int64_t ahead) {
-    services::check_attention(item, inputs.query, outputs, tensors.memories());
+    services::check_attention(item, inputs.query, inputs.rest, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());

@@ -27,8 +27,8 @@ struct Field {
 void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories);
 /// Checks what is refused in any case, before a step is stored: outputs that do not have the shapes
 /// of the query's, and those that are not to be had over a service (`kUnimplemented`).
-void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
-                     const DeviceMemories& memories);
+void check_attention(int item, const TensorView& query, const TensorView& rest,
+                     const AttendOutputs& outputs, const DeviceMemories& memories);
 /// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
 void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
                  const DeviceMemories& memories);
