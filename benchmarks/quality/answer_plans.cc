@@ -32,6 +32,18 @@ void plan_seeds(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::ranges::move(added, std::back_inserter(plans));
 }
 
+/// Norm-aware whose missed attention falls on the mean value.
+void plan_filled(std::vector<Plan>& plans) {
+  std::vector<Plan> added;
+  for (const Plan& plan : plans) {
+    if (plan.row.name != "norm_aware") continue;
+    added.push_back(plan);
+    added.back().row.settings += ", filled";
+    added.back().filled = true;
+  }
+  std::ranges::move(added, std::back_inserter(plans));
+}
+
 /// What rows in fp8 change: dense attention, and norm-aware rows that are planned already.
 void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::vector<Plan> added;
@@ -88,6 +100,8 @@ std::vector<Own> of_other_planes() {
 void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
   for (const Own& each : options.other_planes ? of_other_planes() : usual()) {
     if (!wanted(options, each.name)) continue;
+    const bool norm_aware = each.estimator == Estimator::kNormAware;
+    if (norm_aware && options.planes > 0 && each.bits != options.planes) continue;
     for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
       if (selection == Selection::kPerKvHead && each.estimator == Estimator::kHardCollision)
         continue;
@@ -99,7 +113,7 @@ void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
         method.retrieval.selection = selection;
         method.retrieval.sink_tokens = options.sink;
         method.retrieval.recent_tokens = options.window;
-        if (each.estimator == Estimator::kNormAware) method.retrieval.num_planes = each.bits;
+        if (norm_aware) method.retrieval.num_planes = each.bits;
         if (each.orthogonal) method.retrieval.plane_kind = PlaneKind::kOrthogonal;
         if (each.estimator == Estimator::kHardCollision) {
           method.retrieval.planes_per_table = 2;
@@ -125,7 +139,7 @@ std::vector<Plan> make_plans(const AnswerOptions& options) {
   plan_own(options, plans);
   if (!options.other_planes) {
     plan_seeds(options, plans);
-    plan_float8(options, plans);
+    options.filled ? plan_filled(plans) : plan_float8(options, plans);
   }
   const std::vector<NamedSelector> all = make_selectors(1, options.variants);
   for (std::size_t i = 0; i < all.size(); ++i) {

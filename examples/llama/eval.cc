@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "llama/value_means.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -29,11 +31,12 @@ struct TailRun {
 };
 
 TailRun run_tail(Decoder& decoder, const KvStore& store, KvSession& session,
-                 std::span<const std::int32_t> tail, const AttendOptions& attend) {
+                 std::span<const std::int32_t> tail, const AttendOptions& attend,
+                 const PassOptions& pass = {}) {
   const Stats::Cumulative before = store.stats().cumulative;
   const auto start = std::chrono::steady_clock::now();
   TailRun run;
-  run.logits = decoder.decode(session, tail, attend);
+  run.logits = decoder.decode(session, tail, attend, pass);
   run.seconds = seconds_since(start);
   run.counted = store.stats().cumulative - before;
   return run;
@@ -96,9 +99,15 @@ class CaseRun {
     pass.progress = [&](std::int64_t done, std::int64_t all) {
       tell(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
     };
+    ValueMeans means(decoder_);
+    if (options_.mean_rest) pass.observer = [&](const LayerStep& step) { means.add(step); };
     const auto start = std::chrono::steady_clock::now();
     decoder_.prefill(*session, tokens.first(context), pass);
     const double prefill_seconds = seconds_since(start);
+
+    const Buffer rest = options_.mean_rest ? means.upload() : Buffer();
+    PassOptions sparse;
+    sparse.rest = rest.floats();
 
     Method dense{.dense = true, .sparsity = 1.0, .retrieval = {}};
     tell(label + "dense tail", 0.0);
@@ -112,7 +121,7 @@ class CaseRun {
       TailRun other;
       if (!method.dense) {
         session->truncate(task_.context);
-        other = run_tail(decoder_, store_, *session, tokens.subspan(context), attend);
+        other = run_tail(decoder_, store_, *session, tokens.subspan(context), attend, sparse);
       }
       const TailRun& run = method.dense ? reference : other;
       const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);

@@ -115,6 +115,23 @@ TEST_F(AnswersTest, SeedsOfPlanesHaveRowsOfTheirOwn) {
   }
 }
 
+TEST_F(AnswersTest, FilledRowsCountWhatIsNotAttended) {
+  options_.only = {"norm_aware"};
+  options_.planes = 128;
+  options_.filled = true;
+  options_.plane_seeds = {3};
+  const std::vector<AnswerRow> rows = run();
+
+  ASSERT_EQ(rows.size(), 7U);
+  for (std::size_t i = 1; i < 4; ++i) {
+    EXPECT_EQ(rows[i + 3].settings, rows[i].settings + ", filled");
+    EXPECT_EQ(rows[i + 3].selection, rows[i].selection);
+    if (rows[i].selection == "per_kv_head") continue;
+    // Attention of random weights is spread over all tokens.
+    EXPECT_LT(rows[i + 3].scores.kl, rows[i].scores.kl);
+  }
+}
+
 TEST_F(AnswersTest, OwnSelectorsRunWithOtherPlanes) {
   options_.only = {"norm_aware", "soft_collision"};
   const std::vector<AnswerRow> usual = run();
