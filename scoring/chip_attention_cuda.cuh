@@ -160,6 +160,7 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
     transfer::cuda::copy_async_commit();
   };
   if (count > 0) find_pair(0);
+#pragma unroll 1
   for (int i = 0; i < stages; ++i) start_next();
 
   constexpr int kPieces = kAttendDim / kPiece;

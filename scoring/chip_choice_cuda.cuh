@@ -99,7 +99,7 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
     references[h] = shared.references[h];
   }
   // A thread takes the four tokens of a lane quad.
-#pragma unroll 2
+#pragma unroll 1
   for (int quad = static_cast<int>(threadIdx.x); quad < work.count / 4; quad += kChipThreads) {
     const int tile = quad / 8;
     const int g = quad % 8;
@@ -225,7 +225,7 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
     shared.ties_before = 0;
   }
   __syncthreads();
-#pragma unroll 2
+#pragma unroll 1
   for (int four = static_cast<int>(threadIdx.x); four < count / 4; four += kChipThreads) {
     const uint4 own = reinterpret_cast<const uint4*>(keys)[four];
     const std::uint32_t key[4] = {own.x, own.y, own.z, own.w};
@@ -355,7 +355,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
   const auto votes_of_run = [&](int run) {
     std::uint32_t votes = 0;
     const int tiles = min(end - run, kRun) / kChipTile;
-#pragma unroll 4
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const std::uint32_t of_tile = __ballot_sync(kFullWarp, own[run + tile * kChipTile] > cut);
       if (tile == static_cast<int>(lane)) votes = of_tile;
