@@ -27,10 +27,11 @@ def service(_):
         if what in ("raw_stream_over_messages", "bare_stream_over_messages"):
             cpu = (f"; {row['cpu_seconds_per_gb']:.2f} CPU seconds per GB of both sides against "
                    f"{row['baseline_cpu_seconds_per_gb']:.2f}" if "cpu_times" in row else "")
+            streams = f", {row['streams']} at a time" if row.get("streams", 1) > 1 else ""
             if what == "bare_stream_over_messages":
-                return (f"the same bytes over and over, ByteBuffer, dropped: times random pages{size} in messages of protobuf{cpu}", "", "",
+                return (f"the same bytes over and over, ByteBuffer, dropped{streams}: times random pages{size} in messages of protobuf{cpu}", "", "",
                         *rate, spread(row, "times", times))
-            return (f"random pages{size}, ReadPages: times the same in messages of protobuf{cpu}", "1.5x", "2x", *rate,
+            return (f"random pages{size}, ReadPages{streams}: times the same in messages of protobuf{cpu}", "1.5x", "2x", *rate,
                     spread(row, "times", times))
         if what == "overload_over_peak":
             return (f"{row['call']} after {context(row['tokens'])} at {row['factor']}x the rate that is served: goodput over peak; p99 "

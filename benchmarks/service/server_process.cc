@@ -288,13 +288,16 @@ ServerProcess::ServerProcess(std::size_t bytes) {
   small_ = read_set(ready[0], kSmallPage);
   large_ = read_set(ready[0], kLargePage);
   ::close(ready[0]);
-  messages_ = std::make_unique<MessageReader>(endpoint());
+  for (int i = 0; i < kMaxStreams; ++i) {
+    messages_.push_back(std::make_unique<MessageReader>(endpoint()));
+  }
 }
 
 double ServerProcess::cpu_seconds() const { return cpu_seconds_of(child_); }
 
 ServerProcess::~ServerProcess() {
-  messages_.reset();  // it has a copy of `stop_`
+  // They have copies of `stop_`, and a later one of an earlier one's end.
+  while (!messages_.empty()) messages_.pop_back();
   ::close(stop_);
   ::waitpid(child_, nullptr, 0);
   std::filesystem::remove_all(folder_);

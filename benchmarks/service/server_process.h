@@ -12,6 +12,9 @@
 
 namespace kvtier::bench {
 
+/// Most streams that read at a time.
+inline constexpr int kMaxStreams = 2;
+
 /// Pages of one size.
 struct PageSet {
   std::size_t page_bytes = 0;
@@ -38,8 +41,10 @@ class ServerProcess {
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
   /// Seconds of CPU that the process has taken.
   [[nodiscard]] double cpu_seconds() const;
-  /// Made with it: a process cannot be forked once this one has threads.
-  [[nodiscard]] const MessageReader& messages() const { return *messages_; }
+  /// `kMaxStreams` of them, made with it: a process cannot be forked once this one has threads.
+  [[nodiscard]] const MessageReader& messages(int reader) const {
+    return *messages_[static_cast<std::size_t>(reader)];
+  }
   [[nodiscard]] const PageSet& small() const { return small_; }
   [[nodiscard]] const PageSet& large() const { return large_; }
 
@@ -48,7 +53,7 @@ class ServerProcess {
   pid_t child_ = -1;
   int stop_ = -1;  ///< The child ends when this is closed.
   PageSet small_, large_;
-  std::unique_ptr<MessageReader> messages_;
+  std::vector<std::unique_ptr<MessageReader>> messages_;
 };
 
 /// Bytes of page number `index`.

@@ -10,7 +10,10 @@
 
 #include <algorithm>
 #include <ctime>
+#include <functional>
+#include <future>
 #include <memory>
+#include <optional>
 #include <random>
 #include <span>
 #include <stdexcept>
@@ -27,11 +30,11 @@ constexpr int kRoundsOfRounds = 5;
 
 /// Pages in a random order, and where they go: memory of one call, used again by the next.
 std::vector<RemotePages::Get> random_gets(const PageSet& pages, std::span<std::byte> memory,
-                                          std::mt19937_64& random) {
+                                          std::size_t bytes, std::mt19937_64& random) {
   std::vector<RemotePages::Get> gets;
-  for (std::size_t i = 0; i < kBytesPerRound / pages.page_bytes; ++i) {
+  for (std::size_t i = 0; i < bytes / pages.page_bytes; ++i) {
     gets.push_back({.handle = pages.handles[random() % pages.handles.size()],
-                    .to = memory.subspan(i * pages.page_bytes % kBytesPerCall, pages.page_bytes)});
+                    .to = memory.subspan(i * pages.page_bytes % memory.size(), pages.page_bytes)});
   }
   return gets;
 }
@@ -64,12 +67,93 @@ std::shared_ptr<grpc::Channel> wide_channel(const std::string& endpoint) {
   return grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments);
 }
 
-nlohmann::json row_of(const char* what, std::size_t page_bytes, const Comparison& comparison) {
+/// Reads of pages of one size, divided among `streams` threads, each with a connection of its own.
+class Reads {
+ public:
+  Reads(const ServerProcess& server, const PageSet& pages, int streams, std::span<std::byte> memory,
+        std::mt19937_64& random)
+      : server_(server),
+        page_bytes_(pages.page_bytes),
+        threads_(static_cast<std::size_t>(streams)) {
+    for (int i = 0; i < streams; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      Thread& thread = threads_[at];
+      thread.client =
+          std::make_unique<Client>(ClientOptions{.server = server.endpoint(), .data_plane = false});
+      thread.wide = wide_channel(server.endpoint());
+      thread.messages = &server.messages(i);
+      thread.gets = random_gets(pages, memory.subspan(at * kBytesPerCall, kBytesPerCall),
+                                kBytesPerRound / threads_.size(), random);
+      thread.pages.emplace(thread.client->open_pages(
+          {.model = "benchmark", .page_bytes = static_cast<std::int64_t>(page_bytes_)}));
+    }
+  }
+
+  void messages() {
+    each_call([this](Thread& thread, std::span<const RemotePages::Get> gets) {
+      std::vector<std::string> handles;
+      for (const RemotePages::Get& page : gets) handles.push_back(page.handle);
+      thread.messages->read(thread.pages->name(), page_bytes_, handles);
+    });
+  }
+  void raw() {
+    each_call([](Thread& thread, std::span<const RemotePages::Get> gets) {
+      for (const RemotePages::Result& result : thread.pages->get(gets)) {
+        if (!result.ok()) throw std::runtime_error("a page: " + result.reason);
+      }
+    });
+  }
+  void bare() {
+    each_call([this](Thread& thread, std::span<const RemotePages::Get> gets) {
+      read_bare(*thread.wide, gets.size() * page_bytes_);
+    });
+  }
+  /// Seconds of CPU of all that take part.
+  [[nodiscard]] double cpu() const {
+    double seconds = server_.cpu_seconds() + cpu_seconds(CLOCK_PROCESS_CPUTIME_ID);
+    for (const Thread& thread : threads_) seconds += thread.messages->cpu_seconds();
+    return seconds;
+  }
+
+ private:
+  struct Thread {
+    std::unique_ptr<Client> client;
+    std::shared_ptr<grpc::Channel> wide;
+    const MessageReader* messages = nullptr;
+    std::vector<RemotePages::Get> gets;
+    std::optional<RemotePages> pages;
+  };
+
+  template <typename Part>
+  void each_call(const Part& part) {
+    const std::size_t per_call = kBytesPerCall / page_bytes_;
+    const auto work = [&](Thread& thread) {
+      const std::span<const RemotePages::Get> gets(thread.gets);
+      for (std::size_t first = 0; first < gets.size(); first += per_call) {
+        part(thread, gets.subspan(first, std::min(per_call, gets.size() - first)));
+      }
+    };
+    std::vector<std::future<void>> others;
+    for (std::size_t i = 1; i < threads_.size(); ++i) {
+      others.push_back(std::async(std::launch::async, [&, i] { work(threads_[i]); }));
+    }
+    work(threads_.front());
+    for (std::future<void>& other : others) other.get();
+  }
+
+  const ServerProcess& server_;
+  std::size_t page_bytes_;
+  std::vector<Thread> threads_;
+};
+
+nlohmann::json row_of(const char* what, std::size_t page_bytes, int streams,
+                      const Comparison& comparison) {
   const auto gbps = [](double seconds) {
     return static_cast<double>(kBytesPerRound) / seconds / 1e9;
   };
   return {{"what", what},
           {"page_bytes", page_bytes},
+          {"streams", streams},
           {"gbps", gbps(comparison.second)},
           {"baseline_gbps", gbps(comparison.first)},
           {"times", comparison.ratio},
@@ -84,46 +168,20 @@ nlohmann::json row_of(const char* what, std::size_t page_bytes, const Comparison
 
 nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings) {
   nlohmann::json rows = nlohmann::json::array();
-  Client client({.server = server.endpoint(), .data_plane = false});
-  const auto wide = wide_channel(server.endpoint());
-  std::vector<std::byte> memory(kBytesPerCall);
+  std::vector<std::byte> memory(kMaxStreams * kBytesPerCall);
   std::mt19937_64 random(3);
   for (const PageSet* set : {&server.small(), &server.large()}) {
-    RemotePages pages = client.open_pages(
-        {.model = "benchmark", .page_bytes = static_cast<std::int64_t>(set->page_bytes)});
-    const std::vector<RemotePages::Get> gets = random_gets(*set, memory, random);
-    const std::size_t per_call = kBytesPerCall / set->page_bytes;
-    const auto read = [&](const auto& part) {
-      for (std::size_t first = 0; first < gets.size(); first += per_call) {
-        part(std::span(gets).subspan(first, std::min(per_call, gets.size() - first)));
-      }
-    };
-    const auto messages = [&] {
-      read([&](auto part) {
-        std::vector<std::string> handles;
-        for (const RemotePages::Get& page : part) handles.push_back(page.handle);
-        server.messages().read(pages.name(), set->page_bytes, handles);
-      });
-    };
-    const auto raw = [&] {
-      read([&](auto part) {
-        for (const RemotePages::Result& result : pages.get(part)) {
-          if (!result.ok()) throw std::runtime_error("a page: " + result.reason);
-        }
-      });
-    };
-    const auto bare = [&] {
-      read([&](auto part) { read_bare(*wide, part.size() * set->page_bytes); });
-    };
-    const auto cpu = [&server] {
-      return server.cpu_seconds() + server.messages().cpu_seconds() +
-             cpu_seconds(CLOCK_PROCESS_CPUTIME_ID);
-    };
-    const int rounds_of_rounds = kRoundsOfRounds * settings.rounds;
-    rows.push_back(row_of("raw_stream_over_messages", set->page_bytes,
-                          compare(rounds_of_rounds, messages, raw, cpu)));
-    rows.push_back(row_of("bare_stream_over_messages", set->page_bytes,
-                          compare(rounds_of_rounds, messages, bare, cpu)));
+    for (int streams = 1; streams <= kMaxStreams; ++streams) {
+      Reads reads(server, *set, streams, memory, random);
+      const auto compared = [&](const char* what, const std::function<void()>& second) {
+        rows.push_back(row_of(what, set->page_bytes, streams,
+                              compare(
+                                  kRoundsOfRounds * settings.rounds, [&] { reads.messages(); },
+                                  second, [&] { return reads.cpu(); })));
+      };
+      compared("raw_stream_over_messages", [&] { reads.raw(); });
+      compared("bare_stream_over_messages", [&] { reads.bare(); });
+    }
   }
   return rows;
 }
