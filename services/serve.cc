@@ -63,6 +63,10 @@ void read_config(CLI::App& app, const std::string& path) {
       throw CLI::ValidationError("--config",
                                  path + ": expected options of serve, found " + item.fullname());
     }
+    if (item.inputs.empty() && option->get_expected_max() <= 1) {
+      throw CLI::ValidationError("--config",
+                                 path + ": " + item.name + ": expected a value, found none");
+    }
     if (option->count() > 0) continue;
     option->add_result(item.inputs);
     option->run_callback();

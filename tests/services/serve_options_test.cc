@@ -73,6 +73,21 @@ TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
   }
 }
 
+TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
+  const std::string file = (folder_ / "serve.toml").string();
+  for (const std::string option : {"insecure-tcp", "max-models", "page-policy"}) {
+    for (const char* value : {"[[", "[]"}) {
+      std::ofstream(file) << option << " = " << value << '\n';
+      try {
+        (void)memory({"--config", file});
+        ADD_FAILURE() << option << " = " << value;
+      } catch (const CLI::ValidationError& error) {
+        EXPECT_THAT(error.what(), ::testing::HasSubstr(option)) << value;
+      }
+    }
+  }
+}
+
 TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
   const std::string file = (folder_ / "serve.toml").string();
   std::ofstream(file) << "page-policy = \"s3_fifo\"\nhot-policy = \"lru\"\n";
