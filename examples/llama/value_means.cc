@@ -1,7 +1,8 @@
 #include "llama/value_means.h"
 
+#include "llama/numeric.h"
+
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 
 namespace kvtier::llama {
@@ -20,8 +21,7 @@ void ValueMeans::add(const LayerStep& step) {
   values_.resize(static_cast<std::size_t>(step.tokens) * sums.size());
   decoder_.compute().download(values_.data(), step.value, values_.size() * sizeof(std::uint16_t));
   for (std::size_t i = 0; i < values_.size(); ++i) {
-    const std::uint32_t bits = std::uint32_t{values_[i]} << 16;
-    sums[i % sums.size()] += static_cast<double>(std::bit_cast<float>(bits));
+    sums[i % sums.size()] += static_cast<double>(from_bfloat16(values_[i]));
   }
   tokens_[layer] += step.tokens;
 }
