@@ -249,7 +249,7 @@ class SequenceRun {
     llama::ValueMeans means(decoder_);
     const auto store = [&](const LayerStep& step) {
       cache_.store(step);
-      means.add(step);
+      if (options_.filled) means.add(step);
       if (!narrow) return;
       const auto view = [&](const std::uint16_t* rows) {
         return TensorView(rows, DType::kBFloat16,
@@ -269,7 +269,7 @@ class SequenceRun {
     };
     static_cast<void>(decoder_.decode(session, tokens_.subspan(context - last, last), dense, pass));
     dense_ = decoder_.decode(session, tail_, dense);
-    rest_ = means.upload();
+    if (options_.filled) rest_ = means.upload();
     const double share = 1.0 / static_cast<double>(options_.sequences);
     add(dense_row.scores, llama::score_logits(task_, tokens_, dense_, dense_), share);
     dense_row.rows_attended += share * rows_of_dense();
