@@ -98,8 +98,9 @@ void Core::renew_for_client(SessionEntry& entry) const {
 }
 
 void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
-  const AtWork mark(entry, options_.now());
-  if (options_.now() > call.deadline) {
+  const TimePoint now = options_.now();
+  const AtWork mark(entry, now);
+  if (now > call.deadline) {
     throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
   }
   if (call.cancelled && call.cancelled()) {
