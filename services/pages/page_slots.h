@@ -36,6 +36,8 @@ struct PageSlot {
   PageLease* holder = nullptr;  ///< That lease, as long as it is reserved.
   std::uint64_t last_use = 0;
   std::chrono::steady_clock::time_point reserved_at{};
+  std::chrono::steady_clock::time_point
+      used_at{};  ///< Of its commit or last use; while it is pinned, any.
   std::optional<PageDigest> digest;
   std::string handle;
 

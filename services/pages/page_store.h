@@ -8,6 +8,7 @@
 #include "services/server/service_error.h"
 #include "services/server/tenants.h"
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -62,6 +63,18 @@ struct PageInfo {
   bool existed = false;
 };
 
+/// How long pages that were evicted had not been used.
+struct EvictionAges {
+  static constexpr std::array<double, 7> kBounds{1, 10, 30, 60, 300, 1800, 7200};  ///< Seconds.
+
+  /// Pages up to each bound and above the one before; the last are above all.
+  std::array<std::uint64_t, kBounds.size() + 1> counts{};
+  double seconds = 0;  ///< Of all pages together.
+
+  void add(std::chrono::duration<double> age) noexcept;
+  EvictionAges& operator+=(const EvictionAges& other) noexcept;
+};
+
 /// Figures of one tenant's pages, or of all. Bytes are of whole slots:
 /// free + reserved + committed + quarantined = total.
 struct PageStats {
@@ -72,6 +85,8 @@ struct PageStats {
   // Counters: they only grow. looked up = hits + misses.
   std::uint64_t reserved = 0, committed = 0, existed = 0, aborted = 0, expired = 0, deleted = 0;
   std::uint64_t evicted = 0, evicted_bytes = 0;
+  std::uint64_t quarantined = 0;  ///< Pages found changed, and places without generations left.
+  EvictionAges evicted_for_room, evicted_for_quota;  ///< Their pages together are `evicted`.
   std::uint64_t lookup_hits = 0, lookup_misses = 0, stale_handles = 0;
   std::uint64_t checksum_failures = 0, crc_mismatches = 0;
   std::uint64_t refused_full = 0, refused_quota = 0;

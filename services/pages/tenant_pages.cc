@@ -164,6 +164,7 @@ void TenantPages::release(PageSlot& page) noexcept {
   if (page.state == PageState::kQuarantined) {  // its generations are used up
     page.state = PageState::kFree;
     set_state(page, PageState::kQuarantined);
+    ++counters_.quarantined;
   }
 }
 
@@ -172,7 +173,13 @@ void TenantPages::let_go(PageSlot& page) noexcept {
   page.holder = nullptr;
 }
 
-void TenantPages::evict(PageSlot& page) {
+void TenantPages::use(PageSlot& page) {
+  slots_.touch(page);
+  page.used_at = options_.now();
+}
+
+void TenantPages::evict(PageSlot& page, EvictionAges& ages) {
+  ages.add(options_.now() - page.used_at);
   ++counters_.evicted;
   counters_.evicted_bytes += page.length;
   release(page);
@@ -192,6 +199,7 @@ void TenantPages::drop_pins(PageSlot& page, std::uint32_t count) noexcept {
   if (page.doomed) {
     release(page);
   } else if (page.state == PageState::kCommitted) {
+    page.used_at = options_.now();  // until here it was in use
     slots_.list(page);
   }
 }
@@ -204,6 +212,7 @@ void TenantPages::unread(PageSlot& page) noexcept {
 void TenantPages::quarantine(PageSlot& page) noexcept {
   if (page.state != PageState::kCommitted || page.doomed) return;
   if (page.listed) slots_.unlist(page);
+  ++counters_.quarantined;
   hide(page);
   tenant_.refund_kv(slot_bytes(page));
   set_state(page, PageState::kQuarantined);
@@ -233,7 +242,7 @@ void TenantPages::charge(std::int64_t bytes) {
         ++counters_.refused_quota;
         throw;
       }
-      evict(*page);
+      evict(*page, counters_.evicted_for_quota);
     }
   }
 }
@@ -251,7 +260,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
   if (lease.closed) throw lease_ended();
   if (digest) {
     if (PageSlot* page = find(*digest)) {
-      slots_.touch(*page);
+      use(*page);
       ++counters_.existed;
       PageInfo info = info_of(*page);
       info.existed = true;
@@ -264,7 +273,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
     page = slots_.take(
         units_of(length),
         [this](std::uint64_t first, std::uint64_t count) { return arena_.populate(first, count); },
-        [this](PageSlot& victim) { evict(victim); });
+        [this](PageSlot& victim) { evict(victim, counters_.evicted_for_room); });
     if (page == nullptr) {
       ++counters_.refused_full;
       throw ServiceError::overloaded("PAGES_FULL", "all pages of the tenant are in use");
@@ -338,7 +347,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
   }
   if (page.digest) {
     if (PageSlot* winner = find(*page.digest)) {
-      slots_.touch(*winner);
+      use(*winner);
       release(page);
       ++counters_.existed;
       PageInfo info = info_of(*winner);
@@ -351,6 +360,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
   set_state(page, PageState::kCommitted);
   if (kept_ != nullptr) kept_->digest(page.slot) = page.digest.value_or(PageDigest{});
   arena_.publish(page.slot, page.generation, page.length, page.crc);
+  page.used_at = options_.now();
   slots_.list(page);
   ++counters_.committed;
   return info_of(page);
@@ -434,7 +444,7 @@ std::vector<PageInfo> TenantPages::lookup(PageLease& lease, std::span<const std:
     }
     ++counters_.lookup_hits;
     for (PageSlot* page : pages) {
-      slots_.touch(*page);
+      use(*page);
       if (pin) {
         ++lease.pins[page->slot];
         add_pin(*page);

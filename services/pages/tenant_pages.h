@@ -75,7 +75,9 @@ class TenantPages {
 
   /// Charges the tenant for a slot, evicting pages of its own if it must.
   void charge(std::int64_t bytes);
-  void evict(PageSlot& page);
+  void evict(PageSlot& page, EvictionAges& ages);
+  /// Counts as a use of a committed page.
+  void use(PageSlot& page);
   void let_go(PageSlot& page) noexcept;
   /// Takes a page from whatever it is to free, or dooms it while it is in use.
   void release(PageSlot& page) noexcept;

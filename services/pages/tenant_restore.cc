@@ -75,6 +75,7 @@ void TenantPages::restore_page(PageSlot& page) {
     return slots_.give(page);
   }
   set_state(page, PageState::kCommitted);
+  page.used_at = options_.now();
   slots_.list(page);
 }
 

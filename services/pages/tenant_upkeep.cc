@@ -1,6 +1,8 @@
 #include "services/pages/tenant_pages.h"
 #include "transfer/tiers/crc32c.h"
 
+#include <algorithm>
+
 namespace kvtier::services {
 
 bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
@@ -72,6 +74,18 @@ PageStats TenantPages::stats() const {
   return stats;
 }
 
+void EvictionAges::add(std::chrono::duration<double> age) noexcept {
+  const auto bound = std::lower_bound(kBounds.begin(), kBounds.end(), age.count());
+  ++counts[static_cast<std::size_t>(bound - kBounds.begin())];
+  seconds += age.count();
+}
+
+EvictionAges& EvictionAges::operator+=(const EvictionAges& other) noexcept {
+  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] += other.counts[i];
+  seconds += other.seconds;
+  return *this;
+}
+
 PageStats& PageStats::operator+=(const PageStats& other) noexcept {
   total_bytes += other.total_bytes;
   free_bytes += other.free_bytes;
@@ -90,6 +104,9 @@ PageStats& PageStats::operator+=(const PageStats& other) noexcept {
   deleted += other.deleted;
   evicted += other.evicted;
   evicted_bytes += other.evicted_bytes;
+  quarantined += other.quarantined;
+  evicted_for_room += other.evicted_for_room;
+  evicted_for_quota += other.evicted_for_quota;
   lookup_hits += other.lookup_hits;
   lookup_misses += other.lookup_misses;
   stale_handles += other.stale_handles;

@@ -173,6 +173,8 @@ class Core {
   [[nodiscard]] std::int64_t session_memory() const noexcept { return memory_.used(); }
   /// Sums over the engines.
   [[nodiscard]] Stats engine_stats() const { return models_.stats(); }
+  /// Sums over the tenants.
+  [[nodiscard]] PageStats page_stats() const { return pages_.stats(); }
   /// As `ModelPool::any_failed`.
   [[nodiscard]] bool degraded() const { return models_.any_failed(); }
 

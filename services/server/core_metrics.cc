@@ -198,7 +198,7 @@ void add_tiers(const Stats& stats, Families& families) {
   ahead("wasted", sums.pages_ahead_wasted);
 }
 
-void add_page_cache(const v1::PageCacheStats& cache, Families& families) {
+void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& families) {
   const Labels tier{{"tier", "pages"}};
   const auto with = [&tier](const char* label, const char* value) {
     Labels labels = tier;
@@ -206,34 +206,47 @@ void add_page_cache(const v1::PageCacheStats& cache, Families& families) {
     return labels;
   };
   families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
-                 number(cache.total_bytes()), tier);
+                 static_cast<double>(cache.total_bytes), tier);
   families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
-                 number(cache.total_bytes() - cache.free_bytes()), tier);
+                 static_cast<double>(cache.total_bytes - cache.free_bytes), tier);
   const std::string pages = "Page frames, by state.";
-  families.gauge("kvtier_pages", pages, number(cache.reserved_pages()), with("state", "reserved"));
-  families.gauge("kvtier_pages", pages, number(cache.committed_pages()),
-                 with("state", "committed"));
-  families.gauge("kvtier_pages", pages, number(cache.quarantined_pages()),
+  families.gauge("kvtier_pages", pages, number(cache.reserved_pages), with("state", "reserved"));
+  families.gauge("kvtier_pages", pages, number(cache.committed_pages), with("state", "committed"));
+  families.gauge("kvtier_pages", pages, number(cache.quarantined_pages),
                  with("state", "quarantined"));
   families.gauge("kvtier_pages_pinned", "Committed pages that are pinned.",
-                 number(cache.pinned_pages()), tier);
-  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.",
-                 number(cache.leases()));
+                 number(cache.pinned_pages), tier);
+  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.", number(leases));
   const std::string lookups = "Hashes that were looked up.";
-  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_hits()),
+  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_hits),
                    {{"result", "hit_pages"}});
-  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_misses()),
+  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_misses),
                    {{"result", "miss"}});
   families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
-                   number(cache.bytes_read()), tier);
+                   number(cache.bytes_read), tier);
   families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
-                   number(cache.bytes_written()), tier);
-  families.counter("kvtier_evictions_total", "Pages evicted for others.",
-                   number(cache.pages_evicted()), tier);
+                   number(cache.bytes_written), tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", number(cache.evicted),
+                   tier);
   families.counter("kvtier_evicted_bytes_total", "Bytes of pages evicted for others.",
-                   number(cache.bytes_evicted()), tier);
+                   number(cache.evicted_bytes), tier);
   families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
-                   number(cache.checksum_failures()), tier);
+                   number(cache.checksum_failures), tier);
+}
+
+void add_page_losses(const PageStats& pages, Families& families) {
+  families.counter("kvtier_pages_quarantined_total",
+                   "Places of pages that are not used again: their bytes were found changed, or "
+                   "their generations are used up.",
+                   number(pages.quarantined), {{"tier", "pages"}});
+  const std::vector<double> bounds(EvictionAges::kBounds.begin(), EvictionAges::kBounds.end());
+  const auto ages = [&](const char* cause, const EvictionAges& evicted) {
+    families.histogram("kvtier_eviction_age_seconds",
+                       "How long pages that were evicted had not been used.", bounds,
+                       evicted.counts, evicted.seconds, {{"tier", "pages"}, {"cause", cause}});
+  };
+  ages("room", pages.evicted_for_room);
+  ages("quota", pages.evicted_for_quota);
 }
 
 void add_tenants(const Core& core, Families& families) {
@@ -314,7 +327,9 @@ void add_core_metrics(const Core& core, Families& families) {
   add_prefixes(engines, families);
   add_hot_rows(engines, families);
   add_tiers(engines, families);
-  add_page_cache(stats.page_cache(), families);
+  const PageStats pages = core.page_stats();
+  add_page_cache(pages, stats.page_cache().leases(), families);
+  add_page_losses(pages, families);
   add_tenants(core, families);
 }
 

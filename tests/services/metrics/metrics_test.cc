@@ -345,6 +345,41 @@ TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
   EXPECT_EQ(seen.sum("kvtier_page_leases"), 1);
 }
 
+TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
+  start();
+  const Exposition::LabelSet room{{"tier", "pages"}, {"cause", "room"}};
+  const Exposition::LabelSet quota{{"tier", "pages"}, {"cause", "quota"}};
+  const Exposition before = read();
+  EXPECT_THAT(before.values("kvtier_eviction_age_seconds_count", "cause"),
+              ElementsAre("quota", "room"));
+  EXPECT_EQ(before.sum("kvtier_eviction_age_seconds_count"), 0);
+  EXPECT_THAT(before.values("kvtier_pages_quarantined_total", "tier"), ElementsAre("pages"));
+  const auto lease =
+      core_->pages().open(tenant(), {.model = "m", .page_bytes = 4096}, executor_.make_strand());
+  const std::vector<std::byte> bytes(4096);
+  tenant().set_quota(10, 4096);
+  for (const char* hash : {"old", "new"}) {
+    const PageInfo page = core_->pages().reserve(*lease, {.hash = hash});
+    (void)core_->pages().commit(*lease, page.handle, bytes);
+    now_ += std::chrono::seconds(25);
+  }
+
+  const Exposition seen = read();
+
+  EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_count", quota), 1);
+  EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_sum", quota), 25);
+  EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_count", room), 0);
+  const auto up_to = [&](const char* bound) {
+    Exposition::LabelSet labels = quota;
+    labels.emplace("le", bound);
+    return seen.sum("kvtier_eviction_age_seconds_bucket", labels);
+  };
+  EXPECT_EQ(up_to("10"), 0);
+  EXPECT_EQ(up_to("30"), 1);
+  EXPECT_EQ(up_to("+Inf"), 1);
+  EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "pages"}}), 1);
+}
+
 TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
   ServerMetrics metrics({"A/B", "A/C"}, {"A/B"}, {"default"});
   RpcMetrics& rpc = metrics.rpc();

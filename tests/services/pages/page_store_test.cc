@@ -154,13 +154,18 @@ TEST_F(PageStoreTest, RefusesLeasesThatAreTooLarge) {
 TEST_F(PageStoreTest, EvictsTheLongestUnused) {
   std::vector<PageInfo> pages;
   for (std::uint64_t i = 0; i < kPages; ++i) pages.push_back(put(std::to_string(i), i));
+  now_ += std::chrono::seconds(20);
   EXPECT_EQ(find(*lease_, {"0"}).size(), 1U);  // a use
+  now_ += std::chrono::seconds(20);
   put("new", 100);
   EXPECT_EQ(get(alpha_, pages[0].handle), bytes_of(0));
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, pages[1].handle); }), "PAGE_GONE");
   EXPECT_THAT(find(*lease_, {"1"}), IsEmpty());
   EXPECT_EQ(store_->stats().evicted, 1U);
   EXPECT_EQ(alpha_.kv_bytes(), store_->stats().total_bytes);
+  const EvictionAges ages = store_->stats().evicted_for_room;
+  EXPECT_THAT(ages.counts, ElementsAre(0, 0, 0, 1, 0, 0, 0, 0));  // 40 s
+  EXPECT_EQ(ages.seconds, 40.0);
 }
 
 TEST_F(PageStoreTest, NeverEvictsPinnedOrReservedPages) {
@@ -182,6 +187,20 @@ TEST_F(PageStoreTest, NeverEvictsPinnedOrReservedPages) {
   EXPECT_EQ(reason_of(reserve), "OK");
   EXPECT_EQ(reason_of(reserve), "PAGES_FULL");
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, pages[3].handle); }), "PAGE_GONE");
+}
+
+TEST_F(PageStoreTest, PinnedPageIsInUse) {
+  const PageInfo held = put("held", 1);
+  store_->pin(*lease_, held.handle);
+  now_ += std::chrono::hours(3);
+  store_->unpin(*lease_, held.handle);
+  now_ += std::chrono::seconds(5);
+  alpha_.set_quota(10, kPageBytes);
+  put("new", 2);
+  EXPECT_EQ(get(alpha_, held.handle), std::nullopt);
+  const EvictionAges ages = store_->stats().evicted_for_quota;
+  EXPECT_THAT(ages.counts, ElementsAre(0, 1, 0, 0, 0, 0, 0, 0));
+  EXPECT_EQ(ages.seconds, 5.0);
 }
 
 TEST_F(PageStoreTest, PinsAreCountedAndBelongToTheirLease) {
@@ -325,9 +344,14 @@ TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   const PageInfo first = put("1", 1);
   put("2", 2);
   put("3", 3);
+  now_ += std::chrono::seconds(10);
   put("4", 4);
   EXPECT_EQ(get(alpha_, first.handle), std::nullopt);
   EXPECT_EQ(alpha_.kv_bytes(), 3 * kPageBytes);
+  const PageStats stats = store_->stats();
+  EXPECT_THAT(stats.evicted_for_quota.counts, ElementsAre(0, 1, 0, 0, 0, 0, 0, 0));  // 10 s
+  EXPECT_EQ(stats.evicted_for_quota.seconds, 10.0);
+  EXPECT_EQ(stats.evicted_for_room.seconds, 0.0);
   for (const char* hash : {"2", "3", "4"}) store_->pin(*lease_, find(*lease_, {hash}).at(0));
   EXPECT_EQ(reserve(*lease_, "5"), "QUOTA_EXCEEDED");
   EXPECT_EQ(reserve(*open(beta_), "5"), "OK") << "nobody else's";
@@ -342,6 +366,7 @@ TEST_F(PageStoreTest, DamagedBytesAreQuarantinedAndNeverServed) {
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
   const PageStats stats = store_->stats();
   EXPECT_EQ(stats.checksum_failures, 1U);
+  EXPECT_EQ(stats.quarantined, 1U);
   EXPECT_EQ(stats.quarantined_bytes, kPageBytes);
   EXPECT_EQ(alpha_.kv_bytes(), 0);
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
@@ -368,6 +393,7 @@ TEST_F(PageStoreTest, SweepFindsDamageBeforeAReaderDoes) {
   flip_bit(bad.handle, 7);
   store_->sweep();
   EXPECT_EQ(store_->stats().checksum_failures, 1U);
+  EXPECT_EQ(store_->stats().quarantined, 1U);
   EXPECT_EQ(find(*lease_, {"a", "b"}).size(), 1U);
   EXPECT_EQ(get(alpha_, good.handle), bytes_of(1));
 }
