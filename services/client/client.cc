@@ -179,24 +179,24 @@ class RemoteSession::Impl {
   void start(v1::AttendRequest& request, services::RequestTensors& tensors, int item, int layer,
              const AttendInputs& inputs, const AttendOutputs& outputs,
              const AttendOptions& options) const {
-    services::check_attention(item, inputs.query, inputs.rest, outputs, tensors.memories());
+    services::check_attention(item, inputs.query, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
-    tensors.add_selected(item, inputs.selected, request);
+    tensors.add_optional(item, inputs, request);
     tensors.add_attention(inputs.query, outputs, request);
   }
   /// `ahead`: tokens of the layer that steps before this one, not executed yet, will have stored.
   void start(v1::DecodeRequest& request, services::RequestTensors& tensors, int item, int layer,
              const DecodeInputs& inputs, const AttendOutputs& outputs, const AttendOptions& options,
              std::int64_t ahead) {
-    services::check_attention(item, inputs.query, inputs.rest, outputs, tensors.memories());
+    services::check_attention(item, inputs.query, outputs, tensors.memories());
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     tensors.add({"query", item}, inputs.query, *request.mutable_query());
     tensors.add({"key", item}, inputs.key, *request.mutable_key());
     tensors.add({"value", item}, inputs.value, *request.mutable_value());
-    tensors.add_selected(item, inputs.selected, request);
+    tensors.add_optional(item, inputs, request);
     tensors.add_attention(inputs.query, outputs, request);
     request.set_step(++step_);
     if (known_layer(layer)) request.set_position(length(layer) + ahead);

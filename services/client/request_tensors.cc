@@ -72,14 +72,10 @@ void check_readable(const Field& field, const TensorView& view, const DeviceMemo
   }
 }
 
-void check_attention(int item, const TensorView& query, const TensorView& rest,
-                     const AttendOutputs& outputs, const DeviceMemories& memories) {
+void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
+                     const DeviceMemories& memories) {
   if (!outputs.selected.empty()) {
     throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
-  }
-  if (!rest.empty()) {
-    throw Error(ErrorCode::kUnimplemented,
-                "rest: no message has it; expected none, and `missed` to count it with");
   }
   check_readable({"query", item}, query, memories);
   if (outputs.out.dtype != query.dtype) {

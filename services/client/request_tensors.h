@@ -27,8 +27,8 @@ struct Field {
 void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories);
 /// Checks what is refused in any case, before a step is stored: outputs that do not have the shapes
 /// of the query's, and those that are not to be had over a service (`kUnimplemented`).
-void check_attention(int item, const TensorView& query, const TensorView& rest,
-                     const AttendOutputs& outputs, const DeviceMemories& memories);
+void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
+                     const DeviceMemories& memories);
 /// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
 void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
                  const DeviceMemories& memories);
@@ -62,10 +62,13 @@ class RequestTensors {
   [[nodiscard]] const DeviceMemories& memories() const noexcept { return memories_; }
   /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
   void add(const Field& field, const TensorView& view, v1::Tensor& message);
-  /// Likewise, unless it is empty.
-  template <typename Request>
-  void add_selected(int item, const TensorView& selected, Request& request) {
-    if (!selected.empty()) add({"selected", item}, selected, *request.mutable_selected());
+  /// Likewise `selected` and `rest`, unless they are empty.
+  template <typename Inputs, typename Request>
+  void add_optional(int item, const Inputs& inputs, Request& request) {
+    if (!inputs.selected.empty()) {
+      add({"selected", item}, inputs.selected, *request.mutable_selected());
+    }
+    if (!inputs.rest.empty()) add({"rest", item}, inputs.rest, *request.mutable_rest());
   }
   /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
   void add_selection() noexcept;

@@ -141,9 +141,16 @@ std::string digest_of(const v1::DecodeRequest& request) {
   const auto add_place = [&](const v1::DeviceMemory& place) {
     add(place.region() + ' ' + std::to_string(place.offset()) + ' ');
   };
+  const auto add_tensor = [&](const v1::Tensor& tensor) {
+    add(tensor.data());
+    if (tensor.has_memory()) add_place(tensor.memory());
+  };
   for (const v1::Tensor* tensor : {&request.query(), &request.key(), &request.value()}) {
-    add(tensor->data());
-    if (tensor->has_memory()) add_place(tensor->memory());
+    add_tensor(*tensor);
+  }
+  if (request.has_rest()) {
+    add("rest");
+    add_tensor(request.rest());
   }
   if (request.has_out_memory()) add_place(request.out_memory());
   if (request.has_lse_memory()) add_place(request.lse_memory());
@@ -235,6 +242,7 @@ void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudge
   AttendInputs inputs;
   inputs.query = query_of(entry, request.query(), regions);
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  if (request.has_rest()) inputs.rest = view_of(request.rest(), "rest", regions);
   const CallOptions call(request.options(), entry.retrieval);
   const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
   entry.session->attend(layer, inputs, outputs, {}, call.options);
@@ -258,6 +266,7 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
   inputs.key = tensors.key;
   inputs.value = tensors.value;
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  if (request.has_rest()) inputs.rest = view_of(request.rest(), "rest", regions);
   check_position(request, entry.session->length(layer));
   const CallOptions call(request.options(), entry.retrieval);
   Charge charge(entry, inputs.key.shape[0]);

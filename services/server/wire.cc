@@ -179,19 +179,18 @@ std::byte* UsedRegions::at(const v1::DeviceMemory& place, std::int64_t bytes,
   return used_.back()->memory.get() + offset;
 }
 
+TensorView view_of(const v1::Tensor& tensor, const std::string& field, UsedRegions& regions) {
+  if (!tensor.has_memory()) return view_of(tensor, field);
+  if (!tensor.data().empty()) throw ServiceError::invalid(field, "data or memory", "both");
+  Described found = describe(tensor, field);
+  found.view.data = regions.at(tensor.memory(), found.bytes, field + ".memory");
+  found.view.space = MemorySpace::kDevice;
+  return found.view;
+}
+
 TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads, int head_dim,
                      std::int64_t max_tokens, UsedRegions& regions) {
-  TensorView view;
-  if (tensor.has_memory() && tensor.data().empty()) {
-    const Described found = describe(tensor, field);
-    view = found.view;
-    view.data = regions.at(tensor.memory(), found.bytes, field + ".memory");
-    view.space = MemorySpace::kDevice;
-  } else if (tensor.has_memory()) {
-    throw ServiceError::invalid(field, "data or memory", "both");
-  } else {
-    view = view_of(tensor, field);
-  }
+  const TensorView view = view_of(tensor, field, regions);
   if (view.dtype == DType::kInt32) {
     throw ServiceError::invalid(field + ".dtype", "fp32, fp16 or bf16", "int32");
   }

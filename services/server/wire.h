@@ -46,8 +46,11 @@ class UsedRegions {
   std::vector<std::shared_ptr<const DeviceRegion>> used_;
 };
 
-/// As `view_of`, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens, which may lie
-/// in device memory.
+/// As `view_of`, of bytes that may lie in device memory.
+[[nodiscard]] TensorView view_of(const v1::Tensor& tensor, const std::string& field,
+                                 UsedRegions& regions);
+
+/// Likewise, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens.
 [[nodiscard]] TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads,
                                    int head_dim, std::int64_t max_tokens, UsedRegions& regions);
 

@@ -246,8 +246,10 @@ TEST_P(ClientBatchTest, IsRefusedBeforeItIsSentForAnItemThatCannotBe) {
           [](DecodeItem& item) { item.outputs.lse.dtype = DType::kInt32; });
   refused(invalid, "items[1].missed: expected fp32 [1, 4], found fp32 [1, 4, 64]",
           [](DecodeItem& item) { item.outputs.missed = item.outputs.out; });
-  refused(ErrorCode::kUnimplemented, "rest: no message has it; expected none",
-          [](DecodeItem& item) { item.inputs.rest = item.inputs.value; });
+  refused(invalid, "items[1].rest: expected host memory", [](DecodeItem& item) {
+    item.inputs.rest = item.inputs.value;
+    item.inputs.rest.space = MemorySpace::kDevice;
+  });
   EXPECT_EQ(frames(), before);
   remote_->refresh();
   EXPECT_EQ(remote_->length(0), kFilled);

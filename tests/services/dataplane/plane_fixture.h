@@ -88,9 +88,11 @@ class PlaneTest : public ::testing::Test {
   }
 
   /// Returns the name of a new session.
-  std::string open_session(std::size_t index = 0) {
+  std::string open_session(std::size_t index = 0,
+                           v1::Estimator estimator = v1::ESTIMATOR_UNSPECIFIED) {
     v1::CreateSessionRequest request;
     *request.mutable_geometry() = small_geometry();
+    request.mutable_retrieval()->set_estimator(estimator);
     v1::CreateSessionResponse response;
     std::promise<std::string> reason;
     core_->create_session({.tenant = &tenant(index)}, request, response,
