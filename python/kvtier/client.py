@@ -27,7 +27,7 @@ from kvtier.session import (
     RemoteSession,
     SelectResult,
     TensorLike,
-    add_selected,
+    add_optional,
     check_ids,
     check_outputs,
     check_tensor,
@@ -69,6 +69,7 @@ class AttendItem:
     selected: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
+    rest: TensorLike | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class DecodeItem:
     selected: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
+    rest: TensorLike | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Client(Closing):
             fill_attend(message, item.session, item.layer, item.options, item.with_missed, outputs)
             call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
-            add_selected(call, message, item.selected)
+            add_optional(call, message, item.selected, item.rest)
         reply = attention_pb2.BatchAttendResponse()
         response = self.run(call, reply, self.connection.attention.BatchAttend)
         return [
@@ -271,7 +273,7 @@ class Client(Closing):
             call.add(message.query, query)
             call.add(message.key, key)
             call.add(message.value, check_tensor("value", item.value))
-            add_selected(call, message, item.selected)
+            add_optional(call, message, item.selected, item.rest)
             message.step = session.next_step()
             place = (session.name, item.layer)
             if session.knows(item.layer):

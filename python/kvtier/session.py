@@ -146,13 +146,16 @@ def output_bytes(query: _Tensor, with_missed: bool) -> int:
     return frames.aligned(query.nbytes) + (2 * per_head if with_missed else per_head)
 
 
-def add_selected(
+def add_optional(
     call: PlaneCall,
     request: attention_pb2.AttendRequest | attention_pb2.DecodeRequest,
     selected: ArrayLike | None,
+    rest: TensorLike | None,
 ) -> None:
     if selected is not None:
         call.add(request.selected, tensors.check("selected", selected))
+    if rest is not None:
+        call.add(request.rest, check_tensor("rest", rest))
 
 
 def fill_fetch(
@@ -251,17 +254,20 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        rest: TensorLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
         """Selects and attends. Stores nothing. `selected` replaces scoring. `with_missed`: with
-        the share of the attention that was left out, of norm-aware selections."""
+        the share of the attention that was left out, of norm-aware selections. `rest`: float32
+        [kv_heads, head_dim], the value that tokens which are not attended are taken to have, such
+        as the mean of the layer's values: the outputs count it with that share."""
         array = check_tensor("query", query)
         request = attention_pb2.AttendRequest()
         fill_attend(request, self, layer, options, with_missed, check_outputs(array, outputs))
         call = PlaneCall(frames.ATTEND, request, output_bytes(array, with_missed))
         call.add(request.query, array)
-        add_selected(call, request, selected)
+        add_optional(call, request, selected, rest)
         response = self._client.run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
         return take_attend(response, array, with_missed)
 
@@ -274,11 +280,12 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        rest: TensorLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
-        """Appends, then attends, over the session's stream. A step whose reply was lost is asked
-        for again, never stored twice."""
+        """Appends, then attends as `attend` does, over the session's stream. A step whose reply was
+        lost is asked for again, never stored twice."""
         array = check_tensor("query", query)
         keys = check_tensor("key", key)
         request = attention_pb2.DecodeRequest()
@@ -287,7 +294,7 @@ class RemoteSession(Leased):
         call.add(request.query, array)
         call.add(request.key, keys)
         call.add(request.value, check_tensor("value", value))
-        add_selected(call, request, selected)
+        add_optional(call, request, selected, rest)
         request.step = self.next_step()
         if self.knows(layer):
             request.position = self._lengths[layer]
