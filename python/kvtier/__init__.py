@@ -1,5 +1,6 @@
 """A client of `kvtier serve`: KV cache, selection and attention in another process."""
 
+from kvtier.admin import AdminClient, ServerInfo, TenantStatus, default_admin_server
 from kvtier.client import (
     AttendItem,
     AttendOutcome,
@@ -9,6 +10,7 @@ from kvtier.client import (
     FetchOutcome,
     SelectItem,
     SelectOutcome,
+    SessionInfo,
     default_server,
 )
 from kvtier.config import (
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbortedError",
+    "AdminClient",
     "AttendItem",
     "AttendOptions",
     "AttendOutcome",
@@ -102,11 +105,15 @@ __all__ = [
     "SelectResult",
     "Selection",
     "ServerEpochError",
+    "ServerInfo",
+    "SessionInfo",
     "SharedDeviceMemory",
     "SketchConfig",
+    "TenantStatus",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "ValueWeighting",
+    "default_admin_server",
     "default_server",
 ]

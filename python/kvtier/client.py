@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 import weakref
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
-from kvtier.connection import ClientOptions, Connection, Watchdog
+from kvtier.connection import ClientOptions, Connection, Watchdog, default_folder
 from kvtier.data_plane import PlaneCall, Planes, Reply
 from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory, end_attachment
 from kvtier.errors import ClientError, Details, ErrorCode, invalid, make_error
@@ -44,6 +43,7 @@ from kvtier.v1 import attention_pb2, page_pb2, session_pb2, shared_memory_pb2, s
 T = TypeVar("T")
 
 _REPLY_BYTES = 4 << 20  # of a batch at most
+_LIST_NAMES = 1000  # in one reply, at most
 _STAGING_BYTES = 4096  # of an attachment over which no tensor goes
 
 
@@ -104,9 +104,21 @@ AttendOutcome = Union[AttendResult, ClientError]
 
 def default_server() -> str:
     """Returns the address at which `kvtier serve` listens when it is told none."""
-    folder = os.environ.get("XDG_RUNTIME_DIR")
-    home = f"{folder}/kvtier" if folder else f"/tmp/kvtier-{os.getuid()}"
-    return f"unix:{home}/kvtier.sock"
+    return f"unix:{default_folder()}/kvtier.sock"
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as the server has it."""
+
+    name: str
+    #: Tokens stored per layer.
+    layer_lengths: list[int]
+    capacity_tokens: int
+    #: Of keys and values, charged to the tenant.
+    kv_bytes: int
+    #: Seconds without a call after which it ends.
+    lease_ttl: float
 
 
 class Client(Closing):
@@ -174,6 +186,39 @@ class Client(Closing):
         )
         response = self.connection.call(self.connection.sessions.CreateSession, request)
         return RemoteSession(self, response.session)
+
+    def list_sessions(self) -> list[str]:
+        """Returns the names of all sessions of the caller's tenant, by age, whichever client has
+        opened them."""
+        names: list[str] = []
+        token = ""
+        while True:
+            request = session_pb2.ListSessionsRequest(page_size=_LIST_NAMES, page_token=token)
+            response = self.connection.call(self.connection.sessions.ListSessions, request)
+            names += response.names
+            token = response.next_page_token
+            if not token:
+                return names
+
+    def session_info(self, name: str) -> SessionInfo:
+        """Returns what the server has of a session of the caller's tenant, and renews its lease."""
+        request = session_pb2.GetSessionRequest(name=name)
+        found = self.connection.call(self.connection.sessions.GetSession, request).session
+        return SessionInfo(
+            name=found.name,
+            layer_lengths=list(found.layer_lengths),
+            capacity_tokens=found.capacity_tokens,
+            kv_bytes=found.kv_bytes,
+            lease_ttl=found.lease_ttl.seconds + found.lease_ttl.nanos * 1e-9,
+        )
+
+    def release(self, name: str) -> None:
+        """Releases a session of the caller's tenant by its name, such as one that a process which
+        has died left behind."""
+        request = session_pb2.ReleaseSessionRequest(
+            name=name, request_id=self.make_request_id()
+        )
+        self.connection.call(self.connection.sessions.ReleaseSession, request)
 
     def share_device_memory(
         self, cuda_ipc_handle: bytes, device_uuid: bytes, pointer: int, nbytes: int

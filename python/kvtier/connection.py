@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import grpc
 
 from kvtier.errors import ClientError, ErrorCode, error_of, invalid, make_error
 from kvtier.v1 import (
+    admin_pb2_grpc,
     attention_pb2_grpc,
     page_pb2_grpc,
     session_pb2_grpc,
@@ -48,6 +50,12 @@ class ClientOptions:
     attempts: int = 4
     #: Send tensors through memory shared with a server on a Unix socket, where it has a data plane.
     data_plane: bool = True
+
+
+def default_folder() -> str:
+    """Returns the folder in which `kvtier serve` has its sockets when it is told none."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{folder}/kvtier" if folder else f"/tmp/kvtier-{os.getuid()}"
 
 
 def delay_before(error: ClientError, attempt: int) -> float | None:
@@ -97,6 +105,7 @@ class Connection:
         self.pages: Any = page_pb2_grpc.PageServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.shared_memory: Any = shared_memory_pb2_grpc.SharedMemoryServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.transfer: Any = transfer_pb2_grpc.TransferServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._channel.close()

@@ -120,8 +120,22 @@ class RemotePages(Leased):
             asked = iter(self._connection.retry(lambda: self._get(names)))
         return [next(asked) if page is None else page for page in found]
 
+    def pin(self, handles: Sequence[str]) -> list[FoundPage | ClientError]:
+        """Keeps pages from eviction until as many `unpin`, or the end of the lease; returns the
+        page, or an error, for each."""
+        request = page_pb2.BatchPinPagesRequest(
+            lease=self._name, handles=handles, request_id=self._client.make_request_id()
+        )
+        response = self._connection.call(self._connection.pages.BatchPinPages, request)
+        return [
+            _failed(item.status)
+            if item.status.code != 0
+            else FoundPage(item.page.handle, item.page.crc32c)
+            for item in response.items
+        ]
+
     def unpin(self, handles: Sequence[str]) -> list[ClientError | None]:
-        """Ends pins; returns None, or an error, for each."""
+        """Ends pins, one each; returns None, or an error, for each."""
         request = page_pb2.BatchUnpinPagesRequest(
             lease=self._name, handles=handles, request_id=self._client.make_request_id()
         )

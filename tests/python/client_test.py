@@ -159,6 +159,30 @@ class SessionTest(ServerTest):
             target = kvtier.RecallTarget(recall=1.5)
             session.attend(0, query, kvtier.AttendOptions(recall_target=target))
 
+    def test_sessions_of_other_clients_are_listed_and_released(self) -> None:
+        before = set(self.client.list_sessions())
+        self.assertIn(self.session.name, before)
+        case = Case(10)
+        with kvtier.Client(self.server.address, data_plane=self.data_plane) as other:
+            left = other.open(MODEL, RETRIEVAL, capacity_tokens=100)
+            left.append(1, case.keys, case.values)
+            names = self.client.list_sessions()
+            self.assertEqual(names[-1], left.name)
+            self.assertEqual(set(names), before | {left.name})
+            info = self.client.session_info(left.name)
+            self.assertEqual(info.name, left.name)
+            self.assertEqual(info.layer_lengths, [0, 10])
+            self.assertEqual(info.capacity_tokens, 100)
+            self.assertEqual(info.kv_bytes, 2 * case.keys.size * 2)
+            self.assertGreater(info.lease_ttl, 0)
+            self.client.release(left.name)
+            self.assertEqual(set(self.client.list_sessions()), before)
+            with self.assertRaises(kvtier.NotFoundError):
+                left.refresh()
+        for call in (self.client.session_info, self.client.release):
+            with self.assertRaises(kvtier.NotFoundError):
+                call(left.name)
+
     def test_a_value_stands_for_what_is_not_attended(self) -> None:
         norm_aware = kvtier.RetrievalConfig(
             estimator=kvtier.Estimator.NORM_AWARE,

@@ -98,6 +98,19 @@ class PagesTest(ServerTest):
         self.assertEqual(pages.unpin([found.handle]), [None])
         self.assertIsInstance(pages.unpin([found.handle])[0], kvtier.FailedPreconditionError)
 
+    def test_pages_are_pinned_by_their_handles(self) -> None:
+        pages = self.open("by handle")
+        first, second = self.put(pages, [3, 4])
+        self.assertEqual(pages.remove([second]), [None])
+        found, gone = pages.pin([first, second])
+        assert isinstance(found, kvtier.FoundPage)
+        self.assertEqual(found, pages.lookup([digest(3)], [0])[0])
+        assert isinstance(gone, kvtier.NotFoundError)
+        self.assertEqual(gone.reason, "PAGE_GONE")
+        self.assertEqual(pages.pin([first])[0], found)
+        self.assertEqual(pages.unpin([first]) + pages.unpin([first]), [None, None])
+        self.assertIsInstance(pages.unpin([first])[0], kvtier.FailedPreconditionError)
+
     def test_a_wrong_size_is_refused_before_anything_is_reserved(self) -> None:
         pages = self.open("size")
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 40000 bytes, found 7"):

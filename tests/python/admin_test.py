@@ -1,0 +1,82 @@
+"""The admin socket of `kvtier serve`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import kvtier
+import numpy as np
+from server import Server
+
+MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
+TENANTS = 102  # more than one reply lists
+
+
+class AdminTest(unittest.TestCase):
+    """A server with tenants, of which callers are the last, whose token is "secret"."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="kvtier-admin-")
+        self.addCleanup(folder.cleanup)
+        tenants = [{"name": f"t{i}", "certificate": f"c{i}"} for i in range(TENANTS)]
+        digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"
+        tenants[-1] = {"name": "last", "token_sha256": digest}
+        path = Path(folder.name) / "tenants.json"
+        path.write_text(json.dumps({"tenants": tenants}))
+        socket = f"unix:{folder.name}/admin.sock"
+        self.server = Server("--admin-listen", socket, "--tenants", str(path))
+        self.addCleanup(self.server.close)
+        self.admin = kvtier.AdminClient(socket)
+        self.addCleanup(self.admin.close)
+        self.client = kvtier.Client(self.server.address, token="secret")
+        self.addCleanup(self.client.close)
+
+    def test_the_server_is_told_of(self) -> None:
+        info = self.admin.info()
+        self.assertRegex(info.version, r"^\d+\.\d+\.\d+")
+        self.assertFalse(info.draining)
+        self.assertGreater(info.epoch, 0)
+        self.assertIn("\nkvtier_sessions", self.admin.metrics())
+
+    def test_work_of_clients_is_counted(self) -> None:
+        rows = np.ones((10, 1, 64), np.float32)
+        with self.client.open(MODEL) as session:
+            session.append(0, rows, rows)
+            session.attend(0, np.ones((1, 2, 64), np.float32))
+            stats = self.admin.stats()
+        self.assertEqual(stats.cumulative.tokens_appended, 10)
+        self.assertEqual(stats.cumulative.queries, 1)
+        self.assertEqual(stats.snapshot.sessions, 1)
+        self.assertEqual(stats.service.sessions_created, 1)
+
+    def test_quotas_of_tenants_are_listed_and_changed(self) -> None:
+        with self.client.open(MODEL):
+            tenants = self.admin.tenants()
+            self.assertEqual(len(tenants), TENANTS)
+            self.assertEqual((tenants[-1].name, tenants[-1].sessions), ("last", 1))
+            changed = self.admin.set_quota("last", max_sessions=1, max_kv_bytes=1 << 20)
+            self.assertEqual(changed, self.admin.tenants()[-1])
+            self.assertEqual((changed.max_sessions, changed.max_kv_bytes), (1, 1 << 20))
+            with self.assertRaises(kvtier.QuotaExceededError):
+                self.client.open(MODEL)
+        with self.assertRaises(kvtier.NotFoundError):
+            self.admin.set_quota("nobody", max_sessions=1, max_kv_bytes=1)
+        with self.assertRaises(kvtier.InvalidArgumentError):
+            self.admin.set_quota("last", max_sessions=-1, max_kv_bytes=1)
+
+    def test_a_drain_ends_the_server(self) -> None:
+        self.admin.drain()
+        self.assertEqual(self.server.process.wait(30), 0)
+
+    def test_the_socket_of_clients_has_no_such_service(self) -> None:
+        admin = kvtier.AdminClient(self.server.address, attempts=1)
+        self.addCleanup(admin.close)
+        with self.assertRaises(kvtier.ClientError):
+            admin.info()
+
+
+if __name__ == "__main__":
+    unittest.main()
