@@ -148,6 +148,10 @@ std::string digest_of(const v1::DecodeRequest& request) {
   for (const v1::Tensor* tensor : {&request.query(), &request.key(), &request.value()}) {
     add_tensor(*tensor);
   }
+  if (request.has_selected()) {
+    add("selected");
+    add_tensor(request.selected());
+  }
   if (request.has_rest()) {
     add("rest");
     add_tensor(request.rest());

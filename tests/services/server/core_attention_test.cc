@@ -196,6 +196,11 @@ TEST_F(CoreAttentionTest, StepRepeatedWithOtherTensorsIsRefused) {
   ASSERT_EQ(decode(decode_request(name_, 0, 1, 7), response).reason(), "OK");
 
   EXPECT_EQ(decode(decode_request(name_, 0, 1, 8), response).reason(), "STEP_CONFLICT");
+  v1::DecodeRequest with_ids = decode_request(name_, 0, 1, 7);
+  with_ids.mutable_selected()->set_dtype(v1::DATA_TYPE_INT32);
+  set_shape(*with_ids.mutable_selected(), {1, kKvHeads, 2});
+  with_ids.mutable_selected()->set_data(std::string(std::size_t{kKvHeads} * 2 * 4, '\0'));
+  EXPECT_EQ(decode(with_ids, response).reason(), "STEP_CONFLICT");
   EXPECT_THAT(lengths(name_), ElementsAre(51, 50));
 }
 
