@@ -16,11 +16,12 @@ install(TARGETS kvtier kvtier_api EXPORT kvtierTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk NAMELINK_COMPONENT sdk
   RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT sdk)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/kvtier DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT sdk
+  PATTERN admin.h EXCLUDE
   PATTERN client.h EXCLUDE
   PATTERN remote_tiers.h EXCLUDE)  # its library is not installed
 # find_package(kvtier COMPONENTS client): its library needs gRPC.
 if(TARGET kvtier_client_sdk)
-  install(FILES ${PROJECT_SOURCE_DIR}/include/kvtier/client.h
+  install(FILES ${PROJECT_SOURCE_DIR}/include/kvtier/admin.h ${PROJECT_SOURCE_DIR}/include/kvtier/client.h
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvtier COMPONENT sdk)
   install(TARGETS kvtier_client_sdk EXPORT kvtierClientTargets
     ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT sdk)

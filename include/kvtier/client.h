@@ -81,6 +81,15 @@ struct ClientDeviceMemory {
   std::function<void(void* to, const void* from, std::size_t bytes)> copy{};
 };
 
+/// A session as the server has it.
+struct RemoteSessionInfo {
+  std::string name;
+  std::vector<std::int64_t> layer_lengths;  ///< Tokens stored per layer.
+  std::int64_t capacity_tokens = 0;
+  std::int64_t kv_bytes = 0;           ///< Of keys and values, charged to the tenant.
+  std::chrono::milliseconds lease{0};  ///< Without a call for so long, it ends.
+};
+
 class RemoteSession;
 class RemotePages;
 class SharedDeviceMemory;
@@ -133,6 +142,14 @@ class Client {
   /// Opens a session, empty but for a stored prefix of `config.token_ids`, as `length` tells.
   /// Throws `ClientError`, as all calls do.
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
+  /// Returns the names of all sessions of the caller's tenant, by age, whichever client has opened
+  /// them.
+  [[nodiscard]] std::vector<std::string> list_sessions();
+  /// Asks for a session of the caller's tenant by its name, which renews its lease.
+  [[nodiscard]] RemoteSessionInfo session_info(const std::string& name);
+  /// Releases a session of the caller's tenant by its name, such as one that a process which has
+  /// died left behind. Its name is never valid again.
+  void release(const std::string& name);
   /// Opens a lease on the server's page cache.
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
   /// Lets tensors of calls lie in device memory (`MemorySpace::kDevice`), until what is returned is
@@ -275,6 +292,8 @@ class RemotePages {
   std::vector<Result> put(std::span<const Put> pages);
   /// Reads pages. Those that fail may have written to their memory.
   std::vector<Result> get(std::span<const Get> pages);
+  /// Keeps pages from eviction until as many `unpin`, or the end of the lease.
+  std::vector<Result> pin(std::span<const std::string> handles);
   std::vector<Result> unpin(std::span<const std::string> handles);
   std::vector<Result> remove(std::span<const std::string> handles);
 

@@ -89,6 +89,25 @@ class RemotePages::Impl {
     return results;
   }
 
+  std::vector<Result> pin(std::span<const std::string> handles) {
+    std::vector<Result> results;
+    for (std::size_t first = 0; first < handles.size(); first += calls_.batch_pages()) {
+      v1::BatchPinPagesRequest request;
+      request.set_lease(calls_.name());
+      request.set_request_id(services::make_request_id());
+      const std::size_t count = std::min(calls_.batch_pages(), handles.size() - first);
+      for (const std::string& handle : handles.subspan(first, count)) request.add_handles(handle);
+      v1::BatchPinPagesResponse response;
+      client_->connection.call([&](grpc::ClientContext& context) {
+        return client_->connection.pages().BatchPinPages(&context, request, &response);
+      });
+      for (const v1::PageResult& item : response.items()) {
+        take(item, results.emplace_back());
+        results.back().existed = false;
+      }
+    }
+    return results;
+  }
   std::vector<Result> unpin(std::span<const std::string> handles) {
     return statuses(handles, [this](auto part) { return calls_.unpin(part); });
   }
@@ -230,6 +249,9 @@ std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
 }
 std::vector<RemotePages::Result> RemotePages::get(std::span<const Get> pages) {
   return impl_->get(pages);
+}
+std::vector<RemotePages::Result> RemotePages::pin(std::span<const std::string> handles) {
+  return impl_->pin(handles);
 }
 std::vector<RemotePages::Result> RemotePages::unpin(std::span<const std::string> handles) {
   return impl_->unpin(handles);

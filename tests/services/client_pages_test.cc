@@ -191,6 +191,32 @@ TEST_P(ClientPagesTest, PinsGoWithTheObject) {
   EXPECT_EQ(server_->core().pages().num_leases(), 1U);
 }
 
+TEST_P(ClientPagesTest, PagesArePinnedByTheirHandles) {
+  const RemotePages::Result good = put("a", 1);
+  const std::string gone = put("b", 2).handle;
+  EXPECT_TRUE(pages_->remove({&gone, 1}).at(0).ok());
+  const std::array<std::string, 2> handles{good.handle, gone};
+  for (int i = 0; i < 2; ++i) {
+    const std::vector<RemotePages::Result> results = pages_->pin(handles);
+    ASSERT_THAT(results, SizeIs(2));
+    EXPECT_TRUE(results[0].ok()) << results[0].reason;
+    EXPECT_EQ(results[0].handle, good.handle);
+    EXPECT_EQ(results[0].crc32c, good.crc32c);
+    EXPECT_EQ(results[1].reason, "PAGE_GONE");
+  }
+  for (std::uint64_t i = 0; i < 40; ++i) put(std::to_string(i), i);  // more than there is room for
+  EXPECT_GT(stats().evicted, 0U);
+  EXPECT_EQ(stats().pinned_pages, 1U);
+  Bytes back(static_cast<std::size_t>(kPageBytes));
+  const RemotePages::Get get{.handle = good.handle, .to = back};
+  EXPECT_TRUE(pages_->get({&get, 1}).at(0).ok());
+  EXPECT_EQ(back, bytes_of(1));
+  for (const char* reason : {"", "", "NOT_PINNED"}) {
+    EXPECT_EQ(pages_->unpin({&good.handle, 1}).at(0).reason, reason);
+  }
+  EXPECT_THAT(pages_->pin({}), IsEmpty());
+}
+
 TEST_P(ClientPagesTest, ManyPagesGoInSeveralCalls) {
   std::vector<Bytes> contents;
   std::vector<RemotePages::Put> puts;

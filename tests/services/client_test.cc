@@ -175,6 +175,42 @@ TEST_P(ClientTest, ForksSeeTheirParentsTokensAndNoOthers) {
   EXPECT_EQ(server_->core().num_sessions(), 1U);
 }
 
+TEST_P(ClientTest, SessionsOfOtherClientsAreListedAndReleased) {
+  Client other(client_options());
+  RemoteSessionConfig config = session_config();
+  config.capacity_tokens = 100;
+  RemoteSession left = other.open(config);
+  const auto values = random_floats(10 * kKvHeads * kHeadDim, 2);
+  const TensorView rows = tokens_view(values, DType::kFloat32, 10, kKvHeads);
+  left.append(1, rows, rows);
+  EXPECT_THAT(client_->list_sessions(), ::testing::ElementsAre(remote_->name(), left.name()));
+  const RemoteSessionInfo info = client_->session_info(left.name());
+  EXPECT_EQ(info.name, left.name());
+  EXPECT_THAT(info.layer_lengths, ::testing::ElementsAre(0, 10));
+  EXPECT_EQ(info.capacity_tokens, 100);
+  EXPECT_EQ(info.kv_bytes, std::int64_t{10} * kKvHeads * kHeadDim * 4);
+  EXPECT_GT(info.lease.count(), 0);
+
+  client_->release(left.name());
+  EXPECT_THAT(client_->list_sessions(), ::testing::ElementsAre(remote_->name()));
+  EXPECT_EQ(code_of([&] { left.refresh(); }), ErrorCode::kNotFound);
+  EXPECT_EQ(code_of([&] { (void)client_->session_info(left.name()); }), ErrorCode::kNotFound);
+  EXPECT_EQ(code_of([&] { client_->release(left.name()); }), ErrorCode::kNotFound);
+}
+
+TEST_P(ClientTest, ListsMoreSessionsThanAReplyNames) {
+  const std::vector<std::string> first = client_->list_sessions();
+  std::vector<std::string> expected = first;
+  std::vector<RemoteSession> forks;
+  for (int i = 0; i < 16; ++i) {
+    for (RemoteSession& fork : remote_->fork(63)) {
+      expected.push_back(fork.name());
+      forks.push_back(std::move(fork));
+    }
+  }
+  EXPECT_EQ(client_->list_sessions(), expected);  // 1,009
+}
+
 TEST_P(ClientTest, StepsGoOnAfterTheServerHasEndedTheStream) {
   fill(20);
   const auto query = random_floats(kQueryHeads * kHeadDim, 1);
