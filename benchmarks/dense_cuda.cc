@@ -2,6 +2,7 @@
 
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/cudnn_attention_cuda.h"
+#include "formats/float16.h"
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
@@ -35,12 +36,7 @@ std::vector<float> on_host(const DeviceTensor& tensor) {
   std::vector<std::uint16_t> bits(static_cast<std::size_t>(tensor.count()));
   KVTIER_CUDA_CHECK(cudaMemcpy(bits.data(), tensor.data(), bits.size() * 2, cudaMemcpyDefault));
   std::vector<float> values(bits.size());
-  for (std::size_t i = 0; i < bits.size(); ++i) {
-    const std::uint32_t wide = std::uint32_t{bits[i]} << 16;
-    static_assert(sizeof wide == sizeof values[i]);
-    std::copy_n(reinterpret_cast<const char*>(&wide), sizeof wide,
-                reinterpret_cast<char*>(&values[i]));
-  }
+  std::ranges::transform(bits, values.begin(), formats::from_bfloat16);
   return values;
 }
 

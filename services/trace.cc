@@ -2,10 +2,10 @@
 
 #include "kvtier/error.h"
 
+#include "formats/float16.h"
+
 #include <algorithm>
-#include <bit>
 #include <charconv>
-#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string_view>
@@ -74,20 +74,6 @@ std::optional<int> layer_number(std::string_view name) {
   return number;
 }
 
-float half_to_float(std::uint16_t bits) {
-  const int exponent = (bits >> 10) & 0x1F;
-  const float fraction = static_cast<float>(bits & 0x3FF);
-  float magnitude = 0.0F;
-  if (exponent == 0x1F) {
-    magnitude = fraction == 0.0F ? INFINITY : NAN;
-  } else if (exponent == 0) {
-    magnitude = std::ldexp(fraction, -24);
-  } else {
-    magnitude = std::ldexp(1024.0F + fraction, exponent - 25);
-  }
-  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
-}
-
 }  // namespace
 
 Trace Trace::open(const std::filesystem::path& path) {
@@ -136,12 +122,12 @@ std::vector<float> to_float(const formats::Tensor& tensor) {
     std::memcpy(values.data(), tensor.data, tensor.bytes);
     return values;
   }
+  const auto widen =
+      tensor.dtype == DType::kFloat16 ? formats::from_float16 : formats::from_bfloat16;
   for (std::size_t i = 0; i < values.size(); ++i) {
     std::uint16_t bits = 0;
     std::memcpy(&bits, tensor.data + 2 * i, sizeof(bits));
-    values[i] = tensor.dtype == DType::kFloat16
-                    ? half_to_float(bits)
-                    : std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+    values[i] = widen(bits);
   }
   return values;
 }

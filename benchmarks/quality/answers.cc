@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "benchmarks/quality/answer_plans.h"
+#include "formats/float16.h"
 #include "llama/runtime_options.h"
 #include "llama/value_means.h"
 #include "services/stress/synthetic.h"
@@ -60,8 +61,8 @@ class Cache {
             offset(step.layer, head) + static_cast<std::size_t>((step.first_position + t) * d);
         const std::int64_t from = (t * model_.kv_heads + head) * d;
         for (std::int64_t i = 0; i < d; ++i) {
-          keys_[to + static_cast<std::size_t>(i)] = services::from_bf16(step.key[from + i]);
-          values_[to + static_cast<std::size_t>(i)] = services::from_bf16(step.value[from + i]);
+          keys_[to + static_cast<std::size_t>(i)] = formats::from_bfloat16(step.key[from + i]);
+          values_[to + static_cast<std::size_t>(i)] = formats::from_bfloat16(step.value[from + i]);
         }
       }
     }

@@ -1,6 +1,6 @@
 #include "llama/value_means.h"
 
-#include "llama/numeric.h"
+#include "formats/float16.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -21,7 +21,7 @@ void ValueMeans::add(const LayerStep& step) {
   values_.resize(static_cast<std::size_t>(step.tokens) * sums.size());
   decoder_.compute().download(values_.data(), step.value, values_.size() * sizeof(std::uint16_t));
   for (std::size_t i = 0; i < values_.size(); ++i) {
-    sums[i % sums.size()] += static_cast<double>(from_bfloat16(values_[i]));
+    sums[i % sums.size()] += static_cast<double>(formats::from_bfloat16(values_[i]));
   }
   tokens_[layer] += step.tokens;
 }

@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "formats/float16.h"
 #include "formats/safetensors.h"
-#include "llama/numeric.h"
 
 #include <nlohmann/json.hpp>
 
@@ -46,7 +46,8 @@ void widen(const Tensor& tensor, float* out) {
     return;
   }
   const auto* bits = tensor.as<std::uint16_t>();
-  const auto convert = tensor.dtype == DType::kBFloat16 ? from_bfloat16 : from_float16;
+  const auto convert =
+      tensor.dtype == DType::kBFloat16 ? formats::from_bfloat16 : formats::from_float16;
   for (std::size_t i = 0; i < count; ++i) out[i] = convert(bits[i]);
 }
 

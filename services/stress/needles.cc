@@ -1,5 +1,6 @@
 #include "services/stress/needles.h"
 
+#include "formats/float16.h"
 #include "services/stress/random.h"
 #include "services/stress/threads.h"
 
@@ -41,7 +42,7 @@ std::vector<float> logits_of(const LayerSource& source, int kv_head, std::span<c
     for (std::int64_t i = 0; i < dim; ++i) {
       for (std::int64_t t = 0; t < block; ++t) {
         transposed[static_cast<std::size_t>(i * kBlock + t)] =
-            from_bf16(keys[static_cast<std::size_t>(t * dim + i)]);
+            formats::from_bfloat16(keys[static_cast<std::size_t>(t * dim + i)]);
       }
     }
     for (std::int64_t row = 0; row < num; ++row) {
@@ -63,7 +64,7 @@ std::vector<float> logits_of(const LayerSource& source, int kv_head, std::span<c
 
 std::vector<float> widen(std::span<const std::uint16_t> bits) {
   std::vector<float> values(bits.size());
-  std::ranges::transform(bits, values.begin(), from_bf16);
+  std::ranges::transform(bits, values.begin(), formats::from_bfloat16);
   return values;
 }
 
@@ -164,7 +165,8 @@ class GroupRanking {
     }
     std::vector<std::uint16_t> key(direction.size());
     for (std::size_t i = 0; i < key.size(); ++i) {
-      key[i] = to_bf16(static_cast<float>(static_cast<double>(base[i]) + high * direction[i]));
+      key[i] = formats::to_bfloat16(
+          static_cast<float>(static_cast<double>(base[i]) + high * direction[i]));
     }
     return key;
   }

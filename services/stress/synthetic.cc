@@ -1,10 +1,10 @@
 #include "services/stress/synthetic.h"
 
+#include "formats/float16.h"
 #include "services/stress/random.h"
 #include "services/stress/threads.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 namespace kvtier::services {
@@ -60,11 +60,6 @@ struct RowParts {
   float value_norm;
 };
 
-std::uint16_t round_bits(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
-}
-
 void write_key(const RowParts& parts, int half, std::uint16_t* key) {
   const RowParts p = parts;
   for (int i = 0; i < half; ++i) {
@@ -72,8 +67,8 @@ void write_key(const RowParts& parts, int half, std::uint16_t* key) {
     const float high = p.topic[i + half] + p.kind[i + half];
     const float x = low * p.cosine[i] - high * p.sine[i];
     const float y = high * p.cosine[i] + low * p.sine[i];
-    key[i] = round_bits(x + p.key_noise_scale[i] * p.key_noise[i]);
-    key[i + half] = round_bits(y + p.key_noise_scale[i + half] * p.key_noise[i + half]);
+    key[i] = formats::to_bfloat16(x + p.key_noise_scale[i] * p.key_noise[i]);
+    key[i + half] = formats::to_bfloat16(y + p.key_noise_scale[i + half] * p.key_noise[i + half]);
   }
 }
 
@@ -81,7 +76,7 @@ void write_value(const RowParts& parts, int dim, std::uint16_t* value) {
   const RowParts p = parts;
   constexpr float kNoise = 0.866025F;  // sqrt(1 - kValueKindShare)
   for (int i = 0; i < dim; ++i) {
-    value[i] = round_bits(p.value_norm * (p.value_kind[i] + kNoise * p.value_noise[i]));
+    value[i] = formats::to_bfloat16(p.value_norm * (p.value_kind[i] + kNoise * p.value_noise[i]));
   }
 }
 
@@ -92,12 +87,6 @@ std::vector<float> normals(std::uint64_t key, std::size_t count) {
 }
 
 }  // namespace
-
-std::uint16_t to_bf16(float value) { return round_bits(value); }
-
-float from_bf16(std::uint16_t bits) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
-}
 
 NoiseTable::NoiseTable(std::uint64_t seed)
     : values_(normals(random_key(seed, 0xFFFFFFFFU), kWindows + 512)) {}
@@ -288,7 +277,7 @@ std::span<const std::uint16_t> QuerySource::next() {
     const float* const self = state_.data() + (kv_heads + head) * d;
     for (std::size_t i = 0; i < d; ++i) {
       const float scale = slow(static_cast<int>(i), head_dim_) ? slow_scale : fast_scale;
-      queries_[head * d + i] = to_bf16(scale * (shared * group[i] + own * self[i]));
+      queries_[head * d + i] = formats::to_bfloat16(scale * (shared * group[i] + own * self[i]));
     }
   }
   return queries_;

@@ -118,8 +118,4 @@ class QuerySource {
   std::vector<std::uint16_t> queries_;
 };
 
-/// Rounds to the nearest bf16, ties to even. Finite numbers only.
-[[nodiscard]] std::uint16_t to_bf16(float value);
-[[nodiscard]] float from_bf16(std::uint16_t bits);
-
 }  // namespace kvtier::services

@@ -2,7 +2,6 @@
 
 #include "kvtier/error.h"
 
-#include "llama/numeric.h"
 #include "llama/simd_loops.h"
 #include "tests/llama/test_compute.h"
 #include "tests/support/backend_fixture.h"
@@ -239,25 +238,6 @@ TEST_P(ComputeTest, NormalisesRows) {
 }
 
 KVTIER_INSTANTIATE_BACKENDS(ComputeTest);
-
-TEST(Numeric, RoundsToBfloat16ToNearestEven) {
-  EXPECT_EQ(to_bfloat16(1.0F), 0x3f80);
-  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f808000U)), 0x3f80);  // tie, even below
-  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f818000U)), 0x3f82);  // tie, even above
-  EXPECT_EQ(to_bfloat16(std::bit_cast<float>(0x3f808001U)), 0x3f81);
-  EXPECT_EQ(to_bfloat16(-std::numeric_limits<float>::infinity()), 0xff80);
-  EXPECT_TRUE(std::isnan(from_bfloat16(to_bfloat16(std::bit_cast<float>(0x7f800001U)))));
-}
-
-TEST(Numeric, WidensFloat16) {
-  EXPECT_EQ(from_float16(0x3c00), 1.0F);
-  EXPECT_EQ(from_float16(0xc000), -2.0F);
-  EXPECT_EQ(from_float16(0x0001), 0x1p-24F);
-  EXPECT_EQ(from_float16(0x8000), -0.0F);
-  EXPECT_EQ(from_float16(0x7bff), 65504.0F);
-  EXPECT_TRUE(std::isinf(from_float16(0x7c00)));
-  EXPECT_TRUE(std::isnan(from_float16(0x7e00)));
-}
 
 }  // namespace
 }  // namespace kvtier::llama

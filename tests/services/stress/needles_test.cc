@@ -1,5 +1,7 @@
 #include "services/stress/needles.h"
 
+#include "formats/float16.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,8 +31,9 @@ class ExactLayer {
       for (std::int64_t i = 0; i < d; ++i) {
         const auto key =
             keys_[static_cast<std::size_t>((t * shape_.kv_heads + head / shape_.group()) * d + i)];
-        sum += static_cast<double>(from_bf16(queries[static_cast<std::size_t>(head * d + i)])) *
-               static_cast<double>(from_bf16(key));
+        sum += static_cast<double>(
+                   formats::from_bfloat16(queries[static_cast<std::size_t>(head * d + i)])) *
+               static_cast<double>(formats::from_bfloat16(key));
       }
       result.push_back(sum / std::sqrt(static_cast<double>(d)));
     }

@@ -1,5 +1,7 @@
 #include "services/stress/synthetic.h"
 
+#include "formats/float16.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -39,20 +41,12 @@ double mean_length(const Bits& bits, std::size_t dim) {
   for (std::size_t begin = 0; begin < bits.size(); begin += dim) {
     double squares = 0.0;
     for (std::size_t i = begin; i < begin + dim; ++i) {
-      const auto x = static_cast<double>(from_bf16(bits[i]));
+      const auto x = static_cast<double>(formats::from_bfloat16(bits[i]));
       squares += x * x;
     }
     sum += std::sqrt(squares);
   }
   return sum / static_cast<double>(bits.size() / dim);
-}
-
-TEST(Synthetic, RoundsToBf16TiesToEven) {
-  EXPECT_EQ(from_bf16(to_bf16(1.0F)), 1.0F);
-  EXPECT_EQ(from_bf16(to_bf16(-2.5F)), -2.5F);
-  EXPECT_EQ(from_bf16(to_bf16(1.0F + 0x1p-8F)), 1.0F);                // a tie: down to even
-  EXPECT_EQ(from_bf16(to_bf16(1.0F + 3 * 0x1p-8F)), 1.0F + 0x1p-6F);  // a tie: up to even
-  EXPECT_EQ(from_bf16(to_bf16(1.0F + 0x1.8p-8F)), 1.0F + 0x1p-7F);
 }
 
 TEST(Synthetic, MakesTheSameRowsInAnyChunksOnAnyThreads) {
@@ -119,8 +113,10 @@ TEST(Synthetic, KeepsSegmentsTogether) {
   const auto dot = [&](std::int64_t a, std::int64_t b) {
     double sum = 0.0;
     for (std::int64_t i = 0; i < 128; ++i) {
-      sum += static_cast<double>(from_bf16(rows.keys[static_cast<std::size_t>(a * 256 + i)])) *
-             static_cast<double>(from_bf16(rows.keys[static_cast<std::size_t>(b * 256 + i)]));
+      sum += static_cast<double>(
+                 formats::from_bfloat16(rows.keys[static_cast<std::size_t>(a * 256 + i)])) *
+             static_cast<double>(
+                 formats::from_bfloat16(rows.keys[static_cast<std::size_t>(b * 256 + i)]));
     }
     return sum;
   };
@@ -139,7 +135,7 @@ TEST(Synthetic, PlantsNeedlesInWhateverChunkHoldsThem) {
   const SyntheticShape shape = small_shape();
   LayerSource source = make_source(shape);
   const Rows before = rows_of(source, shape, 100, 50);
-  const Bits key(128, to_bf16(3.0F));
+  const Bits key(128, formats::to_bfloat16(3.0F));
   source.plant({.kv_head = 1, .step = 0, .token = 100, .key = key});
   source.plant({.kv_head = 0, .step = 1, .token = 149, .key = key});
   const Rows after = rows_of(source, shape, 100, 50, 3);
@@ -176,7 +172,7 @@ TEST(Synthetic, CorrelatesQueriesOfSuccessiveSteps) {
   double squares = 0.0;
   for (int step = 0; step < 60; ++step) {
     std::vector<float> now;
-    for (const std::uint16_t bits : source.next()) now.push_back(from_bf16(bits));
+    for (const std::uint16_t bits : source.next()) now.push_back(formats::from_bfloat16(bits));
     for (std::size_t i = 0; i < before.size(); ++i) {
       products += static_cast<double>(now[i]) * static_cast<double>(before[i]);
     }

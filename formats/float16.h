@@ -3,13 +3,15 @@
 #include <bit>
 #include <cstdint>
 
-namespace kvtier::llama {
+/// The 16-bit floats of stored tensors.
+namespace kvtier::formats {
 
 /// Rounds to bfloat16, to nearest even; the result is the upper half of an fp32. NaN stays NaN.
 [[nodiscard]] inline std::uint16_t to_bfloat16(float value) noexcept {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
-  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+  const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
+  const std::uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
+  return static_cast<std::uint16_t>((is_nan ? bits | 0x400000U : rounded) >> 16);
 }
 
 [[nodiscard]] inline float from_bfloat16(std::uint16_t value) noexcept {
@@ -28,4 +30,4 @@ namespace kvtier::llama {
   return std::bit_cast<float>(sign | (widened << 23) | (mantissa << 13));
 }
 
-}  // namespace kvtier::llama
+}  // namespace kvtier::formats
