@@ -342,16 +342,7 @@ TEST_P(RecallTest, EstimatesTheMassOfNormalKeysWithinAFewPercent) {
 
 KVTIER_INSTANTIATE_BACKENDS(RecallTest);
 
-class RecallErrorsTest : public RejectionTest {
- protected:
-  void SetUp() override {
-    EngineTest::SetUp();
-    if (IsSkipped()) return;
-    Config config = two_layers();
-    config.retrieval.estimator = Estimator::kNormAware;
-    open(config);
-  }
-};
+class RecallErrorsTest : public EstimateTest {};
 
 TEST_P(RecallErrorsTest, RejectsEstimatesOfWhatHasNone) {
   const ErrorCode invalid = ErrorCode::kInvalidArgument;

@@ -93,4 +93,16 @@ class RejectionTest : public EngineTest {
   std::uint64_t seed_ = 1000;
 };
 
+/// The same, by the estimator that tells what a step misses.
+class EstimateTest : public RejectionTest {
+ protected:
+  void SetUp() override {
+    EngineTest::SetUp();
+    if (IsSkipped()) return;
+    Config config = two_layers();
+    config.retrieval.estimator = Estimator::kNormAware;
+    open(config);
+  }
+};
+
 }  // namespace kvtier::testing

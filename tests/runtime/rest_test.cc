@@ -7,15 +7,11 @@
 namespace kvtier::testing {
 namespace {
 
-class RestTest : public RejectionTest {
+class RestTest : public EstimateTest {
  protected:
   void SetUp() override {
-    EngineTest::SetUp();
+    EstimateTest::SetUp();
     if (IsSkipped()) return;
-    Config config = two_layers();
-    config.retrieval.estimator = Estimator::kNormAware;
-    config.retrieval.top_k = 40;
-    open(config);
     rest_ = HostTensor::random(1, model().kv_heads, model().head_dim, DType::kFloat32, 19);
   }
 
