@@ -45,16 +45,7 @@ class RowIntegrityTest : public EngineTest {
     }
   }
   /// Sends pages to the tier, and has them all back where they stay.
-  void away_and_back() {
-    {
-      Session other = engine_->open();
-      for (int layer = 0; layer < 2; ++layer) append_random(other, model(), layer, kStored, 8);
-    }
-    (void)tier_->take_frames();
-    for (int layer = 0; layer < 2; ++layer) (void)all_rows(*a_, model(), layer);
-    frames_ = tier_->take_frames();
-    ASSERT_GT(frames_.size(), 10U);
-  }
+  void away_and_back() { frames_ = testing::away_and_back(*engine_, *a_, *tier_, kStored); }
   /// Turns a bit of a row of each page that `away_and_back` has moved.
   void turn_bits() {
     std::size_t i = 0;

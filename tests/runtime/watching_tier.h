@@ -1,5 +1,6 @@
 #pragma once
 
+#include "runtime/spill_fixture.h"
 #include "support/fault_tier.h"
 
 #include <cstddef>
@@ -52,5 +53,23 @@ class WatchingTier final : public PageTier {
   std::mutex mutex_;  // guards frames_
   std::vector<std::span<std::byte>> frames_;
 };
+
+/// Sends pages of a session to the engine's tier, for another session of `tokens` tokens, and has
+/// them all back. Returns the frames that they have now.
+inline std::vector<std::span<std::byte>> away_and_back(Engine& engine, Session& session,
+                                                       WatchingTier& tier, std::int64_t tokens) {
+  const ModelConfig& model = engine.config().model;
+  {
+    Session other = engine.open();
+    for (int layer = 0; layer < model.layers; ++layer) {
+      append_random(other, model, layer, tokens, 8);
+    }
+  }
+  (void)tier.take_frames();
+  for (int layer = 0; layer < model.layers; ++layer) (void)all_rows(session, model, layer);
+  std::vector<std::span<std::byte>> frames = tier.take_frames();
+  EXPECT_GT(frames.size(), 10U);
+  return frames;
+}
 
 }  // namespace kvtier::testing
