@@ -32,6 +32,17 @@ class ServeWorkerTest : public ServeTest {
     arguments.insert(arguments.end(), {"--listen", address(), "--worker", "on"});
     return serve(arguments, {}, {"--log-level=info"});
   }
+  /// Runs a server whose worker's device fails as `fault` says once `fail` has been called.
+  std::unique_ptr<Program> serve_faulty(const std::string& fault) const {
+    auto server = std::make_unique<Program>(
+        KVTIER_FAULTY_SERVER,
+        std::vector<std::string>{"faulty_server", address(), fault_file(), fault},
+        std::vector<std::string>{}, folder_ / "err");
+    EXPECT_EQ(server->read_line(), "listening on " + address()) << err();
+    return server;
+  }
+  [[nodiscard]] std::string fault_file() const { return (folder_ / "fault").string(); }
+  void fail() const { std::ofstream(fault_file()).put('x'); }
   [[nodiscard]] std::string address() const { return "unix:" + (folder_ / "x.sock").string(); }
   [[nodiscard]] Client client(int attempts = 1) const {
     return Client({.server = address(), .timeout = std::chrono::seconds(20), .attempts = attempts});
@@ -126,11 +137,8 @@ class ServeWorkerFaultTest : public ServeWorkerTest,
                              public ::testing::WithParamInterface<const char*> {};
 
 TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
-  const std::string file = (folder_ / "fault").string();
-  Program server(KVTIER_FAULTY_SERVER, {"faulty_server", address(), file, GetParam()}, {},
-                 folder_ / "err");
-  ASSERT_EQ(server.read_line(), "listening on " + address()) << err();
-  const pid_t first = worker_of(server);
+  const auto server = serve_faulty(GetParam());
+  const pid_t first = worker_of(*server);
   Client before = client();
   std::unique_ptr<RemoteSession> session;
   try {
@@ -140,11 +148,11 @@ TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
     throw;
   }
 
-  std::ofstream(file).put('x');
+  fail();
   const RemoteSessionConfig other = other_model();
   EXPECT_EQ(reason_of([&] { (void)before.open(other); }), "DEVICE_LOST");
   // The fault may show first in the session of an engine, and only then in the making of one.
-  while (worker_of(server) == first) (void)reason_of([&] { (void)before.open(other); });
+  while (worker_of(*server) == first) (void)reason_of([&] { (void)before.open(other); });
   Client after = client();
   EXPECT_EQ(after.open(other).length(), 0);
   std::string reason;
@@ -153,8 +161,8 @@ TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
   }
   EXPECT_THAT(err(), HasSubstr("the device cannot be used by this process any more"));
   EXPECT_THAT(err(), HasSubstr("ended by exit code 70"));
-  server.signal(SIGTERM);
-  EXPECT_EQ(server.wait(), 0) << err();
+  server->signal(SIGTERM);
+  EXPECT_EQ(server->wait(), 0) << err();
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, ServeWorkerFaultTest, ::testing::Values("cpu"));
@@ -162,11 +170,8 @@ INSTANTIATE_TEST_SUITE_P(Cpu, ServeWorkerFaultTest, ::testing::Values("cpu"));
 INSTANTIATE_TEST_SUITE_P(Cuda, ServeWorkerFaultTest, ::testing::Values("cuda"));
 
 TEST_F(ServeWorkerTest, ThatWaitsForItsDeviceInVainIsReplaced) {
-  const std::string file = (folder_ / "fault").string();
-  Program server(KVTIER_FAULTY_SERVER, {"faulty_server", address(), file, "occupied"}, {},
-                 folder_ / "err");
-  ASSERT_EQ(server.read_line(), "listening on " + address()) << err();
-  const pid_t first = worker_of(server);
+  const auto server = serve_faulty("occupied");
+  const pid_t first = worker_of(*server);
   Client before = client();
   std::unique_ptr<RemoteSession> session;
   try {
@@ -178,17 +183,17 @@ TEST_F(ServeWorkerTest, ThatWaitsForItsDeviceInVainIsReplaced) {
   const TensorView token{row.data(), DType::kFloat32, {1, 1, 64}};
   session->append(0, token, token);
 
-  std::ofstream(file).put('x');
+  fail();
   std::thread opener([&] { (void)reason_of([&] { (void)open(before); }); });
-  while (fs::exists(file)) std::this_thread::yield();
-  while (worker_of(server) == first) (void)reason_of([&] { session->append(0, token, token); });
+  while (fs::exists(fault_file())) std::this_thread::yield();
+  while (worker_of(*server) == first) (void)reason_of([&] { session->append(0, token, token); });
 
   opener.join();
   Client after = client();
   EXPECT_EQ(open(after).length(), 0);
   EXPECT_THAT(err(), HasSubstr("ended by exit code 70"));
-  server.signal(SIGTERM);
-  EXPECT_EQ(server.wait(), 0) << err();
+  server->signal(SIGTERM);
+  EXPECT_EQ(server->wait(), 0) << err();
 }
 #endif
 
