@@ -4,6 +4,7 @@
 #include "benchmarks/service/measure.h"
 #include "llama/decoder.h"
 #include "llama/model_config.h"
+#include "llama/server_session.h"
 
 #include <random>
 
@@ -11,25 +12,6 @@ namespace kvtier::bench {
 namespace {
 
 constexpr int kSteps = 96;
-
-class ServerSession final : public llama::KvSession {
- public:
-  explicit ServerSession(RemoteSession session) : session_(std::move(session)) {}
-  void append(int layer, const TensorView& keys, const TensorView& values,
-              StreamRef /*stream*/) override {
-    session_.append(layer, keys, values);
-  }
-  void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
-              StreamRef /*stream*/, const AttendOptions& options) override {
-    session_.decode(layer, inputs, outputs, options);
-  }
-  void truncate(std::int64_t tokens) override { session_.truncate(tokens); }
-  [[nodiscard]] std::int64_t length(int layer) const override { return session_.length(layer); }
-  [[nodiscard]] std::int64_t length() const override { return session_.length(); }
-
- private:
-  RemoteSession session_;
-};
 
 /// The same keys and values everywhere: the time of a step does not depend on what they are.
 void fill(llama::KvSession& session, const llama::ModelConfig& model, std::int64_t tokens) {
@@ -92,8 +74,8 @@ nlohmann::json decode_rows(const ServerProcess& server, const Settings& settings
                                    .retrieval = config.retrieval,
                                    .extra_sketches = {},
                                    .capacity_tokens = 16384};
-  ServerSession shared(plane.open(remote));
-  ServerSession streamed(grpc.open(remote));
+  llama::ServerSession shared(plane.open(remote));
+  llama::ServerSession streamed(grpc.open(remote));
   for (llama::KvSession* session :
        {static_cast<llama::KvSession*>(&embedded), static_cast<llama::KvSession*>(&shared),
         static_cast<llama::KvSession*>(&streamed)}) {
