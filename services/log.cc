@@ -90,6 +90,10 @@ std::optional<std::uint64_t> Log::admit(const LogEvent& event, Time now) {
   return std::exchange(allowance.dropped, 0);
 }
 
+void Log::set_level(std::optional<LogLevel> level) {
+  logger_->set_level(level ? kLevels[static_cast<std::size_t>(*level)] : spdlog::level::off);
+}
+
 void Log::write(const LogEvent& event) {
   const auto level = kLevels[static_cast<std::size_t>(event.level)];
   if (!logger_->should_log(level)) return;

@@ -44,6 +44,8 @@ class Log {
       std::function<std::chrono::system_clock::time_point()> now = std::chrono::system_clock::now);
 
   void write(const LogEvent& event);
+  /// Writes from now on what is of this level or above, or nothing.
+  void set_level(std::optional<LogLevel> level);
   /// For `Config::log`; must not outlive this.
   [[nodiscard]] std::function<void(LogLevel, std::string_view)> library();
   [[nodiscard]] std::uint64_t num_dropped() const noexcept { return dropped_; }

@@ -72,6 +72,7 @@ void Serving::start() {
     return [this, act] { boost::asio::post(loop_, [this, act] { (this->*act)(); }); };
   };
   options.on_drain = on_loop(&Serving::drain);
+  options.set_log_level = [this](std::optional<LogLevel> level) { log_.set_level(level); };
   if (is_worker()) {
     // The supervisor is to know that this is no fault.
     options.on_drain = [] { ::kill(::getppid(), SIGTERM); };

@@ -132,6 +132,11 @@ void PageStore::remove(PageLease& lease, std::string_view handle) {
   lease.pages.remove(lease, handle);
 }
 
+RemovedPages PageStore::remove_unpinned(const Tenant& tenant) {
+  TenantPages* const pages = find_pages(tenant);
+  return pages == nullptr ? RemovedPages{} : pages->remove_unpinned();
+}
+
 PageInfo PageStore::pin(PageLease& lease, std::string_view handle) {
   return lease.pages.pin(lease, handle);
 }

@@ -121,6 +121,11 @@ class PinnedPage {
 
 enum class Verify : bool { kNo, kYes };
 
+/// Pages that were deleted, and the bytes of their slots.
+struct RemovedPages {
+  std::uint64_t pages = 0, bytes = 0;
+};
+
 /// The file with a tenant's pages, to be mapped by others for reading.
 struct ArenaFile {
   int fd = -1;  ///< The store's own: valid as long as the store, to be duplicated or sent.
@@ -183,6 +188,9 @@ class PageStore {
   /// Deletes a committed page of the tenant: its handle and key find it no more. Its bytes stay as
   /// long as it is pinned.
   void remove(PageLease& lease, std::string_view handle);
+  /// Deletes the committed pages of a tenant that are not pinned and have not been used since the
+  /// call. Other calls of the tenant go on meanwhile.
+  RemovedPages remove_unpinned(const Tenant& tenant);
   /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
   PageInfo pin(PageLease& lease, std::string_view handle);
   /// Throws FAILED_PRECONDITION (NOT_PINNED) for a page that the lease has not pinned.

@@ -28,6 +28,7 @@ class TenantPages {
                   std::optional<std::uint32_t> crc);
   void abort(PageLease& lease, std::string_view handle);
   void remove(PageLease& lease, std::string_view handle);
+  RemovedPages remove_unpinned();
   PageInfo pin(PageLease& lease, std::string_view handle);
   void unpin(PageLease& lease, std::string_view handle);
   [[nodiscard]] std::vector<PageInfo> lookup(PageLease& lease,

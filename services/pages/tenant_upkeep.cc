@@ -2,8 +2,14 @@
 #include "transfer/tiers/crc32c.h"
 
 #include <algorithm>
+#include <thread>
 
 namespace kvtier::services {
+namespace {
+
+constexpr int kRemovedAtOnce = 256;
+
+}  // namespace
 
 bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
   const PageSlot* page = slots_.at(reservation.first);
@@ -54,6 +60,25 @@ void TenantPages::scrub(std::int64_t bytes) {
     if (crc32c(arena_.page(page->slot, page->length)) == page->crc) continue;
     ++counters_.checksum_failures;
     quarantine(*page);
+  }
+}
+
+RemovedPages TenantPages::remove_unpinned() {
+  const TimePoint began = options_.now();
+  RemovedPages removed;
+  for (;;) {
+    {
+      const Lock lock(mutex_);
+      for (int i = 0; i < kRemovedAtOnce; ++i) {
+        PageSlot* page = slots_.oldest();
+        if (page == nullptr || page->used_at > began) return removed;
+        ++removed.pages;
+        removed.bytes += static_cast<std::uint64_t>(slot_bytes(*page));
+        ++counters_.deleted;
+        release(*page);
+      }
+    }
+    std::this_thread::yield();  // to the tenant's calls, which need the lock
   }
 }
 

@@ -159,6 +159,7 @@ class Core {
   /// Throws `ServiceError`.
   void set_tenant_quota(const v1::SetTenantQuotaRequest& request,
                         v1::SetTenantQuotaResponse& response);
+  void evict_tenant(const v1::EvictTenantRequest& request, v1::EvictTenantResponse& response);
 
   /// From now on every new call is refused with UNAVAILABLE; queued ones are executed.
   void drain() noexcept { draining_ = true; }

@@ -179,6 +179,12 @@ void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
   fill(tenant, *response.mutable_tenant());
 }
 
+void Core::evict_tenant(const v1::EvictTenantRequest& request, v1::EvictTenantResponse& response) {
+  const RemovedPages removed = pages_.remove_unpinned(tenants_.by_name(request.name()));
+  response.set_pages(removed.pages);
+  response.set_bytes(removed.bytes);
+}
+
 void Core::note_fault(const Error& error, Model& model) const {
   if (error.code() == ErrorCode::kInternal) give_up(model);
 }

@@ -209,10 +209,28 @@ class AttentionService final : public v1::AttentionService::CallbackService {
   StreamRegistry& registry_;
 };
 
+/// Nothing: no level.
+std::optional<LogLevel> log_level_of(v1::LogLevel level) {
+  switch (level) {
+    case v1::LOG_LEVEL_DEBUG:
+      return LogLevel::kDebug;
+    case v1::LOG_LEVEL_INFO:
+      return LogLevel::kInfo;
+    case v1::LOG_LEVEL_WARNING:
+      return LogLevel::kWarning;
+    case v1::LOG_LEVEL_ERROR:
+      return LogLevel::kError;
+    case v1::LOG_LEVEL_OFF:
+      return std::nullopt;
+    default:
+      throw ServiceError::invalid("level", "a level of LogLevel", std::to_string(level));
+  }
+}
+
 class AdminService final : public v1::AdminService::CallbackService {
  public:
-  AdminService(Core& core, const ServerMetrics& metrics, std::function<void()> drain)
-      : core_(core), metrics_(metrics), drain_(std::move(drain)) {}
+  AdminService(Core& core, const ServerMetrics& metrics, AdminActions actions)
+      : core_(core), metrics_(metrics), actions_(std::move(actions)) {}
 
   ServerUnaryReactor* GetServerInfo(CallbackServerContext* context,
                                     const v1::GetServerInfoRequest* /*request*/,
@@ -231,7 +249,7 @@ class AdminService final : public v1::AdminService::CallbackService {
   }
   ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::DrainRequest* /*request*/,
                             v1::DrainResponse* /*response*/) override {
-    return answer(*context, drain_);
+    return answer(*context, actions_.drain);
   }
   ServerUnaryReactor* ListTenants(CallbackServerContext* context,
                                   const v1::ListTenantsRequest* request,
@@ -243,11 +261,27 @@ class AdminService final : public v1::AdminService::CallbackService {
                                      v1::SetTenantQuotaResponse* response) override {
     return answer(*context, [=, this] { core_.set_tenant_quota(*request, *response); });
   }
+  ServerUnaryReactor* EvictTenant(CallbackServerContext* context,
+                                  const v1::EvictTenantRequest* request,
+                                  v1::EvictTenantResponse* response) override {
+    return answer(*context, [=, this] { core_.evict_tenant(*request, *response); });
+  }
+  ServerUnaryReactor* SetLogLevel(CallbackServerContext* context,
+                                  const v1::SetLogLevelRequest* request,
+                                  v1::SetLogLevelResponse* /*response*/) override {
+    return answer(*context, [=, this] {
+      const std::optional<LogLevel> level = log_level_of(request->level());
+      if (!actions_.set_log_level) {
+        throw ServiceError(Code::kFailedPrecondition, "NO_LOG", "the server keeps no log");
+      }
+      actions_.set_log_level(level);
+    });
+  }
 
  private:
   Core& core_;
   const ServerMetrics& metrics_;
-  std::function<void()> drain_;
+  const AdminActions actions_;
 };
 
 }  // namespace
@@ -263,9 +297,9 @@ std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
 
 std::vector<std::unique_ptr<grpc::Service>> make_admin_services(Core& core,
                                                                 const ServerMetrics& metrics,
-                                                                std::function<void()> drain) {
+                                                                AdminActions actions) {
   std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(std::make_unique<AdminService>(core, metrics, std::move(drain)));
+  services.push_back(std::make_unique<AdminService>(core, metrics, std::move(actions)));
   return services;
 }
 

@@ -1,9 +1,12 @@
 #pragma once
 
+#include "kvtier/config.h"
+
 #include "services/server/core.h"
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace grpc {
@@ -19,9 +22,15 @@ class StreamRegistry;
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_client_services(
     Core& core, StreamRegistry& registry);
 
-/// The services of operators; `drain` is called by AdminService.Drain and must not block. Core and
-/// metrics must outlive the calls.
+/// What the services of operators ask of whoever runs the server. Must not block.
+struct AdminActions {
+  std::function<void()> drain;
+  /// Empty where there is no log. Without a level nothing is logged.
+  std::function<void(std::optional<LogLevel>)> set_log_level;
+};
+
+/// The services of operators. Core and metrics must outlive the calls.
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_admin_services(
-    Core& core, const ServerMetrics& metrics, std::function<void()> drain);
+    Core& core, const ServerMetrics& metrics, AdminActions actions);
 
 }  // namespace kvtier::services

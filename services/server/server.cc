@@ -162,7 +162,8 @@ class Server::Impl {
     }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);
     if (!options_.admin.empty()) {
-      admin_services_ = make_admin_services(core_, *metrics_, options_.on_drain);
+      admin_services_ = make_admin_services(
+          core_, *metrics_, {.drain = options_.on_drain, .set_log_level = options_.set_log_level});
       std::vector<Endpoint> bound;
       admin_server_ = listen(options_.admin, admin_services_, true, bound);
     }

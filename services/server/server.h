@@ -47,6 +47,9 @@ struct ServerOptions {
   std::vector<grpc::Service*> more_services{};
   /// Called by AdminService.Drain; must not block.
   std::function<void()> on_drain = [] {};
+  /// Called by AdminService.SetLogLevel, without a level for none at all; must not block. Empty:
+  /// there is no log.
+  std::function<void(std::optional<LogLevel>)> set_log_level{};
 };
 
 /// Throws `kInvalidArgument` for addresses that a server with these options refuses.

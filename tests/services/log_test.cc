@@ -56,6 +56,18 @@ TEST_F(LogTest, JsonHasTheFieldsThatThereAreOnOneLine) {
   EXPECT_EQ(second["level"], "info");
 }
 
+TEST_F(LogTest, LevelCanBeChanged) {
+  make(LogFormat::kText, "warning");
+  log_->write({.event = "a", .message = "too little"});
+  log_->set_level(LogLevel::kInfo);
+  log_->write({.event = "b", .message = "written"});
+  log_->set_level(std::nullopt);
+  log_->write({.level = LogLevel::kError, .event = "c", .message = "off"});
+  log_->set_level(LogLevel::kError);
+  log_->write({.level = LogLevel::kWarning, .event = "d", .message = "too little again"});
+  EXPECT_EQ(lines(), std::vector<std::string>{"info: written"});
+}
+
 TEST_F(LogTest, TextIsForReaders) {
   make(LogFormat::kText);
   log_->write({.level = LogLevel::kError, .event = "x", .message = "it failed", .code = "FAULT"});

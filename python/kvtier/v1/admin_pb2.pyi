@@ -6,6 +6,12 @@ from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+LOG_LEVEL_DEBUG: LogLevel
+LOG_LEVEL_ERROR: LogLevel
+LOG_LEVEL_INFO: LogLevel
+LOG_LEVEL_OFF: LogLevel
+LOG_LEVEL_UNSPECIFIED: LogLevel
+LOG_LEVEL_WARNING: LogLevel
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
@@ -73,6 +79,20 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
+
+class EvictTenantRequest(_message.Message):
+    __slots__ = ["name"]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class EvictTenantResponse(_message.Message):
+    __slots__ = ["bytes", "pages"]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    pages: int
+    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = []
@@ -222,6 +242,16 @@ class ServiceStats(_message.Message):
     sessions_released: int
     def __init__(self, models: _Optional[int] = ..., sessions_created: _Optional[int] = ..., sessions_released: _Optional[int] = ..., leases_expired: _Optional[int] = ..., received: _Optional[int] = ..., admitted: _Optional[int] = ..., rejected: _Optional[int] = ..., inflight_bytes: _Optional[int] = ..., inflight_bytes_limit: _Optional[int] = ...) -> None: ...
 
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ["level"]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: LogLevel
+    def __init__(self, level: _Optional[_Union[LogLevel, str]] = ...) -> None: ...
+
+class SetLogLevelResponse(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
 class SetTenantQuotaRequest(_message.Message):
     __slots__ = ["name", "quota"]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -335,4 +365,7 @@ class TierStats(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., gets: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., corrupt: _Optional[int] = ..., get_timeouts: _Optional[int] = ..., get_failures: _Optional[int] = ..., puts: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., put_timeouts: _Optional[int] = ..., put_failures: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., servers: _Optional[int] = ..., servers_open: _Optional[int] = ..., servers_probing: _Optional[int] = ..., get_time: _Optional[_Union[LatencyCounts, _Mapping]] = ..., put_time: _Optional[_Union[LatencyCounts, _Mapping]] = ...) -> None: ...
 
 class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
+class LogLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []

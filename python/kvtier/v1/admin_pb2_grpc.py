@@ -45,6 +45,16 @@ class AdminServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
                 )
+        self.EvictTenant = channel.unary_unary(
+                '/kvtier.v1.AdminService/EvictTenant',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.EvictTenantRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.EvictTenantResponse.FromString,
+                )
+        self.SetLogLevel = channel.unary_unary(
+                '/kvtier.v1.AdminService/SetLogLevel',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                )
 
 
 class AdminServiceServicer(object):
@@ -90,6 +100,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvictTenant(self, request, context):
+        """Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and leases
+        stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Changes what the server logs, until it ends. FAILED_PRECONDITION (NO_LOG) without a log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +147,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetTenantQuota,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.SerializeToString,
+            ),
+            'EvictTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictTenant,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.EvictTenantRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.EvictTenantResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -233,5 +268,39 @@ class AdminService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AdminService/SetTenantQuota',
             kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def EvictTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AdminService/EvictTenant',
+            kvtier_dot_v1_dot_admin__pb2.EvictTenantRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.EvictTenantResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.AdminService/SetLogLevel',
+            kvtier_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

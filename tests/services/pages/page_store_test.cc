@@ -60,25 +60,6 @@ TEST_F(PageStoreTest, KeepsModelsAndPageSizesApart) {
   EXPECT_EQ(find(*open(alpha_), {"a"}).size(), 1U) << "another lease of the same";
 }
 
-TEST_F(PageStoreTest, KeepsTenantsApart) {
-  const PageInfo info = put("a", 1);
-  const auto other = open(beta_);
-  EXPECT_THAT(find(*other, {"a"}), IsEmpty());
-  const auto foreign = [&] { return store_->read(beta_, info.handle); };
-  EXPECT_EQ(reason_of(foreign), "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] { return store_->pin(*other, info.handle); }), "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*other, info.handle); }), "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] {
-              store_->remove(*other, info.handle);
-              return 0;
-            }),
-            "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] { return store_->find(beta_, lease_->name); }), "NOT_FOUND");
-  EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
-  EXPECT_NE(put(*other, "a", 2).handle, info.handle);
-  EXPECT_EQ(get(alpha_, find(*lease_, {"a"}).at(0)), bytes_of(1));
-}
-
 TEST_F(PageStoreTest, OneOfTwoWritersOfAKeyWins) {
   const auto second = open(alpha_);
   const PageInfo first = store_->reserve(*lease_, {.hash = "a"});

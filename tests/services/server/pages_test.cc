@@ -1,3 +1,4 @@
+#include "kvtier/v1/admin.grpc.pb.h"
 #include "kvtier/v1/page.grpc.pb.h"
 #include "kvtier/v1/transfer.grpc.pb.h"
 
@@ -139,6 +140,43 @@ TEST_F(PagesTest, ComeBackAsTheyWereWritten) {
   EXPECT_EQ(bytes[1], bytes_of(2));
   EXPECT_EQ(bytes[2], "");
   while (stats().pinned_pages > 0) std::this_thread::yield();  // until gRPC lets its slices go
+}
+
+TEST_F(PagesTest, AnOperatorEvictsThoseOfATenant) {
+  const std::vector<std::string> handles = reserve({"a", "b", "c"});
+  write(handles, 1);
+  v1::BatchPinPagesRequest pin;
+  pin.set_lease(lease_);
+  pin.add_handles(handles[1]);
+  v1::BatchPinPagesResponse pinned;
+  grpc::ClientContext pin_context;
+  ASSERT_TRUE(pages_->BatchPinPages(&pin_context, pin, &pinned).ok());
+
+  const auto admin = v1::AdminService::NewStub(
+      grpc::CreateChannel(admin_socket(), grpc::InsecureChannelCredentials()));
+  v1::ListTenantsResponse tenants;
+  grpc::ClientContext list_context;
+  ASSERT_TRUE(admin->ListTenants(&list_context, {}, &tenants).ok());
+  const auto evict = [&](const std::string& name, v1::EvictTenantResponse& response) {
+    v1::EvictTenantRequest request;
+    request.set_name(name);
+    grpc::ClientContext context;
+    return admin->EvictTenant(&context, request, &response).error_code();
+  };
+  const auto bytes_before = static_cast<std::uint64_t>(stats().committed_bytes);
+  v1::EvictTenantResponse evicted;
+  EXPECT_EQ(evict("nobody", evicted), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(stats().committed_pages, 3U);
+  ASSERT_EQ(evict(tenants.tenants(0).name(), evicted), grpc::StatusCode::OK);
+  EXPECT_EQ(evicted.pages(), 2U);
+  EXPECT_EQ(evicted.bytes(), bytes_before / 3 * 2);
+  EXPECT_EQ(stats().committed_pages, 1U);
+  EXPECT_EQ(stats().deleted, 2U);
+  EXPECT_TRUE(pages_->BatchPinPages(std::make_unique<grpc::ClientContext>().get(), pin, &pinned)
+                  .ok());  // the lease is as it was
+  EXPECT_EQ(pinned.items(0).status().code(), 0);
+  ASSERT_EQ(evict(tenants.tenants(0).name(), evicted), grpc::StatusCode::OK);
+  EXPECT_EQ(evicted.pages(), 0U);
 }
 
 TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {

@@ -293,6 +293,31 @@ TEST_F(StreamTest, DrainByAnOperatorIsHandedOn) {
   EXPECT_EQ(asked, 1);
 }
 
+TEST_F(StreamTest, LogLevelIsAnOperatorsToChange) {
+  server_.reset();
+  std::vector<std::optional<LogLevel>> levels;
+  ServerOptions with_log = options();
+  with_log.set_log_level = [&levels](std::optional<LogLevel> level) { levels.push_back(level); };
+  start(with_log);
+  const auto set = [this](v1::LogLevel level) {
+    v1::SetLogLevelRequest request;
+    request.set_level(level);
+    return raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/SetLogLevel",
+                    request.SerializeAsString())
+        .status.error_code();
+  };
+  EXPECT_EQ(set(v1::LOG_LEVEL_DEBUG), grpc::StatusCode::OK);
+  EXPECT_EQ(set(v1::LOG_LEVEL_ERROR), grpc::StatusCode::OK);
+  EXPECT_EQ(set(v1::LOG_LEVEL_OFF), grpc::StatusCode::OK);
+  EXPECT_EQ(set(v1::LOG_LEVEL_UNSPECIFIED), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(set(static_cast<v1::LogLevel>(77)), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(levels, (std::vector<std::optional<LogLevel>>{LogLevel::kDebug, LogLevel::kError,
+                                                          std::nullopt}));
+  server_.reset();
+  start();  // without a log
+  EXPECT_EQ(set(v1::LOG_LEVEL_INFO), grpc::StatusCode::FAILED_PRECONDITION);
+}
+
 class GrpcTest : public ServerTest {};
 
 // Its shutdown can take 10 s.
