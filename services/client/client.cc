@@ -13,8 +13,6 @@
 
 namespace kvtier {
 
-namespace v1 = ::kvtier::v1;
-
 namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;

@@ -8,8 +8,6 @@
 
 namespace kvtier {
 
-namespace v1 = ::kvtier::v1;
-
 namespace {
 
 /// One call's bytes are to arrive within its time.

@@ -4,8 +4,6 @@
 
 namespace kvtier {
 
-namespace v1 = ::kvtier::v1;
-
 namespace {
 
 constexpr int kNamesPerReply = 1000;
