@@ -1,11 +1,13 @@
 #pragma once
 
 #include "kvtier/client.h"
+#include "kvtier/config.h"
 #include "kvtier/stats.h"
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -62,6 +64,11 @@ struct TenantStatus {
   std::int64_t max_kv_bytes = 0;
 };
 
+struct EvictedPages {
+  std::uint64_t pages = 0;
+  std::uint64_t bytes = 0;  ///< Of their places, which the tenant is no longer charged for.
+};
+
 /// A connection to a server's admin socket. Thread-safe. Calls throw `ClientError`.
 class AdminClient {
  public:
@@ -84,6 +91,12 @@ class AdminClient {
   /// `kNotFound` for a tenant that is none, `kInvalidArgument` below 0.
   TenantStatus set_quota(std::string_view tenant, std::int64_t max_sessions,
                          std::int64_t max_kv_bytes);
+  /// Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and
+  /// leases stay. Throws `kNotFound` for a tenant that is none.
+  EvictedPages evict_tenant(std::string_view tenant);
+  /// Changes the least that the server logs, until it ends; nothing: it logs no more. Throws
+  /// `kFailedPrecondition` for a server without a log.
+  void set_log_level(std::optional<LogLevel> level);
 
  private:
   class Impl;

@@ -1,6 +1,13 @@
 """A client of `kvtier serve`: KV cache, selection and attention in another process."""
 
-from kvtier.admin import AdminClient, ServerInfo, TenantStatus, default_admin_server
+from kvtier.admin import (
+    AdminClient,
+    EvictedPages,
+    LogLevel,
+    ServerInfo,
+    TenantStatus,
+    default_admin_server,
+)
 from kvtier.client import (
     AttendItem,
     AttendOutcome,
@@ -75,6 +82,7 @@ __all__ = [
     "DeviceTensor",
     "ErrorCode",
     "Estimator",
+    "EvictedPages",
     "FailedPreconditionError",
     "FetchItem",
     "FetchOutcome",
@@ -87,6 +95,7 @@ __all__ = [
     "LayerConfig",
     "LayerMode",
     "LeaseExpiredError",
+    "LogLevel",
     "ModelConfig",
     "NotFoundError",
     "Outputs",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.connection import ClientOptions, Connection, default_folder
 from kvtier.lease import Closing
@@ -30,6 +31,23 @@ class TenantStatus:
     kv_bytes: int
     max_sessions: int
     max_kv_bytes: int
+
+
+class EvictedPages(NamedTuple):
+    """`bytes`: of their places, which the tenant is no longer charged for."""
+
+    pages: int
+    bytes: int
+
+
+class LogLevel(enum.Enum):
+    """The least that a server logs."""
+
+    DEBUG = "LOG_LEVEL_DEBUG"
+    INFO = "LOG_LEVEL_INFO"
+    WARNING = "LOG_LEVEL_WARNING"
+    ERROR = "LOG_LEVEL_ERROR"
+    OFF = "LOG_LEVEL_OFF"
 
 
 def default_admin_server() -> str:
@@ -87,6 +105,17 @@ class AdminClient(Closing):
         quota = admin_pb2.TenantQuota(max_sessions=max_sessions, max_kv_bytes=max_kv_bytes)
         request = admin_pb2.SetTenantQuotaRequest(name=tenant, quota=quota)
         return _status_of(self._call("SetTenantQuota", request).tenant)
+
+    def evict_tenant(self, tenant: str) -> EvictedPages:
+        """Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and
+        leases stay."""
+        found = self._call("EvictTenant", admin_pb2.EvictTenantRequest(name=tenant))
+        return EvictedPages(found.pages, found.bytes)
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Changes what the server logs, until it ends."""
+        request = admin_pb2.SetLogLevelRequest(level=level.value)
+        self._call("SetLogLevel", request)
 
     def close(self) -> None:
         self._end()

@@ -144,6 +144,21 @@ ServerStats::PageCache page_cache_of(const v1::PageCacheStats& from) {
           .bytes_read = from.bytes_read()};
 }
 
+v1::LogLevel message_of(std::optional<LogLevel> level) {
+  if (!level) return v1::LOG_LEVEL_OFF;
+  switch (*level) {
+    case LogLevel::kDebug:
+      return v1::LOG_LEVEL_DEBUG;
+    case LogLevel::kInfo:
+      return v1::LOG_LEVEL_INFO;
+    case LogLevel::kWarning:
+      return v1::LOG_LEVEL_WARNING;
+    case LogLevel::kError:
+      return v1::LOG_LEVEL_ERROR;
+  }
+  return v1::LOG_LEVEL_UNSPECIFIED;  // the server refuses it
+}
+
 TenantStatus status_of(const v1::Tenant& from) {
   return {.name = from.name(),
           .sessions = from.sessions(),
@@ -235,6 +250,19 @@ TenantStatus AdminClient::set_quota(std::string_view tenant, std::int64_t max_se
   request.mutable_quota()->set_max_sessions(max_sessions);
   request.mutable_quota()->set_max_kv_bytes(max_kv_bytes);
   return status_of(impl_->call(&v1::AdminService::Stub::SetTenantQuota, request).tenant());
+}
+
+EvictedPages AdminClient::evict_tenant(std::string_view tenant) {
+  v1::EvictTenantRequest request;
+  request.set_name(std::string(tenant));
+  const v1::EvictTenantResponse found = impl_->call(&v1::AdminService::Stub::EvictTenant, request);
+  return {.pages = found.pages(), .bytes = found.bytes()};
+}
+
+void AdminClient::set_log_level(std::optional<LogLevel> level) {
+  v1::SetLogLevelRequest request;
+  request.set_level(message_of(level));
+  static_cast<void>(impl_->call(&v1::AdminService::Stub::SetLogLevel, request));
 }
 
 }  // namespace kvtier

@@ -67,6 +67,26 @@ class AdminTest(unittest.TestCase):
         with self.assertRaises(kvtier.InvalidArgumentError):
             self.admin.set_quota("last", max_sessions=-1, max_kv_bytes=1)
 
+    def test_pages_of_a_tenant_are_evicted_unless_they_are_pinned(self) -> None:
+        with self.client.open_pages("m", 4096) as pages:
+            put = [kvtier.PagePut(bytes([i]), 0, bytes(4096)) for i in range(3)]
+            handles = []
+            for stored in pages.put(put):
+                assert isinstance(stored, kvtier.FoundPage)
+                handles.append(stored.handle)
+            self.assertIsInstance(pages.pin(handles[:1])[0], kvtier.FoundPage)
+            self.assertEqual(self.admin.evict_tenant("t0"), (0, 0))
+            evicted = self.admin.evict_tenant("last")
+            self.assertEqual(evicted.pages, 2)
+            self.assertGreaterEqual(evicted.bytes, 2 * 4096)
+            self.assertEqual(self.admin.stats().page_cache.committed_pages, 1)
+        with self.assertRaises(kvtier.NotFoundError):
+            self.admin.evict_tenant("nobody")
+
+    def test_every_log_level_is_taken(self) -> None:
+        for level in kvtier.LogLevel:
+            self.admin.set_log_level(level)
+
     def test_a_drain_ends_the_server(self) -> None:
         self.admin.drain()
         self.assertEqual(self.server.process.wait(30), 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 import time
 import unittest
 from concurrent import futures
+from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import grpc
@@ -15,7 +17,17 @@ import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 from kvtier.connection import Watchdog, delay_before
 from kvtier.errors import Details, make_error
-from kvtier.v1 import attention_pb2, attention_pb2_grpc, session_pb2, session_pb2_grpc, tensor_pb2
+from kvtier.v1 import (
+    admin_pb2,
+    attention_pb2,
+    attention_pb2_grpc,
+    page_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    shared_memory_pb2,
+    tensor_pb2,
+    transfer_pb2,
+)
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=1, kv_heads=1, head_dim=64)
 ROW = np.ones((1, 1, 64), np.float32)
@@ -253,6 +265,23 @@ class ErrorsTest(unittest.TestCase):
             self.assertLessEqual(long, 1.0)
             for code in set(range(1, 17)) - {1, 14}:
                 self.assertIsNone(delay_before(make_error(code, "m"), attempt))
+
+
+class ApiTest(unittest.TestCase):
+    def test_every_call_of_the_service_is_made_but_those_that_stay_out(self) -> None:
+        package = Path(kvtier.__file__).parent
+        sources = "".join(path.read_text() for path in package.glob("*.py"))
+        files = (admin_pb2, attention_pb2, page_pb2, session_pb2, shared_memory_pb2, transfer_pb2)
+        methods = [
+            method.name
+            for file in files
+            for service in file.DESCRIPTOR.services_by_name.values()
+            for method in service.methods
+        ]
+        self.assertIn("Append", methods)
+        unused = {name for name in methods if not re.search(rf'[."]{name}\b', sources)}
+        # docs/service.md, section 7, says why.
+        self.assertEqual(unused, {"BatchCommitPages", "BatchAbortPages", "ListAttachments"})
 
 
 class WatchdogTest(unittest.TestCase):

@@ -5,7 +5,9 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
 #include <atomic>
+#include <optional>
 
 namespace kvtier::services::testing {
 namespace {
@@ -32,6 +34,7 @@ class AdminClientTest : public ServerTest {
     options.core.tenants.back().token_sha256 =
         "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
     options.on_drain = [this] { drained_ = true; };
+    options.set_log_level = [this](std::optional<LogLevel> level) { levels_.push_back(level); };
     start(std::move(options));
     admin_ = std::make_unique<AdminClient>(ClientOptions{.server = admin_socket()});
   }
@@ -49,6 +52,7 @@ class AdminClientTest : public ServerTest {
 
   std::unique_ptr<AdminClient> admin_;
   std::atomic<bool> drained_{false};
+  std::vector<std::optional<LogLevel>> levels_;  ///< Each set before its call is answered.
 };
 
 TEST_F(AdminClientTest, TellsOfTheServer) {
@@ -117,6 +121,30 @@ TEST_F(AdminClientTest, ListsTenantsAndChangesTheirQuotas) {
   }
   EXPECT_THROW(admin_->set_quota("nobody", 1, 1), ClientError);
   EXPECT_THROW(admin_->set_quota("second", -1, 1), ClientError);
+}
+
+TEST_F(AdminClientTest, EvictsATenantsPagesThatAreNotPinned) {
+  Client client = this->client();
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = 4096});
+  const std::vector<std::byte> bytes(4096);
+  const std::array<RemotePages::Put, 3> puts{{{.hash = "a", .bytes = bytes},
+                                              {.hash = "b", .bytes = bytes},
+                                              {.hash = "c", .bytes = bytes}}};
+  const std::vector<RemotePages::Result> stored = pages.put(puts);
+  EXPECT_TRUE(pages.pin({&stored[1].handle, 1}).at(0).ok());
+  EXPECT_EQ(admin_->evict_tenant("first").pages, 0U);
+  const EvictedPages evicted = admin_->evict_tenant("second");
+  EXPECT_EQ(evicted.pages, 2U);
+  EXPECT_GE(evicted.bytes, 2U * 4096);
+  EXPECT_EQ(admin_->stats().page_cache.committed_pages, 1U);
+  EXPECT_THROW(admin_->evict_tenant("nobody"), ClientError);
+}
+
+TEST_F(AdminClientTest, SetsTheLogLevel) {
+  const std::vector<std::optional<LogLevel>> levels{
+      LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning, LogLevel::kError, std::nullopt};
+  for (const std::optional<LogLevel> level : levels) admin_->set_log_level(level);
+  EXPECT_EQ(levels_, levels);
 }
 
 TEST_F(AdminClientTest, Drains) {
