@@ -67,19 +67,20 @@ std::shared_ptr<grpc::Channel> wide_channel(const std::string& endpoint) {
   return grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments);
 }
 
-/// Reads of pages of one size, divided among `streams` threads, each with a connection of its own.
+/// Reads of pages of one size, divided among `threads`, each with a client of its own whose reads
+/// take `page_streams`.
 class Reads {
  public:
-  Reads(const ServerProcess& server, const PageSet& pages, int streams, std::span<std::byte> memory,
-        std::mt19937_64& random)
+  Reads(const ServerProcess& server, const PageSet& pages, int threads, int page_streams,
+        std::span<std::byte> memory, std::mt19937_64& random)
       : server_(server),
         page_bytes_(pages.page_bytes),
-        threads_(static_cast<std::size_t>(streams)) {
-    for (int i = 0; i < streams; ++i) {
+        threads_(static_cast<std::size_t>(threads)) {
+    for (int i = 0; i < threads; ++i) {
       const auto at = static_cast<std::size_t>(i);
       Thread& thread = threads_[at];
-      thread.client =
-          std::make_unique<Client>(ClientOptions{.server = server.endpoint(), .data_plane = false});
+      thread.client = std::make_unique<Client>(ClientOptions{
+          .server = server.endpoint(), .data_plane = false, .page_streams = page_streams});
       thread.wide = wide_channel(server.endpoint());
       thread.messages = &server.messages(i);
       thread.gets = random_gets(pages, memory.subspan(at * kBytesPerCall, kBytesPerCall),
@@ -172,15 +173,17 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
   std::mt19937_64 random(3);
   for (const PageSet* set : {&server.small(), &server.large()}) {
     for (int streams = 1; streams <= kMaxStreams; ++streams) {
-      Reads reads(server, *set, streams, memory, random);
-      const auto compared = [&](const char* what, const std::function<void()>& second) {
+      Reads alone(server, *set, streams, 1, memory, random);
+      Reads client(server, *set, 1, kMaxStreams, memory, random);
+      const auto compared = [&](const char* what, const std::function<void()>& work) {
         rows.push_back(row_of(what, set->page_bytes, streams,
                               compare(
-                                  kRoundsOfRounds * settings.rounds, [&] { reads.messages(); },
-                                  second, [&] { return reads.cpu(); })));
+                                  kRoundsOfRounds * settings.rounds, [&] { alone.messages(); },
+                                  work, [&] { return alone.cpu(); })));
       };
-      compared("raw_stream_over_messages", [&] { reads.raw(); });
-      compared("bare_stream_over_messages", [&] { reads.bare(); });
+      compared("client_over_messages", [&] { client.raw(); });
+      compared("raw_stream_over_messages", [&] { alone.raw(); });
+      compared("bare_stream_over_messages", [&] { alone.bare(); });
     }
   }
   return rows;

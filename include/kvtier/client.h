@@ -32,6 +32,10 @@ struct ClientOptions {
   /// Send tensors over the server's data plane where it has one: shared memory on the same machine,
   /// its TCP port otherwise. Calls that it cannot take go over gRPC.
   bool data_plane = true;
+  /// Connections over which a large read of pages goes at a time, where it goes over gRPC, up to
+  /// 16. The thread that calls receives them all; 1: that of the other calls alone; 0: two, on a
+  /// machine with more than one core.
+  int page_streams = 0;
 };
 
 /// A call that the server, or the way to it, has refused. Credentials that are wrong are

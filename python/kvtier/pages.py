@@ -108,7 +108,8 @@ class RemotePages(Leased):
         return outcomes
 
     def get(self, handles: Sequence[str]) -> list[GetOutcome]:
-        """Reads pages, whose checksums the server has compared."""
+        """Reads pages, whose checksums the server has compared; over gRPC by one stream, since
+        messages are taken apart under the interpreter's lock."""
         found: list[NDArray[np.uint8] | None] = [None] * len(handles)
         self._planes.with_pages(
             lambda channel: page_plane.read(channel, handles, self._page_bytes, found)

@@ -21,6 +21,7 @@
 namespace kvtier::services {
 namespace {
 
+constexpr int kMaxPageStreams = 16;
 constexpr int kMaxMessageBytes = 4 << 20;
 /// What a stream may send ahead, and the longest frame. ReadPages of 64-KiB and 2-MiB pages over a
 /// Unix socket of an EPYC 7003 with 2 cores: 1.9 and 2.2 GB/s, 1.6 and 1.9 with a window of one
@@ -120,16 +121,32 @@ std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) 
   return std::chrono::milliseconds(jitter(random));
 }
 
-}  // namespace
-
-Connection::Connection(const ClientOptions& options) : options_(options) {
-  keep_grpc();
+const ClientOptions& checked(const ClientOptions& options) {
   if (options.timeout.count() <= 0) {
     bad("timeout: expected above 0, found " + std::to_string(options.timeout.count()) + " ms");
   }
   if (options.attempts < 1) {
     bad("attempts: expected at least 1, found " + std::to_string(options.attempts));
   }
+  if (options.page_streams < 0 || options.page_streams > kMaxPageStreams) {
+    bad("page_streams: expected 0 to " + std::to_string(kMaxPageStreams) + ", found " +
+        std::to_string(options.page_streams));
+  }
+  return options;
+}
+
+}  // namespace
+
+Connection::Connection(const ClientOptions& options)
+    : options_(checked(options)), credentials_(credentials_of(options)), channel_(make_channel()) {
+  sessions_ = v1::SessionService::NewStub(channel_);
+  attention_ = v1::AttentionService::NewStub(channel_);
+  pages_ = v1::PageService::NewStub(channel_);
+  shared_memory_ = v1::SharedMemoryService::NewStub(channel_);
+}
+
+std::shared_ptr<grpc::Channel> Connection::make_channel() const {
+  keep_grpc();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -138,15 +155,21 @@ Connection::Connection(const ClientOptions& options) : options_(options) {
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);  // the server takes one in 20 s
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  // A pool of its own: connections of one process do not share their limit of streams.
+  // A pool of its own: channels do not share a connection, nor its limit of streams.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  channel_ =
-      grpc::CreateCustomChannel(target_of(options.server), credentials_of(options), arguments);
-  sessions_ = v1::SessionService::NewStub(channel_);
-  attention_ = v1::AttentionService::NewStub(channel_);
-  pages_ = v1::PageService::NewStub(channel_);
-  shared_memory_ = v1::SharedMemoryService::NewStub(channel_);
+  return grpc::CreateCustomChannel(target_of(options_.server), credentials_, arguments);
+}
+
+std::vector<grpc::Channel*> Connection::channels(std::size_t most) {
+  std::vector<grpc::Channel*> channels{channel_.get()};
+  const std::lock_guard lock(more_mutex_);
+  while (more_channels_.size() + 1 < most) more_channels_.push_back(make_channel());
+  for (const auto& channel : more_channels_) {
+    if (channels.size() == most) break;
+    if (channel->GetState(true) == GRPC_CHANNEL_READY) channels.push_back(channel.get());
+  }
+  return channels;
 }
 
 void Connection::authorize(grpc::ClientContext& context) const {

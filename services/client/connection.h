@@ -8,12 +8,16 @@
 
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
+#include <grpcpp/security/credentials.h>
 #include <grpcpp/support/status.h>
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -34,6 +38,10 @@ class Connection {
 
   [[nodiscard]] v1::PageService::Stub& pages() noexcept { return *pages_; }
   [[nodiscard]] grpc::Channel& channel() noexcept { return *channel_; }
+  /// Returns channels for `most` streams at a time, a connection each: that of all calls, and those
+  /// of the others that are connected; the rest begin to connect, for the next time. They live as
+  /// long as this.
+  [[nodiscard]] std::vector<grpc::Channel*> channels(std::size_t most);
 
   /// Adds the token.
   void authorize(grpc::ClientContext& context) const;
@@ -48,9 +56,13 @@ class Connection {
 
  private:
   void prepare(grpc::ClientContext& context) const;
+  [[nodiscard]] std::shared_ptr<grpc::Channel> make_channel() const;
 
   const ClientOptions options_;
-  std::shared_ptr<grpc::Channel> channel_;
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  std::mutex more_mutex_;
+  std::vector<std::shared_ptr<grpc::Channel>> more_channels_;  ///< Guarded by the mutex.
   std::unique_ptr<v1::SessionService::Stub> sessions_;
   std::unique_ptr<v1::AttentionService::Stub> attention_;
   std::unique_ptr<v1::PageService::Stub> pages_;

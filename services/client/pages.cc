@@ -1,21 +1,16 @@
 #include "services/client/pages.h"
 
+#include "services/client/page_streams.h"
 #include "services/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
 
-#include <grpcpp/completion_queue.h>
-#include <grpcpp/support/async_stream.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <cstdlib>
 #include <memory>
-#include <optional>
-#include <thread>
 
 namespace kvtier::services {
 namespace {
@@ -23,183 +18,6 @@ namespace {
 using grpc::internal::RpcMethod;
 
 constexpr std::size_t kHeadBytes = 256;  // of a chunk, at most
-constexpr std::size_t kMaxText = 4096;
-/// How long a reader asks again and again before it sleeps. A message comes through a Unix socket
-/// in parts of 48 KiB, and one that sleeps is woken for each. ReadPages of 64-KiB and 2-MiB pages
-/// on 2 cores of an EPYC: 2.8 and 3.3 GB/s for .61 and .55 s of CPU a GB; without it 2.3 and 2.9
-/// for .70 and .52; 1 ms changes nothing.
-constexpr std::chrono::microseconds kSleepAfter{200};
-
-/// Large enough to be mapped whatever glibc has learnt, and no larger than what it learns from.
-constexpr std::size_t kTeachingBytes = std::size_t{31} << 20;
-
-/// gRPC receives into buffers of up to 4 MiB, which glibc gives back to the system with each
-/// message, and takes anew, page fault by page fault, with the next. From a mapped block that is
-/// freed it learns to keep as much, and up to twice that at the end of its heap; thresholds that
-/// the process has set by mallopt or by its environment stay as they are. ReadPages of 64-KiB pages
-/// on 2 cores of an EPYC: the client takes .21 s of CPU a GB, .27 without it.
-void keep_received_memory() {
-  static const bool taught = [] {
-    void* volatile block = std::malloc(kTeachingBytes);  // volatile: the pair may not be left out
-    std::free(block);
-    return true;
-  }();
-  static_cast<void>(taught);
-}
-
-/// A chunk of a ReadPagesResponse; `data` lies in the message.
-struct ReadChunk {
-  std::uint64_t index = 0;
-  std::uint64_t offset = 0;
-  bool last = false;
-  std::optional<v1::ItemStatus> status;
-  std::optional<v1::Page> page;
-  ByteRuns data;
-};
-
-template <typename Message>
-Message message_in(MessageCursor& cursor) {
-  Message message;
-  if (!message.ParseFromString(cursor.text(kMaxText))) {
-    throw Error(ErrorCode::kInternal, "pages: expected a message of the server, found none");
-  }
-  return message;
-}
-
-ReadChunk parse_chunk(const ByteRuns& bytes) {
-  using Chunk = v1::ReadPagesResponse::Chunk;
-  ReadChunk chunk;
-  for (MessageCursor cursor(bytes); cursor.next();) {
-    switch (cursor.field()) {
-      case Chunk::kIndexFieldNumber:
-        chunk.index = cursor.varint();
-        break;
-      case Chunk::kStatusFieldNumber:
-        chunk.status = message_in<v1::ItemStatus>(cursor);
-        break;
-      case Chunk::kOffsetFieldNumber:
-        chunk.offset = cursor.varint();
-        break;
-      case Chunk::kPageFieldNumber:
-        chunk.page = message_in<v1::Page>(cursor);
-        break;
-      case Chunk::kLastFieldNumber:
-        chunk.last = cursor.varint() != 0;
-        break;
-      case Chunk::kDataFieldNumber:
-        chunk.data = cursor.bytes();
-        break;
-      default:
-        cursor.skip();
-    }
-  }
-  return chunk;
-}
-
-/// Puts the chunks of one call to their places.
-class Arrivals {
- public:
-  Arrivals(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results)
-      : pages_(pages), results_(results), crcs_(pages.size()), sums_(pages.size()) {
-    for (RemotePages::Result& result : results_) {
-      result = {.code = ErrorCode::kUnavailable, .reason = "NOT_ANSWERED"};
-    }
-  }
-
-  void take(const grpc::ByteBuffer& message) {
-    std::vector<grpc::Slice> slices;
-    if (!message.Dump(&slices).ok()) return;
-    ByteRuns runs;
-    for (const grpc::Slice& slice : slices) {
-      runs.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
-    }
-    for (MessageCursor cursor(runs); cursor.next();) {
-      if (cursor.field() == v1::ReadPagesResponse::kChunksFieldNumber) {
-        take(parse_chunk(cursor.bytes()));
-      } else {
-        cursor.skip();
-      }
-    }
-  }
-
- private:
-  void take(const ReadChunk& chunk) {
-    const std::size_t i = chunk.index;
-    if (i >= pages_.size()) return;
-    if (chunk.status && chunk.status->code() != 0) {
-      results_[i] = result_of(*chunk.status);
-      return;
-    }
-    if (chunk.page) crcs_[i] = chunk.page->crc32c();
-    const std::span<std::byte> to = pages_[i].to;
-    std::size_t at = chunk.offset;
-    for (const auto& run : chunk.data) {
-      if (at > to.size() || run.size() > to.size() - at) {
-        results_[i] = {.code = ErrorCode::kInvalidArgument, .reason = "PAGE_TOO_LARGE"};
-        return;
-      }
-      sums_[i] = crc32c_copy(to.subspan(at, run.size()), run, sums_[i]);
-      at += run.size();
-    }
-    if (!chunk.last || results_[i].reason == "PAGE_TOO_LARGE") return;
-    if (at == to.size() && sums_[i] == crcs_[i]) {
-      results_[i] = {.crc32c = crcs_[i]};
-    } else {
-      results_[i] = {.code = ErrorCode::kDataLoss, .reason = "CHECKSUM_FAILED"};
-    }
-  }
-
-  std::span<const RemotePages::Get> pages_;
-  std::span<RemotePages::Result> results_;
-  std::vector<std::uint32_t> crcs_, sums_;
-};
-
-/// The messages of one ReadPages call, read by one thread.
-class MessageStream {
- public:
-  MessageStream(grpc::Channel& channel, grpc::ClientContext& context,
-                const v1::ReadPagesRequest& request)
-      : method_("/kvtier.v1.TransferService/ReadPages", RpcMethod::SERVER_STREAMING),
-        stream_(grpc::internal::ClientAsyncReaderFactory<grpc::ByteBuffer>::Create(
-            &channel, &queue_, method_, &context, request, true, this)) {
-    open_ = await();
-  }
-
-  /// Returns false at the end.
-  [[nodiscard]] bool read(grpc::ByteBuffer& message) {
-    if (!open_) return false;
-    stream_->Read(&message, this);
-    return open_ = await();
-  }
-  [[nodiscard]] grpc::Status finish() {
-    grpc::Status status;
-    stream_->Finish(&status, this);
-    static_cast<void>(await());
-    return status;
-  }
-
- private:
-  /// Waits for the only operation under way; returns whether it succeeded.
-  bool await() {
-    void* tag = nullptr;
-    bool succeeded = false;
-    const auto sleep_at = std::chrono::steady_clock::now() + kSleepAfter;
-    do {
-      const gpr_timespec now = gpr_time_0(GPR_CLOCK_MONOTONIC);
-      if (queue_.AsyncNext(&tag, &succeeded, now) == grpc::CompletionQueue::GOT_EVENT) {
-        return succeeded;
-      }
-      std::this_thread::yield();  // to the server, where it has no other core
-    } while (std::chrono::steady_clock::now() < sleep_at);
-    return queue_.Next(&tag, &succeeded) && succeeded;
-  }
-
-  grpc::CompletionQueue queue_;
-  const RpcMethod method_;
-  const std::unique_ptr<grpc::ClientAsyncReader<grpc::ByteBuffer>> stream_;
-  bool open_ = false;
-};
-
 grpc::ByteBuffer write_message(const std::string& lease, v1::WritePagesRequest::Chunk chunk,
                                std::span<const std::byte> data) {
   std::string fields = chunk.SerializeAsString();
@@ -289,25 +107,10 @@ v1::WritePagesResponse PageCalls::write(std::span<const RemotePages::Put> pages,
   return response;
 }
 
-grpc::Status PageCalls::read_once(grpc::ClientContext& context, const v1::ReadPagesRequest& request,
-                                  std::span<const RemotePages::Get> pages,
-                                  std::span<RemotePages::Result> results) {
-  keep_received_memory();
-  MessageStream stream(connection_.channel(), context, request);
-  Arrivals arrivals(pages, results);
-  grpc::ByteBuffer message;
-  while (stream.read(message)) arrivals.take(message);
-  return stream.finish();
-}
-
 void PageCalls::read(std::span<const RemotePages::Get> pages,
                      std::span<RemotePages::Result> results, VerifiedBy verified_by) {
-  v1::ReadPagesRequest request;
-  request.set_lease(name());
-  for (const RemotePages::Get& page : pages) request.add_handles(page.handle);
-  request.set_client_verifies(verified_by == VerifiedBy::kClient);
-  connection_.call(
-      [&](grpc::ClientContext& context) { return read_once(context, request, pages, results); });
+  const PagesToRead read{name(), pages, verified_by == VerifiedBy::kBoth};
+  connection_.retry([&] { return read_pages(connection_, read, results); });
 }
 
 void PageCalls::read(std::span<const RemotePages::Get> pages,

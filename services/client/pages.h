@@ -46,10 +46,6 @@ class PageCalls {
 
   void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results,
             VerifiedBy verified_by);
-  [[nodiscard]] grpc::Status read_once(grpc::ClientContext& context,
-                                       const v1::ReadPagesRequest& request,
-                                       std::span<const RemotePages::Get> pages,
-                                       std::span<RemotePages::Result> results);
 
   Connection& connection_;
   const v1::PageLease lease_;

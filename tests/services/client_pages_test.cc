@@ -22,7 +22,12 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
 
   void SetUp() override {
     ServerTest::SetUp();
-    ServerOptions options = this->options();
+    start_server(options());
+  }
+  void start_server(ServerOptions options) {
+    pages_.reset();
+    client_.reset();
+    server_.reset();
     options.data.listen = {parse_endpoint(socket() + ".data")};
     options.core.pages.arena_bytes = std::int64_t{140} << 20;  // 35 pages, more than one call's
     start(options);
@@ -229,6 +234,28 @@ TEST_P(ClientPagesTest, ManyPagesGoInSeveralCalls) {
   EXPECT_GT(stats().evicted, 0U);
   const std::string last = "39";
   EXPECT_THAT(pages_->lookup({&last, 1}, layer_), SizeIs(1));
+}
+
+TEST_P(ClientPagesTest, ReadsOverSeveralConnectionsWhereOneHasRoom) {
+  ServerOptions options = this->options();
+  options.core.max_inflight_bytes = std::int64_t{3} << 20;  // of one stream's two messages
+  start_server(options);
+  constexpr std::size_t kPages = 8;
+  std::vector<Bytes> contents;
+  std::vector<Bytes> back(kPages, Bytes(static_cast<std::size_t>(kPageBytes)));
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    contents.push_back(bytes_of(i));
+    gets.push_back({.handle = put(std::to_string(i), i).handle, .to = back[i]});
+  }
+  for (int round = 0; round < 5; ++round) {  // by the second, connections have been made
+    for (const RemotePages::Result& result : pages_->get(gets)) {
+      EXPECT_TRUE(result.ok()) << result.reason;
+    }
+    EXPECT_TRUE(back == contents);
+    for (Bytes& bytes : back) bytes.assign(bytes.size(), std::byte{0});
+  }
+  await_no_pins();
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, ClientPagesTest, ::testing::Bool(), [](const auto& way) {

@@ -7,6 +7,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +17,7 @@
 #include <fstream>
 #include <future>
 #include <memory>
+#include <span>
 #include <sstream>
 #include <string>
 #include <sys/socket.h>
@@ -58,6 +62,43 @@ TEST_F(ServeTest, SecondServerIsRefusedAndADeadOnesSocketReplaced) {
   ASSERT_TRUE(std::filesystem::exists(folder_ / "x.sock"));
   const auto third = serve({"--listen", address});
   EXPECT_EQ(third->read_line(), "listening on " + address) << err();
+}
+
+TEST_F(ServeTest, KilledEndsAReadOverSeveralConnections) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  Client client({.server = address, .attempts = 1, .data_plane = false, .page_streams = 2});
+  constexpr std::size_t kBytes = 1 << 20;
+  constexpr std::size_t kPages = 32;
+  const std::vector<std::byte> bytes(kBytes, std::byte{7});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = kBytes});
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  std::vector<std::byte> read(kPages * kBytes);
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    gets.push_back({handle, std::span(read).subspan(i * kBytes, kBytes)});
+  }
+  std::atomic<int> reads{0};
+  auto end = std::async(std::launch::async, [&] {
+    for (;;) {
+      try {
+        for (const RemotePages::Result& result : pages.get(gets)) {
+          if (!result.ok()) return result.code;
+        }
+        if (std::ranges::count(read, std::byte{7}) != std::ssize(read)) return ErrorCode::kDataLoss;
+      } catch (const ClientError& error) {
+        return error.code();
+      }
+      ++reads;
+      std::ranges::fill(read, std::byte{0});
+    }
+  });
+  while (reads < 3 && end.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    std::this_thread::yield();
+  }
+  server->signal(SIGKILL);
+  EXPECT_EQ(end.get(), ErrorCode::kUnavailable);
 }
 
 TEST_F(ServeTest, KilledWithItsMemoryMappedLeavesClientsUnharmed) {
