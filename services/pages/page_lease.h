@@ -1,23 +1,18 @@
 #pragma once
 
 #include "services/server/executor.h"
-#include "services/server/handle.h"
+#include "services/server/handle_table.h"
 #include "services/server/tenants.h"
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 namespace kvtier::services {
-
-using TimePoint = std::chrono::steady_clock::time_point;
 
 class TenantPages;
 
@@ -38,7 +33,7 @@ struct PageLease {
   const PageLeaseConfig config;
   std::string name;  ///< "leases/{handle}"
   std::uint64_t id = 0;
-  std::atomic<TimePoint::rep> end{0};
+  std::atomic<TimePoint::rep> lease_end{0};
   std::unique_ptr<Strand> strand;  ///< Where calls of this lease run, for those who queue them.
   std::atomic<int> queued{0};      ///< The lease does not run out meanwhile.
 
@@ -48,40 +43,16 @@ struct PageLease {
   std::unordered_map<std::uint32_t, std::uint32_t> pins;  ///< Slot to count.
 };
 
-/// Which leases there are, by handle. Thread-safe.
-class PageLeaseTable {
+/// Which leases there are. Thread-safe.
+class PageLeaseTable : public HandleTable<PageLease> {
  public:
-  PageLeaseTable() : codec_("lease") {}
+  PageLeaseTable() : HandleTable("lease", "leases/", "the lease has run out") {}
 
   /// Names a lease and adds it. Throws RESOURCE_EXHAUSTED when there are `max` already.
   void insert(const std::shared_ptr<PageLease>& lease, std::size_t max);
-  /// Returns the tenant's own lease. Throws NOT_FOUND, FAILED_PRECONDITION (LEASE_EXPIRED), ABORTED
-  /// (SERVER_EPOCH).
-  [[nodiscard]] std::shared_ptr<PageLease> find(const Tenant& tenant,
-                                                const std::string& name) const;
-  /// As `find`, and takes it out.
-  [[nodiscard]] std::shared_ptr<PageLease> remove(const Tenant& tenant, const std::string& name);
-  [[nodiscard]] std::vector<std::shared_ptr<PageLease>> remove_expired(TimePoint now);
-  [[nodiscard]] std::size_t size() const;
 
  private:
-  struct Slot {
-    std::uint32_t generation = 0;
-    std::uint32_t expired_generation = 0;  ///< Last that ran out, plus 1.
-    std::uint32_t expired_tenant = 0;
-    std::shared_ptr<PageLease> lease;
-  };
-
-  [[nodiscard]] std::uint32_t slot_of(const Tenant& tenant, const DecodedHandle& handle) const;
-  [[nodiscard]] DecodedHandle decode(const std::string& name) const;
-  [[nodiscard]] std::shared_ptr<PageLease> vacate(std::uint32_t slot);
-
-  HandleCodec codec_;
-  mutable std::mutex mutex_;  ///< Guards all below.
-  std::vector<Slot> slots_;
-  std::vector<std::uint32_t> free_;
-  std::uint64_t last_id_ = 0;
-  std::size_t size_ = 0;
+  std::uint64_t last_id_ = 0;  ///< Guarded by the table's mutex.
 };
 
 }  // namespace kvtier::services

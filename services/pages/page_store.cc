@@ -91,7 +91,7 @@ std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig
 }
 
 void PageStore::renew(PageLease& lease) const noexcept {
-  lease.end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
+  lease.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
 }
 
 std::shared_ptr<PageLease> PageStore::find(const Tenant& tenant, const std::string& name) const {

@@ -159,7 +159,7 @@ class PageStore {
   /// to `extent_bytes` and a model's name over 128 bytes, RESOURCE_EXHAUSTED.
   [[nodiscard]] std::shared_ptr<PageLease> open(Tenant& tenant, const PageLeaseConfig& config,
                                                 std::unique_ptr<Strand> strand = nullptr);
-  /// Returns the tenant's own lease and renews it. Throws as `SessionTable::find`.
+  /// Returns the tenant's own lease and renews it. Throws as `HandleTable::find`.
   [[nodiscard]] std::shared_ptr<PageLease> find(const Tenant& tenant,
                                                 const std::string& name) const;
   /// Gives back what the lease has reserved, and its pins. Committed pages stay.

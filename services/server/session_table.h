@@ -4,22 +4,18 @@
 
 #include "services/server/admission.h"
 #include "services/server/executor.h"
-#include "services/server/handle.h"
+#include "services/server/handle_table.h"
 #include "services/server/model_pool.h"
 #include "services/server/tenants.h"
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace kvtier::services {
-
-using TimePoint = std::chrono::steady_clock::time_point;
 
 /// The last decode step of a session.
 struct LastStep {
@@ -86,23 +82,13 @@ class AtWork {
   SessionEntry& entry_;
 };
 
-/// Which sessions there are, by handle. Handles carry a generation, so that one never names the
-/// next session in its slot. Thread-safe.
-class SessionTable {
+/// Which sessions there are. `close` of those taken out is left to the caller. Thread-safe.
+class SessionTable : public HandleTable<SessionEntry> {
  public:
-  SessionTable() : codec_("session") {}
+  SessionTable() : HandleTable("session", "sessions/", "the session ended with its lease") {}
 
   /// Names `entry` and adds it.
   void insert(const std::shared_ptr<SessionEntry>& entry);
-  /// Returns the tenant's own session. Throws NOT_FOUND for names that are unknown, foreign, forged
-  /// or released, FAILED_PRECONDITION (LEASE_EXPIRED), ABORTED (SERVER_EPOCH) for a handle of an
-  /// earlier start.
-  [[nodiscard]] std::shared_ptr<SessionEntry> find(const Tenant& tenant,
-                                                   const std::string& name) const;
-  /// As `find`, and takes the session out. `close` is left to the caller.
-  [[nodiscard]] std::shared_ptr<SessionEntry> remove(const Tenant& tenant, const std::string& name);
-  /// Takes out the sessions whose lease ended before `now` and that have no call queued.
-  [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_expired(TimePoint now);
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_all();
   /// Returns the sessions whose call has been worked on since before `then`.
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> at_work_since(TimePoint then) const;
@@ -111,26 +97,6 @@ class SessionTable {
   /// to go on with, or nothing at the end.
   [[nodiscard]] std::pair<std::vector<std::string>, std::optional<std::uint32_t>> list(
       const Tenant& tenant, std::uint32_t first_slot, std::size_t count) const;
-  [[nodiscard]] std::size_t size() const;
-  [[nodiscard]] std::uint32_t epoch() const noexcept { return codec_.epoch(); }
-
- private:
-  struct Slot {
-    std::uint32_t generation = 0;
-    std::uint32_t expired_generation = 0;  ///< Last that ended with its lease, plus 1.
-    std::uint32_t expired_tenant = 0;
-    std::shared_ptr<SessionEntry> entry;
-  };
-
-  [[nodiscard]] DecodedHandle decode(const std::string& name) const;
-  [[nodiscard]] std::uint32_t slot_of(const Tenant& tenant, const DecodedHandle& handle) const;
-  [[nodiscard]] std::shared_ptr<SessionEntry> vacate(std::uint32_t slot);
-
-  HandleCodec codec_;
-  mutable std::mutex mutex_;  ///< Guards all below.
-  std::vector<Slot> slots_;
-  std::vector<std::uint32_t> free_;
-  std::size_t size_ = 0;
 };
 
 }  // namespace kvtier::services
