@@ -3,12 +3,10 @@
 
 #include <gmock/gmock.h>
 
-#include <csignal>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <sys/wait.h>
 
 namespace kvtier::services::testing {
 namespace {
@@ -177,22 +175,11 @@ TEST_F(AttachTest, GivesEverythingBackWhenClientsAreKilled) {
   for (int i = 0; i < 10; ++i) {
     const std::string once = token();
     const std::string endpoint = plane_->endpoints()[0].text();
-    std::array<int, 2> ready{};
-    ASSERT_EQ(::pipe2(ready.data(), O_CLOEXEC), 0);
-    const pid_t child = ::fork();
-    if (child == 0) {
+    in_killed_process([&](const auto& be_killed) {
       DataChannel channel({.endpoint = endpoint, .token = once, .tls = {}});
       (void)channel.send(FrameType::kReadPages, 0, Bytes(4));  // of which the reply is never read
-      (void)!::write(ready[1], "x", 1);
-      ::pause();
-      ::_exit(0);
-    }
-    char byte = 0;
-    ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-    ::kill(child, SIGKILL);
-    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-    ::close(ready[0]);
-    ::close(ready[1]);
+      be_killed();
+    });
   }
   ASSERT_TRUE(all_is_free());
   EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));

@@ -3,11 +3,9 @@
 
 #include <gmock/gmock.h>
 
-#include <csignal>
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <sys/wait.h>
 
 namespace kvtier::services::testing {
 namespace {
@@ -191,10 +189,7 @@ TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
   const std::size_t before = open_descriptors();
   for (int i = 0; i < 10; ++i) {
     const std::string once = token();
-    std::array<int, 2> ready{};
-    ASSERT_EQ(::pipe2(ready.data(), O_CLOEXEC), 0);
-    const pid_t child = ::fork();
-    if (child == 0) {
+    in_killed_process([&](const auto& be_killed) {
       RawSocket raw(endpoint());
       raw.write_frame(FrameType::kAttach, 0, std::as_bytes(std::span(once)));
       // A third of a header, or a header and half of its control.
@@ -203,16 +198,8 @@ TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
           encode_header(make_header(FrameType::kWritePages, 0, 2, control, 0));
       raw.write(std::span(header).first(i % 2 == 0 ? 13 : kFrameHeaderBytes));
       if (i % 2 != 0) raw.write(std::span(control).first(50));
-      (void)!::write(ready[1], "x", 1);
-      ::pause();
-      ::_exit(0);
-    }
-    char byte = 0;
-    ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-    ::kill(child, SIGKILL);
-    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-    ::close(ready[0]);
-    ::close(ready[1]);
+      be_killed();
+    });
   }
   EXPECT_TRUE(all_is_free());
   EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
