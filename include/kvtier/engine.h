@@ -29,8 +29,8 @@ struct AttendOptions {
   /// `kFailedPrecondition`. Not kept after the call.
   const RetrievalConfig* retrieval = nullptr;
   /// Chooses how many tokens are selected by the attention that they keep. Only with a norm-aware
-  /// estimator, without a logit softcap, and not on CUDA yet (`kUnimplemented`). Ignored where
-  /// nothing is selected by score.
+  /// estimator and without a logit softcap. On CUDA such a step scores on the generic path. Ignored
+  /// where nothing is selected by score.
   std::optional<RecallTarget> recall_target{};
 };
 

@@ -127,8 +127,8 @@ AttendOutputs make_outputs(const Request& request, const TensorView& query, Repl
   return outputs;
 }
 
-/// A digest of the step's tensors, or of their places in device memory; what is left out is
-/// compared as it is.
+/// A digest of the step's tensors, or of their places in device memory, and of which outputs it
+/// asks for. Its options are not in it.
 std::string digest_of(const v1::DecodeRequest& request) {
   std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
   unsigned size = 0;
