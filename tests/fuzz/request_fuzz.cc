@@ -24,6 +24,7 @@ constexpr int kCalls = 8;
 constexpr int kLayers = 2;
 constexpr int kKvHeads = 2;
 constexpr int kHeadDim = 64;
+constexpr int kPlanes = 64;
 constexpr std::int64_t kTokens = 12;
 constexpr std::size_t kRegionBytes = 8 << 10;
 constexpr std::int64_t kReplyBytes = std::int64_t{1} << 20;
@@ -123,6 +124,9 @@ class Service {
     request.mutable_geometry()->set_query_heads(2 * kKvHeads);
     request.mutable_geometry()->set_kv_heads(kKvHeads);
     request.mutable_geometry()->set_head_dim(kHeadDim);
+    v1::Sketch& sketch = *request.add_extra_sketches();  // for calls that are norm-aware
+    sketch.set_kind(v1::PLANE_KIND_ORTHOGONAL);
+    sketch.set_num_planes(kPlanes);
     v1::CreateSessionResponse response;
     require(call([&](Done done) {
               core_.create_session(caller(), request, response, std::move(done));
