@@ -174,7 +174,7 @@ nlohmann::json stream_rows(const ServerProcess& server, const Settings& settings
   for (const PageSet* set : {&server.small(), &server.large()}) {
     for (int streams = 1; streams <= kMaxStreams; ++streams) {
       Reads alone(server, *set, streams, 1, memory, random);
-      Reads client(server, *set, 1, kMaxStreams, memory, random);
+      Reads client(server, *set, 1, ClientOptions{}.page_streams, memory, random);  // as it comes
       const auto compared = [&](const char* what, const std::function<void()>& work) {
         rows.push_back(row_of(what, set->page_bytes, streams,
                               compare(
