@@ -58,9 +58,11 @@ def read(
     handles: Sequence[str],
     page_bytes: int,
     found: list[NDArray[np.uint8] | None],
+    stale: set[int],
 ) -> None:
     """Fills `found` with the pages, whose checksums the server has compared. None stays for one that
-    is missing, has gone meanwhile or is damaged: to ask another way is to be told why."""
+    is missing, has gone meanwhile or is damaged: to ask another way is to be told why. Those that
+    had gone from where the server said that they were are in `stale`, by their number."""
     if channel.arena is None or not READS_ARE_ORDERED:
         return
     for first in range(0, len(handles), _READ_BATCH):
@@ -74,6 +76,8 @@ def read(
                 if at < len(found) and good:
                     if channel.arena.copy(outcome.slot, outcome.generation, page):
                         found[at] = page
+                    else:
+                        stale.add(at)
                 at += 1
 
 

@@ -111,14 +111,15 @@ class RemotePages(Leased):
         """Reads pages, whose checksums the server has compared; over gRPC by one stream, since
         messages are taken apart under the interpreter's lock."""
         found: list[NDArray[np.uint8] | None] = [None] * len(handles)
+        stale: set[int] = set()
         self._planes.with_pages(
-            lambda channel: page_plane.read(channel, handles, self._page_bytes, found)
+            lambda channel: page_plane.read(channel, handles, self._page_bytes, found, stale)
         )
         left = [i for i, page in enumerate(found) if page is None]
         asked: Iterator[GetOutcome] = iter(())
         if left:
             names = [handles[i] for i in left]
-            asked = iter(self._connection.retry(lambda: self._get(names)))
+            asked = iter(self._connection.retry(lambda: self._get(names, len(stale))))
         return [next(asked) if page is None else page for page in found]
 
     def pin(self, handles: Sequence[str]) -> list[FoundPage | ClientError]:
@@ -202,12 +203,14 @@ class RemotePages(Leased):
                 )
                 yield request
 
-    def _get(self, handles: Sequence[str]) -> list[GetOutcome]:
+    def _get(self, handles: Sequence[str], stale_reads: int) -> list[GetOutcome]:
         connection = self._connection
         missing = make_error(ErrorCode.UNAVAILABLE, "not answered", Details("NOT_ANSWERED"))
         outcomes: list[GetOutcome] = [missing] * len(handles)
         pages: dict[int, NDArray[np.uint8]] = {}
-        request = transfer_pb2.ReadPagesRequest(lease=self._name, handles=handles)
+        request = transfer_pb2.ReadPagesRequest(
+            lease=self._name, handles=handles, stale_reads=stale_reads
+        )
         with translated():
             responses = connection.transfer.ReadPages(
                 request, timeout=connection.options.timeout, metadata=connection.metadata

@@ -91,22 +91,22 @@ void order_reads() {
 #endif
 }
 
-/// As `ArenaView::copy_page`, by `copy_bytes`.
-bool read_page(const ArenaView& arena, const PageOutcome& at, const PageRead& page, bool verify,
+/// As `ArenaView::copy_page`, by `copy_bytes`. Sets `done` or, if it is so, `stale`.
+void read_page(const ArenaView& arena, const PageOutcome& at, PageRead& page, bool verify,
                Copy copy_bytes) {
-  if (at.code != 0 || at.bytes != page.to.size() || at.slot >= arena.header().num_units) {
-    return false;
-  }
-  if (!arena.is_readable(at.slot, at.generation) ||
-      arena.page_header(at.slot).length != page.to.size()) {
-    return false;
-  }
+  if (at.code != 0 || at.bytes != page.to.size() || at.slot >= arena.header().num_units) return;
+  page.stale = !arena.is_readable(at.slot, at.generation);
+  if (page.stale || arena.page_header(at.slot).length != page.to.size()) return;
   const std::byte* bytes = arena.page(at.slot);
   // First, so that the copy has it from the cache.
-  if (verify && crc32c({bytes, page.to.size()}) != at.crc) return false;
+  if (verify && crc32c({bytes, page.to.size()}) != at.crc) {
+    page.stale = !arena.is_readable(at.slot, at.generation);
+    return;
+  }
   copy_bytes(page.to, bytes);
   order_reads();
-  return arena.is_readable(at.slot, at.generation);
+  page.done = arena.is_readable(at.slot, at.generation);
+  page.stale = !page.done;
 }
 
 }  // namespace
@@ -126,7 +126,7 @@ void read_shared(DataChannel& channel, std::span<PageRead> pages, bool verify) {
     const std::vector<PageOutcome> found = decode_outcomes(channel.reply_to(current).control());
     const std::span<PageRead> part = batch(first);
     for (std::size_t i = 0; i < std::min(part.size(), found.size()); ++i) {
-      part[i].done = read_page(*channel.arena(), found[i], part[i], verify, copy_bytes);
+      read_page(*channel.arena(), found[i], part[i], verify, copy_bytes);
       if (part[i].done) part[i].crc = found[i].crc;
     }
   }

@@ -15,6 +15,7 @@ struct PageRead {
   std::span<std::byte> to;
   bool done = false;      ///< Set when `to` has the page as it was committed.
   std::uint32_t crc = 0;  ///< Set with it: what the server has as its CRC-32C.
+  bool stale = false;     ///< Set when the page had left the place where the server said it was.
 };
 
 /// Reads pages out of the arena that `channel` has mapped; without one, none. The server is asked

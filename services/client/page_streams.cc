@@ -165,6 +165,7 @@ struct Part {
   std::span<const RemotePages::Get> pages;
   std::span<RemotePages::Result> results;
   grpc::Channel* channel = nullptr;
+  std::size_t stale_reads = 0;  ///< As far as they are this part's to tell.
 };
 
 /// A ReadPages call, whose only operation under way has the call for its tag.
@@ -180,6 +181,7 @@ class PageStream {
     request.set_lease(read.lease);
     for (const RemotePages::Get& page : part.pages) request.add_handles(page.handle);
     request.set_client_verifies(!read.server_compares);
+    request.set_stale_reads(static_cast<std::uint32_t>(part.stale_reads));
     stream_.reset(grpc::internal::ClientAsyncReaderFactory<grpc::ByteBuffer>::Create(
         part.channel, &queue, method_, &context_, request, true, this));
   }
@@ -317,7 +319,12 @@ grpc::Status read_pages(Connection& connection, const PagesToRead& read,
   const gpr_timespec deadline = grpc_deadline(connection.options().timeout);
   const std::vector<grpc::Channel*> channels = connection.channels(most_streams(connection, read));
   std::vector<Part> parts = divide(read.pages, results, channels.size());
-  for (std::size_t i = 0; i < parts.size(); ++i) parts[i].channel = channels[i];
+  std::size_t stale_reads = read.stale_reads;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    parts[i].channel = channels[i];
+    parts[i].stale_reads = std::min(stale_reads, parts[i].pages.size());
+    stale_reads -= parts[i].stale_reads;
+  }
   std::vector<grpc::Status> statuses;
   const grpc::Status failure = run_streams(connection, deadline, read, parts, statuses);
   if (!failure.ok()) return failure;

@@ -6,6 +6,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <cstddef>
 #include <span>
 #include <string>
 
@@ -16,6 +17,7 @@ struct PagesToRead {
   const std::string& lease;
   std::span<const RemotePages::Get> pages;
   bool server_compares = false;  ///< Checksums, beside the client, which always does.
+  std::size_t stale_reads = 0;   ///< How many of them were stale in shared memory.
 };
 
 /// Reads pages and compares their checksums; `results` has an element for each. A large read is

@@ -108,14 +108,15 @@ v1::WritePagesResponse PageCalls::write(std::span<const RemotePages::Put> pages,
 }
 
 void PageCalls::read(std::span<const RemotePages::Get> pages,
-                     std::span<RemotePages::Result> results, VerifiedBy verified_by) {
-  const PagesToRead read{name(), pages, verified_by == VerifiedBy::kBoth};
+                     std::span<RemotePages::Result> results, VerifiedBy verified_by,
+                     std::size_t stale_reads) {
+  const PagesToRead read{name(), pages, verified_by == VerifiedBy::kBoth, stale_reads};
   connection_.retry([&] { return read_pages(connection_, read, results); });
 }
 
 void PageCalls::read(std::span<const RemotePages::Get> pages,
-                     std::span<RemotePages::Result> results) {
-  read(pages, results, VerifiedBy::kClient);
+                     std::span<RemotePages::Result> results, std::size_t stale_reads) {
+  read(pages, results, VerifiedBy::kClient, stale_reads);
   std::vector<RemotePages::Get> differing;
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < pages.size(); ++i) {

@@ -35,7 +35,9 @@ class PageCalls {
                                              std::span<const std::string> handles);
   /// Reads pages to their places and compares their checksums; fills `results`. Those that differ
   /// are read once more, compared by the server too, which does not serve a damaged page again.
-  void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results);
+  /// `stale_reads` of them were stale in shared memory.
+  void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results,
+            std::size_t stale_reads);
   [[nodiscard]] v1::BatchUnpinPagesResponse unpin(std::span<const std::string> handles);
   [[nodiscard]] v1::BatchDeletePagesResponse remove(std::span<const std::string> handles);
   /// Closes the lease, waiting a second at most.
@@ -45,7 +47,7 @@ class PageCalls {
   enum class VerifiedBy : bool { kClient, kBoth };
 
   void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results,
-            VerifiedBy verified_by);
+            VerifiedBy verified_by, std::size_t stale_reads = 0);
 
   Connection& connection_;
   const v1::PageLease lease_;

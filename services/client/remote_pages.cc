@@ -78,7 +78,11 @@ class RemotePages::Impl {
     std::vector<Result> asked(left.size());
     for (std::size_t first = 0; first < left.size(); first += pages_per_call()) {
       const std::size_t count = std::min(pages_per_call(), left.size() - first);
-      calls_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count));
+      const auto stale =
+          std::ranges::count_if(std::span(places).subspan(first, count),
+                                [&](std::size_t place) { return read[place].stale; });
+      calls_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
+                  static_cast<std::size_t>(stale));
     }
     for (std::size_t i = 0; i < left.size(); ++i) {
       results[places[i]] = std::move(asked[i]);

@@ -296,18 +296,18 @@ void DataConnection::call(const FrameHeader& header, std::span<const std::byte> 
            });
 }
 
-PageStore& DataConnection::pages() const {
+PageRequest DataConnection::page_request(const FrameHeader& header) const {
   if (context_.pages == nullptr) {
     throw ServiceError(Code::kFailedPrecondition, "FAILED_PRECONDITION",
                        "this server stores no pages");
   }
-  return *context_.pages;
+  return {*context_.pages, attachment_->tenant, header, staging_ != nullptr};
 }
 
 void DataConnection::read_pages(const FrameHeader& header, std::span<const std::byte> control) {
   std::vector<PageDescriptor> descriptors = decode_descriptors(control);
   try {
-    jobs_.push_back({make_read_job(pages(), attachment_->tenant, header, std::move(descriptors)),
+    jobs_.push_back({make_read_job(page_request(header), std::move(descriptors)),
                      hold(static_cast<std::int64_t>(header.body_bytes))});
   } catch (const ServiceError& error) {
     return reply_failed(FrameType::kPages, header.request_id, error);
@@ -330,9 +330,9 @@ void DataConnection::write_pages(const FrameHeader& header, std::span<const std:
     keep = staging_;
   }
   try {
-    jobs_.push_back({make_write_job(pages(), attachment_->tenant, header, std::move(request),
-                                    source, std::move(keep)),
-                     hold(static_cast<std::int64_t>(header.body_bytes))});
+    jobs_.push_back(
+        {make_write_job(page_request(header), std::move(request), source, std::move(keep)),
+         hold(static_cast<std::int64_t>(header.body_bytes))});
   } catch (const ServiceError& error) {
     return reply_failed(FrameType::kWritten, header.request_id, error);
   }

@@ -115,7 +115,8 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void call(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
   void read_pages(const FrameHeader& header, std::span<const std::byte> control);
   void write_pages(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
-  [[nodiscard]] PageStore& pages() const;
+  /// Throws FAILED_PRECONDITION where there are no pages.
+  [[nodiscard]] PageRequest page_request(const FrameHeader& header) const;
   /// Does a part of the first job, and comes back for the rest unless the queue is full.
   void work();
   /// Posts `work`, also when it saw a full queue: replies of calls leave on other threads.

@@ -18,6 +18,12 @@ std::string_view handle_of(const PageDescriptor& descriptor) {
   return {descriptor.handle.data(), descriptor.handle.size()};
 }
 
+TransferPlane plane_of(const PageRequest& request) {
+  if (!request.shares_memory) return TransferPlane::kTcp;
+  const bool is_inline = (request.header.flags & kInline) != 0;
+  return is_inline ? TransferPlane::kUnix : TransferPlane::kShared;
+}
+
 /// Runs `work`, whose error becomes the item's.
 template <typename Work>
 PageOutcome outcome_of(Work work) {
@@ -32,15 +38,20 @@ PageOutcome outcome_of(Work work) {
 
 class ReadJob : public PageJob {
  public:
-  ReadJob(PageStore& pages, const Tenant& tenant, const FrameHeader& header,
-          std::vector<PageDescriptor> descriptors)
-      : pages_(pages),
-        tenant_(tenant),
-        request_id_(header.request_id),
-        verify_((header.flags & kServerSums) != 0 ? Verify::kYes : Verify::kNo),
-        descriptors_(std::move(descriptors)) {}
+  ReadJob(const PageRequest& request, std::vector<PageDescriptor> descriptors)
+      : pages_(request.pages),
+        tenant_(request.tenant),
+        request_id_(request.header.request_id),
+        verify_((request.header.flags & kServerSums) != 0 ? Verify::kYes : Verify::kNo),
+        descriptors_(std::move(descriptors)),
+        transfer_(request.pages.transfers(), plane_of(request), TransferDirection::kRead) {}
 
  protected:
+  /// Reads the next page, which is counted whether it is there or not.
+  [[nodiscard]] PinnedPage read() {
+    transfer_.page();
+    return pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
+  }
   [[nodiscard]] bool at_end() const { return next_ == descriptors_.size(); }
   [[nodiscard]] std::uint32_t more() const { return at_end() ? 0U : kMore; }
 
@@ -49,18 +60,22 @@ class ReadJob : public PageJob {
   const std::uint64_t request_id_;
   const Verify verify_;
   const std::vector<PageDescriptor> descriptors_;
+  Transfer transfer_;
   std::size_t next_ = 0;
 };
 
+/// For clients that read the arena.
 class LocateJob final : public ReadJob {
  public:
-  using ReadJob::ReadJob;
+  LocateJob(const PageRequest& request, std::vector<PageDescriptor> descriptors)
+      : ReadJob(request, std::move(descriptors)), is_mapped_(request.shares_memory) {}
   bool step(DataConnection& connection) override {
     std::vector<PageOutcome> outcomes;
     std::uint64_t bytes = 0;  // that were read for their checksums
     for (; !at_end() && outcomes.size() < kLookUpsPerStep && bytes < kBytesPerStep; ++next_) {
       outcomes.push_back(outcome_of([&] {
-        const PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
+        const PinnedPage page = read();
+        if (is_mapped_) transfer_.moved(page.bytes().size());
         if (verify_ == Verify::kYes) bytes += page.bytes().size();
         return PageOutcome{.crc = page.crc(),
                            .slot = page.slot(),
@@ -72,6 +87,9 @@ class LocateJob final : public ReadJob {
                                   encode(std::span(std::as_const(outcomes)))));
     return at_end();
   }
+
+ private:
+  const bool is_mapped_;
 };
 
 class InlineReadJob final : public ReadJob {
@@ -85,7 +103,7 @@ class InlineReadJob final : public ReadJob {
     for (; !at_end() && bytes < kBytesPerStep && payload.size() < kPagesPerFrame; ++next_) {
       const PageDescriptor& wanted = descriptors_[next_];
       outcomes.push_back(outcome_of([&] {
-        PinnedPage page = pages_.read(tenant_, handle_of(wanted), verify_);
+        PinnedPage page = read();
         if (!lies_within({wanted.offset, wanted.bytes}, page.bytes().size())) {
           throw ServiceError::invalid("bytes", "a range of the page", std::to_string(wanted.bytes));
         }
@@ -99,6 +117,7 @@ class InlineReadJob final : public ReadJob {
           payload.push_back({const_cast<std::byte*>(range.data()), range.size()});
         }
         bytes += range.size();
+        transfer_.moved(range.size());
         pins->push_back(std::move(page));
         return outcome;
       }));
@@ -112,15 +131,16 @@ class InlineReadJob final : public ReadJob {
 
 class WriteJob final : public PageJob {
  public:
-  WriteJob(PageStore& pages, const Tenant& tenant, const FrameHeader& header, WriteBody body,
-           std::span<const std::byte> source, std::shared_ptr<void> keep)
-      : pages_(pages),
-        request_id_(header.request_id),
-        has_sums_((header.flags & kServerSums) == 0),
+  WriteJob(const PageRequest& request, WriteBody body, std::span<const std::byte> source,
+           std::shared_ptr<void> keep)
+      : pages_(request.pages),
+        request_id_(request.header.request_id),
+        has_sums_((request.header.flags & kServerSums) == 0),
         body_(std::move(body)),
         source_(source),
         keep_(std::move(keep)),
-        lease_(pages.find(tenant, body_.lease)) {}
+        lease_(pages_.find(request.tenant, body_.lease)),
+        transfer_(pages_.transfers(), plane_of(request), TransferDirection::kWrite) {}
 
   bool step(DataConnection& connection) override {
     std::uint64_t bytes = 0;
@@ -137,6 +157,7 @@ class WriteJob final : public PageJob {
 
  private:
   PageOutcome write(const PageDescriptor& page) {
+    transfer_.page();
     if (page.offset != 0 || !lies_within({page.destination, page.bytes}, source_.size())) {
       throw ServiceError::invalid("bytes", "a whole page within the memory at hand",
                                   std::to_string(page.bytes));
@@ -144,6 +165,7 @@ class WriteJob final : public PageJob {
     const PageInfo info =
         pages_.commit(*lease_, handle_of(page), source_.subspan(page.destination, page.bytes),
                       has_sums_ ? std::optional(page.crc) : std::nullopt);
+    transfer_.moved(page.bytes);
     return {.code = info.existed ? kPageExisted : 0U,
             .crc = info.crc32c,
             .slot = info.slot,
@@ -158,26 +180,24 @@ class WriteJob final : public PageJob {
   const std::span<const std::byte> source_;
   const std::shared_ptr<void> keep_;
   const std::shared_ptr<PageLease> lease_;
+  Transfer transfer_;
   std::vector<PageOutcome> outcomes_;
 };
 
 }  // namespace
 
-std::unique_ptr<PageJob> make_read_job(PageStore& pages, const Tenant& tenant,
-                                       const FrameHeader& header,
+std::unique_ptr<PageJob> make_read_job(const PageRequest& request,
                                        std::vector<PageDescriptor> descriptors) {
-  if ((header.flags & kInline) != 0) {
-    return std::make_unique<InlineReadJob>(pages, tenant, header, std::move(descriptors));
+  if ((request.header.flags & kInline) != 0) {
+    return std::make_unique<InlineReadJob>(request, std::move(descriptors));
   }
-  return std::make_unique<LocateJob>(pages, tenant, header, std::move(descriptors));
+  return std::make_unique<LocateJob>(request, std::move(descriptors));
 }
 
-std::unique_ptr<PageJob> make_write_job(PageStore& pages, const Tenant& tenant,
-                                        const FrameHeader& header, WriteBody body,
+std::unique_ptr<PageJob> make_write_job(const PageRequest& request, WriteBody body,
                                         std::span<const std::byte> source,
                                         std::shared_ptr<void> keep) {
-  return std::make_unique<WriteJob>(pages, tenant, header, std::move(body), source,
-                                    std::move(keep));
+  return std::make_unique<WriteJob>(request, std::move(body), source, std::move(keep));
 }
 
 }  // namespace kvtier::services

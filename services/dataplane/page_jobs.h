@@ -22,17 +22,23 @@ class PageJob {
   [[nodiscard]] virtual bool step(DataConnection& connection) = 0;
 };
 
+/// What a job is to do, of what all jobs have.
+struct PageRequest {
+  PageStore& pages;
+  const Tenant& tenant;
+  const FrameHeader& header;
+  bool shares_memory;  ///< With the client.
+};
+
 /// Answers kReadPages: where the pages are in the read arena, or with kInline their bytes, in as
 /// many frames as it takes, all but the last with kMore. A page that cannot be read is answered
 /// with the code of its error; one that has been evicted is NOT_FOUND.
-[[nodiscard]] std::unique_ptr<PageJob> make_read_job(PageStore& pages, const Tenant& tenant,
-                                                     const FrameHeader& header,
+[[nodiscard]] std::unique_ptr<PageJob> make_read_job(const PageRequest& request,
                                                      std::vector<PageDescriptor> descriptors);
 
 /// Answers kWritePages: copies pages from `source` and commits them, each by itself. `keep` is held
 /// as long. Throws as `PageStore::find`.
-[[nodiscard]] std::unique_ptr<PageJob> make_write_job(PageStore& pages, const Tenant& tenant,
-                                                      const FrameHeader& header, WriteBody body,
+[[nodiscard]] std::unique_ptr<PageJob> make_write_job(const PageRequest& request, WriteBody body,
                                                       std::span<const std::byte> source,
                                                       std::shared_ptr<void> keep);
 

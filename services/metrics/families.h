@@ -23,8 +23,8 @@ class Families {
                const Labels& labels = {});
   void gauge(const std::string& name, const std::string& help, double value,
              const Labels& labels = {});
-  /// `counts[i]` are what took at most `bounds[i]` seconds and longer than the bound before; one
-  /// count more than bounds.
+  /// `counts[i]` are what was at most `bounds[i]` and more than the bound before; one count more
+  /// than bounds.
   void histogram(const std::string& name, const std::string& help,
                  const std::vector<double>& bounds, std::span<const std::uint64_t> counts,
                  double sum, const Labels& labels = {});

@@ -11,6 +11,8 @@ namespace kvtier::services {
 namespace {
 
 constexpr const char* kOther = "other";
+/// Operators' messages are small and few, their sizes nobody's concern.
+constexpr std::string_view kOperators = "AdminService/";
 /// ALREADY_EXISTS, PERMISSION_DENIED and OUT_OF_RANGE are never sent, so they have no series of
 /// their own.
 constexpr std::array<const char*, RpcMetrics::kNumCodes> kCodeNames = {
@@ -101,8 +103,10 @@ RpcMetrics::RpcMetrics(prometheus::Registry& registry, const std::vector<std::st
       method.operation = &operation.Add(labels, duration_buckets());
       method.queued = &queued.Add(labels, queue_buckets());
     }
-    method.bytes = {&bytes.Add({{"method", name}, {"direction", "received"}}, message_buckets()),
-                    &bytes.Add({{"method", name}, {"direction", "sent"}}, message_buckets())};
+    if (!name.starts_with(kOperators)) {
+      method.bytes = {&bytes.Add({{"method", name}, {"direction", "received"}}, message_buckets()),
+                      &bytes.Add({{"method", name}, {"direction", "sent"}}, message_buckets())};
+    }
     methods_.emplace(name, method);
   };
   for (const std::string& name : methods) add(name);
@@ -127,7 +131,8 @@ void RpcMetrics::finished(Method& method, int code, std::chrono::nanoseconds dur
 }
 
 void RpcMetrics::message(Method& method, Direction direction, std::size_t bytes) {
-  method.bytes[static_cast<std::size_t>(direction)]->Observe(static_cast<double>(bytes));
+  prometheus::Histogram* const sizes = method.bytes[static_cast<std::size_t>(direction)];
+  if (sizes != nullptr) sizes->Observe(static_cast<double>(bytes));
 }
 
 void RpcMetrics::operation(Method& method, std::optional<std::chrono::nanoseconds> queued,

@@ -49,7 +49,7 @@ class RpcMetrics {
     prometheus::Gauge* inflight;
     prometheus::Histogram* duration;
     prometheus::Histogram *operation, *queued;    ///< Null for a method without operations.
-    std::array<prometheus::Histogram*, 2> bytes;  ///< By direction.
+    std::array<prometheus::Histogram*, 2> bytes;  ///< By direction; null for an operator's.
   };
 
  private:

@@ -4,6 +4,7 @@
 #include "services/pages/page_arena.h"
 #include "services/pages/page_lease.h"
 #include "services/pages/page_slots.h"
+#include "services/pages/transfer_counts.h"
 #include "services/server/handle.h"
 #include "services/server/service_error.h"
 #include "services/server/tenants.h"
@@ -216,6 +217,9 @@ class PageStore {
   [[nodiscard]] PageStats stats() const;
   [[nodiscard]] PageStats stats(const Tenant& tenant) const;
   [[nodiscard]] std::size_t num_leases() const { return leases_.size(); }
+  /// Told by those who move pages to clients and from them.
+  [[nodiscard]] TransferCounts& transfers() noexcept { return transfers_; }
+  [[nodiscard]] const TransferCounts& transfers() const noexcept { return transfers_; }
 
  private:
   [[nodiscard]] TenantPages& pages_of(Tenant& tenant);
@@ -223,6 +227,7 @@ class PageStore {
   void renew(PageLease& lease) const noexcept;
 
   const PageStoreOptions options_;
+  TransferCounts transfers_{options_.now};
   HandleCodec codec_;
   PageLeaseTable leases_;
   mutable std::mutex mutex_;                           ///< Guards both below.

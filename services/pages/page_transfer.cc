@@ -92,6 +92,7 @@ void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pa
       }
       if (count > 0 && !ended_) end_incomplete();
       response_.add_items();
+      transfer_.page();
       handle_ = chunk.handle;
       ended_ = false;
     }
@@ -111,6 +112,7 @@ void PageWriter::write_chunk(PageLease& lease, const WriteChunk& chunk) {
   auto offset = static_cast<std::uint64_t>(chunk.offset);
   for (const auto& run : chunk.data) {
     store_.write(lease, handle_, offset, run);
+    transfer_.moved(run.size());
     offset += run.size();
   }
   if (!chunk.last) return;
@@ -146,6 +148,7 @@ ReadPiece PageReader::next_piece(std::size_t max_bytes) {
   chunk.set_index(static_cast<int>(index_));
   ReadPiece piece;
   if (page_ == nullptr) {
+    transfer_.page();
     try {
       page_ = std::make_shared<const PinnedPage>(store_.read(tenant_, handles_[index_], verify_));
       chunk.mutable_page()->set_handle(handles_[index_]);
@@ -163,6 +166,7 @@ ReadPiece PageReader::next_piece(std::size_t max_bytes) {
     piece.data = page_->bytes().subspan(offset_);
     piece.data = piece.data.first(std::min(piece.data.size(), max_bytes));
     offset_ += piece.data.size();
+    transfer_.moved(piece.data.size());
   }
   if (page_ == nullptr || offset_ == page_->bytes().size()) {
     chunk.set_last(true);

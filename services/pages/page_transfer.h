@@ -39,7 +39,9 @@ void fill_page(const PageInfo& from, v1::Page& to);
 /// One WritePages call. Used by one thread at a time.
 class PageWriter {
  public:
-  explicit PageWriter(PageStore& store) : store_(store) {}
+  explicit PageWriter(PageStore& store)
+      : store_(store),
+        transfer_(store.transfers(), TransferPlane::kGrpc, TransferDirection::kWrite) {}
 
   /// Writes the chunks of a message. What goes wrong with a page is kept for its result; throws
   /// INVALID_ARGUMENT for indices out of order and more pages than `max_pages`.
@@ -52,6 +54,7 @@ class PageWriter {
   void end_incomplete();
 
   PageStore& store_;
+  Transfer transfer_;
   v1::WritePagesResponse response_;
   std::string handle_;  ///< Of the last page.
   bool ended_ = false;  ///< Likewise: committed or failed.
@@ -69,6 +72,7 @@ class PageReader {
  public:
   PageReader(PageStore& store, const Tenant& tenant, const v1::ReadPagesRequest& request)
       : store_(store),
+        transfer_(store.transfers(), TransferPlane::kGrpc, TransferDirection::kRead),
         tenant_(tenant),
         handles_(request.handles().begin(), request.handles().end()),
         verify_(request.client_verifies() ? Verify::kNo : Verify::kYes) {}
@@ -81,6 +85,7 @@ class PageReader {
   [[nodiscard]] ReadPiece next_piece(std::size_t max_bytes);
 
   PageStore& store_;
+  Transfer transfer_;
   const Tenant& tenant_;
   const std::vector<std::string> handles_;
   const Verify verify_;

@@ -176,6 +176,7 @@ class Core {
   [[nodiscard]] Stats engine_stats() const { return models_.stats(); }
   /// Sums over the tenants.
   [[nodiscard]] PageStats page_stats() const { return pages_.stats(); }
+  [[nodiscard]] const TransferCounts& transfers() const noexcept { return pages_.transfers(); }
   /// As `ModelPool::any_failed`.
   [[nodiscard]] bool degraded() const { return models_.any_failed(); }
 

@@ -9,6 +9,8 @@
 
 #include <array>
 #include <chrono>
+#include <utility>
+#include <vector>
 
 namespace kvtier::services {
 namespace {
@@ -249,6 +251,35 @@ void add_page_losses(const PageStats& pages, Families& families) {
   ages("quota", pages.evicted_for_quota);
 }
 
+/// Pages to clients and from them, by the way that they take.
+void add_transfers(const TransferCounts& counts, Families& families) {
+  static const std::vector<double> seconds(TransferSums::kSecondBounds.begin(),
+                                           TransferSums::kSecondBounds.end());
+  static const std::vector<double> pages(TransferSums::kPageBounds.begin(),
+                                         TransferSums::kPageBounds.end());
+  for (const auto& [plane, plane_name] :
+       {std::pair(TransferPlane::kGrpc, "grpc"), std::pair(TransferPlane::kUnix, "uds"),
+        std::pair(TransferPlane::kTcp, "tcp"), std::pair(TransferPlane::kShared, "shm")}) {
+    for (const auto& [direction, name] : {std::pair(TransferDirection::kRead, "read"),
+                                          std::pair(TransferDirection::kWrite, "write")}) {
+      const Labels labels{{"plane", plane_name}, {"direction", name}};
+      const TransferSums sums = counts.of(plane, direction);
+      families.counter("kvtier_transfer_bytes_total", "Bytes of pages that clients read or wrote.",
+                       number(sums.bytes), labels);
+      families.histogram(
+          "kvtier_transfer_seconds",
+          "From the arrival of a request for pages until its last byte is handed on.", seconds,
+          sums.by_seconds, sums.seconds, labels);
+      families.histogram("kvtier_transfer_batch_pages", "Pages of a request.", pages, sums.by_pages,
+                         number(sums.pages), labels);
+    }
+  }
+  families.counter("kvtier_shm_generation_retries_total",
+                   "Pages that clients asked for anew because they changed as they were read in "
+                   "shared memory.",
+                   number(counts.num_reread()));
+}
+
 void add_tenants(const Core& core, Families& families) {
   struct Sums {
     double sessions = 0, bytes = 0, quota = 0;
@@ -330,6 +361,7 @@ void add_core_metrics(const Core& core, Families& families) {
   const PageStats pages = core.page_stats();
   add_page_cache(pages, stats.page_cache().leases(), families);
   add_page_losses(pages, families);
+  add_transfers(core.transfers(), families);
   add_tenants(core, families);
 }
 

@@ -8,6 +8,8 @@
 
 #include <grpcpp/support/byte_buffer.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 
 namespace kvtier::services {
@@ -159,6 +161,8 @@ class TransferService final : public RawTransferService {
       }
       static_cast<void>(core_.lease(call, message.lease()));
       auto grant = core_.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
+      core_.pages().transfers().reread(
+          std::min(message.stale_reads(), static_cast<std::uint32_t>(message.handles_size())));
       auto reader = std::make_shared<PageReader>(core_.pages(), *call.tenant, message);
       return new ProducingStream<ByteBuffer>(
           registry_, *context, [reader, grant = std::move(grant)](ByteBuffer& response) {

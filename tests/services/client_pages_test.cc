@@ -59,6 +59,17 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
     auto* bytes = const_cast<std::byte*>(page.bytes().data());
     bytes[bit / 8] ^= std::byte{1} << bit % 8;
   }
+  /// Makes readers of the arena see a page as one that has gone, as they do while its place gets
+  /// another; the server does not look there.
+  void hide_in_arena(const std::string& handle) {
+    Core& core = server_->core();
+    const Tenant& tenant = *core.tenants().all()[0];
+    const PinnedPage page = core.pages().read(tenant, handle, Verify::kNo);
+    const ArenaFile arena = core.pages().arena(tenant);
+    auto* base =
+        const_cast<std::byte*>(page.bytes().data()) - page_offset(arena.num_units, page.slot());
+    ++reinterpret_cast<PageHeader*>(base + kPageHeadersOffset)[page.slot()].version;
+  }
   PageStats stats() { return server_->core().pages().stats(); }
   /// A reply is there before gRPC lets the slices go that hold its pages.
   void await_no_pins() {
@@ -176,6 +187,24 @@ TEST_P(ClientPagesTest, FindsADamagedPageWhichIsNotServedAgain) {
   results = pages_->get(gets);
   EXPECT_EQ(results[0].reason, "PAGE_GONE");
   EXPECT_TRUE(results[1].ok()) << results[1].reason;
+  await_no_pins();
+}
+
+TEST_P(ClientPagesTest, TellsTheServerOfPagesThatChangedInSharedMemory) {
+  std::array<std::string, 3> handles;
+  for (std::size_t i = 0; i < 3; ++i) handles[i] = put(std::to_string(i), i).handle;
+  hide_in_arena(handles[1]);
+  ASSERT_TRUE(pages_->remove({&handles[2], 1}).at(0).ok());  // known to be gone: no reading anew
+  std::vector<Bytes> to(3, Bytes(static_cast<std::size_t>(kPageBytes)));
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < 3; ++i) gets.push_back({.handle = handles[i], .to = to[i]});
+
+  const std::vector<RemotePages::Result> results = pages_->get(gets);
+
+  EXPECT_TRUE(results[0].ok() && results[1].ok());
+  EXPECT_EQ(to[1], bytes_of(1));
+  EXPECT_EQ(results[2].reason, "PAGE_GONE");
+  EXPECT_EQ(server_->core().transfers().num_reread(), GetParam() ? 1U : 0U);
   await_no_pins();
 }
 

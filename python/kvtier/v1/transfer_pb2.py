@@ -15,7 +15,7 @@ from kvtier.v1 import page_pb2 as kvtier_dot_v1_dot_page__pb2
 from kvtier.v1 import status_pb2 as kvtier_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\x1a\x16kvtier/v1/status.proto\"K\n\x10ReadPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x17\n\x0f\x63lient_verifies\x18\x03 \x01(\x08\"\xd2\x01\n\x11ReadPagesResponse\x12\x32\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\".kvtier.v1.ReadPagesResponse.Chunk\x1a\x88\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12%\n\x06status\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x1d\n\x04page\x18\x04 \x01(\x0b\x32\x0f.kvtier.v1.Page\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\xca\x01\n\x11WritePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x32\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\".kvtier.v1.WritePagesRequest.Chunk\x1ar\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x13\n\x06\x63rc32c\x18\x05 \x01(\x07H\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x42\t\n\x07_crc32c\":\n\x12WritePagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult2\xa8\x01\n\x0fTransferService\x12H\n\tReadPages\x12\x1b.kvtier.v1.ReadPagesRequest\x1a\x1c.kvtier.v1.ReadPagesResponse0\x01\x12K\n\nWritePages\x12\x1c.kvtier.v1.WritePagesRequest\x1a\x1d.kvtier.v1.WritePagesResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\x1a\x16kvtier/v1/status.proto\"`\n\x10ReadPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x17\n\x0f\x63lient_verifies\x18\x03 \x01(\x08\x12\x13\n\x0bstale_reads\x18\x04 \x01(\r\"\xd2\x01\n\x11ReadPagesResponse\x12\x32\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\".kvtier.v1.ReadPagesResponse.Chunk\x1a\x88\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12%\n\x06status\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x1d\n\x04page\x18\x04 \x01(\x0b\x32\x0f.kvtier.v1.Page\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\xca\x01\n\x11WritePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x32\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\".kvtier.v1.WritePagesRequest.Chunk\x1ar\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x13\n\x06\x63rc32c\x18\x05 \x01(\x07H\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x42\t\n\x07_crc32c\":\n\x12WritePagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult2\xa8\x01\n\x0fTransferService\x12H\n\tReadPages\x12\x1b.kvtier.v1.ReadPagesRequest\x1a\x1c.kvtier.v1.ReadPagesResponse0\x01\x12K\n\nWritePages\x12\x1c.kvtier.v1.WritePagesRequest\x1a\x1d.kvtier.v1.WritePagesResponse(\x01\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.transfer_pb2', globals())
@@ -23,17 +23,17 @@ if _descriptor._USE_C_DESCRIPTORS == False:
 
   DESCRIPTOR._options = None
   _READPAGESREQUEST._serialized_start=85
-  _READPAGESREQUEST._serialized_end=160
-  _READPAGESRESPONSE._serialized_start=163
-  _READPAGESRESPONSE._serialized_end=373
-  _READPAGESRESPONSE_CHUNK._serialized_start=237
-  _READPAGESRESPONSE_CHUNK._serialized_end=373
-  _WRITEPAGESREQUEST._serialized_start=376
-  _WRITEPAGESREQUEST._serialized_end=578
-  _WRITEPAGESREQUEST_CHUNK._serialized_start=464
-  _WRITEPAGESREQUEST_CHUNK._serialized_end=578
-  _WRITEPAGESRESPONSE._serialized_start=580
-  _WRITEPAGESRESPONSE._serialized_end=638
-  _TRANSFERSERVICE._serialized_start=641
-  _TRANSFERSERVICE._serialized_end=809
+  _READPAGESREQUEST._serialized_end=181
+  _READPAGESRESPONSE._serialized_start=184
+  _READPAGESRESPONSE._serialized_end=394
+  _READPAGESRESPONSE_CHUNK._serialized_start=258
+  _READPAGESRESPONSE_CHUNK._serialized_end=394
+  _WRITEPAGESREQUEST._serialized_start=397
+  _WRITEPAGESREQUEST._serialized_end=599
+  _WRITEPAGESREQUEST_CHUNK._serialized_start=485
+  _WRITEPAGESREQUEST_CHUNK._serialized_end=599
+  _WRITEPAGESRESPONSE._serialized_start=601
+  _WRITEPAGESRESPONSE._serialized_end=659
+  _TRANSFERSERVICE._serialized_start=662
+  _TRANSFERSERVICE._serialized_end=830
 # @@protoc_insertion_point(module_scope)

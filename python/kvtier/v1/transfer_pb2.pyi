@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReadPagesRequest(_message.Message):
-    __slots__ = ["client_verifies", "handles", "lease"]
+    __slots__ = ["client_verifies", "handles", "lease", "stale_reads"]
     CLIENT_VERIFIES_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    STALE_READS_FIELD_NUMBER: _ClassVar[int]
     client_verifies: bool
     handles: _containers.RepeatedScalarFieldContainer[str]
     lease: str
-    def __init__(self, lease: _Optional[str] = ..., handles: _Optional[_Iterable[str]] = ..., client_verifies: bool = ...) -> None: ...
+    stale_reads: int
+    def __init__(self, lease: _Optional[str] = ..., handles: _Optional[_Iterable[str]] = ..., client_verifies: bool = ..., stale_reads: _Optional[int] = ...) -> None: ...
 
 class ReadPagesResponse(_message.Message):
     __slots__ = ["chunks"]

@@ -184,6 +184,39 @@ TEST_F(PlanePages, AreReadFromTheSocketInManyFrames) {
   EXPECT_TRUE(eventually([&] { return pages_->stats().pinned_pages == 0; }));
 }
 
+TEST_F(PlanePages, AreCountedByTheWayThatTheyTake) {
+  using enum TransferPlane;
+  constexpr auto kBytes = static_cast<std::uint64_t>(kPageBytes);
+  const auto counted = [&](TransferPlane plane, TransferDirection direction, std::uint64_t pages,
+                           std::uint64_t bytes) {
+    return eventually([&] {  // a request is counted once its reply has left
+      const TransferSums sums = pages_->transfers().of(plane, direction);
+      return sums.pages == pages && sums.bytes == bytes;
+    });
+  };
+  std::vector<PageDescriptor> wanted;
+  for (std::uint64_t i = 0; i < 3; ++i) wanted.push_back(descriptor_of(store_page(*lease_, i)));
+  wanted.push_back(descriptor_of("none"));
+  const auto channel = attach();
+
+  (void)read(*channel, wanted);
+  EXPECT_TRUE(counted(kShared, TransferDirection::kRead, 4, 3 * kBytes));
+
+  std::vector<std::uint32_t> codes;
+  wanted[1].bytes = 100;
+  (void)read_inline(*channel, wanted, codes);
+  EXPECT_TRUE(counted(kUnix, TransferDirection::kRead, 4, 2 * kBytes + 100));
+
+  std::vector<PageDescriptor> written{descriptor_of(pages_->reserve(*lease_, {}).handle),
+                                      descriptor_of("none")};
+  written[0].crc = crc32c(channel->staging().first(kPageBytes));
+  (void)write(*channel, written, lease_->name);
+  EXPECT_TRUE(counted(kShared, TransferDirection::kWrite, 2, kBytes));
+  EXPECT_TRUE(counted(kUnix, TransferDirection::kWrite, 0, 0));
+  EXPECT_EQ(pages_->transfers().of(kShared, TransferDirection::kWrite).by_pages,
+            (std::array<std::uint64_t, 4>{0, 1, 0, 0}));
+}
+
 TEST_F(PlanePages, OfOthersAreUnknown) {
   const std::string handle = store_page(*lease_, 1);
   std::string forged = handle;

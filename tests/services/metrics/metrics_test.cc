@@ -380,6 +380,47 @@ TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
   EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "pages"}}), 1);
 }
 
+TEST_F(MetricsTest, TransfersAreToldByPlaneAndDirection) {
+  start();
+  const Exposition before = read();
+  for (const char* name : {"kvtier_transfer_bytes_total", "kvtier_transfer_seconds_count",
+                           "kvtier_transfer_batch_pages_count"}) {
+    EXPECT_EQ(before.sum(name), 0) << name;
+    EXPECT_THAT(before.values(name, "plane"), ElementsAre("grpc", "shm", "tcp", "uds"));
+    EXPECT_THAT(before.values(name, "direction"), ElementsAre("read", "write"));
+  }
+  {
+    Transfer transfer(core_->pages().transfers(), TransferPlane::kTcp, TransferDirection::kWrite);
+    for (int i = 0; i < 16; ++i) transfer.page();
+    transfer.moved(5000);
+    now_ += std::chrono::milliseconds(200);
+  }
+  core_->pages().transfers().reread(3);
+
+  const Exposition seen = read();
+
+  Exposition::LabelSet labels{{"plane", "tcp"}, {"direction", "write"}};
+  EXPECT_EQ(seen.sum("kvtier_transfer_bytes_total", labels), 5000);
+  EXPECT_EQ(seen.sum("kvtier_transfer_bytes_total"), 5000);
+  EXPECT_DOUBLE_EQ(seen.sum("kvtier_transfer_seconds_sum", labels), 0.2);
+  EXPECT_EQ(seen.sum("kvtier_transfer_batch_pages_sum", labels), 16);
+  EXPECT_EQ(seen.sum("kvtier_shm_generation_retries_total"), 3);
+  labels.emplace("le", "16");
+  EXPECT_EQ(seen.sum("kvtier_transfer_batch_pages_bucket", labels), 1);
+  labels["le"] = "0.1";
+  EXPECT_EQ(seen.sum("kvtier_transfer_seconds_bucket", labels), 0);
+  labels["le"] = "1";
+  EXPECT_EQ(seen.sum("kvtier_transfer_seconds_bucket", labels), 1);
+}
+
+TEST_F(MetricsTest, OperatorsMessagesAreNotMeasured) {
+  start();
+  RpcMetrics::message(metrics_->rpc().find("AdminService/Drain"), Direction::kSent, 100);
+  for (const std::string& method : read().values("kvtier_rpc_message_bytes_count", "method")) {
+    EXPECT_FALSE(method.starts_with("AdminService")) << method;
+  }
+}
+
 TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
   ServerMetrics metrics({"A/B", "A/C"}, {"A/B"}, {"default"});
   RpcMetrics& rpc = metrics.rpc();

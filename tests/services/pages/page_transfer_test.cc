@@ -2,6 +2,8 @@
 
 #include "tests/services/pages/page_fixture.h"
 
+#include <array>
+
 namespace kvtier::services::testing {
 namespace {
 
@@ -53,6 +55,52 @@ class PageTransferTest : public PageStoreTest {
     }
   }
 };
+
+TEST_F(PageTransferTest, IsCountedWithItsPagesBytesAndTime) {
+  using enum TransferDirection;
+  const auto sums = [this](TransferDirection direction) {
+    return store_->transfers().of(TransferPlane::kGrpc, direction);
+  };
+  v1::WritePagesRequest request;
+  request.set_lease(lease_->name);
+  const std::string first = reserve("a");
+  add_chunk(request, 0, first, bytes_of(1));
+  add_chunk(request, 1, "unknown", bytes_of(2));
+  const std::string text = request.SerializeAsString();
+  {
+    PageWriter writer(*store_);
+    writer.write(*lease_, parse(text, text.size()), 8);
+    now_ += std::chrono::milliseconds(50);
+    EXPECT_EQ(writer.finish().items_size(), 2);
+    EXPECT_EQ(sums(kWrite).pages, 0U) << "not over yet";
+  }
+  const TransferSums written = sums(kWrite);
+  EXPECT_EQ(written.pages, 2U);
+  EXPECT_EQ(written.bytes, static_cast<std::uint64_t>(kPageBytes));
+  EXPECT_EQ(written.seconds, 0.05);
+  EXPECT_EQ(written.by_seconds, (std::array<std::uint64_t, 6>{0, 0, 0, 1, 0, 0}));
+  EXPECT_EQ(written.by_pages, (std::array<std::uint64_t, 4>{0, 1, 0, 0}));
+
+  v1::ReadPagesRequest wanted;
+  for (int i = 0; i < 17; ++i) wanted.add_handles(first);
+  wanted.add_handles("unknown");
+  (void)read(wanted, 5000);  // in many messages
+  {
+    v1::ReadPagesRequest one;
+    one.add_handles(first);
+    PageReader reader(*store_, alpha_, one);
+    (void)reader.next(1000);
+    now_ += std::chrono::seconds(3);  // and its caller goes
+  }
+  const TransferSums read = sums(kRead);
+  EXPECT_EQ(read.pages, 19U);
+  EXPECT_GT(read.bytes, 17U * static_cast<std::uint64_t>(kPageBytes));
+  EXPECT_LT(read.bytes, 17U * static_cast<std::uint64_t>(kPageBytes) + 1000);
+  EXPECT_EQ(read.seconds, 3.0);
+  EXPECT_EQ(read.by_seconds, (std::array<std::uint64_t, 6>{1, 0, 0, 0, 0, 1}));
+  EXPECT_EQ(read.by_pages, (std::array<std::uint64_t, 4>{1, 0, 1, 0}));
+  EXPECT_EQ(store_->transfers().of(TransferPlane::kShared, kRead).pages, 0U);
+}
 
 TEST_F(PageTransferTest, ParsesWhatProtobufWritesHoweverItIsCut) {
   v1::WritePagesRequest request;

@@ -179,6 +179,26 @@ TEST_F(PagesTest, AnOperatorEvictsThoseOfATenant) {
   EXPECT_EQ(evicted.pages(), 0U);
 }
 
+TEST_F(PagesTest, ReadAgainAfterTheyChangedInSharedMemoryAreCounted) {
+  const std::vector<std::string> handles = reserve({"a", "b"});
+  write(handles, 1);
+  const auto read = [&](std::uint32_t stale_reads) {
+    v1::ReadPagesRequest request;
+    request.set_lease(lease_);
+    for (const std::string& handle : handles) request.add_handles(handle);
+    request.set_stale_reads(stale_reads);
+    grpc::ClientContext context;
+    const auto stream = transfer_->ReadPages(&context, request);
+    v1::ReadPagesResponse response;
+    while (stream->Read(&response)) continue;
+    EXPECT_TRUE(stream->Finish().ok());
+    return server_->core().transfers().num_reread();
+  };
+  EXPECT_EQ(read(0), 0U);
+  EXPECT_EQ(read(1), 1U);
+  EXPECT_EQ(read(4'000'000'000), 3U) << "no more than it asks for";
+}
+
 TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {
   const std::vector<std::string> handles = reserve({"a"});
   {
