@@ -62,6 +62,7 @@ void Serving::start() {
   ServerOptions options = std::move(server_options_);
   options.core.models.log = options.core.models.log ? options.core.models.log : log_.library();
   options.core.observers.push_back(&calls_);
+  options.core.group_memory = [] { return read_group_memory(); };
   options.more_metrics = [this](Families& families) {
     families.counter("kvtier_log_dropped_total", "Warnings that were too many to be logged.",
                      static_cast<double>(log_.num_dropped()));

@@ -41,6 +41,8 @@ struct PageStoreOptions {
   std::int64_t prefault_bytes_per_sweep = std::int64_t{64} << 20;
   std::int64_t scrub_bytes_per_sweep = std::int64_t{16} << 20;
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+  /// Whether arenas may take so many bytes more; pages make room for others where not. Empty: yes.
+  std::function<bool(std::uint64_t bytes)> may_take{};
   /// Where arenas are, with the pages that they have from a store before; null: in memory of the
   /// store's own. Of `arena_bytes` each.
   std::shared_ptr<const KeptArenas> kept{};

@@ -272,7 +272,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
   try {
     page = slots_.take(
         units_of(length),
-        [this](std::uint64_t first, std::uint64_t count) { return arena_.populate(first, count); },
+        [this](std::uint64_t first, std::uint64_t count) { return populate(first, count); },
         [this](PageSlot& victim) { evict(victim, counters_.evicted_for_room); });
     if (page == nullptr) {
       ++counters_.refused_full;

@@ -74,6 +74,8 @@ class TenantPages {
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
   [[nodiscard]] static PageInfo info_of(const PageSlot& page);
 
+  /// Takes memory for units, if there is any for them.
+  [[nodiscard]] bool populate(std::uint64_t first_unit, std::uint64_t count) const;
   /// Charges the tenant for a slot, evicting pages of its own if it must.
   void charge(std::int64_t bytes);
   void evict(PageSlot& page, EvictionAges& ages);

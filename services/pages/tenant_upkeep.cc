@@ -29,13 +29,18 @@ void TenantPages::expire(TimePoint now) {
   }
 }
 
+bool TenantPages::populate(std::uint64_t first_unit, std::uint64_t count) const {
+  if (options_.may_take && !options_.may_take(count * kUnitBytes)) return false;
+  return arena_.populate(first_unit, count);
+}
+
 void TenantPages::prefault(std::int64_t bytes) {
   for (std::uint64_t i = 0; i < slots_.num_extents() && bytes > 0; ++i) {
     {
       const Lock lock(mutex_);
       if (slots_.is_populated(i)) continue;
     }
-    if (!arena_.populate(i * slots_.extent_units(), slots_.extent_units())) return;
+    if (!populate(i * slots_.extent_units(), slots_.extent_units())) return;
     bytes -= options_.extent_bytes;
     const Lock lock(mutex_);
     slots_.set_populated(i);

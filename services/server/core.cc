@@ -41,6 +41,9 @@ PageStoreOptions page_options(const CoreOptions& options) {
   PageStoreOptions pages = options.pages;
   pages.lease_ttl = options.lease_ttl;
   pages.now = options.now;
+  pages.may_take = [room = MemoryRoom(options.group_memory)](std::uint64_t bytes) {
+    return room.has(MemoryUse::kPages, bytes);
+  };
   return pages;
 }
 
@@ -52,6 +55,7 @@ Core::Core(CoreOptions options, Executor& executor)
       executor_(executor),
       tenants_(options_.tenants, options_.default_limits),
       memory_(options_.max_session_memory),
+      room_(options_.group_memory),
       models_(options_.models),
       pages_(page_options(options_)),
       control_(executor.make_strand()) {}
@@ -239,6 +243,16 @@ void Core::create(Tenant& tenant, const v1::CreateSessionRequest& request,
   }
 }
 
+void Core::check_room(std::size_t sessions) const {
+  if (sessions_.size() + sessions > options_.max_sessions) {
+    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
+  }
+  if (short_of_memory_) {
+    throw ServiceError::overloaded("OUT_OF_MEMORY",
+                                   "the server's control group is short of memory");
+  }
+}
+
 std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSessionRequest& request) {
   ModelSpec spec;
   spec.model = model_of(request.geometry(), "geometry");
@@ -264,9 +278,7 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
                                 std::to_string(capacity));
   }
   check_prefix(request, capacity);
-  if (sessions_.size() >= options_.max_sessions) {
-    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
-  }
+  check_room(1);
   tenant.charge_session();
   std::shared_ptr<SessionEntry> entry;
   try {
@@ -317,9 +329,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
     throw ServiceError::invalid("count", "1 to " + std::to_string(kMaxForks),
                                 std::to_string(count));
   }
-  if (sessions_.size() + static_cast<std::size_t>(count) > options_.max_sessions) {
-    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
-  }
+  check_room(static_cast<std::size_t>(count));
   const std::int64_t kv_bytes = parent.charged_bytes - parent.base_bytes;
   std::vector<std::shared_ptr<SessionEntry>> entries;
   entries.reserve(static_cast<std::size_t>(count));

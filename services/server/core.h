@@ -8,6 +8,7 @@
 #include "services/pages/page_store.h"
 #include "services/server/admission.h"
 #include "services/server/core_observer.h"
+#include "services/server/group_memory.h"
 #include "services/server/model_pool.h"
 #include "services/server/service_error.h"
 #include "services/server/session_table.h"
@@ -55,6 +56,9 @@ struct CoreOptions {
   /// An engine that works longer at one call has lost its device.
   std::chrono::milliseconds device_timeout{60'000};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
+  /// The memory of the control group, in which sessions and pages must find room: asked for each
+  /// piece of an arena, and by `sweep` for sessions. Empty: not asked.
+  MemoryRoom::Read group_memory{};
   std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
 };
 
@@ -166,8 +170,8 @@ class Core {
   [[nodiscard]] bool draining() const noexcept { return draining_; }
   /// Throws UNAVAILABLE (DRAINING) once the server drains.
   void check_serving() const;
-  /// Ends the sessions whose leases have run out, and gives up engines that do not come to the end
-  /// of a call. Called now and then.
+  /// Ends the sessions whose leases have run out, gives up engines that do not come to the end of a
+  /// call, and looks whether there is memory for sessions. Called every second or so.
   void sweep();
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
@@ -223,6 +227,9 @@ class Core {
   bool give_up(Model& model) const;
   [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
                                                    const v1::CreateSessionRequest& request);
+  /// Throws RESOURCE_EXHAUSTED where there is no room for so many sessions more: TOO_MANY_SESSIONS,
+  /// or OUT_OF_MEMORY while the control group is short of it.
+  void check_room(std::size_t sessions) const;
   /// Makes a session's children; they are not in the table yet.
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> fork(SessionEntry& parent, int count);
   /// Charges the entry's tenant for what a session keeps beside its pages.
@@ -246,11 +253,13 @@ class Core {
   Executor& executor_;
   Tenants tenants_;
   SessionMemory memory_;
+  const MemoryRoom room_;
   ModelPool models_;
   PageStore pages_;
   SessionTable sessions_;
   std::unique_ptr<Strand> control_;  ///< Where sessions are created.
   std::atomic<bool> draining_{false};
+  std::atomic<bool> short_of_memory_{false};  ///< Too short for sessions, when last looked at.
   std::atomic<std::int64_t> inflight_{0};
   std::atomic<std::int64_t> opening_{0};
   std::atomic<std::uint64_t> received_{0}, admitted_{0}, rejected_{0};

@@ -205,6 +205,7 @@ void Core::sweep() {
   for (const auto& entry : sessions_.at_work_since(now - options_.device_timeout)) {
     if (give_up(*entry->model)) models_.lose_device();
   }
+  short_of_memory_ = !room_.has(MemoryUse::kSessions, 0);
   pages_.sweep();
 }
 
