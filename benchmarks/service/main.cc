@@ -21,8 +21,9 @@ int run(int argc, char** argv) {
   app.add_option("--model", settings.model, "Folder of needle-llama's model");
   app.add_option("--tokens", settings.tokens, "Context of the decoder's steps")
       ->check(CLI::Range(1024, 16000));
-  app.add_option("--only", wanted,
-                 "wakeups, pages, redis, streams, calls, overload, decode (default: all)")
+  app.add_option(
+         "--only", wanted,
+         "wakeups, isolation, pages, redis, streams, calls, overload, decode (default: all)")
       ->delimiter(',');
   app.add_option("--out", output, "File for the report (default: standard output)");
   CLI11_PARSE(app, argc, argv);
@@ -32,9 +33,9 @@ int run(int argc, char** argv) {
   const ServerProcess server(mib << 20);
   using Rows = nlohmann::json (*)(const ServerProcess&, const Settings&);
   const std::vector<std::pair<std::string, Rows>> groups{
-      {"wakeups", &wakeup_rows}, {"pages", &page_rows},        {"streams", &stream_rows},
-      {"calls", &call_rows},     {"overload", &overload_rows}, {"decode", &decode_rows},
-      {"redis", &redis_rows}};
+      {"wakeups", &wakeup_rows}, {"isolation", &isolation_rows}, {"pages", &page_rows},
+      {"streams", &stream_rows}, {"calls", &call_rows},          {"overload", &overload_rows},
+      {"decode", &decode_rows},  {"redis", &redis_rows}};
   for (const auto& [name, rows] : groups) {
     if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), name) == wanted.end()) continue;
     try {

@@ -7,6 +7,55 @@ namespace {
 
 using ::testing::IsEmpty;
 
+/// Everything that `prober` can see of its lookups and reservations of these hashes, and that they
+/// change of itself and of `owner`, who has stored pages "0" to "7" and then stores one more.
+std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool by_owner,
+                                           const std::string& prefix) {
+  Tenant owner{0, {"owner", "", "", {}}};
+  Tenant other{1, {"other", "", "", {}}};
+  PageStore store(options);
+  const auto open = [&](Tenant& tenant) {
+    return store.open(tenant, {.model = "model", .page_bytes = 4096});
+  };
+  const auto owners = open(owner);
+  const auto probers = open(by_owner ? owner : other);
+  const std::vector<std::byte> bytes(4096);
+  std::vector<std::string> handles;
+  for (int i = 0; i < 8; ++i) {
+    const std::string handle = store.reserve(*owners, {.hash = std::to_string(i)}).handle;
+    handles.push_back(store.commit(*owners, handle, bytes).handle);
+  }
+  std::vector<std::uint64_t> trace;
+  const std::uint32_t layer = 0;
+  for (int i = 0; i < 4; ++i) {
+    const std::string hash = prefix + std::to_string(i);
+    const std::string_view wanted = hash;
+    for (const bool pin : {false, true}) {
+      trace.push_back(store.lookup(*probers, {&layer, 1}, {&wanted, 1}, pin).size());
+    }
+    try {
+      const PageInfo reserved = store.reserve(*probers, {.hash = hash});
+      trace.push_back(reserved.existed ? 1 : 0);
+      if (!reserved.existed) store.abort(*probers, reserved.handle);
+    } catch (const ServiceError& error) {
+      trace.push_back(100 + static_cast<std::uint64_t>(error.code()));
+    }
+  }
+  for (const Tenant* tenant : {&owner, &other}) {
+    const PageStats stats = store.stats(*tenant);
+    trace.insert(trace.end(),
+                 {stats.lookup_hits, stats.lookup_misses, stats.existed, stats.evicted,
+                  stats.pinned_pages, stats.refused_full, stats.refused_quota, stats.stale_handles,
+                  stats.bytes_read, static_cast<std::uint64_t>(tenant->kv_bytes())});
+  }
+  // Which of its pages the owner loses next.
+  (void)store.reserve(*owners, {.hash = "new"});
+  for (const std::string& handle : handles) {
+    trace.push_back(reason_of([&] { return store.pin(*owners, handle); }) == "OK" ? 1 : 0);
+  }
+  return trace;
+}
+
 TEST_F(PageStoreTest, KeepsTenantsApart) {
   const PageInfo info = put("a", 1);
   const auto other = open(beta_);
@@ -24,6 +73,15 @@ TEST_F(PageStoreTest, KeepsTenantsApart) {
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_NE(put(*other, "a", 2).handle, info.handle);
   EXPECT_EQ(get(alpha_, find(*lease_, {"a"}).at(0)), bytes_of(1));
+}
+
+TEST_F(PageStoreTest, HashesOfAnotherTenantAreAsHashesOfNobody) {
+  PageStoreOptions options = small_options();
+  options.arena_bytes = 8 * 4096;
+  options.extent_bytes = 4 * 4096;
+  const bool by_owner = true;
+  EXPECT_EQ(trace_of_probes(options, !by_owner, ""), trace_of_probes(options, !by_owner, "nobody"));
+  EXPECT_NE(trace_of_probes(options, by_owner, ""), trace_of_probes(options, by_owner, "nobody"));
 }
 
 TEST_F(PageStoreTest, RemovesWhatNobodyHasPinnedOfOneTenant) {
