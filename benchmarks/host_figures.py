@@ -53,6 +53,11 @@ def service(_):
         if what == "unary_over_echo":
             return (f"{row['call']}, p50: times an empty call", "1.3x", "1.1x", f"{number(row['p50_us'])} us",
                     f"{number(row['baseline_p50_us'])} us", times(row["times"]))
+        if what == "lookup_timing":
+            marks = ("0.55 at most", "") if row["by"] == "another tenant" else ("", "")
+            return (f"lookup of hashes that {row['by']} has stored: AUC of its time against that of hashes which nobody has", *marks,
+                    f"{row['p50_us']:.2f} us", f"{row['baseline_p50_us']:.2f} us",
+                    f"{row['auc']:.3f} ({row['auc_least']:.3f} to {row['auc_most']:.3f})")
         if what == "wakeup_by_eventfd_over_frame":
             return (f"wake-up by eventfd instead of a frame, the client spins {row['client_spins_us']} us: p50", "", "",
                     f"{number(row['p50_us'])} us", f"{number(row['baseline_p50_us'])} us", times(row["times"]))
