@@ -56,8 +56,8 @@ struct CoreOptions {
   /// An engine that works longer at one call has lost its device.
   std::chrono::milliseconds device_timeout{60'000};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
-  /// The memory of the control group, in which sessions and pages must find room: asked for each
-  /// piece of an arena, and by `sweep` for sessions. Empty: not asked.
+  /// The memory of control groups, in each of which sessions and pages must find room: asked for
+  /// each piece of an arena, and by `sweep` for sessions. Empty: not asked.
   MemoryRoom::Read group_memory{};
   std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
 };

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
-#include <limits>
+#include <optional>
 #include <string>
 
 namespace kvtier::services {
@@ -51,50 +51,44 @@ std::optional<GroupMemory> memory_of(const fs::path& group, const Names& names) 
   return memory;
 }
 
-std::uint64_t room_of(const GroupMemory& memory) {
-  return memory.limit - std::min(memory.limit, memory.used);
-}
-
-/// Of the groups from `path` up to the root, the one with the least room. A container sees its own
-/// group as the root, and may have a path that leads nowhere there.
-std::optional<GroupMemory> narrowest(const fs::path& root, fs::path path, const Names& names) {
-  std::optional<GroupMemory> found;
+/// Appends the groups from `path` up to the root that have a limit. A container sees its own group
+/// as the root, and may have a path that leads nowhere there.
+void append_around(const fs::path& root, fs::path path, const Names& names,
+                   std::vector<GroupMemory>& found) {
   for (path = path.relative_path();; path = path.parent_path()) {
-    const std::optional<GroupMemory> memory = memory_of(root / path, names);
-    if (memory && (!found || room_of(*memory) < room_of(*found))) found = memory;
-    if (path.empty()) return found;
+    if (const auto memory = memory_of(root / path, names)) found.push_back(*memory);
+    if (path.empty()) return;
   }
 }
 
 }  // namespace
 
-std::optional<GroupMemory> read_group_memory(const GroupFiles& files) {
+std::vector<GroupMemory> read_group_memory(const GroupFiles& files) {
   std::ifstream in(files.membership);
-  std::optional<GroupMemory> found;
+  std::vector<GroupMemory> found;
   for (std::string line; std::getline(in, line);) {  // number:controllers:path
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
     const fs::path path = line.substr(second + 1);
-    std::optional<GroupMemory> memory;
     if (controllers == ",,") {
-      memory = narrowest(files.root, path, kVersion2);
+      append_around(files.root, path, kVersion2, found);
     } else if (controllers.find(",memory,") != std::string::npos) {
-      memory = narrowest(files.root / "memory", path, kVersion1);
+      append_around(files.root / "memory", path, kVersion1, found);
     }
-    if (memory && (!found || room_of(*memory) < room_of(*found))) found = memory;
   }
   return found;
 }
 
 bool MemoryRoom::has(MemoryUse use, std::uint64_t bytes) const {
   if (!read_) return true;
-  const std::optional<GroupMemory> memory = read_();
-  if (!memory) return true;
   const double share = use == MemoryUse::kPages ? kPagesShare : kSessionsShare;
-  return static_cast<double>(memory->used) + static_cast<double>(bytes) <=
-         share * static_cast<double>(memory->limit);
+  const std::vector<GroupMemory> groups = read_();
+  return std::all_of(groups.begin(), groups.end(), [&](const GroupMemory& memory) {
+    return static_cast<double>(memory.used) + static_cast<double>(bytes) <=
+           share * static_cast<double>(memory.limit);
+  });
 }
 
 }  // namespace kvtier::services

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <optional>
 #include <utility>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -21,20 +21,20 @@ struct GroupFiles {
   std::filesystem::path root = "/sys/fs/cgroup";
 };
 
-/// Returns the memory of the control group of this process, or of the one around it that has the
-/// least room; nothing where none has a limit. Of version 2, else of version 1.
-[[nodiscard]] std::optional<GroupMemory> read_group_memory(const GroupFiles& files = {});
+/// Returns the memory of the control group of this process and of those around it, innermost first,
+/// without those that have no limit. Of version 2 and of version 1.
+[[nodiscard]] std::vector<GroupMemory> read_group_memory(const GroupFiles& files = {});
 
 /// What wants memory. The first give way first: pages of the page cache make room for each other, a
 /// session that is not opened is opened elsewhere.
 enum class MemoryUse : std::uint8_t { kPages, kSessions };
 
-/// Keeps a server from taking memory that its control group does not have, for which the kernel
-/// would end it. Thread-safe if `read` is.
+/// Keeps a server from taking memory that one of its control groups does not have, for which the
+/// kernel would end it. Thread-safe if `read` is.
 class MemoryRoom {
  public:
-  using Read = std::function<std::optional<GroupMemory>()>;
-  /// Shares of the limit up to which memory is taken.
+  using Read = std::function<std::vector<GroupMemory>()>;
+  /// Shares of each limit up to which memory is taken.
   static constexpr double kPagesShare = 0.90, kSessionsShare = 0.95;
 
   /// Without `read` there is always room.

@@ -31,28 +31,47 @@ class GroupMemoryTest : public ::testing::Test {
     write(group / "memory.current", used);
     write(group / "memory.stat", "anon 5\ninactive_file " + cached + "\nactive_file 7");
   }
-  /// "used of limit", or "none".
+  /// "used of limit" of each group, or "none".
   std::string seen() {
-    const std::optional<GroupMemory> memory = read_group_memory(files_);
-    if (!memory) return "none";
-    return std::to_string(memory->used) + " of " + std::to_string(memory->limit);
+    std::string text;
+    for (const GroupMemory& memory : read_group_memory(files_)) {
+      text += (text.empty() ? "" : ", ") + std::to_string(memory.used) + " of " +
+              std::to_string(memory.limit);
+    }
+    return text.empty() ? "none" : text;
   }
 
   GroupFiles files_;
 };
 
-TEST_F(GroupMemoryTest, IsThatOfTheNarrowestGroupAround) {
+TEST_F(GroupMemoryTest, IsThatOfAllGroupsAroundThatHaveALimit) {
   write("self", "0::/a/b");
   write_group("a/b", "1000", "100");
   EXPECT_EQ(seen(), "100 of 1000");
   write_group("a", "5000", "4500");
-  EXPECT_EQ(seen(), "4500 of 5000");
+  EXPECT_EQ(seen(), "100 of 1000, 4500 of 5000");
   write_group("a", "max", "4500");
   EXPECT_EQ(seen(), "100 of 1000");
   write_group("a/b", "max", "100");
   EXPECT_EQ(seen(), "none");
   write_group("", "200", "90");  // a container's own, seen as the root
   EXPECT_EQ(seen(), "90 of 200");
+}
+
+TEST_F(GroupMemoryTest, IsShortWhereOneGroupAroundIsWhateverRoomItHas) {
+  const auto mebibytes = [](std::uint64_t count) { return std::to_string(count << 20); };
+  write("self", "0::/a/b");
+  write_group("a/b", mebibytes(4096), mebibytes(1024));  // has less room than the one around
+  const MemoryRoom room([this] { return read_group_memory(files_); });
+  write_group("a", mebibytes(65536), mebibytes(62362));  // 95.2 %
+  EXPECT_FALSE(room.has(MemoryUse::kPages, 0));
+  EXPECT_FALSE(room.has(MemoryUse::kSessions, 0));
+  write_group("a", mebibytes(65536), mebibytes(61604));  // 94 %
+  EXPECT_FALSE(room.has(MemoryUse::kPages, 0));
+  EXPECT_TRUE(room.has(MemoryUse::kSessions, 0));
+  write_group("a", mebibytes(65536), mebibytes(32768));
+  EXPECT_TRUE(room.has(MemoryUse::kPages, std::uint64_t{2662} << 20));
+  EXPECT_FALSE(room.has(MemoryUse::kPages, std::uint64_t{2663} << 20)) << "90 % of its own group";
 }
 
 TEST_F(GroupMemoryTest, CountsNoCachedFilesThatAreNotInUse) {
@@ -82,15 +101,15 @@ TEST_F(GroupMemoryTest, IsNoneWhereTheKernelTellsNothing) {
 }
 
 TEST(MemoryRoom, IsLeftForSessionsWherePagesFindNoneAnyMore) {
-  std::optional<GroupMemory> memory;
-  const MemoryRoom room([&] { return memory; });
+  std::vector<GroupMemory> groups;
+  const MemoryRoom room([&] { return groups; });
   EXPECT_TRUE(room.has(MemoryUse::kPages, std::uint64_t{1} << 50));
-  memory = {.used = 900, .limit = 1000};
+  groups = {{.used = 900, .limit = 1000}};
   EXPECT_TRUE(room.has(MemoryUse::kPages, 0));
   EXPECT_FALSE(room.has(MemoryUse::kPages, 1));
   EXPECT_TRUE(room.has(MemoryUse::kSessions, 50));
   EXPECT_FALSE(room.has(MemoryUse::kSessions, 51));
-  memory = {.used = 2000, .limit = 1000};
+  groups = {{.used = 2000, .limit = 1000}};
   EXPECT_FALSE(room.has(MemoryUse::kSessions, 0));
   EXPECT_TRUE(MemoryRoom().has(MemoryUse::kPages, std::uint64_t{1} << 50));
 }
@@ -106,7 +125,9 @@ class CoreMemoryTest : public testing::CoreTest {
     options.pages.extent_bytes = 4 * kPageBytes;
     options.pages.arena_bytes = 16 * kPageBytes;
     options.pages.prefault_bytes_per_sweep = 0;
-    options.group_memory = [this] { return GroupMemory{.used = used_, .limit = kLimit}; };
+    options.group_memory = [this] {
+      return std::vector{GroupMemory{.used = used_, .limit = kLimit}};
+    };
     make_core(std::move(options));
     lease_ = core_->pages().open(tenant(), {.model = "m", .page_bytes = kPageBytes},
                                  executor_.make_strand());
@@ -153,7 +174,7 @@ TEST_F(CoreMemoryTest, NoneIsTakenAheadOfItsUseWhenTheGroupIsShort) {
   options.pages.arena_bytes = std::int64_t{64} << 20;
   options.group_memory = [this] {
     ++num_asked_;
-    return GroupMemory{.used = kLimit, .limit = kLimit};
+    return std::vector{GroupMemory{.used = kLimit, .limit = kLimit}};
   };
   lease_.reset();
   make_core(std::move(options));
