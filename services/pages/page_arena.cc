@@ -93,6 +93,17 @@ bool PageArena::has_headers(std::uint64_t first_unit, std::uint64_t count) const
   return data >= 0 ? data < end : errno != ENXIO;
 }
 
+bool PageArena::is_populated(std::uint64_t first_unit, std::uint64_t count) const noexcept {
+  const auto is_whole = [this](std::uint64_t begin, std::uint64_t bytes) {
+    // The end of the file is a hole, too.
+    return lseek(fd(), static_cast<off_t>(begin), SEEK_HOLE) >= static_cast<off_t>(begin + bytes);
+  };
+  return is_whole(kPageHeadersOffset + first_unit * sizeof(PageHeader),
+                  count * sizeof(PageHeader)) &&
+         is_whole(page_offset(num_units_, static_cast<std::uint32_t>(first_unit)),
+                  count * kUnitBytes);
+}
+
 PageHeader& PageArena::header(std::uint32_t slot) const noexcept {
   assert(slot < num_units_);
   return reinterpret_cast<PageHeader*>(base_ + kPageHeadersOffset)[slot];

@@ -49,7 +49,11 @@ void TenantPages::restore_extent(std::uint64_t extent) {
       arena_.retract(slot, generation);
     }
   }
-  if (last_generation == 0) return;
+  if (last_generation == 0) {
+    // Taken ahead of its use by the process before, and charged already.
+    if (arena_.is_populated(first, end - first)) slots_.set_populated(extent);
+    return;
+  }
   slots_.restore(extent, units, last_generation, pages,
                  [this](PageSlot& page) { restore_page(page); });
 }

@@ -17,12 +17,13 @@ using ::testing::IsEmpty;
 class KeptArenasTest : public PageStoreTest {
  protected:
   void SetUp() override { next_store(); }
-  /// Makes the store of the next process.
-  void next_store() {
+  PageStoreOptions kept_options() {
     PageStoreOptions options = small_options();
     options.kept = kept_;
-    make_store(options);
+    return options;
   }
+  /// Makes the store of the next process.
+  void next_store() { make_store(kept_options()); }
   /// Does as a server would that is killed afterwards: in a process that ends without destructors.
   void in_killed_process(const std::function<void()>& act) {
     const pid_t pid = ::fork();
@@ -161,6 +162,37 @@ TEST_F(KeptArenasTest, LeaveOutWhatTheQuotaNoLongerAllows) {
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
   EXPECT_EQ(store_->stats(alpha_).committed_pages, 1U);
   EXPECT_EQ(find(*lease_, {"a"}).size() + find(*lease_, {"b"}).size(), 1U);
+}
+
+TEST_F(KeptArenasTest, HaveTheMemoryThatWasTakenAheadOfItsUse) {
+  constexpr std::uint64_t kOfAnExtent = kPages / 2;
+  PageStoreOptions taking = kept_options();
+  taking.prefault_bytes_per_sweep = taking.extent_bytes;
+  PageStoreOptions refused = kept_options();
+  refused.may_take = [](std::uint64_t) { return false; };
+  const auto put_all = [this](const std::string& name) {
+    for (std::uint64_t i = 0; i < kPages; ++i) (void)put(name + std::to_string(i), i);
+    return store_->stats(alpha_);
+  };
+
+  make_store(refused);
+  EXPECT_EQ(reason_of([this] { return put("a", 1); }), "PAGES_FULL") << "none was taken";
+  make_store(taking);
+  store_->sweep();
+  // A part of the second extent, as of a process that was killed while it took it.
+  const std::shared_ptr<const ArenaMemory>& memory = kept_->claim(alpha_.index())->memory();
+  memory->base()[memory->bytes() - 1] = std::byte{1};
+  make_store(refused);
+  const PageStats first = put_all("a");
+  EXPECT_EQ(first.committed_pages, kOfAnExtent);
+  EXPECT_EQ(first.evicted, kPages - kOfAnExtent);
+
+  make_store(taking);
+  store_->sweep();
+  make_store(refused);
+  const PageStats both = put_all("b");
+  EXPECT_EQ(both.committed_pages, kPages);
+  EXPECT_EQ(both.evicted, kOfAnExtent);
 }
 
 }  // namespace
