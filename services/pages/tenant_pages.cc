@@ -276,7 +276,8 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
         [this](PageSlot& victim) { evict(victim, counters_.evicted_for_room); });
     if (page == nullptr) {
       ++counters_.refused_full;
-      throw ServiceError::overloaded("PAGES_FULL", "all pages of the tenant are in use");
+      throw ServiceError::overloaded("PAGES_FULL",
+                                     "there is no room for another page of this size");
     }
     page->length = length;
     page->written = 0;

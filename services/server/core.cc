@@ -37,13 +37,11 @@ void check_prefix(const v1::CreateSessionRequest& request, std::int64_t capacity
   }
 }
 
-PageStoreOptions page_options(const CoreOptions& options) {
+PageStoreOptions page_options(const CoreOptions& options, MemoryRoom& room) {
   PageStoreOptions pages = options.pages;
   pages.lease_ttl = options.lease_ttl;
   pages.now = options.now;
-  pages.may_take = [room = MemoryRoom(options.group_memory)](std::uint64_t bytes) {
-    return room.has(MemoryUse::kPages, bytes);
-  };
+  pages.may_take = [&room](std::uint64_t bytes) { return room.has(MemoryUse::kPages, bytes); };
   return pages;
 }
 
@@ -55,9 +53,9 @@ Core::Core(CoreOptions options, Executor& executor)
       executor_(executor),
       tenants_(options_.tenants, options_.default_limits),
       memory_(options_.max_session_memory),
-      room_(options_.group_memory),
+      room_(options_.group_memory, options_.now),
       models_(options_.models),
-      pages_(page_options(options_)),
+      pages_(page_options(options_, room_)),
       control_(executor.make_strand()) {}
 
 Core::~Core() {

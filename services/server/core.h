@@ -57,7 +57,8 @@ struct CoreOptions {
   std::chrono::milliseconds device_timeout{60'000};
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
   /// The memory of control groups, in each of which sessions and pages must find room: asked for
-  /// each piece of an arena, and by `sweep` for sessions. Empty: not asked.
+  /// each piece of an arena, and by `sweep` for sessions; a refusal stands for a while. Empty: not
+  /// asked.
   MemoryRoom::Read group_memory{};
   std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
 };
@@ -253,7 +254,7 @@ class Core {
   Executor& executor_;
   Tenants tenants_;
   SessionMemory memory_;
-  const MemoryRoom room_;
+  MemoryRoom room_;
   ModelPool models_;
   PageStore pages_;
   SessionTable sessions_;

@@ -81,14 +81,24 @@ std::vector<GroupMemory> read_group_memory(const GroupFiles& files) {
   return found;
 }
 
-bool MemoryRoom::has(MemoryUse use, std::uint64_t bytes) const {
+bool MemoryRoom::has(MemoryUse use, std::uint64_t bytes) {
   if (!read_) return true;
+  Refusal& refusal = refusals_[static_cast<std::size_t>(use)];
+  const TimePoint now = now_();
+  {
+    const std::lock_guard lock(mutex_);
+    if (now < refusal.end && bytes >= refusal.bytes) return false;
+  }
   const double share = use == MemoryUse::kPages ? kPagesShare : kSessionsShare;
   const std::vector<GroupMemory> groups = read_();
-  return std::all_of(groups.begin(), groups.end(), [&](const GroupMemory& memory) {
+  const bool fits = std::all_of(groups.begin(), groups.end(), [&](const GroupMemory& memory) {
     return static_cast<double>(memory.used) + static_cast<double>(bytes) <=
            share * static_cast<double>(memory.limit);
   });
+  if (fits) return true;
+  const std::lock_guard lock(mutex_);
+  refusal = {.end = now + kRefusalTime, .bytes = bytes};
+  return false;
 }
 
 }  // namespace kvtier::services

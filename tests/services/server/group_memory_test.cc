@@ -62,7 +62,9 @@ TEST_F(GroupMemoryTest, IsShortWhereOneGroupAroundIsWhateverRoomItHas) {
   const auto mebibytes = [](std::uint64_t count) { return std::to_string(count << 20); };
   write("self", "0::/a/b");
   write_group("a/b", mebibytes(4096), mebibytes(1024));  // has less room than the one around
-  const MemoryRoom room([this] { return read_group_memory(files_); });
+  TimePoint now;
+  MemoryRoom room([this] { return read_group_memory(files_); },
+                  [&now] { return now += MemoryRoom::kRefusalTime; });
   write_group("a", mebibytes(65536), mebibytes(62362));  // 95.2 %
   EXPECT_FALSE(room.has(MemoryUse::kPages, 0));
   EXPECT_FALSE(room.has(MemoryUse::kSessions, 0));
@@ -102,7 +104,8 @@ TEST_F(GroupMemoryTest, IsNoneWhereTheKernelTellsNothing) {
 
 TEST(MemoryRoom, IsLeftForSessionsWherePagesFindNoneAnyMore) {
   std::vector<GroupMemory> groups;
-  const MemoryRoom room([&] { return groups; });
+  TimePoint now;
+  MemoryRoom room([&] { return groups; }, [&now] { return now += MemoryRoom::kRefusalTime; });
   EXPECT_TRUE(room.has(MemoryUse::kPages, std::uint64_t{1} << 50));
   groups = {{.used = 900, .limit = 1000}};
   EXPECT_TRUE(room.has(MemoryUse::kPages, 0));
@@ -112,6 +115,34 @@ TEST(MemoryRoom, IsLeftForSessionsWherePagesFindNoneAnyMore) {
   groups = {{.used = 2000, .limit = 1000}};
   EXPECT_FALSE(room.has(MemoryUse::kSessions, 0));
   EXPECT_TRUE(MemoryRoom().has(MemoryUse::kPages, std::uint64_t{1} << 50));
+}
+
+TEST(MemoryRoom, IsNotLookedForAgainRightAfterARefusal) {
+  std::uint64_t used = 900;
+  int num_read = 0;
+  TimePoint now{std::chrono::hours(1)};
+  MemoryRoom room(
+      [&] {
+        ++num_read;
+        return std::vector{GroupMemory{.used = used, .limit = 1000}};
+      },
+      [&now] { return now; });
+  EXPECT_TRUE(room.has(MemoryUse::kPages, 0));
+  EXPECT_TRUE(room.has(MemoryUse::kPages, 0));
+  EXPECT_EQ(num_read, 2) << "what is granted is taken, and counts at once";
+  EXPECT_FALSE(room.has(MemoryUse::kPages, 10));
+  EXPECT_EQ(num_read, 3);
+  used = 0;
+  now += MemoryRoom::kRefusalTime - std::chrono::nanoseconds(1);
+  EXPECT_FALSE(room.has(MemoryUse::kPages, 10));
+  EXPECT_FALSE(room.has(MemoryUse::kPages, 11));
+  EXPECT_EQ(num_read, 3);
+  EXPECT_TRUE(room.has(MemoryUse::kPages, 9)) << "less was not refused";
+  EXPECT_TRUE(room.has(MemoryUse::kSessions, 10)) << "nor was it to sessions";
+  EXPECT_EQ(num_read, 5);
+  now += std::chrono::nanoseconds(1);
+  EXPECT_TRUE(room.has(MemoryUse::kPages, 10));
+  EXPECT_EQ(num_read, 6);
 }
 
 /// A core in a control group whose use the test sets.
@@ -165,6 +196,7 @@ TEST_F(CoreMemoryTest, PagesMakeRoomForEachOtherWhenTheGroupIsShort) {
   }
   EXPECT_EQ(core_->pages().stats().evicted, 1U);
   used_ = 0;
+  now_ += MemoryRoom::kRefusalTime;
   put(5);
   EXPECT_EQ(core_->pages().stats().committed_pages, 5U);
 }
@@ -200,6 +232,7 @@ TEST_F(CoreMemoryTest, SessionsAreRefusedAndThoseThatThereAreGoOn) {
   EXPECT_EQ(core_->num_sessions(), 1U);
   EXPECT_EQ(append(session, testing::append_request(0, 10, 1)).reason(), "OK");
   used_ = kLimit / 100 * 94;
+  now_ += MemoryRoom::kRefusalTime;
   core_->sweep();
   EXPECT_EQ(reason_of_creation(), "OK");
   EXPECT_EQ(core_->num_sessions(), 2U);
