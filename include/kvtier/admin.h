@@ -91,11 +91,12 @@ class AdminClient {
   /// `kNotFound` for a tenant that is none, `kInvalidArgument` below 0.
   TenantStatus set_quota(std::string_view tenant, std::int64_t max_sessions,
                          std::int64_t max_kv_bytes);
-  /// Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and
-  /// leases stay. Throws `kNotFound` for a tenant that is none.
+  /// Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the
+  /// call began. Its sessions and leases stay. Returns what the last attempt has deleted, where the
+  /// reply of one before was lost. Throws `kNotFound` for a tenant that is none.
   EvictedPages evict_tenant(std::string_view tenant);
-  /// Changes the least that the server logs, until it ends; nothing: it logs no more. Throws
-  /// `kFailedPrecondition` for a server without a log.
+  /// Changes the least that the server, or its worker, logs until it ends; nothing: it logs no
+  /// more. Throws `kFailedPrecondition` for a server without a log.
   void set_log_level(std::optional<LogLevel> level);
 
  private:

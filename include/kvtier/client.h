@@ -146,8 +146,8 @@ class Client {
   /// Opens a session, empty but for a stored prefix of `config.token_ids`, as `length` tells.
   /// Throws `ClientError`, as all calls do.
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
-  /// Returns the names of all sessions of the caller's tenant, by age, whichever client has opened
-  /// them.
+  /// Returns the names of all sessions of the caller's tenant, in no order, whichever client has
+  /// opened them.
   [[nodiscard]] std::vector<std::string> list_sessions();
   /// Asks for a session of the caller's tenant by its name, which renews its lease.
   [[nodiscard]] RemoteSessionInfo session_info(const std::string& name);
@@ -296,7 +296,8 @@ class RemotePages {
   std::vector<Result> put(std::span<const Put> pages);
   /// Reads pages. Those that fail may have written to their memory.
   std::vector<Result> get(std::span<const Get> pages);
-  /// Keeps pages from eviction until as many `unpin`, or the end of the lease.
+  /// Keeps pages from eviction until as many `unpin`, or the end of the lease. Of more than 4,096
+  /// pages, which go in parts, a call that throws may have pinned some.
   std::vector<Result> pin(std::span<const std::string> handles);
   std::vector<Result> unpin(std::span<const std::string> handles);
   std::vector<Result> remove(std::span<const std::string> handles);

@@ -107,13 +107,14 @@ class AdminClient(Closing):
         return _status_of(self._call("SetTenantQuota", request).tenant)
 
     def evict_tenant(self, tenant: str) -> EvictedPages:
-        """Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and
-        leases stay."""
+        """Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the
+        call began. Its sessions and leases stay. Returns what the last attempt has deleted, where
+        the reply of one before was lost."""
         found = self._call("EvictTenant", admin_pb2.EvictTenantRequest(name=tenant))
         return EvictedPages(found.pages, found.bytes)
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Changes what the server logs, until it ends."""
+        """Changes what the server, or its worker, logs until it ends."""
         request = admin_pb2.SetLogLevelRequest(level=level.value)
         self._call("SetLogLevel", request)
 

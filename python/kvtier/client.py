@@ -188,8 +188,8 @@ class Client(Closing):
         return RemoteSession(self, response.session)
 
     def list_sessions(self) -> list[str]:
-        """Returns the names of all sessions of the caller's tenant, by age, whichever client has
-        opened them."""
+        """Returns the names of all sessions of the caller's tenant, in no order, whichever client
+        has opened them."""
         names: list[str] = []
         token = ""
         while True:

@@ -168,7 +168,7 @@ struct Part {
   std::size_t stale_reads = 0;  ///< As far as they are this part's to tell.
 };
 
-/// A ReadPages call, whose only operation under way has the call for its tag.
+/// A ReadPages call, whose only operation under way has this for its tag.
 class PageStream {
  public:
   PageStream(Connection& connection, gpr_timespec deadline, const PagesToRead& read,
@@ -183,11 +183,12 @@ class PageStream {
     request.set_client_verifies(!read.server_compares);
     request.set_stale_reads(static_cast<std::uint32_t>(part.stale_reads));
     stream_.reset(grpc::internal::ClientAsyncReaderFactory<grpc::ByteBuffer>::Create(
-        part.channel, &queue, method_, &context_, request, true, this));
+        part.channel, &queue, method_, &context_, request, false, nullptr));
   }
   PageStream(const PageStream&) = delete;  // gRPC has its address
   PageStream& operator=(const PageStream&) = delete;
 
+  void start() { stream_->StartCall(this); }
   /// Goes on after the operation under way. Returns false when it was the last.
   [[nodiscard]] bool go_on(bool succeeded) {
     if (finishing_) return false;
@@ -293,6 +294,8 @@ grpc::Status run_streams(Connection& connection, gpr_timespec deadline, const Pa
   for (const Part& part : parts) {
     streams.push_back(std::make_unique<PageStream>(connection, deadline, read, part, queue));
   }
+  // Once all are there: what is under way has to come to its end.
+  for (const auto& stream : streams) stream->start();
   const PageStream* failed = nullptr;
   for (std::size_t left = streams.size(); left > 0;) {
     void* tag = nullptr;

@@ -318,7 +318,7 @@ TEST_F(PageStreamsTest, ThrowsForAMessageThatNoServerSends) {
   EXPECT_THROW(static_cast<void>(read(8)), Error);
 }
 
-TEST_F(PageStreamsTest, HasOneDeadline) {
+TEST_F(PageStreamsTest, EndsAtItsDeadline) {
   connect({.server = endpoint_, .timeout = std::chrono::milliseconds(200)});
   pages_.script = [](grpc::ServerContext& context, int, const std::string& first) {
     return first == "0" ? hold(context) : failure(grpc::StatusCode::UNAVAILABLE);

@@ -101,15 +101,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictTenant(self, request, context):
-        """Deletes the pages of a tenant in the page cache that nobody has pinned. Its sessions and leases
-        stay.
+        """Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the call
+        began. Its sessions and leases stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Changes what the server logs, until it ends. FAILED_PRECONDITION (NO_LOG) without a log.
+        """Changes what the server, or its worker, logs until it ends. FAILED_PRECONDITION (NO_LOG) without a log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
