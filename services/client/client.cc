@@ -54,8 +54,7 @@ class RemoteSession::Impl {
         name_(session.name()),
         lengths_(session.layer_lengths().begin(), session.layer_lengths().end()),
         steps_(client_->connection) {
-    client_->add(name_, std::chrono::milliseconds(session.lease_ttl().seconds() * 1000 +
-                                                  session.lease_ttl().nanos() / 1'000'000));
+    client_->add(name_, services::milliseconds_of(session.lease_ttl()));
   }
   ~Impl() {
     client_->remove(name_);

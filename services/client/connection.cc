@@ -113,8 +113,7 @@ std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) 
   std::chrono::milliseconds delay =
       std::min(kFirstBackoff * (1 << std::min(attempt, 4)), kLongestBackoff);
   if (hint) {
-    const auto asked = std::chrono::milliseconds(retry.retry_delay().seconds() * 1000 +
-                                                 retry.retry_delay().nanos() / 1'000'000);
+    const std::chrono::milliseconds asked = milliseconds_of(retry.retry_delay());
     delay = std::clamp(asked, delay, kLongestBackoff);
   }
   std::uniform_int_distribution<std::int64_t> jitter(delay.count() / 2, delay.count());

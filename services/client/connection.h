@@ -6,6 +6,7 @@
 #include "kvtier/v1/session.grpc.pb.h"
 #include "kvtier/v1/shared_memory.grpc.pb.h"
 
+#include <google/protobuf/duration.pb.h>
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/security/credentials.h>
@@ -23,6 +24,12 @@ namespace kvtier::services {
 
 /// What the end of a session or a lease may take, whose caller does not wait for it to succeed.
 inline constexpr std::chrono::seconds kCloseTime{1};
+
+/// Returns a time that the server has told, rounded towards 0.
+[[nodiscard]] inline std::chrono::milliseconds milliseconds_of(
+    const google::protobuf::Duration& duration) {
+  return std::chrono::milliseconds(duration.seconds() * 1000 + duration.nanos() / 1'000'000);
+}
 
 /// A channel, and how calls over it are made: with a deadline, with credentials, again when the
 /// server could not take them. Thread-safe.

@@ -20,7 +20,7 @@ class RemotePages::Impl {
  public:
   Impl(std::shared_ptr<Client::Impl> client, const v1::OpenLeaseResponse& opened)
       : client_(std::move(client)), calls_(client_->connection, opened) {
-    client_->add(calls_.name(), std::chrono::milliseconds(opened.lease().ttl().seconds() * 1000));
+    client_->add(calls_.name(), services::milliseconds_of(opened.lease().ttl()));
   }
   ~Impl() {
     client_->remove(calls_.name());

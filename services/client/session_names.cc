@@ -37,8 +37,7 @@ RemoteSessionInfo Client::session_info(const std::string& name) {
           .layer_lengths = {session.layer_lengths().begin(), session.layer_lengths().end()},
           .capacity_tokens = session.capacity_tokens(),
           .kv_bytes = session.kv_bytes(),
-          .lease = std::chrono::milliseconds(session.lease_ttl().seconds() * 1000 +
-                                             session.lease_ttl().nanos() / 1'000'000)};
+          .lease = services::milliseconds_of(session.lease_ttl())};
 }
 
 void Client::release(const std::string& name) {
