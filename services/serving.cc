@@ -1,6 +1,7 @@
 #include "services/serving.h"
 
 #include "kvtier/error.h"
+#include "kvtier/page_tier.h"
 
 #include "services/log.h"
 #include "services/metrics/families.h"
