@@ -1,6 +1,7 @@
 #include "hashing/planes.h"
 
 #include "hashing/philox.h"
+#include "hashing/scalar_code.h"
 #include "transfer/float16.h"
 
 #include <algorithm>
@@ -92,8 +93,9 @@ class Fnv1a {
 std::vector<std::uint16_t> generate_planes(const SketchConfig& config, int head_dim) {
   assert(config.num_planes > 0 && head_dim > 0);
   const auto dim = static_cast<std::size_t>(head_dim);
-  std::vector<double> rows(static_cast<std::size_t>(config.num_planes) * dim);
-  for (int plane = 0; plane < config.num_planes; ++plane) {
+  const int count = planes_needed(config, head_dim);
+  std::vector<double> rows(static_cast<std::size_t>(count) * dim);
+  for (int plane = 0; plane < count; ++plane) {
     fill_normals(config.seed, plane,
                  std::span(rows).subspan(static_cast<std::size_t>(plane) * dim, dim));
   }
@@ -115,7 +117,8 @@ std::vector<std::uint16_t> generate_planes(const SketchConfig& config, int head_
 Planes::Planes(transfer::Device& device, const SketchConfig& config, int head_dim)
     : config_(config), head_dim_(head_dim), host_(generate_planes(config, head_dim)) {
   const auto dim = static_cast<std::size_t>(head_dim);
-  const auto stride = static_cast<std::size_t>(round_up(config.num_planes, kStrideMultiple));
+  const int count = planes_needed(config, head_dim);
+  const auto stride = static_cast<std::size_t>(round_up(count, kStrideMultiple));
   std::vector<float> transposed(dim * stride, 0.0F);
   Fnv1a hash;
   for (std::size_t i = 0; i < host_.size(); ++i) {
@@ -125,7 +128,7 @@ Planes::Planes(transfer::Device& device, const SketchConfig& config, int head_di
   hash.add(static_cast<std::uint32_t>(head_dim), 4);
   identity_ = hash.value();
 
-  const std::size_t offset = bits_bytes(config.num_planes, head_dim);
+  const std::size_t offset = bits_bytes(count, head_dim);
   device_ = device.allocate(transfer::Space::kDevice, offset + transposed.size() * sizeof(float));
   const std::array runs = {
       transfer::CopyRun{device_.data(), host_.data(), host_.size() * sizeof(std::uint16_t)},
@@ -137,12 +140,14 @@ Planes::Planes(transfer::Device& device, const SketchConfig& config, int head_di
 }
 
 PlanesView Planes::view() const noexcept {
-  const std::size_t offset = bits_bytes(config_.num_planes, head_dim_);
+  const int count = planes_needed(config_, head_dim_);
+  const std::size_t offset = bits_bytes(count, head_dim_);
   return {.bf16 = device_.as<const std::uint16_t>(),
           .transposed = reinterpret_cast<const float*>(device_.data() + offset),
-          .num_planes = config_.num_planes,
-          .stride = round_up(config_.num_planes, kStrideMultiple),
-          .head_dim = head_dim_};
+          .num_planes = count,
+          .stride = round_up(count, kStrideMultiple),
+          .head_dim = head_dim_,
+          .code_bits = code_bits(config_, head_dim_)};
 }
 
 }  // namespace kvtier::hashing

@@ -3,6 +3,7 @@
 #include "kvtier/config.h"
 
 #include "transfer/device.h"
+#include "transfer/host_device.h"
 
 #include <cstdint>
 #include <vector>
@@ -17,6 +18,12 @@ struct PlanesView {
   int num_planes = 0;
   int stride = 0;  ///< num_planes rounded up to 16.
   int head_dim = 0;
+  int code_bits = 0;  ///< Bits of a coordinate of a scalar code; 0: a bit for the sign of a plane.
+
+  /// Bits of a sketch that is made with these planes.
+  KVTIER_HOST_DEVICE int sketch_bits() const {
+    return num_planes * (code_bits > 0 ? code_bits : 1);
+  }
 };
 
 /// The random hyperplanes of a sketch: made once on the host, rounded to bf16, uploaded, never
@@ -35,7 +42,7 @@ class Planes {
 
   [[nodiscard]] PlanesView view() const noexcept;
   [[nodiscard]] const SketchConfig& config() const noexcept { return config_; }
-  /// Returns bf16 bits, `[num_planes, head_dim]`, on the host.
+  /// Returns bf16 bits, `[planes_needed, head_dim]`, on the host.
   [[nodiscard]] const std::vector<std::uint16_t>& host_bits() const noexcept { return host_; }
   /// Returns the hash (FNV-1a, 64 bits) of the plane bits and head_dim: part of a sketch's
   /// identity.
@@ -49,7 +56,7 @@ class Planes {
   std::uint64_t identity_ = 0;
 };
 
-/// Generates the bf16 bits of planes on the host, `[num_planes, head_dim]`.
+/// Generates the bf16 bits of planes on the host, `[planes_needed, head_dim]`.
 [[nodiscard]] std::vector<std::uint16_t> generate_planes(const SketchConfig& config, int head_dim);
 
 }  // namespace kvtier::hashing

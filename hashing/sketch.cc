@@ -10,7 +10,7 @@ namespace kvtier::hashing {
 void sketch_keys(transfer::Stream& stream, const PlanesView& planes, const transfer::KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
                  const transfer::RowSquares* squares) {
-  assert(planes.num_planes == geometry.num_planes && planes.head_dim == kv.head_dim);
+  assert(planes.sketch_bits() == geometry.num_planes && planes.head_dim == kv.head_dim);
   assert(kv.kv_heads == geometry.kv_heads);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {

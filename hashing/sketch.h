@@ -33,7 +33,8 @@ inline constexpr std::uint16_t kNonfiniteNorm = 0x7C00;
 /// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0
 /// is the most significant, so the bucket id of a table is P consecutive bits read as a big-endian
 /// number. Words are stored in native (little-endian) order, word w in chunk w / 4. Bits past
-/// `num_planes` are 0.
+/// `num_planes` are 0. Of a scalar code (hashing/scalar_code.h) plane t is bits t * head_dim on,
+/// and the factor of its estimate (`scalar_norm`) takes the place of the key norm.
 struct SketchGeometry {
   int kv_heads = 0;
   int num_planes = 0;
@@ -74,7 +75,7 @@ struct SketchItem {
 using SketchBatch = transfer::Batch<SketchItem>;
 
 /// Sketches packed rows (the output of `transfer::pack_rows`) at tokens length .. length + tokens -
-/// 1 of each sequence: bit = 1 when w . k >= 0 (fp32 accumulation), ||k||, ||v||. Must be enqueued
+/// 1 of each sequence: bits and norms as above, by fp32 accumulation. Must be enqueued
 /// before `append_done`. Costs the same at any length. Tokens past the capacity are dropped.
 /// `squares`, unless null, are those that `pack_rows` has written of these rows: norms may be taken
 /// from them, so that long appends need not read values.

@@ -1,3 +1,4 @@
+#include "hashing/scalar_code.h"
 #include "hashing/sketch_kernels.h"
 #include "transfer/float16.h"
 #include "transfer/parallel.h"
@@ -28,6 +29,7 @@ struct Tile {
   int tokens = 0;
   alignas(64) float keys[kTileTokens * kMaxHeadDim];  // [tokens][head_dim]
   std::uint32_t words[kTileTokens][kMaxWords];
+  float key_lengths[kTileTokens];  // norms before rounding, of finite tokens; else 0
   std::uint16_t key_norms[kTileTokens];
   std::uint16_t value_norms[kTileTokens];
 };
@@ -75,9 +77,11 @@ int count_nonfinite(const float* x, int count) {
   return found;
 }
 
-// Signs of `kTokensAtOnce` keys against 16 planes (`planes` [head_dim][16]); bit 15 - i is plane i.
+using Projections = float[kTokensAtOnce][kPlanesAtOnce];
+
+// Products of `kTokensAtOnce` keys with 16 planes (`planes` [head_dim][16]).
 KVTIER_SIMD_CLONES
-void project_signs(const float* keys, int head_dim, const float* planes, std::uint32_t* signs) {
+void project(const float* keys, int head_dim, const float* planes, Projections& result) {
   float acc[kTokensAtOnce][kPlanesAtOnce] = {};
   for (int x = 0; x < head_dim; ++x) {
     const float* w = planes + x * kPlanesAtOnce;
@@ -87,6 +91,14 @@ void project_signs(const float* keys, int head_dim, const float* planes, std::ui
       for (int i = 0; i < kPlanesAtOnce; ++i) acc[t][i] += k * w[i];
     }
   }
+  for (int t = 0; t < kTokensAtOnce; ++t) {
+    for (int i = 0; i < kPlanesAtOnce; ++i) result[t][i] = acc[t][i];
+  }
+}
+
+// Their signs; bit 15 - i is plane i.
+KVTIER_SIMD_CLONES
+void to_signs(const Projections& acc, std::uint32_t* signs) {
   for (int t = 0; t < kTokensAtOnce; ++t) {
     std::uint32_t bits = 0;
 #pragma omp simd reduction(| : bits)
@@ -101,9 +113,8 @@ float widen(DType dtype, const std::uint16_t* from, int count, float* to) {
   return dtype == DType::kBFloat16 ? widen_bf16(from, count, to) : widen_fp16(from, count, to);
 }
 
-std::uint16_t norm_bits(float sum_of_squares) {
-  const float norm = std::clamp(std::sqrt(sum_of_squares), 0x1p-24F, 65504.0F);
-  return transfer::Float16::from_float(norm).bits;
+std::uint16_t norm_bits(float norm) {
+  return transfer::Float16::from_float(std::clamp(norm, 0x1p-24F, 65504.0F)).bits;
 }
 
 // Reads one row; a token that is not finite gets a zero key, so that it cannot disturb the others.
@@ -117,13 +128,17 @@ void load_token(const transfer::KvGeometry& kv, const std::uint16_t* row, Tile& 
   if (suspect && count_nonfinite(key, dim) + count_nonfinite(value.data(), dim) != 0) {
     std::fill_n(key, dim, 0.0F);
     tile.key_norms[t] = tile.value_norms[t] = kNonfiniteNorm;
+    tile.key_lengths[t] = 0.0F;
     return;
   }
-  tile.key_norms[t] = norm_bits(key_sum);
-  tile.value_norms[t] = norm_bits(value_sum);
+  tile.key_lengths[t] = std::sqrt(key_sum);
+  tile.key_norms[t] = norm_bits(tile.key_lengths[t]);
+  tile.value_norms[t] = norm_bits(std::sqrt(value_sum));
 }
 
-void project_tile(const PlanesView& planes, Tile& tile) {
+// Calls take(first plane, first token, projections) for each block of planes and tokens.
+template <typename Take>
+void project_tile(const PlanesView& planes, const Tile& tile, const Take& take) {
   const int dim = planes.head_dim;
   alignas(64) std::array<float, kMaxHeadDim * kPlanesAtOnce> group;
   for (int plane = 0; plane < planes.num_planes; plane += kPlanesAtOnce) {
@@ -131,22 +146,57 @@ void project_tile(const PlanesView& planes, Tile& tile) {
       std::copy_n(planes.transposed + std::int64_t{x} * planes.stride + plane, kPlanesAtOnce,
                   group.data() + x * kPlanesAtOnce);
     }
+    for (int t = 0; t < tile.tokens; t += kTokensAtOnce) {
+      alignas(64) Projections projections;
+      project(tile.keys + std::int64_t{t} * dim, dim, group.data(), projections);
+      take(plane, t, projections);
+    }
+  }
+}
+
+void write_signs(const PlanesView& planes, Tile& tile) {
+  project_tile(planes, tile, [&](int plane, int t, const Projections& projections) {
     const int present = std::min(kPlanesAtOnce, planes.num_planes - plane);
     const std::uint32_t mask = 0xFFFFU & ~(0xFFFFU >> present);
     const int word = plane / 32;
     const bool upper = plane % 32 == 0;
-    for (int t = 0; t < tile.tokens; t += kTokensAtOnce) {
-      std::array<std::uint32_t, kTokensAtOnce> signs{};
-      project_signs(tile.keys + std::int64_t{t} * dim, dim, group.data(), signs.data());
-      for (int i = 0; i < kTokensAtOnce; ++i) {
-        const std::uint32_t bits = signs[static_cast<std::size_t>(i)] & mask;
-        if (upper) {
-          tile.words[t + i][word] = bits << 16;
-        } else {
-          tile.words[t + i][word] |= bits;
+    std::array<std::uint32_t, kTokensAtOnce> signs{};
+    to_signs(projections, signs.data());
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      const std::uint32_t bits = signs[static_cast<std::size_t>(i)] & mask;
+      if (upper) {
+        tile.words[t + i][word] = bits << 16;
+      } else {
+        tile.words[t + i][word] |= bits;
+      }
+    }
+  });
+}
+
+// Writes the codes of the tile's keys, and what takes the place of their norms.
+void write_codes(const PlanesView& planes, Tile& tile) {
+  const int bits = planes.code_bits;
+  std::array<float, kTileTokens> sums{};
+  for (int t = 0; t < tile.tokens; ++t) std::fill_n(tile.words[t], kMaxWords, 0U);
+  project_tile(planes, tile, [&](int first, int t, const Projections& projections) {
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+      const float length = tile.key_lengths[t + i];
+      const float inverse = length > 0.0F ? 1.0F / length : 0.0F;
+      for (int j = 0; j < kPlanesAtOnce; ++j) {
+        const float y = projections[i][j] * inverse;
+        const std::uint32_t code = scalar_code(y / scalar_step(bits), bits);
+        sums[static_cast<std::size_t>(t + i)] += scalar_level(code, bits) * y;
+        for (int plane = 0; plane < bits; ++plane) {
+          const int at = plane * planes.head_dim + first + j;
+          tile.words[t + i][at / 32] |= ((code >> (bits - 1 - plane)) & 1U) << (31 - at % 32);
         }
       }
     }
+  });
+  for (int t = 0; t < tile.tokens; ++t) {
+    if (tile.key_norms[t] == kNonfiniteNorm) continue;
+    tile.key_norms[t] = norm_bits(
+        scalar_norm(tile.key_lengths[t], sums[static_cast<std::size_t>(t)], bits, planes.head_dim));
   }
 }
 
@@ -179,7 +229,12 @@ void sketch_range(const PlanesView& planes, const transfer::KvGeometry& kv,
     }
     std::fill_n(tile.keys + std::int64_t{count} * kv.head_dim,
                 std::int64_t{tile.tokens - count} * kv.head_dim, 0.0F);
-    project_tile(planes, tile);
+    std::fill_n(tile.key_lengths + count, tile.tokens - count, 0.0F);
+    if (planes.code_bits > 0) {
+      write_codes(planes, tile);
+    } else {
+      write_signs(planes, tile);
+    }
     for (int t = 0; t < count; ++t) {
       const std::int64_t token = length + first + t;
       store_token(geometry, head, item.blocks[token / kBlockTokens],
@@ -195,7 +250,7 @@ namespace cpu {
 void sketch_keys(const PlanesView& planes, const transfer::KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch,
                  const std::byte* packed) {
-  assert(kv.head_dim <= kMaxHeadDim && planes.num_planes <= 32 * kMaxWords);
+  assert(kv.head_dim <= kMaxHeadDim && planes.sketch_bits() <= 32 * kMaxWords);
   for (int i = 0; i < batch.count; ++i) {
     const SketchItem& item = batch[i];
     const std::int64_t room = item.counters->capacity - item.counters->length;

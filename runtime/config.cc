@@ -1,5 +1,7 @@
 #include "kvtier/config.h"
 
+#include "hashing/scalar_code.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -102,13 +104,49 @@ ValueWeighting RetrievalConfig::weighting() const noexcept {
 
 SketchConfig RetrievalConfig::sketch() const noexcept {
   const int bits = estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
-  return {.kind = planes(), .num_planes = bits, .seed = seed};
+  return {.kind = planes(), .num_planes = bits, .seed = seed, .code = code};
+}
+
+RetrievalConfig RetrievalConfig::socket() noexcept {
+  RetrievalConfig config;
+  config.estimator = Estimator::kSoftCollision;
+  config.value_weighting = ValueWeighting::kLinear;
+  config.selection = Selection::kPerQueryHead;
+  config.rule = SelectionRule::kTopK;
+  config.code = SketchCode::kSign;
+  config.plane_kind = PlaneKind::kGaussian;
+  config.planes_per_table = 10;
+  config.tables = 60;
+  config.tau = 0.4F;
+  return config;
 }
 
 std::vector<std::string> RetrievalConfig::validate() const {
   Problems problems;
   problems.require(weighting_fits(estimator, weighting()), "value_weighting",
                    allowed_weightings(estimator), weighting_name(weighting()));
+  const bool estimates_logits =
+      estimator == Estimator::kNormAware || weighting() == ValueWeighting::kCalibrated;
+  problems.require(rule == SelectionRule::kTopK || rule == SelectionRule::kPriority, "rule",
+                   "an enumerator", static_cast<int>(rule));
+  problems.require(rule != SelectionRule::kPriority || estimates_logits, "rule",
+                   "top_k where scores are no logits (priority needs norm-aware, or soft collision "
+                   "with calibrated value weighting)",
+                   "priority");
+  problems.require(code == SketchCode::kSign || code == SketchCode::kScalar, "code",
+                   "an enumerator", static_cast<int>(code));
+  if (code == SketchCode::kScalar) {
+    problems.require(estimator == Estimator::kNormAware, "code",
+                     "sign with an estimator that reads signs (scalar needs norm-aware)", "scalar");
+    problems.require(planes() == PlaneKind::kOrthogonal, "plane_kind",
+                     "orthogonal with a scalar code", "gaussian");
+  }
+  if (error_target != 0.0) {
+    problems.require(rule == SelectionRule::kPriority, "error_target",
+                     "0 without the priority rule", error_target);
+    problems.require(std::isfinite(error_target) && error_target > 0.0 && error_target < 1.0,
+                     "error_target", "0 (none) or a number above 0 and below 1", error_target);
+  }
   if (estimator == Estimator::kNormAware) {
     problems.require(num_planes >= 64 && num_planes <= 1024, "num_planes", "64..1024", num_planes);
     problems.require(query_bits == 0 || query_bits == 4 || query_bits == 8, "query_bits",
@@ -203,10 +241,12 @@ std::vector<std::string> Config::validate() const {
                    memory.tier_deadline.count());
 
   problems.append("retrieval.", retrieval.validate());
+  problems.append("retrieval.", hashing::check_code(retrieval.sketch(), d));
   for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
+    const std::string name = "extra_sketches[" + std::to_string(i) + "].";
     const int planes = extra_sketches[i].num_planes;
-    problems.require(planes >= 1 && planes <= 1024,
-                     "extra_sketches[" + std::to_string(i) + "].num_planes", "1..1024", planes);
+    problems.require(planes >= 1 && planes <= 1024, name + "num_planes", "1..1024", planes);
+    problems.append(name, hashing::check_code(extra_sketches[i], d));
   }
   problems.require(extra_sketches.size() <= 15, "extra_sketches", "at most 15 entries",
                    extra_sketches.size());

@@ -56,7 +56,8 @@ Config with_ordered_log(Config config) {
 }
 
 std::string describe_sketch(const SketchConfig& sketch) {
-  return std::string(sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal") + " x " +
+  const std::string code = sketch.code == SketchCode::kScalar ? "scalar, " : "";
+  return code + (sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal") + " x " +
          std::to_string(sketch.num_planes) + ", seed " + std::to_string(sketch.seed);
 }
 
@@ -370,11 +371,7 @@ void EngineState::log(LogLevel level, const std::string& message) const {
 std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const {
   const SketchConfig wanted = retrieval.sketch();
   for (std::size_t i = 0; i < sketches.size(); ++i) {
-    const SketchConfig& have = sketches[i].config;
-    if (have.kind == wanted.kind && have.seed == wanted.seed &&
-        have.num_planes >= wanted.num_planes) {
-      return i;
-    }
+    if (sketches[i].config.serves(wanted)) return i;
   }
   std::string found;
   for (const SketchStore& sketch : sketches) {

@@ -104,6 +104,7 @@ PrefixKey engine_key(const Config& config, const transfer::KvGeometry& kv,
   hash.update(std::uint64_t{sketches.size()});
   for (const SketchConfig& sketch : sketches) {
     hash.update(static_cast<std::uint64_t>(sketch.kind));
+    hash.update(static_cast<std::uint64_t>(sketch.code));
     hash.update(static_cast<std::uint64_t>(sketch.num_planes));
     hash.update(sketch.seed);
   }

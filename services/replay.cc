@@ -59,18 +59,18 @@ std::vector<Chunk> make_chunks(const Trace& trace, std::int64_t steps, std::int6
   return chunks;
 }
 
-/// Returns the largest sketch of each (kind, seed) that the rows need, the first row's kind first.
+/// Returns sketches that serve all rows, none of which serves another; the first row's kind first.
 std::vector<SketchConfig> needed_sketches(const std::vector<RetrievalConfig>& rows) {
   std::vector<SketchConfig> sketches;
   for (const RetrievalConfig& row : rows) {
     const SketchConfig wanted = row.sketch();
     const auto same = std::find_if(sketches.begin(), sketches.end(), [&](const SketchConfig& s) {
-      return s.kind == wanted.kind && s.seed == wanted.seed;
+      return s.serves(wanted) || wanted.serves(s);
     });
     if (same == sketches.end()) {
       sketches.push_back(wanted);
-    } else {
-      same->num_planes = std::max(same->num_planes, wanted.num_planes);
+    } else if (wanted.serves(*same)) {
+      *same = wanted;
     }
   }
   return sketches;

@@ -93,11 +93,12 @@ void check(const RetrievalConfig& retrieval) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-/// Keeps one sketch per kind and seed, the largest: it serves the smaller ones too.
+/// Keeps the largest of sketches that serve one another.
 void merge_sketch(std::vector<SketchConfig>& sketches, const SketchConfig& sketch) {
   for (SketchConfig& have : sketches) {
-    if (have.kind != sketch.kind || have.seed != sketch.seed) continue;
-    have.num_planes = std::max(have.num_planes, sketch.num_planes);
+    if (have.serves(sketch)) return;
+    if (!sketch.serves(have)) continue;
+    have = sketch;
     return;
   }
   sketches.push_back(sketch);

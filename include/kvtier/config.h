@@ -58,6 +58,26 @@ enum class Selection : std::uint8_t {
   kPerKvHead,
 };
 
+/// Which tokens are taken by their scores, and how much each counts (docs/algorithm.md, section 3).
+enum class SelectionRule : std::uint8_t {
+  /// The k tokens of largest score; each counts once. Drops the tail of the attention.
+  kTopK,
+  /// Priority sampling by the scores: the k tokens of largest ln p - ln u, where p is the share of
+  /// the attention that the score estimates and u a fixed hash of (seed, layer, head, token) in
+  /// (0, 1]. A token that was taken with chance c counts 1 / c times, so numerator and denominator
+  /// of the attention have the expectation of dense attention. Needs a score that estimates a
+  /// logit: norm-aware, or calibrated soft collision.
+  kPriority,
+};
+
+/// How the bits of a sketch are made from a key.
+enum class SketchCode : std::uint8_t {
+  kSign,  ///< Bit i is 1 when plane i . key >= 0.
+  /// The key, rotated by the first head_dim orthogonal planes and divided by its norm, rounded to
+  /// num_planes / head_dim bits for each coordinate. Read by norm-aware only.
+  kScalar,
+};
+
 enum class PlaneKind : std::uint8_t {
   kGaussian,    ///< i.i.d. N(0, 1).
   kOrthogonal,  ///< Blocks of head_dim rows orthonormalised and scaled to length sqrt(head_dim).
@@ -66,13 +86,23 @@ enum class PlaneKind : std::uint8_t {
 /// What a layer's attention sees.
 enum class LayerMode : std::uint8_t { kSparse, kDense, kSlidingWindow };
 
-/// The sign bits kept of each key. Identity of a sketch: all fields, and head_dim. The first M
-/// planes do not depend on `num_planes`, so any estimator that needs at most `num_planes` of the
-/// wanted kind and seed can read it.
+/// The bits kept of each key. Identity of a sketch: all fields, and head_dim. The first M planes do
+/// not depend on `num_planes`, so an estimator that reads signs can read any sketch of signs of the
+/// wanted kind and seed with at least as many. A scalar code is read as a whole: all fields must
+/// be equal.
 struct SketchConfig {
-  PlaneKind kind = PlaneKind::kGaussian;
-  int num_planes = 600;    ///< 1..1024 bits per (token, KV head), stored packed.
+  PlaneKind kind = PlaneKind::kGaussian;  ///< `kOrthogonal` for a scalar code.
+  /// 1..1024 bits per (token, KV head), stored packed. Of a scalar code 1 to 8 times head_dim.
+  int num_planes = 600;
   std::uint64_t seed = 0;  ///< Key of the Philox counter.
+  SketchCode code = SketchCode::kSign;
+
+  /// Tells whether a sketch of this configuration can be read where `wanted` is needed.
+  [[nodiscard]] bool serves(const SketchConfig& wanted) const noexcept {
+    const bool enough = code == SketchCode::kSign ? num_planes >= wanted.num_planes
+                                                  : num_planes == wanted.num_planes;
+    return kind == wanted.kind && code == wanted.code && seed == wanted.seed && enough;
+  }
 
   friend bool operator==(const SketchConfig&, const SketchConfig&) = default;
 };
@@ -83,20 +113,29 @@ struct RetrievalConfig {
   ValueWeighting value_weighting = ValueWeighting::kDefault;
   Selection selection = Selection::kPerKvHead;
 
+  SelectionRule rule = SelectionRule::kTopK;
+  SketchCode code = SketchCode::kSign;  ///< `kScalar` with norm-aware only.
+
   /// Kind of planes; by default gaussian for the collision estimators, orthogonal for norm-aware.
   std::optional<PlaneKind> plane_kind{};
-  std::uint64_t seed = 0;
+  std::uint64_t seed = 0;  ///< Of the planes, and of the priorities of `kPriority`.
 
   int planes_per_table = 10;  ///< P, 1..12 (collision estimators). P * L <= 1024.
   int tables = 60;            ///< L (collision estimators).
-  float tau = 0.4F;      ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
-  int num_planes = 256;  ///< Sign bits read by norm-aware, 64..1024.
-  int query_bits = 4;    ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
+  float tau = 0.4F;  ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
+  /// Bits of a key read by norm-aware, 64..1024: planes of a sign code; head_dim times the bits of
+  /// a coordinate, 1 to 8, of a scalar code.
+  int num_planes = 256;
+  int query_bits = 4;  ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
 
   /// Tokens to select: `top_k`, unless `sparsity` > 0, then max(1, floor(N / sparsity)) with N the
   /// tokens visible to the query.
   int top_k = 2048;
   double sparsity = 0.0;
+  /// With `kPriority`: the standard error of the softmax denominator that is aimed at, relative to
+  /// it, in (0, 1); 0: none. Tokens of priority at least error_target^2 are taken, so as many as a
+  /// head needs: at most about 1 / error_target^2, and never more than `top_k` or `sparsity` says.
+  double error_target = 0.0;
 
   int sink_tokens = 128;    ///< First tokens, always attended.
   int recent_tokens = 128;  ///< Last tokens, always attended.
@@ -109,6 +148,10 @@ struct RetrievalConfig {
   [[nodiscard]] KVTIER_EXPORT SketchConfig sketch() const noexcept;
   /// Returns every problem, empty when valid.
   [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;
+
+  /// Returns the method of the SOCKET paper: soft collision, linear value weighting, gaussian
+  /// planes, P = 10, L = 60, tau = 0.4, the k best tokens, a set per query head.
+  [[nodiscard]] KVTIER_EXPORT static RetrievalConfig socket() noexcept;
 };
 
 struct LayerConfig {

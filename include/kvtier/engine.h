@@ -37,13 +37,17 @@ struct AttendOptions {
 /// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up
 /// to and including the session's token number length - T + t (a causal tail). `selected`
 /// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
-/// and dense tokens, -1 for none, any order; replaces scoring. `rest` (optional): fp32 `[kv_heads,
-/// head_dim]`, the value that visible tokens which are not attended are taken to have, such as the
-/// mean of the layer's values: outputs then count them, with the share of attention that
-/// `AttendOutputs::missed` estimates and under its conditions. Meant for sets per query head.
+/// and dense tokens, -1 for none, any order; replaces scoring. `bias` (optional, with `selected`):
+/// fp32 of the shape of `selected`, finite and not negative, what is added to the logit of each id,
+/// as `SelectOutputs::bias` gives it; of an id given twice the larger counts. `rest` (optional):
+/// fp32 `[kv_heads, head_dim]`, the value that visible tokens which are not attended are taken to
+/// have, such as the mean of the layer's values: outputs then count them, with the share of
+/// attention that `AttendOutputs::missed` estimates and under its conditions. Meant for sets per
+/// query head.
 struct AttendInputs {
   TensorView query{};
   TensorView selected{};
+  TensorView bias{};
   TensorView rest{};
 };
 
@@ -54,6 +58,7 @@ struct DecodeInputs {
   TensorView key{};
   TensorView value{};
   TensorView selected{};
+  TensorView bias{};
   TensorView rest{};
 };
 
@@ -73,10 +78,13 @@ struct AttendOutputs {
 
 /// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for
 /// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of
-/// each id (per KV head: the combined one), -infinity where padded.
+/// each id (per KV head: the combined one), -infinity where padded. `bias` (optional, with
+/// `SelectionRule::kPriority`): fp32, same shape, the logarithm of how many times each id counts,
+/// 0 where padded; `AttendInputs::bias` takes it. Heads are then those of the sets.
 struct SelectOutputs {
   MutableTensorView ids{};
   MutableTensorView scores{};
+  MutableTensorView bias{};
 };
 
 /// Rows of `Session::fetch`: `keys`, `values` `[kv_heads, n, head_dim]` of the model's `kv_dtype`,

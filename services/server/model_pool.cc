@@ -16,7 +16,8 @@ namespace {
 constexpr const char* kCachePrefix = "engine-";
 
 void write_sketch(std::ostream& out, const SketchConfig& sketch) {
-  out << ' ' << static_cast<int>(sketch.kind) << ':' << sketch.num_planes << ':' << sketch.seed;
+  out << ' ' << static_cast<int>(sketch.kind) << ':' << static_cast<int>(sketch.code) << ':'
+      << sketch.num_planes << ':' << sketch.seed;
 }
 
 std::string key_of(const ModelSpec& spec) {
@@ -33,7 +34,8 @@ std::string key_of(const ModelSpec& spec) {
   write_sketch(key, spec.retrieval.sketch());
   std::vector<SketchConfig> extra = spec.extra_sketches;
   std::sort(extra.begin(), extra.end(), [](const SketchConfig& a, const SketchConfig& b) {
-    return std::tie(a.kind, a.num_planes, a.seed) < std::tie(b.kind, b.num_planes, b.seed);
+    return std::tie(a.kind, a.code, a.num_planes, a.seed) <
+           std::tie(b.kind, b.code, b.num_planes, b.seed);
   });
   for (const SketchConfig& sketch : extra) write_sketch(key, sketch);
   return key.str();
@@ -165,10 +167,7 @@ std::filesystem::path ModelPool::free_disk_cache() const {
 bool Model::carries(const RetrievalConfig& retrieval) const {
   const Config& config = engine.config();
   const SketchConfig wanted = retrieval.sketch();
-  const auto fits = [&wanted](const SketchConfig& have) {
-    return have.kind == wanted.kind && have.seed == wanted.seed &&
-           have.num_planes >= wanted.num_planes;
-  };
+  const auto fits = [&wanted](const SketchConfig& have) { return have.serves(wanted); };
   return fits(config.retrieval.sketch()) ||
          std::any_of(config.extra_sketches.begin(), config.extra_sketches.end(), fits);
 }
