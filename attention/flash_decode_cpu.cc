@@ -74,8 +74,14 @@ struct Accumulator {
   SoftmaxState* state = nullptr;
 };
 
+/// What is added to the logits of a tile's rows: row i at `values[i * stride]`; null: nothing.
+struct TileBias {
+  const float* values = nullptr;
+  int stride = 1;
+};
+
 void attend_tile(const AttendRequest& request, const Tile& tile, const std::int32_t* index,
-                 int count, const Accumulator& acc) {
+                 int count, const TileBias& bias, const Accumulator& acc) {
   if (count == 0) return;
   const int d = request.kv.head_dim;
   const std::int64_t stride = 2 * std::int64_t{d};
@@ -85,6 +91,11 @@ void attend_tile(const AttendRequest& request, const Tile& tile, const std::int3
     for (int i = 0; i < count; ++i) {
       float& logit = logits[static_cast<std::size_t>(i)];
       logit = soft_cap(logit, request.logit_softcap);
+    }
+  }
+  if (bias.values != nullptr) {
+    for (int i = 0; i < count; ++i) {
+      logits[static_cast<std::size_t>(i)] += bias.values[std::int64_t{index[i]} * bias.stride];
     }
   }
   SoftmaxState tile_state;
@@ -218,7 +229,7 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
         in_host_page(request, resident_begin, tokens[i]) ? ++counts.host : ++counts.resident;
       }
       for (std::size_t h = 0; h < group; ++h) {
-        attend_tile(request, tile, index.data(), seen, accumulators[r * group + h]);
+        attend_tile(request, tile, index.data(), seen, {}, accumulators[r * group + h]);
       }
     }
   }
@@ -271,7 +282,12 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
         if (((masks[begin + i] >> h) & 1U) == 0) continue;
         index[static_cast<std::size_t>(seen++)] = static_cast<std::int32_t>(i);
       }
-      attend_tile(request, tile, index.data(), seen, accumulators[h]);
+      TileBias bias{.stride = selection.bias_heads};
+      if (selection.bias != nullptr) {
+        bias.values = selection.bias + (list * selection.capacity + begin) * selection.bias_heads +
+                      (selection.bias_heads == 1 ? 0 : static_cast<std::int64_t>(h));
+      }
+      attend_tile(request, tile, index.data(), seen, bias, accumulators[h]);
     }
   }
   count_rows(request, counts);

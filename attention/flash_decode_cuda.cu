@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       const int half = started % 2;
       if (lane / 16 == half) {
         reinterpret_cast<unsigned*>(tile + Layout::kMasks)[lane % 16] = rows.row().mask;
+        reinterpret_cast<unsigned*>(tile + Layout::kBiases)[lane % 16] = rows.row().bias;
         if constexpr (kFloat8) cuda::row_scales<D>(tile, lane % 16) = rows.row().scales;
       }
       if constexpr (kFloat8) {
@@ -285,7 +286,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       barriers[warp][stage_out].wait(parity);
       __syncwarp();  // masks are written
       if constexpr (kFloat8) cuda::widen_float8<D>(stages + stage_out * Layout::kBytes);
-      attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap);
+      attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap,
+                       rows.bias());
       __syncwarp();  // no lane reads the tile any more when it is overwritten
       stage_out = stage_out + 1 == num_stages ? 0 : stage_out + 1;
       if (stage_out == 0) parity ^= 1U;

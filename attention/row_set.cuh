@@ -291,7 +291,8 @@ class RowFinder {
     const std::byte* base = nullptr;
     int index = 0;
     unsigned mask = 0;
-    float2 scales{};  ///< Of fp8; 0: the row has 16-bit elements.
+    unsigned bias = 0;  ///< As `RowBias` has it.
+    float2 scales{};    ///< Of fp8; 0: the row has 16-bit elements.
 
     [[nodiscard]] __device__ const std::byte* address() const {
       return base + std::int64_t{index} * bytes();
@@ -317,6 +318,10 @@ class RowFinder {
       const std::int64_t list = std::int64_t{set.row} * kv_.kv_heads + set.kv_head;
       ids_ = selection.ids + list * selection.capacity;
       masks_ = selection.head_mask + list * selection.capacity;
+      bias_ = {.per_head = selection.bias == nullptr
+                               ? nullptr
+                               : selection.bias + list * selection.capacity * selection.bias_heads,
+               .heads = selection.bias_heads};
       if (selection.staged_capacity > 0) {
         num_staged_ = num_staged(selection, set.count - set.always);
         staged_ = selection.staged + list * selection.staged_capacity * (4 * D);
@@ -335,6 +340,8 @@ class RowFinder {
 
   /// This lane's row of the present pair.
   [[nodiscard]] __device__ const Row& row() const { return row_; }
+  /// For the tiles of the set.
+  [[nodiscard]] __device__ RowBias bias() const { return bias_.heads > 1 ? bias_ : RowBias{}; }
 
   __device__ void next_pair() {
     row_ = next_row_;
@@ -349,47 +356,56 @@ class RowFinder {
   struct Entry {
     int token = kNone;  ///< Or kNone, or below it, staged row kNone - 1 - token, or a slot.
     unsigned mask = 0;  ///< With `kInSlot` where it is one.
+    unsigned bias = 0;
   };
   static constexpr int kNone = -1;
   static constexpr unsigned kInSlot = 1U << 31;
 
   __device__ Entry next_entry() {
-    if (place_ >= end_) return {};
+    const unsigned none = bias_.heads > 1 ? RowBias::kNone : 0U;
+    if (place_ >= end_) return {.bias = none};
     const int i = order_.tile(place_) * kTileRows + static_cast<int>(threadIdx.x % 16);
     place_ += 2 * kWarps;
-    if (i >= set_.count) return {};
-    if (i < set_.sink_end) return {i, 0xFFFFU};
-    if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU};
+    if (i >= set_.count) return {.bias = none};
+    if (i < set_.sink_end) return {i, 0xFFFFU, none};
+    if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU, none};
     const int entry = i - set_.always;
-    if (entry < num_staged_) {
-      if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry]};
-      const transfer::RowPlace place = places_[entry];
-      if (place.at < 0) return {place.at + kNone, place.head_mask};
-      return {kNone - 1 - place.at, place.head_mask | kInSlot};
+    unsigned bias = none;
+    if (bias_.per_head != nullptr) {
+      bias =
+          bias_.heads > 1 ? static_cast<unsigned>(entry) : __float_as_uint(bias_.per_head[entry]);
     }
-    return {ids_[entry], masks_[entry]};
+    if (entry < num_staged_) {
+      if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry], bias};
+      const transfer::RowPlace place = places_[entry];
+      if (place.at < 0) return {place.at + kNone, place.head_mask, bias};
+      return {kNone - 1 - place.at, place.head_mask | kInSlot, bias};
+    }
+    return {ids_[entry], masks_[entry], bias};
   }
 
   __device__ Row locate(const Entry& entry) {
     const int token = entry.token;
-    if (token == kNone) return {no_row_, 0, 0};
+    if (token == kNone) return {no_row_, 0, 0, entry.bias};
     if (token < kNone) {
       const bool in_slot = (entry.mask & kInSlot) != 0;
-      return {in_slot ? slots_ : staged_, kNone - 1 - token, entry.mask & ~kInSlot};
+      return {in_slot ? slots_ : staged_, kNone - 1 - token, entry.mask & ~kInSlot, entry.bias};
     }
     if (token < kv_.sink_capacity) {
-      return {sequence_.sink_rows, set_.kv_head * kv_.sink_capacity + token, entry.mask};
+      return {sequence_.sink_rows, set_.kv_head * kv_.sink_capacity + token, entry.mask,
+              entry.bias};
     }
     const auto number = static_cast<unsigned>(token);
     if (kv_.recent_capacity > 0 && token >= set_.resident_begin) {
       const unsigned slot = number % static_cast<unsigned>(kv_.recent_capacity);
       return {sequence_.recent_rows, set_.kv_head * kv_.recent_capacity + static_cast<int>(slot),
-              entry.mask};
+              entry.mask, entry.bias};
     }
     ++in_pages_;
     const auto page_tokens = static_cast<unsigned>(kv_.page_tokens);
     Row row{sequence_.pages[number / page_tokens],
-            set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask};
+            set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask,
+            entry.bias};
     if constexpr (kFloat8) {
       const std::byte* scales = row.base + std::int64_t{kv_.kv_heads} * kv_.page_tokens * (2 * D);
       row.scales = reinterpret_cast<const float2*>(scales)[row.index];
@@ -406,6 +422,7 @@ class RowFinder {
   int end_;
   const std::int32_t* ids_ = nullptr;
   const std::uint16_t* masks_ = nullptr;
+  RowBias bias_;  ///< Of the set's entries; where there is one for all heads, that.
   const std::byte* staged_ = nullptr;
   const transfer::RowPlace* places_ = nullptr;
   const std::byte* slots_ = nullptr;

@@ -20,13 +20,29 @@ namespace kvtier::attention::cuda {
 inline constexpr int kTileRows = 16;
 
 /// Shared memory of one tile: `kTileRows` rows (K then V), padded so that eight rows lie in eight
-/// different groups of banks, then the head mask of each row.
+/// different groups of banks, then the head mask of each row, then what says its bias (`RowBias`).
 template <int D>
 struct TileLayout {
   static constexpr int kVectors = D / 4;  ///< 16-byte vectors of a row.
   static constexpr int kPitch = 4 * D + 16;
   static constexpr int kMasks = kTileRows * kPitch;
-  static constexpr int kBytes = kMasks + kTileRows * 4;
+  static constexpr int kBiases = kMasks + kTileRows * 4;
+  static constexpr int kBytes = kBiases + kTileRows * 4;
+};
+
+/// What is added to the logits of rows. A tile has a word for each row: the bias of all heads in
+/// fp32, or where there is one per head, the index of the row's in `per_head`, or kNone.
+struct RowBias {
+  static constexpr unsigned kNone = 0xFFFFFFFFU;
+
+  const float* per_head = nullptr;  ///< `[entries, heads]`, in global memory.
+  int heads = 0;
+
+  [[nodiscard]] __device__ float of(unsigned word, int head) const {
+    if (per_head == nullptr) return __uint_as_float(word);
+    if (word == kNone || head >= heads) return 0.0F;
+    return __ldg(per_head + std::int64_t{word} * heads + head);
+  }
 };
 
 /// Behind each row of a tile in which rows may be of fp8: its scales, 0 where it has 16 bits.
@@ -159,12 +175,14 @@ struct WarpAttention {
 
   /// Attends over one tile in shared memory; bit h of a row's mask lets head h see it.
   __device__ void attend(const QueryFragments<T, D, NT>& queries, const std::byte* tile,
-                         float softcap) {
+                         float softcap, const RowBias& bias) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const unsigned base = transfer::cuda::shared_address(tile);
     float logits[NT][4];
     score(queries, base, logits);
     const auto* masks = reinterpret_cast<const unsigned*>(tile + Layout::kMasks);
+    const auto* biases = reinterpret_cast<const unsigned*>(tile + Layout::kBiases);
+    const unsigned words[2] = {biases[lane / 4], biases[lane / 4 + 8]};
     unsigned high[NT][2];
     unsigned low[NT][2];
 #pragma unroll
@@ -176,8 +194,9 @@ struct WarpAttention {
                             (second & 2U) != 0};
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        logits[nt][c] =
-            seen[c] ? soft_cap(logits[nt][c] * queries.factor[nt][c % 2], softcap) : -INFINITY;
+        logits[nt][c] = seen[c] ? soft_cap(logits[nt][c] * queries.factor[nt][c % 2], softcap) +
+                                      bias.of(words[c / 2], head + c % 2)
+                                : -INFINITY;
       }
       softmax(nt, logits[nt]);
       const auto p0 = transfer::cuda::split_pair<T>(logits[nt][0], logits[nt][1]);

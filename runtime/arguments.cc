@@ -116,6 +116,30 @@ void check_rest(const EngineState& engine, const TensorView& tensor, StreamRef s
   }
 }
 
+/// Checks biases: finite and not negative, where the host can read them.
+void check_bias(const EngineState& engine, const TensorView& bias, const TensorView& ids,
+                StreamRef stream) {
+  if (ids.empty()) invalid("bias", "none without selected ids", describe(bias));
+  if (bias.dtype != DType::kFloat32 || bias.rank != 3 || bias.shape != ids.shape) {
+    invalid("bias", "fp32 of the shape of selected, " + describe(ids), describe(bias));
+  }
+  check_last_stride("bias", bias, 2);
+  check_space("bias", bias, stream);
+  if (bias.space != MemorySpace::kHost && engine.device->backend() != Backend::kCpu) return;
+  for (std::int64_t token = 0; token < bias.shape[0]; ++token) {
+    for (std::int64_t head = 0; head < bias.shape[1]; ++head) {
+      const float* values =
+          static_cast<const float*>(bias.data) + token * bias.strides[0] + head * bias.strides[1];
+      for (std::int64_t i = 0; i < bias.shape[2]; ++i) {
+        if (std::isfinite(values[i]) && values[i] >= 0.0F) continue;
+        invalid("bias[" + std::to_string(token) + ", " + std::to_string(head) + ", " +
+                    std::to_string(i) + "]",
+                "a finite number of at least 0", std::to_string(values[i]));
+      }
+    }
+  }
+}
+
 /// Most ids that one head of the query, or one KV head, may get.
 std::int64_t max_selected(const EngineState& engine, int layer, const AttendOptions& options,
                           std::int64_t length, std::int64_t ids_heads) {
@@ -293,6 +317,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
       invalid("selected", "none in a dense or sliding-window layer", describe(inputs.selected));
     }
   }
+  if (!inputs.bias.empty()) check_bias(engine, inputs.bias, inputs.selected, stream);
   if (!outputs.selected.empty()) {
     const std::int64_t length = session.layer(layer).length + key_tokens;
     const std::int64_t ids_heads = outputs.selected.shape[1];
@@ -316,6 +341,20 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
     check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, stream);
     if (outputs.scores.shape != outputs.ids.shape) {
       invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
+    }
+  }
+  if (!outputs.bias.empty()) {
+    const scoring::ScoreParams params = resolve_options(engine, layer, options).params;
+    if (params.rule != SelectionRule::kPriority) {
+      invalid("bias (output)", "none without the priority rule", describe(outputs.bias));
+    }
+    const int heads =
+        params.selection == Selection::kPerQueryHead ? engine.kv.query_heads : engine.kv.kv_heads;
+    check_ids("bias (output)", outputs.bias, DType::kFloat32, tokens, engine, 0, stream);
+    if (outputs.bias.shape != outputs.ids.shape || outputs.ids.shape[1] != heads) {
+      invalid("bias (output)",
+              "the shape of ids with a head for each set (" + std::to_string(heads) + ")",
+              describe(outputs.bias) + " beside ids " + describe(outputs.ids));
     }
   }
 }

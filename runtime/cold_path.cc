@@ -218,7 +218,14 @@ void ColdLaunch::attend_in_windows(const transfer::SelectionView& selection,
                                    const attention::OutputBatch& outputs,
                                    const transfer::Batch<transfer::StepFlags*>& session_flags) {
   std::vector<std::vector<std::uint16_t>> masks(ids_.size());
+  std::vector<std::vector<float>> biases(selection.bias != nullptr ? ids_.size() : 0);
   ReadBack read(stream_, engine_);
+  for (std::size_t i = 0; i < biases.size(); ++i) {
+    const std::int64_t first = static_cast<std::int64_t>(i) * selection.capacity;
+    biases[i].resize(ids_[i].size() * static_cast<std::size_t>(selection.bias_heads));
+    read.add(biases[i].data(), selection.bias + first * selection.bias_heads,
+             biases[i].size() * sizeof(float));
+  }
   for (std::size_t i = 0; i < masks.size(); ++i) {
     masks[i].resize(ids_[i].size());
     read.add(masks[i].data(),
@@ -232,8 +239,12 @@ void ColdLaunch::attend_in_windows(const transfer::SelectionView& selection,
       if (marked_[s][i]) pages.push_back({static_cast<int>(s), static_cast<std::int64_t>(i)});
     }
   }
-  const ColdWindows::Reading reading{
-      .counters = counters_, .ids = ids_, .masks = masks, .pages = pages};
+  const ColdWindows::Reading reading{.counters = counters_,
+                                     .ids = ids_,
+                                     .masks = masks,
+                                     .biases = biases,
+                                     .bias_heads = selection.bias_heads,
+                                     .pages = pages};
   ColdWindows(stream_, engine_, request_, reading, session_flags)
       .attend(outputs,
               [this](std::span<const ColdWindows::PageIndex> left) { return hold_first(left); });

@@ -12,7 +12,13 @@ namespace {
 constexpr std::int64_t kEverything = std::numeric_limits<std::int64_t>::max();
 /// Capacities of lists are multiples of it, so that what follows them is aligned.
 constexpr std::int64_t kListUnit = 64;
-constexpr std::size_t kEntryBytes = sizeof(std::int32_t) + sizeof(std::uint16_t);
+
+/// Bytes of an entry of a list on the device.
+std::size_t entry_bytes(const ColdWindows::Reading& reading) {
+  const int biases = reading.biases.empty() ? 0 : reading.bias_heads;
+  return sizeof(std::int32_t) + sizeof(std::uint16_t) +
+         static_cast<std::size_t>(biases) * sizeof(float);
+}
 
 void raise(std::uint64_t& counter, std::uint64_t by) {
   std::atomic_ref(counter).fetch_add(by, std::memory_order_relaxed);
@@ -36,6 +42,15 @@ std::uint16_t ColdWindows::List::mask(std::int64_t i) const {
   const std::int64_t listed = i - spans.sink_end;
   if (listed < 0 || listed >= static_cast<std::int64_t>(masks.size())) return 0xFFFF;
   return masks[static_cast<std::size_t>(listed)];
+}
+
+void ColdWindows::List::write_bias(std::int64_t i, int heads, float* to) const {
+  const std::int64_t listed = i - spans.sink_end;
+  for (int h = 0; h < heads; ++h) {
+    const std::int64_t at = listed * heads + h;
+    const bool has = listed >= 0 && at < static_cast<std::int64_t>(biases.size());
+    to[h] = has ? biases[static_cast<std::size_t>(at)] : 0.0F;
+  }
 }
 
 std::int64_t ColdWindows::List::before(std::int64_t end, std::int64_t most) const {
@@ -75,15 +90,18 @@ ColdWindows::ColdWindows(transfer::Stream& stream, EngineState& engine,
       List list{.spans = attended_spans(request.rule, length, row),
                 .ids = {},
                 .masks = {},
+                .biases = {},
                 .sequence = row.sequence};
       if (!reading.ids.empty()) {
         list.ids = reading.ids[i];
         list.masks = reading.masks[i];
+        if (!reading.biases.empty()) list.biases = reading.biases[i];
       }
       lists_.push_back(list);
     }
   }
-  const std::size_t least = 2 * results_bytes() + lists_.size() * (2 * kListUnit * kEntryBytes);
+  const std::size_t least =
+      2 * results_bytes() + lists_.size() * (2 * kListUnit * entry_bytes(reading));
   if (bytes_left_ < least) {  // short sessions pack few rows
     own_ = engine.device->allocate(transfer::Space::kDevice, least);
     memory_ = own_.data();
@@ -168,7 +186,7 @@ transfer::SelectionView ColdWindows::next_lists(std::span<const std::int64_t> en
   const auto lists = static_cast<std::int64_t>(lists_.size());
   const auto room = static_cast<std::int64_t>(bytes_left_) - lists * 2 * kListUnit;
   const std::int64_t most =
-      room / (lists * static_cast<std::int64_t>(kEntryBytes)) / kListUnit * kListUnit;
+      room / (lists * static_cast<std::int64_t>(entry_bytes(reading_))) / kListUnit * kListUnit;
   std::vector<std::int64_t> counts;
   std::int64_t longest = 0;
   for (const List& list : lists_) {
@@ -180,12 +198,15 @@ transfer::SelectionView ColdWindows::next_lists(std::span<const std::int64_t> en
   selection.capacity = ceil_div(longest, kListUnit) * kListUnit;
 
   const std::int64_t entries = lists * selection.capacity;
-  const std::size_t bytes = static_cast<std::size_t>(entries) * kEntryBytes +
+  const std::size_t bytes = static_cast<std::size_t>(entries) * entry_bytes(reading_) +
                             static_cast<std::size_t>(lists) * sizeof(std::int32_t);
   if (engine_.read_back.bytes() < bytes) {
     engine_.read_back = engine_.device->allocate(transfer::Space::kPinnedHost, 2 * bytes);
   }
-  auto* const ids = reinterpret_cast<std::int32_t*>(engine_.read_back.data());
+  // Of the widest elements first, so that all are aligned.
+  const int bias_heads = reading_.biases.empty() ? 0 : reading_.bias_heads;
+  auto* const biases = reinterpret_cast<float*>(engine_.read_back.data());
+  auto* const ids = reinterpret_cast<std::int32_t*>(biases + entries * bias_heads);
   auto* const list_counts = ids + entries;
   auto* const masks = reinterpret_cast<std::uint16_t*>(list_counts + lists);
   for (std::size_t i = 0; i < lists_.size(); ++i) {
@@ -195,11 +216,16 @@ transfer::SelectionView ColdWindows::next_lists(std::span<const std::int64_t> en
     for (std::int64_t j = 0; j < counts[i]; ++j, ++list.done) {
       ids[first + j] = static_cast<std::int32_t>(list.token(list.done));
       masks[first + j] = list.mask(list.done);
+      list.write_bias(list.done, bias_heads, biases + (first + j) * bias_heads);
     }
   }
   const transfer::CopyRun run{memory_, engine_.read_back.data(), bytes};
   stream_.copy({&run, 1});
-  selection.ids = reinterpret_cast<std::int32_t*>(memory_);
+  if (bias_heads > 0) {
+    selection.bias = reinterpret_cast<float*>(memory_);
+    selection.bias_heads = bias_heads;
+  }
+  selection.ids = reinterpret_cast<std::int32_t*>(memory_) + entries * bias_heads;
   selection.counts = selection.ids + entries;
   selection.head_mask = reinterpret_cast<std::uint16_t*>(selection.counts + lists);
   return selection;

@@ -31,6 +31,9 @@ class ColdWindows {
     std::span<const transfer::SequenceCounters> counters;  ///< By sequence.
     std::span<const std::vector<std::int32_t>> ids;
     std::span<const std::vector<std::uint16_t>> masks;
+    /// What is added to the logits of each, `[entries, bias_heads]`; empty: nothing.
+    std::span<const std::vector<float>> biases;
+    int bias_heads = 1;
     std::span<const PageIndex> pages;  ///< All that it reads, ascending.
   };
   /// Makes as many of these pages be here as can be, at least one, until it is asked again.
@@ -50,6 +53,7 @@ class ColdWindows {
     transfer::AttendedSpans spans;
     std::span<const std::int32_t> ids;
     std::span<const std::uint16_t> masks;
+    std::span<const float> biases;
     int sequence = 0;
     std::int64_t done = 0;
 
@@ -57,6 +61,8 @@ class ColdWindows {
     [[nodiscard]] std::int64_t token(std::int64_t i) const;
     /// Tells whether query head h of the group attends the token in bit h.
     [[nodiscard]] std::uint16_t mask(std::int64_t i) const;
+    /// Writes what is added to the logits of the token, for each head that has its own.
+    void write_bias(std::int64_t i, int heads, float* to) const;
     /// How many of the next `most` tokens are before `end`.
     [[nodiscard]] std::int64_t before(std::int64_t end, std::int64_t most) const;
   };

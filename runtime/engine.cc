@@ -124,7 +124,8 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
 }
 
 AttendInputs attended(const DecodeInputs& inputs) {
-  return {.query = inputs.query, .selected = inputs.selected, .rest = inputs.rest};
+  return {
+      .query = inputs.query, .selected = inputs.selected, .bias = inputs.bias, .rest = inputs.rest};
 }
 
 /// Completes a part whose tensors and options have been checked.

@@ -28,7 +28,7 @@ ResolvedOptions resolve_options(const EngineState& engine, int layer,
                    .sink_tokens = retrieval.sink_tokens,
                    .recent_tokens = retrieval.recent_tokens,
                    .window_tokens = defaults.window_tokens};
-  resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale);
+  resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale, layer);
   return resolved;
 }
 

@@ -66,7 +66,8 @@ class AttendLaunch {
       if (prefetches()) prefetch();
       return finish();
     }
-    if (options().budget.active && engine_.page_pool != nullptr && !turn_.capturing()) {
+    const bool reads_always = options().budget.active || options().params.threshold > 0.0F;
+    if (reads_always && engine_.page_pool != nullptr && !turn_.capturing()) {
       bring_in_always(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
@@ -75,7 +76,7 @@ class AttendLaunch {
       attend();
     } else {
       (void)choose();
-      export_ids(slices_.front().part->select.ids, slices_.front().part->select.scores);
+      export_ids(slices_.front().part->select);
     }
     if (!turn_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
     finish();
@@ -173,24 +174,36 @@ class AttendLaunch {
     } else {
       const HostStaging::Slice ids =
           engine_.staging->input(turn_.stream(), given, first.begin, first.count);
-      selection = engine_.selector->adopt(turn_.stream(), select_request(), id_tensor(ids, given));
+      const TensorView& bias = first.part->inputs.bias;
+      HostStaging::Slice biases;
+      if (!bias.empty()) {
+        biases = engine_.staging->input(turn_.stream(), bias, first.begin, first.count);
+      }
+      selection = engine_.selector->adopt(turn_.stream(), select_request(), id_tensor(ids, given),
+                                          id_floats(biases));
     }
     timer.stop();
     return selection;
   }
 
-  void export_ids(const MutableTensorView& ids, const MutableTensorView& scores) {
+  static scoring::IdFloats id_floats(const HostStaging::Slice& slice) {
+    return {.data = static_cast<float*>(slice.data),
+            .row_stride = slice.token_stride,
+            .head_stride = slice.head_stride};
+  }
+
+  void export_ids(const SelectOutputs& outputs) {
     const Slice& first = slices_.front();
-    const HostStaging::Slice id_slice = engine_.staging->output(ids, first.begin, first.count);
-    const scoring::IdTensor out = id_tensor(id_slice, ids);
+    const auto slice_of = [&](const MutableTensorView& tensor) {
+      return tensor.empty() ? HostStaging::Slice{}
+                            : engine_.staging->output(tensor, first.begin, first.count);
+    };
+    const scoring::IdTensor ids = id_tensor(slice_of(outputs.ids), outputs.ids);
     const scoring::SelectRequest request = select_request();
-    engine_.selector->export_ids(turn_.stream(), request, out);
-    if (scores.empty()) return;
-    const HostStaging::Slice score_slice =
-        engine_.staging->output(scores, first.begin, first.count);
-    engine_.selector->export_scores(turn_.stream(), request, out,
-                                    static_cast<float*>(score_slice.data), score_slice.token_stride,
-                                    score_slice.head_stride);
+    engine_.selector->export_ids(turn_.stream(), request, ids, id_floats(slice_of(outputs.bias)));
+    if (outputs.scores.empty()) return;
+    engine_.selector->export_scores(turn_.stream(), request, ids,
+                                    id_floats(slice_of(outputs.scores)));
   }
 
   [[nodiscard]] std::int64_t selected_bound() const {
@@ -239,8 +252,9 @@ class AttendLaunch {
     if (sparse(*slices_.front().part)) {
       selection = choose();
       max_selected = selected_bound();
-      request.foreseen =
-          chooses() && !options().budget.active && scoring::foresees(stream, select_request());
+      request.foreseen = chooses() && !options().budget.active &&
+                         options().params.threshold == 0.0F &&
+                         scoring::foresees(stream, select_request());
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }
@@ -325,7 +339,7 @@ class AttendLaunch {
 
   void finish_attend() {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
-    if (!ids.empty()) export_ids(ids, {});
+    if (!ids.empty()) export_ids({.ids = ids});
     if (options().budget.active) export_missed();
     if (engine_.read_ahead == nullptr || turn_.capturing()) return;
     for (const Slice& slice : slices_) engine_.read_ahead->attended(*slice.part->session, layer_);

@@ -1,5 +1,7 @@
 #include "scoring/budget.h"
 
+#include "hashing/scalar_code.h"
+
 #include <algorithm>
 #include <cassert>
 #include <numbers>
@@ -12,7 +14,9 @@ Budget make_budget(const RetrievalConfig& config, int head_dim, float softmax_sc
   const auto d = static_cast<double>(head_dim);
   const auto planes = static_cast<double>(config.num_planes);
   double variance = std::numbers::pi / 2.0 / planes;
-  if (config.planes() == PlaneKind::kOrthogonal) {
+  if (config.code == SketchCode::kScalar) {
+    variance = hashing::scalar_noise(config.num_planes / head_dim) / d;
+  } else if (config.planes() == PlaneKind::kOrthogonal) {
     for (int first = 0; first < config.num_planes; first += head_dim) {
       const double block = std::min(head_dim, config.num_planes - first);
       variance -= block * block / (d * planes * planes);

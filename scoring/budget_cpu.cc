@@ -17,39 +17,6 @@ namespace {
 
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
-double log_add(double a, double b) {
-  const double max = std::max(a, b);
-  if (max == kNone) return kNone;
-  return max + std::log(std::exp(a - max) + std::exp(b - max));
-}
-
-// ln of the sum of e^logit over the tokens that are always attended.
-double log_of_always(const BudgetedGroup& group, int head) {
-  const transfer::KvGeometry& kv = group.request.kv;
-  const transfer::SequenceView& sequence =
-      group.request.sequences[group.request.rows[group.row].sequence];
-  const std::int64_t resident_begin = sequence.counters->resident_begin;
-  const std::int64_t query_head = std::int64_t{group.kv_head} * kv.group() + head;
-  const float* query =
-      group.request.queries + (group.row * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
-  std::vector<float> row(static_cast<std::size_t>(2 * kv.head_dim));
-  double sum = kNone;
-  const auto add = [&](std::int64_t token) {
-    transfer::cpu::read_row(kv, sequence, resident_begin, group.kv_head, token, row.data());
-    double logit = 0.0;
-    for (std::size_t x = 0; x < row.size() / 2; ++x) {
-      logit += static_cast<double>(query[x]) * static_cast<double>(row[x]);
-    }
-    logit *= static_cast<double>(group.request.params.logit_scale);
-    if (std::isfinite(logit)) sum = log_add(sum, logit);
-  };
-  for (std::int64_t token = 0; token < group.spans.sink_end; ++token) add(token);
-  for (std::int64_t token = group.spans.tail_begin; token < group.spans.visible; ++token) {
-    add(token);
-  }
-  return sum;
-}
-
 // Key norms, and what a score has beside the logit, of tokens of one block.
 KVTIER_SIMD_CLONES
 void load_norms(const std::uint16_t* key_bits, const std::uint16_t* value_bits, std::int64_t count,
@@ -130,6 +97,40 @@ Moments read_logits(const BudgetedGroup& group, int head, std::vector<float>& lo
 
 }  // namespace
 
+double log_add(double a, double b) {
+  const double max = std::max(a, b);
+  if (max == kNone) return kNone;
+  return max + std::log(std::exp(a - max) + std::exp(b - max));
+}
+
+double log_of_always(const SelectRequest& request, const HeadIndex& at,
+                     const transfer::AttendedSpans& spans, ValueWeighting weighting) {
+  const transfer::KvGeometry& kv = request.kv;
+  const transfer::SequenceView& sequence = request.sequences[request.rows[at.row].sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+  const std::int64_t query_head = std::int64_t{at.kv_head} * kv.group() + at.head;
+  const float* query =
+      request.queries + (at.row * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
+  const auto dim = static_cast<std::size_t>(kv.head_dim);
+  std::vector<float> row(2 * dim);
+  double sum = kNone;
+  const auto add = [&](std::int64_t token) {
+    transfer::cpu::read_row(kv, sequence, resident_begin, at.kv_head, token, row.data());
+    double logit = 0.0;
+    double square = 0.0;
+    for (std::size_t x = 0; x < dim; ++x) {
+      logit += static_cast<double>(query[x]) * static_cast<double>(row[x]);
+      square += static_cast<double>(row[dim + x]) * static_cast<double>(row[dim + x]);
+    }
+    logit *= static_cast<double>(request.params.logit_scale);
+    if (weighting != ValueWeighting::kNone) logit += 0.5 * std::log(square);
+    if (std::isfinite(logit)) sum = log_add(sum, logit);
+  };
+  for (std::int64_t token = 0; token < spans.sink_end; ++token) add(token);
+  for (std::int64_t token = spans.tail_begin; token < spans.visible; ++token) add(token);
+  return sum;
+}
+
 EstimatedMass::EstimatedMass(const BudgetedGroup& group)
     : budget_(group.budget),
       first_token_(group.spans.sink_end),
@@ -153,7 +154,9 @@ void EstimatedMass::estimate(const BudgetedGroup& group, int head) {
   to_weights(result.weights.data(), num_eligible_, static_cast<float>(slope),
              static_cast<float>(base - result.max));
   const double log_eligible = std::log(sum_of(result.weights)) + result.max;
-  result.log_total = log_add(log_of_always(group, head), log_eligible);
+  const double always = log_of_always(group.request, {group.row, group.kv_head, head}, group.spans,
+                                      ValueWeighting::kNone);
+  result.log_total = log_add(always, log_eligible);
 }
 
 std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int heads,

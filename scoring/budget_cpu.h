@@ -10,6 +10,21 @@
 /// The adaptive budget of the CPU backend.
 namespace kvtier::scoring::cpu {
 
+/// ln(e^a + e^b).
+[[nodiscard]] double log_add(double a, double b);
+
+/// A query head of the group of a KV head.
+struct HeadIndex {
+  int row = 0;
+  int kv_head = 0;
+  int head = 0;  ///< Of the group.
+};
+
+/// Returns ln of the sum over the always-attended tokens of e^logit, exact, each times its value
+/// norm unless the weighting is `kNone`; -infinity for none.
+[[nodiscard]] double log_of_always(const SelectRequest& request, const HeadIndex& at,
+                                   const transfer::AttendedSpans& spans, ValueWeighting weighting);
+
 /// The norm-aware scores of one (query row, KV head). Refers to the request and the budget.
 struct BudgetedGroup {
   const SelectRequest& request;

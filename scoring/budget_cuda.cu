@@ -40,7 +40,9 @@ __device__ LogSum log_sum(float2 parts) {
 
 // ln of the sum of e^logit over the tokens that are always attended. A warp takes a row; lane h
 // sums for head h. Grid: parts x KV heads x rows. The last block merges the parts in their order.
-__global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ BudgetArgs args) {
+// `with_values`: each times its value norm, as the weighting says.
+__global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ BudgetArgs args,
+                                                         bool with_values) {
   __shared__ alignas(8) float queries[kMaxGroup * 256];
   __shared__ float2 sums[kWarps][kMaxGroup];
   const transfer::KvGeometry& kv = args.kv;
@@ -85,6 +87,12 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
       }
       if (lane == h) logit = products[h] * args.params.logit_scale;
     }
+    if (with_values && args.params.weighting != ValueWeighting::kNone) {
+      const std::byte* block = args.scratch.plans[blockIdx.z].blocks[token / hashing::kBlockTokens];
+      logit += logf(
+          load_norms(args.sketch, block, kv_head, static_cast<int>(token % hashing::kBlockTokens))
+              .value);
+    }
     if (isfinite(logit)) mine.add(logit);
   }
   if (lane < group) sums[warp][lane] = make_float2(mine.max, mine.sum);
@@ -106,7 +114,9 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
       all = log_sum(__ldcg(partials + h * args.scratch.tiles + lane));
     }
     merge_warp(all);
-    if (lane == 0) estimates[h].log_always = all.log();
+    if (lane == 0) {
+      (with_values ? estimates[h].log_always_weighted : estimates[h].log_always) = all.log();
+    }
   }
 }
 
@@ -290,6 +300,7 @@ __global__ __launch_bounds__(kThreads,
   settle(args, sums.moments, reference_of(args, plan, kv_head, of_head),
          args.scalars[head].query_norm, estimate);
   if (args.order != args.combined) estimate.best = ordered_key(sums.scores.max);
+  if (args.params.threshold > 0.0F) sums.scores.merge(sum_of_always(estimate));
   args.scratch.normalisers[head] = sums.scores.log();
 }
 
@@ -438,7 +449,6 @@ __global__ __launch_bounds__(kThreads) void write_missed(
 
 BudgetArgs budget_args(const Stage& stage, const Budget& budget) {
   const SelectRequest& request = stage.request;
-  assert(request.params.estimator == Estimator::kNormAware);
   return {.budget = budget,
           .params = request.params,
           .kv = request.kv,
@@ -475,14 +485,23 @@ std::size_t estimates_bytes(std::int64_t count) {
   return static_cast<std::size_t>(count) * sizeof(HeadEstimate);
 }
 
+void clear_estimates(const Stage& stage) {
+  const auto heads = std::int64_t{stage.num_rows()} * stage.request.kv.query_heads;
+  KVTIER_CUDA_CHECK(
+      cudaMemsetAsync(stage.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
+}
+
+void enqueue_always(const Stage& stage, bool with_values) {
+  const BudgetArgs args = budget_args(stage, {});
+  weigh_always<<<budget_grid(kMostParts, args.kv.kv_heads, stage), kThreads, 0, stage.stream>>>(
+      args, with_values);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
 void enqueue_estimates(const Stage& stage, const Budget& budget) {
   const BudgetArgs args = budget_args(stage, budget);
-  const auto heads = std::int64_t{stage.num_rows()} * args.kv.query_heads;
-  KVTIER_CUDA_CHECK(
-      cudaMemsetAsync(args.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
-  weigh_always<<<budget_grid(kMostParts, args.kv.kv_heads, stage), kThreads, 0, stage.stream>>>(
-      args);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  assert(args.params.estimator == Estimator::kNormAware);
+  enqueue_always(stage, false);
   const int subsets = (args.kv.group() + kScanHeads - 1) / kScanHeads;
   scan_scores<<<scan_grid(args.kv.kv_heads * subsets, stage), kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());

@@ -15,6 +15,7 @@ namespace kvtier::scoring::cuda {
 /// is left of them when everything is taken away is 0.
 struct HeadEstimate {
   float log_always;  ///< ln of the sum of e^logit over the tokens that are always attended.
+  float log_always_weighted;  ///< The same with value norms as scores have them.
   /// A token's weight is e^(slope * logit + offset), at most 1, and stands for e^log_unit times as
   /// much.
   float slope;
@@ -30,6 +31,13 @@ struct HeadEstimate {
   std::uint32_t bin;     ///< Of the threshold, in the first pass.
   std::uint32_t ticket;  ///< Of the launches over parts; 0 between launches.
 };
+
+/// The exponentials of the always-attended tokens.
+__device__ inline LogSum sum_of_always(const HeadEstimate& estimate) {
+  LogSum sum;
+  if (isfinite(estimate.log_always_weighted)) sum.add(estimate.log_always_weighted);
+  return sum;
+}
 
 inline constexpr float kWeightUnits = 0x1p36F;  ///< 2^27 weights of 1 do not overflow.
 inline constexpr float kShareUnits = 0x1p42F;

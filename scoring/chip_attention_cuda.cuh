@@ -67,27 +67,49 @@ struct ChipRows {
   }
 };
 
-/// The address of a row; waits for the block that has chosen it. Divisions are of 32 bits.
-__device__ inline const std::byte* address_of(const ChipRows& rows, int entry,
-                                              const transfer::KvGeometry& kv,
-                                              const transfer::SequenceView& sequence, int kv_head,
-                                              const ChipPeers& peers, const PostedWord* ids) {
+/// Where the blocks of a group post the ids that they have chosen, and biases.
+__device__ inline PostedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
+  return args.filter.chip_ids + 2 * group_index * args.selection.capacity;
+}
+
+/// Where a row is, and what is added to its logits.
+struct ChipRow {
+  const std::byte* address = nullptr;
+  float bias = 0.0F;
+};
+
+/// Finds a row; waits for the block that has chosen it. Divisions are of 32 bits. `biased`: ids are
+/// followed by biases.
+__device__ inline ChipRow row_of(const ChipRows& rows, int entry, const transfer::KvGeometry& kv,
+                                 const transfer::SequenceView& sequence, int kv_head,
+                                 const ChipPeers& peers, const PostedWord* ids, bool biased) {
+  ChipRow row;
   int token = entry < rows.sink_end ? entry : entry - rows.sink_end + rows.tail_begin;
   if (entry >= rows.always) {
-    token = static_cast<int>(peers.fetch_one(ids + (entry - rows.always), kIdsStage));
+    if (biased) {
+      uint2 words[1];
+      peers.fetch<1>(ids + 2 * (entry - rows.always), 0, 1, kIdsStage, words);
+      token = static_cast<int>(words[0].x);
+      row.bias = __uint_as_float(words[0].y);
+    } else {
+      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.always), kIdsStage));
+    }
   }
   constexpr std::int64_t kRowBytes = 4 * kAttendDim;
   const auto number = static_cast<unsigned>(token);
   if (token < kv.sink_capacity) {
-    return sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
-  }
-  if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
+    row.address =
+        sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
+  } else if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
     const unsigned slot = number % static_cast<unsigned>(kv.recent_capacity);
-    return sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
+    row.address =
+        sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
+  } else {
+    const auto page_tokens = static_cast<unsigned>(kv.page_tokens);
+    row.address = sequence.pages[number / page_tokens] +
+                  (std::int64_t{kv_head} * kv.page_tokens + number % page_tokens) * kRowBytes;
   }
-  const auto page_tokens = static_cast<unsigned>(kv.page_tokens);
-  return sequence.pages[number / page_tokens] +
-         (std::int64_t{kv_head} * kv.page_tokens + number % page_tokens) * kRowBytes;
+  return row;
 }
 
 /// A warp starts to copy 16 rows to a tile, a vector a lane: row r from the address of lane `first`
@@ -121,7 +143,7 @@ __device__ inline int warps_with(int rows) {
   return min((rows + kRows - 1) / kRows, kChipWarps);
 }
 
-/// Attends to the block's share of the rows, whose addresses `find` gives: leaves states of the
+/// Attends to the block's share of the rows, which `find` finds: leaves states of the
 /// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
 template <typename T, typename Find>
 __device__ void attend_share(const ChipAttention& attention, const HeadSource& query,
@@ -137,10 +159,10 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
     return tiles + (warp + (stages == 2 ? i % 2 : 0) * kChipWarps) * AttendTile::kBytes;
   };
   // Lane r + 16 i has row r of tile i of a pair.
-  const std::byte* address = nullptr;
+  ChipRow row;
   const auto find_pair = [&](int tile) {
     const int entry = (warp + (tile + lane / 16) * kChipWarps) * kRows + lane % 16;
-    address = entry < count_rows ? find(entry) : nullptr;
+    row = entry < count_rows ? find(entry) : ChipRow{};
     __syncwarp();
   };
   int started = 0;
@@ -151,9 +173,10 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
       std::byte* const tile = tile_of(started);
       if (lane / 16 == half) {
         reinterpret_cast<unsigned*>(tile + AttendTile::kMasks)[lane % 16] =
-            address != nullptr ? 0xFFFFU : 0U;
+            row.address != nullptr ? 0xFFFFU : 0U;
+        reinterpret_cast<float*>(tile + AttendTile::kBiases)[lane % 16] = row.bias;
       }
-      copy_rows(tile, address, half * 16);
+      copy_rows(tile, row.address, half * 16);
       ++started;
       if (half == 1 && started < count) find_pair(started);
     }
@@ -188,7 +211,7 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
       transfer::cuda::copy_async_wait<0>();
     }
     __syncwarp();  // the copies of all lanes, and masks
-    warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap);
+    warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap, {});
     __syncwarp();  // no lane reads the tile any more when it is overwritten
     start_next();
   }
@@ -313,10 +336,13 @@ __device__ void attend_chosen(const FilterArgs& args, const ChipInput& input,
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
   const int own = min(each, rows.count - first);
   const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
-  const PostedWord* const ids = args.filter.chip_ids + group_index * args.selection.capacity;
+  const PostedWord* const ids = posted_ids(args, group_index);
+  const bool biased = args.selection.bias != nullptr;
   attend_share<T>(
       attention, query, raw_query, group, own,
-      [&](int entry) { return address_of(rows, first + entry, kv, sequence, kv_head, peers, ids); },
+      [&](int entry) {
+        return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
+      },
       shared, tiles);
   PostedWord* const parts =
       args.filter.chip_parts + group_index * kChipBlocks * chip_part_words(group);

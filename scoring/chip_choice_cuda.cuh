@@ -14,7 +14,7 @@ namespace kvtier::scoring::cuda {
 /// Lower sums have the keys of their logarithms, which are negative, so that the keys are less.
 inline constexpr float kLeastSum = 0x1p-100F;
 /// The first round counts sixteenths of octaves, from 2^-28 to 2^4, which no sum of at most 8 heads
-/// exceeds; lower ones count in the first bin.
+/// exceeds; lower ones count in the first bin, and priorities that are higher in the last.
 inline constexpr std::uint32_t kChipKeyBase = 0x80000000U + ((127U - 28U) << 23);
 inline constexpr std::uint32_t kChipBinShift = 23 - 4;
 
@@ -23,7 +23,33 @@ inline constexpr std::uint32_t kChipBinShift = 23 - 4;
 struct ShareBins {
   static constexpr std::uint32_t kBase = kChipKeyBase;
   static constexpr std::uint32_t kShift = kChipBinShift;
-  static constexpr bool kOpen = false;
+  static constexpr bool kOpen = true;
+};
+
+/// What the keys of a selection by priority are made from and turned back with.
+struct ChipPriorities {
+  bool used;
+  std::uint32_t set;  ///< Key of the set (`priority_key`).
+
+  __device__ ChipPriorities(const ScoreParams& params, int kv_head)
+      : used(params.rule == SelectionRule::kPriority), set(priority_key(params, kv_head)) {}
+
+  /// u of a token.
+  [[nodiscard]] __device__ float uniform(int token) const {
+    return priority_uniform(set, static_cast<std::uint32_t>(token));
+  }
+  /// Base-2 logarithm of the sum, or of the priority, that a key stands for.
+  [[nodiscard]] __device__ static float log2_of(std::uint32_t key) {
+    if ((key & 0x80000000U) != 0) return __log2f(__uint_as_float(key & 0x7FFFFFFFU));
+    return __uint_as_float(~key);
+  }
+  /// The bias of a token that is taken. `cut`: the best key that is not, or 0.
+  [[nodiscard]] __device__ float bias(std::uint32_t key, int token, std::uint32_t cut) const {
+    constexpr float kLn2 = 0.69314718F;
+    if (cut == 0) return 0.0F;
+    const float below = log2_of(cut) - log2_of(key) - __log2f(uniform(token));
+    return below > 0.0F && below < 1e30F ? below * kLn2 : 0.0F;
+  }
 };
 
 template <typename Bins>
@@ -37,10 +63,11 @@ __device__ inline float sum_of_row(const uint2& four, int row) {
   return static_cast<float>(static_cast<std::int16_t>(row % 2 == 0 ? two & 0xFFFFU : two >> 16));
 }
 
-/// The key of a token with a sum below kLeastSum. `sums`: of head 0 and the token's row of a tile.
+/// The key of a token with a sum below kLeastSum, which is divided by `uniform`. `sums`: of head 0
+/// and the token's row of a tile.
 template <int kQuads>
 __device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const ChipNorms& norm,
-                                              const ChipShared& shared) {
+                                              float uniform, const ChipShared& shared) {
   ChipSum total;
 #pragma unroll 1
   for (int h = 0; h < 4 * kQuads; ++h) {
@@ -58,7 +85,9 @@ __device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const 
                         shared.references[h];
     total.sum += exp2_fast(value - total.most);
   }
-  return max(ordered_key(total.most + log2_norm(total.sum)), 1U);
+  const float log = total.most + log2_norm(total.sum) - log2_norm(uniform);
+  if (log >= -100.0F) return __float_as_uint(fmaxf(exp2f(log), kLeastSum)) | 0x80000000U;
+  return max(ordered_key(log), 1U);
 }
 
 /// The keys in question: low to high.
@@ -90,6 +119,7 @@ template <int kQuads>
 __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
                            const ChipScores& scores, ChipShared& shared, std::uint32_t* keys) {
   constexpr int kHeads = 4 * kQuads;
+  const ChipPriorities priorities(params, work.kv_head);
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
   float factors[kHeads];
   float references[kHeads];
@@ -127,8 +157,12 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
       const bool eligible = token < static_cast<unsigned>(work.end - work.begin);
       own[row] = 0;
       if (!eligible) continue;
-      own[row] = __float_as_uint(fminf(sum, 15.0F)) | 0x80000000U;
-      if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, shared);
+      float uniform = 1.0F;
+      if (priorities.used) {
+        uniform = priorities.uniform(work.first_token + tile * kChipTile + row * 8 + g);
+      }
+      own[row] = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
+      if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, uniform, shared);
       atomicAdd(&shared.bins[first_bin_of<ShareBins>(own[row])], 1U);
     }
     reinterpret_cast<uint4*>(keys)[quad] = make_uint4(own[0], own[1], own[2], own[3]);
@@ -189,8 +223,7 @@ __device__ inline void find_bin(std::uint32_t wanted, int round, const ChipPeers
   if (thread % 32 == 0 && better > 0) atomicAdd(&shared.chosen_before, better);
 }
 
-/// Raises the keys of the first `take` tokens of the window to the highest, in token order, and
-/// clears those of its others.
+/// Clears the keys of all tokens of the window but the first `take`, in token order.
 __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t take, int count,
                                      std::uint32_t* keys) {
   std::uint32_t seen = 0;
@@ -202,13 +235,14 @@ __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t tak
     std::uint32_t total = 0;
     const std::uint32_t before = seen + block_exclusive_sum(tie ? 1 : 0, &total);
     seen += total;
-    if (tie) keys[i] = before < take ? 0xFFFFFFFFU : 0;
+    if (tie && before >= take) keys[i] = 0;
   }
 }
 
-/// The same for the `take` best of the window, ties by lowest token. No block has more than `most`
-/// of them, kChipList at most. Returns how many of earlier blocks are taken.
-__device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
+/// The same for the `take` best of the window, ties by lowest token; or, if `cuts`, for all of
+/// these but the last, of which the key goes to `shared.cut`. No block has more than `most` of the
+/// window, kChipList at most. Returns how many of earlier blocks are taken.
+__device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_t take, bool cuts,
                                           std::uint32_t most, int count, const ChipPeers& peers,
                                           std::uint32_t* keys, ChipExchange& exchange,
                                           ChipShared& shared) {
@@ -293,7 +327,8 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
     }
     if (better < rest && better + equal >= rest) {
       shared.last = key;
-      shared.ties = rest - better;
+      shared.ties = rest - better - (cuts ? 1U : 0U);
+      if (cuts) shared.cut = key;
     }
   }
   __syncthreads();  // the last key that is taken is known, and how many of its like
@@ -330,13 +365,14 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
       }
       taken = before < ties;
     }
-    keys[entry] = taken ? 0xFFFFFFFFU : 0;
+    if (!taken) keys[entry] = 0;
   }
   return shared.better_before + min(ties_before, ties);
 }
 
 /// Writes the tokens with keys above `cut`, in token order. `before`: tokens of the last window
-/// that are chosen in earlier blocks. The group is told too, at `posted`, unless that is null.
+/// that are chosen in earlier blocks. The group reads them at `posted`, unless that is null, two
+/// words for each where there are biases.
 __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work,
                                     const ChipPeers& peers, std::uint32_t cut, std::uint32_t before,
                                     const std::uint32_t* keys, PostedWord* posted,
@@ -374,6 +410,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
       __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
   const auto mask = static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1);
   const std::int64_t list = work.group_index * out.capacity;
+  const ChipPriorities priorities(args.request.params, work.kv_head);
   std::int64_t at = std::int64_t{shared.chosen_before} + before + of_warps;
 #pragma unroll 1
   for (int run = begin; run < end; run += kRun) {
@@ -389,7 +426,17 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
     const int tile = work.first_token + run + static_cast<int>(lane) * kChipTile;
     for (; votes != 0; votes &= votes - 1) {
       const int id = tile + __ffs(static_cast<int>(votes)) - 1;
-      if (posted != nullptr) peers.post(posted + to, kIdsStage, static_cast<std::uint32_t>(id));
+      if (priorities.used) {
+        const auto local = static_cast<unsigned>(id - work.first_token);
+        const float bias = priorities.bias(keys[ChipScores::entry_of(local)], id, shared.cut);
+        out.bias[list + to] = bias;
+        if (posted != nullptr) {
+          peers.post_pair(posted + 2 * to, kIdsStage, static_cast<std::uint32_t>(id),
+                          __float_as_uint(bias));
+        }
+      } else if (posted != nullptr) {
+        peers.post(posted + to, kIdsStage, static_cast<std::uint32_t>(id));
+      }
       out.ids[list + to] = id;
       out.head_mask[list + to] = mask;
       ++to;
@@ -405,6 +452,11 @@ __device__ void choose_best(const FilterArgs& args, const ChipWork& work, const 
                             std::uint32_t* keys, PostedWord* posted, ChipExchange& exchange,
                             ChipShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
+  // By priority one more is looked for: what the others are above.
+  const bool cuts = args.request.params.rule == SelectionRule::kPriority &&
+                    work.plan.k < work.plan.end - work.plan.begin;
+  if (cuts) ++wanted;
+  if (threadIdx.x == 0) shared.cut = 0;
   ChipWindow window;
   std::uint32_t cut = 0;     // keys above it are chosen
   std::uint32_t before = 0;  // of the last window, those of earlier blocks
@@ -413,17 +465,19 @@ __device__ void choose_best(const FilterArgs& args, const ChipWork& work, const 
     find_bin(wanted, round, peers, exchange, shared);
     window.narrow<Bins>(shared.bin);
     wanted -= shared.above;
-    cut = window.high;
-    if (wanted == shared.count) {
-      cut = window.low - 1;
+    cut = window.low - 1;
+    if (wanted == shared.count && !cuts) {
       before = shared.before;
       break;
     }
     if (shared.most <= kChipList) {
-      before = take_best(window, wanted, shared.most, work.count, peers, keys, exchange, shared);
+      before =
+          take_best(window, wanted, cuts, shared.most, work.count, peers, keys, exchange, shared);
       break;
     }
     if (window.low == window.high) {
+      if (cuts) --wanted;
+      if (cuts && threadIdx.x == 0) shared.cut = window.low;
       before = min(shared.before, wanted);
       take_in_order(window, wanted - before, work.count, keys);
       break;

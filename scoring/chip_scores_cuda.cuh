@@ -109,10 +109,10 @@ class ChipRing {
 };
 
 /// As `QuadColumns`, in shared memory.
-template <int kKnownChunks>
+template <int kKnownChunks, int kWeightBits>
 class ChipColumns {
  public:
-  static constexpr int kBits = kChipBits;
+  static constexpr int kBits = kWeightBits;
   static constexpr int kChunks = kKnownChunks;
   static constexpr int kProducts = kBits / 2;
 
@@ -190,7 +190,7 @@ __device__ inline void tell(const FilterArgs& args, const ChipWork& work) {
 
 /// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
 /// each quad. `factors` is of the heads in whole quads.
-template <int kQuads, int kChunks>
+template <int kQuads, int kChunks, int kBits>
 __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const ChipWork& work,
                              int chunks, const float* factors, const ChipScores& scores,
                              ChipNorms* norms_memory, ChipQueries& queries) {
@@ -199,13 +199,13 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
   ChipNorms* const norms = norms_memory + warp * kChipUnit;
-  ChipColumns<kChunks> columns[kQuads];
+  ChipColumns<kChunks, kBits> columns[kQuads];
   float own_factors[kQuads];
   int weight_sums[kQuads];
   ChipSum totals[kQuads];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
-    columns[quad].load(queries.columns + quad * chunks * (kChipBits / 2) * 32);
+    columns[quad].load(queries.columns + quad * chunks * (kBits / 2) * 32);
     own_factors[quad] = factors[quad * 4 + lane % 4];
     weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
   }

@@ -39,11 +39,12 @@ __device__ ChipShare start_early(const FilterArgs& args, const ChipShape& shape,
 /// Makes the tables of the group's heads while sketches and an append are under way; ends with
 /// that. Returns the share of which the sketches are copied. `handed_on`: whether the next kernel
 /// uses the queries.
+template <int kBits>
 __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, const ChipShape& shape,
                              int row, int kv_head, int chunks, const ChipPeers& peers,
                              ChipRing& ring, ChipTables& tables, ChipQueries& queries,
                              float* factors, bool handed_on) {
-  const ChipPlanes share(args, chunks * hashing::kChunkBits, peers);
+  const ChipPlanes share(args, projections_of(args.request.params, chunks), peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, row, kv_head, chunks, peers, share, tables);
   }
@@ -55,7 +56,7 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
   if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
   if (threadIdx.x < kChipHeads) tables.largest[threadIdx.x] = 0;
   __syncthreads();  // what is added to is clear
-  fetch_weights(args, chunks, peers, tables, queries, factors);
+  fetch_weights<kBits>(args, chunks, peers, tables, queries, factors);
   if (input.after_append) transfer::cuda::wait_for_previous();
   // That one may ask L1 for them at once. The others of the group would wait for this block.
   if (handed_on && peers.rank == 0) __threadfence();
@@ -64,7 +65,7 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
 }
 
 /// Everything up to `queries.warp_sums`. All threads; no barrier at the end.
-template <int kQuads, int kChunks>
+template <int kQuads, int kChunks, int kBits>
 __device__ void score_share(const FilterArgs& args, const ChipShape& shape, const ChipWork& work,
                             unsigned rank, const ChipShare& started, ChipRing& ring,
                             const float* factors, const ChipScores& scores, ChipNorms* norms,
@@ -73,7 +74,7 @@ __device__ void score_share(const FilterArgs& args, const ChipShape& shape, cons
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const ChipShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
-  score_tokens<kQuads, kChunks>(params, ring, work, chunks, factors, scores, norms, queries);
+  score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms, queries);
 }
 
 #endif
@@ -83,7 +84,7 @@ __device__ void score_share(const FilterArgs& args, const ChipShape& shape, cons
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
 // bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
 // next. Then they attend, if that is wanted.
-template <int kQuads, int kChunks>
+template <int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kChipThreads,
                              1) void select_on_chip(const __grid_constant__ FilterArgs args,
                                                     const __grid_constant__ ChipInput input,
@@ -112,8 +113,8 @@ __global__ __launch_bounds__(kChipThreads,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
   const bool attends = attention.tiles > 0;
   const ChipShare started =
-      prepare(args, input, shape, row, kv_head, chunks, peers, ring,
-              *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors, !attends);
+      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
+                     *reinterpret_cast<ChipTables*>(dynamic), queries, shared.factors, !attends);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if (attends) {
@@ -121,12 +122,11 @@ __global__ __launch_bounds__(kChipThreads,
     prefetch_pages(args, row, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
-    score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, shared.factors, scores,
-                                 norms, queries);
+    score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, shared.factors,
+                                        scores, norms, queries);
     exchange_sums(queries, peers, group, 4 * kQuads, shared);
     write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-    PostedWord* const posted =
-        attends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
+    PostedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
     choose_best<ShareBins>(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(after),
                            shared);
   }
@@ -139,7 +139,7 @@ __global__ __launch_bounds__(kChipThreads,
 // `shape.blocks` blocks per (row, KV head); the scores go to memory, and the parts of the
 // normalisers to `[row, KV head][block][head]`. Dynamic shared memory: the tables while they are
 // made, norms of units, the ring.
-template <int kQuads, int kChunks>
+template <int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kChipThreads,
                              1) void score_rows(const __grid_constant__ FilterArgs args,
                                                 const __grid_constant__ ChipInput input,
@@ -160,15 +160,15 @@ __global__ __launch_bounds__(kChipThreads,
   ChipRing ring(args, kv_head, shape, chunks,
                 reinterpret_cast<std::byte*>(norms + kChipWarps * kChipUnit));
   const ChipShare started =
-      prepare(args, input, shape, row, kv_head, chunks, peers, ring,
-              *reinterpret_cast<ChipTables*>(dynamic), queries, factors, true);
+      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
+                     *reinterpret_cast<ChipTables*>(dynamic), queries, factors, true);
   const ChipWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if (work.empty()) return;
   const ChipScores scores =
       chip_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
-  score_share<kQuads, kChunks>(args, shape, work, rank, started, ring, factors, scores, norms,
-                               queries);
+  score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, factors, scores,
+                                      norms, queries);
   __syncthreads();  // the sums of all warps are there
   const auto head = static_cast<int>(threadIdx.x / 32);
   if (head >= group) return;
@@ -234,21 +234,36 @@ struct ChipKernels {
   void (*choose)(FilterArgs, ChipShape, int);
 };
 
-template <int kQuads, int kChunks>
+template <int kQuads, int kChunks, int kBits>
 ChipKernels kernels_of() {
-  return {select_on_chip<kQuads, kChunks>, score_rows<kQuads, kChunks>, choose_on_chip<kQuads>};
+  return {select_on_chip<kQuads, kChunks, kBits>, score_rows<kQuads, kChunks, kBits>,
+          choose_on_chip<kQuads>};
 }
 
 ChipKernels chip_kernels(const SelectRequest& request) {
-  if (chip_quads(request.kv.group()) == 2) return kernels_of<2, 0>();
-  switch (sign_chunks(request.params)) {
-    case 1:
-      return kernels_of<1, 1>();
-    case 2:
-      return kernels_of<1, 2>();
-    default:
-      return kernels_of<1, 0>();
+  const int chunks = sign_chunks(request.params);
+  const int bits = request.params.weight_bits();
+  if (chip_quads(request.kv.group()) == 2) {
+    return bits <= 4 ? kernels_of<2, 0, 4>() : kernels_of<2, 0, 8>();
   }
+  if (chunks == 2) {
+    if (bits <= 4) return kernels_of<1, 2, 4>();
+    return bits <= 6 ? kernels_of<1, 2, 6>() : kernels_of<1, 2, 8>();
+  }
+  if (bits > 4) return kernels_of<1, 0, 8>();
+  return chunks == 1 ? kernels_of<1, 1, 4>() : kernels_of<1, 0, 4>();
+}
+
+/// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
+bool chip_weights_fit(const ScoreParams& params) {
+  constexpr int kMostSum = 32767;
+  constexpr int kPairs = 64;  // projections that a warp fetches at a time, of one head
+  const int planes = params.query_planes();
+  const int levels = (1 << (kChipQueryBits - 1)) - 1;
+  const int most = levels * planes * ((1 << std::max(params.code_bits, 1)) - 1);
+  return params.query_bits == kChipQueryBits && params.weight_bits() <= kChipMostBits &&
+         sign_chunks(params) <= kChipChunks && most <= kMostSum &&
+         (params.code_bits == 0 || planes % kPairs == 0);
 }
 
 int choose_bytes(const ChipShape& shape) {
@@ -306,8 +321,8 @@ ChipPlan plan_chip(const SelectRequest& request) {
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (params.estimator != Estimator::kNormAware || params.query_bits != kChipBits || !together ||
-      group > kChipHeads || sign_chunks(params) > kChipChunks ||
+  if (params.estimator != Estimator::kNormAware || params.threshold > 0.0F || !together ||
+      group > kChipHeads || !chip_weights_fit(params) ||
       request.kv.kv_heads * request.rows.count > kChipParts) {
     return {};
   }
@@ -364,6 +379,10 @@ std::size_t chip_boxes_bytes(std::int64_t groups) {
 std::int64_t chip_parts_words(std::int64_t groups, int group) {
   if (group > kChipHeads) return 0;
   return std::min(groups, kAttendedGroups) * kChipBlocks * chip_part_words(group);
+}
+
+bool chip_serves(const SelectRequest& request) {
+  return plan_chip(request).way != ChipPlan::Way::kNone;
 }
 
 bool takes_queries(const SelectRequest& request) {

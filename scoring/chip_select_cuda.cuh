@@ -28,8 +28,10 @@ inline constexpr int kChipWarps = kChipThreads / 32;
 inline constexpr unsigned kChipBlocks = 16;
 /// Tokens that a warp copies and scores at a time.
 inline constexpr int kChipUnit = 64;
-/// Bits of a query weight: sums of more do not fit in 16 bits.
-inline constexpr int kChipBits = 4;
+/// Bits of a query weight.
+inline constexpr int kChipQueryBits = 4;
+/// Most bits of one times the significance of a bit in a scalar code.
+inline constexpr int kChipMostBits = 8;
 /// Most chunks of 128 planes.
 inline constexpr int kChipChunks = 4;
 /// Bins of a round of the search.
@@ -167,6 +169,7 @@ struct ChipShared {
   std::uint32_t finalists;
   std::uint32_t last;
   std::uint32_t ties;
+  std::uint32_t cut;  ///< Of a selection by priority: the best key that is not taken, or 0.
   std::uint32_t better_before;
   std::uint32_t ties_before;
   std::uint32_t warp_counts[kChipWarps];
@@ -174,7 +177,7 @@ struct ChipShared {
 
 /// What scoring needs in shared memory.
 struct ChipQueries {
-  std::uint32_t columns[2 * kChipChunks * kChipBits / 2 * 32];
+  std::uint32_t columns[2 * kChipChunks * kChipMostBits / 2 * 32];
   int weight_sums[kMaxGroup];
   float2 warp_sums[kChipWarps][kMaxGroup];
 };

@@ -174,11 +174,18 @@ __device__ inline float project(const FilterArgs& args, const ChipPlanes& share,
   return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
 }
 
+/// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
+/// a scalar code.
+__device__ inline int projections_of(const ScoreParams& params, int chunks) {
+  return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
+}
+
 /// Projects the group's heads onto the block's share of the planes and tells all. The workers.
 __device__ inline void post_products(const FilterArgs& args, const ChipInput& input, int row,
                                      int kv_head, int chunks, const ChipPeers& peers,
                                      const ChipPlanes& share, ChipTables& tables) {
-  const int num_planes = args.request.params.num_planes;
+  const int num_planes = args.request.params.query_planes();
+  const int all = projections_of(args.request.params, chunks);
   const int group = args.request.kv.group();
   const int staged = bring_heads(args, input, row, kv_head, num_planes, peers, share, tables);
 #pragma unroll 1
@@ -186,24 +193,24 @@ __device__ inline void post_products(const FilterArgs& args, const ChipInput& in
     const int plane = i / group;
     const int head = i % group;
     const float sum = project(args, share, staged, num_planes, plane, head, tables);
-    peers.post(peers.box.products + head * chunks * hashing::kChunkBits + share.first + plane,
-               kProductsStage, __float_as_uint(sum));
+    peers.post(peers.box.products + head * all + share.first + plane, kProductsStage,
+               __float_as_uint(sum));
   }
 }
 
 /// Turns the projections into weights, as `read_queries` does, and these into columns, as
-/// `fill_columns` does; a warp takes 32 planes of a head at a time. Fills `queries` and the
+/// `fill_columns` does; a warp takes 32 bits of a head at a time. Fills `queries` and the
 /// factors that turn sums into base-2 logits, 0 past the group. Ends with a barrier.
+template <int kBits>
 __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const ChipPeers& peers,
                                      ChipTables& tables, ChipQueries& queries, float* factors) {
   const ScoreParams& params = args.request.params;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int group = args.request.kv.group();
-  const int all = chunks * hashing::kChunkBits;
-  const int count = group * all;
+  const int all = projections_of(params, chunks);
 #pragma unroll 1
-  for (int i = 2 * thread; i < count; i += 2 * kChipThreads) {
+  for (int i = 2 * thread; i < group * all; i += 2 * kChipThreads) {
     uint2 bits[1];
     peers.fetch<1>(peers.box.products + i, 0, 1, kProductsStage, bits);
     const float2 two = make_float2(__uint_as_float(bits[0].x), __uint_as_float(bits[0].y));
@@ -214,25 +221,32 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const C
   }
   __syncthreads();  // the largest are known
   peers.next_epoch();
-  const float levels = weight_levels(kChipBits);
+  const float levels = weight_levels(kChipQueryBits);
+  const int sketch_bits = chunks * hashing::kChunkBits;
 #pragma unroll 1
-  for (int i = thread; i < count; i += kChipThreads) {
-    const int head = i / all;
-    const int word = i % all / 32;
+  for (int i = thread; i < group * sketch_bits; i += kChipThreads) {
+    const int head = i / sketch_bits;
+    const int at = i % sketch_bits;
+    const int word = at / 32;
     const float largest = __uint_as_float(tables.largest[head]);
-    const bool usable = largest > 0.0F && largest <= 3.4028235e38F;
-    const int weight =
-        usable ? static_cast<int>(quantised_weight(tables.products[i], largest, levels)) : 0;
+    const bool usable = largest > 0.0F && largest <= 3.4028235e38F && at < params.num_planes;
+    int weight = 0;
+    if (usable) {
+      const int plane = params.code_bits > 0 ? at % all : at;
+      weight =
+          static_cast<int>(quantised_weight(tables.products[head * all + plane], largest, levels)) *
+          params.significance(at);
+    }
     const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
     int sum = 0;
 #pragma unroll
-    for (int bit = 0; bit < kChipBits; ++bit) {
+    for (int bit = 0; bit < kBits; ++bit) {
       const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
-      sum += plane_weight<kChipBits>(bit) * __popc(set);
+      sum += plane_weight<kBits>(bit) * __popc(set);
       const int column = head % kHeadsPerProduct * 2 + bit % 2;
       const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
       if (lane == 0) {
-        queries.columns[(chunk * (kChipBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+        queries.columns[(chunk * (kBits / 2) + bit / 2) * 32 + holder] = __brev(set);
       }
     }
     if (lane == 0) atomicAdd(&queries.weight_sums[head], sum);

@@ -227,8 +227,7 @@ __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisio
     score_tokens<kHeads>(args, work, reader, pairs, values, warp_sums);
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
     write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
-    PostedWord* const posted =
-        kAttends ? args.filter.chip_ids + work.group_index * args.selection.capacity : nullptr;
+    PostedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
     choose_best<ValueBins>(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(pairs),
                            shared);
   }

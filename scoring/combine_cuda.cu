@@ -1,4 +1,5 @@
 #include "scoring/block_cuda.cuh"
+#include "scoring/budget_cuda.cuh"
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
 #include "transfer/cuda_check.h"
@@ -13,6 +14,7 @@ struct CombineArgs {
   SetState* states;
   float2* partials;
   float* normalisers;
+  const HeadEstimate* always;  // null: not added
   const float* scores;
   float* combined;
   std::int64_t max_tokens;
@@ -60,8 +62,10 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
     other.sum = partial.y;
     merged.merge(other);
   }
-  const LogSum all = block_log_sum(merged);
-  if (threadIdx.x == 0) args.normalisers[head] = args.logit_like ? all.log() : all.sum;
+  LogSum all = block_log_sum(merged);
+  if (threadIdx.x != 0) return;
+  if (args.always != nullptr) all.merge(sum_of_always(args.always[head]));
+  args.normalisers[head] = args.logit_like ? all.log() : all.sum;
 }
 
 // Grid: tiles x KV heads x rows.
@@ -98,25 +102,35 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
   }
 }
 
+CombineArgs combine_args(const Stage& stage) {
+  return {.plans = stage.scratch.plans,
+          .states = stage.scratch.states,
+          .partials = stage.scratch.partials,
+          .normalisers = stage.scratch.normalisers,
+          .always = stage.request.params.threshold > 0.0F ? stage.scratch.estimates : nullptr,
+          .scores = stage.workspace.scores,
+          .combined = stage.workspace.combined,
+          .max_tokens = stage.workspace.limits.max_tokens,
+          .tiles = stage.scratch.tiles,
+          .query_heads = stage.request.kv.query_heads,
+          .kv_heads = stage.request.kv.kv_heads,
+          .group = stage.request.kv.group(),
+          .logit_like = stage.request.params.logit_like()};
+}
+
 }  // namespace
 
-void enqueue_combine(const Stage& stage) {
-  const CombineArgs args{.plans = stage.scratch.plans,
-                         .states = stage.scratch.states,
-                         .partials = stage.scratch.partials,
-                         .normalisers = stage.scratch.normalisers,
-                         .scores = stage.workspace.scores,
-                         .combined = stage.workspace.combined,
-                         .max_tokens = stage.workspace.limits.max_tokens,
-                         .tiles = stage.scratch.tiles,
-                         .query_heads = stage.request.kv.query_heads,
-                         .kv_heads = stage.request.kv.kv_heads,
-                         .group = stage.request.kv.group(),
-                         .logit_like = stage.request.params.logit_like()};
+void enqueue_normalisers(const Stage& stage) {
+  const CombineArgs args = combine_args(stage);
   const auto rows = static_cast<unsigned>(stage.num_rows());
   const dim3 heads_grid(stage.num_tiles(), static_cast<unsigned>(args.query_heads), rows);
   normalise_heads<<<heads_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void enqueue_combine(const Stage& stage) {
+  const CombineArgs args = combine_args(stage);
+  const auto rows = static_cast<unsigned>(stage.num_rows());
   const dim3 sets_grid(stage.num_tiles(), static_cast<unsigned>(args.kv_heads), rows);
   combine_heads<<<sets_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());

@@ -1,8 +1,11 @@
 #include "scoring/estimator.h"
 
+#include "hashing/scalar_code.h"
 #include "scoring/estimator_kernels.h"
+#include "scoring/score_math.h"
 #include "transfer/with_cuda.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <numbers>
@@ -23,7 +26,8 @@ PlaneKind resolve(std::optional<PlaneKind> kind, Estimator estimator) {
 
 }  // namespace
 
-ScoreParams score_params(const RetrievalConfig& config, int head_dim, float softmax_scale) {
+ScoreParams score_params(const RetrievalConfig& config, int head_dim, float softmax_scale,
+                         int layer) {
   ScoreParams params;
   params.estimator = config.estimator;
   params.weighting = resolve(config.value_weighting, config.estimator);
@@ -37,6 +41,22 @@ ScoreParams score_params(const RetrievalConfig& config, int head_dim, float soft
   params.top_k = config.top_k;
   params.sparsity = config.sparsity;
 
+  params.code_bits = config.code == SketchCode::kScalar ? config.num_planes / head_dim : 0;
+  params.rule = config.rule;
+  params.threshold = static_cast<float>(config.error_target * config.error_target);
+  if (params.threshold > 0.0F) {
+    // As many tokens as the threshold lets through, and a quarter more: their number is random.
+    const double most = std::ceil(1.25 / static_cast<double>(params.threshold));
+    if (config.sparsity == 0.0)
+      params.top_k = static_cast<int>(std::min<double>(most, params.top_k));
+  }
+  params.priority_key = mix_bits(static_cast<std::uint32_t>(config.seed) ^
+                                 mix_bits(static_cast<std::uint32_t>(config.seed >> 32) ^
+                                          mix_bits(static_cast<std::uint32_t>(layer) + 1)));
+  if (params.code_bits > 0) {
+    params.sign_scale = hashing::scalar_step(params.code_bits) / static_cast<float>(2 * head_dim);
+    return params;
+  }
   double scale = std::sqrt(std::numbers::pi / 2.0) / config.num_planes;
   if (resolve(config.plane_kind, config.estimator) == PlaneKind::kOrthogonal) {
     scale /= 1.0 + 1.0 / (4.0 * head_dim);
@@ -63,7 +83,7 @@ std::int64_t entries_per_head(const ScoreParams& params) noexcept {
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
                         const hashing::PlanesView& planes, const float* queries, int num_rows,
                         int query_heads, float* entries, QueryScalars* scalars) {
-  assert(params.planes_read() <= planes.num_planes);
+  assert(params.query_planes() <= planes.num_planes);
   assert(params.weighting != ValueWeighting::kDefault);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
@@ -79,7 +99,7 @@ void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
 void read_queries(transfer::Stream& stream, const ScoreParams& params,
                   const hashing::PlanesView& planes, const QueryInput& input, float* queries,
                   float* entries, QueryScalars* scalars) {
-  assert(params.planes_read() <= planes.num_planes && planes.head_dim == input.kv.head_dim);
+  assert(params.query_planes() <= planes.num_planes && planes.head_dim == input.kv.head_dim);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr && cuda::reads_queries_at_once(params, input)) {
       transfer::check_queries(input.kv, input.items);

@@ -19,18 +19,38 @@ struct ScoreParams {
   Selection selection = Selection::kPerKvHead;
   int planes_per_table = 10;  ///< P
   int tables = 60;            ///< L
-  int num_planes = 256;       ///< Planes read by norm-aware.
+  int num_planes = 256;       ///< Bits of a key read by norm-aware.
+  int code_bits = 0;          ///< Bits of a coordinate of a scalar code, or 0 for signs.
   int query_bits = 4;
   float tau = 0.4F;
   float logit_scale = 0.0F;  ///< Softmax scale of the layer, 1 / sqrt(d) unless overridden.
-  float sign_scale =
-      0.0F;  ///< c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal.
+  /// c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal; of a scalar code
+  /// step / (2 d).
+  float sign_scale = 0.0F;
+  SelectionRule rule = SelectionRule::kTopK;
+  /// Of `kPriority`: least priority of a token that is taken, where p adds up to 1 over all visible
+  /// tokens; 0: none.
+  float threshold = 0.0F;
+  std::uint32_t priority_key = 0;  ///< Of `kPriority`, made of the seed and the layer.
   int top_k = 0;
   double sparsity = 0.0;
 
   /// Planes of the sketch that are read.
   KVTIER_HOST_DEVICE int planes_read() const {
     return estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
+  }
+  /// Planes onto which a query is projected.
+  KVTIER_HOST_DEVICE int query_planes() const {
+    return code_bits > 0 ? num_planes / code_bits : planes_read();
+  }
+  /// What multiplies the weight of a query for bit `bit` of a norm-aware sketch: the significance
+  /// of the bit in a scalar code, 2^(B-1-t) for plane t.
+  KVTIER_HOST_DEVICE int significance(int bit) const {
+    return code_bits > 0 ? 1 << (code_bits - 1 - bit / query_planes()) : 1;
+  }
+  /// Bits of the products of significances and integer weights, in two's complement.
+  KVTIER_HOST_DEVICE int weight_bits() const {
+    return query_bits + (code_bits > 0 ? code_bits - 1 : 0);
   }
   /// Logit-like scores combine over heads by log-mean-exp, collision scores by the mean of shares.
   KVTIER_HOST_DEVICE bool logit_like() const {
@@ -41,7 +61,7 @@ struct ScoreParams {
 };
 
 [[nodiscard]] ScoreParams score_params(const RetrievalConfig& config, int head_dim,
-                                       float softmax_scale);
+                                       float softmax_scale, int layer = 0);
 
 /// Score of a token whose key or value is not finite: below every other eligible token, above a
 /// masked one. Reductions over heads skip it.
@@ -56,7 +76,8 @@ inline constexpr float kLowestScore = -3.0e38F;
 ///   softmax factorises.)
 /// - hard collision: `[tables]`, the query's bucket ids as int32 bits.
 /// - norm-aware: `[num_planes]` p_i = w_i . q; with query_bits 4 or 8 the integers
-///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats.
+///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats; of a scalar code those of the
+///   rotation, for each plane of bits times its significance.
 struct QueryTables {
   const float* entries = nullptr;  ///< `[rows][query_heads][entries_per_head]`
   std::int64_t entries_per_head = 0;

@@ -83,25 +83,21 @@ void hard_collision(const ScoreParams& params, const float* projections, float* 
 
 void norm_aware(const ScoreParams& params, const float* projections, float* entries,
                 QueryScalars& scalars) {
-  if (params.query_bits == 0) {
-    std::copy_n(projections, params.num_planes, entries);
-    return;
-  }
+  const int count = params.query_planes();
   float largest = 0.0F;
-  for (int i = 0; i < params.num_planes; ++i) {
-    largest = std::max(largest, std::fabs(projections[i]));
+  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(projections[i]));
+  const bool integers = params.query_bits > 0;
+  const bool usable = largest > 0.0F && std::isfinite(largest);
+  const auto levels = static_cast<float>((1 << std::max(params.query_bits - 1, 0)) - 1);
+  if (integers) scalars.weight_step = usable ? largest / levels : 0.0F;
+  for (int bit = 0; bit < params.num_planes; ++bit) {
+    float weight = projections[bit % count];
+    if (integers) {
+      weight = usable ? std::nearbyint(levels * (weight / largest)) : 0.0F;
+      if (std::isnan(weight)) weight = 0.0F;
+    }
+    entries[bit] = weight * static_cast<float>(params.significance(bit));
   }
-  const auto levels = static_cast<float>((1 << (params.query_bits - 1)) - 1);
-  if (!(largest > 0.0F) || !std::isfinite(largest)) {
-    std::fill_n(entries, params.num_planes, 0.0F);
-    scalars.weight_step = 0.0F;
-    return;
-  }
-  for (int i = 0; i < params.num_planes; ++i) {
-    const float weight = std::nearbyint(levels * (projections[i] / largest));
-    entries[i] = std::isnan(weight) ? 0.0F : weight;
-  }
-  scalars.weight_step = largest / levels;
 }
 
 }  // namespace
@@ -117,7 +113,7 @@ void build_query_tables(const ScoreParams& params, const hashing::PlanesView& pl
     alignas(64) Projections projections;
     for (std::int64_t i = begin; i < end; ++i) {
       const float* query = queries + i * planes.head_dim;
-      project_query(query, planes.head_dim, planes.transposed, planes.stride, params.planes_read(),
+      project_query(query, planes.head_dim, planes.transposed, planes.stride, params.query_planes(),
                     projections.data());
       QueryScalars result{.query_norm = norm(query, planes.head_dim)};
       float* out = entries + i * per_head;

@@ -94,19 +94,20 @@ __device__ void hard_buckets(const ScoreParams& params, const float* projections
 // Returns the weight step.
 __device__ float sign_weights(const ScoreParams& params, const float* projections, float* entries) {
   const bool integers = params.query_bits > 0;
+  const int count = params.query_planes();
   float largest = 0.0F;
-  for (int plane = static_cast<int>(threadIdx.x); plane < params.num_planes;
+  for (int plane = static_cast<int>(threadIdx.x); plane < count;
        plane += static_cast<int>(blockDim.x)) {
     largest = fmaxf(largest, fabsf(projections[plane]));
   }
   largest = block_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
   const float levels = integers ? weight_levels(params.query_bits) : 1.0F;
   const bool usable = largest > 0.0F && largest <= 3.4028235e38F;
-  for (int plane = static_cast<int>(threadIdx.x); plane < params.num_planes;
-       plane += static_cast<int>(blockDim.x)) {
-    float weight = projections[plane];
+  for (int bit = static_cast<int>(threadIdx.x); bit < params.num_planes;
+       bit += static_cast<int>(blockDim.x)) {
+    float weight = projections[bit % count];
     if (integers) weight = usable ? quantised_weight(weight, largest, levels) : 0.0F;
-    entries[plane] = weight;
+    entries[bit] = weight * static_cast<float>(params.significance(bit));
   }
   if (!integers) return 1.0F;
   return usable ? largest / levels : 0.0F;
@@ -125,7 +126,7 @@ __global__ __launch_bounds__(1024) void query_tables(const __grid_constant__ Tab
     square += static_cast<double>(query[x]) * static_cast<double>(query[x]);
   }
   square = block_sum(square);
-  project(args.planes, args.params.planes_read(), query, projections);
+  project(args.planes, args.params.query_planes(), query, projections);
   __syncthreads();
 
   float* entries = args.entries + head * args.entries_per_head;

@@ -11,7 +11,8 @@ bool filter_serves(const SelectRequest& request) {
   const bool has_kernels = !norm_aware || params.query_bits > 0;
   const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
                     (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
-  return !request.keep_scores && has_kernels && fits &&
+  const bool plain = params.rule == SelectionRule::kTopK && params.code_bits == 0;
+  return (plain || chip_serves(request)) && !request.keep_scores && has_kernels && fits &&
          device_attribute(cudaDevAttrComputeCapabilityMajor) >= kMajorWithClusters;
 }
 

@@ -454,6 +454,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 bool reads_queries_at_once(const ScoreParams& params, const QueryInput& input) {
+  if (params.code_bits > 0) return false;
   const int most = params.estimator == Estimator::kNormAware ? kMostHeads : kMostCollisionHeads;
   return input.items.count * input.kv.query_heads <= most && transfer::cuda::overlaps_kernels();
 }

@@ -90,6 +90,33 @@ KVTIER_HOST_DEVICE inline std::uint32_t ordered_key(float score) {
   return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
 }
 
+/// Mixes the bits of a word so that each depends on all: a bijection with two rounds of xor-shift
+/// and multiplication.
+KVTIER_HOST_DEVICE inline std::uint32_t mix_bits(std::uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x21F0AAADU;
+  x ^= x >> 15;
+  x *= 0xD35A2D97U;
+  return x ^ x >> 15;
+}
+
+/// The key of the priorities of one set of tokens: `head` is its KV head, or query head.
+KVTIER_HOST_DEVICE inline std::uint32_t priority_key(const ScoreParams& params, int head) {
+  return mix_bits(params.priority_key + static_cast<std::uint32_t>(head) * 0x9E3779B9U);
+}
+
+/// u of a token, in (0, 1]: a counter-based hash, the same at every step and on every backend.
+KVTIER_HOST_DEVICE inline float priority_uniform(std::uint32_t key, std::uint32_t token) {
+  const auto bits = static_cast<float>(mix_bits(token * 0x9E3779B9U ^ key));
+  return fmaf(bits, 0x1p-32F, 0x1p-32F);
+}
+
+/// Bias of the logit of a selected token: `log_share` is ln p, `log_threshold` the largest ln p -
+/// ln u of a token that is not taken, or the logarithm of the threshold.
+KVTIER_HOST_DEVICE inline float priority_bias(float log_threshold, float log_share) {
+  return log_share > kLowestScore && log_threshold > log_share ? log_threshold - log_share : 0.0F;
+}
+
 /// Largest magnitude of a query weight of `query_bits` bits.
 KVTIER_HOST_DEVICE inline float weight_levels(int query_bits) {
   return static_cast<float>((1 << (query_bits - 1)) - 1);

@@ -29,6 +29,7 @@ struct Layout {
   std::size_t ids = 0;
   std::size_t head_mask = 0;
   std::size_t counts = 0;
+  std::size_t bias = 0;
   std::size_t staged = 0;
   std::size_t total = 0;
 };
@@ -56,6 +57,7 @@ Layout layout(const SelectorLimits& limits, std::size_t scratch_bytes) {
   place(result.ids, groups * selected * sizeof(std::int32_t));
   place(result.head_mask, groups * selected * sizeof(std::uint16_t));
   place(result.counts, groups * sizeof(std::int32_t));
+  place(result.bias, queries * selected * sizeof(float));
   place(result.staged, groups * static_cast<std::size_t>(limits.staged_rows) *
                            static_cast<std::size_t>(limits.row_bytes));
   return result;
@@ -105,6 +107,7 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   selection_.ids = reinterpret_cast<std::int32_t*>(base + at.ids);
   selection_.head_mask = reinterpret_cast<std::uint16_t*>(base + at.head_mask);
   selection_.counts = reinterpret_cast<std::int32_t*>(base + at.counts);
+  bias_ = reinterpret_cast<float*>(base + at.bias);
   selection_.capacity = limits.max_selected;
   selection_.staged = limits.staged_rows > 0 ? base + at.staged : nullptr;
   selection_.staged_capacity = limits.staged_rows;
@@ -133,7 +136,16 @@ SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
           .token_mask = token_mask_,
           .scratch = scratch_,
           .rest_logs = rest_logs_,
-          .selection = selection_};
+          .selection = params.rule == SelectionRule::kPriority
+                           ? biased_selection(params.selection == Selection::kPerQueryHead)
+                           : selection_};
+}
+
+transfer::SelectionView Selector::biased_selection(bool per_query_head) const {
+  transfer::SelectionView view = selection_;
+  view.bias = bias_;
+  view.bias_heads = per_query_head ? limits_.query_heads / limits_.kv_heads : 1;
+  return view;
 }
 
 void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
@@ -160,11 +172,11 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       cuda::select(stream.native(), request, space, budget);
-      return selection_;
+      return space.selection;
     }
   }
   stream.run([=] { cpu::select(request, space, budget); });
-  return selection_;
+  return space.selection;
 }
 
 void Selector::export_missed(transfer::Stream& stream, const SelectRequest& request,
@@ -202,43 +214,43 @@ bool attends(const transfer::Stream& stream, const SelectRequest& request) {
 }
 
 transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,
-                                        const IdTensor& ids) {
+                                        const IdTensor& ids, const IdFloats& bias) {
   check(request, limits_);
-  const SelectorWorkspace space = workspace(request.params);
+  SelectorWorkspace space = workspace(request.params);
+  space.selection =
+      bias.data != nullptr ? biased_selection(ids.heads != limits_.kv_heads) : selection_;
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      cuda::adopt(stream.native(), request, space, ids);
-      return selection_;
+      cuda::adopt(stream.native(), request, space, ids, bias);
+      return space.selection;
     }
   }
-  stream.run([=] { cpu::adopt(request, space, ids); });
-  return selection_;
+  stream.run([=] { cpu::adopt(request, space, ids, bias); });
+  return space.selection;
 }
 
 void Selector::export_ids(transfer::Stream& stream, const SelectRequest& request,
-                          const IdTensor& out) {
+                          const IdTensor& out, const IdFloats& bias) {
   check(request, limits_);
   const SelectorWorkspace space = workspace(request.params);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::export_ids(stream.native(), request, space, out);
+      return cuda::export_ids(stream.native(), request, space, out, bias);
     }
   }
-  stream.run([=] { cpu::export_ids(request, space, out); });
+  stream.run([=] { cpu::export_ids(request, space, out, bias); });
 }
 
 void Selector::export_scores(transfer::Stream& stream, const SelectRequest& request,
-                             const IdTensor& ids, float* out, std::int64_t row_stride,
-                             std::int64_t head_stride) {
+                             const IdTensor& ids, const IdFloats& out) {
   check(request, limits_);
   const SelectorWorkspace space = workspace(request.params);
-  const ScoreTensor tensor{.data = out, .row_stride = row_stride, .head_stride = head_stride};
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::export_scores(stream.native(), request, space, ids, tensor);
+      return cuda::export_scores(stream.native(), request, space, ids, out);
     }
   }
-  stream.run([=] { cpu::export_scores(request, space, ids, tensor); });
+  stream.run([=] { cpu::export_scores(request, space, ids, out); });
 }
 
 }  // namespace kvtier::scoring

@@ -50,6 +50,13 @@ struct IdTensor {
   std::int64_t n = 0;
 };
 
+/// An fp32 tensor beside an `IdTensor`, of its shape; the strides count elements. Null: none.
+struct IdFloats {
+  float* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
 struct Budget;
 struct SelectorWorkspace;
 
@@ -109,21 +116,26 @@ class Selector {
   }
 
   /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
-  /// always-attended span, duplicates once; others are ignored.
+  /// always-attended span, duplicates once; others are ignored. `bias` (or none) is added to their
+  /// logits; of an id given twice the larger counts.
   transfer::SelectionView adopt(transfer::Stream& stream, const SelectRequest& request,
-                                const IdTensor& ids);
+                                const IdTensor& ids, const IdFloats& bias = {});
 
   /// Writes the ids of the last selection per head, ascending, padded with -1 (the lowest `n` ids
-  /// when there are more).
-  void export_ids(transfer::Stream& stream, const SelectRequest& request, const IdTensor& out);
+  /// when there are more), and to `bias` (or not) what is added to their logits, 0 where padded;
+  /// its heads are then those of the sets.
+  void export_ids(transfer::Stream& stream, const SelectRequest& request, const IdTensor& out,
+                  const IdFloats& bias = {});
 
-  /// Writes the scores of the ids that `export_ids` wrote to `ids`, -infinity where padded. `out`
-  /// is fp32 with the shape of `ids`; its strides count elements. Only after `select`.
+  /// Writes the scores of the ids that `export_ids` wrote to `ids`, -infinity where padded. Only
+  /// after `select`.
   void export_scores(transfer::Stream& stream, const SelectRequest& request, const IdTensor& ids,
-                     float* out, std::int64_t row_stride, std::int64_t head_stride);
+                     const IdFloats& out);
 
  private:
   [[nodiscard]] SelectorWorkspace workspace(const ScoreParams& params) const;
+  /// Biases are per KV head or per query head.
+  [[nodiscard]] transfer::SelectionView biased_selection(bool per_query_head) const;
 
   SelectorLimits limits_;
   transfer::Buffer memory_;
@@ -137,6 +149,7 @@ class Selector {
   float* rest_logs_ = nullptr;         // [rows][query_heads]
   float* lse_ = nullptr;               // [rows][query_heads]
   float* missed_ = nullptr;            // [rows][query_heads]
+  float* bias_ = nullptr;              // [rows][kv_heads][max_selected][group]
   transfer::SelectionView selection_;  // its arrays, then the staging area
 };
 

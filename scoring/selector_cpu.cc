@@ -1,4 +1,6 @@
 #include "scoring/budget_cpu.h"
+#include "scoring/priority_cpu.h"
+#include "scoring/score_math.h"
 #include "scoring/scores_cpu.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/top_k_cpu.h"
@@ -9,7 +11,9 @@
 #include <atomic>
 #include <bit>
 #include <cassert>
+#include <cmath>
 #include <limits>
+#include <vector>
 
 namespace kvtier::scoring::cpu {
 
@@ -56,6 +60,9 @@ class Call {
   [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
   [[nodiscard]] std::int64_t max_tiles() const { return max_tiles_; }
   [[nodiscard]] std::int64_t max_tokens() const { return space_.limits.max_tokens; }
+  [[nodiscard]] bool prioritised() const {
+    return request_.params.rule == SelectionRule::kPriority;
+  }
   [[nodiscard]] bool per_query_head() const {
     return request_.params.selection == Selection::kPerQueryHead;
   }
@@ -132,14 +139,22 @@ class SelectionWriter {
   SelectionWriter(const transfer::SelectionView& view, std::int64_t slot)
       : ids_(view.ids + slot * view.capacity),
         masks_(view.head_mask + slot * view.capacity),
+        biases_(view.bias == nullptr ? nullptr
+                                     : view.bias + slot * view.capacity * view.bias_heads),
+        bias_heads_(view.bias_heads),
         count_(view.counts + slot),
         capacity_(view.capacity) {}
 
-  void add(std::int64_t token, std::uint16_t mask) {
+  /// `bias_of(i)` is the bias of the i-th head that has its own; not called when there are none.
+  template <typename BiasOf>
+  void add(std::int64_t token, std::uint16_t mask, const BiasOf& bias_of) {
     assert(used_ < capacity_);
     if (used_ == capacity_) return;
     ids_[used_] = static_cast<std::int32_t>(token);
     masks_[used_] = mask;
+    if (biases_ != nullptr) {
+      for (int i = 0; i < bias_heads_; ++i) biases_[used_ * bias_heads_ + i] = bias_of(i);
+    }
     ++used_;
   }
   void finish() { *count_ = static_cast<std::int32_t>(used_); }
@@ -147,6 +162,8 @@ class SelectionWriter {
  private:
   std::int32_t* ids_;
   std::uint16_t* masks_;
+  float* biases_;
+  int bias_heads_;
   std::int32_t* count_;
   std::int64_t capacity_;
   std::int64_t used_ = 0;
@@ -163,11 +180,16 @@ void visit_top_k(const float* scores, std::int64_t count, std::int64_t k, const 
   }
 }
 
-void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, std::int64_t end) {
+// Writes the tokens of [begin, end) with a mask; `bias_of(head, token)`.
+template <typename BiasOf>
+void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, std::int64_t end,
+                  const BiasOf& bias_of) {
   const std::uint16_t* mask = call.token_mask(row, kv_head);
   SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
   for (std::int64_t token = begin; token < end; ++token) {
-    if (mask[token] != 0) writer.add(token, mask[token]);
+    if (mask[token] == 0) continue;
+    writer.add(token, mask[token],
+               [&](int h) { return ((mask[token] >> h) & 1) != 0 ? bias_of(h, token) : 0.0F; });
   }
   writer.finish();
 }
@@ -191,6 +213,7 @@ void score(const Call& call) {
   });
 }
 
+// Normalises the heads, and combines those that share a set.
 void combine(const Call& call) {
   const ScoreParams& params = call.request().params;
   call.for_each_group([&](int row, int kv_head) {
@@ -200,9 +223,16 @@ void combine(const Call& call) {
     TilePartial* partials = call.partials(row, kv_head);
     for (int h = 0; h < call.group(); ++h) {
       TilePartial* head = partials + h * call.partial_stride();
-      head[first].sum = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
+      float& total = head[first].sum;
+      total = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
+      if (params.threshold > 0.0F) {
+        const double always =
+            log_of_always(call.request(), {row, kv_head, h}, spans, params.weighting);
+        total = static_cast<float>(log_add(static_cast<double>(total), always));
+      }
     }
   });
+  if (call.per_query_head()) return;
   call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
     const TilePartial* partials = call.partials(row, kv_head);
     const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
@@ -215,14 +245,36 @@ void combine(const Call& call) {
   });
 }
 
+// Of ln p where the scores of (row, KV head, h) are what the set is ordered by.
+float log_least(const Call& call, int row, int kv_head, int h) {
+  const ScoreParams& params = call.request().params;
+  if (params.threshold <= 0.0F) return -std::numeric_limits<float>::infinity();
+  if (!call.per_query_head()) return std::log(params.threshold);
+  const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
+  return std::log(params.threshold) +
+         call.partials(row, kv_head)[h * call.partial_stride() + first_tile].sum;
+}
+
 void choose_per_kv_head(const Call& call, int row, int kv_head, std::int64_t k) {
   const AttendedSpans& spans = call.spans(row);
-  // Normalising one head keeps its order, but not every last bit of it.
-  const float* scores = call.group() == 1 ? call.scores(row, kv_head) : call.combined(row, kv_head);
   SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
   const std::uint16_t mask = all_heads(call.group());
-  visit_top_k(scores + spans.sink_end, spans.num_eligible(), k,
-              [&](std::int64_t i) { writer.add(spans.sink_end + i, mask); });
+  if (call.prioritised()) {
+    if (spans.num_eligible() > 0) {
+      const PrioritySet set(priority_key(call.request().params, kv_head), spans.sink_end,
+                            call.combined(row, kv_head) + spans.sink_end, spans.num_eligible(), k,
+                            log_least(call, row, kv_head, 0));
+      set.visit([&](std::int64_t i) {
+        writer.add(spans.sink_end + i, mask, [&](int) { return set.bias(i); });
+      });
+    }
+    return writer.finish();
+  }
+  // Normalising one head keeps its order, but not every last bit of it.
+  const float* scores = call.group() == 1 ? call.scores(row, kv_head) : call.combined(row, kv_head);
+  visit_top_k(scores + spans.sink_end, spans.num_eligible(), k, [&](std::int64_t i) {
+    writer.add(spans.sink_end + i, mask, [](int) { return 0.0F; });
+  });
   writer.finish();
 }
 
@@ -233,13 +285,26 @@ void choose_per_query_head(const Call& call, int row, int kv_head, const HeadCou
   const AttendedSpans& spans = call.spans(row);
   std::uint16_t* mask = call.token_mask(row, kv_head) + spans.sink_end;
   std::fill_n(mask, spans.num_eligible(), std::uint16_t{0});
-  for (int h = 0; h < call.group(); ++h) {
-    const float* scores = call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
-    const auto bit = static_cast<std::uint16_t>(1U << h);
-    visit_top_k(scores, spans.num_eligible(), counts[static_cast<std::size_t>(h)],
-                [&](std::int64_t i) { mask[i] = static_cast<std::uint16_t>(mask[i] | bit); });
+  std::vector<PrioritySet> sets;
+  for (int h = 0; h < call.group() && spans.num_eligible() > 0; ++h) {
+    float* scores = call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
+    const auto take = [mask, bit = static_cast<std::uint16_t>(1U << h)](std::int64_t i) {
+      mask[i] = static_cast<std::uint16_t>(mask[i] | bit);
+    };
+    const std::int64_t k = counts[static_cast<std::size_t>(h)];
+    if (call.prioritised()) {
+      sets.emplace_back(priority_key(call.request().params, kv_head * call.group() + h),
+                        spans.sink_end, scores, spans.num_eligible(), k,
+                        log_least(call, row, kv_head, h));
+      sets.back().visit(take);
+    } else {
+      visit_top_k(scores, spans.num_eligible(), k, take);
+    }
   }
-  write_masked(call, row, kv_head, spans.sink_end, spans.eligible_end);
+  write_masked(call, row, kv_head, spans.sink_end, spans.eligible_end,
+               [&](int h, std::int64_t token) {
+                 return sets[static_cast<std::size_t>(h)].bias(token - spans.sink_end);
+               });
 }
 
 void choose(const Call& call, int row, int kv_head, std::int64_t k) {
@@ -295,12 +360,21 @@ HeadOfTensor head_of_tensor(const Call& call, const IdTensor& ids, int head) {
   return {head / call.group(), static_cast<std::uint16_t>(1U << (head % call.group()))};
 }
 
+// The score of a token, of which a selection by priority has kept the priority.
+float score_of(const Call& call, float kept, int set, std::int64_t token) {
+  if (!call.prioritised()) return kept;
+  return score_of_priority(priority_key(call.request().params, set), token, kept);
+}
+
 float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64_t token) {
-  if (!call.per_query_head()) return call.combined(row, head.kv_head)[token];
+  if (!call.per_query_head()) {
+    return score_of(call, call.combined(row, head.kv_head)[token], head.kv_head, token);
+  }
   float best = -std::numeric_limits<float>::infinity();
   for (int h = 0; h < call.group(); ++h) {
     if (((head.mask >> h) & 1) == 0) continue;
-    best = std::max(best, call.scores(row, head.kv_head)[h * call.max_tokens() + token]);
+    const float kept = call.scores(row, head.kv_head)[h * call.max_tokens() + token];
+    best = std::max(best, score_of(call, kept, head.kv_head * call.group() + h, token));
   }
   return best;
 }
@@ -322,7 +396,7 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
             const Budget& budget) {
   const Call call(request, workspace);
   score(call);
-  if (!call.per_query_head()) combine(call);
+  if (!call.per_query_head() || request.params.threshold > 0.0F) combine(call);
   call.for_each_group([&](int row, int kv_head) {
     const std::int64_t k =
         transfer::num_to_select(request.params.top_k, request.params.sparsity, call.spans(row));
@@ -336,46 +410,65 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
   std::atomic_ref(request.flags->tokens_scored).fetch_add(scored, std::memory_order_relaxed);
 }
 
-void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids) {
+void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids,
+           const IdFloats& bias) {
   const Call call(request, workspace);
   call.for_each_group([&](int row, int kv_head) {
     const AttendedSpans& spans = call.spans(row);
     std::uint16_t* mask = call.token_mask(row, kv_head);
     std::fill(mask + spans.sink_end, mask + spans.tail_begin, std::uint16_t{0});
+    // Biases wait where the scores of a selection would be.
+    float* biases = call.scores(row, kv_head);
     for (int head = 0; head < ids.heads; ++head) {
       const HeadOfTensor target = head_of_tensor(call, ids, head);
       if (target.kv_head != kv_head) continue;
       const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
+      const int own = ids.heads == call.kv_heads() ? 0 : head % call.group();
       for (std::int64_t i = 0; i < ids.n; ++i) {
-        if (from[i] < spans.sink_end || from[i] >= spans.tail_begin) continue;
-        mask[from[i]] = static_cast<std::uint16_t>(mask[from[i]] | target.mask);
+        const std::int64_t token = from[i];
+        if (token < spans.sink_end || token >= spans.tail_begin) continue;
+        if (bias.data != nullptr) {
+          const float given = bias.data[row * bias.row_stride + head * bias.head_stride + i];
+          float& kept = biases[own * call.max_tokens() + token];
+          const bool again = (mask[token] & target.mask) != 0;
+          kept = again ? std::max(kept, given) : given;
+        }
+        mask[token] = static_cast<std::uint16_t>(mask[token] | target.mask);
       }
     }
-    write_masked(call, row, kv_head, spans.sink_end, spans.tail_begin);
+    write_masked(call, row, kv_head, spans.sink_end, spans.tail_begin,
+                 [&](int h, std::int64_t token) { return biases[h * call.max_tokens() + token]; });
   });
 }
 
 void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
-                const IdTensor& out) {
+                const IdTensor& out, const IdFloats& bias) {
   const Call call(request, workspace);
   const transfer::SelectionView& view = workspace.selection;
   for (int row = 0; row < call.rows(); ++row) {
     for (int head = 0; head < out.heads; ++head) {
       const HeadOfTensor source = head_of_tensor(call, out, head);
       const std::int64_t slot = std::int64_t{row} * call.kv_heads() + source.kv_head;
+      const int own = view.bias_heads == 1 ? 0 : head % call.group();
       std::int32_t* to = out.data + row * out.row_stride + head * out.head_stride;
+      float* bias_to = bias.data != nullptr
+                           ? bias.data + row * bias.row_stride + head * bias.head_stride
+                           : nullptr;
       std::int64_t used = 0;
       for (std::int64_t i = 0; i < view.counts[slot] && used < out.n; ++i) {
-        if ((view.head_mask[slot * view.capacity + i] & source.mask) == 0) continue;
-        to[used++] = view.ids[slot * view.capacity + i];
+        const std::int64_t entry = slot * view.capacity + i;
+        if ((view.head_mask[entry] & source.mask) == 0) continue;
+        if (bias_to != nullptr) bias_to[used] = view.bias[entry * view.bias_heads + own];
+        to[used++] = view.ids[entry];
       }
       std::fill(to + used, to + out.n, -1);
+      if (bias_to != nullptr) std::fill(bias_to + used, bias_to + out.n, 0.0F);
     }
   }
 }
 
 void export_scores(const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const IdTensor& ids, const ScoreTensor& out) {
+                   const IdTensor& ids, const IdFloats& out) {
   const Call call(request, workspace);
   for (int row = 0; row < call.rows(); ++row) {
     const AttendedSpans& spans = call.spans(row);

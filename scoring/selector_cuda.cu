@@ -45,7 +45,8 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
   const std::int64_t k = transfer::num_to_select(args.top_k, args.sparsity, spans);
   SetState& state = args.scratch.states[set];
   state.threshold = 0;
-  state.remaining = static_cast<std::uint32_t>(k);
+  state.wanted = static_cast<std::uint32_t>(k);
+  state.remaining = state.wanted;
   state.all_ties = 0;
   state.ticket = 0;
   if (head < args.kv_heads) args.counts[std::int64_t{row} * args.kv_heads + head] = 0;
@@ -65,6 +66,7 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
 struct ExportIdsArgs {
   transfer::SelectionView selection;
   IdTensor out;
+  IdFloats bias;
   int kv_heads;
   int group;  // of the heads of `out`: query heads per KV head, or 1 when they are KV heads
 };
@@ -82,6 +84,13 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(
   std::int32_t* out =
       args.out.data + blockIdx.y * args.out.row_stride + head * args.out.head_stride;
 
+  const int bias_heads = args.selection.bias_heads;
+  const float* biases = args.selection.bias + list * args.selection.capacity * bias_heads +
+                        (bias_heads == 1 ? 0 : head - kv_head * args.group);
+  float* bias_out = args.bias.data == nullptr ? nullptr
+                                              : args.bias.data + blockIdx.y * args.bias.row_stride +
+                                                    head * args.bias.head_stride;
+
   const std::int64_t count = args.selection.counts[list];
   std::int64_t written = 0;
   for (std::int64_t base = 0; base < count; base += kThreads) {
@@ -89,17 +98,23 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(
     const bool mine = i < count && (masks[i] & wanted) != 0;
     std::uint32_t total = 0;
     const std::int64_t position = written + block_exclusive_sum(mine ? 1 : 0, &total);
-    if (mine && position < args.out.n) out[position] = ids[i];
+    if (mine && position < args.out.n) {
+      out[position] = ids[i];
+      if (bias_out != nullptr) bias_out[position] = biases[i * bias_heads];
+    }
     written += total;
   }
-  for (std::int64_t i = written + threadIdx.x; i < args.out.n; i += kThreads) out[i] = -1;
+  for (std::int64_t i = written + threadIdx.x; i < args.out.n; i += kThreads) {
+    out[i] = -1;
+    if (bias_out != nullptr) bias_out[i] = 0.0F;
+  }
 }
 
 struct ExportScoresArgs {
   const RowPlan* plans;
   const float* scores;  // [rows][score_heads][max_tokens]
   IdTensor ids;
-  ScoreTensor out;
+  IdFloats out;
   std::int64_t max_tokens;
   int score_heads;
 };
@@ -161,7 +176,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   offset += chip_boxes_bytes(groups);
   const int group = limits.query_heads / limits.kv_heads;
   place(scratch.filter.chip_parts, chip_parts_words(groups, group));
-  place(scratch.filter.chip_ids, std::min(groups, kAttendedGroups) * limits.max_selected);
+  place(scratch.filter.chip_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
   if (zeroed != nullptr) *zeroed = offset;
   place(scratch.plans, rows);
   place(scratch.states, sets);
@@ -232,6 +247,7 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
+  const bool thresholds = request.params.threshold > 0.0F;
   if (scores && !budget.active && filter_serves(request)) {
     enqueue_filter(stage);
     return;
@@ -239,18 +255,22 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);
+  if (thresholds || budget.active) clear_estimates(stage);
+  if (thresholds) enqueue_always(stage, true);
   if (budget.active) {
     enqueue_estimates(stage, budget);
-  } else if (stage.per_kv_head()) {
-    enqueue_combine(stage);
-  }
-  if (budget.missed > 0.0) {
-    enqueue_top_of_budget(stage, budget);
   } else {
+    if (stage.per_kv_head() || thresholds) enqueue_normalisers(stage);
+    if (stage.per_kv_head()) enqueue_combine(stage);
+  }
+  if (budget.missed > 0.0) enqueue_top_of_budget(stage, budget);
+  if (stage.prioritised()) {
+    enqueue_priorities(stage, budget.missed > 0.0);
+  } else if (!(budget.missed > 0.0)) {
     enqueue_top_k(stage);
   }
   enqueue_marks(stage);
-  enqueue_compact(stage);
+  enqueue_compact(stage, stage.prioritised() ? BiasSource::kPriorities : BiasSource::kNone);
 }
 
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
@@ -261,21 +281,22 @@ void export_missed(void* stream, const SelectRequest& request, const SelectorWor
 }
 
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-           const IdTensor& ids) {
+           const IdTensor& ids, const IdFloats& bias) {
   if (request.rows.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   enqueue_plan(stage, PlanPurpose::kAdopt);
   if (request.max_length <= 0) return;
-  enqueue_adopt(stage, ids);
-  enqueue_compact(stage);
+  enqueue_adopt(stage, ids, bias);
+  enqueue_compact(stage, bias.data != nullptr ? BiasSource::kGiven : BiasSource::kNone);
 }
 
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                const IdTensor& out) {
+                const IdTensor& out, const IdFloats& bias) {
   if (request.rows.count == 0 || out.n == 0) return;
   const bool per_kv_head = out.heads == request.kv.kv_heads;
   const ExportIdsArgs args{.selection = workspace.selection,
                            .out = out,
+                           .bias = bias,
                            .kv_heads = request.kv.kv_heads,
                            .group = per_kv_head ? 1 : request.kv.group()};
   const dim3 grid(static_cast<unsigned>(out.heads), static_cast<unsigned>(request.rows.count));
@@ -284,7 +305,7 @@ void export_ids(void* stream, const SelectRequest& request, const SelectorWorksp
 }
 
 void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const IdTensor& ids, const ScoreTensor& out) {
+                   const IdTensor& ids, const IdFloats& out) {
   if (request.rows.count == 0 || ids.n == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   const ExportScoresArgs args{.plans = stage.scratch.plans,

@@ -38,6 +38,9 @@ struct SetState {
   std::uint32_t remaining;  ///< Of the keys that match those bits, how many to take.
   std::uint32_t all_ties;   ///< 1: every key equal to the threshold is taken.
   std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
+  std::uint32_t wanted;     ///< Tokens that the set is to have, of those eligible.
+  /// Of a selection by priority: the largest that is not taken, or the threshold.
+  float cut;
 };
 
 /// Per (row, query head), of a selection within a budget (budget_cuda.cuh).
@@ -67,7 +70,7 @@ struct FilterScratch {
   std::int64_t chip_bytes;
   ChipBox* chip_boxes;        // [rows][kv_heads], zero at first (chip_peers_cuda.cuh)
   std::uint64_t* chip_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
-  std::uint64_t* chip_ids;    // [rows][kv_heads][max_selected], zero at first
+  std::uint64_t* chip_ids;    // [rows][kv_heads][max_selected][2], zero at first
   float* chip_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
   float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
 };
@@ -102,6 +105,7 @@ struct Stage {
   Scratch scratch;
 
   int num_rows() const { return request.rows.count; }
+  bool prioritised() const { return request.params.rule == SelectionRule::kPriority; }
   bool per_kv_head() const { return request.params.selection == Selection::kPerKvHead; }
   int num_sets() const { return per_kv_head() ? request.kv.kv_heads : request.kv.query_heads; }
   /// Scores that order the tokens of a set, `[rows][sets][max_tokens]`. Normalising one head keeps
@@ -136,13 +140,25 @@ void enqueue_estimates(const Stage& stage, const Budget& budget);
 void enqueue_top_of_budget(const Stage& stage, const Budget& budget);
 /// Finds the least of the k best tokens of every set.
 void enqueue_top_k(const Stage& stage);
+/// By priority, instead of `enqueue_top_k`: the k + 1 best, of which the last is the cut, or what
+/// the threshold lets through. `counted`: as many tokens as `enqueue_top_of_budget` has found.
+void enqueue_priorities(const Stage& stage, bool counted);
+/// Writes the log-sum-exp of the scores of every query head, with the always-attended tokens where
+/// there is a threshold.
+void enqueue_normalisers(const Stage& stage);
+/// Clears the estimates of all heads.
+void clear_estimates(const Stage& stage);
+/// Writes `HeadEstimate::log_always`, with value norms as in the scores or without.
+void enqueue_always(const Stage& stage, bool with_values);
 /// Writes `token_mask` and the counts per segment of what has been found.
 void enqueue_marks(const Stage& stage);
 /// Writes the shares that the selection misses, after `enqueue_estimates`.
 void enqueue_missed(const Stage& stage, const MissedBatch& batch);
 /// Writes `token_mask` and the counts per segment from the caller's ids.
-void enqueue_adopt(const Stage& stage, const IdTensor& ids);
+void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias);
+/// What the biases of a selection are made from.
+enum class BiasSource { kNone, kPriorities, kGiven };
 /// Writes the selection from `token_mask` and the counts per segment.
-void enqueue_compact(const Stage& stage);
+void enqueue_compact(const Stage& stage, BiasSource biases);
 
 }  // namespace kvtier::scoring::cuda

@@ -20,23 +20,17 @@ struct SelectorWorkspace {
   transfer::SelectionView selection;  ///< What `select` and `adopt` fill.
 };
 
-/// Where `export_scores` writes: fp32, the shape of the ids, strides in elements.
-struct ScoreTensor {
-  float* data = nullptr;
-  std::int64_t row_stride = 0;
-  std::int64_t head_stride = 0;
-};
-
 namespace cpu {
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
 /// Scores (one estimator), combines heads if asked, finds each row's k-th best, writes the
 /// selection.
 void select(const SelectRequest& request, const SelectorWorkspace& workspace, const Budget& budget);
-void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids);
+void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids,
+           const IdFloats& bias);
 void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
-                const IdTensor& out);
+                const IdTensor& out, const IdFloats& bias);
 void export_scores(const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const IdTensor& ids, const ScoreTensor& out);
+                   const IdTensor& ids, const IdFloats& out);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
@@ -48,11 +42,11 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                    const MissedBatch& batch);
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-           const IdTensor& ids);
+           const IdTensor& ids, const IdFloats& bias);
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                const IdTensor& out);
+                const IdTensor& out, const IdFloats& bias);
 void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const IdTensor& ids, const ScoreTensor& out);
+                   const IdTensor& ids, const IdFloats& out);
 }  // namespace cuda
 
 }  // namespace kvtier::scoring

@@ -12,7 +12,8 @@ constexpr int kProductRows = 16;
 template <int kBits>
 struct SignShape {
   static constexpr int kProducts = kBits / 2;
-  static constexpr int kRowGroups = 16 / kBits;  // bounds the accumulators to 32 registers
+  // Bounds the accumulators to 32 registers, but for weights of 16 bits.
+  static constexpr int kRowGroups = kBits < 8 ? 16 / kBits : 2;
   static constexpr int kWarpTokens = kRowGroups * kProductRows;
   static constexpr int kBlockTokens = kWarpTokens * kScoreThreads / 32;
 };
@@ -127,7 +128,10 @@ ScoreLaunch launch_of(const ScoreArgs& args) {
 ScoreLaunch sign_launch(ScoreArgs& args) {
   args.heads_per_block = args.group;
   args.subsets = 1;
-  return args.params.query_bits == 4 ? launch_of<4>(args) : launch_of<8>(args);
+  const int bits = args.params.weight_bits();
+  if (bits <= 4) return launch_of<4>(args);
+  if (bits <= 8) return launch_of<8>(args);
+  return launch_of<16>(args);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -23,9 +23,12 @@ constexpr int kPassBits = 4;
 
 using TileOffsets = std::array<std::int32_t, kTileTokens>;
 
+// Most bits of a weight: eight of the query, times the significance of a bit in a scalar code.
+constexpr int kMostWeightBits = 16;
+
 // Query weights in two's complement: bit plane b, chunk c at `[(b * chunks + c) * 2]`.
 struct WeightPlanes {
-  std::uint64_t words[8 * kMaxChunks * 2];
+  std::uint64_t words[kMostWeightBits * kMaxChunks * 2];
   std::int32_t total;  // sum of the weights
 };
 
@@ -156,6 +159,11 @@ void nibble_sums(const ScoreParams& params, const GroupQuery& query, float* out)
   }
 }
 
+// Bit planes of the weights, a whole number of passes.
+int num_weight_planes(const ScoreParams& params) {
+  return (params.weight_bits() + kPassBits - 1) / kPassBits * kPassBits;
+}
+
 void weight_planes(const ScoreParams& params, const GroupQuery& query, WeightPlanes* out) {
   const int chunks = (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
   for (int h = 0; h < query.group; ++h) {
@@ -168,7 +176,7 @@ void weight_planes(const ScoreParams& params, const GroupQuery& query, WeightPla
       const int in_chunk = plane % hashing::kChunkBits;
       const int position = in_chunk / kWordBits % 2 * kWordBits + 31 - in_chunk % kWordBits;
       const int word = plane / hashing::kChunkBits * 2 + in_chunk / 64;
-      for (int b = 0; b < params.query_bits; ++b) {
+      for (int b = 0; b < num_weight_planes(params); ++b) {
         const auto bit = static_cast<std::uint64_t>((weight >> b) & 1);
         out[h].words[b * chunks * 2 + word] |= bit << position;
       }
@@ -253,8 +261,8 @@ void integer_weights(const ScoreParams& params, const hashing::SketchGeometry& g
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const auto* keys = reinterpret_cast<const std::uint64_t*>(
           tile.block + geometry.chunk_offset(tile.kv_head, chunk, tile.first));
-      for (int shift = 0; shift < params.query_bits; shift += kPassBits) {
-        const int top = shift + kPassBits == params.query_bits ? -1 : 1;
+      for (int shift = 0; shift < num_weight_planes(params); shift += kPassBits) {
+        const int top = shift + kPassBits == num_weight_planes(params) ? -1 : 1;
         add_popcounts(keys, planes[h].words + shift * stride + 2 * chunk, stride, top, shift,
                       tile.count, set.data());
       }

@@ -1,4 +1,5 @@
 #include "scoring/block_cuda.cuh"
+#include "scoring/budget_cuda.cuh"
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
 #include "scoring/tile_range.cuh"
@@ -16,7 +17,10 @@ constexpr int kSteps = kSegmentTokens / 32;
 
 struct TopKArgs {
   Scratch scratch;
-  const float* scores;  // [rows][sets][max_tokens]
+  ScoreParams params;
+  const float* scores;       // [rows][sets][max_tokens]
+  const float* normalisers;  // [rows][query_heads] of scores that are not combined, or null
+  float* given;              // [rows][query_heads][max_tokens] the caller's biases
   std::uint16_t* token_mask;
   std::int32_t* counts;
   std::int64_t max_tokens;
@@ -24,6 +28,27 @@ struct TopKArgs {
   int sets;  // per row: KV heads, or query heads
   int query_heads;
   int kv_heads;
+};
+
+// What the tokens of a set are ordered by.
+class SetOrder {
+ public:
+  __device__ SetOrder(const TopKArgs& args, std::int64_t row, int set)
+      : scores_(args.scores + (row * args.sets + set) * args.max_tokens),
+        prioritised_(args.params.rule == SelectionRule::kPriority),
+        key_(prioritised_ ? priority_key(args.params, set) : 0) {}
+
+  [[nodiscard]] __device__ std::uint32_t key(std::int64_t token) const {
+    const float score = scores_[token];
+    if (!prioritised_ || !(score > kLowestScore)) return ordered_key(score);
+    return ordered_key(score - logf(priority_uniform(key_, static_cast<std::uint32_t>(token))));
+  }
+  [[nodiscard]] __device__ float score(std::int64_t token) const { return scores_[token]; }
+
+ private:
+  const float* scores_;
+  bool prioritised_;
+  std::uint32_t key_;
 };
 
 // The bin, from the top, at which the count reaches `state.remaining`. Clears the histogram.
@@ -69,15 +94,14 @@ __global__ __launch_bounds__(kTileThreads) void radix_pass(const __grid_constant
   }
   __syncthreads();
 
-  const float* scores =
-      args.scores + (std::int64_t{blockIdx.z} * args.sets + blockIdx.y) * args.max_tokens;
+  const SetOrder order(args, blockIdx.z, static_cast<int>(blockIdx.y));
   const unsigned lane = threadIdx.x % 32;
   for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
     const std::int64_t token =
         std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
     unsigned bin = kBins;  // of no token
     if (token >= plan.begin && token < plan.end) {
-      const std::uint32_t key = ordered_key(scores[token]);
+      const std::uint32_t key = order.key(token);
       // Before the first pass no bit is known, and shifts stay below 32.
       const std::uint32_t differs = kShift + 11 < 32 ? (key ^ known) / kBins >> kShift : 0;
       if (differs == 0) bin = (key >> kShift) & (kBins - 1);
@@ -98,6 +122,58 @@ __global__ __launch_bounds__(kTileThreads) void radix_pass(const __grid_constant
   pick_bin<kShift, kBins>(shared_by_blocks, state);
 }
 
+// A thread per set. Begins the search for the k + 1 best by priority.
+__global__ void begin_priorities(const __grid_constant__ TopKArgs args, bool counted) {
+  const auto row = static_cast<std::int64_t>(blockIdx.x);
+  const RowPlan plan = args.scratch.plans[row];
+  const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
+  for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
+    SetState& state = args.scratch.states[row * args.query_heads + s];
+    if (counted) {
+      const std::int64_t head = row * args.query_heads + s * (args.query_heads / args.sets);
+      const std::uint32_t found = args.scratch.estimates[head].count + state.remaining;
+      state.wanted = min(state.wanted, found);
+    }
+    state.threshold = 0;
+    state.all_ties = 0;
+    state.remaining = state.wanted < eligible ? state.wanted + 1 : state.wanted;
+  }
+}
+
+// The score that has a key of `ordered_key`.
+__device__ float score_of_key(std::uint32_t key) {
+  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
+}
+
+// A thread per set. The last of the k + 1 best is what the others are above, unless the threshold
+// is higher.
+__global__ void cut_priorities(const __grid_constant__ TopKArgs args) {
+  const auto row = static_cast<std::int64_t>(blockIdx.x);
+  const RowPlan plan = args.scratch.plans[row];
+  const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
+  for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
+    SetState& state = args.scratch.states[row * args.query_heads + s];
+    if (state.wanted < eligible) {
+      state.cut = score_of_key(state.threshold);
+      state.remaining -= 1;
+      state.all_ties = 0;
+    } else {
+      state.cut = -INFINITY;
+      state.threshold = 0;
+      state.all_ties = 1;
+    }
+    if (!(args.params.threshold > 0.0F)) continue;
+    float least = logf(args.params.threshold);
+    if (args.normalisers != nullptr) {
+      least += args.normalisers[row * args.query_heads + s * (args.query_heads / args.sets)];
+    }
+    if (state.cut >= least) continue;
+    state.cut = least;
+    state.threshold = ordered_key(least);
+    state.all_ties = 1;
+  }
+}
+
 // Counts the keys equal to the threshold before each segment, where not all of them are taken.
 // Grid: tiles x sets x rows, a warp per segment.
 __global__ __launch_bounds__(kTileThreads) void count_ties(const __grid_constant__ TopKArgs args) {
@@ -108,8 +184,7 @@ __global__ __launch_bounds__(kTileThreads) void count_ties(const __grid_constant
   SetState& state = args.scratch.states[set];
   if (state.all_ties != 0) return;
 
-  const float* scores =
-      args.scores + (std::int64_t{blockIdx.z} * args.sets + blockIdx.y) * args.max_tokens;
+  const SetOrder order(args, blockIdx.z, static_cast<int>(blockIdx.y));
   std::uint32_t* ties = args.scratch.ties + set * args.scratch.segments;
   const std::int64_t segment = std::int64_t{blockIdx.x} * (kTileThreads / 32) + threadIdx.x / 32;
   std::uint32_t count = 0;
@@ -117,7 +192,7 @@ __global__ __launch_bounds__(kTileThreads) void count_ties(const __grid_constant
   for (int step = 0; step < kSteps; ++step) {
     const std::int64_t token = segment * kSegmentTokens + step * 32 + threadIdx.x % 32;
     const bool equal =
-        token >= plan.begin && token < plan.end && ordered_key(scores[token]) == state.threshold;
+        token >= plan.begin && token < plan.end && order.key(token) == state.threshold;
     count += static_cast<std::uint32_t>(__popc(__ballot_sync(kFullWarp, equal)));
   }
   if (threadIdx.x % 32 == 0) ties[segment] = count;
@@ -168,8 +243,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_best(const __grid_constant_
     const int set_of_row = static_cast<int>(blockIdx.y) * sets + s;
     const std::int64_t set = std::int64_t{blockIdx.z} * args.query_heads + set_of_row;
     const SetState state = args.scratch.states[set];
-    const float* scores =
-        args.scores + (std::int64_t{blockIdx.z} * args.sets + set_of_row) * args.max_tokens;
+    const SetOrder order(args, blockIdx.z, set_of_row);
     const bool all_ties = state.all_ties != 0;
     std::uint32_t rank = all_ties ? 0 : args.scratch.ties[set * args.scratch.segments + segment];
     const auto bits = static_cast<std::uint16_t>(sets == 1 ? (1U << group) - 1 : 1U << s);
@@ -177,7 +251,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_best(const __grid_constant_
     for (int step = 0; step < kSteps; ++step) {
       const std::int64_t token = segment * kSegmentTokens + step * 32 + lane;
       const bool eligible = token >= plan.begin && token < plan.end;
-      const std::uint32_t key = eligible ? ordered_key(scores[token]) : 0;
+      const std::uint32_t key = eligible ? order.key(token) : 0;
       const bool equal = eligible && key == state.threshold;
       const unsigned ties = __ballot_sync(kFullWarp, equal);
       const auto earlier = static_cast<std::uint32_t>(__popc(ties & ((1U << lane) - 1)));
@@ -209,20 +283,27 @@ __global__ __launch_bounds__(kTileThreads) void count_marks(const __grid_constan
 }
 
 // Grid: tiles x KV heads x rows.
-__global__ __launch_bounds__(kTileThreads) void clear_marks(const __grid_constant__ TopKArgs args) {
+__global__ __launch_bounds__(kTileThreads) void clear_marks(const __grid_constant__ TopKArgs args,
+                                                            int bias_heads) {
   const RowPlan plan = args.scratch.plans[blockIdx.z];
   std::uint16_t* token_mask =
       args.token_mask + (std::int64_t{blockIdx.z} * args.kv_heads + blockIdx.y) * args.max_tokens;
+  const int group = args.query_heads / args.kv_heads;
+  float* given = args.given + (std::int64_t{blockIdx.z} * args.query_heads + blockIdx.y * group) *
+                                  args.max_tokens;
   for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
     const std::int64_t token =
         std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
-    if (token >= plan.begin && token < plan.end) token_mask[token] = 0;
+    if (token < plan.begin || token >= plan.end) continue;
+    token_mask[token] = 0;
+    for (int h = 0; h < bias_heads; ++h) given[h * args.max_tokens + token] = 0.0F;
   }
 }
 
 // Grid: blocks of ids x heads of `ids` x rows.
 __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__ TopKArgs args,
-                                                         const __grid_constant__ IdTensor ids) {
+                                                         const __grid_constant__ IdTensor ids,
+                                                         const __grid_constant__ IdFloats bias) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kTileThreads + threadIdx.x;
   if (i >= ids.n) return;
   const RowPlan plan = args.scratch.plans[blockIdx.z];
@@ -239,11 +320,35 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
       (std::int64_t{blockIdx.z} * args.kv_heads + kv_head) * args.max_tokens + id;
   auto* words = reinterpret_cast<unsigned*>(args.token_mask);
   atomicOr(&words[index / 2], bits << (index % 2 * 16));
+  if (bias.data == nullptr) return;
+  // Numbers that are not negative order as their bits do.
+  const float given =
+      fmaxf(bias.data[blockIdx.z * bias.row_stride + head * bias.head_stride + i], 0.0F);
+  const int slot = per_kv_head ? kv_head * group : head;
+  float* to =
+      args.given + (std::int64_t{blockIdx.z} * args.query_heads + slot) * args.max_tokens + id;
+  atomicMax(reinterpret_cast<int*>(to), __float_as_int(given));
+}
+
+// What is added to the logits of a token that is selected, for the head of the group that has its
+// own bias, or all.
+__device__ float bias_of(const TopKArgs& args, BiasSource source, int head, std::int64_t token) {
+  const std::int64_t row = blockIdx.z;
+  const int group = args.query_heads / args.kv_heads;
+  if (source == BiasSource::kGiven) {
+    const std::int64_t slot = row * args.query_heads + blockIdx.y * group + head;
+    return args.given[slot * args.max_tokens + token];
+  }
+  const int sets = args.sets / args.kv_heads;
+  const int set = static_cast<int>(blockIdx.y) * sets + head;
+  const float score = SetOrder(args, row, set).score(token);
+  return priority_bias(args.scratch.states[row * args.query_heads + set].cut, score);
 }
 
 // Grid: tiles x KV heads x rows, a warp per segment.
 __global__ __launch_bounds__(kTileThreads) void compact(
-    const __grid_constant__ TopKArgs args, const __grid_constant__ transfer::SelectionView out) {
+    const __grid_constant__ TopKArgs args, const __grid_constant__ transfer::SelectionView out,
+    BiasSource biases) {
   const RowPlan plan = args.scratch.plans[blockIdx.z];
   if (!TileRange(plan).has_block()) return;
   const std::int64_t list = std::int64_t{blockIdx.z} * args.kv_heads + blockIdx.y;
@@ -260,14 +365,22 @@ __global__ __launch_bounds__(kTileThreads) void compact(
     if (mask != 0 && position < out.capacity) {
       out.ids[list * out.capacity + position] = static_cast<std::int32_t>(token);
       out.head_mask[list * out.capacity + position] = mask;
+      float* bias = out.bias + (list * out.capacity + position) * out.bias_heads;
+      for (int h = 0; h < out.bias_heads && biases != BiasSource::kNone; ++h) {
+        bias[h] = ((mask >> h) & 1) != 0 ? bias_of(args, biases, h, token) : 0.0F;
+      }
     }
     offset += __popc(marked);
   }
 }
 
 TopKArgs make_args(const Stage& stage) {
+  const bool combined = stage.order() == stage.workspace.combined;
   return {.scratch = stage.scratch,
+          .params = stage.request.params,
           .scores = stage.order(),
+          .normalisers = combined ? nullptr : stage.scratch.normalisers,
+          .given = stage.workspace.scores,
           .token_mask = stage.workspace.token_mask,
           .counts = stage.workspace.selection.counts,
           .max_tokens = stage.workspace.limits.max_tokens,
@@ -294,6 +407,16 @@ void enqueue_top_k(const Stage& stage) {
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
+void enqueue_priorities(const Stage& stage, bool counted) {
+  const TopKArgs args = make_args(stage);
+  const auto rows = static_cast<unsigned>(stage.num_rows());
+  begin_priorities<<<rows, kTileThreads, 0, stage.stream>>>(args, counted);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+  enqueue_top_k(stage);
+  cut_priorities<<<rows, kTileThreads, 0, stage.stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
 void enqueue_marks(const Stage& stage) {
   const TopKArgs args = make_args(stage);
   count_ties<<<tile_grid(stage, args.sets), kTileThreads, 0, stage.stream>>>(args);
@@ -302,24 +425,25 @@ void enqueue_marks(const Stage& stage) {
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
-void enqueue_adopt(const Stage& stage, const IdTensor& ids) {
+void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias) {
   const TopKArgs args = make_args(stage);
   const dim3 lists_grid = tile_grid(stage, args.kv_heads);
-  clear_marks<<<lists_grid, kTileThreads, 0, stage.stream>>>(args);
+  const int bias_heads = bias.data != nullptr ? stage.workspace.selection.bias_heads : 0;
+  clear_marks<<<lists_grid, kTileThreads, 0, stage.stream>>>(args, bias_heads);
   KVTIER_CUDA_CHECK(cudaGetLastError());
   if (ids.n > 0) {
     const dim3 ids_grid(static_cast<unsigned>((ids.n + kTileThreads - 1) / kTileThreads),
                         static_cast<unsigned>(ids.heads), static_cast<unsigned>(stage.num_rows()));
-    mark_ids<<<ids_grid, kTileThreads, 0, stage.stream>>>(args, ids);
+    mark_ids<<<ids_grid, kTileThreads, 0, stage.stream>>>(args, ids, bias);
     KVTIER_CUDA_CHECK(cudaGetLastError());
   }
   count_marks<<<lists_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
-void enqueue_compact(const Stage& stage) {
+void enqueue_compact(const Stage& stage, BiasSource biases) {
   compact<<<tile_grid(stage, stage.request.kv.kv_heads), kTileThreads, 0, stage.stream>>>(
-      make_args(stage), stage.workspace.selection);
+      make_args(stage), stage.workspace.selection, biases);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

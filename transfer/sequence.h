@@ -180,6 +180,10 @@ struct SelectionView {
   std::int32_t* ids = nullptr;         ///< `[rows, kv_heads, capacity]`.
   std::uint16_t* head_mask = nullptr;  ///< Same shape; bit h = query head h of the group.
   std::int32_t* counts = nullptr;      ///< `[rows, kv_heads]`.
+  /// What is added to the logit of each entry, `[rows, kv_heads, capacity, bias_heads]`; nullptr:
+  /// nothing.
+  float* bias = nullptr;
+  int bias_heads = 1;  ///< 1: the same for all query heads of the group; else one per head.
   std::int64_t capacity = 0;
   std::byte* staged = nullptr;       ///< `[rows, kv_heads, staged_capacity, row]` or nullptr.
   std::int64_t staged_capacity = 0;  ///< Entries beyond it are read at `row_address`.

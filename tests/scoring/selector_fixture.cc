@@ -239,7 +239,8 @@ Selected SelectorTest::download_selection(const Problem& problem, const SelectRe
                         .n = n};
   selector.export_ids(*stream_, request, tensor);
   if (with_scores) {
-    selector.export_scores(*stream_, request, tensor, scores.as<float>(), heads * n, n);
+    selector.export_scores(*stream_, request, tensor,
+                           {.data = scores.as<float>(), .row_stride = heads * n, .head_stride = n});
   }
   Selected found;
   found.heads = heads;
