@@ -127,11 +127,6 @@ __device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint3
   }
 }
 
-// The score that has a key of `ordered_key`.
-__device__ float score_of(std::uint32_t key) {
-  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
-}
-
 template <int kBins>
 __device__ unsigned bin_of_step(float best, float score) {
   const float steps = fminf((best - score) * kSteps, static_cast<float>(kBins - 1));
@@ -163,7 +158,7 @@ __global__ __launch_bounds__(kBudgetThreads,
     units[threadIdx.x] = share_of_unit(mine) / static_cast<float>(set.heads);
   }
   __syncthreads();
-  const float best = score_of(estimates[0].best);
+  const float best = score_of_key(estimates[0].best);
   const unsigned first_bin = estimates[0].bin;
 
   const float* scores = args.scores + set.first_head * args.max_tokens;

@@ -103,11 +103,11 @@ __device__ float sign_weights(const ScoreParams& params, const float* projection
   largest = block_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
   const float levels = integers ? weight_levels(params.query_bits) : 1.0F;
   const bool usable = largest > 0.0F && largest <= 3.4028235e38F;
-  for (int bit = static_cast<int>(threadIdx.x); bit < params.num_planes;
-       bit += static_cast<int>(blockDim.x)) {
-    float weight = projections[bit % count];
+  for (int plane = static_cast<int>(threadIdx.x); plane < count;
+       plane += static_cast<int>(blockDim.x)) {
+    float weight = projections[plane];
     if (integers) weight = usable ? quantised_weight(weight, largest, levels) : 0.0F;
-    entries[bit] = weight * static_cast<float>(params.significance(bit));
+    write_weight(params, weight, entries + plane);
   }
   if (!integers) return 1.0F;
   return usable ? largest / levels : 0.0F;

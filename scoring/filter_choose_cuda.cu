@@ -44,6 +44,7 @@ __device__ void open_searches(const ChooseWork<kTogether, kLogit, kGroup>& work,
     }
     reference = kLogit ? least : 1.0F / least;
     most = kLogit ? 5.0F : 1.1F * static_cast<float>(work.group());
+    if (work.prioritised()) most += 32.0F;  // u is 2^-32 at least
     static_assert(kMaxGroup <= 16, "5 octaves for the sum of shares");
   }
   if (lane < work.sets()) {
@@ -60,7 +61,7 @@ __device__ void open_searches(const ChooseWork<kTogether, kLogit, kGroup>& work,
     shared.offsets[lane] = offset;
     shared.cuts[lane] = 0xFFFFFFFFU;
     shared.search[lane].open(candidates, known ? ordered_key(least) : 0, known ? kWindowShift : 24,
-                             known ? ordered_key(most) : 0xFFFFFFFFU);
+                             known ? ordered_key(most) : 0xFFFFFFFFU, work.cuts);
   }
 }
 
@@ -123,7 +124,8 @@ __device__ void write_keys(const ChooseWork<kTogether, kLogit, kGroup>& work,
     const std::int32_t id = candidates.slot_ids[slot];
 #pragma unroll 1
     for (int set = 0; set < work.sets(); ++set) {
-      const float value = kTogether ? combined_value(work, values) : values[set];
+      float value = kTogether ? combined_value(work, values) : values[set];
+      if (work.prioritised() && value > kLowestValue) value -= work.log2_uniform(id);
       const std::uint32_t key = ordered_key(value - shared.offsets[set]);
       candidates.key(j, set) = key;
       shared.search[set].add(bins + set * kSearchStride, key);
@@ -134,8 +136,7 @@ __device__ void write_keys(const ChooseWork<kTogether, kLogit, kGroup>& work,
 
 /// The k-th best value of a set, or a little less.
 __device__ float kth_value(const ChooseShared& shared, int set) {
-  const std::uint32_t key = shared.search[set].low;  // ordered_key undone
-  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key) + shared.offsets[set];
+  return score_of_key(shared.search[set].low) + shared.offsets[set];
 }
 
 /// Tells whether a token that is no candidate may belong to the k best of a set.
@@ -240,7 +241,7 @@ __device__ __noinline__ void cut_ties(const Work& work, const Candidates& candid
 #pragma unroll 1
   for (int set = 0; set < work.sets(); ++set) {
     const Search search = shared.search[set];
-    const std::uint32_t take = work.k - search.above;
+    const std::uint32_t take = work.num_ties(search.above);
     if (take >= search.count) continue;
     std::uint32_t seen = 0;
     for (unsigned block = 0; block < work.rank; ++block) seen += shared.ties[block][set];
@@ -270,7 +271,8 @@ __device__ unsigned mask_of(const ChooseWork<kTogether, kLogit, kGroup>& work,
   for (int set = 0; set < work.sets(); ++set) {
     const std::uint32_t key = candidates.key(j, set);
     const std::uint32_t kth = work.shared.search[set].low;
-    if (key > kth || (key == kth && candidates.begin + j <= work.shared.cuts[set])) {
+    const bool tie = key == kth && work.num_ties(work.shared.search[set].above) > 0;
+    if (key > kth || (tie && candidates.begin + j <= work.shared.cuts[set])) {
       mask |= 1U << set;
     }
   }
@@ -311,7 +313,9 @@ __device__ void write_selection(const Work& work, const Candidates& candidates) 
     const unsigned votes = __ballot_sync(kFullWarp, mask != 0);
     if (mask != 0) {
       const std::int64_t at = list + before + __popc(votes & ((1U << lane) - 1));
-      out.ids[at] = candidates.id(base + lane);
+      const std::int32_t id = candidates.id(base + lane);
+      out.ids[at] = id;
+      if (work.prioritised()) out.bias[at] = bias_of(work, candidates.key(base + lane, 0), id);
       out.head_mask[at] = static_cast<std::uint16_t>(mask);
     }
     before += __popc(votes);
@@ -365,6 +369,8 @@ __global__ __launch_bounds__(kChooseThreads,
     }
     return;
   }
+  const bool cuts =
+      args.request.params.rule == SelectionRule::kPriority && k < plan.end - plan.begin;
   const auto first = static_cast<std::uint32_t>(plan.begin / kSegmentTokens);
   const auto last = static_cast<std::uint32_t>((plan.end + kSegmentTokens - 1) / kSegmentTokens);
   ChooseWork<kTogether, kLogit, kGroup> work{.args = args,
@@ -372,7 +378,8 @@ __global__ __launch_bounds__(kChooseThreads,
                                              .shared = shared,
                                              .group_index = group_index,
                                              .rank = rank,
-                                             .k = static_cast<std::uint32_t>(k),
+                                             .k = static_cast<std::uint32_t>(k + (cuts ? 1 : 0)),
+                                             .cuts = cuts,
                                              .first = first,
                                              .segments = last - first,
                                              .per_thread = 0};
@@ -431,7 +438,8 @@ __global__ __launch_bounds__(kChooseThreads,
     for (int set = 0; set < work.sets(); ++set) {
       const Search& search = shared.search[set];
       if (shared.failed[set]) failed = 1;
-      if (search.above + search.count > work.k) tied = 1;
+      const std::uint32_t ties = work.num_ties(search.above);
+      if (ties > 0 && ties < search.count) tied = 1;
     }
   }
   // The second threshold cannot fail, but for rounding, which is no reason to select nothing.

@@ -2,17 +2,28 @@
 
 namespace kvtier::scoring::cuda {
 
+int filter_weight_bits(const ScoreParams& params, int group) {
+  const int bits = params.weight_bits();
+  const int chunks = (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  if (bits <= 4) return 4;
+  if (bits <= 6 && group <= 4 && chunks == 2) return 6;
+  return bits <= 8 ? 8 : 0;
+}
+
 bool filter_serves(const SelectRequest& request) {
   // The kernels copy in bulk, asynchronously, and in clusters.
   constexpr int kMajorWithClusters = 9;
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const bool norm_aware = params.estimator == Estimator::kNormAware;
-  const bool has_kernels = !norm_aware || params.query_bits > 0;
+  const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  const bool has_kernels =
+      !norm_aware || (params.query_bits > 0 && filter_weight_bits(params, group) > 0);
+  const bool ordered =
+      params.rule == SelectionRule::kTopK || (norm_aware && together && params.threshold == 0.0F);
   const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
                     (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
-  const bool plain = params.rule == SelectionRule::kTopK && params.code_bits == 0;
-  return (plain || chip_serves(request)) && !request.keep_scores && has_kernels && fits &&
+  return ordered && !request.keep_scores && has_kernels && fits &&
          device_attribute(cudaDevAttrComputeCapabilityMajor) >= kMajorWithClusters;
 }
 

@@ -58,6 +58,9 @@ struct SampleRest {
 /// Fills `workspace.selection`. Everything, the plan included.
 void enqueue_filter(const Stage& stage);
 
+/// Bits of the weights that the sample makes columns of and the pass multiplies, 4, 6 or 8; 0: the
+/// weights have more.
+[[nodiscard]] int filter_weight_bits(const ScoreParams& params, int group);
 /// Shared memory, in bytes, that the stages' tables need.
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);

@@ -32,6 +32,8 @@ struct SegmentState {
   int begin;           // eligible tokens, relative to the segment
   int end;
   int written;
+  bool prioritised;
+  std::uint32_t set;  // of the priorities
   float group_threshold;
   float factors[kQuads];
   float references[kQuads];
@@ -52,6 +54,8 @@ struct SegmentState {
     values = args.values + (group_index * args.max_tokens + token) * group + threadIdx.x % 4;
     place = group_index * args.segments + run.first;
     written = 0;
+    prioritised = request.params.rule == SelectionRule::kPriority;
+    set = priority_key(request.params, run.kv_head);
     group_threshold = args.filter.groups[group_index].threshold;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -188,12 +192,13 @@ struct TileScores {
   unsigned tokens;          ///< The candidates, bit i for token i.
 };
 
-/// Scores the 32 tokens from `local` of the unit on. kChunks 0: their number is read at run time.
+/// Scores the 32 tokens from `local` of unit `unit` of the segment on. kChunks 0: their number is
+/// read at run time.
 template <int kBits, int kQuads, int kChunks, bool kTogether>
 __device__ TileScores<kQuads> score_tile(SegmentState<kQuads>& state,
                                          const QuadColumns<kBits, kChunks> (&columns)[kQuads],
-                                         int chunks, int group, const std::byte* stage, int local,
-                                         const TokenNorms* norms) {
+                                         int chunks, int group, const std::byte* stage, int unit,
+                                         int local, const TokenNorms* norms) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   TileScores<kQuads> scores;
   float shares[4];
@@ -218,7 +223,12 @@ __device__ TileScores<kQuads> score_tile(SegmentState<kQuads>& state,
   }
   bool found = false;  // of token lane % 4 * 8 + lane / 4
   if (kTogether) {
-    found = sum_rows(shares, lane) >= state.group_threshold;
+    float sum = sum_rows(shares, lane);
+    if (state.prioritised) {
+      const int token = state.token + unit * kUnitTokens + local + lane % 4 * 8 + lane / 4;
+      sum = __fdividef(sum, priority_uniform(state.set, static_cast<std::uint32_t>(token)));
+    }
+    found = sum >= state.group_threshold;
   } else {
     rows |= __shfl_xor_sync(kFullWarp, rows, 1);
     rows |= __shfl_xor_sync(kFullWarp, rows, 2);
@@ -249,8 +259,8 @@ __device__ void pass_unit(const FilterArgs& args, SegmentState<kQuads>& state,
     unsigned any = 0;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      scores[tile] = score_tile<kBits, kQuads, kChunks, kTogether>(state, columns, chunks, group,
-                                                                   stage, local + tile * 32, norms);
+      scores[tile] = score_tile<kBits, kQuads, kChunks, kTogether>(
+          state, columns, chunks, group, stage, unit, local + tile * 32, norms);
       any |= scores[tile].tokens;
     }
     if (any == 0) continue;
@@ -335,7 +345,9 @@ template <bool kTogether>
 PassKernel pass_kernel(const SelectRequest& request) {
   const int chunks = sign_chunks(request.params);
   const int group = request.kv.group();
-  if (request.params.query_bits == 8) return sign_pass<8, 4, 0, kTogether>;
+  const int bits = filter_weight_bits(request.params, group);
+  if (bits == 8) return sign_pass<8, 4, 0, kTogether>;
+  if (bits == 6) return sign_pass<6, 1, 2, kTogether>;
   if (group <= 4 && chunks == 1) return sign_pass<4, 1, 1, kTogether>;
   if (group <= 4 && chunks == 2) return sign_pass<4, 1, 2, kTogether>;
   if (group <= 8 && chunks == 2) return sign_pass<4, 2, 2, kTogether>;

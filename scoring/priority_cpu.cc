@@ -4,15 +4,9 @@
 #include "scoring/top_k_cpu.h"
 #include "transfer/simd.h"
 
-#include <bit>
-
 namespace kvtier::scoring::cpu {
 
 namespace {
-
-float value_of_key(std::uint32_t key) {
-  return std::bit_cast<float>((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
-}
 
 // Adds -ln u to the scores of `count` tokens from `first` on.
 KVTIER_SIMD_CLONES
@@ -39,7 +33,7 @@ PrioritySet::PrioritySet(std::uint32_t key, std::int64_t first, float* scores, s
   add_priorities(key, first, count, scores);
   if (k >= count) return;
   const TopK top = find_top_k(scores, count, k + 1);
-  const float next = value_of_key(top.threshold);
+  const float next = score_of_key(top.threshold);
   if (next < log_least) return;
   cut_ = next;
   ties_ = top.ties - 1;

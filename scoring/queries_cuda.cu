@@ -355,7 +355,7 @@ __device__ void write_weights(const QueryArgs& args, const Part& part, int turn,
     if (plane >= part.planes) continue;
     float weight = shared.planes[head][plane].x;
     if (integers) weight = usable(largest) ? quantised_weight(weight, largest, levels) : 0.0F;
-    entries_of(args, part, head)[part.first_plane + plane] = weight;
+    write_weight(args.params, weight, entries_of(args, part, head) + part.first_plane + plane);
   }
 }
 
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kThreads)
   const int pitch = 2 * dim + 16;
   const bool by_plane = args.params.estimator == Estimator::kNormAware;
   Part part{};
-  const int units = by_plane ? args.params.num_planes : args.params.tables;
+  const int units = by_plane ? args.params.query_planes() : args.params.tables;
   const int planes_per_unit = by_plane ? 1 : args.params.planes_per_table;
   part.first_unit = min(static_cast<int>(rank) * args.block_units, units);
   part.units = min(units - part.first_unit, args.block_units);
@@ -454,7 +454,6 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 bool reads_queries_at_once(const ScoreParams& params, const QueryInput& input) {
-  if (params.code_bits > 0) return false;
   const int most = params.estimator == Estimator::kNormAware ? kMostHeads : kMostCollisionHeads;
   return input.items.count * input.kv.query_heads <= most && transfer::cuda::overlaps_kernels();
 }
@@ -466,7 +465,7 @@ void read_queries(void* stream, const ScoreParams& params, const hashing::Planes
   const int heads = many ? kManyHeads : kFewHeads;
   const int head_groups = (input.kv.query_heads + heads - 1) / heads;
   const bool by_plane = params.estimator == Estimator::kNormAware;
-  const int units = by_plane ? params.num_planes : params.tables;
+  const int units = by_plane ? params.query_planes() : params.tables;
   const int block_units = (units + kClusterBlocks - 1) / kClusterBlocks;
   const QueryArgs args{.items = input.items,
                        .params = params,

@@ -90,6 +90,11 @@ KVTIER_HOST_DEVICE inline std::uint32_t ordered_key(float score) {
   return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
 }
 
+/// Returns the score that has a key of `ordered_key`.
+KVTIER_HOST_DEVICE inline float score_of_key(std::uint32_t key) {
+  return std::bit_cast<float>((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
+}
+
 /// Mixes the bits of a word so that each depends on all: a bijection with two rounds of xor-shift
 /// and multiplication.
 KVTIER_HOST_DEVICE inline std::uint32_t mix_bits(std::uint32_t x) {

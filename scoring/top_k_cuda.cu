@@ -140,11 +140,6 @@ __global__ void begin_priorities(const __grid_constant__ TopKArgs args, bool cou
   }
 }
 
-// The score that has a key of `ordered_key`.
-__device__ float score_of_key(std::uint32_t key) {
-  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
-}
-
 // A thread per set. The last of the k + 1 best is what the others are above, unless the threshold
 // is higher.
 __global__ void cut_priorities(const __grid_constant__ TopKArgs args) {
