@@ -47,10 +47,14 @@ KVTIER_HOST_DEVICE inline float scalar_level(std::uint32_t code, int bits) {
 }
 
 /// What takes the place of the key norm: the factor with which the estimate of k . k is exact,
-/// ||k||^2 / sum_i level_i step (W k)_i / head_dim. `sum` is sum_i level_i y_i, in steps.
-KVTIER_HOST_DEVICE inline float scalar_norm(float norm, float sum, int bits, int head_dim) {
-  const float estimate = sum * scalar_step(bits);
+/// ||k||^2 / sum_i level_i step (W k)_i / head_dim. `estimate` is sum_i level_i step y_i.
+KVTIER_HOST_DEVICE inline float scalar_factor(float norm, float estimate, int head_dim) {
   return estimate > 0.0F ? norm * static_cast<float>(head_dim) / estimate : norm;
+}
+
+/// The same of `sum`, sum_i level_i y_i, levels in steps.
+KVTIER_HOST_DEVICE inline float scalar_norm(float norm, float sum, int bits, int head_dim) {
+  return scalar_factor(norm, sum * scalar_step(bits), head_dim);
 }
 
 /// Bits of a coordinate: 0 of a sign code.

@@ -74,6 +74,7 @@ struct RowNorms {
   std::uint16_t key = 0;
   std::uint16_t value = 0;
   unsigned nonfinite = 0;
+  float key_squares = 0.0F;
 };
 
 template <typename T, int D>
@@ -100,6 +101,7 @@ __device__ RowNorms row_norms(const std::byte* rows, std::int64_t count) {
     const bool bad = __any_sync(kFullWarp, nonfinite);
     if (bad) norms.nonfinite |= 1U << r;
     if (lane == r) {
+      norms.key_squares = key_sum;
       norms.key = bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
       norms.value = bad ? kNonfiniteNorm : cuda::norm_bits(value_sum);
     }
@@ -124,12 +126,10 @@ __device__ void load_planes(const PlanesView& planes, int chunk, unsigned shared
   transfer::cuda::copy_async_wait<0>();
 }
 
-/// Signs of the warp's 16 rows against 32 planes, bit 31 - i for plane i: those of rows g and g + 8
-/// in every lane 4 g + t.
+/// Products of the warp's 16 rows with 32 planes, four times 8.
 template <typename T, int D>
-__device__ uint2 sign_words(const KeyFragments<T, D>& keys, unsigned planes) {
+__device__ void multiply(const KeyFragments<T, D>& keys, unsigned planes, float (&c)[4][4]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  float c[4][4] = {};  // four times 8 planes
   const unsigned base =
       planes + static_cast<unsigned>((lane % 8 + lane / 16 * 8) * PlanesLayout<D>::kPitch +
                                      lane / 8 % 2 * 16);
@@ -150,6 +150,11 @@ __device__ uint2 sign_words(const KeyFragments<T, D>& keys, unsigned planes) {
       }
     }
   }
+}
+
+/// Their signs, bit 31 - i for plane i: those of rows g and g + 8 in every lane 4 g + t.
+__device__ uint2 sign_words(const float (&c)[4][4]) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
   uint2 words{0, 0};
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -178,9 +183,50 @@ __device__ PairAddress pair_address(const SketchItem& item, int kv_heads, std::i
           static_cast<int>(token % kBlockTokens)};
 }
 
+/// Scalar codes of the warp's rows g and g + 8, and the sums that their factors are made of.
+template <int D>
+class CodeWriter {
+ public:
+  /// `sketches` are the places of word 0 of the two rows; null: nothing is written.
+  __device__ CodeWriter(const RowNorms& norms, int bits, std::byte* const (&sketches)[2])
+      : bits_(bits),
+        sketches_{sketches[0], sketches[1]},
+        nonfinite_(norms.nonfinite >> (threadIdx.x % 32 / 4)),
+        lengths_{length(norms, 0), length(norms, 1)},
+        encoders_{{lengths_[0], bits}, {lengths_[1], bits}} {}
+
+  /// Of coordinates 32 group .. 32 group + 31.
+  __device__ void write(const SketchGeometry& geometry, int group, const float (&c)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const cuda::LaneCodes codes =
+          encoders_[i].encode([&](int n, int j) { return c[n][2 * i + j]; });
+      cuda::store_codes(geometry, D, bits_, group, codes, nonfinite(i), sketches_[i]);
+    }
+  }
+  /// In place of the key norm of row g + 8 i, when all coordinates have been written.
+  [[nodiscard]] __device__ std::uint16_t key_norm(int i) const {
+    const float sum = cuda::sum_quad(encoders_[i].sum());
+    return nonfinite(i) ? kNonfiniteNorm : cuda::scalar_norm_bits(lengths_[i], sum, bits_, D);
+  }
+
+ private:
+  __device__ static float length(const RowNorms& norms, int i) {
+    const int row = static_cast<int>(threadIdx.x % 32 / 4) + 8 * i;
+    return sqrtf(__shfl_sync(kFullWarp, norms.key_squares, row));
+  }
+  [[nodiscard]] __device__ bool nonfinite(int i) const { return (nonfinite_ >> 8 * i & 1U) != 0; }
+
+  int bits_;
+  std::byte* sketches_[2];
+  unsigned nonfinite_;
+  float lengths_[2];
+  cuda::ScalarEncoder encoders_[2];
+};
+
 /// Block (tile of 128 pairs, group of chunks, item). Planes in shared memory: the first barrier of
 /// a chunk lets it be overwritten, the second makes it complete.
-template <typename T, int D>
+template <typename T, int D, bool kScalar>
 __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
     sketch_kernel(const __grid_constant__ PlanesView planes, const __grid_constant__ KvGeometry kv,
                   const __grid_constant__ SketchGeometry geometry,
@@ -202,8 +248,10 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
     norms = row_norms<T, D>(rows, count);
     if (blockIdx.y == 0 && lane < count) {
       const PairAddress pair = pair_address(item, kv.kv_heads, length, first + lane);
-      *reinterpret_cast<std::uint16_t*>(
-          pair.block + geometry.key_norm_offset(pair.head, pair.token_in_block)) = norms.key;
+      if constexpr (!kScalar) {
+        *reinterpret_cast<std::uint16_t*>(
+            pair.block + geometry.key_norm_offset(pair.head, pair.token_in_block)) = norms.key;
+      }
       *reinterpret_cast<std::uint16_t*>(
           pair.block + geometry.value_norm_offset(pair.head, pair.token_in_block)) = norms.value;
     }
@@ -211,43 +259,76 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
     keys.load(rows + min(std::int64_t{lane / 4}, last_row) * (4 * D),
               rows + min(std::int64_t{lane / 4 + 8}, last_row) * (4 * D));
   }
-  // Lane 4 g + t writes word t of each chunk of rows g and g + 8.
-  std::byte* to[2] = {};  // in chunk 0
+  std::byte* to[2] = {};  // rows g and g + 8, word 0
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = lane / 4 + 8 * i;
     if (row >= count) continue;
     const PairAddress pair = pair_address(item, kv.kv_heads, length, first + row);
-    to[i] = pair.block + geometry.chunk_offset(pair.head, 0, pair.token_in_block) + lane % 4 * 4;
+    to[i] = pair.block + geometry.chunk_offset(pair.head, 0, pair.token_in_block);
   }
 
-  for (int chunk = static_cast<int>(blockIdx.y); chunk < geometry.chunks();
-       chunk += static_cast<int>(gridDim.y)) {
-    __syncthreads();
-    load_planes<D>(planes, chunk, transfer::cuda::shared_address(shared));
-    __syncthreads();
-    if (count <= 0) continue;
-    uint2 kept{0, 0};
-#pragma unroll 1  // the planes of several words would not fit in registers
-    for (int w = 0; w < kWordsPerChunk; ++w) {
-      const uint2 signs =
-          sign_words<T, D>(keys, transfer::cuda::shared_address(shared) +
-                                     static_cast<unsigned>(w * 32 * PlanesLayout<D>::kPitch));
-      if (lane % 4 == w) kept = signs;
+  if constexpr (kScalar) {
+    CodeWriter<D> writer(norms, planes.code_bits, to);
+#pragma unroll 1
+    for (int group = 0; group < D / 32; ++group) {
+      if (group % kWordsPerChunk == 0) {
+        __syncthreads();
+        load_planes<D>(planes, group / kWordsPerChunk, transfer::cuda::shared_address(shared));
+        __syncthreads();
+      }
+      if (count <= 0) continue;
+      float c[4][4] = {};
+      multiply<T, D>(
+          keys,
+          transfer::cuda::shared_address(shared) +
+              static_cast<unsigned>(group % kWordsPerChunk * 32 * PlanesLayout<D>::kPitch),
+          c);
+      writer.write(geometry, group, c);
     }
-    const unsigned mask =
-        cuda::plane_mask(geometry.num_planes - chunk * kChunkBits - lane % 4 * 32);
+    if (count <= 0) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (to[i] == nullptr) continue;
-      const bool nonfinite = (norms.nonfinite >> (lane / 4 + 8 * i) & 1U) != 0;
-      *reinterpret_cast<std::uint32_t*>(to[i] + geometry.chunk_offset(0, chunk, 0)) =
-          nonfinite ? 0U : (i == 0 ? kept.x : kept.y) & mask;
+      const std::uint16_t norm = writer.key_norm(i);
+      if (to[i] == nullptr || lane % 4 != 0) continue;
+      const PairAddress pair = pair_address(item, kv.kv_heads, length, first + lane / 4 + 8 * i);
+      *reinterpret_cast<std::uint16_t*>(
+          pair.block + geometry.key_norm_offset(pair.head, pair.token_in_block)) = norm;
+    }
+  } else {
+    // Lane 4 g + t writes word t of each chunk.
+    for (int chunk = static_cast<int>(blockIdx.y); chunk < geometry.chunks();
+         chunk += static_cast<int>(gridDim.y)) {
+      __syncthreads();
+      load_planes<D>(planes, chunk, transfer::cuda::shared_address(shared));
+      __syncthreads();
+      if (count <= 0) continue;
+      uint2 kept{0, 0};
+#pragma unroll 1  // the planes of several words would not fit in registers
+      for (int w = 0; w < kWordsPerChunk; ++w) {
+        float c[4][4] = {};
+        multiply<T, D>(keys,
+                       transfer::cuda::shared_address(shared) +
+                           static_cast<unsigned>(w * 32 * PlanesLayout<D>::kPitch),
+                       c);
+        const uint2 signs = sign_words(c);
+        if (lane % 4 == w) kept = signs;
+      }
+      const unsigned mask =
+          cuda::plane_mask(geometry.num_planes - chunk * kChunkBits - lane % 4 * 32);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (to[i] == nullptr) continue;
+        const bool nonfinite = (norms.nonfinite >> (lane / 4 + 8 * i) & 1U) != 0;
+        *reinterpret_cast<std::uint32_t*>(to[i] + geometry.chunk_offset(0, chunk, 0) +
+                                          lane % 4 * 4) =
+            nonfinite ? 0U : (i == 0 ? kept.x : kept.y) & mask;
+      }
     }
   }
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kScalar>
 void launch(void* stream, const PlanesView& planes, const KvGeometry& kv,
             const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed) {
   std::int64_t tokens = 0;
@@ -257,10 +338,12 @@ void launch(void* stream, const PlanesView& planes, const KvGeometry& kv,
   if (tokens == 0) return;
   const std::int64_t tiles = (tokens * kv.kv_heads + kTileRows - 1) / kTileRows;
   const std::int64_t per_chunk = tiles * batch.count;
+  // A block sees all coordinates of a scalar code.
+  const std::int64_t chunks = kScalar ? 1 : geometry.chunks();
   const std::int64_t groups =
-      std::clamp<std::int64_t>((kEnoughBlocks + per_chunk - 1) / per_chunk, 1, geometry.chunks());
+      std::clamp<std::int64_t>((kEnoughBlocks + per_chunk - 1) / per_chunk, 1, chunks);
   constexpr int kBytes = PlanesLayout<D>::kBytes;
-  const auto kernel = sketch_kernel<T, D>;
+  const auto kernel = sketch_kernel<T, D, kScalar>;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(groups),
@@ -270,20 +353,20 @@ void launch(void* stream, const PlanesView& planes, const KvGeometry& kv,
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T>
+template <typename T, bool kScalar>
 void launch_head_dim(void* stream, const PlanesView& planes, const KvGeometry& kv,
                      const SketchGeometry& geometry, const SketchBatch& batch,
                      const std::byte* packed) {
   switch (kv.head_dim) {
     case 64:
-      return launch<T, 64>(stream, planes, kv, geometry, batch, packed);
+      return launch<T, 64, kScalar>(stream, planes, kv, geometry, batch, packed);
     case 96:
-      return launch<T, 96>(stream, planes, kv, geometry, batch, packed);
+      return launch<T, 96, kScalar>(stream, planes, kv, geometry, batch, packed);
     case 128:
-      return launch<T, 128>(stream, planes, kv, geometry, batch, packed);
+      return launch<T, 128, kScalar>(stream, planes, kv, geometry, batch, packed);
     default:
       assert(kv.head_dim == 256);
-      return launch<T, 256>(stream, planes, kv, geometry, batch, packed);
+      return launch<T, 256, kScalar>(stream, planes, kv, geometry, batch, packed);
   }
 }
 
@@ -310,11 +393,11 @@ void sketch_keys(void* stream, const PlanesView& planes, const KvGeometry& kv,
     }
     return sketch_prefill(stream, planes, kv, geometry, batch, keys, squares);
   }
-  if (kv.dtype == DType::kFloat16) {
-    launch_head_dim<__half>(stream, planes, kv, geometry, batch, packed);
-  } else {
-    launch_head_dim<__nv_bfloat16>(stream, planes, kv, geometry, batch, packed);
-  }
+  const bool scalar = planes.code_bits > 0;
+  const auto of_bf16 =
+      scalar ? launch_head_dim<__nv_bfloat16, true> : launch_head_dim<__nv_bfloat16, false>;
+  const auto of_fp16 = scalar ? launch_head_dim<__half, true> : launch_head_dim<__half, false>;
+  (kv.dtype == DType::kFloat16 ? of_fp16 : of_bf16)(stream, planes, kv, geometry, batch, packed);
 }
 
 }  // namespace cuda

@@ -114,22 +114,12 @@ __device__ unsigned sign_word(const float* c) {
 
 /// Word t of the row's 128 signs, in lane 4 g + t.
 [[maybe_unused]] __device__ unsigned own_word(const float* c) {
-  const int t = static_cast<int>(threadIdx.x % 4);
+  const unsigned t = threadIdx.x % 4;
   constexpr unsigned kOwnBits = 0xC0C0C0C0U;
   unsigned words[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) words[w] = (sign_word(c + 16 * w) & kOwnBits) >> (2 * t);
-  // Lanes 0 and 1 keep words 0 and 1, the others 2 and 3; then each keeps one.
-  const bool upper = t >= 2;
-  unsigned kept[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const unsigned sent = upper ? words[i] : words[2 + i];
-    kept[i] = (upper ? words[2 + i] : words[i]) | __shfl_xor_sync(kFullWarp, sent, 2);
-  }
-  const bool odd = t % 2 != 0;
-  const unsigned sent = odd ? kept[0] : kept[1];
-  return ~((odd ? kept[1] : kept[0]) | __shfl_xor_sync(kFullWarp, sent, 1));
+  return ~own_of_quad(words);
 }
 
 /// Rows of one lane in a tile.
@@ -141,10 +131,48 @@ struct TileRows {
   std::int64_t squares = 0;  ///< Of row lane % 16: where they are.
 };
 
-/// Block (share of the tiles, group of chunks, item), 4 warpgroups; a tile is 64 tokens of one
-/// head. Shared memory: the planes of the block's chunks, written once; the barrier makes them
-/// complete.
+/// Sketch of one row of scalar codes. `c` points at the row's first fragment, `sketch` at its word
+/// 0 and `key_norm` at its key norm; null: nothing is written. `key_squares` is NaN of a row that
+/// is not finite. All lanes call it.
 template <int D>
+[[maybe_unused]] __device__ void write_codes(const SketchGeometry& geometry, int bits,
+                                             const float* c, float key_squares, std::byte* sketch,
+                                             std::byte* key_norm) {
+  constexpr int kWords = D / 32;  // of a plane of the code
+  const int t = static_cast<int>(threadIdx.x % 4);
+  const bool bad = isnan(key_squares);
+  const float norm = sqrtf(key_squares);
+  ScalarEncoder encoder(norm, bits);
+  LaneCodes codes[kWords];
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    codes[w] = encoder.encode([&](int n, int i) { return c[16 * w + 4 * n + i]; });
+  }
+  const float sum = sum_quad(encoder.sum());
+  if (t == 0 && key_norm != nullptr) {
+    *reinterpret_cast<std::uint16_t*>(key_norm) =
+        bad ? kNonfiniteNorm : scalar_norm_bits(norm, sum, bits, D);
+  }
+#pragma unroll 1
+  for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int bit = bits - 1 - (4 * chunk + i) / kWords;
+      words[i] = bit >= 0 ? codes[i % kWords].word(bit) : 0U;
+    }
+    const unsigned own = own_of_quad(words);
+    if (sketch == nullptr) continue;
+    *reinterpret_cast<unsigned*>(sketch + geometry.chunk_offset(0, chunk, 0) + t * 4) =
+        bad ? 0U : own;
+  }
+}
+
+/// Block (share of the tiles, group of chunks, item), 4 warpgroups; a tile is 64 tokens of one
+/// head. The rotation of scalar codes is one chunk, of which all chunks of the sketch are made.
+/// Shared memory: the planes of the block's chunks, written once; the barrier makes them
+/// complete.
+template <int D, bool kScalar>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ PlanesView planes, const __grid_constant__ KvGeometry kv,
                    const __grid_constant__ SketchGeometry geometry,
@@ -241,23 +269,37 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (chunk == 0 && lane < 16 && own < tokens) {
         const auto in_block = static_cast<int>((length + own) % kBlockTokens);
         const bool bad = isnan(mine.key);
-        *reinterpret_cast<std::uint16_t*>(blocks[2] + geometry.key_norm_offset(head, in_block)) =
-            bad ? kNonfiniteNorm : norm_bits(mine.key);
+        if constexpr (!kScalar) {
+          *reinterpret_cast<std::uint16_t*>(blocks[2] + geometry.key_norm_offset(head, in_block)) =
+              bad ? kNonfiniteNorm : norm_bits(mine.key);
+        }
         *reinterpret_cast<std::uint16_t*>(blocks[2] + geometry.value_norm_offset(head, in_block)) =
             bad ? kNonfiniteNorm : norm_bits(mine.value);
       }
       products_wait<0>();
-      const unsigned mask =
-          plane_mask(geometry.num_planes - (first_chunk + chunk) * kChunkBits - lane % 4 * 32);
+      if constexpr (kScalar) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const unsigned word = own_word(c + 2 * i);
-        if (places[i] >= tokens) continue;
-        const auto in_block = static_cast<int>((length + places[i]) % kBlockTokens);
-        const bool nonfinite = (nonfinite_rows >> (lane / 4 + 8 * i) & 1U) != 0;
-        *reinterpret_cast<unsigned*>(
-            blocks[i] + geometry.chunk_offset(head, first_chunk + chunk, in_block) + lane % 4 * 4) =
-            nonfinite ? 0U : word & mask;
+        for (int i = 0; i < 2; ++i) {
+          const float key_squares = __shfl_sync(kFullWarp, mine.key, lane / 4 + 8 * i);
+          const bool present = places[i] < tokens;
+          const auto in_block = static_cast<int>((length + places[i]) % kBlockTokens);
+          write_codes<D>(geometry, planes.code_bits, c + 2 * i, key_squares,
+                         present ? blocks[i] + geometry.chunk_offset(head, 0, in_block) : nullptr,
+                         present ? blocks[i] + geometry.key_norm_offset(head, in_block) : nullptr);
+        }
+      } else {
+        const unsigned mask =
+            plane_mask(geometry.num_planes - (first_chunk + chunk) * kChunkBits - lane % 4 * 32);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const unsigned word = own_word(c + 2 * i);
+          if (places[i] >= tokens) continue;
+          const auto in_block = static_cast<int>((length + places[i]) % kBlockTokens);
+          const bool nonfinite = (nonfinite_rows >> (lane / 4 + 8 * i) & 1U) != 0;
+          *reinterpret_cast<unsigned*>(blocks[i] +
+                                       geometry.chunk_offset(head, first_chunk + chunk, in_block) +
+                                       lane % 4 * 4) = nonfinite ? 0U : word & mask;
+        }
       }
     }
   }
@@ -280,16 +322,17 @@ Processor current_processor() {
   return found;
 }
 
-template <int D>
+template <int D, bool kScalar>
 void launch(void* stream, int processors, const PlanesView& planes, const KvGeometry& kv,
             const SketchGeometry& geometry, const SketchBatch& batch,
             const transfer::Batch<KeySource>& keys, const RowSquares* squares) {
-  const int groups = (geometry.chunks() + kMaxChunks - 1) / kMaxChunks;
-  const int chunks_per_block = (geometry.chunks() + groups - 1) / groups;
+  const int chunks = kScalar ? 1 : geometry.chunks();
+  const int groups = (chunks + kMaxChunks - 1) / kMaxChunks;
+  const int chunks_per_block = (chunks + groups - 1) / groups;
   constexpr int kStageBytes = KeyRows<D>::kStageBytes * kThreads / 32;
   const int planes_bytes = chunks_per_block * kChunkBits * D * 2 + kOperandGroupBytes;  // to align
   const int bytes = planes_bytes + kStageBytes;
-  const auto kernel = prefill_kernel<D>;
+  const auto kernel = prefill_kernel<D, kScalar>;
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int blocks = std::max(1, processors / (groups * batch.count));
@@ -312,7 +355,10 @@ bool sketches_prefill(const KvGeometry& kv, std::int32_t tokens) {
 void sketch_prefill(void* stream, const PlanesView& planes, const KvGeometry& kv,
                     const SketchGeometry& geometry, const SketchBatch& batch,
                     const transfer::Batch<KeySource>& keys, const RowSquares* squares) {
-  const auto launch_head_dim = kv.head_dim == 64 ? launch<64> : launch<128>;
+  const bool scalar = planes.code_bits > 0;
+  const auto launch_64 = scalar ? launch<64, true> : launch<64, false>;
+  const auto launch_128 = scalar ? launch<128, true> : launch<128, false>;
+  const auto launch_head_dim = kv.head_dim == 64 ? launch_64 : launch_128;
   launch_head_dim(stream, current_processor().count, planes, kv, geometry, batch, keys, squares);
 }
 
