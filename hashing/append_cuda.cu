@@ -62,19 +62,32 @@ struct RowTarget {
   transfer::PageRow<std::byte, float> page;
   std::byte* sink;
   std::byte* ring;
-  std::byte* sketch;  // its word of the sketch, or its key norm
+  std::byte* sketch;  // its word of the sketch; the first one of a scalar code
+  std::byte* norms;   // its key norm
 };
 
 /// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.
 __device__ int pitch_of(const KvGeometry& kv) { return 2 * kv.head_dim + 16; }
 
-struct Shared {
-  alignas(16) std::byte planes[kBlockPlanes * kMaxPitch];
-  alignas(16) std::byte keys[2][kTileRows * kMaxPitch];  // an fp16 key is the sum of two in bf16
-  HeadSource sources[2 * kMaxRows];                      // K and V of each row
+struct Books {
+  HeadSource sources[2 * kMaxRows];  // K and V of each row
   RowTarget targets[kMaxRows];
   unsigned nonfinite[kMaxTiles];  // a bit per row
+};
+
+struct Shared : Books {
+  alignas(16) std::byte planes[kBlockPlanes * kMaxPitch];
+  alignas(16) std::byte keys[2][kTileRows * kMaxPitch];  // an fp16 key is the sum of two in bf16
   unsigned signs[kTileRows];
+};
+
+/// Of a block that writes scalar codes. The whole rotation of head_dim 128 is there before the work
+/// that came before the kernel is done, so a step waits for the keys only. A launch for a step has
+/// one such block per 16 rows: that fewer fit on an SM is no matter.
+struct CodeShared : Books {
+  static constexpr int kPoolBytes = (2 * kTileRows + 128) * (2 * 128 + 16);
+  alignas(16) std::byte pool[kPoolBytes];  // the parts of the keys, then groups of planes
+  float sums[kWorkerWarps][kTileRows];
 };
 
 /// Between the workers.
@@ -105,12 +118,12 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   const std::int64_t token = length + row.token;
   std::byte* block = args.blocks[row.item][token / kBlockTokens];
   const auto in_block = static_cast<int>(token % kBlockTokens);
+  target.norms = block + args.geometry.key_norm_offset(row.head, in_block);
   if (!norms) {
     const auto word = static_cast<int>(blockIdx.x);
     target.sketch = block + args.geometry.chunk_offset(row.head, word / 4, in_block) + word % 4 * 4;
     return target;
   }
-  target.sketch = block + args.geometry.key_norm_offset(row.head, in_block);
   if (!args.stores) return target;
   const KvGeometry& kv = args.kv;
   const std::int64_t row_bytes = kv.row_bytes();
@@ -171,7 +184,7 @@ __device__ void prefetch_tables(const AppendArgs& args, const ItemRange& items) 
 /// The warp beside the workers: says where rows go, and lets an item's counters grow once every
 /// block has read them. What the other blocks write need not be done then, for the end of the
 /// kernel orders all of it. The addresses come first, for the workers wait for them.
-__device__ void keep_books(const AppendArgs& args, int first, int count, Shared& shared) {
+__device__ void keep_books(const AppendArgs& args, int first, int count, Books& shared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const ItemRange items = items_of(args, first, count);
   prefetch_tables(args, items);
@@ -197,7 +210,7 @@ __device__ void keep_books(const AppendArgs& args, int first, int count, Shared&
 }
 
 /// Workers fill `sources`; null for tokens that an item does not have.
-__device__ void find_sources(const AppendArgs& args, int first, int count, Shared& shared) {
+__device__ void find_sources(const AppendArgs& args, int first, int count, Books& shared) {
   for (int i = static_cast<int>(threadIdx.x); i < 2 * count; i += kWorkers) {
     const Row row = row_at(args, first + i / 2);
     const transfer::AppendItem& item = args.batch[row.item];
@@ -209,13 +222,14 @@ __device__ void find_sources(const AppendArgs& args, int first, int count, Share
   if (threadIdx.x < kMaxTiles) shared.nonfinite[threadIdx.x] = 0;
 }
 
-/// Starts the copy of the block's planes, zeros past the last.
-__device__ void load_planes(const PlanesView& planes, int pitch, Shared& shared) {
+/// Starts the copy of `count` planes, zeros past the last.
+__device__ void load_planes(const PlanesView& planes, int first, int count, int pitch,
+                            std::byte* shared) {
   const int pieces = planes.head_dim / kPiece;
-  const unsigned to = transfer::cuda::shared_address(shared.planes);
-  for (int i = static_cast<int>(threadIdx.x); i < kBlockPlanes * pieces; i += kWorkers) {
+  const unsigned to = transfer::cuda::shared_address(shared);
+  for (int i = static_cast<int>(threadIdx.x); i < count * pieces; i += kWorkers) {
     const int row = i / pieces;
-    const int plane = static_cast<int>(blockIdx.x) * kBlockPlanes + row;
+    const int plane = first + row;
     const bool present = plane < planes.num_planes;
     const std::uint16_t* from =
         planes.bf16 + (present ? std::int64_t{plane} * planes.head_dim + i % pieces * kPiece : 0);
@@ -225,9 +239,11 @@ __device__ void load_planes(const PlanesView& planes, int pitch, Shared& shared)
   transfer::cuda::copy_async_commit();
 }
 
-/// Keys of a tile to shared memory, in bf16; K and V are searched for NaN and infinity.
+/// Keys of a tile to `keys`, in bf16, the low part of fp16 keys `part_bytes` behind; K and V are
+/// searched for NaN and infinity.
 template <typename T>
-__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Shared& shared) {
+__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Books& shared,
+                           std::byte* keys, int part_bytes) {
   const int pieces = args.kv.head_dim / kPiece;
   const int count = rows * 2 * pieces;
   const HeadSource* sources = shared.sources + 2 * kTileRows * tile;
@@ -261,10 +277,10 @@ __device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch
           high[p] = split.high;
           low[p] = split.low;
         }
-        *reinterpret_cast<uint4*>(shared.keys[0] + at) = {high[0], high[1], high[2], high[3]};
-        *reinterpret_cast<uint4*>(shared.keys[1] + at) = {low[0], low[1], low[2], low[3]};
+        *reinterpret_cast<uint4*>(keys + at) = {high[0], high[1], high[2], high[3]};
+        *reinterpret_cast<uint4*>(keys + part_bytes + at) = {low[0], low[1], low[2], low[3]};
       } else {
-        *reinterpret_cast<uint4*>(shared.keys[0] + at) = stored;
+        *reinterpret_cast<uint4*>(keys + at) = stored;
       }
     }
   }
@@ -316,7 +332,7 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
       cuda::plane_mask(args.geometry.num_planes - static_cast<int>(blockIdx.x) * kBlockPlanes);
   for (int tile = 0; tile * kTileRows < count; ++tile) {
     const int rows = min(count - tile * kTileRows, kTileRows);
-    stage_keys<T>(args, tile, rows, pitch, shared);
+    stage_keys<T>(args, tile, rows, pitch, shared, shared.keys[0], kTileRows * kMaxPitch);
     if (tile == 0) transfer::cuda::copy_async_wait<0>();
     sync_workers();  // keys and planes are there
     write_signs<T>(args.kv.head_dim, pitch, shared);
@@ -334,9 +350,149 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
   }
 }
 
-/// Blocks that write the rows and their norms: a warp takes `kInFlight` rows at a time.
+/// Where a block has the keys of a tile and the rotation of scalar codes, as many groups of 32
+/// planes at once as fit: one per warp, two or one of head_dim 256.
 template <typename T>
-__device__ void store_tiles(const AppendArgs& args, int first, int count, Shared& shared) {
+struct CodeLayout {
+  static constexpr int kParts = std::is_same_v<T, __half> ? 2 : 1;
+  int pitch, part_bytes, groups, slots;
+
+  __device__ explicit CodeLayout(const KvGeometry& kv)
+      : pitch(pitch_of(kv)),
+        part_bytes(kTileRows * pitch),
+        groups(kv.head_dim / kBlockPlanes),
+        slots(min(min(groups, kWorkerWarps),
+                  (CodeShared::kPoolBytes - kParts * part_bytes) / (kBlockPlanes * pitch))) {}
+  /// Starts the copy of the groups from `first` on.
+  __device__ void load(const PlanesView& planes, int first, CodeShared& shared) const {
+    load_planes(planes, first * kBlockPlanes, slots * kBlockPlanes, pitch,
+                shared.pool + kParts * part_bytes);
+  }
+};
+
+/// Products of the tile's keys with the 32 planes in a slot, and this lane's part of the sums of
+/// squares of rows g and g + 8.
+template <typename T>
+__device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_dim,
+                               const CodeShared& shared, float (&c)[4][4], float (&squares)[2]) {
+  constexpr int kParts = CodeLayout<T>::kParts;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const unsigned pool = transfer::cuda::shared_address(shared.pool);
+  const unsigned keys = pool + static_cast<unsigned>(lane % 16 * layout.pitch + lane / 16 * 16);
+  const unsigned planes =
+      pool + static_cast<unsigned>(kParts * layout.part_bytes +
+                                   (slot * kBlockPlanes + lane % 8) * layout.pitch + lane / 8 * 16);
+#pragma unroll 1
+  for (int step = 0; step < head_dim / 32; ++step) {
+    unsigned a[2][kParts][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        transfer::cuda::load_matrices(
+            a[half][part],
+            keys + static_cast<unsigned>(part * layout.part_bytes + step * 64 + half * 32));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 x = cuda::widen<__nv_bfloat16>(a[half][0][i]);
+        if constexpr (kParts == 2) {
+          const float2 low = cuda::widen<__nv_bfloat16>(a[half][1][i]);
+          x = {x.x + low.x, x.y + low.y};
+        }
+        squares[i % 2] += x.x * x.x + x.y * x.y;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      unsigned b[4];
+      transfer::cuda::load_matrices(
+          b, planes + static_cast<unsigned>(n * 8 * layout.pitch + step * 64));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          transfer::cuda::multiply_add<__nv_bfloat16>(c[n], a[half][part], b[2 * half],
+                                                      b[2 * half + 1]);
+        }
+      }
+    }
+  }
+}
+
+/// The block that writes scalar codes, and what takes the place of key norms: a warp has 32
+/// coordinates of each row at a time.
+template <typename T>
+__device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shared) {
+  const CodeLayout<T> layout(args.kv);
+  const int dim = args.kv.head_dim;
+  const int bits = args.planes.code_bits;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  for (int tile = 0; tile * kTileRows < count; ++tile) {
+    const int rows = min(count - tile * kTileRows, kTileRows);
+    if (tile > 0) sync_workers();  // the keys and sums of the last tile have been read
+    stage_keys<T>(args, tile, rows, layout.pitch, shared, shared.pool, layout.part_bytes);
+    float norms[2] = {};
+    float sums[2] = {};
+#pragma unroll 1
+    for (int first = 0; first < layout.groups; first += layout.slots) {
+      if (layout.slots < layout.groups && (tile > 0 || first > 0)) {
+        sync_workers();  // the last planes have been read
+        layout.load(args.planes, first, shared);
+      }
+      transfer::cuda::copy_async_wait<0>();
+      sync_workers();  // keys and planes are there
+      const int group = first + warp;
+      const bool takes = warp < layout.slots && group < layout.groups;
+      cuda::LaneCodes codes[2];
+      if (takes) {
+        float c[4][4] = {};
+        float squares[2] = {};
+        multiply_group(layout, warp, dim, shared, c, squares);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          norms[i] = sqrtf(cuda::sum_quad(squares[i]));
+          cuda::ScalarEncoder encoder(norms[i], bits);
+          codes[i] = encoder.encode([&](int n, int j) { return c[n][2 * i + j]; });
+          sums[i] += encoder.sum();
+        }
+      }
+      if (tile == 0 && first == 0) await_targets();
+      if (!takes) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane / 4 + 8 * i;
+        std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].sketch : nullptr;
+        const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
+        cuda::store_codes(args.geometry, dim, bits, group, codes[i], nonfinite, to);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = cuda::sum_quad(sums[i]);
+      if (lane % 4 == 0) shared.sums[warp][lane / 4 + 8 * i] = sum;
+    }
+    sync_workers();  // the sums are there
+    if (warp != 0 || lane % 4 != 0) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + 8 * i;
+      std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].norms : nullptr;
+      if (to == nullptr) continue;
+      float sum = 0.0F;
+      for (int w = 0; w < kWorkerWarps; ++w) sum += shared.sums[w][row];
+      const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
+      *reinterpret_cast<std::uint16_t*>(to) =
+          nonfinite ? kNonfiniteNorm : cuda::scalar_norm_bits(norms[i], sum, bits, dim);
+    }
+  }
+}
+
+/// Blocks that write the rows and their norms, the key norms of sign sketches only: a warp takes
+/// `kInFlight` rows at a time.
+template <typename T, bool kScalar>
+__device__ void store_tiles(const AppendArgs& args, int first, int count, Books& shared) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const int pieces = args.kv.head_dim / kPiece;
@@ -391,9 +547,12 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
       const float value_sum = cuda::sum_warp(value_sums[j]);
       const bool bad = __any_sync(kFullWarp, nonfinite[j]);
       if (lane != 0) continue;
-      std::byte* norms = shared.targets[row].sketch;
+      std::byte* norms = shared.targets[row].norms;
       if (norms != nullptr) {
-        *reinterpret_cast<std::uint16_t*>(norms) = bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
+        if constexpr (!kScalar) {
+          *reinterpret_cast<std::uint16_t*>(norms) =
+              bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
+        }
         *reinterpret_cast<std::uint16_t*>(norms + args.geometry.norms_bytes()) =
             bad ? kNonfiniteNorm : cuda::norm_bits(value_sum);
       }
@@ -405,11 +564,11 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Shared
 }
 
 /// Block (x, y) has rows [y * block_rows, ...); the last x stores them and their norms, the others
-/// write word x of their sketch.
-template <typename T>
+/// write word x of their sketch, or the one other all of it with scalar codes.
+template <typename T, bool kScalar>
 __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     append_kernel(const __grid_constant__ AppendArgs args) {
-  __shared__ Shared shared;
+  __shared__ std::conditional_t<kScalar, CodeShared, Shared> shared;
   const int first = static_cast<int>(blockIdx.y) * args.block_rows;
   const int count = min(args.num_rows - first, args.block_rows);
   if (threadIdx.x >= kWorkers) {
@@ -417,12 +576,19 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     return;
   }
   const bool stores = blockIdx.x + 1 == gridDim.x;
-  if (!stores) load_planes(args.planes, pitch_of(args.kv), shared);
+  if constexpr (kScalar) {
+    if (!stores) CodeLayout<T>(args.kv).load(args.planes, 0, shared);
+  } else {
+    const int plane = static_cast<int>(blockIdx.x) * kBlockPlanes;
+    if (!stores) load_planes(args.planes, plane, kBlockPlanes, pitch_of(args.kv), shared.planes);
+  }
   find_sources(args, first, count, shared);
   sync_workers();
   transfer::cuda::wait_for_previous();
   if (stores) {
-    store_tiles<T>(args, first, count, shared);
+    store_tiles<T, kScalar>(args, first, count, shared);
+  } else if constexpr (kScalar) {
+    encode_tiles<T>(args, count, shared);
   } else {
     sketch_tiles<T>(args, count, shared);
   }
@@ -457,13 +623,16 @@ void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatc
                     .block_rows = kTileRows,
                     .stores = &target == &sketches.front(),
                     .advances = &target == &sketches.back()};
-    const int parts = target.geometry.chunks() * (kChunkBits / kBlockPlanes) + 1;
+    const bool scalar = target.planes.code_bits > 0;
+    const int parts = scalar ? 2 : target.geometry.chunks() * (kChunkBits / kBlockPlanes) + 1;
     const int tiles = (args.num_rows + kTileRows - 1) / kTileRows;
     args.block_rows *= std::clamp(tiles * parts / kEnoughBlocks, 1, kMaxTiles);
     const int groups = (args.num_rows + args.block_rows - 1) / args.block_rows;
     const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(groups));
-    const auto kernel =
-        kv.dtype == DType::kFloat16 ? append_kernel<__half> : append_kernel<__nv_bfloat16>;
+    const auto of_bf16 =
+        scalar ? append_kernel<__nv_bfloat16, true> : append_kernel<__nv_bfloat16, false>;
+    const auto of_fp16 = scalar ? append_kernel<__half, true> : append_kernel<__half, false>;
+    const auto kernel = kv.dtype == DType::kFloat16 ? of_fp16 : of_bf16;
     // An SM changes its share of shared memory when it is empty, and the next kernels need the
     // most.
     KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
