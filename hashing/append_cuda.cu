@@ -1,3 +1,5 @@
+#include "hashing/append_codes_cuda.cuh"
+#include "hashing/append_cuda.cuh"
 #include "hashing/append_kernels.h"
 #include "hashing/sketch_cuda.cuh"
 #include "transfer/convert_cuda.cuh"
@@ -13,7 +15,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace kvtier::hashing {
+namespace kvtier::hashing::cuda {
 namespace {
 
 using transfer::KvGeometry;
@@ -27,75 +29,17 @@ using transfer::cuda::RawPiece;
 /// with 600).
 constexpr std::int64_t kMostTokens = kMostOverlappedTokens;
 
-constexpr int kWorkerWarps = 4;
-constexpr int kWorkers = 32 * kWorkerWarps;
-constexpr int kThreads = kWorkers + 32;  ///< The workers and the clerk.
 /// Blocks of an SM, for which a thread has 64 registers: then a block of a kernel that selects fits
 /// beside one (scoring/collision_select_cuda.cu).
 constexpr int kLeastBlocks = 6;
-constexpr int kTileRows = 16;  ///< Rows of one matrix product.
-constexpr int kMaxTiles = 4;   ///< Tiles of a block.
-constexpr int kMaxRows = kTileRows * kMaxTiles;
-constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
-constexpr int kMaxPitch = 2 * 256 + 16;
-/// Pieces that a thread reads before it uses the first: what a token of eight KV heads has. Twice
-/// as many take twice the code, which takes longer to fetch than to run.
-constexpr int kInFlight = 2;
 /// Blocks worth having before a block is given more than one tile: two per SM of an H200.
 constexpr int kEnoughBlocks = 264;
-
-struct AppendArgs {
-  KvGeometry kv;
-  transfer::AppendBatch batch;
-  transfer::Batch<std::byte* const*> blocks;
-  PlanesView planes;
-  SketchGeometry geometry;
-  int tokens;      // of each item, present or not; a row is ((item, KV head), token)
-  int num_rows;    // (item, KV head, token) triples
-  int block_rows;  // of them, per block
-  bool stores;     // rows to pages, sinks and rings; counts non-finite ones
-  bool advances;   // the counters
-};
-
-/// Where a row goes; null where it does not.
-struct RowTarget {
-  transfer::PageRow<std::byte, float> page;
-  std::byte* sink;
-  std::byte* ring;
-  std::byte* sketch;  // its word of the sketch; the first one of a scalar code
-  std::byte* norms;   // its key norm
-};
-
-/// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.
-__device__ int pitch_of(const KvGeometry& kv) { return 2 * kv.head_dim + 16; }
-
-struct Books {
-  HeadSource sources[2 * kMaxRows];  // K and V of each row
-  RowTarget targets[kMaxRows];
-  unsigned nonfinite[kMaxTiles];  // a bit per row
-};
 
 struct Shared : Books {
   alignas(16) std::byte planes[kBlockPlanes * kMaxPitch];
   alignas(16) std::byte keys[2][kTileRows * kMaxPitch];  // an fp16 key is the sum of two in bf16
   unsigned signs[kTileRows];
 };
-
-/// Of a block that writes scalar codes. The whole rotation of head_dim 128 is there before the work
-/// that came before the kernel is done, so a step waits for the keys only. A launch for a step has
-/// one such block per 16 rows: that fewer fit on an SM is no matter.
-struct CodeShared : Books {
-  static constexpr int kPoolBytes = (2 * kTileRows + 128) * (2 * 128 + 16);
-  alignas(16) std::byte pool[kPoolBytes];  // the parts of the keys, then groups of planes
-  float sums[kWorkerWarps][kTileRows];
-};
-
-/// Between the workers.
-__device__ void sync_workers() { asm volatile("bar.sync 2, %0;" ::"n"(kWorkers) : "memory"); }
-/// The workers wait for the targets, and for each other.
-__device__ void await_targets() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
-/// The clerk has written the targets; it does not wait.
-__device__ void publish_targets() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory"); }
 
 struct Row {
   int item;
@@ -222,70 +166,6 @@ __device__ void find_sources(const AppendArgs& args, int first, int count, Books
   if (threadIdx.x < kMaxTiles) shared.nonfinite[threadIdx.x] = 0;
 }
 
-/// Starts the copy of `count` planes, zeros past the last.
-__device__ void load_planes(const PlanesView& planes, int first, int count, int pitch,
-                            std::byte* shared) {
-  const int pieces = planes.head_dim / kPiece;
-  const unsigned to = transfer::cuda::shared_address(shared);
-  for (int i = static_cast<int>(threadIdx.x); i < count * pieces; i += kWorkers) {
-    const int row = i / pieces;
-    const int plane = first + row;
-    const bool present = plane < planes.num_planes;
-    const std::uint16_t* from =
-        planes.bf16 + (present ? std::int64_t{plane} * planes.head_dim + i % pieces * kPiece : 0);
-    transfer::cuda::copy_async_16(to + static_cast<unsigned>(row * pitch + i % pieces * 2 * kPiece),
-                                  from, present);
-  }
-  transfer::cuda::copy_async_commit();
-}
-
-/// Keys of a tile to `keys`, in bf16, the low part of fp16 keys `part_bytes` behind; K and V are
-/// searched for NaN and infinity.
-template <typename T>
-__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Books& shared,
-                           std::byte* keys, int part_bytes) {
-  const int pieces = args.kv.head_dim / kPiece;
-  const int count = rows * 2 * pieces;
-  const HeadSource* sources = shared.sources + 2 * kTileRows * tile;
-  for (int base = static_cast<int>(threadIdx.x); base < count; base += kInFlight * kWorkers) {
-    RawPiece raw[kInFlight] = {};
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = base + j * kWorkers;
-      if (i >= count || sources[i / pieces].data == nullptr) continue;
-      raw[j] = transfer::cuda::load_piece(sources[i / pieces], i % pieces);
-    }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = base + j * kWorkers;
-      if (i >= count) continue;
-      const int part = i / pieces;
-      bool bad = false;
-      const uint4 stored =
-          transfer::cuda::store_piece(raw[j], sources[part].dtype, args.kv.dtype, bad);
-      if (bad) atomicOr(&shared.nonfinite[tile], 1U << (part / 2));
-      if (part % 2 != 0) continue;
-      const int at = part / 2 * pitch + i % pieces * 2 * kPiece;
-      if constexpr (std::is_same_v<T, __half>) {
-        const unsigned pairs[4] = {stored.x, stored.y, stored.z, stored.w};
-        unsigned high[4];
-        unsigned low[4];
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const float2 x = cuda::widen<T>(pairs[p]);
-          const auto split = transfer::cuda::split_pair<__nv_bfloat16>(x.x, x.y);
-          high[p] = split.high;
-          low[p] = split.low;
-        }
-        *reinterpret_cast<uint4*>(keys + at) = {high[0], high[1], high[2], high[3]};
-        *reinterpret_cast<uint4*>(keys + part_bytes + at) = {low[0], low[1], low[2], low[3]};
-      } else {
-        *reinterpret_cast<uint4*>(keys + at) = stored;
-      }
-    }
-  }
-}
-
 /// A warp multiplies the tile's keys by its eight planes, in the order of the kernel for many
 /// tokens, and writes its byte of each row's word.
 template <typename T>
@@ -329,7 +209,7 @@ template <typename T>
 __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) {
   const int pitch = pitch_of(args.kv);
   const unsigned mask =
-      cuda::plane_mask(args.geometry.num_planes - static_cast<int>(blockIdx.x) * kBlockPlanes);
+      plane_mask(args.geometry.num_planes - static_cast<int>(blockIdx.x) * kBlockPlanes);
   for (int tile = 0; tile * kTileRows < count; ++tile) {
     const int rows = min(count - tile * kTileRows, kTileRows);
     stage_keys<T>(args, tile, rows, pitch, shared, shared.keys[0], kTileRows * kMaxPitch);
@@ -347,145 +227,6 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
     if (to == nullptr) continue;
     const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
     *reinterpret_cast<unsigned*>(to) = nonfinite ? 0U : shared.signs[row] & mask;
-  }
-}
-
-/// Where a block has the keys of a tile and the rotation of scalar codes, as many groups of 32
-/// planes at once as fit: one per warp, two or one of head_dim 256.
-template <typename T>
-struct CodeLayout {
-  static constexpr int kParts = std::is_same_v<T, __half> ? 2 : 1;
-  int pitch, part_bytes, groups, slots;
-
-  __device__ explicit CodeLayout(const KvGeometry& kv)
-      : pitch(pitch_of(kv)),
-        part_bytes(kTileRows * pitch),
-        groups(kv.head_dim / kBlockPlanes),
-        slots(min(min(groups, kWorkerWarps),
-                  (CodeShared::kPoolBytes - kParts * part_bytes) / (kBlockPlanes * pitch))) {}
-  /// Starts the copy of the groups from `first` on.
-  __device__ void load(const PlanesView& planes, int first, CodeShared& shared) const {
-    load_planes(planes, first * kBlockPlanes, slots * kBlockPlanes, pitch,
-                shared.pool + kParts * part_bytes);
-  }
-};
-
-/// Products of the tile's keys with the 32 planes in a slot, and this lane's part of the sums of
-/// squares of rows g and g + 8.
-template <typename T>
-__device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_dim,
-                               const CodeShared& shared, float (&c)[4][4], float (&squares)[2]) {
-  constexpr int kParts = CodeLayout<T>::kParts;
-  const auto lane = static_cast<int>(threadIdx.x % 32);
-  const unsigned pool = transfer::cuda::shared_address(shared.pool);
-  const unsigned keys = pool + static_cast<unsigned>(lane % 16 * layout.pitch + lane / 16 * 16);
-  const unsigned planes =
-      pool + static_cast<unsigned>(kParts * layout.part_bytes +
-                                   (slot * kBlockPlanes + lane % 8) * layout.pitch + lane / 8 * 16);
-#pragma unroll 1
-  for (int step = 0; step < head_dim / 32; ++step) {
-    unsigned a[2][kParts][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        transfer::cuda::load_matrices(
-            a[half][part],
-            keys + static_cast<unsigned>(part * layout.part_bytes + step * 64 + half * 32));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float2 x = cuda::widen<__nv_bfloat16>(a[half][0][i]);
-        if constexpr (kParts == 2) {
-          const float2 low = cuda::widen<__nv_bfloat16>(a[half][1][i]);
-          x = {x.x + low.x, x.y + low.y};
-        }
-        squares[i % 2] += x.x * x.x + x.y * x.y;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      unsigned b[4];
-      transfer::cuda::load_matrices(
-          b, planes + static_cast<unsigned>(n * 8 * layout.pitch + step * 64));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          transfer::cuda::multiply_add<__nv_bfloat16>(c[n], a[half][part], b[2 * half],
-                                                      b[2 * half + 1]);
-        }
-      }
-    }
-  }
-}
-
-/// The block that writes scalar codes, and what takes the place of key norms: a warp has 32
-/// coordinates of each row at a time.
-template <typename T>
-__device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shared) {
-  const CodeLayout<T> layout(args.kv);
-  const int dim = args.kv.head_dim;
-  const int bits = args.planes.code_bits;
-  const auto lane = static_cast<int>(threadIdx.x % 32);
-  const auto warp = static_cast<int>(threadIdx.x / 32);
-  for (int tile = 0; tile * kTileRows < count; ++tile) {
-    const int rows = min(count - tile * kTileRows, kTileRows);
-    if (tile > 0) sync_workers();  // the keys and sums of the last tile have been read
-    stage_keys<T>(args, tile, rows, layout.pitch, shared, shared.pool, layout.part_bytes);
-    float norms[2] = {};
-    float sums[2] = {};
-#pragma unroll 1
-    for (int first = 0; first < layout.groups; first += layout.slots) {
-      if (layout.slots < layout.groups && (tile > 0 || first > 0)) {
-        sync_workers();  // the last planes have been read
-        layout.load(args.planes, first, shared);
-      }
-      transfer::cuda::copy_async_wait<0>();
-      sync_workers();  // keys and planes are there
-      const int group = first + warp;
-      const bool takes = warp < layout.slots && group < layout.groups;
-      cuda::LaneCodes codes[2];
-      if (takes) {
-        float c[4][4] = {};
-        float squares[2] = {};
-        multiply_group(layout, warp, dim, shared, c, squares);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          norms[i] = sqrtf(cuda::sum_quad(squares[i]));
-          cuda::ScalarEncoder encoder(norms[i], bits);
-          codes[i] = encoder.encode([&](int n, int j) { return c[n][2 * i + j]; });
-          sums[i] += encoder.sum();
-        }
-      }
-      if (tile == 0 && first == 0) await_targets();
-      if (!takes) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = lane / 4 + 8 * i;
-        std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].sketch : nullptr;
-        const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
-        cuda::store_codes(args.geometry, dim, bits, group, codes[i], nonfinite, to);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float sum = cuda::sum_quad(sums[i]);
-      if (lane % 4 == 0) shared.sums[warp][lane / 4 + 8 * i] = sum;
-    }
-    sync_workers();  // the sums are there
-    if (warp != 0 || lane % 4 != 0) continue;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + 8 * i;
-      std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].norms : nullptr;
-      if (to == nullptr) continue;
-      float sum = 0.0F;
-      for (int w = 0; w < kWorkerWarps; ++w) sum += shared.sums[w][row];
-      const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
-      *reinterpret_cast<std::uint16_t*>(to) =
-          nonfinite ? kNonfiniteNorm : cuda::scalar_norm_bits(norms[i], sum, bits, dim);
-    }
   }
 }
 
@@ -520,7 +261,7 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
         if (present) {
           stored =
               transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
-          const float sum = cuda::sum_of_squares<T>(stored, nonfinite[j]);
+          const float sum = sum_of_squares<T>(stored, nonfinite[j]);
           (i < pieces ? key_sums[j] : value_sums[j]) += sum;
         }
         float scale = 0.0F;
@@ -543,18 +284,17 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
     for (int j = 0; j < kInFlight; ++j) {
       const int row = base + warp + j * kWorkerWarps;
       if (row >= count) continue;
-      const float key_sum = cuda::sum_warp(key_sums[j]);
-      const float value_sum = cuda::sum_warp(value_sums[j]);
+      const float key_sum = sum_warp(key_sums[j]);
+      const float value_sum = sum_warp(value_sums[j]);
       const bool bad = __any_sync(kFullWarp, nonfinite[j]);
       if (lane != 0) continue;
       std::byte* norms = shared.targets[row].norms;
       if (norms != nullptr) {
         if constexpr (!kScalar) {
-          *reinterpret_cast<std::uint16_t*>(norms) =
-              bad ? kNonfiniteNorm : cuda::norm_bits(key_sum);
+          *reinterpret_cast<std::uint16_t*>(norms) = bad ? kNonfiniteNorm : norm_bits(key_sum);
         }
         *reinterpret_cast<std::uint16_t*>(norms + args.geometry.norms_bytes()) =
-            bad ? kNonfiniteNorm : cuda::norm_bits(value_sum);
+            bad ? kNonfiniteNorm : norm_bits(value_sum);
       }
       if (!bad || !args.stores) continue;
       transfer::StepFlags* flags = args.batch[row_at(args, first + row).item].flags;
@@ -602,8 +342,6 @@ int most_tokens(const transfer::AppendBatch& batch) {
 
 }  // namespace
 
-namespace cuda {
-
 bool is_small(const transfer::AppendBatch& batch) {
   return std::int64_t{batch.count} * most_tokens(batch) <= kMostTokens;
 }
@@ -642,6 +380,4 @@ void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatc
   }
 }
 
-}  // namespace cuda
-
-}  // namespace kvtier::hashing
+}  // namespace kvtier::hashing::cuda

@@ -1,0 +1,142 @@
+#pragma once
+
+#include "hashing/append_kernels.h"
+#include "hashing/sketch_cuda.cuh"
+#include "transfer/convert_cuda.cuh"
+#include "transfer/page_rows.h"
+#include "transfer/tensor_core.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+/// What the blocks of an append of few tokens share (hashing/append_cuda.cu).
+namespace kvtier::hashing::cuda {
+
+inline constexpr int kWorkerWarps = 4;
+inline constexpr int kWorkers = 32 * kWorkerWarps;
+inline constexpr int kThreads = kWorkers + 32;  ///< The workers and the clerk.
+inline constexpr int kTileRows = 16;            ///< Rows of one matrix product.
+inline constexpr int kMaxTiles = 4;             ///< Tiles of a block.
+inline constexpr int kMaxRows = kTileRows * kMaxTiles;
+inline constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
+inline constexpr int kMaxPitch = 2 * 256 + 16;
+/// Pieces that a thread reads before it uses the first: what a token of eight KV heads has. Twice
+/// as many take twice the code, which takes longer to fetch than to run.
+inline constexpr int kInFlight = 2;
+
+struct AppendArgs {
+  transfer::KvGeometry kv;
+  transfer::AppendBatch batch;
+  transfer::Batch<std::byte* const*> blocks;
+  PlanesView planes;
+  SketchGeometry geometry;
+  int tokens;      // of each item, present or not; a row is ((item, KV head), token)
+  int num_rows;    // (item, KV head, token) triples
+  int block_rows;  // of them, per block
+  bool stores;     // rows to pages, sinks and rings; counts non-finite ones
+  bool advances;   // the counters
+};
+
+/// Where a row goes; null where it does not.
+struct RowTarget {
+  transfer::PageRow<std::byte, float> page;
+  std::byte* sink;
+  std::byte* ring;
+  std::byte* sketch;  // its word of the sketch; the first one of a scalar code
+  std::byte* norms;   // its key norm
+};
+
+/// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.
+__device__ inline int pitch_of(const transfer::KvGeometry& kv) { return 2 * kv.head_dim + 16; }
+
+struct Books {
+  transfer::cuda::HeadSource sources[2 * kMaxRows];  // K and V of each row
+  RowTarget targets[kMaxRows];
+  unsigned nonfinite[kMaxTiles];  // a bit per row
+};
+
+/// Between the workers.
+__device__ inline void sync_workers() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kWorkers) : "memory");
+}
+/// The workers wait for the targets, and for each other.
+__device__ inline void await_targets() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+/// The clerk has written the targets; it does not wait.
+__device__ inline void publish_targets() {
+  asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+/// Starts the copy of `count` planes, zeros past the last.
+__device__ inline void load_planes(const PlanesView& planes, int first, int count, int pitch,
+                                   std::byte* shared) {
+  const int pieces = planes.head_dim / transfer::cuda::kPiece;
+  const unsigned to = transfer::cuda::shared_address(shared);
+  for (int i = static_cast<int>(threadIdx.x); i < count * pieces; i += kWorkers) {
+    const int row = i / pieces;
+    const int plane = first + row;
+    const bool present = plane < planes.num_planes;
+    const std::uint16_t* from =
+        planes.bf16 +
+        (present ? std::int64_t{plane} * planes.head_dim + i % pieces * transfer::cuda::kPiece : 0);
+    transfer::cuda::copy_async_16(
+        to + static_cast<unsigned>(row * pitch + i % pieces * 2 * transfer::cuda::kPiece), from,
+        present);
+  }
+  transfer::cuda::copy_async_commit();
+}
+
+/// Keys of a tile to `keys`, in bf16, the low part of fp16 keys `part_bytes` behind; K and V are
+/// searched for NaN and infinity.
+template <typename T>
+__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Books& shared,
+                           std::byte* keys, int part_bytes) {
+  const int pieces = args.kv.head_dim / transfer::cuda::kPiece;
+  const int count = rows * 2 * pieces;
+  const transfer::cuda::HeadSource* sources = shared.sources + 2 * kTileRows * tile;
+  for (int base = static_cast<int>(threadIdx.x); base < count; base += kInFlight * kWorkers) {
+    transfer::cuda::RawPiece raw[kInFlight] = {};
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kWorkers;
+      if (i >= count || sources[i / pieces].data == nullptr) continue;
+      raw[j] = transfer::cuda::load_piece(sources[i / pieces], i % pieces);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kWorkers;
+      if (i >= count) continue;
+      const int part = i / pieces;
+      bool bad = false;
+      const uint4 stored =
+          transfer::cuda::store_piece(raw[j], sources[part].dtype, args.kv.dtype, bad);
+      if (bad) atomicOr(&shared.nonfinite[tile], 1U << (part / 2));
+      if (part % 2 != 0) continue;
+      const int at = part / 2 * pitch + i % pieces * 2 * transfer::cuda::kPiece;
+      if constexpr (std::is_same_v<T, __half>) {
+        const unsigned pairs[4] = {stored.x, stored.y, stored.z, stored.w};
+        unsigned high[4];
+        unsigned low[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 x = widen<T>(pairs[p]);
+          const auto split = transfer::cuda::split_pair<__nv_bfloat16>(x.x, x.y);
+          high[p] = split.high;
+          low[p] = split.low;
+        }
+        *reinterpret_cast<uint4*>(keys + at) = {high[0], high[1], high[2], high[3]};
+        *reinterpret_cast<uint4*>(keys + part_bytes + at) = {low[0], low[1], low[2], low[3]};
+      } else {
+        *reinterpret_cast<uint4*>(keys + at) = stored;
+      }
+    }
+  }
+}
+
+}  // namespace kvtier::hashing::cuda
