@@ -1,5 +1,7 @@
 #include "support/oracle.h"
 
+#include "support/priority_oracle.h"
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -187,18 +189,24 @@ HeadScores scores(const ScoreSpec& spec, const Planes& planes, std::span<const d
   result.values.assign(tokens.size(), -kInfinity);
   const int p = spec.planes_per_table;
   if (spec.estimator == Estimator::kNormAware) {
-    const QueryWeights weights = query_weights(planes, query, spec.num_planes, spec.query_bits);
+    const bool scalar = spec.code_bits > 0;
+    const int coordinates = scalar ? spec.num_planes / spec.code_bits : spec.num_planes;
+    const QueryWeights weights = query_weights(planes, query, coordinates, spec.query_bits);
     double c = std::sqrt(std::numbers::pi / 2.0) / spec.num_planes;
     if (planes.orthogonal) c /= 1.0 + 1.0 / (4.0 * planes.head_dim);
+    if (scalar) c = quantiser_step(spec.code_bits) / (2.0 * planes.head_dim);
     double largest_norm = 0.0;
     double weight_sum = 0.0;
-    for (const double w : weights.values) weight_sum += std::fabs(w);
+    const double most = scalar ? std::exp2(spec.code_bits) - 1.0 : 1.0;  // 2^(B-1) + .. + 1
+    for (const double w : weights.values) weight_sum += most * std::fabs(w);
     for (std::size_t j = 0; j < tokens.size(); ++j) {
       const Sketch& token = tokens[j];
       if (!token.finite) continue;
       double s = 0.0;
       for (int i = 0; i < spec.num_planes; ++i) {
-        s += token.bits[index(i)] != 0 ? weights.values[index(i)] : -weights.values[index(i)];
+        const double sign = token.bits[index(i)] != 0 ? 1.0 : -1.0;
+        const double bit_weight = scalar ? std::exp2(spec.code_bits - 1 - i / coordinates) : 1.0;
+        s += sign * bit_weight * weights.values[index(i % coordinates)];
       }
       result.values[j] = c * weights.step * s * token.key_norm * spec.softmax_scale;
       if (spec.weighting == ValueWeighting::kLogit) result.values[j] += std::log(token.value_norm);
@@ -207,7 +215,7 @@ HeadScores scores(const ScoreSpec& spec, const Planes& planes, std::span<const d
           result.magnitude, c * weights.step * weight_sum * token.key_norm * spec.softmax_scale +
                                 std::fabs(std::log(token.value_norm)));
     }
-    result.slack = weights.uncertain * c * weights.step * largest_norm * spec.softmax_scale;
+    result.slack = weights.uncertain * most * c * weights.step * largest_norm * spec.softmax_scale;
     return result;
   }
 

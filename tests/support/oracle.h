@@ -54,6 +54,7 @@ struct ScoreSpec {
   int planes_per_table = 10;
   int tables = 60;
   int num_planes = 256;  ///< Norm-aware.
+  int code_bits = 0;     ///< Bits of a coordinate of a scalar code; 0: signs.
   int query_bits = 4;
   double tau = 0.4;
   double softmax_scale = 0.0;
