@@ -67,6 +67,9 @@ oracle::ScoreSpec Problem::spec() const {
   spec.tables = config.tables;
   spec.num_planes = config.num_planes;
   spec.query_bits = config.query_bits;
+  if (config.code == SketchCode::kScalar) {
+    spec.code_bits = config.num_planes / planes->view().head_dim;
+  }
   spec.tau = static_cast<double>(config.tau);
   spec.softmax_scale = static_cast<double>(softmax_scale);
   return spec;
@@ -192,7 +195,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
                 .query_heads = problem.query_heads(),
                 .head_dim = planes.head_dim,
                 .page_tokens = 64};
-  request.sketch = {.kv_heads = problem.kv_heads, .num_planes = planes.num_planes};
+  request.sketch = {.kv_heads = problem.kv_heads, .num_planes = planes.sketch_bits()};
   request.planes = planes;
   for (const TokenSet* tokens : problem.sequences) {
     DeviceTokens placed = place(*tokens, request.sketch);
