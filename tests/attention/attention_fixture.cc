@@ -72,6 +72,19 @@ std::vector<std::int64_t> Problem::attended(std::size_t row, int head) const {
   return tokens;
 }
 
+std::vector<double> Problem::biases(std::size_t row, int head) const {
+  std::vector<double> biases(always(row).size(), 0.0);
+  if (selected.empty()) return biases;
+  const auto list =
+      row * static_cast<std::size_t>(kv.kv_heads) + static_cast<std::size_t>(head / group());
+  const auto own = static_cast<std::size_t>(bias_heads <= 1 ? 0 : head % group());
+  for (const SelectedRow& entry : selected[list]) {
+    if (((entry.mask >> (head % group())) & 1) == 0) continue;
+    biases.push_back(bias_heads == 0 ? 0.0 : static_cast<double>(entry.biases[own]));
+  }
+  return biases;
+}
+
 Problem make_problem(std::uint64_t seed, DType dtype, int head_dim, int kv_heads, int group,
                      const std::vector<std::int64_t>& lengths,
                      const std::vector<std::int32_t>& lags) {
@@ -127,6 +140,18 @@ void select_at_random(Problem& problem, std::uint64_t seed, double share) {
         list.push_back({static_cast<std::int32_t>(token), mask == 0 ? std::uint16_t{1} : mask});
       }
       problem.selected.push_back(std::move(list));
+    }
+  }
+}
+
+void bias_at_random(Problem& problem, std::uint64_t seed, int heads) {
+  std::mt19937_64 engine(seed);
+  std::uniform_real_distribution<float> bias(-2.0F, 6.0F);
+  problem.bias_heads = heads;
+  for (auto& list : problem.selected) {
+    for (SelectedRow& row : list) {
+      row.biases.clear();
+      for (int h = 0; h < heads; ++h) row.biases.push_back(std::max(0.0F, bias(engine)));
     }
   }
 }
@@ -202,6 +227,8 @@ void AttentionTest::place_selection(const Problem& problem, Placed& placed) {
   std::vector<std::uint16_t> masks(lists * capacity, 0xFFFF);
   std::vector<std::int32_t> counts(lists);
   std::vector<std::byte> staged(lists * staged_capacity * row_bytes, std::byte{0xFF});
+  const auto bias_heads = static_cast<std::size_t>(problem.bias_heads);
+  std::vector<float> biases(lists * capacity * bias_heads, std::numeric_limits<float>::quiet_NaN());
   for (std::size_t list = 0; list < lists; ++list) {
     const auto heads = static_cast<std::size_t>(problem.kv.kv_heads);
     const auto sequence = static_cast<std::size_t>(problem.rows[list / heads].sequence);
@@ -210,6 +237,8 @@ void AttentionTest::place_selection(const Problem& problem, Placed& placed) {
       const SelectedRow& entry = problem.selected[list][i];
       ids[list * capacity + i] = entry.id;
       masks[list * capacity + i] = entry.mask;
+      std::copy_n(entry.biases.begin(), bias_heads,
+                  biases.begin() + static_cast<std::ptrdiff_t>((list * capacity + i) * bias_heads));
       if (i >= staged_capacity) continue;
       write_row(problem, problem.sequences[sequence], static_cast<int>(list % heads), entry.id,
                 false, staged.data() + (list * staged_capacity + i) * row_bytes);
@@ -222,6 +251,11 @@ void AttentionTest::place_selection(const Problem& problem, Placed& placed) {
   placed.kept.push_back(upload(counts));
   placed.selection.counts = placed.kept.back().as<std::int32_t>();
   placed.selection.capacity = static_cast<std::int64_t>(capacity);
+  if (bias_heads > 0) {
+    placed.kept.push_back(upload(biases));
+    placed.selection.bias = placed.kept.back().as<float>();
+    placed.selection.bias_heads = problem.bias_heads;
+  }
   if (staged_capacity == 0) return;
   placed.kept.push_back(upload(staged));
   placed.selection.staged = placed.kept.back().data();
@@ -303,9 +337,10 @@ void AttentionTest::expect_oracle(const Problem& problem) {
       const std::int64_t base = head / problem.group() * data.length * problem.kv.head_dim;
       const oracle::KvView view{data.keys.data() + base, data.values.data() + base,
                                 problem.kv.head_dim, problem.kv.head_dim};
-      const oracle::Attention expected = oracle::attend(
+      const oracle::Attention expected = oracle::attend_with_biases(
           std::span(problem.queries).subspan(at * d, d), view, problem.attended(row, head),
-          static_cast<double>(problem.softmax_scale), static_cast<double>(problem.logit_softcap));
+          problem.biases(row, head), static_cast<double>(problem.softmax_scale),
+          static_cast<double>(problem.logit_softcap));
       const auto stride = static_cast<std::size_t>(problem.head_stride());
       EXPECT_LE(oracle::relative_error(std::span(found.out).subspan(at * stride, d), expected.out),
                 tolerance() + rounding)

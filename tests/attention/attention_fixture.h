@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "support/backend_fixture.h"
 #include "support/oracle.h"
+#include "support/priority_oracle.h"
 
 #include <cstdint>
 #include <random>
@@ -24,6 +25,7 @@ struct SequenceData {
 struct SelectedRow {
   std::int32_t id = 0;
   std::uint16_t mask = 0xFFFF;
+  std::vector<float> biases = {};  ///< `[bias_heads]` of the problem.
 };
 
 /// One attention call and everything it reads. Pages of resident tokens hold NaN, so that a row
@@ -38,6 +40,7 @@ struct Problem {
   std::vector<float> queries;  ///< `[rows, query_heads, head_dim]`
   /// `[rows * kv_heads]` ascending; empty: no selected part.
   std::vector<std::vector<SelectedRow>> selected;
+  int bias_heads = 0;  ///< Of the selected rows: none, one for a group, or one for each head.
   std::int64_t staged_capacity = 0;
   bool pages_on_device = false;
   bool poison_pages = false;  ///< All page contents are NaN: rows must come from elsewhere.
@@ -50,6 +53,8 @@ struct Problem {
   [[nodiscard]] std::vector<std::int64_t> always(std::size_t row) const;
   /// Tokens that a query head attends, by the rules and by the selection.
   [[nodiscard]] std::vector<std::int64_t> attended(std::size_t row, int head) const;
+  /// What is added to their logits.
+  [[nodiscard]] std::vector<double> biases(std::size_t row, int head) const;
 };
 
 /// A problem with one sequence per length and one row per (sequence, lag), random from `seed`.
@@ -60,6 +65,9 @@ struct Problem {
 /// Selects about `share` of the eligible tokens of every row and KV head, each for a random subset
 /// of the heads of its group.
 void select_at_random(Problem& problem, std::uint64_t seed, double share);
+
+/// Gives every selected row biases, `heads` of them, some of them 0.
+void bias_at_random(Problem& problem, std::uint64_t seed, int heads);
 
 /// What the call returned, on the host.
 struct Outcome {
