@@ -1,0 +1,118 @@
+#include "runtime/priority_fixture.h"
+#include "runtime/spill_fixture.h"
+
+#include <utility>
+#include <vector>
+
+/// Priority selection where rows are not all in host memory, or are hot.
+namespace kvtier::testing {
+namespace {
+
+/// The estimators, a set per KV head and per query head, with a size and with an error target.
+std::vector<RetrievalConfig> all_rules() {
+  std::vector<RetrievalConfig> rules;
+  for (RetrievalConfig retrieval : priority_estimators()) {
+    for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
+      for (const double error_target : {0.0, 0.1}) {
+        retrieval.selection = selection;
+        retrieval.error_target = error_target;
+        rules.push_back(retrieval);
+      }
+    }
+  }
+  return rules;
+}
+
+class PrioritySpillTest : public SpillTest {};
+KVTIER_INSTANTIATE_BACKENDS(PrioritySpillTest);
+
+TEST_P(PrioritySpillTest, StepsOverMorePagesThanFramesGiveTheSame) {
+  std::size_t at = 0;
+  for (const RetrievalConfig& retrieval : all_rules()) {
+    SCOPED_TRACE(name_of(retrieval) + ", error target " + std::to_string(retrieval.error_target));
+    Config small = with_frames(14);
+    Config large = twin();
+    // Formats and staging in turn: windows copy biases in each.
+    const bool fp8 = at % 3 == 1;
+    const int staging = at % 2 == 0 ? -1 : 16;
+    ++at;
+    for (Config* config : {&small, &large}) {
+      config->retrieval = retrieval;
+      config->retrieval.top_k = 100;
+      config->memory.page_format = fp8 ? PageFormat::kFloat8 : PageFormat::kModel;
+      config->memory.staging_rows = staging;
+    }
+    Engine engine(small);
+    Engine reference(large);
+    const ModelConfig& model = engine.config().model;
+    Session a = engine.open(), b = reference.open();
+    for (int layer = 0; layer < 2; ++layer) {
+      append_random(a, model, layer, 500, 7);
+      append_random(b, model, layer, 500, 7);
+    }
+    expect_same_decode(a, b, model, 1, 50, {}, true, GetParam());
+    expect_same_decode(a, b, model, 3, 80, {}, false, GetParam());
+    const Stats::Cumulative mine = engine.stats().cumulative;
+    const Stats::Cumulative theirs = reference.stats().cumulative;
+    EXPECT_GT(mine.cold_steps, 0U);
+    EXPECT_EQ(mine.rows_selected, theirs.rows_selected);
+    EXPECT_EQ(mine.rows_attended, theirs.rows_attended);
+  }
+}
+
+TEST_P(PrioritySpillTest, GivenIdsAndBiasesOfTokensInATierCountTheSame) {
+  Engine engine(with_frames(14));
+  Engine reference(twin());
+  const ModelConfig& model = engine.config().model;
+  Session a = engine.open(), b = reference.open();
+  append_random(a, model, 0, 700, 7);
+  append_random(b, model, 0, 700, 7);
+  for (const int heads : {model.kv_heads, model.query_heads}) {
+    Picked given(1, heads, 200);
+    for (std::size_t i = 0; i < given.ids.data.size(); ++i) {
+      given.ids.data[i] = static_cast<std::int32_t>(10 + i % 200 * 3 + i / 200);
+      given.biases[i] = 0.01F * static_cast<float>(i % 331);
+    }
+    CallTensors mine(model, 1, 3), theirs(model, 1, 3);
+    for (const auto& [session, call] : {std::pair{&a, &mine}, std::pair{&b, &theirs}}) {
+      session->attend(
+          0, {.query = call->query.view(), .selected = given.ids_view(), .bias = given.bias_view()},
+          call->outputs());
+    }
+    EXPECT_TRUE(as_resident(GetParam(), mine, theirs)) << heads << " heads";
+  }
+  EXPECT_GT(engine.stats().cumulative.cold_steps, 0U);
+}
+
+class PriorityHotTest : public EngineTest {};
+KVTIER_INSTANTIATE_BACKENDS(PriorityHotTest);
+
+TEST_P(PriorityHotTest, HotRowsGiveTheSame) {
+  for (const RetrievalConfig& retrieval : all_rules()) {
+    SCOPED_TRACE(name_of(retrieval) + ", error target " + std::to_string(retrieval.error_target));
+    Config config = this->config();
+    config.retrieval = retrieval;
+    config.memory.staging_rows = 512;
+    Engine without(config);
+    config.memory.hot_rows = 96;
+    config.memory.hot_bytes = MiB;
+    Engine with(config);
+    Session hot = with.open(), plain = without.open();
+    append_random(hot, config.model, 0, 600, 1);
+    append_random(plain, config.model, 0, 600, 1);
+    for (std::uint64_t seed = 8; seed < 20; ++seed) {
+      CallTensors a(config.model, 1, seed), b(config.model, 1, seed);
+      a.query = b.query = HostTensor::random(1, config.model.query_heads, config.model.head_dim,
+                                             DType::kBFloat16, seed / 6);
+      hot.decode(0, a.inputs(), a.outputs(true));
+      plain.decode(0, b.inputs(), b.outputs(true));
+      ASSERT_TRUE(as_resident(GetParam(), a, b)) << "seed " << seed;
+    }
+    const Stats::Cumulative found = with.stats().cumulative;
+    EXPECT_GT(found.hot_hits, 0U);
+    EXPECT_EQ(found.rows_selected, without.stats().cumulative.rows_selected);
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::testing
