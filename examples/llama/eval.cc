@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "llama/threads.h"
 #include "llama/value_means.h"
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cmath>
 #include <iterator>
 #include <memory>
+#include <thread>
 
 namespace kvtier::llama {
 namespace {
@@ -17,10 +19,41 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-double log_sum_exp(std::span<const float> logits, double max) {
+double log_sum_exp(std::span<const float> logits) {
+  const double max = *std::max_element(logits.begin(), logits.end());
   double sum = 0.0;
   for (const float x : logits) sum += std::exp(x - max);
   return max + std::log(sum);
+}
+
+/// `divergence`, given the normalisers of both.
+double divergence(std::span<const float> p_logits, double p_norm, std::span<const float> q_logits,
+                  double q_norm) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < p_logits.size(); ++i) {
+    const double log_p = p_logits[i] - p_norm;
+    sum += std::exp(log_p) * (log_p - (q_logits[i] - q_norm));
+  }
+  return std::max(sum, 0.0);
+}
+
+std::int64_t argmax(std::span<const float> logits) {
+  return std::max_element(logits.begin(), logits.end()) - logits.begin();
+}
+
+/// What one position of the tail says of the next token, against dense attention.
+struct Guess {
+  std::int64_t token = 0, dense_token = 0;
+  double kl = 0.0;
+  double log_loss = 0.0;  ///< Of the token that follows.
+};
+
+/// Returns the value that 99 of 100 of `values` do not exceed, by nearest rank.
+double percentile_99(std::vector<double> values) {
+  const std::size_t rank = (values.size() * 99 + 99) / 100 - 1;
+  const auto at = values.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(values.begin(), at, values.end());
+  return *at;
 }
 
 /// The tail of one sequence under one method.
@@ -49,6 +82,8 @@ void add_run(EvalRow& row, const TaskCase& task, const Scores& scores, const Tai
   row.fwe += scores.fwe;
   row.kl += scores.kl;
   row.kl_answers += scores.kl_answers;
+  row.same_argmax += scores.same_argmax;
+  row.perplexity += scores.log_loss;
   // A store that counts nothing leaves what it would have counted at zero.
   const double steps =
       std::max(1.0, static_cast<double>(run.counted.queries) * static_cast<double>(kv_heads));
@@ -61,13 +96,16 @@ void add_run(EvalRow& row, const TaskCase& task, const Scores& scores, const Tai
   ++row.sequences;
 }
 
-void finish_row(EvalRow& row) {
+void finish_row(EvalRow& row, const std::vector<double>& divergences) {
   const auto count = static_cast<double>(row.sequences);
-  for (double* sum :
-       {&row.exact, &row.first_token, &row.fwe, &row.kl, &row.kl_answers, &row.rows_attended,
-        &row.sketch_bytes_read, &row.tokens_per_second, &row.pages_restored}) {
+  for (double* sum : {&row.exact, &row.first_token, &row.fwe, &row.kl, &row.kl_answers,
+                      &row.same_argmax, &row.perplexity, &row.rows_attended, &row.sketch_bytes_read,
+                      &row.tokens_per_second, &row.pages_restored}) {
     *sum /= count;
   }
+  row.perplexity = std::exp(row.perplexity);
+  row.kl_p99 = percentile_99(divergences);
+  row.kl_max = *std::max_element(divergences.begin(), divergences.end());
   // Query t of the tail sees the context, the tail before it and itself.
   const double visible = static_cast<double>(row.context) + (static_cast<double>(row.tail) + 1) / 2;
   if (row.measured()) row.effective_sparsity = visible / row.rows_attended;
@@ -82,18 +120,21 @@ class CaseRun {
     for (const Method& method : methods) {
       EvalRow row;
       row.task = task.name;
+      row.kind = task.kind;
       row.method = method;
       row.context = task.context;
       row.tail = task.tail();
       rows_.push_back(row);
     }
+    divergences_.resize(rows_.size());
   }
 
-  double run_sequence(std::int64_t index, std::int64_t count) {
+  double run_sequence(std::int64_t index) {
     const std::span<const std::int32_t> tokens = task_.sequence(index);
     const auto context = static_cast<std::size_t>(task_.context);
-    const std::string label = task_.name + "  sequence " + std::to_string(index + 1) + " of " +
-                              std::to_string(count) + "  ";
+    const std::string label = task_.name + "  sequence " +
+                              std::to_string(index - options_.first_sequence + 1) + " of " +
+                              std::to_string(options_.sequences) + "  ";
     const std::unique_ptr<KvSession> session = store_.open(task_.length);
     PassOptions pass;
     pass.progress = [&](std::int64_t done, std::int64_t all) {
@@ -126,6 +167,8 @@ class CaseRun {
       const TailRun& run = method.dense ? reference : other;
       const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);
       add_run(rows_[i], task_, scores, run, store_.stats(), decoder_.config().kv_heads);
+      divergences_[i].insert(divergences_[i].end(), scores.divergences.begin(),
+                             scores.divergences.end());
       rows_[i].method = method;
       if (options_.keep_logits) logits_.push_back({task_.name, index, i, run.logits});
     }
@@ -133,9 +176,9 @@ class CaseRun {
   }
 
   void move_to(EvalResult& result) {
-    for (EvalRow& row : rows_) {
-      finish_row(row);
-      result.rows.push_back(std::move(row));
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      finish_row(rows_[i], divergences_[i]);
+      result.rows.push_back(std::move(rows_[i]));
     }
     std::move(logits_.begin(), logits_.end(), std::back_inserter(result.logits));
   }
@@ -151,54 +194,63 @@ class CaseRun {
   const EvalOptions& options_;
   const TaskCase& task_;
   std::vector<EvalRow> rows_;
+  std::vector<std::vector<double>> divergences_;  ///< Of each row, at all positions.
   std::vector<TailLogits> logits_;
 };
 
 }  // namespace
 
 double divergence(std::span<const float> p_logits, std::span<const float> q_logits) {
-  const double p_norm = log_sum_exp(p_logits, *std::max_element(p_logits.begin(), p_logits.end()));
-  const double q_norm = log_sum_exp(q_logits, *std::max_element(q_logits.begin(), q_logits.end()));
-  double sum = 0.0;
-  for (std::size_t i = 0; i < p_logits.size(); ++i) {
-    const double log_p = p_logits[i] - p_norm;
-    sum += std::exp(log_p) * (log_p - (q_logits[i] - q_norm));
-  }
-  return std::max(sum, 0.0);
+  return divergence(p_logits, log_sum_exp(p_logits), q_logits, log_sum_exp(q_logits));
 }
 
 Scores score_logits(const TaskCase& task, std::span<const std::int32_t> tokens,
                     const std::vector<float>& logits, const std::vector<float>& dense) {
   const auto tail = static_cast<std::size_t>(task.tail());
   const std::size_t vocab = logits.size() / tail;
-  const auto row = [vocab](const std::vector<float>& from, std::int64_t index) {
-    return std::span<const float>(from).subspan(static_cast<std::size_t>(index) * vocab, vocab);
+  const std::span<const std::int32_t> next = tokens.subspan(static_cast<std::size_t>(task.context));
+  std::vector<Guess> guesses(tail);
+  const auto threads = static_cast<int>(std::thread::hardware_concurrency());
+  run_parallel(threads, task.tail(), [&](std::int64_t position) {
+    const auto i = static_cast<std::size_t>(position);
+    const auto here = std::span<const float>(logits).subspan(i * vocab, vocab);
+    const auto there = std::span<const float>(dense).subspan(i * vocab, vocab);
+    const double norm = log_sum_exp(here);
+    guesses[i] = {.token = argmax(here),
+                  .dense_token = argmax(there),
+                  .kl = divergence(there, log_sum_exp(there), here, norm)};
+    if (i + 1 == tail) return;  // What follows is not in the file.
+    guesses[i].log_loss = norm - here[static_cast<std::size_t>(next[i + 1])];
+  });
+  const auto before = [&](std::int64_t position) -> const Guess& {
+    return guesses[static_cast<std::size_t>(position - 1 - task.context)];
   };
-  const auto right = [&](std::size_t answer) {
-    const std::int64_t position = task.answers[answer];
-    const std::span<const float> guess = row(logits, position - 1 - task.context);
-    const auto best = std::max_element(guess.begin(), guess.end()) - guess.begin();
-    return best == tokens[static_cast<std::size_t>(position)];
+  const auto right = [&](std::int64_t position) {
+    return before(position).token == tokens[static_cast<std::size_t>(position)];
   };
 
   Scores scores;
-  const auto queries = static_cast<std::size_t>(task.queries());
-  for (std::size_t query = 0; query < queries; ++query) {
-    const bool first = right(3 * query);
-    scores.first_token += first ? 1.0 : 0.0;
-    scores.right.push_back(first && right(3 * query + 1) && right(3 * query + 2));
+  auto answer = task.answers.begin();
+  for (const std::int64_t count : task.answer_tokens) {
+    const auto end = answer + count;
+    scores.first_token += right(*answer) ? 1.0 : 0.0;
+    scores.right.push_back(std::all_of(answer, end, right));
     scores.exact += scores.right.back() ? 1.0 : 0.0;
+    answer = end;
   }
-  scores.first_token /= static_cast<double>(queries);
-  scores.exact /= static_cast<double>(queries);
-  for (std::size_t i = 0; i < 3; ++i) scores.fwe += right(3 * queries + i) ? 1.0 / 3.0 : 0.0;
-  for (std::int64_t i = 0; i < task.tail(); ++i) {
-    scores.kl += divergence(row(dense, i), row(logits, i)) / static_cast<double>(tail);
+  scores.first_token /= static_cast<double>(task.queries());
+  scores.exact /= static_cast<double>(task.queries());
+  const auto words = static_cast<double>(task.answers.end() - answer);
+  for (; answer != task.answers.end(); ++answer) scores.fwe += right(*answer) ? 1.0 / words : 0.0;
+  for (const Guess& guess : guesses) {
+    scores.divergences.push_back(guess.kl);
+    scores.kl += guess.kl / static_cast<double>(tail);
+    scores.same_argmax += guess.token == guess.dense_token ? 1.0 : 0.0;
+    scores.log_loss += guess.log_loss / static_cast<double>(tail - 1);
   }
+  scores.same_argmax /= static_cast<double>(tail);
   for (const std::int64_t position : task.answers) {
-    const std::int64_t i = position - 1 - task.context;
-    scores.kl_answers +=
-        divergence(row(dense, i), row(logits, i)) / static_cast<double>(task.answers.size());
+    scores.kl_answers += before(position).kl / static_cast<double>(task.answers.size());
   }
   return scores;
 }
@@ -211,10 +263,16 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
   for (const std::string& name : options.cases) {
     cases.push_back(tasks.at(name));
     longest = std::max(longest, cases.back().length);
-    if (options.sequences < 1 || options.sequences > cases.back().sequences) {
+    const std::int64_t there = cases.back().sequences - options.first_sequence;
+    if (options.first_sequence < 0 || there < 1) {
       throw Error(ErrorCode::kInvalidArgument,
-                  "--sequences: expected 1 to " + std::to_string(cases.back().sequences) + " of " +
-                      name + ", found " + std::to_string(options.sequences));
+                  "--first-sequence: expected 0 to " + std::to_string(cases.back().sequences - 1) +
+                      " of " + name + ", found " + std::to_string(options.first_sequence));
+    }
+    if (options.sequences < 1 || options.sequences > there) {
+      throw Error(ErrorCode::kInvalidArgument, "--sequences: expected 1 to " +
+                                                   std::to_string(there) + " of " + name +
+                                                   ", found " + std::to_string(options.sequences));
     }
   }
   const Config config = engine_config(decoder.config(), options.runtime, methods, longest);
@@ -229,7 +287,7 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
   for (const TaskCase& task : cases) {
     CaseRun run(decoder, *store, methods, options, task);
     for (std::int64_t i = 0; i < options.sequences; ++i) {
-      result.prefill_seconds += run.run_sequence(i, options.sequences);
+      result.prefill_seconds += run.run_sequence(options.first_sequence + i);
     }
     run.move_to(result);
   }

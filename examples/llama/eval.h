@@ -23,7 +23,8 @@ struct TailLogits {
 
 struct EvalOptions {
   std::vector<std::string> cases;
-  std::int64_t sequences = 1;  ///< Of each case, from the first.
+  std::int64_t sequences = 1;  ///< Of each case, from `first_sequence`.
+  std::int64_t first_sequence = 0;
   RuntimeOptions runtime;
   RetrievalOptions retrieval;
   /// Give what sparse steps do not attend the mean value of the context (`AttendInputs::rest`).
@@ -36,15 +37,20 @@ struct EvalOptions {
 /// One method on one case, averaged over sequences.
 struct EvalRow {
   std::string task;
+  std::string kind;  ///< As `TaskCase::kind`.
   Method method;
   std::int64_t context = 0;
   std::int64_t tail = 0;
   std::int64_t sequences = 0;
-  double exact = 0.0;          ///< Share of queries with all three answer tokens right.
-  double first_token = 0.0;    ///< Share of queries with the first answer token right.
+  double exact = 0.0;          ///< Share of answers with all tokens right.
+  double first_token = 0.0;    ///< Share of answers with the first token right.
   double fwe = 0.0;            ///< Share of the frequent words right.
   double kl = 0.0;             ///< KL(dense || this), nats, mean over positions after the context.
-  double kl_answers = 0.0;     ///< The same over the positions that predict an answer token.
+  double kl_p99 = 0.0;         ///< 99th percentile of these over all positions and sequences.
+  double kl_max = 0.0;         ///< The largest of them.
+  double kl_answers = 0.0;     ///< As `kl`, over the positions that predict an answer token.
+  double same_argmax = 0.0;    ///< Share of positions whose likeliest token is that of dense.
+  double perplexity = 0.0;     ///< Of the tokens after the context, but for the first.
   double rows_attended = 0.0;  ///< Mean per query token, KV head and layer.
   double effective_sparsity = 0.0;  ///< Rows visible over rows attended.
   double sketch_bytes_read = 0.0;   ///< Mean per query token, KV head and layer.
@@ -67,10 +73,13 @@ struct EvalResult {
   std::vector<TailLogits> logits;
 };
 
-/// Marks of one sequence: shares in [0, 1] but for the divergences.
+/// Marks of one sequence: shares in [0, 1] but for the divergences and `log_loss`.
 struct Scores {
   double exact = 0.0, first_token = 0.0, fwe = 0.0, kl = 0.0, kl_answers = 0.0;
-  std::vector<bool> right{};  ///< Of each query: whether it counts as `exact`.
+  double same_argmax = 0.0;
+  double log_loss = 0.0;              ///< Mean of -ln p(token), as in `EvalRow::perplexity`.
+  std::vector<bool> right{};          ///< Of each answer: whether it counts as `exact`.
+  std::vector<double> divergences{};  ///< Of each position.
 };
 
 /// Scores logits `[tail, vocab]` of the tokens after the context against those of dense attention.

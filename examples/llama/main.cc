@@ -104,6 +104,8 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
       ->required();
   eval->add_option("--sequences", a.eval.sequences, "Sequences of each case")
       ->capture_default_str();
+  eval->add_option("--first-sequence", a.eval.first_sequence, "The first of them")
+      ->capture_default_str();
   eval->add_option("--estimator", retrieval.estimators,
                    "soft_collision, hard_collision, norm_aware")
       ->delimiter(',')

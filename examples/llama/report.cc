@@ -48,12 +48,20 @@ std::string grouped(double value) {
   return digits;
 }
 
+bool is_needle_llama(const EvalRow& row) { return row.kind == "needle-llama"; }
+
 void print_header(std::ostream& out, const EvalRow& row, const std::string& place) {
   const bool several = row.sequences > 1;
-  out << format("%s   %s tokens of context, then %lld tokens of questions and answers, ",
-                row.task.c_str(), grouped(static_cast<double>(row.context)).c_str(),
-                static_cast<long long>(row.tail))
+  out << format("%s   %s tokens of context, then %lld tokens of %s, ", row.task.c_str(),
+                grouped(static_cast<double>(row.context)).c_str(), static_cast<long long>(row.tail),
+                is_needle_llama(row) ? "questions and answers" : row.kind.c_str())
       << row.sequences << (several ? " sequences" : " sequence") << ", backend " << place << "\n\n";
+  if (!is_needle_llama(row)) {
+    out << format("  %-40s %8s %6s %7s %6s %6s %6s %6s %7s %6s\n", "method", "sparsity", "exact",
+                  "ppl", "KL", "KL p99", "KL max", "same", "rows", "tok/s");
+    out << "  " << std::string(107, '-') << '\n';
+    return;
+  }
   out << format("  %-26s %-14s %8s %6s %6s %6s %6s %6s %7s %6s %6s\n", "estimator, value weighting",
                 "selection", "sparsity", "exact", "first", "fwe", "KL", "KL ans", "rows", "eff.",
                 "tok/s");
@@ -61,24 +69,38 @@ void print_header(std::ostream& out, const EvalRow& row, const std::string& plac
 }
 
 void print_row(std::ostream& out, const EvalRow& row) {
-  std::string name = "dense";
-  std::string selection = "-";
-  std::string sparsity = "-";
-  if (!row.method.dense) {
-    const RetrievalConfig& retrieval = row.method.retrieval;
-    name = estimator_name(retrieval.estimator) + ", " + weighting_name(retrieval.weighting());
-    selection = selection_name(retrieval.selection);
-    sparsity = format("%gx", row.method.sparsity);
+  const bool dense = row.method.dense;
+  const std::string selection = dense ? "-" : selection_name(row.method.retrieval.selection);
+  const std::string sparsity = dense ? "-" : format("%gx", row.method.sparsity);
+  const std::string rows = row.measured() ? grouped(row.rows_attended) : "-";
+  const std::string speed = grouped(row.tokens_per_second);
+  if (!is_needle_llama(row)) {
+    const std::string name = row.method.label + (dense ? "" : ", " + selection);
+    out << format(
+        "  %-40s %8s %6.3f %7s %6s %6s %6s %6.3f %7s %6s\n", name.c_str(), sparsity.c_str(),
+        row.exact, format(row.perplexity < 1000.0 ? "%.3f" : "%.3g", row.perplexity).c_str(),
+        divergence_text(row.kl).c_str(), divergence_text(row.kl_p99).c_str(),
+        divergence_text(row.kl_max).c_str(), row.same_argmax, rows.c_str(), speed.c_str());
+    return;
   }
-  out << format("  %-26s %-14s %8s %6.3f %6.3f %6.3f %6s %6s %7s %6s %6s\n", name.c_str(),
-                selection.c_str(), sparsity.c_str(), row.exact, row.first_token, row.fwe,
-                divergence_text(row.kl).c_str(), divergence_text(row.kl_answers).c_str(),
-                row.measured() ? grouped(row.rows_attended).c_str() : "-",
-                row.measured() ? format("%.1fx", row.effective_sparsity).c_str() : "-",
-                grouped(row.tokens_per_second).c_str());
+  out << format(
+      "  %-26s %-14s %8s %6.3f %6.3f %6.3f %6s %6s %7s %6s %6s\n", row.method.label.c_str(),
+      selection.c_str(), sparsity.c_str(), row.exact, row.first_token, row.fwe,
+      divergence_text(row.kl).c_str(), divergence_text(row.kl_answers).c_str(), rows.c_str(),
+      row.measured() ? format("%.1fx", row.effective_sparsity).c_str() : "-", speed.c_str());
 }
 
-void print_legend(std::ostream& out) {
+void print_legend(std::ostream& out, const EvalRow& row) {
+  if (!is_needle_llama(row)) {
+    out << "\n  exact: share of answers wholly right; ppl: perplexity of the tokens after the "
+           "context\n"
+           "  KL: divergence of the next-token distribution from dense, nats: mean, 99th "
+           "percentile, largest\n"
+           "  same: share of positions whose likeliest token is that of dense\n"
+           "  rows: keys and values attended per query token, KV head and layer, sink and window"
+           " included\n";
+    return;
+  }
   out << "\n  exact, first, fwe: shares of answers wholly right, of first tokens right, of frequent"
          " words right\n"
          "  KL: divergence of the next-token distribution from dense, nats (all positions; answer"
@@ -153,6 +175,8 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place) {
   const RetrievalConfig& retrieval = row.method.retrieval;
   const bool dense = row.method.dense;
   json["case"] = row.task;
+  json["kind"] = row.kind;
+  json["method"] = row.method.label;
   json["sparsity"] = dense ? 0.0 : row.method.sparsity;
   json["estimator"] = dense ? "dense" : estimator_name(retrieval.estimator);
   json["value_weighting"] = dense ? "none" : weighting_name(retrieval.weighting());
@@ -164,6 +188,10 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place) {
   json["fwe"] = row.fwe;
   json["kl"] = row.kl;
   json["kl_answers"] = row.kl_answers;
+  json["kl_p99"] = row.kl_p99;
+  json["kl_max"] = row.kl_max;
+  json["same_argmax"] = row.same_argmax;
+  json["perplexity"] = row.perplexity;
   json["tokens_per_second"] = row.tokens_per_second;
   if (row.measured()) {
     json["rows_attended"] = row.rows_attended;
@@ -195,7 +223,7 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
     previous = &row;
   }
   if (previous == nullptr) return;
-  print_legend(out);
+  print_legend(out, *previous);
   out << '\n';
   if (previous->measured()) {
     print_placement(out, model, result);

@@ -93,6 +93,10 @@ void check(const RetrievalConfig& retrieval) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
+std::string label_of(const RetrievalConfig& retrieval) {
+  return estimator_name(retrieval.estimator) + ", " + weighting_name(retrieval.weighting());
+}
+
 /// Keeps the largest of sketches that serve one another.
 void merge_sketch(std::vector<SketchConfig>& sketches, const SketchConfig& sketch) {
   for (SketchConfig& have : sketches) {
@@ -168,7 +172,10 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
                         std::to_string(sparsity));
       }
       check(retrieval);
-      methods.push_back({.dense = false, .sparsity = sparsity, .retrieval = retrieval});
+      methods.push_back({.dense = false,
+                         .sparsity = sparsity,
+                         .retrieval = retrieval,
+                         .label = label_of(retrieval)});
     }
   }
   return methods;

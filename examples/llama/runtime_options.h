@@ -43,6 +43,7 @@ struct Method {
   bool dense = false;
   double sparsity = 1.0;
   RetrievalConfig retrieval;
+  std::string label = "dense";  ///< Of `retrieval`, in reports.
 };
 
 [[nodiscard]] std::string estimator_name(Estimator estimator);

@@ -2,10 +2,66 @@
 
 #include "kvtier/error.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
 namespace kvtier::llama {
+
+namespace {
+
+/// Answers of three tokens, then three frequent words, at the positions of the file.
+void read_positions(const formats::Tensor& tensor, TaskCase& task) {
+  task.answers.assign(tensor.as<std::int32_t>(), tensor.as<std::int32_t>() + tensor.elements());
+  std::int64_t previous = task.context;
+  bool ascending = task.context >= 1;
+  for (const std::int64_t position : task.answers) {
+    ascending = ascending && position > previous;
+    previous = position;
+  }
+  if (!ascending || previous >= task.length || task.answers.size() < 6 ||
+      task.answers.size() % 3 != 0) {
+    throw Error(ErrorCode::kDataLoss,
+                task.name +
+                    ".answer_positions: expected at least 6, in threes, ascending, after the "
+                    "context of " +
+                    std::to_string(task.context) + " and below " + std::to_string(task.length) +
+                    ", found " + std::to_string(task.answers.size()) + " up to " +
+                    std::to_string(previous));
+  }
+  task.answer_tokens.assign(task.answers.size() / 3 - 1, 3);
+}
+
+/// Answers of any length, each token with the number of its answer.
+void read_marks(const formats::Tensor& tensor, TaskCase& task) {
+  if (task.context < 1 || tensor.elements() != task.tail()) {
+    throw Error(ErrorCode::kDataLoss, task.name + ".answers: expected a number for each of " +
+                                          std::to_string(task.tail()) +
+                                          " tokens after a context, found " +
+                                          std::to_string(tensor.elements()));
+  }
+  for (std::int64_t i = 0; i < task.tail(); ++i) {
+    const std::int32_t mark = tensor.as<std::int32_t>()[i];
+    if (mark == 0) continue;
+    const std::int64_t last = task.queries();
+    // The logits that predict the first token are the context's.
+    if (i == 0 || mark < std::max<std::int64_t>(1, last) || mark > last + 1) {
+      throw Error(ErrorCode::kDataLoss,
+                  task.name +
+                      ".answers: expected numbers from 1 in order, none on the first token, "
+                      "found " +
+                      std::to_string(mark) + " after " + std::to_string(last));
+    }
+    if (mark > last) task.answer_tokens.push_back(0);
+    ++task.answer_tokens.back();
+    task.answers.push_back(task.context + i);
+  }
+  if (task.answers.empty()) {
+    throw Error(ErrorCode::kDataLoss, task.name + ".answers: expected at least one, found none");
+  }
+}
+
+}  // namespace
 
 TaskFile::TaskFile(const std::filesystem::path& path) : file_(formats::SafeTensors::open(path)) {}
 
@@ -25,7 +81,6 @@ TaskCase TaskFile::at(const std::string& name) const {
     throw Error(ErrorCode::kNotFound, "case: expected one of " + known + ", found " + name);
   }
   const formats::Tensor& tokens = file_.at(name + ".tokens", DType::kInt32, {-1, -1});
-  const formats::Tensor& answers = file_.at(name + ".answer_positions", DType::kInt32, {-1});
   const auto text = file_.metadata().find(name);
 
   TaskCase result;
@@ -33,36 +88,32 @@ TaskCase TaskFile::at(const std::string& name) const {
   result.sequences = tokens.shape[0];
   result.length = tokens.shape[1];
   result.tokens = tokens.as<std::int32_t>();
-  result.answers.assign(answers.as<std::int32_t>(),
-                        answers.as<std::int32_t>() + answers.elements());
   result.metadata = text == file_.metadata().end() ? "" : text->second;
   result.context = std::llround(metadata_number(result.metadata, "context"));
 
-  std::int64_t previous = result.context;
-  bool ascending = result.context >= 1;
-  for (const std::int64_t position : result.answers) {
-    ascending = ascending && position > previous;
-    previous = position;
-  }
-  if (!ascending || previous >= result.length || result.answers.size() < 6 ||
-      result.answers.size() % 3 != 0) {
-    throw Error(ErrorCode::kDataLoss,
-                name +
-                    ".answer_positions: expected at least 6, in threes, ascending, after the "
-                    "context of " +
-                    std::to_string(result.context) + " and below " + std::to_string(result.length) +
-                    ", found " + std::to_string(result.answers.size()) + " up to " +
-                    std::to_string(previous));
+  if (file_.contains(name + ".answers")) {
+    const std::string kind = metadata_word(result.metadata, "kind");
+    result.kind = kind.empty() ? "answers" : kind;
+    read_marks(file_.at(name + ".answers", DType::kInt32, {-1}), result);
+  } else {
+    result.kind = "needle-llama";
+    read_positions(file_.at(name + ".answer_positions", DType::kInt32, {-1}), result);
   }
   return result;
 }
 
-double metadata_number(const std::string& text, const std::string& key) {
+std::string metadata_word(const std::string& text, const std::string& key) {
   const std::size_t at = (" " + text).find(" " + key + "=");
-  const char* begin = at == std::string::npos ? "" : text.c_str() + at + key.size() + 1;
+  if (at == std::string::npos) return {};
+  const std::size_t begin = at + key.size() + 1;
+  return text.substr(begin, text.find(' ', begin) - begin);
+}
+
+double metadata_number(const std::string& text, const std::string& key) {
+  const std::string word = metadata_word(text, key);
   char* end = nullptr;
-  const double value = std::strtod(begin, &end);
-  if (end == begin) {
+  const double value = std::strtod(word.c_str(), &end);
+  if (end == word.c_str()) {
     throw Error(ErrorCode::kDataLoss,
                 "metadata: expected " + key + "=NUMBER, found \"" + text + "\"");
   }

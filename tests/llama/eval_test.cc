@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <sstream>
@@ -22,6 +23,7 @@ namespace {
 using ::testing::HasSubstr;
 using testing::ReferenceModel;
 using testing::TemporaryFolder;
+using testing::write_marked_tasks;
 using testing::write_tiny_tasks;
 
 TEST(Divergence, IsTheSumOverTheDistribution) {
@@ -32,6 +34,13 @@ TEST(Divergence, IsTheSumOverTheDistribution) {
   EXPECT_EQ(divergence(q, q), 0.0);
 }
 
+/// Logits over 4 tokens that all but give everything to one each.
+std::vector<float> logits_of(const std::vector<std::size_t>& guesses) {
+  std::vector<float> logits(guesses.size() * 4);
+  for (std::size_t i = 0; i < guesses.size(); ++i) logits[4 * i + guesses[i]] = 9.0F;
+  return logits;
+}
+
 TEST(Scores, CountQueriesFirstTokensAndFrequentWords) {
   // Context of 2, then 9 tokens of which 3..8 are answers: one query, and three frequent words.
   const std::vector<std::int32_t> tokens{0, 0, 0, 1, 2, 3, 1, 2, 3, 0, 0};
@@ -39,11 +48,7 @@ TEST(Scores, CountQueriesFirstTokensAndFrequentWords) {
   task.context = 2;
   task.length = 11;
   task.answers = {3, 4, 5, 6, 7, 8};
-  const auto logits_of = [](const std::vector<std::size_t>& guesses) {
-    std::vector<float> logits(guesses.size() * 4);
-    for (std::size_t i = 0; i < guesses.size(); ++i) logits[4 * i + guesses[i]] = 9.0F;
-    return logits;
-  };
+  task.answer_tokens = {3};
   const std::vector<float> right = logits_of({1, 2, 3, 1, 2, 3, 0, 0, 0});
   const std::vector<float> wrong = logits_of({1, 2, 0, 1, 0, 3, 0, 0, 0});
 
@@ -61,6 +66,38 @@ TEST(Scores, CountQueriesFirstTokensAndFrequentWords) {
   const double one = divergence(std::span(right).subspan(8, 4), std::span(wrong).subspan(8, 4));
   EXPECT_NEAR(some.kl, 2.0 * one / 9.0, 1e-9);
   EXPECT_NEAR(some.kl_answers, 2.0 * one / 6.0, 1e-9);
+}
+
+TEST(Scores, TakeAnswersOfAnyNumberAndLength) {
+  // Context of 2, then 6 tokens: answers of 1, 3 and 1 tokens, the second split by another token.
+  const std::vector<std::int32_t> tokens{0, 0, 0, 1, 2, 0, 3, 1};
+  TaskCase task;
+  task.context = 2;
+  task.length = 8;
+  task.answers = {3, 4, 6, 7};
+  task.answer_tokens = {1, 2, 1};
+  const std::vector<float> dense = logits_of({1, 2, 0, 3, 1, 0});
+  const std::vector<float> sparse = logits_of({1, 2, 0, 2, 0, 0});
+
+  const Scores all = score_logits(task, tokens, dense, dense);
+  const Scores some = score_logits(task, tokens, sparse, dense);
+
+  EXPECT_EQ(all.exact, 1.0);
+  EXPECT_EQ(all.same_argmax, 1.0);
+  EXPECT_EQ(all.right, std::vector<bool>({true, true, true}));
+  EXPECT_EQ(some.right, std::vector<bool>({true, false, false}));
+  EXPECT_NEAR(some.exact, 1.0 / 3.0, 1e-12);
+  EXPECT_NEAR(some.first_token, 2.0 / 3.0, 1e-12);
+  EXPECT_EQ(some.fwe, 0.0) << "no frequent words";
+  EXPECT_NEAR(some.same_argmax, 4.0 / 6.0, 1e-12);
+  // The token after each of the first five: right all but surely, or e^-9 of that.
+  const double norm = std::log(std::exp(9.0) + 3.0);
+  EXPECT_NEAR(all.log_loss, norm - 9.0, 1e-6);
+  EXPECT_NEAR(some.log_loss, norm - 9.0 * 3.0 / 5.0, 1e-6);
+  ASSERT_EQ(some.divergences.size(), 6U);
+  const double one = divergence(std::span(dense).subspan(12, 4), std::span(sparse).subspan(12, 4));
+  EXPECT_THAT(some.divergences, ::testing::ElementsAre(0.0, 0.0, 0.0, one, one, 0.0));
+  EXPECT_NEAR(some.kl_answers, 2.0 * one / 4.0, 1e-9);
 }
 
 float value_of_bf16(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
@@ -111,6 +148,56 @@ TEST_F(EvalTest, CountsRowsByTheProtocol) {
   // 312 tokens, 2 layers, 2 KV heads, 64 elements of K and V in bf16, in whole pages.
   EXPECT_GE(result.rows[2].host_bytes, 312U * 2 * 2 * 64 * 4);
   EXPECT_EQ(result.place, "cpu");
+}
+
+TEST_F(EvalTest, MeasuresTheDistanceFromDense) {
+  write_marked_tasks(tasks(), model_.vocab, {0, 1, 1, 0, 0, 2, 3, 3, 0, 3, 0, 4});
+  options_.sequences = 2;
+  options_.retrieval.sparsities = {0, 10};
+  options_.keep_logits = true;
+
+  const EvalResult result = run();
+
+  const TaskFile file(tasks());
+  const TaskCase task = file.at("tiny");
+  EXPECT_EQ(task.queries(), 4);
+  EXPECT_EQ(task.answers, std::vector<std::int64_t>({301, 302, 305, 306, 307, 309, 311}));
+  EXPECT_EQ(task.answer_tokens, std::vector<std::int64_t>({2, 1, 3, 1}));
+  std::vector<double> divergences;
+  double loss = 0.0;
+  double same = 0.0;
+  for (std::size_t i = 0; i < 2; ++i) {
+    const Scores scores =
+        score_logits(task, task.sequence(static_cast<std::int64_t>(i)),
+                     result.logits[2 * i + 1].logits, result.logits[2 * i].logits);
+    divergences.insert(divergences.end(), scores.divergences.begin(), scores.divergences.end());
+    loss += scores.log_loss / 2;
+    same += scores.same_argmax / 2;
+  }
+  const EvalRow& row = result.rows[1];
+  EXPECT_EQ(row.kind, "copying");
+  EXPECT_NEAR(row.perplexity, std::exp(loss), 1e-9);
+  EXPECT_NEAR(row.same_argmax, same, 1e-12);
+  // Of 24 positions, 99 in 100 are all but none of them.
+  EXPECT_EQ(row.kl_max, *std::max_element(divergences.begin(), divergences.end()));
+  EXPECT_EQ(row.kl_p99, row.kl_max);
+  EXPECT_GT(row.kl_max, row.kl);
+  EXPECT_EQ(result.rows[0].kl_max, 0.0);
+  EXPECT_EQ(result.rows[0].same_argmax, 1.0);
+}
+
+TEST_F(EvalTest, BeginsWithTheSequenceAskedFor) {
+  options_.retrieval.sparsities = {10};
+  options_.sequences = 2;
+  options_.keep_logits = true;
+  const EvalResult both = run();
+  options_.sequences = 1;
+  options_.first_sequence = 1;
+  const EvalResult second = run();
+
+  ASSERT_EQ(second.logits.size(), 1U);
+  EXPECT_EQ(second.logits[0].sequence, 1);
+  EXPECT_EQ(second.logits[0].logits, both.logits[1].logits);
 }
 
 TEST_F(EvalTest, KeepsRowsInFp8) {
@@ -191,6 +278,21 @@ TEST_F(EvalTest, PrintsAlignedTables) {
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 110U) << line;
 }
 
+TEST_F(EvalTest, PrintsPerplexityOfOtherKinds) {
+  write_marked_tasks(tasks(), model_.vocab, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11});
+  options_.retrieval.estimators = {"norm_aware"};
+  const EvalResult result = run();
+  std::ostringstream out;
+
+  print_report(out, read_model_config(folder_.path()), result);
+
+  EXPECT_THAT(out.str(), HasSubstr("then 12 tokens of copying, 1 sequence"));
+  EXPECT_THAT(out.str(), HasSubstr("KL p99 KL max"));
+  EXPECT_THAT(out.str(), HasSubstr("norm_aware, logit, per_kv_head"));
+  std::istringstream lines(out.str());
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 110U) << line;
+}
+
 TEST_F(EvalTest, WritesJson) {
   options_.retrieval.sparsities = {0, 10};
   const EvalResult result = run();
@@ -216,6 +318,12 @@ TEST_F(EvalTest, WritesJson) {
         "device_bytes", "host_bytes", "tokens_per_second"}) {
     EXPECT_TRUE(row.contains(key)) << key;
   }
+  EXPECT_EQ(row["kind"], "needle-llama");
+  EXPECT_EQ(row["method"], "soft_collision, linear");
+  EXPECT_EQ(row["kl_p99"].get<double>(), result.rows[1].kl_p99);
+  EXPECT_EQ(row["kl_max"].get<double>(), result.rows[1].kl_max);
+  EXPECT_EQ(row["same_argmax"].get<double>(), result.rows[1].same_argmax);
+  EXPECT_EQ(row["perplexity"].get<double>(), result.rows[1].perplexity);
 }
 
 TEST_F(EvalTest, JsonThatCannotBeWrittenIsAnError) {
@@ -230,6 +338,11 @@ TEST_F(EvalTest, JsonThatCannotBeWrittenIsAnError) {
 TEST_F(EvalTest, RejectsMoreSequencesThanThereAre) {
   options_.sequences = 3;
 
+  EXPECT_THROW((void)run(), Error);
+  options_.sequences = 2;
+  options_.first_sequence = 1;
+  EXPECT_THROW((void)run(), Error);
+  options_.first_sequence = -1;
   EXPECT_THROW((void)run(), Error);
 }
 
@@ -264,6 +377,35 @@ TEST_F(EvalTest, RejectsTasksThatContradictThemselves) {
   EXPECT_EQ(code(), ErrorCode::kDataLoss);
   write_tiny_tasks(tasks(), 50, 1, "context=300", {304, 305, 306, 309});
   EXPECT_EQ(code(), ErrorCode::kDataLoss);
+}
+
+TEST_F(EvalTest, RejectsMarksThatContradictThemselves) {
+  const auto message = [this](const std::vector<std::int32_t>& marks,
+                              const std::string& metadata = "context=300") -> std::string {
+    write_marked_tasks(tasks(), 50, marks, metadata);
+    try {
+      (void)TaskFile(tasks()).at("tiny");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kDataLoss);
+      return error.what();
+    }
+    return "accepted";
+  };
+
+  EXPECT_EQ(message({0, 1, 1, 0, 1, 2, 0, 0, 0, 0, 0, 3}), "accepted");
+  EXPECT_EQ(message({0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0}),
+            "tiny.answers: expected a number for each of 12 tokens after a context, found 11");
+  EXPECT_THAT(message({0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, "context=0"), HasSubstr("found 12"));
+  EXPECT_THAT(message({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}),
+              HasSubstr("expected at least one, found none"));
+  for (const std::vector<std::int32_t>& marks :
+       {std::vector<std::int32_t>{1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+        {0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+        {0, 1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+        {0, 1, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0},
+        {0, 1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0}}) {
+    EXPECT_THAT(message(marks), HasSubstr("expected numbers from 1 in order"));
+  }
 }
 
 }  // namespace
