@@ -8,7 +8,7 @@
 #include <cstdint>
 
 /// Internal to the selection within a budget: what its two halves share, the estimates
-/// (budget_cuda.cu) and the choice by them (budget_top_cuda.cu).
+/// (budget_cuda.cu, always_cuda.cu) and the choice by them (budget_top_cuda.cu).
 namespace kvtier::scoring::cuda {
 
 /// Sums of weights and shares are integers: they do not depend on the order of the blocks, and what
@@ -69,6 +69,9 @@ struct BudgetArgs {
 [[nodiscard]] dim3 scan_grid(int heads, const Stage& stage);
 
 inline constexpr int kBudgetThreads = 256;
+/// Blocks over the tokens always attended of a (row, KV head), and over a list of selected tokens:
+/// enough that of a few hundred rows each warp has one, few enough to be merged at once.
+inline constexpr int kMostBudgetParts = 32;
 /// Enough that their loads are under way together, few enough that what a block does once is
 /// little.
 inline constexpr int kScanBlocksPerProcessor = 6;
@@ -178,6 +181,23 @@ struct TokenNorms {
 __device__ inline float weight_of(const HeadEstimate& estimate, float score, float of_value) {
   const float weight = expf(estimate.slope * (score - of_value) + estimate.offset);
   return score > kLowestScore ? weight : 0.0F;
+}
+
+/// Merges those of a warp into that of lane 0, in the order of a tree.
+__device__ inline void merge_lanes(LogSum& sum) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    LogSum other;
+    other.max = __shfl_down_sync(kFullWarp, sum.max, offset);
+    other.sum = __shfl_down_sync(kFullWarp, sum.sum, offset);
+    sum.merge(other);
+  }
+}
+
+__device__ inline LogSum log_sum(float2 parts) {
+  LogSum sum;
+  sum.max = parts.x;
+  sum.sum = parts.y;
+  return sum;
 }
 
 }  // namespace kvtier::scoring::cuda
