@@ -98,24 +98,6 @@ void check_per_head(std::string_view name, const MutableTensorView& tensor, std:
   check_space(name, tensor, stream);
 }
 
-/// Checks an fp32 tensor `[kv_heads, head_dim]`.
-void check_rest(const EngineState& engine, const TensorView& tensor, StreamRef stream) {
-  const transfer::KvGeometry& kv = engine.kv;
-  if (tensor.dtype != DType::kFloat32 || tensor.rank != 2 || tensor.shape[0] != kv.kv_heads ||
-      tensor.shape[1] != kv.head_dim) {
-    invalid("rest",
-            "fp32 [" + std::to_string(kv.kv_heads) + ", " + std::to_string(kv.head_dim) + "]",
-            describe(tensor));
-  }
-  check_last_stride("rest", tensor, 1);
-  check_space("rest", tensor, stream);
-  const transfer::TokenTensor rows{tensor.data, tensor.dtype, 0, tensor.strides[0]};
-  if (tensor.space != MemorySpace::kHost && engine.device->backend() != Backend::kCpu) return;
-  if (!transfer::all_finite(rows, 1, kv.kv_heads, kv.head_dim)) {
-    invalid("rest", "finite elements", "NaN or infinity");
-  }
-}
-
 /// Checks biases: finite and not negative, where the host can read them.
 void check_bias(const EngineState& engine, const TensorView& bias, const TensorView& ids,
                 StreamRef stream) {
@@ -296,20 +278,13 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
     invalid("out", std::to_string(tokens) + " tokens, as in query", std::to_string(out_tokens));
   }
   if (!outputs.lse.empty()) check_per_head("lse", outputs.lse, tokens, heads, stream);
-  const auto check_estimated = [&](std::string_view who) {
-    if (!sparse || !inputs.selected.empty()) {
-      invalid(who, "a sparse layer that selects by score",
-              sparse ? "selected ids" : "a dense or sliding-window layer");
-    }
-    check_estimate(resolved, who);
-  };
   if (!outputs.missed.empty()) {
     check_per_head("missed", outputs.missed, tokens, heads, stream);
-    check_estimated("missed");
-  }
-  if (!inputs.rest.empty()) {
-    check_rest(engine, inputs.rest, stream);
-    check_estimated("rest");
+    if (!sparse || !inputs.selected.empty()) {
+      invalid("missed", "a sparse layer that selects by score",
+              sparse ? "selected ids" : "a dense or sliding-window layer");
+    }
+    check_estimate(resolved, "missed");
   }
   if (!inputs.selected.empty()) {
     check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, stream);

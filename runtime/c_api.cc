@@ -282,11 +282,10 @@ kvtier_status kvtier_session_attend(kvtier_session* session, int32_t layer,
     const kvtier_attend_args& a = checked_args(args);
     const Options converted(a.options);
     given(session, "session")
-        .session.attend(layer,
-                        {.query = to_view(a.query, "query"),
-                         .selected = to_view(a.selected, "selected"),
-                         .rest = to_view(a.rest, "rest")},
-                        to_outputs(a), to_stream(stream), converted.options);
+        .session.attend(
+            layer,
+            {.query = to_view(a.query, "query"), .selected = to_view(a.selected, "selected")},
+            to_outputs(a), to_stream(stream), converted.options);
   });
 }
 

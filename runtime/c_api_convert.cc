@@ -190,8 +190,7 @@ DecodeInputs to_decode_inputs(const kvtier_attend_args& args) {
   return {.query = to_view(args.query, "query"),
           .key = to_view(args.key, "key"),
           .value = to_view(args.value, "value"),
-          .selected = to_view(args.selected, "selected"),
-          .rest = to_view(args.rest, "rest")};
+          .selected = to_view(args.selected, "selected")};
 }
 
 kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,

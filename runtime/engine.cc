@@ -124,8 +124,7 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
 }
 
 AttendInputs attended(const DecodeInputs& inputs) {
-  return {
-      .query = inputs.query, .selected = inputs.selected, .bias = inputs.bias, .rest = inputs.rest};
+  return {.query = inputs.query, .selected = inputs.selected, .bias = inputs.bias};
 }
 
 /// Completes a part whose tensors and options have been checked.
@@ -142,7 +141,7 @@ AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inp
   const RetrievalConfig& retrieval =
       options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
   part.sketch = engine.fitting_sketch(retrieval);
-  if (options.recall_target || !outputs.missed.empty() || !inputs.rest.empty()) {
+  if (options.recall_target || !outputs.missed.empty()) {
     part.options.budget = scoring::make_budget(retrieval, engine.config.model.head_dim,
                                                part.options.softmax_scale, options.recall_target);
   }

@@ -1,7 +1,6 @@
 #include "runtime/step.h"
 
 #include "attention/flash_decode.h"
-#include "attention/rest.h"
 #include "runtime/cold_path.h"
 #include "runtime/hot_rows.h"
 #include "runtime/read_ahead.h"
@@ -356,36 +355,26 @@ class AttendLaunch {
     int row = 0;
     for (const Slice& slice : slices_) {
       const MutableTensorView& missed = slice.part->outputs.missed;
-      const bool with_rest = !slice.part->inputs.rest.empty();
       HostStaging::Slice to;
       if (!missed.empty()) to = engine_.staging->output(missed, slice.begin, slice.count);
       for (std::int64_t t = 0; t < slice.count; ++t, ++row) {
-        if (missed.empty() && !with_rest) continue;
-        lse_[row].missed = missed.empty() ? engine_.selector->missed(row)
-                                          : static_cast<float*>(to.data) + t * to.token_stride;
-        lse_[row].missed_stride = missed.empty() ? 1 : to.head_stride;
-        rest_[row].missed = lse_[row].missed;
-        rest_[row].missed_stride = lse_[row].missed_stride;
+        if (missed.empty()) continue;
+        lse_[row].missed = static_cast<float*>(to.data) + t * to.token_stride;
+        lse_[row].missed_stride = to.head_stride;
       }
     }
     engine_.selector->export_missed(turn_.stream(), select_request(), lse_);
-    attention::add_rest(turn_.stream(), engine_.kv, rest_);
   }
 
   [[nodiscard]] attention::OutputBatch output_batch() {
     attention::OutputBatch outputs;
-    lse_.count = rest_.count = 0;
+    lse_.count = 0;
     for (const Slice& slice : slices_) {
       const MutableTensorView& out = slice.part->outputs.out;
       const MutableTensorView& lse = slice.part->outputs.lse;
       const HostStaging::Slice to = engine_.staging->output(out, slice.begin, slice.count);
       HostStaging::Slice lse_to;
       if (!lse.empty()) lse_to = engine_.staging->output(lse, slice.begin, slice.count);
-      const TensorView& rest = slice.part->inputs.rest;
-      HostStaging::Slice rest_from;
-      if (!rest.empty()) {
-        rest_from = engine_.staging->input(turn_.stream(), rest, 0, rest.shape[0]);
-      }
       const auto element = static_cast<std::int64_t>(dtype_bytes(out.dtype));
       for (std::int64_t t = 0; t < slice.count; ++t) {
         attention::OutputItem item{
@@ -395,18 +384,11 @@ class AttendLaunch {
         if (!lse.empty()) {
           item.lse = static_cast<float*>(lse_to.data) + t * lse_to.token_stride;
           item.lse_stride = lse_to.head_stride;
-        } else if (!slice.part->outputs.missed.empty() || !rest.empty()) {
+        } else if (!slice.part->outputs.missed.empty()) {
           item.lse = engine_.selector->lse(outputs.count);
           item.lse_stride = 1;
         }
         lse_.push({.lse = item.lse, .lse_stride = item.lse_stride});
-        rest_.push({.out = item.out,
-                    .dtype = item.dtype,
-                    .head_stride = item.head_stride,
-                    .lse = item.lse,
-                    .lse_stride = item.lse_stride,
-                    .value = static_cast<const float*>(rest_from.data),
-                    .value_stride = rest_from.token_stride});
         outputs.push(item);
       }
     }
@@ -424,8 +406,7 @@ class AttendLaunch {
   transfer::SequenceBatch sequences_;
   scoring::SketchTables sketches_;
   transfer::QueryBatch rows_;
-  scoring::MissedBatch lse_;   ///< Of the rows of the last attention.
-  attention::RestBatch rest_;  ///< Likewise; without a value where nothing is added.
+  scoring::MissedBatch lse_;  ///< Of the rows of the last attention.
   std::int64_t max_length_ = 0;
 };
 

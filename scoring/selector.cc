@@ -25,7 +25,6 @@ struct Layout {
   std::size_t scratch = 0;
   std::size_t rest_logs = 0;
   std::size_t lse = 0;
-  std::size_t missed = 0;
   std::size_t ids = 0;
   std::size_t head_mask = 0;
   std::size_t counts = 0;
@@ -53,7 +52,6 @@ Layout layout(const SelectorLimits& limits, std::size_t scratch_bytes) {
   place(result.scratch, scratch_bytes);
   place(result.rest_logs, queries * sizeof(float));
   place(result.lse, queries * sizeof(float));
-  place(result.missed, queries * sizeof(float));
   place(result.ids, groups * selected * sizeof(std::int32_t));
   place(result.head_mask, groups * selected * sizeof(std::uint16_t));
   place(result.counts, groups * sizeof(std::int32_t));
@@ -103,7 +101,6 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   scratch_ = base + at.scratch;
   rest_logs_ = reinterpret_cast<float*>(base + at.rest_logs);
   lse_ = reinterpret_cast<float*>(base + at.lse);
-  missed_ = reinterpret_cast<float*>(base + at.missed);
   selection_.ids = reinterpret_cast<std::int32_t*>(base + at.ids);
   selection_.head_mask = reinterpret_cast<std::uint16_t*>(base + at.head_mask);
   selection_.counts = reinterpret_cast<std::int32_t*>(base + at.counts);

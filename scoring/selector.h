@@ -110,11 +110,6 @@ class Selector {
   /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
   [[nodiscard]] float* lse(int row) const { return lse_ + std::int64_t{row} * limits_.query_heads; }
 
-  /// Likewise for the share that it missed.
-  [[nodiscard]] float* missed(int row) const {
-    return missed_ + std::int64_t{row} * limits_.query_heads;
-  }
-
   /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
   /// always-attended span, duplicates once; others are ignored. `bias` (or none) is added to their
   /// logits; of an id given twice the larger counts.
@@ -148,7 +143,6 @@ class Selector {
   std::byte* scratch_ = nullptr;
   float* rest_logs_ = nullptr;         // [rows][query_heads]
   float* lse_ = nullptr;               // [rows][query_heads]
-  float* missed_ = nullptr;            // [rows][query_heads]
   float* bias_ = nullptr;              // [rows][kv_heads][max_selected][group]
   transfer::SelectionView selection_;  // its arrays, then the staging area
 };

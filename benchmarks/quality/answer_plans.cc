@@ -32,18 +32,6 @@ void plan_seeds(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::ranges::move(added, std::back_inserter(plans));
 }
 
-/// Norm-aware whose missed attention falls on the mean value.
-void plan_filled(std::vector<Plan>& plans) {
-  std::vector<Plan> added;
-  for (const Plan& plan : plans) {
-    if (plan.row.name != "norm_aware") continue;
-    added.push_back(plan);
-    added.back().row.settings += ", filled";
-    added.back().filled = true;
-  }
-  std::ranges::move(added, std::back_inserter(plans));
-}
-
 /// What rows in fp8 change: dense attention, and norm-aware rows that are planned already.
 void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::vector<Plan> added;
@@ -139,7 +127,7 @@ std::vector<Plan> make_plans(const AnswerOptions& options) {
   plan_own(options, plans);
   if (!options.other_planes) {
     plan_seeds(options, plans);
-    options.filled ? plan_filled(plans) : plan_float8(options, plans);
+    plan_float8(options, plans);
   }
   const std::vector<NamedSelector> all = make_selectors(1, options.variants);
   for (std::size_t i = 0; i < all.size(); ++i) {

@@ -14,7 +14,6 @@ struct Plan {
   AnswerRow row;
   std::optional<llama::Method> own{};
   bool float8 = false;  ///< Of its own: in the engine whose pages have rows in fp8.
-  bool filled = false;  ///< Of its own: what is missed has the mean value of the context.
   std::size_t selector = 0;
 };
 

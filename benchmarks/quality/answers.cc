@@ -5,7 +5,6 @@
 #include "benchmarks/quality/answer_plans.h"
 #include "formats/float16.h"
 #include "llama/runtime_options.h"
-#include "llama/value_means.h"
 #include "services/stress/synthetic.h"
 #include "services/stress/threads.h"
 
@@ -247,10 +246,8 @@ class SequenceRun {
     llama::PassOptions pass;
     std::optional<Session> narrow;  // of the same keys and values
     if (float8 != nullptr) narrow.emplace(float8->open({.capacity_tokens = task_.length}));
-    llama::ValueMeans means(decoder_);
     const auto store = [&](const LayerStep& step) {
       cache_.store(step);
-      if (options_.filled) means.add(step);
       if (!narrow) return;
       const auto view = [&](const std::uint16_t* rows) {
         return TensorView(rows, DType::kBFloat16,
@@ -270,7 +267,6 @@ class SequenceRun {
     };
     static_cast<void>(decoder_.decode(session, tokens_.subspan(context - last, last), dense, pass));
     dense_ = decoder_.decode(session, tail_, dense);
-    if (options_.filled) rest_ = means.upload();
     const double share = 1.0 / static_cast<double>(options_.sequences);
     add(dense_row.scores, llama::score_logits(task_, tokens_, dense_, dense_), share);
     dense_row.rows_attended += share * rows_of_dense();
@@ -297,9 +293,7 @@ class SequenceRun {
   }
   void run_own(Session& session, Plan& plan, double share) {
     const AttendOptions attend = llama::attend_options(*plan.own, task_.context, options_.window);
-    llama::PassOptions pass;
-    if (plan.filled) pass.rest = rest_.floats();
-    const std::vector<float> logits = decoder_.decode(session, tail_, attend, pass);
+    const std::vector<float> logits = decoder_.decode(session, tail_, attend);
     plan.row.rows_attended +=
         share * (plan.own->dense ? rows_of_dense() : plan.own->retrieval.top_k + rows_always());
     add(plan.row.scores, llama::score_logits(task_, tokens_, logits, dense_), share);
@@ -342,7 +336,6 @@ class SequenceRun {
   std::span<const std::int32_t> tail_;
   Cache cache_;
   std::vector<float> dense_;
-  llama::Buffer rest_;          ///< Means of the context's values.
   std::optional<Rival> rival_;  ///< Of the last plan that had one.
 };
 

@@ -26,8 +26,6 @@ struct AnswerOptions {
   /// and norm-aware with 64 and 600 planes.
   bool other_planes = false;
   int planes = 0;  ///< Of the norm-aware rows that are wanted; 0: all.
-  /// In place of rows in fp8: norm-aware whose missed attention falls on the context's mean value.
-  bool filled = false;
   /// Also the variants of `make_selectors`.
   bool variants = false;
   /// Names of selectors to run; empty: all.

@@ -54,9 +54,6 @@ int run(int argc, char** argv) {
                "Also what tells where a sketch of 128 planes loses: exact scores and signs of a "
                "rotation, with other weights of ln |v| and other corrections");
   app.add_option("--planes", options.planes, "Of norm-aware, only rows with this many planes");
-  app.add_flag("--filled", options.filled,
-               "In place of rows in fp8: norm-aware with what it misses, as estimated, taken to "
-               "have the mean value of the context");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);

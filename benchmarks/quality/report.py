@@ -14,7 +14,7 @@ import pathlib
 import statistics
 import sys
 
-from pairs import filled_draws, filled_section, paired, sign_test, signed
+from pairs import paired, sign_test, signed
 from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, drawn_by, selectors, title
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ defines it, on recorded attention: one set of tokens per query head, k = visible
 judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
 are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-cases-`, `-oracle-`, `-variants-`, `-filled-`, `-options-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
+This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-cases-`, `-oracle-`, `-variants-`, `-options-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
 reports in `benchmarks/results/`. To repeat it:
 
 ```sh
@@ -384,8 +384,7 @@ def variants_section(reports):
                  "down to none; by signs that holds for twice the weight, within the standard error, and not beside the corrections. Only the weight of 1 "
                  "follows from what the ranking is for (a_j \\|v_j\\|): the library has no larger one. On n8192.d100 no variant loses an answer; more weight lowers the KL of exact scores there too, and that of "
                  "signs by less than another draw of planes changes it (.0318 with those of norm-aware). One set per KV head with four "
-                 "times the tokens meets the target, for a quarter more rows than the sets of its query heads have together. What is lost is not lost by the choice of tokens "
-                 "alone: the next section.\n")
+                 "times the tokens meets the target, for a quarter more rows than the sets of its query heads have together.\n")
     return "".join(parts)
 
 
@@ -400,7 +399,6 @@ def targets_section(reports):
     (sign, error, *_), (oracle, *_), (weighted, *_) = (paired(of_name(long, name, 50), dense)
                                                        for name in ("norm_aware, 128 planes", "exact, q.k", "exact, q.k, ln |v|"))
     draws = [paired(row, dense)[0] for row in of_seeds(long, "128 planes")]
-    filled = filled_draws(next(report["filled"] for report in reports if report.get("filled", {}).get("case") == "n32768.d100"))
     budgets = [report for report in reports if "traces" in report]
     ratios = [f"{budget['answers']['case']}: " + ", ".join(f"{adaptive['kl'] / fixed['kl']:.2f} at {adaptive['recall']:g}" for adaptive, fixed in pairs_of(budget["answers"]))
               for budget in sorted(budgets, key=lambda budget: budget["answers"]["context_tokens"])]
@@ -412,8 +410,7 @@ def targets_section(reports):
             f"| the same, less the exact best tokens | | -.01 | {signed(mine - best for mine, best in zip(ours, exact))} |\n"
             "| norm-aware, 128 planes, n32768.d100 at 50x, less dense attention: questions wholly right | -.02 | 0 | "
             f"{signed([sign])} of {long['queries']} questions, standard error {number(error)}; {signed([statistics.mean(draws)])} over {len(draws)} draws of planes, "
-            f"from {signed([min(draws)])} to {signed([max(draws)])}; {signed([oracle])} of the exact best tokens by q.k, {signed([weighted])} by q.k with ln \\|v\\|; "
-            f"with what is missed as the mean value {signed([statistics.mean(filled)])} over {len(filled)} draws, from {signed([min(filled)])} to {signed([max(filled)])} |\n"
+            f"from {signed([min(draws)])} to {signed([max(draws)])}; {signed([oracle])} of the exact best tokens by q.k, {signed([weighted])} by q.k with ln \\|v\\| |\n"
             f"| adaptive budget: KL over that of fixed k, by recall target | 1 | 0.70 | {'; '.join(ratios)} |\n"
             "| estimated missed mass: 95th percentile of the error, by recall target, steps not used to calibrate | .05 | .02 | "
             f"{', '.join(errors)} |\n")
@@ -426,7 +423,7 @@ def main():
     paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
                     *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
                     *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json"), *RESULTS.glob("*-cpu-cases-*.json"), *RESULTS.glob("*-cpu-oracle-*.json"),
-                    *RESULTS.glob("*-cpu-variants-*.json"), *RESULTS.glob("*-cpu-filled-*.json"), *RESULTS.glob("*-options-*.json")])
+                    *RESULTS.glob("*-cpu-variants-*.json"), *RESULTS.glob("*-options-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
     commands = dict.fromkeys(runnable(command) for report in reports for part in (report, *report.get("cases", [])[:1])
                              for command in (*made_by(part), *part.get("commands", []), part.get("command")) if command)
@@ -462,7 +459,6 @@ def main():
         parts.append(answers_section(report, plot.exists()))
     parts += [pairs_section(report["oracle"]) for report in reports if "oracle" in report]
     parts.append(variants_section(reports))
-    parts.append(filled_section([report["filled"] for report in reports if "filled" in report], cell, number))
     parts += [cases_section(report) for report in reports if "cases" in report]
     parts += [ratios_section(report) for report in reports if "ratios" in report]
     parts += [ablations_section(report) for report in reports if "ablations" in report]

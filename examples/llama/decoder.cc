@@ -82,8 +82,8 @@ class Decoder::DensePrefill final : public Attention {
 class Decoder::Kvtier final : public Attention {
  public:
   Kvtier(const ModelConfig& config, Compute& compute, KvSession& session,
-         const AttendOptions& options, const float* rest)
-      : config_(config), compute_(compute), session_(session), options_(options), rest_(rest) {}
+         const AttendOptions& options)
+      : config_(config), compute_(compute), session_(session), options_(options) {}
 
   void run(const LayerStep& step) override {
     const MemorySpace space = compute_.space();
@@ -94,11 +94,6 @@ class Decoder::Kvtier final : public Attention {
                             {step.tokens, config_.kv_heads, config_.head_dim}, space);
     inputs.value = TensorView(step.value, DType::kBFloat16,
                               {step.tokens, config_.kv_heads, config_.head_dim}, space);
-    if (rest_ != nullptr) {
-      inputs.rest =
-          TensorView(rest_ + std::int64_t{step.layer} * config_.kv_heads * config_.head_dim,
-                     DType::kFloat32, {config_.kv_heads, config_.head_dim}, space);
-    }
     AttendOutputs outputs;
     outputs.out = MutableTensorView(step.out, DType::kFloat32,
                                     {step.tokens, config_.query_heads, config_.head_dim}, space);
@@ -110,7 +105,6 @@ class Decoder::Kvtier final : public Attention {
   Compute& compute_;
   KvSession& session_;
   const AttendOptions& options_;
-  const float* rest_;
 };
 
 Decoder::Decoder(const ModelConfig& config, Weights weights, std::unique_ptr<Compute> compute)
@@ -141,7 +135,7 @@ std::vector<float> Decoder::decode(KvSession& session, std::span<const std::int3
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::vector<float> logits(tokens.size() * static_cast<std::size_t>(config_.vocab_size));
   if (tokens.empty()) return logits;
-  Kvtier attention(config_, *compute_, session, attend, options.rest);
+  Kvtier attention(config_, *compute_, session, attend);
   PassOptions pass = options;
   pass.chunk_tokens = std::min(pass.chunk_tokens, kDecodeTokens);
   const Buffer hidden = forward(tokens, session.length(), attention, true, pass);

@@ -39,9 +39,6 @@ struct PassOptions {
   std::int64_t chunk_tokens = 512;  ///< Query tokens computed at once.
   Progress progress;
   StepObserver observer;
-  /// `AttendInputs::rest` of every layer, fp32 `[layers, kv_heads, head_dim]` in the memory of the
-  /// decoder's `Compute`, or nullptr.
-  const float* rest = nullptr;
 };
 
 /// A Llama or Qwen3 decoder whose keys and values live in a kvtier session. Passes go layer by

@@ -3,7 +3,6 @@
 #include "kvtier/error.h"
 
 #include "llama/threads.h"
-#include "llama/value_means.h"
 
 #include <algorithm>
 #include <chrono>
@@ -140,15 +139,9 @@ class CaseRun {
     pass.progress = [&](std::int64_t done, std::int64_t all) {
       tell(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
     };
-    ValueMeans means(decoder_);
-    if (options_.mean_rest) pass.observer = [&](const LayerStep& step) { means.add(step); };
     const auto start = std::chrono::steady_clock::now();
     decoder_.prefill(*session, tokens.first(context), pass);
     const double prefill_seconds = seconds_since(start);
-
-    const Buffer rest = options_.mean_rest ? means.upload() : Buffer();
-    PassOptions sparse;
-    sparse.rest = rest.floats();
 
     Method dense{.dense = true, .sparsity = 1.0, .retrieval = {}};
     tell(label + "dense tail", 0.0);
@@ -162,7 +155,7 @@ class CaseRun {
       TailRun other;
       if (!method.dense) {
         session->truncate(task_.context);
-        other = run_tail(decoder_, store_, *session, tokens.subspan(context), attend, sparse);
+        other = run_tail(decoder_, store_, *session, tokens.subspan(context), attend);
       }
       const TailRun& run = method.dense ? reference : other;
       const Scores scores = score_logits(task_, tokens, run.logits, reference.logits);

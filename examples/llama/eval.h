@@ -27,8 +27,6 @@ struct EvalOptions {
   std::int64_t first_sequence = 0;
   RuntimeOptions runtime;
   RetrievalOptions retrieval;
-  /// Give what sparse steps do not attend the mean value of the context (`AttendInputs::rest`).
-  bool mean_rest = false;
   bool keep_logits = false;  ///< Fill `EvalResult::logits`.
   /// Told what is being computed and how far it is, 0 to 1.
   std::function<void(const std::string&, double)> progress;

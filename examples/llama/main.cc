@@ -120,8 +120,6 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
   eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
       ->delimiter(',')
       ->capture_default_str();
-  eval->add_flag("--mean-rest", a.eval.mean_rest,
-                 "Give what is not attended the mean value of the context; norm_aware only");
   eval->add_option("--json", a.json, "File for the figures");
   eval->add_option("--logits", a.logits,
                    "File for the logits (safetensors): CASE.SEQUENCE.ROW of the report");

@@ -158,7 +158,7 @@ class Client {
   [[nodiscard]] RemotePages open_pages(const RemotePagesConfig& config);
   /// Lets tensors of calls lie in device memory (`MemorySpace::kDevice`), until what is returned is
   /// gone, which must be before the memory is freed. A server of this machine whose engines use the
-  /// same GPU reads keys, values, queries and `rest` there, and writes `out` and `lse`, where they
+  /// same GPU reads keys, values and queries there, and writes `out` and `lse`, where they
   /// are dense and begin at multiples of 16 bytes of the allocation; what was written to them must
   /// have arrived when a call is made (`cudaStreamSynchronize`). All else goes through host memory
   /// by `memory.copy`, as everything does with a server that refuses the memory. Throws

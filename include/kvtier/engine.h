@@ -39,16 +39,11 @@ struct AttendOptions {
 /// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
 /// and dense tokens, -1 for none, any order; replaces scoring. `bias` (optional, with `selected`):
 /// fp32 of the shape of `selected`, finite and not negative, what is added to the logit of each id,
-/// as `SelectOutputs::bias` gives it; of an id given twice the larger counts. `rest` (optional):
-/// fp32 `[kv_heads, head_dim]`, the value that visible tokens which are not attended are taken to
-/// have, such as the mean of the layer's values: outputs then count them, with the share of
-/// attention that `AttendOutputs::missed` estimates and under its conditions. Meant for sets per
-/// query head.
+/// as `SelectOutputs::bias` gives it; of an id given twice the larger counts.
 struct AttendInputs {
   TensorView query{};
   TensorView selected{};
   TensorView bias{};
-  TensorView rest{};
 };
 
 /// As `AttendInputs`, and the tokens to append first: `key`, `value` `[tokens, kv_heads,
@@ -59,7 +54,6 @@ struct DecodeInputs {
   TensorView value{};
   TensorView selected{};
   TensorView bias{};
-  TensorView rest{};
 };
 
 /// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,

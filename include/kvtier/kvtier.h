@@ -228,7 +228,6 @@ typedef struct kvtier_attend_args {
   kvtier_tensor key;
   kvtier_tensor value;
   kvtier_tensor selected; /* optional input ids */
-  kvtier_tensor rest;     /* optional value of tokens that are not attended */
   kvtier_tensor out;
   kvtier_tensor lse;             /* optional */
   kvtier_tensor selected_out;    /* optional */

@@ -69,7 +69,6 @@ class AttendItem:
     selected: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
-    rest: TensorLike | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class DecodeItem:
     selected: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
-    rest: TensorLike | None = None
 
 
 @dataclass(frozen=True)
@@ -292,7 +290,7 @@ class Client(Closing):
             fill_attend(message, item.session, item.layer, item.options, item.with_missed, outputs)
             call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
-            add_optional(call, message, item.selected, item.rest)
+            add_optional(call, message, item.selected)
         reply = attention_pb2.BatchAttendResponse()
         response = self.run(call, reply, self.connection.attention.BatchAttend)
         return [
@@ -318,7 +316,7 @@ class Client(Closing):
             call.add(message.query, query)
             call.add(message.key, key)
             call.add(message.value, check_tensor("value", item.value))
-            add_optional(call, message, item.selected, item.rest)
+            add_optional(call, message, item.selected)
             message.step = session.next_step()
             place = (session.name, item.layer)
             if session.knows(item.layer):

@@ -32,8 +32,8 @@ _TYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 
 
 class DeviceTensor:
-    """A dense array in shared device memory, made by `SharedDeviceMemory.tensor`: keys, values,
-    queries and `rest` of a call, or where it writes `out` and `lse`."""
+    """A dense array in shared device memory, made by `SharedDeviceMemory.tensor`: keys, values and
+    queries of a call, or where it writes `out` and `lse`."""
 
     def __init__(
         self, memory: SharedDeviceMemory, offset: int, shape: tuple[int, ...], dtype: str

@@ -150,12 +150,9 @@ def add_optional(
     call: PlaneCall,
     request: attention_pb2.AttendRequest | attention_pb2.DecodeRequest,
     selected: ArrayLike | None,
-    rest: TensorLike | None,
 ) -> None:
     if selected is not None:
         call.add(request.selected, tensors.check("selected", selected))
-    if rest is not None:
-        call.add(request.rest, check_tensor("rest", rest))
 
 
 def fill_fetch(
@@ -254,20 +251,17 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
-        rest: TensorLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
         """Selects and attends. Stores nothing. `selected` replaces scoring. `with_missed`: with
-        the share of the attention that was left out, of norm-aware selections. `rest`: float32
-        [kv_heads, head_dim], the value that tokens which are not attended are taken to have, such
-        as the mean of the layer's values: the outputs count it with that share."""
+        the share of the attention that was left out, of norm-aware selections."""
         array = check_tensor("query", query)
         request = attention_pb2.AttendRequest()
         fill_attend(request, self, layer, options, with_missed, check_outputs(array, outputs))
         call = PlaneCall(frames.ATTEND, request, output_bytes(array, with_missed))
         call.add(request.query, array)
-        add_optional(call, request, selected, rest)
+        add_optional(call, request, selected)
         response = self._client.run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
         return take_attend(response, array, with_missed)
 
@@ -280,7 +274,6 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
-        rest: TensorLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
@@ -294,7 +287,7 @@ class RemoteSession(Leased):
         call.add(request.query, array)
         call.add(request.key, keys)
         call.add(request.value, check_tensor("value", value))
-        add_optional(call, request, selected, rest)
+        add_optional(call, request, selected)
         request.step = self.next_step()
         if self.knows(layer):
             request.position = self._lengths[layer]

@@ -62,13 +62,12 @@ class RequestTensors {
   [[nodiscard]] const DeviceMemories& memories() const noexcept { return memories_; }
   /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
   void add(const Field& field, const TensorView& view, v1::Tensor& message);
-  /// Likewise `selected` and `rest`, unless they are empty.
+  /// Likewise `selected`, unless it is empty.
   template <typename Inputs, typename Request>
   void add_optional(int item, const Inputs& inputs, Request& request) {
     if (!inputs.selected.empty()) {
       add({"selected", item}, inputs.selected, *request.mutable_selected());
     }
-    if (!inputs.rest.empty()) add({"rest", item}, inputs.rest, *request.mutable_rest());
   }
   /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
   void add_selection() noexcept;

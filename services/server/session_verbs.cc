@@ -152,10 +152,6 @@ std::string digest_of(const v1::DecodeRequest& request) {
     add("selected");
     add_tensor(request.selected());
   }
-  if (request.has_rest()) {
-    add("rest");
-    add_tensor(request.rest());
-  }
   if (request.has_out_memory()) add_place(request.out_memory());
   if (request.has_lse_memory()) add_place(request.lse_memory());
   if (request.with_missed()) add("missed");
@@ -246,7 +242,6 @@ void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudge
   AttendInputs inputs;
   inputs.query = query_of(entry, request.query(), regions);
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
-  if (request.has_rest()) inputs.rest = view_of(request.rest(), "rest", regions);
   const CallOptions call(request.options(), entry.retrieval);
   const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
   entry.session->attend(layer, inputs, outputs, {}, call.options);
@@ -270,7 +265,6 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
   inputs.key = tensors.key;
   inputs.value = tensors.value;
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
-  if (request.has_rest()) inputs.rest = view_of(request.rest(), "rest", regions);
   check_position(request, entry.session->length(layer));
   const CallOptions call(request.options(), entry.retrieval);
   Charge charge(entry, inputs.key.shape[0]);

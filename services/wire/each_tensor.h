@@ -19,7 +19,6 @@ template <typename Visit>
 void each_tensor(v1::AttendRequest& message, Visit visit) {
   visit(*message.mutable_query());
   if (message.has_selected()) visit(*message.mutable_selected());
-  if (message.has_rest()) visit(*message.mutable_rest());
 }
 template <typename Visit>
 void each_tensor(v1::DecodeRequest& message, Visit visit) {
@@ -27,7 +26,6 @@ void each_tensor(v1::DecodeRequest& message, Visit visit) {
   visit(*message.mutable_key());
   visit(*message.mutable_value());
   if (message.has_selected()) visit(*message.mutable_selected());
-  if (message.has_rest()) visit(*message.mutable_rest());
 }
 template <typename Visit>
 void each_tensor(v1::FetchRequest& message, Visit visit) {

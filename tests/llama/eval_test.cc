@@ -3,7 +3,6 @@
 #include "kvtier/error.h"
 
 #include "llama/report.h"
-#include "llama/value_means.h"
 #include "tests/llama/reference_model.h"
 #include "tests/llama/temporary_folder.h"
 #include "tests/llama/tiny_tasks.h"
@@ -13,7 +12,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <sstream>
 
@@ -99,8 +97,6 @@ TEST(Scores, TakeAnswersOfAnyNumberAndLength) {
   EXPECT_THAT(some.divergences, ::testing::ElementsAre(0.0, 0.0, 0.0, one, one, 0.0));
   EXPECT_NEAR(some.kl_answers, 2.0 * one / 4.0, 1e-9);
 }
-
-float value_of_bf16(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
 
 class EvalTest : public ::testing::Test {
  protected:
@@ -211,46 +207,6 @@ TEST_F(EvalTest, KeepsRowsInFp8) {
   EXPECT_EQ(narrow.rows[1].host_bytes * 256, model.rows[1].host_bytes * 136);
   EXPECT_NE(narrow.rows[1].kl, model.rows[1].kl);
   EXPECT_LT(narrow.rows[1].kl, model.rows[1].kl + 0.1);
-}
-
-TEST_F(EvalTest, GivesWhatIsNotAttendedTheMeanValue) {
-  options_.retrieval.estimators = {"norm_aware"};
-  options_.retrieval.selections = {"per_query_head"};
-  options_.retrieval.sparsities = {1, 10};
-  const EvalResult bare = run();
-  options_.mean_rest = true;
-  const EvalResult counted = run();
-
-  EXPECT_LT(counted.rows[0].kl, 1e-6) << "nothing is left out";
-  // Attention of random weights is spread over all tokens, whose mean is what it would give.
-  EXPECT_LT(counted.rows[1].kl, bare.rows[1].kl);
-}
-
-TEST_F(EvalTest, MeansAreThoseOfTheValues) {
-  Decoder decoder = load_decoder(folder_.path(), make_cpu_compute(2));
-  const ModelConfig& model = decoder.config();
-  Engine engine(engine_config(model, options_.runtime, {Method{}}, 64));
-  Session session = engine.open();
-  ValueMeans means(decoder);
-  const auto row = static_cast<std::size_t>(model.kv_heads * model.head_dim);
-  std::vector<double> expected(static_cast<std::size_t>(model.layers) * row, 0.0);
-  PassOptions pass;
-  pass.chunk_tokens = 7;
-  pass.observer = [&](const LayerStep& step) {
-    means.add(step);
-    for (std::size_t i = 0; i < static_cast<std::size_t>(step.tokens) * row; ++i) {
-      const auto at = static_cast<std::size_t>(step.layer) * row + i % row;
-      expected[at] += static_cast<double>(value_of_bf16(step.value[i])) / 20.0;
-    }
-  };
-  std::vector<std::int32_t> tokens(20);
-  for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>(i) + 3;
-  decoder.prefill(session, tokens, pass);
-
-  const Buffer found = means.upload();
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_NEAR(static_cast<double>(found.floats()[i]), expected[i], 1e-6) << "element " << i;
-  }
 }
 
 TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {

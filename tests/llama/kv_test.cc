@@ -142,10 +142,9 @@ TEST_P(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
 }
 
 TEST_P(KvTest, EvaluatesOverAServer) {
-  const std::vector<std::string> common{"eval",   "--model",     model_,       "--tasks",
-                                        tasks_,   "--cases",     "n4096.d100", "--sparsity",
-                                        "0,33",   "--estimator", "norm_aware", "--backend",
-                                        backend_, "--mean-rest", "--json"};
+  const std::vector<std::string> common{
+      "eval",       "--model", model_,        "--tasks",    tasks_,      "--cases", "n4096.d100",
+      "--sparsity", "0,33",    "--estimator", "norm_aware", "--backend", backend_,  "--json"};
   std::vector<nlohmann::json> cases;
   for (const bool remote : {false, true}) {
     std::vector<std::string> arguments = common;

@@ -183,59 +183,6 @@ class SessionTest(ServerTest):
             with self.assertRaises(kvtier.NotFoundError):
                 call(left.name)
 
-    def test_a_value_stands_for_what_is_not_attended(self) -> None:
-        norm_aware = kvtier.RetrievalConfig(
-            estimator=kvtier.Estimator.NORM_AWARE,
-            selection=kvtier.Selection.PER_QUERY_HEAD,
-            top_k=40,
-            sink_tokens=4,
-            recent_tokens=4,
-        )
-        case = Case(301)
-        session = self.client.open(MODEL, norm_aware)
-        self.addCleanup(session.close)
-        session.append(0, case.keys[:300], case.values[:300])
-        query = case.query(2)
-        rest = case.values[:300].mean(axis=0)
-        bare = session.attend(0, query, with_missed=True)
-        found = session.attend(0, query, rest=rest)
-
-        # The definition: out + missed (rest - out), lse - ln(1 - missed).
-        assert bare.missed is not None
-        group = MODEL.query_heads // MODEL.kv_heads
-        share, value = bare.missed[..., None], np.repeat(rest, group, axis=0)
-        self.assertGreater(float(share.min()), 0)
-        np.testing.assert_allclose(found.out, bare.out + share * (value - bare.out), atol=1e-5)
-        np.testing.assert_allclose(found.lse, bare.lse - np.log1p(-bare.missed), atol=1e-5)
-
-        items = [
-            kvtier.AttendItem(session, 0, query, rest=rest),
-            kvtier.AttendItem(session, 0, query),
-        ]
-        for item, expected in zip(self.client.batch_attend(items), (found, bare)):
-            assert isinstance(item, kvtier.AttendResult)
-            np.testing.assert_array_equal(item.out, expected.out)
-        key, step = case.keys[300:], case.values[300:]
-        (child,) = session.fork(1)
-        self.addCleanup(child.close)
-        out, _ = session.decode(0, query[:1], key, step, rest=rest)
-        batch = [kvtier.DecodeItem(child, 0, query[:1], key, step, rest=rest)]
-        (decoded,) = self.client.batch_decode(batch)
-        assert isinstance(decoded, kvtier.AttendResult)
-        np.testing.assert_array_equal(decoded.out, out)
-        self.assertFalse(np.array_equal(session.attend(0, query[:1]).out, out))
-
-        for wrong, message in (
-            (rest[:, :63], r"expected fp32 \[2, 64\], found fp32 \[2, 63\]"),
-            (rest.astype(np.float16), r"expected fp32 \[2, 64\], found fp16"),
-            (rest * np.float32(np.nan), "expected finite elements"),
-            (np.zeros((2, 64), np.float64), "expected float32"),
-        ):
-            with self.assertRaisesRegex(kvtier.InvalidArgumentError, f"rest: {message}"):
-                session.attend(0, query, rest=wrong)
-        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "rest: expected a sparse layer"):
-            session.attend(0, query, DENSE, rest=rest)
-
     def test_truncate_and_refresh_tell_the_lengths(self) -> None:
         case = Case(10)
         for layer in range(MODEL.layers):

@@ -134,11 +134,8 @@ class DeviceTest(unittest.TestCase):
         self.addCleanup(session.close)
         query = self.memory.tensor(TorchTensor(BASE + 256, (1, 2, 64), "bfloat16"))
         out = self.memory.tensor(offset=1024, shape=(1, 2, 64), dtype="bfloat16")
-        rest = self.memory.tensor(offset=4096, shape=(1, 64), dtype="float32")
-        result = session.attend(0, query, rest=rest, outputs=kvtier.Outputs(out=out))
+        result = session.attend(0, query, outputs=kvtier.Outputs(out=out))
         request = self.told.requests[-1]
-        self.assertEqual(request.rest.memory.offset, 4096)
-        self.assertEqual(list(request.rest.shape), [1, 64])
         self.assertEqual(request.query.data, b"")
         self.assertEqual(request.query.dtype, tensor_pb2.DATA_TYPE_BFLOAT16)
         self.assertEqual(list(request.query.shape), [1, 2, 64])

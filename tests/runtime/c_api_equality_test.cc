@@ -298,14 +298,8 @@ TEST_P(CApiEqualityTest, RecallTargetsGiveTheSameBits) {
   AttendOutputs b_outputs = b.outputs(true);
   a_outputs.missed = {a_missed.mutable_view().data, DType::kFloat32, {2, 4}};
   b_outputs.missed = {b_missed.mutable_view().data, DType::kFloat32, {2, 4}};
-  const HostTensor value =
-      HostTensor::random(1, config_.model.kv_heads, config_.model.head_dim, DType::kFloat32, 51);
-  AttendInputs a_inputs = a.attend_inputs();
-  a_inputs.rest = {
-      value.view().data, DType::kFloat32, {config_.model.kv_heads, config_.model.head_dim}};
-  session_->attend(0, a_inputs, a_outputs, {}, options);
+  session_->attend(0, a.attend_inputs(), a_outputs, {}, options);
   kvtier_attend_args args = testing::to_c(b.inputs(), b_outputs);
-  args.rest = to_c(a_inputs.rest);
   args.missed = to_c(b_outputs.missed);
   args.options = &c_options;
   ASSERT_EQ(kvtier_session_attend(c_session_, 0, &args, kNoStream), KVTIER_OK)

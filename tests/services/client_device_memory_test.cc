@@ -173,35 +173,6 @@ TEST_P(ClientDeviceMemoryTest, GoesThroughHostMemoryForWhatCannotBeNamed) {
   EXPECT_THAT(more, ElementsAreArray(expected_more));
 }
 
-TEST_P(ClientDeviceMemoryTest, ValuesOfTheRestAreReadInPlace) {
-  fill(150);
-  RetrievalConfig retrieval = session_config().retrieval;
-  retrieval.estimator = Estimator::kNormAware;
-  retrieval.num_planes = 128;
-  AttendOptions options;
-  options.retrieval = &retrieval;
-  const auto query = random_floats(kQueryHeads * kHeadDim, 1);
-  const auto rest = random_floats(kKvHeads * kHeadDim, 2);
-  std::vector<float> out(query.size()), expected(query.size());
-  const auto outputs = [](std::vector<float>& to) {
-    return AttendOutputs{.out = {to.data(), DType::kFloat32, {1, kQueryHeads, kHeadDim}}};
-  };
-  AttendInputs inputs{.query = tokens_view(query, DType::kFloat32, 1, kQueryHeads),
-                      .rest = {rest.data(), DType::kFloat32, {kKvHeads, kHeadDim}}};
-  local_->attend(0, inputs, outputs(expected), {}, options);
-  for (const bool refused : {false, true}) {
-    refused_ = refused;
-    copies_ = 0;
-    const SharedDeviceMemory shared = share();
-    std::memcpy(memory_.data() + 64, rest.data(), rest.size() * sizeof(float));
-    inputs.rest = {
-        memory_.data() + 64, DType::kFloat32, {kKvHeads, kHeadDim}, MemorySpace::kDevice};
-    remote_->attend(0, inputs, outputs(out), options);
-    EXPECT_THAT(out, ElementsAreArray(expected));
-    EXPECT_EQ(copies_, refused ? 1 : 0);
-  }
-}
-
 TEST_P(ClientDeviceMemoryTest, BatchesMixBothKindsOfMemory) {
   fill(150);
   const SharedDeviceMemory shared = share();

@@ -29,13 +29,12 @@ class AppendResponse(_message.Message):
     def __init__(self, layer_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "rest", "selected", "session", "with_missed"]
+    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "selected", "session", "with_missed"]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OUT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
-    REST_FIELD_NUMBER: _ClassVar[int]
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WITH_MISSED_FIELD_NUMBER: _ClassVar[int]
@@ -44,11 +43,10 @@ class AttendRequest(_message.Message):
     options: _retrieval_pb2.AttendOptions
     out_memory: _tensor_pb2.DeviceMemory
     query: _tensor_pb2.Tensor
-    rest: _tensor_pb2.Tensor
     selected: _tensor_pb2.Tensor
     session: str
     with_missed: bool
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ..., rest: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ["lse", "missed", "out"]
@@ -137,7 +135,7 @@ class BatchSelectResponse(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[BatchSelectResponse.Item, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "rest", "selected", "session", "step", "value", "with_missed"]
+    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value", "with_missed"]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -145,7 +143,6 @@ class DecodeRequest(_message.Message):
     OUT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
-    REST_FIELD_NUMBER: _ClassVar[int]
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -158,13 +155,12 @@ class DecodeRequest(_message.Message):
     out_memory: _tensor_pb2.DeviceMemory
     position: int
     query: _tensor_pb2.Tensor
-    rest: _tensor_pb2.Tensor
     selected: _tensor_pb2.Tensor
     session: str
     step: int
     value: _tensor_pb2.Tensor
     with_missed: bool
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ..., rest: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ["layer", "lse", "missed", "out", "step"]

@@ -156,34 +156,6 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   EXPECT_EQ(text_of(attended.next_tensor()), expected_out.lse().data());
 }
 
-TEST_P(PlaneCalls, CountTheRestToTheBitsOfTheCore) {
-  ours_ = open_session(0, v1::ESTIMATOR_NORM_AWARE);
-  theirs_ = open_session(0, v1::ESTIMATOR_NORM_AWARE);
-  fill();
-  v1::AttendRequest direct;
-  direct.set_session(theirs_);
-  *direct.mutable_query() = random_tensor(2, kQueryHeads, 9);
-  *direct.mutable_rest() = random_tensor(1, kKvHeads, 10);
-  set_shape(*direct.mutable_rest(), {kKvHeads, kHeadDim});
-  v1::AttendRequest request;
-  request.set_session(ours_);
-  *request.mutable_query() = direct.query();
-  DataCall call(*channel_, Method::kAttend);
-  move_tensor(call, *request.mutable_query());
-  const TensorView rest(direct.rest().data().data(), DType::kFloat32, {kKvHeads, kHeadDim});
-  ASSERT_TRUE(call.add(rest, 0, kKvHeads, *request.mutable_rest()));
-  ASSERT_TRUE(call.reserve_output(output_bytes_for(direct.query().data().size())));
-  v1::AttendResponse response, expected;
-  ASSERT_TRUE(call.run(request, response));
-  wait([&](const Done& done) { core_->attend({.tenant = &tenant()}, direct, expected, done); });
-  EXPECT_EQ(text_of(call.next_tensor()), expected.out().data());
-  EXPECT_EQ(text_of(call.next_tensor()), expected.lse().data());
-  direct.clear_rest();
-  v1::AttendResponse bare;
-  wait([&](const Done& done) { core_->attend({.tenant = &tenant()}, direct, bare, done); });
-  EXPECT_NE(bare.out().data(), expected.out().data());
-}
-
 TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   fill();
   const std::vector<std::int32_t> ids = {0, 199, -1, 7, 7, 100};

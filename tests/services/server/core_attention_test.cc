@@ -416,19 +416,6 @@ INSTANTIATE_TEST_SUITE_P(
                   set_shape(*r.mutable_selected(), {1, 2, kMax});
                 },
                 "selected.shape"},
-        BadStep{"RestOverflows",
-                [](auto& r) {
-                  r.mutable_rest()->set_dtype(v1::DATA_TYPE_FLOAT32);
-                  set_shape(*r.mutable_rest(), {kMax, kHeadDim});
-                },
-                "rest.shape"},
-        BadStep{"RestShort",
-                [](auto& r) {
-                  r.mutable_rest()->set_dtype(v1::DATA_TYPE_FLOAT32);
-                  set_shape(*r.mutable_rest(), {kKvHeads, kHeadDim});
-                  r.mutable_rest()->set_data("xxxx");
-                },
-                "rest.data"},
         BadStep{"ModeUnknown",
                 [](auto& r) { r.mutable_options()->set_mode(static_cast<v1::LayerMode>(99)); },
                 "options.mode"},

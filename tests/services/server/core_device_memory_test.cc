@@ -124,44 +124,6 @@ TEST_F(CoreDeviceMemory, AppendsSelectsAndAttends) {
   EXPECT_EQ(outs[1].lse().data(), outs[0].lse().data());
 }
 
-TEST_F(CoreDeviceMemory, CountsARestThatLiesThere) {
-  v1::CreateSessionRequest create_norm_aware = create_request();
-  create_norm_aware.mutable_retrieval()->set_estimator(v1::ESTIMATOR_NORM_AWARE);
-  v1::CreateSessionResponse created;
-  ASSERT_EQ(create(create_norm_aware, created).reason(), "OK");
-  const std::string& session = created.session().name();
-  ASSERT_EQ(append(session, append_request(0, 200, 1)).reason(), "OK");
-  v1::AttendRequest request;
-  request.set_session(session);
-  *request.mutable_query() = random_tensor(2, kQueryHeads, 9);
-  const auto attend = [&] {
-    v1::AttendResponse response;
-    Ending ending;
-    core_->attend(call(), request, response, ending.listener());
-    executor_.run_all();
-    EXPECT_EQ(ending.reason(), "OK") << (ending.error ? ending.error->what() : "");
-    return response.out().data();
-  };
-  const std::string bare = attend();
-  *request.mutable_rest() = random_tensor(1, kKvHeads, 4);
-  set_shape(*request.mutable_rest(), {kKvHeads, kHeadDim});
-  const std::string expected = attend();
-  move(*request.mutable_rest(), 64);
-  EXPECT_EQ(attend(), expected);
-  EXPECT_NE(expected, bare);
-
-  // A repeated step is told by the place.
-  v1::DecodeRequest step = decode_request(session, 0, 1, 3);
-  *step.mutable_rest() = request.rest();
-  EXPECT_EQ(refusal(step), "OK: ");
-  EXPECT_EQ(refusal(step), "OK: ");
-  step.mutable_rest()->mutable_memory()->set_offset(128);
-  EXPECT_THAT(refusal(step), HasSubstr("STEP_CONFLICT"));
-  step.set_step(2);
-  step.mutable_rest()->mutable_memory()->set_offset(kBytes - 16);
-  EXPECT_THAT(refusal(step), HasSubstr("rest.memory.offset"));
-}
-
 TEST_F(CoreDeviceMemory, AnswersARepeatedStepByItsPlaces) {
   v1::DecodeRequest request = moved_step(ours_, 1);
   v1::DecodeResponse first;
