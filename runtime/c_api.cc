@@ -35,23 +35,10 @@ const char* kvtier_status_name(kvtier_status status) {
   return kvtier::error_code_name(static_cast<kvtier::ErrorCode>(known ? number : 0)).data();
 }
 
-void kvtier_retrieval_config_init(kvtier_retrieval_config* config) {
-  const kvtier::RetrievalConfig d;
-  *config = {.struct_size = sizeof(*config),
-             .estimator = static_cast<kvtier_estimator>(d.estimator),
-             .value_weighting = static_cast<kvtier_value_weighting>(d.value_weighting),
-             .selection = static_cast<kvtier_selection>(d.selection),
-             .plane_kind = KVTIER_PLANES_DEFAULT,
-             .seed = d.seed,
-             .planes_per_table = d.planes_per_table,
-             .tables = d.tables,
-             .tau = d.tau,
-             .num_planes = d.num_planes,
-             .query_bits = d.query_bits,
-             .top_k = d.top_k,
-             .sparsity = d.sparsity,
-             .sink_tokens = d.sink_tokens,
-             .recent_tokens = d.recent_tokens};
+void kvtier_retrieval_config_init(kvtier_retrieval_config* config) { *config = from_retrieval({}); }
+
+void kvtier_retrieval_config_init_socket(kvtier_retrieval_config* config) {
+  *config = from_retrieval(kvtier::RetrievalConfig::socket());
 }
 
 void kvtier_config_init(kvtier_config* config) {
@@ -255,13 +242,15 @@ kvtier_status kvtier_session_reserve(kvtier_session* session, int64_t tokens,
 
 kvtier_status kvtier_session_select(kvtier_session* session, int32_t layer,
                                     const kvtier_tensor* query, const kvtier_tensor* ids,
-                                    const kvtier_tensor* scores, const kvtier_options* options,
-                                    kvtier_stream stream) {
+                                    const kvtier_tensor* scores, const kvtier_tensor* bias,
+                                    const kvtier_options* options, kvtier_stream stream) {
   return guarded([&] {
     const Options converted(options);
     given(session, "session")
         .session.select(layer, to_view(query, "query"),
-                        {.ids = to_view(ids, "ids"), .scores = to_view(scores, "scores")},
+                        {.ids = to_view(ids, "ids"),
+                         .scores = to_view(scores, "scores"),
+                         .bias = to_view(bias, "bias")},
                         to_stream(stream), converted.options);
   });
 }
@@ -282,10 +271,11 @@ kvtier_status kvtier_session_attend(kvtier_session* session, int32_t layer,
     const kvtier_attend_args& a = checked_args(args);
     const Options converted(a.options);
     given(session, "session")
-        .session.attend(
-            layer,
-            {.query = to_view(a.query, "query"), .selected = to_view(a.selected, "selected")},
-            to_outputs(a), to_stream(stream), converted.options);
+        .session.attend(layer,
+                        {.query = to_view(a.query, "query"),
+                         .selected = to_view(a.selected, "selected"),
+                         .bias = to_view(a.bias, "bias")},
+                        to_outputs(a), to_stream(stream), converted.options);
   });
 }
 

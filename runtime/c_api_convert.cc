@@ -11,6 +11,10 @@ PlaneKind to_planes(const kvtier_plane_kind& kind) {
   return checked<PlaneKind>(kind, KVTIER_PLANES_ORTHOGONAL, "plane kind");
 }
 
+SketchCode to_code(const kvtier_code& code) {
+  return checked<SketchCode>(code, KVTIER_SCALAR, "code");
+}
+
 RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
   check_size(c.struct_size, sizeof(c), "kvtier_retrieval_config");
   RetrievalConfig config;
@@ -29,6 +33,9 @@ RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
   config.sparsity = c.sparsity;
   config.sink_tokens = c.sink_tokens;
   config.recent_tokens = c.recent_tokens;
+  config.rule = checked<SelectionRule>(c.rule, KVTIER_PRIORITY, "rule");
+  config.code = to_code(c.code);
+  config.error_target = c.error_target;
   return config;
 }
 
@@ -107,6 +114,28 @@ MutableTensorView to_view(const kvtier_tensor* tensor, const char* name) {
   return tensor == nullptr ? MutableTensorView{} : to_view(*tensor, name);
 }
 
+kvtier_retrieval_config from_retrieval(const RetrievalConfig& config) {
+  return {.struct_size = sizeof(kvtier_retrieval_config),
+          .estimator = static_cast<kvtier_estimator>(config.estimator),
+          .value_weighting = static_cast<kvtier_value_weighting>(config.value_weighting),
+          .selection = static_cast<kvtier_selection>(config.selection),
+          .plane_kind = config.plane_kind ? static_cast<kvtier_plane_kind>(*config.plane_kind)
+                                          : KVTIER_PLANES_DEFAULT,
+          .seed = config.seed,
+          .planes_per_table = config.planes_per_table,
+          .tables = config.tables,
+          .tau = config.tau,
+          .num_planes = config.num_planes,
+          .query_bits = config.query_bits,
+          .top_k = config.top_k,
+          .sparsity = config.sparsity,
+          .sink_tokens = config.sink_tokens,
+          .recent_tokens = config.recent_tokens,
+          .rule = static_cast<kvtier_rule>(config.rule),
+          .code = static_cast<kvtier_code>(config.code),
+          .error_target = config.error_target};
+}
+
 Config to_config(const kvtier_config& c) {
   check_size(c.struct_size, sizeof(c), "kvtier_config");
   Config config;
@@ -149,8 +178,10 @@ Config to_config(const kvtier_config& c) {
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {
     const kvtier_sketch_config& sketch = c.extra_sketches[i];
-    config.extra_sketches.push_back(
-        {.kind = to_planes(sketch.kind), .num_planes = sketch.num_planes, .seed = sketch.seed});
+    config.extra_sketches.push_back({.kind = to_planes(sketch.kind),
+                                     .num_planes = sketch.num_planes,
+                                     .seed = sketch.seed,
+                                     .code = to_code(sketch.code)});
   }
   config.backend = checked<Backend>(c.backend, KVTIER_BACKEND_CUDA, "backend");
   config.reject_nonfinite = c.reject_nonfinite != 0;
@@ -190,7 +221,8 @@ DecodeInputs to_decode_inputs(const kvtier_attend_args& args) {
   return {.query = to_view(args.query, "query"),
           .key = to_view(args.key, "key"),
           .value = to_view(args.value, "value"),
-          .selected = to_view(args.selected, "selected")};
+          .selected = to_view(args.selected, "selected"),
+          .bias = to_view(args.bias, "bias")};
 }
 
 kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,

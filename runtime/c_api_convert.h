@@ -51,6 +51,7 @@ T& given(T* pointer, const char* name) {
 }
 
 void check_size(std::size_t found, std::size_t expected, const char* name);
+[[nodiscard]] kvtier_retrieval_config from_retrieval(const RetrievalConfig& config);
 /// Views what `prefix` points to.
 [[nodiscard]] SessionConfig with_prefix(const kvtier_prefix& prefix);
 

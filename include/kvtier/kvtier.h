@@ -75,6 +75,12 @@ typedef enum kvtier_selection {
   KVTIER_PER_KV_HEAD = 1
 } kvtier_selection;
 
+/* Which tokens are taken by their scores: SelectionRule. */
+typedef enum kvtier_rule { KVTIER_TOP_K = 0, KVTIER_PRIORITY = 1 } kvtier_rule;
+
+/* How the bits of a sketch are made from a key: SketchCode. */
+typedef enum kvtier_code { KVTIER_SIGN = 0, KVTIER_SCALAR = 1 } kvtier_code;
+
 typedef enum kvtier_plane_kind {
   KVTIER_PLANES_DEFAULT = -1, /* gaussian, or orthogonal for norm-aware */
   KVTIER_PLANES_GAUSSIAN = 0,
@@ -136,6 +142,7 @@ typedef struct kvtier_sketch_config {
   kvtier_plane_kind kind;
   int32_t num_planes;
   uint64_t seed;
+  kvtier_code code;
 } kvtier_sketch_config;
 
 typedef struct kvtier_retrieval_config {
@@ -154,6 +161,9 @@ typedef struct kvtier_retrieval_config {
   double sparsity;
   int32_t sink_tokens;
   int32_t recent_tokens;
+  kvtier_rule rule;
+  kvtier_code code;
+  double error_target; /* 0: none */
 } kvtier_retrieval_config;
 
 typedef struct kvtier_layer_config {
@@ -228,6 +238,7 @@ typedef struct kvtier_attend_args {
   kvtier_tensor key;
   kvtier_tensor value;
   kvtier_tensor selected; /* optional input ids */
+  kvtier_tensor bias;     /* optional, of `selected` */
   kvtier_tensor out;
   kvtier_tensor lse;             /* optional */
   kvtier_tensor selected_out;    /* optional */
@@ -281,6 +292,8 @@ KVTIER_C_EXPORT const char* kvtier_status_name(kvtier_status status);
 /* Set every field to the default of the C++ API. */
 KVTIER_C_EXPORT void kvtier_config_init(kvtier_config* config);
 KVTIER_C_EXPORT void kvtier_retrieval_config_init(kvtier_retrieval_config* config);
+/* Sets every field as the SOCKET paper has it: RetrievalConfig::socket. */
+KVTIER_C_EXPORT void kvtier_retrieval_config_init_socket(kvtier_retrieval_config* config);
 KVTIER_C_EXPORT void kvtier_options_init(kvtier_options* options);
 KVTIER_C_EXPORT void kvtier_attend_args_init(kvtier_attend_args* args);
 
@@ -319,6 +332,7 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_select(kvtier_session* session, int
                                                     const kvtier_tensor* query,
                                                     const kvtier_tensor* ids,
                                                     const kvtier_tensor* scores, /* may be NULL */
+                                                    const kvtier_tensor* bias,   /* may be NULL */
                                                     const kvtier_options* options,
                                                     kvtier_stream stream);
 /* Makes the rows that the query selects hot for steps to come: Session::prefetch. */

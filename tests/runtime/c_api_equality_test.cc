@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace kvtier::testing {
@@ -44,7 +45,11 @@ class CApiEqualityTest : public EngineTest {
     config_ = config();
     config_.model.layers = 2;
     config_.model.layer_options = {{}, {.mode = LayerMode::kSlidingWindow, .window_tokens = 30}};
-    config_.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 4}};
+    config_.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 4},
+                              {.kind = PlaneKind::kOrthogonal,
+                               .num_planes = 128,
+                               .seed = 4,
+                               .code = SketchCode::kScalar}};
     config_.memory.staging_rows = 128;  // without, the CPU has no hot rows
     config_.memory.hot_bytes = 4 * MiB;
     config_.memory.hot_rows = 512;
@@ -53,7 +58,8 @@ class CApiEqualityTest : public EngineTest {
 
     const kvtier_layer_config layers[] = {{KVTIER_LAYER_DEFAULT, 0, 0.0F, 0.0F},
                                           {KVTIER_LAYER_SLIDING_WINDOW, 30, 0.0F, 0.0F}};
-    const kvtier_sketch_config extra = {KVTIER_PLANES_ORTHOGONAL, 128, 4};
+    const kvtier_sketch_config extra[] = {{KVTIER_PLANES_ORTHOGONAL, 128, 4, KVTIER_SIGN},
+                                          {KVTIER_PLANES_ORTHOGONAL, 128, 4, KVTIER_SCALAR}};
     kvtier_config c;
     kvtier_config_init(&c);
     c.layers = 2;
@@ -69,8 +75,8 @@ class CApiEqualityTest : public EngineTest {
     c.hot_bytes = config_.memory.hot_bytes;
     c.hot_rows = config_.memory.hot_rows;
     c.retrieval = to_c(config_.retrieval);
-    c.extra_sketches = &extra;
-    c.num_extra_sketches = 1;
+    c.extra_sketches = extra;
+    c.num_extra_sketches = 2;
     c.backend = static_cast<kvtier_backend>(GetParam());
     ASSERT_EQ(kvtier_engine_create(&c, &c_engine_), KVTIER_OK) << kvtier_last_error();
     ASSERT_EQ(kvtier_session_open(c_engine_, 0, &c_session_), KVTIER_OK) << kvtier_last_error();
@@ -102,6 +108,9 @@ class CApiEqualityTest : public EngineTest {
     c.sparsity = config.sparsity;
     c.sink_tokens = config.sink_tokens;
     c.recent_tokens = config.recent_tokens;
+    c.rule = static_cast<kvtier_rule>(config.rule);
+    c.code = static_cast<kvtier_code>(config.code);
+    c.error_target = config.error_target;
     return c;
   }
   template <typename View>
@@ -203,8 +212,9 @@ TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
   const kvtier_tensor query = to_c(b.query.view());
   const kvtier_tensor ids = to_c(b.ids.view());
   const kvtier_tensor scores = to_c(b_scores.mutable_view());
-  ASSERT_EQ(kvtier_session_select(c_session_, 0, &query, &ids, &scores, &c_options, kNoStream),
-            KVTIER_OK)
+  ASSERT_EQ(
+      kvtier_session_select(c_session_, 0, &query, &ids, &scores, nullptr, &c_options, kNoStream),
+      KVTIER_OK)
       << kvtier_last_error();
   EXPECT_EQ(a.ids.data, b.ids.data);
   EXPECT_EQ(a_scores.bytes(), b_scores.bytes());
@@ -307,6 +317,67 @@ TEST_P(CApiEqualityTest, RecallTargetsGiveTheSameBits) {
   EXPECT_TRUE(a.same_results(b));
   EXPECT_EQ(a_missed.bytes(), b_missed.bytes());
   EXPECT_NE(a_missed.get(0), 0.0F);
+}
+
+TEST_P(CApiEqualityTest, PriorityAndScalarCodesGiveTheSameBits) {
+  RetrievalConfig priority = config_.retrieval;
+  priority.estimator = Estimator::kNormAware;
+  priority.num_planes = 128;
+  priority.seed = 4;
+  priority.rule = SelectionRule::kPriority;
+  priority.code = SketchCode::kScalar;
+  priority.selection = Selection::kPerKvHead;
+  priority.top_k = 40;
+  for (const double error : {0.0, 0.2}) {
+    priority.error_target = error;
+    const kvtier_retrieval_config c_priority = to_c(priority);
+    kvtier_options c_options;
+    kvtier_options_init(&c_options);
+    c_options.retrieval = &c_priority;
+    const AttendOptions options{.retrieval = &priority};
+    CallTensors a(config_.model, 2, 60), b(config_.model, 2, 60);
+    HostIds a_ids(2, config_.model.kv_heads, 40), b_ids(2, config_.model.kv_heads, 40);
+    HostTensor a_bias(2, config_.model.kv_heads, 40, DType::kFloat32);
+    HostTensor b_bias(2, config_.model.kv_heads, 40, DType::kFloat32);
+    session_->select(0, a.query.view(), {.ids = a_ids.view(), .bias = a_bias.mutable_view()}, {},
+                     options);
+    const kvtier_tensor query = to_c(b.query.view());
+    const kvtier_tensor ids = to_c(b_ids.view());
+    const kvtier_tensor bias = to_c(b_bias.mutable_view());
+    ASSERT_EQ(
+        kvtier_session_select(c_session_, 0, &query, &ids, nullptr, &bias, &c_options, kNoStream),
+        KVTIER_OK)
+        << kvtier_last_error();
+    EXPECT_EQ(a_ids.data, b_ids.data);
+    EXPECT_EQ(a_bias.bytes(), b_bias.bytes());
+    const auto* biases = reinterpret_cast<const float*>(a_bias.bytes().data());
+    EXPECT_GT(*std::max_element(biases, biases + 2 * config_.model.kv_heads * 40), 0.0F);
+
+    AttendInputs inputs = a.attend_inputs();
+    inputs.selected = a_ids.view();
+    inputs.bias = a_bias.view();
+    session_->attend(0, inputs, a.outputs(), {}, options);
+    kvtier_attend_args args = testing::to_c(b.inputs(), b.outputs());
+    args.selected = ids;
+    args.bias = bias;
+    args.options = &c_options;
+    ASSERT_EQ(kvtier_session_attend(c_session_, 0, &args, kNoStream), KVTIER_OK)
+        << kvtier_last_error();
+    EXPECT_TRUE(a.same_results(b)) << "attend";
+
+    DecodeInputs step = a.inputs();
+    step.selected = inputs.selected;
+    step.bias = inputs.bias;
+    session_->decode(0, step, a.outputs(), {}, options);
+    ASSERT_EQ(kvtier_session_decode(c_session_, 0, &args, kNoStream), KVTIER_OK)
+        << kvtier_last_error();
+    EXPECT_TRUE(a.same_results(b)) << "decode";
+
+    b_bias.set(1, -1.0F);
+    EXPECT_EQ(kvtier_session_attend(c_session_, 0, &args, kNoStream), KVTIER_INVALID_ARGUMENT);
+    EXPECT_STREQ(kvtier_last_error(),
+                 "bias[0, 0, 1]: expected a finite number of at least 0, found -1.000000");
+  }
 }
 
 TEST_P(CApiEqualityTest, MergeGivesTheSameBits) {

@@ -381,11 +381,14 @@ TEST(CApi, RefusesNullPointers) {
   expect_refused(kvtier_session_append(session.get(), 0, nullptr, k, kNoStream), "keys");
   expect_refused(kvtier_session_append(session.get(), 0, k, nullptr, kNoStream), "values");
   expect_refused(kvtier_session_reserve(nullptr, 1, kNoStream), "session");
-  expect_refused(kvtier_session_select(nullptr, 0, q, q, nullptr, nullptr, kNoStream), "session");
-  expect_refused(kvtier_session_select(session.get(), 0, nullptr, q, nullptr, nullptr, kNoStream),
-                 "query");
-  expect_refused(kvtier_session_select(session.get(), 0, q, nullptr, nullptr, nullptr, kNoStream),
-                 "ids");
+  expect_refused(kvtier_session_select(nullptr, 0, q, q, nullptr, nullptr, nullptr, kNoStream),
+                 "session");
+  expect_refused(
+      kvtier_session_select(session.get(), 0, nullptr, q, nullptr, nullptr, nullptr, kNoStream),
+      "query");
+  expect_refused(
+      kvtier_session_select(session.get(), 0, q, nullptr, nullptr, nullptr, nullptr, kNoStream),
+      "ids");
   expect_refused(kvtier_session_attend(nullptr, 0, &step.args, kNoStream), "session");
   expect_refused(kvtier_session_attend(session.get(), 0, nullptr, kNoStream), "args");
   expect_refused(kvtier_session_decode(nullptr, 0, &step.args, kNoStream), "session");
@@ -436,9 +439,6 @@ TEST(CApi, RefusesUnknownEnumerators) {
   expect_refused([&](kvtier_config& c) { set(c.kv_dtype, 4); }, "kv_dtype: expected 0..3, found 4");
   expect_refused([&](kvtier_config& c) { set(c.placement, 2); }, "placement");
   expect_refused([&](kvtier_config& c) { set(c.backend, 3); }, "backend");
-  expect_refused([&](kvtier_config& c) { set(c.retrieval.estimator, 3); }, "estimator");
-  expect_refused([&](kvtier_config& c) { set(c.retrieval.value_weighting, 5); }, "weighting");
-  expect_refused([&](kvtier_config& c) { set(c.retrieval.selection, 2); }, "selection");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.plane_kind, 2); }, "plane kind");
   kvtier_layer_config layer = {KVTIER_LAYER_SPARSE, 0, 0.0F, 0.0F};
   set(layer.mode, 3);
