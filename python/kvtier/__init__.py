@@ -31,6 +31,8 @@ from kvtier.config import (
     RecallTarget,
     RetrievalConfig,
     Selection,
+    SelectionRule,
+    SketchCode,
     SketchConfig,
     ValueWeighting,
 )
@@ -113,6 +115,8 @@ __all__ = [
     "SelectOutcome",
     "SelectResult",
     "Selection",
+    "SelectionRule",
+    "SketchCode",
     "ServerEpochError",
     "ServerInfo",
     "SessionInfo",

@@ -56,6 +56,7 @@ class SelectItem:
     query: TensorLike
     options: AttendOptions = AttendOptions()
     with_scores: bool = False
+    with_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class AttendItem:
     query: TensorLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
+    bias: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
 
@@ -82,6 +84,7 @@ class DecodeItem:
     value: TensorLike
     options: AttendOptions = AttendOptions()
     selected: ArrayLike | None = None
+    bias: ArrayLike | None = None
     with_missed: bool = False
     outputs: Outputs = Outputs()
 
@@ -270,12 +273,16 @@ class Client(Closing):
         for item in items:
             query = check_tensor("query", item.query)
             message = request.items.add()
-            fill_select(message, item.session, item.layer, item.options, item.with_scores)
+            fill_select(
+                message, item.session, item.layer, item.options, item.with_scores, item.with_bias
+            )
             call.add(message.query, query)
         reply = attention_pb2.BatchSelectResponse()
         response = self.run(call, reply, self.connection.attention.BatchSelect)
         return [
-            _outcome(found.status, lambda: take_select(found.response, item.with_scores))
+            _outcome(
+                found.status, lambda: take_select(found.response, item.with_scores, item.with_bias)
+            )
             for item, found in zip(items, response.items, strict=True)
         ]
 
@@ -290,7 +297,7 @@ class Client(Closing):
             fill_attend(message, item.session, item.layer, item.options, item.with_missed, outputs)
             call.output_bytes += output_bytes(query, item.with_missed)
             call.add(message.query, query)
-            add_optional(call, message, item.selected)
+            add_optional(call, message, item.selected, item.bias)
         reply = attention_pb2.BatchAttendResponse()
         response = self.run(call, reply, self.connection.attention.BatchAttend)
         return [
@@ -316,7 +323,7 @@ class Client(Closing):
             call.add(message.query, query)
             call.add(message.key, key)
             call.add(message.value, check_tensor("value", item.value))
-            add_optional(call, message, item.selected)
+            add_optional(call, message, item.selected, item.bias)
             message.step = session.next_step()
             place = (session.name, item.layer)
             if session.knows(item.layer):

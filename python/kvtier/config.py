@@ -18,6 +18,8 @@ __all__ = [
     "RecallTarget",
     "RetrievalConfig",
     "Selection",
+    "SelectionRule",
+    "SketchCode",
     "SketchConfig",
     "ValueWeighting",
 ]
@@ -55,6 +57,23 @@ class Selection(enum.Enum):
     PER_KV_HEAD = "SELECTION_PER_KV_HEAD"
 
 
+class SelectionRule(enum.Enum):
+    """Which tokens are taken by their scores. `PRIORITY`: a sample of which each token counts one
+    over its chance of being taken, so that attention has the expectation of dense attention; with
+    norm-aware, or calibrated soft collision."""
+
+    TOP_K = "SELECTION_RULE_TOP_K"
+    PRIORITY = "SELECTION_RULE_PRIORITY"
+
+
+class SketchCode(enum.Enum):
+    """How the bits of a sketch are made from a key. `SCALAR`: the rotated and normalised key, rounded
+    to `num_planes / head_dim` bits for each coordinate; with norm-aware."""
+
+    SIGN = "SKETCH_CODE_SIGN"
+    SCALAR = "SKETCH_CODE_SCALAR"
+
+
 class PlaneKind(enum.Enum):
     """Kind of hyperplanes."""
 
@@ -72,14 +91,20 @@ class LayerMode(enum.Enum):
 
 @dataclass(frozen=True)
 class SketchConfig:
-    """The sign bits kept of each key."""
+    """The bits kept of each key."""
 
     kind: PlaneKind = PlaneKind.GAUSSIAN
     num_planes: int = 600
     seed: int = 0
+    code: SketchCode = SketchCode.SIGN
 
     def message(self) -> retrieval_pb2.Sketch:
-        return retrieval_pb2.Sketch(kind=self.kind.value, num_planes=self.num_planes, seed=self.seed)
+        return retrieval_pb2.Sketch(
+            kind=self.kind.value,
+            num_planes=self.num_planes,
+            seed=self.seed,
+            code=self.code.value,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,13 +126,28 @@ class RetrievalConfig:
     sparsity: float = 0.0
     sink_tokens: int = 128
     recent_tokens: int = 128
+    rule: SelectionRule = SelectionRule.TOP_K
+    code: SketchCode = SketchCode.SIGN
+    #: With the priority rule: the standard error of the softmax denominator that is aimed at,
+    #: relative to it, above 0 and below 1; 0: none. `top_k` or `sparsity` is the most tokens then.
+    error_target: float = 0.0
+
+    @staticmethod
+    def socket() -> RetrievalConfig:
+        """Returns the method of the SOCKET paper."""
+        return RetrievalConfig(
+            value_weighting=ValueWeighting.LINEAR,
+            selection=Selection.PER_QUERY_HEAD,
+            plane_kind=PlaneKind.GAUSSIAN,
+        )
 
     def sketch(self) -> SketchConfig:
         """Returns the smallest sketch that the estimator can read."""
         norm_aware = self.estimator == Estimator.NORM_AWARE
         own = PlaneKind.ORTHOGONAL if norm_aware else PlaneKind.GAUSSIAN
         planes = self.num_planes if norm_aware else self.planes_per_table * self.tables
-        return SketchConfig(own if self.plane_kind is None else self.plane_kind, planes, self.seed)
+        kind = own if self.plane_kind is None else self.plane_kind
+        return SketchConfig(kind, planes, self.seed, self.code)
 
     def message(self) -> retrieval_pb2.RetrievalOptions:
         size = retrieval_pb2.SelectionSize()
@@ -129,6 +169,9 @@ class RetrievalConfig:
             query_bits=self.query_bits,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
+            rule=self.rule.value,
+            code=self.code.value,
+            error_target=self.error_target,
         )
 
 

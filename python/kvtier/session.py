@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
 _FETCH_BYTES = 1 << 20
-SELECTION_BYTES = 2 << 20  # room for ids and scores, whose number the server knows
+SELECTION_BYTES = 2 << 20  # room for ids, scores and biases, whose number the server knows
 
 _INT32 = np.dtype(np.int32)
 _UINT16 = np.dtype(np.uint16)
@@ -59,11 +59,13 @@ class AttendResult(_Attended):
 
 
 class SelectResult(NamedTuple):
-    """`ids`: [tokens, query_heads or kv_heads, k], ascending, padded with -1. `scores`: as `ids`;
-    None unless asked for. Read-only."""
+    """`ids`: [tokens, query_heads or kv_heads, k], ascending, padded with -1. `scores`: as `ids`.
+    `bias`: as `ids`, the logarithm of how many times each id counts, 0 where padded. Both None
+    unless asked for. Read-only."""
 
     ids: NDArray[np.int32]
     scores: NDArray[np.float32] | None
+    bias: NDArray[np.float32] | None = None
 
 
 class FetchResult(NamedTuple):
@@ -92,11 +94,13 @@ def fill_select(
     layer: int,
     options: AttendOptions,
     with_scores: bool,
+    with_bias: bool,
 ) -> None:
     request.session = session.name
     request.layer = layer
     request.options.CopyFrom(options.message())
     request.with_scores = with_scores
+    request.with_bias = with_bias
 
 
 def fill_attend(
@@ -150,9 +154,12 @@ def add_optional(
     call: PlaneCall,
     request: attention_pb2.AttendRequest | attention_pb2.DecodeRequest,
     selected: ArrayLike | None,
+    bias: ArrayLike | None,
 ) -> None:
     if selected is not None:
         call.add(request.selected, tensors.check("selected", selected))
+    if bias is not None:
+        call.add(request.bias, tensors.check("bias", bias))
 
 
 def fill_fetch(
@@ -162,10 +169,13 @@ def fill_fetch(
     request.layer = layer
 
 
-def take_select(response: attention_pb2.SelectResponse, with_scores: bool) -> SelectResult:
+def take_select(
+    response: attention_pb2.SelectResponse, with_scores: bool, with_bias: bool
+) -> SelectResult:
     ids = tensors.take(response.ids, "ids", _INT32)
     scores = tensors.take(response.scores, "scores", _FLOAT32) if with_scores else None
-    return SelectResult(ids, scores)
+    bias = tensors.take(response.bias, "bias", _FLOAT32) if with_bias else None
+    return SelectResult(ids, scores, bias)
 
 
 def take_attend(
@@ -234,15 +244,17 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         with_scores: bool = False,
+        with_bias: bool = False,
     ) -> SelectResult:
-        """Scores the eligible tokens and returns the chosen ids. Stores nothing."""
+        """Scores the eligible tokens and returns the chosen ids. Stores nothing. `with_bias`: with
+        what `attend` and `decode` take as `bias` beside them, of the priority rule."""
         array = check_tensor("query", query)
         request = attention_pb2.SelectRequest()
-        fill_select(request, self, layer, options, with_scores)
+        fill_select(request, self, layer, options, with_scores, with_bias)
         call = PlaneCall(frames.SELECT, request, SELECTION_BYTES)
         call.add(request.query, array)
         response = self._client.run(call, attention_pb2.SelectResponse(), self._connection.attention.Select)
-        return take_select(response, with_scores)
+        return take_select(response, with_scores, with_bias)
 
     def attend(
         self,
@@ -251,17 +263,19 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
-        """Selects and attends. Stores nothing. `selected` replaces scoring. `with_missed`: with
-        the share of the attention that was left out, of norm-aware selections."""
+        """Selects and attends. Stores nothing. `selected` replaces scoring; `bias`, of its
+        shape, is added to the logits of these ids. `with_missed`: with the share of the attention
+        that was left out, of norm-aware selections."""
         array = check_tensor("query", query)
         request = attention_pb2.AttendRequest()
         fill_attend(request, self, layer, options, with_missed, check_outputs(array, outputs))
         call = PlaneCall(frames.ATTEND, request, output_bytes(array, with_missed))
         call.add(request.query, array)
-        add_optional(call, request, selected)
+        add_optional(call, request, selected, bias)
         response = self._client.run(call, attention_pb2.AttendResponse(), self._connection.attention.Attend)
         return take_attend(response, array, with_missed)
 
@@ -274,6 +288,7 @@ class RemoteSession(Leased):
         options: AttendOptions = AttendOptions(),
         *,
         selected: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
         with_missed: bool = False,
         outputs: Outputs = Outputs(),
     ) -> AttendResult:
@@ -287,7 +302,7 @@ class RemoteSession(Leased):
         call.add(request.query, array)
         call.add(request.key, keys)
         call.add(request.value, check_tensor("value", value))
-        add_optional(call, request, selected)
+        add_optional(call, request, selected, bias)
         request.step = self.next_step()
         if self.knows(layer):
             request.position = self._lengths[layer]

@@ -170,6 +170,7 @@ class RemoteSession::Impl {
     name_call(request, layer);
     *request.mutable_options() = services::message_of(options);
     request.set_with_scores(!outputs.scores.empty());
+    request.set_with_bias(!outputs.bias.empty());
     tensors.add({"query", item}, query, *request.mutable_query());
     tensors.add_selection();
   }
@@ -210,6 +211,7 @@ class RemoteSession::Impl {
                    const services::DeviceMemories& memories) {
     services::take(response.ids(), {"ids", item}, outputs.ids, memories);
     services::take(response.scores(), {"scores", item}, outputs.scores, memories);
+    services::take(response.bias(), {"bias", item}, outputs.bias, memories);
   }
   static void take(const v1::FetchResponse& response, int item, const FetchOutputs& outputs,
                    const services::DeviceMemories& memories) {

@@ -62,14 +62,16 @@ class RequestTensors {
   [[nodiscard]] const DeviceMemories& memories() const noexcept { return memories_; }
   /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
   void add(const Field& field, const TensorView& view, v1::Tensor& message);
-  /// Likewise `selected`, unless it is empty.
+  /// Likewise `selected` and `bias`, unless they are empty.
   template <typename Inputs, typename Request>
   void add_optional(int item, const Inputs& inputs, Request& request) {
     if (!inputs.selected.empty()) {
       add({"selected", item}, inputs.selected, *request.mutable_selected());
     }
+    if (!inputs.bias.empty()) add({"bias", item}, inputs.bias, *request.mutable_bias());
   }
-  /// Room for ids and scores, of which the server knows the number; of a batch, at most a reply's.
+  /// Room for ids, scores and biases, of which the server knows the number; of a batch, at most a
+  /// reply's.
   void add_selection() noexcept;
   /// Room for what is attended for a query, or its place in device memory.
   template <typename Request>

@@ -152,6 +152,10 @@ std::string digest_of(const v1::DecodeRequest& request) {
     add("selected");
     add_tensor(request.selected());
   }
+  if (request.has_bias()) {
+    add("bias");
+    add_tensor(request.bias());
+  }
   if (request.has_out_memory()) add_place(request.out_memory());
   if (request.has_lse_memory()) add_place(request.lse_memory());
   if (request.with_missed()) add("missed");
@@ -225,12 +229,17 @@ void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudge
   const std::int64_t count = selected_of(call.retrieval, length);
   const std::int64_t rows = query.shape[0] * heads;
   constexpr std::int64_t kOverhead = 128;
-  budget.take(rows * count * (request.with_scores() ? 8 : 4) + kOverhead);
+  const int tensors = 1 + (request.with_scores() ? 1 : 0) + (request.with_bias() ? 1 : 0);
+  budget.take(rows * count * tensors * 4 + kOverhead);
   SelectOutputs outputs;
   outputs.ids = make_tensor(*response.mutable_ids(), DType::kInt32, {query.shape[0], heads, count});
   if (request.with_scores()) {
     outputs.scores =
         make_tensor(*response.mutable_scores(), DType::kFloat32, {query.shape[0], heads, count});
+  }
+  if (request.with_bias()) {
+    outputs.bias =
+        make_tensor(*response.mutable_bias(), DType::kFloat32, {query.shape[0], heads, count});
   }
   entry.session->select(layer, query, outputs, {}, call.options);
 }
@@ -242,6 +251,7 @@ void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudge
   AttendInputs inputs;
   inputs.query = query_of(entry, request.query(), regions);
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  if (request.has_bias()) inputs.bias = view_of(request.bias(), "bias");
   const CallOptions call(request.options(), entry.retrieval);
   const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
   entry.session->attend(layer, inputs, outputs, {}, call.options);
@@ -265,6 +275,7 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
   inputs.key = tensors.key;
   inputs.value = tensors.value;
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
+  if (request.has_bias()) inputs.bias = view_of(request.bias(), "bias");
   check_position(request, entry.session->length(layer));
   const CallOptions call(request.options(), entry.retrieval);
   Charge charge(entry, inputs.key.shape[0]);

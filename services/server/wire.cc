@@ -70,6 +70,18 @@ PlaneKind plane_kind_of(v1::PlaneKind kind, const std::string& field) {
   throw unknown(field, "a PlaneKind", kind);
 }
 
+SketchCode code_of(v1::SketchCode code, const std::string& field) {
+  if (code == v1::SKETCH_CODE_SIGN) return SketchCode::kSign;
+  if (code == v1::SKETCH_CODE_SCALAR) return SketchCode::kScalar;
+  throw unknown(field, "a SketchCode", code);
+}
+
+SelectionRule rule_of(v1::SelectionRule rule, const std::string& field) {
+  if (rule == v1::SELECTION_RULE_TOP_K) return SelectionRule::kTopK;
+  if (rule == v1::SELECTION_RULE_PRIORITY) return SelectionRule::kPriority;
+  throw unknown(field, "a SelectionRule", rule);
+}
+
 Estimator estimator_of(v1::Estimator estimator, const std::string& field) {
   switch (estimator) {
     case v1::ESTIMATOR_SOFT_COLLISION:
@@ -276,7 +288,10 @@ ModelConfig model_of(const v1::Geometry& geometry, const std::string& field) {
 SketchConfig sketch_of(const v1::Sketch& sketch, const std::string& field) {
   return {.kind = plane_kind_of(sketch.kind(), field + ".kind"),
           .num_planes = in_range(sketch.num_planes(), 1, 1024, field + ".num_planes"),
-          .seed = sketch.seed()};
+          .seed = sketch.seed(),
+          .code = sketch.code() == v1::SKETCH_CODE_UNSPECIFIED
+                      ? SketchCode::kSign
+                      : code_of(sketch.code(), field + ".code")};
 }
 
 RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const RetrievalConfig& base,
@@ -286,6 +301,9 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     result.estimator = estimator_of(options.estimator(), field + ".estimator");
     result.value_weighting = ValueWeighting::kDefault;
     result.plane_kind.reset();
+    result.rule = SelectionRule::kTopK;
+    result.code = SketchCode::kSign;
+    result.error_target = 0.0;
   }
   if (options.value_weighting() != v1::VALUE_WEIGHTING_UNSPECIFIED) {
     result.value_weighting = weighting_of(options.value_weighting(), field + ".value_weighting");
@@ -320,6 +338,13 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
   if (options.plane_kind() != v1::PLANE_KIND_UNSPECIFIED) {
     result.plane_kind = plane_kind_of(options.plane_kind(), field + ".plane_kind");
   }
+  if (options.rule() != v1::SELECTION_RULE_UNSPECIFIED) {
+    result.rule = rule_of(options.rule(), field + ".rule");
+  }
+  if (options.code() != v1::SKETCH_CODE_UNSPECIFIED) {
+    result.code = code_of(options.code(), field + ".code");
+  }
+  if (options.has_error_target()) result.error_target = options.error_target();
   if (options.has_tau()) result.tau = options.tau();
   if (options.has_query_bits()) result.query_bits = options.query_bits();
   if (options.has_seed()) result.seed = options.seed();

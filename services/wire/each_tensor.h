@@ -19,6 +19,7 @@ template <typename Visit>
 void each_tensor(v1::AttendRequest& message, Visit visit) {
   visit(*message.mutable_query());
   if (message.has_selected()) visit(*message.mutable_selected());
+  if (message.has_bias()) visit(*message.mutable_bias());
 }
 template <typename Visit>
 void each_tensor(v1::DecodeRequest& message, Visit visit) {
@@ -26,6 +27,7 @@ void each_tensor(v1::DecodeRequest& message, Visit visit) {
   visit(*message.mutable_key());
   visit(*message.mutable_value());
   if (message.has_selected()) visit(*message.mutable_selected());
+  if (message.has_bias()) visit(*message.mutable_bias());
 }
 template <typename Visit>
 void each_tensor(v1::FetchRequest& message, Visit visit) {
@@ -42,6 +44,7 @@ template <typename Visit>
 void each_tensor(v1::SelectResponse& message, Visit visit) {
   visit(*message.mutable_ids());
   if (message.has_scores()) visit(*message.mutable_scores());
+  if (message.has_bias()) visit(*message.mutable_bias());
 }
 template <typename Message, typename Visit>
 requires requires(Message& message) { message.mutable_lse(); }

@@ -49,6 +49,10 @@ v1::PlaneKind message_of(PlaneKind kind) {
   return kind == PlaneKind::kGaussian ? v1::PLANE_KIND_GAUSSIAN : v1::PLANE_KIND_ORTHOGONAL;
 }
 
+v1::SketchCode message_of(SketchCode code) {
+  return code == SketchCode::kSign ? v1::SKETCH_CODE_SIGN : v1::SKETCH_CODE_SCALAR;
+}
+
 /// Calls `copy(offset in the view, offset in the dense bytes, bytes)` for every run of memory: the
 /// last dimension, with those before it that it is dense in.
 template <typename View, typename Copy>
@@ -120,6 +124,7 @@ v1::Sketch message_of(const SketchConfig& sketch) {
   message.set_kind(message_of(sketch.kind));
   message.set_num_planes(sketch.num_planes);
   message.set_seed(sketch.seed);
+  message.set_code(message_of(sketch.code));
   return message;
 }
 
@@ -144,6 +149,10 @@ v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
   message.set_query_bits(retrieval.query_bits);
   message.set_sink_tokens(retrieval.sink_tokens);
   message.set_recent_tokens(retrieval.recent_tokens);
+  message.set_rule(retrieval.rule == SelectionRule::kTopK ? v1::SELECTION_RULE_TOP_K
+                                                          : v1::SELECTION_RULE_PRIORITY);
+  message.set_code(message_of(retrieval.code));
+  message.set_error_target(retrieval.error_target);
   return message;
 }
 

@@ -92,7 +92,8 @@ class SessionTest(ServerTest):
         case = Case(100)
         self.session.append(0, case.keys, case.values)
         query = case.query(2)
-        ids, scores = self.session.select(0, query, with_scores=True)
+        ids, scores, bias = self.session.select(0, query, with_scores=True)
+        self.assertIsNone(bias)
         self.assertEqual(ids.shape, (2, MODEL.kv_heads, RETRIEVAL.top_k))
         assert scores is not None
         self.assertEqual(scores.shape, ids.shape)

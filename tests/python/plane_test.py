@@ -145,6 +145,7 @@ class PlaneTest(ServerTest):
             for item in (*selected, *fetched)
             if not isinstance(item, kvtier.ClientError)
             for array in item
+            if array is not None
         ]
         self.assertEqual(len(rest), 8)
         outs = [item for item in found if isinstance(item, kvtier.AttendResult)]

@@ -16,7 +16,7 @@ from kvtier.v1 import status_pb2 as kvtier_dot_v1_dot_status__pb2
 from kvtier.v1 import tensor_pb2 as kvtier_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/attention.proto\x12\tkvtier.v1\x1a\x19kvtier/v1/retrieval.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"\x95\x01\n\rAppendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x1e\n\x03key\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x15\n\x08position\x18\x05 \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_position\"\'\n\x0e\x41ppendResponse\x12\x15\n\rlayer_lengths\x18\x01 \x03(\x03\"\x91\x01\n\rSelectRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12\x13\n\x0bwith_scores\x18\x05 \x01(\x08\"S\n\x0eSelectResponse\x12\x1e\n\x03ids\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06scores\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"\x9c\x02\n\rAttendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12#\n\x08selected\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x05 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12+\n\nout_memory\x18\x06 \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12+\n\nlse_memory\x18\x07 \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12\x13\n\x0bwith_missed\x18\x08 \x01(\x08J\x04\x08\t\x10\nR\x04rest\"s\n\x0e\x41ttendResponse\x12\x1e\n\x03out\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03lse\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06missed\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"\x90\x03\n\rDecodeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12 \n\x05query\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03key\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x06 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x07 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12\x15\n\x08position\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12#\n\x08selected\x18\t \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12+\n\nout_memory\x18\n \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12+\n\nlse_memory\x18\x0b \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12\x13\n\x0bwith_missed\x18\x0c \x01(\x08\x42\x0b\n\t_positionJ\x04\x08\r\x10\x0eR\x04rest\"\x90\x01\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x03out\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03lse\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06missed\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"=\n\x12\x42\x61tchSelectRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.SelectRequest\"\xa5\x01\n\x13\x42\x61tchSelectResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchSelectResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.SelectResponse\"=\n\x12\x42\x61tchAttendRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.AttendRequest\"\xa5\x01\n\x13\x42\x61tchAttendResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchAttendResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.AttendResponse\"=\n\x12\x42\x61tchDecodeRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.DecodeRequest\"\xa5\x01\n\x13\x42\x61tchDecodeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchDecodeResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.DecodeResponse\"Q\n\x0c\x46\x65tchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"Q\n\rFetchResponse\x12\x1e\n\x03key\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\";\n\x11\x42\x61tchFetchRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.kvtier.v1.FetchRequest\"\xa2\x01\n\x12\x42\x61tchFetchResponse\x12\x31\n\x05items\x18\x01 \x03(\x0b\x32\".kvtier.v1.BatchFetchResponse.Item\x1aY\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12*\n\x08response\x18\x02 \x01(\x0b\x32\x18.kvtier.v1.FetchResponse2\x85\x05\n\x10\x41ttentionService\x12?\n\x06\x41ppend\x12\x18.kvtier.v1.AppendRequest\x1a\x19.kvtier.v1.AppendResponse(\x01\x12=\n\x06Select\x12\x18.kvtier.v1.SelectRequest\x1a\x19.kvtier.v1.SelectResponse\x12L\n\x0b\x42\x61tchSelect\x12\x1d.kvtier.v1.BatchSelectRequest\x1a\x1e.kvtier.v1.BatchSelectResponse\x12=\n\x06\x41ttend\x12\x18.kvtier.v1.AttendRequest\x1a\x19.kvtier.v1.AttendResponse\x12L\n\x0b\x42\x61tchAttend\x12\x1d.kvtier.v1.BatchAttendRequest\x1a\x1e.kvtier.v1.BatchAttendResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvtier.v1.DecodeRequest\x1a\x19.kvtier.v1.DecodeResponse(\x01\x30\x01\x12L\n\x0b\x42\x61tchDecode\x12\x1d.kvtier.v1.BatchDecodeRequest\x1a\x1e.kvtier.v1.BatchDecodeResponse\x12:\n\x05\x46\x65tch\x12\x17.kvtier.v1.FetchRequest\x1a\x18.kvtier.v1.FetchResponse\x12I\n\nBatchFetch\x12\x1c.kvtier.v1.BatchFetchRequest\x1a\x1d.kvtier.v1.BatchFetchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/attention.proto\x12\tkvtier.v1\x1a\x19kvtier/v1/retrieval.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"\x95\x01\n\rAppendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x1e\n\x03key\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x15\n\x08position\x18\x05 \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_position\"\'\n\x0e\x41ppendResponse\x12\x15\n\rlayer_lengths\x18\x01 \x03(\x03\"\xa4\x01\n\rSelectRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12\x13\n\x0bwith_scores\x18\x05 \x01(\x08\x12\x11\n\twith_bias\x18\x06 \x01(\x08\"t\n\x0eSelectResponse\x12\x1e\n\x03ids\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06scores\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1f\n\x04\x62ias\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"\xbd\x02\n\rAttendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12#\n\x08selected\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x05 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12+\n\nout_memory\x18\x06 \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12+\n\nlse_memory\x18\x07 \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12\x13\n\x0bwith_missed\x18\x08 \x01(\x08\x12\x1f\n\x04\x62ias\x18\n \x01(\x0b\x32\x11.kvtier.v1.TensorJ\x04\x08\t\x10\nR\x04rest\"s\n\x0e\x41ttendResponse\x12\x1e\n\x03out\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03lse\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06missed\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"\xb1\x03\n\rDecodeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12 \n\x05query\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03key\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x06 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12)\n\x07options\x18\x07 \x01(\x0b\x32\x18.kvtier.v1.AttendOptions\x12\x15\n\x08position\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12#\n\x08selected\x18\t \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12+\n\nout_memory\x18\n \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12+\n\nlse_memory\x18\x0b \x01(\x0b\x32\x17.kvtier.v1.DeviceMemory\x12\x13\n\x0bwith_missed\x18\x0c \x01(\x08\x12\x1f\n\x04\x62ias\x18\x0e \x01(\x0b\x32\x11.kvtier.v1.TensorB\x0b\n\t_positionJ\x04\x08\r\x10\x0eR\x04rest\"\x90\x01\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x03out\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12\x1e\n\x03lse\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12!\n\x06missed\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"=\n\x12\x42\x61tchSelectRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.SelectRequest\"\xa5\x01\n\x13\x42\x61tchSelectResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchSelectResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.SelectResponse\"=\n\x12\x42\x61tchAttendRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.AttendRequest\"\xa5\x01\n\x13\x42\x61tchAttendResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchAttendResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.AttendResponse\"=\n\x12\x42\x61tchDecodeRequest\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.DecodeRequest\"\xa5\x01\n\x13\x42\x61tchDecodeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.kvtier.v1.BatchDecodeResponse.Item\x1aZ\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.kvtier.v1.DecodeResponse\"Q\n\x0c\x46\x65tchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.kvtier.v1.Tensor\"Q\n\rFetchResponse\x12\x1e\n\x03key\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tensor\x12 \n\x05value\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Tensor\";\n\x11\x42\x61tchFetchRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.kvtier.v1.FetchRequest\"\xa2\x01\n\x12\x42\x61tchFetchResponse\x12\x31\n\x05items\x18\x01 \x03(\x0b\x32\".kvtier.v1.BatchFetchResponse.Item\x1aY\n\x04Item\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12*\n\x08response\x18\x02 \x01(\x0b\x32\x18.kvtier.v1.FetchResponse2\x85\x05\n\x10\x41ttentionService\x12?\n\x06\x41ppend\x12\x18.kvtier.v1.AppendRequest\x1a\x19.kvtier.v1.AppendResponse(\x01\x12=\n\x06Select\x12\x18.kvtier.v1.SelectRequest\x1a\x19.kvtier.v1.SelectResponse\x12L\n\x0b\x42\x61tchSelect\x12\x1d.kvtier.v1.BatchSelectRequest\x1a\x1e.kvtier.v1.BatchSelectResponse\x12=\n\x06\x41ttend\x12\x18.kvtier.v1.AttendRequest\x1a\x19.kvtier.v1.AttendResponse\x12L\n\x0b\x42\x61tchAttend\x12\x1d.kvtier.v1.BatchAttendRequest\x1a\x1e.kvtier.v1.BatchAttendResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvtier.v1.DecodeRequest\x1a\x19.kvtier.v1.DecodeResponse(\x01\x30\x01\x12L\n\x0b\x42\x61tchDecode\x12\x1d.kvtier.v1.BatchDecodeRequest\x1a\x1e.kvtier.v1.BatchDecodeResponse\x12:\n\x05\x46\x65tch\x12\x17.kvtier.v1.FetchRequest\x1a\x18.kvtier.v1.FetchResponse\x12I\n\nBatchFetch\x12\x1c.kvtier.v1.BatchFetchRequest\x1a\x1d.kvtier.v1.BatchFetchResponseb\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.attention_pb2', globals())
@@ -28,45 +28,45 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _APPENDRESPONSE._serialized_start=267
   _APPENDRESPONSE._serialized_end=306
   _SELECTREQUEST._serialized_start=309
-  _SELECTREQUEST._serialized_end=454
-  _SELECTRESPONSE._serialized_start=456
-  _SELECTRESPONSE._serialized_end=539
-  _ATTENDREQUEST._serialized_start=542
-  _ATTENDREQUEST._serialized_end=826
-  _ATTENDRESPONSE._serialized_start=828
-  _ATTENDRESPONSE._serialized_end=943
-  _DECODEREQUEST._serialized_start=946
-  _DECODEREQUEST._serialized_end=1346
-  _DECODERESPONSE._serialized_start=1349
-  _DECODERESPONSE._serialized_end=1493
-  _BATCHSELECTREQUEST._serialized_start=1495
-  _BATCHSELECTREQUEST._serialized_end=1556
-  _BATCHSELECTRESPONSE._serialized_start=1559
-  _BATCHSELECTRESPONSE._serialized_end=1724
-  _BATCHSELECTRESPONSE_ITEM._serialized_start=1634
-  _BATCHSELECTRESPONSE_ITEM._serialized_end=1724
-  _BATCHATTENDREQUEST._serialized_start=1726
-  _BATCHATTENDREQUEST._serialized_end=1787
-  _BATCHATTENDRESPONSE._serialized_start=1790
-  _BATCHATTENDRESPONSE._serialized_end=1955
-  _BATCHATTENDRESPONSE_ITEM._serialized_start=1865
-  _BATCHATTENDRESPONSE_ITEM._serialized_end=1955
-  _BATCHDECODEREQUEST._serialized_start=1957
-  _BATCHDECODEREQUEST._serialized_end=2018
-  _BATCHDECODERESPONSE._serialized_start=2021
-  _BATCHDECODERESPONSE._serialized_end=2186
-  _BATCHDECODERESPONSE_ITEM._serialized_start=2096
-  _BATCHDECODERESPONSE_ITEM._serialized_end=2186
-  _FETCHREQUEST._serialized_start=2188
-  _FETCHREQUEST._serialized_end=2269
-  _FETCHRESPONSE._serialized_start=2271
-  _FETCHRESPONSE._serialized_end=2352
-  _BATCHFETCHREQUEST._serialized_start=2354
-  _BATCHFETCHREQUEST._serialized_end=2413
-  _BATCHFETCHRESPONSE._serialized_start=2416
-  _BATCHFETCHRESPONSE._serialized_end=2578
-  _BATCHFETCHRESPONSE_ITEM._serialized_start=2489
-  _BATCHFETCHRESPONSE_ITEM._serialized_end=2578
-  _ATTENTIONSERVICE._serialized_start=2581
-  _ATTENTIONSERVICE._serialized_end=3226
+  _SELECTREQUEST._serialized_end=473
+  _SELECTRESPONSE._serialized_start=475
+  _SELECTRESPONSE._serialized_end=591
+  _ATTENDREQUEST._serialized_start=594
+  _ATTENDREQUEST._serialized_end=911
+  _ATTENDRESPONSE._serialized_start=913
+  _ATTENDRESPONSE._serialized_end=1028
+  _DECODEREQUEST._serialized_start=1031
+  _DECODEREQUEST._serialized_end=1464
+  _DECODERESPONSE._serialized_start=1467
+  _DECODERESPONSE._serialized_end=1611
+  _BATCHSELECTREQUEST._serialized_start=1613
+  _BATCHSELECTREQUEST._serialized_end=1674
+  _BATCHSELECTRESPONSE._serialized_start=1677
+  _BATCHSELECTRESPONSE._serialized_end=1842
+  _BATCHSELECTRESPONSE_ITEM._serialized_start=1752
+  _BATCHSELECTRESPONSE_ITEM._serialized_end=1842
+  _BATCHATTENDREQUEST._serialized_start=1844
+  _BATCHATTENDREQUEST._serialized_end=1905
+  _BATCHATTENDRESPONSE._serialized_start=1908
+  _BATCHATTENDRESPONSE._serialized_end=2073
+  _BATCHATTENDRESPONSE_ITEM._serialized_start=1983
+  _BATCHATTENDRESPONSE_ITEM._serialized_end=2073
+  _BATCHDECODEREQUEST._serialized_start=2075
+  _BATCHDECODEREQUEST._serialized_end=2136
+  _BATCHDECODERESPONSE._serialized_start=2139
+  _BATCHDECODERESPONSE._serialized_end=2304
+  _BATCHDECODERESPONSE_ITEM._serialized_start=2214
+  _BATCHDECODERESPONSE_ITEM._serialized_end=2304
+  _FETCHREQUEST._serialized_start=2306
+  _FETCHREQUEST._serialized_end=2387
+  _FETCHRESPONSE._serialized_start=2389
+  _FETCHRESPONSE._serialized_end=2470
+  _BATCHFETCHREQUEST._serialized_start=2472
+  _BATCHFETCHREQUEST._serialized_end=2531
+  _BATCHFETCHRESPONSE._serialized_start=2534
+  _BATCHFETCHRESPONSE._serialized_end=2696
+  _BATCHFETCHRESPONSE_ITEM._serialized_start=2607
+  _BATCHFETCHRESPONSE_ITEM._serialized_end=2696
+  _ATTENTIONSERVICE._serialized_start=2699
+  _ATTENTIONSERVICE._serialized_end=3344
 # @@protoc_insertion_point(module_scope)

@@ -29,7 +29,8 @@ class AppendResponse(_message.Message):
     def __init__(self, layer_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ["layer", "lse_memory", "options", "out_memory", "query", "selected", "session", "with_missed"]
+    __slots__ = ["bias", "layer", "lse_memory", "options", "out_memory", "query", "selected", "session", "with_missed"]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +39,7 @@ class AttendRequest(_message.Message):
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WITH_MISSED_FIELD_NUMBER: _ClassVar[int]
+    bias: _tensor_pb2.Tensor
     layer: int
     lse_memory: _tensor_pb2.DeviceMemory
     options: _retrieval_pb2.AttendOptions
@@ -46,7 +48,7 @@ class AttendRequest(_message.Message):
     selected: _tensor_pb2.Tensor
     session: str
     with_missed: bool
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ["lse", "missed", "out"]
@@ -135,7 +137,8 @@ class BatchSelectResponse(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[BatchSelectResponse.Item, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value", "with_missed"]
+    __slots__ = ["bias", "key", "layer", "lse_memory", "options", "out_memory", "position", "query", "selected", "session", "step", "value", "with_missed"]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     LSE_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +151,7 @@ class DecodeRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     WITH_MISSED_FIELD_NUMBER: _ClassVar[int]
+    bias: _tensor_pb2.Tensor
     key: _tensor_pb2.Tensor
     layer: int
     lse_memory: _tensor_pb2.DeviceMemory
@@ -160,7 +164,7 @@ class DecodeRequest(_message.Message):
     step: int
     value: _tensor_pb2.Tensor
     with_missed: bool
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., step: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., position: _Optional[int] = ..., selected: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., out_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., lse_memory: _Optional[_Union[_tensor_pb2.DeviceMemory, _Mapping]] = ..., with_missed: bool = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ["layer", "lse", "missed", "out", "step"]
@@ -195,23 +199,27 @@ class FetchResponse(_message.Message):
     def __init__(self, key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
-    __slots__ = ["layer", "options", "query", "session", "with_scores"]
+    __slots__ = ["layer", "options", "query", "session", "with_bias", "with_scores"]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    WITH_BIAS_FIELD_NUMBER: _ClassVar[int]
     WITH_SCORES_FIELD_NUMBER: _ClassVar[int]
     layer: int
     options: _retrieval_pb2.AttendOptions
     query: _tensor_pb2.Tensor
     session: str
+    with_bias: bool
     with_scores: bool
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., with_scores: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[_retrieval_pb2.AttendOptions, _Mapping]] = ..., with_scores: bool = ..., with_bias: bool = ...) -> None: ...
 
 class SelectResponse(_message.Message):
-    __slots__ = ["ids", "scores"]
+    __slots__ = ["bias", "ids", "scores"]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    bias: _tensor_pb2.Tensor
     ids: _tensor_pb2.Tensor
     scores: _tensor_pb2.Tensor
-    def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...

@@ -17,7 +17,13 @@ PLANE_KIND_ORTHOGONAL: PlaneKind
 PLANE_KIND_UNSPECIFIED: PlaneKind
 SELECTION_PER_KV_HEAD: Selection
 SELECTION_PER_QUERY_HEAD: Selection
+SELECTION_RULE_PRIORITY: SelectionRule
+SELECTION_RULE_TOP_K: SelectionRule
+SELECTION_RULE_UNSPECIFIED: SelectionRule
 SELECTION_UNSPECIFIED: Selection
+SKETCH_CODE_SCALAR: SketchCode
+SKETCH_CODE_SIGN: SketchCode
+SKETCH_CODE_UNSPECIFIED: SketchCode
 VALUE_WEIGHTING_CALIBRATED: ValueWeighting
 VALUE_WEIGHTING_LINEAR: ValueWeighting
 VALUE_WEIGHTING_LOGIT: ValueWeighting
@@ -51,13 +57,16 @@ class RecallTarget(_message.Message):
     def __init__(self, recall: _Optional[float] = ..., min_top_k: _Optional[int] = ..., noise_share: _Optional[float] = ...) -> None: ...
 
 class RetrievalOptions(_message.Message):
-    __slots__ = ["estimator", "num_planes", "plane_kind", "planes_per_table", "query_bits", "recent_tokens", "seed", "selection", "sink_tokens", "size", "tables", "tau", "value_weighting"]
+    __slots__ = ["code", "error_target", "estimator", "num_planes", "plane_kind", "planes_per_table", "query_bits", "recent_tokens", "rule", "seed", "selection", "sink_tokens", "size", "tables", "tau", "value_weighting"]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_TARGET_FIELD_NUMBER: _ClassVar[int]
     ESTIMATOR_FIELD_NUMBER: _ClassVar[int]
     NUM_PLANES_FIELD_NUMBER: _ClassVar[int]
     PLANES_PER_TABLE_FIELD_NUMBER: _ClassVar[int]
     PLANE_KIND_FIELD_NUMBER: _ClassVar[int]
     QUERY_BITS_FIELD_NUMBER: _ClassVar[int]
     RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SELECTION_FIELD_NUMBER: _ClassVar[int]
     SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -65,12 +74,15 @@ class RetrievalOptions(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     TAU_FIELD_NUMBER: _ClassVar[int]
     VALUE_WEIGHTING_FIELD_NUMBER: _ClassVar[int]
+    code: SketchCode
+    error_target: float
     estimator: Estimator
     num_planes: int
     plane_kind: PlaneKind
     planes_per_table: int
     query_bits: int
     recent_tokens: int
+    rule: SelectionRule
     seed: int
     selection: Selection
     sink_tokens: int
@@ -78,7 +90,7 @@ class RetrievalOptions(_message.Message):
     tables: int
     tau: float
     value_weighting: ValueWeighting
-    def __init__(self, estimator: _Optional[_Union[Estimator, str]] = ..., value_weighting: _Optional[_Union[ValueWeighting, str]] = ..., selection: _Optional[_Union[Selection, str]] = ..., size: _Optional[_Union[SelectionSize, _Mapping]] = ..., tau: _Optional[float] = ..., query_bits: _Optional[int] = ..., plane_kind: _Optional[_Union[PlaneKind, str]] = ..., seed: _Optional[int] = ..., planes_per_table: _Optional[int] = ..., tables: _Optional[int] = ..., num_planes: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, estimator: _Optional[_Union[Estimator, str]] = ..., value_weighting: _Optional[_Union[ValueWeighting, str]] = ..., selection: _Optional[_Union[Selection, str]] = ..., size: _Optional[_Union[SelectionSize, _Mapping]] = ..., tau: _Optional[float] = ..., query_bits: _Optional[int] = ..., plane_kind: _Optional[_Union[PlaneKind, str]] = ..., seed: _Optional[int] = ..., planes_per_table: _Optional[int] = ..., tables: _Optional[int] = ..., num_planes: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., rule: _Optional[_Union[SelectionRule, str]] = ..., code: _Optional[_Union[SketchCode, str]] = ..., error_target: _Optional[float] = ...) -> None: ...
 
 class SelectionSize(_message.Message):
     __slots__ = ["sparsity", "top_k"]
@@ -89,14 +101,16 @@ class SelectionSize(_message.Message):
     def __init__(self, top_k: _Optional[int] = ..., sparsity: _Optional[float] = ...) -> None: ...
 
 class Sketch(_message.Message):
-    __slots__ = ["kind", "num_planes", "seed"]
+    __slots__ = ["code", "kind", "num_planes", "seed"]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_PLANES_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    code: SketchCode
     kind: PlaneKind
     num_planes: int
     seed: int
-    def __init__(self, kind: _Optional[_Union[PlaneKind, str]] = ..., num_planes: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[PlaneKind, str]] = ..., num_planes: _Optional[int] = ..., seed: _Optional[int] = ..., code: _Optional[_Union[SketchCode, str]] = ...) -> None: ...
 
 class Estimator(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
@@ -105,6 +119,12 @@ class ValueWeighting(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
 class Selection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
+class SelectionRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
+class SketchCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
 class PlaneKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
