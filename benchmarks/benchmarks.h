@@ -117,6 +117,8 @@ void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);
 /// Names of options, as `decode_step` takes them and the rows have them.
 [[nodiscard]] std::string name_of(Estimator estimator);
 [[nodiscard]] std::string name_of(Selection selection);
+[[nodiscard]] std::string name_of(SelectionRule rule);
+[[nodiscard]] std::string name_of(SketchCode code);
 [[nodiscard]] std::string name_of(KvPlacement placement);
 /// Estimator, selection, bits and number of rows, as a row's parameters.
 [[nodiscard]] json retrieval_parameters(const RetrievalConfig& retrieval);

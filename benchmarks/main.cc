@@ -18,13 +18,18 @@ struct Retrieval {
   RetrievalConfig config{};
   std::string estimator = "norm_aware";
   std::string selection = "per_kv_head";
+  std::string rule = "top_k";
+  std::string code = "sign";
 
   void add_options(CLI::App& app) {
     app.add_option("--estimator", estimator)
         ->check(CLI::IsMember({"soft_collision", "hard_collision", "norm_aware"}));
     app.add_option("--selection", selection)
         ->check(CLI::IsMember({"per_kv_head", "per_query_head"}));
-    app.add_option("--bits", config.num_planes, "planes of norm_aware");
+    app.add_option("--rule", rule)->check(CLI::IsMember({"top_k", "priority"}));
+    app.add_option("--code", code)->check(CLI::IsMember({"sign", "scalar"}));
+    app.add_option("--error-target", config.error_target, "of the priority rule; 0: none");
+    app.add_option("--bits", config.num_planes, "of a key, of norm_aware");
     app.add_option("--query-bits", config.query_bits, "of norm_aware");
     app.add_option("--planes-per-table", config.planes_per_table, "of the collision estimators");
     app.add_option("--tables", config.tables, "of the collision estimators");
@@ -38,6 +43,8 @@ struct Retrieval {
                                                          : Estimator::kSoftCollision;
     resolved.selection =
         selection == "per_query_head" ? Selection::kPerQueryHead : Selection::kPerKvHead;
+    resolved.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
+    resolved.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
     return resolved;
   }
 };

@@ -109,10 +109,29 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
                  "P of the collision estimators (default 10, hard_collision 2)");
   app.add_option("--tables", grid.tables,
                  "L of the collision estimators (default 60, hard_collision 300)");
-  app.add_option("--bits", grid.bits, "Sign bits of norm_aware")->capture_default_str();
+  add_named_list(app, "--rule", kRuleNames, grid.rules,
+                 "Which tokens are taken by their scores (default top_k)");
+  add_named_list(app, "--code", kCodeNames, grid.codes,
+                 "How bits are made from a key (default sign); scalar with norm_aware only");
+  app.add_option("--bits", grid.bits, "Bits of a key of norm_aware (default 256)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  app.add_option("--error-target", grid.error_target,
+                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
+                 "none")
+      ->capture_default_str();
+  CLI::Option* preset = app.add_option_function<std::string>(
+                               "--preset", [&grid](const std::string&) { grid.set_socket(); },
+                               "socket: the method of the SOCKET paper")
+                            ->check(CLI::IsMember({"socket"}));
+  for (const char* own : {"--estimator", "--value-weighting", "--selection", "--plane-kind",
+                          "--planes-per-table", "--tables", "--rule", "--code"}) {
+    preset->excludes(app.get_option(own));
+  }
   app.add_option("--query-bits", grid.query_bits, "Query weights of norm_aware: 0 (float), 4 or 8")
       ->capture_default_str();
-  app.add_option("--tau", grid.tau, "Temperature of soft_collision")->capture_default_str();
+  preset->excludes(
+      app.add_option("--tau", grid.tau, "Temperature of soft_collision")->capture_default_str());
   CLI::Option* sparsity = app.add_option("--sparsity", grid.sparsities,
                                          "Select 1/S of the visible tokens (default 10,33,100)")
                               ->delimiter(',')

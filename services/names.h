@@ -27,6 +27,12 @@ inline constexpr std::array<std::pair<std::string_view, ValueWeighting>, 5> kWei
 inline constexpr std::array<std::pair<std::string_view, Selection>, 2> kSelectionNames{
     {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
 
+inline constexpr std::array<std::pair<std::string_view, SelectionRule>, 2> kRuleNames{
+    {{"top_k", SelectionRule::kTopK}, {"priority", SelectionRule::kPriority}}};
+
+inline constexpr std::array<std::pair<std::string_view, SketchCode>, 2> kCodeNames{
+    {{"sign", SketchCode::kSign}, {"scalar", SketchCode::kScalar}}};
+
 inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHostAllocationNames{
     {{"managed", HostAllocation::kManaged},
      {"registered", HostAllocation::kRegistered},

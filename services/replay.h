@@ -13,26 +13,32 @@
 
 namespace kvtier::services {
 
-/// Which selectors a replay compares: every estimator with every value weighting, selection and
-/// size. Fields left out take the estimator's defaults.
+/// Which selectors a replay compares: every estimator with every value weighting, selection, rule,
+/// size, and, of norm-aware, code and number of bits. Fields left out take the estimator's
+/// defaults.
 struct ReplayGrid {
   std::vector<Estimator> estimators = {Estimator::kSoftCollision, Estimator::kHardCollision,
                                        Estimator::kNormAware};
   std::vector<ValueWeighting> weightings = {ValueWeighting::kDefault};
   std::vector<Selection> selections = {Selection::kPerKvHead};
+  std::vector<SelectionRule> rules = {SelectionRule::kTopK};
+  std::vector<SketchCode> codes = {SketchCode::kSign};
   std::vector<double> sparsities = {10.0, 33.0, 100.0};  ///< Ignored when `top_ks` is not empty.
   std::vector<int> top_ks;
 
   std::optional<PlaneKind> plane_kind;
   std::optional<int> planes_per_table;  ///< Default 10, for hard collision 2.
   std::optional<int> tables;            ///< Default 60, for hard collision 300.
-  int bits = 256;                       ///< Sign bits of norm-aware.
+  std::vector<int> bits = {256};        ///< Of a key, of norm-aware.
   int query_bits = 4;
   float tau = 0.4F;
   std::uint64_t seed = 0;
+  double error_target = 0.0;  ///< Of the rows with the priority rule.
   int sink = 128;
   int window = 128;
 
+  /// Replaces what `RetrievalConfig::socket` sets.
+  void set_socket();
   /// Returns one configuration per row, without the exact selector's. Throws `kInvalidArgument`
   /// with every problem; an estimator and a weighting that do not fit are named together.
   [[nodiscard]] std::vector<RetrievalConfig> expand() const;

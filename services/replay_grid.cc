@@ -37,14 +37,51 @@ RetrievalConfig base_config(const ReplayGrid& grid, Estimator estimator) {
   config.planes_per_table = grid.planes_per_table.value_or(hard ? 2 : config.planes_per_table);
   config.tables = grid.tables.value_or(hard ? 300 : config.tables);
   config.tau = grid.tau;
-  config.num_planes = grid.bits;
   config.query_bits = grid.query_bits;
   config.sink_tokens = grid.sink;
   config.recent_tokens = grid.window;
   return config;
 }
 
+/// Returns every selection with every rule, code and number of bits.
+std::vector<RetrievalConfig> choices(const ReplayGrid& grid, Estimator estimator) {
+  const bool samples = std::ranges::count(grid.rules, SelectionRule::kPriority) > 0;
+  // Collision estimators read as many bits as their tables have.
+  const std::size_t widths = estimator == Estimator::kNormAware ? grid.bits.size() : 1;
+  std::vector<RetrievalConfig> result;
+  RetrievalConfig config = base_config(grid, estimator);
+  for (const Selection selection : grid.selections) {
+    config.selection = selection;
+    for (const SelectionRule rule : grid.rules) {
+      config.rule = rule;
+      const bool aims = rule == SelectionRule::kPriority || !samples;
+      config.error_target = aims ? grid.error_target : 0.0;
+      for (const SketchCode code : grid.codes) {
+        config.code = code;
+        for (std::size_t i = 0; i < widths; ++i) {
+          config.num_planes = grid.bits[i];
+          result.push_back(config);
+        }
+      }
+    }
+  }
+  return result;
+}
+
 }  // namespace
+
+void ReplayGrid::set_socket() {
+  const RetrievalConfig socket = RetrievalConfig::socket();
+  estimators = {socket.estimator};
+  weightings = {socket.value_weighting};
+  selections = {socket.selection};
+  rules = {socket.rule};
+  codes = {socket.code};
+  plane_kind = socket.plane_kind;
+  planes_per_table = socket.planes_per_table;
+  tables = socket.tables;
+  tau = socket.tau;
+}
 
 std::vector<RetrievalConfig> ReplayGrid::expand() const {
   std::vector<std::string> problems;
@@ -66,10 +103,8 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
                                   std::string(name_of(kWeightingNames, weighting)));
         continue;
       }
-      for (const Selection selection : selections) {
-        RetrievalConfig config = base_config(*this, estimator);
+      for (RetrievalConfig config : choices(*this, estimator)) {
         config.value_weighting = weighting;
-        config.selection = selection;
         if (top_ks.empty()) {
           for (const double sparsity : sparsities) {
             // A sparsity of 0 would mean "use top_k" to the engine.

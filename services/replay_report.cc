@@ -41,11 +41,17 @@ std::string_view weighting_name(const ReplayRow& row) {
   return row.exact ? "-" : name_of(kWeightingNames, row.retrieval.weighting());
 }
 
+std::string bits_name(const ReplayRow& row) {
+  if (row.exact) return "-";
+  return std::to_string(row.retrieval.sketch().num_planes) + " " +
+         std::string(name_of(kCodeNames, row.retrieval.code));
+}
+
 using Cells = std::vector<std::string>;
 
 Cells heading() {
-  return {"estimator", "weighting",  "selection", "size",     "mass",      "precision",
-          "jaccard",   "ndcg",       "out err",   "rows",     "effective", "host KiB",
+  return {"estimator", "weighting",  "selection", "rule",     "bits",     "size",      "mass",
+          "precision", "jaccard",    "ndcg",      "out err",  "rows",     "effective", "host KiB",
           "dev KiB",   "sketch KiB", "score ms",  "fetch ms", "attend ms"};
 }
 
@@ -54,6 +60,8 @@ Cells cells_of(const ReplayRow& row) {
   return {std::string(estimator_name(row)),
           std::string(weighting_name(row)),
           std::string(name_of(kSelectionNames, row.retrieval.selection)),
+          row.exact ? "-" : std::string(name_of(kRuleNames, row.retrieval.rule)),
+          bits_name(row),
           size_name(row.retrieval),
           fixed(m.attention_mass, 4),
           fixed(m.precision, 3),
@@ -71,7 +79,7 @@ Cells cells_of(const ReplayRow& row) {
 }
 
 void write_aligned(std::ostream& out, const std::vector<Cells>& lines) {
-  constexpr std::size_t kTextColumns = 3;  // left-aligned; the others are numbers
+  constexpr std::size_t kTextColumns = 5;  // left-aligned; the others are numbers
   std::vector<std::size_t> widths(lines[0].size(), 0);
   for (const Cells& cells : lines) {
     for (std::size_t i = 0; i < cells.size(); ++i) widths[i] = std::max(widths[i], cells[i].size());
@@ -123,6 +131,9 @@ nlohmann::json selector_json(const ReplayRow& row) {
   }
   if (row.exact) return json;
   json["value_weighting"] = weighting_name(row);
+  json["rule"] = name_of(kRuleNames, r.rule);
+  json["code"] = name_of(kCodeNames, r.code);
+  if (r.error_target > 0.0) json["error_target"] = r.error_target;
   json["plane_kind"] = name_of(kPlaneKindNames, r.planes());
   if (r.estimator == Estimator::kNormAware) {
     json["bits"] = r.num_planes;

@@ -167,7 +167,8 @@ Method sparse_method(const BenchOptions& options) {
   const std::vector<Method> methods = make_methods(options.retrieval, left_out);
   if (methods.size() != 1 || methods.front().dense) {
     throw Error(ErrorCode::kInvalidArgument,
-                "bench: expected one estimator, weighting, selection and a sparsity of at least 1, "
+                "bench: expected one estimator, weighting, selection, rule, code, number of bits "
+                "and a sparsity of at least 1, "
                 "found " +
                     std::to_string(methods.size()) + " methods or a dense one");
   }

@@ -23,7 +23,7 @@ struct BenchOptions {
   Backend backend = Backend::kAuto;
   int threads = 0;                     ///< Of the CPU's arithmetic; 0: all.
   std::vector<std::string> cuda_libs;  ///< Folders of libcublas and libcudnn.
-  /// One estimator with one weighting and selection, and one sparsity.
+  /// One of each, and one sparsity.
   RetrievalOptions retrieval{
       .estimators = {"norm_aware"}, .sparsities = {33.0}, .shared = {}, .sink = 128, .window = 128};
   std::string json;     ///< File of the rows; empty: none.

@@ -27,9 +27,6 @@ struct Arguments {
   EvalOptions eval;
   std::int64_t max_tokens = 32;
   double sparsity = 0.0;
-  std::string estimator = "soft_collision";
-  std::string weighting = "default";
-  std::string selection = "per_kv_head";
   RecordOptions record;
   BenchOptions bench;
   int layer = -1;
@@ -73,7 +70,12 @@ void add_kv(CLI::App& app, Arguments& a) {
 
 void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
-  app.add_option("--bits", shared.num_planes, "Sign bits per key of norm_aware")
+  app.add_option("--bits", retrieval.bits, "Bits of a key of norm_aware")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--error-target", retrieval.error_target,
+                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
+                 "none")
       ->capture_default_str();
   app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
       ->capture_default_str();
@@ -90,6 +92,29 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--seed", shared.seed, "Seed of the planes")->capture_default_str();
+  CLI::Option* preset =
+      app.add_option_function<std::string>(
+             "--preset", [&retrieval](const std::string&) { retrieval.set_socket(); },
+             "socket: the method of the SOCKET paper")
+          ->check(CLI::IsMember({"socket"}));
+  for (const char* own : {"--estimator", "--value-weighting", "--selection", "--rule", "--code",
+                          "--planes-per-table", "--tables", "--tau", "--plane-kind"}) {
+    preset->excludes(app.get_option(own));
+  }
+}
+
+/// The only estimator, weighting, selection, rule and code of a run.
+void add_single(CLI::App& app, RetrievalOptions& retrieval) {
+  const auto add = [&app](const char* flag, std::vector<std::string>& to) {
+    app.add_option_function<std::string>(
+           flag, [&to](const std::string& name) { to = {name}; }, "As of eval")
+        ->default_str(to.front());
+  };
+  add("--estimator", retrieval.estimators);
+  add("--value-weighting", retrieval.weightings);
+  add("--selection", retrieval.selections);
+  add("--rule", retrieval.rules);
+  add("--code", retrieval.codes);
 }
 
 CLI::App* add_eval(CLI::App& app, Arguments& a) {
@@ -117,6 +142,12 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
   eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head")
       ->delimiter(',')
       ->capture_default_str();
+  eval->add_option("--rule", retrieval.rules, "top_k, priority")
+      ->delimiter(',')
+      ->capture_default_str();
+  eval->add_option("--code", retrieval.codes, "sign, scalar")
+      ->delimiter(',')
+      ->capture_default_str();
   eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
       ->delimiter(',')
       ->capture_default_str();
@@ -137,9 +168,7 @@ CLI::App* add_generate(CLI::App& app, Arguments& a) {
       ->capture_default_str();
   generate->add_option("--sparsity", a.sparsity, "Tokens visible over tokens selected; 0: dense")
       ->capture_default_str();
-  generate->add_option("--estimator", a.estimator, "As of eval")->capture_default_str();
-  generate->add_option("--value-weighting", a.weighting, "As of eval")->capture_default_str();
-  generate->add_option("--selection", a.selection, "As of eval")->capture_default_str();
+  add_single(*generate, a.eval.retrieval);
   add_retrieval(*generate, a, a.eval.retrieval);
   return generate;
 }
@@ -156,13 +185,6 @@ CLI::App* add_record(CLI::App& app, Arguments& a) {
   record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all");
   record->add_option("--out", a.trace, "File to write (safetensors)")->required();
   return record;
-}
-
-/// The only estimator, weighting or selection of a run.
-void add_single(CLI::App& app, const char* flag, std::vector<std::string>& to, const char* what) {
-  app.add_option_function<std::string>(
-         flag, [&to](const std::string& name) { to = {name}; }, what)
-      ->default_str(to.front());
 }
 
 CLI::App* add_bench(CLI::App& app, Arguments& a) {
@@ -197,9 +219,7 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
       ->add_option("--sparsity", retrieval.sparsities.front(), "Tokens visible over those selected")
       ->check(CLI::Range(1.0, 1e6))
       ->capture_default_str();
-  add_single(*bench, "--estimator", retrieval.estimators, "As of eval");
-  add_single(*bench, "--value-weighting", retrieval.weightings, "As of eval");
-  add_single(*bench, "--selection", retrieval.selections, "As of eval");
+  add_single(*bench, retrieval);
   add_retrieval(*bench, a, retrieval);
   return bench;
 }
@@ -260,9 +280,6 @@ void run_eval(Arguments& a, const std::string& command) {
 void run_generate(Arguments& a) {
   Decoder decoder = load_decoder(a.model, make_compute(a));
   RetrievalOptions retrieval = a.eval.retrieval;
-  retrieval.estimators = {a.estimator};
-  retrieval.weightings = {a.weighting};
-  retrieval.selections = {a.selection};
   retrieval.sparsities = {a.sparsity};
   std::vector<std::string> left_out;
   GenerateOptions options;

@@ -74,6 +74,11 @@ void print_row(std::ostream& out, const EvalRow& row) {
   const std::string sparsity = dense ? "-" : format("%gx", row.method.sparsity);
   const std::string rows = row.measured() ? grouped(row.rows_attended) : "-";
   const std::string speed = grouped(row.tokens_per_second);
+  const RetrievalConfig& retrieval = row.method.retrieval;
+  if (!dense && (retrieval.rule != SelectionRule::kTopK || retrieval.code != SketchCode::kSign)) {
+    out << format("  %s, %d bits, %s:\n", rule_name(retrieval.rule).c_str(),
+                  retrieval.sketch().num_planes, code_name(retrieval.code).c_str());
+  }
   if (!is_needle_llama(row)) {
     const std::string name = row.method.label + (dense ? "" : ", " + selection);
     out << format(
@@ -203,6 +208,9 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place) {
   }
   if (dense) return json;
   const SketchConfig sketch = retrieval.sketch();
+  json["rule"] = rule_name(retrieval.rule);
+  json["code"] = code_name(retrieval.code);
+  json["error_target"] = retrieval.error_target;
   json["top_k"] = retrieval.top_k;
   json["sketch_bits"] = sketch.num_planes;
   json["plane_kind"] = sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal";

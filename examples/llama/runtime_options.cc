@@ -25,6 +25,11 @@ constexpr Names<ValueWeighting, 5> kWeightings{{{"default", ValueWeighting::kDef
 constexpr Names<Selection, 2> kSelections{
     {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
 
+constexpr Names<SelectionRule, 2> kRules{
+    {{"top_k", SelectionRule::kTopK}, {"priority", SelectionRule::kPriority}}};
+constexpr Names<SketchCode, 2> kCodes{
+    {{"sign", SketchCode::kSign}, {"scalar", SketchCode::kScalar}}};
+
 template <typename Enum, std::size_t N>
 std::string name_of(const Names<Enum, N>& names, Enum value) {
   const auto* it = std::find_if(names.begin(), names.end(),
@@ -57,6 +62,42 @@ bool allowed(Estimator estimator, ValueWeighting weighting) {
   return false;
 }
 
+/// Adds every rule with every code and number of bits that the estimator has.
+void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
+                 std::vector<RetrievalConfig>& result, std::vector<std::string>& left_out) {
+  const bool norm_aware = retrieval.estimator == Estimator::kNormAware;
+  const bool logits = norm_aware || retrieval.value_weighting == ValueWeighting::kCalibrated;
+  const std::string estimator = estimator_name(retrieval.estimator);
+  const bool samples = std::ranges::count(options.rules, "priority") > 0;
+  const std::size_t before = result.size();
+  for (const std::string& rule : options.rules) {
+    retrieval.rule = value_of(kRules, "--rule", rule);
+    const bool priority = retrieval.rule == SelectionRule::kPriority;
+    if (priority && !logits) {
+      left_out.push_back(estimator + ", " + weighting_name(retrieval.weighting()) +
+                         " has no rule " + rule);
+      continue;
+    }
+    retrieval.error_target = priority || !samples ? options.error_target : 0.0;
+    for (const std::string& code : options.codes) {
+      retrieval.code = value_of(kCodes, "--code", code);
+      if (retrieval.code == SketchCode::kScalar && !norm_aware) {
+        left_out.push_back(estimator + " has no code " + code);
+        continue;
+      }
+      for (std::size_t i = 0; i < (norm_aware ? options.bits.size() : 1); ++i) {
+        retrieval.num_planes = options.bits[i];
+        result.push_back(retrieval);
+      }
+    }
+  }
+  if (result.size() == before) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--rule, --code: expected one that goes with the estimator, found " +
+                    (left_out.empty() ? "none" : left_out.back()));
+  }
+}
+
 std::vector<RetrievalConfig> make_selectors(const RetrievalOptions& options,
                                             std::vector<std::string>& left_out) {
   std::vector<RetrievalConfig> result;
@@ -74,7 +115,7 @@ std::vector<RetrievalConfig> make_selectors(const RetrievalOptions& options,
       used = true;
       for (const std::string& selection : options.selections) {
         retrieval.selection = value_of(kSelections, "--selection", selection);
-        result.push_back(retrieval);
+        add_choices(options, retrieval, result, left_out);
       }
     }
     if (!used) {
@@ -149,8 +190,23 @@ std::size_t mebibytes(std::int64_t count) { return static_cast<std::size_t>(coun
 std::string estimator_name(Estimator estimator) { return name_of(kEstimators, estimator); }
 std::string weighting_name(ValueWeighting weighting) { return name_of(kWeightings, weighting); }
 std::string selection_name(Selection selection) { return name_of(kSelections, selection); }
+std::string rule_name(SelectionRule rule) { return name_of(kRules, rule); }
+std::string code_name(SketchCode code) { return name_of(kCodes, code); }
 std::string backend_name(Backend backend) {
   return backend == Backend::kCuda ? "cuda" : backend == Backend::kCpu ? "cpu" : "auto";
+}
+
+void RetrievalOptions::set_socket() {
+  const RetrievalConfig socket = RetrievalConfig::socket();
+  estimators = {estimator_name(socket.estimator)};
+  weightings = {weighting_name(socket.value_weighting)};
+  selections = {selection_name(socket.selection)};
+  rules = {rule_name(socket.rule)};
+  codes = {code_name(socket.code)};
+  shared.plane_kind = socket.plane_kind;
+  shared.planes_per_table = socket.planes_per_table;
+  shared.tables = socket.tables;
+  shared.tau = socket.tau;
 }
 
 std::vector<Method> make_methods(const RetrievalOptions& options,

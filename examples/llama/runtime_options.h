@@ -29,11 +29,18 @@ struct RuntimeOptions {
 
 /// Retrieval settings that the rows of a report share.
 struct RetrievalOptions {
+  /// Replaces what `RetrievalConfig::socket` sets.
+  void set_socket();
+
   std::vector<std::string> estimators{"soft_collision"};
   std::vector<std::string> weightings{"default"};
   std::vector<std::string> selections{"per_kv_head"};
   std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
-  RetrievalConfig shared;  ///< Everything but estimator, weighting, selection and k.
+  std::vector<std::string> rules{"top_k"};
+  std::vector<std::string> codes{"sign"};  ///< With norm-aware all, with the others signs.
+  std::vector<int> bits{256};              ///< Of norm-aware.
+  double error_target = 0.0;               ///< Of the priority rule.
+  RetrievalConfig shared;                  ///< Everything else but k.
   int sink = 64;
   int window = 64;
 };
@@ -49,11 +56,14 @@ struct Method {
 [[nodiscard]] std::string estimator_name(Estimator estimator);
 [[nodiscard]] std::string weighting_name(ValueWeighting weighting);
 [[nodiscard]] std::string selection_name(Selection selection);
+[[nodiscard]] std::string rule_name(SelectionRule rule);
+[[nodiscard]] std::string code_name(SketchCode code);
 [[nodiscard]] std::string backend_name(Backend backend);
 
 /// Returns the rows of `options`: dense once, when 0 is among the sparsities, then every estimator
-/// with every weighting and selection at every other sparsity. Pairs of estimator and weighting
-/// that kvtier does not allow are left out and told in `left_out`. Throws `kInvalidArgument` for an
+/// with every weighting, selection, rule, code and number of bits at every other sparsity. Pairs
+/// of an estimator and one of these that kvtier does not allow are left out and told in
+/// `left_out`. Throws `kInvalidArgument` for an
 /// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
 [[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,
                                                std::vector<std::string>& left_out);

@@ -74,7 +74,15 @@ void add_stress(CLI::App& program, StressCommand& command) {
            [&options](std::int64_t size) { options.host_budget = static_cast<std::size_t>(size); });
   add_named(app, "--estimator", kEstimatorNames, options.estimator,
             "How tokens are scored (default norm_aware)");
-  app.add_option("--bits", options.bits, "Sign bits of norm_aware")->capture_default_str();
+  app.add_option("--bits", options.bits, "Bits of a key of norm_aware")->capture_default_str();
+  add_named(app, "--rule", kRuleNames, options.rule,
+            "Which tokens are taken by their scores (default top_k)");
+  add_named(app, "--code", kCodeNames, options.code,
+            "How bits are made from a key (default sign); scalar with norm_aware only");
+  app.add_option("--error-target", options.error_target,
+                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
+                 "none")
+      ->capture_default_str();
   app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of the data")
       ->check(CLI::NonNegativeNumber)

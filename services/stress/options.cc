@@ -82,6 +82,9 @@ RetrievalConfig StressOptions::retrieval() const {
   RetrievalConfig config;
   config.estimator = estimator;
   config.num_planes = bits;
+  config.rule = rule;
+  config.code = code;
+  config.error_target = error_target;
   config.top_k = top_k;
   if (estimator == Estimator::kHardCollision) {
     config.planes_per_table = 2;

@@ -39,6 +39,9 @@ struct StressOptions {
   int top_k = 2048;                             ///< Rows selected per KV head.
   Estimator estimator = Estimator::kNormAware;
   int bits = 256;  ///< Of norm-aware.
+  SelectionRule rule = SelectionRule::kTopK;
+  SketchCode code = SketchCode::kSign;
+  double error_target = 0.0;  ///< Of the priority rule.
   std::uint64_t seed = 0;
   Backend backend = Backend::kAuto;
   PageFormat page_format = PageFormat::kModel;

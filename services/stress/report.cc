@@ -78,7 +78,9 @@ std::string show_times(const StepTimes& t) {
 std::string show_estimator(const StressOptions& options) {
   const RetrievalConfig retrieval = options.retrieval();
   return std::string(name_of(kEstimatorNames, options.estimator)) + " (" +
-         std::to_string(retrieval.sketch().num_planes) + " bits)";
+         std::to_string(retrieval.sketch().num_planes) + " bits, " +
+         std::string(name_of(kCodeNames, options.code)) + "), " +
+         std::string(name_of(kRuleNames, options.rule));
 }
 
 /// The measured steps with one share of the selected rows on the device.
@@ -233,6 +235,9 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"k", options.top_k},
         {"estimator", name_of(kEstimatorNames, options.estimator)},
         {"bits", retrieval.sketch().num_planes},
+        {"rule", name_of(kRuleNames, options.rule)},
+        {"code", name_of(kCodeNames, options.code)},
+        {"error_target", options.error_target},
         {"kv_dtype", name_of(kPageFormatNames, options.page_format)},
         {"seed", options.seed}}},
       {"backend", name_of(kBackendNames, report.backend)},

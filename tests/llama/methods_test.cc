@@ -61,6 +61,46 @@ TEST(Methods, LeaveOutPairsThatAreNotAllowedAndSaySo) {
                                                "norm_aware has no value weighting calibrated"));
 }
 
+TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
+  RetrievalOptions options;
+  options.estimators = {"norm_aware", "soft_collision"};
+  options.rules = {"top_k", "priority"};
+  options.codes = {"sign", "scalar"};
+  options.bits = {128, 256};
+  options.error_target = 0.1;
+  options.sparsities = {10};
+  std::vector<std::string> left_out;
+
+  const std::vector<Method> methods = make_methods(options, left_out);
+
+  ASSERT_THAT(methods, SizeIs(8 + 1));
+  EXPECT_EQ(methods[3].retrieval.rule, SelectionRule::kTopK);
+  EXPECT_EQ(methods[3].retrieval.code, SketchCode::kScalar);
+  EXPECT_EQ(methods[3].retrieval.num_planes, 256);
+  EXPECT_EQ(methods[3].retrieval.error_target, 0.0);
+  EXPECT_EQ(methods[4].retrieval.rule, SelectionRule::kPriority);
+  EXPECT_EQ(methods[4].retrieval.code, SketchCode::kSign);
+  EXPECT_EQ(methods[4].retrieval.num_planes, 128);
+  EXPECT_EQ(methods[4].retrieval.error_target, 0.1);
+  EXPECT_EQ(methods[8].retrieval.estimator, Estimator::kSoftCollision);
+  EXPECT_THAT(left_out, ::testing::ElementsAre("soft_collision has no code scalar",
+                                               "soft_collision, linear has no rule priority"));
+  ModelConfig model;
+  model.layers = model.query_heads = model.kv_heads = 1;
+  model.head_dim = 64;
+  const Config config = engine_config(model, {}, methods, 1000);
+  EXPECT_THAT(config.validate(), IsEmpty());
+  EXPECT_THAT(config.extra_sketches, SizeIs(3)) << "signs share one, scalar codes do not";
+
+  options.set_socket();
+  const std::vector<Method> paper = make_methods(options, left_out);
+  ASSERT_THAT(paper, SizeIs(1));
+  EXPECT_EQ(paper[0].retrieval.weighting(), ValueWeighting::kLinear);
+  EXPECT_EQ(paper[0].retrieval.selection, Selection::kPerQueryHead);
+  EXPECT_EQ(paper[0].retrieval.planes(), PlaneKind::kGaussian);
+  EXPECT_EQ(paper[0].retrieval.rule, SelectionRule::kTopK);
+}
+
 TEST(Methods, RejectWhatTheyCannotRun) {
   RetrievalOptions options;
 
@@ -79,8 +119,20 @@ TEST(Methods, RejectWhatTheyCannotRun) {
   options.sparsities = {0.5};
   EXPECT_THAT(error_of(options), HasSubstr("--sparsity: expected 0 (dense)"));
   options.sparsities = {10};
-  options.shared.num_planes = 4096;
+  options.bits = {4096};
   EXPECT_THAT(error_of(options), HasSubstr("num_planes"));
+  options.bits = {256};
+  options.error_target = 0.1;
+  EXPECT_THAT(error_of(options), HasSubstr("error_target: expected 0 without the priority rule"));
+  options.error_target = 0.0;
+  options.rules = {"chance"};
+  EXPECT_THAT(error_of(options), HasSubstr("--rule: expected top_k, priority, found chance"));
+  options.rules = {"top_k"};
+  options.codes = {"ternary"};
+  EXPECT_THAT(error_of(options), HasSubstr("--code: expected sign, scalar, found ternary"));
+  options.codes = {"scalar"};
+  options.estimators = {"hard_collision"};
+  EXPECT_THAT(error_of(options), HasSubstr("found hard_collision has no code scalar"));
 }
 
 TEST(Methods, AttendToAllAfterTheWindowOfTheContext) {

@@ -36,10 +36,14 @@ TEST_F(CliTest, PrintsHelp) {
   EXPECT_THAT(program.out, HasSubstr("replay"));
   const CliResult result = run_kvtier({"replay", "--help"});
   EXPECT_EQ(result.code, 0);
-  for (const char* option :
-       {"--backend", "--estimator", "--value-weighting", "--selection", "--plane-kind",
-        "--planes-per-table", "--tables", "--bits", "--query-bits", "--tau", "--sparsity", "--k",
-        "--sink", "--window", "--seed", "--steps", "--first-step", "--json", "--record-ids"}) {
+  for (const char* option : {"--backend",      "--estimator",  "--value-weighting",
+                             "--selection",    "--plane-kind", "--planes-per-table",
+                             "--tables",       "--bits",       "--query-bits",
+                             "--tau",          "--sparsity",   "--k",
+                             "--sink",         "--window",     "--seed",
+                             "--steps",        "--first-step", "--json",
+                             "--record-ids",   "--rule",       "--code",
+                             "--error-target", "--preset"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -57,6 +61,10 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{"replay", trace, "--value-weighting", "linear,heavy"}, "heavy"},
       {{"replay", trace, "--selection", "all"}, "all"},
       {{"replay", trace, "--plane-kind", "paper"}, "paper"},
+      {{"replay", trace, "--rule", "chance"}, "chance"},
+      {{"replay", trace, "--code", "ternary"}, "ternary"},
+      {{"replay", trace, "--preset", "quest"}, "quest"},
+      {{"replay", trace, "--preset", "socket", "--rule", "priority"}, "excludes"},
       {{"replay", trace, "--backend", "gpu"}, "gpu"},
       {{"replay", trace, "--tau", "warm"}, "warm"},
       {{"replay", trace, "--k", "3.5"}, "3.5"},
@@ -77,6 +85,13 @@ TEST_F(CliTest, PrintsErrorsWithTheirCode) {
        "weighting linear"},
       {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
       {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: num_planes"},
+      {{"--rule", "priority"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
+      {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
+       "error: INVALID_ARGUMENT: "},
+      {{"--error-target", "0.1"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: error_target: expected 0 "
+       "without the priority rule"},
       {{"--steps", "6"}, "error: INVALID_ARGUMENT: steps: expected 0..5, found 6"},
       {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "}};
   for (const auto& [options, message] : cases) {
@@ -137,6 +152,60 @@ TEST_F(CliTest, TakesListsBetweenOtherArguments) {
   EXPECT_THAT(result.out, HasSubstr("hard_collision"));
   EXPECT_THAT(result.out, Not(HasSubstr("soft_collision")));
   EXPECT_THAT(result.out, HasSubstr("k=16"));
+}
+
+TEST_F(CliTest, ReplaysRulesCodesAndBits) {
+  const CliResult result =
+      run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                  "--estimator", "norm_aware", "--rule", "top_k,priority", "--code", "sign,scalar",
+                  "--bits", "128,256", "--sparsity", "10", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("256 scalar"));
+  const nlohmann::json report = nlohmann::json::parse(read_text(file("report.json")));
+  ASSERT_EQ(report["rows"].size(), 1U + 8U);
+  std::map<std::string, double> error;
+  for (const nlohmann::json& row : report["rows"]) {
+    if (row["estimator"] == "exact") continue;
+    error[row["rule"].get<std::string>() + " " + row["code"].get<std::string>() + " " +
+          std::to_string(row["bits"].get<int>())] = row["mean"]["output_error"].get<double>();
+  }
+  ASSERT_EQ(error.size(), 8U);
+  for (const char* rule : {"top_k", "priority"}) {
+    const std::string name = rule;
+    EXPECT_LT(error[name + " scalar 256"], error[name + " sign 256"]);
+    EXPECT_LT(error[name + " sign 256"], error[name + " sign 128"]);
+  }
+  EXPECT_LT(error["priority scalar 256"], error["top_k scalar 256"]);
+}
+
+TEST_F(CliTest, AnErrorTargetTakesFewer) {
+  const CliResult result = run_kvtier(
+      {"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4", "--estimator",
+       "norm_aware", "--rule", "top_k,priority", "--code", "scalar", "--error-target", "0.2",
+       "--sparsity", "10", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_FALSE(rows[1].contains("error_target"));
+  EXPECT_EQ(rows[2]["error_target"], 0.2);
+  EXPECT_LT(rows[2]["mean"]["attended_rows"], rows[1]["mean"]["attended_rows"]);
+}
+
+TEST_F(CliTest, HasThePresetOfThePaper) {
+  const CliResult result =
+      replay_small({"--preset", "socket", "--k", "8", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 2U);
+  const nlohmann::json& row = rows[1];
+  EXPECT_EQ(row["estimator"], "soft_collision");
+  EXPECT_EQ(row["value_weighting"], "linear");
+  EXPECT_EQ(row["selection"], "per_query_head");
+  EXPECT_EQ(row["plane_kind"], "gaussian");
+  EXPECT_EQ(row["rule"], "top_k");
+  EXPECT_EQ(row["code"], "sign");
+  EXPECT_EQ(row["planes_per_table"], 10);
+  EXPECT_EQ(row["tables"], 60);
 }
 
 TEST_F(CliTest, ShowsProgressOnATerminalOnly) {

@@ -215,7 +215,7 @@ TEST_F(ReplayTest, MeasuresWhatTheSessionSelects) {
                                         Selection::kPerQueryHead, 20);
   options.grid.tables = 30;
   options.grid.planes_per_table = 6;
-  options.grid.bits = 128;
+  options.grid.bits = {128};
   const ReplayReport report = replay_values(tensors, options);
 
   ASSERT_EQ(report.rows.size(), 3U);

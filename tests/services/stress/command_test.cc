@@ -37,10 +37,11 @@ TEST_F(StressCommandTest, ListsItsOptions) {
 
   EXPECT_EQ(result.code, 0);
   for (const char* option :
-       {"--preset",    "--tokens",        "--layers",   "--kv-heads",      "--query-heads",
-        "--head-dim",  "--batch",         "--k",        "--device-budget", "--host-budget",
-        "--estimator", "--bits",          "--steps",    "--seed",          "--backend",
-        "--json",      "--compare-dense", "--hot-rows", "--overlap",       "--kv-dtype"}) {
+       {"--preset",    "--tokens",        "--layers",      "--kv-heads",      "--query-heads",
+        "--head-dim",  "--batch",         "--k",           "--device-budget", "--host-budget",
+        "--estimator", "--bits",          "--steps",       "--seed",          "--backend",
+        "--json",      "--compare-dense", "--hot-rows",    "--overlap",       "--kv-dtype",
+        "--rule",      "--code",          "--error-target"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -57,6 +58,9 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
   EXPECT_EQ(json["options"]["tokens"], 4096);
   EXPECT_EQ(json["options"]["k"], 256);
   EXPECT_EQ(json["options"]["bits"], 256);
+  EXPECT_EQ(json["options"]["rule"], "top_k");
+  EXPECT_EQ(json["options"]["code"], "sign");
+  EXPECT_EQ(json["options"]["error_target"], 0.0);
   EXPECT_TRUE(json["options"]["preset"].is_null());
   EXPECT_EQ(json["backend"], "cpu");
   EXPECT_EQ(json["interrupted"], false);
@@ -141,6 +145,8 @@ TEST_F(StressCommandTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{"--host-budget", "lots"}, "--host-budget"},
       {{"--preset", "gpt-2"}, "llama-3.1-8b"},
       {{"--estimator", "best"}, "norm_aware"},
+      {{"--rule", "chance"}, "priority"},
+      {{"--code", "ternary"}, "scalar"},
       {{"--steps", "many"}, "--steps"},
       {{"--seed", "-1"}, "--seed"},
       {{"--backend", "gpu"}, "gpu"}};
@@ -162,6 +168,10 @@ TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
       {{"--k", "0"}, "error: INVALID_ARGUMENT: stress options:\n  k: expected 1..65536"},
       {{"--head-dim", "80"}, "error: INVALID_ARGUMENT: stress options:\n  model.head_dim"},
       {{"--bits", "32"}, "error: INVALID_ARGUMENT: stress options:\n  retrieval.num_planes"},
+      {{"--code", "scalar", "--bits", "192"},
+       "error: INVALID_ARGUMENT: stress options:\n  retrieval"},
+      {{"--error-target", "0.1"},
+       "error: INVALID_ARGUMENT: stress options:\n  retrieval.error_target"},
       {{"--host-budget", "64M"}, "error: RESOURCE_EXHAUSTED: host budget: expected at least "},
       {{"--tokens", "512M", "--preset", "llama-3.1-70b"}, "error: RESOURCE_EXHAUSTED: "},
       {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "},
