@@ -156,14 +156,20 @@ void check_rows(std::string_view name, const TensorView& tensor, DType dtype,
 }
 
 void check_query(const SessionState& session, int layer, const TensorView& query,
-                 std::int64_t key_tokens, StreamRef stream) {
+                 std::int64_t key_tokens, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
   const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads, stream);
   check_finite("query", engine, query, engine.kv.query_heads);
   const std::int64_t length = session.layer(layer).length + key_tokens;
   check_not_empty(layer, length);
-  if (tokens > length) {
-    invalid("query", "at most " + std::to_string(length) + " tokens (the layer's length)",
+  if (options.tokens_after < 0 || options.tokens_after > length) {
+    invalid("tokens_after", "0.." + std::to_string(length) + " (the layer's length)",
+            std::to_string(options.tokens_after));
+  }
+  if (tokens > length - options.tokens_after) {
+    invalid("query",
+            "at most " + std::to_string(length - options.tokens_after) +
+                " tokens (the layer's length, less tokens_after)",
             std::to_string(tokens));
   }
 }
@@ -172,7 +178,7 @@ void check_query(const SessionState& session, int layer, const TensorView& query
 void check_selection(const char* call, const SessionState& session, int layer,
                      const TensorView& query, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
-  check_query(session, layer, query, 0, stream);
+  check_query(session, layer, query, 0, stream, options);
   if (resolve_options(engine, layer, options).rule.mode != LayerMode::kSparse) {
     throw Error(ErrorCode::kFailedPrecondition,
                 std::string(call) + ": expected a sparse layer, found layer " +
@@ -263,7 +269,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
                   const AttendOutputs& outputs, std::int64_t key_tokens, StreamRef stream,
                   const AttendOptions& options) {
   const EngineState& engine = session.engine();
-  check_query(session, layer, inputs.query, key_tokens, stream);
+  check_query(session, layer, inputs.query, key_tokens, stream, options);
   const ResolvedOptions resolved = resolve_options(engine, layer, options);
   const bool sparse = resolved.rule.mode == LayerMode::kSparse;
   check_options(engine, layer, options, sparse && inputs.selected.empty());

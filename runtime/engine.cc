@@ -98,8 +98,8 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
       engine.device->backend() == Backend::kCuda ? MemorySpace::kDevice : MemorySpace::kHost;
   std::vector<AttendPart> ahead;
   for (const AttendPart& part : parts) {
-    if (!runtime::shares_launch(part, parts, engine.batch_rows) || part.inputs.query.shape[0] != 1)
-      return;
+    const bool last = part.inputs.query.shape[0] == 1 && part.options.tokens_after == 0;
+    if (!last || !runtime::shares_launch(part, parts, engine.batch_rows)) return;
     const float* query = engine.queries.as<float>() + static_cast<std::int64_t>(ahead.size()) * row;
     AttendPart& next = ahead.emplace_back();
     next.session = part.session;
@@ -415,9 +415,11 @@ std::int64_t Session::length() const {
   return shortest;
 }
 
-void Session::truncate(std::int64_t tokens, StreamRef stream) {
+void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int> layer) {
+  if (layer) runtime::check_layer(impl_->engine(), *layer);
+  const int end = layer ? *layer + 1 : impl_->num_layers();
   std::int64_t longest = 0;
-  for (int i = 0; i < impl_->num_layers(); ++i) {
+  for (int i = layer.value_or(0); i < end; ++i) {
     longest = std::max(longest, impl_->layer(i).length);
   }
   if (tokens < 0 || tokens > longest) {
@@ -432,7 +434,7 @@ void Session::truncate(std::int64_t tokens, StreamRef stream) {
   }
   {
     const SessionUse use(*impl_, turn);
-    impl_->truncate(turn.stream(), tokens);
+    impl_->truncate(turn.stream(), tokens, layer.value_or(0), end);
   }
   turn.finish();
 }

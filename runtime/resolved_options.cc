@@ -24,6 +24,7 @@ ResolvedOptions resolve_options(const EngineState& engine, int layer,
       options.softmax_scale.value_or(defaults.softmax_scale.value_or(default_scale));
   resolved.logit_softcap = options.logit_softcap.value_or(defaults.logit_softcap);
   resolved.dense_from = options.dense_from.value_or(std::numeric_limits<std::int64_t>::max());
+  resolved.tokens_after = options.tokens_after;
   resolved.rule = {.mode = options.mode.value_or(defaults.mode),
                    .sink_tokens = retrieval.sink_tokens,
                    .recent_tokens = retrieval.recent_tokens,

@@ -408,10 +408,11 @@ void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t
   shrink(stream, layer, pages * engine_->kv.page_tokens);
 }
 
-void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens) {
+void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end) {
   const auto whole_pages = static_cast<std::size_t>(tokens / engine_->kv.page_tokens);
   keys_.resize(std::min(keys_.size(), whole_pages));
-  for (LayerState& layer : memory_->layers()) {
+  for (int i = first; i < end; ++i) {
+    LayerState& layer = this->layer(i);
     if (tokens >= layer.length) continue;
     layer.length = tokens;
     shrink(stream, layer, tokens);

@@ -46,8 +46,8 @@ class SessionState {
   /// Holds pages and blocks for `tokens` more tokens of every layer; as `ensure_capacity`, for all
   /// layers or none.
   void reserve(transfer::Stream& stream, std::int64_t tokens);
-  /// Drops tokens from index `tokens` on, in every layer.
-  void truncate(transfer::Stream& stream, std::int64_t tokens);
+  /// Drops tokens from index `tokens` on, in layers [first, end).
+  void truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end);
   /// Makes a child's memory its own; nothing to do when it is. Throws `kResourceExhausted` when the
   /// device has no memory for it, `kFailedPrecondition` in a capture, nothing changed.
   void own_memory(EngineState::Turn& turn);

@@ -46,7 +46,7 @@ class AttendLaunch {
 
   void add(const Slice& slice) {
     const LayerState& state = slice.part->session->layer(layer_);
-    const std::int64_t total = slice.part->inputs.query.shape[0];
+    const std::int64_t total = slice.part->inputs.query.shape[0] + slice.part->options.tokens_after;
     for (std::int64_t t = slice.begin; t < slice.begin + slice.count; ++t) {
       rows_.push({.sequence = sequences_.count,
                   .lag = static_cast<std::int32_t>(total - 1 - t),

@@ -21,8 +21,10 @@ struct ResolvedOptions {
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
   std::int64_t dense_from = 0;
+  std::int64_t tokens_after = 0;
 
-  /// True when rows of both calls may share launches; `dense_from` is per row.
+  /// True when rows of both calls may share launches; `dense_from` and
+  /// `tokens_after` are per row.
   [[nodiscard]] bool same_launch(const ResolvedOptions& other) const;
 };
 [[nodiscard]] ResolvedOptions resolve_options(const EngineState& engine, int layer,

@@ -52,12 +52,15 @@ void EngineState::Turn::step_aside(const std::function<void()>& work) {
   engine_.turn_ = nullptr;
   const std::uint64_t turns = engine_.num_turns_;
   std::exception_ptr failure;
+  const auto& step_aside = engine_.config.step_aside;
   lock_.unlock();
+  if (step_aside) step_aside(true);
   try {
     work();
   } catch (...) {
     failure = std::current_exception();
   }
+  if (step_aside) step_aside(false);
   lock_.lock();
   if (engine_.num_turns_ != turns) {
     displaced_ = true;

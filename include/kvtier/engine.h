@@ -25,6 +25,9 @@ struct AttendOptions {
   std::optional<LayerMode> mode{};
   /// Tokens at or after this index are always attended.
   std::optional<std::int64_t> dense_from{};
+  /// Tokens of the layer behind the query's last one, for a call that attends with a part of a
+  /// query: query t of T sees the tokens up to number length - tokens_after - T + t.
+  std::int64_t tokens_after = 0;
   /// Replaces `Config::retrieval`. Its sketch must fit one that the session carries, otherwise
   /// `kFailedPrecondition`. Not kept after the call.
   const RetrievalConfig* retrieval = nullptr;
@@ -227,7 +230,8 @@ class KVTIER_EXPORT Session {
 
   /// Drops the tokens from index `tokens` on, in every layer (those shorter keep their length).
   /// Throws `kInvalidArgument` when `tokens` is negative or above every layer's length.
-  void truncate(std::int64_t tokens, StreamRef stream = {});
+  /// With `layer`, in that one alone.
+  void truncate(std::int64_t tokens, StreamRef stream = {}, std::optional<int> layer = {});
 
   /// Opens `count` sessions that start as this one is, in all layers; from then on all are
   /// independent. Pages and sketches are shared until they are written to: the first append of each

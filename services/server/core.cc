@@ -47,6 +47,33 @@ PageStoreOptions page_options(const CoreOptions& options, MemoryRoom& room) {
 
 }  // namespace
 
+struct Core::Creation {
+  Creation(const Arrival& arrival_in, Call call_in, const v1::CreateSessionRequest& request_in,
+           v1::CreateSessionResponse& response_in, Done done_in)
+      : arrival(arrival_in),
+        call(std::move(call_in)),
+        request(request_in),
+        response(response_in),
+        done(std::move(done_in)) {}
+  ~Creation() {
+    if (charged) arrival.tenant.refund_session();
+  }
+  Creation(const Creation&) = delete;  // gives its charge back once
+  Creation& operator=(const Creation&) = delete;
+
+  const Arrival arrival;
+  const Call call;
+  const v1::CreateSessionRequest& request;
+  v1::CreateSessionResponse& response;
+  const Done done;
+  std::shared_ptr<Grant> grant;
+  ModelSpec spec;
+  std::int64_t capacity = 0;
+  bool charged = false;  ///< For a session.
+  std::shared_ptr<Model> model;
+  std::optional<TimePoint> started;
+};
+
 Core::Core(CoreOptions options, Executor& executor)
     : options_(std::move(options)),
       started_(options_.now()),
@@ -54,9 +81,17 @@ Core::Core(CoreOptions options, Executor& executor)
       tenants_(options_.tenants, options_.default_limits),
       memory_(options_.max_session_memory),
       room_(options_.group_memory, options_.now),
-      models_(options_.models),
-      pages_(page_options(options_, room_)),
-      control_(executor.make_strand()) {}
+      models_(model_options()),
+      pages_(page_options(options_, room_)) {}
+
+ModelPoolOptions Core::model_options() const {
+  ModelPoolOptions models = options_.models;
+  models.step_aside = [this](bool away) {
+    if (away) AtWork::pause();
+    executor_.step_aside(away);
+  };
+  return models;
+}
 
 Core::~Core() {
   for (const auto& entry : sessions_.remove_all()) entry->close();
@@ -85,7 +120,8 @@ void Core::refuse(const Arrival& arrival, const Done& done) {
 }
 
 TimePoint Core::deadline_of(const Call& call) const {
-  return std::min(call.deadline, options_.now() + options_.max_call_time);
+  return call.deadline == TimePoint::max() ? options_.now() + options_.max_call_time
+                                           : call.deadline;
 }
 
 void Core::renew(SessionEntry& entry) const {
@@ -99,9 +135,11 @@ void Core::renew_for_client(SessionEntry& entry) const {
   renew(entry);
 }
 
-void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
+bool Core::execute(const Call& call, SessionEntry& entry, const Work& work,
+                   std::shared_ptr<CallInPieces>& pieces) const {
   const TimePoint now = options_.now();
-  const AtWork mark(entry, now);
+  std::optional<AtWork> mark;
+  if (entry.model->engine.backend() == options_.watched_backend) mark.emplace(entry, now);
   if (now > call.deadline) {
     throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
   }
@@ -111,7 +149,8 @@ void Core::execute(const Call& call, SessionEntry& entry, const Work& work) {
   if (!entry.session) throw ServiceError::not_found();
   if (entry.model->failed) throw ServiceError::unavailable("DEVICE_LOST", "the device failed");
   try {
-    work(entry);
+    if (pieces == nullptr) pieces = work(entry);
+    return pieces == nullptr || pieces->next();
   } catch (const Error& error) {
     note_fault(error, *entry.model);
     throw;
@@ -138,19 +177,23 @@ bool Core::queue_on_session(const Call& call, std::string_view method, const std
     try {
       entry->strand->enqueue(turn.start,
                              [this, arrival, entry, counted, done, grant = std::move(grant),
-                              queued = std::move(queued), work = std::move(work)]() mutable {
-                               const TimePoint started = options_.now();
+                              queued = std::move(queued), work = std::move(work),
+                              pieces = std::shared_ptr<CallInPieces>(),
+                              started = std::optional<TimePoint>()]() mutable {
+                               if (!started) started = options_.now();
                                std::optional<ServiceError> failure;
                                try {
-                                 execute(queued, *entry, work);
+                                 if (!execute(queued, *entry, work, pieces)) return false;
                                } catch (...) {
                                  failure = to_service_error(std::current_exception());
                                }
+                               pieces.reset();
                                renew(*entry);
                                --entry->queued;
                                entry->calls -= counted;
                                grant.reset();
                                finish(arrival, started, failure ? &*failure : nullptr, done);
+                               return true;
                              });
     } catch (...) {
       --admitted_;
@@ -191,43 +234,102 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
       throw ServiceError::overloaded("QUEUE_FULL", "too many sessions are being created");
     }
     queued.deadline = deadline_of(call);
-    ++admitted_;
+    std::shared_ptr<Creation> creation;
     try {
-      control_->post([this, arrival, grant = std::move(grant), queued = std::move(queued), &tenant,
-                      &request, &response, done]() mutable {
-        const TimePoint started = options_.now();
-        std::optional<ServiceError> failure;
-        try {
-          if (started > queued.deadline || (queued.cancelled && queued.cancelled())) {
-            throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
-          }
-          create(tenant, request, response);
-        } catch (...) {
-          failure = to_service_error(std::current_exception());
-          if (!request.request_id().empty()) tenant.replies().abandon(request.request_id());
-        }
-        --opening_;
-        grant.reset();
-        finish(arrival, started, failure ? &*failure : nullptr, done);
-      });
+      creation = std::make_shared<Creation>(arrival, std::move(queued), request, response, done);
     } catch (...) {
-      --admitted_;
       --opening_;
       throw;
     }
+    creation->grant = std::move(grant);
+    ++admitted_;
+    registered = false;
+    proceed(*creation, [&] {
+      prepare(*creation);
+      creation->model = models_.find(creation->spec);
+      if (creation->model != nullptr) return queue_opening(creation);
+      executor_
+          .make_strand({.tenant = tenant.index(), .weight = tenant.weight(), .engine = &models_})
+          ->post([this, creation] {
+            proceed(*creation, [&] {
+              begin(*creation);
+              creation->model = models_.acquire(creation->spec);
+              queue_opening(creation);
+            });
+          });
+    });
   } catch (...) {
     if (registered) tenant.replies().abandon(id);
     refuse(arrival, done);
   }
 }
 
-void Core::create(Tenant& tenant, const v1::CreateSessionRequest& request,
-                  v1::CreateSessionResponse& response) {
+template <typename Act>
+void Core::proceed(Creation& creation, Act act) {
+  try {
+    act();
+  } catch (...) {
+    const ServiceError failure = to_service_error(std::current_exception());
+    const std::string& id = creation.request.request_id();
+    if (!id.empty()) creation.arrival.tenant.replies().abandon(id);
+    end(creation, &failure);
+  }
+}
+
+void Core::begin(Creation& creation) const {
+  const TimePoint now = options_.now();
+  if (!creation.started) creation.started = now;
+  if (now > creation.call.deadline || (creation.call.cancelled && creation.call.cancelled())) {
+    throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+  }
+}
+
+void Core::end(Creation& creation, const ServiceError* error) {
+  --opening_;
+  creation.grant.reset();
+  finish(creation.arrival, creation.started, error, creation.done);
+}
+
+void Core::queue_opening(const std::shared_ptr<Creation>& creation) {
+  auto entry =
+      std::make_shared<SessionEntry>(creation->arrival.tenant, memory_, std::move(creation->model),
+                                     executor_, options_.piece_work);
+  creation->charged = false;  // from here on the entry gives back what it was charged
+  Strand& strand = *entry->strand;
+  strand.post([this, creation, entry = std::move(entry)] {
+    proceed(*creation, [&] {
+      begin(*creation);
+      open(*creation, entry);
+      end(*creation, nullptr);
+    });
+  });
+}
+
+void Core::open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry) {
+  const v1::CreateSessionRequest& request = creation.request;
+  Tenant& tenant = creation.arrival.tenant;
+  charge_base(*entry, creation.capacity);
+  entry->retrieval = creation.spec.retrieval;
+  entry->has_fingerprint = !request.model_fingerprint().empty();
+  try {
+    entry->session.emplace(entry->model->engine.open(
+        {.capacity_tokens = creation.capacity,
+         .token_ids = {request.token_ids().data(),
+                       static_cast<std::size_t>(request.token_ids_size())},
+         .tenant_secret = tenant.prefix_secret(),
+         .model_fingerprint = request.model_fingerprint()}));
+  } catch (const Error& error) {
+    note_fault(error, *entry->model);
+    throw;
+  }
+  charge_stored(*entry);
+  renew(*entry);
+  v1::CreateSessionResponse& response = creation.response;
   v1::Limits& limits = *response.mutable_limits();
   limits.set_max_message_bytes(kMaxMessageBytes);
   limits.set_max_batch_items(kMaxBatchItems);
   limits.set_max_chunk_tokens(kMaxChunkTokens);
-  const std::shared_ptr<SessionEntry> entry = open(tenant, request);
+  sessions_.insert(entry);
   try {
     describe(*entry, *response.mutable_session());
   } catch (...) {
@@ -251,8 +353,9 @@ void Core::check_room(std::size_t sessions) const {
   }
 }
 
-std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSessionRequest& request) {
-  ModelSpec spec;
+void Core::prepare(Creation& creation) const {
+  const v1::CreateSessionRequest& request = creation.request;
+  ModelSpec& spec = creation.spec;
   spec.model = model_of(request.geometry(), "geometry");
   spec.retrieval = retrieval_of(request.retrieval(), options_.retrieval, "retrieval");
   const std::int64_t max_tokens = options_.models.memory.max_session_tokens;
@@ -277,34 +380,9 @@ std::shared_ptr<SessionEntry> Core::open(Tenant& tenant, const v1::CreateSession
   }
   check_prefix(request, capacity);
   check_room(1);
-  tenant.charge_session();
-  std::shared_ptr<SessionEntry> entry;
-  try {
-    entry = std::make_shared<SessionEntry>(tenant, memory_, models_.acquire(spec),
-                                           executor_.make_strand());
-  } catch (...) {
-    tenant.refund_session();
-    throw;
-  }
-  // From here on the entry gives back what it was charged.
-  charge_base(*entry, capacity);
-  entry->retrieval = spec.retrieval;
-  entry->has_fingerprint = !request.model_fingerprint().empty();
-  try {
-    entry->session.emplace(entry->model->engine.open(
-        {.capacity_tokens = capacity,
-         .token_ids = {request.token_ids().data(),
-                       static_cast<std::size_t>(request.token_ids_size())},
-         .tenant_secret = tenant.prefix_secret(),
-         .model_fingerprint = request.model_fingerprint()}));
-  } catch (const Error& error) {
-    note_fault(error, *entry->model);
-    throw;
-  }
-  charge_stored(*entry);
-  renew(*entry);
-  sessions_.insert(entry);
-  return entry;
+  creation.capacity = capacity;
+  creation.arrival.tenant.charge_session();
+  creation.charged = true;
 }
 
 void Core::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const {
@@ -335,7 +413,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
     parent.tenant.charge_session();
     try {
       entries.push_back(std::make_shared<SessionEntry>(parent.tenant, memory_, parent.model,
-                                                       executor_.make_strand()));
+                                                       executor_, options_.piece_work));
     } catch (...) {
       parent.tenant.refund_session();
       throw;
@@ -372,127 +450,6 @@ void Core::describe_length(SessionEntry& entry, v1::Session& session) noexcept {
     session.set_layer_lengths(layer, entry.session->length(layer));
   }
   session.set_kv_bytes(entry.charged_bytes - entry.base_bytes);
-}
-
-void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
-                       v1::GetSessionResponse& response, Done done) {
-  on_session(
-      call, "SessionService/GetSession", request.name(), request.ByteSizeLong(),
-      [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
-      std::move(done), {.start = Strand::Start::kNowIfIdle});
-}
-
-void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
-                            v1::TruncateSessionResponse& response, Done done) {
-  const auto work = [this, &request, &response](SessionEntry& entry) {
-    execute_once(entry.tenant.replies(), request, response, [&] {
-      describe(entry, *response.mutable_session());  // what may fail comes first
-      truncate_to(entry, request.tokens());
-      describe_length(entry, *response.mutable_session());
-    });
-  };
-  on_session(call, "SessionService/TruncateSession", request.name(), request.ByteSizeLong(), work,
-             std::move(done));
-}
-
-void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
-                        v1::ForkSessionResponse& response, Done done) {
-  const auto work = [this, &request, &response](SessionEntry& entry) {
-    execute_once(entry.tenant.replies(), request, response, [&] {
-      const std::vector<std::shared_ptr<SessionEntry>> children = fork(entry, request.count());
-      std::size_t inserted = 0;
-      try {
-        for (const auto& child : children) {
-          sessions_.insert(child);
-          ++inserted;
-          describe(*child, *response.add_sessions());
-        }
-      } catch (...) {
-        for (std::size_t i = 0; i < inserted; ++i) {
-          static_cast<void>(sessions_.remove(entry.tenant, children[i]->name));
-        }
-        throw;
-      }
-      created_ += children.size();
-    });
-  };
-  on_session(call, "SessionService/ForkSession", request.name(), request.ByteSizeLong(), work,
-             std::move(done));
-}
-
-void Core::publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
-                          v1::PublishPrefixResponse& response, Done done) {
-  on_session(
-      call, "SessionService/PublishPrefix", request.name(), request.ByteSizeLong(),
-      [&request, &response](SessionEntry& entry) { publish_from(entry, request, response); },
-      std::move(done));
-}
-
-void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done) {
-  const Arrival arrival = arrive(call, "SessionService/ReleaseSession");
-  std::shared_ptr<SessionEntry> entry;
-  try {
-    check_request_id(request.request_id());
-    ReplayCache& replies = call.tenant->replies();
-    const std::string& id = request.request_id();
-    if (!id.empty() && replies.begin(id, body_digest(request))) {
-      ++admitted_;
-      finish(arrival, {}, nullptr, done);
-      return;
-    }
-    try {
-      entry = sessions_.remove(*call.tenant, request.name());
-    } catch (...) {
-      if (!id.empty()) replies.abandon(id);
-      throw;
-    }
-    if (!id.empty()) keep_reply(replies, id, v1::ReleaseSessionResponse());
-  } catch (...) {
-    refuse(arrival, done);
-    return;
-  }
-  ++admitted_;
-  ++released_;
-  try {
-    entry->strand->post([this, arrival, entry, done] {
-      const TimePoint started = options_.now();
-      entry->close();
-      finish(arrival, started, nullptr, done);
-    });
-  } catch (const std::bad_alloc&) {
-    finish(arrival, {}, nullptr, done);  // it ends with the last of its tasks
-  }
-}
-
-void Core::list_sessions(const Call& call, const v1::ListSessionsRequest& request,
-                         v1::ListSessionsResponse& response) {
-  check_serving();
-  const auto [names, next] =
-      sessions_.list(*call.tenant, page_start_of(request.page_token()),
-                     static_cast<std::size_t>(page_size_of(request.page_size())));
-  for (const std::string& name : names) response.add_names(name);
-  if (next) response.set_next_page_token(std::to_string(*next));
-}
-
-void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
-                      v1::KeepAliveResponse& response) {
-  check_serving();
-  if (request.names_size() > kMaxBatchItems) {
-    throw ServiceError::invalid("names", "at most " + std::to_string(kMaxBatchItems),
-                                std::to_string(request.names_size()));
-  }
-  for (const std::string& name : request.names()) {
-    v1::ItemStatus& status = *response.add_statuses();
-    try {
-      if (std::string_view(name).starts_with("leases/")) {
-        static_cast<void>(pages_.find(*call.tenant, name));  // renews it
-      } else {
-        renew_for_client(*sessions_.find(*call.tenant, name));
-      }
-    } catch (const ServiceError& error) {
-      set_status(error, status);
-    }
-  }
 }
 
 }  // namespace kvtier::services

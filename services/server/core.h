@@ -53,8 +53,13 @@ struct CoreOptions {
   std::chrono::milliseconds lease_ttl{60'000};
   /// Of calls that name no deadline.
   std::chrono::milliseconds max_call_time{30'000};
-  /// An engine that works longer at one call has lost its device.
+  /// A device that works longer at one piece of a call is lost. Only of engines of
+  /// `watched_backend`: on the CPU nothing can fail to answer.
   std::chrono::milliseconds device_timeout{60'000};
+  Backend watched_backend = Backend::kCuda;
+  /// Most work of a piece of a call, between which other calls have the engine: query tokens times
+  /// tokens of the layer times query heads times head_dim. At least one query token.
+  std::int64_t piece_work = std::int64_t{1} << 29;
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
   /// The memory of control groups, in each of which sessions and pages must find room: asked for
   /// each piece of an arena, and by `sweep` for sessions; a refusal stands for a while. Empty: not
@@ -186,7 +191,8 @@ class Core {
   [[nodiscard]] bool degraded() const { return models_.any_failed(); }
 
  private:
-  using Work = std::function<void(SessionEntry&)>;
+  /// Does a call, or returns it if it is done in pieces.
+  using Work = std::function<std::unique_ptr<CallInPieces>(SessionEntry&)>;
 
   /// An operation from its arrival to its end.
   struct Arrival {
@@ -205,14 +211,21 @@ class Core {
   void renew(SessionEntry& entry) const;
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
-  /// Finds, admits and queues; `verb(entry)` runs on the session's strand. Returns whether it is
-  /// queued.
+  /// Finds, admits and queues; `verb(entry)`, which may return a call in pieces, runs on the
+  /// session's strand. Returns whether it is queued.
   template <typename Verb>
   bool on_session(const Call& call, std::string_view method, const std::string& name,
                   std::size_t bytes, Verb verb, Done done, SessionTurn turn = {}) {
     Work work;
     try {
-      work = std::move(verb);
+      if constexpr (std::is_void_v<std::invoke_result_t<Verb&, SessionEntry&>>) {
+        work = [verb = std::move(verb)](SessionEntry& entry) {
+          verb(entry);
+          return nullptr;
+        };
+      } else {
+        work = std::move(verb);
+      }
     } catch (...) {
       refuse(arrive(call, method), done);
       return false;
@@ -221,13 +234,28 @@ class Core {
   }
   bool queue_on_session(const Call& call, std::string_view method, const std::string& name,
                         std::size_t bytes, Work work, Done done, SessionTurn turn);
-  void execute(const Call& call, SessionEntry& entry, const Work& work);
+  /// Does a piece of a call and returns whether it was the last. `pieces` is what is left of the
+  /// call, null at first and after the last.
+  bool execute(const Call& call, SessionEntry& entry, const Work& work,
+               std::shared_ptr<CallInPieces>& pieces) const;
   /// An engine that met a fault of its device answers nothing more.
   void note_fault(const Error& error, Model& model) const;
   /// Returns whether it was not known before.
   bool give_up(Model& model) const;
-  [[nodiscard]] std::shared_ptr<SessionEntry> open(Tenant& tenant,
-                                                   const v1::CreateSessionRequest& request);
+  /// A session that is being created: on the calling thread, then, while there is no engine for
+  /// it, where engines are made, then on its own strand.
+  struct Creation;
+  /// Ends the creation with what `act` throws.
+  template <typename Act>
+  void proceed(Creation& creation, Act act);
+  /// Reads the request, and charges the tenant for a session.
+  void prepare(Creation& creation) const;
+  /// Throws when the call has waited too long.
+  void begin(Creation& creation) const;
+  void queue_opening(const std::shared_ptr<Creation>& creation);
+  void open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry);
+  void end(Creation& creation, const ServiceError* error);
+  [[nodiscard]] ModelPoolOptions model_options() const;
   /// Throws RESOURCE_EXHAUSTED where there is no room for so many sessions more: TOO_MANY_SESSIONS,
   /// or OUT_OF_MEMORY while the control group is short of it.
   void check_room(std::size_t sessions) const;
@@ -235,8 +263,6 @@ class Core {
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> fork(SessionEntry& parent, int count);
   /// Charges the entry's tenant for what a session keeps beside its pages.
   void charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const;
-  void create(Tenant& tenant, const v1::CreateSessionRequest& request,
-              v1::CreateSessionResponse& response);
   void describe(SessionEntry& entry, v1::Session& session) const;
   /// Writes what a truncation changes of a description.
   static void describe_length(SessionEntry& entry, v1::Session& session) noexcept;
@@ -258,7 +284,6 @@ class Core {
   ModelPool models_;
   PageStore pages_;
   SessionTable sessions_;
-  std::unique_ptr<Strand> control_;  ///< Where sessions are created.
   std::atomic<bool> draining_{false};
   std::atomic<bool> short_of_memory_{false};  ///< Too short for sessions, when last looked at.
   std::atomic<std::int64_t> inflight_{0};

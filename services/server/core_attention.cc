@@ -29,7 +29,7 @@ void Core::select(const Call& call, const v1::SelectRequest& request, v1::Select
       call, "AttentionService/Select", request.session(), request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
-        select_in(entry, request, budget, response);
+        return select_in(entry, request, budget, response);
       },
       std::move(done));
 }
@@ -40,7 +40,7 @@ void Core::attend(const Call& call, const v1::AttendRequest& request, v1::Attend
       call, "AttentionService/Attend", request.session(), request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
-        attend_in(entry, request, budget, response);
+        return attend_in(entry, request, budget, response);
       },
       std::move(done));
 }
@@ -51,7 +51,7 @@ void Core::decode(const Call& call, const std::string& session, const v1::Decode
       call, "AttentionService/Decode", session, request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) {
         ReplyBudget budget(kReplyBytes);
-        decode_in(entry, request, budget, response);
+        return decode_in(entry, request, budget, response);
       },
       std::move(done));
 }
@@ -121,7 +121,7 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
     const bool is_queued =
         on_session(call, method, session, request.items(i).ByteSizeLong(),
                    [&request, i, &item, verb, join](SessionEntry& entry) {
-                     verb(entry, request.items(i), join->budget, *item.mutable_response());
+                     return verb(entry, request.items(i), join->budget, *item.mutable_response());
                    },
                    std::move(told), {.counts = is_first});
     if (!is_first || !is_queued) continue;

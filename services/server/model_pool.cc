@@ -172,20 +172,32 @@ bool Model::carries(const RetrievalConfig& retrieval) const {
          std::any_of(config.extra_sketches.begin(), config.extra_sketches.end(), fits);
 }
 
+std::shared_ptr<Model> ModelPool::find_locked(const std::string& key) {
+  const auto it = std::find_if(models_.begin(), models_.end(), [&key](const auto& model) {
+    return !model->failed && model->key() == key;
+  });
+  if (it == models_.end()) return nullptr;
+  std::rotate(it, it + 1, models_.end());
+  return models_.back();
+}
+
+std::shared_ptr<Model> ModelPool::find(const ModelSpec& spec) {
+  const std::string key = key_of(spec);
+  const std::lock_guard lock(mutex_);
+  return find_locked(key);
+}
+
 std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   const std::string key = key_of(spec);
   const std::lock_guard one_at_a_time(building_);
+  std::vector<std::shared_ptr<Model>> retired;  // ends without the mutex: it takes a while
   {
     const std::lock_guard lock(mutex_);
+    retired.reserve(models_.size());
     for (std::size_t i = models_.size(); i-- > 0;) {
-      if (models_[i]->failed) retire(i);
+      if (models_[i]->failed) retired.push_back(retire(i));
     }
-    const auto it = std::find_if(models_.begin(), models_.end(),
-                                 [&key](const auto& model) { return model->key() == key; });
-    if (it != models_.end()) {
-      std::rotate(it, it + 1, models_.end());
-      return models_.back();
-    }
+    if (std::shared_ptr<Model> found = find_locked(key)) return found;
     if (models_.size() >= options_.max_models) {
       const auto idle = std::find_if(models_.begin(), models_.end(),
                                      [](const auto& model) { return model.use_count() == 1; });
@@ -194,9 +206,10 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
                                        "all " + std::to_string(options_.max_models) +
                                            " models that the server may hold have sessions");
       }
-      retire(static_cast<std::size_t>(idle - models_.begin()));
+      retired.push_back(retire(static_cast<std::size_t>(idle - models_.begin())));
     }
   }
+  retired.clear();
   Config config;
   config.model = spec.model;
   config.memory = options_.memory;
@@ -206,6 +219,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   config.extra_sketches = spec.extra_sketches;
   config.backend = options_.backend;
   config.log = options_.log;
+  config.step_aside = options_.step_aside;
   std::shared_ptr<Model> model;
   try {
     model = std::make_shared<Model>(config, key);
@@ -231,13 +245,15 @@ void ModelPool::lose_device() {
   if (options_.on_device_lost) options_.on_device_lost();
 }
 
-void ModelPool::retire(std::size_t index) {
-  Stats last = stats_of(*models_[index]);
+std::shared_ptr<Model> ModelPool::retire(std::size_t index) {
+  std::shared_ptr<Model> model = models_[index];
+  Stats last = stats_of(*model);
   for (Stats::Tier& tier : last.tiers) tier.capacity_bytes = tier.used_bytes = 0;
   add(retired_, last.cumulative);
   if (retired_tiers_.empty()) retired_tiers_ = unused_tiers();
   add(retired_tiers_, last.tiers);
   models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+  return model;
 }
 
 std::vector<Stats::Tier> ModelPool::unused_tiers() const {

@@ -48,13 +48,14 @@ struct ModelPoolOptions {
   /// A folder with one for each engine in it, as `MemoryConfig::disk_cache`; empty: none.
   std::filesystem::path disk_cache;
   std::function<void(LogLevel, std::string_view)> log{};
+  std::function<void(bool)> step_aside{};  ///< Of engines, as `Config::step_aside`.
   /// Called when a fault of the device keeps an engine from being made where others were made
   /// before, and by `lose_device`: what this process can do about it is end. Must not block.
   std::function<void()> on_device_lost{};
 };
 
 /// The engines of a server, at most `max_models`, made when the first session asks. One without
-/// sessions gives way to another model. Thread-safe; a new engine holds the others up.
+/// sessions gives way to another model. Thread-safe.
 class ModelPool {
  public:
   /// Empties the disk caches of servers that are no more. Throws `kFailedPrecondition` when one is
@@ -63,7 +64,10 @@ class ModelPool {
 
   /// Throws `kInvalidArgument` for a model that the library refuses, RESOURCE_EXHAUSTED when every
   /// engine there may be is in use by other models.
+  /// Waits while another engine is made.
   [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
+  /// Returns the engine that is there, or null; waits for nothing.
+  [[nodiscard]] std::shared_ptr<Model> find(const ModelSpec& spec);
 
   /// Says that the device is lost: an engine waits for it in vain.
   void lose_device();
@@ -76,7 +80,9 @@ class ModelPool {
   [[nodiscard]] Stats stats() const;
 
  private:
-  void retire(std::size_t index);
+  /// With `mutex_` held. Takes an engine out; its end is left to the caller.
+  [[nodiscard]] std::shared_ptr<Model> retire(std::size_t index);
+  [[nodiscard]] std::shared_ptr<Model> find_locked(const std::string& key);
   /// The tiers that engines have, with nothing counted.
   [[nodiscard]] std::vector<Stats::Tier> unused_tiers() const;
   /// Returns the folder of a cache that no engine has.

@@ -29,11 +29,13 @@ struct LastStep {
 struct SessionEntry {
   /// The tenant is charged for a session already; `memory` must outlive the entry.
   SessionEntry(Tenant& tenant_in, SessionMemory& memory_in, std::shared_ptr<Model> model_in,
-               std::unique_ptr<Strand> strand_in)
+               Executor& executor, std::int64_t piece_work_in)
       : tenant(tenant_in),
         memory(memory_in),
         model(std::move(model_in)),
-        strand(std::move(strand_in)) {}
+        strand(executor.make_strand(
+            {.tenant = tenant.index(), .weight = tenant.weight(), .engine = model.get()})),
+        piece_work(piece_work_in) {}
   ~SessionEntry();
   SessionEntry(const SessionEntry&) = delete;  // its charge is given back once
   SessionEntry& operator=(const SessionEntry&) = delete;
@@ -41,7 +43,8 @@ struct SessionEntry {
   Tenant& tenant;
   SessionMemory& memory;
   const std::shared_ptr<Model> model;
-  const std::unique_ptr<Strand> strand;
+  const std::unique_ptr<Strand> strand;  ///< Its pieces run one at a time with those of the engine.
+  const std::int64_t piece_work;         ///< As `CoreOptions::piece_work`.
   std::string name;
   RetrievalConfig retrieval;
   std::int64_t capacity_tokens = 0;
@@ -49,7 +52,8 @@ struct SessionEntry {
   std::atomic<TimePoint::rep> lease_end{0};
   std::atomic<int> queued{0};  ///< Work that is not done; the lease does not end meanwhile.
   std::atomic<int> calls{0};   ///< Calls among them, a batch as one.
-  std::atomic<TimePoint::rep> work_began{0};  ///< Of the call that is worked on; 0: none is.
+  /// Of the piece that the engine's device works at; 0: none.
+  std::atomic<TimePoint::rep> work_began{0};
 
   // Used by tasks of the strand only.
   std::optional<Session> session;  ///< Gone once the session is released.
@@ -68,17 +72,30 @@ struct SessionEntry {
   bool closed_ = false;
 };
 
-/// Marks a session as worked on.
+/// Marks a session as one that a device works for.
 class AtWork {
  public:
   AtWork(SessionEntry& entry, TimePoint now) : entry_(entry) {
-    entry_.work_began = now.time_since_epoch().count();
+    current = &entry;
+    go_on(now);
   }
-  ~AtWork() { entry_.work_began = 0; }
+  ~AtWork() {
+    current = nullptr;
+    entry_.work_began = 0;
+  }
   AtWork(const AtWork&) = delete;  // one end for one beginning
   AtWork& operator=(const AtWork&) = delete;
 
+  /// The work that this thread has marked waits for something else than the device.
+  static void pause() noexcept {
+    if (current != nullptr) current->work_began = 0;
+  }
+  static void go_on(TimePoint now) noexcept {
+    if (current != nullptr) current->work_began = now.time_since_epoch().count();
+  }
+
  private:
+  inline static thread_local SessionEntry* current = nullptr;
   SessionEntry& entry_;
 };
 

@@ -7,6 +7,8 @@
 #include <memory>
 #include <new>
 #include <openssl/evp.h>
+#include <optional>
+#include <type_traits>
 
 namespace kvtier::services {
 namespace {
@@ -198,6 +200,147 @@ std::int64_t selected_of(const RetrievalConfig& retrieval, std::int64_t length) 
   return std::min(length, std::max<std::int64_t>(1, share));
 }
 
+/// Tokens [begin, begin + count) of a tensor; of none, none.
+template <typename View>
+View tokens_in(View view, std::int64_t begin, std::int64_t count) {
+  if (view.empty()) return view;
+  using Byte = std::conditional_t<std::is_same_v<View, TensorView>, const std::byte, std::byte>;
+  view.data = static_cast<Byte*>(view.data) +
+              begin * view.strides[0] * static_cast<std::int64_t>(dtype_bytes(view.dtype));
+  view.shape[0] = count;
+  return view;
+}
+
+/// A call whose query's tokens come one piece after another.
+class QueryInPieces : public CallInPieces {
+ public:
+  QueryInPieces(SessionEntry& entry, int layer, const v1::AttendOptions& options)
+      : entry_(entry),
+        layer_(layer),
+        regions_(entry.tenant.regions()),
+        call_(options, entry.retrieval) {}
+
+  [[nodiscard]] UsedRegions& regions() noexcept { return regions_; }
+  [[nodiscard]] const RetrievalConfig& retrieval() const noexcept { return call_.retrieval; }
+  /// Sets the query's tokens and how many of them a piece has, of a layer with so many tokens.
+  void divide(std::int64_t tokens, std::int64_t length) {
+    const Config& config = entry_.model->engine.config();
+    const std::int64_t work =
+        std::max<std::int64_t>(length, 1) * config.model.query_heads * config.model.head_dim;
+    const std::int64_t fit = std::max<std::int64_t>(entry_.piece_work / work, 1);
+    const std::int64_t launch = config.memory.max_batch_rows;
+    tokens_ = tokens;
+    piece_ = fit < launch ? fit : fit / launch * launch;  // launches are full where there are more
+  }
+  bool next() override {
+    const std::int64_t count = std::min(piece_, tokens_ - begin_);
+    call_.options.tokens_after = tokens_ - begin_ - count;
+    if (begin_ == 0) start(count == tokens_);
+    piece(begin_, count);
+    begin_ += count;
+    if (begin_ < tokens_) return false;
+    end();
+    return true;
+  }
+
+ protected:
+  [[nodiscard]] SessionEntry& entry() const noexcept { return entry_; }
+  [[nodiscard]] int layer() const noexcept { return layer_; }
+  [[nodiscard]] const AttendOptions& options() const noexcept { return call_.options; }
+  /// Before the first piece, which may be all of the call.
+  virtual void start(bool /*whole*/) {}
+  virtual void piece(std::int64_t begin, std::int64_t count) = 0;
+  virtual void end() {}
+
+ private:
+  SessionEntry& entry_;
+  const int layer_;
+  UsedRegions regions_;
+  CallOptions call_;
+  std::int64_t tokens_ = 0, piece_ = 0, begin_ = 0;
+};
+
+class Attending : public QueryInPieces {
+ public:
+  using QueryInPieces::QueryInPieces;
+  AttendInputs inputs;
+  AttendOutputs outputs;
+
+ protected:
+  [[nodiscard]] AttendInputs inputs_of(std::int64_t begin, std::int64_t count) const {
+    return {.query = tokens_in(inputs.query, begin, count),
+            .selected = tokens_in(inputs.selected, begin, count),
+            .bias = tokens_in(inputs.bias, begin, count)};
+  }
+  void piece(std::int64_t begin, std::int64_t count) override {
+    entry().session->attend(layer(), inputs_of(begin, count),
+                            {.out = tokens_in(outputs.out, begin, count),
+                             .lse = tokens_in(outputs.lse, begin, count),
+                             .missed = tokens_in(outputs.missed, begin, count)},
+                            {}, options());
+  }
+};
+
+/// Appends with its first piece, and takes that back unless it comes to its end.
+class Decoding final : public Attending {
+ public:
+  Decoding(SessionEntry& entry, int layer, const v1::DecodeRequest& request,
+           v1::DecodeResponse& response, std::string digest)
+      : Attending(entry, layer, request.options()),
+        step_(request.step()),
+        response_(response),
+        digest_(std::move(digest)) {}
+  ~Decoding() override {
+    if (!length_) return;
+    try {
+      entry().session->truncate(*length_, {}, layer());
+    } catch (const std::exception&) {
+      // The engine has failed, and the session with it.
+    }
+  }
+  Decoding(const Decoding&) = delete;  // takes its append back once
+  Decoding& operator=(const Decoding&) = delete;
+
+  KeyValue tensors;
+  std::optional<Charge> charge;
+
+ private:
+  void start(bool whole) override {
+    whole_ = whole;
+    if (whole) return;
+    const std::int64_t length = entry().session->length(layer());
+    entry().session->append(layer(), tensors.key, tensors.value);
+    length_ = length;
+  }
+  void piece(std::int64_t begin, std::int64_t count) override {
+    if (!whole_) return Attending::piece(begin, count);
+    entry().session->decode(layer(),
+                            {.query = inputs.query,
+                             .key = tensors.key,
+                             .value = tensors.value,
+                             .selected = inputs.selected,
+                             .bias = inputs.bias},
+                            outputs, {}, options());
+  }
+  void end() override {
+    length_.reset();
+    charge->keep();
+    response_.set_layer(layer());
+    response_.set_step(step_);
+    if (step_ == 0) return;
+    entry().remember({.layer = layer(),
+                      .step = step_,
+                      .request_digest = std::move(digest_),
+                      .reply = bytes_of(response_)});
+  }
+
+  const std::int64_t step_;
+  v1::DecodeResponse& response_;
+  std::string digest_;
+  bool whole_ = false;
+  std::optional<std::int64_t> length_;  ///< Before the append, until the end.
+};
+
 }  // namespace
 
 void append_to(SessionEntry& entry, const v1::AppendRequest& request,
@@ -215,50 +358,64 @@ void append_to(SessionEntry& entry, const v1::AppendRequest& request,
   }
 }
 
-void select_in(SessionEntry& entry, const v1::SelectRequest& request, ReplyBudget& budget,
-               v1::SelectResponse& response) {
+std::unique_ptr<CallInPieces> select_in(SessionEntry& entry, const v1::SelectRequest& request,
+                                        ReplyBudget& budget, v1::SelectResponse& response) {
+  class Selecting final : public QueryInPieces {
+   public:
+    using QueryInPieces::QueryInPieces;
+    TensorView query;
+    SelectOutputs outputs;
+
+   private:
+    void piece(std::int64_t begin, std::int64_t count) override {
+      entry().session->select(layer(), tokens_in(query, begin, count),
+                              {.ids = tokens_in(outputs.ids, begin, count),
+                               .scores = tokens_in(outputs.scores, begin, count),
+                               .bias = tokens_in(outputs.bias, begin, count)},
+                              {}, options());
+    }
+  };
   const int layer = checked_layer(entry, request.layer());
-  UsedRegions regions(entry.tenant.regions());
-  const TensorView query = query_of(entry, request.query(), regions);
-  const CallOptions call(request.options(), entry.retrieval);
+  auto call = std::make_unique<Selecting>(entry, layer, request.options());
+  call->query = query_of(entry, request.query(), call->regions());
   const ModelConfig& model = model_of(entry);
-  const bool per_query_head = call.retrieval.selection == Selection::kPerQueryHead;
+  const bool per_query_head = call->retrieval().selection == Selection::kPerQueryHead;
   const std::int64_t heads = per_query_head ? model.query_heads : model.kv_heads;
+  const std::int64_t tokens = call->query.shape[0];
   const std::int64_t length = entry.session->length(layer);
   check_not_empty(length);
-  const std::int64_t count = selected_of(call.retrieval, length);
-  const std::int64_t rows = query.shape[0] * heads;
+  const std::int64_t count = selected_of(call->retrieval(), length);
   constexpr std::int64_t kOverhead = 128;
   const int tensors = 1 + (request.with_scores() ? 1 : 0) + (request.with_bias() ? 1 : 0);
-  budget.take(rows * count * tensors * 4 + kOverhead);
-  SelectOutputs outputs;
-  outputs.ids = make_tensor(*response.mutable_ids(), DType::kInt32, {query.shape[0], heads, count});
+  budget.take(tokens * heads * count * tensors * 4 + kOverhead);
+  call->outputs.ids = make_tensor(*response.mutable_ids(), DType::kInt32, {tokens, heads, count});
   if (request.with_scores()) {
-    outputs.scores =
-        make_tensor(*response.mutable_scores(), DType::kFloat32, {query.shape[0], heads, count});
+    call->outputs.scores =
+        make_tensor(*response.mutable_scores(), DType::kFloat32, {tokens, heads, count});
   }
   if (request.with_bias()) {
-    outputs.bias =
-        make_tensor(*response.mutable_bias(), DType::kFloat32, {query.shape[0], heads, count});
+    call->outputs.bias =
+        make_tensor(*response.mutable_bias(), DType::kFloat32, {tokens, heads, count});
   }
-  entry.session->select(layer, query, outputs, {}, call.options);
+  call->divide(tokens, length);
+  return call;
 }
 
-void attend_in(SessionEntry& entry, const v1::AttendRequest& request, ReplyBudget& budget,
-               v1::AttendResponse& response) {
+std::unique_ptr<CallInPieces> attend_in(SessionEntry& entry, const v1::AttendRequest& request,
+                                        ReplyBudget& budget, v1::AttendResponse& response) {
   const int layer = checked_layer(entry, request.layer());
-  UsedRegions regions(entry.tenant.regions());
-  AttendInputs inputs;
-  inputs.query = query_of(entry, request.query(), regions);
+  auto call = std::make_unique<Attending>(entry, layer, request.options());
+  AttendInputs& inputs = call->inputs;
+  inputs.query = query_of(entry, request.query(), call->regions());
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
   if (request.has_bias()) inputs.bias = view_of(request.bias(), "bias");
-  const CallOptions call(request.options(), entry.retrieval);
-  const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
-  entry.session->attend(layer, inputs, outputs, {}, call.options);
+  call->outputs = make_outputs(request, inputs.query, budget, response, call->regions());
+  call->divide(inputs.query.shape[0], entry.session->length(layer));
+  return call;
 }
 
-void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudget& budget,
-               v1::DecodeResponse& response) {
+std::unique_ptr<CallInPieces> decode_in(SessionEntry& entry, const v1::DecodeRequest& request,
+                                        ReplyBudget& budget, v1::DecodeResponse& response) {
   const int layer = checked_layer(entry, request.layer());
   if (request.step() < 0) {
     throw ServiceError::invalid("step", "at least 0", std::to_string(request.step()));
@@ -266,30 +423,21 @@ void decode_in(SessionEntry& entry, const v1::DecodeRequest& request, ReplyBudge
   std::string digest;
   if (request.step() > 0) {
     digest = digest_of(request);
-    if (replay(entry, request, digest, budget, response)) return;
+    if (replay(entry, request, digest, budget, response)) return nullptr;
   }
-  UsedRegions regions(entry.tenant.regions());
-  DecodeInputs inputs;
-  inputs.query = query_of(entry, request.query(), regions);
-  const KeyValue tensors = key_value_of(entry, request, regions);
-  inputs.key = tensors.key;
-  inputs.value = tensors.value;
+  auto call = std::make_unique<Decoding>(entry, layer, request, response, std::move(digest));
+  AttendInputs& inputs = call->inputs;
+  inputs.query = query_of(entry, request.query(), call->regions());
+  call->tensors = key_value_of(entry, request, call->regions());
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
   if (request.has_bias()) inputs.bias = view_of(request.bias(), "bias");
-  check_position(request, entry.session->length(layer));
-  const CallOptions call(request.options(), entry.retrieval);
-  Charge charge(entry, inputs.key.shape[0]);
-  const AttendOutputs outputs = make_outputs(request, inputs.query, budget, response, regions);
-  entry.session->decode(layer, inputs, outputs, {}, call.options);
-  charge.keep();
-  response.set_layer(layer);
-  response.set_step(request.step());
-  if (request.step() > 0) {
-    entry.remember({.layer = layer,
-                    .step = request.step(),
-                    .request_digest = std::move(digest),
-                    .reply = bytes_of(response)});
-  }
+  const std::int64_t length = entry.session->length(layer);
+  check_position(request, length);
+  const std::int64_t tokens = call->tensors.key.shape[0];
+  call->charge.emplace(entry, tokens);
+  call->outputs = make_outputs(request, inputs.query, budget, response, call->regions());
+  call->divide(inputs.query.shape[0], length + tokens);
+  return call;
 }
 
 void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,

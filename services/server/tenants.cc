@@ -73,6 +73,11 @@ TenantConfig tenant_of(const nlohmann::json& entry) {
       tenant.limits.max_kv_bytes = limit_of(value, key);
     } else if (key == "max_inflight_bytes") {
       tenant.limits.max_inflight_bytes = limit_of(value, key);
+    } else if (key == "weight") {
+      tenant.limits.weight = limit_of(value, key);
+      if (tenant.limits.weight < 1 || tenant.limits.weight > 100) {
+        bad("weight: expected 1 to 100, found " + std::to_string(tenant.limits.weight));
+      }
     } else {
       bad("expected a known key, found " + key);
     }
@@ -96,7 +101,8 @@ Tenant::Tenant(std::uint32_t index, const TenantConfig& config)
       name_(config.name),
       max_sessions_(config.limits.max_sessions),
       max_kv_bytes_(config.limits.max_kv_bytes),
-      max_inflight_(config.limits.max_inflight_bytes) {
+      max_inflight_(config.limits.max_inflight_bytes),
+      weight_(static_cast<int>(config.limits.weight)) {
   if (RAND_bytes(reinterpret_cast<unsigned char*>(prefix_secret_.data()),
                  static_cast<int>(prefix_secret_.size())) != 1) {
     throw Error(ErrorCode::kUnavailable,
@@ -107,7 +113,8 @@ Tenant::Tenant(std::uint32_t index, const TenantConfig& config)
 TenantLimits Tenant::limits() const noexcept {
   return {.max_sessions = max_sessions_,
           .max_kv_bytes = max_kv_bytes_,
-          .max_inflight_bytes = max_inflight_};
+          .max_inflight_bytes = max_inflight_,
+          .weight = weight_};
 }
 
 void Tenant::set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept {

@@ -18,6 +18,8 @@ struct TenantLimits {
   /// Bytes of keys and values, and of what a session keeps beside them.
   std::int64_t max_kv_bytes = std::int64_t{1} << 50;
   std::int64_t max_inflight_bytes = std::int64_t{1} << 50;
+  /// The tenant's part of the threads' and the engines' time where several wait: 1 to 100.
+  std::int64_t weight = 1;
 };
 
 /// A tenant as it is configured.
@@ -36,6 +38,7 @@ class Tenant {
 
   [[nodiscard]] std::uint32_t index() const noexcept { return index_; }
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  [[nodiscard]] int weight() const noexcept { return weight_; }
   [[nodiscard]] TenantLimits limits() const noexcept;
   void set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept;
 
@@ -62,6 +65,7 @@ class Tenant {
   const std::string name_;
   std::atomic<std::int64_t> max_sessions_, max_kv_bytes_;
   const std::int64_t max_inflight_;
+  const int weight_;
   std::atomic<std::int64_t> sessions_{0}, kv_bytes_{0}, inflight_{0};
   ReplayCache replies_;
   DeviceRegions regions_;

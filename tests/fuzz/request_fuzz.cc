@@ -32,13 +32,16 @@ constexpr std::int64_t kReplyBytes = std::int64_t{1} << 20;
 /// Runs what was posted when told.
 class Queue final : public Executor {
  public:
-  std::unique_ptr<Strand> make_strand() override { return std::make_unique<Line>(*this); }
+  std::unique_ptr<Strand> make_strand(const Lane& /*lane*/) override {
+    return std::make_unique<Line>(*this);
+  }
   void finish() override { run(); }
   void run() {
     while (!tasks_.empty()) {
-      const std::function<void()> task = std::move(tasks_.front());
+      Strand::Task task = std::move(tasks_.front());
       tasks_.pop_front();
-      task();
+      while (!task()) {
+      }
     }
   }
 
@@ -46,14 +49,12 @@ class Queue final : public Executor {
   class Line final : public Strand {
    public:
     explicit Line(Queue& queue) : queue_(queue) {}
-    void enqueue(Start /*start*/, std::function<void()> task) override {
-      queue_.tasks_.push_back(std::move(task));
-    }
+    void add(Start /*start*/, Task task) override { queue_.tasks_.push_back(std::move(task)); }
 
    private:
     Queue& queue_;
   };
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Strand::Task> tasks_;
 };
 
 CoreOptions options() {

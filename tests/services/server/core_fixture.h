@@ -23,7 +23,10 @@ namespace kvtier::services::testing {
 /// An executor without threads: what was posted runs when the test says so.
 class ManualExecutor final : public Executor {
  public:
-  std::unique_ptr<Strand> make_strand() override { return std::make_unique<Queue>(*this); }
+  using Executor::make_strand;
+  std::unique_ptr<Strand> make_strand(const Lane& /*lane*/) override {
+    return std::make_unique<Queue>(*this);
+  }
   void finish() override { run_all(); }
   void run_all() {
     while (run_one()) {
@@ -31,9 +34,10 @@ class ManualExecutor final : public Executor {
   }
   bool run_one() {
     if (tasks_.empty()) return false;
-    const std::function<void()> task = std::move(tasks_.front());
+    Strand::Task task = std::move(tasks_.front());
     tasks_.pop_front();
-    task();
+    while (!task()) {
+    }
     return true;
   }
   [[nodiscard]] std::size_t num_waiting() const { return tasks_.size(); }
@@ -42,15 +46,13 @@ class ManualExecutor final : public Executor {
   class Queue final : public Strand {
    public:
     explicit Queue(ManualExecutor& executor) : executor_(executor) {}
-    void enqueue(Start /*start*/, std::function<void()> task) override {
-      executor_.tasks_.push_back(std::move(task));
-    }
+    void add(Start /*start*/, Task task) override { executor_.tasks_.push_back(std::move(task)); }
 
    private:
     ManualExecutor& executor_;
   };
 
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Strand::Task> tasks_;
 };
 
 inline constexpr int kLayers = 2;
