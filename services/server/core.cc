@@ -93,6 +93,11 @@ ModelPoolOptions Core::model_options() const {
   return models;
 }
 
+std::int64_t Core::piece_work_of(const Model& model) const {
+  if (options_.piece_work > 0) return options_.piece_work;
+  return std::int64_t{1} << (model.engine.backend() == Backend::kCpu ? 27 : 33);
+}
+
 Core::~Core() {
   for (const auto& entry : sessions_.remove_all()) entry->close();
 }
@@ -291,9 +296,9 @@ void Core::end(Creation& creation, const ServiceError* error) {
 }
 
 void Core::queue_opening(const std::shared_ptr<Creation>& creation) {
-  auto entry =
-      std::make_shared<SessionEntry>(creation->arrival.tenant, memory_, std::move(creation->model),
-                                     executor_, options_.piece_work);
+  const std::int64_t work = piece_work_of(*creation->model);
+  auto entry = std::make_shared<SessionEntry>(creation->arrival.tenant, memory_,
+                                              std::move(creation->model), executor_, work);
   creation->charged = false;  // from here on the entry gives back what it was charged
   Strand& strand = *entry->strand;
   strand.post([this, creation, entry = std::move(entry)] {
@@ -413,7 +418,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
     parent.tenant.charge_session();
     try {
       entries.push_back(std::make_shared<SessionEntry>(parent.tenant, memory_, parent.model,
-                                                       executor_, options_.piece_work));
+                                                       executor_, parent.piece_work));
     } catch (...) {
       parent.tenant.refund_session();
       throw;

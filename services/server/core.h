@@ -58,8 +58,9 @@ struct CoreOptions {
   std::chrono::milliseconds device_timeout{60'000};
   Backend watched_backend = Backend::kCuda;
   /// Most work of a piece of a call, between which other calls have the engine: query tokens times
-  /// tokens of the layer times query heads times head_dim. At least one query token.
-  std::int64_t piece_work = std::int64_t{1} << 29;
+  /// tokens of the layer times query heads times head_dim. At least one query token. 0: 2^27 on the
+  /// CPU, some 20 ms of two cores; 2^33 on a GPU.
+  std::int64_t piece_work = 0;
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
   /// The memory of control groups, in each of which sessions and pages must find room: asked for
   /// each piece of an arena, and by `sweep` for sessions; a refusal stands for a while. Empty: not
@@ -256,6 +257,7 @@ class Core {
   void open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry);
   void end(Creation& creation, const ServiceError* error);
   [[nodiscard]] ModelPoolOptions model_options() const;
+  [[nodiscard]] std::int64_t piece_work_of(const Model& model) const;
   /// Throws RESOURCE_EXHAUSTED where there is no room for so many sessions more: TOO_MANY_SESSIONS,
   /// or OUT_OF_MEMORY while the control group is short of it.
   void check_room(std::size_t sessions) const;
