@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the server and runs what takes long: 1,000 killed clients, 10,000 sessions, slow readers, 100 SIGTERMs under
 # load, every answer of a bystander compared with double precision; then the tests labelled slow, among them a million
-# random calls on page tables and tiers.
+# random calls on page tables and tiers, and the hostile load of tests/hostile at full size.
 #
 #   scripts/soak.sh [--small] [--json FILE] [CASE...]
 #
@@ -31,6 +31,8 @@ KVTIER_BINARY=$PWD/build/release/services/kvtier \
 if (($# == 0)); then
   say "tests labelled slow"
   KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
+  say "hostile load, long"
+  KVTIER_HOSTILE_LONG=1 ctest --test-dir build/release --verbose --no-tests=error --tests-regex StarvationTest
   KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --output-on-failure --no-tests=error \
     --tests-regex 'PageTableModelTest|HotSet.ChoosesAsThePlainModelDoes'
 fi

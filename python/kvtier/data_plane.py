@@ -23,6 +23,8 @@ from kvtier.v1 import shared_memory_pb2, status_pb2, tensor_pb2
 Reply = TypeVar("Reply")
 
 _MAX_CHANNELS = 4
+# What kept a server from giving a channel may have gone by then.
+_ASK_AGAIN_AFTER = 5.0
 _MAX_DESCRIPTORS = 8
 _BUFFER_BYTES = 64 << 10
 
@@ -250,12 +252,13 @@ class Attached(NamedTuple):
 
 class Planes:
     """Channels to the data plane of one server, made when they are needed. A server without one, or
-    whose memory is not to be shared, is asked once. Thread-safe."""
+    that refuses, is asked again after a few seconds. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         options = connection.options
         self._connection = connection
         self._usable = options.data_plane and options.server.startswith("unix:")
+        self._ask_again = 0.0  # by the steady clock
         self._returned = threading.Condition()
         self._idle: list[Channel] = []
         self._made = 0
@@ -312,9 +315,9 @@ class Planes:
         if not self._usable:
             return None
         with self._returned:
-            while self._usable and not self._idle and self._made >= _MAX_CHANNELS:
+            while self._may_ask() and not self._idle and self._made >= _MAX_CHANNELS:
                 self._returned.wait()
-            if not self._usable:
+            if not self._usable or not (self._idle or self._may_ask()):
                 return None
             if self._idle:
                 return self._idle.pop()
@@ -324,9 +327,12 @@ class Planes:
             return channel
         with self._returned:
             self._made -= 1
-            self._usable = False
+            self._ask_again = time.monotonic() + _ASK_AGAIN_AFTER
             self._returned.notify_all()
         return None
+
+    def _may_ask(self) -> bool:
+        return self._usable and time.monotonic() >= self._ask_again
 
     def _give_back(self, channel: Channel) -> None:
         closed: list[Channel] = []

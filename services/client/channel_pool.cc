@@ -12,16 +12,20 @@ namespace {
 
 constexpr std::size_t kMaxChannels = 4;
 constexpr std::chrono::microseconds kSpin{50};
+/// What kept a server from giving a channel, such as another client's, may have gone by then.
+constexpr std::chrono::seconds kAskAgainAfter{5};
 
 }  // namespace
 
-ChannelPool::ChannelPool(Connection& connection)
-    : connection_(connection), usable_(connection.options().data_plane) {}
+ChannelPool::ChannelPool(Connection& connection, std::function<Clock::time_point()> now)
+    : connection_(connection), now_(std::move(now)) {}
 
 ChannelPool::Lent ChannelPool::borrow() {
+  if (!connection_.options().data_plane) return {};
   std::unique_lock lock(mutex_);
-  returned_.wait(lock, [this] { return !usable_ || !idle_.empty() || made_ < kMaxChannels; });
-  if (!usable_) return {};
+  returned_.wait(lock,
+                 [this] { return now_() < ask_again_ || !idle_.empty() || made_ < kMaxChannels; });
+  if (now_() < ask_again_ && idle_.empty()) return {};
   if (!idle_.empty()) {
     std::unique_ptr<DataChannel> channel = std::move(idle_.back());
     idle_.pop_back();
@@ -33,7 +37,7 @@ ChannelPool::Lent ChannelPool::borrow() {
   if (channel != nullptr) return {*this, std::move(channel)};
   lock.lock();
   --made_;
-  usable_ = false;
+  ask_again_ = now_() + kAskAgainAfter;
   returned_.notify_all();
   return {};
 }

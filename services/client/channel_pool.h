@@ -3,8 +3,10 @@
 #include "services/client/connection.h"
 #include "services/client/data_channel.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,10 +15,13 @@
 namespace kvtier::services {
 
 /// Channels to the data plane of one server, made when they are needed and lent to one thread at a
-/// time. A server without a data plane, or one that cannot be reached, is asked once. Thread-safe.
+/// time. A server without a data plane, or one that refuses or cannot be reached, is asked again
+/// after a few seconds. Thread-safe.
 class ChannelPool {
  public:
-  explicit ChannelPool(Connection& connection);
+  using Clock = std::chrono::steady_clock;
+  explicit ChannelPool(
+      Connection& connection, std::function<Clock::time_point()> now = [] { return Clock::now(); });
 
   /// A channel, until it is destroyed; null when calls must go over gRPC.
   class Lent {
@@ -52,11 +57,12 @@ class ChannelPool {
   void give_back(std::unique_ptr<DataChannel> channel);
 
   Connection& connection_;
+  const std::function<Clock::time_point()> now_;
   std::mutex mutex_;  ///< Guards all below.
   std::condition_variable returned_;
   std::vector<std::unique_ptr<DataChannel>> idle_;
   std::size_t made_ = 0;
-  bool usable_ = true;
+  Clock::time_point ask_again_ = Clock::time_point::min();
 };
 
 }  // namespace kvtier::services

@@ -45,6 +45,19 @@ Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id
   const std::string token = draw_token();
   const std::string digest = digest_of(token);
   const std::lock_guard lock(mutex_);
+  std::int64_t own = 0, own_bytes = 0;
+  for (const auto& [name, attachment] : by_name_) {
+    if (&attachment->tenant != &tenant) continue;
+    ++own;
+    own_bytes += attachment->staging_bytes;
+  }
+  // Staging goes with attachments: a tenant's part of the bytes is its part of the number.
+  const auto whole = static_cast<std::int64_t>(limits_.max_attachments);
+  const std::int64_t part = std::min(tenant.part_of(Shared::kAttachments, whole), whole);
+  if (own >= part || own_bytes + staging_bytes > limits_.max_total_staging_bytes * part / whole) {
+    throw ServiceError::overloaded("TOO_MANY_ATTACHMENTS",
+                                   "the tenant has all attachments that it may");
+  }
   if (by_name_.size() >= limits_.max_attachments ||
       staging_bytes_ + staging_bytes > limits_.max_total_staging_bytes) {
     throw ServiceError::overloaded("TOO_MANY_ATTACHMENTS",

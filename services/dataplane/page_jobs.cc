@@ -2,6 +2,7 @@
 
 #include "services/dataplane/connection.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -143,10 +144,8 @@ class WriteJob final : public PageJob {
         transfer_(pages_.transfers(), plane_of(request), TransferDirection::kWrite) {}
 
   bool step(DataConnection& connection) override {
-    std::uint64_t bytes = 0;
-    while (outcomes_.size() < body_.pages.size() && bytes < kBytesPerStep) {
-      const PageDescriptor& page = body_.pages[outcomes_.size()];
-      bytes += page.bytes;
+    const std::span<const PageDescriptor> left = std::span(body_.pages).subspan(outcomes_.size());
+    for (const PageDescriptor& page : left.first(pages_of_step(left, source_.size()))) {
       outcomes_.push_back(outcome_of([&] { return write(page); }));
     }
     if (outcomes_.size() < body_.pages.size()) return false;
@@ -185,6 +184,14 @@ class WriteJob final : public PageJob {
 };
 
 }  // namespace
+
+std::size_t pages_of_step(std::span<const PageDescriptor> pages, std::uint64_t source_bytes) {
+  std::size_t count = 0;
+  for (std::uint64_t bytes = 0; count < pages.size() && bytes < kBytesPerStep; ++count) {
+    bytes += std::min(pages[count].bytes, source_bytes);  // what a client says may not fit
+  }
+  return count;
+}
 
 std::unique_ptr<PageJob> make_read_job(const PageRequest& request,
                                        std::vector<PageDescriptor> descriptors) {

@@ -5,6 +5,7 @@
 #include "services/server/tenants.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
@@ -35,6 +36,11 @@ struct PageRequest {
 /// with the code of its error; one that has been evicted is NOT_FOUND.
 [[nodiscard]] std::unique_ptr<PageJob> make_read_job(const PageRequest& request,
                                                      std::vector<PageDescriptor> descriptors);
+
+/// Returns how many of the first of these pages are written in one step from a source of so many
+/// bytes.
+[[nodiscard]] std::size_t pages_of_step(std::span<const PageDescriptor> pages,
+                                        std::uint64_t source_bytes);
 
 /// Answers kWritePages: copies pages from `source` and commits them, each by itself. `keep` is held
 /// as long. Throws as `PageStore::find`.

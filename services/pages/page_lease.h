@@ -27,11 +27,17 @@ struct PageLeaseConfig {
 struct PageLease {
   PageLease(Tenant& tenant_in, TenantPages& pages_in, PageLeaseConfig config_in)
       : tenant(tenant_in), pages(pages_in), config(std::move(config_in)) {}
+  ~PageLease() {
+    if (counted) tenant.give(Shared::kLeases, 1);
+  }
+  PageLease(const PageLease&) = delete;  // gives its place back once
+  PageLease& operator=(const PageLease&) = delete;
 
   Tenant& tenant;
   TenantPages& pages;
   const PageLeaseConfig config;
-  std::string name;  ///< "leases/{handle}"
+  std::string name;      ///< "leases/{handle}"
+  bool counted = false;  ///< In the tenant's share.
   std::uint64_t id = 0;
   std::atomic<TimePoint::rep> lease_end{0};
   std::unique_ptr<Strand> strand;  ///< Where calls of this lease run, for those who queue them.
@@ -48,7 +54,8 @@ class PageLeaseTable : public HandleTable<PageLease> {
  public:
   PageLeaseTable() : HandleTable("lease", "leases/", "the lease has run out") {}
 
-  /// Names a lease and adds it. Throws RESOURCE_EXHAUSTED when there are `max` already.
+  /// Names a lease and adds it. Throws RESOURCE_EXHAUSTED when there are `max` already, or
+  /// as many of the tenant's as its share of that.
   void insert(const std::shared_ptr<PageLease>& lease, std::size_t max);
 
  private:

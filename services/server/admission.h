@@ -51,6 +51,7 @@ class SessionMemory {
   }
   void give(std::int64_t bytes) noexcept { used_ -= bytes; }
   [[nodiscard]] std::int64_t used() const noexcept { return used_; }
+  [[nodiscard]] std::int64_t limit() const noexcept { return limit_; }
 
  private:
   const std::int64_t limit_;

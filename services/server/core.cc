@@ -234,8 +234,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
       }
       registered = true;
     }
-    if (opening_.fetch_add(1) >= kMaxQueuedCreations) {
-      --opening_;
+    if (!tenant.take(Shared::kCreations, 1, kMaxQueuedCreations)) {
       throw ServiceError::overloaded("QUEUE_FULL", "too many sessions are being created");
     }
     queued.deadline = deadline_of(call);
@@ -243,7 +242,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
     try {
       creation = std::make_shared<Creation>(arrival, std::move(queued), request, response, done);
     } catch (...) {
-      --opening_;
+      tenant.give(Shared::kCreations, 1);
       throw;
     }
     creation->grant = std::move(grant);
@@ -258,7 +257,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
           ->post([this, creation] {
             proceed(*creation, [&] {
               begin(*creation);
-              creation->model = models_.acquire(creation->spec);
+              creation->model = models_.acquire(creation->spec, &creation->arrival.tenant);
               queue_opening(creation);
             });
           });
@@ -290,7 +289,7 @@ void Core::begin(Creation& creation) const {
 }
 
 void Core::end(Creation& creation, const ServiceError* error) {
-  --opening_;
+  creation.arrival.tenant.give(Shared::kCreations, 1);
   creation.grant.reset();
   finish(creation.arrival, creation.started, error, creation.done);
 }
@@ -394,13 +393,12 @@ void Core::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const 
   const std::int64_t base = base_bytes_of(entry.model->engine.config(), capacity_tokens);
   entry.tenant.charge_kv(base);
   entry.charged_bytes = base;
-  if (!entry.memory.take(base)) {
+  if (!entry.take_memory(base)) {
     throw ServiceError::overloaded(
         "SESSION_MEMORY_FULL", "sessions may hold " + std::to_string(options_.max_session_memory) +
                                    " bytes beside their pages: this one's " + std::to_string(base) +
                                    " do not fit");
   }
-  entry.memory_bytes = base;
   entry.base_bytes = base;
   entry.capacity_tokens = capacity_tokens;
 }

@@ -289,7 +289,6 @@ class Core {
   std::atomic<bool> draining_{false};
   std::atomic<bool> short_of_memory_{false};  ///< Too short for sessions, when last looked at.
   std::atomic<std::int64_t> inflight_{0};
-  std::atomic<std::int64_t> opening_{0};
   std::atomic<std::uint64_t> received_{0}, admitted_{0}, rejected_{0};
   std::atomic<std::uint64_t> created_{0}, released_{0}, expired_{0};
 };

@@ -187,7 +187,28 @@ std::shared_ptr<Model> ModelPool::find(const ModelSpec& spec) {
   return find_locked(key);
 }
 
-std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
+std::optional<std::size_t> ModelPool::place_for(const Tenant* owner) const {
+  const auto whole = static_cast<std::int64_t>(options_.max_models);
+  std::int64_t owned = 0;
+  std::optional<std::size_t> idle, own_idle;  // the least recently acquired
+  for (std::size_t i = models_.size(); i-- > 0;) {
+    const bool is_idle = models_[i].use_count() == 1;
+    if (is_idle) idle = i;
+    if (owner == nullptr || models_[i]->owner() != owner) continue;
+    ++owned;
+    if (is_idle) own_idle = i;
+  }
+  const bool has_share = owner != nullptr && owned >= owner->part_of(Shared::kEngines, whole);
+  if (!has_share && models_.size() < options_.max_models) return {};
+  const std::optional<std::size_t> gives_way = has_share ? own_idle : idle;
+  if (gives_way) return gives_way;
+  throw ServiceError::overloaded(
+      "TOO_MANY_MODELS", has_share ? "all models that the tenant may have made have sessions"
+                                   : "all " + std::to_string(options_.max_models) +
+                                         " models that the server may hold have sessions");
+}
+
+std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec, const Tenant* owner) {
   const std::string key = key_of(spec);
   const std::lock_guard one_at_a_time(building_);
   std::vector<std::shared_ptr<Model>> retired;  // ends without the mutex: it takes a while
@@ -198,16 +219,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
       if (models_[i]->failed) retired.push_back(retire(i));
     }
     if (std::shared_ptr<Model> found = find_locked(key)) return found;
-    if (models_.size() >= options_.max_models) {
-      const auto idle = std::find_if(models_.begin(), models_.end(),
-                                     [](const auto& model) { return model.use_count() == 1; });
-      if (idle == models_.end()) {
-        throw ServiceError::overloaded("TOO_MANY_MODELS",
-                                       "all " + std::to_string(options_.max_models) +
-                                           " models that the server may hold have sessions");
-      }
-      retired.push_back(retire(static_cast<std::size_t>(idle - models_.begin())));
-    }
+    if (const auto gives_way = place_for(owner)) retired.push_back(retire(*gives_way));
   }
   retired.clear();
   Config config;
@@ -222,7 +234,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec) {
   config.step_aside = options_.step_aside;
   std::shared_ptr<Model> model;
   try {
-    model = std::make_shared<Model>(config, key);
+    model = std::make_shared<Model>(config, key, owner);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kInternal) {
       if (device_served_) {

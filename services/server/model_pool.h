@@ -2,6 +2,8 @@
 
 #include "kvtier/engine.h"
 
+#include "services/server/tenants.h"
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,18 +29,22 @@ struct ModelSpec {
 /// An engine and what the service knows of it.
 class Model {
  public:
-  Model(const Config& config, std::string key) : engine(config), key_(std::move(key)) {}
+  Model(const Config& config, std::string key, const Tenant* owner)
+      : engine(config), key_(std::move(key)), owner_(owner) {}
 
   Engine engine;
   /// Set after a fault of the device: the engine answers nothing more.
   std::atomic<bool> failed{false};
 
   [[nodiscard]] const std::string& key() const noexcept { return key_; }
+  /// The tenant for which it was made, of whose share it is.
+  [[nodiscard]] const Tenant* owner() const noexcept { return owner_; }
   /// Returns whether a session with these options finds its sketch here.
   [[nodiscard]] bool carries(const RetrievalConfig& retrieval) const;
 
  private:
   std::string key_;
+  const Tenant* owner_;
 };
 
 struct ModelPoolOptions {
@@ -65,7 +72,10 @@ class ModelPool {
   /// Throws `kInvalidArgument` for a model that the library refuses, RESOURCE_EXHAUSTED when every
   /// engine there may be is in use by other models.
   /// Waits while another engine is made.
-  [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec);
+  /// An engine that is made is `owner`'s; one that has its share of them gives up one of its own
+  /// that no session uses.
+  [[nodiscard]] std::shared_ptr<Model> acquire(const ModelSpec& spec,
+                                               const Tenant* owner = nullptr);
   /// Returns the engine that is there, or null; waits for nothing.
   [[nodiscard]] std::shared_ptr<Model> find(const ModelSpec& spec);
 
@@ -82,6 +92,9 @@ class ModelPool {
  private:
   /// With `mutex_` held. Takes an engine out; its end is left to the caller.
   [[nodiscard]] std::shared_ptr<Model> retire(std::size_t index);
+  /// With `mutex_` held. Returns the engine that gives way to a new one of `owner`, if one has to.
+  /// Throws RESOURCE_EXHAUSTED where none can.
+  [[nodiscard]] std::optional<std::size_t> place_for(const Tenant* owner) const;
   [[nodiscard]] std::shared_ptr<Model> find_locked(const std::string& key);
   /// The tiers that engines have, with nothing counted.
   [[nodiscard]] std::vector<Stats::Tier> unused_tiers() const;

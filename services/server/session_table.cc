@@ -9,24 +9,34 @@ void SessionEntry::close() noexcept {
   closed_ = true;
   session.reset();
   last_step = {};
-  memory.give(memory_bytes);
+  give_memory(memory_bytes);
   tenant.refund_kv(charged_bytes);
   tenant.refund_session();
-  memory_bytes = 0;
   charged_bytes = 0;
 }
 
 void SessionEntry::remember(LastStep step) {
   const auto before = static_cast<std::int64_t>(last_step.reply.size());
-  memory.give(before);
-  memory_bytes -= before;
+  give_memory(before);
   last_step = std::move(step);
   const auto bytes = static_cast<std::int64_t>(last_step.reply.size());
-  if (memory.take(bytes)) {
-    memory_bytes += bytes;
-  } else {
-    last_step.reply = std::string();
+  if (!take_memory(bytes)) last_step.reply = std::string();
+}
+
+bool SessionEntry::take_memory(std::int64_t bytes) noexcept {
+  if (!tenant.take(Shared::kSessionMemory, bytes, memory.limit())) return false;
+  if (!memory.take(bytes)) {
+    tenant.give(Shared::kSessionMemory, bytes);
+    return false;
   }
+  memory_bytes += bytes;
+  return true;
+}
+
+void SessionEntry::give_memory(std::int64_t bytes) noexcept {
+  memory.give(bytes);
+  tenant.give(Shared::kSessionMemory, bytes);
+  memory_bytes -= bytes;
 }
 
 void SessionTable::insert(const std::shared_ptr<SessionEntry>& entry) {

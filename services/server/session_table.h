@@ -62,6 +62,9 @@ struct SessionEntry {
   std::int64_t memory_bytes = 0;   ///< Taken of `memory`: `base_bytes` and the last reply.
   LastStep last_step;
 
+  /// Returns whether the server and the tenant have room for `bytes` more beside the pages, and
+  /// takes it if so.
+  [[nodiscard]] bool take_memory(std::int64_t bytes) noexcept;
   /// Remembers a step; its reply only if there is memory for it.
   void remember(LastStep step);
 
@@ -69,6 +72,8 @@ struct SessionEntry {
   void close() noexcept;
 
  private:
+  void give_memory(std::int64_t bytes) noexcept;
+
   bool closed_ = false;
 };
 

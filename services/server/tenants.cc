@@ -57,6 +57,19 @@ std::string text_of(const nlohmann::json& value, const std::string& key) {
   return value.get<std::string>();
 }
 
+/// Returns where the limits have what `key` names, or null.
+std::int64_t* share_of(TenantLimits& limits, const std::string& key) {
+  constexpr std::array<std::pair<std::string_view, Shared>, 4> kKeys{
+      {{"max_leases", Shared::kLeases},
+       {"max_attachments", Shared::kAttachments},
+       {"max_session_memory_bytes", Shared::kSessionMemory},
+       {"max_models", Shared::kEngines}}};
+  for (const auto& [name, what] : kKeys) {
+    if (name == key) return &limits.shares[static_cast<std::size_t>(what)];
+  }
+  return nullptr;
+}
+
 TenantConfig tenant_of(const nlohmann::json& entry) {
   if (!entry.is_object()) bad("expected objects in the list");
   TenantConfig tenant;
@@ -78,6 +91,9 @@ TenantConfig tenant_of(const nlohmann::json& entry) {
       if (tenant.limits.weight < 1 || tenant.limits.weight > 100) {
         bad("weight: expected 1 to 100, found " + std::to_string(tenant.limits.weight));
       }
+    } else if (std::int64_t* share = share_of(tenant.limits, key)) {
+      *share = limit_of(value, key);
+      if (*share < 1) bad(key + ": expected at least 1, found " + std::to_string(*share));
     } else {
       bad("expected a known key, found " + key);
     }
@@ -96,9 +112,11 @@ bool add_below(std::atomic<std::int64_t>& sum, std::int64_t amount, std::int64_t
 
 }  // namespace
 
-Tenant::Tenant(std::uint32_t index, const TenantConfig& config)
+Tenant::Tenant(std::uint32_t index, const TenantConfig& config, std::size_t num_tenants)
     : index_(index),
       name_(config.name),
+      num_tenants_(static_cast<std::int64_t>(num_tenants)),
+      shares_(config.limits.shares),
       max_sessions_(config.limits.max_sessions),
       max_kv_bytes_(config.limits.max_kv_bytes),
       max_inflight_(config.limits.max_inflight_bytes),
@@ -114,7 +132,8 @@ TenantLimits Tenant::limits() const noexcept {
   return {.max_sessions = max_sessions_,
           .max_kv_bytes = max_kv_bytes_,
           .max_inflight_bytes = max_inflight_,
-          .weight = weight_};
+          .weight = weight_,
+          .shares = shares_};
 }
 
 void Tenant::set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept {
@@ -137,6 +156,15 @@ void Tenant::charge_kv(std::int64_t bytes) {
                                               " bytes: " + std::to_string(bytes) +
                                               " more do not fit");
   }
+}
+
+std::int64_t Tenant::part_of(Shared what, std::int64_t whole) const noexcept {
+  const std::int64_t own = shares_[index_of(what)];
+  return own > 0 ? own : std::min(whole, std::max<std::int64_t>(whole / num_tenants_, 1));
+}
+
+bool Tenant::take(Shared what, std::int64_t amount, std::int64_t whole) noexcept {
+  return add_below(held_[index_of(what)], amount, part_of(what, whole));
 }
 
 bool Tenant::take_inflight(std::int64_t bytes) noexcept {
@@ -167,7 +195,8 @@ Tenants::Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& d
       once("token_sha256", config.token_sha256);
     }
     if (!config.certificate.empty()) once("certificate", config.certificate);
-    all_.push_back(std::make_unique<Tenant>(static_cast<std::uint32_t>(all_.size()), config));
+    all_.push_back(
+        std::make_unique<Tenant>(static_cast<std::uint32_t>(all_.size()), config, configs_.size()));
   }
 }
 

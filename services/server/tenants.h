@@ -13,6 +13,10 @@
 
 namespace kvtier::services {
 
+/// What a server has once for all its tenants.
+enum class Shared : std::uint8_t { kLeases, kAttachments, kSessionMemory, kEngines, kCreations };
+inline constexpr std::size_t kNumShared = 5;
+
 struct TenantLimits {
   std::int64_t max_sessions = 16000;
   /// Bytes of keys and values, and of what a session keeps beside them.
@@ -20,6 +24,8 @@ struct TenantLimits {
   std::int64_t max_inflight_bytes = std::int64_t{1} << 50;
   /// The tenant's part of the threads' and the engines' time where several wait: 1 to 100.
   std::int64_t weight = 1;
+  /// Most of each `Shared` that the tenant may hold; 0: as much as each of the tenants.
+  std::array<std::int64_t, kNumShared> shares{};
 };
 
 /// A tenant as it is configured.
@@ -33,8 +39,8 @@ struct TenantConfig {
 /// One tenant: what it may hold, what it holds, and what it has asked before. Thread-safe.
 class Tenant {
  public:
-  /// Draws `prefix_secret`. Throws `kUnavailable` without randomness.
-  Tenant(std::uint32_t index, const TenantConfig& config);
+  /// One of so many. Draws `prefix_secret`. Throws `kUnavailable` without randomness.
+  Tenant(std::uint32_t index, const TenantConfig& config, std::size_t num_tenants = 1);
 
   [[nodiscard]] std::uint32_t index() const noexcept { return index_; }
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
@@ -47,6 +53,12 @@ class Tenant {
   void refund_session() noexcept { --sessions_; }
   void charge_kv(std::int64_t bytes);
   void refund_kv(std::int64_t bytes) noexcept { kv_bytes_ -= bytes; }
+  /// Returns what the tenant may hold of something of which the server has `whole`: what its limits
+  /// say, else an equal part, at least 1.
+  [[nodiscard]] std::int64_t part_of(Shared what, std::int64_t whole) const noexcept;
+  /// Returns whether it may hold `amount` more, and counts them if so.
+  [[nodiscard]] bool take(Shared what, std::int64_t amount, std::int64_t whole) noexcept;
+  void give(Shared what, std::int64_t amount) noexcept { held_[index_of(what)] -= amount; }
   /// Returns whether `bytes` more may be in flight, and counts them if so.
   [[nodiscard]] bool take_inflight(std::int64_t bytes) noexcept;
   void give_inflight(std::int64_t bytes) noexcept { inflight_ -= bytes; }
@@ -61,8 +73,13 @@ class Tenant {
   }
 
  private:
+  static std::size_t index_of(Shared what) noexcept { return static_cast<std::size_t>(what); }
+
   const std::uint32_t index_;
   const std::string name_;
+  const std::int64_t num_tenants_;
+  const std::array<std::int64_t, kNumShared> shares_;
+  std::array<std::atomic<std::int64_t>, kNumShared> held_{};
   std::atomic<std::int64_t> max_sessions_, max_kv_bytes_;
   const std::int64_t max_inflight_;
   const int weight_;
@@ -98,7 +115,8 @@ class Tenants {
 };
 
 /// Reads {"tenants": [{"name", "token_sha256", "certificate", "max_sessions", "max_kv_bytes",
-/// "max_inflight_bytes"}]}. Throws `kInvalidArgument` for text that is not this, unknown keys
+/// "max_inflight_bytes", "weight", "max_leases", "max_attachments", "max_session_memory_bytes",
+/// "max_models"}]}. Throws `kInvalidArgument` for text that is not this, unknown keys
 /// included.
 [[nodiscard]] std::vector<TenantConfig> parse_tenants(const std::string& json);
 

@@ -10,6 +10,7 @@ import struct
 import tempfile
 import threading
 import unittest
+import unittest.mock
 from typing import Any, Callable
 
 import kvtier
@@ -236,7 +237,7 @@ def is_ours(name: str) -> bool:
 class WithoutPlaneTest(ServerTest):
     options = ("--data-listen", "none")
 
-    def test_a_server_without_a_data_plane_is_asked_once(self) -> None:
+    def test_a_server_without_a_data_plane_is_asked_once_in_a_while(self) -> None:
         with kvtier.Client(self.server.address) as client:
             asked: list[Any] = []
             create = client.connection.shared_memory.CreateAttachment
@@ -250,8 +251,11 @@ class WithoutPlaneTest(ServerTest):
                 session.append(0, rows(3, 1), rows(3, 1))
                 session.attend(0, rows(1, 2))
                 self.assertEqual(session.length(0), 3)
-            self.assertEqual(len(asked), 1)
-            self.assertEqual(asked[0].process_id, os.getpid())
+                self.assertEqual(len(asked), 1)
+                self.assertEqual(asked[0].process_id, os.getpid())
+                with unittest.mock.patch("kvtier.data_plane.time.monotonic", return_value=1e9):
+                    session.attend(0, rows(1, 2))
+                self.assertEqual(len(asked), 2)  # after a while
 
 
 class HostileServerTest(unittest.TestCase):

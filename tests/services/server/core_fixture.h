@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -39,6 +40,12 @@ class ManualExecutor final : public Executor {
     while (!task()) {
     }
     return true;
+  }
+  /// Runs what was posted last, as if all else took long.
+  bool run_last() {
+    if (tasks_.empty()) return false;
+    std::rotate(tasks_.begin(), tasks_.end() - 1, tasks_.end());
+    return run_one();
   }
   [[nodiscard]] std::size_t num_waiting() const { return tasks_.size(); }
 
