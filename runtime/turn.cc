@@ -60,8 +60,8 @@ void EngineState::Turn::step_aside(const std::function<void()>& work) {
   } catch (...) {
     failure = std::current_exception();
   }
-  if (step_aside) step_aside(false);
   lock_.lock();
+  if (step_aside) step_aside(false);
   if (engine_.num_turns_ != turns) {
     displaced_ = true;
     engine_.staging->discard();

@@ -297,8 +297,8 @@ struct Config {
   /// at a time, whichever has the message; calls nothing of the engine. May be empty.
   std::function<void(LogLevel, std::string_view)> log{};
   /// Called with true on the thread of a call that lets others have the engine while it waits for
-  /// pages of a tier, with false when it goes on. For callers with queues of their own before the
-  /// engine. Must not throw, and calls nothing of the engine. May be empty.
+  /// pages of a tier, with false when it has the engine again. For callers with queues of their own
+  /// before the engine. Must not throw, and calls nothing of the engine. May be empty.
   std::function<void(bool away)> step_aside{};
 
   /// Returns every problem at once, empty when valid.

@@ -87,7 +87,11 @@ Core::Core(CoreOptions options, Executor& executor)
 ModelPoolOptions Core::model_options() const {
   ModelPoolOptions models = options_.models;
   models.step_aside = [this](bool away) {
-    if (away) AtWork::pause();
+    if (away) {
+      AtWork::pause();
+    } else {
+      AtWork::go_on(options_.now());
+    }
     executor_.step_aside(away);
   };
   return models;

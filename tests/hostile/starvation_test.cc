@@ -94,10 +94,11 @@ struct User {
 /// A server of two tenants, of which one makes all the load that it may and the other little.
 class StarvationTest : public ServeTest {
  protected:
-  void start(std::vector<std::string> options = {}) {
-    const std::string tenants = write(
-        "tenants", R"({"tenants": [{"name": "quiet", "token_sha256": ")" + sha256("quiet") +
-                       R"("}, {"name": "busy", "token_sha256": ")" + sha256("busy") + R"("}]})");
+  void start(std::vector<std::string> options = {}, const std::string& limits = "") {
+    const std::string tenants =
+        write("tenants", R"({"tenants": [{"name": "quiet", "token_sha256": ")" + sha256("quiet") +
+                             R"("}, {"name": "busy", "token_sha256": ")" + sha256("busy") + "\"" +
+                             limits + "}]}");
     socket_ = "unix:" + (folder_ / "s").string();
     for (const char* option : {"--backend", "cpu", "--worker", "off", "--tenants"}) {
       options.emplace_back(option);
@@ -198,6 +199,25 @@ TEST_F(StarvationTest, EnginesThatAreMadeAndLeft) {
   under(
       3, [&](int) { const User user(busy, 2 + layers++ % 200, kNoTokens, 1); },
       [&] { measure("CreateSession beside them", sized(20, 1000), open); });
+}
+
+TEST_F(StarvationTest, LeasesWithoutEnd) {
+  start({}, is_long() ? "" : R"(, "max_leases": 50)");
+  Client busy(options("busy"));
+  Client quiet(options("quiet"));
+  const RemotePagesConfig config{.model = "m", .page_bytes = 4096};
+  std::vector<RemotePages> held;
+  const auto refusal = [&]() -> std::string {
+    try {
+      while (held.size() < 16000) held.push_back(busy.open_pages(config));
+    } catch (const ClientError& error) {
+      return error.reason();
+    }
+    return "none";
+  }();
+  EXPECT_EQ(refusal, "TOO_MANY_LEASES");
+  EXPECT_EQ(held.size(), static_cast<std::size_t>(sized(50, 8000)));
+  measure("OpenLease beside them", 20, [&] { (void)quiet.open_pages(config); });
 }
 
 }  // namespace

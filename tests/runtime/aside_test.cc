@@ -22,7 +22,9 @@ namespace {
 class AsideTest : public EngineTest {
  protected:
   void start(std::size_t frames) {
-    engine_.emplace(tiered_config(GetParam(), frames, gate_));
+    Config config = tiered_config(GetParam(), frames, gate_);
+    config.step_aside = [this](bool away) { away_ += away ? 1 : -1; };
+    engine_.emplace(config);
     reference_.emplace(tiered_config(GetParam(), kPlenty, nullptr));
     open(long_);
     open(short_);
@@ -67,13 +69,16 @@ class AsideTest : public EngineTest {
   [[nodiscard]] const ModelConfig& model() const { return engine_->config().model; }
 
   std::shared_ptr<GateTier> gate_ = std::make_shared<GateTier>();
+  std::atomic<int> away_{0};  ///< Calls that have said so.
   std::optional<Engine> engine_, reference_;
   Pair long_, short_;
 };
 
 TEST_P(AsideTest, SessionsWhosePagesAreHereGoOnWhileAnotherWaits) {
   start(40);
+  EXPECT_EQ(away_, 0);
   auto result = decode_behind_the_gate(50);
+  EXPECT_EQ(away_, 1);
 
   for (std::uint64_t i = 0; i < 4; ++i) {
     expect_same_decode(*short_.tiered, *short_.twin, model(), 2, 60 + 10 * i);
@@ -87,6 +92,7 @@ TEST_P(AsideTest, SessionsWhosePagesAreHereGoOnWhileAnotherWaits) {
 
   gate_->open();
   expect_as_twin(result, 50);
+  EXPECT_EQ(away_, 0);
   expect_same_decode(*long_.tiered, *long_.twin, model(), 2, 300);
   EXPECT_EQ(all_rows(*short_.tiered, model(), 0), all_rows(*short_.twin, model(), 0));
 }
