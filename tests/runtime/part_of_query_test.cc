@@ -12,17 +12,17 @@ namespace {
 class PartOfQueryTest : public EstimateTest {};
 
 TEST_P(PartOfQueryTest, SeesWhatItSeesInTheWholeQuery) {
-  constexpr std::int64_t kTokens = 7;
+  constexpr std::int64_t kQueryTokens = 7;
   for (const LayerMode mode : {LayerMode::kDense, LayerMode::kSparse}) {
-    CallTensors whole(model(), kTokens, 3), parts(model(), kTokens, 3);
+    CallTensors whole(model(), kQueryTokens, 3), parts(model(), kQueryTokens, 3);
     session_->attend(0, whole.attend_inputs(), whole.outputs(), {}, {.mode = mode});
-    for (std::int64_t begin = 0; begin < kTokens; begin += 3) {
-      const std::int64_t count = std::min<std::int64_t>(3, kTokens - begin);
+    for (std::int64_t begin = 0; begin < kQueryTokens; begin += 3) {
+      const std::int64_t count = std::min<std::int64_t>(3, kQueryTokens - begin);
       session_->attend(0, {.query = parts.query.view(begin, count)},
                        {.out = parts.out.mutable_view(begin, count)}, {},
-                       {.mode = mode, .tokens_after = kTokens - begin - count});
+                       {.mode = mode, .tokens_after = kQueryTokens - begin - count});
     }
-    for (std::int64_t t = 0; t < kTokens; ++t) {
+    for (std::int64_t t = 0; t < kQueryTokens; ++t) {
       for (int head = 0; head < model().query_heads; ++head) {
         const auto expected = whole.out.row(t, head);
         const auto found = parts.out.row(t, head);
@@ -36,12 +36,15 @@ TEST_P(PartOfQueryTest, SeesWhatItSeesInTheWholeQuery) {
 
 TEST_P(PartOfQueryTest, RefusesMoreThanThereIsBehind) {
   CallTensors call(model(), 2, 3);
-  const std::int64_t length = session_->length(0);
-  for (const std::int64_t after : {std::int64_t{-1}, length + 1, length - 1}) {
-    expect_rejected(ErrorCode::kInvalidArgument, {"tokens", std::to_string(length)}, [&] {
+  const auto refuse = [&](auto after_of, const std::string& part) {
+    const std::int64_t after = after_of(session_->length(0));
+    expect_rejected(ErrorCode::kInvalidArgument, {"tokens", part}, [&] {
       session_->attend(0, call.attend_inputs(), call.outputs(), {}, {.tokens_after = after});
     });
-  }
+  };
+  refuse([](std::int64_t) { return std::int64_t{-1}; }, "found -1");
+  refuse([](std::int64_t length) { return length + 1; }, "tokens_after: expected 0..");
+  refuse([](std::int64_t length) { return length - 1; }, "expected at most 1 tokens");
 }
 
 TEST_P(PartOfQueryTest, OneLayerIsTruncatedAlone) {
