@@ -370,18 +370,20 @@ class RowFinder {
     if (i < set_.sink_end) return {i, 0xFFFFU, none};
     if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU, none};
     const int entry = i - set_.always;
-    unsigned bias = none;
-    if (bias_.per_head != nullptr) {
-      bias =
-          bias_.heads > 1 ? static_cast<unsigned>(entry) : __float_as_uint(bias_.per_head[entry]);
-    }
     if (entry < num_staged_) {
-      if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry], bias};
+      if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry], bias_word(entry)};
       const transfer::RowPlace place = places_[entry];
+      const unsigned bias = bias_word(place.entry);
       if (place.at < 0) return {place.at + kNone, place.head_mask, bias};
       return {kNone - 1 - place.at, place.head_mask | kInSlot, bias};
     }
-    return {ids_[entry], masks_[entry], bias};
+    return {ids_[entry], masks_[entry], bias_word(entry)};
+  }
+
+  /// What a tile has of the bias of an entry of the selection (`RowBias`).
+  __device__ unsigned bias_word(int entry) const {
+    if (bias_.per_head == nullptr) return 0U;
+    return bias_.heads > 1 ? static_cast<unsigned>(entry) : __float_as_uint(bias_.per_head[entry]);
   }
 
   __device__ Row locate(const Entry& entry) {

@@ -9,12 +9,19 @@
 /// in their slots, the others in the staging area, as they come over the link. On CUDA only.
 namespace kvtier::transfer {
 
+/// Where a gather has found a selected row.
+struct FoundRow {
+  std::int32_t slot = 0;        ///< Among those of its sequence and KV head, or below 0: in none.
+  std::uint32_t head_mask = 0;  ///< As in `SelectionView`.
+};
+
 /// A selected row.
-struct RowPlace {
+struct alignas(16) RowPlace {
   /// Its slot among those of its sequence and KV head, or below 0: entry -1 - `at` of its staging
   /// area.
   std::int32_t at = 0;
   std::uint32_t head_mask = 0;  ///< As in `SelectionView`.
+  std::int32_t entry = 0;       ///< Of the selection.
 };
 
 /// What a gather says of one (query row, KV head) as soon as all its rows have been looked for.
@@ -30,7 +37,7 @@ struct PlacedList {
 struct HotPlaces {
   PlacedList* lists = nullptr;       ///< `[rows, kv_heads]`
   RowPlace* places = nullptr;        ///< `[rows, kv_heads, staged_capacity]`
-  RowPlace* unordered = nullptr;     ///< The same in the order of ids, within a gather.
+  FoundRow* unordered = nullptr;     ///< Of each entry of the selection, within a gather.
   std::uint32_t* tickets = nullptr;  ///< `[rows, kv_heads]`, within a gather; 0 between.
 };
 

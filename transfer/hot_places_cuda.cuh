@@ -27,9 +27,9 @@ __device__ inline void forget_places(const KvGeometry& geometry, const HotGather
 }
 
 /// Orders the `count` places of a list, and returns how many were found. By a warp.
-__device__ inline int order_places(const RowPlace* unordered, RowPlace* places, int count) {
+__device__ inline int order_places(const FoundRow* unordered, RowPlace* places, int count) {
   const auto* const from = reinterpret_cast<const int2*>(unordered);
-  auto* const to = reinterpret_cast<int2*>(places);
+  auto* const to = reinterpret_cast<int4*>(places);
   const int lane = static_cast<int>(threadIdx.x % 32);
   int found = 0;
   for (int first = lane; first < count + lane; first += 32 * kOrderedTogether) {
@@ -47,9 +47,9 @@ __device__ inline int order_places(const RowPlace* unordered, RowPlace* places, 
       found += __popc(hits);
       if (i >= count) continue;
       if (rows[j].x >= 0) {
-        to[before] = rows[j];
+        to[before] = {rows[j].x, rows[j].y, i, 0};
       } else {
-        to[count - 1 - (i - before)] = {-1 - i, rows[j].y};
+        to[count - 1 - (i - before)] = {-1 - i, rows[j].y, i, 0};
       }
     }
   }

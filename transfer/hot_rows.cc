@@ -35,11 +35,11 @@ struct PlaceOffsets {
 PlaceOffsets place_offsets(const KvGeometry& geometry, std::int64_t rows,
                            std::int64_t staged_capacity) {
   const std::size_t lists = static_cast<std::size_t>(rows * geometry.kv_heads);
-  const std::size_t places = lists * static_cast<std::size_t>(staged_capacity) * sizeof(RowPlace);
+  const std::size_t entries = lists * static_cast<std::size_t>(staged_capacity);
   PlaceOffsets at;
   at.places = aligned(lists * sizeof(PlacedList));
-  at.unordered = at.places + aligned(places);
-  at.tickets = at.unordered + aligned(places);
+  at.unordered = at.places + aligned(entries * sizeof(RowPlace));
+  at.tickets = at.unordered + aligned(entries * sizeof(FoundRow));
   at.end = at.tickets + aligned(lists * sizeof(std::uint32_t));
   return at;
 }
@@ -95,7 +95,7 @@ HotPlaces hot_places_in(const KvGeometry& geometry, std::int64_t rows, std::int6
   const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
   return {.lists = reinterpret_cast<PlacedList*>(memory),
           .places = reinterpret_cast<RowPlace*>(memory + at.places),
-          .unordered = reinterpret_cast<RowPlace*>(memory + at.unordered),
+          .unordered = reinterpret_cast<FoundRow*>(memory + at.unordered),
           .tickets = reinterpret_cast<std::uint32_t*>(memory + at.tickets)};
 }
 
