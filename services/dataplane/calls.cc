@@ -3,12 +3,35 @@
 #include "services/server/wire.h"
 #include "services/wire/each_tensor.h"
 
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/wire_format_lite.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <span>
 
 namespace kvtier::services {
 namespace {
+
+/// What parsing makes of a byte, at most: unknown fields of two bytes each.
+constexpr std::int64_t kParsedBytes = 16;
+constexpr std::uint32_t kItemsTag = 1U << 3U | 2U;  // field 1, of all batches, is their items
+
+/// Throws when a batch has more items than one may have, which cost far more than the two bytes
+/// that name one.
+void check_items(const std::string& message) {
+  google::protobuf::io::CodedInputStream in(reinterpret_cast<const std::uint8_t*>(message.data()),
+                                            static_cast<int>(message.size()));
+  int items = 0;
+  while (const std::uint32_t tag = in.ReadTag()) {
+    if (tag == kItemsTag) ++items;
+    if (!google::protobuf::internal::WireFormatLite::SkipField(&in, tag)) return;  // it is none
+  }
+  if (items > kMaxBatchItems) {
+    throw ServiceError::invalid("items", "at most " + std::to_string(kMaxBatchItems),
+                                std::to_string(items));
+  }
+}
 
 /// Queries of a request: their outputs have their shape.
 template <typename Request>
@@ -41,11 +64,6 @@ void take_tensors(const CallBody& body, const CallMemory& memory, Request& reque
     const std::size_t at = index++;
     if (at >= body.tensors.size()) return;
     const Extent& extent = body.tensors[at];
-    if (!lies_within(extent, input.size()) || extent.bytes > kMaxPayloadBytes) {
-      throw ServiceError::invalid(
-          "tensors[" + std::to_string(at) + "]", "bytes within " + std::to_string(input.size()),
-          std::to_string(extent.bytes) + " at " + std::to_string(extent.offset));
-    }
     tensor.mutable_data()->assign(reinterpret_cast<const char*>(input.data()) + extent.offset,
                                   extent.bytes);
     if (memory.shared != nullptr) memory.shared->read += extent.bytes;
@@ -109,13 +127,18 @@ struct Job {
 };
 
 template <typename Request, typename Response, typename Start>
-void run(const CallBody& body, CallMemory memory, std::function<void(CallOutcome)> done,
-         Start start) {
+void run(const Call& call, const CallBody& body, CallMemory memory,
+         std::function<void(CallOutcome)> done, Start start) {
   auto job = std::make_shared<Job<Request, Response>>();
   job->place = body.output;
   job->memory = std::move(memory);
   job->done = std::move(done);
+  const std::int64_t parsed = kParsedBytes * static_cast<std::int64_t>(body.message.size());
+  std::int64_t tensors = 0;
   try {
+    tensors = static_cast<std::int64_t>(tensor_bytes_of(body, job->memory));
+    if constexpr (requires { job->request.items(); }) check_items(body.message);
+    if (call.grant) call.grant->take(tensors + parsed);
     if (!job->request.ParseFromString(body.message)) {
       throw ServiceError::invalid("message", "a request of the method", "bytes that are none");
     }
@@ -130,65 +153,86 @@ void run(const CallBody& body, CallMemory memory, std::function<void(CallOutcome
     job->end(&error);
     return;
   }
+  if (call.grant) call.grant->give(tensors);  // the core counts them
   start(job->request, job->response, [job](const ServiceError* error) { job->end(error); });
 }
 
 }  // namespace
+
+std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < body.tensors.size(); ++i) {
+    const Extent& extent = body.tensors[i];
+    if (!lies_within(extent, memory.input.size()) || extent.bytes > kMaxPayloadBytes) {
+      throw ServiceError::invalid(
+          "tensors[" + std::to_string(i) + "]",
+          "bytes within " + std::to_string(memory.input.size()),
+          std::to_string(extent.bytes) + " at " + std::to_string(extent.offset));
+    }
+    sum += extent.bytes;
+  }
+  if (sum > memory.input.size()) {
+    throw ServiceError::invalid("tensors",
+                                "at most " + std::to_string(memory.input.size()) + " bytes in all",
+                                std::to_string(sum));
+  }
+  return sum;
+}
 
 void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done) {
   switch (body.method) {
     case Method::kAppend:
       return run<v1::AppendRequest, v1::AppendResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.append(call, request.session(), request, response, end);
           });
     case Method::kSelect:
       return run<v1::SelectRequest, v1::SelectResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.select(call, request, response, end);
           });
     case Method::kAttend:
       return run<v1::AttendRequest, v1::AttendResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.attend(call, request, response, end);
           });
     case Method::kDecode:
       return run<v1::DecodeRequest, v1::DecodeResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.decode(call, request.session(), request, response, end);
           });
     case Method::kBatchDecode:
       return run<v1::BatchDecodeRequest, v1::BatchDecodeResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_decode(call, request, response, end);
           });
     case Method::kBatchAttend:
       return run<v1::BatchAttendRequest, v1::BatchAttendResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_attend(call, request, response, end);
           });
     case Method::kFetch:
       return run<v1::FetchRequest, v1::FetchResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.fetch(call, request, response, end);
           });
     case Method::kBatchSelect:
       return run<v1::BatchSelectRequest, v1::BatchSelectResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_select(call, request, response, end);
           });
     case Method::kBatchFetch:
       return run<v1::BatchFetchRequest, v1::BatchFetchResponse>(
-          body, std::move(memory), std::move(done),
+          call, body, std::move(memory), std::move(done),
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_fetch(call, request, response, end);
           });

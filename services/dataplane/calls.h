@@ -36,8 +36,12 @@ struct CallMemory {
   SharedBytes* shared = nullptr;
 };
 
-/// Calls the core as gRPC would, with tensors from `memory`. `done` is told once, on any thread,
-/// perhaps before this returns.
+/// Returns the bytes of a call's tensors. Throws INVALID_ARGUMENT when they are more than there are
+/// in `memory`, be it because they overlap.
+[[nodiscard]] std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory);
+
+/// Calls the core as gRPC would, with tensors from `memory`. `call.grant`, if there is one, is
+/// charged before memory is taken. `done` is told once, on any thread, perhaps before this returns.
 void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done);
 

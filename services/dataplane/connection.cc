@@ -1,8 +1,6 @@
 #include "services/dataplane/connection.h"
 
-#include "services/dataplane/calls.h"
 #include "services/dataplane/page_jobs.h"
-#include "services/pages/page_store.h"
 #include "services/server/wire.h"
 
 #include <boost/asio/post.hpp>
@@ -14,6 +12,8 @@ namespace kvtier::services {
 namespace {
 
 constexpr std::size_t kBufferBytes = 64 << 10;
+/// Before there is a tenant to count it: a token's frame.
+constexpr std::size_t kFirstBufferBytes = kFrameHeaderBytes + kAttachTokenBytes;
 
 Bytes bytes_of(const std::string& text) {
   Bytes bytes(text.size());
@@ -51,8 +51,7 @@ DataConnection::DataConnection(ConnectionContext& context, boost::asio::any_io_e
       executor_(std::move(executor)),
       stream_(std::move(stream)),
       ended_(std::move(ended)),
-      timer_(executor_),
-      buffer_(kBufferBytes) {}
+      timer_(executor_) {}
 
 DataConnection::~DataConnection() = default;
 
@@ -60,6 +59,7 @@ void DataConnection::start() {
   arm(context_.limits.attach_time);
   stream_->start([self = shared_from_this()](const boost::system::error_code& error) {
     if (error) return self->close();
+    self->buffer_.resize(kFirstBufferBytes);
     self->read_more();
   });
 }
@@ -91,14 +91,15 @@ std::shared_ptr<void> DataConnection::hold(std::int64_t bytes) {
 void DataConnection::read_more() {
   if (reading_ || ending_) return;
   std::span<std::byte> into;
-  if (header_) {
-    into = std::span(body_).subspan(body_bytes_);
+  if (frame_) {
+    into = frame_->room(buffer_);
   } else {
     if (begin_ > 0) {
       std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
       end_ -= begin_;
       begin_ = 0;
     }
+    if (attachment_) buffer_.resize(kBufferBytes);
     into = std::span(buffer_).subspan(end_);
   }
   reading_ = true;
@@ -107,7 +108,11 @@ void DataConnection::read_more() {
         self->reading_ = false;
         if (error || bytes == 0) return self->close();
         self->context_.counters.bytes_read += bytes;
-        (self->header_ ? self->body_bytes_ : self->end_) += bytes;
+        if (self->frame_) {
+          self->frame_->filled(bytes);
+        } else {
+          self->end_ += bytes;
+        }
         self->consume();
       });
 }
@@ -115,16 +120,16 @@ void DataConnection::read_more() {
 void DataConnection::consume() {
   if (reading_) return;
   while (!ending_ && jobs_.empty()) {
-    if (!header_ && !begin_frame()) break;
-    if (body_bytes_ < body_.size()) break;
+    if (!frame_ && !begin_frame()) break;
+    if (!frame_->complete()) break;
     end_frame();
   }
   if (ending_) return;
   const bool has_room = queued_bytes_ < context_.limits.max_queued_bytes;
   if (!jobs_.empty() && has_room) return come_back();
-  const bool may_read = jobs_.empty() && (header_ || has_room);
+  const bool may_read = jobs_.empty() && (frame_ || has_room);
   if (may_read) {
-    if ((header_ || end_ > begin_) && !frame_timed_ && attachment_) {
+    if ((frame_ || end_ > begin_) && !frame_timed_ && attachment_) {
       frame_timed_ = true;
       arm(context_.limits.frame_time);
     }
@@ -141,202 +146,40 @@ bool DataConnection::begin_frame() {
   if (queued_bytes_ >= context_.limits.max_queued_bytes) return false;
   if (end_ - begin_ < kFrameHeaderBytes) return false;
   try {
-    header_ = decode_header(std::span(buffer_).subspan(begin_).first<kFrameHeaderBytes>());
+    const FrameHeader header =
+        decode_header(std::span(buffer_).subspan(begin_).first<kFrameHeaderBytes>());
     if (!attachment_ &&
-        (header_->type != FrameType::kAttach || header_->body_bytes != kAttachTokenBytes)) {
+        (header.type != FrameType::kAttach || header.body_bytes != kAttachTokenBytes)) {
       throw Error(ErrorCode::kInvalidArgument, "frame: expected a token first, found another");
     }
-    begin_ += kFrameHeaderBytes;
-    body_.resize(header_->body_bytes);
+    frame_ = std::make_shared<IncomingFrame>(
+        header, attachment_ ? context_.core.admit(attachment_->tenant, 0) : nullptr);
   } catch (...) {
     ++context_.counters.broken_frames;
-    header_.reset();
     go_away(to_service_error(std::current_exception()));
     return false;
   }
-  body_bytes_ = std::min<std::size_t>(end_ - begin_, body_.size());
-  std::ranges::copy(std::span(buffer_).subspan(begin_, body_bytes_), body_.begin());
-  begin_ += body_bytes_;
+  begin_ += kFrameHeaderBytes;
+  begin_ += frame_->append(std::span<const std::byte>(buffer_).subspan(begin_, end_ - begin_));
   return true;
 }
 
 void DataConnection::end_frame() {
   ++context_.counters.frames_read;
-  const FrameHeader header = *header_;
-  header_.reset();
   if (frame_timed_) {
     frame_timed_ = false;
     ++timer_number_;
     timer_.cancel();
   }
-  Bytes body = std::move(body_);
-  body_ = {};
-  body_bytes_ = 0;
-  const auto control = std::span<const std::byte>(body).first(header.control_bytes);
+  const std::shared_ptr<IncomingFrame> frame = std::move(frame_);
   try {
-    check_control(header, control);
-    dispatch(header, control, std::move(body));
+    if (!frame->refusal()) check_control(frame->header(), frame->control());
+    dispatch(frame);
   } catch (...) {
     // What throws here cannot be answered: the frame itself is broken, or it comes out of turn.
     ++context_.counters.broken_frames;
     go_away(to_service_error(std::current_exception()));
   }
-}
-
-void DataConnection::dispatch(const FrameHeader& header, std::span<const std::byte> control,
-                              Bytes body) {
-  if (!attachment_) return attach(header, control);
-  if (header.type == FrameType::kCall) return call(header, control, std::move(body));
-  if (header.type == FrameType::kReadPages) return read_pages(header, control);
-  if (header.type == FrameType::kWritePages) return write_pages(header, control, std::move(body));
-  throw ServiceError::invalid("frame.type", "a request",
-                              std::to_string(static_cast<int>(header.type)));
-}
-
-void DataConnection::attach(const FrameHeader& header, std::span<const std::byte> control) {
-  Peer peer = stream_->peer();
-  try {
-    const std::vector<std::string> names = stream_->certificate_names();
-    if (!names.empty()) {
-      peer.tenant = &context_.core.tenants().authenticate({.certificate_names = names});
-    }
-    attachment_ = context_.attachments.redeem(
-        {reinterpret_cast<const char*>(control.data()), control.size()}, peer,
-        [weak = weak_from_this()] {
-          if (const auto self = weak.lock()) {
-            self->go_away(ServiceError::unavailable("DELETED", "the attachment was deleted"));
-          }
-        });
-  } catch (const ServiceError& error) {
-    ++context_.counters.refused;
-    go_away(error);
-    return;
-  }
-  AttachedBody attached;
-  std::vector<int> descriptors;
-  if (stream_->shares_memory()) {
-    try {
-      staging_ = std::make_shared<SharedRegion>(
-          SharedRegion::create(static_cast<std::size_t>(attachment_->staging_bytes)));
-    } catch (...) {
-      go_away(to_service_error(std::current_exception()));
-      return;
-    }
-    attached.regions.push_back({RegionKind::kStaging, staging_->bytes().size()});
-    descriptors.push_back(staging_->descriptor());
-  }
-  if (staging_ && context_.pages != nullptr) {
-    try {
-      const ArenaFile arena = context_.pages->arena(attachment_->tenant);
-      attached.regions.push_back({RegionKind::kReadArena, arena.bytes});
-      descriptors.push_back(arena.fd);
-    } catch (const ServiceError&) {
-      // The tenant has stored no pages yet.
-    }
-  }
-  ++timer_number_;
-  timer_.cancel();
-  ++context_.counters.attached;
-  Outgoing frame =
-      make_outgoing(FrameType::kAttached, 0, header.request_id, encode(attached), {}, staging_);
-  frame.descriptors = std::move(descriptors);
-  send(std::move(frame));
-}
-
-void DataConnection::call(const FrameHeader& header, std::span<const std::byte> control,
-                          Bytes body) {
-  CallBody request = decode_call(control);
-  const bool is_inline = (header.flags & kInline) != 0;
-  if (!is_inline && !staging_) {
-    throw ServiceError::invalid("frame.flags", "kInline without shared memory", "other flags");
-  }
-  std::int64_t cost = static_cast<std::int64_t>(header.body_bytes);
-  for (const Extent& tensor : request.tensors) {
-    cost += static_cast<std::int64_t>(std::min(tensor.bytes, kMaxPayloadBytes));
-  }
-  CallMemory memory{.keep = hold(cost)};
-  if (is_inline) {
-    auto kept = std::make_shared<std::pair<Bytes, std::shared_ptr<void>>>(std::move(body),
-                                                                          std::move(memory.keep));
-    memory.input = std::span<const std::byte>(kept->first).subspan(header.control_bytes);
-    memory.keep = std::move(kept);
-    request.output = {};
-  } else {
-    if (!lies_within(request.output, staging_->bytes().size())) {
-      return reply_failed(FrameType::kReply, header.request_id,
-                          ServiceError::invalid("output", "bytes within the staging region",
-                                                std::to_string(request.output.bytes) + " at " +
-                                                    std::to_string(request.output.offset)));
-    }
-    memory.shared = &context_.counters.shared;
-    memory.input = staging_->bytes();
-    memory.output = staging_->bytes().subspan(request.output.offset, request.output.bytes);
-    memory.keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
-        staging_, std::move(memory.keep));
-  }
-  Call call{.tenant = &attachment_->tenant, .cancelled = [weak = weak_from_this()] {
-              const auto self = weak.lock();
-              return !self || self->closed();
-            }};
-  if (request.timeout_ms > 0) {
-    call.deadline =
-        std::chrono::steady_clock::now() + std::chrono::milliseconds(request.timeout_ms);
-  }
-  run_call(context_.core, call, request, std::move(memory),
-           [self = shared_from_this(), id = header.request_id, is_inline](CallOutcome outcome) {
-             if (outcome.error) return self->reply_failed(FrameType::kReply, id, *outcome.error);
-             if (!is_inline) {
-               return self->send(make_outgoing(FrameType::kReply, 0, id, encode(outcome.reply)));
-             }
-             auto output = std::make_shared<std::string>(std::move(outcome.output));
-             std::vector<iovec> payload;
-             if (!output->empty()) payload.push_back(piece_of(output->data(), output->size()));
-             self->send(make_outgoing(FrameType::kReply, kInline, id, encode(outcome.reply),
-                                      std::move(payload), output));
-           });
-}
-
-PageRequest DataConnection::page_request(const FrameHeader& header) const {
-  if (context_.pages == nullptr) {
-    throw ServiceError(Code::kFailedPrecondition, "FAILED_PRECONDITION",
-                       "this server stores no pages");
-  }
-  return {*context_.pages, attachment_->tenant, header, staging_ != nullptr};
-}
-
-void DataConnection::read_pages(const FrameHeader& header, std::span<const std::byte> control) {
-  std::vector<PageDescriptor> descriptors = decode_descriptors(control);
-  try {
-    jobs_.push_back({make_read_job(page_request(header), std::move(descriptors)),
-                     hold(static_cast<std::int64_t>(header.body_bytes))});
-  } catch (const ServiceError& error) {
-    return reply_failed(FrameType::kPages, header.request_id, error);
-  }
-  work();
-}
-
-void DataConnection::write_pages(const FrameHeader& header, std::span<const std::byte> control,
-                                 Bytes body) {
-  WriteBody request = decode_write(control);
-  const bool is_inline = (header.flags & kInline) != 0;
-  std::span<const std::byte> source;
-  std::shared_ptr<void> keep;
-  if (is_inline) {
-    auto kept = std::make_shared<Bytes>(std::move(body));
-    source = std::span<const std::byte>(*kept).subspan(header.control_bytes);
-    keep = std::move(kept);
-  } else if (staging_) {
-    source = staging_->bytes();
-    keep = staging_;
-  }
-  try {
-    jobs_.push_back(
-        {make_write_job(page_request(header), std::move(request), source, std::move(keep)),
-         hold(static_cast<std::int64_t>(header.body_bytes))});
-  } catch (const ServiceError& error) {
-    return reply_failed(FrameType::kWritten, header.request_id, error);
-  }
-  work();
 }
 
 void DataConnection::work() {

@@ -4,6 +4,7 @@
 #include "services/dataplane/byte_stream.h"
 #include "services/dataplane/calls.h"
 #include "services/dataplane/frame.h"
+#include "services/dataplane/incoming_frame.h"
 #include "services/dataplane/page_jobs.h"
 #include "services/dataplane/shared_region.h"
 #include "services/server/core.h"
@@ -32,6 +33,8 @@ struct ConnectionLimits {
   std::int64_t max_queued_bytes = std::int64_t{8} << 20;
   std::chrono::milliseconds attach_time{2'000};  ///< From the first byte to the token.
   std::chrono::milliseconds frame_time{10'000};  ///< From the first byte of a frame to its last.
+  /// Connections without a token, at most: one that has sent none when so many more have come ends.
+  std::size_t max_unattached = 256;
   MinimumRate rate;  ///< At which a client reads replies, while any wait for it.
 };
 
@@ -95,6 +98,7 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   /// Counts a request of `bytes` as worked on, until the returned value is gone.
   [[nodiscard]] std::shared_ptr<void> hold(std::int64_t bytes);
   [[nodiscard]] std::int64_t queued_bytes() const noexcept { return queued_bytes_; }
+  [[nodiscard]] bool attached() const noexcept { return attached_; }
   [[nodiscard]] bool closed() const noexcept { return closed_; }
 
  private:
@@ -110,13 +114,14 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void consume();
   bool begin_frame();
   void end_frame();
-  void dispatch(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
-  void attach(const FrameHeader& header, std::span<const std::byte> control);
-  void call(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
-  void read_pages(const FrameHeader& header, std::span<const std::byte> control);
-  void write_pages(const FrameHeader& header, std::span<const std::byte> control, Bytes body);
+  // Of complete frames (requests.cc).
+  void dispatch(const std::shared_ptr<IncomingFrame>& frame);
+  void attach(const IncomingFrame& frame);
+  void call(const std::shared_ptr<IncomingFrame>& frame);
+  void read_pages(const std::shared_ptr<IncomingFrame>& frame);
+  void write_pages(const std::shared_ptr<IncomingFrame>& frame);
   /// Throws FAILED_PRECONDITION where there are no pages.
-  [[nodiscard]] PageRequest page_request(const FrameHeader& header) const;
+  [[nodiscard]] PageRequest page_request(const std::shared_ptr<IncomingFrame>& frame) const;
   /// Does a part of the first job, and comes back for the rest unless the queue is full.
   void work();
   /// Posts `work`, also when it saw a full queue: replies of calls leave on other threads.
@@ -147,11 +152,9 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   const std::unique_ptr<ByteStream> stream_;
   const std::function<void(DataConnection&)> ended_;
   boost::asio::steady_timer timer_;
-  Bytes buffer_;
-  std::size_t begin_ = 0, end_ = 0;  ///< What of `buffer_` was read and not consumed.
-  std::optional<FrameHeader> header_;
-  Bytes body_;
-  std::size_t body_bytes_ = 0;  ///< Of `body_`, read.
+  Bytes buffer_;                          ///< Empty before the handshake, small before the token.
+  std::size_t begin_ = 0, end_ = 0;       ///< What of `buffer_` was read and not consumed.
+  std::shared_ptr<IncomingFrame> frame_;  ///< Null: between frames.
   struct Job {
     std::unique_ptr<PageJob> job;
     std::shared_ptr<void> held;
@@ -164,7 +167,7 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   std::vector<iovec> pieces_;       ///< Being written.
   std::shared_ptr<Attachment> attachment_;
   std::shared_ptr<SharedRegion> staging_;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> attached_{false}, closed_{false};
   std::atomic<std::int64_t> queued_bytes_{0};
   std::atomic<bool> paused_{false};
 

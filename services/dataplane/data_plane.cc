@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -20,6 +21,8 @@ namespace {
 namespace ssl = boost::asio::ssl;
 
 constexpr std::chrono::milliseconds kDrainInterval{2};
+/// Of a connection: its buffer, and as much for TLS.
+constexpr std::size_t kConnectionBytes = 128 << 10;
 
 /// Copies exactly as many bytes as `to` has.
 template <std::size_t N>
@@ -48,6 +51,13 @@ ServiceError sharing_error(const Error& error) {
 }
 
 }  // namespace
+
+std::int64_t max_memory(const DataPlaneOptions& options) noexcept {
+  const std::size_t connections =
+      options.attachments.max_attachments + options.limits.max_unattached;
+  return options.attachments.max_total_staging_bytes +
+         static_cast<std::int64_t>(connections * kConnectionBytes);
+}
 
 class DataPlane::Impl {
  public:
@@ -136,11 +146,18 @@ class DataPlane::Impl {
                                                          const std::lock_guard lock(mutex_);
                                                          connections_.erase(&ended);
                                                        });
+    std::shared_ptr<DataConnection> outrun;
     {
       const std::lock_guard lock(mutex_);
       if (stopped_) return;
       connections_.emplace(connection.get(), connection);
+      latest_.emplace_back(connection);
+      if (latest_.size() > options_.limits.max_unattached) {
+        outrun = latest_.front().lock();
+        latest_.pop_front();
+      }
     }
+    if (outrun && !outrun->attached()) outrun->close_now();
     boost::asio::post(strand, [connection] { connection->start(); });
   }
 
@@ -151,6 +168,7 @@ class DataPlane::Impl {
   std::mutex mutex_;                   ///< Guards all below.
   std::shared_ptr<ssl::context> tls_;  ///< Null: plaintext.
   std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
+  std::deque<std::weak_ptr<DataConnection>> latest_;  ///< That came, at most `max_unattached`.
   bool stopped_ = false;
 };
 

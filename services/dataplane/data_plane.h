@@ -30,6 +30,9 @@ struct DataPlaneOptions {
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
 };
 
+/// Most bytes that a data plane takes beside what is in flight: staging, and buffers of sockets.
+[[nodiscard]] std::int64_t max_memory(const DataPlaneOptions& options) noexcept;
+
 /// The data plane: sockets on which attached clients send tensors and pages, in frames (frame.h),
 /// beside memory that they share with the server.
 class DataPlane {

@@ -130,7 +130,8 @@ inline constexpr std::uint64_t kTensorAlignment = 64;
 }
 
 /// kCall: a request of kvtier.v1 whose tensors have no data; `tensors` says where it is, in the
-/// order in which they stand in the request, but for those that name device memory. The reply's
+/// order in which they stand in the request, but for those that name device memory; together they
+/// are at most as many bytes as there are, so they need not overlap. The reply's
 /// tensors are written to `output`, which is empty with kInline.
 struct CallBody {
   Method method = Method::kDecode;

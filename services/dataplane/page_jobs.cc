@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace kvtier::services {
 namespace {
@@ -43,6 +44,7 @@ class ReadJob : public PageJob {
       : pages_(request.pages),
         tenant_(request.tenant),
         request_id_(request.header.request_id),
+        charge_(request.charge),
         verify_((request.header.flags & kServerSums) != 0 ? Verify::kYes : Verify::kNo),
         descriptors_(std::move(descriptors)),
         transfer_(request.pages.transfers(), plane_of(request), TransferDirection::kRead) {}
@@ -59,6 +61,7 @@ class ReadJob : public PageJob {
   PageStore& pages_;
   const Tenant& tenant_;
   const std::uint64_t request_id_;
+  const std::shared_ptr<void> charge_;
   const Verify verify_;
   const std::vector<PageDescriptor> descriptors_;
   Transfer transfer_;
@@ -85,7 +88,7 @@ class LocateJob final : public ReadJob {
       }));
     }
     connection.send(make_outgoing(FrameType::kPages, more(), request_id_,
-                                  encode(std::span(std::as_const(outcomes)))));
+                                  encode(std::span(std::as_const(outcomes))), {}, charge_));
     return at_end();
   }
 
@@ -97,7 +100,8 @@ class InlineReadJob final : public ReadJob {
  public:
   using ReadJob::ReadJob;
   bool step(DataConnection& connection) override {
-    auto pins = std::make_shared<std::vector<PinnedPage>>();
+    using Kept = std::pair<std::vector<PinnedPage>, std::shared_ptr<void>>;
+    const auto kept = std::make_shared<Kept>(std::vector<PinnedPage>(), charge_);
     std::vector<PageOutcome> outcomes;
     std::vector<iovec> payload;
     std::uint64_t bytes = 0;
@@ -119,13 +123,13 @@ class InlineReadJob final : public ReadJob {
         }
         bytes += range.size();
         transfer_.moved(range.size());
-        pins->push_back(std::move(page));
+        kept->first.push_back(std::move(page));
         return outcome;
       }));
     }
     connection.send(make_outgoing(FrameType::kPages, kInline | more(), request_id_,
                                   encode(std::span(std::as_const(outcomes))), std::move(payload),
-                                  std::move(pins)));
+                                  kept));
     return at_end();
   }
 };
@@ -136,6 +140,7 @@ class WriteJob final : public PageJob {
            std::shared_ptr<void> keep)
       : pages_(request.pages),
         request_id_(request.header.request_id),
+        charge_(request.charge),
         has_sums_((request.header.flags & kServerSums) == 0),
         body_(std::move(body)),
         source_(source),
@@ -150,7 +155,7 @@ class WriteJob final : public PageJob {
     }
     if (outcomes_.size() < body_.pages.size()) return false;
     connection.send(make_outgoing(FrameType::kWritten, 0, request_id_,
-                                  encode(std::span(std::as_const(outcomes_)))));
+                                  encode(std::span(std::as_const(outcomes_))), {}, charge_));
     return true;
   }
 
@@ -174,6 +179,7 @@ class WriteJob final : public PageJob {
 
   PageStore& pages_;
   const std::uint64_t request_id_;
+  const std::shared_ptr<void> charge_;
   const bool has_sums_;
   const WriteBody body_;
   const std::span<const std::byte> source_;

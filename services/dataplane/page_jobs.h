@@ -28,7 +28,8 @@ struct PageRequest {
   PageStore& pages;
   const Tenant& tenant;
   const FrameHeader& header;
-  bool shares_memory;  ///< With the client.
+  std::shared_ptr<void> charge;  ///< Kept until all replies are written.
+  bool shares_memory;            ///< With the client.
 };
 
 /// Answers kReadPages: where the pages are in the read arena, or with kInline their bytes, in as

@@ -172,7 +172,7 @@ bool Core::queue_on_session(const Call& call, std::string_view method, const std
   try {
     check_serving();
     const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
-    std::shared_ptr<Grant> grant = admit(*call.tenant, bytes);
+    std::shared_ptr<Grant> grant = admit_call(call, bytes);
     Call queued = call;
     const int counted = turn.counts ? 1 : 0;
     if (turn.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
@@ -228,7 +228,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
     Call queued = call;
     check_serving();
     check_request_id(id);
-    grant = admit(tenant, request.ByteSizeLong());
+    grant = admit_call(call, request.ByteSizeLong());
     if (!id.empty()) {
       if (const auto reply = tenant.replies().begin(id, body_digest(request))) {
         response.ParseFromString(*reply);

@@ -74,6 +74,9 @@ struct Call {
   Tenant* tenant = nullptr;
   TimePoint deadline = TimePoint::max();
   std::function<bool()> cancelled{};
+  /// Of the transport, which keeps it until the client has the reply; null: the call is counted
+  /// until it is done.
+  std::shared_ptr<Grant> grant{};
 };
 
 /// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
@@ -159,7 +162,7 @@ class Core {
                          v1::BatchUnpinPagesResponse& response, Done done);
   /// For calls that move pages: returns the tenant's own lease, renewed. Throws `ServiceError`.
   [[nodiscard]] std::shared_ptr<PageLease> lease(const Call& call, const std::string& name);
-  /// Likewise: the right to have bytes in flight.
+  /// Likewise: the right to have a request of `bytes` in flight, with a reply as large.
   [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
   [[nodiscard]] PageStore& pages() noexcept { return pages_; }
 
@@ -182,6 +185,10 @@ class Core {
   void sweep();
   [[nodiscard]] std::size_t num_sessions() const { return sessions_.size(); }
   [[nodiscard]] std::int64_t inflight_bytes() const noexcept { return inflight_; }
+  /// Of a call that names none.
+  [[nodiscard]] std::chrono::milliseconds max_call_time() const noexcept {
+    return options_.max_call_time;
+  }
   [[nodiscard]] std::int64_t session_memory() const noexcept { return memory_.used(); }
   /// Sums over the engines.
   [[nodiscard]] Stats engine_stats() const { return models_.stats(); }
@@ -210,6 +217,9 @@ class Core {
   void refuse(const Arrival& arrival, const Done& done);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
   void renew(SessionEntry& entry) const;
+  /// Counts a request of `bytes`, and a reply as large, until the call is done or, with a grant of
+  /// the transport, for as long as that lasts. Throws as `admit`.
+  [[nodiscard]] std::shared_ptr<Grant> admit_call(const Call& call, std::size_t bytes);
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
   /// Finds, admits and queues; `verb(entry)`, which may return a call in pieces, runs on the

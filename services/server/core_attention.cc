@@ -27,8 +27,8 @@ void Core::select(const Call& call, const v1::SelectRequest& request, v1::Select
                   Done done) {
   on_session(
       call, "AttentionService/Select", request.session(), request.ByteSizeLong(),
-      [&request, &response](SessionEntry& entry) {
-        ReplyBudget budget(kReplyBytes);
+      [&request, &response, grant = call.grant](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes, grant);
         return select_in(entry, request, budget, response);
       },
       std::move(done));
@@ -38,8 +38,8 @@ void Core::attend(const Call& call, const v1::AttendRequest& request, v1::Attend
                   Done done) {
   on_session(
       call, "AttentionService/Attend", request.session(), request.ByteSizeLong(),
-      [&request, &response](SessionEntry& entry) {
-        ReplyBudget budget(kReplyBytes);
+      [&request, &response, grant = call.grant](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes, grant);
         return attend_in(entry, request, budget, response);
       },
       std::move(done));
@@ -49,8 +49,8 @@ void Core::decode(const Call& call, const std::string& session, const v1::Decode
                   v1::DecodeResponse& response, Done done) {
   on_session(
       call, "AttentionService/Decode", session, request.ByteSizeLong(),
-      [&request, &response](SessionEntry& entry) {
-        ReplyBudget budget(kReplyBytes);
+      [&request, &response, grant = call.grant](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes, grant);
         return decode_in(entry, request, budget, response);
       },
       std::move(done));
@@ -60,8 +60,8 @@ void Core::fetch(const Call& call, const v1::FetchRequest& request, v1::FetchRes
                  Done done) {
   on_session(
       call, "AttentionService/Fetch", request.session(), request.ByteSizeLong(),
-      [&request, &response](SessionEntry& entry) {
-        ReplyBudget budget(kReplyBytes);
+      [&request, &response, grant = call.grant](SessionEntry& entry) {
+        ReplyBudget budget(kReplyBytes, grant);
         fetch_in(entry, request, budget, response);
       },
       std::move(done));
@@ -78,15 +78,16 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
     return;
   }
   struct Join {
-    std::atomic<int> left;
-    ReplyBudget budget{kReplyBytes};
-    Done done;
+    explicit Join(std::shared_ptr<Grant> grant) : budget(kReplyBytes, std::move(grant)) {}
+    ReplyBudget budget;
+    Done done{};
+    std::atomic<int> left{0};
   };
   // One more than there are items, so that the last of them cannot end the call before all are
   // queued.
   std::shared_ptr<Join> join;
   try {
-    join = std::make_shared<Join>();
+    join = std::make_shared<Join>(call.grant);
     for (int i = 0; i < count; ++i) response.add_items();
   } catch (...) {
     const ServiceError error = to_service_error(std::current_exception());

@@ -93,7 +93,13 @@ void attempt_page(v1::PageResult& result, Act act) {
 
 std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
   return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
-                                 static_cast<std::int64_t>(bytes));
+                                 2 * static_cast<std::int64_t>(bytes));
+}
+
+std::shared_ptr<Grant> Core::admit_call(const Call& call, std::size_t bytes) {
+  if (!call.grant) return admit(*call.tenant, bytes);
+  call.grant->take(2 * static_cast<std::int64_t>(bytes));
+  return call.grant;
 }
 
 std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name) {
@@ -110,7 +116,7 @@ void Core::on_lease(const Call& call, const Request& request, Verb verb, Done do
         "PageService/" + type.substr(0, type.size() - std::string_view("Request").size());
     arrival.method = method;
     const std::shared_ptr<PageLease> found = lease(call, request.lease());
-    std::shared_ptr<Grant> grant = admit(*call.tenant, request.ByteSizeLong());
+    std::shared_ptr<Grant> grant = admit_call(call, request.ByteSizeLong());
     Call queued = call;
     if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
       --found->queued;
@@ -154,7 +160,7 @@ void Core::open_lease(const Call& call, const v1::OpenLeaseRequest& request,
   std::optional<ServiceError> failure;
   try {
     check_serving();
-    const std::shared_ptr<Grant> grant = admit(*call.tenant, request.ByteSizeLong());
+    const std::shared_ptr<Grant> grant = admit_call(call, request.ByteSizeLong());
     execute_once(call.tenant->replies(), request, response, [&] {
       const auto opened = pages_.open(
           *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},

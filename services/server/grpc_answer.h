@@ -2,6 +2,7 @@
 
 #include "services/server/grpc_call.h"
 #include "services/server/grpc_stream.h"
+#include "services/server/unary_call.h"
 
 #include <grpcpp/support/server_callback.h>
 
@@ -16,20 +17,28 @@ inline grpc::Status current_status() {
   return to_status(to_service_error(std::current_exception()));
 }
 
-/// Runs `start(call, done)`, which must tell `done` how the call ended.
-template <typename Start>
-grpc::ServerUnaryReactor* unary(const Core& core, grpc::CallbackServerContext& context,
+/// Runs `start(call, done)`, which must tell `done` how the call ended. What the call holds is
+/// counted until the client has the reply.
+template <typename Response, typename Start>
+grpc::ServerUnaryReactor* unary(Core& core, StreamRegistry& registry,
+                                grpc::CallbackServerContext& context, const Response* response,
                                 Start start) {
-  grpc::ServerUnaryReactor* reactor = context.DefaultReactor();
+  auto* reactor = new UnaryCall(registry.unwritten(), context);
   std::optional<Call> call;
   try {
     call = make_call(core, context);
+    call->grant = core.admit(*call->tenant, 0);
+    reactor->hold(call->grant);
   } catch (...) {
-    reactor->Finish(current_status());
+    reactor->answer(current_status(), 0, registry.now());
     return reactor;
   }
-  start(*call, [reactor](const ServiceError* error) {
-    reactor->Finish(error == nullptr ? grpc::Status::OK : to_status(*error));
+  start(*call, [reactor, response, &registry](const ServiceError* error) {
+    if (error == nullptr) {
+      reactor->answer(grpc::Status::OK, response->ByteSizeLong(), registry.now());
+    } else {
+      reactor->answer(to_status(*error), 0, registry.now());
+    }
   });
   return reactor;
 }

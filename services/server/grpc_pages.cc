@@ -24,73 +24,74 @@ constexpr std::size_t kOverheadBytes = 64 << 10;
 
 class PageService final : public v1::PageService::CallbackService {
  public:
-  explicit PageService(Core& core) : core_(core) {}
+  PageService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
 
   ServerUnaryReactor* OpenLease(CallbackServerContext* context, const v1::OpenLeaseRequest* request,
                                 v1::OpenLeaseResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.open_lease(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* CloseLease(CallbackServerContext* context,
                                  const v1::CloseLeaseRequest* request,
-                                 v1::CloseLeaseResponse* /*response*/) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+                                 v1::CloseLeaseResponse* response) override {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.close_lease(call, *request, std::move(done));
     });
   }
   ServerUnaryReactor* LookupPrefix(CallbackServerContext* context,
                                    const v1::LookupPrefixRequest* request,
                                    v1::LookupPrefixResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.lookup_prefix(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchReservePages(CallbackServerContext* context,
                                         const v1::BatchReservePagesRequest* request,
                                         v1::BatchReservePagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_reserve_pages(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchCommitPages(CallbackServerContext* context,
                                        const v1::BatchCommitPagesRequest* request,
                                        v1::BatchCommitPagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_commit_pages(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchAbortPages(CallbackServerContext* context,
                                       const v1::BatchAbortPagesRequest* request,
                                       v1::BatchAbortPagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_abort_pages(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchDeletePages(CallbackServerContext* context,
                                        const v1::BatchDeletePagesRequest* request,
                                        v1::BatchDeletePagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_delete_pages(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchPinPages(CallbackServerContext* context,
                                     const v1::BatchPinPagesRequest* request,
                                     v1::BatchPinPagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_pin_pages(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchUnpinPages(CallbackServerContext* context,
                                       const v1::BatchUnpinPagesRequest* request,
                                       v1::BatchUnpinPagesResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_unpin_pages(call, *request, *response, std::move(done));
     });
   }
 
  private:
   Core& core_;
+  StreamRegistry& registry_;
 };
 
 std::vector<grpc::Slice> slices_of(const ByteBuffer& message) {
@@ -220,7 +221,7 @@ class TransferService final : public RawTransferService {
 
 void add_page_services(Core& core, StreamRegistry& registry,
                        std::vector<std::unique_ptr<grpc::Service>>& services) {
-  services.push_back(std::make_unique<PageService>(core));
+  services.push_back(std::make_unique<PageService>(core, registry));
   services.push_back(std::make_unique<TransferService>(core, registry));
 }
 

@@ -37,58 +37,67 @@ class SessionService final : public v1::SessionService::CallbackService {
   ServerUnaryReactor* CreateSession(CallbackServerContext* context,
                                     const v1::CreateSessionRequest* request,
                                     v1::CreateSessionResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.create_session(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* GetSession(CallbackServerContext* context,
                                  const v1::GetSessionRequest* request,
                                  v1::GetSessionResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.get_session(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* ListSessions(CallbackServerContext* context,
                                    const v1::ListSessionsRequest* request,
                                    v1::ListSessionsResponse* response) override {
-    return answer(*context, [=, this] {
-      core_.list_sessions(make_call(core_, *context), *request, *response);
-    });
+    return unary(core_, registry_, *context, response,
+                 [=, this](const Call& call, const Done& done) {
+                   std::optional<ServiceError> failure;
+                   try {
+                     core_.list_sessions(call, *request, *response);
+                   } catch (...) {
+                     failure = to_service_error(std::current_exception());
+                   }
+                   done(failure ? &*failure : nullptr);
+                 });
   }
   ServerUnaryReactor* TruncateSession(CallbackServerContext* context,
                                       const v1::TruncateSessionRequest* request,
                                       v1::TruncateSessionResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.truncate_session(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* ForkSession(CallbackServerContext* context,
                                   const v1::ForkSessionRequest* request,
                                   v1::ForkSessionResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.fork_session(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* PublishPrefix(CallbackServerContext* context,
                                     const v1::PublishPrefixRequest* request,
                                     v1::PublishPrefixResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.publish_prefix(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* ReleaseSession(CallbackServerContext* context,
                                      const v1::ReleaseSessionRequest* request,
-                                     v1::ReleaseSessionResponse* /*response*/) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+                                     v1::ReleaseSessionResponse* response) override {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.release_session(call, *request, std::move(done));
     });
   }
   grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>* KeepAlive(
       CallbackServerContext* context) override {
     using Reactor = grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>;
-    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
+    return stream<Reactor>(core_, *context, [&](Call call) -> Reactor* {
+      call.grant = core_.admit(*call.tenant, 0);
       return new AlternatingStream<v1::KeepAliveRequest, v1::KeepAliveResponse>(
-          registry_, *context, [this, call](const auto& request, auto& response, const Done& done) {
+          registry_, *context, call.grant,
+          [this, call](const auto& request, auto& response, const Done& done) {
             try {
               core_.keep_alive(call, request, response);
             } catch (...) {
@@ -126,36 +135,37 @@ class AttentionService final : public v1::AttentionService::CallbackService {
   }
   ServerUnaryReactor* Select(CallbackServerContext* context, const v1::SelectRequest* request,
                              v1::SelectResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.select(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchSelect(CallbackServerContext* context,
                                   const v1::BatchSelectRequest* request,
                                   v1::BatchSelectResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_select(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* Attend(CallbackServerContext* context, const v1::AttendRequest* request,
                              v1::AttendResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.attend(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchAttend(CallbackServerContext* context,
                                   const v1::BatchAttendRequest* request,
                                   v1::BatchAttendResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_attend(call, *request, *response, std::move(done));
     });
   }
   grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* Decode(
       CallbackServerContext* context) override {
     using Reactor = grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>;
-    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
+    return stream<Reactor>(core_, *context, [&](Call call) -> Reactor* {
+      call.grant = core_.admit(*call.tenant, 0);
       return new AlternatingStream<v1::DecodeRequest, v1::DecodeResponse>(
-          registry_, *context,
+          registry_, *context, call.grant,
           [this, call = unlimited(call), session = StreamSession()](
               const auto& request, auto& response, Done done) mutable {
             with_session(session, request, done, [&](const std::string& name) {
@@ -167,20 +177,20 @@ class AttentionService final : public v1::AttentionService::CallbackService {
   ServerUnaryReactor* BatchDecode(CallbackServerContext* context,
                                   const v1::BatchDecodeRequest* request,
                                   v1::BatchDecodeResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_decode(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* Fetch(CallbackServerContext* context, const v1::FetchRequest* request,
                             v1::FetchResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.fetch(call, *request, *response, std::move(done));
     });
   }
   ServerUnaryReactor* BatchFetch(CallbackServerContext* context,
                                  const v1::BatchFetchRequest* request,
                                  v1::BatchFetchResponse* response) override {
-    return unary(core_, *context, [=, this](const Call& call, Done done) {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
       core_.batch_fetch(call, *request, *response, std::move(done));
     });
   }

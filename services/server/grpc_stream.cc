@@ -52,6 +52,22 @@ void StreamRegistry::end_idle(TimePoint since) {
   }
 }
 
+void StreamRegistry::end_unread(TimePoint since) {
+  unwritten_.cancel(since);
+  for (const auto& state : all()) {
+    const std::lock_guard lock(state->mutex);
+    if (state->is_bulk || state->phase != StreamState::Phase::kWriting || state->active >= since ||
+        state->end_status) {
+      continue;
+    }
+    ++ended_idle_;
+    end(*state,
+        to_status(ServiceError(Code::kResourceExhausted, "SLOW_CLIENT",
+                               "the client does not read its reply")),
+        Writes::kCancel);
+  }
+}
+
 void StreamRegistry::end_slow(TimePoint now, const MinimumRate& rate) {
   const grpc::Status status = to_status(ServiceError(Code::kResourceExhausted, "SLOW_CLIENT",
                                                      "the client sends or reads too slowly"));

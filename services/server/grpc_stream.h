@@ -2,6 +2,7 @@
 
 #include "services/server/grpc_call.h"
 #include "services/server/minimum_rate.h"
+#include "services/server/unary_call.h"
 
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
@@ -41,10 +42,14 @@ class StreamRegistry {
   explicit StreamRegistry(std::function<TimePoint()> now) : now_(std::move(now)) {}
 
   [[nodiscard]] TimePoint now() const { return now_(); }
+  [[nodiscard]] UnwrittenReplies& unwritten() noexcept { return unwritten_; }
   void add(const std::shared_ptr<StreamState>& state);
   void remove(const std::shared_ptr<StreamState>& state);
   /// Ends streams that wait for their client, to send or to read, since before `since`.
   void end_idle(TimePoint since);
+  /// Ends calls and streams that wait for their client to read a reply since before `since`; those
+  /// of bulk bytes have a rate instead.
+  void end_unread(TimePoint since);
   /// Ends streams of bulk bytes whose client falls short of `rate`.
   void end_slow(TimePoint now, const MinimumRate& rate);
   /// Streams that the two have ended.
@@ -57,6 +62,7 @@ class StreamRegistry {
   [[nodiscard]] std::vector<std::shared_ptr<StreamState>> all();
 
   const std::function<TimePoint()> now_;
+  UnwrittenReplies unwritten_;
   std::atomic<std::uint64_t> ended_idle_{0};
   std::mutex mutex_;  ///< Guards both below.
   std::unordered_set<std::shared_ptr<StreamState>> states_;
@@ -195,20 +201,24 @@ class Stream : public RegisteredStream<Reactor> {
   }
 };
 
-/// A stream of requests and replies that strictly alternate.
+/// A stream of requests and replies that strictly alternate. `grant`, which `work` is to charge, is
+/// held until the reply is written.
 template <typename Request, typename Response>
 class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, Response>, Request> {
  public:
   /// Executes a request. Its arguments live until `Done` is called.
   using Work = std::function<void(const Request&, Response&, Done)>;
 
-  AlternatingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work)
+  AlternatingStream(StreamRegistry& registry, grpc::CallbackServerContext& context,
+                    std::shared_ptr<Grant> grant, Work work)
       : Stream<grpc::ServerBidiReactor<Request, Response>, Request>(registry, context),
+        grant_(std::move(grant)),
         work_(std::move(work)) {
     this->start();
   }
 
   void OnWriteDone(bool ok) override {
+    grant_->give(grant_->bytes());
     if (ok) {
       this->read_next();
     } else {
@@ -222,9 +232,11 @@ class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, R
     work_(this->request_, response_, std::move(done));
   }
   void go_on() override {
+    grant_->cover(2 * static_cast<std::int64_t>(response_.ByteSizeLong()));
     this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
   }
 
+  const std::shared_ptr<Grant> grant_;
   Work work_;
   Response response_;
 };

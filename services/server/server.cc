@@ -38,7 +38,10 @@ namespace {
 
 using Services = std::vector<std::unique_ptr<grpc::Service>>;
 
-constexpr std::size_t kGrpcMemory = std::size_t{512} << 20;
+/// What gRPC may hold itself, of connections and of messages that are on their way: as much as may
+/// be in flight, within these bounds. Beyond, it ends calls and connections.
+constexpr std::int64_t kLeastGrpcMemory = std::int64_t{64} << 20;
+constexpr std::int64_t kMostGrpcMemory = std::int64_t{512} << 20;
 constexpr int kMaxStreams = 128;
 constexpr int kMaxMetadataBytes = 8 << 10;
 constexpr int kHandshakeMilliseconds = 5'000;
@@ -123,7 +126,7 @@ class Server::Impl {
         quota_("kvtier") {
     stop_deadlock_search();
     keep_grpc();
-    quota_.Resize(kGrpcMemory);
+    quota_.Resize(static_cast<std::size_t>(grpc_memory()));
     google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
     grpc::EnableDefaultHealthCheckService(true);
     metrics_->add_source([this](Families& families) { describe(families); });
@@ -222,6 +225,7 @@ class Server::Impl {
     if (data_plane_) data_plane_->sweep(now);
     streams_.end_idle(now - options_.stream_idle);
     streams_.end_slow(now, options_.rate);
+    streams_.end_unread(now - core_.max_call_time());
   }
 
   void reload_tls() {
@@ -263,7 +267,8 @@ class Server::Impl {
         core.models.max_models * (memory.host_bytes + memory.device_bytes + memory.hot_bytes);
     families.gauge("kvtier_memory_budget_bytes",
                    "Memory that the options let the process take, that of devices included.",
-                   static_cast<double>(engines + kGrpcMemory) +
+                   static_cast<double>(engines) +
+                       static_cast<double>(grpc_memory() + plane_memory()) +
                        static_cast<double>(core.max_session_memory + core.max_inflight_bytes +
                                            core.pages.max_bytes));
     families.counter("kvtier_admission_rejected_total", "",
@@ -284,6 +289,13 @@ class Server::Impl {
     return started_ && data_plane_ ? data_plane_->counters().slow.load() : 0;
   }
 
+  [[nodiscard]] std::int64_t grpc_memory() const noexcept {
+    return std::clamp(options_.core.max_inflight_bytes, kLeastGrpcMemory, kMostGrpcMemory);
+  }
+  /// Of staging regions and connections; what these carry is in flight.
+  [[nodiscard]] std::int64_t plane_memory() const noexcept {
+    return options_.data.listen.empty() ? 0 : max_memory(options_.data);
+  }
   static std::size_t num_threads(std::size_t asked) {
     return asked > 0 ? asked : std::max(2U, std::thread::hardware_concurrency());
   }

@@ -61,6 +61,8 @@ class Tenant {
   void give(Shared what, std::int64_t amount) noexcept { held_[index_of(what)] -= amount; }
   /// Returns whether `bytes` more may be in flight, and counts them if so.
   [[nodiscard]] bool take_inflight(std::int64_t bytes) noexcept;
+  /// Counts what is in flight already, whatever the limit.
+  void add_inflight(std::int64_t bytes) noexcept { inflight_ += bytes; }
   void give_inflight(std::int64_t bytes) noexcept { inflight_ -= bytes; }
 
   [[nodiscard]] std::int64_t sessions() const noexcept { return sessions_; }

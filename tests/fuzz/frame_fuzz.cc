@@ -1,10 +1,15 @@
 #include "kvtier/error.h"
 
+#include "services/dataplane/calls.h"
 #include "services/dataplane/frame.h"
+#include "services/server/core.h"
+#include "services/server/executor.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <cstdlib>
+#include <memory>
 #include <span>
+#include <vector>
 
 namespace kvtier::services {
 namespace {
@@ -20,10 +25,53 @@ void round_trip(std::span<const std::byte> control, Decode decode) {
   }
 }
 
+/// Runs nothing: no call of a server without sessions comes so far.
+class NoExecutor final : public Executor {
+ public:
+  std::unique_ptr<Strand> make_strand() override { return std::make_unique<Line>(); }
+  void finish() override {}
+
+ private:
+  class Line final : public Strand {
+   public:
+    void enqueue(Start /*start*/, std::function<void()> /*task*/) override { std::abort(); }
+  };
+};
+
+CoreOptions options() {
+  CoreOptions options;
+  options.models.backend = kvtier::Backend::kCpu;
+  options.max_inflight_bytes = std::int64_t{1} << 20;
+  return options;
+}
+
+/// Runs what is a call on a server that may have 1 MiB in flight, with tensors out of 64 KiB.
+void run_as_call(std::span<const std::byte> control, bool is_inline) {
+  static NoExecutor executor;
+  static Core core(options(), executor);
+  static std::vector<std::byte> shared(64 << 10);
+  Tenant& tenant = *core.tenants().all()[0];
+  int told = 0;
+  try {
+    const CallBody body = decode_call(control);
+    CallMemory memory{.input = shared};
+    if (!is_inline) {
+      if (!lies_within(body.output, shared.size())) return;
+      memory.output = std::span(shared).subspan(body.output.offset, body.output.bytes);
+    }
+    run_call(core, {.tenant = &tenant, .grant = core.admit(tenant, 0)}, body, std::move(memory),
+             [&](const CallOutcome&) { ++told; });
+  } catch (const Error&) {
+    return;
+  }
+  if (told != 1 || core.inflight_bytes() != 0) std::abort();
+}
+
 }  // namespace
 }  // namespace kvtier::services
 
-/// The input is a frame: its header, then a body that every decoder reads.
+/// The input is a frame: its header, then a body that every decoder reads and that is run as a
+/// call.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kvtier::services;
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(data), size);
@@ -44,5 +92,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   round_trip(control, decode_descriptors);
   round_trip(control, decode_write);
   round_trip(control, decode_outcomes);
+  run_as_call(control, false);
+  run_as_call(control, true);
   return 0;
 }

@@ -1,9 +1,12 @@
 #include "services/client/data_socket.h"
 #include "tests/services/dataplane/plane_fixture.h"
+#include "tests/support/memory.h"
 
 #include <gmock/gmock.h>
 
+#include <deque>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -32,6 +35,11 @@ class RawSocket {
     const HeaderBytes header = encode_header(make_header(type, flags, 1, control, claimed_payload));
     (void)write(header);
     (void)write(control);
+  }
+  /// Whether the server has ended the connection, or sent something.
+  [[nodiscard]] bool readable() const {
+    pollfd waiting{socket_.get(), POLLIN, 0};
+    return ::poll(&waiting, 1, 0) == 1;
   }
   /// With descriptors of /dev/null beside one byte.
   void write_descriptors(std::size_t count) {
@@ -286,6 +294,117 @@ TEST_F(HostileFrames, OfAClientThatReadsTooSlowlyEndItsConnectionAlone) {
   EXPECT_TRUE(eventually([&] { return plane_->counters().queued_bytes == 0; }));
   EXPECT_EQ(pages_->stats().pinned_pages, 0U);
   EXPECT_EQ(reason_of([&] { (void)other->reply_to(ask(*other)); }), "OK");
+}
+
+using kvtier::testing::reset_peak;
+using kvtier::testing::status_kib;
+
+/// A batch of `items` whose tensors are each of `bytes` at the begin of what there is.
+CallBody overlapping_batch(int items, std::uint64_t bytes) {
+  v1::BatchAttendRequest request;
+  CallBody body;
+  body.method = Method::kBatchAttend;
+  for (int i = 0; i < items; ++i) {
+    request.add_items();
+    body.tensors.push_back({0, bytes});
+  }
+  body.message = request.SerializeAsString();
+  return body;
+}
+
+TEST_F(HostileFrames, WhoseTensorsOverlapTakeNoMemory) {
+  const auto channel = attach();
+  const std::uint64_t bytes = channel->staging().size();
+  ASSERT_TRUE(reset_peak());
+  const std::int64_t before = status_kib("RssAnon");
+  for (const std::uint32_t flags : {0U, kInline}) {
+    Bytes inline_bytes(flags == 0 ? 0 : bytes);
+    const std::vector<iovec> payload{{inline_bytes.data(), inline_bytes.size()}};
+    const Bytes control = encode(overlapping_batch(1000, bytes));
+    EXPECT_EQ(reason_of([&] {
+                (void)channel->reply_to(channel->send(FrameType::kCall, flags, control, payload));
+              }),
+              "INVALID_ARGUMENT");
+  }
+  // 1,000 MiB each, were they copied.
+  EXPECT_LT(status_kib("VmHWM") - before, 128 << 10);
+  EXPECT_EQ(reason_of([&] {
+              (void)channel->reply_to(channel->send(FrameType::kReadPages, 0, Bytes(4)));
+            }),
+            "OK");
+}
+
+TEST_F(HostileFrames, OfTooManyItemsAreRefusedBeforeTheyAreParsed) {
+  const auto channel = attach();
+  CallBody body;
+  body.method = Method::kBatchAttend;
+  for (int i = 0; i < 500'000; ++i) body.message += std::string("\x0A\0", 2);  // an empty item
+  ASSERT_TRUE(reset_peak());
+  const std::int64_t before = status_kib("RssAnon");
+  EXPECT_EQ(reason_of([&] {
+              (void)channel->reply_to(channel->send(FrameType::kCall, kInline, encode(body)));
+            }),
+            "INVALID_ARGUMENT");
+  EXPECT_LT(status_kib("VmHWM") - before, 64 << 10);
+}
+
+TEST_F(HostileFrames, TakeMemoryAsTheirBytesCome) {
+  constexpr std::size_t kConnections = 64;
+  std::deque<RawSocket> sockets;
+  for (std::size_t i = 0; i < kConnections; ++i) sockets.push_back(attached());
+  ASSERT_TRUE(eventually([&] { return plane_->counters().attached == kConnections; }));
+  ASSERT_TRUE(reset_peak());
+  const std::int64_t before = status_kib("RssAnon");
+  for (RawSocket& socket : sockets) {
+    socket.write_frame(FrameType::kCall, kInline, Bytes(1), kMaxPayloadBytes);
+  }
+  const std::uint64_t bytes = kConnections * (2 * kFrameHeaderBytes + kAttachTokenBytes + 1);
+  ASSERT_TRUE(eventually([&] { return plane_->counters().bytes_read == bytes; }));
+  // 513 MiB, were it taken for what the headers say.
+  EXPECT_LT(status_kib("VmHWM") - before, 64 << 10);
+  EXPECT_LE(core_->inflight_bytes(), static_cast<std::int64_t>(kConnections * (64 << 10)));
+  sockets.clear();
+  expect_still_serving();
+}
+
+TEST_F(HostileFrames, WithoutATokenMakeRoomForThoseThatCome) {
+  plane_.reset();
+  DataPlaneOptions options;
+  options.limits.attach_time = std::chrono::minutes(5);
+  options.limits.max_unattached = 4;
+  start(small_options(), options);
+  const auto attached_before = attach();
+  std::deque<RawSocket> silent;
+  for (int i = 0; i < 10; ++i) silent.emplace_back(endpoint());
+  for (std::size_t i = 0; i < 6; ++i) EXPECT_EQ(silent[i].read_to_end().size(), 0U) << i;
+  for (std::size_t i = 6; i < 10; ++i) EXPECT_FALSE(silent[i].readable()) << i;
+  EXPECT_EQ(
+      reason_of([&] {
+        (void)attached_before->reply_to(attached_before->send(FrameType::kReadPages, 0, Bytes(4)));
+      }),
+      "OK");
+  (void)attach();
+}
+
+TEST_F(HostileFrames, ThatFindNoRoomAreRefusedAndTheConnectionGoesOn) {
+  plane_.reset();
+  CoreOptions core = small_options();
+  core.max_inflight_bytes = 1 << 20;
+  start(core, {});
+  const auto channel = attach();
+  Bytes bytes(4 << 20);
+  const std::vector<iovec> payload{{bytes.data(), bytes.size()}};
+  const Bytes control = encode(overlapping_batch(1, 8));
+  for (const FrameType type : {FrameType::kCall, FrameType::kReadPages, FrameType::kWritePages}) {
+    EXPECT_EQ(
+        reason_of([&] { (void)channel->reply_to(channel->send(type, kInline, control, payload)); }),
+        "OVERLOADED");
+  }
+  EXPECT_EQ(reason_of([&] {
+              (void)channel->reply_to(channel->send(FrameType::kReadPages, 0, Bytes(4)));
+            }),
+            "OK");
+  EXPECT_TRUE(eventually([&] { return core_->inflight_bytes() == 0; }));
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+#pragma once
+
+#include "services/server/admission.h"
+
+#include <grpcpp/support/server_callback.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_set>
+#include <utility>
+
+namespace kvtier::services {
+
+class UnaryCall;
+
+/// Unary calls that are answered and whose replies gRPC has not written yet. Thread-safe.
+class UnwrittenReplies {
+ public:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
+  void add(UnaryCall& call);
+  void remove(UnaryCall& call);
+  /// Cancels calls that were answered before `since`.
+  void cancel(TimePoint since);
+
+ private:
+  std::mutex mutex_;  ///< Guards all below.
+  std::unordered_set<UnaryCall*> calls_;
+};
+
+/// A unary call whose grant lasts until gRPC has written the reply, or given it up. Deletes itself
+/// when the call is over.
+class UnaryCall final : public grpc::ServerUnaryReactor {
+ public:
+  using TimePoint = UnwrittenReplies::TimePoint;
+
+  UnaryCall(UnwrittenReplies& replies, grpc::CallbackServerContext& context)
+      : replies_(replies), context_(context) {}
+
+  void hold(std::shared_ptr<Grant> grant) noexcept { grant_ = std::move(grant); }
+  /// Answers with a reply of so many bytes.
+  void answer(const grpc::Status& status, std::size_t bytes, TimePoint now) {
+    // The message itself, and what gRPC makes of it.
+    if (grant_) grant_->cover(2 * static_cast<std::int64_t>(bytes));
+    answered_ = now;
+    replies_.add(*this);
+    Finish(status);
+  }
+  void OnDone() override {
+    replies_.remove(*this);
+    delete this;
+  }
+
+ private:
+  friend class UnwrittenReplies;
+
+  UnwrittenReplies& replies_;
+  grpc::CallbackServerContext& context_;
+  std::shared_ptr<Grant> grant_;
+  TimePoint answered_{};
+};
+
+}  // namespace kvtier::services
