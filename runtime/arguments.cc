@@ -44,16 +44,23 @@ void check_last_stride(std::string_view name, const TensorView& tensor, std::siz
   }
 }
 
+/// `storage`: of what is stored; the tensor's own for what is not.
 void check_finite(std::string_view name, const EngineState& engine, const TensorView& tensor,
-                  int heads) {
+                  int heads, DType storage) {
   const bool readable =
       tensor.space == MemorySpace::kHost || engine.device->backend() == Backend::kCpu;
   if (!engine.config.reject_nonfinite || !readable) return;
   const transfer::TokenTensor tokens{tensor.data, tensor.dtype, tensor.strides[0],
                                      tensor.strides[1]};
-  if (!transfer::all_finite(tokens, tensor.shape[0], heads, engine.config.model.head_dim)) {
+  const int head_dim = engine.config.model.head_dim;
+  if (transfer::all_finite(tokens, tensor.shape[0], heads, head_dim, storage)) return;
+  if (!transfer::all_finite(tokens, tensor.shape[0], heads, head_dim)) {
     invalid(name, "finite elements", "NaN or infinity");
   }
+  invalid(name,
+          "elements of at most " + std::string(storage == DType::kFloat16 ? "65504" : "3.3895e38") +
+              " in magnitude, which " + std::string(dtype_name(storage)) + " holds",
+          "a larger one");
 }
 
 /// Checks an int32 or fp32 tensor `[tokens, heads, n]` with `n >= min_n` and heads = either count.
@@ -159,7 +166,7 @@ void check_query(const SessionState& session, int layer, const TensorView& query
                  std::int64_t key_tokens, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
   const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads, stream);
-  check_finite("query", engine, query, engine.kv.query_heads);
+  check_finite("query", engine, query, engine.kv.query_heads, query.dtype);
   const std::int64_t length = session.layer(layer).length + key_tokens;
   check_not_empty(layer, length);
   if (options.tokens_after < 0 || options.tokens_after > length) {
@@ -220,8 +227,8 @@ std::int64_t check_append(const EngineState& engine, const TensorView& keys,
   if (tokens != value_tokens) {
     invalid("values", std::to_string(tokens) + " tokens, as in keys", std::to_string(value_tokens));
   }
-  check_finite("keys", engine, keys, heads);
-  check_finite("values", engine, values, heads);
+  check_finite("keys", engine, keys, heads, engine.config.model.kv_dtype);
+  check_finite("values", engine, values, heads, engine.config.model.kv_dtype);
   return tokens;
 }
 

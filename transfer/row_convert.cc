@@ -93,24 +93,30 @@ KVTIER_SIMD_CLONES void bf16_to_fp32(const void* in, float* out, std::int64_t n)
   to_32<BFloat16>(in, out, n);
 }
 
-KVTIER_SIMD_CLONES bool nonfinite_16(const std::uint16_t* in, std::int64_t n,
-                                     std::uint32_t exponent) {
-  const auto mask = static_cast<std::uint16_t>(exponent);
+KVTIER_SIMD_CLONES bool above_16(const std::uint16_t* in, std::int64_t n, std::uint16_t largest) {
   std::uint16_t bad = 0;
 #pragma omp simd reduction(| : bad)
   for (std::int64_t i = 0; i < n; ++i) {
-    bad = static_cast<std::uint16_t>(bad | ((in[i] & mask) == mask ? 1 : 0));
+    bad = static_cast<std::uint16_t>(bad | ((in[i] & 0x7FFFU) > largest ? 1 : 0));
   }
   return bad != 0;
 }
 
-KVTIER_SIMD_CLONES bool nonfinite_32(const std::uint32_t* in, std::int64_t n) {
+KVTIER_SIMD_CLONES bool above_32(const std::uint32_t* in, std::int64_t n, std::uint32_t largest) {
   std::uint32_t bad = 0;
 #pragma omp simd reduction(| : bad)
-  for (std::int64_t i = 0; i < n; ++i) {
-    bad |= (in[i] & kExponentFp32) == kExponentFp32 ? 1U : 0U;
-  }
+  for (std::int64_t i = 0; i < n; ++i) bad |= (in[i] & 0x7FFFFFFFU) > largest ? 1U : 0U;
   return bad != 0;
+}
+
+/// Bits of the largest `dtype` that rounds to a finite `storage`, without its sign.
+std::uint32_t largest_bits(DType dtype, DType storage) {
+  if (dtype == DType::kFloat32) {
+    if (storage == DType::kFloat32) return kExponentFp32 - 1;
+    return storage == DType::kFloat16 ? 0x477FEFFFU : 0x7F7F7FFFU;
+  }
+  if (dtype == DType::kBFloat16 && storage == DType::kFloat16) return 0x477FU;  // 65280
+  return exponent_16(dtype) - 1;
 }
 
 }  // namespace
@@ -140,8 +146,13 @@ bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n
 }
 
 bool any_nonfinite(const void* in, DType dtype, std::int64_t n) {
-  if (dtype == DType::kFloat32) return nonfinite_32(static_cast<const std::uint32_t*>(in), n);
-  return nonfinite_16(static_cast<const std::uint16_t*>(in), n, exponent_16(dtype));
+  return any_unstorable(in, dtype, dtype, n);
+}
+
+bool any_unstorable(const void* in, DType dtype, DType storage, std::int64_t n) {
+  const std::uint32_t largest = largest_bits(dtype, storage);
+  if (dtype == DType::kFloat32) return above_32(static_cast<const std::uint32_t*>(in), n, largest);
+  return above_16(static_cast<const std::uint16_t*>(in), n, static_cast<std::uint16_t>(largest));
 }
 
 }  // namespace kvtier::transfer::cpu

@@ -203,7 +203,8 @@ void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* ou
 
 }  // namespace cpu
 
-bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads, int head_dim) {
+bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads, int head_dim,
+                DType storage) {
   const std::int64_t token_elements = std::int64_t{heads} * head_dim;
   const bool dense_token = tensor.head_stride == head_dim;
   const bool dense = dense_token && tensor.token_stride == token_elements;
@@ -211,12 +212,12 @@ bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads, int h
   const auto body = [&](std::int64_t begin, std::int64_t end) {
     bool bad = false;
     if (dense) {
-      bad = cpu::any_nonfinite(element(tensor, begin, 0), tensor.dtype,
-                               (end - begin) * token_elements);
+      bad = cpu::any_unstorable(element(tensor, begin, 0), tensor.dtype, storage,
+                                (end - begin) * token_elements);
     } else {
       for (std::int64_t token = begin; token < end && !bad; ++token) {
         for (std::int64_t head = 0; head < heads && !bad; ++head) {
-          bad = cpu::any_nonfinite(element(tensor, token, head), tensor.dtype, head_dim);
+          bad = cpu::any_unstorable(element(tensor, token, head), tensor.dtype, storage, head_dim);
         }
       }
     }

@@ -228,6 +228,24 @@ TEST_P(StateErrorsTest, HostTensorsMustBeFinite) {
   }
 }
 
+TEST_P(StateErrorsTest, ElementsThatStorageCannotHoldAreRefused) {
+  ASSERT_EQ(model().kv_dtype, DType::kBFloat16);
+  for (const bool last : {false, true}) {
+    for (const std::string name : {"keys", "values"}) {
+      SCOPED_TRACE(name);
+      CallTensors call(model(), 3, 5, DType::kFloat32);
+      HostTensor& tensor = name == "keys" ? call.key : call.value;
+      // Finite, and infinite as bf16.
+      poke(tensor, DType::kFloat32, last ? tensor.values().size() - 1 : 0, 3.4e38F);
+      const std::vector<std::string> parts = {name, "at most 3.3895e38", "larger"};
+      expect_rejected(ErrorCode::kInvalidArgument, parts,
+                      [&] { session_->decode(0, call.inputs(), call.outputs(true)); });
+      expect_rejected(ErrorCode::kInvalidArgument, parts,
+                      [&] { session_->append(0, call.key.view(), call.value.view()); });
+    }
+  }
+}
+
 TEST_P(StateErrorsTest, AcceptedNonfiniteTokensAreCountedAndScoreLowest) {
   Config config = this->config();
   config.reject_nonfinite = false;

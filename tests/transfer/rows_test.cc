@@ -147,6 +147,31 @@ TEST_P(AllFiniteTest, FindsTheLastElementOfALargeTensor) {
   EXPECT_FALSE(finite());
 }
 
+TEST_P(AllFiniteTest, FindsWhatRoundsToInfinityWhereItIsStored) {
+  HostTensor tensor(GetParam(), 1, 1, 67, 0, 0);
+  std::fill(tensor.bytes.begin(), tensor.bytes.end(), std::byte{0});
+  const auto fits = [&](double value, DType storage) {
+    tensor.set(0, 0, 66, value);
+    return all_finite(tensor.view(tensor.bytes.data()), 1, 1, 67, storage);
+  };
+  EXPECT_TRUE(fits(65504.0, DType::kFloat32));
+  if (GetParam() == DType::kFloat32) {
+    // The least that rounds to infinity, and the float below it.
+    for (const double sign : {1.0, -1.0}) {
+      EXPECT_FALSE(fits(sign * 65520.0, DType::kFloat16));
+      EXPECT_TRUE(fits(sign * std::nextafterf(65520.0F, 0.0F), DType::kFloat16));
+      EXPECT_FALSE(fits(sign * 0x1.FFp127, DType::kBFloat16));
+      EXPECT_TRUE(fits(sign * std::nextafterf(0x1.FFp127F, 0.0F), DType::kBFloat16));
+    }
+  } else if (GetParam() == DType::kBFloat16) {
+    EXPECT_FALSE(fits(65536.0, DType::kFloat16));
+    EXPECT_TRUE(fits(65280.0, DType::kFloat16));
+  } else {
+    EXPECT_TRUE(fits(65504.0, DType::kBFloat16));
+  }
+  EXPECT_FALSE(fits(kInfinity, DType::kBFloat16));
+}
+
 TEST_P(AllFiniteTest, OfNothingIsTrue) {
   EXPECT_TRUE(all_finite({.data = nullptr, .dtype = GetParam()}, 0, 2, 64));
 }
