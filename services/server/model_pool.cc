@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <sstream>
+#include <sys/stat.h>
+#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
@@ -120,6 +122,27 @@ void add(std::vector<Stats::Tier>& to, const std::vector<Stats::Tier>& from) {
   }
 }
 
+/// Makes the folder, for this user alone, if it is not there. Throws `kFailedPrecondition` for one
+/// in which others could put or rename something.
+void check_folder(const std::filesystem::path& folder) {
+  const auto refuse = [&](const std::string& expected, const std::string& found) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "disk cache " + folder.string() + ": expected " + expected + ", found " + found);
+  };
+  (void)::mkdir(folder.c_str(), 0700);
+  struct stat status {};
+  if (::stat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    throw Error(ErrorCode::kUnavailable,
+                "disk cache " + folder.string() + ": expected a folder, found none");
+  }
+  if (status.st_uid != ::geteuid()) {
+    refuse("a folder of user " + std::to_string(::geteuid()),
+           "one of user " + std::to_string(status.st_uid));
+  }
+  if ((status.st_mode & 022U) != 0)
+    refuse("a folder that others cannot write", "one that they can");
+}
+
 /// A failed engine throws; what it counted is lost with it.
 Stats stats_of(const Model& model) {
   try {
@@ -135,7 +158,9 @@ ModelPool::ModelPool(ModelPoolOptions options) : options_(std::move(options)) {
   namespace fs = std::filesystem;
   if (options_.disk_cache.empty()) return;
   std::error_code error;
-  fs::create_directories(options_.disk_cache, error);
+  const fs::path parent = options_.disk_cache.parent_path();
+  if (!parent.empty()) fs::create_directories(parent, error);
+  check_folder(options_.disk_cache);
   std::vector<fs::path> stale;
   for (fs::directory_iterator it(options_.disk_cache, error), end; !error && it != end;
        it.increment(error)) {

@@ -9,6 +9,7 @@
 #include "tests/llama/temporary_folder.h"
 #include "tests/llama/tiny_tasks.h"
 #include "tests/llama/twins.h"
+#include "tests/support/open_segments.h"
 #include "tests/transfer/remote_servers.h"
 
 #include <gtest/gtest.h>
@@ -43,11 +44,10 @@ constexpr Mix kMixes[] = {{"Half", "50%", false, false},
 /// Writes zeros over all pages in a disk cache. Returns over how many files.
 int wipe(const std::filesystem::path& cache) {
   int wiped = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(cache)) {
-    if (entry.path().extension() != ".segment") continue;
+  for (const std::filesystem::path& path : kvtier::testing::open_segments(cache)) {
     constexpr std::size_t kHeader = 4096;
-    const std::vector<char> zeros(entry.file_size() - kHeader);
-    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+    const std::vector<char> zeros(std::filesystem::file_size(path) - kHeader);
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(kHeader);
     file.write(zeros.data(), static_cast<std::streamsize>(zeros.size()));
     if (file.good()) ++wiped;

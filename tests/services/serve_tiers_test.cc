@@ -1,4 +1,5 @@
 #include "tests/services/serve_fixture.h"
+#include "tests/support/open_segments.h"
 #include "tests/transfer/remote_servers.h"
 
 #include <cstdint>
@@ -72,12 +73,12 @@ class ServeTiersTest : public ServeTest {
     return serve(arguments, {}, {"--log-level=info"});
   }
   /// Loses what is on the disk, as a dying one does.
-  void wipe_disk() const {
+  void wipe_disk(const Program& server) const {
     std::size_t wiped = 0;
-    for (const auto& file : fs::recursive_directory_iterator(cache_)) {
-      if (file.path().extension() != ".segment") continue;
-      std::fstream out(file.path(), std::ios::in | std::ios::out | std::ios::binary);
-      const std::string zeros(fs::file_size(file.path()), '\0');
+    for (const fs::path& path :
+         kvtier::testing::open_segments(cache_, std::to_string(server.pid()))) {
+      std::fstream out(path, std::ios::in | std::ios::out | std::ios::binary);
+      const std::string zeros(fs::file_size(path), '\0');
       out.write(zeros.data(), static_cast<std::streamsize>(zeros.size()));
       ASSERT_TRUE(out.flush().good());
       ++wiped;
@@ -100,10 +101,10 @@ TEST_F(ServeTiersTest, ServersRestoreWhatTheDiskHasLost) {
     LargeSession session(client);
     EXPECT_TRUE(session.whole());
 
-    wipe_disk();
+    wipe_disk(*server);
     EXPECT_TRUE(session.whole());
 
-    wipe_disk();
+    wipe_disk(*server);
     copies.raw().flush();
     try {
       (void)session.whole();

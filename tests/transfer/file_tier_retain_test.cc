@@ -1,3 +1,4 @@
+#include "tests/support/open_segments.h"
 #include "tests/transfer/file_tier_support.h"
 
 #include <gtest/gtest.h>
@@ -38,10 +39,34 @@ TEST(RetainingFileTier, RefusesRatherThanForgetAndStartsEmpty) {
     tier.remove(keys, kForever);
     EXPECT_EQ(put_page(tier, id, 12'000), TierStatus::kOk);
   }
-  ASSERT_FALSE(folder.segments().empty());
   FileTier again(options);
-  EXPECT_TRUE(folder.segments().empty());
   EXPECT_EQ(again.stats().pages, 0U);
+}
+
+TEST(RetainingFileTier, LeavesNoFileWhateverEndsIt) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  options.retain = true;
+  FileTier tier(options);
+  ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
+  EXPECT_EQ(kvtier::testing::open_segments(folder.tier()).size(), 1U);
+  EXPECT_TRUE(folder.segments().empty()) << "a kill now would leave the page";
+  EXPECT_EQ(get_page(tier, 1, 12'000), TierStatus::kOk);
+}
+
+TEST(RetainingFileTier, DeletesTheFilesOfAnEarlierOne) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  {
+    FileTier tier(options);
+    ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
+  }
+  ASSERT_FALSE(folder.segments().empty());
+  options.retain = true;
+  const FileTier tier(options);
+  EXPECT_TRUE(folder.segments().empty());
 }
 
 TEST(RetainingFileTier, MovesPagesTogetherWhereOthersWereRemoved) {

@@ -72,6 +72,7 @@ FileTier::State::State(const FileTierOptions& wanted)
       folder({.folder = options.folder,
               .segment_bytes = options.segment_bytes,
               .direct = options.direct,
+              .unnamed = options.retain,
               .ops = options.ops}) {
   std::string reason;
   if (options.ops != nullptr || !options.uring) reason = "io_uring is not wanted";

@@ -19,8 +19,10 @@ struct FileTierOptions {
   bool sync = true;
   /// Pages stay until they are removed, and a put that finds no room is kFull, where otherwise the
   /// tier would drop others. For pages that one process cannot do without: the tier starts empty,
-  /// and does not mark removed pages on the disk. Where removed pages have left a segment a quarter
-  /// empty, its other pages are moved together; one segment of the capacity is kept for that.
+  /// its files have no name once they are open, so that none is left whatever ends the process,
+  /// and it does not mark removed pages on the disk. Where removed pages have left a segment a
+  /// quarter empty, its other pages are moved together; one segment of the capacity is kept for
+  /// that.
   bool retain = false;
   bool direct = true;            ///< O_DIRECT, where the file system takes it.
   bool uring = true;             ///< io_uring, where the kernel allows it; else threads.

@@ -38,7 +38,8 @@ SegmentFolder::SegmentFolder(const FolderOptions& options)
     : ops_(options.ops != nullptr ? *options.ops : system_file_ops()),
       folder_(options.folder),
       segment_bytes_(options.segment_bytes),
-      direct_(options.direct) {
+      direct_(options.direct),
+      unnamed_(options.unnamed) {
   take_folder();
   take_lock();
   try {
@@ -170,7 +171,8 @@ std::shared_ptr<Segment> SegmentFolder::create(int& error) {
   encode(segment->header, block.bytes().first<kBlockBytes>());
   if (error == 0) error = ops_.write_all(fd, block.bytes(), 0);
   if (error == 0 && ops_.fdatasync(fd) != 0) error = errno;
-  if (error == 0) error = sync_folder();
+  if (error == 0 && unnamed_) error = ops_.unlink(path) == 0 ? 0 : errno;
+  if (error == 0 && !unnamed_) error = sync_folder();
   if (error != 0) {
     remove(*segment);
     return nullptr;

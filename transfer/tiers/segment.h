@@ -41,6 +41,8 @@ struct FolderOptions {
   std::filesystem::path folder;
   std::uint64_t segment_bytes = 0;
   bool direct = true;  ///< Try O_DIRECT.
+  /// No folder names a new segment once it is open, so that nothing outlives the process.
+  bool unnamed = false;
   FileOps* ops = nullptr;
 };
 
@@ -80,6 +82,7 @@ class SegmentFolder {
   std::filesystem::path folder_;
   std::uint64_t segment_bytes_;
   bool direct_;
+  bool unnamed_;
   std::string why_buffered_;
   int lock_ = -1;
   std::uint64_t next_generation_ = 1;

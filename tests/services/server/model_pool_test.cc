@@ -96,6 +96,23 @@ TEST_F(ModelPoolTest, StartsWithEmptyCachesAndNotInThoseOfAnother) {
   EXPECT_FALSE(fs::exists(segment));
 }
 
+TEST_F(ModelPoolTest, RefusesAFolderThatOthersMayWrite) {
+  const fs::path cache = folder_ / "cache";
+  { const ModelPool makes_it(options()); }
+  EXPECT_EQ(fs::status(cache).permissions(), fs::perms::owner_all);
+  for (const fs::perms open : {fs::perms::group_write, fs::perms::others_write}) {
+    fs::permissions(cache, fs::perms::owner_all | open);
+    try {
+      const ModelPool refused(options());
+      FAIL() << "expected the folder to be refused";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kFailedPrecondition) << error.what();
+    }
+  }
+  fs::permissions(cache, fs::perms::owner_all | fs::perms::group_read);
+  const ModelPool taken(options());
+}
+
 TEST_F(ModelPoolTest, SaysThatTheDeviceIsLostUntilAnEngineCanBeMade) {
   bool broken = false;
   ModelPoolOptions options = this->options();
