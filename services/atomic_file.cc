@@ -4,7 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
+#include <fcntl.h>
 #include <string>
 #include <system_error>
 #include <unistd.h>
@@ -19,29 +19,39 @@ namespace {
 
 }  // namespace
 
-AtomicFile::AtomicFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(path_.string() + ".tmp." + std::to_string(::getpid())) {
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path_, ignored)) fail(path_, "is a directory");
-  errno = 0;
-  const std::ofstream file(temporary_, std::ios::binary | std::ios::trunc);
-  if (!file) fail(path_, std::strerror(errno));
+  // A name that is there, be it a link of somebody else's, is not written through.
+  constexpr int kTries = 100;
+  for (int i = 0; fd_ < 0; ++i) {
+    temporary_ = path_.string() + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(i);
+    fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    if (fd_ < 0 && (errno != EEXIST || i == kTries)) fail(path_, std::strerror(errno));
+  }
 }
 
 AtomicFile::~AtomicFile() {
-  std::error_code ignored;
-  std::filesystem::remove(temporary_, ignored);
+  ::close(fd_);
+  if (!committed_) (void)::unlink(temporary_.c_str());
 }
 
 void AtomicFile::commit(std::string_view text) {
-  errno = 0;
-  std::ofstream file(temporary_, std::ios::binary | std::ios::trunc);
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.close();
-  if (!file) fail(path_, std::strerror(errno));
+  if (::ftruncate(fd_, 0) != 0 || ::lseek(fd_, 0, SEEK_SET) != 0) {
+    fail(path_, std::strerror(errno));
+  }
+  while (!text.empty()) {
+    const ssize_t written = ::write(fd_, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail(path_, std::strerror(errno));
+    text.remove_prefix(static_cast<std::size_t>(written));
+  }
+  // Some special files cannot be synced, and need not be.
+  if (::fsync(fd_) != 0 && errno != EINVAL) fail(path_, std::strerror(errno));
   std::error_code error;
   std::filesystem::rename(temporary_, path_, error);
   if (error) fail(path_, error.message());
+  committed_ = true;
 }
 
 }  // namespace kvtier::services

@@ -5,8 +5,8 @@
 
 namespace kvtier::services {
 
-/// A file that appears whole or not at all: written under a temporary name beside its place, then
-/// renamed.
+/// A file that appears whole or not at all: written under a temporary name beside its place, on the
+/// disk, then renamed. Nothing that is there under such a name is opened.
 ///
 /// The constructor creates the temporary file, so that a place that cannot be written is known
 /// before the work whose result goes there; destruction without `commit` removes it.
@@ -26,6 +26,8 @@ class AtomicFile {
  private:
   std::filesystem::path path_;
   std::filesystem::path temporary_;
+  int fd_ = -1;
+  bool committed_ = false;
 };
 
 }  // namespace kvtier::services

@@ -58,6 +58,8 @@ std::string text_line(const LogEvent& event, std::uint64_t dropped) {
   add("tenant", event.tenant);
   if (event.duration_seconds) add("duration_seconds", std::to_string(*event.duration_seconds));
   if (dropped > 0) add("dropped", std::to_string(dropped));
+  std::ranges::replace_if(
+      line, [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
   return line;
 }
 

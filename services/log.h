@@ -33,7 +33,8 @@ struct LogEvent {
 enum class LogFormat : std::uint8_t { kText, kJson };
 
 /// Lines of log, as "warning: message method=... code=..." or as one JSON object each with time,
-/// level, event, message, and the fields there are. Thread-safe.
+/// level, event, message, and the fields there are. Control characters are "?" in the one and
+/// escaped in the other, so that an event is one line and no terminal obeys it. Thread-safe.
 ///
 /// Of the warnings of one event, ten are written at once and then one a second; the next that is
 /// written says how many were dropped.

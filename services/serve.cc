@@ -15,6 +15,7 @@
 #include <cctype>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <sstream>
@@ -51,25 +52,78 @@ CLI::Validator seconds_between(double lowest, double highest) {
       "SECONDS");
 }
 
+/// Returns the line of a TOML text on which a key stands, or 0.
+int line_of(const std::string& text, const std::string& key) {
+  std::istringstream lines(text);
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    const std::size_t begin = line.find_first_not_of(" \t\"'");
+    if (begin == std::string::npos || line.compare(begin, key.size(), key) != 0) continue;
+    const std::size_t after = line.find_first_not_of(" \t\"'", begin + key.size());
+    if (after != std::string::npos && line[after] == '=') return number;
+  }
+  return 0;
+}
+
+std::string read_text(const std::string& option, const std::string& path) {
+  std::ifstream in(path);
+  std::ostringstream text;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    throw Error(ErrorCode::kNotFound, option + ": expected a file, found the folder " + path);
+  }
+  text << in.rdbuf();
+  if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
+  return text.str();
+}
+
+/// Refuses text of no characters, or with white space or control characters.
+CLI::Validator word() {
+  return CLI::Validator(
+      [](std::string& text) {
+        const bool fine = !text.empty() && std::ranges::all_of(text, [](unsigned char c) {
+          return c > 0x20 && c != 0x7F;
+        });
+        return fine ? std::string() : "expected text without white space, found \"" + text + '"';
+      },
+      "TEXT");
+}
+
 /// Takes from the file what neither a flag nor the environment gives. Unknown keys are errors.
 void read_config(CLI::App& app, const std::string& path) {
-  std::ifstream in(path);
-  if (!in) throw CLI::ValidationError("--config", "expected a readable file, found " + path);
+  std::string text;
+  try {
+    text = read_text("config", path);
+  } catch (const Error& error) {
+    throw CLI::ValidationError("--config", error.what());
+  }
+  std::istringstream in(text);
   for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(in)) {
     if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
+    const auto refuse = [&](const std::string& what) {
+      throw CLI::ValidationError(
+          "--config", path + ":" + std::to_string(line_of(text, item.name)) + ": " + what);
+    };
     CLI::Option* option =
         item.parents.empty() ? app.get_option_no_throw("--" + item.name) : nullptr;
     if (option == nullptr || item.name == "config" || item.name == "help") {
-      throw CLI::ValidationError("--config",
-                                 path + ": expected options of serve, found " + item.fullname());
+      refuse("expected options of serve, found " + item.fullname());
     }
     if (item.inputs.empty() && option->get_expected_max() <= 1) {
-      throw CLI::ValidationError("--config",
-                                 path + ": " + item.name + ": expected a value, found none");
+      refuse(item.name + ": expected a value, found none");
+    }
+    if (option->get_items_expected_max() == 0 && item.inputs[0] != "true" &&
+        item.inputs[0] != "false") {
+      refuse(item.name + ": expected true or false, found " + item.inputs[0]);
     }
     if (option->count() > 0) continue;
-    option->add_result(item.inputs);
-    option->run_callback();
+    try {
+      option->add_result(item.inputs);
+      option->run_callback();
+    } catch (const CLI::Error& error) {
+      refuse(error.what());
+    }
   }
 }
 
@@ -84,14 +138,6 @@ bool wants_worker(const ServeCommand& command) {
   constexpr bool kMayHaveGpu = false;
 #endif
   return command.worker.value_or(kMayHaveGpu && command.backend != Backend::kCpu);
-}
-
-std::string read_text(const std::string& option, const std::string& path) {
-  std::ifstream in(path);
-  std::ostringstream text;
-  text << in.rdbuf();
-  if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
-  return text.str();
 }
 
 /// Every connection is a descriptor, and the usual limit is low.
@@ -127,7 +173,22 @@ std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command)
   return make_remote_tiers(config);
 }
 
+/// Throws for options that are fine each and would do nothing, or fail at the first session.
+void check_together(const ServeCommand& command) {
+#if !defined(KVTIER_WITH_CUDA)
+  if (command.backend == Backend::kCuda) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "backend: expected a build with CUDA for cuda, found one without");
+  }
+#endif
+  if (command.prefetch_rows && command.hot_memory_mib == 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "prefetch-rows: expected hot-memory-mib above 0, found 0");
+  }
+}
+
 ServerOptions server_options(const ServeCommand& command) {
+  check_together(command);
   ServerOptions options;
   const std::string folder = default_socket_folder();
   for (const std::string& text : command.listen) options.listen.push_back(parse_endpoint(text));
@@ -208,11 +269,13 @@ void add_remote_tiers(CLI::App& app, ServeCommand& command) {
   RemoteTiersConfig& remote = command.remote;
   add("--memcached", remote.memcached,
       "HOST:PORT,... or unix:PATH of memcached servers that keep copies of the disk cache's pages")
-      ->delimiter(',');
-  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does");
+      ->delimiter(',')
+      ->check(word());
+  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does")->check(word());
   add("--redis-sentinels", remote.redis_sentinels,
       "Instead of --redis: sentinels that know the server --redis-master")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->check(word());
   add("--redis-master", remote.redis_master, "Name of the master at the sentinels");
   add("--redis-user", remote.redis_user, "User at Redis (default: its default user)");
   add("--redis-password-file", remote.redis_password_file, "File with the password at Redis");
@@ -295,7 +358,10 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
   add("--disk-cache", command.disk_cache,
-      "Folder for pages that find no room in host memory; emptied at the start (default: none)");
+      "Folder for pages that find no room in host memory; emptied at the start (default: none)")
+      ->check([](const std::string& text) {
+        return text.empty() ? std::string("expected a folder, found nothing") : std::string();
+      });
   add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
       ->check(CLI::Range(64, 1 << 28))
       ->capture_default_str();
@@ -306,7 +372,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
             "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
   add_remote_tiers(*app, command);
   add("--calibration", command.calibration_file,
-      "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)");
+      "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)")
+      ->check(CLI::ExistingFile);
   add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
@@ -362,15 +429,19 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
   std::signal(SIGPIPE, SIG_IGN);
   ServerOptions options = server_options(command);
   ServingOptions serving{.drain = milliseconds(command.drain_seconds),
-                         .reloads = !command.tls_certificate.empty()};
+                         .has_tls = !command.tls_certificate.empty()};
+  if (!command.tenants_file.empty()) {
+    serving.read_tenants = [path = command.tenants_file] {
+      return parse_tenants(read_text("tenants", path));
+    };
+  }
   if (wants_worker(command)) {
     check_addresses(options);
     const auto bound = std::make_shared<BoundSockets>();
     bind_all(options, *bound);
     options.bound = bound;
     options.core.pages.kept = kept_arenas(options.core);
-    serving.worker = supervise(
-        {.pass_hangups = serving.reloads, .on_end = [&bound] { bound->stop_listening(); }}, log);
+    serving.worker = supervise({.on_end = [&bound] { bound->stop_listening(); }}, log);
     if (serving.worker.exit_code) return *serving.worker.exit_code;
     bound->leave_locks();
     serving.bound = bound;

@@ -12,9 +12,14 @@
 #include <boost/asio/read.hpp>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <malloc.h>
 #include <string>
+#include <string_view>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 namespace kvtier::services {
@@ -25,6 +30,25 @@ constexpr std::chrono::seconds kStuckAfter{2};
 /// For calls in progress when the device is lost: those on pages end well.
 constexpr std::chrono::milliseconds kLostGrace{500};
 
+/// Tells the service manager, if there is one that waits for it (sd_notify(3)), that calls are
+/// answered.
+void notify_ready() {
+  constexpr std::string_view kReady = "READY=1";
+  const char* path = std::getenv("NOTIFY_SOCKET");
+  sockaddr_un address{};
+  if (path == nullptr || std::strlen(path) >= sizeof(address.sun_path)) return;
+  const std::size_t size = std::strlen(path);
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path, size);
+  if (address.sun_path[0] == '@') address.sun_path[0] = '\0';  // of the abstract namespace
+  const int fd = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return;
+  (void)::sendto(fd, kReady.data(), kReady.size(), MSG_NOSIGNAL | MSG_DONTWAIT,
+                 reinterpret_cast<const sockaddr*>(&address),
+                 static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + size));
+  ::close(fd);
+}
+
 }  // namespace
 
 Serving::Serving(ServerOptions server, const ServingOptions& options, const Console& console,
@@ -33,6 +57,7 @@ Serving::Serving(ServerOptions server, const ServingOptions& options, const Cons
       options_(options),
       console_(console),
       log_(log),
+      grpc_log_(log),
       calls_(log),
       signals_(loop_),
       told_(loop_),
@@ -41,8 +66,7 @@ Serving::Serving(ServerOptions server, const ServingOptions& options, const Cons
     told_.assign(options_.worker.signals);
     return;
   }
-  for (const int signal : {SIGTERM, SIGINT}) signals_.add(signal);
-  if (options_.reloads) signals_.add(SIGHUP);
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) signals_.add(signal);
 }
 
 Serving::~Serving() = default;
@@ -92,6 +116,7 @@ void Serving::start() {
       console_.out << "metrics on " << metrics->text() << std::endl;
     }
   }
+  notify_ready();
   log_.write({.event = "serving", .message = "serving"});
 }
 
@@ -110,13 +135,31 @@ void Serving::await_signal() {
 
 void Serving::take_signal(int signal) {
   if (signal == SIGHUP) {
-    reload_tls();
+    reload();
   } else if (drainer_.joinable()) {
     std::_Exit(kExitForced);
   } else {
     drain();
   }
   await_signal();
+}
+
+void Serving::reload() {
+  if (options_.has_tls) reload_tls();
+  if (options_.read_tenants) reload_tenants();
+  if (options_.has_tls || options_.read_tenants) return;
+  log_.write({.event = "nothing_read", .message = "there is no file to read again"});
+}
+
+void Serving::reload_tenants() {
+  try {
+    server_->core().replace_tenants(options_.read_tenants());
+    log_.write({.event = "tenants_read", .message = "calls from now on see the new tenants"});
+  } catch (const Error& error) {
+    log_.write({.level = LogLevel::kError,
+                .event = "tenants_refused",
+                .message = std::string("the former ones stay: ") + error.what()});
+  }
 }
 
 /// What is wrong with the new files is the operator's to know, and no reason to end.

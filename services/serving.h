@@ -2,6 +2,7 @@
 
 #include "services/call_log.h"
 #include "services/cli.h"
+#include "services/grpc_log.h"
 #include "services/server/server.h"
 #include "services/supervisor.h"
 #include "services/watchdog.h"
@@ -12,9 +13,11 @@
 #include <boost/asio/steady_timer.hpp>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <thread>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -22,9 +25,11 @@ class Log;
 
 struct ServingOptions {
   std::chrono::milliseconds drain{30'000};  ///< For calls to finish at the end.
-  bool reloads = false;                     ///< SIGHUP reads the TLS files again.
-  Supervised worker{};                      ///< Of a worker, by whom signals come.
-  std::shared_ptr<BoundSockets> bound{};    ///< Of a worker: sockets to be closed by a drain.
+  bool has_tls = false;                     ///< SIGHUP reads the TLS files again,
+  /// and, unless this is empty, the tenants.
+  std::function<std::vector<TenantConfig>()> read_tenants{};
+  Supervised worker{};                    ///< Of a worker, by whom signals come.
+  std::shared_ptr<BoundSockets> bound{};  ///< Of a worker: sockets to be closed by a drain.
 };
 
 /// A server from its start to its end by signals, in the process that serves.
@@ -45,7 +50,9 @@ class Serving {
   void start();
   void await_signal();
   void take_signal(int signal);
+  void reload();
   void reload_tls();
+  void reload_tenants();
   void drain();
   void lose_device();
   void keep_trimming();
@@ -54,6 +61,7 @@ class Serving {
   const ServingOptions options_;
   const Console& console_;
   Log& log_;
+  const GrpcLog grpc_log_;
   CallLog calls_;
   boost::asio::io_context loop_;
   boost::asio::signal_set signals_;

@@ -37,8 +37,7 @@ class Supervisor {
  public:
   Supervisor(const SupervisorOptions& options, Log& log) : options_(options), log_(log) {
     sigemptyset(&signals_);
-    for (const int signal : {SIGTERM, SIGINT, SIGCHLD}) sigaddset(&signals_, signal);
-    if (options_.pass_hangups) sigaddset(&signals_, SIGHUP);
+    for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGCHLD}) sigaddset(&signals_, signal);
     sigprocmask(SIG_BLOCK, &signals_, &before_);
   }
   ~Supervisor() {
@@ -103,8 +102,7 @@ class Supervisor {
     ::close(pipe[1]);
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != supervisor) ::_exit(kExitForced);
-    for (const int signal : {SIGTERM, SIGINT}) std::signal(signal, SIG_IGN);
-    if (options_.pass_hangups) std::signal(SIGHUP, SIG_IGN);
+    for (const int signal : {SIGTERM, SIGINT, SIGHUP}) std::signal(signal, SIG_IGN);
     return Supervised{.exit_code = {}, .signals = pipe[0], .restarts = started_};
   }
 

@@ -29,7 +29,6 @@ class RestartDelay {
 };
 
 struct SupervisorOptions {
-  bool pass_hangups = false;  ///< SIGHUP goes to the worker; otherwise it ends the supervisor.
   /// Called once the program has been told to end.
   std::function<void()> on_end = [] {};
 };

@@ -1,5 +1,6 @@
 #include "services/client/connection.h"
 
+#include "services/client/peer.h"
 #include "services/grpc_lifetime.h"
 #include "services/grpc_time.h"
 
@@ -45,7 +46,10 @@ std::string read_file(const std::string& path) {
 std::shared_ptr<grpc::ChannelCredentials> credentials_of(const ClientOptions& options) {
   const bool any_tls = !options.tls_server_ca.empty() || !options.tls_certificate.empty() ||
                        !options.tls_key.empty();
-  if (options.server.starts_with("unix:")) return grpc::InsecureChannelCredentials();
+  if (options.server.starts_with("unix:")) {
+    check_owner(options.server.substr(std::string_view("unix:").size()));
+    return grpc::InsecureChannelCredentials();
+  }
   if (!options.server.starts_with("tcp:")) {
     bad("server: expected unix:PATH or tcp:HOST:PORT, found \"" + options.server + "\"");
   }

@@ -2,6 +2,8 @@
 
 #include "kvtier/client.h"
 
+#include "services/client/peer.h"
+
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -135,6 +137,7 @@ void DataSocket::connect_unix(const std::string& path) {
       ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     gone(std::string("expected a server, found: ") + std::strerror(errno));
   }
+  check_peer(socket_.get());
 }
 
 void DataSocket::connect_tcp(const std::string& host, const std::string& port, Deadline deadline) {

@@ -7,6 +7,7 @@
 
 #include <fstream>
 #include <openssl/ssl.h>
+#include <openssl/x509.h>
 #include <sstream>
 
 namespace kvtier::services {
@@ -49,6 +50,11 @@ std::shared_ptr<ssl::context> make_tls_context(const TlsIdentity& identity) {
         ErrorCode::kInvalidArgument,
         std::string("TLS: expected a certificate, its key and a client CA in PEM, found: ") +
             error.what());
+  }
+  const X509* certificate = SSL_CTX_get0_certificate(context->native_handle());
+  if (X509_cmp_current_time(X509_get0_notAfter(certificate)) < 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "TLS: expected a certificate that is good, found one that has expired");
   }
   context->set_verify_mode(ssl::verify_peer | ssl::verify_fail_if_no_peer_cert);
   return context;

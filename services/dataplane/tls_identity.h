@@ -30,7 +30,8 @@ struct TlsIdentity {
 [[nodiscard]] TlsIdentity read_tls_files(const TlsFiles& files);
 
 /// Returns a context for servers that asks for a client's certificate. Throws `kInvalidArgument`
-/// for what is no PEM, and for a key that is not the certificate's.
+/// for what is no PEM, for a key that is not the certificate's, and for a certificate that has
+/// expired.
 [[nodiscard]] std::shared_ptr<boost::asio::ssl::context> make_tls_context(
     const TlsIdentity& identity);
 

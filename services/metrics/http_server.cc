@@ -11,11 +11,12 @@
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/http.hpp>
 
+#include <map>
 #include <netinet/in.h>
 #include <optional>
+#include <regex>
 #include <sys/socket.h>
 #include <thread>
-#include <unordered_set>
 #include <vector>
 
 namespace kvtier::services {
@@ -29,10 +30,12 @@ using Stream = beast::basic_stream<asio::generic::stream_protocol>;
 using Request = http::request<http::empty_body>;
 using Response = http::response<http::string_body>;
 
-/// Returns the host of "host", "host:port" and "[v6]:port".
+/// Returns the host of "host", "host:port" and "[v6]:port"; empty for anything else.
 std::string host_of(const std::string& authority) {
-  if (authority.starts_with('[')) return authority.substr(1, authority.find(']') - 1);
-  return authority.substr(0, authority.find(':'));
+  static const std::regex form(R"((?:\[([0-9A-Fa-f:.]+)\]|([0-9A-Za-z.-]+))(?::[0-9]{1,5})?)");
+  std::smatch parts;
+  if (authority.size() > 300 || !std::regex_match(authority, parts, form)) return "";
+  return parts[1].matched ? parts[1].str() : parts[2].str();
 }
 
 bool is_local(const std::string& authority) {
@@ -63,7 +66,7 @@ class HttpServer::Impl {
     listener_.stop();
     asio::post(loop_, [this] {
       work_.reset();
-      for (Connection* connection : connections_) connection->close();
+      for (const auto& [number, connection] : connections_) connection->close();
     });
     thread_.join();
   }
@@ -77,10 +80,10 @@ class HttpServer::Impl {
   class Connection : public std::enable_shared_from_this<Connection> {
    public:
     Connection(Impl& server, asio::generic::stream_protocol::socket socket)
-        : server_(server), stream_(std::move(socket)) {
-      server_.connections_.insert(this);
+        : server_(server), stream_(std::move(socket)), number_(++server.last_number_) {
+      server_.connections_.emplace(number_, this);
     }
-    ~Connection() { server_.connections_.erase(this); }
+    ~Connection() { server_.connections_.erase(number_); }
     Connection(const Connection&) = delete;  // its address is held by handlers
     Connection& operator=(const Connection&) = delete;
 
@@ -95,6 +98,7 @@ class HttpServer::Impl {
                        });
     }
     void close() { stream_.close(); }
+    [[nodiscard]] bool was_asked() const noexcept { return was_asked_; }
 
    private:
     void on_read(const error_code& error) {
@@ -113,7 +117,8 @@ class HttpServer::Impl {
 
     HttpResponse answer(const Request& request) const {
       const std::string host(request[http::field::host]);
-      if (!server_.options_.endpoint.is_unix && !is_local(host)) {
+      const bool is_one = request.count(http::field::host) == 1;
+      if (!server_.options_.endpoint.is_unix && !(is_one && is_local(host))) {
         return make(403, "expected a loopback host");
       }
       if (request.method() != http::verb::get) return make(405, "GET only");
@@ -133,6 +138,7 @@ class HttpServer::Impl {
     }
 
     void write(HttpResponse answer, bool keep_alive) {
+      was_asked_ = true;
       response_.emplace();
       response_->result(static_cast<unsigned>(answer.status));
       response_->set(http::field::content_type, answer.type);
@@ -158,6 +164,8 @@ class HttpServer::Impl {
 
     Impl& server_;
     Stream stream_;
+    const std::uint64_t number_;
+    bool was_asked_ = false;
     beast::flat_buffer buffer_{16384};
     std::optional<http::request_parser<http::empty_body>> parser_;
     std::optional<Response> response_;
@@ -172,8 +180,20 @@ class HttpServer::Impl {
       ::close(fd);
       return;
     }
-    if (connections_.size() >= options_.max_connections) return;
+    if (connections_.size() >= options_.max_connections && !make_room()) return;
     std::make_shared<Connection>(*this, std::move(socket))->read();
+  }
+
+  /// Ends the oldest connection that has sent no request yet.
+  bool make_room() {
+    for (const auto& [number, connection] : connections_) {
+      if (connection->was_asked()) continue;
+      const auto ended = connection->shared_from_this();
+      connections_.erase(std::uint64_t{number});
+      ended->close();
+      return true;
+    }
+    return false;
   }
 
   static int address_family(int fd) {
@@ -187,7 +207,8 @@ class HttpServer::Impl {
   asio::io_context loop_{1};
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work_{
       asio::make_work_guard(loop_)};
-  std::unordered_set<Connection*> connections_;  ///< Used by `thread_` only.
+  std::map<std::uint64_t, Connection*> connections_;  ///< Oldest first; used by `thread_` only.
+  std::uint64_t last_number_ = 0;
   Listener listener_;
   std::thread thread_;
 };

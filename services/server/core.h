@@ -104,6 +104,9 @@ class Core {
 
   [[nodiscard]] const Tenants& tenants() const noexcept { return tenants_; }
 
+  /// As `Tenants::replace`.
+  void replace_tenants(const std::vector<TenantConfig>& configs) { tenants_.replace(configs); }
+
   void create_session(const Call& call, const v1::CreateSessionRequest& request,
                       v1::CreateSessionResponse& response, Done done);
   void get_session(const Call& call, const v1::GetSessionRequest& request,

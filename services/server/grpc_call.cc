@@ -2,6 +2,8 @@
 
 #include "services/grpc_time.h"
 
+#include <iterator>
+
 namespace kvtier::services {
 namespace {
 
@@ -10,8 +12,12 @@ constexpr std::string_view kBearer = "Bearer ";
 Credentials credentials_of(const grpc::CallbackServerContext& context) {
   Credentials credentials;
   const auto [first, last] = context.client_metadata().equal_range("authorization");
-  for (auto it = first; it != last; ++it) {
-    const std::string_view value(it->second.data(), it->second.size());
+  if (std::distance(first, last) > 1) {
+    throw ServiceError(Code::kUnauthenticated, "UNAUTHENTICATED",
+                       "expected one authorization header, found several");
+  }
+  if (first != last) {
+    const std::string_view value(first->second.data(), first->second.size());
     if (value.starts_with(kBearer)) credentials.bearer_token = value.substr(kBearer.size());
   }
   const auto auth = context.auth_context();

@@ -101,6 +101,49 @@ TenantConfig tenant_of(const nlohmann::json& entry) {
   return tenant;
 }
 
+/// Throws as the constructor of `Tenants`.
+void check_tenants(const std::vector<TenantConfig>& configs) {
+  if (configs.size() > kMaxTenants) bad("expected at most " + std::to_string(kMaxTenants));
+  std::set<std::string> seen;
+  const auto once = [&seen](const std::string& kind, const std::string& value) {
+    if (!seen.insert(kind + " " + value).second) bad(kind + ": two tenants share one");
+  };
+  for (const TenantConfig& config : configs) {
+    if (!is_name(config.name)) bad("name: expected 1 to 64 of a-z, 0-9, _, . and -");
+    once("name", config.name);
+    if (config.token_sha256.empty() && config.certificate.empty()) {
+      bad(config.name + ": expected token_sha256 or certificate, found neither");
+    }
+    if (!config.token_sha256.empty()) {
+      if (config.token_sha256.size() != 64 || !all_in(config.token_sha256, "0123456789abcdef")) {
+        bad(config.name + ": token_sha256: expected 64 hex digits, lower case");
+      }
+      once("token_sha256", config.token_sha256);
+    }
+    if (!config.certificate.empty()) once("certificate", config.certificate);
+  }
+}
+
+/// Parses, and refuses a key that stands twice in an object: the last would win.
+nlohmann::json parse_once(const std::string& text) {
+  using Event = nlohmann::json::parse_event_t;
+  std::vector<std::set<std::string>> keys;
+  std::string twice;
+  auto root = nlohmann::json::parse(
+      text,
+      [&](int /*depth*/, Event event, nlohmann::json& parsed) {
+        if (event == Event::object_start) keys.emplace_back();
+        if (event == Event::object_end) keys.pop_back();
+        if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
+          twice = parsed.get<std::string>();
+        }
+        return true;
+      },
+      false);
+  if (!twice.empty()) bad("expected each key once, found " + twice + " twice");
+  return root;
+}
+
 /// Adds `amount` unless the sum would pass `limit`.
 bool add_below(std::atomic<std::int64_t>& sum, std::int64_t amount, std::int64_t limit) noexcept {
   std::int64_t now = sum.load();
@@ -141,6 +184,11 @@ void Tenant::set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noe
   max_kv_bytes_ = max_kv_bytes;
 }
 
+void Tenant::set_limits(const TenantLimits& limits) noexcept {
+  set_quota(limits.max_sessions, limits.max_kv_bytes);
+  max_inflight_ = limits.max_inflight_bytes;
+}
+
 void Tenant::charge_session() {
   const std::int64_t limit = max_sessions_;
   if (!add_below(sessions_, 1, limit)) {
@@ -168,7 +216,7 @@ bool Tenant::take(Shared what, std::int64_t amount, std::int64_t whole) noexcept
 }
 
 bool Tenant::take_inflight(std::int64_t bytes) noexcept {
-  return add_below(inflight_, bytes, max_inflight_);
+  return add_below(inflight_, bytes, max_inflight_.load());
 }
 
 Tenants::Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& default_limits)
@@ -177,30 +225,31 @@ Tenants::Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& d
     all_.push_back(std::make_unique<Tenant>(0, TenantConfig{"default", "", "", default_limits}));
     return;
   }
-  if (configs.size() > kMaxTenants) bad("expected at most " + std::to_string(kMaxTenants));
-  std::set<std::string> seen;
-  const auto once = [&seen](const std::string& kind, const std::string& value) {
-    if (!seen.insert(kind + " " + value).second) bad(kind + ": two tenants share one");
-  };
-  for (TenantConfig& config : configs_) {
-    if (!is_name(config.name)) bad("name: expected 1 to 64 of a-z, 0-9, _, . and -");
-    once("name", config.name);
-    if (config.token_sha256.empty() && config.certificate.empty()) {
-      bad(config.name + ": expected token_sha256 or certificate, found neither");
-    }
-    if (!config.token_sha256.empty()) {
-      if (config.token_sha256.size() != 64 || !all_in(config.token_sha256, "0123456789abcdef")) {
-        bad(config.name + ": token_sha256: expected 64 hex digits, lower case");
-      }
-      once("token_sha256", config.token_sha256);
-    }
-    if (!config.certificate.empty()) once("certificate", config.certificate);
+  check_tenants(configs);
+  for (const TenantConfig& config : configs_) {
     all_.push_back(
         std::make_unique<Tenant>(static_cast<std::uint32_t>(all_.size()), config, configs_.size()));
   }
 }
 
+void Tenants::replace(const std::vector<TenantConfig>& configs) {
+  check_tenants(configs);
+  std::vector<TenantConfig> fresh;
+  for (const auto& tenant : all_) fresh.push_back({tenant->name(), "", "", tenant->limits()});
+  for (const TenantConfig& config : configs) {
+    const auto place = std::ranges::find(fresh, config.name, &TenantConfig::name);
+    if (place == fresh.end()) {
+      bad("expected tenants of the start, found " + config.name + ": a new one needs a restart");
+    }
+    *place = config;
+  }
+  const std::unique_lock lock(mutex_);
+  configs_ = std::move(fresh);
+  for (std::size_t i = 0; i < all_.size(); ++i) all_[i]->set_limits(configs_[i].limits);
+}
+
 Tenant& Tenants::authenticate(const Credentials& credentials) const {
+  const std::shared_lock lock(mutex_);
   if (configs_.empty()) return *all_.front();
   const bool has_token =
       !credentials.bearer_token.empty() && credentials.bearer_token.size() <= kMaxToken;
@@ -233,7 +282,7 @@ Tenant& Tenants::by_name(const std::string& name) const {
 }
 
 std::vector<TenantConfig> parse_tenants(const std::string& json) {
-  const nlohmann::json root = nlohmann::json::parse(json, nullptr, false);
+  const nlohmann::json root = parse_once(json);
   if (!root.is_object() || root.size() != 1 || !root.contains("tenants") ||
       !root["tenants"].is_array()) {
     bad("expected {\"tenants\": [...]}, found something else");

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +48,7 @@ class Tenant {
   [[nodiscard]] int weight() const noexcept { return weight_; }
   [[nodiscard]] TenantLimits limits() const noexcept;
   void set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept;
+  void set_limits(const TenantLimits& limits) noexcept;
 
   /// Throws RESOURCE_EXHAUSTED when the session, or the bytes, would pass a limit.
   void charge_session();
@@ -83,7 +85,7 @@ class Tenant {
   const std::array<std::int64_t, kNumShared> shares_;
   std::array<std::atomic<std::int64_t>, kNumShared> held_{};
   std::atomic<std::int64_t> max_sessions_, max_kv_bytes_;
-  const std::int64_t max_inflight_;
+  std::atomic<std::int64_t> max_inflight_;
   const int weight_;
   std::atomic<std::int64_t> sessions_{0}, kv_bytes_{0}, inflight_{0};
   ReplayCache replies_;
@@ -98,12 +100,17 @@ struct Credentials {
 };
 
 /// The tenants of a server. Without any configured, every caller is the tenant "default".
-/// Immutable, so thread-safe.
+/// Thread-safe. No tenant goes while the server runs.
 class Tenants {
  public:
   /// Throws `kInvalidArgument` for names that are not [a-z0-9_.-]{1,64}, digests that are none, and
   /// whatever two tenants share.
   explicit Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& default_limits);
+
+  /// From now on tenants have these credentials and limits; one that is not among them has no
+  /// credentials any more. Throws as the constructor, and for a tenant that was not there at the
+  /// start; nothing has changed then.
+  void replace(const std::vector<TenantConfig>& configs);
 
   /// Throws UNAUTHENTICATED, with no hint, when the credentials are no tenant's, or of two.
   [[nodiscard]] Tenant& authenticate(const Credentials& credentials) const;
@@ -113,7 +120,8 @@ class Tenants {
 
  private:
   std::vector<std::unique_ptr<Tenant>> all_;
-  std::vector<TenantConfig> configs_;  ///< Empty: one tenant for all.
+  mutable std::shared_mutex mutex_;    ///< Guards `configs_`.
+  std::vector<TenantConfig> configs_;  ///< In the order of `all_`; empty: one tenant for all.
 };
 
 /// Reads {"tenants": [{"name", "token_sha256", "certificate", "max_sessions", "max_kv_bytes",

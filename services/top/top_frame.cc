@@ -89,6 +89,9 @@ class Frame {
   }
   void line(const std::string& text, const char* color = "") {
     std::string shown = text.substr(0, style_.columns);
+    // Names come from elsewhere; a terminal must find nothing in them to obey.
+    std::ranges::replace_if(
+        shown, [](unsigned char c) { return c < 0x20 || c > 0x7E; }, '?');
     if (style_.color && *color != '\0')
       shown = std::string("\033[") + color + "m" + shown + "\033[0m";
     lines_.push_back(std::move(shown));

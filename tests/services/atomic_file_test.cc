@@ -4,7 +4,10 @@
 
 #include "tests/services/trace_fixture.h"
 
+#include <filesystem>
 #include <fstream>
+#include <string>
+#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
@@ -35,6 +38,19 @@ TEST_F(AtomicFileTest, ReplacesTheFormerFile) {
   AtomicFile(file("a.json")).commit("new");
 
   EXPECT_EQ(read_text(file("a.json")), "new");
+}
+
+TEST_F(AtomicFileTest, WritesThroughNoLinkOfItsTemporaryName) {
+  std::ofstream(file("victim")) << "kept";
+  const std::string temporary = file("a.json").string() + ".tmp." + std::to_string(::getpid());
+  for (const std::string& name : {temporary, temporary + ".0"}) {
+    std::filesystem::create_symlink(file("victim"), name);
+  }
+  AtomicFile(file("a.json")).commit("new");
+
+  EXPECT_EQ(read_text(file("victim")), "kept");
+  EXPECT_EQ(read_text(file("a.json")), "new");
+  EXPECT_FALSE(std::filesystem::is_symlink(file("a.json")));
 }
 
 TEST_F(AtomicFileTest, RejectsPlacesThatCannotBeWrittenAtOnce) {

@@ -5,6 +5,7 @@
 #include "services/server/server.h"
 
 #include <CLI/CLI.hpp>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -199,27 +199,39 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
     int code;
     std::string message;
   };
-  for (const Case& c : std::vector<Case>{
-           {{"--config", write("a.toml", "lsiten = \"x\"\n")}, 2, "found lsiten"},
-           {{"--config", write("b.toml", "[section]\nlisten = \"x\"\n")}, 2, "section.listen"},
-           {{"--config", write("c.toml", "max-sessions = 0\n")}, 2, "max-sessions"},
-           {{"--config", "/no/such/file"}, 2, "readable file"},
-           {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
-           {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
-           {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
-           {{"--listen", "http://x"}, 1, "unix:PATH or tcp:HOST:PORT"},
-           {{"--listen", "unix:relative"}, 1, "ABSOLUTE"},
-           {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 1, "together"},
-           {{"--tenants", "/no/such/file"}, 1, "readable file"},
-           {{"--tenants", tenants}, 1, "a-z"},
-           {{"--backend", "tpu"}, 2, "--backend"},
-           {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
-           {{"--config", write("d.toml", "read-ahead = \"soon\"\n")}, 2, "read-ahead"},
-           {{"--page-policy", "fifo"}, 2, "--page-policy"},
-           {{"--config", write("e.toml", "hot-policy = \"s3_fifo\"\n")}, 2, "hot-policy"},
-           {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
-           {{"--lease-seconds", "-1"}, 2, "--lease-seconds"},
-           {{"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"}}) {
+  for (const Case& c : std::vector<Case> {
+         {{"--config", write("a.toml", "lsiten = \"x\"\n")}, 2, "found lsiten"},
+             {{"--config", write("b.toml", "[section]\nlisten = \"x\"\n")}, 2, "section.listen"},
+             {{"--config", write("c.toml", "max-sessions = 0\n")}, 2, "max-sessions"},
+             {{"--config", "/no/such/file"}, 2, "readable file"},
+             {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
+             {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
+             {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
+             {{"--listen", "http://x"}, 1, "unix:PATH or tcp:HOST:PORT"},
+             {{"--listen", "unix:relative"}, 1, "ABSOLUTE"},
+             {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 1, "together"},
+             {{"--tenants", "/no/such/file"}, 1, "readable file"},
+             {{"--tenants", tenants}, 1, "a-z"}, {{"--backend", "tpu"}, 2, "--backend"},
+             {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
+             {{"--config", write("d.toml", "read-ahead = \"soon\"\n")}, 2, "read-ahead"},
+             {{"--page-policy", "fifo"}, 2, "--page-policy"},
+             {{"--config", folder_.string()}, 2, "found the folder"},
+             {{"--tenants", folder_.string()}, 1, "found the folder"},
+             {{"--config", write("f.toml", "\nread-ahead = 7\n")}, 2, "f.toml:2: read-ahead"},
+             {{"--config", write("g.toml", "max-models = \"x\"\n")}, 2, "g.toml:1: "},
+             {{"--memcached", "a b:1"}, 2, "white space"},
+             {{"--disk-cache", ""}, 2, "expected a folder"},
+             {{"--calibration", "/no/such/file"}, 2, "does not exist"},
+             {{"--prefetch-rows"}, 1, "hot-memory-mib above 0"},
+#if !defined(KVTIER_WITH_CUDA)
+             {{"--backend", "cuda"}, 1, "expected a build with CUDA"},
+#endif
+             {{"--config", write("e.toml", "hot-policy = \"s3_fifo\"\n")}, 2, "hot-policy"},
+             {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
+             {{"--lease-seconds", "-1"}, 2, "--lease-seconds"}, {
+           {"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"
+         }
+       }) {
     const auto server = serve(c.arguments);
     EXPECT_EQ(server->read_line(), "") << c.message;
     EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();

@@ -120,6 +120,28 @@ TEST_F(HttpServerTest, ClosesConnectionsThatAreTooMany) {
   EXPECT_EQ(first.get("/").status, 200);
 }
 
+TEST_F(HttpServerTest, SilentConnectionsMakeRoomForThoseThatAsk) {
+  HttpOptions options = this->options();
+  options.max_connections = 2;
+  start(options);
+  HttpClient first = client();
+  EXPECT_EQ(first.get("/").status, 200);
+  HttpClient silent = client();
+  HttpClient third = client();
+  EXPECT_EQ(third.get("/").status, 200);
+  EXPECT_TRUE(silent.closed_by_peer());
+  EXPECT_EQ(first.get("/").status, 200);
+}
+
+TEST_F(HttpServerTest, HostsThatAreNoneAreRefused) {
+  start(options());
+  for (const std::string hosts :
+       {"Host: [::1]evil.com\r\n", "Host: 127.0.0.1:80@evil.com\r\n", "Host: localhost:x\r\n",
+        "Host: localhost\r\nHost: evil.com\r\n", "Host: localhost\r\nHost: localhost\r\n"}) {
+    EXPECT_EQ(client().send("GET / HTTP/1.1\r\n" + hosts + "\r\n").status, 403) << hosts;
+  }
+}
+
 TEST_F(HttpServerTest, ListensOnThisMachineOnly) {
   for (const char* text : {"tcp:0.0.0.0:0", "tcp:192.0.2.1:0", "tcp:[::]:0"}) {
     HttpOptions options = this->options();

@@ -136,6 +136,46 @@ TEST(Tenants, ConfigurationIsChecked) {
   EXPECT_THAT(problem(R"({"tenants": [)" + first + "," + first + "]}"), HasSubstr("share"));
 }
 
+TEST(Tenants, KeysThatStandTwiceAreRefused) {
+  for (const char* json : {R"({"tenants": [{"name": "a", "token_sha256": "x", "name": "b"}]})",
+                           R"({"tenants": [], "tenants": [{"name": "a"}]})"}) {
+    try {
+      (void)parse_tenants(json);
+      ADD_FAILURE() << json;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("twice")) << json;
+    }
+  }
+}
+
+TEST(Tenants, AreReplacedWholeOrNotAtAll) {
+  Tenants tenants({tenant_with("alpha", kSecretDigest),
+                   tenant_with("beta", std::string(64, 'a'), "beta.example")},
+                  {});
+  Tenant& alpha = tenants.by_name("alpha");
+  const auto refused = [&](const std::vector<TenantConfig>& configs) {
+    try {
+      tenants.replace(configs);
+      return std::string("accepted");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      return std::string(error.what());
+    }
+  };
+  EXPECT_THAT(refused({tenant_with("gamma", kSecretDigest)}), HasSubstr("gamma: a new one"));
+  EXPECT_THAT(refused({tenant_with("alpha", "short")}), HasSubstr("64 hex digits"));
+  EXPECT_EQ(&tenants.authenticate({.bearer_token = "secret"}), &alpha);
+
+  TenantConfig fresh = tenant_with("alpha", std::string(64, 'b'), "alpha.example");
+  fresh.limits.max_inflight_bytes = 10;
+  tenants.replace({fresh});
+  EXPECT_EQ(reason_of(tenants, {.bearer_token = "secret"}), "UNAUTHENTICATED");
+  EXPECT_EQ(reason_of(tenants, {.certificate_names = {"beta.example"}}), "UNAUTHENTICATED");
+  EXPECT_EQ(&tenants.authenticate({.certificate_names = {"alpha.example"}}), &alpha);
+  EXPECT_FALSE(alpha.take_inflight(11));
+  EXPECT_EQ(tenants.by_name("beta").name(), "beta") << "what it holds is still to be counted";
+}
+
 TEST(Tenants, LimitsDoNotOverflow) {
   TenantConfig config = tenant_with("a", kSecretDigest);
   config.limits.max_kv_bytes = 100;

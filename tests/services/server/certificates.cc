@@ -44,13 +44,14 @@ void extend(X509& certificate, X509* issuer, int nid, const std::string& value) 
   X509_EXTENSION_free(extension);
 }
 
-X509Pointer make_certificate(const std::string& name, EVP_PKEY* key, X509* issuer) {
+X509Pointer make_certificate(const std::string& name, EVP_PKEY* key, X509* issuer,
+                             long seconds = 86400) {
   X509Pointer certificate(X509_new());
   X509_set_version(certificate.get(), 2);
   ASN1_INTEGER_set(X509_get_serialNumber(certificate.get()),
                    static_cast<long>(std::random_device{}() & 0x7FFFFFFFU));
   X509_gmtime_adj(X509_getm_notBefore(certificate.get()), -3600);
-  X509_gmtime_adj(X509_getm_notAfter(certificate.get()), 86400);
+  X509_gmtime_adj(X509_getm_notAfter(certificate.get()), seconds);
   X509_set_pubkey(certificate.get(), key);
   X509_NAME* subject = X509_get_subject_name(certificate.get());
   X509_NAME_add_entry_by_txt(subject, "CN", MBSTRING_ASC,
@@ -78,13 +79,13 @@ Authority::Authority(const std::filesystem::path& folder, const std::string& nam
   write(own_, certificate.get(), key.get());
 }
 
-Certificate Authority::issue(const std::string& dns_name) const {
+Certificate Authority::issue(const std::string& dns_name, long seconds) const {
   const X509Pointer issuer(
       PEM_read_X509(open_file(own_.certificate, "r").get(), nullptr, nullptr, nullptr));
   const Key issuer_key(
       PEM_read_PrivateKey(open_file(own_.key, "r").get(), nullptr, nullptr, nullptr));
   const Key key(EVP_EC_gen("P-256"));
-  const X509Pointer certificate = make_certificate(dns_name, key.get(), issuer.get());
+  const X509Pointer certificate = make_certificate(dns_name, key.get(), issuer.get(), seconds);
   extend(*certificate, issuer.get(), NID_subject_alt_name,
          "DNS:" + dns_name + (dns_name == "localhost" ? ",IP:127.0.0.1" : ""));
   X509_sign(certificate.get(), issuer_key.get(), EVP_sha256());

@@ -18,7 +18,7 @@ class Authority {
   /// Path of the authority's own certificate.
   [[nodiscard]] const std::string& certificate() const noexcept { return own_.certificate; }
   /// Issues a certificate for a DNS name; "localhost" also for 127.0.0.1.
-  [[nodiscard]] Certificate issue(const std::string& dns_name) const;
+  [[nodiscard]] Certificate issue(const std::string& dns_name, long seconds = 86400) const;
 
  private:
   std::filesystem::path folder_;

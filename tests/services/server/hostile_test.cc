@@ -101,6 +101,21 @@ TEST_F(HostileTest, EveryMethodNeedsCredentialsWhereTenantsAreConfigured) {
   }
 }
 
+TEST_F(HostileTest, TwoAuthorizationHeadersAreNone) {
+  ServerOptions options = this->options();
+  options.core.tenants = two_tenants();
+  options.core.tenants[0].token_sha256 =  // of "secret"
+      "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
+  start(options);
+  const std::string method = "/kvtier.v1.SessionService/ListSessions";
+  EXPECT_TRUE(call(method, "", {{"authorization", "Bearer secret"}}).status.ok());
+  for (const std::string other : {"Bearer wrong", "Bearer secret", "Basic x"}) {
+    EXPECT_EQ(call(method, "", {{"authorization", other}, {"authorization", "Bearer secret"}})
+                  .status.error_code(),
+              grpc::StatusCode::UNAUTHENTICATED);
+  }
+}
+
 TEST_F(HostileTest, GarbageEndsNothing) {
   start();
   const auto seed = std::random_device{}();

@@ -147,6 +147,22 @@ TEST_F(TlsTest, ReloadNeedsTls) {
   EXPECT_THROW(server_->reload_tls(), Error);
 }
 
+TEST_F(TlsTest, CertificatesThatHaveExpiredAreRefused) {
+  const Authority authority(folder_, "late");
+  const Certificate late = authority.issue("late", -60);
+  ServerOptions options = this->options();
+  options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
+  options.tls = {
+      .certificate = late.certificate, .key = late.key, .client_ca = authority.certificate()};
+  try {
+    const Server server(options);
+    FAIL() << "started";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("has expired"));
+  }
+}
+
 TEST_F(TlsTest, ServerNeedsFilesThatAreThere) {
   ServerOptions options = this->options();
   options.listen = {parse_endpoint("tcp:127.0.0.1:0")};

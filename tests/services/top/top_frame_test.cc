@@ -119,5 +119,18 @@ TEST(TopFrame, ColorsAreEscapesAroundWholeLines) {
   EXPECT_EQ(lines.front(), "\033[1;32mkvtier 1.2\033[0m");
 }
 
+TEST(TopFrame, ShowsNothingThatATerminalObeys) {
+  const Exposition hostile = Exposition::parse(
+      "kvtier_server_state{state=\"\x1b]0;pwned\x07\"} 1\n"
+      "kvtier_tenant_used_bytes{tenant=\"\x1b[31m\\nx\xc2\x9b\"} 1\n");
+  const std::vector<std::string> lines =
+      top_frame({.before = hostile, .now = hostile, .seconds = 1}, {.color = false});
+  EXPECT_THAT(lines, Contains(HasSubstr("?]0;pwned?")));
+  EXPECT_THAT(lines, Contains(HasSubstr("?[31m?x??")));
+  for (const std::string& line : lines) {
+    for (const char c : line) EXPECT_TRUE(c >= 0x20 && c <= 0x7E) << line;
+  }
+}
+
 }  // namespace
 }  // namespace kvtier::services

@@ -1,0 +1,35 @@
+#include "services/client/peer.h"
+
+#include "kvtier/error.h"
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+void check_user(uid_t user) {
+  const uid_t own = ::geteuid();
+  if (user == own || user == 0 || own == 0) return;
+  throw Error(ErrorCode::kFailedPrecondition,
+              "client: expected a server of user " + std::to_string(own) +
+                  " or root, found one of user " + std::to_string(user));
+}
+
+}  // namespace
+
+void check_peer(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0) check_user(peer.uid);
+}
+
+void check_owner(const std::string& path) {
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0) return;
+  check_user(status.st_uid);
+  if (::stat(path.c_str(), &status) == 0) check_user(status.st_uid);
+}
+
+}  // namespace kvtier::services
