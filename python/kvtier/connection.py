@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
+import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -28,6 +30,27 @@ T = TypeVar("T")
 _MAX_MESSAGE_BYTES = 4 << 20
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
+
+
+def _check_user(user: int) -> None:
+    if os.geteuid() not in (0, user) and user != 0:
+        raise make_error(
+            ErrorCode.FAILED_PRECONDITION.value,
+            f"client: expected a server of user {os.geteuid()} or root, found one of user {user}",
+        )
+
+
+def check_peer(connected: socket.socket) -> None:
+    """Raises unless the other end of a Unix socket is a process of this user, or of root."""
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    _check_user(struct.unpack("iII", found)[1])
+
+
+def check_owner(path: str) -> None:
+    """As `check_peer`, of who has made a socket, or a link to one; nothing when there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for status in (os.lstat(path), os.stat(path)):
+            _check_user(status.st_uid)
 
 
 @dataclass(frozen=True)
@@ -208,6 +231,7 @@ def _make_channel(options: ClientOptions) -> Any:
     ]
     server = options.server
     if server.startswith("unix:"):
+        check_owner(server.removeprefix("unix:"))
         return grpc.insecure_channel(server, options=arguments)
     if not server.startswith("tcp:"):
         raise invalid(f'client: server: expected unix:PATH or tcp:HOST:PORT, found "{server}"')

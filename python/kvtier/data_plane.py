@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvtier import frames, tensors
-from kvtier.connection import Connection
+from kvtier.connection import Connection, check_peer
 from kvtier.device import DeviceTensor
 from kvtier.errors import ClientError, Details, ErrorCode, make_error
 from kvtier.page_plane import Arena
@@ -74,6 +74,7 @@ class Channel:
         try:
             self._socket.settimeout(timeout)
             self._socket.connect(path)
+            check_peer(self._socket)
             self.staging = self._attach(token)
         except BaseException:
             self._socket.close()

@@ -9,6 +9,11 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    import google_crc32c
+except ImportError:
+    google_crc32c = None
+
 HEADER_BYTES = 40
 MAX_CONTROL_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 8 << 20
@@ -38,47 +43,54 @@ def aligned(size: int) -> int:
     return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _first_table() -> NDArray[np.uint32]:
+_CRC_BLOCK = 4096
+
+
+def _crc_terms() -> NDArray[np.uint32]:
+    """What a byte adds to the register when so many bytes of its block follow."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
-    return table.astype(np.uint32)
+    terms = np.empty((_CRC_BLOCK, 256), np.uint32)
+    terms[0] = table
+    for i in range(1, _CRC_BLOCK):
+        terms[i] = (terms[i - 1] >> 8) ^ terms[0][terms[i - 1] & 0xFF]
+    return terms
 
 
 class _Crc32c:
-    """CRC-32C is linear: that of a text is the exclusive or of a term per byte, which depends on
-    the byte and on how many follow, and a term of the length."""
+    """CRC-32C without google-crc32c. It is linear: the register after a block is the exclusive or
+    of a term per byte, the register before it having been added to the first four. The terms, of
+    one block, are 4 MiB; they are made by the first call."""
 
     def __init__(self) -> None:
-        self._terms = _first_table()[None, :]  # [bytes that follow, byte]
-        self._lengths = np.array([0], np.uint32)
+        self._terms: NDArray[np.uint32] | None = None
 
     def __call__(self, data: bytes) -> int:
-        size = len(data)
-        terms, lengths = self._terms, self._lengths
-        if size > len(terms) or size >= len(lengths):
-            terms, lengths = self._grow(size)
-        follow = np.arange(size - 1, -1, -1)
-        found = terms[follow, np.frombuffer(data, np.uint8)]
-        return int(np.bitwise_xor.reduce(found, initial=np.uint32(0)) ^ lengths[size])
-
-    def _grow(self, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        rows = max(2 * len(self._terms), size + 1, 1024)
-        first = self._terms[0]
-        terms = np.empty((rows, 256), np.uint32)
-        terms[0] = first
-        lengths = np.empty(rows, np.uint32)
-        state = np.uint32(0xFFFFFFFF)
-        for i in range(rows):
-            if i > 0:
-                terms[i] = (terms[i - 1] >> 8) ^ first[terms[i - 1] & 0xFF]
-            lengths[i] = ~state
-            state = (state >> np.uint32(8)) ^ first[state & np.uint32(0xFF)]
-        self._terms, self._lengths = terms, lengths  # each complete, for other threads
-        return terms, lengths
+        terms = self._terms
+        if terms is None:
+            terms = self._terms = _crc_terms()
+        state = 0xFFFFFFFF
+        for begin in range(0, len(data), _CRC_BLOCK):
+            block = np.frombuffer(data[begin : begin + _CRC_BLOCK], np.uint8).copy()
+            if len(block) < 4:
+                for byte in block.tolist():
+                    state = int(terms[0, (state ^ byte) & 0xFF]) ^ (state >> 8)
+                continue
+            block[:4] ^= np.frombuffer(state.to_bytes(4, "little"), np.uint8)
+            follow = np.arange(len(block) - 1, -1, -1)
+            state = int(np.bitwise_xor.reduce(terms[follow, block]))
+        return state ^ 0xFFFFFFFF
 
 
-crc32c = _Crc32c()
+slow_crc32c = _Crc32c()
+
+
+def crc32c(data: bytes) -> int:
+    """Returns the CRC-32C of `data`."""
+    if google_crc32c is None:
+        return slow_crc32c(data)
+    return int(google_crc32c.value(data))
 
 
 @dataclass(frozen=True)

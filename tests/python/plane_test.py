@@ -49,10 +49,12 @@ class FramesTest(unittest.TestCase):
         }
         for data, crc in known.items():
             self.assertEqual(frames.crc32c(data), crc)
+            self.assertEqual(frames.slow_crc32c(data), crc)
         source = random.Random(1)
-        for size in (1, 255, 1023, 1024, 1025, 3000):
+        for size in (1, 3, 4, 255, 1023, 3000, 4095, 4096, 4097, 4099, 4100, 8193):
             data = source.randbytes(size)
             self.assertEqual(frames.crc32c(data), bitwise_crc32c(data), size)
+            self.assertEqual(frames.slow_crc32c(data), bitwise_crc32c(data), size)
 
     def test_a_header_with_any_bit_turned_is_none(self) -> None:
         control = b"control"
