@@ -13,22 +13,22 @@ namespace {
 
 constexpr std::size_t kMostBytes = 512;
 
-/// Guards `log`, which threads of gRPC may use when its owner ends.
+/// Guards `grpc_sink`, which threads of gRPC may use when its owner ends.
 std::shared_mutex& log_mutex() {
   static auto* const mutex = new std::shared_mutex;
   return *mutex;
 }
-Log* log = nullptr;
+Log* grpc_sink = nullptr;
 
 void take(gpr_log_func_args* line) {
   const std::shared_lock lock(log_mutex());
-  if (log == nullptr) return;
+  if (grpc_sink == nullptr) return;
   LogLevel level = LogLevel::kWarning;
   if (line->severity == GPR_LOG_SEVERITY_DEBUG) level = LogLevel::kDebug;
   if (line->severity == GPR_LOG_SEVERITY_INFO) level = LogLevel::kInfo;
-  log->write({.level = level,
-              .event = "grpc",
-              .message = std::string_view(line->message).substr(0, kMostBytes)});
+  grpc_sink->write({.level = level,
+                    .event = "grpc",
+                    .message = std::string_view(line->message).substr(0, kMostBytes)});
 }
 
 }  // namespace
@@ -36,14 +36,14 @@ void take(gpr_log_func_args* line) {
 GrpcLog::GrpcLog(Log& to) {
   {
     const std::unique_lock lock(log_mutex());
-    log = &to;
+    grpc_sink = &to;
   }
   gpr_set_log_function(&take);
 }
 
 GrpcLog::~GrpcLog() {
   const std::unique_lock lock(log_mutex());
-  log = nullptr;
+  grpc_sink = nullptr;
 }
 
 }  // namespace kvtier::services
