@@ -28,13 +28,15 @@ void round_trip(std::span<const std::byte> control, Decode decode) {
 /// Runs nothing: no call of a server without sessions comes so far.
 class NoExecutor final : public Executor {
  public:
-  std::unique_ptr<Strand> make_strand() override { return std::make_unique<Line>(); }
+  std::unique_ptr<Strand> make_strand(const Lane& /*lane*/) override {
+    return std::make_unique<Line>();
+  }
   void finish() override {}
 
  private:
   class Line final : public Strand {
    public:
-    void enqueue(Start /*start*/, std::function<void()> /*task*/) override { std::abort(); }
+    void add(Start /*start*/, Task /*task*/) override { std::abort(); }
   };
 };
 

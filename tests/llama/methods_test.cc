@@ -90,8 +90,10 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
   model.head_dim = 64;
   const Config config = engine_config(model, {}, methods, 1000);
   EXPECT_THAT(config.validate(), IsEmpty());
-  EXPECT_THAT(config.extra_sketches, SizeIs(3)) << "signs share one, scalar codes do not";
+  EXPECT_THAT(config.extra_sketches, SizeIs(4))
+      << "256 signs, two scalar codes, and gaussian signs";
 
+  options.error_target = 0.0;
   options.set_socket();
   const std::vector<Method> paper = make_methods(options, left_out);
   ASSERT_THAT(paper, SizeIs(1));

@@ -115,52 +115,6 @@ TEST_F(AnswersTest, SeedsOfPlanesHaveRowsOfTheirOwn) {
   }
 }
 
-TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInFp8) {
-  options_.only = {"norm_aware"};
-  const std::vector<AnswerRow> rows = run();
-
-  ASSERT_EQ(rows.size(), 9U);
-  EXPECT_EQ(std::ranges::count(rows, "per_query_head", &AnswerRow::selection), 4);
-  EXPECT_EQ(std::ranges::count(rows, "per_kv_head", &AnswerRow::selection), 4);
-  EXPECT_EQ(rows[1].bits_per_token, 160.0);
-  for (std::size_t i = 1; i < 5; ++i) {
-    EXPECT_EQ(rows[i + 4].settings, rows[i].settings + ", fp8 rows");
-    EXPECT_NE(rows[i + 4].scores.kl, rows[i].scores.kl);
-  }
-}
-
-TEST_F(AnswersTest, SeedsOfPlanesHaveRowsOfTheirOwn) {
-  options_.only = {"norm_aware"};
-  options_.plane_seeds = {3};
-  const std::vector<AnswerRow> rows = run();
-
-  ASSERT_EQ(rows.size(), 11U);
-  const auto row = [&](const std::string& settings) {
-    return *std::ranges::find(rows, settings, &AnswerRow::settings);
-  };
-  for (const std::string planes : {"128 planes", "256 planes"}) {
-    EXPECT_EQ(row(planes + ", seed 3").selection, "per_query_head");
-    EXPECT_NE(row(planes + ", seed 3").scores.kl, row(planes).scores.kl);
-  }
-}
-
-TEST_F(AnswersTest, FilledRowsCountWhatIsNotAttended) {
-  options_.only = {"norm_aware"};
-  options_.planes = 128;
-  options_.filled = true;
-  options_.plane_seeds = {3};
-  const std::vector<AnswerRow> rows = run();
-
-  ASSERT_EQ(rows.size(), 7U);
-  for (std::size_t i = 1; i < 4; ++i) {
-    EXPECT_EQ(rows[i + 3].settings, rows[i].settings + ", filled");
-    EXPECT_EQ(rows[i + 3].selection, rows[i].selection);
-    if (rows[i].selection == "per_kv_head") continue;
-    // Attention of random weights is spread over all tokens.
-    EXPECT_LT(rows[i + 3].scores.kl, rows[i].scores.kl);
-  }
-}
-
 TEST_F(AnswersTest, OwnSelectorsRunWithOtherPlanes) {
   options_.only = {"norm_aware", "soft_collision"};
   const std::vector<AnswerRow> usual = run();
