@@ -14,9 +14,9 @@
 /// Host functions for launches of the kernels that select on chip.
 namespace kvtier::scoring::cuda {
 
-/// Shared memory of a block that leaves room for one of the kernels before, so that sketches are
-/// read while those run.
-inline constexpr int kRoomyBytes = 180 * 1024;
+/// Shared memory of a block that leaves room for one of the kernels before, an append of scalar
+/// codes with 48 KiB too, so that sketches are read while those run.
+inline constexpr int kRoomyBytes = 177 * 1024;
 inline constexpr int kMostBytes = 216 * 1024;
 
 template <typename Kernel>

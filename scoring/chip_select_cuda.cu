@@ -344,7 +344,8 @@ void launch_two(cudaStream_t stream, const FilterArgs& args, const ChipInput& in
   const int groups = request.kv.kv_heads * request.rows.count;
   const int chunks = sign_chunks(request.params);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int parts = std::max(std::min(processors, kChipParts) / groups, 1);
+  const int parts = std::clamp(std::min(processors, kChipParts) / groups, 1,
+                               projections_of(request.params, chunks));
   const auto bytes = [chunks](int stages) {
     return kChipTableBytes + chip_ring_bytes(stages, chunks);
   };

@@ -93,7 +93,9 @@ class ChipHeads {
   transfer::cuda::RawPiece raw_{};
 };
 
-/// The block's share of all planes, and the first threads, whole warps, that project the heads onto
+/// The block's share of all planes, at least one where there are no more blocks than planes: each
+/// block must post, for the epoch goes on when all have (`ChipPeers`), and one that starts late
+/// would wait for the next. And the first threads, whole warps, that project the heads onto
 /// them: the others have time to start the copies of sketches.
 struct ChipPlanes {
   int first;
@@ -102,9 +104,9 @@ struct ChipPlanes {
 
   __device__ ChipPlanes(const FilterArgs& args, int all, const ChipPeers& peers) {
     const int blocks = static_cast<int>(peers.blocks);
-    const int each = (all + blocks - 1) / blocks;
-    first = static_cast<int>(peers.rank) * each;
-    count = max(min(each, all - first), 0);
+    const int rank = static_cast<int>(peers.rank);
+    first = rank * all / blocks;
+    count = (rank + 1) * all / blocks - first;
     const int group = args.request.kv.group();
     const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
     workers = min((most + 31) / 32 * 32, kChipThreads);
@@ -176,7 +178,7 @@ __device__ inline float project(const FilterArgs& args, const ChipPlanes& share,
 
 /// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
 /// a scalar code.
-__device__ inline int projections_of(const ScoreParams& params, int chunks) {
+__host__ __device__ inline int projections_of(const ScoreParams& params, int chunks) {
   return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
 }
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+google_crc32c: Any
 try:
     import google_crc32c
 except ImportError:

@@ -71,9 +71,6 @@ class LineReader {
       value += peek() == 'n' ? '\n' : peek();
     }
     ++at_;
-    // What is shown on a terminal is nothing that it would obey.
-    std::ranges::replace_if(
-        value, [](unsigned char c) { return c < 0x20 || c > 0x7E; }, '?');
     return value;
   }
 
