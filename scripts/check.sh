@@ -53,6 +53,8 @@ if command -v python3 >/dev/null; then
   echo "docs/performance.md and its plot are those of benchmarks/results"
   python3 benchmarks/quality/report.py --check
   echo "docs/quality.md is that of benchmarks/results"
+  python3 benchmarks/quality/real_model.py --check
+  echo "the tables of docs/method.md are those of benchmarks/results"
 else
   echo "python3 is not installed: docs/performance.md and docs/quality.md are not compared with the results"
 fi

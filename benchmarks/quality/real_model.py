@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/method.md, and its plot, from the runs of `kvtier-llama eval` on SmolLM2.
+
+    benchmarks/quality/real_model.py            # needs matplotlib for the plot
+    benchmarks/quality/real_model.py --check    # compares the tables, writes nothing
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "method.md"
+PLOT = ROOT / "docs" / "quality" / "smollm2.svg"
+FIXED = "2026-11-23-h200-smollm2.json"
+TARGETS = ("0.032", "0.045", "0.063", "0.089")
+STEPS = "2026-11-23-h200-priority-step.json"
+
+KINDS = ("continuation", "copying", "needles")
+SPARSITIES = (10, 33, 100)
+SETS = {"per_kv_head": "per KV head", "per_query_head": "per query head"}
+METHODS = (("top_k", "sign"), ("top_k", "scalar"), ("priority", "sign"), ("priority", "scalar"))
+ALWAYS = 128  # sink and window
+TICKS = (32, 64, 128, 256, 512)
+
+
+def read(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+def pick(rows, **wanted):
+    found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    assert len(found) == 1, (wanted, len(found))
+    return found[0]
+
+
+def short(value):
+    return f"{value:.4f}".lstrip("0")
+
+
+def method_of(rule, code):
+    return f"{rule.replace('_', '-')}, {code}"
+
+
+def taken(rows, row):
+    """Rows taken by score: without sink, window and the tokens after the context, half of them at a step in the mean."""
+    dense = pick(rows, kind=row["kind"], estimator="dense")
+    context = int(row["case"].split(".")[1])
+    return row["rows_attended"] - ALWAYS - (dense["rows_attended"] - context)
+
+
+def fixed_tables(rows):
+    lines = ["| sets | rule, code | continuation, 10x 33x 100x | copying | needles |", "|---|---|---|---|---|"]
+    for selection, sets in SETS.items():
+        for rule, code in METHODS:
+            of_method = {"selection": selection, "rule": rule, "code": code}
+            cells = (" ".join(short(pick(rows, kind=kind, sparsity=s, **of_method)["kl"]) for s in SPARSITIES) for kind in KINDS)
+            lines.append(f"| {sets} | {method_of(rule, code)} | {' | '.join(cells)} |")
+    dense = [pick(rows, kind=kind, estimator="dense")["perplexity"] for kind in KINDS]
+    lines += ["", "Perplexity at 33x, and the largest KL of a token:", "",
+              f"| sets | rule, code | continuation (dense {dense[0]:.2f}) | copying ({dense[1]:.3f}) | needles ({dense[2]:.3f}) |",
+              "|---|---|---|---|---|"]
+    for selection, sets in SETS.items():
+        for rule, code in (METHODS[0], METHODS[3]):
+            of_method = {"selection": selection, "rule": rule, "code": code, "sparsity": 33}
+            found = (pick(rows, kind=kind, **of_method) for kind in KINDS)
+            cells = (f"{row['perplexity']:.3f}, {row['kl_max']:.2f}" for row in found)
+            lines.append(f"| {sets} | {method_of(rule, code)} | {' | '.join(cells)} |")
+    return lines
+
+
+def target_rows():
+    for target in TARGETS:
+        rows = read(f"2026-11-23-h200-smollm2-error-{target}.json")["cases"]
+        yield target, rows, [pick(rows, kind=kind, rule="priority") for kind in KINDS]
+
+
+def target_table():
+    lines = ["| error target | continuation: rows, KL | copying | needles |", "|---|---|---|---|"]
+    for target, rows, found in target_rows():
+        cells = (f"{taken(rows, row):.0f}, {short(row['kl'])}" for row in found)
+        lines.append(f"| {target} | {' | '.join(cells)} |")
+    return lines
+
+
+def step_table():
+    rows = read(STEPS)["rows"]
+    lines = ["| context | " + " | ".join(method_of(rule, code) for rule, code in METHODS) + " |", "|---|---|---|---|---|"]
+    for name, tokens in (("32K, 33x", 32768), ("128K, 33x", 131072), ("1M, k = 2048", 1048576)):
+        cells = (f"{pick(rows, tokens=tokens, rule=rule, code=code)['us']:.1f}" for rule, code in METHODS)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def with_table(text, name, lines):
+    begin, end = f"<!-- table {name} -->\n", f"<!-- end of {name} -->\n"
+    head, rest = text.split(begin)
+    return head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+
+
+def draw(rows):
+    sys.path.insert(0, str(Path(__file__).parent))
+    import plots  # pylint: disable=import-outside-toplevel
+    pyplot = plots.plotting()
+    figure, every = pyplot.subplots(1, len(KINDS), figsize=(13, 5.5), sharey=True)
+    for axes, kind in zip(every, KINDS):
+        for rule, code in METHODS:
+            found = [pick(rows, kind=kind, sparsity=s, selection="per_kv_head", rule=rule, code=code) for s in SPARSITIES]
+            axes.plot([taken(rows, row) for row in found], [row["kl"] for row in found], marker="o", markersize=4,
+                      label=method_of(rule, code), linestyle="-" if rule == "priority" else "--")
+        points = [(taken(own, found[KINDS.index(kind)]), found[KINDS.index(kind)]["kl"]) for _, own, found in target_rows()]
+        axes.plot(*zip(*points), marker="s", markersize=4, label="priority, scalar, error target", linestyle=":")
+        axes.set(xscale="log", yscale="log", title=kind, xlabel="rows taken by score, a set per KV head")
+        axes.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    every[0].set_ylabel("KL divergence from dense attention")
+    figure.legend(*every[0].get_legend_handles_labels(), loc="lower center", ncols=5, fontsize=8, frameon=False)
+    plots.save(pyplot, figure, PLOT)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    arguments = parser.parse_args()
+    rows = read(FIXED)["cases"]
+    old = DOCUMENT.read_text()
+    new = with_table(old, "fixed", fixed_tables(rows))
+    new = with_table(new, "target", target_table())
+    new = with_table(new, "step", step_table())
+    if arguments.check:
+        if new != old:
+            sys.exit("docs/method.md: expected the tables of benchmarks/results; run benchmarks/quality/real_model.py")
+        return
+    DOCUMENT.write_text(new)
+    draw(rows)
+
+
+if __name__ == "__main__":
+    main()
