@@ -95,7 +95,7 @@ struct FilterArgs {
 /// Norm-aware sets per KV head of which all scores fit on chip (chip_select_cuda.cuh): everything
 /// in one kernel or two. False where they do not: then nothing is enqueued.
 [[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
-/// Tells whether it can.
+/// Returns whether it can.
 [[nodiscard]] bool chip_serves(const SelectRequest& request);
 /// The same for soft collisions of which all values fit on chip, in one kernel
 /// (collision_select_cuda.cu).

@@ -30,7 +30,7 @@ constexpr std::chrono::seconds kStuckAfter{2};
 /// For calls in progress when the device is lost: those on pages end well.
 constexpr std::chrono::milliseconds kLostGrace{500};
 
-/// Tells the service manager, if there is one that waits for it (sd_notify(3)), that calls are
+/// Notifies the service manager, if there is one that waits for it (sd_notify(3)), that calls are
 /// answered.
 void notify_ready() {
   constexpr std::string_view kReady = "READY=1";

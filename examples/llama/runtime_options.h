@@ -62,7 +62,7 @@ struct Method {
 
 /// Returns the rows of `options`: dense once, when 0 is among the sparsities, then every estimator
 /// with every weighting, selection, rule, code and number of bits at every other sparsity. Pairs
-/// of an estimator and one of these that kvtier does not allow are left out and told in
+/// of an estimator and one of these that kvtier does not allow are left out and named in
 /// `left_out`. Throws `kInvalidArgument` for an
 /// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
 [[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,

@@ -97,7 +97,7 @@ struct SketchConfig {
   std::uint64_t seed = 0;  ///< Key of the Philox counter.
   SketchCode code = SketchCode::kSign;
 
-  /// Tells whether a sketch of this configuration can be read where `wanted` is needed.
+  /// Returns whether a sketch of this configuration can be read where `wanted` is needed.
   [[nodiscard]] bool serves(const SketchConfig& wanted) const noexcept {
     const bool enough = code == SketchCode::kSign ? num_planes >= wanted.num_planes
                                                   : num_planes == wanted.num_planes;
