@@ -106,8 +106,8 @@ using QueryItems = Batch<QueryItem>;
 void check_queries(const KvGeometry& geometry, const QueryItems& items);
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out);
 
-/// Returns whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity, nor what becomes
-/// infinite where it is stored as `storage`.
+/// Returns whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity, nor what
+/// becomes infinite where it is stored as `storage`.
 [[nodiscard]] bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads,
                               int head_dim, DType storage);
 [[nodiscard]] inline bool all_finite(const TokenTensor& tensor, std::int64_t tokens, int heads,

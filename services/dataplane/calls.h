@@ -41,7 +41,8 @@ struct CallMemory {
 [[nodiscard]] std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory);
 
 /// Calls the core as gRPC would, with tensors from `memory`. `call.grant`, if there is one, is
-/// charged before memory is taken. `done` is called once, on any thread, perhaps before this returns.
+/// charged before memory is taken. `done` is called once, on any thread, perhaps before this
+/// returns.
 void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done);
 
