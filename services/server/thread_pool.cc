@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 namespace kvtier::services {
@@ -125,6 +126,12 @@ class ThreadPool final : public Executor {
     waiting.splice(waiting.end(), line.place_);
     ++line.gate_->num_waiting;
   }
+  /// Within the mutex. Of tenants that an engine owes as much, the one comes first to which the
+  /// threads owe more.
+  [[nodiscard]] auto rank_at(const Gate& gate, const Flow& flow) const {
+    const auto [served, last_start] = gate.order.rank(flow.share);
+    return std::tuple(served, threads_.rank(*flow.thread_share), last_start);
+  }
   /// Within the mutex: the line whose piece is next, which waits no longer; null: none may run.
   std::shared_ptr<Line> next() {
     Flow* best = nullptr;
@@ -134,9 +141,7 @@ class ThreadPool final : public Executor {
       Flow* first = nullptr;
       for (auto& [tenant, flow] : gate->flows) {
         if (flow.waiting.empty()) continue;
-        if (first == nullptr || gate->order.rank(flow.share) < gate->order.rank(first->share)) {
-          first = &flow;
-        }
+        if (first == nullptr || rank_at(*gate, flow) < rank_at(*gate, *first)) first = &flow;
       }
       if (best == nullptr ||
           threads_.rank(*first->thread_share) < threads_.rank(*best->thread_share)) {

@@ -27,6 +27,10 @@ class PlanePages : public PlaneTest {
     start(options, {});
     lease_ = open_lease();
   }
+  void TearDown() override {
+    lease_.reset();  // of a tenant that ends with the core
+    PlaneTest::TearDown();
+  }
   std::vector<PageOutcome> read(DataChannel& channel, const std::vector<PageDescriptor>& wanted) {
     return decode_outcomes(
         channel.reply_to(channel.send(FrameType::kReadPages, 0, encode(wanted))).control());

@@ -101,12 +101,13 @@ TEST_F(CoreSharesTest, EnginesOfOneTenantGiveWayToItsOwnAlone) {
 TEST_F(CoreSharesTest, CreationThatWaitsForAnEngineKeepsNoOtherWaiting) {
   make_core(shared_options());
   const std::string there = open();
+  const v1::CreateSessionRequest known = create_request();
   v1::CreateSessionRequest unknown = create_request();
   unknown.mutable_geometry()->set_layers(kLayers + 1);
   v1::CreateSessionResponse first, second;
   Ending made, opened;
   core_->create_session(call(1), unknown, first, made.listener());
-  core_->create_session(call(0), create_request(), second, opened.listener());
+  core_->create_session(call(0), known, second, opened.listener());
   EXPECT_EQ(executor_.num_waiting(), 2U);
   ASSERT_TRUE(executor_.run_last());  // the engine is not there yet
   EXPECT_EQ(opened.reason(), "OK");
