@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <fcntl.h>
 #include <filesystem>
@@ -10,6 +11,7 @@
 #include <string>
 #include <sys/types.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 #include <vector>
 
@@ -53,6 +55,20 @@ class Program {
   }
   [[nodiscard]] pid_t pid() const noexcept { return pid_; }
   void signal(int number) { ::kill(pid_, number); }
+  /// Stops the program and returns once all of its threads have stopped.
+  void stop() {
+    signal(SIGSTOP);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    siginfo_t info{};
+    while (std::chrono::steady_clock::now() < deadline) {
+      if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WNOHANG) == 0 &&
+          info.si_pid == pid_) {
+        return;
+      }
+      std::this_thread::yield();
+    }
+    ADD_FAILURE() << "program " << pid_ << " does not stop";
+  }
   /// Returns the exit code, or -1 after a signal.
   int wait() {
     int status = 0;

@@ -160,7 +160,7 @@ class RemoteServerProcess {
   }
   /// As the machine would: no goodbye.
   void kill() { program_.reset(); }
-  void pause() { program_->signal(SIGSTOP); }
+  void pause() { program_->stop(); }
   void go_on() { program_->signal(SIGCONT); }
 
   [[nodiscard]] std::string endpoint() const { return "unix:" + socket_.string(); }
