@@ -164,11 +164,13 @@ TEST_F(CorePiecesTest, OfACpuAreNeverTakenForALostDevice) {
   EXPECT_FALSE(core_->degraded());
 }
 
-/// On threads: a call of the other tenant comes while one of many pieces is at work.
+/// On threads: a call of the other tenant comes while one of many pieces is at work. No time
+/// passes, so that what tenants have used before, to make sessions, does not count.
 class CoreFairTest : public ::testing::Test {
  protected:
   explicit CoreFairTest(std::size_t threads = 1)
-      : pool_(make_thread_pool(threads)), core_(one_token_a_piece(), *pool_) {}
+      : pool_(make_thread_pool(threads, [] { return std::chrono::steady_clock::time_point(); })),
+        core_(one_token_a_piece(), *pool_) {}
   ~CoreFairTest() override { pool_->finish(); }
 
   [[nodiscard]] Call call(std::size_t tenant) {
