@@ -2,12 +2,14 @@
 
 #include <string>
 
-/// Whom a client trusts at the other end of a Unix socket: this user and root; root trusts all.
+/// The owners of a Unix socket's other end that a client accepts: its own user and root; a client
+/// of root accepts all.
 namespace kvtier::services {
 
-/// Throws `kFailedPrecondition` unless such a one is connected.
+/// Throws `kFailedPrecondition` unless the process at the other end of `socket` has such an owner.
 void check_peer(int socket);
-/// Likewise, of who has made the socket at a path, or a link to it; nothing when there is none.
+/// Throws `kFailedPrecondition` unless the socket at `path`, and a link to it, have such an owner;
+/// returns when there is none.
 void check_owner(const std::string& path);
 
 }  // namespace kvtier::services

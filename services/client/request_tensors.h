@@ -62,7 +62,7 @@ class RequestTensors {
   [[nodiscard]] const DeviceMemories& memories() const noexcept { return memories_; }
   /// Adds a tensor, in the order in which they stand in the request. Throws as `check_readable`.
   void add(const Field& field, const TensorView& view, v1::Tensor& message);
-  /// Likewise `selected` and `bias`, unless they are empty.
+  /// Adds `selected` and `bias` of `inputs`, each unless it is empty. Throws as `add`.
   template <typename Inputs, typename Request>
   void add_optional(int item, const Inputs& inputs, Request& request) {
     if (!inputs.selected.empty()) {

@@ -165,7 +165,8 @@ class Core {
                          v1::BatchUnpinPagesResponse& response, Done done);
   /// For calls that move pages: returns the tenant's own lease, renewed. Throws `ServiceError`.
   [[nodiscard]] std::shared_ptr<PageLease> lease(const Call& call, const std::string& name);
-  /// Likewise: the right to have a request of `bytes` in flight, with a reply as large.
+  /// Charges a request of `bytes`, and a reply as large, until the result is destroyed. Throws
+  /// `ServiceError` at a limit.
   [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
   [[nodiscard]] PageStore& pages() noexcept { return pages_; }
 
