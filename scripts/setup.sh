@@ -11,6 +11,9 @@ kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev l
 # Debian 12 has libFuzzer with clang; Ubuntu 24.04 too.
 kvtier_fuzz_packages=(clang-14 libclang-rt-14-dev)
 
+# The compiler cache takes paths relative to the checkout, so that one checkout's results serve another.
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+
 say() { printf '\n== %s\n' "$*"; }
 
 # need_packages PACKAGE...: installs with apt those that are missing. KVTIER_SKIP_SETUP=1 takes the machine as
