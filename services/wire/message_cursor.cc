@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include <algorithm>
+#include <array>
 
 namespace kvtier::services {
 namespace {
@@ -18,53 +19,41 @@ constexpr unsigned kFixed32 = 5;
 
 }  // namespace
 
-MessageCursor::MessageCursor(const ByteRuns& runs) : runs_(runs) {
-  for (const auto& run : runs_) left_ += run.size();
-}
-
-std::byte MessageCursor::byte() {
-  if (left_ == 0) bad("more bytes", "the end");
-  while (offset_ == runs_[run_].size()) {
-    ++run_;
-    offset_ = 0;
+MessageCursor::MessageCursor(const ByteRuns& runs) {
+  for (const auto& run : runs) {
+    size_ += run.size();
+    run_pointers_.push_back(&runs_.emplace_back(run.data(), static_cast<int>(run.size())));
   }
-  --left_;
-  return runs_[run_][offset_++];
+  bytes_.emplace(run_pointers_.data(), static_cast<int>(run_pointers_.size()));
+  input_.emplace(&*bytes_);
 }
 
 std::uint64_t MessageCursor::raw_varint() {
   std::uint64_t value = 0;
-  for (unsigned shift = 0; shift < 64; shift += 7) {
-    const auto next = std::to_integer<std::uint64_t>(byte());
-    value |= (next & 127U) << shift;
-    if (next < 128) return value;
-  }
-  bad("a number of up to 10 bytes", "a longer one");
+  if (!input_->ReadVarint64(&value)) bad("a number of up to 10 bytes", "none");
+  return value;
 }
 
 ByteRuns MessageCursor::take(std::uint64_t count) {
-  if (count > left_) bad(std::to_string(count) + " more bytes", std::to_string(left_));
+  const std::uint64_t left = size_ - static_cast<std::size_t>(input_->CurrentPosition());
+  if (count > left) bad(std::to_string(count) + " more bytes", std::to_string(left));
   ByteRuns taken;
-  left_ -= count;
-  while (count > 0) {
-    const std::size_t here = std::min<std::size_t>(count, runs_[run_].size() - offset_);
-    if (here > 0) taken.push_back(runs_[run_].subspan(offset_, here));
-    count -= here;
-    offset_ += here;
-    if (offset_ == runs_[run_].size() && count > 0) {
-      ++run_;
-      offset_ = 0;
-    }
+  const void* data = nullptr;
+  for (int size = 0; count > 0; count -= static_cast<std::uint64_t>(size)) {
+    if (!input_->GetDirectBufferPointer(&data, &size)) bad("more bytes", "the end");
+    size = static_cast<int>(std::min<std::uint64_t>(count, static_cast<std::uint64_t>(size)));
+    taken.emplace_back(static_cast<const std::byte*>(data), static_cast<std::size_t>(size));
+    input_->Skip(size);
   }
   return taken;
 }
 
 bool MessageCursor::next() {
-  if (left_ == 0) return false;
-  const std::uint64_t tag = raw_varint();
-  if (tag >> 3U == 0 || tag >> 32U != 0) bad("the number of a field", std::to_string(tag >> 3U));
+  const std::uint32_t tag = input_->ReadTag();
+  if (tag == 0 && input_->ConsumedEntireMessage()) return false;
   field_ = static_cast<int>(tag >> 3U);
-  wire_type_ = static_cast<unsigned>(tag & 7U);
+  wire_type_ = tag & 7U;
+  if (field_ == 0) bad("the number of a field", "none");
   return true;
 }
 
@@ -82,9 +71,7 @@ std::uint64_t MessageCursor::varint() {
 std::uint32_t MessageCursor::fixed32() {
   expect(kFixed32);
   std::uint32_t value = 0;
-  for (unsigned shift = 0; shift < 32; shift += 8) {
-    value |= std::to_integer<std::uint32_t>(byte()) << shift;
-  }
+  if (!input_->ReadLittleEndian32(&value)) bad("4 more bytes", "the end");
   return value;
 }
 
@@ -125,8 +112,10 @@ void MessageCursor::skip() {
 }
 
 void append_varint(std::string& to, std::uint64_t value) {
-  for (; value >= 128; value >>= 7U) to += static_cast<char>((value & 127U) | 128U);
-  to += static_cast<char>(value);
+  std::array<std::uint8_t, 10> bytes{};
+  const auto* end =
+      google::protobuf::io::CodedOutputStream::WriteVarint64ToArray(value, bytes.data());
+  to.append(bytes.begin(), bytes.begin() + (end - bytes.data()));
 }
 
 void append_bytes_head(std::string& to, int field, std::size_t size) {

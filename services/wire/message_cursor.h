@@ -1,7 +1,12 @@
 #pragma once
 
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,13 +39,13 @@ class MessageCursor {
  private:
   void expect(unsigned wire_type) const;
   [[nodiscard]] std::uint64_t raw_varint();
-  [[nodiscard]] std::byte byte();
   [[nodiscard]] ByteRuns take(std::uint64_t count);
 
-  ByteRuns runs_;
-  std::size_t run_ = 0;     ///< Of `runs_`.
-  std::size_t offset_ = 0;  ///< In that run.
-  std::size_t left_ = 0;
+  std::deque<google::protobuf::io::ArrayInputStream> runs_;
+  std::vector<google::protobuf::io::ZeroCopyInputStream*> run_pointers_;
+  std::optional<google::protobuf::io::ConcatenatingInputStream> bytes_;
+  std::optional<google::protobuf::io::CodedInputStream> input_;
+  std::size_t size_ = 0;  ///< Of all runs.
   int field_ = 0;
   unsigned wire_type_ = 0;
 };
