@@ -1,11 +1,10 @@
 #include "services/client/connection.h"
 
+#include "services/client/error_details.h"
 #include "services/client/peer.h"
 #include "services/grpc_lifetime.h"
 #include "services/grpc_time.h"
 
-#include <google/rpc/error_details.pb.h>
-#include <google/rpc/status.pb.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
@@ -96,30 +95,18 @@ ErrorCode code_of(grpc::StatusCode code) {
   }
 }
 
-template <typename Detail>
-bool find_detail(const grpc::Status& status, Detail& detail) {
-  google::rpc::Status details;
-  if (!details.ParseFromString(status.error_details())) return false;
-  return std::any_of(details.details().begin(), details.details().end(),
-                     [&detail](const auto& any) { return any.UnpackTo(&detail); });
-}
-
 /// How long to wait before another attempt; below 0: none is worth it.
 std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) {
   // A client cancels nothing itself: a server that shuts down does.
   const bool unavailable = status.error_code() == grpc::StatusCode::UNAVAILABLE ||
                            status.error_code() == grpc::StatusCode::CANCELLED;
-  google::rpc::RetryInfo retry;
-  const bool hint = find_detail(status, retry);
+  const auto hint = parse_error_details(status.error_details()).retry_after;
   const bool overloaded = status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED && hint;
   if (!unavailable && !overloaded) return std::chrono::milliseconds(-1);
   thread_local std::minstd_rand random{std::random_device{}()};
   std::chrono::milliseconds delay =
       std::min(kFirstBackoff * (1 << std::min(attempt, 4)), kLongestBackoff);
-  if (hint) {
-    const std::chrono::milliseconds asked = milliseconds_of(retry.retry_delay());
-    delay = std::clamp(asked, delay, kLongestBackoff);
-  }
+  if (hint) delay = std::clamp(*hint, delay, kLongestBackoff);
   std::uniform_int_distribution<std::int64_t> jitter(delay.count() / 2, delay.count());
   return std::chrono::milliseconds(jitter(random));
 }
@@ -214,8 +201,7 @@ void throw_status(const grpc::Status& status) {
 }
 
 std::string reason_of(const grpc::Status& status) {
-  google::rpc::ErrorInfo info;
-  return find_detail(status, info) ? info.reason() : "";
+  return parse_error_details(status.error_details()).reason;
 }
 
 std::string make_request_id() {

@@ -7,6 +7,7 @@
 #include "services/metrics/server_metrics.h"
 #include "services/server/grpc_answer.h"
 #include "services/server/grpc_pages.h"
+#include "services/server/status.h"
 
 namespace kvtier::services {
 namespace {
@@ -253,9 +254,18 @@ class AdminService final : public v1::AdminService::CallbackService {
     return answer(*context, [=, this] { core_.get_stats(*response); });
   }
   ServerUnaryReactor* GetMetrics(CallbackServerContext* context,
-                                 const v1::GetMetricsRequest* /*request*/,
+                                 const v1::GetMetricsRequest* request,
                                  v1::GetMetricsResponse* response) override {
-    return answer(*context, [=, this] { response->set_text(metrics_.text()); });
+    return answer(*context, [=, this] {
+      if (request->format() == v1::METRICS_FORMAT_UNSPECIFIED) {
+        response->set_text(metrics_.text());
+      } else if (request->format() == v1::METRICS_FORMAT_JSON) {
+        response->set_text(status_json(metrics_));
+      } else {
+        throw ServiceError::invalid("format", "a format of metrics",
+                                    std::to_string(request->format()));
+      }
+    });
   }
   ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::DrainRequest* /*request*/,
                             v1::DrainResponse* /*response*/) override {

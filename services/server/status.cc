@@ -51,6 +51,10 @@ double certificate_expiry(const std::string& pem) {
   return static_cast<double>(::timegm(&end));
 }
 
+std::string status_json(const ServerMetrics& metrics) {
+  return status_json(metrics.collect(), now());
+}
+
 std::map<std::string, std::function<HttpResponse()>> status_routes(
     const ServerMetrics& metrics, std::function<ServerState()> state) {
   return {{"/",
@@ -60,8 +64,7 @@ std::map<std::string, std::function<HttpResponse()>> status_routes(
            }},
           {"/status.json",
            [&metrics] {
-             return HttpResponse{.type = "application/json",
-                                 .body = status_json(metrics.collect(), now())};
+             return HttpResponse{.type = "application/json", .body = status_json(metrics)};
            }},
           {"/metrics",
            [&metrics] {

@@ -21,6 +21,9 @@ void add_server_state(ServerState state, Families& families);
 /// none.
 [[nodiscard]] double certificate_expiry(const std::string& pem);
 
+/// Returns the metrics as JSON, at the time of the call.
+[[nodiscard]] std::string status_json(const ServerMetrics& metrics);
+
 /// Returns what the operators' HTTP server answers: "/", "/status.json", "/metrics", "/healthz".
 /// `metrics` must outlive it; `state` is called on its thread.
 [[nodiscard]] std::map<std::string, std::function<HttpResponse()>> status_routes(

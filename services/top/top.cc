@@ -1,6 +1,6 @@
 #include "services/top/top.h"
 
-#include "services/metrics/exposition.h"
+#include "services/metrics/metrics_reading.h"
 #include "services/server/endpoint.h"
 #include "services/top/terminal.h"
 #include "services/top/top_frame.h"
@@ -19,12 +19,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct Reading {
-  Exposition metrics;
+  MetricsReading metrics;
   Clock::time_point time;
 };
 
 Reading read(const TopSource& source) {
-  Exposition metrics = Exposition::parse(source());
+  MetricsReading metrics = MetricsReading::parse(source());
   return {std::move(metrics), Clock::now()};
 }
 

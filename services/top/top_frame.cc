@@ -10,7 +10,7 @@
 namespace kvtier::services {
 namespace {
 
-using LabelSet = Exposition::LabelSet;
+using LabelSet = MetricsReading::LabelSet;
 using Row = std::vector<std::string>;
 using Number = std::optional<double>;
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/metrics/exposition.h"
+#include "services/metrics/metrics_reading.h"
 
 #include <cstddef>
 #include <string>
@@ -10,8 +10,8 @@ namespace kvtier::services {
 
 /// Two readings of a server's metrics, and the seconds between them.
 struct TopInterval {
-  const Exposition& before;
-  const Exposition& now;
+  const MetricsReading& before;
+  const MetricsReading& now;
   double seconds;
 };
 

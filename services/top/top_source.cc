@@ -35,8 +35,10 @@ TopSource admin_source(const std::string& address) {
   return [address, stub] {
     grpc::ClientContext context;
     context.set_deadline(grpc_deadline(kTimeout));
+    v1::GetMetricsRequest request;
+    request.set_format(v1::METRICS_FORMAT_JSON);
     v1::GetMetricsResponse response;
-    const grpc::Status status = stub->GetMetrics(&context, {}, &response);
+    const grpc::Status status = stub->GetMetrics(&context, request, &response);
     if (!status.ok()) {
       throw Error(ErrorCode::kUnavailable, "server: expected AdminService at " + address +
                                                ", found none: " + status.error_message());
@@ -46,7 +48,8 @@ TopSource admin_source(const std::string& address) {
 }
 
 TopSource http_source(const std::string& address) {
-  return [endpoint = parse_endpoint(address)] { return http_get(endpoint, "/metrics", kTimeout); };
+  return
+      [endpoint = parse_endpoint(address)] { return http_get(endpoint, "/status.json", kTimeout); };
 }
 
 }  // namespace kvtier::services

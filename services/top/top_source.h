@@ -5,8 +5,8 @@
 
 namespace kvtier::services {
 
-/// Reads a server's metrics, in the text format of Prometheus. Throws `Error` when there is no
-/// answer within two seconds.
+/// Reads a server's metrics, in the JSON that `MetricsReading` reads. Throws `Error` when there is
+/// no answer within two seconds.
 using TopSource = std::function<std::string()>;
 
 /// From AdminService, at unix:PATH.

@@ -12,6 +12,8 @@ LOG_LEVEL_INFO: LogLevel
 LOG_LEVEL_OFF: LogLevel
 LOG_LEVEL_UNSPECIFIED: LogLevel
 LOG_LEVEL_WARNING: LogLevel
+METRICS_FORMAT_JSON: MetricsFormat
+METRICS_FORMAT_UNSPECIFIED: MetricsFormat
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
@@ -95,8 +97,10 @@ class EvictTenantResponse(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
-    __slots__ = []
-    def __init__(self) -> None: ...
+    __slots__ = ["format"]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    format: MetricsFormat
+    def __init__(self, format: _Optional[_Union[MetricsFormat, str]] = ...) -> None: ...
 
 class GetMetricsResponse(_message.Message):
     __slots__ = ["text"]
@@ -365,6 +369,9 @@ class TierStats(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., gets: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., corrupt: _Optional[int] = ..., get_timeouts: _Optional[int] = ..., get_failures: _Optional[int] = ..., puts: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., put_timeouts: _Optional[int] = ..., put_failures: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., servers: _Optional[int] = ..., servers_open: _Optional[int] = ..., servers_probing: _Optional[int] = ..., get_time: _Optional[_Union[LatencyCounts, _Mapping]] = ..., put_time: _Optional[_Union[LatencyCounts, _Mapping]] = ...) -> None: ...
 
 class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
+class MetricsFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
 class LogLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

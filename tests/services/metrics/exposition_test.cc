@@ -1,4 +1,4 @@
-#include "services/metrics/exposition.h"
+#include "tests/services/metrics/exposition.h"
 
 #include "kvtier/error.h"
 
@@ -24,8 +24,8 @@ TEST(Exposition, ReadsWhatTheSerializerWrites) {
   families.counter("c_total", "help", 1e18);
   families.gauge("infinite", "help", INFINITY);
 
-  const Exposition seen =
-      Exposition::parse(prometheus::TextSerializer().Serialize(families.take()));
+  const MetricsReading seen =
+      read_exposition(prometheus::TextSerializer().Serialize(families.take()));
 
   EXPECT_EQ(seen.sum("g", {{"name", odd}}), 1.5);
   EXPECT_EQ(seen.sum("g", {{"tier", "host"}}), -0.5);
@@ -37,30 +37,11 @@ TEST(Exposition, ReadsWhatTheSerializerWrites) {
   EXPECT_FALSE(seen.has("absent"));
 }
 
-TEST(Exposition, QuantilesAreOfWhatWasObservedInBetween) {
-  const auto histogram = [](int a, int b, int c) {
-    return Exposition::parse("h_bucket{m=\"x\",le=\"0.5\"} " + std::to_string(a) +
-                             "\nh_bucket{m=\"x\",le=\"2\"} " + std::to_string(a + b) +
-                             "\nh_bucket{m=\"x\",le=\"+Inf\"} " + std::to_string(a + b + c) + "\n");
-  };
-  const Exposition before = histogram(100, 0, 0);
-  const Exposition after = histogram(101, 98, 1);
-  const Exposition::LabelSet x{{"m", "x"}};
-
-  EXPECT_EQ(after.quantile(before, "h", x, 0.01), 0.5);
-  EXPECT_EQ(after.quantile(before, "h", x, 0.5), 2);
-  EXPECT_EQ(after.quantile(before, "h", x, 0.999), INFINITY);
-  EXPECT_EQ(after.quantile({}, "h", x, 0.5), 0.5);
-  EXPECT_EQ(after.quantile(after, "h", x, 0.5), std::nullopt);
-  EXPECT_EQ(after.quantile(before, "h", {{"m", "y"}}, 0.5), std::nullopt);
-  EXPECT_EQ(after.quantile(before, "other", x, 0.5), std::nullopt);
-}
-
 TEST(Exposition, TextThatIsNoneIsRefusedByLine) {
   for (const char* line : {"name", "{a=\"b\"} 1", "name{a} 1", "name{a=b} 1", "name{a=\"b} 1",
                            "name{a=\"b\"", "name x", "name{a=\"b\"} ", "name{a=\"\\"}) {
     try {
-      (void)Exposition::parse(std::string("# a comment\nfine 1\n") + line + "\n");
+      (void)read_exposition(std::string("# a comment\nfine 1\n") + line + "\n");
       ADD_FAILURE() << "read: " << line;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);

@@ -1,6 +1,6 @@
-#include "services/metrics/exposition.h"
 #include "services/metrics/server_metrics.h"
 #include "services/server/core_metrics.h"
+#include "tests/services/metrics/exposition.h"
 #include "tests/services/server/core_fixture.h"
 
 #include <gmock/gmock.h>
@@ -31,7 +31,7 @@ class MetricsTest : public testing::CoreTest {
     make_core(std::move(options));
     metrics_->add_source([this](Families& families) { add_core_metrics(*core_, families); });
   }
-  [[nodiscard]] Exposition read() const { return Exposition::parse(metrics_->text()); }
+  [[nodiscard]] MetricsReading read() const { return read_exposition(metrics_->text()); }
 
   std::unique_ptr<ServerMetrics> metrics_;
 };
@@ -39,11 +39,11 @@ class MetricsTest : public testing::CoreTest {
 TEST_F(MetricsTest, EverySeriesIsThereBeforeAnythingHasHappened) {
   start();
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   for (const std::string& method : rpc_methods()) {
     for (const char* code : {"OK", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED"}) {
-      const Exposition::LabelSet labels{{"method", method}, {"code", code}};
+      const MetricsReading::LabelSet labels{{"method", method}, {"code", code}};
       EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", labels), 0);
     }
   }
@@ -97,7 +97,7 @@ TEST_F(MetricsTest, SeriesStayFewWithManyTenants) {
   start(options);
   for (const std::size_t tenant : {0U, 63U, 64U, 99U}) open(tenant);
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   std::size_t series = 0;
   for (const auto& [name, samples] : seen.samples()) series += samples.size();
@@ -119,7 +119,7 @@ TEST_F(MetricsTest, SessionsCreatedAreThoseThatEndedAndThoseThatLive) {
   executor_.run_all();
   open();
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   EXPECT_EQ(seen.sum("kvtier_session_created_total"), 5);
   EXPECT_EQ(seen.sum("kvtier_session_ended_total", {{"reason", "released"}}), 1);
@@ -152,7 +152,7 @@ TEST_F(MetricsTest, RefusalsAreCountedByReasonAndTenant) {
   core_->drain();
   EXPECT_EQ(create(create_request(), response, 0).reason(), "DRAINING");
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   const std::string total = "kvtier_admission_rejected_total";
   EXPECT_EQ(seen.sum(total, {{"reason", "quota"}}), 1);
@@ -174,9 +174,9 @@ TEST_F(MetricsTest, OperationsAreTimedFromArrivalAndByTheirWait) {
   now_ += std::chrono::milliseconds(30);
   executor_.run_all();
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
-  const Exposition::LabelSet method{{"method", "SessionService/GetSession"}};
+  const MetricsReading::LabelSet method{{"method", "SessionService/GetSession"}};
   EXPECT_EQ(seen.sum("kvtier_operation_seconds_count", method), 1);
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_operation_seconds_sum", method), 0.03);
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_rpc_queue_seconds_sum", method), 0.03);
@@ -189,7 +189,7 @@ TEST_F(MetricsTest, RenewalsTellHowMuchOfALeaseWasLeft) {
   now_ += std::chrono::seconds(45);
   EXPECT_EQ(reason_of_get(name), "OK");
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   EXPECT_EQ(seen.sum("kvtier_lease_remaining_seconds_count"), 1);
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_lease_remaining_seconds_sum"), 15);
@@ -218,9 +218,9 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
     }
   }
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
-  const Exposition::LabelSet disk{{"tier", "engine_file"}};
+  const MetricsReading::LabelSet disk{{"tier", "engine_file"}};
   const double away = seen.sum("kvtier_pages", disk);
   EXPECT_GE(away, 4);
   EXPECT_EQ(away + seen.sum("kvtier_pages", {{"tier", "engine_host"}, {"state", "committed"}}), 24);
@@ -234,9 +234,9 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   EXPECT_GE(seen.sum("kvtier_tier_capacity_bytes", disk), 4 * MiB);
   EXPECT_EQ(
       seen.sum("kvtier_tier_operation_seconds_count", {{"tier", "engine_file"}, {"op", "get"}}), 0);
-  const Exposition::LabelSet puts{{"tier", "engine_file"}, {"op", "put"}};
+  const MetricsReading::LabelSet puts{{"tier", "engine_file"}, {"op", "put"}};
   EXPECT_GT(seen.sum("kvtier_tier_operation_seconds_count", puts), 0);
-  Exposition::LabelSet all = puts;
+  MetricsReading::LabelSet all = puts;
   all.emplace("le", "+Inf");
   EXPECT_EQ(seen.sum("kvtier_tier_operation_seconds_bucket", all),
             seen.sum("kvtier_tier_operation_seconds_count", puts));
@@ -281,7 +281,7 @@ TEST_F(MetricsTest, PagesThatComeBackAheadOfStepsAreCounted) {
   }
   ASSERT_GT(sums.pages_ahead_useful, 0U);
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   const auto pages = [&seen](const char* event) {
     return seen.sum("kvtier_pages_ahead_total", {{"event", event}});
@@ -307,7 +307,7 @@ TEST_F(MetricsTest, BytesAndRowsAreThoseOfTheEngines) {
   v1::DecodeResponse response;
   EXPECT_EQ(decode(testing::decode_request(name, 0, 1, 2), response).reason(), "OK");
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   EXPECT_EQ(seen.sum("kvtier_tokens_appended_total"), 201);
   EXPECT_EQ(seen.sum("kvtier_queries_total"), 1);
@@ -333,9 +333,9 @@ TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
   (void)core_->pages().lookup(*lease, layers, hashes);
   (void)core_->pages().reserve(*lease, {});
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
-  const Exposition::LabelSet tier{{"tier", "pages"}};
+  const MetricsReading::LabelSet tier{{"tier", "pages"}};
   EXPECT_EQ(seen.sum("kvtier_pages", {{"tier", "pages"}, {"state", "committed"}}), 1);
   EXPECT_EQ(seen.sum("kvtier_pages", {{"tier", "pages"}, {"state", "reserved"}}), 1);
   EXPECT_EQ(seen.sum("kvtier_tier_used_bytes", tier), 2 * 4096);
@@ -347,9 +347,9 @@ TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
 
 TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
   start();
-  const Exposition::LabelSet room{{"tier", "pages"}, {"cause", "room"}};
-  const Exposition::LabelSet quota{{"tier", "pages"}, {"cause", "quota"}};
-  const Exposition before = read();
+  const MetricsReading::LabelSet room{{"tier", "pages"}, {"cause", "room"}};
+  const MetricsReading::LabelSet quota{{"tier", "pages"}, {"cause", "quota"}};
+  const MetricsReading before = read();
   EXPECT_THAT(before.values("kvtier_eviction_age_seconds_count", "cause"),
               ElementsAre("quota", "room"));
   EXPECT_EQ(before.sum("kvtier_eviction_age_seconds_count"), 0);
@@ -364,13 +364,13 @@ TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
     now_ += std::chrono::seconds(25);
   }
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_count", quota), 1);
   EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_sum", quota), 25);
   EXPECT_EQ(seen.sum("kvtier_eviction_age_seconds_count", room), 0);
   const auto up_to = [&](const char* bound) {
-    Exposition::LabelSet labels = quota;
+    MetricsReading::LabelSet labels = quota;
     labels.emplace("le", bound);
     return seen.sum("kvtier_eviction_age_seconds_bucket", labels);
   };
@@ -382,7 +382,7 @@ TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
 
 TEST_F(MetricsTest, TransfersAreToldByPlaneAndDirection) {
   start();
-  const Exposition before = read();
+  const MetricsReading before = read();
   for (const char* name : {"kvtier_transfer_bytes_total", "kvtier_transfer_seconds_count",
                            "kvtier_transfer_batch_pages_count"}) {
     EXPECT_EQ(before.sum(name), 0) << name;
@@ -397,9 +397,9 @@ TEST_F(MetricsTest, TransfersAreToldByPlaneAndDirection) {
   }
   core_->pages().transfers().reread(3);
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
-  Exposition::LabelSet labels{{"plane", "tcp"}, {"direction", "write"}};
+  MetricsReading::LabelSet labels{{"plane", "tcp"}, {"direction", "write"}};
   EXPECT_EQ(seen.sum("kvtier_transfer_bytes_total", labels), 5000);
   EXPECT_EQ(seen.sum("kvtier_transfer_bytes_total"), 5000);
   EXPECT_DOUBLE_EQ(seen.sum("kvtier_transfer_seconds_sum", labels), 0.2);
@@ -432,9 +432,9 @@ TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
   RpcMetrics::started(rpc.find("A/Z"));
   RpcMetrics::message(method, Direction::kSent, 5000);
 
-  const Exposition seen = Exposition::parse(metrics.text());
+  const MetricsReading seen = read_exposition(metrics.text());
 
-  const Exposition::LabelSet b{{"method", "A/B"}};
+  const MetricsReading::LabelSet b{{"method", "A/B"}};
   EXPECT_EQ(seen.sum("kvtier_rpc_started_total", b), 5);
   EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", b), 3);
   EXPECT_EQ(seen.sum("kvtier_rpc_inflight", b), 2);
@@ -448,7 +448,7 @@ TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
 
 TEST(ProcessStats, AreOfThisProcess) {
   ServerMetrics metrics({}, {}, {});
-  const Exposition seen = Exposition::parse(metrics.text());
+  const MetricsReading seen = read_exposition(metrics.text());
   EXPECT_GT(seen.sum("process_resident_memory_bytes"), 1e6);
   EXPECT_GE(seen.sum("process_virtual_memory_bytes"), seen.sum("process_resident_memory_bytes"));
   EXPECT_GE(seen.sum("process_open_fds"), 3);

@@ -1,8 +1,8 @@
 #include "kvtier/page_tier.h"
 
-#include "services/metrics/exposition.h"
 #include "services/metrics/families.h"
 #include "services/metrics/server_metrics.h"
+#include "tests/services/metrics/exposition.h"
 #include "tests/services/server/server_fixture.h"
 
 #include <gmock/gmock.h>
@@ -77,7 +77,7 @@ class DeployTest : public ServerTest {
     tiered.core.models.memory.tiers = {std::make_shared<IdleServers>()};
     start(std::move(tiered));
     text_ = server_->metrics().text();
-    told_ = Exposition::parse(text_);
+    told_ = read_exposition(text_);
   }
   void TearDown() override {
     if (fs::exists(kSource)) ServerTest::TearDown();
@@ -109,7 +109,7 @@ class DeployTest : public ServerTest {
   }
 
   std::string text_;
-  Exposition told_;
+  MetricsReading told_;
 };
 
 TEST_F(DeployTest, DashboardShowsOnlyWhatTheServerTells) {

@@ -1,7 +1,8 @@
 #include "kvtier/client.h"
+#include "kvtier/v1/admin.pb.h"
 
-#include "services/metrics/exposition.h"
 #include "services/metrics/server_metrics.h"
+#include "tests/services/metrics/exposition.h"
 #include "tests/services/metrics/http_client.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
@@ -24,7 +25,7 @@ class ObservedTest : public ServerTest {
     options.metrics = parse_endpoint("tcp:127.0.0.1:0");
     start(std::move(options));
   }
-  [[nodiscard]] Exposition read() const { return Exposition::parse(server_->metrics().text()); }
+  [[nodiscard]] MetricsReading read() const { return read_exposition(server_->metrics().text()); }
   [[nodiscard]] HttpClient http() const { return HttpClient(*server_->metrics_endpoint()); }
 
   /// A client does something of everything; its streams have ended when this returns.
@@ -42,13 +43,13 @@ class ObservedTest : public ServerTest {
 };
 
 TEST_F(ObservedTest, CallsAreCountedByMethodAndCodeWithTheirBytes) {
-  const Exposition before = read();
+  const MetricsReading before = read();
   work();
   const RawReply none =
       raw_call(raw_channel(socket()), "/kvtier.v1.SessionService/GetSession", "\x0a\x03no!");
   EXPECT_EQ(none.status.error_code(), grpc::StatusCode::NOT_FOUND);
 
-  const Exposition after = read();
+  const MetricsReading after = read();
 
   const std::string total = "kvtier_rpc_requests_total";
   const auto ended = [&](const char* method, const char* code) {
@@ -59,8 +60,8 @@ TEST_F(ObservedTest, CallsAreCountedByMethodAndCodeWithTheirBytes) {
   EXPECT_EQ(ended("AttentionService/Append", "OK"), 1);
   EXPECT_EQ(ended("SessionService/GetSession", "OK"), 1);
   EXPECT_EQ(ended("SessionService/GetSession", "NOT_FOUND"), 1);
-  const Exposition::LabelSet appended{{"method", "AttentionService/Append"},
-                                      {"direction", "received"}};
+  const MetricsReading::LabelSet appended{{"method", "AttentionService/Append"},
+                                          {"direction", "received"}};
   EXPECT_EQ(after.sum("kvtier_rpc_message_bytes_count", appended), 1);
   const double tensors = 2 * 100 * kKvHeads * kHeadDim * 4;
   EXPECT_GT(after.sum("kvtier_rpc_message_bytes_sum", appended), tensors);
@@ -72,7 +73,7 @@ TEST_F(ObservedTest, CallsAreCountedByMethodAndCodeWithTheirBytes) {
                       {{"method", "SessionService/CreateSession"}, {"direction", "sent"}}),
             0);
   for (const std::string& method : after.values(total, "method")) {
-    const Exposition::LabelSet labels{{"method", method}};
+    const MetricsReading::LabelSet labels{{"method", method}};
     EXPECT_EQ(after.sum("kvtier_rpc_started_total", labels),
               after.sum(total, labels) + after.sum("kvtier_rpc_inflight", labels))
         << method;
@@ -88,7 +89,7 @@ TEST_F(ObservedTest, UnknownMethodsShareSeriesAndOtherServicesHaveNone) {
   EXPECT_FALSE(raw_call(channel, "/kvtier.v1.SessionService/Forged", "").status.ok());
   EXPECT_TRUE(raw_call(channel, "/grpc.health.v1.Health/Check", "").status.ok());
 
-  const Exposition seen = read();
+  const MetricsReading seen = read();
 
   EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "SessionService/CreateSession"}}), 1);
   EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "other"}}), 1);
@@ -107,13 +108,26 @@ TEST_F(ObservedTest, OperatorsReadTheSameOverGrpcAndHttp) {
   const Reply text = http().get("/metrics");
   EXPECT_EQ(text.status, 200);
   EXPECT_EQ(text.field("Content-Type"), "text/plain; version=0.0.4; charset=utf-8");
-  const Exposition seen = Exposition::parse(text.body);
+  const MetricsReading seen = read_exposition(text.body);
   EXPECT_EQ(seen.sum("kvtier_session_created_total"), 1);
   EXPECT_EQ(seen.sum("kvtier_server_state", {{"state", "serving"}}), 1);
   EXPECT_EQ(seen.sum("kvtier_server_state"), 1);
   EXPECT_EQ(seen.sum("kvtier_build_info"), 1);
   EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", {{"method", "AdminService/GetMetrics"}}), 1);
   EXPECT_GT(seen.sum("kvtier_memory_budget_bytes"), 8 * MiB);
+
+  v1::GetMetricsRequest request;
+  request.set_format(v1::METRICS_FORMAT_JSON);
+  const RawReply told = raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/GetMetrics",
+                                 request.SerializeAsString());
+  v1::GetMetricsResponse response;
+  ASSERT_TRUE(response.ParseFromString(told.bytes)) << told.status.error_message();
+  EXPECT_EQ(MetricsReading::parse(response.text()).sum("kvtier_session_created_total"), 1);
+  request.set_format(static_cast<v1::MetricsFormat>(7));
+  EXPECT_EQ(raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/GetMetrics",
+                     request.SerializeAsString())
+                .status.error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
 
   const Reply json = http().get("/status.json");
   EXPECT_EQ(json.field("Content-Type"), "application/json");
@@ -143,7 +157,7 @@ TEST_F(ObservedTest, HealthFollowsTheServerThroughItsDrain) {
   const Reply down = http().get("/healthz");
   EXPECT_EQ(down.status, 503);
   EXPECT_EQ(down.body, "draining\n");
-  const Exposition seen = Exposition::parse(http().get("/metrics").body);
+  const MetricsReading seen = read_exposition(http().get("/metrics").body);
   EXPECT_EQ(seen.sum("kvtier_server_state", {{"state", "draining"}}), 1);
 }
 

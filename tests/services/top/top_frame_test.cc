@@ -1,5 +1,7 @@
 #include "services/top/top_frame.h"
 
+#include "tests/services/metrics/exposition.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,9 +15,9 @@ using ::testing::Not;
 using ::testing::SizeIs;
 
 /// What a server might tell, after `scale` times the work.
-Exposition reading(int scale) {
+MetricsReading reading(int scale) {
   const auto times = [scale](int value) { return std::to_string(scale * value) + "\n"; };
-  return Exposition::parse(
+  return read_exposition(
       "kvtier_server_state{state=\"serving\"} 1\nkvtier_server_state{state=\"draining\"} 0\n"
       "kvtier_build_info{version=\"1.2.3\"} 1\nkvtier_sessions 3\nkvtier_models 1\n"
       "kvtier_rpc_message_bytes_sum{method=\"A/Decode\",direction=\"received\"} " +
@@ -53,8 +55,8 @@ Exposition reading(int scale) {
 }
 
 TEST(TopFrame, ShowsRatesQuantilesAndShares) {
-  const Exposition before = reading(1);
-  const Exposition now = reading(2);
+  const MetricsReading before = reading(1);
+  const MetricsReading now = reading(2);
 
   const auto lines = top_frame({before, now, 2.0}, {.columns = 120});
 
@@ -76,8 +78,8 @@ TEST(TopFrame, ShowsRatesQuantilesAndShares) {
 }
 
 TEST(TopFrame, ShowsHotRowsPrefixesAndPagesAheadWhereThereAreAny) {
-  const Exposition without = reading(1);
-  const Exposition with = Exposition::parse(
+  const MetricsReading without = reading(1);
+  const MetricsReading with = read_exposition(
       "kvtier_tier_capacity_bytes{tier=\"engine_hot_rows\"} 1048576\n"
       "kvtier_tier_used_bytes{tier=\"engine_hot_rows\"} 524288\n"
       "kvtier_hot_rows_total{event=\"hit\"} 80\nkvtier_hot_rows_total{event=\"miss\"} 20\n"
@@ -97,14 +99,14 @@ TEST(TopFrame, ShowsHotRowsPrefixesAndPagesAheadWhereThereAreAny) {
 }
 
 TEST(TopFrame, RatesAreUnknownBeforeTwoReadingsAndAfterARestart) {
-  const Exposition full = reading(2);
-  const Exposition restarted = reading(1);
+  const MetricsReading full = reading(2);
+  const MetricsReading restarted = reading(1);
   EXPECT_THAT(top_frame({full, full, 0.0}, {}), Contains(HasSubstr("operations -/s")));
   EXPECT_THAT(top_frame({full, restarted, 1.0}, {}), Contains(HasSubstr("operations -/s")));
 }
 
 TEST(TopFrame, FitsTheTerminal) {
-  const Exposition now = reading(1);
+  const MetricsReading now = reading(1);
   for (const std::size_t columns : {1U, 20U, 79U}) {
     EXPECT_THAT(top_frame({now, now, 1.0}, {.columns = columns}),
                 Each(SizeIs(::testing::Le(columns))));
@@ -114,13 +116,13 @@ TEST(TopFrame, FitsTheTerminal) {
 }
 
 TEST(TopFrame, ColorsAreEscapesAroundWholeLines) {
-  const Exposition now = reading(1);
+  const MetricsReading now = reading(1);
   const auto lines = top_frame({now, now, 1.0}, {.columns = 10, .color = true});
   EXPECT_EQ(lines.front(), "\033[1;32mkvtier 1.2\033[0m");
 }
 
 TEST(TopFrame, ShowsNothingThatATerminalObeys) {
-  const Exposition hostile = Exposition::parse(
+  const MetricsReading hostile = read_exposition(
       "kvtier_server_state{state=\"\x1b]0;pwned\x07\"} 1\n"
       "kvtier_tenant_used_bytes{tenant=\"\x1b[31m\\nx\xc2\x9b\"} 1\n");
   const std::vector<std::string> lines =

@@ -9,8 +9,8 @@
 
 namespace kvtier::services {
 
-/// A reading of the text format of Prometheus, version 0.0.4, as `ServerMetrics::text` writes it.
-class Exposition {
+/// The values of a server's metrics at one time.
+class MetricsReading {
  public:
   using LabelSet = std::map<std::string, std::string>;
   struct Sample {
@@ -18,8 +18,10 @@ class Exposition {
     double value = 0;
   };
 
-  /// Throws `kInvalidArgument`, with the number of the line, for text that is none.
-  [[nodiscard]] static Exposition parse(const std::string& text);
+  /// Reads what `status_json` writes. Throws `kInvalidArgument` for other text.
+  [[nodiscard]] static MetricsReading parse(const std::string& status);
+
+  void add(const std::string& name, LabelSet labels, double value);
 
   /// Names of samples; a histogram has NAME_bucket, NAME_sum and NAME_count.
   [[nodiscard]] const std::map<std::string, std::vector<Sample>>& samples() const noexcept {
@@ -33,8 +35,9 @@ class Exposition {
                                                 const std::string& label) const;
   /// Returns the upper bound of the bucket that holds a quantile, infinity included, of what a
   /// histogram observed since `before`; nothing when that is nothing.
-  [[nodiscard]] std::optional<double> quantile(const Exposition& before, const std::string& name,
-                                               const LabelSet& labels, double q) const;
+  [[nodiscard]] std::optional<double> quantile(const MetricsReading& before,
+                                               const std::string& name, const LabelSet& labels,
+                                               double q) const;
 
  private:
   /// Bounds and cumulative counts.
