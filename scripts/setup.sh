@@ -6,7 +6,7 @@ kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libopen
   nlohmann-json3-dev)
 kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev libgrpc++-dev libprotobuf-dev prometheus-cpp-dev liburing-dev
   protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
-  libmemcached-dev libhiredis-dev memcached redis-server
+  libmemcached-dev libhiredis-dev libnghttp2-dev memcached redis-server
   clang-format-14 python3-venv)
 # Debian 12 has libFuzzer with clang; Ubuntu 24.04 too.
 kvtier_fuzz_packages=(clang-14 libclang-rt-14-dev)

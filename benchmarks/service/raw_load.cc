@@ -1,12 +1,15 @@
 #include "benchmarks/service/raw_load.h"
 
-#include "benchmarks/service/hpack_reader.h"
 #include "benchmarks/service/measure.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <deque>
+#include <memory>
+#include <nghttp2/nghttp2.h>
+#include <optional>
 #include <poll.h>
 #include <stdexcept>
 #include <string_view>
@@ -164,7 +167,7 @@ class RawLoad::Connection {
         }
         break;
       case kHeaders:
-        end(stream, fields_read_.find(payload, "grpc-status"), (flags & kEndStream) != 0, outcomes);
+        end(stream, find_status(payload), (flags & kEndStream) != 0, outcomes);
         break;
       case kReset:
         if (calls_.erase(stream) > 0) outcomes.failure = "a stream that was reset";
@@ -190,9 +193,35 @@ class RawLoad::Connection {
     calls_.erase(call);
   }
 
+  static std::unique_ptr<nghttp2_hd_inflater, decltype(&nghttp2_hd_inflate_del)> make_inflater() {
+    nghttp2_hd_inflater* inflater = nullptr;
+    if (nghttp2_hd_inflate_new(&inflater) != 0) throw std::bad_alloc();
+    return {inflater, &nghttp2_hd_inflate_del};
+  }
+  /// Reads a block of header fields, as every one of a connection must be, and returns grpc-status.
+  std::optional<std::string> find_status(std::string_view block) {
+    std::optional<std::string> status;
+    const auto* data = reinterpret_cast<const std::uint8_t*>(block.data());
+    std::size_t left = block.size();
+    for (int flags = 0; (flags & NGHTTP2_HD_INFLATE_FINAL) == 0;) {
+      nghttp2_nv field{};
+      const auto read = nghttp2_hd_inflate_hd2(inflater_.get(), &field, &flags, data, left, 1);
+      if (read < 0) throw std::runtime_error("header fields: expected HPACK, found none");
+      data += read;
+      left -= static_cast<std::size_t>(read);
+      if ((flags & NGHTTP2_HD_INFLATE_EMIT) == 0) continue;
+      const std::string_view name(reinterpret_cast<const char*>(field.name), field.namelen);
+      if (name != "grpc-status") continue;
+      status.emplace(reinterpret_cast<const char*>(field.value), field.valuelen);
+    }
+    nghttp2_hd_inflate_end_headers(inflater_.get());
+    return status;
+  }
+
   const std::string fields_;
   const int fd_;
-  HpackReader fields_read_;
+  const std::unique_ptr<nghttp2_hd_inflater, decltype(&nghttp2_hd_inflate_del)> inflater_ =
+      make_inflater();
   std::string out_, in_;
   std::int64_t window_ = kFirstWindow;
   std::uint32_t stream_ = 1;
