@@ -17,6 +17,7 @@ if [[ ${1:-} == --preset ]]; then
 fi
 
 need_packages "${kvtier_test_packages[@]}"
+if [[ ${CI:-} == true ]]; then need_packages "${kvtier_ci_packages[@]}"; fi
 if use_cuda; then : "${preset:=cuda}"; else : "${preset:=release}"; fi
 
 scripts/check.sh
