@@ -206,7 +206,8 @@ ServerOptions server_options(const ServeCommand& command) {
   options.insecure_tcp = command.insecure_tcp;
   options.tls = {.certificate = command.tls_certificate,
                  .key = command.tls_key,
-                 .client_ca = command.tls_client_ca};
+                 .client_ca = command.tls_client_ca,
+                 .client_crl = command.tls_client_crl};
   options.threads = command.threads;
   options.stream_idle = milliseconds(command.stream_idle_seconds);
 
@@ -313,6 +314,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");
   add("--tls-key", command.tls_key, "Key of the server, PEM");
   add("--tls-client-ca", command.tls_client_ca, "CA of the clients' certificates, PEM");
+  add("--tls-client-crl", command.tls_client_crl,
+      "Revocation lists of that CA, PEM; read again by SIGHUP (default: none is revoked)");
   add("--tenants", command.tenants_file, "JSON file of tenants (default: one tenant for all)");
   const auto add_named = [app](const char* flag, const auto& names, auto& to,
                                const char* description) {

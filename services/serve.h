@@ -29,7 +29,7 @@ struct ServeCommand {
   std::string metrics;
   std::vector<std::string> data_listen;
   bool insecure_tcp = false;
-  std::string tls_certificate, tls_key, tls_client_ca;
+  std::string tls_certificate, tls_key, tls_client_ca, tls_client_crl;
   std::string tenants_file;
   Backend backend = Backend::kAuto;
   /// Whether a worker process serves, which another replaces after a fault; empty: where a GPU may

@@ -41,8 +41,10 @@ class ByteStream {
   virtual void close() = 0;
 
   [[nodiscard]] virtual bool shares_memory() const noexcept = 0;
-  /// Names of the verified certificate, and of the process where there is one. After `start`.
+  /// Names of the verified certificate. After `start`, as what follows.
   [[nodiscard]] virtual std::vector<std::string> certificate_names() const { return {}; }
+  /// That certificate, PEM; empty where there is none.
+  [[nodiscard]] virtual std::string certificate() const { return {}; }
   [[nodiscard]] virtual Peer peer() const { return {}; }
 };
 

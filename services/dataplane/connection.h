@@ -117,6 +117,8 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   // Of complete frames (requests.cc).
   void dispatch(const std::shared_ptr<IncomingFrame>& frame);
   void attach(const IncomingFrame& frame);
+  /// Throws UNAUTHENTICATED when the client's certificate is no longer its tenant's.
+  void check_certificate();
   void call(const std::shared_ptr<IncomingFrame>& frame);
   void read_pages(const std::shared_ptr<IncomingFrame>& frame);
   void write_pages(const std::shared_ptr<IncomingFrame>& frame);
@@ -166,6 +168,8 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   std::uint64_t timer_number_ = 0;  ///< Of the last timer that counts.
   std::vector<iovec> pieces_;       ///< Being written.
   std::shared_ptr<Attachment> attachment_;
+  Credentials credentials_;          ///< Of the client's certificate; empty without TLS.
+  std::uint64_t authenticated_ = 0;  ///< `Tenants::version` that they were held against.
   std::shared_ptr<SharedRegion> staging_;
   std::atomic<bool> attached_{false}, closed_{false};
   std::atomic<std::int64_t> queued_bytes_{0};

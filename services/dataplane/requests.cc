@@ -39,6 +39,11 @@ void DataConnection::dispatch(const std::shared_ptr<IncomingFrame>& frame) {
   const FrameHeader& header = frame->header();
   const FrameType reply = reply_type(header.type);
   try {
+    check_certificate();
+  } catch (const ServiceError& error) {
+    return go_away(error);
+  }
+  try {
     if (frame->refusal()) throw *frame->refusal();
     if (header.type == FrameType::kCall) return call(frame);
     if (header.type == FrameType::kReadPages) return read_pages(frame);
@@ -52,10 +57,11 @@ void DataConnection::attach(const IncomingFrame& frame) {
   const std::span<const std::byte> control = frame.control();
   Peer peer = stream_->peer();
   try {
-    const std::vector<std::string> names = stream_->certificate_names();
-    if (!names.empty()) {
-      peer.tenant = &context_.core.tenants().authenticate({.certificate_names = names});
-    }
+    const Tenants& tenants = context_.core.tenants();
+    authenticated_ = tenants.version();
+    credentials_ = {.certificate_names = stream_->certificate_names(),
+                    .certificate = stream_->certificate()};
+    if (!credentials_.certificate.empty()) peer.tenant = &tenants.authenticate(credentials_);
     attachment_ = context_.attachments.redeem(
         {reinterpret_cast<const char*>(control.data()), control.size()}, peer,
         [weak = weak_from_this()] {
@@ -98,6 +104,18 @@ void DataConnection::attach(const IncomingFrame& frame) {
                                  encode(attached), {}, staging_);
   reply.descriptors = std::move(descriptors);
   send(std::move(reply));
+}
+
+void DataConnection::check_certificate() {
+  const Tenants& tenants = context_.core.tenants();
+  const std::uint64_t version = tenants.version();
+  if (version == authenticated_) return;
+  if (!credentials_.certificate.empty() &&
+      &tenants.authenticate(credentials_) != &attachment_->tenant) {
+    throw ServiceError(Code::kUnauthenticated, "UNAUTHENTICATED",
+                       "the certificate is another tenant's by now");
+  }
+  authenticated_ = version;
 }
 
 void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {

@@ -5,6 +5,7 @@
 #include <boost/asio/ssl/stream.hpp>
 
 #include <memory>
+#include <openssl/pem.h>
 #include <openssl/x509v3.h>
 #include <optional>
 #include <vector>
@@ -46,6 +47,14 @@ std::vector<std::string> names_of(X509* certificate) {
   const int at = X509_NAME_get_index_by_NID(subject, NID_commonName, -1);
   if (at >= 0) names.push_back(text_of(X509_NAME_ENTRY_get_data(X509_NAME_get_entry(subject, at))));
   return names;
+}
+
+std::string pem_of(X509* certificate) {
+  const std::unique_ptr<BIO, decltype(&BIO_free)> text(BIO_new(BIO_s_mem()), &BIO_free);
+  char* data = nullptr;
+  if (!text || PEM_write_bio_X509(text.get(), certificate) != 1) throw std::bad_alloc();
+  const long size = BIO_get_mem_data(text.get(), &data);
+  return {data, static_cast<std::size_t>(size)};
 }
 
 std::vector<boost::asio::const_buffer> buffers_of(std::span<const iovec> pieces) {
@@ -111,13 +120,20 @@ class TlsStream final : public ByteStream {
   }
   [[nodiscard]] bool shares_memory() const noexcept override { return false; }
   [[nodiscard]] std::vector<std::string> certificate_names() const override {
-    auto& stream = const_cast<TlsStream*>(this)->stream_;
-    const std::unique_ptr<X509, decltype(&X509_free)> certificate(
-        SSL_get1_peer_certificate(stream.native_handle()), &X509_free);
+    const auto certificate = peer_certificate();
     return certificate ? names_of(certificate.get()) : std::vector<std::string>();
+  }
+  [[nodiscard]] std::string certificate() const override {
+    const auto certificate = peer_certificate();
+    return certificate ? pem_of(certificate.get()) : std::string();
   }
 
  private:
+  [[nodiscard]] std::unique_ptr<X509, decltype(&X509_free)> peer_certificate() const {
+    auto& stream = const_cast<TlsStream*>(this)->stream_;
+    return {SSL_get1_peer_certificate(stream.native_handle()), &X509_free};
+  }
+
   const std::shared_ptr<boost::asio::ssl::context> context_;  ///< Outlives its replacement.
   boost::asio::ssl::stream<tcp::socket> stream_;
 };

@@ -33,9 +33,16 @@ TlsIdentity read_tls_files(const TlsFiles& files) {
     throw Error(ErrorCode::kInvalidArgument,
                 "TLS: expected certificate, key and client CA together, found some of them");
   }
-  return {.certificate = read_file("tls-cert", files.certificate),
-          .key = read_file("tls-key", files.key),
-          .client_ca = read_file("tls-client-ca", files.client_ca)};
+  return {
+      .certificate = read_file("tls-cert", files.certificate),
+      .key = read_file("tls-key", files.key),
+      .client_ca = read_file("tls-client-ca", files.client_ca),
+      .client_crl = files.client_crl.empty() ? "" : read_file("tls-client-crl", files.client_crl)};
+}
+
+std::shared_ptr<const RevocationList> TlsIdentity::revoked() const {
+  return client_crl.empty() ? nullptr
+                            : std::make_shared<const RevocationList>(client_crl, client_ca);
 }
 
 std::shared_ptr<ssl::context> make_tls_context(const TlsIdentity& identity) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "services/server/revocation_list.h"
+
 #include <memory>
 #include <string>
 
@@ -9,24 +11,29 @@ class context;
 
 namespace kvtier::services {
 
-/// Files in PEM. All three are needed for TCP: a client must show a certificate that `client_ca`
-/// has signed.
+/// Files in PEM. The first three are needed for TCP: a client must show a certificate that
+/// `client_ca` has signed, and that no list of `client_crl` has.
 struct TlsFiles {
   std::string certificate, key, client_ca;
+  std::string client_crl{};  ///< Empty: no certificate is revoked.
 
   [[nodiscard]] bool empty() const noexcept {
-    return certificate.empty() && key.empty() && client_ca.empty();
+    return certificate.empty() && key.empty() && client_ca.empty() && client_crl.empty();
   }
 };
 
 /// What the files hold.
 struct TlsIdentity {
   std::string certificate, key, client_ca;
+  std::string client_crl{};
 
   [[nodiscard]] bool empty() const noexcept { return certificate.empty(); }
+  /// Returns the lists of `client_crl`, or null when there are none. Throws as `RevocationList`.
+  [[nodiscard]] std::shared_ptr<const RevocationList> revoked() const;
 };
 
-/// Throws `kInvalidArgument` unless all three are named, `kNotFound` for one that cannot be read.
+/// Throws `kInvalidArgument` unless the first three are named, `kNotFound` for one that cannot be
+/// read.
 [[nodiscard]] TlsIdentity read_tls_files(const TlsFiles& files);
 
 /// Returns a context for servers that asks for a client's certificate. Throws `kInvalidArgument`

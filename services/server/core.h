@@ -106,6 +106,9 @@ class Core {
 
   /// As `Tenants::replace`.
   void replace_tenants(const std::vector<TenantConfig>& configs) { tenants_.replace(configs); }
+  void revoke(std::shared_ptr<const RevocationList> revoked) {
+    tenants_.revoke(std::move(revoked));
+  }
 
   void create_session(const Call& call, const v1::CreateSessionRequest& request,
                       v1::CreateSessionResponse& response, Done done);

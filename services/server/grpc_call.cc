@@ -2,6 +2,8 @@
 
 #include "services/grpc_time.h"
 
+#include <grpc/grpc_security_constants.h>
+
 #include <iterator>
 
 namespace kvtier::services {
@@ -24,6 +26,9 @@ Credentials credentials_of(const grpc::CallbackServerContext& context) {
   if (auth != nullptr && auth->IsPeerAuthenticated()) {
     for (const grpc::string_ref& name : auth->GetPeerIdentity()) {
       credentials.certificate_names.emplace_back(name.data(), name.size());
+    }
+    for (const grpc::string_ref& pem : auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME)) {
+      credentials.certificate.assign(pem.data(), pem.size());
     }
   }
   return credentials;

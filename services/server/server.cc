@@ -145,6 +145,7 @@ class Server::Impl {
     if (!options_.tls.empty()) {
       TlsIdentity identity = read_tls_files(options_.tls);
       (void)make_tls_context(identity);  // throws unless its parts go together
+      core_.revoke(identity.revoked());
       identity_ = std::make_unique<CurrentIdentity>(std::move(identity));
       credentials_ = make_tls_credentials(*identity_);
     }
@@ -236,8 +237,10 @@ class Server::Impl {
     try {
       TlsIdentity fresh = read_tls_files(options_.tls);
       (void)make_tls_context(fresh);
+      std::shared_ptr<const RevocationList> revoked = fresh.revoked();
       if (data_plane_) data_plane_->use_tls(fresh);
       identity_->replace(std::move(fresh));
+      core_.revoke(std::move(revoked));
     } catch (...) {
       ++reloads_refused_;
       throw;
@@ -278,9 +281,12 @@ class Server::Impl {
         "kvtier_tls_certificate_expiry_timestamp_seconds",
         "When the certificate in use ends, since 1970; 0 without TLS.",
         started_ && identity_ ? certificate_expiry(identity_->get().first.certificate) : 0);
+    families.gauge("kvtier_tls_client_crl_next_update_timestamp_seconds",
+                   "When the first revocation list ends, since 1970; 0 without one.",
+                   static_cast<double>(core_.tenants().revocations_end()));
     for (const auto& [result, count] :
          {std::pair("ok", reloads_.load()), std::pair("refused", reloads_refused_.load())}) {
-      families.counter("kvtier_tls_reloads_total", "Certificates read anew.",
+      families.counter("kvtier_tls_reloads_total", "Certificates and revocation lists read anew.",
                        static_cast<double>(count), {{"result", result}});
     }
   }

@@ -246,10 +246,25 @@ void Tenants::replace(const std::vector<TenantConfig>& configs) {
   const std::unique_lock lock(mutex_);
   configs_ = std::move(fresh);
   for (std::size_t i = 0; i < all_.size(); ++i) all_[i]->set_limits(configs_[i].limits);
+  ++version_;
+}
+
+void Tenants::revoke(std::shared_ptr<const RevocationList> revoked) {
+  const std::unique_lock lock(mutex_);
+  revoked_ = std::move(revoked);
+  ++version_;
+}
+
+std::time_t Tenants::revocations_end() const {
+  const std::shared_lock lock(mutex_);
+  return revoked_ ? revoked_->next_update() : 0;
 }
 
 Tenant& Tenants::authenticate(const Credentials& credentials) const {
   const std::shared_lock lock(mutex_);
+  if (revoked_ && !credentials.certificate.empty() && revoked_->has(credentials.certificate)) {
+    throw unauthenticated();
+  }
   if (configs_.empty()) return *all_.front();
   const bool has_token =
       !credentials.bearer_token.empty() && credentials.bearer_token.size() <= kMaxToken;

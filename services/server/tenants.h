@@ -2,6 +2,7 @@
 
 #include "services/server/device_regions.h"
 #include "services/server/replay_cache.h"
+#include "services/server/revocation_list.h"
 
 #include <array>
 #include <atomic>
@@ -97,6 +98,7 @@ class Tenant {
 struct Credentials {
   std::string_view bearer_token{};               ///< Empty: none.
   std::vector<std::string> certificate_names{};  ///< Of a verified client certificate.
+  std::string certificate{};                     ///< That certificate, PEM; empty: none.
 };
 
 /// The tenants of a server. Without any configured, every caller is the tenant "default".
@@ -112,7 +114,15 @@ class Tenants {
   /// start; nothing has changed then.
   void replace(const std::vector<TenantConfig>& configs);
 
-  /// Throws UNAUTHENTICATED, with no hint, when the credentials are no tenant's, or of two.
+  /// From now on these certificates are no credentials; null: every verified one is.
+  void revoke(std::shared_ptr<const RevocationList> revoked);
+  /// Returns when the first list of `revoke` is to be replaced, in seconds since 1970; 0: never.
+  [[nodiscard]] std::time_t revocations_end() const;
+  /// Grows with `replace` and `revoke`: what was authenticated before is to be looked at again.
+  [[nodiscard]] std::uint64_t version() const noexcept { return version_; }
+
+  /// Throws UNAUTHENTICATED, with no hint, when the credentials are no tenant's, or of two, or of a
+  /// revoked certificate.
   [[nodiscard]] Tenant& authenticate(const Credentials& credentials) const;
   /// Throws NOT_FOUND.
   [[nodiscard]] Tenant& by_name(const std::string& name) const;
@@ -120,8 +130,10 @@ class Tenants {
 
  private:
   std::vector<std::unique_ptr<Tenant>> all_;
-  mutable std::shared_mutex mutex_;    ///< Guards `configs_`.
+  std::atomic<std::uint64_t> version_{0};
+  mutable std::shared_mutex mutex_;    ///< Guards what follows.
   std::vector<TenantConfig> configs_;  ///< In the order of `all_`; empty: one tenant for all.
+  std::shared_ptr<const RevocationList> revoked_;  ///< Null: none.
 };
 
 /// Reads {"tenants": [{"name", "token_sha256", "certificate", "max_sessions", "max_kv_bytes",

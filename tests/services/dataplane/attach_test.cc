@@ -30,6 +30,14 @@ class AttachTest : public PlaneTest {
   }
 };
 
+/// Reads a batch of no pages over a connection: "OK", or the reason of the refusal.
+std::string ask(DataChannel& channel) {
+  return reason_of([&] {
+    (void)channel.reply_to(
+        channel.send(FrameType::kReadPages, kInline, encode(std::vector<PageDescriptor>{})));
+  });
+}
+
 TEST_F(AttachTest, SharesMemoryWhoseSizeIsSealed) {
   start();
   const auto channel = attach();
@@ -227,13 +235,7 @@ TEST_F(AttachTest, NewConnectionsSeeTheNewCertificate) {
                            .tls = {authority.certificate(), client.certificate, client.key}});
   };
   const auto older = connect(before);
-  const auto ask = [&older] {
-    return reason_of([&] {
-      (void)older->reply_to(
-          older->send(FrameType::kReadPages, kInline, encode(std::vector<PageDescriptor>{})));
-    });
-  };
-  ASSERT_EQ(ask(), "OK");
+  ASSERT_EQ(ask(*older), "OK");
 
   TlsIdentity mixed = identity_of(after);
   mixed.key = identity_of(before).key;
@@ -243,7 +245,7 @@ TEST_F(AttachTest, NewConnectionsSeeTheNewCertificate) {
 
   EXPECT_EQ(reason_of([&] { (void)connect(after); }), "OK");
   EXPECT_EQ(reason_of([&] { (void)connect(before); }), "DISCONNECTED");
-  EXPECT_EQ(ask(), "OK") << "goes on";
+  EXPECT_EQ(ask(*older), "OK") << "goes on";
 }
 
 TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
@@ -279,6 +281,37 @@ TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
                            .timeout = std::chrono::seconds(5)});
             }),
             "DISCONNECTED");
+}
+
+TEST_F(AttachTest, ConnectionsOfRevokedCertificatesEnd) {
+  const Authority authority(folder_, "ca");
+  const Certificate own = authority.issue("localhost");
+  CoreOptions options = small_options();
+  options.tenants = two_tenants();
+  options.tenants[0].certificate = "first.example";
+  options.tenants[1].certificate = "second.example";
+  TlsIdentity identity = read_tls_files({own.certificate, own.key, authority.certificate()});
+  start(options, {.listen = {parse_endpoint("tcp:127.0.0.1:0")}, .attachments = {}, .limits = {}},
+        identity);
+  const Certificate first = authority.issue("first.example");
+  const Certificate second = authority.issue("second.example");
+  const auto connect = [&](const Certificate& certificate, std::size_t tenant) {
+    return std::make_unique<DataChannel>(DataChannelOptions{
+        .endpoint = plane_->endpoints()[0].text(),
+        .token = token(tenant),
+        .tls = {authority.certificate(), certificate.certificate, certificate.key}});
+  };
+  const auto of_first = connect(first, 0);
+  const auto of_second = connect(second, 1);
+  ASSERT_EQ(ask(*of_first), "OK");
+
+  core_->revoke(std::make_shared<const RevocationList>(read_pem(authority.revoke({first})),
+                                                       identity.client_ca));
+
+  EXPECT_EQ(ask(*of_first), "UNAUTHENTICATED");
+  EXPECT_EQ(ask(*of_first), "DISCONNECTED");
+  EXPECT_EQ(ask(*of_second), "OK");
+  EXPECT_EQ(reason_of([&] { (void)connect(first, 0); }), "UNAUTHENTICATED");
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "tests/services/server/certificates.h"
 
 #include <cstdio>
+#include <fstream>
 #include <memory>
 #include <openssl/ec.h>
 #include <openssl/evp.h>
@@ -8,6 +9,7 @@
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 
 namespace kvtier::services::testing {
@@ -68,6 +70,12 @@ void write(const Certificate& files, X509* certificate, EVP_PKEY* key) {
 
 }  // namespace
 
+std::string read_pem(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
 Authority::Authority(const std::filesystem::path& folder, const std::string& name)
     : folder_(folder),
       name_(name),
@@ -93,6 +101,33 @@ Certificate Authority::issue(const std::string& dns_name, long seconds) const {
   Certificate files{stem + ".pem", stem + ".key"};
   write(files, certificate.get(), key.get());
   return files;
+}
+
+std::string Authority::revoke(const std::vector<Certificate>& certificates, long seconds) const {
+  const X509Pointer issuer(
+      PEM_read_X509(open_file(own_.certificate, "r").get(), nullptr, nullptr, nullptr));
+  const Key key(PEM_read_PrivateKey(open_file(own_.key, "r").get(), nullptr, nullptr, nullptr));
+  const std::unique_ptr<X509_CRL, Deleter<X509_CRL_free>> list(X509_CRL_new());
+  X509_CRL_set_version(list.get(), 1);
+  X509_CRL_set_issuer_name(list.get(), X509_get_subject_name(issuer.get()));
+  const std::unique_ptr<ASN1_TIME, Deleter<ASN1_TIME_free>> time(ASN1_TIME_new());
+  X509_gmtime_adj(time.get(), -3600);
+  X509_CRL_set1_lastUpdate(list.get(), time.get());
+  for (const Certificate& files : certificates) {
+    const X509Pointer certificate(
+        PEM_read_X509(open_file(files.certificate, "r").get(), nullptr, nullptr, nullptr));
+    X509_REVOKED* entry = X509_REVOKED_new();
+    X509_REVOKED_set_serialNumber(entry, X509_get_serialNumber(certificate.get()));
+    X509_REVOKED_set_revocationDate(entry, time.get());
+    X509_CRL_add0_revoked(list.get(), entry);
+  }
+  X509_gmtime_adj(time.get(), seconds);
+  X509_CRL_set1_nextUpdate(list.get(), time.get());
+  X509_CRL_sort(list.get());
+  X509_CRL_sign(list.get(), key.get(), EVP_sha256());
+  std::string path = (folder_ / (name_ + ".crl")).string();
+  PEM_write_X509_CRL(open_file(path, "w").get(), list.get());
+  return path;
 }
 
 }  // namespace kvtier::services::testing

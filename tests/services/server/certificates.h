@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace kvtier::services::testing {
 
@@ -9,6 +10,9 @@ namespace kvtier::services::testing {
 struct Certificate {
   std::string certificate, key;
 };
+
+/// Returns what a file holds, or nothing.
+[[nodiscard]] std::string read_pem(const std::string& path);
 
 /// A certificate authority that lives as long as a test. Keys are P-256; certificates are valid
 /// from an hour ago for a day.
@@ -19,6 +23,9 @@ class Authority {
   [[nodiscard]] const std::string& certificate() const noexcept { return own_.certificate; }
   /// Issues a certificate for a DNS name; "localhost" also for 127.0.0.1.
   [[nodiscard]] Certificate issue(const std::string& dns_name, long seconds = 86400) const;
+  /// Writes a revocation list of these certificates, which is valid from an hour ago, and returns
+  /// its path: the same for every list.
+  std::string revoke(const std::vector<Certificate>& certificates, long seconds = 86400) const;
 
  private:
   std::filesystem::path folder_;

@@ -141,6 +141,50 @@ TEST_F(TlsTest, NewConnectionsSeeFilesThatWereReplaced) {
                        ::testing::HasSubstr("kvtier_tls_reloads_total{result=\"refused\"} 2")));
 }
 
+TEST_F(TlsTest, RevokedCertificatesAreNoCredentials) {
+  const Certificate lost = authority_->issue("first.example");
+  std::filesystem::create_directory(folder_ / "kept");
+  const auto keep = [&](const Certificate& from) {
+    Certificate kept{(folder_ / "kept/c.pem").string(), (folder_ / "kept/c.key").string()};
+    std::filesystem::rename(from.certificate, kept.certificate);
+    std::filesystem::rename(from.key, kept.key);
+    return kept;
+  };
+  const ClientOptions of_lost = client_options(keep(lost));
+  const ClientOptions of_good = client_options(authority_->issue("first.example"));
+  ServerOptions options = this->options();
+  options.admin.clear();
+  options.listen = {parse_endpoint("tcp:127.0.0.1:0")};
+  options.tls = files_;
+  options.tls.client_crl = authority_->revoke({});
+  options.core.tenants = two_tenants();
+  options.core.tenants[0].certificate = "first.example";
+  start(options);
+  const auto at_server = [this](ClientOptions client) {
+    client.server = server_->endpoints()[0].text();
+    return client;
+  };
+  Client client(at_server(of_lost));
+  RemoteSessionConfig config;
+  config.model = {
+      .layers = kLayers, .query_heads = kQueryHeads, .kv_heads = kKvHeads, .head_dim = kHeadDim};
+  RemoteSession session = client.open(config);
+  session.refresh();
+
+  (void)authority_->revoke({Certificate{of_lost.tls_certificate, of_lost.tls_key}}, -60);
+  EXPECT_THROW(server_->reload_tls(), Error) << "a list that has ended";
+  session.refresh();
+  (void)authority_->revoke({Certificate{of_lost.tls_certificate, of_lost.tls_key}});
+  server_->reload_tls();
+
+  EXPECT_THROW(session.refresh(), ClientError) << "over the connection of before";
+  EXPECT_EQ(open(at_server(of_lost)), "FAILED_PRECONDITION UNAUTHENTICATED");
+  EXPECT_EQ(open(at_server(of_good)), "OK");
+  (void)authority_->revoke({});
+  server_->reload_tls();
+  session.refresh();
+}
+
 TEST_F(TlsTest, ReloadNeedsTls) {
   ServerOptions options = this->options();
   start(options);
