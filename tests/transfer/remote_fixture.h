@@ -95,7 +95,7 @@ class RemoteTiers : public ::testing::TestWithParam<testing::Engine> {
   }
   /// Lets the back-off pass and waits until the circuits are closed again.
   [[nodiscard]] bool recovers() {
-    return testing::eventually([this] {
+    return kvtier::testing::eventually([this] {
       now_ms_ += 60'000;
       (void)get(*tier_, Page(999), std::chrono::milliseconds(1000));
       for (const RemoteServerState& server : cluster_->servers()) {

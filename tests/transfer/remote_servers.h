@@ -1,11 +1,11 @@
 #pragma once
 
+#include "tests/support/eventually.h"
 #include "tests/support/program.h"
 
 #include <gtest/gtest.h>
 
 #include <arpa/inet.h>
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -23,17 +23,6 @@
 namespace kvtier::testing {
 
 enum class Engine { kMemcached, kRedis };
-
-/// Waits for what another process or thread will make true; false when it has not for ten seconds.
-template <typename Condition>
-[[nodiscard]] bool eventually(const Condition& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
 
 inline sockaddr_un unix_address(const std::string& path) {
   sockaddr_un address{};

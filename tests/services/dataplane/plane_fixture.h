@@ -4,6 +4,7 @@
 #include "services/dataplane/data_plane.h"
 #include "services/pages/page_store.h"
 #include "tests/services/server/core_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <array>
 #include <csignal>
@@ -20,6 +21,8 @@
 #include <vector>
 
 namespace kvtier::services::testing {
+
+using kvtier::testing::eventually;
 
 inline constexpr std::int64_t kPageBytes = 64 << 10;
 
@@ -95,15 +98,6 @@ class PlaneTest : public ::testing::Test {
         .endpoint = plane_->endpoints()[0].text(), .token = token(index), .tls = {}});
   }
   /// Waits for a state that another thread brings about.
-  template <typename Condition>
-  [[nodiscard]] static bool eventually(Condition condition) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!condition()) {
-      if (std::chrono::steady_clock::now() > end) return false;
-      std::this_thread::yield();
-    }
-    return true;
-  }
   [[nodiscard]] bool all_is_free() {
     return eventually([&] {
       return plane_->counters().connections == 0 && plane_->counters().queued_bytes == 0 &&

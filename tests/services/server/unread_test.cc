@@ -3,6 +3,7 @@
 
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 #include "tests/support/memory.h"
 
 #include <grpcpp/client_context.h>
@@ -13,11 +14,12 @@
 #include <grpcpp/support/channel_arguments.h>
 
 #include <deque>
-#include <thread>
 
 /// Clients that ask for much and read nothing of it.
 namespace kvtier::services::testing {
 namespace {
+
+using kvtier::testing::eventually;
 
 constexpr std::int64_t kLimit = std::int64_t{16} << 20;
 /// Three replies of 2 MiB, twice each; their requests come to it.
@@ -72,15 +74,6 @@ class UnreadTest : public ServerTest {
     const grpc::Slice slice(request.SerializeAsString());
     call.stream->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
     await_tag();
-  }
-  template <typename Condition>
-  [[nodiscard]] static bool eventually(Condition condition) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!condition()) {
-      if (std::chrono::steady_clock::now() > end) return false;
-      std::this_thread::yield();
-    }
-    return true;
   }
   [[nodiscard]] std::uint64_t counted() {
     v1::GetStatsResponse stats;
