@@ -9,8 +9,11 @@
 
 namespace kvtier::services {
 
-/// SharedMemoryService over a data plane. Both must outlive it.
+class StreamRegistry;
+
+/// SharedMemoryService over a data plane. All three must outlive it.
 [[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(Core& core,
+                                                                        StreamRegistry& registry,
                                                                         DataPlane& plane);
 
 }  // namespace kvtier::services

@@ -43,7 +43,23 @@ grpc::ServerUnaryReactor* unary(Core& core, StreamRegistry& registry,
   return reactor;
 }
 
-/// As `unary`, of a call that is answered on the spot and throws when it fails.
+/// As `unary`, of a call that `work(call)` answers on the spot, or throws.
+template <typename Response, typename Work>
+grpc::ServerUnaryReactor* unary_now(Core& core, StreamRegistry& registry,
+                                    grpc::CallbackServerContext& context, const Response* response,
+                                    Work work) {
+  return unary(core, registry, context, response, [&work](const Call& call, const auto& done) {
+    std::optional<ServiceError> failure;
+    try {
+      work(call);
+    } catch (...) {
+      failure = to_service_error(std::current_exception());
+    }
+    done(failure ? &*failure : nullptr);
+  });
+}
+
+/// Answers an operator's call on the spot; `reply` throws when it fails. Nothing is charged.
 template <typename Answer>
 grpc::ServerUnaryReactor* answer(grpc::CallbackServerContext& context, Answer reply) {
   grpc::ServerUnaryReactor* reactor = context.DefaultReactor();

@@ -52,16 +52,9 @@ class SessionService final : public v1::SessionService::CallbackService {
   ServerUnaryReactor* ListSessions(CallbackServerContext* context,
                                    const v1::ListSessionsRequest* request,
                                    v1::ListSessionsResponse* response) override {
-    return unary(core_, registry_, *context, response,
-                 [=, this](const Call& call, const Done& done) {
-                   std::optional<ServiceError> failure;
-                   try {
-                     core_.list_sessions(call, *request, *response);
-                   } catch (...) {
-                     failure = to_service_error(std::current_exception());
-                   }
-                   done(failure ? &*failure : nullptr);
-                 });
+    return unary_now(core_, registry_, *context, response, [=, this](const Call& call) {
+      core_.list_sessions(call, *request, *response);
+    });
   }
   ServerUnaryReactor* TruncateSession(CallbackServerContext* context,
                                       const v1::TruncateSessionRequest* request,
