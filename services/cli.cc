@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "services/atomic_file.h"
 #include "services/calibrate.h"
+#include "services/json_report.h"
 #include "services/log.h"
 #include "services/names.h"
 #include "services/recorded_ids.h"
@@ -20,7 +20,6 @@
 #include <cmath>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string_view>
 
 namespace kvtier::services {
@@ -148,7 +147,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
       ->capture_default_str();
   app.add_option("--first-step", command.options.first_step, "First step that is replayed")
       ->capture_default_str();
-  app.add_option("--json", command.json, "Write the report, with every layer, to this file");
+  app.add_option("--json", command.json,
+                 "Write the report, with every layer, to this file; -: standard output");
   app.add_option(
       "--record-ids", command.record_ids,
       "Write the tokens that each step selects to this safetensors file, for one selector");
@@ -194,8 +194,7 @@ class ProgressBar {
 };
 
 void run_replay(ReplayCommand& command, const Console& console) {
-  std::optional<AtomicFile> json;
-  if (!command.json.empty()) json.emplace(command.json);
+  JsonReport json(command.json, console);
   const Trace trace = Trace::open(command.trace);
   ProgressBar bar(console.err);
   if (console.err_is_terminal) {
@@ -222,8 +221,8 @@ void run_replay(ReplayCommand& command, const Console& console) {
   const ReplayReport report = replay(trace, command.options);
   ids.steps = report.steps;
   if (!command.record_ids.empty()) ids.write(command.record_ids);
-  write_table(console.out, trace, report);
-  if (json) json->commit(to_json(trace, command.options, report));
+  write_table(json.text(), trace, report);
+  if (json.is_wanted()) json.commit(to_json(trace, command.options, report));
 }
 
 int run_program(std::vector<std::string> arguments, const Console& console) {

@@ -198,8 +198,13 @@ ServerOptions server_options(const ServeCommand& command) {
   for (const std::string& text : command.admin_listen) {
     options.admin.push_back(parse_endpoint(text));
   }
-  if (options.admin.empty() && command.listen.empty()) {
-    options.admin.push_back(parse_endpoint("unix:" + folder + "/admin.sock"));
+  if (options.admin.empty()) {
+    if (command.listen.empty()) {
+      options.admin.push_back(parse_endpoint("unix:" + folder + "/admin.sock"));
+    } else if (const auto own = std::ranges::find_if(options.listen, &Endpoint::is_unix);
+               own != options.listen.end()) {
+      options.admin.push_back(parse_endpoint(own->text() + ".admin"));
+    }
   }
   if (!command.metrics.empty()) options.metrics = parse_endpoint(command.metrics);
   options.data.listen = data_endpoints(command, options.listen);
@@ -300,7 +305,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       "/tmp/kvtier-UID/kvtier.sock)")
       ->delimiter(',');
   add("--admin-listen", command.admin_listen,
-      "unix:PATH for operators (default: admin.sock beside the default socket)")
+      "unix:PATH for operators (default: admin.sock beside the default socket; with --listen, the "
+      "first Unix socket's path with .admin behind it)")
       ->delimiter(',');
   add("--metrics", command.metrics,
       "unix:PATH or tcp:HOST:PORT on loopback, where HTTP has a status page, /metrics for "

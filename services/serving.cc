@@ -107,6 +107,7 @@ void Serving::start() {
   for (const auto& tier : options.core.models.memory.tiers) {
     log_.write({.event = "remote_tier", .message = "copies of pages go to " + tier->describe()});
   }
+  const std::vector<Endpoint> admin = options.admin;
   server_ = std::make_unique<Server>(std::move(options));
   if (options_.worker.restarts == 0) {
     for (const Endpoint& endpoint : server_->endpoints()) {
@@ -114,6 +115,9 @@ void Serving::start() {
     }
     if (const auto metrics = server_->metrics_endpoint()) {
       console_.out << "metrics on " << metrics->text() << std::endl;
+    }
+    for (const Endpoint& endpoint : admin) {
+      console_.out << "admin on " << endpoint.text() << std::endl;
     }
   }
   notify_ready();

@@ -1,4 +1,5 @@
 #include "kvtier/error.h"
+#include "kvtier/version.h"
 
 #include "llama/bench.h"
 #include "llama/eval.h"
@@ -309,13 +310,19 @@ void run_record(Arguments& a) {
 
 int main(int argc, char** argv) {
   CLI::App app("kvtier-llama: a small Llama and Qwen3 decoder that keeps its KV in kvtier");
+  app.set_version_flag("--version", "kvtier-llama " KVTIER_VERSION);
   app.require_subcommand(1);
   Arguments a;
   const CLI::App* eval = add_eval(app, a);
   const CLI::App* generate = add_generate(app, a);
   add_record(app, a);
   const CLI::App* bench = add_bench(app, a);
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    constexpr int kExitUsage = 2;  // as that of kvtier
+    return app.exit(error) == 0 ? 0 : kExitUsage;
+  }
 
   std::string command;
   for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);

@@ -1,6 +1,6 @@
 #include "services/stress/command.h"
 
-#include "services/atomic_file.h"
+#include "services/json_report.h"
 #include "services/names.h"
 #include "services/stress/interrupt.h"
 #include "services/stress/progress.h"
@@ -99,13 +99,12 @@ void add_stress(CLI::App& program, StressCommand& command) {
                  "as in the recorded trace)");
   app.add_flag("--compare-dense", options.compare_dense,
                "Measure dense attention over one layer's KV on the device as well");
-  app.add_option("--json", command.json, "Write the report to this file");
+  app.add_option("--json", command.json, "Write the report to this file; -: standard output");
 }
 
 int run_stress(const StressCommand& command, const Console& console,
                const std::function<void(LogLevel, std::string_view)>& log) {
-  std::optional<AtomicFile> json;
-  if (!command.json.empty()) json.emplace(command.json);
+  JsonReport json(command.json, console);
   const InterruptFlag interrupt;
   ProgressWriter progress(console.err, console.err_is_terminal);
   StressRun run(command.options,
@@ -114,8 +113,8 @@ int run_stress(const StressCommand& command, const Console& console,
                  .interrupted = InterruptFlag::raised});
   run.run();
   progress.finish();
-  write_report(console.out, run.options(), run.report());
-  if (json) json->commit(to_json(run.options(), run.report()));
+  write_report(json.text(), run.options(), run.report());
+  if (json.is_wanted()) json.commit(to_json(run.options(), run.report()));
   run.release([&console](std::string_view what, double bytes) {
     console.err << "freeing " << what << ", " << show_bytes(bytes) << std::endl;
   });

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <charconv>
 #include <cstdio>
 #include <limits>
@@ -109,7 +110,8 @@ std::optional<std::int64_t> parse_size(std::string_view text) {
   int shift = 0;
   if (!text.empty()) {
     constexpr std::string_view kSuffixes = "KMG";
-    const std::size_t suffix = kSuffixes.find(text.back());
+    const std::size_t suffix =
+        kSuffixes.find(static_cast<char>(std::toupper(static_cast<unsigned char>(text.back()))));
     if (suffix != std::string_view::npos) {
       shift = 10 * static_cast<int>(suffix + 1);
       text.remove_suffix(1);

@@ -69,12 +69,16 @@ void add_top(CLI::App& program, TopCommand& command) {
       app.add_option("--server", command.server,
                      "Admin socket of the server, unix:PATH (default: that of `kvtier serve`)");
   app.add_option("--metrics", command.metrics,
-                 "Instead: where the server's --metrics listens, unix:PATH or tcp:HOST:PORT")
+                 "Instead: where the server's --metrics listens, unix:PATH, tcp:HOST:PORT or "
+                 "http://HOST:PORT")
       ->excludes(server);
   app.add_option("--interval", command.interval_seconds, "Seconds between two readings")
       ->check(CLI::Range(0.1, 3600.0))
       ->capture_default_str();
-  app.add_flag("--once", command.once, "Print one frame, over one interval, and end");
+  CLI::Option* once =
+      app.add_flag("--once", command.once, "Print one frame, over one interval, and end");
+  app.add_flag("--json", command.json, "Print one reading, as /status.json has it, and end")
+      ->excludes(once);
 }
 
 void run_top(const TopCommand& command, const Console& console) {
@@ -84,7 +88,9 @@ void run_top(const TopCommand& command, const Console& console) {
       command.metrics.empty() ? admin_source(server) : http_source(command.metrics);
   const std::chrono::milliseconds interval(
       static_cast<std::int64_t>(command.interval_seconds * 1000));
-  if (command.once) {
+  if (command.json) {
+    console.out << source() << std::endl;
+  } else if (command.once) {
     print_once(source, interval, console.out);
   } else {
     watch(source, interval);

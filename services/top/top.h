@@ -16,6 +16,7 @@ struct TopCommand {
   std::string metrics;  ///< Where `kvtier serve --metrics` listens.
   double interval_seconds = 1;
   bool once = false;
+  bool json = false;  ///< One reading as JSON.
 };
 
 /// Adds the subcommand `top` and its options; they are in `command` once the program has parsed.

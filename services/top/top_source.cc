@@ -12,6 +12,7 @@
 #include <grpcpp/security/credentials.h>
 
 #include <memory>
+#include <string_view>
 
 namespace kvtier::services {
 namespace {
@@ -39,6 +40,11 @@ TopSource admin_source(const std::string& address) {
     request.set_format(v1::METRICS_FORMAT_JSON);
     v1::GetMetricsResponse response;
     const grpc::Status status = stub->GetMetrics(&context, request, &response);
+    if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "server: expected an admin socket, found that of clients at " + address +
+                      ": try " + address + ".admin");
+    }
     if (!status.ok()) {
       throw Error(ErrorCode::kUnavailable, "server: expected AdminService at " + address +
                                                ", found none: " + status.error_message());
@@ -48,8 +54,13 @@ TopSource admin_source(const std::string& address) {
 }
 
 TopSource http_source(const std::string& address) {
-  return
-      [endpoint = parse_endpoint(address)] { return http_get(endpoint, "/status.json", kTimeout); };
+  constexpr std::string_view kHttp = "http://";
+  std::string text = address;
+  if (text.starts_with(kHttp)) {
+    text.replace(0, kHttp.size(), "tcp:");
+    if (text.ends_with('/')) text.pop_back();
+  }
+  return [endpoint = parse_endpoint(text)] { return http_get(endpoint, "/status.json", kTimeout); };
 }
 
 }  // namespace kvtier::services

@@ -11,7 +11,7 @@ using TopSource = std::function<std::string()>;
 
 /// From AdminService, at unix:PATH.
 [[nodiscard]] TopSource admin_source(const std::string& address);
-/// From the HTTP listener, at unix:PATH or tcp:HOST:PORT.
+/// From the HTTP listener, at unix:PATH, tcp:HOST:PORT or http://HOST:PORT.
 [[nodiscard]] TopSource http_source(const std::string& address);
 
 }  // namespace kvtier::services

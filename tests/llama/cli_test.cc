@@ -1,3 +1,5 @@
+#include "kvtier/version.h"
+
 #include "formats/safetensors.h"
 #include "llama/eval.h"
 #include "llama/tasks.h"
@@ -44,6 +46,15 @@ class CliTest : public ::testing::Test {
   const std::string tasks_ = "--tasks " + file_ + " ";
   TemporaryFolder folder_;
 };
+
+TEST_F(CliTest, SaysItsVersionAndRefusesOtherCommandLines) {
+  EXPECT_EQ(run("--version"), 0);
+  EXPECT_EQ(out(), "kvtier-llama " KVTIER_VERSION "\n");
+  for (const char* arguments : {"", "bogus", "eval --bogus", "generate"}) {
+    EXPECT_EQ(run(arguments), 2) << arguments;
+    EXPECT_NE(err(), "") << arguments;
+  }
+}
 
 TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   const std::string json = (folder_.path() / "out.json").string();

@@ -1,3 +1,4 @@
+#include "kvtier/admin.h"
 #include "kvtier/client.h"
 #include "kvtier/v1/transfer.pb.h"
 
@@ -44,6 +45,14 @@ TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
 
   EXPECT_EQ(server->wait(), 0) << err();
   EXPECT_FALSE(std::filesystem::exists(folder_ / "kvtier" / "kvtier.sock"));
+}
+
+TEST_F(ServeTest, HasAnAdminSocketBesideItsFirstUnixSocket) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  EXPECT_EQ(server->read_line(), "admin on " + address + ".admin");
+  EXPECT_EQ(AdminClient({.server = address + ".admin"}).stats().service.sessions_created, 0U);
 }
 
 TEST_F(ServeTest, SecondServerIsRefusedAndADeadOnesSocketReplaced) {

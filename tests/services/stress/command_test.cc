@@ -46,6 +46,14 @@ TEST_F(StressCommandTest, ListsItsOptions) {
   }
 }
 
+TEST_F(StressCommandTest, WritesJsonToStandardOutput) {
+  const CliResult result = run({"--json", "-"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(nlohmann::json::parse(result.out)["options"]["tokens"], 4096);
+  EXPECT_NE(result.err.find("tokens"), std::string::npos) << "the text";
+  EXPECT_FALSE(std::filesystem::exists("-"));
+}
+
 TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
   const CliResult result = run({"--json", file("a.json").string(), "--compare-dense"});
   ASSERT_EQ(result.code, 0) << result.err;

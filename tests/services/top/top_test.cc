@@ -1,3 +1,4 @@
+#include "services/metrics/metrics_reading.h"
 #include "tests/support/program.h"
 
 #include <gmock/gmock.h>
@@ -107,17 +108,27 @@ TEST_F(TopTest, PrintsOneFrameOverGrpcAndOverHttp) {
   }
 }
 
+TEST_F(TopTest, PrintsAReadingAsJson) {
+  for (const auto& [option, address] : {std::pair{"--server", admin_}, {"--metrics", metrics_}}) {
+    Program top(KVTIER_BINARY, {"kvtier", "top", option, address, "--json"}, {}, folder_ / "top");
+    EXPECT_EQ(MetricsReading::parse(top.read_line()).sum("kvtier_server_state"), 1) << err("top");
+    EXPECT_EQ(top.wait(), 0) << err("top");
+  }
+}
+
 TEST_F(TopTest, SaysWhyThereIsNothingToShow) {
   struct Case {
     std::vector<std::string> arguments;
     std::string message;
   };
   const std::string nowhere = "unix:" + (folder_ / "none.sock").string();
-  for (const Case& c :
-       std::vector<Case>{{{"--server", nowhere}, "expected AdminService at " + nowhere},
-                         {{"--metrics", nowhere}, "expected a page, found No such file"},
-                         {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH"},
-                         {{"--server", admin_}, "expected a terminal, found none"}}) {
+  for (const Case& c : std::vector<Case>{
+           {{"--server", nowhere}, "expected AdminService at " + nowhere},
+           {{"--metrics", nowhere}, "expected a page, found No such file"},
+           {{"--server", "unix:" + (folder_ / "x.sock").string()}, "found that of clients at"},
+           {{"--metrics", "http://127.0.0.1:1/"}, "tcp:127.0.0.1:1"},
+           {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH"},
+           {{"--server", admin_}, "expected a terminal, found none"}}) {
     std::vector<std::string> arguments{"kvtier", "top"};
     arguments.insert(arguments.end(), c.arguments.begin(), c.arguments.end());
     Program top(KVTIER_BINARY, arguments, {}, folder_ / "top");
