@@ -2,17 +2,17 @@
 
 #include "kvtier/error.h"
 
-#include "services/calibrate.h"
-#include "services/json_report.h"
-#include "services/log.h"
-#include "services/names.h"
-#include "services/recorded_ids.h"
-#include "services/replay.h"
-#include "services/replay_report.h"
-#include "services/serve.h"
+#include "services/calibrate/calibrate.h"
+#include "services/console/json_report.h"
+#include "services/console/log.h"
+#include "services/console/names.h"
+#include "services/replay/recorded_ids.h"
+#include "services/replay/replay.h"
+#include "services/replay/replay_report.h"
+#include "services/replay/trace.h"
+#include "services/serve/serve.h"
 #include "services/stress/command.h"
 #include "services/top/top.h"
-#include "services/trace.h"
 
 #include <CLI/CLI.hpp>
 

@@ -1,17 +1,11 @@
 #pragma once
 
-#include <ostream>
+#include "services/console/console.h"
+
 #include <string>
 #include <vector>
 
 namespace kvtier::services {
-
-/// Where a command writes.
-struct Console {
-  std::ostream& out;
-  std::ostream& err;
-  bool err_is_terminal = false;  ///< Progress is shown on `err` only then.
-};
 
 /// Runs the program `kvtier` with `arguments` (without the program's name). Returns its exit code:
 /// 0, 1 after a `kvtier::Error`, printed as "error: CODE: message", 2 for a command line that is

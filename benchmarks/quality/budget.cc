@@ -4,8 +4,8 @@
 
 #include "benchmarks/quality/evaluate.h"
 #include "llama/runtime_options.h"
-#include "services/dense_reference.h"
-#include "services/replay_metrics.h"
+#include "services/replay/dense_reference.h"
+#include "services/replay/replay_metrics.h"
 #include "services/stress/threads.h"
 
 #include <algorithm>

@@ -5,7 +5,7 @@
 #include "llama/decoder.h"
 #include "llama/eval.h"
 #include "llama/tasks.h"
-#include "services/trace.h"
+#include "services/replay/trace.h"
 
 #include <cstdint>
 #include <string>

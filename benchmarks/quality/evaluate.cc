@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/replay_metrics.h"
+#include "services/replay/replay_metrics.h"
 #include "services/stress/threads.h"
 
 #include <algorithm>

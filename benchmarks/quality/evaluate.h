@@ -1,8 +1,8 @@
 #pragma once
 
 #include "benchmarks/quality/selector.h"
-#include "services/replay.h"
-#include "services/trace.h"
+#include "services/replay/replay.h"
+#include "services/replay/trace.h"
 
 #include <cstdint>
 #include <functional>

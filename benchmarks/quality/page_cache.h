@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "benchmarks/quality/row_cache.h"
-#include "services/recorded_ids.h"
+#include "services/replay/recorded_ids.h"
 
 #include <cstdint>
 #include <utility>

@@ -4,8 +4,8 @@
 #include "benchmarks/quality/evaluate.h"
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
-#include "services/atomic_file.h"
-#include "services/trace.h"
+#include "services/console/atomic_file.h"
+#include "services/replay/trace.h"
 
 #include <CLI/CLI.hpp>
 

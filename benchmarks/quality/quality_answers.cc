@@ -4,7 +4,7 @@
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
 #include "llama/compute.h"
-#include "services/atomic_file.h"
+#include "services/console/atomic_file.h"
 
 #include <CLI/CLI.hpp>
 

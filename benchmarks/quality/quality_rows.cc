@@ -6,8 +6,8 @@
 #include "benchmarks/quality/page_cache.h"
 #include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
-#include "services/atomic_file.h"
-#include "services/recorded_ids.h"
+#include "services/console/atomic_file.h"
+#include "services/replay/recorded_ids.h"
 
 #include <CLI/CLI.hpp>
 

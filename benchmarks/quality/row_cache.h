@@ -2,7 +2,7 @@
 
 #include "kvtier/config.h"
 
-#include "services/trace.h"
+#include "services/replay/trace.h"
 #include "transfer/hot_policy.h"
 
 #include <cstdint>

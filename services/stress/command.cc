@@ -1,7 +1,7 @@
 #include "services/stress/command.h"
 
-#include "services/json_report.h"
-#include "services/names.h"
+#include "services/console/json_report.h"
+#include "services/console/names.h"
 #include "services/stress/interrupt.h"
 #include "services/stress/progress.h"
 #include "services/stress/report.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/cli.h"
+#include "services/console/console.h"
 #include "services/stress/options.h"
 
 #include <functional>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/cli.h"
+#include "services/console/console.h"
 
 #include <string>
 

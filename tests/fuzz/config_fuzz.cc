@@ -3,7 +3,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/serve.h"
+#include "services/serve/serve.h"
 #include "services/server/endpoint.h"
 #include "services/server/tenants.h"
 #include "tests/fuzz/fuzz.h"

@@ -1,4 +1,4 @@
-#include "services/calibrate.h"
+#include "services/calibrate/calibrate.h"
 
 #include "kvtier/error.h"
 

@@ -6,8 +6,8 @@
 #include "kvtier/error.h"
 
 #include "services/cli.h"
-#include "services/log.h"
-#include "services/serve.h"
+#include "services/console/log.h"
+#include "services/serve/serve.h"
 #include "services/server/server.h"
 #include "tests/services/break_device.h"
 

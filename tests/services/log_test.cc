@@ -1,4 +1,4 @@
-#include "services/log.h"
+#include "services/console/log.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

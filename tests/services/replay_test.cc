@@ -1,4 +1,4 @@
-#include "services/replay.h"
+#include "services/replay/replay.h"
 
 #include "kvtier/engine.h"
 

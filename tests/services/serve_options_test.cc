@@ -1,7 +1,7 @@
 #include "kvtier/error.h"
 
-#include "services/log.h"
-#include "services/serve.h"
+#include "services/console/log.h"
+#include "services/serve/serve.h"
 #include "services/server/server.h"
 
 #include <CLI/CLI.hpp>

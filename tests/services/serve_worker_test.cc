@@ -1,6 +1,6 @@
 #include "kvtier/client.h"
 
-#include "services/supervisor.h"
+#include "services/serve/supervisor.h"
 #include "tests/services/serve_fixture.h"
 #include "tests/services/server/certificates.h"
 

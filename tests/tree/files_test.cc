@@ -88,8 +88,9 @@ TEST(Files, ReadTheClockOfTheWallToShowItAndForNothingElse) {
   EXPECT_FALSE(reads_the_clock_of_the_wall("  const auto end = std::chrono::steady_clock::now();"));
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
-  const std::set<std::string> shown{"examples/llama/report.cc", "services/log.cc", "services/log.h",
-                                    "services/server/status.cc", "services/top/top_frame.cc"};
+  const std::set<std::string> shown{"examples/llama/report.cc", "services/console/log.cc",
+                                    "services/console/log.h", "services/server/status.cc",
+                                    "services/top/top_frame.cc"};
   std::vector<std::string> folders = source_folders();
   std::erase(folders, "tests");
   std::erase(folders, "benchmarks");

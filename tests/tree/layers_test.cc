@@ -24,7 +24,7 @@ TEST(IncludeRules, AcceptTheArrowsOfTheArchitecture) {
   EXPECT_THAT(problem("transfer/rows.cc", "transfer/rows.h"), IsEmpty());
   EXPECT_THAT(problem("transfer/rows.cc", "kvtier/error.h"), IsEmpty());
   EXPECT_THAT(problem("hashing/sketch.h", "transfer/device.h"), IsEmpty());
-  EXPECT_THAT(problem("services/serve.cc", "transfer/tiers/page_tier.h"), IsEmpty());
+  EXPECT_THAT(problem("services/serve/serve.cc", "transfer/tiers/page_tier.h"), IsEmpty());
   EXPECT_THAT(problem("scoring/selector.h", "hashing/sketch.h"), IsEmpty());
   EXPECT_THAT(problem("runtime/step.cc", "attention/flash_decode.h"), IsEmpty());
   EXPECT_THAT(problem("services/wire.cc", "kvtier/v1/session.pb.h"), IsEmpty());

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/replay.h"
+#include "services/replay/replay.h"
 #include "tests/services/trace_fixture.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "services/call_log.h"
+#include "services/serve/call_log.h"
 
 #include <exception>
 

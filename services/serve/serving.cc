@@ -1,9 +1,9 @@
-#include "services/serving.h"
+#include "services/serve/serving.h"
 
 #include "kvtier/error.h"
 #include "kvtier/page_tier.h"
 
-#include "services/log.h"
+#include "services/console/log.h"
 #include "services/metrics/families.h"
 
 #include <boost/asio/buffer.hpp>

@@ -1,4 +1,4 @@
-#include "services/log.h"
+#include "services/console/log.h"
 
 #include <nlohmann/json.hpp>
 #include <spdlog/logger.h>

@@ -1,6 +1,6 @@
-#include "services/grpc_log.h"
+#include "services/serve/grpc_log.h"
 
-#include "services/log.h"
+#include "services/console/log.h"
 
 #include <grpc/support/log.h>
 

@@ -1,4 +1,4 @@
-#include "services/trace.h"
+#include "services/replay/trace.h"
 
 #include "kvtier/error.h"
 

@@ -1,9 +1,9 @@
-#include "services/replay.h"
+#include "services/replay/replay.h"
 
 #include "kvtier/engine.h"
 
-#include "services/dense_reference.h"
-#include "services/replay_metrics.h"
+#include "services/replay/dense_reference.h"
+#include "services/replay/replay_metrics.h"
 
 #include <algorithm>
 #include <cmath>

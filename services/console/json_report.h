@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/atomic_file.h"
-#include "services/cli.h"
+#include "services/console/atomic_file.h"
+#include "services/console/console.h"
 
 #include <optional>
 #include <ostream>

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "services/call_log.h"
-#include "services/cli.h"
-#include "services/grpc_log.h"
+#include "services/console/console.h"
+#include "services/serve/call_log.h"
+#include "services/serve/grpc_log.h"
+#include "services/serve/supervisor.h"
+#include "services/serve/watchdog.h"
 #include "services/server/server.h"
-#include "services/supervisor.h"
-#include "services/watchdog.h"
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>

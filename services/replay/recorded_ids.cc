@@ -1,4 +1,4 @@
-#include "services/recorded_ids.h"
+#include "services/replay/recorded_ids.h"
 
 #include "kvtier/error.h"
 

@@ -1,6 +1,6 @@
-#include "services/replay_report.h"
+#include "services/replay/replay_report.h"
 
-#include "services/names.h"
+#include "services/console/names.h"
 
 #include <nlohmann/json.hpp>
 

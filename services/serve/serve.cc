@@ -1,13 +1,13 @@
-#include "services/serve.h"
+#include "services/serve/serve.h"
 
 #include "kvtier/error.h"
 
-#include "services/log.h"
-#include "services/names.h"
+#include "services/console/log.h"
+#include "services/console/names.h"
 #include "services/pages/kept_arenas.h"
+#include "services/serve/serving.h"
+#include "services/serve/supervisor.h"
 #include "services/server/server.h"
-#include "services/serving.h"
-#include "services/supervisor.h"
 
 #include <CLI/CLI.hpp>
 

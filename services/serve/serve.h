@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 #include "kvtier/remote_tiers.h"
 
-#include "services/cli.h"
+#include "services/console/console.h"
 
 #include <cstdint>
 #include <functional>

@@ -1,8 +1,8 @@
-#include "services/calibrate.h"
+#include "services/calibrate/calibrate.h"
 
 #include "kvtier/error.h"
 
-#include "services/atomic_file.h"
+#include "services/console/atomic_file.h"
 
 #include <cstdlib>
 #include <iomanip>

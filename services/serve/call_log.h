@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/log.h"
+#include "services/console/log.h"
 #include "services/server/core_observer.h"
 
 namespace kvtier::services {

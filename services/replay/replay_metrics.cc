@@ -1,4 +1,4 @@
-#include "services/replay_metrics.h"
+#include "services/replay/replay_metrics.h"
 
 #include <cmath>
 

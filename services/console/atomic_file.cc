@@ -1,4 +1,4 @@
-#include "services/atomic_file.h"
+#include "services/console/atomic_file.h"
 
 #include "kvtier/error.h"
 

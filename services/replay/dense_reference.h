@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/trace.h"
+#include "services/replay/trace.h"
 
 #include <cstdint>
 #include <span>

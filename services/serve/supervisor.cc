@@ -1,8 +1,8 @@
-#include "services/supervisor.h"
+#include "services/serve/supervisor.h"
 
 #include "kvtier/error.h"
 
-#include "services/log.h"
+#include "services/console/log.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -1,6 +1,6 @@
 #include "kvtier/error.h"
 
-#include "services/serve.h"
+#include "services/serve/serve.h"
 #include "services/top/top.h"
 
 #include <CLI/CLI.hpp>

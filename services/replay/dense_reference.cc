@@ -1,4 +1,4 @@
-#include "services/dense_reference.h"
+#include "services/replay/dense_reference.h"
 
 #include <algorithm>
 #include <atomic>

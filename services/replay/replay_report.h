@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/replay.h"
-#include "services/trace.h"
+#include "services/replay/replay.h"
+#include "services/replay/trace.h"
 
 #include <ostream>
 #include <string>

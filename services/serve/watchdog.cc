@@ -1,4 +1,4 @@
-#include "services/watchdog.h"
+#include "services/serve/watchdog.h"
 
 #include <cstdlib>
 

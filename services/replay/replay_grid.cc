@@ -1,7 +1,7 @@
 #include "kvtier/error.h"
 
-#include "services/names.h"
-#include "services/replay.h"
+#include "services/console/names.h"
+#include "services/replay/replay.h"
 
 #include <algorithm>
 #include <string>

@@ -2,7 +2,7 @@
 
 #include "kvtier/calibration.h"
 
-#include "services/cli.h"
+#include "services/console/console.h"
 
 #include <filesystem>
 

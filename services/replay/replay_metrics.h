@@ -2,8 +2,8 @@
 
 #include "kvtier/stats.h"
 
-#include "services/dense_reference.h"
-#include "services/replay.h"
+#include "services/replay/dense_reference.h"
+#include "services/replay/replay.h"
 
 #include <cstdint>
 #include <limits>
