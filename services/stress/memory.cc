@@ -13,8 +13,8 @@
 namespace kvtier::services {
 namespace {
 
-constexpr std::size_t kBlockTokens = 1024;  // of a sketch block, docs/architecture.md section 1
-constexpr std::size_t kCounterBytes = 512;  // of a layer, with alignment
+constexpr std::size_t kBlockTokens = 1024;            // of a sketch block, docs/glossary.md
+constexpr std::size_t kCounterBytes = 512;            // of a layer, with alignment
 constexpr std::size_t kSpareDeviceBytes = 512 * MiB;  // context and kernels of a GPU
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <regex>
 #include <set>
@@ -56,8 +57,9 @@ std::set<std::string> preset_names() {
 }
 
 std::vector<SourceFile> documents() {
-  std::vector<SourceFile> found =
-      read_tree(source_root(), {"docs", "examples", "benchmarks"}, {".md"});
+  std::vector<std::string> folders = source_folders();
+  folders.insert(folders.end(), {"docs", "cmake", "data", "deploy", "python", "scripts"});
+  std::vector<SourceFile> found = read_tree(source_root(), folders, {".md"});
   for (const char* name : {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}) {
     found.push_back(read_source(source_root(), name));
   }
@@ -132,6 +134,67 @@ TEST(Documents, NameTestsThatExist) {
   EXPECT_GT(count, 50U);
 }
 
+TEST(Documents, GlossaryNamesIdentifiersThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  std::set<std::string> identifiers;
+  const std::regex identifier(R"((\w+))");
+  std::vector<std::string> folders = source_folders();
+  std::erase(folders, "tests");
+  for (const SourceFile& source : read_tree(source_root(), folders, source_extensions())) {
+    for (const std::string& line : source.lines) {
+      for (auto& name : all_matches(line, identifier)) identifiers.insert(name);
+    }
+  }
+  const std::regex named(R"(`([A-Za-z_]\w*)(?:::(\w+))?`)");
+  std::size_t count = 0;
+  for (const std::string& line : read_source(source_root(), "docs/glossary.md").lines) {
+    const std::string last_column = line.substr(line.find_last_of('|', line.size() - 2) + 1);
+    for (std::sregex_iterator it(last_column.begin(), last_column.end(), named), end; it != end;
+         ++it) {
+      for (std::size_t part = 1; part <= 2; ++part) {
+        const std::string name = (*it)[part].str();
+        EXPECT_TRUE(name.empty() || identifiers.contains(name)) << name;
+      }
+      ++count;
+    }
+  }
+  EXPECT_GT(count, 60U);
+}
+
+/// Returns the lines of the program that a tutorial links to, without indentation.
+std::set<std::string> program_lines(const SourceFile& tutorial) {
+  std::set<std::string> lines;
+  const fs::path folder = (source_root() / tutorial.path).parent_path();
+  for (const std::string& target : find_promises(tutorial).links) {
+    if (target.find("examples/tutorials/") == std::string::npos) continue;
+    for (const std::string& line : read_source(folder, target).lines) {
+      lines.insert(line.substr(std::min(line.find_first_not_of(' '), line.size())));
+    }
+  }
+  return lines;
+}
+
+TEST(Documents, TutorialsShowLinesOfTheirPrograms) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  std::size_t count = 0;
+  for (const SourceFile& tutorial : read_tree(source_root(), {"docs/tutorials"}, {".md"})) {
+    const std::set<std::string> program = program_lines(tutorial);
+    bool in_code = false;
+    for (const std::string& line : tutorial.lines) {
+      if (line.starts_with("```")) {
+        in_code = line == "```cpp" || line == "```python";
+      } else if (in_code && !line.empty()) {
+        const std::string code = line.substr(line.find_first_not_of(' '));
+        EXPECT_TRUE(program.contains(code)) << code << " in " << tutorial.path;
+        ++count;
+      }
+    }
+  }
+  EXPECT_GT(count, 20U);
+}
+
 TEST(Documents, GiveTheTwoCommandsInTheReadme) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
@@ -149,6 +212,7 @@ TEST(Documents, NameEveryFolderOfSourcesInTheReadme) {
 
   for (const std::string& folder : source_folders()) {
     EXPECT_NE(text.find("`" + folder + "/"), std::string::npos) << folder;
+    EXPECT_TRUE(fs::exists(source_root() / folder / "README.md")) << folder;
   }
 }
 
