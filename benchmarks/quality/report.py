@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md and its plots from the reports of kvtier-quality and its kin in benchmarks/results.
+"""Writes docs/quality.md, its plots and scripts/quality.sh from the reports of kvtier-quality and its kin in
+benchmarks/results.
 
     python3 -m pip install matplotlib
     benchmarks/quality/report.py [--check]
 
-Plots go to docs/quality/. Without matplotlib only the tables are written, and it says so. --check writes nothing, and fails
-when the tables differ from the reports.
+Plots go to docs/quality/. Without matplotlib only the tables and the script are written, and it says so. --check writes
+nothing, and fails when the tables or the script differ from the reports.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, drawn_
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
+SCRIPT = ROOT / "scripts" / "quality.sh"
 PLOTS = ROOT / "docs" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
 BINARIES = {"kvtier-quality-budget": "build/release/benchmarks/quality/kvtier-quality-budget",
@@ -31,26 +33,27 @@ BINARIES = {"kvtier-quality-budget": "build/release/benchmarks/quality/kvtier-qu
 HEAD = """# Token selectors, compared
 
 Which tokens attention keeps decides its answer. Here kvtier's selectors stand beside others of the literature, each as its paper
-defines it, on recorded attention: one set of tokens per query head, k = visible tokens / sparsity, first and last tokens always attended, everything
-judged against dense attention in double precision. The metrics are defined in section 6 of [algorithm.md](algorithm.md). Rows
-are of the CPU backend where nothing else is said.
+defines it, on recorded attention. There is one set of tokens per query head, k = visible tokens / sparsity, and first and last tokens are always
+attended. Everything is compared with dense attention in double precision. The metrics are defined in section 6 of
+[algorithm.md](algorithm.md). Rows are of the CPU backend where nothing else is said.
 
-This file is written by `benchmarks/quality/report.py` from the `-quality-`, `-answers-`, `-cases-`, `-oracle-`, `-variants-`, `-options-`, `-ratios-`, `-ablations-`, `-budget-` and `-rows-`
-reports in `benchmarks/results/`. To repeat it:
+`benchmarks/quality/report.py` writes this file from the `-quality-`, `-answers-`, `-cases-`, `-oracle-`, `-variants-`, `-options-`, `-ratios-`,
+`-ablations-`, `-budget-` and `-rows-` reports in `benchmarks/results/`. It also writes `scripts/quality.sh`, which runs their commands again:
 
 ```sh
 cmake --preset release && cmake --build --preset release
-{commands}
-benchmarks/quality/report.py
+scripts/quality.sh --list                                   # the commands, and where each can run
+scripts/quality.sh needle-layer2-cut                        # those that contain this text; without it, all
 ```
 
-`benchmarks/quality/grid.py` spreads selectors and sequences over the cores, keeps what is done and goes on when repeated; `--quick` answers
-the questions of one sequence of 8K tokens at 20x and 100x, some minutes on two cores.
+The script leaves its reports and traces in `build/quality`. Copy a report to `benchmarks/results/` to put it into this file.
+`benchmarks/quality/grid.py` spreads selectors and sequences over the cores, keeps what is done, and continues when it is started again. Its `--quick`
+answers the questions of one sequence of 8K tokens at 20x and 100x, some minutes on two cores.
 
 What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 
-- *bits* are what a selector's index keeps per token and KV head, counted from its arrays: sketches with their norms in whole chunks of 128
-  planes; the keys themselves, in 16 bit, where a selector reads them. Centroids, planes and rotations are left out: they do not grow with the context.
+- *bits* are what a selector's index keeps per token and KV head, counted from its arrays. Sketches count with their norms, in whole
+  chunks of 128 planes; keys, in 16 bit, where a selector reads them. Centroids, planes and rotations are left out: they do not grow with the context.
 - *exact* takes the best by q.k, with ln |v| the best by q.k / sqrt(d) + ln |v|.
 - *magicpig* samples, so that its number of tokens follows from its tables; a larger sample than the budget is thinned. Mass counts
   the tokens attended; its correction by the sampling probability shows in the output error.
@@ -60,6 +63,57 @@ What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 - *h2o* sums attention over the recorded steps, or the tokens after the context, only, and nothing is evicted for good.
 - *fp8 rows* are kvtier's over pages of `PageFormat::kFloat8`, which hold the keys and values of the context that the others have in bf16.
 - HashAttention is missing: its mapping has to be learned for each model.
+"""
+
+# Written to scripts/quality.sh.
+RUNNER = r"""#!/usr/bin/env bash
+# Runs the measurements of docs/quality.md again. Written by benchmarks/quality/report.py from benchmarks/results.
+#
+#   scripts/quality.sh [--list] [TEXT]
+#
+# Runs the commands that contain TEXT, all by default; --list only prints them. Reports and traces go to build/quality.
+# Needs the preset release, built. A command that cannot run here is named and skipped: it
+# needs a GPU (KVTIER_CUDA_LIBS names the folders of its libraries), or a trace that is not in the repository.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+list=0
+if [[ ${1:-} == --list ]]; then
+  list=1
+  shift
+fi
+wanted=${1:-}
+
+mkdir -p build/quality
+cd build/quality
+for folder in benchmarks data build; do ln -sfn "../../$folder" "$folder"; done
+
+# why_not COMMAND: prints why a command cannot run here, or nothing.
+why_not() {
+  if [[ $1 == *"--backend cuda"* ]] && ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "needs a GPU"
+  elif [[ $1 == *" trace-layer2.safetensors"* && ! -e trace-layer2.safetensors ]]; then
+    echo "needs the trace build/quality/trace-layer2.safetensors"
+  fi
+}
+
+mapfile -t commands <<'COMMANDS'
+{commands}
+COMMANDS
+
+found=0
+for command in "${commands[@]}"; do
+  if [[ $command != *"$wanted"* ]]; then continue; fi
+  found=1
+  reason=$(why_not "$command")
+  echo "== ${reason:+skipped, $reason: }$command"
+  if ((list)) || [[ -n $reason ]]; then continue; fi
+  bash -euc "${command//--cuda-libs DIR/--cuda-libs ${KVTIER_CUDA_LIBS:-.}}"
+done
+if ((!found)); then
+  echo "quality.sh: expected a text that a command contains, found $wanted" >&2
+  exit 2
+fi
 """
 
 
@@ -125,6 +179,11 @@ def runnable(command):
     head, loop, program = command.rpartition("do ") if command.startswith("for ") else ("", "", command)
     name, arguments = program.split(maxsplit=1)
     return f"{head}{loop}{BINARIES[name]} {arguments}"
+
+
+def here(command):
+    """Lets a command write to the folder in which it runs, not over the reports that are kept."""
+    return command.replace("--json benchmarks/results/", "--json ").replace("--out benchmarks/results", "--out .")
 
 
 def describe(report):
@@ -271,10 +330,10 @@ def budget_section(report, first):
     if not first:
         return budget_answers(report["answers"])
     parts = ["\n## Adaptive budget\n\n`recall_target` against the fixed k that equals its mean: norm-aware, "
-             f"{report['planes']} planes, one set {report['selection'].replace('_', ' ')}; the first {report['sink_tokens']} and the "
-             f"last {report['recent_tokens']} tokens always attended; a target selects at least {report['min_top_k']}. *missed*: attention mass on tokens not attended, the mean and the "
-             "95th percentile over layers, steps and query heads; *error of the estimate*: of the missed mass that `AttendOutputs::missed` "
-             f"tells, less the truth; percentiles are of its size. Run on {report['date']} on {report['hardware']}.\n"]
+             f"{report['planes']} planes, one set {report['selection'].replace('_', ' ')}. The first {report['sink_tokens']} and the "
+             f"last {report['recent_tokens']} tokens are always attended, and a target selects at least {report['min_top_k']}. *missed*: attention mass on tokens not attended, the mean and the "
+             "95th percentile over layers, steps and query heads. *error of the estimate*: the missed mass by `AttendOutputs::missed`, "
+             f"less the true one; percentiles are of its size. Run on {report['date']} on {report['hardware']}.\n"]
     calibration = report.get("calibration")
     if calibration:
         parts.append(f"\n`noise_share` is calibrated on {calibration['name']}, with fixed k:\n\n{calibration_table(calibration)}\n")
@@ -286,11 +345,11 @@ def budget_section(report, first):
 
 def rows_section(report):
     parts = ["\n## A cache of rows\n\nOf the tokens that a step selects many were selected by steps before, so a cache of rows on the GPU would spare reads "
-             "from host memory. Here the selected tokens of recorded dense decoding are looked up in one per layer and KV head, empty at first, in sets "
-             "of 32 slots (`transfer/hot_set.h`), with three policies of which row has to go (`transfer/hot_policy.h`). A cell is the share of rows "
-             "found, and that share over the one of Belady's optimum: a cache that knows all later steps, and after each keeps in any slots "
-             f"what it likes of the rows that it had and of those of the step. Norm-aware, {report['bits']} planes, one set {report['selection'].replace('_', ' ')}, at {report['sparsity']:g}x; the "
-             f"first {report['sink_tokens']} and the last {report['recent_tokens']} tokens always attended and not counted. *overlap*: share of a step's "
+             "from host memory. Here the selected tokens of recorded dense decoding are looked up in one cache per layer and KV head, empty at first. It has sets "
+             "of 32 slots (`transfer/hot_set.h`) and one of three policies of replacement (`transfer/hot_policy.h`). A cell is the share of rows "
+             "found, and that share over the one of Belady's optimum. That is a cache which knows all later steps, and after each keeps in any slots "
+             f"what is best of the rows that it had and of those of the step. Norm-aware, {report['bits']} planes, one set {report['selection'].replace('_', ' ')}, at {report['sparsity']:g}x. The "
+             f"first {report['sink_tokens']} and the last {report['recent_tokens']} tokens are always attended and not counted. *overlap*: share of a step's "
              "tokens that the step before selected as well. The half-life of *score* was chosen on the first two traces. "
              f"Run on {report['date']} on {report['hardware']}.\n"]
     policies = [policy["policy"] for policy in report["replays"][0]["rows"][0]["policies"]]
@@ -311,8 +370,8 @@ def pages_section(report):
         return ""
     policies = [policy["policy"] for policy in replays[0]["pages"]["rows"][0]["policies"]]
     page_tokens = replays[0]["pages"]["page_tokens"]
-    parts = [f"\n## A pool of pages\n\nThe pages of {page_tokens} tokens that the same steps read, layer by layer, looked up in a pool that has frames for a share of them, "
-             "with the orders in which pages leave it (`runtime/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
+    parts = [f"\n## A pool of pages\n\nThe pages of {page_tokens} tokens that the same steps read, layer by layer, are looked up in a pool that has frames for a share of them. "
+             "The columns are the orders in which pages are evicted (`runtime/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
              "A cell is the share of pages found, and that share over the one of Belady's optimum. The layers go round: what was used the longest ago is "
              "needed next, which is the worst for a clock and for LRU. A pool that the pages of one call do not fit in is left out.\n"
              "\n| trace | pages | of a call | frames | Belady | " + " | ".join(policies) + " |\n|---|---|---|---|---|" + "---|" * len(policies) + "\n"]
@@ -351,9 +410,9 @@ def pairs_section(report):
     dense = next(row for row in report["rows"] if row["selector"] == "dense" and not row["settings"])
     sparsity = next(row["sparsity"] for row in report["rows"] if row["sparsity"])
     parts = [f"\n## Answers lost, {report['case']} at {sparsity:g}x\n\n{report['sequences']} sequences, {report['queries']} questions, of which dense attention "
-             f"answers {dense['right'].count('1')} wholly right; one set per query head, the first {report['sink_tokens']} and the last {report['recent_tokens']} tokens of the "
-             "context always attended. *lost* and *gained*: questions that only dense attention, or only the selector, answers; the difference of the shares has the standard "
-             "error of paired questions, and *p* is McNemar's: how likely a split at least as uneven is if an answer is as likely lost as gained. "
+             f"answers {dense['right'].count('1')} wholly right. One set per query head; the first {report['sink_tokens']} and the last {report['recent_tokens']} tokens of the "
+             "context are always attended. *lost* and *gained*: questions that only dense attention, or only the selector, answers. The difference of the shares has the standard "
+             "error of paired questions. *p* is McNemar's: how likely a split at least as uneven is if an answer is as likely lost as gained. "
              f"Norm-aware has a row for every draw of planes. Run on {report['date']} on {report['hardware']}.\n\n", pairs_table(report, dense)]
     for planes in ("128 planes", "256 planes"):
         rows = of_seeds(report, planes)
@@ -367,22 +426,22 @@ def variants_section(reports):
     """Returns what a sketch of 128 planes would bring with other corrections and weights, on every case that was run."""
     variants = [report["variants"] for report in reports if "variants" in report]
     options = next(report["options"] for report in reports if "options" in report)
-    parts = ["\n## Where a sketch of 128 planes loses answers\n\n*exact* ranks without any error. *signs* knows what norm-aware with 128 planes does, the signs of one "
-             "rotation and the query in full precision, and is none of the library's; *corrected*: by each key's own inner product with its signs, as RaBitQ does, in place of "
-             "the mean of such products; *centred*: the signs are those of keys less their mean. Both cost no bit. Rows differ in how much the logarithm of the value norm weighs.\n"]
+    parts = ["\n## Where a sketch of 128 planes loses answers\n\n*exact* ranks without any error. *signs* has the information that norm-aware with 128 planes has, the signs of one "
+             "rotation and the query in full precision; it is not part of the library. *corrected*: by each key's own inner product with its signs, as RaBitQ does, in place of "
+             "the mean of such products. *centred*: the signs are those of keys less their mean. Both cost no bit. Rows differ in how much the logarithm of the value norm weighs.\n"]
     for report in variants:
         dense = next(row for row in report["rows"] if row["selector"] == "dense" and not row["settings"])
         sparsity = next(row["sparsity"] for row in report["rows"] if row["sparsity"])
         parts.append(f"\n{report['case']} at {sparsity:g}x, {report['queries']} questions; run on {report['date']} on {report['hardware']}.\n\n" + pairs_table(report, dense))
-    parts.append(f"\nNorm-aware, 128 bits, with other options; {options['case']} at 50x but where it says otherwise, {options['queries']} questions, the number of tokens "
-                 f"attended by a query head the same; CUDA backend, run on {options['date']} on {options['hardware']}. *rows*: of a KV head, those of its query heads taken "
+    parts.append(f"\nNorm-aware, 128 bits, with other options: {options['case']} at 50x but where it says otherwise, {options['queries']} questions. The number of tokens "
+                 f"attended by a query head is the same. CUDA backend, run on {options['date']} on {options['hardware']}. *rows*: of a KV head, those of its query heads taken "
                  "together.\n\n| options | difference | KL | rows |\n|---|---|---|---|\n")
     parts += [f"| {row['settings']} | {signed([row['exact'] - row['exact_dense']])} | {number(row['kl'], 4)} | {row['rows_attended']:,.0f} |\n" for row in options["rows"]]
     parts.append("\nThe target of -.02 is two questions of 128. Ranked by q.k alone the exact best tokens miss it as well; by q.k with ln \\|v\\| they meet it, and what a sketch gets "
-                 "wrong costs the rest. Nothing here that leaves the bits as they are brings that back: the query's precision, the draw of planes, which tokens are always attended, and a "
+                 "wrong costs the rest. Nothing here that leaves the bits as they are brings that back. The query's precision, the draw of planes, which tokens are always attended, and a "
                  "better estimate of q.k each move the difference by no more than its standard error. The more value norms weigh, the fewer questions are lost by exact scores, "
-                 "down to none; by signs that holds for twice the weight, within the standard error, and not beside the corrections. Only the weight of 1 "
-                 "follows from what the ranking is for (a_j \\|v_j\\|): the library has no larger one. On n8192.d100 no variant loses an answer; more weight lowers the KL of exact scores there too, and that of "
+                 "down to none. By signs that holds for twice the weight, within the standard error, and not beside the corrections. Only the weight of 1 "
+                 "follows from what the ranking is for (a_j \\|v_j\\|): the library has no larger one. On n8192.d100 no variant loses an answer. More weight lowers the KL of exact scores there too, and that of "
                  "signs by less than another draw of planes changes it (.0318 with those of norm-aware). One set per KV head with four "
                  "times the tokens meets the target, for a quarter more rows than the sets of its query heads have together.\n")
     return "".join(parts)
@@ -427,7 +486,8 @@ def main():
     reports = [json.loads(path.read_text()) for path in paths]
     commands = dict.fromkeys(runnable(command) for report in reports for part in (report, *report.get("cases", [])[:1])
                              for command in (*made_by(part), *part.get("commands", []), part.get("command")) if command)
-    parts = [HEAD.replace("{commands}", "\n".join(commands)), targets_section(reports)]
+    script = RUNNER.replace("{commands}", "\n".join(map(here, commands)))
+    parts = [HEAD, targets_section(reports)]
     drawn = True
     for report in reports:
         if "trace" not in report:
@@ -466,12 +526,15 @@ def main():
     parts += [budget_section(report, report is budgets[0]) for report in budgets]
     parts += [rows_section(report) for report in reports if "replays" in report]
     text = "".join(parts)
-    if check:
-        if DOCUMENT.read_text() != text:
-            sys.exit(f"{DOCUMENT.relative_to(ROOT)}: expected the figures of benchmarks/results, found others; run "
+    for path, wanted in ((DOCUMENT, text), (SCRIPT, script)):
+        if not check:
+            path.write_text(wanted)
+        elif not path.exists() or path.read_text() != wanted:
+            sys.exit(f"{path.relative_to(ROOT)}: expected what benchmarks/results says, found something else; run "
                      "benchmarks/quality/report.py")
+    if check:
         return
-    DOCUMENT.write_text(text)
+    SCRIPT.chmod(0o755)
     print(f"wrote {DOCUMENT.relative_to(ROOT)}" + ("" if drawn else "; matplotlib is missing: plots were left as they are"),
           file=sys.stderr)
 
