@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The cheap checks: format, shell scripts, figures that are those of the results, headers that compile alone, and
-# the rules of the whole tree (who may include whom, file sizes, what the documents promise). The first stage of
-# test.sh, and a pre-commit hook:
+# The cheap checks: format, shell scripts, figures that are those of the results, the language of the documents,
+# headers that compile alone, and the rules of the whole tree (who may include whom, file sizes, what the documents
+# promise). The first stage of test.sh, and a pre-commit hook:
 #
 #   ln -s ../../scripts/check.sh .git/hooks/pre-commit
 #
@@ -57,6 +57,14 @@ if command -v python3 >/dev/null; then
   echo "the tables of docs/method.md are those of benchmarks/results"
 else
   echo "python3 is not installed: docs/performance.md and docs/quality.md are not compared with the results"
+fi
+
+say "language of the documents"
+if command -v python3 >/dev/null; then
+  scripts/check_prose.py
+  echo "sentences are short, and words are those of the field"
+else
+  echo "python3 is not installed: the language of the documents is not checked"
 fi
 
 say "headers and tree"
