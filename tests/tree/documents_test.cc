@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cctype>
 #include <filesystem>
 #include <regex>
 #include <set>
@@ -110,6 +111,48 @@ TEST(Documents, LinkToFilesThatExist) {
       EXPECT_TRUE(fs::exists(folder / target)) << target << " in " << document.path;
     }
   }
+}
+
+/// Returns the names by which a page is linked within a document: its headings in lower case,
+/// without punctuation, '-' for spaces.
+std::set<std::string> anchors(const SourceFile& document) {
+  std::set<std::string> found;
+  bool in_code = false;
+  for (const std::string& line : document.lines) {
+    if (line.starts_with("```")) in_code = !in_code;
+    const std::size_t title = line.find_first_not_of('#');
+    if (in_code || title == 0 || title == std::string::npos || line[title] != ' ') continue;
+    std::string anchor;
+    for (const char c : line.substr(title + 1)) {
+      const auto byte = static_cast<unsigned char>(c);
+      if (c == ' ') anchor += '-';
+      if (std::isalnum(byte) != 0 || c == '-' || c == '_') {
+        anchor += static_cast<char>(std::tolower(byte));
+      }
+    }
+    found.insert(anchor);
+  }
+  return found;
+}
+
+TEST(Documents, LinkToHeadingsThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const std::regex link(R"(\]\(([^)#:\s]*\.md)?#([^)]+)\))");
+  std::size_t count = 0;
+  for (const SourceFile& document : documents()) {
+    const fs::path folder = (source_root() / document.path).parent_path();
+    for (const std::string& line : document.lines) {
+      for (std::sregex_iterator it(line.begin(), line.end(), link), end; it != end; ++it) {
+        const std::string file = (*it)[1].str();
+        const SourceFile target = file.empty() ? document : read_source(folder, file);
+        EXPECT_TRUE(anchors(target).contains((*it)[2].str()))
+            << it->str() << " in " << document.path;
+        ++count;
+      }
+    }
+  }
+  EXPECT_GT(count, 5U);
 }
 
 TEST(Documents, NameTestsThatExist) {
