@@ -238,6 +238,13 @@ TEST(Documents, TutorialsShowLinesOfTheirPrograms) {
   EXPECT_GT(count, 20U);
 }
 
+TEST(Documents, KeepTheReadmeAndTheMapShort) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  EXPECT_LE(read_source(source_root(), "README.md").lines.size(), 150U);
+  EXPECT_LE(read_source(source_root(), "docs/architecture.md").lines.size(), 120U);
+}
+
 TEST(Documents, GiveTheTwoCommandsInTheReadme) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
