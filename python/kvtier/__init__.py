@@ -1,4 +1,7 @@
-"""A client of `kvtier serve`: KV cache, selection and attention in another process."""
+"""KV cache, selection and attention beside a model: in another process (`Client`), or in this one
+(`Engine`, `Session` and `BatchItem`, which the package kvtier-engine brings)."""
+
+from typing import TYPE_CHECKING, Any
 
 from kvtier.admin import (
     AdminClient,
@@ -38,6 +41,15 @@ from kvtier.config import (
 )
 from kvtier.connection import ClientOptions
 from kvtier.device import DeviceTensor, SharedDeviceMemory
+from kvtier.engine_config import (
+    Backend,
+    HostAllocation,
+    HotPolicy,
+    KvPlacement,
+    MemoryConfig,
+    PageFormat,
+    PagePolicy,
+)
 from kvtier.errors import (
     AbortedError,
     CancelledError,
@@ -63,7 +75,14 @@ from kvtier.errors import (
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
 from kvtier.session import AttendResult, FetchResult, Outputs, RemoteSession, SelectResult
 
+if TYPE_CHECKING:
+    from kvtier_engine import BatchItem as BatchItem
+    from kvtier_engine import Engine as Engine
+    from kvtier_engine import Session as Session
+
 __version__ = "0.1.0"
+
+_OF_THE_ENGINE = ("BatchItem", "Engine", "Session")
 
 __all__ = [
     "AbortedError",
@@ -72,6 +91,7 @@ __all__ = [
     "AttendOptions",
     "AttendOutcome",
     "AttendResult",
+    "Backend",
     "CancelledError",
     "Client",
     "ClientError",
@@ -92,15 +112,21 @@ __all__ = [
     "FieldViolation",
     "FoundPage",
     "GetOutcome",
+    "HostAllocation",
+    "HotPolicy",
     "InternalError",
     "InvalidArgumentError",
+    "KvPlacement",
     "LayerConfig",
     "LayerMode",
     "LeaseExpiredError",
     "LogLevel",
+    "MemoryConfig",
     "ModelConfig",
     "NotFoundError",
     "Outputs",
+    "PageFormat",
+    "PagePolicy",
     "PagePut",
     "PlaneKind",
     "PositionMismatchError",
@@ -116,11 +142,11 @@ __all__ = [
     "SelectResult",
     "Selection",
     "SelectionRule",
-    "SketchCode",
     "ServerEpochError",
     "ServerInfo",
     "SessionInfo",
     "SharedDeviceMemory",
+    "SketchCode",
     "SketchConfig",
     "TenantStatus",
     "UnauthenticatedError",
@@ -130,3 +156,18 @@ __all__ = [
     "default_admin_server",
     "default_server",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_THE_ENGINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import kvtier_engine
+    except ModuleNotFoundError as error:
+        if error.name != "kvtier_engine":
+            raise
+        raise ImportError(
+            f"kvtier.{name}: expected the package kvtier-engine, found none; "
+            "pip install kvtier-engine"
+        ) from error
+    return getattr(kvtier_engine, name)

@@ -1,0 +1,10 @@
+"""kvtier in this process: keys and values off the GPU, selection and attention beside the model.
+
+Settings and errors are those of the package kvtier, which offers these names as `kvtier.Engine`,
+`kvtier.Session` and so on."""
+
+from kvtier_engine._native import version as __version__
+from kvtier_engine.engine import BatchItem, Engine, Stats
+from kvtier_engine.session import AttendResult, SelectResult, Session
+
+__all__ = ["AttendResult", "BatchItem", "Engine", "SelectResult", "Session", "Stats", "__version__"]

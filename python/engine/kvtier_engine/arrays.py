@@ -1,0 +1,49 @@
+"""Arrays of numpy, torch and whatever else has DLPack, as the native module takes them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Optional
+
+import numpy as np
+from kvtier.errors import invalid
+
+#: An array of numpy, torch, CuPy, JAX...: anything with DLPack or the buffer protocol.
+Array = Any
+
+
+def _is_torch(array: Array) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def native(name: str, array: Optional[Array]) -> Optional[Array]:
+    """Returns what the native module takes for `array`: bfloat16 of ml_dtypes as its bits, since
+    numpy exports no other type than its own."""
+    if isinstance(array, np.ndarray):
+        return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    if array is not None and _is_torch(array) and array.requires_grad:
+        raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+    return array
+
+
+def like(name: str, query: Array, shape: tuple[int, ...], dtype: Optional[str] = None) -> Array:
+    """Returns an empty array of the query's library and device. `dtype` None: that of the query."""
+    if _is_torch(query):
+        torch = sys.modules["torch"]
+        return query.new_empty(shape, dtype=None if dtype is None else getattr(torch, dtype))
+    if isinstance(query, np.ndarray):
+        return np.empty(shape, query.dtype if dtype is None else dtype)
+    raise invalid(
+        f"{name}: expected an array to write, since the query is neither of numpy nor of torch, "
+        "found None"
+    )
+
+
+def shape_of(name: str, array: Array) -> tuple[int, ...]:
+    """Returns the shape of a query, [tokens, query_heads, head_dim]."""
+    shape = tuple(getattr(array, "shape", ()))
+    if len(shape) != 3:
+        found = f"shape {list(shape)}" if hasattr(array, "shape") else type(array).__name__
+        raise invalid(f"{name}: expected [tokens, query_heads, head_dim], found {found}")
+    return shape

@@ -1,0 +1,51 @@
+#pragma once
+
+#include "kvtier/config.h"
+#include "kvtier/error.h"
+#include "kvtier/tensor.h"
+
+#include <cstdint>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <optional>
+#include <string_view>
+
+namespace kvtier_engine {
+
+namespace nb = nanobind;
+
+/// Throws `Error(kInvalidArgument)`: "name: expected E, found F".
+[[noreturn]] void invalid(std::string_view name, std::string_view expected, std::string_view found);
+
+/// An array of a call, and the view of it that the library takes; the array lives as long as this.
+/// Takes everything with DLPack or the buffer protocol; uint16 is read as the bits of bfloat16.
+/// `None` is an empty view. Made with the GIL held.
+class Input {
+ public:
+  /// `backend`: of the engine, which refuses device memory on the CPU. Throws `kInvalidArgument`
+  /// for what is no array, another dtype, or memory that the engine cannot reach.
+  Input(std::string_view name, nb::handle array, kvtier::Backend backend);
+  [[nodiscard]] const kvtier::TensorView& view() const noexcept { return view_; }
+
+ private:
+  nb::ndarray<nb::ro> array_;
+  kvtier::TensorView view_;
+};
+
+/// As `Input`, for an array that a call writes.
+class Output {
+ public:
+  Output(std::string_view name, nb::handle array, kvtier::Backend backend);
+  [[nodiscard]] const kvtier::MutableTensorView& view() const noexcept { return view_; }
+
+ private:
+  nb::ndarray<> array_;
+  kvtier::MutableTensorView view_;
+};
+
+/// `stream`: None, or the integer of a `cudaStream_t`. Throws `kInvalidArgument` for a stream where
+/// the engine runs on the CPU.
+[[nodiscard]] kvtier::StreamRef stream_of(std::optional<std::uintptr_t> stream,
+                                          kvtier::Backend backend);
+
+}  // namespace kvtier_engine

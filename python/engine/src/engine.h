@@ -1,0 +1,46 @@
+#pragma once
+
+#include "kvtier/engine.h"
+
+#include "session.h"
+
+#include <cstdint>
+#include <memory>
+#include <nanobind/nanobind.h>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvtier_engine {
+
+/// An engine of Python. Messages of the library go to the logger "kvtier.engine" of `logging`.
+class Engine {
+ public:
+  Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::handle extra_sketches,
+         nb::handle backend, bool reject_nonfinite, bool time_stages);
+  Engine(const Engine&) = delete;  // one owner of the library's engine
+  Engine& operator=(const Engine&) = delete;
+
+  /// `max_page_bytes` 0: no limit.
+  Session* open(std::int64_t capacity_tokens, const std::vector<std::int32_t>& token_ids,
+                const nb::bytes& tenant_secret, const std::string& model_fingerprint,
+                std::size_t max_page_bytes, const std::string& tenant);
+  /// `page_bytes` None: no limit.
+  void set_quota(const std::string& tenant, std::optional<std::size_t> page_bytes);
+  /// `items`: tuples of the arguments of `Session::decode` after `layer` and without `stream`, each
+  /// behind its session.
+  void decode(int layer, const nb::list& items, Stream stream);
+  /// `parts`: tuples (out, lse).
+  void merge(const nb::list& parts, nb::handle out, nb::handle lse, Stream stream);
+  [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }
+  nb::dict stats();
+  void close();
+
+ private:
+  [[nodiscard]] std::shared_ptr<kvtier::Engine> open_engine() const;
+
+  std::shared_ptr<kvtier::Engine> engine_;  // read and replaced with the GIL held
+  kvtier::Backend backend_ = kvtier::Backend::kCpu;
+};
+
+}  // namespace kvtier_engine

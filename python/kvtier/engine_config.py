@@ -1,0 +1,110 @@
+"""Settings of an engine in this process, as in kvtier/config.h."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "Backend",
+    "HostAllocation",
+    "HotPolicy",
+    "KvPlacement",
+    "MemoryConfig",
+    "PageFormat",
+    "PagePolicy",
+]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+class Backend(enum.Enum):
+    """Where kernels run. `AUTO`: on a GPU when the build has CUDA and a usable one is found."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class KvPlacement(enum.Enum):
+    """Where the pages of keys and values are. `HOST`: in pinned memory of the host."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+class PageFormat(enum.Enum):
+    """How rows lie in pages. `MODEL`: as `ModelConfig.kv_dtype`. `FLOAT8`: e4m3 with a factor for
+    each row, half of the memory; `kv_dtype` has to be bfloat16."""
+
+    MODEL = "model"
+    FLOAT8 = "float8"
+
+
+class HostAllocation(enum.Enum):
+    """How the pinned memory of the page pool is obtained with CUDA."""
+
+    AUTO = "auto"
+    MANAGED = "managed"
+    REGISTERED = "registered"
+    HUGE_PAGES = "huge_pages"
+    DRIVER = "driver"
+    NUMA_NODE = "numa_node"
+
+
+class HotPolicy(enum.Enum):
+    """Which of the rows kept on the device is replaced by a new one."""
+
+    CLOCK = "clock"
+    LRU = "lru"
+    SCORE = "score"
+
+
+class PagePolicy(enum.Enum):
+    """Which pages leave host memory first."""
+
+    CLOCK = "clock"
+    LRU = "lru"
+    S3_FIFO = "s3_fifo"
+    SCORE = "score"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Memory of an engine, allocated when it is made. Sizes in bytes."""
+
+    #: Sketches, staging and workspaces, and pages with `KvPlacement.DEVICE`.
+    device_bytes: int = 512 * _MIB
+    #: Keys and values.
+    host_bytes: int = _GIB
+    placement: KvPlacement = KvPlacement.HOST
+    page_format: PageFormat = PageFormat.MODEL
+    #: Keeps a checksum of every row, and compares the rows that a step reads.
+    verify_rows: bool = False
+    #: 16, 32, 64, 128 or 256.
+    page_tokens: int = 64
+    #: Capacity of a session unless `Engine.open` names a smaller one.
+    max_session_tokens: int = 1 << 17
+    #: Query tokens scored together, 1 to 64.
+    max_batch_rows: int = 16
+    #: Rows fetched to the device ahead of attention; -1: all on CUDA, none on the CPU.
+    staging_rows: int = -1
+    #: Rows kept on the device, beside `device_bytes`.
+    hot_bytes: int = 0
+    hot_rows: int = 4096
+    hot_policy: HotPolicy = HotPolicy.SCORE
+    #: Threads that touch pages before they are pinned; 0: all.
+    pin_threads: int = 0
+    host_allocation: HostAllocation = HostAllocation.AUTO
+    #: A file that `kvtier calibrate` has written; empty: none.
+    calibration_file: str = ""
+    #: A folder for pages that do not fit into `host_bytes`, whose contents are deleted, and the
+    #: most bytes there. Empty and 0: none.
+    disk_cache: str = ""
+    disk_cache_bytes: int = 0
+    page_policy: PagePolicy = PagePolicy.SCORE
+    read_ahead: bool = False
+    prefetch_rows: bool = False
+    #: Seconds that a call waits for a batch of pages on disk.
+    tier_deadline: float = 10.0
