@@ -31,6 +31,8 @@ void raise_error(const std::exception_ptr& thrown, void*) {
 
 /// Called by the classes of the package alone, which have the documentation.
 NB_MODULE(_native, m) {
+  // Callers keep engines and options in globals, which the interpreter does not always free.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator(raise_error);
   m.attr("version") = KVTIER_VERSION;
   nb::enum_<kvtier::Backend>(m, "Backend")

@@ -1,0 +1,18 @@
+"""kvtier for Hugging Face transformers: a cache that keeps keys and values in an engine of this
+process, and the attention over them.
+
+    import kvtier.hf
+
+    model.set_attn_implementation("kvtier")
+    model.generate(ids, past_key_values=kvtier.hf.KvtierCache(model.config))
+
+The import registers the attention function and its mask under the name "kvtier". Needs torch,
+transformers 4.57 or later and kvtier-engine."""
+
+from kvtier.hf.attention import IMPLEMENTATION, register
+from kvtier.hf.cache import KvtierCache
+from kvtier.hf.shape import default_retrieval
+
+__all__ = ["IMPLEMENTATION", "KvtierCache", "default_retrieval", "register"]
+
+register()

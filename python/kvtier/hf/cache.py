@@ -1,0 +1,221 @@
+"""A cache of transformers whose keys and values are in sessions of an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Optional, Sequence
+
+import torch
+from transformers.cache_utils import Cache
+
+import kvtier
+from kvtier.config import DType, RetrievalConfig
+from kvtier.engine_config import Backend, MemoryConfig
+from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
+from kvtier.hf.layer import KvtierLayer
+from kvtier.hf.shape import (
+    default_retrieval,
+    layer_windows,
+    memory_config,
+    model_config,
+    text_config,
+)
+
+if TYPE_CHECKING:
+    from kvtier_engine import Engine, Session
+
+
+class KvtierCache(Cache):
+    """Keeps the keys and values of `generate` or of forward passes off the GPU, in pages of the
+    host: one session for each row of the batch. For models whose attention implementation is
+    "kvtier".
+
+    `config`: that of the model. `retrieval`: how a step of one token selects the tokens that it
+    attends to, by default `default_retrieval(head_dim)`; `dense`: it attends to all. Passes of more
+    tokens are dense. Layers with a sliding window attend to all of it.
+
+    `max_tokens`: capacity of a row, by default `config.max_position_embeddings`; `max_batch_size`:
+    rows, beams among them. Both size `memory`, which is allocated here, unless it is given. At 8 KV
+    heads of 128 elements and 32 layers a token takes 128 KiB. `engine`: shares one that was made
+    for the same model instead; `memory`, `retrieval`, `dense`, `kv_dtype` and `backend` are then
+    its own.
+
+    `kv_dtype`: of stored keys and values, by default float16 for a model of float16 and bfloat16
+    for others; those of a float32 model are rounded. What is refused: docs/python.md.
+
+    Left padding takes no room: `attention_mask` may have zeros at the beginnings of rows and
+    nowhere else. `crop`, `reorder_cache`, `batch_repeat_interleave`, `batch_select_indices`,
+    `reset` and `copy.deepcopy` work; copies of rows share their pages. Not for training, not
+    compileable. A pass that raises leaves the cache as it was before that pass."""
+
+    def __init__(
+        self,
+        config: Any,
+        retrieval: Optional[RetrievalConfig] = None,
+        *,
+        dense: bool = False,
+        max_tokens: Optional[int] = None,
+        max_batch_size: int = 1,
+        kv_dtype: Optional[DType] = None,
+        memory: Optional[MemoryConfig] = None,
+        backend: Backend = Backend.AUTO,
+        engine: Optional[Engine] = None,
+    ) -> None:
+        decoder = text_config(config)
+        windows = layer_windows(decoder)
+        if max_batch_size < 1:
+            raise invalid(f"max_batch_size: expected at least 1, found {max_batch_size}")
+        if kv_dtype is None:
+            half = getattr(decoder, "dtype", None) == torch.float16
+            kv_dtype = DType.FLOAT16 if half else DType.BFLOAT16
+        shape = model_config(decoder, dense, kv_dtype)
+        self._owns_engine = engine is None
+        if engine is None:
+            if retrieval is None:
+                retrieval = default_retrieval(shape.head_dim)
+            if memory is None:
+                tokens = decoder.max_position_embeddings if max_tokens is None else max_tokens
+                memory = memory_config(shape, retrieval, max_batch_size, tokens)
+            engine = kvtier.Engine(shape, retrieval, memory, backend=backend)
+        _check_fit(engine.model, shape)
+        self.config = config
+        self.engine = engine
+        self.max_tokens = engine.memory.max_session_tokens if max_tokens is None else max_tokens
+        self.sessions: list[Session] = []
+        #: Tokens of left padding of each row.
+        self.padding: list[int] = []
+        super().__init__(
+            layers=[KvtierLayer(self, index, window) for index, window in enumerate(windows)]
+        )
+
+    def rows(self, batch: int) -> list[Session]:
+        """Returns the sessions of a batch, opened by the first pass."""
+        if len(self.sessions) != batch and self.get_seq_length() == 0:
+            self.sessions = [
+                self.engine.open(capacity_tokens=self.max_tokens) for _ in range(batch)
+            ]
+        self.padding = self.padding or [0] * batch
+        for name, found in (("key_states", len(self.sessions)), ("attention_mask", len(self.padding))):
+            if found != batch:
+                raise invalid(f"{name}: expected a batch of {found}, as before, found {batch}")
+        return self.sessions
+
+    def take_padding(self, mask: Optional[torch.Tensor], query_length: int, length: int) -> None:
+        """Takes the padding of the next pass from `attention_mask` (bool [batch, length]): left
+        padding alone, the same as in passes before. On a GPU that of single tokens is not read,
+        since the host would wait for it."""
+        past = length - query_length
+        if mask is None and past == 0:
+            self.padding = []
+        if mask is None or (past > 0 and query_length == 1 and mask.is_cuda):
+            return
+        if mask.ndim != 2 or mask.shape[1] != length:
+            raise invalid(
+                f"attention_mask: expected [batch, {length}] with past and new tokens, "
+                f"found {list(mask.shape)}"
+            )
+        gaps = (mask[:, :-1] & ~mask[:, 1:]).nonzero()
+        if len(gaps) > 0:
+            row, position = gaps[0].tolist()
+            raise invalid(
+                "attention_mask: expected zeros at the beginning of a row alone (left padding), "
+                f"found one in row {row} at position {position + 1}"
+            )
+        found = (length - mask.sum(1)).tolist()
+        if past > 0:
+            for row, (before, now) in enumerate(zip(self.padding, found)):
+                if now != before and before < past:
+                    raise invalid(
+                        f"attention_mask: expected {before} tokens of padding in row {row}, as "
+                        f"before, found {now}"
+                    )
+        self.padding = found
+
+    def truncate(self, length: int) -> None:
+        """Drops the tokens from position `length` on, padding counted, in every layer."""
+        for layer in self.layers:
+            layer.cut(length)
+        for session, padding in zip(self.sessions, self.padding):
+            kept = max(length - padding, 0)
+            if kept < max(session.length(layer) for layer in range(len(self.layers))):
+                session.truncate(kept)
+
+    def crop(self, tokens: int) -> None:
+        """Drops the last `-tokens` tokens, or, for `tokens` above 0, all behind the first
+        `tokens`."""
+        length = self.get_seq_length()
+        if -tokens > length:
+            raise invalid(f"crop: expected at most {length} tokens to remove, found {-tokens}")
+        kept = length + tokens if tokens <= 0 else min(tokens, length)
+        if kept < length:
+            self.truncate(kept)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row i what row `beam_idx[i]` is, as beam search does."""
+        self._take(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        self._take([row for row in range(len(self.sessions)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, by index or by a mask."""
+        rows = torch.arange(len(self.sessions), device=indices.device)
+        self._take(rows[indices].tolist())
+
+    def reset(self) -> None:
+        """Empties the cache; rows, padding and model of the next pass may be others."""
+        for session in self.sessions:
+            session.close()
+        self.sessions = []
+        self.padding = []
+        for layer in self.layers:
+            layer.reset()
+
+    def close(self) -> None:
+        """Releases the memory. The cache cannot be used after."""
+        self.reset()
+        if self._owns_engine:
+            self.engine.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvtierCache:
+        """Returns a cache of the same engine that starts as this one is; pages are shared until
+        they are written to. They need room in the engine: `max_batch_size`."""
+        copied = KvtierCache(self.config, engine=self.engine, max_tokens=self.max_tokens)
+        memo[id(self)] = copied
+        copied.sessions = [session.fork(1)[0] for session in self.sessions]
+        copied.padding = list(self.padding)
+        for layer, other in zip(copied.layers, self.layers):
+            layer.take_state(other)
+        return copied
+
+    def __repr__(self) -> str:
+        return (
+            f"KvtierCache(layers={len(self.layers)}, rows={len(self.sessions)}, "
+            f"tokens={self.get_seq_length()}, max_tokens={self.max_tokens})"
+        )
+
+    def _take(self, rows: Sequence[int]) -> None:
+        if not self.sessions:
+            return
+        forks = {
+            row: self.sessions[row].fork(count - 1)
+            for row, count in Counter(rows).items()
+            if count > 1
+        }
+        old = dict(enumerate(self.sessions))
+        self.sessions = [old.pop(row) if row in old else forks[row].pop() for row in rows]
+        self.padding = [self.padding[row] for row in rows]
+        for session in old.values():
+            session.close()
+
+
+def _check_fit(found: Any, expected: Any) -> None:
+    """Checks that an engine was made for the shape of a model."""
+    for name in ("layers", "query_heads", "kv_heads", "head_dim"):
+        if getattr(found, name) != getattr(expected, name):
+            raise FailedPreconditionError(
+                ErrorCode.FAILED_PRECONDITION,
+                f"engine: expected {name} {getattr(expected, name)}, as the model has, "
+                f"found {getattr(found, name)}",
+            )

@@ -1,0 +1,217 @@
+"""One layer of a `KvtierCache`: what a pass appends, and the attention of the pass."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from kvtier_engine import BatchItem
+from transformers.cache_utils import CacheLayerMixin
+
+from kvtier.config import AttendOptions, LayerMode
+from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
+
+if TYPE_CHECKING:
+    from kvtier.hf.cache import KvtierCache
+
+#: Attribute by which the attention function finds the layer of the keys that it is given.
+LAYER_OF_KEYS = "_kvtier_layer"
+
+
+class CacheLength(int):
+    """A length that says whose it is: mask functions are given nothing else of the cache."""
+
+    cache: KvtierCache
+
+
+class KvtierLayer(CacheLayerMixin):
+    """Made by `KvtierCache`. `update` takes the keys and values of a pass, `attend` stores them and
+    attends, so that rows of a batch are one step."""
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, cache: KvtierCache, index: int, window: int) -> None:
+        super().__init__()
+        self.is_sliding = window > 0
+        self._cache = weakref.ref(cache)
+        self._index = index
+        self.window = window
+        self._length = 0
+        self._pending: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+        self._module: Optional[weakref.ref[torch.nn.Module]] = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes `[batch, kv_heads, tokens, head_dim]` each and returns them as they are, for the
+        attention function of kvtier."""
+        cache = self._owner()
+        if self._pending is not None:
+            self.undo()
+            raise _failed(
+                "model: expected attention implementation 'kvtier' "
+                "(model.set_attn_implementation('kvtier')), found one that does not read this cache"
+            )
+        model = cache.engine.model
+        expected = (model.kv_heads, model.head_dim)
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if (states.shape[1], states.shape[3]) != expected:
+                raise invalid(
+                    f"{name}: expected [batch, {model.kv_heads}, tokens, {model.head_dim}], "
+                    f"found {list(states.shape)}"
+                )
+            if states.requires_grad:
+                raise invalid(
+                    f"{name}: expected a pass without gradient (torch.no_grad() or "
+                    "torch.inference_mode()), found a tensor that requires it"
+                )
+        cache.rows(key_states.shape[0])
+        self.is_initialized = True
+        self._length += key_states.shape[-2]
+        self._pending = (key_states, value_states)
+        setattr(key_states, LAYER_OF_KEYS, self)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Takes the number of new tokens, or their positions as transformers 4 gives them."""
+        new = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
+        length = CacheLength(self._length + new)
+        length.cache = self._owner()
+        return length, 0
+
+    def get_seq_length(self) -> int:
+        """Returns the tokens of a row, padding counted."""
+        return self._length
+
+    def get_max_length(self) -> int:
+        return self._owner().max_tokens
+
+    def get_max_cache_shape(self) -> int:
+        """As `get_max_length`, by its name in transformers 4."""
+        return self.get_max_length()
+
+    def reset(self) -> None:
+        """Forgets length and model; called by `KvtierCache.reset`."""
+        self._length = 0
+        self._pending = None
+        self._module = None
+        self.is_initialized = False
+
+    def cut(self, length: int) -> None:
+        """Takes note that tokens from `length` on are dropped."""
+        self._length = min(self._length, length)
+        self._pending = None
+
+    def take_state(self, other: KvtierLayer) -> None:
+        """Takes note that the sessions are forks of those of another cache."""
+        self._length = other._length
+        self._module = other._module
+        self.is_initialized = other.is_initialized
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        scaling: Optional[float],
+        softcap: Optional[float],
+    ) -> torch.Tensor:
+        """Stores what `update` was given and returns the attention of `query`, [batch, query_heads,
+        tokens, head_dim], as [batch, tokens, query_heads, head_dim]."""
+        if self._pending is None:
+            raise _failed("attention: expected keys that the cache has just been given, found none")
+        key, value = self._pending
+        self._check_module(module)
+        out = self._attend(query, key, value, self._length - key.shape[-2], scaling, softcap)
+        self._pending = None
+        return out
+
+    def undo(self) -> None:
+        """Takes back a pass that has come as far as this layer, in all layers."""
+        if self._pending is not None:
+            self._owner().truncate(self._length - self._pending[0].shape[-2])
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: int,
+        scaling: Optional[float],
+        softcap: Optional[float],
+    ) -> torch.Tensor:
+        cache = self._owner()
+        sessions = cache.rows(query.shape[0])
+        batch, heads, tokens, head_dim = query.shape
+        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else None
+        options = AttendOptions(
+            softmax_scale=scaling,
+            logit_softcap=softcap,
+            mode=LayerMode.DENSE if tokens > 1 and not self.is_sliding else None,
+        )
+        # The first pass of a row attends to what is at hand, without a way through pages.
+        plain = softcap is None and (not self.is_sliding or tokens <= self.window)
+        if plain and start == 0 and not any(cache.padding):
+            for session, k, v in zip(sessions, _rows(key), _rows(value)):
+                session.append(self._index, k, v, stream=stream)
+            return _causal(query, key, value, scaling)
+
+        out = query.new_zeros(batch, tokens, heads, head_dim)
+        items = []
+        for row, session in enumerate(sessions):
+            skipped = min(max(cache.padding[row] - start, 0), tokens)
+            if skipped == tokens:
+                continue
+            own = slice(row, row + 1), slice(None), slice(skipped, None)
+            if plain and start <= cache.padding[row]:
+                k, v = (_rows(states[own])[0] for states in (key, value))
+                session.append(self._index, k, v, stream=stream)
+                out[row : row + 1, skipped:] = _causal(query[own], key[own], value[own], scaling)
+                continue
+            q, k, v = (_rows(states[own])[0] for states in (query, key, value))
+            items.append(BatchItem(session, q, k, v, options, out=out[row, skipped:]))
+        if items:
+            cache.engine.batch_decode(self._index, items, stream=stream)
+        return out
+
+    def _check_module(self, module: torch.nn.Module) -> None:
+        known = None if self._module is None else self._module()
+        if known is None:
+            self._module = weakref.ref(module)
+        elif known is not module:
+            raise _failed(
+                "past_key_values: expected the model that has filled this cache, found another; "
+                "reset() empties the cache"
+            )
+
+    def _owner(self) -> KvtierCache:
+        cache = self._cache()
+        if cache is None:
+            raise _failed("past_key_values: expected a cache, found one of its layers alone")
+        return cache
+
+
+def _rows(states: torch.Tensor) -> list[torch.Tensor]:
+    """Returns [tokens, heads, head_dim] of each row of [batch, heads, tokens, head_dim], without a
+    copy where the last dimension is dense."""
+    if states.stride(-1) != 1:
+        states = states.contiguous()
+    return list(states.transpose(1, 2).unbind(0))
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Optional[float]
+) -> torch.Tensor:
+    """Attention of tokens over themselves, [batch, tokens, query_heads, head_dim]."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _failed(message: str) -> FailedPreconditionError:
+    return FailedPreconditionError(ErrorCode.FAILED_PRECONDITION, message)
