@@ -91,22 +91,26 @@ def reference_of(model: Any) -> Any:
 
 
 def rounded_cache(config: Any) -> Any:
-    """A DynamicCache of keys and values in float16. As in kvtier, a first pass attends to them
-    before they are rounded, where it can do without pages."""
+    """A DynamicCache of keys and values in float16. As in kvtier, first and long passes attend to
+    their own before these are rounded."""
     cache = DynamicCache(config=config)
     softcap = getattr(config, "attn_logit_softcapping", None)
 
     def wrap(layer: Any) -> None:
         update = layer.update
-        window = getattr(layer, "sliding_window", None)
 
         def rounded(keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-            first = layer.get_seq_length() == 0
-            plain = softcap is None and (window is None or keys.shape[2] <= window)
+            count = keys.shape[2]
+            plain = softcap is None and (layer.get_seq_length() == 0 or count > 16)
             result = update(
                 keys.half().to(keys.dtype), values.half().to(values.dtype), *args, **kwargs
             )
-            return (keys, values) if first and plain else result
+            if not plain:
+                return result
+            return tuple(
+                torch.cat([stored[:, :, :-count], own], dim=2)
+                for stored, own in zip(result, (keys, values))
+            )
 
         layer.update = rounded
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Optional
 
+import numpy as np
 import torch
 from kvtier_engine import BatchItem
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtier.config import AttendOptions, LayerMode
+from kvtier.config import AttendOptions, DType, LayerMode
 from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
 
 if TYPE_CHECKING:
+    from kvtier_engine import Session
+
     from kvtier.hf.cache import KvtierCache
+
+_STEP_TOKENS = 16  # of a pass that the engine attends with, drafts for one
+_MASK_TOKENS = 256  # for which a mask is made at a time
 
 #: Attribute by which the attention function finds the layer of the keys that it is given.
 LAYER_OF_KEYS = "_kvtier_layer"
@@ -153,12 +159,13 @@ class KvtierLayer(CacheLayerMixin):
             logit_softcap=softcap,
             mode=LayerMode.DENSE if tokens > 1 and not self.is_sliding else None,
         )
-        # The first pass of a row attends to what is at hand, without a way through pages.
-        plain = softcap is None and (not self.is_sliding or tokens <= self.window)
+        # Passes of many tokens attend to keys at hand and those of the past, which they fetch once; an
+        # engine's step would read these again for every few queries.
+        plain = softcap is None and (tokens > _STEP_TOKENS or start == 0)
         if plain and start == 0 and not any(cache.padding):
             for session, k, v in zip(sessions, _rows(key), _rows(value)):
                 session.append(self._index, k, v, stream=stream)
-            return _causal(query, key, value, scaling)
+            return _dense(query, key, value, self.window, scaling)
 
         out = query.new_zeros(batch, tokens, heads, head_dim)
         items = []
@@ -167,16 +174,38 @@ class KvtierLayer(CacheLayerMixin):
             if skipped == tokens:
                 continue
             own = slice(row, row + 1), slice(None), slice(skipped, None)
-            if plain and start <= cache.padding[row]:
-                k, v = (_rows(states[own])[0] for states in (key, value))
-                session.append(self._index, k, v, stream=stream)
-                out[row : row + 1, skipped:] = _causal(query[own], key[own], value[own], scaling)
-                continue
             q, k, v = (_rows(states[own])[0] for states in (query, key, value))
-            items.append(BatchItem(session, q, k, v, options, out=out[row, skipped:]))
+            if not plain:
+                items.append(BatchItem(session, q, k, v, options, out=out[row, skipped:]))
+                continue
+            past = self._past(session, query)
+            session.append(self._index, k, v, stream=stream)
+            keys, values = (
+                torch.cat([stored, states[own]], dim=2)
+                for stored, states in zip(past, (key, value))
+            )
+            out[row, skipped:] = _dense(query[own], keys, values, self.window, scaling)[0]
         if items:
             cache.engine.batch_decode(self._index, items, stream=stream)
         return out
+
+    def _past(self, session: Session, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the stored keys and values that a pass may see, [1, kv_heads, n, head_dim] each,
+        of the query's dtype on its device."""
+        length = session.length(self._index)
+        first = max(length - self.window + 1, 0) if self.window else 0
+        model = self._owner().engine.model
+        if first == length:
+            none = query.new_empty(1, model.kv_heads, 0, model.head_dim)
+            return none, none
+        ids = np.arange(first, length, dtype=np.int32)
+        rows = session.fetch(self._index, np.tile(ids, (model.kv_heads, 1)))
+        stored = torch.float16 if model.kv_dtype == DType.FLOAT16 else torch.bfloat16
+        keys, values = (
+            torch.from_numpy(each.view(np.int16)).view(stored).to(query.device, query.dtype)[None]
+            for each in rows
+        )
+        return keys, values
 
     def _check_module(self, module: torch.nn.Module) -> None:
         known = None if self._module is None else self._module()
@@ -203,14 +232,33 @@ def _rows(states: torch.Tensor) -> list[torch.Tensor]:
     return list(states.transpose(1, 2).unbind(0))
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Optional[float]
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    scaling: Optional[float],
 ) -> torch.Tensor:
-    """Attention of tokens over themselves, [batch, tokens, query_heads, head_dim]."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous()
+    """Causal attention of [batch, query_heads, tokens, head_dim] over the keys and values of a past
+    and of these tokens, of which each sees the last `window` (0: all). Returns [batch, tokens,
+    query_heads, head_dim]."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    tokens, past = query.shape[2], key.shape[2] - query.shape[2]
+    if past == 0 and not 0 < window < tokens:
+        out = sdpa(query, key, value, is_causal=tokens > 1, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    parts = []
+    for first in range(0, tokens, _MASK_TOKENS):
+        last = min(first + _MASK_TOKENS, tokens)
+        begin = max(past + first - window + 1, 0) if window else 0
+        at = torch.arange(past + first, past + last, device=query.device)[:, None]
+        seen = torch.arange(begin, past + last, device=query.device)[None]
+        mask = (seen <= at) & (seen > at - window) if window else seen <= at
+        k, v = key[:, :, begin : past + last], value[:, :, begin : past + last]
+        parts.append(sdpa(query[:, :, first:last], k, v, attn_mask=mask, scale=scaling))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 def _failed(message: str) -> FailedPreconditionError:
