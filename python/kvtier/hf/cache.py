@@ -84,6 +84,8 @@ class KvtierCache(Cache):
         self.sessions: list[Session] = []
         #: Tokens of left padding of each row.
         self.padding: list[int] = []
+        #: Of the last pass.
+        self.device = torch.device("cpu")
         super().__init__(
             layers=[KvtierLayer(self, index, window) for index, window in enumerate(windows)]
         )
@@ -99,6 +101,13 @@ class KvtierCache(Cache):
             if found != batch:
                 raise invalid(f"{name}: expected a batch of {found}, as before, found {batch}")
         return self.sessions
+
+    def stream(self) -> Optional[int]:
+        """Returns the stream on which calls of the sessions are ordered, that of torch on the GPU of
+        the model; None for a model on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def take_padding(self, mask: Optional[torch.Tensor], query_length: int, length: int) -> None:
         """Takes the padding of the next pass from `attention_mask` (bool [batch, length]): left
@@ -138,7 +147,7 @@ class KvtierCache(Cache):
         for session, padding in zip(self.sessions, self.padding):
             kept = max(length - padding, 0)
             if kept < max(session.length(layer) for layer in range(len(self.layers))):
-                session.truncate(kept)
+                session.truncate(kept, stream=self.stream())
 
     def crop(self, tokens: int) -> None:
         """Drops the last `-tokens` tokens, or, for `tokens` above 0, all behind the first
@@ -183,8 +192,9 @@ class KvtierCache(Cache):
         they are written to. They need room in the engine: `max_batch_size`."""
         copied = KvtierCache(self.config, engine=self.engine, max_tokens=self.max_tokens)
         memo[id(self)] = copied
-        copied.sessions = [session.fork(1)[0] for session in self.sessions]
+        copied.sessions = [session.fork(1, stream=self.stream())[0] for session in self.sessions]
         copied.padding = list(self.padding)
+        copied.device = self.device
         for layer, other in zip(copied.layers, self.layers):
             layer.take_state(other)
         return copied
@@ -199,7 +209,7 @@ class KvtierCache(Cache):
         if not self.sessions:
             return
         forks = {
-            row: self.sessions[row].fork(count - 1)
+            row: self.sessions[row].fork(count - 1, stream=self.stream())
             for row, count in Counter(rows).items()
             if count > 1
         }

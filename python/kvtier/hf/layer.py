@@ -77,6 +77,7 @@ class KvtierLayer(CacheLayerMixin):
                     "torch.inference_mode()), found a tensor that requires it"
                 )
         cache.rows(key_states.shape[0])
+        cache.device = key_states.device
         self.is_initialized = True
         self._length += key_states.shape[-2]
         self._pending = (key_states, value_states)
@@ -153,7 +154,7 @@ class KvtierLayer(CacheLayerMixin):
         cache = self._owner()
         sessions = cache.rows(query.shape[0])
         batch, heads, tokens, head_dim = query.shape
-        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else None
+        stream = cache.stream()
         options = AttendOptions(
             softmax_scale=scaling,
             logit_softcap=softcap,
@@ -199,6 +200,8 @@ class KvtierLayer(CacheLayerMixin):
             none = query.new_empty(1, model.kv_heads, 0, model.head_dim)
             return none, none
         ids = np.arange(first, length, dtype=np.int32)
+        if query.is_cuda:  # a fetch takes no stream; what it reads has been enqueued on this one
+            torch.cuda.current_stream(query.device).synchronize()
         rows = session.fetch(self._index, np.tile(ids, (model.kv_heads, 1)))
         stored = torch.float16 if model.kv_dtype == DType.FLOAT16 else torch.bfloat16
         keys, values = (
