@@ -110,6 +110,12 @@ def translated() -> Iterator[None]:
         raise make_error(ErrorCode.FAILED_PRECONDITION, message) from failure
 
 
+class _Deadline(threading.local):
+    """Of the calls of a thread, by the steady clock."""
+
+    at = float("inf")
+
+
 class Connection:
     """Thread-safe."""
 
@@ -123,6 +129,7 @@ class Connection:
             (("authorization", f"Bearer {options.token}"),) if options.token else ()
         )
         self._channel = _make_channel(options)
+        self._deadline = _Deadline()
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.attention: Any = attention_pb2_grpc.AttentionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.pages: Any = page_pb2_grpc.PageServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -132,6 +139,24 @@ class Connection:
 
     def close(self) -> None:
         self._channel.close()
+
+    @contextlib.contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """All calls that this thread makes inside end within `seconds` together."""
+        before = self._deadline.at
+        self._deadline.at = min(before, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._deadline.at = before
+
+    def seconds_left(self) -> float:
+        """Returns how long a call of this thread may take: the timeout, less within `deadline`.
+        Raises DeadlineExceededError when that has passed."""
+        left = self._deadline.at - time.monotonic()
+        if left <= 0:
+            raise make_error(ErrorCode.DEADLINE_EXCEEDED, "client: the deadline has passed")
+        return min(self.options.timeout, left)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """Runs `attempt`, which raises `ClientError`, until it is taken or attempts are used up."""
@@ -153,7 +178,8 @@ class Connection:
         self, method: Callable[..., Any], request: Any, timeout: float | None = None
     ) -> Any:
         """As `call`, of a call that must not be repeated."""
-        seconds = self.options.timeout if timeout is None else timeout
+        left = self.seconds_left()
+        seconds = left if timeout is None else min(timeout, left)
         with translated():
             return method(request, timeout=seconds, metadata=self.metadata)
 

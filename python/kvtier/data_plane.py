@@ -63,7 +63,7 @@ class Channel:
     server told."""
 
     def __init__(self, path: str, token: bytes, timeout: float) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._last_id = 0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._have = 0
@@ -96,7 +96,7 @@ class Channel:
             return None
         control = frames.encode_call(
             call.method,
-            self._timeout,
+            self.timeout,
             (end, call.output_bytes),
             extents,
             call.request.SerializeToString(),
@@ -143,7 +143,7 @@ class Channel:
         bodies: list[bytes] = []
         self.broken = True  # unless all goes well
         self._last_id += 1
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         try:
             self._send(type, control, deadline, flags)
             while True:
@@ -155,7 +155,7 @@ class Channel:
                     if not header.flags & frames.MORE:
                         break
         except TimeoutError:
-            message = f"data plane: no answer within {self._timeout} s"
+            message = f"data plane: no answer within {self.timeout} s"
             raise make_error(ErrorCode.DEADLINE_EXCEEDED.value, message) from None
         except (OSError, frames.FrameError) as error:
             raise _gone(f"the server is gone: {error}") from None
@@ -167,7 +167,7 @@ class Channel:
         return bodies
 
     def _attach(self, token: bytes) -> NDArray[np.uint8]:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         self._send(frames.ATTACH, token, deadline)
         header, body = self._receive(deadline)
         if header.type != frames.ATTACHED:
@@ -315,17 +315,21 @@ class Planes:
     def _borrow(self) -> Channel | None:
         if not self._usable:
             return None
+        timeout = self._connection.seconds_left()
         with self._returned:
             while self._may_ask() and not self._idle and self._made >= _MAX_CHANNELS:
-                self._returned.wait()
+                if not self._returned.wait(timeout):
+                    return None
             if not self._usable or not (self._idle or self._may_ask()):
                 return None
             if self._idle:
-                return self._idle.pop()
+                channel = self._idle.pop()
+                channel.timeout = timeout
+                return channel
             self._made += 1
-        channel = self._make()
-        if channel is not None:
-            return channel
+        made = self._make()
+        if made is not None:
+            return made
         with self._returned:
             self._made -= 1
             self._ask_again = time.monotonic() + _ASK_AGAIN_AFTER
@@ -369,7 +373,7 @@ class Planes:
             for endpoint in made.endpoints:
                 if endpoint.startswith("unix:"):
                     path = endpoint.removeprefix("unix:")
-                    channel = Channel(path, made.token, connection.options.timeout)
+                    channel = Channel(path, made.token, connection.seconds_left())
                     return Attached(channel, made.attachment.name)
         except (ClientError, OSError, ValueError, frames.FrameError):
             pass  # every call can go over gRPC

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 import struct
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +57,12 @@ def read(
     channel: Channel,
     handles: Sequence[str],
     page_bytes: int,
+    room: Callable[[int], NDArray[np.uint8]],
     found: list[NDArray[np.uint8] | None],
     stale: set[int],
 ) -> None:
-    """Fills `found` with the pages, whose checksums the server has compared. None stays for one that
-    is missing, has gone meanwhile or is damaged: to ask another way is to be told why. Those that
+    """Fills `found` with the pages, copied to where `room` says by their number; the server has
+    compared their checksums. None stays for one that is missing, has gone meanwhile or is damaged: to ask another way is to be told why. Those that
     had gone from where the server said that they were are in `stale`, by their number."""
     if channel.arena is None or not READS_ARE_ORDERED:
         return
@@ -71,9 +72,9 @@ def read(
         at = first
         for control in channel.exchange(frames.READ_PAGES, wanted, frames.SERVER_SUMS):
             for outcome in frames.decode_outcomes(control):
-                page = np.empty(page_bytes, np.uint8)
                 good = outcome.code == 0 and outcome.bytes == page_bytes
                 if at < len(found) and good:
+                    page = room(at)
                     if channel.arena.copy(outcome.slot, outcome.generation, page):
                         found[at] = page
                     else:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import frames, page_plane
-from kvtier.connection import translated
+from kvtier.connection import delay_before, translated
 from kvtier.data_plane import Channel
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
 from kvtier.lease import Leased
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtier.client import Client
 
 _CHUNK_HEAD_BYTES = 256
+_LOOKUPS_AT_A_TIME = 64
 
 #: Anything with the buffer protocol: bytes, or an array.
 Bytes = Union[bytes, bytearray, memoryview, NDArray[Any]]
@@ -68,13 +69,37 @@ class RemotePages(Leased):
     ) -> list[FoundPage]:
         """Returns the pages of the leading hashes for which all `layers` are stored, by hash, then
         layer. With `pin` they stay until `unpin`."""
-        request = page_pb2.LookupPrefixRequest(
-            lease=self._name, hashes=hashes, layers=layers, pin=pin
-        )
-        if pin:
-            request.request_id = self._client.make_request_id()
+        request = self._lookup_request(hashes, layers, pin)
         response = self._connection.call(self._connection.pages.LookupPrefix, request)
         return [FoundPage(page.handle, page.crc32c) for page in response.pages]
+
+    def find(
+        self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
+    ) -> list[list[FoundPage] | None]:
+        """As `lookup`, of each hash for itself: returns its pages by layer, or None unless all
+        `layers` are stored. A call answers a run of hashes that are found; those behind the first
+        that is not are asked for by a call each, several at a time. When it raises, what was pinned
+        stays pinned until the end of the lease."""
+        if not layers:
+            raise invalid("layers: expected at least one, found none")
+        found: list[list[FoundPage] | None] = []
+        run = max(self._limits.max_batch_pages // len(layers), 1)
+        while len(found) < len(hashes):
+            asked = hashes[len(found) : len(found) + run]
+            pages = self.lookup(asked, layers, pin=pin)
+            found.extend(_by_hash(pages, len(layers)))
+            if len(pages) < len(asked) * len(layers):
+                found.append(None)
+                break
+        for first in range(len(found), len(hashes), _LOOKUPS_AT_A_TIME):
+            group = hashes[first : first + _LOOKUPS_AT_A_TIME]
+            found.extend(self._find_each(group, layers, pin))
+        return found
+
+    def contains(self, hashes: Sequence[bytes], layers: Sequence[int]) -> list[bool]:
+        """Returns of each hash whether all `layers` are stored, by calls as those of `find`. It may
+        be evicted before it is read."""
+        return [pages is not None for pages in self.find(hashes, layers)]
 
     def put(self, pages: Sequence[PagePut]) -> list[PutOutcome]:
         """Stores pages, each hash and layer once."""
@@ -107,19 +132,29 @@ class RemotePages(Leased):
             outcomes[i] = _page_of(item)
         return outcomes
 
-    def get(self, handles: Sequence[str]) -> list[GetOutcome]:
+    def get(
+        self, handles: Sequence[str], into: Sequence[Bytes] | None = None
+    ) -> list[GetOutcome]:
         """Reads pages, whose checksums the server has compared; over gRPC by one stream, since
-        messages are taken apart under the interpreter's lock."""
+        messages are taken apart under the interpreter's lock. Page i goes to `into[i]`, a writable
+        contiguous buffer of the page size, by one copy, and the outcome is uint8 [page_bytes] over
+        that memory; without `into` it is a new array. Where the outcome is an error, its buffer may
+        hold anything. No buffer is written to after the return."""
+        room = self._room(len(handles), into)
         found: list[NDArray[np.uint8] | None] = [None] * len(handles)
         stale: set[int] = set()
         self._planes.with_pages(
-            lambda channel: page_plane.read(channel, handles, self._page_bytes, found, stale)
+            lambda channel: page_plane.read(channel, handles, self._page_bytes, room, found, stale)
         )
         left = [i for i, page in enumerate(found) if page is None]
         asked: Iterator[GetOutcome] = iter(())
         if left:
             names = [handles[i] for i in left]
-            asked = iter(self._connection.retry(lambda: self._get(names, len(stale))))
+            asked = iter(
+                self._connection.retry(
+                    lambda: self._get(names, len(stale), lambda index: room(left[index]))
+                )
+            )
         return [next(asked) if page is None else page for page in found]
 
     def pin(self, handles: Sequence[str]) -> list[FoundPage | ClientError]:
@@ -155,6 +190,52 @@ class RemotePages(Leased):
         server needs their room."""
         request = page_pb2.CloseLeaseRequest(name=self._name)
         self._end(self._connection.pages.CloseLease, request)
+
+    def _lookup_request(
+        self, hashes: Sequence[bytes], layers: Sequence[int], pin: bool
+    ) -> page_pb2.LookupPrefixRequest:
+        request = page_pb2.LookupPrefixRequest(
+            lease=self._name, hashes=hashes, layers=layers, pin=pin
+        )
+        if pin:
+            request.request_id = self._client.make_request_id()
+        return request
+
+    def _find_each(
+        self, hashes: Sequence[bytes], layers: Sequence[int], pin: bool
+    ) -> list[list[FoundPage] | None]:
+        """Looks hashes up by calls that overlap."""
+        connection = self._connection
+        requests = [self._lookup_request([each], layers, pin) for each in hashes]
+        with translated():
+            calls = [
+                connection.pages.LookupPrefix.future(
+                    request, timeout=connection.seconds_left(), metadata=connection.metadata
+                )
+                for request in requests
+            ]
+        found: list[list[FoundPage] | None] = []
+        for request, call in zip(requests, calls):
+            try:
+                response = call.result()
+            except grpc.RpcError as failure:
+                if delay_before(error_of(failure), 0) is None:
+                    raise error_of(failure) from None
+                response = connection.call(connection.pages.LookupPrefix, request)
+            pages = [FoundPage(page.handle, page.crc32c) for page in response.pages]
+            found.append(pages or None)
+        return found
+
+    def _room(
+        self, count: int, into: Sequence[Bytes] | None
+    ) -> Callable[[int], NDArray[np.uint8]]:
+        """Returns where page i goes."""
+        if into is None:
+            return lambda index: np.empty(self._page_bytes, np.uint8)
+        if len(into) != count:
+            raise invalid(f"into: expected {count} buffers, found {len(into)}")
+        views = [_writable(buffer, self._page_bytes) for buffer in into]
+        return lambda index: views[index]
 
     def _put_shared(
         self,
@@ -203,7 +284,12 @@ class RemotePages(Leased):
                 )
                 yield request
 
-    def _get(self, handles: Sequence[str], stale_reads: int) -> list[GetOutcome]:
+    def _get(
+        self,
+        handles: Sequence[str],
+        stale_reads: int,
+        room: Callable[[int], NDArray[np.uint8]],
+    ) -> list[GetOutcome]:
         connection = self._connection
         missing = make_error(ErrorCode.UNAVAILABLE, "not answered", Details("NOT_ANSWERED"))
         outcomes: list[GetOutcome] = [missing] * len(handles)
@@ -213,7 +299,7 @@ class RemotePages(Leased):
         )
         with translated():
             responses = connection.transfer.ReadPages(
-                request, timeout=connection.options.timeout, metadata=connection.metadata
+                request, timeout=connection.seconds_left(), metadata=connection.metadata
             )
         try:
             for response in responses:
@@ -221,7 +307,9 @@ class RemotePages(Leased):
                     if chunk.status.code != 0:
                         outcomes[chunk.index] = _failed(chunk.status)
                         continue
-                    page = pages.setdefault(chunk.index, np.empty(self._page_bytes, np.uint8))
+                    page = pages.get(chunk.index)
+                    if page is None:
+                        page = pages[chunk.index] = room(chunk.index)
                     end = chunk.offset + len(chunk.data)
                     page[chunk.offset : end] = np.frombuffer(chunk.data, np.uint8)
                     if chunk.last:
@@ -234,6 +322,28 @@ class RemotePages(Leased):
 def _bytes_of(data: Bytes) -> memoryview:
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _writable(buffer: Bytes, size: int) -> NDArray[np.uint8]:
+    """Returns the buffer's bytes, as uint8 [size] over its memory."""
+    try:
+        array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    except (BufferError, ValueError) as failure:
+        raise invalid(
+            f"into: expected a writable contiguous buffer of {size} bytes, found {failure}"
+        ) from None
+    if not array.flags.writeable or not array.flags.c_contiguous or array.nbytes != size:
+        kind = "writable" if array.flags.writeable else "read-only"
+        order = "contiguous" if array.flags.c_contiguous else "not contiguous"
+        raise invalid(
+            f"into: expected a writable contiguous buffer of {size} bytes, "
+            f"found {array.nbytes} bytes, {kind}, {order}"
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def _by_hash(pages: list[FoundPage], layers: int) -> list[list[FoundPage]]:
+    return [pages[first : first + layers] for first in range(0, len(pages), layers)]
 
 
 def _failed(status: status_pb2.ItemStatus) -> ClientError:

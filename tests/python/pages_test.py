@@ -68,6 +68,87 @@ class PagesTest(ServerTest):
         assert isinstance(found, np.ndarray), found
         np.testing.assert_array_equal(found, data)
 
+    def test_pages_go_to_the_buffers_of_the_caller(self) -> None:
+        pages = self.open("into")
+        handles = self.put(pages, [1, 2, 3])
+        memory = np.zeros((5, PAGE), np.uint8)
+        buffers = [memory[1], bytearray(PAGE), memoryview(memory[3])]
+        found = pages.get(handles, into=buffers)
+        for seed, outcome, buffer in zip((1, 2, 3), found, buffers, strict=True):
+            assert isinstance(outcome, np.ndarray), outcome
+            self.assertTrue(np.shares_memory(outcome, np.frombuffer(buffer, np.uint8)))
+            np.testing.assert_array_equal(np.frombuffer(buffer, np.uint8), page(seed))
+        for row in (0, 2, 4):  # of no page
+            self.assertFalse(memory[row].any())
+        halves = np.zeros((2, PAGE // 2), np.uint16)[:, : PAGE // 4].copy()  # PAGE bytes in two rows
+        (outcome,) = pages.get(handles[:1], into=[halves])
+        self.assertEqual(halves.tobytes(), page(1).tobytes())
+
+    def test_a_page_that_has_gone_leaves_the_buffers_of_others_alone(self) -> None:
+        pages = self.open("into gone")
+        first, second = self.put(pages, [1, 2])
+        pages.remove([first])
+        memory = np.zeros((2, PAGE), np.uint8)
+        gone, there = pages.get([first, second], into=list(memory))
+        assert isinstance(gone, kvtier.NotFoundError), gone
+        assert isinstance(there, np.ndarray), there
+        np.testing.assert_array_equal(memory[1], page(2))
+
+    def test_buffers_that_cannot_take_a_page_are_refused(self) -> None:
+        pages = self.open("into refused")
+        handles = self.put(pages, [1])
+        wrong: list[tuple[Any, str]] = [
+            ([], "expected 1 buffers, found 0"),
+            ([bytearray(7)], f"expected .* {PAGE} bytes, found 7 bytes, writable, contiguous"),
+            ([bytes(PAGE)], "read-only"),
+            ([np.zeros((PAGE, 2), np.uint8)[:, 0]], "not contiguous"),
+            ([memoryview(bytearray(2 * PAGE))[::2]], "expected a writable contiguous buffer"),
+        ]
+        for buffers, message in wrong:
+            with self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
+                pages.get(handles, into=buffers)
+
+    def test_each_hash_is_found_for_itself(self) -> None:
+        pages = self.open("single keys")
+        for outcome in pages.put(
+            [kvtier.PagePut(digest(s), layer, page(s)) for s in range(0, 300, 3) for layer in (0, 1)]
+            + [kvtier.PagePut(digest(1), 1, page(1))]  # one layer of two
+        ):
+            self.assertIsInstance(outcome, kvtier.FoundPage)
+        random = np.random.default_rng(5)
+        for size in (0, 1, 5, 64, 65, 300):
+            asked = [int(s) for s in random.permutation(300)[:size]]
+            hashes = [digest(s) for s in asked]
+            self.assertEqual(pages.contains(hashes, [0, 1]), [s % 3 == 0 for s in asked])
+            for seed, found in zip(asked, pages.find(hashes, [0, 1]), strict=True):
+                expected = pages.lookup([digest(seed)], [0, 1])
+                self.assertEqual(found or [], expected)
+        stored = [digest(s) for s in range(0, 300, 3)]
+        self.assertEqual(pages.contains(stored + stored, [0, 1]), [True] * 200)
+        self.assertEqual(pages.contains([digest(1)], [1]), [True])
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "layers: expected at least one"):
+            pages.contains(stored, [])
+
+    def test_what_is_found_can_be_pinned(self) -> None:
+        pages = self.open("found and pinned")
+        self.put(pages, [2, 4])
+        found = pages.find([digest(s) for s in (1, 2, 3, 4)], [0], pin=True)
+        self.assertEqual([each is None for each in found], [True, False, True, False])
+        handles = [each[0].handle for each in found if each is not None]
+        self.assertEqual(pages.unpin(handles), [None, None])
+        self.assertIsInstance(pages.unpin(handles)[0], kvtier.FailedPreconditionError)
+
+    def test_calls_within_a_deadline_end_by_it(self) -> None:
+        pages = self.open("deadline")
+        handles = self.put(pages, [1])
+        with self.client.connection.deadline(0.0):
+            with self.assertRaises(kvtier.DeadlineExceededError):
+                pages.contains([digest(1)], [0])
+            with self.client.connection.deadline(100.0):  # no longer than the one around it
+                with self.assertRaises(kvtier.ClientError):
+                    pages.get(handles)
+        self.assertEqual(pages.contains([digest(1)], [0]), [True])
+
     def test_a_page_that_is_there_is_not_written_again(self) -> None:
         pages = self.open("again")
         (handle,) = self.put(pages, [7])
