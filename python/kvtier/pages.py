@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import frames, page_plane
+from kvtier.buffers import Bytes, readable, writable
 from kvtier.connection import delay_before, translated
 from kvtier.data_plane import Channel
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 _CHUNK_HEAD_BYTES = 256
 _LOOKUPS_AT_A_TIME = 64
-
-#: Anything with the buffer protocol: bytes, or an array.
-Bytes = Union[bytes, bytearray, memoryview, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,11 @@ class RemotePages(Leased):
     def page_bytes(self) -> int:
         return self._page_bytes
 
+    @property
+    def max_batch_pages(self) -> int:
+        """Pages of one call; of `lookup`, hashes times layers."""
+        return int(self._limits.max_batch_pages)
+
     def lookup(
         self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
     ) -> list[FoundPage]:
@@ -83,7 +86,7 @@ class RemotePages(Leased):
         if not layers:
             raise invalid("layers: expected at least one, found none")
         found: list[list[FoundPage] | None] = []
-        run = max(self._limits.max_batch_pages // len(layers), 1)
+        run = max(self.max_batch_pages // len(layers), 1)
         while len(found) < len(hashes):
             asked = hashes[len(found) : len(found) + run]
             pages = self.lookup(asked, layers, pin=pin)
@@ -103,10 +106,7 @@ class RemotePages(Leased):
 
     def put(self, pages: Sequence[PagePut]) -> list[PutOutcome]:
         """Stores pages, each hash and layer once."""
-        data = [_bytes_of(page.data) for page in pages]
-        for page, view in zip(pages, data):
-            if view.nbytes != self._page_bytes:
-                raise invalid(f"data: expected {self._page_bytes} bytes, found {view.nbytes}")
+        data = [readable(page.data, self._page_bytes) for page in pages]
         request = page_pb2.BatchReservePagesRequest(
             lease=self._name, request_id=self._client.make_request_id()
         )
@@ -234,20 +234,20 @@ class RemotePages(Leased):
             return lambda index: np.empty(self._page_bytes, np.uint8)
         if len(into) != count:
             raise invalid(f"into: expected {count} buffers, found {len(into)}")
-        views = [_writable(buffer, self._page_bytes) for buffer in into]
+        views = [writable(buffer, self._page_bytes) for buffer in into]
         return lambda index: views[index]
 
     def _put_shared(
         self,
         reserved: page_pb2.BatchReservePagesResponse,
-        data: Sequence[memoryview],
+        data: Sequence[NDArray[np.uint8]],
         fresh: list[int],
         outcomes: list[PutOutcome],
     ) -> list[int]:
         """Writes pages through shared memory as far as that goes, and takes them out of `fresh`.
         Returns those of which somebody has committed another meanwhile."""
         handles = [reserved.items[i].page.handle for i in fresh]
-        pages = [(handle, np.asarray(data[i])) for handle, i in zip(handles, fresh)]
+        pages = [(handle, data[i]) for handle, i in zip(handles, fresh)]
         answered: list[frames.PageOutcome] = []
         self._planes.with_pages(
             lambda channel: answered.extend(page_plane.write(channel, self._name, pages))
@@ -267,7 +267,7 @@ class RemotePages(Leased):
         response = self._connection.call(method, request)
         return [_error_of(status) for status in response.statuses]
 
-    def _chunks(self, pages: Sequence[tuple[str, memoryview]]) -> Iterator[Any]:
+    def _chunks(self, pages: Sequence[tuple[str, NDArray[np.uint8]]]) -> Iterator[Any]:
         size = self._limits.max_transfer_bytes - _CHUNK_HEAD_BYTES - len(self._name)
         for index, (handle, data) in enumerate(pages):
             for offset in range(0, data.nbytes, size):
@@ -280,7 +280,7 @@ class RemotePages(Leased):
                     handle=handle if offset == 0 else "",
                     offset=offset,
                     last=end == data.nbytes,
-                    data=bytes(data[offset:end]),
+                    data=data[offset:end].tobytes(),
                 )
                 yield request
 
@@ -317,29 +317,6 @@ class RemotePages(Leased):
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         return outcomes
-
-
-def _bytes_of(data: Bytes) -> memoryview:
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _writable(buffer: Bytes, size: int) -> NDArray[np.uint8]:
-    """Returns the buffer's bytes, as uint8 [size] over its memory."""
-    try:
-        array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-    except (BufferError, ValueError) as failure:
-        raise invalid(
-            f"into: expected a writable contiguous buffer of {size} bytes, found {failure}"
-        ) from None
-    if not array.flags.writeable or not array.flags.c_contiguous or array.nbytes != size:
-        kind = "writable" if array.flags.writeable else "read-only"
-        order = "contiguous" if array.flags.c_contiguous else "not contiguous"
-        raise invalid(
-            f"into: expected a writable contiguous buffer of {size} bytes, "
-            f"found {array.nbytes} bytes, {kind}, {order}"
-        )
-    return array.reshape(-1).view(np.uint8)
 
 
 def _by_hash(pages: list[FoundPage], layers: int) -> list[list[FoundPage]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -38,6 +39,14 @@ class Server:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def pause(self) -> None:
+        """Stops the process; returns when all its threads stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
