@@ -29,8 +29,10 @@ class ChunkOptions:
     insecure_tcp: bool = False
     #: Memory shared with a server on a Unix socket, where it has a data plane.
     data_plane: bool = True
-    #: Seconds that one batch may take, above 0; what has not come by then is a miss.
+    #: Seconds that a batch of chunks may take, above 0; what has not come by then is a miss.
     timeout: float = 2.0
+    #: Seconds that a lookup may take, above 0.
+    lookup_timeout: float = 0.5
     #: Seconds without a call after one that found no server, above 0.
     retry_after: float = 5.0
     #: Threads that move chunks, 1 to 64.
@@ -39,7 +41,7 @@ class ChunkOptions:
     batch_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "retry_after"):
+        for name in ("timeout", "lookup_timeout", "retry_after"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise invalid(f"{name}: expected above 0 s, found {getattr(self, name)}")
         if not 1 <= self.io_threads <= 64:

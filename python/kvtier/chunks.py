@@ -100,11 +100,22 @@ class ChunkStore(Closing):
             for name, amount in amounts.items():
                 setattr(self._statistics, name, getattr(self._statistics, name) + amount)
 
-    def run(self, work: Callable[[ChunkLink], T], otherwise: T, *, pins: bool = False) -> T:
+    def look_up(self, work: Callable[[ChunkLink], T], otherwise: T, *, pins: bool = False) -> T:
+        """As `run`, within the timeout of lookups."""
+        return self.run(work, otherwise, pins=pins, timeout=self._options.lookup_timeout)
+
+    def run(
+        self,
+        work: Callable[[ChunkLink], T],
+        otherwise: T,
+        *,
+        pins: bool = False,
+        timeout: float | None = None,
+    ) -> T:
         """Returns what `work` returns; `otherwise`, when the server does not do it within the
         timeout. A server that has been started anew is asked once more. Work that `pins` and fails
         ends the connection, and so whatever it has pinned."""
-        end = time.monotonic() + self._options.timeout
+        end = time.monotonic() + (self._options.timeout if timeout is None else timeout)
         for again in (True, False):
             link = None
             try:
@@ -204,14 +215,14 @@ class ChunkGroup:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns of each key whether its chunk is stored; False for all without a server."""
         hashes = [_hash(key) for key in keys]
-        return self._store.run(
+        return self._store.look_up(
             lambda link: self._pages(link).contains(hashes, self._layers), [False] * len(keys)
         )
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """Returns for how many leading keys chunks are stored."""
         hashes = [_hash(key) for key in keys]
-        return self._store.run(lambda link: self._count_prefix(link, hashes), 0)
+        return self._store.look_up(lambda link: self._count_prefix(link, hashes), 0)
 
     def put(self, keys: Sequence[bytes], chunks: Sequence[Bytes]) -> Future[list[bool]]:
         """Stores chunks of `chunk_bytes`, which must not change until the future has its result:
@@ -230,7 +241,7 @@ class ChunkGroup:
         The future tells which are stored."""
         hashes = [_hash(key) for key in keys]
         return self._store.start(
-            lambda: self._store.run(
+            lambda: self._store.look_up(
                 lambda link: self._lock(link, hashes), [False] * len(hashes), pins=True
             )
         )
@@ -239,7 +250,7 @@ class ChunkGroup:
         """Ends a lock of each key; nothing, for one that has none."""
         hashes = [_hash(key) for key in keys]
         return self._store.start(
-            lambda: self._store.run(lambda link: self._unlock(link, hashes), None, pins=True)
+            lambda: self._store.look_up(lambda link: self._unlock(link, hashes), None, pins=True)
         )
 
     def refusal(self, link: ChunkLink) -> ClientError | None:
