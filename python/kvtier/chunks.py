@@ -81,10 +81,11 @@ class ChunkStore(Closing):
     def options(self) -> ChunkOptions:
         return self._options
 
-    def group(self, identity: str, chunk_bytes: int) -> ChunkGroup:
-        """Returns the chunks of an identity (`kvtier.identity`) and a size. Raises what the server
-        has against it, such as a token that it does not know; a server that is away is logged."""
-        group = ChunkGroup(self, identity, chunk_bytes)
+    def group(self, identity: str, chunk_bytes: int, segments: int = 1) -> ChunkGroup:
+        """Returns the chunks of an identity (`kvtier.identity`) and a size, each in `segments` of
+        equal size. Raises what the server has against it, such as a token that it does not know; a
+        server that is away is logged."""
+        group = ChunkGroup(self, identity, chunk_bytes, segments)
         refusal = self.run(group.refusal, None)
         if refusal is not None:
             raise refusal
@@ -189,23 +190,34 @@ class ChunkStore(Closing):
 
 
 class ChunkGroup:
-    """Chunks of one identity and size. A chunk of more than `MAX_PAGE_BYTES` is stored as parts of
-    equal size, in the layers 0, 1, ... of its hash; the last begins where it ends with the chunk,
-    and so may overlap the one before. Keys are 1 to 64 bytes, or taken by their SHA-256."""
+    """Chunks of one identity and size. A chunk is one or several segments of equal size, which the
+    caller has in different places. A segment of more than `MAX_PAGE_BYTES` is stored as parts of
+    equal size; the last begins where it ends with the segment, and so may overlap the one before.
+    Parts are in the layers 0, 1, ... of the chunk's hash, segment by segment. Keys are 1 to 64
+    bytes, or taken by their SHA-256."""
 
-    def __init__(self, store: ChunkStore, identity: str, chunk_bytes: int) -> None:
+    def __init__(
+        self, store: ChunkStore, identity: str, chunk_bytes: int, segments: int = 1
+    ) -> None:
         if chunk_bytes < 1:
             raise invalid(f"chunk_bytes: expected at least 1, found {chunk_bytes}")
+        if segments < 1 or chunk_bytes % segments != 0:
+            raise invalid(
+                f"segments: expected a divisor of {chunk_bytes}, the bytes of a chunk, "
+                f"found {segments}"
+            )
         self._store = store
-        self._model = f"{identity}/{chunk_bytes}"
+        self._model = f"{identity}/{chunk_bytes}" + (f"/{segments}" if segments > 1 else "")
         self._chunk_bytes = chunk_bytes
-        parts = -(-chunk_bytes // MAX_PAGE_BYTES)
-        self._part_bytes = -(-chunk_bytes // parts)
-        last = chunk_bytes - self._part_bytes
+        self._segments = segments
+        self._segment_bytes = chunk_bytes // segments
+        parts = -(-self._segment_bytes // MAX_PAGE_BYTES)
+        self._part_bytes = -(-self._segment_bytes // parts)
+        last = self._segment_bytes - self._part_bytes
         self._begins = [min(part * self._part_bytes, last) for part in range(parts)]
-        self._layers = range(parts)
+        self._layers = range(segments * parts)
         self._batch = max(
-            min(store.options.batch_bytes // chunk_bytes, _BATCH_PAGES // parts), 1
+            min(store.options.batch_bytes // chunk_bytes, _BATCH_PAGES // len(self._layers)), 1
         )
 
     @property
@@ -225,15 +237,16 @@ class ChunkGroup:
         return self._store.look_up(lambda link: self._count_prefix(link, hashes), 0)
 
     def put(self, keys: Sequence[bytes], chunks: Sequence[Bytes]) -> Future[list[bool]]:
-        """Stores chunks of `chunk_bytes`, which must not change until the future has its result:
-        whether each is stored, now or before."""
-        views = [readable(chunk, self._chunk_bytes, "chunk") for chunk in chunks]
+        """Stores chunks, given as the segments of each key, which must not change until the future
+        has its result: whether each chunk is stored, now or before."""
+        views = [readable(chunk, self._segment_bytes, "chunk") for chunk in chunks]
         return self._spread(self._put, keys, views)
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes]) -> Future[list[bool]]:
-        """Reads chunks to writable contiguous buffers of `chunk_bytes`, which must live until the
-        future has its result: whether each was read. What was not read may hold anything."""
-        views = [writable(buffer, self._chunk_bytes) for buffer in into]
+        """Reads chunks to the segments of each key, writable contiguous buffers which must live
+        until the future has its result: whether each chunk was read. The segments of one that was
+        not may hold anything."""
+        views = [writable(buffer, self._segment_bytes) for buffer in into]
         return self._spread(self._get, keys, views)
 
     def lock(self, keys: Sequence[bytes]) -> Future[list[bool]]:
@@ -281,11 +294,11 @@ class ChunkGroup:
 
     def _put(self, keys: Sequence[bytes], views: Sequence[NDArray[np.uint8]]) -> list[bool]:
         hashes = [_hash(key) for key in keys]
-        chunks = dict(zip(hashes, views))  # each key once
+        chunks = dict(zip(hashes, self._parts(views)))  # each key once
         puts = [
-            PagePut(each, part, view[begin : begin + self._part_bytes])
-            for each, view in chunks.items()
-            for part, begin in enumerate(self._begins)
+            PagePut(each, layer, part)
+            for each, parts in chunks.items()
+            for layer, part in zip(self._layers, parts)
         ]
         stored: dict[bytes, bool] = dict.fromkeys(chunks, False)
 
@@ -320,9 +333,8 @@ class ChunkGroup:
             found[i] = None if parts is None else [part.handle for part in parts]
         wanted = [i for i, handles in enumerate(found) if handles is not None]
         handles = [handle for i in wanted for handle in found[i] or ()]
-        buffers = [
-            views[i][begin : begin + self._part_bytes] for i in wanted for begin in self._begins
-        ]
+        chunks = self._parts(views)
+        buffers = [part for i in wanted for part in chunks[i]]
         outcomes = pages.get(handles, into=buffers)
         read = self._whole([isinstance(outcome, np.ndarray) for outcome in outcomes])
         results = [False] * len(hashes)
@@ -343,6 +355,16 @@ class ChunkGroup:
         for first in range(0, len(handles), size):
             self._pages(link).unpin(handles[first : first + size])
 
+    def _parts(self, segments: Sequence[NDArray[np.uint8]]) -> list[list[NDArray[np.uint8]]]:
+        """Returns the parts of each chunk, by layer."""
+        parts = [
+            segment[begin : begin + self._part_bytes]
+            for segment in segments
+            for begin in self._begins
+        ]
+        count = len(self._layers)
+        return [parts[first : first + count] for first in range(0, len(parts), count)]
+
     def _whole(self, parts: Sequence[bool]) -> list[bool]:
         """Returns of each chunk whether all its parts are good."""
         count = len(self._layers)
@@ -352,12 +374,16 @@ class ChunkGroup:
         self, work: _Work, keys: Sequence[bytes], views: Sequence[NDArray[np.uint8]]
     ) -> Future[list[bool]]:
         """Does `work` batch by batch, in the threads of the store."""
-        if len(keys) != len(views):
-            raise invalid(f"keys: expected one for each of {len(views)} buffers, found {len(keys)}")
+        if len(keys) * self._segments != len(views):
+            raise invalid(
+                f"buffers: expected {self._segments} for each of {len(keys)} keys, "
+                f"found {len(views)}"
+            )
         gathered = _Gathered(range(0, len(keys), self._batch), len(keys))
         for first in range(0, len(keys), self._batch):
-            batch = slice(first, first + self._batch)
-            future = self._store.start(partial(work, keys[batch], views[batch]))
+            end = first + self._batch
+            buffers = views[first * self._segments : end * self._segments]
+            future = self._store.start(partial(work, keys[first:end], buffers))
             future.add_done_callback(partial(gathered.end, first))
         return gathered.whole
 

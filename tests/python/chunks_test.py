@@ -102,6 +102,23 @@ class ChunksTest(ServerTest, ChunkCase):
         self.assertEqual(group.put([key(1)] * 3, [same] * 3).result(PATIENCE), [True] * 3)
         self.assertEqual(self.get(group, [1, 1]), [True, True])
 
+    def test_segments_of_a_chunk_may_lie_anywhere(self) -> None:
+        store = self.store(self.server, batch_bytes=60_000)
+        for segments, segment_bytes in ((2, 10_000), (7, 33), (2, MAX_PAGE_BYTES + 5)):
+            group = store.group("segments", segments * segment_bytes, segments)
+            keys = [key(n) for n in range(5)]
+            data = [chunk(n, segment_bytes) for n in range(5 * segments)]
+            self.assertEqual(group.put(keys, data).result(PATIENCE), [True] * 5)
+            memory = np.zeros((5 * segments, 2 * segment_bytes), np.uint8)
+            into = [row[:segment_bytes] for row in memory]
+            self.assertEqual(group.get(keys, into).result(PATIENCE), [True] * 5)
+            np.testing.assert_array_equal(memory[:, :segment_bytes], data)
+            self.assertFalse(memory[:, segment_bytes:].any())
+            whole = store.group("segments", segments * segment_bytes)
+            self.assertEqual(whole.contains(keys), [False] * 5)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "divisor of 10, .* found 3"):
+            store.group("segments", 10, 3)
+
     def test_keys_of_any_length_differ(self) -> None:
         group = self.store(self.server).group("lengths", 8)
         keys = [b"", b"\0", b"\0\0", b"k" * 64, b"k" * 65, b"k" * 1000]
@@ -137,7 +154,7 @@ class ChunksTest(ServerTest, ChunkCase):
             group.put([key(1)], [bytes(9)])
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "10 bytes, found 10 bytes, read-only"):
             group.get([key(1)], [bytes(10)])
-        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "one for each of 1 buffers, found 2"):
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 1 for each of 2 keys, found 1"):
             group.get([key(1), key(2)], [bytearray(10)])
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "chunk_bytes: expected at least 1"):
             self.store(self.server).group("refused", 0)
