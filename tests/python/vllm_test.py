@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import unittest
 from types import SimpleNamespace
@@ -16,9 +17,18 @@ import kvtier.vllm
 import numpy as np
 import vllm
 from server import Server, ServerTest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
 
 ROWS = 64
 
@@ -234,6 +244,74 @@ class VllmTest(ServerTest):
         self.assertEqual(
             SecondaryTierFactory.get_tier_class({"type": "kvtier"}).__name__, "KvtierTier"
         )
+
+
+class Memory:
+    """Memory of a primary tier."""
+
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        self.rows = np.zeros((rows, row_bytes), np.uint8)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.rows)
+
+    def cleanup(self) -> None:
+        pass
+
+
+PRIMARY = inspect.signature(CPUPrimaryTierOffloadingManager).parameters
+
+
+@unittest.skipUnless("num_chunks" in PRIMARY, f"vLLM {vllm.__version__} calls chunks blocks")
+class VllmManagerTest(ServerTest):
+    """vLLM's own manager of tiers, which stores to and promotes from the tier."""
+
+    def manager(self, row_bytes: int) -> tuple[Any, Memory]:
+        memory = Memory(ROWS, row_bytes)
+        primary = CPUPrimaryTierOffloadingManager(num_chunks=ROWS, mmap_region=memory)
+        kvtier.vllm.register()
+        tier = SecondaryTierFactory.create_secondary_tier(
+            {"type": "kvtier", "server": self.server.address},
+            primary.get_kv_memoryview(),
+            make_spec(self.id()),
+        )
+        manager = TieringOffloadingManager(primary_tier=primary, secondary_tiers=[tier])
+        self.addCleanup(manager.shutdown)
+        return manager, memory
+
+    def step(self, manager: Any) -> None:
+        manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+
+    def test_what_one_engine_stores_another_promotes(self) -> None:
+        keys = [make_key(n) for n in range(8)]
+        manager, memory = self.manager(30_000)
+        context = ReqContext(req_id="writer")
+        manager.on_new_request(context)
+        stored = manager.prepare_store(keys, context)
+        for key, row in zip(stored.keys_to_store, stored.store_spec.chunk_ids):
+            memory.rows[row] = content(keys.index(key), 30_000)
+        manager.complete_store(stored.keys_to_store, context)
+        for tier in manager.secondary_tiers:
+            tier.drain_jobs()
+        self.step(manager)
+        manager.on_request_finished(context)
+
+        manager, memory = self.manager(30_000)
+        context = ReqContext(req_id="reader")
+        manager.on_new_request(context)
+
+        def promoted() -> bool:
+            found = [manager.lookup(key, context) for key in [*keys, make_key(99)]]
+            self.step(manager)
+            done = [result is LookupResult.HIT for result in found[:-1]]
+            return all(done) and found[-1] is LookupResult.MISS
+
+        poll(promoted)
+        spec = manager.prepare_load(keys, context)
+        for number, row in enumerate(spec.chunk_ids):
+            np.testing.assert_array_equal(memory.rows[row], content(number, 30_000))
+        manager.complete_load(keys, context)
+        manager.on_request_finished(context)
 
 
 class VllmFaultTest(unittest.TestCase):
