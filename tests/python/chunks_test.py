@@ -35,6 +35,7 @@ class ChunkCase(unittest.TestCase):
     data_plane = True
 
     def store(self, server: Server, **options: Any) -> ChunkStore:
+        options = {"timeout": PATIENCE, "lookup_timeout": PATIENCE, **options}
         store = ChunkStore(
             ChunkOptions(server=server.address, data_plane=self.data_plane, **options)
         )
@@ -271,7 +272,7 @@ class FaultTest(ChunkCase):
         self.assertEqual(store.statistics().skipped_calls, 0)
 
     def test_a_server_that_stands_still_is_a_miss_within_the_timeout(self) -> None:
-        store = self.store(self.server, timeout=0.3, retry_after=1000.0)
+        store = self.store(self.server, timeout=3.0, lookup_timeout=3.0, retry_after=1000.0)
         group = store.group("stopped", 100_000)
         self.put(group, [1])
         self.server.pause()
@@ -289,9 +290,9 @@ class FaultTest(ChunkCase):
             self.server.resume()
 
     def test_a_server_that_goes_on_is_used_again(self) -> None:
-        store = self.store(self.server, timeout=0.2, retry_after=0.01)
+        store = self.store(self.server, timeout=1.0, lookup_timeout=1.0, retry_after=0.01)
         group = store.group("goes on", 100_000)
-        self.put(group, [1])
+        self.until(lambda: self.put(group, [1]) == [True])
         self.server.pause()
         try:
             self.assertEqual(self.get(group, [1]), [False])

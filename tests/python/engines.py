@@ -13,6 +13,12 @@ from server import PATIENCE
 
 SKIPPED = 77
 
+#: Timeouts that a busy machine does not reach, for cases that are not about them.
+PATIENT = {"timeout": PATIENCE, "lookup_timeout": PATIENCE}
+
+#: Timeouts for cases that wait for them.
+IMPATIENT = {"timeout": 1.0, "lookup_timeout": 1.0}
+
 #: A size that takes several pages of the server, and is no multiple of anything.
 LARGE = (9 << 20) + 123
 

@@ -7,7 +7,7 @@ import sys
 import unittest
 from typing import Any
 
-from engines import LARGE, content, need, poll
+from engines import IMPATIENT, LARGE, PATIENT, content, need, poll
 
 need("lmcache", "torch")
 
@@ -55,7 +55,7 @@ class Level:
     """An adapter, and what LMCache's controllers do with it."""
 
     def __init__(self, server: Server, model: str, **options: Any) -> None:
-        self.adapter = make_adapter({"server": server.address, **options})
+        self.adapter = make_adapter({"server": server.address, **PATIENT, **options})
         self.model = model
 
     def key(self, number: int, **fields: Any) -> ObjectKey:
@@ -227,9 +227,9 @@ class LmcacheFaultTest(unittest.TestCase):
         self.assertEqual(level.load(keys, data), [True])
 
     def test_a_server_that_stands_still_holds_up_nothing(self) -> None:
-        level = self.level(timeout=0.2, lookup_timeout=0.2)
+        level = self.level(**IMPATIENT)
         keys, data = [level.key(1)], [content(1, 100_000)]
-        self.assertTrue(level.store(keys, data))
+        poll(lambda: level.store(keys, data))
         self.server.pause()
         try:
             self.assertEqual(level.load(keys, data), [False])

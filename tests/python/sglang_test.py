@@ -6,7 +6,7 @@ import sys
 import unittest
 from typing import Any
 
-from engines import content, need, poll
+from engines import IMPATIENT, PATIENT, content, need, poll
 
 need("sglang", "torch")
 
@@ -151,7 +151,7 @@ def make_config(server: Server, model: str, extra: dict[str, Any], **fields: Any
         "is_page_first_layout": True, "model_name": model,
         "extra_config": {
             "backend_name": "kvtier", "module_path": "kvtier.sglang.storage",
-            "class_name": "KvtierStorage", "interface_v1": 1, "server": server.address, **extra,
+            "class_name": "KvtierStorage", "interface_v1": 1, "server": server.address, **PATIENT, **extra,
         },
     }
     return HiCacheStorageConfig(**{**values, **fields})
@@ -349,9 +349,9 @@ class SglangFaultTest(unittest.TestCase):
         self.assertTrue(self.get(storage, 1))
 
     def test_a_server_that_stands_still_holds_up_nothing(self) -> None:
-        storage = self.storage(timeout=0.2, lookup_timeout=0.2)
+        storage = self.storage(**IMPATIENT)
         fill(self.pool, 3)
-        self.assertTrue(self.set(storage, 1))
+        poll(lambda: self.set(storage, 1))
         before = page_bytes(self.pool, 1)
         self.server.pause()
         try:

@@ -8,7 +8,7 @@ import unittest
 from types import SimpleNamespace
 from typing import Any
 
-from engines import LARGE, content, need, poll
+from engines import IMPATIENT, LARGE, PATIENT, content, need, poll
 
 need("vllm", "torch")
 
@@ -97,7 +97,7 @@ class Engine:
         kvtier.vllm.register()
         self.rows = np.zeros((ROWS, row_bytes), np.uint8)
         self.view = memoryview(self.rows)
-        config = {"type": "kvtier", "server": server.address, **options}
+        config = {"type": "kvtier", "server": server.address, **PATIENT, **options}
         self.tier = SecondaryTierFactory.create_secondary_tier(config, self.view, spec)
         self.jobs = 0
 
@@ -271,7 +271,7 @@ class VllmManagerTest(ServerTest):
         primary = CPUPrimaryTierOffloadingManager(num_chunks=ROWS, mmap_region=memory)
         kvtier.vllm.register()
         tier = SecondaryTierFactory.create_secondary_tier(
-            {"type": "kvtier", "server": self.server.address},
+            {"type": "kvtier", "server": self.server.address, **PATIENT},
             primary.get_kv_memoryview(),
             make_spec(self.id()),
         )
@@ -337,8 +337,8 @@ class VllmFaultTest(unittest.TestCase):
         self.assertTrue(engine.load([1]))
 
     def test_a_server_that_stands_still_holds_up_nothing(self) -> None:
-        engine = self.engine(timeout=0.2, lookup_timeout=0.2)
-        self.assertTrue(engine.store([1]))
+        engine = self.engine(**IMPATIENT)
+        poll(lambda: engine.store([1]))
         self.server.pause()
         try:
             self.assertFalse(engine.load([1]))
