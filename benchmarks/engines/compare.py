@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""Times a connector beside the engine's own file backend on tmpfs, in one process and in turns.
+
+    compare.py {vllm,sglang} [--pages N] [--page-kib N] [--rounds N] [--json FILE]
+
+Needs the environment of scripts/engines.sh and KVTIER_BINARY, the server. Every round stores all pages under new keys,
+asks for them, and reads them back, with each backend; which is first changes by the round. Prints medians over the
+rounds, and of the rounds' ratios the median, the least and the most. Bytes that were read are compared with those that
+were stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Protocol
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+
+from server import Server  # noqa: E402
+
+PATIENCE = 120.0
+
+
+class Backend(Protocol):
+    """What is timed; all pages at once, page i of the pool under key i of the round."""
+
+    memory: Any  # uint8, of the pool
+
+    def store(self, round: int) -> None: ...
+
+    def lookup(self, round: int) -> None: ...
+
+    def load(self, round: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class VllmTier:
+    """A secondary tier, driven as vLLM's scheduler does."""
+
+    def __init__(self, options: dict[str, Any], pages: int, page_bytes: int) -> None:
+        import vllm_test
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        import kvtier.vllm
+
+        kvtier.vllm.register()
+        self._test = vllm_test
+        self._pages = pages
+        self.memory = np.zeros((pages, page_bytes), np.uint8)
+        self._tier = SecondaryTierFactory.create_secondary_tier(
+            options, memoryview(self.memory), vllm_test.make_spec("org/benchmark")
+        )
+
+    def _keys(self, round: int) -> list[bytes]:
+        return [self._test.make_key(round * self._pages + page) for page in range(self._pages)]
+
+    def _run(self, round: int, load: bool) -> None:
+        job = self._test.make_job(round, self._keys(round), list(range(self._pages)), "r", load)
+        (self._tier.submit_load if load else self._tier.submit_store)(job)
+        self._tier.drain_jobs()
+        (result,) = _until(lambda: list(self._tier.get_finished_jobs()))
+        assert result.success
+
+    def store(self, round: int) -> None:
+        self._run(round, False)
+
+    def load(self, round: int) -> None:
+        self._run(round, True)
+
+    def lookup(self, round: int) -> None:
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+        context = ReqContext(req_id=f"round {round}")
+
+        def answered() -> bool:
+            results = [self._tier.lookup(key, context) for key in self._keys(round)]
+            self._tier.on_schedule_end(None)
+            assert LookupResult.MISS not in results
+            return LookupResult.RETRY not in results
+
+        _until(answered)
+        self._tier.on_request_finished(context)
+
+    def close(self) -> None:
+        self._tier.shutdown()
+
+
+class SglangStorage:
+    """A storage backend, driven as SGLang's controller does."""
+
+    def __init__(self, make: Callable[[Any], Any], pages: int, page_bytes: int, v1: bool) -> None:
+        import sglang_test
+
+        sglang_test.PAGES = pages
+        layers = page_bytes // (2 * 2 * sglang_test.PAGE_TOKENS * 8 * 128)
+        self._pool = sglang_test.MhaPool("page_first", heads=8, layers=layers, head_dim=128)
+        self._pool.device, self._pool.pin_memory = "cpu", False
+        self.memory = self._pool.kv_buffer.reshape(-1).view(sglang_test.torch.uint8).numpy()
+        self._test, self._pages, self._v1 = sglang_test, pages, v1
+        self._storage = make(self._pool)
+        self._indices = sglang_test.slots(self._pool, list(range(pages)))
+
+    def _keys(self, round: int) -> list[str]:
+        return [self._test.key(round * self._pages + page) for page in range(self._pages)]
+
+    def store(self, round: int) -> None:
+        keys = self._keys(round)
+        if self._v1:
+            assert all(self._storage.batch_set_v1(keys, self._indices))
+            return
+        starts = self._indices[:: self._pool.page_size]
+        assert self._storage.batch_set(keys, [self._pool.get_data_page(i) for i in starts])
+
+    def load(self, round: int) -> None:
+        keys = self._keys(round)
+        if self._v1:
+            assert all(self._storage.batch_get_v1(keys, self._indices))
+            return
+        pages = self._storage.batch_get(keys, [self._pool.get_dummy_flat_data_page() for _ in keys])
+        for start, page in zip(self._indices[:: self._pool.page_size], pages):
+            self._pool.set_from_flat_data_page(int(start), page)
+
+    def lookup(self, round: int) -> None:
+        assert self._storage.batch_exists(self._keys(round)) == self._pages
+
+    def close(self) -> None:
+        if hasattr(self._storage, "close"):
+            self._storage.close()
+
+
+def _until(take: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE
+    while not (found := take()):
+        if time.monotonic() > end:
+            raise TimeoutError("no result")
+        time.sleep(0.0005)
+    return found
+
+
+def make_backends(
+    engine: str, server: Server, folder: str, pages: int, page_bytes: int
+) -> dict[str, Backend]:
+    patient = {"server": server.address, "timeout": 60.0, "lookup_timeout": 60.0}
+    if engine == "vllm":
+        return {
+            "kvtier": VllmTier({"type": "kvtier", **patient}, pages, page_bytes),
+            "file": VllmTier({"type": "fs", "root_dir": folder}, pages, page_bytes),
+        }
+    import sglang_test
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    def make_file(pool: Any) -> Any:
+        config = sglang_test.make_config(server, "benchmark", {})
+        config.extra_config = {}
+        return HiCacheFile(config, folder)
+
+    def make_kvtier(pool: Any) -> Any:
+        return sglang_test.make_storage(server, "benchmark", pool, patient)
+
+    return {
+        "kvtier": SglangStorage(make_kvtier, pages, page_bytes, v1=True),
+        "file": SglangStorage(make_file, pages, page_bytes, v1=False),
+    }
+
+
+def time_rounds(backends: dict[str, Backend], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Returns seconds by backend and operation. The first round, which makes connections and maps
+    memory, is not counted."""
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"store": [], "lookup": [], "load": []} for name in backends
+    }
+    random = np.random.default_rng(1)
+    for round in range(rounds + 1):
+        names = sorted(backends, reverse=bool(round % 2))
+        data = random.integers(0, 256, backends[names[0]].memory.shape, np.uint8)
+        for name in names:
+            backend = backends[name]
+            backend.memory[:] = data
+            for operation in ("store", "lookup", "load"):
+                if operation == "load":
+                    backend.memory[:] = 0
+                begun = time.perf_counter()
+                getattr(backend, operation)(round)
+                if round > 0:
+                    seconds[name][operation].append(time.perf_counter() - begun)
+            np.testing.assert_array_equal(backend.memory, data)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine", choices=("vllm", "sglang"))
+    parser.add_argument("--pages", type=int, default=128)
+    parser.add_argument("--page-kib", type=int, default=2048, help="2048: Llama-3.1-8B, 16 tokens")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    page_bytes = arguments.page_kib << 10
+    total = arguments.pages * page_bytes
+    arena = 4 * (total * (arguments.rounds + 2) // (4 << 20) + 16)
+    server = Server("--page-arena-mib", str(arena), "--page-memory-mib", str(arena))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        backends = make_backends(arguments.engine, server, folder, arguments.pages, page_bytes)
+        try:
+            seconds = time_rounds(backends, arguments.rounds)
+        finally:
+            for backend in backends.values():
+                backend.close()
+            server.close()
+    figures: dict[str, Any] = {
+        "engine": arguments.engine, "pages": arguments.pages, "page_bytes": page_bytes,
+        "rounds": arguments.rounds, "cores": os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+    }
+    for operation in ("store", "lookup", "load"):
+        own, file = seconds["kvtier"][operation], seconds["file"][operation]
+        ratios = [f / o for f, o in zip(file, own)]
+        figures[operation] = {
+            "kvtier_ms": round(1e3 * statistics.median(own), 2),
+            "file_ms": round(1e3 * statistics.median(file), 2),
+            "file_over_kvtier": round(statistics.median(ratios), 2),
+            "least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
+        }
+        if operation != "lookup":
+            figures[operation]["kvtier_gb_per_s"] = round(total / statistics.median(own) / 1e9, 2)
+    print(json.dumps(figures, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
