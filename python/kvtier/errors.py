@@ -60,6 +60,10 @@ class ClientError(Exception):
         self.message = message
         self.details = details
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception's own would call the class with the message alone.
+        return type(self), (self.code, self.message, self.details)
+
     @property
     def reason(self) -> str:
         return self.details.reason

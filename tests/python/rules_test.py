@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import tempfile
 import threading
@@ -16,7 +17,7 @@ import kvtier
 import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 from kvtier.connection import Watchdog, delay_before
-from kvtier.errors import Details, make_error
+from kvtier.errors import Details, FieldViolation, make_error
 from kvtier.v1 import (
     admin_pb2,
     attention_pb2,
@@ -251,6 +252,15 @@ class ErrorsTest(unittest.TestCase):
         self.assertIs(type(odd), kvtier.UnavailableError)
         expired = make_error(9, "m", Details(reason="LEASE_EXPIRED"))
         self.assertEqual(str(expired), "FAILED_PRECONDITION (LEASE_EXPIRED): m")
+
+    def test_errors_pass_between_processes(self) -> None:
+        details = Details("QUOTA_EXCEEDED", {"quota": "sessions"}, (FieldViolation("a", "b"),), 0.5)
+        for code in kvtier.ErrorCode:
+            error = make_error(code.value, "why", details)
+            found = pickle.loads(pickle.dumps(error))
+            self.assertIs(type(found), type(error))
+            self.assertEqual((found.code, found.message, found.details), (code, "why", details))
+            self.assertEqual(str(found), str(error))
 
     def test_delays_are_bounded_and_follow_the_hint(self) -> None:
         for attempt in range(10):
