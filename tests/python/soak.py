@@ -10,112 +10,38 @@ first wrong value, call that fails without a reason, or descriptor that stays. T
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
-import platform
 import queue
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
+import cases
 import kvtier
 import numpy as np
+from bystander import (
+    DENSE,
+    MODEL,
+    RETRIEVAL,
+    TOLERANCE,
+    Bystander,
+    await_true,
+    demand,
+    descriptors,
+    memory_mib,
+    rows,
+    running,
+)
+from cases import Case, Figures
 from kvtier import tensors
 from kvtier.v1 import attention_pb2, session_pb2
-from server import BINARY, PATIENCE, Server, bfloat_bits, dense_attention, from_bits
+from server import BINARY, PATIENCE, Server, bfloat_bits
 
-MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
-RETRIEVAL = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, num_planes=64, top_k=8)
-DENSE = kvtier.AttendOptions(mode=kvtier.LayerMode.DENSE)
 LEASE = 1.0
 ENDLESS = os.environ.get("KVTIER_ENDLESS_CLIENT", "")
-TOLERANCE = 1e-5  # of fp32 sums
-
-Figures = dict[str, Any]
-
-
-def demand(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)
-
-
-def rows(seed: int, tokens: int, heads: int) -> Any:
-    normal = np.random.default_rng(seed).standard_normal((tokens, heads, MODEL.head_dim), np.float32)
-    return from_bits(bfloat_bits(normal))
-
-
-class Bystander:
-    """A session of its own, each of whose answers is compared with the oracle."""
-
-    def __init__(self, address: str, attempts: int = 4) -> None:
-        self.client = kvtier.Client(address, attempts=attempts)
-        self.session = self.client.open(MODEL, RETRIEVAL)
-        self.keys, self.values = rows(1, 512, MODEL.kv_heads), rows(2, 512, MODEL.kv_heads)
-        self.queries = rows(3, 512, MODEL.query_heads)
-        self.seconds: list[float] = []
-
-    def step(self) -> None:
-        at = self.session.length(0)
-        if at == len(self.keys):
-            self.session.truncate(0)
-            at = 0
-        query = self.queries[at : at + 1]
-        start = time.monotonic()
-        out, _ = self.session.decode(
-            0, query, self.keys[at : at + 1], self.values[at : at + 1], DENSE
-        )
-        self.seconds.append(time.monotonic() - start)
-        expected, _ = dense_attention(query, self.keys[: at + 1], self.values[: at + 1])
-        np.testing.assert_allclose(out, expected, atol=TOLERANCE)
-
-    def p99_ms(self) -> float:
-        return round(float(np.percentile(self.seconds, 99)) * 1e3, 2)
-
-    def close(self) -> None:
-        self.session.close()
-        self.client.close()
-
-
-@contextlib.contextmanager
-def running(bystander: Bystander) -> Iterator[None]:
-    """Lets a bystander step in a thread of its own."""
-    ending = threading.Event()
-    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            while not ending.is_set():
-                bystander.step()
-        except BaseException as failure:
-            failures.put(failure)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        thread.join()
-    if not failures.empty():
-        raise failures.get()
-
-
-def descriptors(server: Server) -> int:
-    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
-
-
-def memory_mib(server: Server) -> float:
-    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return round(int(line.split()[1]) / 1024, 1)
-    raise AssertionError("no VmRSS")
 
 
 def names(client: kvtier.Client) -> int:
@@ -128,15 +54,6 @@ def names(client: kvtier.Client) -> int:
         token = reply.next_page_token
         if not token:
             return count
-
-
-def await_true(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> float:
-    """Returns the seconds until `condition` holds."""
-    start = time.monotonic()
-    while not condition():
-        demand(time.monotonic() - start < patience, what)
-        time.sleep(0.02)
-    return round(time.monotonic() - start, 2)
 
 
 def kills(count: int) -> Figures:
@@ -240,7 +157,7 @@ def slow_readers(count: int) -> Figures:
     try:
         for _ in range(500):
             bystander.step()
-        alone = bystander.p99_ms()
+        alone = bystander.percentile_ms(99)
         client = kvtier.Client(server.address)
         open_, calls, sent = [], [], 0
         query = bfloat_bits(rows(8, 64, MODEL.query_heads))
@@ -277,7 +194,7 @@ def slow_readers(count: int) -> Figures:
         before = memory_mib(server)
         for _ in range(2000):
             bystander.step()
-        beside, after = bystander.p99_ms(), memory_mib(server)
+        beside, after = bystander.percentile_ms(99), memory_mib(server)
         for call in calls:
             call.cancel()
         for session in open_:
@@ -342,43 +259,17 @@ def terms(count: int) -> Figures:
     return {"sigterms": count, "answers_checked": answered, "slowest_end_seconds": round(slowest, 2)}
 
 
-CASES: dict[str, tuple[Callable[[int], Figures], int, int]] = {
+CASES: dict[str, Case] = {
     "kills": (kills, 1000, 16),
     "sessions": (sessions, 10_000, 300),
     "slow_readers": (slow_readers, 32, 8),
     "terms": (terms, 100, 3),
 }
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Long runs against kvtier serve")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--small", action="store_true", help="as many as fit a test suite")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    unknown = [case for case in arguments.cases if case not in CASES]
-    if unknown:
-        parser.error(f"CASE: expected {', '.join(CASES)}, found {unknown[0]}")
-    for variable, program in (("KVTIER_BINARY", BINARY), ("KVTIER_ENDLESS_CLIENT", ENDLESS)):
-        if not Path(program).is_file():
-            parser.error(f"{variable}: expected a program of the build, found {program!r}")
-    report: Figures = {
-        "command": "scripts/soak.sh " + " ".join(sys.argv[1:]),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "load_at_start": round(os.getloadavg()[0], 1),
-        "cases": {},
-    }
-    for name in arguments.cases or CASES:
-        case, full, small = CASES[name]
-        start = time.monotonic()
-        figures = case(small if arguments.small else full)
-        figures["seconds"] = round(time.monotonic() - start, 1)
-        report["cases"][name] = figures
-        print(name, json.dumps(figures), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    cases.main(
+        "Long runs against kvtier serve",
+        "scripts/soak.sh",
+        CASES,
+        {"KVTIER_BINARY": BINARY, "KVTIER_ENDLESS_CLIENT": ENDLESS},
+    )
