@@ -4,8 +4,11 @@
 # random calls on page tables and tiers, and the hostile load of tests/hostile at full size.
 #
 #   scripts/soak.sh [--small] [--json FILE] [CASE...]
+#   scripts/soak.sh hostile [--small] [--json FILE] [CASE...]
 #
-# Cases: kills, sessions, slow_readers, terms; all of them, and the tests, when none is named. --json writes the figures.
+# Cases: kills, sessions, slow_readers, terms; all of them, the attacks and the tests, when none is named. "hostile": the
+# attacks alone, which are frames, calls, kills, tiers, descriptors, headers, replies, resets, indexed, together.
+# --json writes the figures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/setup.sh
@@ -23,12 +26,19 @@ python3 tests/python/environment.py "$venv" python || {
   exit 1
 }
 
+export KVTIER_BINARY=$PWD/build/release/services/kvtier
+export KVTIER_ENDLESS_CLIENT=$PWD/build/release/tests/services/endless_client
+if [[ ${1:-} == hostile ]]; then
+  say "attacks"
+  exec "$venv/bin/python" tests/python/attacks.py "${@:2}"
+fi
+
 say "soak"
-KVTIER_BINARY=$PWD/build/release/services/kvtier \
-  KVTIER_ENDLESS_CLIENT=$PWD/build/release/tests/services/endless_client \
-  "$venv/bin/python" tests/python/soak.py "$@"
+"$venv/bin/python" tests/python/soak.py "$@"
 
 if (($# == 0)); then
+  say "attacks"
+  "$venv/bin/python" tests/python/attacks.py
   say "tests labelled slow"
   KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --label-regex slow --output-on-failure --no-tests=error
   say "hostile load, long"

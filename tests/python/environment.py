@@ -16,7 +16,14 @@ import sys
 from pathlib import Path
 
 SKIPPED = 77
-NEEDED = ["gguf==0.19.*", "ml_dtypes", "mypy==1.*", "safetensors==0.8.*"]
+NEEDED = [
+    "gguf==0.19.*",
+    "ml_dtypes",
+    "mypy==1.*",
+    "pymemcache==4.*",
+    "redis==5.*",
+    "safetensors==0.8.*",
+]
 # What pip says when it cannot reach an index.
 NO_NETWORK = ("Failed to establish a new connection", "Temporary failure in name resolution")
 UNREACHED = ("Network is unreachable", "Max retries exceeded", "Retrying (Retry", "timed out")

@@ -1,0 +1,276 @@
+"""Floods: descriptors that nobody asked for, headers without end, bodies that do not come, replies that stay unread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import socket
+import tempfile
+import time
+from random import Random
+from typing import Callable, Iterator, Sequence
+
+import kvtier
+import numpy as np
+from bystander import await_true, demand, descriptors, memory_mib
+from cases import Figures
+from hostile import frame_attack, http2
+from hostile.http2 import CONTINUATION, END_HEADERS, END_STREAM, HEADERS, MAX_FRAME, PREFACE, Raw
+from hostile.target import BUSY, Attack, attacked, in_processes
+from kvtier import frames
+from kvtier.v1 import attention_pb2, tensor_pb2
+from server import bfloat_bits
+
+MOST_OF_A_MESSAGE = 253  # descriptors, SCM_MAX_FD
+BOUND_MIB = 192  # anonymous memory at most over its base, with 64 MiB in flight
+KEPT_MIB = 64
+TRIMMED_SECONDS = 90.0  # a server gives free memory back every minute
+POLLERS = 16  # descriptors that gRPC makes for its threads when they are busy, and keeps
+HOLD_SECONDS = 1.0  # how long what was sent stays unfinished, or unread
+LIMITS = ("--max-inflight-mib", "64")
+TENANT_MIB = 48  # in flight, so that others have room beside a tenant that takes all it may
+WIDE = kvtier.ModelConfig(layers=1, query_heads=1, kv_heads=1, head_dim=256)
+IDS = 1000  # of a call, whose reply is 256 times as large as its request
+CALLS_OF_A_CONNECTION = 15  # in the 64 KiB that HTTP/2 lets send at first
+
+
+def _kinds() -> Iterator[int]:
+    """Descriptors of all kinds."""
+    yield os.memfd_create("hostile")
+    yield os.open("/dev/null", os.O_RDWR)
+    yield os.eventfd(0)
+    yield from os.pipe()
+    for end in socket.socketpair():
+        yield end.detach()
+
+
+def send_descriptors(
+    sockets: Sequence[str], address: str, seed: int, count: int
+) -> dict[str, int]:
+    """Sends `count` descriptors to `sockets`, of which "" is a connection of the data plane that is
+    attached: before a word of the protocol and amid it."""
+    random = Random(seed)
+    sent = connections = 0
+    kinds = list(_kinds())
+    with kvtier.Client(address, token=BUSY, attempts=1) as client:
+        while sent < count:
+            name = random.choice(sockets)
+            attached = client.planes.attach(frame_attack.STAGING) if name == "" else None
+            if name == "" and attached is None:
+                continue  # those of before have not ended yet
+            sock = attached.channel._socket if attached is not None else Raw(name).socket
+            connections += 1
+            with contextlib.suppress(OSError):  # the server has had enough
+                if attached is None and random.random() < 0.5:
+                    sock.sendall(PREFACE)
+                    if random.random() < 0.5:  # with the server's first bytes unread
+                        select.select([sock], [], [], 1.0)
+                for _ in range(random.randrange(1, 4)):
+                    number = random.choice((1, 2, 16, MOST_OF_A_MESSAGE))
+                    passed = random.choices(kinds, k=number)
+                    socket.send_fds(sock, [random.randbytes(random.randrange(1, 64))], passed)
+                    sent += number
+            sock.close()
+    for kind in kinds:
+        os.close(kind)
+    return {"descriptors_sent": sent, "connections": connections}
+
+
+def run_descriptors(count: int) -> Figures:
+    """Descriptors beside a tenant that decodes. None stays that the data plane or the metrics were
+    sent. Of those sent to gRPC's sockets some stay, which is reported (docs/faults.md, section 10)."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory(prefix="kvtier-floods-") as folder:
+        admin, metrics = (f"unix:{folder}/{name}" for name in ("admin", "metrics"))
+        options = ("--admin-listen", admin, "--metrics", metrics)
+        for own in (True, False):
+            with attacked(*LIMITS, *options, inflight_mib=TENANT_MIB) as (target, beside):
+                base = descriptors(target.running)
+                data = f"{target.address}.data"
+                sockets = ("", data, metrics) if own else (target.address, admin)
+                attack = functools.partial(send_descriptors, sockets)
+                counts = in_processes(attack, target.address, count // 2)
+                if own:
+                    await_true(
+                        lambda: descriptors(target.running) <= base + POLLERS,
+                        "descriptors are closed",
+                    )
+            _check_peak(beside.figures)
+            figures["own" if own else "grpc"] = {**counts, **beside.figures}
+    return figures
+
+
+def _check_peak(figures: Figures) -> None:
+    memory = figures["anonymous_mib"]
+    demand(memory["peak"] <= memory["base"] + BOUND_MIB, f"memory is bounded, found {memory} MiB")
+
+
+#: Sends MiB on a connection.
+Form = Callable[[Raw, int], None]
+
+
+def _continued(raw: Raw, first: bytes, rest: bytes, count: int) -> None:
+    """A block of headers that begins with `first` and does not end within `count` MiB."""
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"") + http2.frame(HEADERS, 0, 1, first))
+    many = http2.frame(CONTINUATION, 0, 1, rest[:MAX_FRAME]) * 8
+    while raw.sent < count << 20 and raw.send(many):
+        raw.drain()
+
+
+def _indexed(raw: Raw, count: int) -> None:
+    """A field for each byte: the first of the table."""
+    _continued(raw, http2.literal(b"a", b"b", indexed=True), b"\xbe" * MAX_FRAME, count)
+
+
+def _distinct(raw: Raw, count: int) -> None:
+    fields = b"".join(http2.literal(b"x%d" % i, b"y" * 100) for i in range(140))
+    _continued(raw, b"", fields, count)
+
+
+def _empty(raw: Raw, count: int) -> None:
+    _continued(raw, http2.literal(b"a", b"b"), b"", count)
+
+
+def _resets(raw: Raw, count: int) -> None:
+    """Streams that are reset as soon as they are open."""
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+    fields = http2.request_headers("/kvtier.v1.SessionService/ListSessions", BUSY)
+    stream = 1
+    while raw.sent < count << 20:
+        data = b""
+        for _ in range(100):
+            data += http2.frame(HEADERS, END_HEADERS | END_STREAM, stream, fields)
+            data += http2.frame(http2.RST_STREAM, 0, stream, bytes([0, 0, 0, 8]))
+            stream += 2
+        if not raw.send(data):
+            break
+        raw.drain()
+
+
+def _pings(raw: Raw, count: int) -> None:
+    """PINGs and SETTINGS whose answers nobody reads, as long as the server reads."""
+    raw.socket.settimeout(1.0)
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+    many = (http2.frame(http2.PING, 0, 0, bytes(8)) + http2.frame(http2.SETTINGS, 0, 0, b"")) * 1000
+    while raw.sent < count << 20 and raw.send(many):
+        pass
+
+
+_FORMS: tuple[Form, ...] = (_distinct, _empty, _pings)
+
+
+def send_headers(form: Form, address: str, seed: int, count: int) -> dict[str, int]:
+    """Sends `count` MiB of a form on a connection, or what the server takes of it."""
+    raw = Raw(address)
+    form(raw, count)
+    raw.close()
+    return {"kib_sent": raw.sent >> 10}
+
+
+def send_bodies(address: str, seed: int, count: int) -> dict[str, int]:
+    """Sends `count` frames of 9 MiB, the last byte of which does not come, on connections of the data plane."""
+    control, payload = bytes(1 << 20), bytes((8 << 20) - 1)
+    head = frame_attack.header(frames.CALL, control, flags=frame_attack.INLINE, payload=8 << 20)
+    with kvtier.Client(address, token=BUSY, attempts=1) as client, contextlib.ExitStack() as stack:
+        begun = 0
+        for _ in range(count):
+            attached = client.planes.attach(4096)
+            if attached is None:
+                continue  # the tenant has its share of attachments
+            stack.callback(attached.channel.close)
+            with contextlib.suppress(OSError):
+                attached.channel._socket.sendall(head + control + payload)
+            begun += 1
+        time.sleep(HOLD_SECONDS)
+        return {"bodies_begun": begun}
+
+
+def run_headers(count: int) -> Figures:
+    """Headers without end, and bodies without an end, each beside a tenant that decodes. Every form
+    has a server of its own: what one leaves in the allocator is given back by the minute."""
+    figures: Figures = {}
+    attacks: dict[str, Attack] = {
+        form.__name__.strip("_"): functools.partial(send_headers, form) for form in _FORMS
+    }
+    for name, attack in (*attacks.items(), ("bodies", send_bodies)):
+        with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
+            counts = in_processes(attack, target.address, count, processes=1)
+        _check_peak(beside.figures)
+        figures[name] = {**counts, **beside.figures}
+    return figures
+
+
+def send_together(address: str, seed: int, count: int) -> dict[str, int]:
+    """Sends 1 MiB of headers without end on each of `count` connections, all open at once."""
+    raws = [Raw(address) for _ in range(count)]
+    for raw in raws:
+        _indexed(raw, 1)
+    for raw in raws:
+        raw.close()
+    return {"kib_sent": sum(raw.sent for raw in raws) >> 10}
+
+
+def run_unbounded(attack: Attack, count: int) -> Figures:
+    """What gRPC 1.51 has no bound for (docs/faults.md, section 10): memory is reported, not demanded."""
+    with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
+        counts = in_processes(attack, target.address, count, processes=1)
+        with contextlib.suppress(AssertionError):  # what is left then is reported
+            await_true(
+                lambda: memory_mib(target.running, "RssAnon") < KEPT_MIB,
+                "the allocator gives memory back",
+                patience=TRIMMED_SECONDS,
+            )
+    memory = beside.figures["anonymous_mib"]
+    within = memory["peak"] <= memory["base"] + BOUND_MIB
+    return {**counts, f"within_{BOUND_MIB}_mib": within, **beside.figures}
+
+
+def run_resets(count: int) -> Figures:
+    """Streams that are reset as soon as they are open."""
+    return run_unbounded(functools.partial(send_headers, _resets), count)
+
+
+def run_indexed(count: int) -> Figures:
+    """Headers without end, of a byte each."""
+    return run_unbounded(functools.partial(send_headers, _indexed), count)
+
+
+def run_together(count: int) -> Figures:
+    """Headers without end on many connections."""
+    return run_unbounded(send_together, count)
+
+
+def leave_replies(address: str, seed: int, count: int) -> dict[str, int]:
+    """Makes `count` calls with large replies on connections that let none be sent."""
+    tokens = bfloat_bits(np.ones((1, 1, WIDE.head_dim), np.float32))
+    with kvtier.Client(address, token=BUSY) as client, contextlib.ExitStack() as stack:
+        session = stack.enter_context(client.open(WIDE, capacity_tokens=64))
+        session.append(0, tokens, tokens)
+        request = attention_pb2.FetchRequest(session=session.name)
+        request.tokens.dtype = tensor_pb2.DATA_TYPE_INT32
+        request.tokens.shape.extend([1, IDS])
+        request.tokens.data = bytes(4 * IDS)
+        body = http2.message(request.SerializeToString())
+        fields = http2.request_headers("/kvtier.v1.AttentionService/Fetch", BUSY)
+        made = 0
+        while made < count:
+            raw = Raw(address)
+            stack.callback(raw.close)
+            data = PREFACE + http2.setting(http2.INITIAL_WINDOW_SIZE, 0)
+            for i in range(CALLS_OF_A_CONNECTION):
+                data += http2.frame(HEADERS, END_HEADERS, 2 * i + 1, fields)
+                data += http2.frame(http2.DATA, END_STREAM, 2 * i + 1, body)
+            raw.send(data)
+            made += CALLS_OF_A_CONNECTION
+        time.sleep(HOLD_SECONDS)
+    return {"unread_replies": made, "reply_bytes": IDS * WIDE.head_dim * 4 * made}
+
+
+def run_replies(count: int) -> Figures:
+    """Replies that nobody reads, beside a tenant that decodes."""
+    with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
+        counts = in_processes(leave_replies, target.address, count)
+    _check_peak(beside.figures)
+    return {**counts, **beside.figures}
