@@ -31,7 +31,7 @@ class Grant {
       inflight_ -= bytes;
       throw ServiceError::overloaded("OVERLOADED", "too many bytes are in flight");
     }
-    if (!tenant_.take_inflight(bytes)) {
+    if (!tenant_.take_inflight(bytes, limit_)) {
       inflight_ -= bytes;
       throw ServiceError::overloaded("TENANT_OVERLOADED",
                                      "too many bytes of the tenant are in flight");

@@ -20,6 +20,7 @@ constexpr int kKeptDescriptors = 24;
 constexpr int kRetryMilliseconds = 10;
 /// Room of a Unix socket for what its reader has not taken yet, as far as the system gives it.
 constexpr int kSendBytes = 1 << 20;
+constexpr int kPassRights = 83;  // SO_PASSRIGHTS, which the headers of Debian 12 have not
 
 int open_spare() { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
@@ -40,10 +41,15 @@ Listener::Listener()
   throw Error(ErrorCode::kUnavailable, "listen: expected file descriptors, found none left");
 }
 
-void Listener::add(Endpoint& endpoint, const BoundSockets* bound, Take take) {
+void Listener::add(Endpoint& endpoint, const BoundSockets* bound, Take take,
+                   bool refuse_descriptors) {
   if (bound == nullptr) own_.add(endpoint);
-  sockets_.push_back(
-      {(bound == nullptr ? own_ : *bound).take(endpoint), !endpoint.is_unix, std::move(take)});
+  const int fd = (bound == nullptr ? own_ : *bound).take(endpoint);
+  sockets_.push_back({fd, !endpoint.is_unix, std::move(take)});
+  if (endpoint.is_unix && refuse_descriptors) {
+    const int off = 0;  // inherited by the sockets that are accepted
+    (void)::setsockopt(fd, SOL_SOCKET, kPassRights, &off, sizeof(off));
+  }
 }
 
 void Listener::start() {

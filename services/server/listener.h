@@ -27,8 +27,11 @@ class Listener {
   Listener& operator=(const Listener&) = delete;
 
   /// Listens on `endpoint`, or takes the socket that `bound`, if any, has for it. Sets the port
-  /// that the system chose. Before `start` only. Throws as `BoundSockets`.
-  void add(Endpoint& endpoint, const BoundSockets* bound, Take take);
+  /// that the system chose. `refuse_descriptors`: where the kernel can (Linux 6.16), a client that
+  /// sends descriptors over a Unix socket gets an error, and none arrives. Before `start` only.
+  /// Throws as `BoundSockets`.
+  void add(Endpoint& endpoint, const BoundSockets* bound, Take take,
+           bool refuse_descriptors = false);
   /// Begins to accept.
   void start();
   /// Closes the listening sockets. Connections that were handed on stay, and so do the paths of

@@ -318,11 +318,14 @@ class Server::Impl {
       acceptors_.push_back(builder.experimental().AddExternalConnectionAcceptor(
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
           endpoint.is_unix || !credentials_ ? grpc::InsecureServerCredentials() : credentials_));
-      listener_.add(endpoint, options_.bound.get(), [acceptor = acceptors_.back().get()](int fd) {
-        grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-        connection.fd = fd;
-        acceptor->HandleNewConnection(&connection);
-      });
+      listener_.add(
+          endpoint, options_.bound.get(),
+          [acceptor = acceptors_.back().get()](int fd) {
+            grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+            connection.fd = fd;
+            acceptor->HandleNewConnection(&connection);
+          },
+          true);  // gRPC 1.51 does not close all that arrive
     }
     for (const auto& service : services) builder.RegisterService(service.get());
     if (&services == &client_services_) {

@@ -215,8 +215,10 @@ bool Tenant::take(Shared what, std::int64_t amount, std::int64_t whole) noexcept
   return add_below(held_[index_of(what)], amount, part_of(what, whole));
 }
 
-bool Tenant::take_inflight(std::int64_t bytes) noexcept {
-  return add_below(inflight_, bytes, max_inflight_.load());
+bool Tenant::take_inflight(std::int64_t bytes, std::int64_t whole) noexcept {
+  const std::int64_t own = max_inflight_;
+  const std::int64_t part = std::min(whole, std::max(whole / num_tenants_, kLeastInflight));
+  return add_below(inflight_, bytes, own < kUnlimitedBytes ? own : part);
 }
 
 Tenants::Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& default_limits)

@@ -19,11 +19,16 @@ namespace kvtier::services {
 enum class Shared : std::uint8_t { kLeases, kAttachments, kSessionMemory, kEngines, kCreations };
 inline constexpr std::size_t kNumShared = 5;
 
+/// A limit of bytes that is not set.
+inline constexpr std::int64_t kUnlimitedBytes = std::int64_t{1} << 50;
+/// A tenant's equal part of the bytes in flight is never less, so that any call fits.
+inline constexpr std::int64_t kLeastInflight = std::int64_t{16} << 20;
+
 struct TenantLimits {
   std::int64_t max_sessions = 16000;
   /// Bytes of keys and values, and of what a session keeps beside them.
-  std::int64_t max_kv_bytes = std::int64_t{1} << 50;
-  std::int64_t max_inflight_bytes = std::int64_t{1} << 50;
+  std::int64_t max_kv_bytes = kUnlimitedBytes;
+  std::int64_t max_inflight_bytes = kUnlimitedBytes;
   /// The tenant's part of the threads' and the engines' time where several wait: 1 to 100.
   std::int64_t weight = 1;
   /// Most of each `Shared` that the tenant may hold; 0: as much as each of the tenants.
@@ -62,8 +67,10 @@ class Tenant {
   /// Returns whether it may hold `amount` more, and counts them if so.
   [[nodiscard]] bool take(Shared what, std::int64_t amount, std::int64_t whole) noexcept;
   void give(Shared what, std::int64_t amount) noexcept { held_[index_of(what)] -= amount; }
-  /// Returns whether `bytes` more may be in flight, and counts them if so.
-  [[nodiscard]] bool take_inflight(std::int64_t bytes) noexcept;
+  /// Returns whether `bytes` more may be in flight, and counts them if so. The server has `whole`
+  /// in all: without a limit of its own the tenant may have an equal part, at least
+  /// `kLeastInflight`.
+  [[nodiscard]] bool take_inflight(std::int64_t bytes, std::int64_t whole) noexcept;
   /// Counts what is in flight already, whatever the limit.
   void add_inflight(std::int64_t bytes) noexcept { inflight_ += bytes; }
   void give_inflight(std::int64_t bytes) noexcept { inflight_ -= bytes; }

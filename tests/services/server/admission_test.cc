@@ -172,7 +172,7 @@ TEST(Tenants, AreReplacedWholeOrNotAtAll) {
   EXPECT_EQ(reason_of(tenants, {.bearer_token = "secret"}), "UNAUTHENTICATED");
   EXPECT_EQ(reason_of(tenants, {.certificate_names = {"beta.example"}}), "UNAUTHENTICATED");
   EXPECT_EQ(&tenants.authenticate({.certificate_names = {"alpha.example"}}), &alpha);
-  EXPECT_FALSE(alpha.take_inflight(11));
+  EXPECT_FALSE(alpha.take_inflight(11, 100));
   EXPECT_EQ(tenants.by_name("beta").name(), "beta") << "what it holds is still to be counted";
 }
 
@@ -199,6 +199,25 @@ TEST(ReplayCache, ForgetsTheOldestReplyAndNeverOneInProgress) {
   EXPECT_EQ(cache.begin("a", "1"), "reply a");
   EXPECT_THROW((void)cache.begin("a", "2"), ServiceError);
   ASSERT_FALSE(cache.begin("b", "1"));  // forgotten, in favour of c
+}
+
+TEST(Tenants, BytesInFlightOfOneLeaveTheOthersTheirPart) {
+  constexpr std::int64_t kWhole = std::int64_t{64} << 20;
+  const TenantConfig limited{"c", std::string(64, 'c'), "", {.max_inflight_bytes = kWhole}};
+  Tenant one(0, {"a", std::string(64, 'a'), "", {}}, 2);
+  Tenant alone(0, {"a", std::string(64, 'a'), "", {}}, 1);
+  Tenant of_many(0, {"b", std::string(64, 'b'), "", {}}, 1000);
+  Tenant own(0, limited, 2);
+
+  EXPECT_TRUE(one.take_inflight(kWhole / 2, kWhole));
+  EXPECT_FALSE(one.take_inflight(1, kWhole));
+  one.give_inflight(1);
+  EXPECT_TRUE(one.take_inflight(1, kWhole));
+  EXPECT_TRUE(alone.take_inflight(kWhole, kWhole));
+  EXPECT_TRUE(of_many.take_inflight(kLeastInflight, kWhole));
+  EXPECT_FALSE(of_many.take_inflight(1, kWhole));
+  EXPECT_FALSE(of_many.take_inflight(1, 1)) << "it holds more than the server has";
+  EXPECT_TRUE(own.take_inflight(kWhole, kWhole)) << "as the file says";
 }
 
 template <typename Detail>

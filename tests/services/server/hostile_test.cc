@@ -9,6 +9,9 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/sync_stream.h>
 
+#include <array>
+#include <cerrno>
+#include <cstring>
 #include <future>
 #include <random>
 #include <sys/socket.h>
@@ -317,6 +320,39 @@ std::string http2_call() {
                header(":method", "POST") + header(":scheme", "http") + header(":path", "/x") +
                    header(":authority", "x") + header("content-type", "application/grpc") +
                    header("te", "trailers"));
+}
+
+TEST_F(HostileTest, DescriptorsDoNotReachGrpc) {
+  start();
+  const int client = connect();
+  const int descriptor = client;
+  int passes = 0;
+  socklen_t size = sizeof passes;
+  constexpr int kPassRights = 83;
+  if (::getsockopt(client, SOL_SOCKET, kPassRights, &passes, &size) != 0) {
+    ::close(client);
+    GTEST_SKIP() << "this kernel has no SO_PASSRIGHTS (Linux 6.16)";
+  }
+  std::array<char, CMSG_SPACE(sizeof descriptor)> control{};
+  char byte = 'P';
+  iovec data{&byte, 1};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof descriptor);
+  std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
+
+  EXPECT_EQ(::sendmsg(client, &message, MSG_NOSIGNAL), -1);
+  EXPECT_EQ(errno, EPERM);
+  message.msg_control = nullptr;
+  message.msg_controllen = 0;
+  EXPECT_EQ(::sendmsg(client, &message, MSG_NOSIGNAL), 1) << "bytes alone pass";
+  ::close(client);
 }
 
 TEST_F(HostileTest, ConnectionWhoseClientIsSilentIsClosed) {
