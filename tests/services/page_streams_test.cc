@@ -9,6 +9,7 @@
 #include <grpcpp/server_builder.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <filesystem>
 #include <functional>
@@ -32,6 +33,7 @@ using Bytes = std::vector<std::byte>;
 using Handles = std::vector<std::string>;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr std::chrono::seconds kPatience{20};
 
 /// What the pages have: one of `size` bytes is named "NUMBER".
 Bytes page_of(const std::string& handle, std::size_t size) {
@@ -56,8 +58,14 @@ class ScriptedPages final : public v1::TransferService::Service {
       const std::lock_guard lock(mutex_);
       call = static_cast<int>(calls_.size());
       calls_.push_back(handles);
+      ++running_;
     }
-    called_.notify_all();
+    changed_.notify_all();
+    const std::shared_ptr<void> end(nullptr, [this](void*) {
+      const std::lock_guard lock(mutex_);
+      --running_;
+      changed_.notify_all();
+    });
     if (script) {
       grpc::Status status = script(*context, call, handles.empty() ? "" : handles.front());
       if (!status.ok()) return status;
@@ -70,14 +78,17 @@ class ScriptedPages final : public v1::TransferService::Service {
   /// Waits until there have been so many calls.
   void await_calls(std::size_t count) {
     std::unique_lock lock(mutex_);
-    called_.wait(lock, [&] { return calls_.size() >= count; });
+    EXPECT_TRUE(changed_.wait_for(lock, kPatience, [&] { return calls_.size() >= count; }));
   }
   [[nodiscard]] std::vector<Handles> calls() {
     const std::lock_guard lock(mutex_);
     return calls_;
   }
+  /// Waits for the end of all calls, which a client that has cancelled them does not, so that the
+  /// script may be replaced.
   void forget_calls() {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    EXPECT_TRUE(changed_.wait_for(lock, kPatience, [&] { return running_ == 0; }));
     calls_.clear();
   }
 
@@ -111,8 +122,9 @@ class ScriptedPages final : public v1::TransferService::Service {
   }
 
   std::mutex mutex_;  ///< Guards all below.
-  std::condition_variable called_;
+  std::condition_variable changed_;
   std::vector<Handles> calls_;
+  int running_ = 0;
 };
 
 /// Holds a call until its client has gone.
@@ -300,7 +312,7 @@ TEST_F(PageStreamsTest, IsRefusedWhenAllPartsAre) {
 TEST_F(PageStreamsTest, EndsTheOthersWhenAPartFails) {
   for (const char* failing : {"0", "4"}) {
     pages_.forget_calls();
-    pages_.script = [&](grpc::ServerContext& context, int, const std::string& first) {
+    pages_.script = [this, failing](grpc::ServerContext& context, int, const std::string& first) {
       pages_.await_calls(2);
       return first == failing ? failure(grpc::StatusCode::FAILED_PRECONDITION) : hold(context);
     };
