@@ -17,7 +17,7 @@ _KINDS = {"str": "a string", "float": "a number", "int": "an integer", "bool": "
 class ChunkOptions:
     """The server, and how long to wait for it."""
 
-    #: "unix:PATH" or "tcp:HOST:PORT"; empty: where `kvtier serve` listens when it is told none.
+    #: "unix:PATH" or "tcp:HOST:PORT"; empty: where `kvtier serve` listens by default.
     server: str = ""
     #: A file with the token that names the tenant, without the white space around it.
     token_file: str = ""

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import lmcache
 
-#: By major and minor release, and the first of its patches.
-TESTED = ((0, 5), 6)
+from kvtier.releases import check_release
 
 
 def check_version(version: str) -> None:
-    """Raises ImportError for an LMCache that has not been tested."""
-    series, patch = TESTED
-    parts = version.replace("+", ".").split(".")
-    try:
-        known = (int(parts[0]), int(parts[1])) == series and int(parts[2]) >= patch
-    except (IndexError, ValueError):
-        known = False
-    if not known:
-        raise ImportError(
-            f"kvtier: expected LMCache {series[0]}.{series[1]}.{patch} or a later {series[0]}."
-            f"{series[1]}, found {version}; its interface of adapters changes between releases"
-        )
+    """Raises ImportError for a release of LMCache that has not been tested."""
+    check_release("LMCache", version, (0, 5), 6, "adapters")
 
 
 check_version(lmcache.__version__)

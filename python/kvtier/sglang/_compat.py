@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import sglang
 
-#: By major and minor release, and the first of its patches.
-TESTED = ((0, 5), 23)
+from kvtier.releases import check_release
 
 
 def check_version(version: str) -> None:
-    """Raises ImportError for an SGLang that has not been tested."""
-    series, patch = TESTED
-    parts = version.replace("+", ".").split(".")
-    try:
-        known = (int(parts[0]), int(parts[1])) == series and int(parts[2]) >= patch
-    except (IndexError, ValueError):
-        known = False
-    if not known:
-        raise ImportError(
-            f"kvtier: expected SGLang {series[0]}.{series[1]}.{patch} or a later {series[0]}."
-            f"{series[1]}, found {version}; its interface of storage changes between releases"
-        )
+    """Raises ImportError for a release of SGLang that has not been tested."""
+    check_release("SGLang", version, (0, 5), 23, "storage")
 
 
 check_version(sglang.__version__)

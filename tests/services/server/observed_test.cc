@@ -118,10 +118,11 @@ TEST_F(ObservedTest, OperatorsReadTheSameOverGrpcAndHttp) {
 
   v1::GetMetricsRequest request;
   request.set_format(v1::METRICS_FORMAT_JSON);
-  const RawReply told = raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/GetMetrics",
-                                 request.SerializeAsString());
+  const RawReply as_json =
+      raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/GetMetrics",
+               request.SerializeAsString());
   v1::GetMetricsResponse response;
-  ASSERT_TRUE(response.ParseFromString(told.bytes)) << told.status.error_message();
+  ASSERT_TRUE(response.ParseFromString(as_json.bytes)) << as_json.status.error_message();
   EXPECT_EQ(MetricsReading::parse(response.text()).sum("kvtier_session_created_total"), 1);
   request.set_format(static_cast<v1::MetricsFormat>(7));
   EXPECT_EQ(raw_call(raw_channel(admin_socket()), "/kvtier.v1.AdminService/GetMetrics",
