@@ -25,8 +25,7 @@ double bytes_read(const StepCase& step) {
 
 int num_layers(const StepCase& step) {
   if (step.layers > 0) return step.layers;
-  return std::clamp(static_cast<int>(kRotatedBytes / bytes_read(step)) + 1,
-                    step.tokens > 600000 ? 1 : 2, 16);
+  return std::clamp(static_cast<int>(kRotatedBytes / bytes_read(step)) + 1, 1, 16);
 }
 
 }  // namespace
@@ -109,8 +108,12 @@ json step_parameters(const StepCase& step, int layers) {
   return values;
 }
 
-void bench_decode_step(Run& run, const StepCase& step) {
+void bench_decode_step(Run& run, const StepCase& given) {
+  StepCase step = given;
   const int layers = num_layers(step);
+  const int passes = graph_passes(layers);
+  // A token for each visit of a layer, the first and those of `Graph::stages` included.
+  step.replayed_tokens = 1 + passes * (run.replays() + 3) + (step.stages ? 1000 : 0);
   Engine engine(engine_config(step, layers));
   std::vector<Session> sessions = open_sessions(run, engine, step, layers);
   const std::int64_t row = step.query_heads * step.head_dim;
@@ -145,10 +148,11 @@ void bench_decode_step(Run& run, const StepCase& step) {
   all_layers();
   KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
   const Stats before = engine.stats();
-  const Times times = time_graph(run.stream(), layers, run.replays(), all_layers);
+  const Times times = time_graph(run.stream(), layers, run.replays(), all_layers, passes);
   const auto moved = engine.stats().cumulative - before.cumulative;
-  const double steps = static_cast<double>(run.replays() + 3) * layers;
+  const double steps = static_cast<double>(run.replays() + 3) * layers * passes;
   json measured = {
+      {"graph_steps", layers * passes},
       {"rows_attended", static_cast<double>(moved.rows_attended) / steps},
       {"bytes_sketch", static_cast<double>(moved.bytes_sketch_read) / steps},
       {"bytes_host", static_cast<double>(moved.bytes_host_to_device) / steps},

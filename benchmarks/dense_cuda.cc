@@ -68,14 +68,18 @@ void bench_dense_cudnn(Run& run, const DenseCase& dense) {
       };
       run_layer(0);
       KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
-      const Times times = time_graph(run.stream(), layers, run.replays(), [&] {
-        for (int layer = 0; layer < layers; ++layer) run_layer(layer);
-      });
+      const Times times = time_graph(
+          run.stream(), layers, run.replays(),
+          [&] {
+            for (int layer = 0; layer < layers; ++layer) run_layer(layer);
+          },
+          graph_passes(layers));
       if (best && best->times.median <= times.median) continue;
       best = Best{times,
                   {{"plan", plan},
                    {"layout", heads_first ? "heads first" : "tokens first"},
                    {"layers", layers},
+                   {"graph_steps", layers * graph_passes(layers)},
                    {"library", library->name()}}};
     }
   }

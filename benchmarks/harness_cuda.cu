@@ -209,13 +209,15 @@ Run::Run(std::string file, std::string command, std::vector<std::string> cuda_li
       prints_(prints) {
   KVTIER_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   queue_ = device_->adopt(StreamRef::of(stream_));
-  document_ = {{"date", today()},
-               {"command", std::move(command)},
-               {"method",
-                "CUDA events around graph replays; median, min and max of the replays after three; "
-                "inputs rotate over several layers, so that a replay finds none in the L2 cache"},
-               {"machine", machine_.describe()},
-               {"rows", json::array()}};
+  document_ = {
+      {"date", today()},
+      {"command", std::move(command)},
+      {"method",
+       "CUDA events around graph replays, divided by the steps of a graph (graph_steps); "
+       "median, min and max of the replays after three; inputs rotate over several layers, "
+       "or one is too large, so that a step finds none in the L2 cache"},
+      {"machine", machine_.describe()},
+      {"rows", json::array()}};
 }
 
 Run::~Run() {

@@ -133,22 +133,28 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
   const json parameters = {{"tokens", tokens}, {"rows", rows_per_head * 8}};
   {
     const RandomSelections selections(run, layers, num_layers, rows_per_head, false);
-    const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {
-      for (int layer = 0; layer < num_layers; ++layer) {
-        flash.attend(run.queue(), request(layer, LayerMode::kSparse), selections.view(layer),
-                     rows_per_head, outputs);
-      }
-    });
+    const Times times = time_graph(
+        run.stream(), num_layers, run.replays(),
+        [&] {
+          for (int layer = 0; layer < num_layers; ++layer) {
+            flash.attend(run.queue(), request(layer, LayerMode::kSparse), selections.view(layer),
+                         rows_per_head, outputs);
+          }
+        },
+        graph_passes(num_layers));
     json random = parameters;
     random["order"] = "random rows, with sinks and recent tokens";
     run.add_bytes("flash_decode", random, times, wanted + 256 * row_bytes);
   }
   {
-    const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {
-      for (int layer = 0; layer < num_layers; ++layer) {
-        flash.attend(run.queue(), request(layer, LayerMode::kSlidingWindow), {}, 0, outputs);
-      }
-    });
+    const Times times = time_graph(
+        run.stream(), num_layers, run.replays(),
+        [&] {
+          for (int layer = 0; layer < num_layers; ++layer) {
+            flash.attend(run.queue(), request(layer, LayerMode::kSlidingWindow), {}, 0, outputs);
+          }
+        },
+        graph_passes(num_layers));
     json contiguous = parameters;
     contiguous["order"] = "the last tokens";
     run.add_bytes("flash_decode", contiguous, times, wanted);

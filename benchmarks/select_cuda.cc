@@ -29,9 +29,12 @@ void bench_tables(Run& run, int batch, const RetrievalConfig& retrieval) {
                                 heads, tables.as<float>(), scalars.as<scoring::QueryScalars>());
   };
   build(0);
-  const Times times = time_graph(run.stream(), kLayers, run.replays(), [&] {
-    for (int layer = 0; layer < kLayers; ++layer) build(layer);
-  });
+  const Times times = time_graph(
+      run.stream(), kLayers, run.replays(),
+      [&] {
+        for (int layer = 0; layer < kLayers; ++layer) build(layer);
+      },
+      graph_passes(kLayers));
   json parameters = retrieval_parameters(retrieval);
   parameters["batch"] = batch;
   run.add("tables", parameters, times);
@@ -68,9 +71,12 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
   };
   select(0);
   KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
-  const Times times = time_graph(run.stream(), num_layers, run.replays(), [&] {
-    for (int layer = 0; layer < num_layers; ++layer) select(layer);
-  });
+  const Times times = time_graph(
+      run.stream(), num_layers, run.replays(),
+      [&] {
+        for (int layer = 0; layer < num_layers; ++layer) select(layer);
+      },
+      graph_passes(num_layers));
   // One layer alone fits the L2 cache unless the context is long; then each kernel is timed too.
   json measured;
   if (num_layers == 1) {

@@ -81,7 +81,8 @@ class CircleOfSteps {
   }
   /// Time of a step.
   [[nodiscard]] Times time() const {
-    return time_graph(run_.stream(), num_steps_, run_.replays(), [this] { run_all(); });
+    return time_graph(
+        run_.stream(), num_steps_, run_.replays(), [this] { run_all(); }, graph_passes(num_steps_));
   }
 
  private:
