@@ -32,6 +32,8 @@ class Run:
         document = load(path)
         self.date, self.command, self.machine = document["date"], document["command"], document["machine"]
         self.rows = document["rows"]
+        priority = {"rule": "priority", "code": "scalar"}
+        self.main = {**NORM_AWARE, **(priority if self.find("decode_step", **priority) else {})}  # older runs: the k best, signs
 
     def find(self, what, **wanted):
         """The last row of a kind with these parameters and no error, or None."""
@@ -50,7 +52,13 @@ class Run:
         return self.get("us", "decode_step", tokens=tokens, estimator="dense", **{**SHAPE, **shape})
 
     def step(self, tokens, selector, **wanted):
-        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, "recall": None, "kv_dtype": None, **wanted})
+        return self.get("us", "decode_step", tokens=tokens, **{**SHAPE, **selector, "recall": None, "kv_dtype": None,
+                                                                    "error_target": None, **wanted})
+
+    def threshold(self, tokens, bits):
+        """The row with an error target in place of a k, or None."""
+        return next((row for row in self.rows if row["what"] == "decode_step" and "error" not in row and "error_target" in row
+                     and (row["tokens"], row["bits"]) == (tokens, bits)), None)
 
     def faster(self, tokens, selector, **wanted):
         """Dense attention by cuDNN with all KV on the device, over the step."""
@@ -84,7 +92,8 @@ def targets(run):
 
     norm_aware = {key: NORM_AWARE[key] for key in ("estimator", "bits")}
     soft = {key: SOFT[key] for key in ("estimator", "bits")}
-    at_32k = [run.faster(32 * K, selector, sparsity=33) for selector in (NORM_AWARE, SOFT)]
+    main = run.main
+    at_32k = [run.faster(32 * K, selector, sparsity=33) for selector in (main, SOFT)]
     gather = run.find("gather", rows=16384, placement="host", kv_dtype=None)
     region = "64 GiB" if gather is None else f"{gather['region_gib']} GiB"
     prefill = {bits: run.get("over_floor", "prefill_sketch", bits=bits) for bits in (256, 600)}
@@ -93,20 +102,25 @@ def targets(run):
          percent(selection("pass_share_of_read", norm_aware))),
         ("soft collision (600 bits), k = 2048: scoring pass, the same measure, 1M", "50 %", "80 %",
          percent(selection("pass_share_of_read", soft))),
-        ("whole step, per KV head, 33x, norm-aware 256 bits, 128K: faster than dense by", "3x", "4.5x",
-         times(run.faster(128 * K, NORM_AWARE, sparsity=33))),
-        ("whole step, k = 2048 per KV head, 1M: norm-aware 256 / 128 bits", "6x / 7x", "9x / 12x",
-         f"{times(run.faster(M, NORM_AWARE, k=2048))} / {times(run.faster(M, NORM_AWARE, k=2048, bits=128))}"),
-        ("whole step, per KV head, 33x, soft collision, 128K / 1M", "2x / 2.5x", "3x / 4x",
-         f"{times(run.faster(128 * K, SOFT, sparsity=33))} / {times(run.faster(M, SOFT, sparsity=33))}"),
-        ("whole step, one set per query head (the paper), 33x, soft collision, 128K", "1.5x", "2.5x",
-         times(run.faster(128 * K, SOFT, sparsity=33, selection="per_query_head"))),
-        ("whole step at 32K, 33x: norm-aware 256 bits / soft collision", "1x", "2x",
-         " / ".join(times(value) for value in at_32k)),
+    ]
+    if "rule" not in main:  # else they are in the table of steps
+        rows += [
+            ("whole step, per KV head, 33x, norm-aware 256 bits, 128K: faster than dense by", "3x", "4.5x",
+             times(run.faster(128 * K, main, sparsity=33))),
+            ("whole step, k = 2048 per KV head, 1M: norm-aware 256 / 128 bits", "6x / 7x", "9x / 12x",
+             f"{times(run.faster(M, main, k=2048))} / {times(run.faster(M, main, k=2048, bits=128))}"),
+            ("whole step, per KV head, 33x, soft collision, 128K / 1M", "2x / 2.5x", "3x / 4x",
+             f"{times(run.faster(128 * K, SOFT, sparsity=33))} / {times(run.faster(M, SOFT, sparsity=33))}"),
+            ("whole step, one set per query head (the paper), 33x, soft collision, 128K", "1.5x", "2.5x",
+             times(run.faster(128 * K, SOFT, sparsity=33, selection="per_query_head"))),
+            ("whole step at 32K, 33x: norm-aware 256 bits / soft collision", "1x", "2x",
+             " / ".join(times(value) for value in at_32k)),
+        ]
+    rows += [
         (f"gather of 16,384 random 512-byte rows from pinned memory, row sets rotating over {region}, GB/s", "24", "48",
          number(None if gather is None else gather["gbps"])),
         ("whole step, KV in pinned memory, k = 2048, norm-aware 256 bits, 1M: faster than dense over KV on the device",
-         "1.8x", "3.3x", times(run.faster(M, NORM_AWARE, k=2048, placement="host"))),
+         "1.8x", "3.3x", times(run.faster(M, main, k=2048, placement="host"))),
         *hot_targets(run),
         ("sketches of 128K tokens, one layer, 256 / 600 bits: time over the larger of reading K and the product", "1.6x",
          "1.15x", f"{times(prefill[256])} / {times(prefill[600])}"),
@@ -127,6 +141,64 @@ def hot_targets(run):
              f"{number(hot['resident_us'])} us with KV on the device)", "20 %", "10 %", percent(hot["exposed"]))]
 
 
+def step_targets(run):
+    """Each shape with a mark, once a run has the rows."""
+    if "rule" not in run.main:
+        return ""
+    rows = []
+
+    def add(what, step, against, must, aim, ratio=None):
+        ratio = ratio or (None if step is None or against is None else against / step)
+        rows.append((what, number(against), number(step), times(ratio), f"{must}x", f"{aim}x"))
+
+    def compare(must, aim, tokens, selector, name="", **wanted):
+        shape = {**SHAPE, **{key: wanted[key] for key in SHAPE if key in wanted}}
+        many = f"{shape['batch']} sequences of " if shape["batch"] > 1 else ""
+        chosen = f"{wanted['sparsity']}x" if "sparsity" in wanted else f"k = {wanted['k']}"
+        bits = f", {wanted['bits']} bits" if "bits" in wanted else ""
+        add(f"{name}{shape['query_heads']}/{shape['kv_heads']}: {many}{context(tokens)}, {chosen}{bits}",
+            run.step(tokens, selector, **wanted), run.dense(tokens, **shape), must, aim)
+
+    def threshold(must, aim, tokens, bits=256):
+        row = run.threshold(tokens, bits) or {}
+        found = f", {row['error_target']:g}: {row['rows_attended'] / 8 - 256:,.0f} rows in the mean" if row else ""
+        add(f"32/8: {context(tokens)}, error target{found}{'' if bits == 256 else f', {bits} bits'}", row.get("us"), run.dense(tokens), must, aim)
+
+    def recall(tokens):
+        plain, step = run.step(tokens, run.main, k=2048), run.step(tokens, run.main, k=2048, recall=0.99)
+        add(f"32/8: {context(tokens)}, k = 2048, recall target .99, over the step without (left)", step, plain, "at most 1.25",
+            "at most 1.1", None if plain is None or step is None else step / plain)
+
+    main = run.main
+    for tokens, must, aim in ((16, 1.3, 1.7), (32, 1.8, 2.3), (64, 2.7, 3.4), (128, 4, 5), (256, 4.5, 6), (1024, 6, 7.5)):
+        compare(must, aim, tokens * K, main, sparsity=33)
+    threshold(4.5, 6, 128 * K)
+    threshold(5.5, 8, 256 * K)
+    compare(9, 12, M, main, k=2048)
+    compare(12, 18, M, main, k=2048, bits=128)
+    threshold(9, 12, M)
+    threshold(12, 18, M, 128)
+    for query_heads, kv_heads, must, aim in ((64, 8, 3.3, 4.4), (40, 8, 3.3, 4.4), (32, 4, 2.5, 3.3), (28, 4, 2.5, 3.3), (64, 4, 1.6, 2.5),
+                                             (32, 2, 1.2, 1.8)):
+        compare(must, aim, 128 * K, main, sparsity=33, query_heads=query_heads, kv_heads=kv_heads)
+    compare(6.5, 8.5, 128 * K, main, k=2048, batch=8)
+    compare(6, 8, 64 * K, main, k=2048, batch=32)
+    compare(4.5, 6, 32 * K, main, sparsity=33, batch=16)
+    compare(2.4, 3, 128 * K, SOFT, "soft collision, ", sparsity=33)
+    compare(3.5, 4.3, M, SOFT, "soft collision, ", sparsity=33)
+    compare(1.5, 2, 128 * K, SOFT, "soft collision, a set per query head, ", sparsity=33, selection="per_query_head")
+    recall(128 * K)
+    recall(M)
+    return ("Steps beside dense attention by cuDNN of the same shape (query heads / KV heads: context). Unless a row says otherwise: norm-aware "
+            "256 bits, priority rule, scalar code.\n\n" + table(["shape", "dense", "step", "ratio", "must", "aim"], rows))
+
+
+def graphs(run):
+    """How many steps a graph has."""
+    least = min((row["graph_steps"] for row in run.rows if "graph_steps" in row), default=0)
+    return f" A graph has at least {least} steps, so that its launch is little of each." if least else ""
+
+
 def contexts(run):
     rows = []
     for tokens in sorted({row["tokens"] for row in run.rows if row["what"] == "dense_cudnn" and "us" in row}):
@@ -138,7 +210,7 @@ def contexts(run):
             continue
         own = run.own_dense(tokens)
         rows.append((context(tokens), number(run.dense(tokens)), "" if own is None else number(own),
-                     cell(NORM_AWARE, sparsity=33), cell(NORM_AWARE, k=2048), cell(SOFT, sparsity=33)))
+                     cell(run.main, sparsity=33), cell(run.main, k=2048), cell(SOFT, sparsity=33)))
     return table(["context", "dense, cuDNN", "dense, kvtier", "norm-aware 256, 33x", "norm-aware 256, k = 2048",
                   "soft collision, 33x"], rows)
 
@@ -149,9 +221,9 @@ def shapes(run):
         if row["what"] != "decode_step" or "us" not in row or row["estimator"] == "dense":
             continue
         shape = {key: row[key] for key in SHAPE}
-        if (shape == SHAPE and "recall" not in row and row["placement"] == "device" and row["selection"] == "per_kv_head"
-                and row["bits"] in (256, 600) and row["estimator"] != "hard_collision"
-                and not (row["estimator"] == "soft_collision" and "k" in row)):
+        of_contexts = any(all(row.get(key) == value for key, value in {**SHAPE, **selector}.items()) for selector in
+                          (run.main, {**SOFT, "k": None}))
+        if of_contexts and "recall" not in row and "error_target" not in row:
             continue  # in the table of contexts
         dense = run.dense(row["tokens"], **shape)
         rows.append((context(row["tokens"]), row["batch"], f"{row['query_heads']} / {row['kv_heads']}",
@@ -162,11 +234,14 @@ def shapes(run):
 
 def selector_name(row):
     names = {"norm_aware": "norm-aware", "soft_collision": "soft collision", "hard_collision": "hard collision"}
-    rows = f"{row['sparsity']:g}x" if "sparsity" in row else f"k = {row['k']}"
+    rows = (f"error target {row['error_target']:g}" if "error_target" in row else
+            f"{row['sparsity']:g}x" if "sparsity" in row else f"k = {row['k']}")
+    rule = ", priority" if row.get("rule") == "priority" else ""
+    code = ", scalar" if row.get("code") == "scalar" else ""
     per_head = ", a set per query head" if row["selection"] == "per_query_head" else ""
     recall = f" at most, recall target {row['recall']:g}" if "recall" in row else ""
     fp8 = ", fp8 rows" if row.get("kv_dtype") == "fp8" else ""
-    return f"{names[row['estimator']]} {row['bits']} bits, {rows}{recall}{per_head}{fp8}"
+    return f"{names[row['estimator']]} {row['bits']} bits{rule}{code}, {rows}{recall}{per_head}{fp8}"
 
 
 def selections(run):
@@ -227,7 +302,9 @@ def stages(run):
             continue
         kept = [stage for stage in row["stages"] if abs(stage["us"]) >= 0.5]
         parts = ", ".join(f"`{stage['kernel']}` {number(stage['us'], 2)}" for stage in kept)
-        lines.append(f"- {context(row['tokens'])}, {selector_name(row)}, KV on the {row['placement']} "
+        batch = f"{row['batch']} sequences of " if row["batch"] > 1 else ""
+        heads = "" if (row["query_heads"], row["kv_heads"]) == (32, 8) else f", {row['query_heads']} / {row['kv_heads']} heads"
+        lines.append(f"- {batch}{context(row['tokens'])}{heads}, {selector_name(row)}, KV on the {row['placement']} "
                      f"({number(row['us'])} us): {parts}")
     return "\n".join(lines)
 
@@ -298,8 +375,8 @@ def plot(run):
     series = [("dense, cuDNN", "#444444", "6 4", lambda n: run.dense(n)),
               ("dense, kvtier", "#9a9a9a", "2 3", lambda n: run.own_dense(n)),
               ("soft collision 600 bits, 33x", "#d1660a", "", lambda n: run.step(n, SOFT, sparsity=33)),
-              ("norm-aware 256 bits, 33x", "#1f6fb4", "", lambda n: run.step(n, NORM_AWARE, sparsity=33)),
-              ("norm-aware 256 bits, k = 2048", "#1b8a4b", "", lambda n: run.step(n, NORM_AWARE, k=2048))]
+              ("norm-aware 256 bits, 33x", "#1f6fb4", "", lambda n: run.step(n, run.main, sparsity=33)),
+              ("norm-aware 256 bits, k = 2048", "#1b8a4b", "", lambda n: run.step(n, run.main, k=2048))]
     lengths = [16 * K << i for i in range(7)]
     points = [(name, color, dash, [(n, us) for n in lengths if (us := value(n)) is not None])
               for name, color, dash, value in series]
@@ -389,7 +466,7 @@ def resident(_):
 
 
 BLOCKS = {function.__name__: function for function in
-          (run_block, targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
+          (run_block, graphs, targets, step_targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
            needle_file, replay, replay_file, whole_model, ttft, resident, service, service_block, tiers, tiers_block)}
 
 
