@@ -99,10 +99,11 @@ Graph::~Graph() {
 
 void Graph::launch(cudaStream_t stream) const { KVTIER_CUDA_CHECK(cudaGraphLaunch(exec_, stream)); }
 
-std::vector<Graph::Stage> Graph::stages(cudaStream_t stream, int repeats) const {
+std::vector<Graph::Stage> Graph::stages(cudaStream_t stream, int repeats,
+                                        const Graph& before) const {
   const std::vector<cudaGraphNode_t> nodes = sorted_nodes(graph_);
   std::vector<Stage> stages;
-  double before = 0.0;
+  double shorter = 0.0;
   // The empty prefix is the cost of a launch, which no kernel is charged.
   for (std::size_t kept = 0; kept <= nodes.size(); ++kept) {
     cudaGraph_t prefix{};
@@ -117,15 +118,15 @@ std::vector<Graph::Stage> Graph::stages(cudaStream_t stream, int repeats) const 
       const Executable executable(prefix);
       std::vector<double> values;
       for (int i = 0; i < repeats; ++i) {
-        launch(stream);
+        before.launch(stream);
         values.push_back(time_once(stream, [&] { executable.launch(stream); }));
       }
       std::sort(values.begin(), values.end());
       us = values[values.size() / 2];
     }
     KVTIER_CUDA_CHECK(cudaGraphDestroy(prefix));
-    if (kept > 0) stages.push_back({node_name(nodes[kept - 1]), us - before});
-    before = us;
+    if (kept > 0) stages.push_back({node_name(nodes[kept - 1]), us - shorter});
+    shorter = us;
   }
   return stages;
 }
