@@ -19,6 +19,12 @@ struct DenseCase {
   int kv_heads = 8;
   int head_dim = 128;
 };
+/// A shape by name, "128K", "32Kx16" or "131072x8:64/8" for
+/// TOKENS[xSEQUENCES][:QUERY_HEADS/KV_HEADS]; K is 1,024 tokens and M 1,024 K. Throws
+/// `Error(kInvalidArgument)` for anything else.
+[[nodiscard]] DenseCase parse_shape(const std::string& text);
+/// The name of a shape, as short as it can be.
+[[nodiscard]] std::string name_of(const DenseCase& shape);
 void bench_dense_cudnn(Run& run, const DenseCase& dense);
 /// Compares the outputs of both over the same keys and values.
 void check_dense(Run& run, const DenseCase& dense);
@@ -44,6 +50,14 @@ struct StepCase {
   /// among them.
   int hot_rows = 4096;
   double hot_share = 0.8;
+
+  [[nodiscard]] DenseCase shape() const { return {tokens, batch, query_heads, kv_heads, head_dim}; }
+  void set_shape(const DenseCase& shape) {
+    tokens = shape.tokens;
+    batch = shape.batch;
+    query_heads = shape.query_heads;
+    kv_heads = shape.kv_heads;
+  }
 };
 void bench_decode_step(Run& run, const StepCase& step);
 /// One layer's step with pages on the host and hot rows, of one sequence: queries go round a circle
@@ -125,7 +139,8 @@ void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);
 /// Bits of the sketch that the estimator reads.
 [[nodiscard]] int bits_read(const RetrievalConfig& retrieval);
 
-/// Every row of docs/performance.md.
-void bench_all(Run& run);
+/// Every row of docs/performance.md, or those whose name (kind, shape, options) has one of the
+/// words `only` in it.
+void bench_all(Run& run, const std::vector<std::string>& only);
 
 }  // namespace kvtier::bench

@@ -25,7 +25,7 @@ double bytes_read(const StepCase& step) {
 
 int num_layers(const StepCase& step) {
   if (step.layers > 0) return step.layers;
-  return std::clamp(static_cast<int>(kRotatedBytes / bytes_read(step)) + 1, 1, 16);
+  return std::clamp(static_cast<int>(kRotatedBytes / bytes_read(step)) + 1, 1, 32);
 }
 
 }  // namespace

@@ -72,6 +72,8 @@ int main(int argc, char** argv) {
   int bits = 256;
   std::string kv_dtype = "model";
   ModelCase whole;
+  std::vector<std::string> shapes, only;
+  bool with_dense = false;
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
   auto* hot = app.add_subcommand("hot_step", "one layer's step with hot rows");
@@ -128,6 +130,16 @@ int main(int argc, char** argv) {
   }
   decode->add_option("--layers", step.layers, "layers in the graph, each with its own memory")
       ->check(counts);
+  decode
+      ->add_option(
+          "--shapes", shapes,
+          "several, each TOKENS[xSEQUENCES][:QUERY_HEADS/KV_HEADS], as 128K,32Kx16,128K:64/8")
+      ->delimiter(',')
+      ->excludes("--tokens")
+      ->excludes("--batch")
+      ->excludes("--query-heads")
+      ->excludes("--kv-heads");
+  decode->add_flag("--cudnn", with_dense, "dense attention of each shape by cuDNN, too");
   decode->add_flag("--dense", step.dense, "attend to everything instead");
   decode->add_option("--recall", step.recall, "share of the attention that decides about the rows")
       ->check(CLI::Range(0.0, 1.0));
@@ -140,17 +152,31 @@ int main(int argc, char** argv) {
   gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
   model->add_option("--context", whole.contexts, "tokens")->delimiter(',')->check(counts);
   model->add_option("--layers", whole.layers, "decoder layers")->check(counts);
+  all->add_option("--only", only, "words; cases with one of them in their name are run")
+      ->delimiter(',');
   ingest->add_option("--new-tokens", new_tokens, "of each sequence")->check(CLI::Range(1, 4096));
   CLI11_PARSE(app, argc, argv);
 
   std::string command = "kvtier-bench";
   for (int i = 1; i < argc; ++i) command += " " + std::string(argv[i]);
   try {
+    std::vector<DenseCase> step_shapes;
+    for (const std::string& shape : shapes) step_shapes.push_back(parse_shape(shape));
     Run run(file, command, cuda_libs, replays);
     step.placement = placement == "host" ? KvPlacement::kHost : KvPlacement::kDevice;
     step.page_format = kv_dtype == "fp8" ? PageFormat::kFloat8 : PageFormat::kModel;
     step.retrieval = retrieval.resolve();
-    if (*decode) bench_decode_step(run, step);
+    if (*decode) {
+      if (step_shapes.empty()) step_shapes.push_back(step.shape());
+      for (const DenseCase& shape : step_shapes) {
+        step.set_shape(shape);
+        const json parameters = {{"shape", name_of(shape)}};
+        if (with_dense) {
+          run.attempt("dense_cudnn", parameters, [&] { bench_dense_cudnn(run, step.shape()); });
+        }
+        run.attempt("decode_step", parameters, [&] { bench_decode_step(run, step); });
+      }
+    }
     if (*hot) bench_hot_step(run, step);
     if (*ahead) bench_prefetch(run, step);
     if (*resident) bench_resident_step(run, step);
@@ -186,7 +212,7 @@ int main(int argc, char** argv) {
       whole.retrieval = step.retrieval;
       bench_ttft(run, whole, step.tokens);
     }
-    if (*all) bench_all(run);
+    if (*all) bench_all(run, only);
     return run.failed() ? 1 : 0;
   } catch (const std::exception& error) {
     std::cerr << "kvtier-bench: " << error.what() << "\n";
