@@ -86,6 +86,7 @@ class AttendLaunch {
     engine_.staging->finish(turn_.stream());
     slices_.clear();
     input_.reset();
+    tables_after_append_ = false;
     rows_.count = sequences_.count = sketches_.count = 0;
     max_length_ = 0;
   }
@@ -130,6 +131,7 @@ class AttendLaunch {
     }
     engine_.selector->read_queries(turn_.stream(), options().params, store.planes.view(), input,
                                    queries);
+    tables_after_append_ = after_append;
   }
 
   [[nodiscard]] scoring::SelectRequest select_request() const {
@@ -147,6 +149,7 @@ class AttendLaunch {
             .flags = again_ ? engine_.repeat_flags() : engine_.step_flags(flags_index()),
             .keep_scores = !slices_.front().part->select.scores.empty(),
             .tables_built = chooses(),
+            .after_append = tables_after_append_,
             .input = input_ ? &*input_ : nullptr,
             .packed = engine_.queries.as<float>()};
   }
@@ -219,8 +222,8 @@ class AttendLaunch {
 
   /// Whether one kernel selects and attends. Stages that are timed apart run apart.
   [[nodiscard]] bool attends_as_it_chooses() const {
-    return input_.has_value() && engine_.page_pool == nullptr && !engine_.config.time_stages &&
-           engine_.config.memory.placement == KvPlacement::kDevice &&
+    return chooses() && !options().budget.active && engine_.page_pool == nullptr &&
+           !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
            scoring::attends(turn_.stream(), select_request());
   }
 
@@ -398,8 +401,9 @@ class AttendLaunch {
   EngineState::Turn& turn_;
   EngineState& engine_;
   int layer_;
-  bool after_append_;   ///< Until the first launch.
-  bool again_ = false;  ///< What is done has been counted.
+  bool after_append_;                 ///< Until the first launch.
+  bool tables_after_append_ = false;  ///< Nothing but the tables was enqueued since the append.
+  bool again_ = false;                ///< What is done has been counted.
   /// The queries, where the selector reads them with the sketches.
   std::optional<scoring::QueryInput> input_;
   std::vector<Slice> slices_;

@@ -63,6 +63,12 @@ __device__ inline float sum_of_row(const uint2& four, int row) {
   return static_cast<float>(static_cast<std::int16_t>(row % 2 == 0 ? two & 0xFFFFU : two >> 16));
 }
 
+/// The key of a sum, or priority, with this base-2 logarithm, of which the sum is below kLeastSum.
+__device__ inline std::uint32_t key_of_log(float log) {
+  if (log >= -100.0F) return __float_as_uint(fmaxf(exp2f(log), kLeastSum)) | 0x80000000U;
+  return max(ordered_key(log), 1U);
+}
+
 /// The key of a token with a sum below kLeastSum, which is divided by `uniform`. `sums`: of head 0
 /// and the token's row of a tile.
 template <int kQuads>
@@ -85,9 +91,7 @@ __device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const 
                         shared.references[h];
     total.sum += exp2_fast(value - total.most);
   }
-  const float log = total.most + log2_norm(total.sum) - log2_norm(uniform);
-  if (log >= -100.0F) return __float_as_uint(fmaxf(exp2f(log), kLeastSum)) | 0x80000000U;
-  return max(ordered_key(log), 1U);
+  return key_of_log(total.most + log2_norm(total.sum) - log2_norm(uniform));
 }
 
 /// The keys in question: low to high.
@@ -172,26 +176,37 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
 /// Tells all the block's counts, and finds the bin that has the `wanted`-th best token of the
 /// group. The counts, `shared.bins`, are complete and are clear afterwards. All threads; begins
 /// and ends with a barrier.
-__device__ inline void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers,
-                                ChipExchange& exchange, ChipShared& shared) {
+template <typename Exchange>
+__device__ void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers,
+                         Exchange& exchange, ChipShared& shared) {
   auto& counts = peers.box.counts[round & 1];
   const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
   const auto thread = static_cast<int>(threadIdx.x);
   __syncthreads();
-  constexpr int kVectors = kChipBins / 4;  // of four bins
+  constexpr bool kWide = sizeof(exchange.counts[0][0]) == 4;
+  constexpr int kBinsOfVector = kWide ? 2 : 4;
+  constexpr int kVectors = kChipBins / kBinsOfVector;
   constexpr int kAtOnce = kChipThreads / kVectors;
   constexpr int kMost = kChipBlocks / kAtOnce;
   const int vector = thread % kVectors;
   const int first = thread / kVectors;
+  uint2 of_blocks[kMost] = {};
   if (thread < kVectors) {
-    const uint4 four = reinterpret_cast<const uint4*>(shared.bins)[thread];
-    peers.post_pair(&counts[peers.rank][2 * thread], stage, four.x | four.y << 16,
-                    four.z | four.w << 16);
+    if constexpr (kWide) {
+      of_blocks[0] = reinterpret_cast<const uint2*>(shared.bins)[thread];
+    } else {
+      const uint4 four = reinterpret_cast<const uint4*>(shared.bins)[thread];
+      of_blocks[0] = make_uint2(four.x | four.y << 16, four.z | four.w << 16);
+    }
+    if (!peers.alone()) {
+      peers.post_pair(&counts[peers.rank][2 * thread], stage, of_blocks[0].x, of_blocks[0].y);
+    }
   }
-  uint2 of_blocks[kMost];
-  peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kChipBins / 2,
-                     (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce, stage,
-                     of_blocks);
+  if (!peers.alone()) {
+    peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kChipBins,
+                       (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce, stage,
+                       of_blocks);
+  }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
     reinterpret_cast<uint2*>(exchange.counts[first + i * kAtOnce])[vector] = of_blocks[i];
@@ -242,10 +257,10 @@ __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t tak
 /// The same for the `take` best of the window, ties by lowest token; or, if `cuts`, for all of
 /// these but the last, of which the key goes to `shared.cut`. No block has more than `most` of the
 /// window, kChipList at most. Returns how many of earlier blocks are taken.
-__device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_t take, bool cuts,
-                                          std::uint32_t most, int count, const ChipPeers& peers,
-                                          std::uint32_t* keys, ChipExchange& exchange,
-                                          ChipShared& shared) {
+template <typename Exchange>
+__device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take, bool cuts,
+                                   std::uint32_t most, int count, const ChipPeers& peers,
+                                   std::uint32_t* keys, Exchange& exchange, ChipShared& shared) {
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
   const auto bin_of = [&](std::uint32_t key) {
@@ -273,7 +288,7 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
   }
   __syncthreads();  // the list is complete
   const unsigned pairs = (most + 1) / 2;
-  if (threadIdx.x < pairs) {
+  if (threadIdx.x < pairs && !peers.alone()) {
     const uint2 pair = reinterpret_cast<const uint2*>(shared.list)[threadIdx.x];
     peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], kListsStage, pair.x, pair.y);
   }
@@ -281,10 +296,18 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
   static_assert(kChipBlocks <= kChipWarps);
   constexpr int kPairs = kChipList / 64;
   uint2 of_block[kPairs];
-  const int present =
-      warp < peers.blocks ? (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32 : 0;
-  peers.fetch<kPairs>(&peers.box.lists[warp % kChipBlocks][2 * lane], 64, present, kListsStage,
-                      of_block);
+  if (peers.alone()) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint2 own = reinterpret_cast<const uint2*>(shared.list)[lane + 32 * i];
+      of_block[i] = warp == 0 ? own : make_uint2(0, 0);
+    }
+  } else {
+    const int present =
+        warp < peers.blocks ? (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32 : 0;
+    peers.fetch<kPairs>(&peers.box.lists[warp % kChipBlocks][2 * lane], 64, present, kListsStage,
+                        of_block);
+  }
   std::uint32_t others[2 * kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
@@ -370,15 +393,52 @@ __device__ inline std::uint32_t take_best(const ChipWindow& window, std::uint32_
   return shared.better_before + min(ties_before, ties);
 }
 
-/// Writes the tokens with keys above `cut`, in token order. `before`: tokens of the last window
-/// that are chosen in earlier blocks. The group reads them at `posted`, unless that is null, two
-/// words for each where there are biases.
+/// Where chosen tokens are written, in token order. The group reads them at `posted`, unless that
+/// is null, two words for each where there are biases.
+class ChosenTokens {
+ public:
+  __device__ ChosenTokens(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
+                          PostedWord* posted, std::uint32_t cut_priority)
+      : out_(args.selection),
+        list_(work.group_index * args.selection.capacity),
+        peers_(peers),
+        posted_(posted),
+        priorities_(args.request.params, work.kv_head),
+        cut_(cut_priority),
+        mask_(static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1)) {}
+
+  __device__ void write(std::int64_t at, int token, std::uint32_t key) const {
+    if (priorities_.used) {
+      const float bias = priorities_.bias(key, token, cut_);
+      out_.bias[list_ + at] = bias;
+      if (posted_ != nullptr) {
+        peers_.post_pair(posted_ + 2 * at, kIdsStage, static_cast<std::uint32_t>(token),
+                         __float_as_uint(bias));
+      }
+    } else if (posted_ != nullptr) {
+      peers_.post(posted_ + at, kIdsStage, static_cast<std::uint32_t>(token));
+    }
+    out_.ids[list_ + at] = token;
+    out_.head_mask[list_ + at] = mask_;
+  }
+
+ private:
+  const transfer::SelectionView& out_;
+  std::int64_t list_;
+  const ChipPeers& peers_;
+  PostedWord* posted_;
+  ChipPriorities priorities_;
+  std::uint32_t cut_;
+  std::uint16_t mask_;
+};
+
+/// Writes the tokens with keys above `cut`. `before`: tokens of the last window that are chosen in
+/// earlier blocks.
 __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work,
                                     const ChipPeers& peers, std::uint32_t cut, std::uint32_t before,
                                     const std::uint32_t* keys, PostedWord* posted,
                                     ChipShared& shared) {
   constexpr int kRun = 32 * kChipTile;
-  const transfer::SelectionView& out = args.selection;
   const int count = work.count;
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
@@ -408,9 +468,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
   __syncthreads();
   const std::uint32_t of_warps =
       __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
-  const auto mask = static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1);
-  const std::int64_t list = work.group_index * out.capacity;
-  const ChipPriorities priorities(args.request.params, work.kv_head);
+  const ChosenTokens chosen(args, work, peers, posted, shared.cut);
   std::int64_t at = std::int64_t{shared.chosen_before} + before + of_warps;
 #pragma unroll 1
   for (int run = begin; run < end; run += kRun) {
@@ -423,34 +481,29 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
       if (static_cast<int>(lane) >= distance) through += up;
     }
     std::int64_t to = at + through - of_lane;
-    const int tile = work.first_token + run + static_cast<int>(lane) * kChipTile;
+    const int tile = run + static_cast<int>(lane) * kChipTile;
     for (; votes != 0; votes &= votes - 1) {
-      const int id = tile + __ffs(static_cast<int>(votes)) - 1;
-      if (priorities.used) {
-        const auto local = static_cast<unsigned>(id - work.first_token);
-        const float bias = priorities.bias(keys[ChipScores::entry_of(local)], id, shared.cut);
-        out.bias[list + to] = bias;
-        if (posted != nullptr) {
-          peers.post_pair(posted + 2 * to, kIdsStage, static_cast<std::uint32_t>(id),
-                          __float_as_uint(bias));
-        }
-      } else if (posted != nullptr) {
-        peers.post(posted + to, kIdsStage, static_cast<std::uint32_t>(id));
-      }
-      out.ids[list + to] = id;
-      out.head_mask[list + to] = mask;
-      ++to;
+      const int local = tile + __ffs(static_cast<int>(votes)) - 1;
+      chosen.write(to++, work.first_token + local,
+                   keys[ChipScores::entry_of(static_cast<unsigned>(local))]);
     }
     at += __shfl_sync(kFullWarp, through, 31);
   }
 }
 
-/// Chooses among the keys of the group's tokens, which are counted in `shared.bins`. All blocks.
-/// `posted`: as of `write_chosen`.
-template <typename Bins>
-__device__ void choose_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
-                            std::uint32_t* keys, PostedWord* posted, ChipExchange& exchange,
-                            ChipShared& shared) {
+/// What tells the chosen keys from others, as arguments of `write_chosen`.
+struct ChipCut {
+  std::uint32_t cut = 0;
+  std::uint32_t before = 0;
+};
+
+/// Finds the `plan.k` best of the keys of the group's tokens, which are counted in `shared.bins`;
+/// those that are not among them, but equal to some that are, become 0. All blocks. `first_round`:
+/// rounds that `find_bin` has had.
+template <typename Bins, typename Exchange>
+__device__ ChipCut find_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
+                             int first_round, std::uint32_t* keys, Exchange& exchange,
+                             ChipShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   // By priority one more is looked for: what the others are above.
   const bool cuts = args.request.params.rule == SelectionRule::kPriority &&
@@ -458,29 +511,28 @@ __device__ void choose_best(const FilterArgs& args, const ChipWork& work, const 
   if (cuts) ++wanted;
   if (threadIdx.x == 0) shared.cut = 0;
   ChipWindow window;
-  std::uint32_t cut = 0;     // keys above it are chosen
-  std::uint32_t before = 0;  // of the last window, those of earlier blocks
+  ChipCut found;
 #pragma unroll 1
-  for (int round = 0;; ++round) {
+  for (int round = first_round;; ++round) {
     find_bin(wanted, round, peers, exchange, shared);
     window.narrow<Bins>(shared.bin);
     wanted -= shared.above;
-    cut = window.low - 1;
+    found.cut = window.low - 1;
     if (wanted == shared.count && !cuts) {
-      before = shared.before;
-      break;
+      found.before = shared.before;
+      return found;
     }
     if (shared.most <= kChipList) {
-      before =
+      found.before =
           take_best(window, wanted, cuts, shared.most, work.count, peers, keys, exchange, shared);
-      break;
+      return found;
     }
     if (window.low == window.high) {
       if (cuts) --wanted;
       if (cuts && threadIdx.x == 0) shared.cut = window.low;
-      before = min(shared.before, wanted);
-      take_in_order(window, wanted - before, work.count, keys);
-      break;
+      found.before = min(shared.before, wanted);
+      take_in_order(window, wanted - found.before, work.count, keys);
+      return found;
     }
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < work.count; i += kChipThreads) {
@@ -488,7 +540,16 @@ __device__ void choose_best(const FilterArgs& args, const ChipWork& work, const 
       if (window.has(key)) atomicAdd(&shared.bins[(key - window.low) >> window.shift], 1U);
     }
   }
-  write_chosen(args, work, peers, cut, before, keys, posted, shared);
+}
+
+/// Chooses among the keys of all tokens of the group and writes what is chosen. `posted`: as of
+/// `write_chosen`.
+template <typename Bins>
+__device__ void choose_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
+                            std::uint32_t* keys, PostedWord* posted, ChipExchange& exchange,
+                            ChipShared& shared) {
+  const ChipCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
+  write_chosen(args, work, peers, found.cut, found.before, keys, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
   }

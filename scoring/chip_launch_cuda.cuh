@@ -20,9 +20,9 @@ inline constexpr int kRoomyBytes = 177 * 1024;
 inline constexpr int kMostBytes = 216 * 1024;
 
 template <typename Kernel>
-void allow_shape(Kernel kernel) {
+void allow_shape(Kernel kernel, int bytes = kMostBytes) {
   KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
 }

@@ -33,8 +33,8 @@ struct alignas(256) ChipBox {
   /// Projections of the heads, or two chances for each.
   alignas(16) PostedWord products[kMostProducts];
   alignas(16) PostedWord sums[kChipBlocks][kChipHeads][2];
-  /// Of every other round, two counts of bins in a word.
-  alignas(16) PostedWord counts[2][kChipBlocks][kChipBins / 2];
+  /// Of every other round: counts of bins, one or, in the first half, two in a word.
+  alignas(16) PostedWord counts[2][kChipBlocks][kChipBins];
   alignas(16) PostedWord lists[kChipBlocks][kChipList];
 };
 
@@ -110,6 +110,8 @@ class ChipPeers {
     } while (word >> 32 != (tag_ | stage));
     return static_cast<std::uint32_t>(word);
   }
+  /// Whether the block is its group's only one, which posts nothing.
+  [[nodiscard]] __device__ bool alone() const { return blocks == 1; }
   /// Of this launch.
   [[nodiscard]] __device__ std::uint32_t epoch() const { return tag_ >> kStageBits; }
   /// By one block, once all have posted.

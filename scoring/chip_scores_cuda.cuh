@@ -11,6 +11,40 @@
 /// its normaliser.
 namespace kvtier::scoring::cuda {
 
+/// Addresses of the sketch blocks of a warp's units, which are kChipWarps apart, so each in the
+/// block after that of the one before. A lane has one of 32 units, and that of the next 32: a load
+/// that is issued after copies returns after them, and nothing may wait for it. Whole warps only.
+class UnitBlocks {
+ public:
+  /// Of `count` units from `first` on.
+  __device__ void start(const std::byte* const* blocks, int first, int count) {
+    static_assert(kChipWarps * kChipUnit == hashing::kBlockTokens);
+    blocks_ = blocks + first / kChipWarps;
+    count_ = count;
+    own_ = load(static_cast<int>(threadIdx.x) % 32);
+    next_ = load(static_cast<int>(threadIdx.x) % 32 + 32);
+  }
+  /// That of unit `i`; one after another.
+  __device__ const std::byte* at(int i) {
+    if (i > 0 && i % 32 == 0) {
+      own_ = next_;
+      next_ = load(i + 32 + static_cast<int>(threadIdx.x) % 32);
+    }
+    return reinterpret_cast<const std::byte*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(own_), i % 32));
+  }
+
+ private:
+  [[nodiscard]] __device__ const std::byte* load(int i) const {
+    return i < count_ ? blocks_[i] : nullptr;
+  }
+
+  const std::byte* const* blocks_ = nullptr;
+  int count_ = 0;
+  const std::byte* own_ = nullptr;
+  const std::byte* next_ = nullptr;
+};
+
 /// The units of one warp on their way through its ring of stages: every kChipWarps-th of the
 /// block's. Whole warps only.
 class ChipRing {
@@ -36,10 +70,11 @@ class ChipRing {
   __device__ void start(const std::byte* const* blocks, const ChipShare& share) {
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();
-    blocks_ = blocks;
-    next_ = share.first + static_cast<int>(threadIdx.x / 32);
-    last_ = share.last;
+    first_ = share.first + static_cast<int>(threadIdx.x / 32);
+    count_ = max(share.last - first_ + kChipWarps - 1, 0) / kChipWarps;
+    next_ = 0;
     stage_ = 0;
+    blocks_.start(blocks, first_, count_);
     for (int i = 0; i < stages_; ++i) fill_next();
   }
   /// Waits for the next unit and returns it.
@@ -66,17 +101,17 @@ class ChipRing {
  private:
   /// One group of copies per call, empty past the end, so that waiting can count groups.
   __device__ void fill_next() {
-    if (next_ < last_) fill();
+    if (next_ < count_) fill();
     transfer::cuda::copy_async_commit();
-    next_ += kChipWarps;
+    ++next_;
     stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
   }
   __device__ void fill() {
     constexpr int kUnitsPerBlock = hashing::kBlockTokens / kChipUnit;
     constexpr int kChunkBytes = kChipUnit * hashing::kChunkBytes;
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
-    const std::byte* block = blocks_[next_ / kUnitsPerBlock];
-    const int unit = next_ % kUnitsPerBlock;
+    const std::byte* block = blocks_.at(next_);
+    const int unit = first_ % kUnitsPerBlock;  // of the block, as of every unit of the warp
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const unsigned to =
         transfer::cuda::shared_address(memory_ + stage_ * chip_unit_bytes(chunks_)) +
@@ -97,13 +132,14 @@ class ChipRing {
 
   std::byte* memory_;
   std::uint64_t policy_;
-  const std::byte* const* blocks_ = nullptr;
+  UnitBlocks blocks_;
   std::int64_t codes_;  // of the lane's first vector in a block
   std::int64_t norms_;
   int chunks_;
   int stages_;
-  int next_ = 0;
-  int last_ = 0;
+  int first_ = 0;  // unit of the warp,
+  int count_ = 0;  // how many it has,
+  int next_ = 0;   // and the next to copy
   int stage_ = 0;
   bool copies_norms_;
 };

@@ -6,6 +6,7 @@
 #include "scoring/chip_select_cuda.cuh"
 #include "scoring/chip_tables_cuda.cuh"
 #include "scoring/foresight.h"
+#include "scoring/stream_select_cuda.h"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
 
@@ -393,15 +394,21 @@ bool takes_queries(const SelectRequest& request) {
 }
 
 bool attends(const SelectRequest& request) {
-  return takes_queries(request) && request.kv.head_dim == kAttendDim && !request.kv.float8_pages &&
-         request.kv.kv_heads * request.rows.count <= kAttendedGroups &&
-         (plan_chip(request).way == ChipPlan::Way::kOneKernel || takes_collision_queries(request));
+  if (request.kv.head_dim != kAttendDim || request.kv.float8_pages ||
+      request.kv.kv_heads * request.rows.count > kAttendedGroups) {
+    return false;
+  }
+  if (takes_queries(request)) {
+    return plan_chip(request).way == ChipPlan::Way::kOneKernel || takes_collision_queries(request);
+  }
+  return foresees(request) && stream_attends(request);
 }
 
 bool foresees(const SelectRequest& request) {
   return takes_queries(request) ||
          (request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
-          request.max_length > 0 && filter_serves(request) && foresees_collisions(request));
+          request.max_length > 0 && filter_serves(request) &&
+          (stream_serves(request) || foresees_collisions(request)));
 }
 
 bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {

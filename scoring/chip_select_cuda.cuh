@@ -108,10 +108,14 @@ inline int __host__ __device__ chip_ring_bytes(int stages, int chunks) {
 }
 /// What comes from all blocks, in the place of the ring: counts by bins, and the keys that the
 /// choice comes down to.
-struct ChipExchange {
-  alignas(16) std::uint16_t counts[kChipBlocks][kChipBins];
+template <typename Count>
+struct ExchangeOf {
+  alignas(16) Count counts[kChipBlocks][kChipBins];
   std::uint32_t finalists[kChipBlocks * kChipList];
 };
+using ChipExchange = ExchangeOf<std::uint16_t>;
+/// Where a block may have more than 65,535 tokens.
+using WideExchange = ExchangeOf<std::uint32_t>;
 
 /// Bytes of the scores of a block's tokens, or of what is in their place before.
 inline int __host__ __device__ chip_scores_bytes(int capacity, int quads) {

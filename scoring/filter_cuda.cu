@@ -1,4 +1,5 @@
 #include "scoring/filter_cuda.cuh"
+#include "scoring/stream_select_cuda.h"
 
 namespace kvtier::scoring::cuda {
 
@@ -17,14 +18,18 @@ bool filter_serves(const SelectRequest& request) {
   const int group = request.kv.group();
   const bool norm_aware = params.estimator == Estimator::kNormAware;
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  if (request.keep_scores ||
+      device_attribute(cudaDevAttrComputeCapabilityMajor) < kMajorWithClusters) {
+    return false;
+  }
+  if (stream_serves(request)) return true;
   const bool has_kernels =
       !norm_aware || (params.query_bits > 0 && filter_weight_bits(params, group) > 0);
   const bool ordered =
       params.rule == SelectionRule::kTopK || (norm_aware && together && params.threshold == 0.0F);
   const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
                     (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
-  return ordered && !request.keep_scores && has_kernels && fits &&
-         device_attribute(cudaDevAttrComputeCapabilityMajor) >= kMajorWithClusters;
+  return ordered && has_kernels && fits;
 }
 
 void enqueue_filter(const Stage& stage) {
@@ -39,6 +44,7 @@ void enqueue_filter(const Stage& stage) {
                         .max_tokens = workspace.limits.max_tokens,
                         .segments = stage.scratch.segments};
   if (enqueue_chip_select(stage.stream, args)) return;
+  if (stream_serves(stage.request)) return enqueue_stream_select(stage.stream, args);
   if (enqueue_collision_select(stage.stream, args)) return;
   if (enqueue_chip_collisions(stage.stream, args)) return;
   const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;

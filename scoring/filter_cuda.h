@@ -76,7 +76,12 @@ void enqueue_filter(const Stage& stage);
 inline constexpr std::int64_t kAttendedGroups = 16;
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
 inline constexpr int kChipParts = 256;
-/// The most that they may: a block has 227 KiB, and the kernels have arrays of fixed size too.
+/// Most blocks of the pass of a selection by a stream of keys (stream_cuda.cuh).
+inline constexpr int kMostStreamBlocks = 256;
+/// Bytes of what it keeps of a (row, KV head).
+[[nodiscard]] std::int64_t stream_group_bytes();
+/// Most bytes of shared memory that tables may have: a block has 227 KiB, and the kernels have
+/// arrays of fixed size too.
 inline constexpr int kMostTableBytes = 208 * 1024;
 
 /// The arguments of the stages.

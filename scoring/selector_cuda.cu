@@ -140,10 +140,12 @@ __global__ __launch_bounds__(kThreads) void export_score_rows(
 }
 
 Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
-  return Stage{.stream = static_cast<cudaStream_t>(stream),
-               .request = request,
-               .workspace = workspace,
-               .scratch = scratch_layout(workspace.limits, workspace.scratch)};
+  Stage stage{.stream = static_cast<cudaStream_t>(stream),
+              .request = request,
+              .workspace = workspace,
+              .scratch = scratch_layout(workspace.limits, workspace.scratch)};
+  stage.scratch.filter.stream_keys = workspace.token_mask;
+  return stage;
 }
 
 }  // namespace
@@ -207,6 +209,10 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.chip_scores, filter.chip_bytes);
   place(filter.chip_factors, groups * kMaxGroup);
   place(filter.chip_sums, std::max<std::int64_t>(groups, kChipParts) * group);
+  std::byte* stream_groups = nullptr;
+  place(stream_groups, groups * stream_group_bytes());
+  filter.stream_groups = reinterpret_cast<StreamGroup*>(stream_groups);
+  place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);
   if (bytes != nullptr) *bytes = offset;
   return scratch;
 }

@@ -51,6 +51,7 @@ struct FilterHead;
 struct FilterGroup;
 struct SampleRest;
 struct ChipBox;
+struct StreamGroup;
 
 /// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
 /// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
@@ -73,6 +74,11 @@ struct FilterScratch {
   std::uint64_t* chip_ids;    // [rows][kv_heads][max_selected][2], zero at first
   float* chip_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
   float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  // Of a selection by a stream of keys (stream_cuda.cuh):
+  std::uint16_t* stream_keys;  // [rows][kv_heads][max_tokens], in memory of `token_mask`
+  StreamGroup* stream_groups;  // [rows][kv_heads]
+  float2* stream_sums;  // [groups + blocks of the pass][kMaxGroup] parts of normalisers, as maximum
+                        // and sum
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a

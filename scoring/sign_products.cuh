@@ -63,27 +63,40 @@ __device__ void fill_columns(const QueryTables& tables, int num_planes, std::int
   if (threadIdx.x < kMaxGroup) weight_sums[threadIdx.x] = 0;
   __syncthreads();
 
+  // The weights of four words at a time, so that a warp waits for memory once.
+  constexpr int kAtOnce = 4;
+  constexpr int kWarps = kThreads / 32;
   const int words = chunks * kWordsPerChunk;
-  for (int i = warp; i < heads * words; i += kThreads / 32) {
-    const int head = i / words;
-    const int word = i - head * words;
-    const int plane = word * 32 + lane;
-    int weight = 0;
-    if (plane < num_planes) {
-      const float* entries = tables.entries + (first_head + head) * tables.entries_per_head;
-      weight = static_cast<int>(entries[plane]);
-    }
-    const int chunk = (head / kHeadsPerProduct) * chunks + word / kWordsPerChunk;
-    int sum = 0;
+  for (int base = warp; base < heads * words; base += kAtOnce * kWarps) {
+    int weights[kAtOnce];
 #pragma unroll
-    for (int bit = 0; bit < kBits; ++bit) {
-      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
-      sum += plane_weight<kBits>(bit) * __popc(set);
-      const int column = head % kHeadsPerProduct * 2 + bit % 2;
-      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
-      if (lane == 0) columns[(chunk * kProducts + bit / 2) * 32 + holder] = __brev(set);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * kWarps;
+      const int plane = i % words * 32 + lane;
+      weights[j] = 0;
+      if (i < heads * words && plane < num_planes) {
+        const float* entries = tables.entries + (first_head + i / words) * tables.entries_per_head;
+        weights[j] = static_cast<int>(entries[plane]);
+      }
     }
-    if (lane == 0) atomicAdd(&weight_sums[head], sum);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * kWarps;
+      if (i >= heads * words) break;
+      const int head = i / words;
+      const int word = i - head * words;
+      const int chunk = (head / kHeadsPerProduct) * chunks + word / kWordsPerChunk;
+      int sum = 0;
+#pragma unroll
+      for (int bit = 0; bit < kBits; ++bit) {
+        const std::uint32_t set = __ballot_sync(kFullWarp, ((weights[j] >> bit) & 1) != 0);
+        sum += plane_weight<kBits>(bit) * __popc(set);
+        const int column = head % kHeadsPerProduct * 2 + bit % 2;
+        const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
+        if (lane == 0) columns[(chunk * kProducts + bit / 2) * 32 + holder] = __brev(set);
+      }
+      if (lane == 0) atomicAdd(&weight_sums[head], sum);
+    }
   }
   __syncthreads();
 }

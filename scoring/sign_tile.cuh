@@ -47,21 +47,28 @@ class QuadColumns {
   std::uint32_t held_[kChunks > 0 ? kChunks* kProducts : 1];
 };
 
-/// Sums of sign * weight of the lane's four tokens and one head. `tile` is the first of the 32
-/// tokens' bits in chunk 0 of `[chunk][kTokens]` of 16 bytes.
+/// Counts the planes where both bits are set, of the lane's four tokens and the columns of one
+/// head: `counts[r / 2][product][r % 2 * 2 + bit % 2]` is of token r and bit 2 product + bit % 2.
+/// `tile` is the first of the 32 tokens' bits in chunk 0 of `[chunk][kTokens]` of 16 bytes.
 template <int kTokens, typename Columns>
-__device__ void signed_sums(const std::byte* tile, const Columns& columns, int run_time_chunks,
-                            int weight_sum, int (&sums)[4]) {
-  constexpr int kBits = Columns::kBits;
+__device__ void count_planes(const std::byte* tile, const Columns& columns, int run_time_chunks,
+                             int (&counts)[2][Columns::kProducts][4]) {
   constexpr int kChunks = Columns::kChunks;
-  constexpr int kProducts = kBits / 2;
+  constexpr int kProducts = Columns::kProducts;
   const int chunks = kChunks > 0 ? kChunks : run_time_chunks;
   // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
   const unsigned lane = threadIdx.x % 32;
   const unsigned base = transfer::cuda::shared_address(tile) + lane % 8 * hashing::kChunkBytes;
   constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
   constexpr unsigned kChunk = kTokens * hashing::kChunkBytes;
-  int counts[2][kProducts][4] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+#pragma unroll
+      for (int& count : counts[half][product]) count = 0;
+    }
+  }
 #pragma unroll
   for (int chunk = 0; chunk + 1 < (kChunks > 0 ? kChunks : chunks); chunk += 2) {
     const unsigned from =
@@ -90,9 +97,17 @@ __device__ void signed_sums(const std::byte* tile, const Columns& columns, int r
       multiply_bits(counts[1][product], rows[2], rows[3], column);
     }
   }
+}
+
+/// Sums of sign * weight of the lane's four tokens and one head, of bits as in `count_planes`.
+template <int kTokens, typename Columns>
+__device__ void signed_sums(const std::byte* tile, const Columns& columns, int run_time_chunks,
+                            int weight_sum, int (&sums)[4]) {
+  int counts[2][Columns::kProducts][4];
+  count_planes<kTokens>(tile, columns, run_time_chunks, counts);
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
-    sums[row] = signed_sum<kBits>(counts[row / 2], row % 2, weight_sum);
+    sums[row] = signed_sum<Columns::kBits>(counts[row / 2], row % 2, weight_sum);
   }
 }
 

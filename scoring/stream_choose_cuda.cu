@@ -1,0 +1,635 @@
+#include "scoring/chip_attention_cuda.cuh"
+#include "scoring/chip_choice_cuda.cuh"
+#include "scoring/chip_launch_cuda.cuh"
+#include "scoring/stream_cuda.cuh"
+#include "scoring/stream_select_cuda.h"
+#include "transfer/launch_cuda.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+/// Blocks per (row, KV head).
+struct ChoiceShape {
+  unsigned blocks;
+};
+
+/// Tokens that a block may list in shared memory; longer lists are in global memory.
+constexpr int kListed = 8192;
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// Of approximate keys: 1/8 octaves from 2^-44 to 2^20; what is below counts in the first, what is
+/// above in the last.
+struct StreamBins {
+  static constexpr int kBase = 256 * static_cast<int>(kKeySteps);
+  static constexpr int kShift = 4;
+
+  __device__ static int of(unsigned key) {
+    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kChipBins - 1);
+  }
+  /// The least key of a bin but the first.
+  __device__ static int least(int bin) { return kBase + (bin << kShift); }
+};
+
+/// Dynamic shared memory, before attention.
+struct ChoiceMemory {
+  WideExchange exchange;
+  alignas(16) ChipNorms norms[kChipWarps][kChipUnit];
+  alignas(16) std::uint32_t keys[kListed];
+  std::int32_t tokens[kListed];
+  // The warps' units follow.
+};
+static_assert(sizeof(ChoiceMemory) % 16 == 0);
+
+/// The tokens of a block that may belong to the selection, in order, and their exact keys, at
+/// `ChipScores::entry_of` and 0 past the last.
+struct Candidates {
+  std::uint32_t* keys;
+  std::int32_t* tokens;
+  int count;
+
+  [[nodiscard]] __device__ int padded() const {
+    return (count + kChipTile - 1) / kChipTile * kChipTile;
+  }
+};
+
+/// Natural logarithms of the masses of the always-attended tokens, each times its value norm as the
+/// weighting says, merged into the base-2 normalisers of `shared.references`. All threads; begins
+/// and ends with a barrier. `memory`: room for the group's queries and the warps' sums.
+__device__ void add_always(const FilterArgs& args, int row, int kv_head, float* memory,
+                           ChipShared& shared) {
+  const SelectRequest& request = args.request;
+  const transfer::KvGeometry& kv = request.kv;
+  const int group = kv.group();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  float* const queries = memory;
+  auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * ChipTables::kMaxHeadDim);
+  const std::int64_t first_head = std::int64_t{row} * kv.query_heads + kv_head * group;
+  __syncthreads();
+  for (int i = thread; i < group * kv.head_dim; i += kChipThreads) {
+    queries[i] = request.queries[first_head * kv.head_dim + i];
+  }
+  __syncthreads();  // the queries are there
+  const transfer::QueryRow& query = request.rows[row];
+  const transfer::SequenceView& sequence = request.sequences[query.sequence];
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(request.rule, sequence.counters->length, query);
+  const std::byte* const* blocks = request.sketches[query.sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+#pragma unroll 1
+  for (int head = 0; head < group; ++head) {
+    LogSum mine;
+#pragma unroll 1
+    for (std::int64_t i = thread; i < spans.num_always(); i += kChipThreads) {
+      const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
+      const auto* key = reinterpret_cast<const uint4*>(
+          transfer::row_address(kv, sequence, resident_begin, kv_head, token));
+      float product = 0.0F;
+#pragma unroll 4
+      for (int x = 0; x < kv.head_dim / kPiece; ++x) {
+        const uint4 piece = key[x];
+        const unsigned pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 two = transfer::cuda::widen_pair(pairs[j], kv.dtype);
+          const float2 q =
+              *reinterpret_cast<const float2*>(queries + head * kv.head_dim + x * kPiece + 2 * j);
+          product = fmaf(q.x, two.x, fmaf(q.y, two.y, product));
+        }
+      }
+      float logit = product * request.params.logit_scale;
+      if (request.params.weighting != ValueWeighting::kNone) {
+        logit += logf(load_norms(request.sketch, blocks[token / hashing::kBlockTokens], kv_head,
+                                 static_cast<int>(token % hashing::kBlockTokens))
+                          .value);
+      }
+      if (isfinite(logit)) mine.add(logit);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      LogSum other;
+      other.max = __shfl_xor_sync(kFullWarp, mine.max, distance);
+      other.sum = __shfl_xor_sync(kFullWarp, mine.sum, distance);
+      // The same order of both in every lane.
+      if ((lane & distance) != 0) {
+        other.merge(mine);
+        mine = other;
+      } else {
+        mine.merge(other);
+      }
+    }
+    if (lane == 0) sums[head * kChipWarps + warp] = make_float2(mine.max, mine.sum);
+  }
+  __syncthreads();  // the sums of all warps are there
+  if (thread < group) {
+    ChipSum total;
+    total.add(shared.references[thread], 1.0F);
+    for (int w = 0; w < kChipWarps; ++w) {
+      const float2 of_warp = sums[thread * kChipWarps + w];
+      if (of_warp.y > 0.0F) total.add(of_warp.x * kLog2E, of_warp.y);
+    }
+    shared.references[thread] = normaliser(total);
+  }
+  __syncthreads();
+}
+
+/// Least and largest of what approximate keys exceed the exact ones by, base 2.
+struct KeyError {
+  float least;
+  float most;
+};
+
+/// Adds up the parts of the normalisers: fills `shared.references`, for heads past the group with
+/// infinity. All threads; ends with a barrier.
+__device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index,
+                                ChipShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  const StreamGroup& of_group = args.filter.stream_groups[group_index];
+  static_assert(kChipWarps >= kMaxGroup);
+  if (head < args.request.kv.group()) {
+    const int last = __ldcg(&of_group.last_block);
+    ChipSum total;
+    for (int block = __ldcg(&of_group.first_block) + lane; block <= last; block += 32) {
+      const float2 part =
+          __ldcg(args.filter.stream_sums + (group_index + block) * kMaxGroup + head);
+      total.add(part.x, part.y);
+    }
+    total = sum_lanes(total);
+    if (lane == 0) shared.references[head] = normaliser(total);
+  } else if (head < kMaxGroup && lane == 0) {
+    shared.references[head] = INFINITY;
+  }
+  __syncthreads();
+}
+
+__device__ KeyError key_error(int group, const StreamQueries& queries, const ChipShared& shared) {
+  KeyError error{INFINITY, -INFINITY};
+  for (int head = 0; head < group; ++head) {
+    // Keys are logarithms of shares, from which a larger reference subtracts.
+    const float off = shared.references[head] - queries.references[head];
+    error.least = fminf(error.least, off);
+    error.most = fmaxf(error.most, off);
+  }
+  return error;
+}
+
+/// The least approximate key of a token whose exact key, base 2, may be `exact` or more.
+__device__ int least_approximate(float exact, const KeyError& error) {
+  constexpr float kRounding = 2.0F;  // steps
+  const float bound = exact + error.least;
+  if (!(bound >= kLeastLogSum) || !(error.most < kMostLogShare)) return 1;
+  const float steps = floorf((bound + kKeyOffset) * kKeySteps) - kRounding;
+  return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
+}
+
+/// The least approximate key of tokens that may be among the `wanted` best. All threads; begins and
+/// ends with a barrier.
+__device__ int least_of_best(const ChipWork& work, const std::uint16_t* approximate,
+                             std::uint32_t wanted, const KeyError& error, const ChipPeers& peers,
+                             ChoiceMemory& memory, ChipShared& shared) {
+  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
+  constexpr int kAtOnce = 8;
+#pragma unroll 1
+  for (int base = static_cast<int>(threadIdx.x); base < work.count / 8;
+       base += kAtOnce * kChipThreads) {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * kChipThreads;
+      loaded[j] = i < work.count / 8 ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const unsigned words[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+#pragma unroll
+      for (const unsigned word : words) {
+        if ((word & 0xFFFFU) != 0) atomicAdd(&shared.bins[StreamBins::of(word & 0xFFFFU)], 1U);
+        if (word >> 16 != 0) atomicAdd(&shared.bins[StreamBins::of(word >> 16)], 1U);
+      }
+    }
+  }
+  find_bin(wanted, 0, peers, memory.exchange, shared);
+  if (shared.bin == 0) return 1;
+  // As many tokens have approximate keys of at least this one, so exact keys of at least that.
+  const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
+  return least_approximate(least - error.most, error);
+}
+
+/// Lists the tokens with approximate keys of at least `least`. All threads; begins and ends with a
+/// barrier.
+__device__ Candidates list_candidates(const FilterArgs& args, const ChipWork& work,
+                                      const std::uint16_t* approximate, int least,
+                                      ChoiceMemory& memory, ChipShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
+  const int all = work.count / 8;
+  const int of_lane = (all + kChipThreads - 1) / kChipThreads;
+  const int begin = min(warp * of_lane * 32, all);
+  const int end = min(begin + of_lane * 32, all);
+  // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
+  auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
+  constexpr int kKept = sizeof(memory.keys);
+  const auto votes_of = [&](const uint4& loaded) {
+    unsigned votes = 0;
+    const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (static_cast<int>(words[i] & 0xFFFFU) >= least) votes |= 1U << (2 * i);
+      if (static_cast<int>(words[i] >> 16) >= least) votes |= 2U << (2 * i);
+    }
+    return votes;
+  };
+  constexpr int kAtOnce = 4;
+  __syncthreads();
+  int mine = 0;
+#pragma unroll 1
+  for (int base = begin + lane; base < end; base += kAtOnce * 32) {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * 32;
+      loaded[j] = i < end ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const unsigned votes = votes_of(loaded[j]);
+      const int i = base + j * 32;
+      if (i < end && i < kKept) kept[i] = static_cast<std::uint8_t>(votes);
+      mine += __popc(votes);
+    }
+  }
+  mine = static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(mine)));
+  if (lane == 0) shared.warp_counts[warp] = static_cast<std::uint32_t>(mine);
+  if (threadIdx.x == 0) shared.chosen_before = 0;  // of the keys that are exact
+  __syncthreads();                                 // the counts of all warps are there
+  const unsigned of_warp = lane < kChipWarps ? shared.warp_counts[lane] : 0;
+  Candidates found;
+  found.count = static_cast<int>(__reduce_add_sync(kFullWarp, of_warp));
+  auto at = static_cast<int>(__reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0));
+  const bool listed = found.padded() <= kListed;
+  const std::int64_t global = work.group_index * args.max_tokens + work.first_token;
+  found.keys = listed ? memory.keys : reinterpret_cast<std::uint32_t*>(args.values) + global;
+  found.tokens = listed ? memory.tokens : args.ids + global;
+  // A lane lists the tokens of neighbouring vectors.
+  const int first = min(begin + lane * of_lane, end);
+  const int last = min(first + of_lane, end);
+  const auto votes_at = [&](int vector) -> unsigned {
+    return vector < kKept ? kept[vector] : votes_of(__ldcg(vectors + vector));
+  };
+  int count = 0;
+#pragma unroll 4
+  for (int i = first; i < last; ++i) count += __popc(votes_at(i));
+  int through = count;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int up = __shfl_up_sync(kFullWarp, through, distance);
+    if (lane >= distance) through += up;
+  }
+  at += through - count;
+#pragma unroll 1
+  for (int i = first; count > 0 && i < last; ++i) {
+    for (unsigned votes = votes_at(i); votes != 0; votes &= votes - 1) {
+      found.tokens[at++] = work.first_token + i * 8 + __ffs(static_cast<int>(votes)) - 1;
+    }
+  }
+  __syncthreads();  // the list is complete
+  return found;
+}
+
+/// Starts to copy the sketches of listed tokens, those of `tiles` tiles from `base` on, to a unit.
+/// A whole warp.
+__device__ void gather_unit(const FilterArgs& args, const ChipWork& work, const Candidates& found,
+                            int base, int tiles, int chunks, std::byte* unit) {
+  const hashing::SketchGeometry& sketch = args.request.sketch;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned codes = transfer::cuda::shared_address(unit);
+  auto* const norms =
+      reinterpret_cast<std::uint16_t*>(unit + chunks * kChipUnit * hashing::kChunkBytes);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = half * 32 + lane;
+    std::uint16_t key = 0;
+    std::uint16_t value = 0;
+    if (half < tiles && base + i < found.count) {
+      const int token = found.tokens[base + i];
+      const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
+      const int in_block = token % hashing::kBlockTokens;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        transfer::cuda::copy_async_16(
+            codes + static_cast<unsigned>((chunk * kChipUnit + i) * hashing::kChunkBytes),
+            block + sketch.chunk_offset(work.kv_head, chunk, in_block), true);
+      }
+      key = __ldg(reinterpret_cast<const std::uint16_t*>(
+          block + sketch.key_norm_offset(work.kv_head, in_block)));
+      value = __ldg(reinterpret_cast<const std::uint16_t*>(
+          block + sketch.value_norm_offset(work.kv_head, in_block)));
+    }
+    norms[i] = key;
+    norms[kChipUnit + i] = value;
+  }
+  transfer::cuda::copy_async_commit();
+}
+
+/// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
+/// `shared.bins`. Returns how many the thread has counted. No barrier at the end.
+template <int kQuads, int kChunks, int kBits>
+__device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& work,
+                                     const Candidates& found, std::uint32_t least,
+                                     const StreamQueries& queries, ChoiceMemory& memory,
+                                     ChipShared& shared) {
+  const ScoreParams& params = args.request.params;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::byte* const unit =
+      reinterpret_cast<std::byte*>(&memory + 1) + warp * chip_unit_bytes(chunks);
+  UnitScorer<kQuads, kChunks, kBits> scorer(params, queries, chunks, memory.norms[warp]);
+  const ChipPriorities priorities(params, work.kv_head);
+  float references[kQuads];
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad)
+    references[quad] = shared.references[quad * 4 + lane % 4];
+  const auto sum_of = [](float a, float b) { return a + b; };
+  unsigned counted = 0;
+  // Of few tokens a tile for each warp, so that all have some.
+  const int tiles = found.count <= kChipWarps * kChipTile ? 1 : kUnitTiles;
+  const int step = tiles * kChipTile;
+#pragma unroll 1
+  for (int base = warp * step; base < found.count; base += kChipWarps * step) {
+    gather_unit(args, work, found, base, tiles, chunks, unit);
+    transfer::cuda::copy_async_wait<0>();
+    __syncwarp();  // the copies and norms of all lanes
+    scorer.begin_unit(unit, 0, kChipUnit);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      __syncwarp();  // binary products take whole warps
+      float shares[4] = {};
+      float most[4] = {kLowestValue, kLowestValue, kLowestValue, kLowestValue};
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        float values[4];
+        scorer.score(quad, tile, values);
+#pragma unroll
+        for (int row = 0; row < 4; ++row) {
+          const float value = values[row] - references[quad];
+          shares[row] += exp2_fast(value);
+          most[row] = fmaxf(most[row], value);
+        }
+      }
+      const float sum = reduce_heads(shares, sum_of);
+      const int i = base + tile * kChipTile + own_token();
+      const bool present = i < found.count;
+      const int token = present ? found.tokens[i] : 0;
+      const float uniform = priorities.used ? priorities.uniform(token) : 1.0F;
+      std::uint32_t key = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
+      if (__any_sync(kFullWarp, present && !(sum >= kLeastSum))) {
+        // Sums that may have underflowed, relative to the largest of the heads.
+        const float largest =
+            fmaxf(reduce_heads(most, [](float a, float b) { return fmaxf(a, b); }), kLowestValue);
+        float above[4] = {};
+        for (int row = 0; row < 4; ++row)
+          most[row] = __shfl_sync(kFullWarp, largest, lane / 4 * 4 + row);
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          float values[4];
+          scorer.score(quad, tile, values);
+#pragma unroll
+          for (int row = 0; row < 4; ++row) {
+            above[row] += exp2_fast(values[row] - references[quad] - most[row]);
+          }
+        }
+        const float low = largest + log2_norm(reduce_heads(above, sum_of)) - log2_norm(uniform);
+        if (!(sum >= kLeastSum)) key = key_of_log(low);
+      }
+      if (!present || key < least) key = 0;
+      if (key != 0) {
+        atomicAdd(&shared.bins[first_bin_of<ShareBins>(key)], 1U);
+        ++counted;
+      }
+      found.keys[base + tile * kChipTile + lane] = key;  // at entry_of(i)
+    }
+    __syncwarp();  // nobody reads the unit any more
+  }
+  return counted;
+}
+
+/// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
+__device__ void write_listed(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
+                             const ChipCut& found_cut, const Candidates& found, PostedWord* posted,
+                             ChipShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int each = (found.padded() / kChipTile + kChipWarps - 1) / kChipWarps * kChipTile;
+  const int begin = min(warp * each, found.padded());
+  const int end = min(begin + each, found.padded());
+  const std::uint32_t* const keys = found.keys + ChipScores::entry_of(static_cast<unsigned>(lane));
+  __syncthreads();  // the keys are final
+  unsigned mine = 0;
+#pragma unroll 4
+  for (int base = begin; base < end; base += kChipTile) mine += keys[base] > found_cut.cut ? 1 : 0;
+  mine = __reduce_add_sync(kFullWarp, mine);
+  if (lane == 0) shared.warp_counts[warp] = mine;
+  __syncthreads();  // the counts of all warps are there
+  std::int64_t at = std::int64_t{shared.chosen_before} + found_cut.before +
+                    __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
+  const ChosenTokens chosen(args, work, peers, posted, shared.cut);
+#pragma unroll 2
+  for (int base = begin; base < end; base += kChipTile) {
+    const std::uint32_t key = keys[base];
+    const unsigned votes = __ballot_sync(kFullWarp, key > found_cut.cut);
+    if (key > found_cut.cut) {
+      chosen.write(at + __popc(votes & ((1U << lane) - 1)), found.tokens[base + lane], key);
+    }
+    at += __popc(votes);
+  }
+}
+
+/// Tells the block's count of chosen tokens; returns that of all blocks of the group, and adds
+/// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
+__device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const ChipPeers& peers,
+                                         ChipShared& shared) {
+  std::uint32_t own = 0;
+  (void)block_exclusive_sum(of_thread, &own);
+  if (peers.alone()) return own;
+  auto& counts = peers.box.counts[round & 1];
+  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+  const unsigned lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    if (lane == 0) peers.post_pair(&counts[peers.rank][0], stage, own, 0);
+    uint2 of_block[1];
+    const bool has = lane < peers.blocks;
+    peers.fetch<1>(&counts[has ? lane : 0][0], 0, has ? 1 : 0, stage, of_block);
+    const unsigned total = __reduce_add_sync(kFullWarp, of_block[0].x);
+    const unsigned earlier = __reduce_add_sync(kFullWarp, lane < peers.rank ? of_block[0].x : 0);
+    if (lane == 0) {
+      shared.count = total;
+      shared.chosen_before = earlier;
+    }
+  }
+  __syncthreads();
+  return shared.count;
+}
+
+/// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
+template <int kQuads, int kChunks, int kBits>
+__device__ int choose(const FilterArgs& args, const ChipWork& work, int row, const ChipPeers& peers,
+                      PostedWord* posted, ChoiceMemory& memory, StreamQueries& queries,
+                      ChipShared& shared) {
+  const ScoreParams& params = args.request.params;
+  const int group = args.request.kv.group();
+  const bool prioritised = params.rule == SelectionRule::kPriority;
+  const bool limited = work.plan.k < work.plan.end - work.plan.begin;
+  sum_normalisers(args, work.group_index, shared);
+  const bool bounded = prioritised && params.threshold > 0.0F;
+  if (bounded) add_always(args, row, work.kv_head, reinterpret_cast<float*>(&memory), shared);
+  const KeyError error = key_error(group, queries, shared);
+  const std::uint16_t* approximate =
+      args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token;
+  int least = 1;
+  std::uint32_t least_key = 1;
+  if (bounded) {
+    // A priority of p / u, where p is the mean of the heads' shares.
+    const float least_sum = params.threshold * static_cast<float>(group);
+    least = least_approximate(log2_norm(least_sum), error);
+    least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
+  } else if (limited) {
+    const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
+    least = least_of_best(work, approximate, wanted, error, peers, memory, shared);
+  }
+  const Candidates found = list_candidates(args, work, approximate, least, memory, shared);
+  const unsigned counted = write_exact_keys<kQuads, kChunks, kBits>(args, work, found, least_key,
+                                                                    queries, memory, shared);
+  auto chosen = static_cast<std::uint32_t>(work.plan.k);
+  int rounds = 1;
+  bool all = false;
+  if (bounded) {
+    const std::uint32_t total = exchange_counts(counted, rounds++, peers, shared);
+    all = total <= chosen;
+    if (all) chosen = total;
+    __syncthreads();  // everyone has the count
+    if (threadIdx.x == 0) {
+      shared.cut = least_key;
+      if (!all) shared.chosen_before = 0;
+    }
+  }
+  ChipCut cut;
+  if (!all) {
+    ChipWork listed = work;
+    listed.count = found.padded();
+    cut = find_best<ShareBins>(args, listed, peers, rounds, found.keys, memory.exchange, shared);
+  }
+  write_listed(args, work, peers, cut, found, posted, shared);
+  if (peers.rank == 0 && threadIdx.x == 0) {
+    args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
+  }
+  return static_cast<int>(chosen);
+}
+
+#endif
+
+// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
+// exchange counts by bins of approximate keys, then those of exact keys and the keys of the last
+// bin; each waits for all the others' part before it tells the next. Then they attend, if that is
+// wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works.
+template <int kQuads, int kChunks, int kBits>
+__global__ __launch_bounds__(kChipThreads, 1) void choose_from_stream(
+    const __grid_constant__ FilterArgs args, const __grid_constant__ ChipInput input,
+    const __grid_constant__ ChipAttention attention, const __grid_constant__ ChoiceShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ __align__(16) ChipShared shared;
+  __shared__ __align__(16) StreamQueries queries;
+  __shared__ ChipRows rows;
+  const auto row = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
+  const unsigned rank = blockIdx.x % shape.blocks;
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  // Of a row of which nothing is eligible it is of no use.
+  args.filter.stream_groups[std::int64_t{row} * args.request.kv.kv_heads + kv_head].load(queries);
+  const ChipWork work(args, row, kv_head, rank, shape.blocks);
+  // There are fewer boxes than groups only where no group has two blocks, and none is used.
+  const ChipPeers peers(args, min(work.group_index, std::int64_t{kChipParts - 1}), rank,
+                        shape.blocks);
+  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  const bool attends = attention.tiles > 0;
+  if (attends) {
+    if (threadIdx.x == 0) rows.fill(args, row, 0);
+    prefetch_pages(args, row, work.plan.end);
+  }
+  if (!work.empty()) {  // as all of the group
+    PostedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
+    const int chosen =
+        choose<kQuads, kChunks, kBits>(args, work, row, peers, posted, memory, queries, shared);
+    if (attends && threadIdx.x == 0) rows.count = rows.always + chosen;
+  }
+  if (attends) {
+    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+  }
+  if (work.empty() && !attends) return;  // nothing was posted
+  __syncthreads();                       // all have posted: this block has read from all
+  if (attends || !peers.alone()) peers.next_epoch();
+#endif
+}
+
+}  // namespace
+
+bool stream_serves(const SelectRequest& request) {
+  const ScoreParams& params = request.params;
+  const bool together = params.selection == Selection::kPerKvHead || request.kv.group() == 1;
+  // Of rows in fp8 that have no copies in 16 bits, `row_address` knows nothing.
+  const bool reads_always = params.threshold > 0.0F;
+  const bool readable = !request.kv.float8_pages || request.kv.sink_capacity > 0;
+  // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
+  // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
+  // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
+  const bool faster =
+      request.kv.group() > kChipHeads || request.kv.kv_heads * request.rows.count > kAttendedGroups;
+  return params.estimator == Estimator::kNormAware && params.query_bits > 0 && together &&
+         params.weight_bits() <= kChipMostBits && sign_chunks(params) <= kChipChunks &&
+         (reads_always ? readable : faster);
+}
+
+bool stream_attends(const SelectRequest& request) {
+  return stream_serves(request) && request.kv.group() <= kChipHeads;
+}
+
+void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args) {
+  const SelectRequest& request = args.request;
+  const int groups = request.kv.kv_heads * request.rows.count;
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  constexpr std::int64_t kLeastTokens = 2048;
+  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
+  const ChoiceShape shape{
+      .blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
+          std::min<std::int64_t>(processors / groups, useful), 1, kChipBlocks))};
+  int bytes = static_cast<int>(sizeof(ChoiceMemory)) +
+              kChipWarps * chip_unit_bytes(sign_chunks(request.params));
+  const ChipInput input = chip_input(request);
+  const ChipAttention attention = chip_attention(request, bytes);
+  const auto kernel = visit_stream_shape(
+      request, [](auto made) { return choose_from_stream<made.kQuads, made.kChunks, made.kBits>; });
+  allow_shape(kernel, bytes);
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kChipThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     shape);
+}
+
+void enqueue_stream_select(cudaStream_t stream, const FilterArgs& args) {
+  enqueue_stream_pass(stream, args);
+  enqueue_stream_choice(stream, args);
+}
+
+}  // namespace kvtier::scoring::cuda
