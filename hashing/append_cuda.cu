@@ -58,8 +58,9 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   const transfer::SequenceView& sequence = item.sequence;
   const std::int64_t length = sequence.counters->length;
   const std::int64_t stored = transfer::tokens_stored(*sequence.counters, item.tokens);
-  if (row.token >= stored) return target;
   const std::int64_t token = length + row.token;
+  target.token = token;
+  if (row.token >= stored) return target;
   std::byte* block = args.blocks[row.item][token / kBlockTokens];
   const auto in_block = static_cast<int>(token % kBlockTokens);
   target.norms = block + args.geometry.key_norm_offset(row.head, in_block);
@@ -297,8 +298,10 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
             bad ? kNonfiniteNorm : norm_bits(value_sum);
       }
       if (!bad || !args.stores) continue;
-      transfer::StepFlags* flags = args.batch[row_at(args, first + row).item].flags;
-      if (flags != nullptr) transfer::cuda::raise(&flags->nonfinite_tokens, 1);
+      const transfer::AppendItem& item = args.batch[row_at(args, first + row).item];
+      if (item.flags == nullptr) continue;
+      transfer::cuda::raise_nonfinite(*item.flags, &transfer::StepFlags::nonfinite_tokens, 1,
+                                      {.token = shared.targets[row].token, .layer = item.layer});
     }
   }
 }

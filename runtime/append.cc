@@ -95,7 +95,8 @@ bool append(EngineState::Turn& turn, EngineState& engine, int layer,
                                 .values = values.tokens(part.values.dtype),
                                 .tokens = static_cast<std::int32_t>(count),
                                 .packed_offset = packed_tokens,
-                                .flags = part.session->flags()};
+                                .flags = part.session->flags(),
+                                .layer = layer};
   };
   const auto push = [&](const AppendPart& part, const transfer::AppendItem& item) {
     batch.push(item);

@@ -5,7 +5,7 @@
 #include "runtime/arguments.h"
 #include "runtime/engine_state.h"
 #include "runtime/fetch.h"
-#include "runtime/row_integrity.h"
+#include "runtime/finite_results.h"
 #include "runtime/session.h"
 #include "runtime/step.h"
 #include "scoring/budget.h"
@@ -78,7 +78,7 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
   runtime::Append append(turn, engine, layer, appends);
   const bool appended = append.enqueue();
   try {
-    runtime::attend_whole_rows(turn, engine, layer, attends, appended);
+    runtime::attend_finite(turn, engine, layer, attends, appended);
   } catch (...) {
     if (!turn.capturing()) append.undo();
     throw;
@@ -347,7 +347,7 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
   EngineState::Turn turn(engine, stream);
   {
     const SessionUse use(*impl_, turn);
-    runtime::attend_whole_rows(turn, engine, layer, {&part, 1});
+    runtime::attend_finite(turn, engine, layer, {&part, 1});
   }
   turn.finish();
   prefetch_behind(turn, engine, layer, {&part, 1});

@@ -437,11 +437,20 @@ void SessionState::check_flags() {
   const std::uint64_t new_tokens = tokens - std::exchange(seen_nonfinite_, tokens);
   const std::uint64_t new_queries = queries - std::exchange(seen_nonfinite_queries_, queries);
   if (new_tokens == 0 && new_queries == 0) return;
+  const std::uint64_t first =
+      std::atomic_ref(flags_->first_nonfinite).exchange(transfer::NonfinitePlace::kNone);
+  // None: a call under way counts here what the error before has named.
+  if (first != transfer::NonfinitePlace::kNone) {
+    first_nonfinite_ = transfer::NonfinitePlace::of(first);
+  }
+  const auto& [token, layer, in_query] = first_nonfinite_;
   throw Error(
       ErrorCode::kInvalidArgument,
       "an earlier call on this session: expected finite tensors, found NaN or infinity in " +
           std::to_string(new_tokens) + " (token, KV head) pairs and " +
-          std::to_string(new_queries) + " query tokens; truncate the session or close it");
+          std::to_string(new_queries) + " query tokens, the first in " +
+          (in_query ? "the query" : "keys or values") + " of token " + std::to_string(token) +
+          " of layer " + std::to_string(layer) + "; truncate the session or close it");
 }
 
 void SessionState::begin_use(EngineState::Turn& turn) {

@@ -51,7 +51,8 @@ class SessionState {
   /// Makes a child's memory its own; nothing to do when it is. Throws `kResourceExhausted` when the
   /// device has no memory for it, `kFailedPrecondition` in a capture, nothing changed.
   void own_memory(EngineState::Turn& turn);
-  /// Throws `kInvalidArgument` once when an earlier call stored non-finite device data.
+  /// Throws `kInvalidArgument` once when an earlier call stored non-finite device data, with the
+  /// layer and the token of the first.
   void check_flags();
   /// Marks the session's memory as used by the work enqueued on `stream`; makes `stream` wait for
   /// the uses before.
@@ -118,6 +119,7 @@ class SessionState {
   transfer::StepFlags* flags_ = nullptr;
   std::uint64_t seen_nonfinite_ = 0;
   std::uint64_t seen_nonfinite_queries_ = 0;
+  transfer::NonfinitePlace first_nonfinite_{};  ///< That `check_flags` has named last.
   std::uint64_t seen_corrupt_ = 0;
   std::shared_ptr<SequenceMemory> memory_;
   bool owns_memory_ = true;  ///< False: `memory_` is frozen, for it may have other holders.

@@ -114,7 +114,10 @@ class AttendLaunch {
       for (std::int64_t t = 0; t < slice.count; ++t) {
         items.push({.query = on_device.tokens(query.dtype),
                     .token = static_cast<std::int32_t>(t),
-                    .flags = again_ ? engine_.repeat_flags() : slice.part->session->flags()});
+                    .lag = rows_[items.count].lag,
+                    .flags = again_ ? engine_.repeat_flags() : slice.part->session->flags(),
+                    .counters = slice.part->session->layer(layer_).view.counters,
+                    .layer = layer_});
       }
     }
     auto* queries = engine_.queries.as<float>();

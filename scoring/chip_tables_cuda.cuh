@@ -71,12 +71,12 @@ class ChipHeads {
     global[1] = high;
     bool bad = false;
     for (const float value : x) bad |= !isfinite(value);
-    transfer::StepFlags* const flags = input_.items[row_].flags;
-    if (!bad || flags == nullptr) return;
+    const transfer::QueryItem& item = input_.items[row_];
+    if (!bad || item.flags == nullptr) return;
     ChipBox& of_row = args.filter.chip_boxes[std::int64_t{row_} * args.request.kv.kv_heads];
     const std::uint32_t epoch = peers.epoch();
     if (atomicExch(&of_row.bad_epoch, epoch) != epoch) {
-      transfer::cuda::raise(&flags->nonfinite_queries, 1);
+      transfer::cuda::raise_nonfinite(item);
     }
   }
 

@@ -425,8 +425,7 @@ __global__ void __launch_bounds__(kThreads)
     transfer::cuda::copy_async_wait<0>();
     // The heads and the planes are there, and nobody reads those of the last turn.
     if (__syncthreads_or(nonfinite) != 0 && threadIdx.x == 0) {
-      transfer::StepFlags* flags = args.items[part.row].flags;
-      if (flags != nullptr) transfer::cuda::raise(&flags->nonfinite_queries, 1);
+      transfer::cuda::raise_nonfinite(args.items[part.row]);
     }
     if (first) cluster_wait();  // every block has started: its shared memory may be written
     first = false;

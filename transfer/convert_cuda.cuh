@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/launch_cuda.cuh"
 #include "transfer/rows.h"
 
 #include <cuda_bf16.h>
@@ -17,6 +18,22 @@ __device__ inline void raise(std::uint64_t* counter, std::uint64_t n) {
   if (n != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(n));
   }
+}
+
+/// Counts in one of `nonfinite_*` what is at `place` and, if it is more than one, behind it.
+__device__ inline void raise_nonfinite(StepFlags& flags, std::uint64_t StepFlags::*counter,
+                                       std::uint64_t n, const NonfinitePlace& place) {
+  atomicMin(reinterpret_cast<unsigned long long*>(&flags.first_nonfinite),
+            static_cast<unsigned long long>(place.key()));
+  __threadfence_system();  // whoever reads the count finds the place
+  raise(&(flags.*counter), n);
+}
+
+/// Counts a query with NaN or infinity. Waits for the kernels before, which say where it is.
+__device__ inline void raise_nonfinite(const QueryItem& item) {
+  if (item.flags == nullptr) return;
+  wait_for_previous();
+  raise_nonfinite(*item.flags, &StepFlags::nonfinite_queries, 1, item.place());
 }
 
 __device__ inline float load_float(const void* data, DType dtype, std::int64_t i) {

@@ -2,6 +2,7 @@
 
 #include "transfer/batch.h"
 #include "transfer/device.h"
+#include "transfer/host_device.h"
 #include "transfer/sequence.h"
 
 #include <cstdint>
@@ -14,6 +15,26 @@ struct TokenTensor {
   DType dtype = DType::kFloat32;
   std::int64_t token_stride = 0;  ///< In elements.
   std::int64_t head_stride = 0;
+};
+
+/// Where a call met NaN or infinity. The key orders places by token, then layer; a token's K and V
+/// come before its query.
+struct NonfinitePlace {
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+
+  std::int64_t token = 0;  ///< Index in the sequence.
+  int layer = 0;
+  bool in_query = false;
+
+  KVTIER_HOST_DEVICE std::uint64_t key() const {
+    return (static_cast<std::uint64_t>(token) << 24) | (static_cast<std::uint64_t>(layer) << 1) |
+           (in_query ? 1U : 0U);
+  }
+  static NonfinitePlace of(std::uint64_t key) {
+    return {.token = static_cast<std::int64_t>(key >> 24),
+            .layer = static_cast<int>(key >> 1 & 0x7FFFFF),
+            .in_query = (key & 1) != 0};
+  }
 };
 
 /// Counters that kernels raise and the host reads without waiting. In pinned host memory.
@@ -34,6 +55,8 @@ struct StepFlags {
   std::uint64_t rows_ahead_useful = 0;
   std::uint64_t rows_ahead_wasted = 0;
   std::uint64_t rows_corrupt = 0;  ///< Rows of pages that are not what was written.
+  /// Least key of the places where `nonfinite_*` were counted. Written before they are.
+  std::uint64_t first_nonfinite = NonfinitePlace::kNone;
 };
 
 /// New tokens of one sequence.
@@ -44,6 +67,7 @@ struct AppendItem {
   std::int32_t tokens = 0;
   std::int64_t packed_offset = 0;  ///< First token's index in the packed array.
   StepFlags* flags = nullptr;
+  int layer = 0;  ///< Of the sequence, for `flags`.
 };
 using AppendBatch = Batch<AppendItem>;
 
@@ -58,9 +82,10 @@ struct RowSquares {
 void check_append(const KvGeometry& geometry, const AppendBatch& batch);
 
 /// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items,
-/// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`. `squares [tokens of all
-/// items, kv_heads]`, unless null, are the rows' as stored. Enqueued; inputs must stay valid until
-/// the stream has passed it.
+/// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`, and says where the first is:
+/// at the sequence's length and behind it; without counters the first token is 0.
+/// `squares [tokens of all items, kv_heads]`, unless null, are the rows' as stored. Enqueued;
+/// inputs must stay valid until the stream has passed it.
 void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
                std::byte* packed, RowSquares* squares = nullptr);
 
@@ -95,11 +120,20 @@ void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch
                  StepFlags* flags);
 
 /// Converts queries to fp32: `out [rows, query_heads, head_dim]`. Row r of the batch is token
-/// `token_index[r]` of `queries[r]`. Counts rows with NaN or infinity.
+/// `token_index[r]` of `queries[r]`. Counts rows with NaN or infinity, and says where the first is.
 struct QueryItem {
   TokenTensor query;
   std::int32_t token = 0;
+  std::int32_t lag = 0;  ///< Newer tokens of the sequence, as in `QueryRow`.
   StepFlags* flags = nullptr;
+  const SequenceCounters* counters = nullptr;  ///< Null: `token` counts as the place.
+  int layer = 0;
+
+  /// Where the query is, once what was enqueued before it is done.
+  KVTIER_HOST_DEVICE NonfinitePlace place() const {
+    const std::int64_t at = counters == nullptr ? token : counters->length - lag - 1;
+    return {.token = at < 0 ? 0 : at, .layer = layer, .in_query = true};
+  }
 };
 using QueryItems = Batch<QueryItem>;
 /// Throws `kInvalidArgument` when queries cannot be what `pack_queries` takes.

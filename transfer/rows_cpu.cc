@@ -41,6 +41,8 @@ RowSquares squares_of(const KvGeometry& geometry, const std::uint16_t* row) {
 void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* packed,
                RowSquares* squares) {
   const std::int64_t row_bytes = geometry.row_bytes();
+  const SequenceCounters* counters = item.sequence.counters;
+  const std::int64_t length = counters == nullptr ? 0 : counters->length;
   const auto body = [&](std::int64_t begin, std::int64_t end) {
     std::int64_t nonfinite = 0;
     for (std::int64_t token = begin; token < end; ++token) {
@@ -54,7 +56,9 @@ void pack_item(const KvGeometry& geometry, const AppendItem& item, std::byte* pa
             cpu::convert_to_storage(element(item.values, token, head), item.values.dtype,
                                     row + geometry.head_dim, geometry.dtype, geometry.head_dim);
         const bool bad = bad_key || bad_value;
-        if (bad) ++nonfinite;
+        if (bad && ++nonfinite == 1) {
+          cpu::note_place(item.flags, {.token = length + token, .layer = item.layer});
+        }
         if (squares == nullptr) continue;
         constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
         squares[index] = bad ? RowSquares{kNan, kNan} : squares_of(geometry, row);
@@ -128,6 +132,14 @@ void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n) 
       .fetch_add(static_cast<std::uint64_t>(n), std::memory_order_relaxed);
 }
 
+void note_place(StepFlags* flags, const NonfinitePlace& place) {
+  if (flags == nullptr) return;
+  const std::atomic_ref<std::uint64_t> first(flags->first_nonfinite);
+  std::uint64_t found = first.load(std::memory_order_relaxed);
+  while (place.key() < found && !first.compare_exchange_weak(found, place.key())) {
+  }
+}
+
 void pack_rows(const KvGeometry& geometry, const AppendBatch& batch, std::byte* packed,
                RowSquares* squares) {
   for (int i = 0; i < batch.count; ++i) pack_item(geometry, batch[i], packed, squares);
@@ -197,7 +209,9 @@ void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* ou
       const void* from = element(item.query, item.token, head);
       bad |= cpu::convert_to_float(from, item.query.dtype, to, geometry.head_dim);
     }
-    count(item.flags, &StepFlags::nonfinite_queries, bad ? 1 : 0);
+    if (!bad) continue;
+    note_place(item.flags, item.place());
+    count(item.flags, &StepFlags::nonfinite_queries, 1);
   }
 }
 

@@ -41,12 +41,17 @@ __global__ void __launch_bounds__(kThreads)
                      const __grid_constant__ AppendBatch batch, std::byte* packed,
                      RowSquares* squares) {
   __shared__ unsigned block_nonfinite;
-  if (threadIdx.x == 0) block_nonfinite = 0;
-  __syncthreads();  // block_nonfinite is zero before any warp adds to it
+  __shared__ unsigned block_first;  // the least token among them
+  if (threadIdx.x == 0) {
+    block_nonfinite = 0;
+    block_first = ~0U;
+  }
+  __syncthreads();  // both are set before any warp adds to them
 
   const AppendItem& item = batch[static_cast<int>(blockIdx.y)];
   const std::int64_t pairs = std::int64_t{item.tokens} * geometry.kv_heads;
   unsigned count = 0;
+  unsigned first = ~0U;
   for (std::int64_t pair = std::int64_t{blockIdx.x} * kWarps + warp_id(); pair < pairs;
        pair += std::int64_t{gridDim.x} * kWarps) {
     const std::int64_t token = pair / geometry.kv_heads;
@@ -69,16 +74,22 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     bad = __any_sync(kFullMask, bad) != 0;
-    if (bad) ++count;
+    if (bad && count++ == 0) first = static_cast<unsigned>(token);
     if (squares == nullptr) continue;
     mine = {warp_sum(mine.key), warp_sum(mine.value)};
     const float nan = __int_as_float(0x7FC00000);
     if (lane_id() == 0) squares[index] = bad ? RowSquares{nan, nan} : mine;
   }
-  if (lane_id() == 0 && count != 0) atomicAdd(&block_nonfinite, count);
+  if (lane_id() == 0 && count != 0) {
+    atomicAdd(&block_nonfinite, count);
+    atomicMin(&block_first, first);
+  }
   __syncthreads();  // all warps have added
-  if (threadIdx.x == 0 && item.flags != nullptr) {
-    cuda::raise(&item.flags->nonfinite_tokens, block_nonfinite);
+  if (threadIdx.x == 0 && block_nonfinite != 0 && item.flags != nullptr) {
+    const SequenceCounters* counters = item.sequence.counters;
+    const std::int64_t length = counters == nullptr ? 0 : counters->length;
+    cuda::raise_nonfinite(*item.flags, &StepFlags::nonfinite_tokens, block_nonfinite,
+                          {.token = length + block_first, .layer = item.layer});
   }
 }
 
@@ -298,9 +309,7 @@ __global__ void __launch_bounds__(kQueryThreads)
     row[2 * i + 1] = {x[4], x[5], x[6], x[7]};
   }
   nonfinite = __syncthreads_or(nonfinite);
-  if (threadIdx.x == 0 && nonfinite != 0 && item.flags != nullptr) {
-    cuda::raise(&item.flags->nonfinite_queries, 1);
-  }
+  if (threadIdx.x == 0 && nonfinite != 0) cuda::raise_nonfinite(item);
 }
 
 /// Grid of the append kernels: a warp per (token, KV head) of the longest item, bounded.

@@ -18,6 +18,8 @@ void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::i
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out);
 /// Adds to a counter of a step, where there is one.
 void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n);
+/// Lets `first_nonfinite` be this place if it is the least.
+void note_place(StepFlags* flags, const NonfinitePlace& place);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t

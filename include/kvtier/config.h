@@ -288,8 +288,10 @@ struct Config {
   std::vector<SketchConfig> extra_sketches{};
   Backend backend = Backend::kAuto;
   /// Host tensors with NaN or infinity are rejected before anything changes; device tensors raise a
-  /// flag, and the next call on that session throws. When false, tokens with such keys or values
-  /// score lowest and are counted in `Stats`.
+  /// flag, and the next call on that session throws, with the layer and the token of the first.
+  /// Finite tensors whose results are not finite are rejected where `out` is a host tensor: the
+  /// call throws with the layer and the token, and an append of it is taken back. When false,
+  /// tokens with such keys or values score lowest and are counted in `Stats`.
   bool reject_nonfinite = true;
   /// Waits after each stage of calls without a stream, to fill `Stats::seconds`. Slower.
   bool time_stages = false;

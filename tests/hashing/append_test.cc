@@ -101,7 +101,8 @@ class AppendRowsTest : public transfer::RowsTest {
                   .values = values.view(inputs_.back().data()),
                   .tokens = piece.tokens,
                   .packed_offset = total,
-                  .flags = flags});
+                  .flags = flags,
+                  .layer = 5});
       for (std::size_t s = 0; s < targets.size(); ++s) {
         targets[s].blocks.push(piece.subject->tables[s].as<std::byte*>());
       }
@@ -121,6 +122,13 @@ class AppendRowsTest : public transfer::RowsTest {
     inputs_.push_back(allocate<transfer::RowSquares>(index(g.kv_heads * total)));
     append_rows(*stream_, g, batch, targets, {rows, inputs_.back().as<transfer::RowSquares>()},
                 pages_on_device_);
+  }
+
+  static void expect_place(const transfer::StepFlags& flags, std::int64_t token) {
+    const auto place = transfer::NonfinitePlace::of(flags.first_nonfinite);
+    EXPECT_EQ(place.token, token);
+    EXPECT_EQ(place.layer, 5);
+    EXPECT_FALSE(place.in_query);
   }
 
   // Compares rows, counters and the sketches of all tokens with the model.
@@ -376,7 +384,29 @@ TEST_P(AppendRowsTest, TakesPrompts) {
     expect_subject(g, sketches, a);
     expect_subject(g, sketches, b);
     EXPECT_EQ(flags->nonfinite_tokens, 4U);
+    expect_place(*flags, 5);  // of b, which was empty
     EXPECT_EQ(b.rows.expected.overflow, 2);
+  }
+}
+
+// A token of few, and of many, behind those that are there: appends have a kernel for each.
+TEST_P(AppendRowsTest, NamesTheFirstTokenThatIsNotFinite) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (const int tokens : {3, 700}) {
+    SCOPED_TRACE(tokens);
+    const KvGeometry g = transfer::geometry(2, 64, 16, 2, 4);
+    const auto sketches = one(make_sketch(g, 100));
+    Subject s = make_subject(g, sketches, 2000);
+    transfer::StepFlags* flags = make_flags();
+    append(g, sketches, {{&s, 37}}, DType::kBFloat16);
+
+    append(g, sketches, {{&s, tokens}}, DType::kBFloat16, 0, 0,
+           {{tokens - 1, 0, true, nan}, {1, 1, false, nan}}, flags);
+    append(g, sketches, {{&s, 1}}, DType::kBFloat16, 0, 0, {{0, 0, false, nan}}, flags);
+
+    expect_subject(g, sketches, s);
+    EXPECT_EQ(flags->nonfinite_tokens, 3U);
+    expect_place(*flags, 38);
   }
 }
 
@@ -400,6 +430,7 @@ TEST_P(AppendRowsTest, MarksAndCountsTokensThatAreNotFinite) {
 
     expect_subject(g, sketches, s);
     EXPECT_EQ(flags->nonfinite_tokens, 4U);
+    expect_place(*flags, 0);
     EXPECT_EQ(flags->nonfinite_queries, 0U);
   }
 }

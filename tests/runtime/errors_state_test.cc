@@ -246,6 +246,34 @@ TEST_P(StateErrorsTest, ElementsThatStorageCannotHoldAreRefused) {
   }
 }
 
+TEST_P(StateErrorsTest, FiniteTensorsWithOtherResultsNameLayerAndToken) {
+  // Equal weights: the first of three tokens sees one such value, the second a sum beyond fp32.
+  CallTensors call(model(), 3, 5, DType::kFloat32);
+  const auto fill = [](HostTensor& tensor, float x) {
+    for (std::size_t i = 0; i < tensor.values().size(); ++i) poke(tensor, DType::kFloat32, i, x);
+  };
+  fill(call.query, 0.0F);
+  fill(call.value, 3e38F);
+  const std::int64_t length = session_->length(1);
+  const auto expect_named = [&](std::int64_t token, const std::function<void()>& step) {
+    const std::vector<std::int64_t> lengths = all_lengths();
+    const std::optional<Error> error = error_of(step);
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::kInvalidArgument);
+    EXPECT_THAT(error->what(), ::testing::HasSubstr("layer 1: expected finite results, found NaN "
+                                                    "or infinity in out of token " +
+                                                    std::to_string(token)));
+    EXPECT_EQ(all_lengths(), lengths);
+  };
+  expect_named(length + 1, [&] { session_->decode(1, call.inputs(), call.outputs()); });
+  std::vector<BatchItem> items = {{&*session_, call.inputs(), call.outputs(), {}}};
+  expect_named(length + 1, [&] { engine_->decode(1, items); });
+  session_->append(1, call.key.view(), call.value.view());
+  expect_named(length + 1, [&] { session_->attend(1, call.attend_inputs(), call.outputs()); });
+  session_->truncate(length, {}, 1);
+  expect_like_twin();
+}
+
 TEST_P(StateErrorsTest, AcceptedNonfiniteTokensAreCountedAndScoreLowest) {
   Config config = this->config();
   config.reject_nonfinite = false;

@@ -411,6 +411,10 @@ TEST_F(GraphTest, NonfiniteDeviceTensorsFailTheNextCall) {
     EXPECT_THAT(error->what(), ::testing::HasSubstr("an earlier call"));
     EXPECT_THAT(error->what(), ::testing::HasSubstr(name == "query" ? "1 query tokens"
                                                                     : "1 (token, KV head) pairs"));
+    // Element 70 of the first of three tokens.
+    const std::string place = name == "query" ? "the query" : "keys or values";
+    EXPECT_THAT(error->what(), ::testing::HasSubstr("the first in " + place + " of token " +
+                                                    std::to_string(length) + " of layer 0"));
     session_->truncate(length, stream_->ref());
     expect_like_twin(10);  // said once, and forgotten with the token
   }

@@ -21,6 +21,7 @@ class GivenQueriesTest : public SelectorTest {
     Selected selected;
     std::vector<float> queries;
     std::uint64_t nonfinite = 0;
+    transfer::NonfinitePlace place;  ///< Of the first, if any.
   };
 
   void SetUp() override {
@@ -60,7 +61,10 @@ class GivenQueriesTest : public SelectorTest {
                                   .token_stride = row_values,
                                   .head_stride = kHeadDim},
                         .token = static_cast<std::int32_t>(row),
-                        .flags = request.flags});
+                        .lag = problem.rows[row].lag,
+                        .flags = request.flags,
+                        .counters = request.sequences[problem.rows[row].sequence].counters,
+                        .layer = 6});
     }
     return input;
   }
@@ -84,7 +88,8 @@ class GivenQueriesTest : public SelectorTest {
     const transfer::SelectionView view = selector.select(*stream_, request);
     return {download_selection(problem, request, selector, view, problem.kv_heads,
                                problem.config.top_k, false),
-            download<float>(packed.data(), values), request.flags->nonfinite_queries};
+            download<float>(packed.data(), values), request.flags->nonfinite_queries,
+            transfer::NonfinitePlace::of(request.flags->first_nonfinite)};
   }
 
   /// Of fp32 queries in device memory. With scores: the way that takes tables.
@@ -157,7 +162,7 @@ TEST_P(GivenQueriesTest, AreReadForSoftCollisions) {
   }
 }
 
-TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnce) {
+TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
   const TokenSet set = random_tokens(6, 2, 3000, signs_);
   Problem problem = make_problem({&set, &set}, 2, 4);
   problem.queries[7] = std::numeric_limits<float>::quiet_NaN();
@@ -168,6 +173,9 @@ TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnce) {
     const Step found = run_given(problem, false);
 
     EXPECT_EQ(found.nonfinite, 1U);
+    EXPECT_EQ(found.place.token, 2999 - problem.rows[0].lag);
+    EXPECT_EQ(found.place.layer, 6);
+    EXPECT_TRUE(found.place.in_query);
     EXPECT_TRUE(std::isnan(found.queries[7]));
   }
 }

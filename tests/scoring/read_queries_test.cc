@@ -46,8 +46,15 @@ class ReadQueriesTest : public transfer::RowsTest {
                      .items = {},
                      .after_append = shape.after_append};
     input.kv.query_heads = shape.query_heads;
+    kept_.push_back(upload(std::vector<transfer::SequenceCounters>{{.length = 1000}}));
+    const auto* counters = kept_.back().as<transfer::SequenceCounters>();
     for (int row = shape.rows - 1; row >= 0; --row) {
-      input.items.push({.query = tensor.view(kept_.back().data()), .token = row, .flags = flags});
+      input.items.push({.query = tensor.view(kept_[kept_.size() - 2].data()),
+                        .token = row,
+                        .lag = shape.rows - row,
+                        .flags = flags,
+                        .counters = counters,
+                        .layer = 2});
     }
     return input;
   }
@@ -168,7 +175,7 @@ TEST_P(ReadQueriesTest, TakesEveryBatch) {
   }
 }
 
-TEST_P(ReadQueriesTest, CountsNonfiniteRowsOnce) {
+TEST_P(ReadQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
   const hashing::Planes planes = make_planes(64, 64);
   const ScoreParams params = score_params(norm_aware(64, 4), 64, 0.1F);
   for (const double value :
@@ -180,6 +187,10 @@ TEST_P(ReadQueriesTest, CountsNonfiniteRowsOnce) {
     const Read found = read(params, planes, input, true);
 
     EXPECT_EQ(flags->nonfinite_queries, 1U);
+    const auto place = transfer::NonfinitePlace::of(flags->first_nonfinite);
+    EXPECT_EQ(place.token, 994);
+    EXPECT_EQ(place.layer, 2);
+    EXPECT_TRUE(place.in_query);
     EXPECT_EQ(flags->nonfinite_tokens, 0U);
     EXPECT_FALSE(std::isfinite(found.queries.back()));
     const std::vector<float> first(found.entries.begin(), found.entries.begin() + 64);

@@ -247,7 +247,8 @@ struct Poison {
 
 class RowsNonfiniteTest : public RowsTest {
  protected:
-  /// Packs 70 tokens of 3 heads of which some elements are poisoned; returns the pairs counted.
+  /// Packs 70 tokens of 3 heads of which some elements are poisoned; returns the pairs counted, and
+  /// checks the place of the first.
   std::uint64_t count_nonfinite(DType input, DType storage, const std::vector<Poison>& poisons) {
     const KvGeometry g = geometry(3, 96, 16, 0, 0, storage);
     HostTensor keys = random_tensor(random_, input, 70, 3, 96, 5, 0);
@@ -259,12 +260,14 @@ class RowsNonfiniteTest : public RowsTest {
     const Buffer value_data = upload(values.bytes);
     const Buffer packed = allocate<std::uint16_t>(70 * 3 * 192);
     StepFlags* const flags = make_flags();
+    const Buffer counters = upload(std::vector<SequenceCounters>{{.length = 1000}});
     AppendBatch batch;
-    batch.push({.sequence = {},
+    batch.push({.sequence = {.counters = counters.as<SequenceCounters>()},
                 .keys = keys.view(key_data.data()),
                 .values = values.view(value_data.data()),
                 .tokens = 70,
-                .flags = flags});
+                .flags = flags,
+                .layer = 7});
 
     const Buffer squares = allocate<RowSquares>(70 * 3);
     pack_rows(*stream_, g, batch, packed.data(), squares.as<RowSquares>());
@@ -290,6 +293,16 @@ class RowsNonfiniteTest : public RowsTest {
     }
     EXPECT_EQ(flags->rows_selected, 0U);
     EXPECT_EQ(flags->nonfinite_queries, 0U);
+    if (flags->nonfinite_tokens > 0) {
+      const auto by_token = [](const Poison& a, const Poison& b) { return a.token < b.token; };
+      const Poison& least = *std::min_element(poisons.begin(), poisons.end(), by_token);
+      const auto place = NonfinitePlace::of(flags->first_nonfinite);
+      EXPECT_EQ(place.token, 1000 + least.token);
+      EXPECT_EQ(place.layer, 7);
+      EXPECT_FALSE(place.in_query);
+    } else {
+      EXPECT_EQ(flags->first_nonfinite, NonfinitePlace::kNone);
+    }
     return flags->nonfinite_tokens;
   }
 };
@@ -298,18 +311,20 @@ KVTIER_INSTANTIATE_BACKENDS(RowsNonfiniteTest);
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-TEST_P(RowsNonfiniteTest, CountsEachPairOnce) {
+TEST_P(RowsNonfiniteTest, CountsEachPairOnceAndNamesTheFirst) {
   const std::vector<Poison> poisons = {
       {0, 0, false, 0, kNan},       {0, 0, false, 95, kNan},  // one pair, twice in K
       {0, 0, true, 17, kInfinity},                            // and in V
       {0, 1, true, 95, -kInfinity},                           // another head
       {31, 2, false, 63, kNan},     {69, 2, true, 0, kNan},   // other tokens
   };
+  const std::vector<Poison> late = {{69, 0, true, 1, kNan}, {33, 2, false, 95, kInfinity}};
   for (const DType input : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     for (const DType storage : {DType::kBFloat16, DType::kFloat16}) {
       SCOPED_TRACE(std::string(dtype_name(input)) + " to " + std::string(dtype_name(storage)));
       EXPECT_EQ(count_nonfinite(input, storage, {}), 0U);
       EXPECT_EQ(count_nonfinite(input, storage, poisons), 4U);
+      EXPECT_EQ(count_nonfinite(input, storage, late), 2U);
     }
   }
 }

@@ -48,7 +48,7 @@ TEST_P(PackQueriesTest, ConvertsRowsOfSeveralTensors) {
   }
 }
 
-TEST_P(PackQueriesTest, CountsNonfiniteRowsOnce) {
+TEST_P(PackQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
   const KvGeometry g = geometry(2, 64, 16, 0, 0);
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     SCOPED_TRACE(dtype_name(dtype));
@@ -58,16 +58,26 @@ TEST_P(PackQueriesTest, CountsNonfiniteRowsOnce) {
     queries.set(63, 3, 63, -kInfinity);
     const Buffer data = upload(queries.bytes);
     StepFlags* const flags = make_flags();
+    const Buffer counters = upload(std::vector<SequenceCounters>{{.length = 1000}});
     QueryItems items;
-    for (int token = 0; token < 64; ++token) {
-      items.push({.query = queries.view(data.data()), .token = token, .flags = flags});
+    for (int token = 63; token >= 0; --token) {
+      items.push({.query = queries.view(data.data()),
+                  .token = token,
+                  .lag = 70 - token,
+                  .flags = flags,
+                  .counters = counters.as<SequenceCounters>(),
+                  .layer = 3});
     }
     const Buffer out = allocate<float>(64 * 4 * 64);
 
     pack_queries(*stream_, g, items, out.as<float>());
 
-    EXPECT_TRUE(std::isnan(download<float>(out.data(), 1)[0]));
+    EXPECT_TRUE(std::isnan(download<float>(out.data(), 64 * 256)[63 * 256]));
     EXPECT_EQ(flags->nonfinite_queries, 2U);
+    const auto place = NonfinitePlace::of(flags->first_nonfinite);
+    EXPECT_EQ(place.token, 1000 - 70 - 1);
+    EXPECT_EQ(place.layer, 3);
+    EXPECT_TRUE(place.in_query);
     EXPECT_EQ(flags->nonfinite_tokens, 0U);
   }
 }

@@ -204,6 +204,25 @@ TEST_F(CoreAttentionTest, StepRepeatedWithOtherTensorsIsRefused) {
   EXPECT_THAT(lengths(name_), ElementsAre(51, 50));
 }
 
+TEST_F(CoreAttentionTest, ResultsThatAreNotFiniteNameLayerAndToken) {
+  fill(50);
+  v1::DecodeRequest request = decode_request(name_, 1, 1, 7);
+  ASSERT_EQ(request.value().dtype(), v1::DATA_TYPE_FLOAT32);
+  request.mutable_query()->mutable_data()->assign(request.query().data().size(), '\0');
+  std::string& values = *request.mutable_value()->mutable_data();
+  for (std::size_t i = 0; i < values.size(); i += 4) values.replace(i, 4, "\xE6\xB1\x61\x7F");
+  v1::DecodeResponse response;
+  ASSERT_EQ(decode(request, response).reason(), "OK") << "one value of 3e38";
+  request.set_step(2);
+
+  const Ending ending = decode(request, response);
+
+  EXPECT_EQ(ending.reason(), "INVALID_ARGUMENT");
+  EXPECT_THAT(ending.error->what(), HasSubstr("layer 1: expected finite results"));
+  EXPECT_THAT(ending.error->what(), HasSubstr("token 51"));
+  EXPECT_THAT(lengths(name_), ElementsAre(50, 51));
+}
+
 TEST_F(CoreAttentionTest, PositionGuardsAgainstStoringTwice) {
   v1::AppendRequest request = append_request(0, 4, 1);
   request.set_position(0);
