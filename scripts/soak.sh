@@ -7,7 +7,7 @@
 #   scripts/soak.sh hostile [--small] [--json FILE] [CASE...]
 #
 # Cases: kills, sessions, slow_readers, terms; all of them, the attacks and the tests, when none is named. "hostile": the
-# attacks alone, which are frames, calls, kills, tiers, descriptors, headers, replies, resets, indexed, together.
+# attacks alone, which are frames, calls, kills, tiers, descriptors, headers, replies, together.
 # --json writes the figures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

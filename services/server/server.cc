@@ -14,10 +14,12 @@
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
 #include "services/server/grpc_threads.h"
+#include "services/server/http2_limits.h"
 #include "services/server/listener.h"
 #include "services/server/open_calls.h"
 #include "services/server/status.h"
 #include "services/server/tls_credentials.h"
+#include "services/server/watched_sockets.h"
 
 #include <google/protobuf/stubs/logging.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -32,6 +34,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <thread>
+#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
@@ -42,7 +45,6 @@ using Services = std::vector<std::unique_ptr<grpc::Service>>;
 /// be in flight, within these bounds. Beyond, it ends calls and connections.
 constexpr std::int64_t kLeastGrpcMemory = std::int64_t{64} << 20;
 constexpr std::int64_t kMostGrpcMemory = std::int64_t{512} << 20;
-constexpr int kMaxStreams = 128;
 constexpr int kMaxMetadataBytes = 8 << 10;
 constexpr int kHandshakeMilliseconds = 5'000;
 constexpr int kLookaheadBytes = 1 << 20;
@@ -69,7 +71,7 @@ void set_limits(grpc::ServerBuilder& builder, const ServerOptions& options,
   builder.SetResourceQuota(quota);
   // A cache's bytes do not compress, and their compressed size would say something of them.
   builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreams);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, Http2Limits::kMaxStreams);
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
   // Windows that grow with the measured bandwidth would take megabytes per stream.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
@@ -284,6 +286,13 @@ class Server::Impl {
     families.gauge("kvtier_tls_client_crl_next_update_timestamp_seconds",
                    "When the first revocation list ends, since 1970; 0 without one.",
                    static_cast<double>(core_.tenants().revocations_end()));
+    const WatchedCounts watched = watched_counts();
+    for (const auto& [reason, count] :
+         {std::pair("headers", watched.headers), std::pair("resets", watched.resets)}) {
+      families.counter("kvtier_http2_connections_ended_total",
+                       "Connections of gRPC that sent too many headers or resets.",
+                       static_cast<double>(count), {{"reason", reason}});
+    }
     for (const auto& [result, count] :
          {std::pair("ok", reloads_.load()), std::pair("refused", reloads_refused_.load())}) {
       families.counter("kvtier_tls_reloads_total", "Certificates and revocation lists read anew.",
@@ -315,12 +324,18 @@ class Server::Impl {
     builder.experimental().SetInterceptorCreators(make_rpc_counters(metrics_->rpc(), calls_));
     bound = endpoints;
     for (Endpoint& endpoint : bound) {
+      const bool plain = endpoint.is_unix || !credentials_;
       acceptors_.push_back(builder.experimental().AddExternalConnectionAcceptor(
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-          endpoint.is_unix || !credentials_ ? grpc::InsecureServerCredentials() : credentials_));
+          plain ? grpc::InsecureServerCredentials() : credentials_));
       listener_.add(
           endpoint, options_.bound.get(),
-          [acceptor = acceptors_.back().get()](int fd) {
+          [acceptor = acceptors_.back().get(), plain](int fd) {
+            if (!takes_connections()) {
+              ::close(fd);
+              return;
+            }
+            if (plain) watch_socket(fd);
             grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
             connection.fd = fd;
             acceptor->HandleNewConnection(&connection);

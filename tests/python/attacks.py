@@ -23,9 +23,7 @@ CASES: dict[str, Case] = {
     "descriptors": (flood_attack.run_descriptors, 100_000, 2_000),
     "headers": (flood_attack.run_headers, 48, 2),
     "replies": (flood_attack.run_replies, 1_200, 60),
-    "resets": (flood_attack.run_resets, 16, 1),
-    "indexed": (flood_attack.run_indexed, 48, 1),
-    "together": (flood_attack.run_together, 32, 4),
+    "together": (flood_attack.run_together, 32, 8),
 }
 
 if __name__ == "__main__":

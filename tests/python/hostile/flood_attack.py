@@ -1,4 +1,4 @@
-"""Floods: descriptors that nobody asked for, headers without end, bodies that do not come, replies that stay unread."""
+"""Floods: descriptors that no call asks for, headers without end, bodies that do not come, replies that stay unread."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ from server import bfloat_bits
 
 MOST_OF_A_MESSAGE = 253  # descriptors, SCM_MAX_FD
 BOUND_MIB = 192  # anonymous memory at most over its base, with 64 MiB in flight
-KEPT_MIB = 64
-TRIMMED_SECONDS = 90.0  # a server gives free memory back every minute
 POLLERS = 16  # descriptors that gRPC makes for its threads when they are busy, and keeps
+PAUSE_SECONDS = 0.001
+MOST_SECONDS = 60.0  # of a flood
+OLD_SECONDS = 0.11  # after which the reset of a stream is one of many
+MOST_STREAMS = 128  # open at once on a connection
+MOST_RESETS = 250  # of young streams that a connection may send at once
 HOLD_SECONDS = 1.0  # how long what was sent stays unfinished, or unread
 LIMITS = ("--max-inflight-mib", "64")
 TENANT_MIB = 48  # in flight, so that others have room beside a tenant that takes all it may
@@ -101,17 +104,19 @@ def run_descriptors(count: int) -> Figures:
                         lambda: descriptors(target.running) <= base + POLLERS,
                         "descriptors are closed",
                     )
-            _check_peak(beside.figures)
+            _check_peak("descriptors", beside.figures)
             figures["own" if own else "grpc"] = {**counts, **beside.figures}
     return figures
 
 
-def _check_peak(figures: Figures) -> None:
+def _check_peak(name: str, figures: Figures) -> None:
     memory = figures["anonymous_mib"]
-    demand(memory["peak"] <= memory["base"] + BOUND_MIB, f"memory is bounded, found {memory} MiB")
+    demand(
+        memory["peak"] <= memory["base"] + BOUND_MIB, f"{name}: memory is bounded, found {memory} MiB"
+    )
 
 
-#: Sends MiB on a connection.
+#: Sends MiB on a connection, or what the server takes of them.
 Form = Callable[[Raw, int], None]
 
 
@@ -137,24 +142,60 @@ def _empty(raw: Raw, count: int) -> None:
     _continued(raw, http2.literal(b"a", b"b"), b"", count)
 
 
+def _large(raw: Raw, count: int) -> None:
+    """Blocks of headers that end, each as large as may be, of a field for each byte."""
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+    first = http2.literal(b"a", b"b", indexed=True)
+    stream = 1
+    while raw.sent < count << 20:
+        data = http2.frame(HEADERS, END_STREAM, stream, first + b"\xbe" * (MAX_FRAME - 8))
+        data += http2.frame(CONTINUATION, END_HEADERS, stream, b"\xbe" * (MAX_FRAME - 8))
+        if not raw.send(data):
+            break
+        raw.drain()
+        stream += 2
+
+
+def _opened(stream: int) -> bytes:
+    fields = http2.request_headers("/kvtier.v1.SessionService/ListSessions", BUSY)
+    return http2.frame(HEADERS, END_HEADERS | END_STREAM, stream, fields)
+
+
+def _reset(stream: int) -> bytes:
+    return http2.frame(http2.RST_STREAM, 0, stream, bytes([0, 0, 0, 8]))
+
+
 def _resets(raw: Raw, count: int) -> None:
     """Streams that are reset as soon as they are open."""
     raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
-    fields = http2.request_headers("/kvtier.v1.SessionService/ListSessions", BUSY)
     stream = 1
     while raw.sent < count << 20:
-        data = b""
-        for _ in range(100):
-            data += http2.frame(HEADERS, END_HEADERS | END_STREAM, stream, fields)
-            data += http2.frame(http2.RST_STREAM, 0, stream, bytes([0, 0, 0, 8]))
-            stream += 2
-        if not raw.send(data):
+        streams = range(stream, stream + 200, 2)
+        if not raw.send(b"".join(_opened(i) + _reset(i) for i in streams)):
             break
+        raw.drain()
+        stream += 200
+
+
+def _abandoned(raw: Raw, count: int) -> None:
+    """As many streams as may be open, on a connection that ends at once."""
+    streams = range(1, 2 * MOST_STREAMS, 2)
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"") + b"".join(map(_opened, streams)))
+
+
+def _late_resets(raw: Raw, count: int) -> None:
+    """Streams that are reset when the server takes them for old, `count` times."""
+    raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+    for round in range(count):
+        streams = range(1 + 200 * round, 1 + 200 * (round + 1), 2)
+        raw.send(b"".join(map(_opened, streams)))
+        time.sleep(OLD_SECONDS)
+        raw.send(b"".join(map(_reset, streams)))
         raw.drain()
 
 
 def _pings(raw: Raw, count: int) -> None:
-    """PINGs and SETTINGS whose answers nobody reads, as long as the server reads."""
+    """PINGs and SETTINGS whose answers are not read, as long as the server reads."""
     raw.socket.settimeout(1.0)
     raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
     many = (http2.frame(http2.PING, 0, 0, bytes(8)) + http2.frame(http2.SETTINGS, 0, 0, b"")) * 1000
@@ -162,15 +203,35 @@ def _pings(raw: Raw, count: int) -> None:
         pass
 
 
-_FORMS: tuple[Form, ...] = (_distinct, _empty, _pings)
+_FORMS: tuple[Form, ...] = (
+    _indexed,
+    _distinct,
+    _empty,
+    _large,
+    _resets,
+    _abandoned,
+    _late_resets,
+    _pings,
+)
 
 
 def send_headers(form: Form, address: str, seed: int, count: int) -> dict[str, int]:
-    """Sends `count` MiB of a form on a connection, or what the server takes of it."""
-    raw = Raw(address)
-    form(raw, count)
-    raw.close()
-    return {"kib_sent": raw.sent >> 10}
+    """Sends `count` MiB of a form, each on as many connections as the server ends."""
+    sent = connections = 0
+    end = time.monotonic() + MOST_SECONDS
+    while sent < count << 20 and time.monotonic() < end:
+        try:
+            raw = Raw(address)
+        except BlockingIOError:  # connections that the server has not taken yet
+            time.sleep(PAUSE_SECONDS)
+            continue
+        form(raw, count)
+        raw.close()
+        sent += raw.sent
+        connections += 1
+        if form in (_late_resets, _pings):
+            break  # the server ends none, or does not read on
+    return {"kib_sent": sent >> 10, "connections": connections}
 
 
 def send_bodies(address: str, seed: int, count: int) -> dict[str, int]:
@@ -201,49 +262,35 @@ def run_headers(count: int) -> Figures:
     for name, attack in (*attacks.items(), ("bodies", send_bodies)):
         with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
             counts = in_processes(attack, target.address, count, processes=1)
-        _check_peak(beside.figures)
+        _check_peak(name, beside.figures)
         figures[name] = {**counts, **beside.figures}
     return figures
 
 
 def send_together(address: str, seed: int, count: int) -> dict[str, int]:
-    """Sends 1 MiB of headers without end on each of `count` connections, all open at once."""
+    """Sends on `count` connections, all open at once, blocks of headers that do not end and are as
+    large as may be, then streams that are reset as soon as they are open, as many as may be."""
     raws = [Raw(address) for _ in range(count)]
-    for raw in raws:
-        _indexed(raw, 1)
+    first = http2.literal(b"a", b"b", indexed=True)
+    for i, raw in enumerate(raws):
+        raw.send(PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+        if i % 2 == 0:
+            raw.send(b"".join(_opened(s) + _reset(s) for s in range(1, 2 * MOST_RESETS, 2)))
+        stream = 2 * MOST_RESETS + 1
+        raw.send(http2.frame(HEADERS, 0, stream, first + b"\xbe" * (MAX_FRAME - 8)))
+        raw.send(http2.frame(CONTINUATION, 0, stream, b"\xbe" * (MAX_FRAME - 8)))
+    time.sleep(HOLD_SECONDS)
     for raw in raws:
         raw.close()
     return {"kib_sent": sum(raw.sent for raw in raws) >> 10}
 
 
-def run_unbounded(attack: Attack, count: int) -> Figures:
-    """What gRPC 1.51 has no bound for (docs/faults.md, section 10): memory is reported, not demanded."""
-    with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
-        counts = in_processes(attack, target.address, count, processes=1)
-        with contextlib.suppress(AssertionError):  # what is left then is reported
-            await_true(
-                lambda: memory_mib(target.running, "RssAnon") < KEPT_MIB,
-                "the allocator gives memory back",
-                patience=TRIMMED_SECONDS,
-            )
-    memory = beside.figures["anonymous_mib"]
-    within = memory["peak"] <= memory["base"] + BOUND_MIB
-    return {**counts, f"within_{BOUND_MIB}_mib": within, **beside.figures}
-
-
-def run_resets(count: int) -> Figures:
-    """Streams that are reset as soon as they are open."""
-    return run_unbounded(functools.partial(send_headers, _resets), count)
-
-
-def run_indexed(count: int) -> Figures:
-    """Headers without end, of a byte each."""
-    return run_unbounded(functools.partial(send_headers, _indexed), count)
-
-
 def run_together(count: int) -> Figures:
-    """Headers without end on many connections."""
-    return run_unbounded(send_together, count)
+    """What a connection may send of headers and resets, on many connections."""
+    with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
+        counts = in_processes(send_together, target.address, count, processes=1)
+    _check_peak("together", beside.figures)
+    return {**counts, **beside.figures}
 
 
 def leave_replies(address: str, seed: int, count: int) -> dict[str, int]:
@@ -276,5 +323,5 @@ def run_replies(count: int) -> Figures:
     """Replies that nobody reads, beside a tenant that decodes."""
     with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
         counts = in_processes(leave_replies, target.address, count)
-    _check_peak(beside.figures)
+    _check_peak("replies", beside.figures)
     return {**counts, **beside.figures}

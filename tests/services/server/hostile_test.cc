@@ -1,6 +1,7 @@
 #include "kvtier/v1/shared_memory.pb.h"
 #include "kvtier/v1/transfer.pb.h"
 
+#include "services/server/watched_sockets.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 
@@ -305,6 +306,34 @@ TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
     ::close(fd);
   }
   SCOPED_TRACE(seed);
+  expect_alive();
+}
+
+// gRPC would keep memory for all of it, before there is a call.
+TEST_F(HostileTest, HeadersWithoutEndAndResetsEndTheirConnection) {
+  start();
+  const WatchedCounts before = watched_counts();
+  const int headers = connect();
+  std::string bytes = http2_greeting() + frame(1, 0, 1, "\x82");
+  int sent = 0;  // pieces of 16 KiB
+  while (sent < 2048 && ::send(headers, bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0) {
+    bytes = frame(9, 0, 1, std::string(1 << 14, '\x82'));
+    ++sent;
+  }
+  ::close(headers);
+  EXPECT_LT(sent, 2048);
+  EXPECT_EQ(watched_counts().headers, before.headers + 1);
+
+  const int resets = connect();
+  bytes = http2_greeting();
+  for (std::uint32_t stream = 1; stream < 4000; stream += 2) {
+    bytes += frame(1, 5, stream, "\x83\x86\x84\x41\x01x") + frame(3, 0, stream, "\x08\x08\x08\x08");
+  }
+  (void)::send(resets, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  while (::recv(resets, bytes.data(), bytes.size(), 0) > 0) {  // until the server ends it
+  }
+  ::close(resets);
+  EXPECT_EQ(watched_counts().resets, before.resets + 1);
   expect_alive();
 }
 

@@ -1,10 +1,15 @@
 #include "kvtier/client.h"
 
 #include "services/metrics/server_metrics.h"
+#include "services/server/watched_sockets.h"
 #include "tests/services/server/certificates.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/ssl.hpp>
+#include <boost/asio/write.hpp>
 #include <gmock/gmock.h>
 
 namespace kvtier::services::testing {
@@ -62,6 +67,48 @@ TEST_F(TlsTest, CertificatesNameTheirTenants) {
   EXPECT_EQ(open(client_options(authority_->issue("second.example"))), "OK");
   EXPECT_EQ(open(client_options(authority_->issue("third.example"))),
             "FAILED_PRECONDITION UNAUTHENTICATED");
+}
+
+// As of HostileTest.HeadersWithoutEndAndResetsEndTheirConnection, of a tenant.
+TEST_F(TlsTest, HeadersWithoutEndEndTheirConnection) {
+  namespace asio = boost::asio;
+  const Certificate own = authority_->issue("first.example");
+  asio::ssl::context context(asio::ssl::context::tls_client);
+  context.load_verify_file(authority_->certificate());
+  context.use_certificate_chain_file(own.certificate);
+  context.use_private_key_file(own.key, asio::ssl::context::pem);
+  asio::io_context io;
+  asio::ssl::stream<asio::ip::tcp::socket> stream(io, context);
+  const unsigned char protocols[] = "\x02h2";
+  ASSERT_EQ(SSL_set_alpn_protos(stream.native_handle(), protocols, 3), 0);
+  const auto port = static_cast<std::uint16_t>(server_->endpoints()[0].port);
+  stream.next_layer().connect({asio::ip::address_v4::loopback(), port});
+  stream.handshake(asio::ssl::stream_base::client);
+  const WatchedCounts before = watched_counts();
+
+  const auto frame = [](char type, const std::string& payload) {
+    const auto size = payload.size();
+    return std::string{static_cast<char>(size >> 16),
+                       static_cast<char>(size >> 8),
+                       static_cast<char>(size),
+                       type,
+                       0,
+                       0,
+                       0,
+                       0,
+                       type == 4 ? '\0' : '\1'} +
+           payload;
+  };
+  std::string sent = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, "") + frame(1, "\x82");
+  boost::system::error_code error;
+  for (int i = 0; i < 4096 && !error; ++i) {
+    asio::write(stream, asio::buffer(sent), error);
+    sent = frame(9, std::string(1 << 13, '\x82'));
+  }
+
+  EXPECT_TRUE(error) << "32 MiB were taken";
+  EXPECT_EQ(watched_counts().headers, before.headers + 1);
+  EXPECT_EQ(open(client_options(own)), "OK");
 }
 
 TEST_F(TlsTest, StoredPrefixesStayWithTheirTenant) {
