@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -27,6 +28,8 @@ _MAX_CHANNELS = 4
 _ASK_AGAIN_AFTER = 5.0
 _MAX_DESCRIPTORS = 8
 _BUFFER_BYTES = 64 << 10
+# Without them whoever made the memory could make it smaller, and reading it would end the process.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _gone(what: str) -> ClientError:
@@ -177,6 +180,8 @@ class Channel:
             raise frames.FrameError("expected a descriptor per region")
         staging: NDArray[np.uint8] | None = None
         for (kind, size), descriptor in zip(regions, self._descriptors):
+            if size > 0 and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise frames.FrameError("expected memory whose size is sealed")
             if kind == frames.STAGING and size > 0:
                 staging = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
             elif kind == frames.READ_ARENA and size > 0:

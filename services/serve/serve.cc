@@ -5,6 +5,7 @@
 #include "services/console/log.h"
 #include "services/console/names.h"
 #include "services/pages/kept_arenas.h"
+#include "services/serve/secret_files.h"
 #include "services/serve/serving.h"
 #include "services/serve/supervisor.h"
 #include "services/server/server.h"
@@ -437,6 +438,10 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
   raise_descriptor_limit();
   std::signal(SIGPIPE, SIG_IGN);
   ServerOptions options = server_options(command);
+  warn_of_open_secrets({{"tls-key", command.tls_key},
+                        {"redis-password-file", command.remote.redis_password_file},
+                        {"remote-key-file", command.remote.key_file}},
+                       log);
   ServingOptions serving{.drain = milliseconds(command.drain_seconds),
                          .has_tls = !command.tls_certificate.empty()};
   if (!command.tenants_file.empty()) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -23,6 +24,7 @@ from server import ServerTest
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 RETRIEVAL = kvtier.RetrievalConfig(top_k=8, sink_tokens=4, recent_tokens=4)
 STAGING = 1 << 16
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def rows(tokens: int, heads: int, seed: int = 0) -> Any:
@@ -291,11 +293,12 @@ class HostileServerTest(unittest.TestCase):
         peer.recv(header.control_bytes, socket.MSG_WAITALL)
         return header
 
-    def attach(self, peer: socket.socket) -> None:
+    def attach(self, peer: socket.socket, seals: int = SEALS) -> None:
         header = self.request_of(peer)
         control = struct.pack("<IIIQ", 1, 1, frames.STAGING, STAGING)
-        region = os.memfd_create("staging")
+        region = os.memfd_create("staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(region, STAGING)
+        fcntl.fcntl(region, fcntl.F_ADD_SEALS, seals)
         head = frames.encode_header(frames.ATTACHED, header.request_id, control)
         socket.send_fds(peer, [head + control], [region])
         os.close(region)
@@ -314,6 +317,8 @@ class HostileServerTest(unittest.TestCase):
             (lambda peer: peer.sendall(frames.encode_header(9, 0, b"")), kvtier.ClientError),
             (lambda peer: peer.sendall(frames.encode_header(4, 0, b"")), kvtier.UnavailableError),
             (lambda peer: peer.sendall(self.attached_without_memory()), frames.FrameError),
+            (lambda peer: self.attach(peer, seals=0), frames.FrameError),
+            (lambda peer: self.attach(peer, seals=fcntl.F_SEAL_SHRINK), frames.FrameError),
         ]
         for answer, error in cases:
             self.serve(answer)

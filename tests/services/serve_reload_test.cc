@@ -1,4 +1,5 @@
 #include "tests/services/serve_fixture.h"
+#include "tests/services/server/certificates.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,6 +8,7 @@
 #include <array>
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <string>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -57,6 +59,22 @@ TEST_F(ServeTest, TellsTheServiceManagerWhenItServes) {
   ::close(fd);
   server->signal(SIGTERM);
   EXPECT_EQ(server->wait(), 0) << err();
+}
+
+TEST_F(ServeTest, WarnsOfSecretsThatOthersMayRead) {
+  namespace fs = std::filesystem;
+  const testing::Authority authority(folder_, "ca");
+  const testing::Certificate own = authority.issue("localhost");
+  for (const bool open : {true, false}) {
+    fs::permissions(own.key, open ? fs::perms(0644) : fs::perms(0640));
+    const auto server = serve({"--listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate,
+                               "--tls-key", own.key, "--tls-client-ca", authority.certificate()});
+    ASSERT_THAT(server->read_line(), HasSubstr("listening on tcp:127.0.0.1:")) << err();
+    const std::string warning = "tls-key: expected a file that others cannot read";
+    EXPECT_EQ(err().find(warning) != std::string::npos, open) << err();
+    server->signal(SIGTERM);
+    EXPECT_EQ(server->wait(), 0) << err();
+  }
 }
 
 TEST_F(ServeTest, PeersWriteNoLinesInItsLog) {
