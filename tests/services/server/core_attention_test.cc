@@ -177,6 +177,33 @@ TEST_F(CoreAttentionTest, AttendsOverIdsThatAreGiven) {
   EXPECT_EQ(given.out().data(), scored.out().data());
 }
 
+TEST_F(CoreAttentionTest, IdsThatNoTokenHasCountAsNone) {
+  fill(400);
+  v1::AttendRequest request;
+  request.set_session(name_);
+  *request.mutable_query() = random_tensor(1, kQueryHeads, 5);
+  const auto attend_to = [&](const std::vector<std::int32_t>& ids) {
+    v1::Tensor& selected = *request.mutable_selected();
+    selected.set_dtype(v1::DATA_TYPE_INT32);
+    selected.clear_shape();
+    for (const std::int64_t extent : {std::int64_t{1}, std::int64_t{kKvHeads}, std::int64_t{4}}) {
+      selected.add_shape(extent);
+    }
+    selected.clear_data();
+    for (int head = 0; head < kKvHeads; ++head) {
+      const auto bytes = std::as_bytes(std::span(ids));
+      selected.mutable_data()->append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    }
+    v1::AttendResponse response;
+    EXPECT_EQ(attend(request, response).reason(), "OK");
+    return response.out().data();
+  };
+  using Limits = std::numeric_limits<std::int32_t>;
+  EXPECT_EQ(attend_to({180, 400, -2, Limits::min()}), attend_to({180, -1, -1, -1}));
+  EXPECT_EQ(attend_to({180, 190, 401, Limits::max()}), attend_to({180, 190, -1, -1}));
+  EXPECT_NE(attend_to({180, 190, -1, -1}), attend_to({180, -1, -1, -1})) << "ids are attended";
+}
+
 TEST_F(CoreAttentionTest, StepRepeatedReturnsItsReplyAndStoresNothing) {
   fill(50);
   const v1::DecodeRequest request = decode_request(name_, 0, 1, 7);
