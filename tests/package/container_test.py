@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the steps of deploy/Dockerfile as far as no daemon is needed.
+"""Runs the steps of deploy/Dockerfile as far as no daemon is needed, and rates the unit of the system manager.
 
     container_test.py SOURCE PROGRAM
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,17 @@ class DockerfileTest(unittest.TestCase):
         direct = [name for name in direct if not name.startswith("ld-linux")]  # of libc6
         missing = {name: owners.get(name) for name in direct if owners.get(name) not in given | base}
         self.assertEqual(missing, {}, "libraries, and the packages that have them")
+
+
+class UnitTest(unittest.TestCase):
+    MOST = 25  # tenths of systemd's exposure level
+
+    @unittest.skipUnless(shutil.which("systemd-analyze"), "systemd-analyze is not installed")
+    def test_the_unit_of_the_system_manager_is_confined(self) -> None:
+        unit = SOURCE / "deploy" / "kvtier.service"
+        command = ["systemd-analyze", "security", "--offline=true", f"--threshold={self.MOST}", str(unit)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
 if __name__ == "__main__":

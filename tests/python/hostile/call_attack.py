@@ -10,7 +10,7 @@ from typing import Any, Iterator
 import grpc
 import kvtier
 import numpy as np
-from bystander import MODEL, RETRIEVAL, demand, rows
+from bystander import MODEL, RETRIEVAL, await_true, demand, rows
 from cases import Figures
 from google.protobuf.message_factory import GetMessageClass
 from hostile.frame_attack import good_calls
@@ -152,7 +152,7 @@ def attack(address: str, seed: int, count: int) -> dict[str, int]:
         channel = grpc.insecure_channel(address, options)
         methods = list(client_methods(channel))
         while sum(counts.values()) < count:
-            own = Belongings(client, seed)
+            own = _own(client, seed)
             made: set[str] = set()
             good = good_requests(own)
             names = own.names()
@@ -201,6 +201,19 @@ def _request(
     if random.random() < 0.3:
         return None, mutate_bytes(random, data)
     return request, data
+
+
+def _own(client: kvtier.Client, seed: int) -> Belongings:
+    """What the attacker has, once hostile forks of another process leave its tenant room for it."""
+    made: list[Belongings] = []
+
+    def has_room() -> bool:
+        with contextlib.suppress(kvtier.QuotaExceededError):
+            made.append(Belongings(client, seed))
+        return bool(made)
+
+    await_true(has_room, "the tenant has room for a session")
+    return made[0]
 
 
 def _created(method: str, reply: bytes) -> list[str]:
