@@ -85,9 +85,9 @@ class Belongings:
 
     def check(self) -> None:
         """Raises unless tokens and pages are those of before."""
-        demand(self.session.length(0) == TOKENS, "nobody appends or truncates")
+        demand(self.session.length(0) == TOKENS, "no other call appends or truncates")
         self.session.refresh()
-        demand(self.session.length(0) == TOKENS, "nobody appends or truncates")
+        demand(self.session.length(0) == TOKENS, "no other call appends or truncates")
         found = self.session.fetch(0, np.arange(TOKENS, dtype=np.int32)[None, :])
         for stored, data in ((found.keys, self.keys), (found.values, self.values)):
             np.testing.assert_array_equal(np.asarray(stored).view(np.uint16).ravel(), data.ravel())

@@ -320,7 +320,7 @@ def leave_replies(address: str, seed: int, count: int) -> dict[str, int]:
 
 
 def run_replies(count: int) -> Figures:
-    """Replies that nobody reads, beside a tenant that decodes."""
+    """Replies that are not read, beside a tenant that decodes."""
     with attacked(*LIMITS, inflight_mib=TENANT_MIB) as (target, beside):
         counts = in_processes(leave_replies, target.address, count)
     _check_peak("replies", beside.figures)

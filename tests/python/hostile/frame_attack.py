@@ -69,7 +69,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is good, as long as nobody changes it."""
+    """A call that is good, as long as it is not changed."""
 
     method: int
     message: Any
@@ -142,7 +142,7 @@ class Enemy:
         return frame(frames.WRITE_PAGES, control, flags, request_id, payload)
 
     def last_frame(self) -> bytes:
-        """Bytes after which a connection should end, whatever follows."""
+        """Bytes after which a connection should end, with anything behind them."""
         random = self._random
         control = self._call()
         kind = random.randrange(8)

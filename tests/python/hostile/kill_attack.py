@@ -110,7 +110,7 @@ class Writer:
             self._allowed[key].add(version)  # from now on, until it is known
         for key, version, old, outcome in zip(keys, versions, before, calling(lambda: pages.put(puts))):
             if isinstance(outcome, kvtier.FoundPage):
-                demand(not outcome.existed or bool(old), "no page is there that nobody has put")
+                demand(not outcome.existed or bool(old), "no page is there that has not been put")
                 self._allowed[key] = old if outcome.existed else {version}
                 self.counts["pages_acknowledged"] += not outcome.existed
 
