@@ -4,6 +4,7 @@
 
 #include "tests/services/serve_fixture.h"
 #include "tests/services/server/certificates.h"
+#include "tests/support/eventually.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,6 +30,8 @@
 
 namespace kvtier::services {
 namespace {
+
+using kvtier::testing::eventually;
 
 TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
   const auto server = serve({});
@@ -162,7 +165,7 @@ TEST_F(ServeTest, HangupReadsTheCertificatesAgain) {
   ASSERT_THAT(server->read_line(), HasSubstr("listening on tcp:127.0.0.1:")) << err();
   const auto hang_up_until = [&](const std::string& said) {
     server->signal(SIGHUP);
-    while (err().find(said) == std::string::npos) std::this_thread::yield();
+    ASSERT_TRUE(eventually([&] { return err().find(said) != std::string::npos; })) << err();
   };
 
   std::filesystem::rename(own.key, own.key + ".away");
@@ -405,7 +408,7 @@ TEST_F(ServeTest, SecondSignalEndsADrainThatWaits) {
   reader.await_data();
 
   server->signal(SIGTERM);
-  while (err().find("draining") == std::string::npos) std::this_thread::yield();
+  ASSERT_TRUE(eventually([&] { return err().find("draining") != std::string::npos; })) << err();
   server->signal(SIGINT);
 
   EXPECT_EQ(server->wait(), 130) << err();
@@ -461,7 +464,8 @@ TEST_F(ServeTest, TokensTellTenantsApart) {
       EXPECT_EQ(error.reason(), reason);
     }
   }
-  while (err().find("QUOTA_EXCEEDED") == std::string::npos) std::this_thread::yield();
+  ASSERT_TRUE(eventually([&] { return err().find("QUOTA_EXCEEDED") != std::string::npos; }))
+      << err();
   for (const std::string& secret : {std::string("ecret"), session.name()}) {
     EXPECT_THAT(err(), ::testing::Not(HasSubstr(secret)));
   }

@@ -3,6 +3,7 @@
 #include "services/serve/supervisor.h"
 #include "tests/services/serve_fixture.h"
 #include "tests/services/server/certificates.h"
+#include "tests/support/eventually.h"
 
 #include <algorithm>
 #include <csignal>
@@ -68,7 +69,8 @@ class ServeWorkerTest : public ServeTest {
     return static_cast<std::size_t>(std::distance(fs::begin(all), fs::end(all)));
   }
   void await_log(const std::string& text) const {
-    while (err().find(text) == std::string::npos) std::this_thread::yield();
+    const auto logged = [&] { return err().find(text) != std::string::npos; };
+    ASSERT_TRUE(kvtier::testing::eventually(logged, std::chrono::seconds(60))) << err();
   }
   template <typename Call>
   static std::string reason_of(const Call& call) {
