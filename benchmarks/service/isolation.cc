@@ -80,7 +80,7 @@ Separation probe(PageStore& store, PageLease& prober) {
     }
     const std::vector<std::string_view> wanted(hashes.begin(), hashes.end());
     const double time = seconds_of([&] {
-      static_cast<void>(store.lookup(prober, {&layer, 1}, wanted));
+      static_cast<void>(store.lookup(prober, {{&layer, 1}, wanted, true}));
     });
     (is_stored ? stored : unknown).push_back(time);
   }

@@ -292,6 +292,15 @@ class RemotePages {
   /// layer. With `pin` they stay until `unpin`.
   [[nodiscard]] std::vector<Found> lookup(std::span<const std::string> hashes,
                                           std::span<const int> layers, bool pin = false);
+  /// As `lookup`, of each hash for itself: returns its pages by layer, none unless all `layers` are
+  /// stored. Takes `layers`, at least one and at most a batch. Hashes of more than a batch go in
+  /// parts, of which a call that throws may have pinned some.
+  [[nodiscard]] std::vector<std::vector<Found>> find(std::span<const std::string> hashes,
+                                                     std::span<const int> layers, bool pin = false);
+  /// Returns of each hash whether all `layers`, as of `find`, are stored. They may go before they
+  /// are read.
+  [[nodiscard]] std::vector<bool> contains(std::span<const std::string> hashes,
+                                           std::span<const int> layers);
   /// Stores pages, each hash and layer once.
   std::vector<Result> put(std::span<const Put> pages);
   /// Reads pages. Those that fail may have written to their memory.

@@ -233,8 +233,8 @@ class ChunkGroup:
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """Returns for how many leading keys chunks are stored."""
-        hashes = [_hash(key) for key in keys]
-        return self._store.look_up(lambda link: self._count_prefix(link, hashes), 0)
+        found = self.contains(keys)
+        return found.index(False) if False in found else len(found)
 
     def put(self, keys: Sequence[bytes], chunks: Sequence[Bytes]) -> Future[list[bool]]:
         """Stores chunks, given as the segments of each key, which must not change until the future
@@ -280,17 +280,6 @@ class ChunkGroup:
 
     def _pages(self, link: ChunkLink) -> RemotePages:
         return link.pages(self._model, self._part_bytes)
-
-    def _count_prefix(self, link: ChunkLink, hashes: Sequence[bytes]) -> int:
-        pages = self._pages(link)
-        parts = len(self._layers)
-        size = max(pages.max_batch_pages // parts, 1)
-        for first in range(0, len(hashes), size):
-            asked = hashes[first : first + size]
-            found = len(pages.lookup(asked, self._layers)) // parts
-            if found < len(asked):
-                return first + found
-        return len(hashes)
 
     def _put(self, keys: Sequence[bytes], views: Sequence[NDArray[np.uint8]]) -> list[bool]:
         hashes = [_hash(key) for key in keys]

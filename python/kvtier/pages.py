@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence, Union
 
 import grpc
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvtier import frames, page_plane
 from kvtier.buffers import Bytes, readable, writable
-from kvtier.connection import delay_before, translated
-from kvtier.data_plane import Channel
+from kvtier.connection import translated
+from kvtier.data_plane import Channel, PlaneCall
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
 from kvtier.lease import Leased
 from kvtier.v1 import page_pb2, status_pb2, transfer_pb2
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from kvtier.client import Client
 
 _CHUNK_HEAD_BYTES = 256
-_LOOKUPS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ class RemotePages(Leased):
     ) -> list[FoundPage]:
         """Returns the pages of the leading hashes for which all `layers` are stored, by hash, then
         layer. With `pin` they stay until `unpin`."""
-        request = self._lookup_request(hashes, layers, pin)
+        request = page_pb2.LookupPrefixRequest(
+            lease=self._name, hashes=hashes, layers=layers, pin=pin
+        )
+        if pin:
+            request.request_id = self._client.make_request_id()
         response = self._connection.call(self._connection.pages.LookupPrefix, request)
         return [FoundPage(page.handle, page.crc32c) for page in response.pages]
 
@@ -80,29 +84,24 @@ class RemotePages(Leased):
         self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
     ) -> list[list[FoundPage] | None]:
         """As `lookup`, of each hash for itself: returns its pages by layer, or None unless all
-        `layers` are stored. A call answers a run of hashes that are found; those behind the first
-        that is not are asked for by a call each, several at a time. When it raises, what was pinned
-        stays pinned until the end of the lease."""
-        if not layers:
-            raise invalid("layers: expected at least one, found none")
+        `layers`, 1 to `max_batch_pages`, are stored. More hashes than a batch has room for take
+        several calls; when one raises, what was pinned stays pinned until the end of the lease."""
         found: list[list[FoundPage] | None] = []
-        run = max(self.max_batch_pages // len(layers), 1)
-        while len(found) < len(hashes):
-            asked = hashes[len(found) : len(found) + run]
-            pages = self.lookup(asked, layers, pin=pin)
-            found.extend(_by_hash(pages, len(layers)))
-            if len(pages) < len(asked) * len(layers):
-                found.append(None)
-                break
-        for first in range(len(found), len(hashes), _LOOKUPS_AT_A_TIME):
-            group = hashes[first : first + _LOOKUPS_AT_A_TIME]
-            found.extend(self._find_each(group, layers, pin))
+        for response in self._look_up(hashes, layers, pin=pin):
+            pages = iter(response.pages)
+            for hit in response.hits:
+                found.append(
+                    [FoundPage(page.handle, page.crc32c) for page in islice(pages, len(layers))]
+                    if hit
+                    else None
+                )
         return found
 
     def contains(self, hashes: Sequence[bytes], layers: Sequence[int]) -> list[bool]:
-        """Returns of each hash whether all `layers` are stored, by calls as those of `find`. It may
-        be evicted before it is read."""
-        return [pages is not None for pages in self.find(hashes, layers)]
+        """Returns of each hash whether all `layers`, as of `find`, are stored. They may go before
+        they are read."""
+        responses = self._look_up(hashes, layers, hits_only=True)
+        return [bool(hit) for response in responses for hit in response.hits]
 
     def put(self, pages: Sequence[PagePut]) -> list[PutOutcome]:
         """Stores pages, each hash and layer once."""
@@ -191,40 +190,34 @@ class RemotePages(Leased):
         request = page_pb2.CloseLeaseRequest(name=self._name)
         self._end(self._connection.pages.CloseLease, request)
 
-    def _lookup_request(
-        self, hashes: Sequence[bytes], layers: Sequence[int], pin: bool
-    ) -> page_pb2.LookupPrefixRequest:
-        request = page_pb2.LookupPrefixRequest(
-            lease=self._name, hashes=hashes, layers=layers, pin=pin
-        )
-        if pin:
-            request.request_id = self._client.make_request_id()
-        return request
-
-    def _find_each(
-        self, hashes: Sequence[bytes], layers: Sequence[int], pin: bool
-    ) -> list[list[FoundPage] | None]:
-        """Looks hashes up by calls that overlap."""
-        connection = self._connection
-        requests = [self._lookup_request([each], layers, pin) for each in hashes]
-        with translated():
-            calls = [
-                connection.pages.LookupPrefix.future(
-                    request, timeout=connection.seconds_left(), metadata=connection.metadata
+    def _look_up(
+        self,
+        hashes: Sequence[bytes],
+        layers: Sequence[int],
+        *,
+        pin: bool = False,
+        hits_only: bool = False,
+    ) -> Iterator[page_pb2.BatchLookupPagesResponse]:
+        """Looks hashes up batch by batch, over the data plane where there is one."""
+        if not 0 < len(layers) <= self.max_batch_pages:
+            raise invalid(f"layers: expected 1 to {self.max_batch_pages}, found {len(layers)}")
+        size = self.max_batch_pages // len(layers)
+        for first in range(0, len(hashes), size):
+            part = hashes[first : first + size]
+            request = page_pb2.BatchLookupPagesRequest(
+                lease=self._name, hashes=part, layers=layers, pin=pin, hits_only=hits_only
+            )
+            if pin:
+                request.request_id = self._client.make_request_id()
+            call = PlaneCall(frames.BATCH_LOOKUP_PAGES, request)
+            response = self._planes.repeatable(call, page_pb2.BatchLookupPagesResponse())
+            if response is None:
+                response = self._connection.call(self._connection.pages.BatchLookupPages, request)
+            if len(response.hits) != len(part):
+                raise make_error(
+                    ErrorCode.INTERNAL, f"expected {len(part)} answers, found {len(response.hits)}"
                 )
-                for request in requests
-            ]
-        found: list[list[FoundPage] | None] = []
-        for request, call in zip(requests, calls):
-            try:
-                response = call.result()
-            except grpc.RpcError as failure:
-                if delay_before(error_of(failure), 0) is None:
-                    raise error_of(failure) from None
-                response = connection.call(connection.pages.LookupPrefix, request)
-            pages = [FoundPage(page.handle, page.crc32c) for page in response.pages]
-            found.append(pages or None)
-        return found
+            yield response
 
     def _room(
         self, count: int, into: Sequence[Bytes] | None
@@ -317,10 +310,6 @@ class RemotePages(Leased):
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         return outcomes
-
-
-def _by_hash(pages: list[FoundPage], layers: int) -> list[list[FoundPage]]:
-    return [pages[first : first + layers] for first in range(0, len(pages), layers)]
 
 
 def _failed(status: status_pb2.ItemStatus) -> ClientError:

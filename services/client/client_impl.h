@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace kvtier {
@@ -59,11 +60,18 @@ class Client::Impl {
            Response& response,
            grpc::Status (v1::AttentionService::Stub::*rpc)(grpc::ClientContext*, const Request&,
                                                            Response*)) {
-    if (run_over_plane(method, request, tensors, response)) return;
-    tensors.fill();
-    connection.call([&](grpc::ClientContext& context) {
+    run(method, request, tensors, response, [&](grpc::ClientContext& context) {
       return (connection.attention().*rpc)(&context, request, &response);
     });
+  }
+  /// Likewise, where `over_grpc` makes the call with its context.
+  template <typename Request, typename Response, typename OverGrpc>
+  requires std::is_invocable_v<OverGrpc, grpc::ClientContext&>
+  void run(services::Method method, const Request& request, const services::RequestTensors& tensors,
+           Response& response, OverGrpc over_grpc) {
+    if (run_over_plane(method, request, tensors, response)) return;
+    tensors.fill();
+    connection.call(over_grpc);
   }
   /// Returns false when the call must be made over gRPC, which is safe for one that may be
   /// repeated: there was no channel, the tensors did not fit, or the server could not take it.

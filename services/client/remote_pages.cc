@@ -39,13 +39,38 @@ class RemotePages::Impl {
       const auto part = hashes.subspan(
           first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
       const v1::LookupPrefixResponse response = calls_.lookup(part, layers, pin);
-      for (const v1::Page& page : response.pages()) {
-        found.push_back({.handle = page.handle(), .bytes = page.length(), .crc32c = page.crc32c()});
-      }
+      for (const v1::Page& page : response.pages()) found.push_back(found_of(page));
       if (response.hits() < static_cast<int>(part.size())) break;
       first += part.size();
     }
     return found;
+  }
+
+  std::vector<std::vector<Found>> find(std::span<const std::string> hashes,
+                                       std::span<const int> layers, bool pin) {
+    std::vector<std::vector<Found>> found;
+    v1::BatchLookupPagesRequest request;
+    request.set_pin(pin);
+    each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
+      int next = 0;
+      for (const bool hit : response.hits()) {
+        found.emplace_back();
+        for (std::size_t i = 0; hit && i < layers.size(); ++i) {
+          found.back().push_back(found_of(response.pages(next++)));
+        }
+      }
+    });
+    return found;
+  }
+
+  std::vector<bool> contains(std::span<const std::string> hashes, std::span<const int> layers) {
+    std::vector<bool> hits;
+    v1::BatchLookupPagesRequest request;
+    request.set_hits_only(true);
+    each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
+      hits.insert(hits.end(), response.hits().begin(), response.hits().end());
+    });
+    return hits;
   }
 
   std::vector<Result> put(std::span<const Put> pages) {
@@ -118,6 +143,44 @@ class RemotePages::Impl {
   }
 
  private:
+  [[nodiscard]] static Found found_of(const v1::Page& page) {
+    return {.handle = page.handle(), .bytes = page.length(), .crc32c = page.crc32c()};
+  }
+
+  /// Asks for hashes in parts of a batch, over the data plane where there is one.
+  template <typename Take>
+  void each_lookup(v1::BatchLookupPagesRequest& request, std::span<const std::string> hashes,
+                   std::span<const int> layers, Take take) {
+    if (layers.empty() || layers.size() > calls_.batch_pages()) {
+      throw Error(ErrorCode::kInvalidArgument, "layers: expected 1 to " +
+                                                   std::to_string(calls_.batch_pages()) +
+                                                   ", found " + std::to_string(layers.size()));
+    }
+    request.set_lease(calls_.name());
+    for (const int layer : layers) request.add_layers(layer);
+    const std::size_t per_call = calls_.batch_pages() / layers.size();
+    for (std::size_t first = 0; first < hashes.size(); first += per_call) {
+      const auto part = hashes.subspan(first, std::min(per_call, hashes.size() - first));
+      request.clear_hashes();
+      for (const std::string& hash : part) request.add_hashes(hash);
+      if (request.pin()) request.set_request_id(services::make_request_id());
+      v1::BatchLookupPagesResponse response;
+      client_->run(
+          services::Method::kBatchLookupPages, request, services::RequestTensors(client_->memories),
+          response, [&](grpc::ClientContext& context) {
+            return client_->connection.pages().BatchLookupPages(&context, request, &response);
+          });
+      const auto hits = static_cast<std::size_t>(std::ranges::count(response.hits(), true));
+      if (static_cast<std::size_t>(response.hits_size()) != part.size() ||
+          static_cast<std::size_t>(response.pages_size()) !=
+              (request.hits_only() ? 0 : hits * layers.size())) {
+        throw Error(ErrorCode::kInternal,
+                    "lookup: expected an answer for each hash, found another");
+      }
+      take(response);
+    }
+  }
+
   [[nodiscard]] std::vector<services::PageRead> read_shared(std::span<const Get> pages) {
     std::vector<services::PageRead> reads;
     for (const Get& page : pages) reads.push_back({.handle = page.handle, .to = page.to});
@@ -245,6 +308,15 @@ const std::string& RemotePages::name() const noexcept { return impl_->calls().na
 std::vector<RemotePages::Found> RemotePages::lookup(std::span<const std::string> hashes,
                                                     std::span<const int> layers, bool pin) {
   return impl_->lookup(hashes, layers, pin);
+}
+std::vector<std::vector<RemotePages::Found>> RemotePages::find(std::span<const std::string> hashes,
+                                                               std::span<const int> layers,
+                                                               bool pin) {
+  return impl_->find(hashes, layers, pin);
+}
+std::vector<bool> RemotePages::contains(std::span<const std::string> hashes,
+                                        std::span<const int> layers) {
+  return impl_->contains(hashes, layers);
 }
 std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
   return impl_->put(pages);

@@ -236,6 +236,12 @@ void run_call(Core& core, const Call& call, const CallBody& body, CallMemory mem
           [&](const auto& request, auto& response, const Done& end) {
             core.batch_fetch(call, request, response, end);
           });
+    case Method::kBatchLookupPages:
+      return run<v1::BatchLookupPagesRequest, v1::BatchLookupPagesResponse>(
+          call, body, std::move(memory), std::move(done),
+          [&](const auto& request, auto& response, const Done& end) {
+            core.batch_lookup_pages(call, request, response, end);
+          });
   }
 }
 

@@ -246,7 +246,7 @@ CallBody decode_call(std::span<const std::byte> control) {
   Reader in(control);
   CallBody body;
   const auto method = in.get<std::uint16_t>();
-  constexpr auto kLast = static_cast<std::uint16_t>(Method::kBatchFetch);
+  constexpr auto kLast = static_cast<std::uint16_t>(Method::kBatchLookupPages);
   if (method < 1 || method > kLast) malformed("method", "1 to " + std::to_string(kLast), method);
   body.method = static_cast<Method>(method);
   const auto reserved = in.get<std::uint16_t>();

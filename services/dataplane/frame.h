@@ -94,7 +94,7 @@ struct AttachedBody {
   friend bool operator==(const AttachedBody&, const AttachedBody&) = default;
 };
 
-/// The calls of AttentionService that a frame may carry.
+/// The calls of AttentionService, but for the last, that a frame may carry.
 enum class Method : std::uint16_t {
   kAppend = 1,
   kSelect = 2,
@@ -105,6 +105,7 @@ enum class Method : std::uint16_t {
   kFetch = 7,
   kBatchSelect = 8,
   kBatchFetch = 9,
+  kBatchLookupPages = 10,  ///< Of PageService.
 };
 
 /// Bytes of a staging region, or of the payload.

@@ -145,9 +145,8 @@ void PageStore::unpin(PageLease& lease, std::string_view handle) {
   lease.pages.unpin(lease, handle);
 }
 
-std::vector<PageInfo> PageStore::lookup(PageLease& lease, std::span<const std::uint32_t> layers,
-                                        std::span<const std::string_view> hashes, bool pin) {
-  return lease.pages.lookup(lease, layers, hashes, pin);
+FoundPages PageStore::lookup(PageLease& lease, const PageQuery& query) {
+  return lease.pages.lookup(lease, query);
 }
 
 PinnedPage PageStore::read(const Tenant& tenant, std::string_view handle, Verify verify) {

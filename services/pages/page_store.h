@@ -55,6 +55,15 @@ struct PageKey {
 };
 inline constexpr std::size_t kMaxPageHash = 64;
 
+/// What to look for, each hash with all `layers`.
+struct PageQuery {
+  std::span<const std::uint32_t> layers{};
+  std::span<const std::string_view> hashes{};
+  bool prefix = false;  ///< Ends at the first hash that is not found.
+  bool pin = false;     ///< Pins what is found. Implies `pages`.
+  bool pages = true;    ///< Returns the pages, not only which hashes are found.
+};
+
 /// Where a page is.
 struct PageInfo {
   std::string handle;
@@ -66,9 +75,15 @@ struct PageInfo {
   bool existed = false;
 };
 
+/// What a query finds.
+struct FoundPages {
+  std::vector<bool> hits{};       ///< By hash.
+  std::vector<PageInfo> pages{};  ///< Of the hits, by hash, then layer.
+};
+
 /// How long pages that were evicted had not been used.
 struct EvictionAges {
-  static constexpr std::array<double, 7> kBounds{1, 10, 30, 60, 300, 1800, 7200};  ///< Seconds.
+  static constexpr std::array<double, 5> kBounds{1, 10, 60, 600, 7200};  ///< Seconds.
 
   /// Pages up to each bound and above the one before; the last are above all.
   std::array<std::uint64_t, kBounds.size() + 1> counts{};
@@ -199,12 +214,9 @@ class PageStore {
   /// Throws FAILED_PRECONDITION (NOT_PINNED) for a page that the lease has not pinned.
   void unpin(PageLease& lease, std::string_view handle);
 
-  /// Returns the pages of the leading hashes for which the pages of all `layers` are committed, by
-  /// hash, then layer. They count as used, and are pinned when asked.
-  [[nodiscard]] std::vector<PageInfo> lookup(PageLease& lease,
-                                             std::span<const std::uint32_t> layers,
-                                             std::span<const std::string_view> hashes,
-                                             bool pin = false);
+  /// Returns for which hashes the pages of all `layers` are committed, and these pages. They count
+  /// as used. Without layers nothing is found.
+  [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
 
   /// Returns the committed page of a tenant. `kYes` compares the checksum first: a page that fails
   /// is quarantined, and DATA_LOSS (CHECKSUM_FAILED) thrown. Counts as a use.

@@ -422,35 +422,33 @@ void TenantPages::unpin(PageLease& lease, std::string_view handle) {
   drop_pins(*page, 1);
 }
 
-std::vector<PageInfo> TenantPages::lookup(PageLease& lease, std::span<const std::uint32_t> layers,
-                                          std::span<const std::string_view> hashes, bool pin) {
-  std::vector<PageInfo> found;
-  if (layers.empty()) return found;
-  std::vector<PageSlot*> pages(layers.size());
-  std::vector<PageDigest> digests(layers.size());
-  for (std::size_t i = 0; i < hashes.size(); ++i) {
-    for (std::size_t j = 0; j < layers.size(); ++j) {
-      digests[j] = digest_of(lease, {.layer = layers[j], .hash = hashes[i]});
+FoundPages TenantPages::lookup(PageLease& lease, const PageQuery& query) {
+  FoundPages found{.hits = std::vector<bool>(query.hashes.size()), .pages = {}};
+  if (query.layers.empty()) return found;
+  std::vector<PageSlot*> pages(query.layers.size());
+  std::vector<PageDigest> digests(query.layers.size());
+  for (std::size_t i = 0; i < query.hashes.size(); ++i) {
+    for (std::size_t j = 0; j < digests.size(); ++j) {
+      digests[j] = digest_of(lease, {.layer = query.layers[j], .hash = query.hashes[i]});
     }
     const Lock lock(mutex_);
     if (lease.closed) throw lease_ended();
-    const bool hit = std::all_of(digests.begin(), digests.end(), [&](const PageDigest& digest) {
-      PageSlot* page = find(digest);
-      pages[static_cast<std::size_t>(&digest - digests.data())] = page;
-      return page != nullptr;
-    });
-    if (!hit) {
-      counters_.lookup_misses += hashes.size() - i;
-      return found;
+    std::ranges::transform(digests, pages.begin(),
+                           [this](const PageDigest& digest) { return find(digest); });
+    if (std::ranges::find(pages, nullptr) != pages.end()) {
+      counters_.lookup_misses += query.prefix ? query.hashes.size() - i : 1;
+      if (query.prefix) return found;
+      continue;
     }
     ++counters_.lookup_hits;
+    found.hits[i] = true;
     for (PageSlot* page : pages) {
       use(*page);
-      if (pin) {
+      if (query.pin) {
         ++lease.pins[page->slot];
         add_pin(*page);
       }
-      found.push_back(info_of(*page));
+      if (query.pages || query.pin) found.pages.push_back(info_of(*page));
     }
   }
   return found;

@@ -31,9 +31,7 @@ class TenantPages {
   RemovedPages remove_unpinned();
   PageInfo pin(PageLease& lease, std::string_view handle);
   void unpin(PageLease& lease, std::string_view handle);
-  [[nodiscard]] std::vector<PageInfo> lookup(PageLease& lease,
-                                             std::span<const std::uint32_t> layers,
-                                             std::span<const std::string_view> hashes, bool pin);
+  [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
   [[nodiscard]] PinnedPage read(std::string_view handle, Verify verify);
   void close(PageLease& lease) noexcept;
 

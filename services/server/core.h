@@ -152,6 +152,8 @@ class Core {
   void open_lease(const Call& call, const v1::OpenLeaseRequest& request,
                   v1::OpenLeaseResponse& response, Done done);
   void close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done);
+  void batch_lookup_pages(const Call& call, const v1::BatchLookupPagesRequest& request,
+                          v1::BatchLookupPagesResponse& response, Done done);
   void lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
                      v1::LookupPrefixResponse& response, Done done);
   void batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,

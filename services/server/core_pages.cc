@@ -3,6 +3,7 @@
 #include "services/server/replay_once.h"
 #include "services/server/wire.h"
 
+#include <algorithm>
 #include <limits>
 #include <set>
 #include <string_view>
@@ -60,6 +61,21 @@ std::uint32_t layer_of(std::int32_t layer, const char* field) {
   if (layer < 0) throw ServiceError::invalid(field, "at least 0", std::to_string(layer));
   return static_cast<std::uint32_t>(layer);
 }
+
+/// Hashes and layers of a lookup. Valid as long as the request.
+struct Asked {
+  template <typename Request>
+  explicit Asked(const Request& request)
+      : hashes(request.hashes().begin(), request.hashes().end()) {
+    check_count("hashes", request.hashes_size());
+    check_count("layers", request.layers_size());
+    check_count("hashes", std::int64_t{request.hashes_size()} * request.layers_size());
+    for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
+  }
+
+  std::vector<std::string_view> hashes;
+  std::vector<std::uint32_t> layers;
+};
 
 void check_each_once(const v1::BatchReservePagesRequest& request) {
   std::set<std::pair<std::int32_t, std::string_view>> seen;
@@ -201,16 +217,29 @@ void Core::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& reques
                          v1::LookupPrefixResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
-      check_count("hashes", request.hashes_size());
-      check_count("layers", request.layers_size());
-      check_count("hashes", std::int64_t{request.hashes_size()} * request.layers_size());
-      std::vector<std::uint32_t> layers;
-      for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
-      const std::vector<std::string_view> hashes(request.hashes().begin(), request.hashes().end());
-      for (const PageInfo& page : pages_.lookup(lease, layers, hashes, request.pin())) {
-        fill_page(page, *response.add_pages());
+      const Asked asked(request);
+      const FoundPages found = pages_.lookup(
+          lease, {asked.layers, asked.hashes, /*prefix=*/true, request.pin(), /*pages=*/true});
+      for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
+      response.set_hits(static_cast<std::int32_t>(std::ranges::count(found.hits, true)));
+    });
+  };
+  on_lease(call, request, work, std::move(done));
+}
+
+void Core::batch_lookup_pages(const Call& call, const v1::BatchLookupPagesRequest& request,
+                              v1::BatchLookupPagesResponse& response, Done done) {
+  const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
+    execute_once(tenant.replies(), request, response, [&] {
+      if (request.pin() && request.hits_only()) {
+        throw ServiceError::invalid("hits_only", "false for pages that are pinned", "true");
       }
-      if (!layers.empty()) response.set_hits(response.pages_size() / request.layers_size());
+      const Asked asked(request);
+      const FoundPages found =
+          pages_.lookup(lease, {asked.layers, asked.hashes, /*prefix=*/false, request.pin(),
+                                /*pages=*/!request.hits_only()});
+      for (const bool hit : found.hits) response.add_hits(hit);
+      for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
     });
   };
   on_lease(call, request, work, std::move(done));

@@ -46,6 +46,13 @@ class PageService final : public v1::PageService::CallbackService {
       core_.lookup_prefix(call, *request, *response, std::move(done));
     });
   }
+  ServerUnaryReactor* BatchLookupPages(CallbackServerContext* context,
+                                       const v1::BatchLookupPagesRequest* request,
+                                       v1::BatchLookupPagesResponse* response) override {
+    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
+      core_.batch_lookup_pages(call, *request, *response, std::move(done));
+    });
+  }
   ServerUnaryReactor* BatchReservePages(CallbackServerContext* context,
                                         const v1::BatchReservePagesRequest* request,
                                         v1::BatchReservePagesResponse* response) override {

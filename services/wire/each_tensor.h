@@ -1,9 +1,11 @@
 #pragma once
 
 #include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/page.pb.h"
 
 /// `each_tensor(message, visit)`: calls `visit` with the tensors of a request or reply of
-/// AttentionService, in the order in which they stand in it, those of a batch item by item.
+/// AttentionService, in the order in which they stand in it, those of a batch item by item. Of page
+/// lookups, which have none, it does nothing.
 namespace kvtier::services {
 
 template <typename Visit>
@@ -38,6 +40,10 @@ void each_tensor(v1::FetchResponse& message, Visit visit) {
   visit(*message.mutable_key());
   visit(*message.mutable_value());
 }
+template <typename Visit>
+void each_tensor(v1::BatchLookupPagesRequest& /*message*/, Visit /*visit*/) {}
+template <typename Visit>
+void each_tensor(v1::BatchLookupPagesResponse& /*message*/, Visit /*visit*/) {}
 template <typename Visit>
 void each_tensor(v1::AppendResponse& /*message*/, Visit /*visit*/) {}
 template <typename Visit>

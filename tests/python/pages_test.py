@@ -126,7 +126,7 @@ class PagesTest(ServerTest):
         stored = [digest(s) for s in range(0, 300, 3)]
         self.assertEqual(pages.contains(stored + stored, [0, 1]), [True] * 200)
         self.assertEqual(pages.contains([digest(1)], [1]), [True])
-        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "layers: expected at least one"):
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "layers: expected 1 to 4096, found 0"):
             pages.contains(stored, [])
 
     def test_what_is_found_can_be_pinned(self) -> None:

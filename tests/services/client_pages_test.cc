@@ -81,6 +81,34 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
   const std::array<int, 1> layer_{0};
 };
 
+TEST_P(ClientPagesTest, FindsEachHashForItself) {
+  put("a", 1);
+  put("b", 2);
+  const std::vector<std::string> hashes{"x", "a", "x", "b"};
+  EXPECT_EQ(pages_->contains(hashes, layer_), (std::vector<bool>{false, true, false, true}));
+  const auto found = pages_->find(hashes, layer_, /*pin=*/true);
+  ASSERT_THAT(found, SizeIs(4));
+  EXPECT_THAT(found[0], IsEmpty());
+  EXPECT_THAT(found[2], IsEmpty());
+  std::vector<std::string> handles;
+  for (const std::size_t i : {1U, 3U}) {
+    ASSERT_THAT(found[i], SizeIs(1));
+    EXPECT_EQ(found[i][0].bytes, kPageBytes);
+    EXPECT_EQ(found[i][0].crc32c, crc32c(bytes_of(i == 1 ? 1 : 2)));
+    handles.push_back(found[i][0].handle);
+  }
+  EXPECT_EQ(stats().pinned_pages, 2U);
+  for (const RemotePages::Result& result : pages_->unpin(handles)) EXPECT_TRUE(result.ok());
+
+  std::vector<std::string> many(5000, "x");  // more than a batch
+  many.back() = "b";
+  const std::vector<bool> hits = pages_->contains(many, layer_);
+  ASSERT_THAT(hits, SizeIs(5000));
+  EXPECT_TRUE(hits.back());
+  EXPECT_EQ(std::ranges::count(hits, true), 1);
+  EXPECT_THROW(static_cast<void>(pages_->contains(hashes, {})), Error);
+}
+
 TEST_P(ClientPagesTest, PutsFindsAndGetsPages) {
   std::vector<Bytes> contents;
   std::vector<std::string> hashes;

@@ -61,6 +61,30 @@ class BatchDeletePagesResponse(_message.Message):
     statuses: _containers.RepeatedCompositeFieldContainer[_status_pb2.ItemStatus]
     def __init__(self, statuses: _Optional[_Iterable[_Union[_status_pb2.ItemStatus, _Mapping]]] = ...) -> None: ...
 
+class BatchLookupPagesRequest(_message.Message):
+    __slots__ = ["hashes", "hits_only", "layers", "lease", "pin", "request_id"]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    HITS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    hits_only: bool
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    lease: str
+    pin: bool
+    request_id: str
+    def __init__(self, lease: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ..., layers: _Optional[_Iterable[int]] = ..., pin: bool = ..., request_id: _Optional[str] = ..., hits_only: bool = ...) -> None: ...
+
+class BatchLookupPagesResponse(_message.Message):
+    __slots__ = ["hits", "pages"]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    hits: _containers.RepeatedScalarFieldContainer[bool]
+    pages: _containers.RepeatedCompositeFieldContainer[Page]
+    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., pages: _Optional[_Iterable[_Union[Page, _Mapping]]] = ...) -> None: ...
+
 class BatchPinPagesRequest(_message.Message):
     __slots__ = ["handles", "lease", "request_id"]
     HANDLES_FIELD_NUMBER: _ClassVar[int]

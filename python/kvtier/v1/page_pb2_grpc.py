@@ -36,6 +36,11 @@ class PageServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_page__pb2.LookupPrefixRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_page__pb2.LookupPrefixResponse.FromString,
                 )
+        self.BatchLookupPages = channel.unary_unary(
+                '/kvtier.v1.PageService/BatchLookupPages',
+                request_serializer=kvtier_dot_v1_dot_page__pb2.BatchLookupPagesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_page__pb2.BatchLookupPagesResponse.FromString,
+                )
         self.BatchReservePages = channel.unary_unary(
                 '/kvtier.v1.PageService/BatchReservePages',
                 request_serializer=kvtier_dot_v1_dot_page__pb2.BatchReservePagesRequest.SerializeToString,
@@ -94,6 +99,13 @@ class PageServiceServicer(object):
 
     def LookupPrefix(self, request, context):
         """Finds the leading hashes whose pages are committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchLookupPages(self, request, context):
+        """Finds hashes whose pages are committed, each for itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +170,11 @@ def add_PageServiceServicer_to_server(servicer, server):
                     servicer.LookupPrefix,
                     request_deserializer=kvtier_dot_v1_dot_page__pb2.LookupPrefixRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_page__pb2.LookupPrefixResponse.SerializeToString,
+            ),
+            'BatchLookupPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchLookupPages,
+                    request_deserializer=kvtier_dot_v1_dot_page__pb2.BatchLookupPagesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_page__pb2.BatchLookupPagesResponse.SerializeToString,
             ),
             'BatchReservePages': grpc.unary_unary_rpc_method_handler(
                     servicer.BatchReservePages,
@@ -254,6 +271,23 @@ class PageService(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.PageService/LookupPrefix',
             kvtier_dot_v1_dot_page__pb2.LookupPrefixRequest.SerializeToString,
             kvtier_dot_v1_dot_page__pb2.LookupPrefixResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def BatchLookupPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.PageService/BatchLookupPages',
+            kvtier_dot_v1_dot_page__pb2.BatchLookupPagesRequest.SerializeToString,
+            kvtier_dot_v1_dot_page__pb2.BatchLookupPagesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

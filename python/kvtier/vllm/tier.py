@@ -19,8 +19,6 @@ from kvtier.errors import invalid
 from kvtier.identity import make_identity
 from kvtier.vllm import _compat
 
-_GROUP_BYTES = 4  # at the end of a key: the index of its group of layers
-
 _logger = logging.getLogger("kvtier")
 
 
@@ -46,13 +44,7 @@ class _Lookups(AsyncLookupManager):
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
-        found = [False] * len(keys)
-        # By group: what is stored of each is a run, which takes one call.
-        for group in sorted({key[-_GROUP_BYTES:] for key in keys}):
-            own = [i for i, key in enumerate(keys) if key[-_GROUP_BYTES:] == group]
-            for i, there in zip(own, self._group.contains([keys[i] for i in own])):
-                found[i] = there
-        return found
+        return self._group.contains(keys)
 
 
 class KvtierTier(SecondaryTierManager):

@@ -330,7 +330,7 @@ TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
   (void)core_->pages().commit(*lease, page.handle, bytes);
   const std::vector<std::string_view> hashes{"h", "other"};
   const std::vector<std::uint32_t> layers{0};
-  (void)core_->pages().lookup(*lease, layers, hashes);
+  (void)core_->pages().lookup(*lease, {.layers = layers, .hashes = hashes, .prefix = true});
   (void)core_->pages().reserve(*lease, {});
 
   const MetricsReading seen = read();
@@ -375,7 +375,7 @@ TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
     return seen.sum("kvtier_eviction_age_seconds_bucket", labels);
   };
   EXPECT_EQ(up_to("10"), 0);
-  EXPECT_EQ(up_to("30"), 1);
+  EXPECT_EQ(up_to("60"), 1);
   EXPECT_EQ(up_to("+Inf"), 1);
   EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "pages"}}), 1);
 }

@@ -120,7 +120,10 @@ class PageStoreTest : public ::testing::Test {
                                 bool pin = false) {
     const std::uint32_t layer = 0;
     std::vector<std::string> handles;
-    for (PageInfo& info : store_->lookup(lease, {&layer, 1}, hashes, pin)) {
+    for (PageInfo& info :
+         store_
+             ->lookup(lease, {.layers = {&layer, 1}, .hashes = hashes, .prefix = true, .pin = pin})
+             .pages) {
       handles.push_back(std::move(info.handle));
     }
     return handles;

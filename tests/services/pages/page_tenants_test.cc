@@ -31,7 +31,7 @@ std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool
     const std::string hash = prefix + std::to_string(i);
     const std::string_view wanted = hash;
     for (const bool pin : {false, true}) {
-      trace.push_back(store.lookup(*probers, {&layer, 1}, {&wanted, 1}, pin).size());
+      trace.push_back(store.lookup(*probers, {{&layer, 1}, {&wanted, 1}, true, pin}).pages.size());
     }
     try {
       const PageInfo reserved = store.reserve(*probers, {.hash = hash});

@@ -163,6 +163,45 @@ TEST_F(CorePagesTest, PrefixIsFoundPinnedAndGivenBack) {
   EXPECT_EQ(core_->pages().stats().pinned_pages, 0U);
 }
 
+TEST_F(CorePagesTest, HashesAreFoundEachForItself) {
+  const std::string lease = open_lease();
+  const std::vector<std::string> handles = put(lease, {"a", "b", "c"});
+  v1::BatchLookupPagesRequest request;
+  request.set_lease(lease);
+  for (const char* hash : {"x", "b", "x", "c"}) request.add_hashes(hash);
+  request.add_layers(0);
+  request.set_hits_only(true);
+  v1::BatchLookupPagesResponse response;
+  ASSERT_TRUE(run(&Core::batch_lookup_pages, request, response).ok());
+  EXPECT_EQ(std::vector<bool>(response.hits().begin(), response.hits().end()),
+            (std::vector<bool>{false, true, false, true}));
+  EXPECT_EQ(response.pages_size(), 0);
+
+  request.set_pin(true);
+  request.set_request_id(kUuid);
+  EXPECT_EQ(run(&Core::batch_lookup_pages, request, response).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(core_->pages().stats().pinned_pages, 0U);
+  request.set_hits_only(false);
+  for (int i = 0; i < 2; ++i) {
+    response.Clear();
+    ASSERT_TRUE(run(&Core::batch_lookup_pages, request, response).ok());
+    ASSERT_EQ(response.pages_size(), 2);
+    EXPECT_EQ(response.pages(0).handle(), handles[1]);
+    EXPECT_EQ(response.pages(1).handle(), handles[2]);
+  }
+  auto unpin = of_handles<v1::BatchUnpinPagesRequest>(lease, {handles[1], handles[1]});
+  v1::BatchUnpinPagesResponse unpinned;
+  ASSERT_TRUE(run(&Core::batch_unpin_pages, unpin, unpinned).ok());
+  EXPECT_EQ(unpinned.statuses(0).code(), 0);
+  EXPECT_EQ(unpinned.statuses(1).reason(), "NOT_PINNED") << "pinned once by one request";
+
+  v1::BatchLookupPagesRequest many;
+  many.set_lease(lease);
+  many.add_layers(0);
+  for (int i = 0; i <= kMaxBatchPages; ++i) many.add_hashes("x");
+  EXPECT_EQ(run(&Core::batch_lookup_pages, many, response).reason(), "INVALID_ARGUMENT");
+}
+
 TEST_F(CorePagesTest, BatchesAnswerItemByItem) {
   const std::string lease = open_lease();
   std::vector<std::string> handles = put(lease, {"a", "b"});
