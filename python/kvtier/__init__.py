@@ -72,6 +72,7 @@ from kvtier.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from kvtier.page_calls import AsyncPages, PageFutures
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
 from kvtier.session import AttendResult, FetchResult, Outputs, RemoteSession, SelectResult
 
@@ -87,6 +88,7 @@ _OF_THE_ENGINE = ("BatchItem", "Engine", "Session")
 __all__ = [
     "AbortedError",
     "AdminClient",
+    "AsyncPages",
     "AttendItem",
     "AttendOptions",
     "AttendOutcome",
@@ -126,6 +128,7 @@ __all__ = [
     "NotFoundError",
     "Outputs",
     "PageFormat",
+    "PageFutures",
     "PagePolicy",
     "PagePut",
     "PlaneKind",
