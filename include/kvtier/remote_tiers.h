@@ -22,6 +22,8 @@ struct RemoteTiersConfig {
   /// The secret of the seal: all of the file, 16 to 4096 bytes. Empty: drawn afresh, so that what
   /// the servers hold means nothing once the tiers are gone.
   std::string key_file{};
+  /// Whose pages the tiers hold: those of another owner, or another secret, are not found.
+  std::string owner = "kvtier";
   std::chrono::seconds ttl{24 * 3600};  ///< After which a server forgets a page; 1 s to 30 days.
 
   /// No server is named.

@@ -305,6 +305,28 @@ void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
   }
 }
 
+bool FileTier::contains(const PageKey& key, std::size_t bytes) const {
+  const std::lock_guard lock(state_->mutex);
+  const PagePlace* place = state_->index.find(key);
+  return place != nullptr && place->length == bytes;
+}
+
+void FileTier::clear() {
+  std::unique_lock lock(state_->append_mutex);
+  state_->append_done.wait(lock, [this] { return !state_->appending; });
+  state_->active = nullptr;
+  for (;;) {
+    std::shared_ptr<Segment> victim;
+    {
+      const std::lock_guard index_lock(state_->mutex);
+      victim = state_->index.choose_victim(nullptr);
+      if (victim == nullptr) return;
+      state_->stats.removed += state_->index.drop(*victim);
+    }
+    state_->folder.remove(*victim);
+  }
+}
+
 std::size_t FileTier::max_page_bytes() const noexcept { return state_->options.max_page_bytes; }
 
 bool FileTier::retains() const noexcept { return state_->options.retain; }

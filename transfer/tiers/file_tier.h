@@ -52,6 +52,10 @@ class FileTier final : public PageTier {
   void put(std::span<TierPut> pages, Deadline deadline) override;
   void get(std::span<TierGet> pages, Deadline deadline) override;
   void remove(std::span<const PageKey> keys, Deadline deadline) override;
+  /// Returns whether a get of so many bytes would look for the page.
+  [[nodiscard]] bool contains(const PageKey& key, std::size_t bytes) const;
+  /// Removes all pages, and their files. Waits for a put that is under way; gets end as they may.
+  void clear();
   [[nodiscard]] std::size_t max_page_bytes() const noexcept override;
   [[nodiscard]] bool retains() const noexcept override;
   [[nodiscard]] TierStats stats() const override;

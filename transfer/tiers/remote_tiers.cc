@@ -15,8 +15,6 @@
 namespace kvtier {
 namespace {
 
-/// What a page's name and seal belong to; tenants of a server share its engines' tiers.
-constexpr const char* kOwner = "kvtier";
 constexpr std::size_t kMaxFileBytes = 4096;
 
 void expect(bool good, const std::string& what, const std::string& expected,
@@ -98,7 +96,7 @@ std::vector<std::shared_ptr<PageTier>> make_remote_tiers(const RemoteTiersConfig
   std::vector<std::shared_ptr<PageTier>> made;
   for (auto& cluster : clusters) {
     made.push_back(std::make_shared<tiers::RemoteTier>(
-        std::move(cluster), tiers::RemoteTierOptions{.tenant = kOwner, .secret = secret}));
+        std::move(cluster), tiers::RemoteTierOptions{.tenant = config.owner, .secret = secret}));
   }
   return made;
 }
