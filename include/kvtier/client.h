@@ -278,6 +278,9 @@ class RemotePages {
     std::string handle{};
     std::uint32_t crc32c = 0;
     bool existed = false;  ///< Of `put`: was there before, and not written again.
+    /// Of `put` and `pin`: the server's disk has the page, synced, so that it is found after a
+    /// restart, until it makes room for others.
+    bool durable = false;
 
     [[nodiscard]] bool ok() const noexcept { return reason.empty(); }
   };

@@ -26,6 +26,7 @@ APPEND, SELECT, ATTEND, DECODE, BATCH_DECODE, BATCH_ATTEND, FETCH = range(1, 8)
 BATCH_SELECT, BATCH_FETCH, BATCH_LOOKUP_PAGES = 8, 9, 10
 STAGING, READ_ARENA = 1, 2
 PAGE_EXISTED = 6
+DURABLE = 1
 
 #: Offset and bytes in the staging region.
 Extent = tuple[int, int]

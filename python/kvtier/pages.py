@@ -36,11 +36,14 @@ class PagePut:
 
 @dataclass(frozen=True)
 class FoundPage:
-    """A committed page. `existed`: of `put`, it was there before, and not written again."""
+    """A committed page. `existed`: of `put`, it was there before, and not written again. `durable`:
+    the server's disk has it, synced, so that it is found after a restart, until it makes room for
+    others."""
 
     handle: str
     crc32c: int
     existed: bool = False
+    durable: bool = False
 
 
 PutOutcome = Union[FoundPage, ClientError]
@@ -78,7 +81,7 @@ class RemotePages(Leased):
         if pin:
             request.request_id = self._client.make_request_id()
         response = self._connection.call(self._connection.pages.LookupPrefix, request)
-        return [FoundPage(page.handle, page.crc32c) for page in response.pages]
+        return [_found(page) for page in response.pages]
 
     def find(
         self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
@@ -91,7 +94,7 @@ class RemotePages(Leased):
             pages = iter(response.pages)
             for hit in response.hits:
                 found.append(
-                    [FoundPage(page.handle, page.crc32c) for page in islice(pages, len(layers))]
+                    [_found(page) for page in islice(pages, len(layers))]
                     if hit
                     else None
                 )
@@ -166,7 +169,7 @@ class RemotePages(Leased):
         return [
             _failed(item.status)
             if item.status.code != 0
-            else FoundPage(item.page.handle, item.page.crc32c)
+            else _found(item.page)
             for item in response.items
         ]
 
@@ -250,7 +253,8 @@ class RemotePages(Leased):
             if outcome.code == frames.PAGE_EXISTED:
                 existed.append(i)
             elif outcome.code == 0:
-                outcomes[i] = FoundPage(handle, outcome.crc32c)
+                durable = outcome.offset == frames.DURABLE
+                outcomes[i] = FoundPage(handle, outcome.crc32c, durable=durable)
             else:
                 continue
             fresh.remove(i)
@@ -312,6 +316,10 @@ class RemotePages(Leased):
         return outcomes
 
 
+def _found(page: page_pb2.Page) -> FoundPage:
+    return FoundPage(page.handle, page.crc32c, page.existed, page.durable)
+
+
 def _failed(status: status_pb2.ItemStatus) -> ClientError:
     return make_error(status.code, status.message, Details(reason=status.reason))
 
@@ -323,4 +331,4 @@ def _error_of(status: status_pb2.ItemStatus) -> ClientError | None:
 def _page_of(item: page_pb2.PageResult) -> PutOutcome:
     if item.status.code != 0:
         return _failed(item.status)
-    return FoundPage(item.page.handle, item.page.crc32c, item.page.existed)
+    return _found(item.page)

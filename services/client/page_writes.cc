@@ -46,6 +46,7 @@ void receive(DataChannel& channel, const Batch& batch) {
   for (std::size_t i = 0; i < std::min(batch.pages.size(), outcomes.size()); ++i) {
     batch.pages[i].done = outcomes[i].code == 0;
     batch.pages[i].existed = outcomes[i].code == kPageExisted;
+    batch.pages[i].durable = batch.pages[i].done && outcomes[i].offset == kDurable;
   }
 }
 

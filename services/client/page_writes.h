@@ -18,6 +18,7 @@ struct PageWrite {
   /// Set instead when another client had committed a page of this key: that one is kept, and
   /// `handle` names nothing any more.
   bool existed = false;
+  bool durable = false;   ///< The server's disk has it.
   std::uint32_t crc = 0;  ///< CRC-32C of `from`, once it was sent.
 };
 

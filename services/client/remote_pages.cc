@@ -245,7 +245,9 @@ class RemotePages::Impl {
     for (std::size_t i = 0; i < writes.size(); ++i) {
       if (!writes[i].done && !writes[i].existed) continue;
       if (writes[i].existed) existed.push_back(places[i]);
-      results[places[i]] = {.handle = std::move(handles[places[i]]), .crc32c = writes[i].crc};
+      results[places[i]] = {.handle = std::move(handles[places[i]]),
+                            .crc32c = writes[i].crc,
+                            .durable = writes[i].durable};
       handles[places[i]].clear();
     }
     return existed;
@@ -267,6 +269,7 @@ class RemotePages::Impl {
     result.handle = item.page().handle();
     result.crc32c = item.page().crc32c();
     result.existed = item.page().existed();
+    result.durable = item.page().durable();
   }
 
   template <typename Calls>

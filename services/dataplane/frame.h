@@ -171,6 +171,9 @@ struct WriteBody {
 /// and its handle is told by reserving the key again. ALREADY_EXISTS.
 inline constexpr std::uint32_t kPageExisted = 6;
 
+/// The server's disk has the page that was written, synced.
+inline constexpr std::uint64_t kDurable = 1;
+
 /// What became of one descriptor. Without kInline, the page is at `slot` of the read arena, to be
 /// read as page_layout.h says.
 struct PageOutcome {
@@ -178,7 +181,7 @@ struct PageOutcome {
   std::uint32_t crc = 0;   ///< CRC-32C of the whole page.
   std::uint32_t slot = 0;
   std::uint32_t generation = 0;
-  std::uint64_t offset = 0;  ///< Of the bytes in this frame's payload.
+  std::uint64_t offset = 0;  ///< Of the bytes in this frame's payload; of kWritten, or `kDurable`.
   std::uint64_t bytes = 0;   ///< Of the range asked for; of the page in shared memory.
   friend bool operator==(const PageOutcome&, const PageOutcome&) = default;
 };

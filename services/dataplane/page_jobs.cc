@@ -154,6 +154,12 @@ class WriteJob final : public PageJob {
       outcomes_.push_back(outcome_of([&] { return write(page); }));
     }
     if (outcomes_.size() < body_.pages.size()) return false;
+    pages_.settle(lease_->tenant);
+    for (std::size_t i = 0; i < outcomes_.size(); ++i) {
+      const bool durable =
+          outcomes_[i].code == 0 && pages_.is_durable(lease_->tenant, handle_of(body_.pages[i]));
+      outcomes_[i].offset = durable ? kDurable : 0;
+    }
     connection.send(make_outgoing(FrameType::kWritten, 0, request_id_,
                                   encode(std::span(std::as_const(outcomes_))), {}, charge_));
     return true;

@@ -149,6 +149,16 @@ FoundPages PageStore::lookup(PageLease& lease, const PageQuery& query) {
   return lease.pages.lookup(lease, query);
 }
 
+void PageStore::settle(const Tenant& tenant) {
+  if (!options_.waits_for_disk) return;
+  if (TenantPages* pages = find_pages(tenant)) pages->settle();
+}
+
+bool PageStore::is_durable(const Tenant& tenant, std::string_view handle) {
+  TenantPages* pages = find_pages(tenant);
+  return pages != nullptr && pages->is_durable(handle);
+}
+
 PinnedPage PageStore::read(const Tenant& tenant, std::string_view handle, Verify verify) {
   TenantPages* pages = find_pages(tenant);
   if (pages == nullptr) throw ServiceError::not_found();

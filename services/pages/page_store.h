@@ -2,6 +2,7 @@
 
 #include "services/pages/kept_arenas.h"
 #include "services/pages/page_arena.h"
+#include "services/pages/page_backing.h"
 #include "services/pages/page_lease.h"
 #include "services/pages/page_slots.h"
 #include "services/pages/transfer_counts.h"
@@ -46,6 +47,10 @@ struct PageStoreOptions {
   /// Where arenas are, with the pages that they have from a store before; null: in memory of the
   /// store's own. Of `arena_bytes` each.
   std::shared_ptr<const KeptArenas> kept{};
+  /// Where copies of committed pages go, and are looked for; empty: nowhere.
+  MakeBacking backing{};
+  /// `settle` waits for the disk.
+  bool waits_for_disk = false;
 };
 
 /// What a page is called within its tenant, its lease's model and page size.
@@ -71,6 +76,7 @@ struct PageInfo {
   std::uint32_t generation = 0;  ///< Likewise.
   std::uint64_t length = 0;      ///< Bytes.
   std::uint32_t crc32c = 0;      ///< Of a committed page.
+  bool durable = false;          ///< The disk has it, synced: it is found after a restart.
   /// Of `reserve` and `commit`: another page with this key was committed before, and this is it.
   bool existed = false;
 };
@@ -109,6 +115,9 @@ struct PageStats {
   std::uint64_t checksum_failures = 0, crc_mismatches = 0;
   std::uint64_t refused_full = 0, refused_quota = 0;
   std::uint64_t bytes_written = 0, bytes_read = 0;
+  // Of tiers, where there are: pages written to the disk; those that were not, since the disk
+  // refused or they had been evicted before; those that lookups brought back from disk or servers.
+  std::uint64_t written = 0, unwritten = 0, brought = 0;
 
   PageStats& operator+=(const PageStats& other) noexcept;
 };
@@ -207,7 +216,8 @@ class PageStore {
   /// long as it is pinned.
   void remove(PageLease& lease, std::string_view handle);
   /// Deletes the committed pages of a tenant that are not pinned and have not been used since the
-  /// call. Other calls of the tenant go on meanwhile.
+  /// call, and all from the disk but those that stay. Copies on servers elsewhere stay until their
+  /// time is over. Other calls of the tenant go on meanwhile.
   RemovedPages remove_unpinned(const Tenant& tenant);
   /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
   PageInfo pin(PageLease& lease, std::string_view handle);
@@ -217,6 +227,12 @@ class PageStore {
   /// Returns for which hashes the pages of all `layers` are committed, and these pages. They count
   /// as used. Without layers nothing is found.
   [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
+
+  /// With `waits_for_disk`: returns when what the tenant has committed until now is on the disk, or
+  /// could not be written, and after half a minute at most. Otherwise at once.
+  void settle(const Tenant& tenant);
+  /// Returns whether the disk has a committed page; `settle` comes before.
+  [[nodiscard]] bool is_durable(const Tenant& tenant, std::string_view handle);
 
   /// Returns the committed page of a tenant. `kYes` compares the checksum first: a page that fails
   /// is quarantined, and DATA_LOSS (CHECKSUM_FAILED) thrown. Counts as a use.

@@ -61,6 +61,17 @@ void fill_page(const PageInfo& from, v1::Page& to) {
   to.set_existed(from.existed);
   to.set_slot(from.slot);
   to.set_generation(from.generation);
+  to.set_durable(from.durable);
+}
+
+void settle_pages(PageStore& store, const Tenant& tenant,
+                  google::protobuf::RepeatedPtrField<v1::PageResult>& items) {
+  store.settle(tenant);
+  for (v1::PageResult& item : items) {
+    if (item.has_page()) {
+      item.mutable_page()->set_durable(store.is_durable(tenant, item.page().handle()));
+    }
+  }
 }
 
 WriteMessage parse_write_message(const ByteRuns& bytes) {
@@ -81,6 +92,7 @@ WriteMessage parse_write_message(const ByteRuns& bytes) {
 }
 
 void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pages) {
+  tenant_ = &lease.tenant;
   for (const WriteChunk& chunk : message.chunks) {
     const int count = response_.items_size();
     if (chunk.index != count - 1) {
@@ -130,6 +142,7 @@ void PageWriter::end_incomplete() {
 v1::WritePagesResponse PageWriter::finish() {
   if (response_.items_size() > 0 && !ended_) end_incomplete();
   ended_ = true;
+  if (tenant_ != nullptr) settle_pages(store_, *tenant_, *response_.mutable_items());
   return std::move(response_);
 }
 

@@ -32,6 +32,9 @@ struct WriteMessage {
 
 /// Writes what the store knows of a page into its message.
 void fill_page(const PageInfo& from, v1::Page& to);
+/// Settles the tenant's pages, and says of those in `items` whether they are durable.
+void settle_pages(PageStore& store, const Tenant& tenant,
+                  google::protobuf::RepeatedPtrField<v1::PageResult>& items);
 
 /// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument`.
 [[nodiscard]] WriteMessage parse_write_message(const ByteRuns& message);
@@ -46,7 +49,8 @@ class PageWriter {
   /// Writes the chunks of a message. What goes wrong with a page is kept for its result; throws
   /// INVALID_ARGUMENT for indices out of order and more pages than `max_pages`.
   void write(PageLease& lease, const WriteMessage& message, int max_pages);
-  /// Returns the results of all pages: those that have no last chunk are PAGE_INCOMPLETE.
+  /// Settles what was written, and returns the results of all pages: those that have no last chunk
+  /// are PAGE_INCOMPLETE.
   [[nodiscard]] v1::WritePagesResponse finish();
 
  private:
@@ -56,8 +60,9 @@ class PageWriter {
   PageStore& store_;
   Transfer transfer_;
   v1::WritePagesResponse response_;
-  std::string handle_;  ///< Of the last page.
-  bool ended_ = false;  ///< Likewise: committed or failed.
+  const Tenant* tenant_ = nullptr;  ///< Of the lease; null: nothing was written.
+  std::string handle_;              ///< Of the last page.
+  bool ended_ = false;              ///< Likewise: committed or failed.
 };
 
 /// A piece of a ReadPagesResponse: `head`, then `data`, which `page` keeps in place.

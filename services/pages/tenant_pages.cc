@@ -17,11 +17,11 @@ void append_number(std::string& text, std::uint64_t value) {
 
 ServiceError gone() { return {Code::kNotFound, "PAGE_GONE", "the page is no longer stored"}; }
 
+}  // namespace
+
 ServiceError lease_ended() {
   return {Code::kFailedPrecondition, "LEASE_EXPIRED", "the lease has ended"};
 }
-
-}  // namespace
 
 TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
                          const KeptArena* kept)
@@ -29,6 +29,7 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
       options_(options),
       codec_(codec),
       kept_(kept),
+      backing_(options.backing ? options.backing(tenant) : PageBacking{}),
       arena_(kept == nullptr
                  ? PageArena(static_cast<std::uint64_t>(options.arena_bytes), codec.epoch())
                  : PageArena(kept->memory(),
@@ -36,16 +37,20 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
                              codec.epoch())),
       slots_(static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
              static_cast<std::uint64_t>(options.extent_bytes) / kUnitBytes) {
-  if (kept_ != nullptr) {
+  if (!backing_.empty()) {
+    salt_ = backing_.salt;
+  } else if (kept_ != nullptr) {
     salt_ = kept_->salt();
-    restore();
   } else if (RAND_bytes(salt_.data(), static_cast<int>(salt_.size())) != 1) {
     throw Error(ErrorCode::kUnavailable,
                 "pages: expected random bytes from the system, found none");
   }
+  if (kept_ != nullptr) restore();
+  if (!backing_.empty()) writer_ = std::thread([this] { keep_writing(); });
 }
 
 TenantPages::~TenantPages() {
+  end_writer();
   OPENSSL_cleanse(salt_.data(), salt_.size());
   tenant_.refund_kv(bytes_of(PageState::kReserved) + bytes_of(PageState::kCommitted));
 }
@@ -129,7 +134,8 @@ PageInfo TenantPages::info_of(const PageSlot& page) {
           .slot = page.slot,
           .generation = page.generation,
           .length = page.length,
-          .crc32c = page.crc};
+          .crc32c = page.crc,
+          .durable = page.durable};
 }
 
 // ---- states
@@ -255,7 +261,6 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
   std::optional<PageDigest> digest;
   if (!key.hash.empty()) digest = digest_of(lease, key);
   const auto length = static_cast<std::uint64_t>(lease.config.page_bytes);
-  const auto bytes = static_cast<std::int64_t>(units_of(length) * kUnitBytes);
   const Lock lock(mutex_);
   if (lease.closed) throw lease_ended();
   if (digest) {
@@ -267,6 +272,25 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
       return info;
     }
   }
+  PageSlot& page = take(length);
+  try {
+    while (!reservations_.empty() && !is_waiting(reservations_.front())) reservations_.pop_front();
+    reservations_.emplace_back(page.slot, page.generation);
+    lease.reserved.insert(page.slot);
+  } catch (...) {
+    release(page);
+    throw;
+  }
+  page.digest = digest;
+  page.lease = lease.id;
+  page.holder = &lease;
+  page.reserved_at = options_.now();
+  ++counters_.reserved;
+  return info_of(page);
+}
+
+PageSlot& TenantPages::take(std::uint64_t length) {
+  const auto bytes = static_cast<std::int64_t>(units_of(length) * kUnitBytes);
   charge(bytes);
   PageSlot* page = nullptr;
   try {
@@ -279,27 +303,23 @@ PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
       throw ServiceError::overloaded("PAGES_FULL",
                                      "there is no room for another page of this size");
     }
-    page->length = length;
-    page->written = 0;
-    page->crc = 0;
     page->handle = codec_.encode(
         {.tenant = tenant_.index(), .slot = page->slot, .generation = page->generation});
-    while (!reservations_.empty() && !is_waiting(reservations_.front())) reservations_.pop_front();
-    reservations_.emplace_back(page->slot, page->generation);
-    lease.reserved.insert(page->slot);
   } catch (...) {
     if (page != nullptr) slots_.give(*page);
     tenant_.refund_kv(bytes);
     throw;
   }
+  page->length = length;
+  page->written = 0;
+  page->crc = 0;
+  page->digest.reset();
+  page->lease = 0;
+  page->holder = nullptr;
+  page->durable = page->shared = false;
   arena_.retract(page->slot, page->generation);
   set_state(*page, PageState::kReserved);
-  page->digest = digest;
-  page->lease = lease.id;
-  page->holder = &lease;
-  page->reserved_at = options_.now();
-  ++counters_.reserved;
-  return info_of(*page);
+  return *page;
 }
 
 void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t offset,
@@ -355,16 +375,28 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
       info.existed = true;
       return info;
     }
-    index_.emplace(*page.digest, &page);
   }
+  show(page);
   let_go(page);
+  ++counters_.committed;
+  return info_of(page);
+}
+
+void TenantPages::show(PageSlot& page) {
+  if (page.digest) index_.emplace(*page.digest, &page);
+  if (!backing_.empty() && page.digest && !(page.durable && page.shared)) {
+    try {
+      add_task({.page = {page.slot, page.generation}});
+    } catch (...) {
+      index_.erase(*page.digest);
+      throw;
+    }
+  }
   set_state(page, PageState::kCommitted);
   if (kept_ != nullptr) kept_->digest(page.slot) = page.digest.value_or(PageDigest{});
   arena_.publish(page.slot, page.generation, page.length, page.crc);
   page.used_at = options_.now();
   slots_.list(page);
-  ++counters_.committed;
-  return info_of(page);
 }
 
 PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
@@ -392,6 +424,9 @@ void TenantPages::remove(PageLease& lease, std::string_view handle) {
   const Lock lock(mutex_);
   if (lease.closed) throw lease_ended();
   PageSlot& page = committed_at(handle);
+  if (!backing_.empty() && page.digest) {
+    add_task({.kind = TierTask::Kind::kRemove, .digest = *page.digest});
+  }
   ++counters_.deleted;
   release(page);
 }
@@ -420,38 +455,6 @@ void TenantPages::unpin(PageLease& lease, std::string_view handle) {
   }
   if (--it->second == 0) lease.pins.erase(it);
   drop_pins(*page, 1);
-}
-
-FoundPages TenantPages::lookup(PageLease& lease, const PageQuery& query) {
-  FoundPages found{.hits = std::vector<bool>(query.hashes.size()), .pages = {}};
-  if (query.layers.empty()) return found;
-  std::vector<PageSlot*> pages(query.layers.size());
-  std::vector<PageDigest> digests(query.layers.size());
-  for (std::size_t i = 0; i < query.hashes.size(); ++i) {
-    for (std::size_t j = 0; j < digests.size(); ++j) {
-      digests[j] = digest_of(lease, {.layer = query.layers[j], .hash = query.hashes[i]});
-    }
-    const Lock lock(mutex_);
-    if (lease.closed) throw lease_ended();
-    std::ranges::transform(digests, pages.begin(),
-                           [this](const PageDigest& digest) { return find(digest); });
-    if (std::ranges::find(pages, nullptr) != pages.end()) {
-      counters_.lookup_misses += query.prefix ? query.hashes.size() - i : 1;
-      if (query.prefix) return found;
-      continue;
-    }
-    ++counters_.lookup_hits;
-    found.hits[i] = true;
-    for (PageSlot* page : pages) {
-      use(*page);
-      if (query.pin) {
-        ++lease.pins[page->slot];
-        add_pin(*page);
-      }
-      if (query.pages || query.pin) found.pages.push_back(info_of(*page));
-    }
-  }
-  return found;
 }
 
 PinnedPage TenantPages::read(std::string_view handle, Verify verify_bytes) {

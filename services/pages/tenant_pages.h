@@ -1,19 +1,26 @@
 #pragma once
 
+#include "services/pages/page_backing.h"
 #include "services/pages/page_store.h"
 
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace kvtier::services {
+
+/// What is thrown for a lease that has been closed.
+[[nodiscard]] ServiceError lease_ended();
 
 /// The pages of one tenant; the verbs are those of `PageStore`. Thread-safe.
 class TenantPages {
  public:
   /// `options`, `codec` and `kept`, which may be null, must outlive this. The pages in `kept` are
-  /// there again, with new handles.
+  /// there again, with new handles, and those in the tenant's tiers are found. Throws `Error` when
+  /// these cannot be had.
   TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
               const KeptArena* kept);
   ~TenantPages();
@@ -33,6 +40,8 @@ class TenantPages {
   void unpin(PageLease& lease, std::string_view handle);
   [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
   [[nodiscard]] PinnedPage read(std::string_view handle, Verify verify);
+  void settle();
+  [[nodiscard]] bool is_durable(std::string_view handle);
   void close(PageLease& lease) noexcept;
 
   /// Gives back reservations that have waited too long.
@@ -52,6 +61,13 @@ class TenantPages {
   friend class PinnedPage;
   using Reservation = std::pair<std::uint32_t, std::uint32_t>;  ///< Slot, generation.
   using Lock = std::unique_lock<std::mutex>;
+  /// What the writer does with the tiers.
+  struct TierTask {
+    enum class Kind : std::uint8_t { kWrite, kRemove, kClear };
+    Kind kind = Kind::kWrite;
+    Reservation page{};   ///< Of kWrite; it may have gone since.
+    PageDigest digest{};  ///< Of kRemove.
+  };
 
   [[nodiscard]] static std::int64_t slot_bytes(const PageSlot& page) noexcept {
     return static_cast<std::int64_t>(units_of(page.length) * kUnitBytes);
@@ -71,6 +87,35 @@ class TenantPages {
   [[nodiscard]] PageDigest digest_of(const PageLease& lease, const PageKey& key) const;
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
   [[nodiscard]] static PageInfo info_of(const PageSlot& page);
+
+  /// Takes a slot of no key that nobody has reserved yet, and charges the tenant. Throws as
+  /// `PageStore::reserve`.
+  [[nodiscard]] PageSlot& take(std::uint64_t length);
+  /// Makes a page whose bytes are there visible, under the key that it has.
+  void show(PageSlot& page);
+
+  // Of the tenant's tiers (tenant_tiers.cc).
+  /// Brings pages that are not in the arena from the tiers, as far as a query wants them.
+  void bring(const PageLease& lease, const PageQuery& query, std::span<const PageDigest> digests);
+  /// Brings these pages, and returns how many of them there are now.
+  std::size_t bring(std::span<const PageDigest> digests, std::uint64_t length,
+                    PageTier::Deadline deadline);
+  /// Stores a page of a tier in the arena; nothing, where there is no room.
+  void adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk);
+  /// Returns whether the disk has a page.
+  [[nodiscard]] bool on_disk(const PageDigest& digest, std::int64_t bytes) const;
+  void add_task(const TierTask& task);
+  /// Does the tasks as they come, until this ends and none is left.
+  void keep_writing();
+  void end_writer() noexcept;
+  // Those of one kind at the front of the queue: return how many.
+  std::size_t write_pages(Lock& lock);
+  std::size_t remove_pages(Lock& lock);
+  /// Removes all from the disk, and writes anew what the arena has.
+  std::size_t clear_disk(Lock& lock);
+  void write(std::span<PageSlot* const> pages, Lock& lock);
+  /// Waits until the tasks that there are now are done.
+  void await_tasks();
 
   /// Takes memory for units, if there is any for them.
   [[nodiscard]] bool populate(std::uint64_t first_unit, std::uint64_t count) const;
@@ -99,6 +144,7 @@ class TenantPages {
   const PageStoreOptions& options_;
   const HandleCodec& codec_;
   const KeptArena* const kept_;
+  const PageBacking backing_;
   PageArena arena_;
   std::array<unsigned char, 32> salt_{};
 
@@ -110,8 +156,13 @@ class TenantPages {
   std::array<std::int64_t, 4> bytes_{};   ///< By state; of free slots not kept.
   std::array<std::uint64_t, 4> pages_{};  ///< Likewise.
   std::uint64_t pinned_ = 0;
-  std::uint32_t next_scrubbed_ = 0;  ///< Unit.
-  PageStats counters_;               ///< Its counters alone.
+  std::uint32_t next_scrubbed_ = 0;                   ///< Unit.
+  PageStats counters_;                                ///< Its counters alone.
+  std::deque<TierTask> tasks_;                        ///< Of the writer, in their order.
+  std::uint64_t num_tasks_ = 0, num_tasks_done_ = 0;  ///< Ever.
+  bool ending_ = false;
+  std::condition_variable task_added_, task_done_;
+  std::thread writer_;  ///< Where there are tiers.
 };
 
 }  // namespace kvtier::services

@@ -81,6 +81,9 @@ void TenantPages::restore_page(PageSlot& page) {
   set_state(page, PageState::kCommitted);
   page.used_at = options_.now();
   slots_.list(page);
+  page.durable = page.shared = false;
+  if (backing_.empty()) return;
+  add_task({.page = {page.slot, page.generation}});  // the process before may not have come to it
 }
 
 }  // namespace kvtier::services

@@ -71,12 +71,15 @@ void TenantPages::scrub(std::int64_t bytes) {
 RemovedPages TenantPages::remove_unpinned() {
   const TimePoint began = options_.now();
   RemovedPages removed;
-  for (;;) {
+  for (bool ended = false; !ended;) {
     {
       const Lock lock(mutex_);
       for (int i = 0; i < kRemovedAtOnce; ++i) {
         PageSlot* page = slots_.oldest();
-        if (page == nullptr || page->used_at > began) return removed;
+        if (page == nullptr || page->used_at > began) {
+          ended = true;
+          break;
+        }
         ++removed.pages;
         removed.bytes += static_cast<std::uint64_t>(slot_bytes(*page));
         ++counters_.deleted;
@@ -85,6 +88,13 @@ RemovedPages TenantPages::remove_unpinned() {
     }
     std::this_thread::yield();  // to the tenant's calls, which need the lock
   }
+  if (backing_.disk == nullptr) return removed;
+  {
+    const Lock lock(mutex_);
+    add_task({.kind = TierTask::Kind::kClear});
+  }
+  await_tasks();
+  return removed;
 }
 
 PageStats TenantPages::stats() const {
@@ -146,6 +156,9 @@ PageStats& PageStats::operator+=(const PageStats& other) noexcept {
   refused_quota += other.refused_quota;
   bytes_written += other.bytes_written;
   bytes_read += other.bytes_read;
+  written += other.written;
+  unwritten += other.unwritten;
+  brought += other.brought;
   return *this;
 }
 

@@ -5,15 +5,16 @@
 #include "services/console/log.h"
 #include "services/console/names.h"
 #include "services/pages/kept_arenas.h"
+#include "services/serve/option.h"
 #include "services/serve/secret_files.h"
 #include "services/serve/serving.h"
 #include "services/serve/supervisor.h"
+#include "services/serve/tier_options.h"
 #include "services/server/server.h"
 
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
-#include <cctype>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -24,19 +25,6 @@
 
 namespace kvtier::services {
 namespace {
-
-/// "--max-models" is KVTIER_MAX_MODELS.
-std::string environment_name(const std::string& flag) {
-  std::string name = "KVTIER_";
-  for (const char c : flag.substr(2)) {
-    name += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
-  }
-  return name;
-}
-
-CLI::Option* with_environment(CLI::Option* option) {
-  return option->envname(environment_name(option->get_name()));
-}
 
 /// A number within bounds; unlike CLI::Range it refuses NaN, which no comparison finds outside.
 CLI::Validator seconds_between(double lowest, double highest) {
@@ -77,18 +65,6 @@ std::string read_text(const std::string& option, const std::string& path) {
   text << in.rdbuf();
   if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
   return text.str();
-}
-
-/// Refuses text of no characters, or with white space or control characters.
-CLI::Validator word() {
-  return CLI::Validator(
-      [](std::string& text) {
-        const bool fine = !text.empty() && std::ranges::all_of(text, [](unsigned char c) {
-          return c > 0x20 && c != 0x7F;
-        });
-        return fine ? std::string() : "expected text without white space, found \"" + text + '"';
-      },
-      "TEXT");
 }
 
 /// Takes from the file what neither a flag nor the environment gives. Unknown keys are errors.
@@ -162,18 +138,6 @@ std::vector<Endpoint> data_endpoints(const ServeCommand& command,
   return endpoints;
 }
 
-/// Copies of what the disk caches hold, on servers that all engines share.
-std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command) {
-  RemoteTiersConfig config = command.remote;
-  config.ttl = std::chrono::seconds(command.remote_ttl_seconds);
-  if (!config.empty() && command.disk_cache.empty()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "memcached, redis: expected a disk-cache, of whose pages they keep copies, found "
-                "none");
-  }
-  return make_remote_tiers(config);
-}
-
 /// Throws for options that are fine each and would do nothing, or fail at the first session.
 void check_together(const ServeCommand& command) {
 #if !defined(KVTIER_WITH_CUDA)
@@ -227,6 +191,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.max_session_memory = command.session_memory_mib << 20;
   core.pages.arena_bytes = command.page_arena_mib << 20;
   core.pages.max_bytes = command.page_memory_mib << 20;
+  core.pages.waits_for_disk = command.page_wait_for_disk;
   options.data.attachments.max_regions = static_cast<std::size_t>(command.max_device_regions);
   core.lease_ttl = milliseconds(command.lease_seconds);
   core.device_timeout = milliseconds(command.device_timeout_seconds);
@@ -267,30 +232,6 @@ std::shared_ptr<const KeptArenas> kept_arenas(const CoreOptions& core) {
   const std::size_t tenants = std::max<std::size_t>(core.tenants.size(), 1);
   return std::make_shared<KeptArenas>(std::min(arenas, tenants),
                                       static_cast<std::uint64_t>(pages.arena_bytes));
-}
-
-void add_remote_tiers(CLI::App& app, ServeCommand& command) {
-  const auto add = [&app](const char* flag, auto& to, const char* description) {
-    return with_environment(app.add_option(flag, to, description));
-  };
-  RemoteTiersConfig& remote = command.remote;
-  add("--memcached", remote.memcached,
-      "HOST:PORT,... or unix:PATH of memcached servers that keep copies of the disk cache's pages")
-      ->delimiter(',')
-      ->check(word());
-  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does")->check(word());
-  add("--redis-sentinels", remote.redis_sentinels,
-      "Instead of --redis: sentinels that know the server --redis-master")
-      ->delimiter(',')
-      ->check(word());
-  add("--redis-master", remote.redis_master, "Name of the master at the sentinels");
-  add("--redis-user", remote.redis_user, "User at Redis (default: its default user)");
-  add("--redis-password-file", remote.redis_password_file, "File with the password at Redis");
-  add("--remote-key-file", remote.key_file,
-      "Secret that seals the copies, 16 bytes or more (default: drawn at the start)");
-  add("--remote-ttl-seconds", command.remote_ttl_seconds, "After which servers forget a copy")
-      ->check(CLI::Range(1, 30 * 86400))
-      ->capture_default_str();
 }
 
 }  // namespace
@@ -412,6 +353,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--page-memory-mib", command.page_memory_mib, "Page caches of all tenants in MiB")
       ->check(CLI::Range(0, 1 << 22))
       ->capture_default_str();
+  add_page_tiers(*app, command);
   add("--max-device-regions", command.max_device_regions,
       "Allocations of CUDA memory that a client on a Unix socket may share; 0: none")
       ->check(CLI::Range(0, 256))
@@ -461,6 +403,7 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
     serving.bound = bound;
   }
   options.core.models.memory.tiers = remote_tiers(command);
+  options.core.pages.backing = page_backing(command);
   if (command.adjust) command.adjust(options);
   Serving(std::move(options), serving, console, log).run();
   return 0;

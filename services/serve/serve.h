@@ -58,6 +58,10 @@ struct ServeCommand {
   std::int64_t session_memory_mib = 4096;
   std::int64_t page_arena_mib = 1024;
   std::int64_t page_memory_mib = 8192;
+  std::string page_folder, page_key_file;
+  std::int64_t page_folder_mib = 16384;
+  bool page_remote = false;
+  bool page_wait_for_disk = false;
   std::int64_t max_device_regions = 16;
   double lease_seconds = 60;
   double stream_idle_seconds = 600;

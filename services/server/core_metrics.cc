@@ -234,6 +234,15 @@ void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& fami
                    number(cache.evicted_bytes), tier);
   families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
                    number(cache.checksum_failures), tier);
+  const auto stored = [&](const char* event, std::uint64_t count) {
+    families.counter("kvtier_stored_pages_total",
+                     "Pages of the page cache by what became of them beside memory: written to the "
+                     "disk, not written although committed, brought back from disk or servers.",
+                     number(count), {{"event", event}});
+  };
+  stored("written", cache.written);
+  stored("unwritten", cache.unwritten);
+  stored("brought", cache.brought);
 }
 
 void add_page_losses(const PageStats& pages, Families& families) {

@@ -273,6 +273,7 @@ void Core::batch_commit_pages(const Call& call, const v1::BatchCommitPagesReques
         return pages_.commit(lease, item.handle(), crc);
       });
     }
+    settle_pages(pages_, lease.tenant, *response.mutable_items());
   };
   on_lease(call, request, work, std::move(done));
 }
@@ -298,6 +299,7 @@ void Core::batch_delete_pages(const Call& call, const v1::BatchDeletePagesReques
       for (const std::string& handle : request.handles()) {
         attempt(*response.add_statuses(), [&] { pages_.remove(lease, handle); });
       }
+      pages_.settle(lease.tenant);
     });
   };
   on_lease(call, request, work, std::move(done));

@@ -16,7 +16,7 @@ from kvtier.v1 import status_pb2 as kvtier_dot_v1_dot_status__pb2
 from kvtier.v1 import tensor_pb2 as kvtier_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/page.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"k\n\x0cPageGeometry\x12\x10\n\x08kv_heads\x18\x01 \x01(\x05\x12\x10\n\x08head_dim\x18\x02 \x01(\x05\x12\x13\n\x0bpage_tokens\x18\x03 \x01(\x05\x12\"\n\x05\x64type\x18\x04 \x01(\x0e\x32\x13.kvtier.v1.DataType\"U\n\tPageLease\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\npage_bytes\x18\x02 \x01(\x03\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x01\n\nPageLimits\x12\x17\n\x0fmax_batch_pages\x18\x01 \x01(\x05\x12\x16\n\x0emax_hash_bytes\x18\x02 \x01(\x05\x12\x1a\n\x12max_transfer_bytes\x18\x03 \x01(\x03\x12\x32\n\x0freservation_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x80\x01\n\x10OpenLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08geometry\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.PageGeometryH\x00\x12\x14\n\npage_bytes\x18\x04 \x01(\x03H\x00\x42\x06\n\x04size\"u\n\x11OpenLeaseResponse\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.PageLease\x12%\n\x06limits\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PageLimits\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\r\"5\n\x11\x43loseLeaseRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x14\n\x12\x43loseLeaseResponse\"&\n\x07PageKey\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\x05\"i\n\x04Page\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0f\n\x07\x65xisted\x18\x04 \x01(\x08\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\"e\n\x13LookupPrefixRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06layers\x18\x03 \x03(\x05\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"D\n\x14LookupPrefixResponse\x12\x0c\n\x04hits\x18\x01 \x01(\x05\x12\x1e\n\x05pages\x18\x02 \x03(\x0b\x32\x0f.kvtier.v1.Page\"|\n\x17\x42\x61tchLookupPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06layers\x18\x03 \x03(\x05\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x11\n\thits_only\x18\x06 \x01(\x08\"H\n\x18\x42\x61tchLookupPagesResponse\x12\x0c\n\x04hits\x18\x01 \x03(\x08\x12\x1e\n\x05pages\x18\x02 \x03(\x0b\x32\x0f.kvtier.v1.Page\"R\n\nPageResult\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12\x1d\n\x04page\x18\x02 \x01(\x0b\x32\x0f.kvtier.v1.Page\"_\n\x18\x42\x61tchReservePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12 \n\x04keys\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.PageKey\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"A\n\x19\x42\x61tchReservePagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"\x98\x01\n\x17\x42\x61tchCommitPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x36\n\x05items\x18\x02 \x03(\x0b\x32\'.kvtier.v1.BatchCommitPagesRequest.Item\x1a\x36\n\x04Item\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x13\n\x06\x63rc32c\x18\x02 \x01(\x07H\x00\x88\x01\x01\x42\t\n\x07_crc32c\"@\n\x18\x42\x61tchCommitPagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"L\n\x16\x42\x61tchAbortPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"B\n\x17\x42\x61tchAbortPagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus\"M\n\x17\x42\x61tchDeletePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"C\n\x18\x42\x61tchDeletePagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus\"J\n\x14\x42\x61tchPinPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"=\n\x15\x42\x61tchPinPagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"L\n\x16\x42\x61tchUnpinPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"B\n\x17\x42\x61tchUnpinPagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus2\xf0\x06\n\x0bPageService\x12\x46\n\tOpenLease\x12\x1b.kvtier.v1.OpenLeaseRequest\x1a\x1c.kvtier.v1.OpenLeaseResponse\x12I\n\nCloseLease\x12\x1c.kvtier.v1.CloseLeaseRequest\x1a\x1d.kvtier.v1.CloseLeaseResponse\x12O\n\x0cLookupPrefix\x12\x1e.kvtier.v1.LookupPrefixRequest\x1a\x1f.kvtier.v1.LookupPrefixResponse\x12[\n\x10\x42\x61tchLookupPages\x12\".kvtier.v1.BatchLookupPagesRequest\x1a#.kvtier.v1.BatchLookupPagesResponse\x12^\n\x11\x42\x61tchReservePages\x12#.kvtier.v1.BatchReservePagesRequest\x1a$.kvtier.v1.BatchReservePagesResponse\x12[\n\x10\x42\x61tchCommitPages\x12\".kvtier.v1.BatchCommitPagesRequest\x1a#.kvtier.v1.BatchCommitPagesResponse\x12X\n\x0f\x42\x61tchAbortPages\x12!.kvtier.v1.BatchAbortPagesRequest\x1a\".kvtier.v1.BatchAbortPagesResponse\x12[\n\x10\x42\x61tchDeletePages\x12\".kvtier.v1.BatchDeletePagesRequest\x1a#.kvtier.v1.BatchDeletePagesResponse\x12R\n\rBatchPinPages\x12\x1f.kvtier.v1.BatchPinPagesRequest\x1a .kvtier.v1.BatchPinPagesResponse\x12X\n\x0f\x42\x61tchUnpinPages\x12!.kvtier.v1.BatchUnpinPagesRequest\x1a\".kvtier.v1.BatchUnpinPagesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/page.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"k\n\x0cPageGeometry\x12\x10\n\x08kv_heads\x18\x01 \x01(\x05\x12\x10\n\x08head_dim\x18\x02 \x01(\x05\x12\x13\n\x0bpage_tokens\x18\x03 \x01(\x05\x12\"\n\x05\x64type\x18\x04 \x01(\x0e\x32\x13.kvtier.v1.DataType\"U\n\tPageLease\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\npage_bytes\x18\x02 \x01(\x03\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x01\n\nPageLimits\x12\x17\n\x0fmax_batch_pages\x18\x01 \x01(\x05\x12\x16\n\x0emax_hash_bytes\x18\x02 \x01(\x05\x12\x1a\n\x12max_transfer_bytes\x18\x03 \x01(\x03\x12\x32\n\x0freservation_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x80\x01\n\x10OpenLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08geometry\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.PageGeometryH\x00\x12\x14\n\npage_bytes\x18\x04 \x01(\x03H\x00\x42\x06\n\x04size\"u\n\x11OpenLeaseResponse\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.PageLease\x12%\n\x06limits\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.PageLimits\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\r\"5\n\x11\x43loseLeaseRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x14\n\x12\x43loseLeaseResponse\"&\n\x07PageKey\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\x05\"z\n\x04Page\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0f\n\x07\x65xisted\x18\x04 \x01(\x08\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\x12\x0f\n\x07\x64urable\x18\x07 \x01(\x08\"e\n\x13LookupPrefixRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06layers\x18\x03 \x03(\x05\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"D\n\x14LookupPrefixResponse\x12\x0c\n\x04hits\x18\x01 \x01(\x05\x12\x1e\n\x05pages\x18\x02 \x03(\x0b\x32\x0f.kvtier.v1.Page\"|\n\x17\x42\x61tchLookupPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06layers\x18\x03 \x03(\x05\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x11\n\thits_only\x18\x06 \x01(\x08\"H\n\x18\x42\x61tchLookupPagesResponse\x12\x0c\n\x04hits\x18\x01 \x03(\x08\x12\x1e\n\x05pages\x18\x02 \x03(\x0b\x32\x0f.kvtier.v1.Page\"R\n\nPageResult\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.ItemStatus\x12\x1d\n\x04page\x18\x02 \x01(\x0b\x32\x0f.kvtier.v1.Page\"_\n\x18\x42\x61tchReservePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12 \n\x04keys\x18\x02 \x03(\x0b\x32\x12.kvtier.v1.PageKey\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"A\n\x19\x42\x61tchReservePagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"\x98\x01\n\x17\x42\x61tchCommitPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x36\n\x05items\x18\x02 \x03(\x0b\x32\'.kvtier.v1.BatchCommitPagesRequest.Item\x1a\x36\n\x04Item\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x13\n\x06\x63rc32c\x18\x02 \x01(\x07H\x00\x88\x01\x01\x42\t\n\x07_crc32c\"@\n\x18\x42\x61tchCommitPagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"L\n\x16\x42\x61tchAbortPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"B\n\x17\x42\x61tchAbortPagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus\"M\n\x17\x42\x61tchDeletePagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"C\n\x18\x42\x61tchDeletePagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus\"J\n\x14\x42\x61tchPinPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"=\n\x15\x42\x61tchPinPagesResponse\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.PageResult\"L\n\x16\x42\x61tchUnpinPagesRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"B\n\x17\x42\x61tchUnpinPagesResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus2\xf0\x06\n\x0bPageService\x12\x46\n\tOpenLease\x12\x1b.kvtier.v1.OpenLeaseRequest\x1a\x1c.kvtier.v1.OpenLeaseResponse\x12I\n\nCloseLease\x12\x1c.kvtier.v1.CloseLeaseRequest\x1a\x1d.kvtier.v1.CloseLeaseResponse\x12O\n\x0cLookupPrefix\x12\x1e.kvtier.v1.LookupPrefixRequest\x1a\x1f.kvtier.v1.LookupPrefixResponse\x12[\n\x10\x42\x61tchLookupPages\x12\".kvtier.v1.BatchLookupPagesRequest\x1a#.kvtier.v1.BatchLookupPagesResponse\x12^\n\x11\x42\x61tchReservePages\x12#.kvtier.v1.BatchReservePagesRequest\x1a$.kvtier.v1.BatchReservePagesResponse\x12[\n\x10\x42\x61tchCommitPages\x12\".kvtier.v1.BatchCommitPagesRequest\x1a#.kvtier.v1.BatchCommitPagesResponse\x12X\n\x0f\x42\x61tchAbortPages\x12!.kvtier.v1.BatchAbortPagesRequest\x1a\".kvtier.v1.BatchAbortPagesResponse\x12[\n\x10\x42\x61tchDeletePages\x12\".kvtier.v1.BatchDeletePagesRequest\x1a#.kvtier.v1.BatchDeletePagesResponse\x12R\n\rBatchPinPages\x12\x1f.kvtier.v1.BatchPinPagesRequest\x1a .kvtier.v1.BatchPinPagesResponse\x12X\n\x0f\x42\x61tchUnpinPages\x12!.kvtier.v1.BatchUnpinPagesRequest\x1a\".kvtier.v1.BatchUnpinPagesResponseb\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.page_pb2', globals())
@@ -40,43 +40,43 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _PAGEKEY._serialized_start=782
   _PAGEKEY._serialized_end=820
   _PAGE._serialized_start=822
-  _PAGE._serialized_end=927
-  _LOOKUPPREFIXREQUEST._serialized_start=929
-  _LOOKUPPREFIXREQUEST._serialized_end=1030
-  _LOOKUPPREFIXRESPONSE._serialized_start=1032
-  _LOOKUPPREFIXRESPONSE._serialized_end=1100
-  _BATCHLOOKUPPAGESREQUEST._serialized_start=1102
-  _BATCHLOOKUPPAGESREQUEST._serialized_end=1226
-  _BATCHLOOKUPPAGESRESPONSE._serialized_start=1228
-  _BATCHLOOKUPPAGESRESPONSE._serialized_end=1300
-  _PAGERESULT._serialized_start=1302
-  _PAGERESULT._serialized_end=1384
-  _BATCHRESERVEPAGESREQUEST._serialized_start=1386
-  _BATCHRESERVEPAGESREQUEST._serialized_end=1481
-  _BATCHRESERVEPAGESRESPONSE._serialized_start=1483
-  _BATCHRESERVEPAGESRESPONSE._serialized_end=1548
-  _BATCHCOMMITPAGESREQUEST._serialized_start=1551
-  _BATCHCOMMITPAGESREQUEST._serialized_end=1703
-  _BATCHCOMMITPAGESREQUEST_ITEM._serialized_start=1649
-  _BATCHCOMMITPAGESREQUEST_ITEM._serialized_end=1703
-  _BATCHCOMMITPAGESRESPONSE._serialized_start=1705
-  _BATCHCOMMITPAGESRESPONSE._serialized_end=1769
-  _BATCHABORTPAGESREQUEST._serialized_start=1771
-  _BATCHABORTPAGESREQUEST._serialized_end=1847
-  _BATCHABORTPAGESRESPONSE._serialized_start=1849
-  _BATCHABORTPAGESRESPONSE._serialized_end=1915
-  _BATCHDELETEPAGESREQUEST._serialized_start=1917
-  _BATCHDELETEPAGESREQUEST._serialized_end=1994
-  _BATCHDELETEPAGESRESPONSE._serialized_start=1996
-  _BATCHDELETEPAGESRESPONSE._serialized_end=2063
-  _BATCHPINPAGESREQUEST._serialized_start=2065
-  _BATCHPINPAGESREQUEST._serialized_end=2139
-  _BATCHPINPAGESRESPONSE._serialized_start=2141
-  _BATCHPINPAGESRESPONSE._serialized_end=2202
-  _BATCHUNPINPAGESREQUEST._serialized_start=2204
-  _BATCHUNPINPAGESREQUEST._serialized_end=2280
-  _BATCHUNPINPAGESRESPONSE._serialized_start=2282
-  _BATCHUNPINPAGESRESPONSE._serialized_end=2348
-  _PAGESERVICE._serialized_start=2351
-  _PAGESERVICE._serialized_end=3231
+  _PAGE._serialized_end=944
+  _LOOKUPPREFIXREQUEST._serialized_start=946
+  _LOOKUPPREFIXREQUEST._serialized_end=1047
+  _LOOKUPPREFIXRESPONSE._serialized_start=1049
+  _LOOKUPPREFIXRESPONSE._serialized_end=1117
+  _BATCHLOOKUPPAGESREQUEST._serialized_start=1119
+  _BATCHLOOKUPPAGESREQUEST._serialized_end=1243
+  _BATCHLOOKUPPAGESRESPONSE._serialized_start=1245
+  _BATCHLOOKUPPAGESRESPONSE._serialized_end=1317
+  _PAGERESULT._serialized_start=1319
+  _PAGERESULT._serialized_end=1401
+  _BATCHRESERVEPAGESREQUEST._serialized_start=1403
+  _BATCHRESERVEPAGESREQUEST._serialized_end=1498
+  _BATCHRESERVEPAGESRESPONSE._serialized_start=1500
+  _BATCHRESERVEPAGESRESPONSE._serialized_end=1565
+  _BATCHCOMMITPAGESREQUEST._serialized_start=1568
+  _BATCHCOMMITPAGESREQUEST._serialized_end=1720
+  _BATCHCOMMITPAGESREQUEST_ITEM._serialized_start=1666
+  _BATCHCOMMITPAGESREQUEST_ITEM._serialized_end=1720
+  _BATCHCOMMITPAGESRESPONSE._serialized_start=1722
+  _BATCHCOMMITPAGESRESPONSE._serialized_end=1786
+  _BATCHABORTPAGESREQUEST._serialized_start=1788
+  _BATCHABORTPAGESREQUEST._serialized_end=1864
+  _BATCHABORTPAGESRESPONSE._serialized_start=1866
+  _BATCHABORTPAGESRESPONSE._serialized_end=1932
+  _BATCHDELETEPAGESREQUEST._serialized_start=1934
+  _BATCHDELETEPAGESREQUEST._serialized_end=2011
+  _BATCHDELETEPAGESRESPONSE._serialized_start=2013
+  _BATCHDELETEPAGESRESPONSE._serialized_end=2080
+  _BATCHPINPAGESREQUEST._serialized_start=2082
+  _BATCHPINPAGESREQUEST._serialized_end=2156
+  _BATCHPINPAGESRESPONSE._serialized_start=2158
+  _BATCHPINPAGESRESPONSE._serialized_end=2219
+  _BATCHUNPINPAGESREQUEST._serialized_start=2221
+  _BATCHUNPINPAGESREQUEST._serialized_end=2297
+  _BATCHUNPINPAGESRESPONSE._serialized_start=2299
+  _BATCHUNPINPAGESRESPONSE._serialized_end=2365
+  _PAGESERVICE._serialized_start=2368
+  _PAGESERVICE._serialized_end=3248
 # @@protoc_insertion_point(module_scope)

@@ -190,20 +190,22 @@ class OpenLeaseResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[PageLease, _Mapping]] = ..., limits: _Optional[_Union[PageLimits, _Mapping]] = ..., server_epoch: _Optional[int] = ...) -> None: ...
 
 class Page(_message.Message):
-    __slots__ = ["crc32c", "existed", "generation", "handle", "length", "slot"]
+    __slots__ = ["crc32c", "durable", "existed", "generation", "handle", "length", "slot"]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     EXISTED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     crc32c: int
+    durable: bool
     existed: bool
     generation: int
     handle: str
     length: int
     slot: int
-    def __init__(self, handle: _Optional[str] = ..., length: _Optional[int] = ..., crc32c: _Optional[int] = ..., existed: bool = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle: _Optional[str] = ..., length: _Optional[int] = ..., crc32c: _Optional[int] = ..., existed: bool = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., durable: bool = ...) -> None: ...
 
 class PageGeometry(_message.Message):
     __slots__ = ["dtype", "head_dim", "kv_heads", "page_tokens"]
