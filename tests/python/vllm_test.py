@@ -220,8 +220,48 @@ class VllmTest(ServerTest):
             self.assertEqual(engine.lookup([make_key(1)]), [False])
             self.assertFalse(engine.load([1]))
 
+    def events(self, engine: Engine) -> list[tuple[list[bytes], bool]]:
+        return [([bytes(key) for key in event.keys], event.removed)
+                for event in engine.tier.take_events()]
+
+    def test_events_name_what_is_stored_and_what_is_gone(self) -> None:
+        spec = make_spec(self.id())
+        spec.kv_events_config = SimpleNamespace(
+            enable_kv_cache_events=True, self_describing_kv_events=False
+        )
+        engine = self.engine(spec=spec, enable_kv_events=True)
+        self.assertTrue(engine.store([1, 2]))
+        self.assertEqual(self.events(engine), [([make_key(1), make_key(2)], False)])
+        self.assertFalse(engine.load([1, 5]))
+        self.assertEqual(self.events(engine), [([make_key(5)], True)])
+        self.assertTrue(engine.load([1]))
+        self.assertEqual(self.events(engine), [])
+
+        for silent, options in ((spec, {}), (make_spec(self.id()), {"enable_kv_events": True})):
+            engine = self.engine(spec=silent, **options)
+            engine.store([3])
+            self.assertEqual(self.events(engine), [])
+
+    def test_counters_go_to_the_registry_of_the_engine(self) -> None:
+        engine = self.engine()
+        definitions = type(engine.tier).build_metric_definitions({})
+        self.assertIsNone(engine.tier.get_stats())
+        self.assertTrue(engine.store([1, 2]))
+        self.assertFalse(engine.load([1, 5]))
+        stats = engine.tier.get_stats()
+        if not definitions:
+            self.assertIsNone(stats)  # a release whose tiers have none
+            return
+        counted = stats.reduce()
+        for outcome, amount in (("read", 1), ("missed", 1), ("stored", 2)):
+            self.assertEqual(counted[f"vllm:kvtier_chunks:('{outcome}',)"], amount)
+        self.assertEqual(len(counted), 3)
+        self.assertLessEqual({key.rpartition(":(")[0] for key in counted}, set(definitions))
+        self.assertIsNone(engine.tier.get_stats())
+
     def test_misspelt_options_are_refused_at_the_start(self) -> None:
         for options, message in (
+            ({"enable_kv_events": 1}, "enable_kv_events: expected true or false, found 1"),
             ({"tiemout": 1.0}, 'found "tiemout", did you mean "timeout"'),
             ({"io_threads": "4"}, "io_threads: expected an integer, found '4'"),
             ({"server": "localhost"}, "expected unix:PATH or tcp:HOST:PORT"),

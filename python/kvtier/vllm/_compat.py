@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import vllm
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult
 
@@ -69,3 +70,50 @@ def identity_fields(spec: Any) -> dict[str, Any]:
         root_dir="", offloading_spec=spec, parallel_agnostic=True, **blocks
     )
     return {**mapper.fields, "rank": mapper.rank}
+
+
+_EVENT_FIELDS = frozenset(inspect.signature(base.OffloadingEvent).parameters)
+
+
+def publishes_events(spec: Any) -> bool:
+    """Returns whether vLLM publishes KV events at all."""
+    events = getattr(spec, "kv_events_config", None)
+    return bool(getattr(events, "enable_kv_cache_events", False))
+
+
+def make_event(keys: Sequence[bytes], removed: bool) -> Any:
+    """Returns the event that chunks are stored, or gone, beside vLLM's process."""
+    medium = getattr(base, "Medium", None)
+    details = {
+        "keys": list(keys),
+        "medium": "STORAGE" if medium is None else medium.STORAGE,
+        "removed": removed,
+        "block_size": 0,  # of releases that have it: not known to a tier
+    }
+    return base.OffloadingEvent(**{k: v for k, v in details.items() if k in _EVENT_FIELDS})
+
+
+def metric_definitions(counters: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, Any]:
+    """Returns the definitions of counters, given as their help and labels; none for releases
+    whose tiers have no metrics of their own."""
+    metadata = getattr(base, "OffloadingCounterMetadata", None)
+    if metadata is None:
+        return {}
+    return {
+        name: metadata(documentation=help, labelnames=labels)
+        for name, (help, labels) in counters.items()
+    }
+
+
+def make_stats(increases: Sequence[tuple[str, tuple[str, ...], int]]) -> Any:
+    """Returns what counters have grown by, or None for releases that take none."""
+    if not hasattr(base, "OffloadingCounterMetadata"):
+        return None
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    stats = OffloadingConnectorStats()
+    for name, labels, amount in increases:
+        stats.increase_counter(name, amount, labels)
+    return stats

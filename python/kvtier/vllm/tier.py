@@ -14,10 +14,27 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.chunk_options import ChunkOptions
-from kvtier.chunks import ChunkGroup, ChunkStore
+from kvtier.chunks import ChunkGroup, ChunkStatistics, ChunkStore
 from kvtier.errors import invalid
 from kvtier.identity import make_identity
 from kvtier.vllm import _compat
+
+#: Counters in vLLM's own registry: name, help, labels. Beside them vLLM counts queries, hits, bytes and
+#: seconds of every tier by itself.
+_COUNTERS = {
+    "vllm:kvtier_chunks": ("Chunks by what became of them.", ("outcome",)),
+    "vllm:kvtier_failed_calls": (
+        "Calls that a server did not answer in time, or that were not made for that.", ("outcome",),
+    ),
+}
+#: Of each counter the outcomes, and their fields of `ChunkStatistics`.
+_OUTCOMES = {
+    "vllm:kvtier_chunks": {
+        "read": "read_chunks", "missed": "missed_chunks",
+        "stored": "stored_chunks", "unstored": "unstored_chunks",
+    },
+    "vllm:kvtier_failed_calls": {"failed": "failed_calls", "skipped": "skipped_calls"},
+}
 
 _logger = logging.getLogger("kvtier")
 
@@ -58,9 +75,11 @@ class KvtierTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
+        enable_kv_events: bool = False,
         **options: Any,
     ) -> None:
-        """`primary_kv_view` [rows, row bytes]; `options`: of `ChunkOptions`. Raises
+        """`primary_kv_view` [rows, row bytes]; `options`: of `ChunkOptions`. With `enable_kv_events`,
+        where vLLM publishes events, chunks have one when they are stored, and when found gone. Raises
         InvalidArgumentError for options that are no use, and what the server has against the
         connection; a server that is away is logged."""
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
@@ -70,6 +89,14 @@ class KvtierTier(SecondaryTierManager):
             raise invalid("primary_kv_view: expected rows side by side, writable, found others")
         self._rows = rows.reshape(len(rows), -1).view(np.uint8)
         self._row_bytes = int(self._rows.shape[1])
+        if not isinstance(enable_kv_events, bool):
+            raise invalid(f"enable_kv_events: expected true or false, found {enable_kv_events!r}")
+        self._events: list[Any] | None = None
+        if enable_kv_events and _compat.publishes_events(offloading_spec):
+            self._events = []
+        elif enable_kv_events:
+            _logger.warning("kvtier: enable_kv_events, but vLLM publishes no KV events")
+        self._counted = ChunkStatistics()
         self._store = ChunkStore(ChunkOptions.parse(options))
         try:
             identity = make_identity("vllm", _compat.identity_fields(offloading_spec))
@@ -119,6 +146,7 @@ class KvtierTier(SecondaryTierManager):
             moved = [key for key, each in zip(job.keys, good) if each]
             if job.request in self._lost:
                 self._lost[job.request].update(set(job.keys).difference(moved))
+            self._note(job, moved)
             results.append(
                 _compat.make_result(
                     job_id,
@@ -129,6 +157,29 @@ class KvtierTier(SecondaryTierManager):
                 )
             )
         return results
+
+    def take_events(self) -> Iterable[Any]:
+        """Returns the events since the last call."""
+        if self._events is None:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return _compat.metric_definitions(_COUNTERS)
+
+    def get_stats(self) -> Any:
+        """Returns what the counters have grown by since the last call; None for nothing."""
+        now, before = self._store.statistics(), self._counted
+        self._counted = now
+        increases = [
+            (counter, (outcome,), getattr(now, field) - getattr(before, field))
+            for counter, outcomes in _OUTCOMES.items()
+            for outcome, field in outcomes.items()
+            if getattr(now, field) > getattr(before, field)
+        ]
+        return _compat.make_stats(increases) if increases else None
 
     def has_pending_work(self) -> bool:
         return bool(self._jobs)
@@ -143,6 +194,14 @@ class KvtierTier(SecondaryTierManager):
         self._store.close()
         self._jobs.clear()
         self._rows = np.empty((0, self._row_bytes), np.uint8)
+
+    def _note(self, job: _Job, moved: Sequence[bytes]) -> None:
+        """Tells of a transfer: chunks that are stored, or that were gone when they were wanted."""
+        if self._events is None:
+            return
+        changed = moved if job.request is None else list(set(job.keys).difference(moved))
+        if changed:
+            self._events.append(_compat.make_event(changed, removed=job.request is not None))
 
     def _of(self, job: Any) -> tuple[list[bytes], list[Any]]:
         keys: Collection[bytes] = job.keys
