@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Holds the connectors to the engines themselves: makes a virtual environment with vLLM, SGLang and LMCache, without
-# what they need of a GPU, and runs tests/python/{vllm,sglang,lmcache}_test.py against `kvtier serve`, on a CPU. CI does
+# what they need of a GPU, and runs tests/python/{vllm,sglang,lmcache}*_test.py against `kvtier serve`, on a CPU. CI does
 # not: the environment takes 9 GB and some minutes.
 #
 #   scripts/engines.sh [--venv DIR] [--vllm VERSION] [ENGINE...]
@@ -56,5 +56,7 @@ fi
 
 for engine in "${engines[@]}"; do
   say "$engine"
-  KVTIER_BINARY=$KVTIER_BINARY PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" "tests/python/${engine}_test.py"
+  for test in "tests/python/${engine}"*_test.py; do
+    KVTIER_BINARY=$KVTIER_BINARY PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" "$test"
+  done
 done
