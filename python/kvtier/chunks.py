@@ -6,6 +6,7 @@ because the server is slow, full, paused, restarted or away: what it does not gi
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import threading
@@ -223,6 +224,23 @@ class ChunkGroup:
     @property
     def chunk_bytes(self) -> int:
         return self._chunk_bytes
+
+    def segment(self, index: int) -> ChunkGroup:
+        """Returns the chunks that consist of one segment of these, to be moved by themselves; it is
+        the same memory of the server."""
+        alone = copy.copy(self)
+        parts = len(self._begins)
+        alone._chunk_bytes = self._segment_bytes
+        alone._segments = 1
+        alone._layers = range(index * parts, (index + 1) * parts)
+        alone._batch = max(
+            min(self._store.options.batch_bytes // self._segment_bytes, _BATCH_PAGES // parts), 1
+        )
+        return alone
+
+    def start_contains(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """As `contains`, by a thread of the store."""
+        return self._store.start(lambda: self.contains(keys))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns of each key whether its chunk is stored; False for all without a server."""
