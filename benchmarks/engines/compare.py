@@ -4,8 +4,8 @@
     compare.py {vllm,sglang} [--pages N] [--page-kib N] [--rounds N] [--json FILE]
 
 Needs the environment of scripts/engines.sh and KVTIER_BINARY, the server. Every round stores all pages under new keys,
-asks for them, and reads them back, with each backend; which is first changes by the round. Prints medians over the
-rounds, and of the rounds' ratios the median, the least and the most. Bytes that were read are compared with those that
+asks for them, and reads them back, with each backend; which is first changes by the round. vLLM also asks for keys of
+which every second is not stored. Prints medians over the rounds, and of the rounds' ratios the median, the least and the most. Bytes that were read are compared with those that
 were stored.
 """
 
@@ -35,6 +35,7 @@ class Backend(Protocol):
     """What is timed; all pages at once, page i of the pool under key i of the round."""
 
     memory: Any  # uint8, of the pool
+    operations: tuple[str, ...]  # what is timed, in this order
 
     def store(self, round: int) -> None: ...
 
@@ -47,6 +48,8 @@ class Backend(Protocol):
 
 class VllmTier:
     """A secondary tier, driven as vLLM's scheduler does."""
+
+    operations = ("store", "lookup", "lookup_every_second", "load")
 
     def __init__(self, options: dict[str, Any], pages: int, page_bytes: int) -> None:
         import vllm_test
@@ -79,18 +82,27 @@ class VllmTier:
         self._run(round, True)
 
     def lookup(self, round: int) -> None:
+        assert all(self._look_up(self._keys(round)))
+
+    def lookup_every_second(self, round: int) -> None:
+        unknown = [self._test.make_key(1 << 30 | number) for number in range(self._pages)]
+        keys = [key for pair in zip(self._keys(round), unknown) for key in pair]
+        assert self._look_up(keys) == [True, False] * self._pages
+
+    def _look_up(self, keys: list[bytes]) -> list[bool]:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-        context = ReqContext(req_id=f"round {round}")
+        context = ReqContext(req_id="request")
+        found: list[Any] = []
 
         def answered() -> bool:
-            results = [self._tier.lookup(key, context) for key in self._keys(round)]
+            found[:] = [self._tier.lookup(key, context) for key in keys]
             self._tier.on_schedule_end(None)
-            assert LookupResult.MISS not in results
-            return LookupResult.RETRY not in results
+            return LookupResult.RETRY not in found
 
         _until(answered)
         self._tier.on_request_finished(context)
+        return [each is LookupResult.HIT for each in found]
 
     def close(self) -> None:
         self._tier.shutdown()
@@ -98,6 +110,8 @@ class VllmTier:
 
 class SglangStorage:
     """A storage backend, driven as SGLang's controller does."""
+
+    operations = ("store", "lookup", "load")
 
     def __init__(self, make: Callable[[Any], Any], pages: int, page_bytes: int, v1: bool) -> None:
         import sglang_test
@@ -178,7 +192,8 @@ def time_rounds(backends: dict[str, Backend], rounds: int) -> dict[str, dict[str
     """Returns seconds by backend and operation. The first round, which makes connections and maps
     memory, is not counted."""
     seconds: dict[str, dict[str, list[float]]] = {
-        name: {"store": [], "lookup": [], "load": []} for name in backends
+        name: {operation: [] for operation in backend.operations}
+        for name, backend in backends.items()
     }
     random = np.random.default_rng(1)
     for round in range(rounds + 1):
@@ -187,7 +202,7 @@ def time_rounds(backends: dict[str, Backend], rounds: int) -> dict[str, dict[str
         for name in names:
             backend = backends[name]
             backend.memory[:] = data
-            for operation in ("store", "lookup", "load"):
+            for operation in backend.operations:
                 if operation == "load":
                     backend.memory[:] = 0
                 begun = time.perf_counter()
@@ -224,7 +239,7 @@ def main() -> None:
         "rounds": arguments.rounds, "cores": os.cpu_count(),
         "load_average": [round(load, 1) for load in os.getloadavg()],
     }
-    for operation in ("store", "lookup", "load"):
+    for operation in seconds["kvtier"]:
         own, file = seconds["kvtier"][operation], seconds["file"][operation]
         ratios = [f / o for f, o in zip(file, own)]
         figures[operation] = {
@@ -233,7 +248,7 @@ def main() -> None:
             "file_over_kvtier": round(statistics.median(ratios), 2),
             "least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
         }
-        if operation != "lookup":
+        if operation in ("store", "load"):
             figures[operation]["kvtier_gb_per_s"] = round(total / statistics.median(own) / 1e9, 2)
     print(json.dumps(figures, indent=2))
     if arguments.json:
