@@ -1,11 +1,13 @@
 #include "kvtier/client.h"
 
+#include "services/pages/page_backing.h"
 #include "tests/services/server/server_fixture.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
 
 #include <array>
+#include <fstream>
 #include <thread>
 
 namespace kvtier::services::testing {
@@ -107,6 +109,30 @@ TEST_P(ClientPagesTest, FindsEachHashForItself) {
   EXPECT_TRUE(hits.back());
   EXPECT_EQ(std::ranges::count(hits, true), 1);
   EXPECT_THROW(static_cast<void>(pages_->contains(hashes, {})), Error);
+}
+
+TEST_P(ClientPagesTest, SaysWhichPagesTheDiskHas) {
+  EXPECT_FALSE(put("a", 1).durable) << "without a folder";
+  const std::string key = (folder_ / "key").string();
+  std::ofstream(key) << "0123456789abcdef";
+  ServerOptions stored = options();
+  stored.core.pages.backing = make_backing({.key_file = key,
+                                            .folder = (folder_ / "pages").string(),
+                                            .capacity_bytes = PageBackingOptions::kLeastCapacity,
+                                            .max_page_bytes = std::size_t{4} << 20});
+  stored.core.pages.waits_for_disk = true;
+  start_server(stored);
+  EXPECT_TRUE(put("a", 1).durable);
+  EXPECT_TRUE(put("a", 1).existed);
+  start_server(stored);
+  const std::vector<std::string> hashes{"a", "b"};
+  EXPECT_EQ(pages_->contains(hashes, layer_), (std::vector<bool>{true, false}));
+  const auto found = pages_->find(hashes, layer_);
+  ASSERT_THAT(found[0], SizeIs(1));
+  Bytes read(static_cast<std::size_t>(kPageBytes));
+  const RemotePages::Get get{.handle = found[0][0].handle, .to = read};
+  EXPECT_TRUE(pages_->get({&get, 1})[0].ok());
+  EXPECT_EQ(read, bytes_of(1));
 }
 
 TEST_P(ClientPagesTest, PutsFindsAndGetsPages) {
