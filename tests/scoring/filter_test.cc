@@ -143,6 +143,34 @@ TEST_P(LongRowsTest, RaggedBatchesAgree) {
   }
 }
 
+// More (row, KV head) pairs than are chosen from by themselves, and groups wider than fit on chip;
+// some rows have fewer eligible tokens than are to be selected, or none.
+TEST_P(LongRowsTest, ManyRowsAndWideGroupsAgree) {
+  constexpr std::int64_t kBeyondChip = 200'000;
+  std::vector<TokenSet> sets;
+  for (const std::int64_t length : {6000, 0, 41, 4400, 300, 1, 2500, 9000, 340}) {
+    sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 50, 2, length,
+                                 random_signs(9, kNumPlanes)));
+  }
+  for (std::size_t t = 5; t < 4400; t += 89) sets[3].heads[1][t].finite = false;
+  std::vector<const TokenSet*> pointers;
+  for (const TokenSet& set : sets) pointers.push_back(&set);
+  for (const int group : {1, 4, 6, 12, 16}) {
+    for (const int planes : {128, 256, 384}) {
+      Problem problem = make_problem(scores().back(), Selection::kPerKvHead, 2, group, pointers);
+      problem.config.num_planes = planes;
+      problem.longest = kBeyondChip;
+      SCOPED_TRACE(describe(problem) + ", planes " + std::to_string(planes));
+
+      const Selected found = run(problem);
+
+      expect_oracle(problem, found);
+      EXPECT_EQ(found.ids_without_scores, run(problem).ids_without_scores) << "run again";
+      if (HasFailure()) return;
+    }
+  }
+}
+
 // Every other token is unlike its neighbours: a sample that is spread evenly sees one kind alone.
 TEST_P(LongRowsTest, SamplesMayMislead) {
   constexpr std::int64_t kEligible = 8192;
