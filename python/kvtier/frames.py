@@ -50,9 +50,10 @@ _CRC_BLOCK = 4096
 
 def _crc_terms() -> NDArray[np.uint32]:
     """What a byte adds to the register when so many bytes of its block follow."""
-    table = np.arange(256, dtype=np.uint32)
+    table: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
+    one, polynomial = np.uint32(1), np.uint32(_POLYNOMIAL)
     for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
+        table = (table >> one) ^ (table & one) * polynomial
     terms = np.empty((_CRC_BLOCK, 256), np.uint32)
     terms[0] = table
     for i in range(1, _CRC_BLOCK):
