@@ -99,20 +99,24 @@ class Session(Closing):
         *,
         with_scores: bool = False,
         with_bias: bool = False,
+        ids: Optional[Array] = None,
         tokens_after: int = 0,
         stream: Optional[int] = None,
     ) -> SelectResult:
         """Scores the eligible tokens and returns the chosen ids. Stores nothing. `query`: [tokens,
-        query_heads, head_dim]. `with_bias`: with what `attend` takes as `bias` beside the ids, of
+        query_heads, head_dim]. `ids`: an array that is written instead of a new one, of at least as
+        many columns as there are ids. `with_bias`: with what `attend` takes as `bias` beside the ids, of
         the priority rule. `tokens_after`: tokens of the layer behind the query's last one.
         `FailedPreconditionError` on an empty layer, one that is dense, or without a fitting
         sketch."""
-        shape = self._ids_shape(layer, query, options, self.length(layer))
-        ids = like("ids", query, shape, "int32")
+        if ids is None:
+            shape = self._ids_shape(layer, query, options, self.length(layer))
+            ids = like("ids", query, shape, "int32")
+        shape = tuple(getattr(ids, "shape", ()))
         scores = like("scores", query, shape, "float32") if with_scores else None
         bias = like("bias", query, shape, "float32") if with_bias else None
         self.native.select(
-            *(layer, native("query", query), ids, scores, bias, stream),
+            *(layer, native("query", query), native("ids", ids), scores, bias, stream),
             native_options(options, tokens_after),
         )
         return SelectResult(ids, scores, bias)
