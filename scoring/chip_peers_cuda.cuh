@@ -47,8 +47,6 @@ inline constexpr std::uint32_t kIdsStage = 11;
 inline constexpr std::uint32_t kPartsStage = 12;
 inline constexpr int kStageBits = 4;
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 class ChipPeers {
  public:
   /// Reads the group's epoch: all launches before must be done with the group, and `next_epoch` not
@@ -126,7 +124,5 @@ class ChipPeers {
  private:
   std::uint32_t tag_;
 };
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -31,6 +31,12 @@ struct ChipTables {
 
 static_assert(sizeof(ChipTables) <= kChipTableBytes);
 
+/// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
+/// a scalar code.
+__host__ __device__ inline int projections_of(const ScoreParams& params, int chunks) {
+  return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
+}
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
 using transfer::cuda::HeadSource;
@@ -174,12 +180,6 @@ __device__ inline float project(const FilterArgs& args, const ChipPlanes& share,
   if (share.first + plane >= num_planes) return 0.0F;
   const auto* from = planes.bf16 + std::int64_t{share.first + plane} * dim;
   return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
-}
-
-/// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
-/// a scalar code.
-__host__ __device__ inline int projections_of(const ScoreParams& params, int chunks) {
-  return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
 }
 
 /// Projects the group's heads onto the block's share of the planes and tells all. The workers.

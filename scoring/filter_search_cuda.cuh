@@ -108,6 +108,11 @@ __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
+#else
+/// In shared memory of kernels that are empty.
+class Inbox {
+  [[maybe_unused]] std::uint64_t state_;
+};
 #endif
 
 /// Bins of one round, and their place in memory: bin kSearchBins counts the keys above the window.
