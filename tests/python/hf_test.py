@@ -246,6 +246,30 @@ class DenseTest(HfTest):
                         stored = cache.sessions[row].length()
                         self.assertEqual(stored, len(own) + GREEDY["max_new_tokens"] - 1)
 
+    def test_takes_keys_and_values_of_another_prefill(self) -> None:
+        model = model_of("llama")
+        reference = reference_of(model)
+        ids = tokens(40, 2, 101)
+        other = rounded_cache(model.config)
+        reference(ids[:, :100], past_key_values=other)
+        cache = self.cache(model, max_batch_size=2, max_tokens=128)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, r"key_states: expected \[batch, 2"):
+            cache.append(0, torch.zeros(2, 3, 5, 64), torch.zeros(2, 2, 5, 64))
+        for index, layer in enumerate(other.layers):
+            cache.append(index, layer.keys[:, :, :60], layer.values[:, :, :60])
+            cache.append(index, layer.keys[:, :, 60:100], layer.values[:, :, 60:100])
+        self.assertEqual(cache.get_seq_length(), 100)
+        # What does not fit, or is refused in the second row, leaves the first as before, too.
+        states = torch.zeros(2, 2, 40, 64)
+        with self.assertRaises(kvtier.ClientError):
+            cache.append(0, states, states)  # more than max_tokens
+        states[1, 0, 0, 0] = torch.nan
+        with self.assertRaises(kvtier.InvalidArgumentError):
+            cache.append(0, states[:, :, :5], states[:, :, :5])
+        self.assertEqual([session.length(0) for session in cache.sessions], [100, 100])
+        found = model(ids[:, 100:], past_key_values=cache).logits
+        self.assert_close(found, reference(ids[:, 100:], past_key_values=other).logits)
+
     def test_without_a_cache_it_is_sdpa(self) -> None:
         model = model_of("mistral")
         reference = reference_of(model)

@@ -102,6 +102,11 @@ class KvtierCache(Cache):
                 raise invalid(f"{name}: expected a batch of {found}, as before, found {batch}")
         return self.sessions
 
+    def append(self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Stores keys and values that were computed elsewhere, [batch, kv_heads, tokens, head_dim]
+        each, behind those of the layer; every layer is given as many before the next pass."""
+        self.layers[layer].append(key_states, value_states)
+
     def stream(self) -> Optional[int]:
         """Returns the stream on which calls of the sessions are ordered, that of torch on the GPU of
         the model; None for a model on the CPU."""

@@ -48,6 +48,23 @@ class KvtierLayer(CacheLayerMixin):
         self._pending: Optional[tuple[torch.Tensor, torch.Tensor]] = None
         self._module: Optional[weakref.ref[torch.nn.Module]] = None
 
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """As `KvtierCache.append`."""
+        cache = self._owner()
+        self._take(cache, key_states, value_states)
+        if any(cache.padding):
+            raise invalid(f"key_states: expected rows without padding, found {cache.padding}")
+        stream = cache.stream()
+        before = [session.length(self._index) for session in cache.sessions]
+        try:
+            for session, k, v in zip(cache.sessions, _rows(key_states), _rows(value_states)):
+                session.append(self._index, k, v, stream=stream)
+        except BaseException:
+            for session, length in zip(cache.sessions, before):
+                session.truncate(length, layer=self._index, stream=stream)
+            raise
+        self._length += key_states.shape[-2]
+
     def lazy_initialization(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self.is_initialized = True
 
@@ -63,22 +80,7 @@ class KvtierLayer(CacheLayerMixin):
                 "model: expected attention implementation 'kvtier' "
                 "(model.set_attn_implementation('kvtier')), found one that does not read this cache"
             )
-        model = cache.engine.model
-        expected = (model.kv_heads, model.head_dim)
-        for name, states in (("key_states", key_states), ("value_states", value_states)):
-            if (states.shape[1], states.shape[3]) != expected:
-                raise invalid(
-                    f"{name}: expected [batch, {model.kv_heads}, tokens, {model.head_dim}], "
-                    f"found {list(states.shape)}"
-                )
-            if states.requires_grad:
-                raise invalid(
-                    f"{name}: expected a pass without gradient (torch.no_grad() or "
-                    "torch.inference_mode()), found a tensor that requires it"
-                )
-        cache.rows(key_states.shape[0])
-        cache.device = key_states.device
-        self.is_initialized = True
+        self._take(cache, key_states, value_states)
         self._length += key_states.shape[-2]
         self._pending = (key_states, value_states)
         setattr(key_states, LAYER_OF_KEYS, self)
@@ -141,6 +143,27 @@ class KvtierLayer(CacheLayerMixin):
         """Takes back a pass that has come as far as this layer, in all layers."""
         if self._pending is not None:
             self._owner().truncate(self._length - self._pending[0].shape[-2])
+
+    def _take(
+        self, cache: KvtierCache, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> None:
+        """Checks keys and values against the cache, and opens its sessions for the first."""
+        model = cache.engine.model
+        expected = (model.kv_heads, model.head_dim)
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if (states.shape[1], states.shape[3]) != expected:
+                raise invalid(
+                    f"{name}: expected [batch, {model.kv_heads}, tokens, {model.head_dim}], "
+                    f"found {list(states.shape)}"
+                )
+            if states.requires_grad:
+                raise invalid(
+                    f"{name}: expected a pass without gradient (torch.no_grad() or "
+                    "torch.inference_mode()), found a tensor that requires it"
+                )
+        cache.rows(key_states.shape[0])
+        cache.device = key_states.device
+        self.is_initialized = True
 
     def _attend(
         self,
