@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes what scripts/real_model.sh leaves: a checkpoint in Hugging Face layout, and task files.
 
-    real_model.py convert GGUF MODEL    writes config.json, shards and tokenizer.json to MODEL
+    real_model.py convert GGUF MODEL    writes config.json, shards and the tokenizer to MODEL
     real_model.py tasks GGUF TASKS FOLDER...    task file from the HTML pages under the folders
 
 Needs the packages gguf, ml_dtypes, numpy, safetensors and tokenizers. examples/README.md has the
@@ -240,6 +240,19 @@ def make_tokenizer(source: Source) -> Any:
     return tokenizer
 
 
+def tokenizer_config(source: Source) -> dict[str, Any]:
+    """What tokenizer_config.json says: special tokens and the format of a conversation."""
+    words = source.field("tokenizer.ggml.tokens")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": words[source.field("tokenizer.ggml.bos_token_id")],
+        "eos_token": words[source.field("tokenizer.ggml.eos_token_id")],
+        "model_max_length": source.field("llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": source.field("tokenizer.chat_template"),
+    }
+
+
 def convert(gguf: Path, folder: Path) -> dict[str, Any]:
     """Writes the checkpoint and returns its configuration."""
     source = Source(gguf)
@@ -415,7 +428,10 @@ def main() -> None:
     a = parser.parse_args()
     if a.command == "convert":
         config = convert(a.gguf, a.model)
-        make_tokenizer(Source(a.gguf)).save(str(a.model / "tokenizer.json"))
+        source = Source(a.gguf)
+        make_tokenizer(source).save(str(a.model / "tokenizer.json"))
+        text = json.dumps(tokenizer_config(source), indent=1)
+        (a.model / "tokenizer_config.json").write_text(text + "\n")
         print(f"{a.model}: {config['num_hidden_layers']} layers of {config['hidden_size']}")
     else:
         make_tasks(make_tokenizer(Source(a.gguf)), read_pages(a.pages), a.tasks, a.seed)

@@ -87,6 +87,7 @@ class GgufTest(unittest.TestCase):
         writer.add_token_list([f"word{i}" for i in range(VOCABULARY)])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        writer.add_chat_template("{{ messages }}")
         for name, values in self.stored.items():
             if name == "token_embd.weight":
                 writer.add_tensor(name, quantize(values, Q8), raw_dtype=Q8)
@@ -126,6 +127,13 @@ class GgufTest(unittest.TestCase):
         self.assertEqual(config["num_key_value_heads"], KV_HEADS)
         self.assertEqual(config["head_dim"], HEAD_DIM)
         self.assertIs(config["tie_word_embeddings"], True)
+
+    def test_tokenizer_config_has_the_format_of_a_conversation(self) -> None:
+        config = real_model.tokenizer_config(real_model.Source(self.write()))
+
+        self.assertEqual(config["chat_template"], "{{ messages }}")
+        self.assertEqual((config["bos_token"], config["eos_token"]), ("word1", "word2"))
+        self.assertEqual(config["model_max_length"], 128)
 
     def test_rotation_gives_the_same_products(self) -> None:
         # llama.cpp rotates neighbours, Hugging Face the halves; angles grow alike along both.
