@@ -1,0 +1,212 @@
+"""A conversation with a model of Hugging Face transformers whose keys and values kvtier keeps.
+
+    python -m kvtier.chat --model DIR [--preset NAME] [--k N] [--prompt TEXT] [--dense]
+
+Reads turns from standard input, a line each, and writes the answers as they come; an empty line or
+the end of the input ends it. Needs the extra `hf`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+import kvtier
+from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
+from kvtier.engine_config import Backend, KvPlacement
+from kvtier.errors import invalid
+from kvtier.hf import KvtierCache, default_retrieval
+
+#: How a step selects, beside `kvtier.hf.default_retrieval`.
+PRESETS = ("priority", "top_k", "socket", "dense")
+
+
+def retrieval_of(preset: str, k: int, head_dim: int) -> RetrievalConfig:
+    """Returns the settings of a preset; `k` 0: its own number of tokens."""
+    retrieval = default_retrieval(head_dim)
+    if preset == "top_k":
+        retrieval = replace(retrieval, rule=SelectionRule.TOP_K)
+    if preset == "socket":
+        retrieval = replace(
+            RetrievalConfig.socket(),
+            estimator=Estimator.SOFT_COLLISION,
+            rule=SelectionRule.TOP_K,
+            code=SketchCode.SIGN,
+        )
+    return replace(retrieval, top_k=k) if k else retrieval
+
+
+class Chat:
+    """A conversation. `ask` answers a turn; `tokens` counts those of the last answer, `seconds` the
+    time of its steps, behind the first token."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: KvtierCache) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.messages: list[dict[str, str]] = []
+        self.ids = torch.empty(1, 0, dtype=torch.long)
+        self.tokens = 0
+        self.prefill_seconds = 0.0
+        self.seconds = 0.0
+
+    def ask(self, text: str, most_tokens: int, streamer: Optional[Any] = None) -> str:
+        """Returns the answer. `InvalidArgumentError`, nothing changed, where the cache has no room
+        for the turn and an answer."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._ids(messages)
+        room = self.cache.max_tokens - ids.shape[1]
+        if room < 1:
+            raise invalid(
+                f"prompt: expected fewer than {self.cache.max_tokens} tokens with the turns "
+                f"before, found {ids.shape[1]} (--max-tokens)"
+            )
+        # Templates may write turns anew: what differs is dropped from the cache.
+        common = min(self.ids.shape[1], ids.shape[1] - 1, self.cache.get_seq_length())
+        differs = (self.ids[0, :common] != ids[0, :common]).nonzero()
+        kept = int(differs[0]) if len(differs) else common
+        if kept < self.cache.get_seq_length():
+            self.cache.crop(kept - self.cache.get_seq_length())
+        clock = _Clock(streamer)
+        start = time.perf_counter()
+        found = self.model.generate(
+            ids.to(self.model.device),
+            attention_mask=torch.ones_like(ids, device=self.model.device),
+            past_key_values=self.cache,
+            max_new_tokens=min(most_tokens, room),
+            do_sample=False,
+            streamer=clock,
+        ).cpu()
+        self.ids = found
+        new = found[0, ids.shape[1] :]
+        self.tokens = len(new)
+        self.prefill_seconds = clock.times[0] - start
+        self.seconds = clock.times[-1] - clock.times[0]
+        answer = str(self.tokenizer.decode(new, skip_special_tokens=True))
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _ids(self, messages: list[dict[str, str]]) -> torch.Tensor:
+        if self.tokenizer.chat_template is None:
+            text = "\n".join(message["content"] for message in messages)
+        else:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        ids = self.tokenizer(text, add_special_tokens=self.tokenizer.chat_template is None)
+        return torch.tensor([ids.input_ids])
+
+    def where(self) -> str:
+        """Says where keys and values are and what they take."""
+        engine = self.cache.engine
+        stats = engine.stats().snapshot
+        on_gpu = engine.backend == Backend.CUDA
+        place = "GPU memory" if engine.memory.placement == KvPlacement.DEVICE else "host memory"
+        if engine.memory.placement == KvPlacement.HOST and on_gpu:
+            place = "pinned host memory"
+        return (
+            f"{self.cache.get_seq_length()} tokens: keys and values "
+            f"{_mib(stats['host_page_bytes_used'])} in {place}, sketches "
+            f"{_mib(stats['sketch_bytes_used'])} on the {'GPU' if on_gpu else 'CPU'}"
+        )
+
+
+class _Clock:
+    """A streamer that notes when tokens come, and passes them on."""
+
+    def __init__(self, streamer: Optional[Any]) -> None:
+        self.times: list[float] = []
+        self._streamer = streamer
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt:
+            self.times.append(time.perf_counter())
+        self._prompt = False
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m kvtier.chat", description="Talk to a model whose KV kvtier keeps"
+    )
+    result.add_argument("--model", type=Path, required=True, help="a folder that transformers reads")
+    result.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="priority",
+        help="how a step selects tokens: a priority sample or the best ones by norm-aware scores, "
+        "the method of the SOCKET paper, or all (default priority)",
+    )
+    result.add_argument("--k", type=int, default=0, help="tokens that a step selects")
+    result.add_argument("--prompt", help="one turn, instead of turns from standard input")
+    result.add_argument("--max-tokens", type=int, help="of the whole conversation")
+    result.add_argument("--new-tokens", type=int, default=256, help="most of an answer")
+    result.add_argument("--dtype", default="auto", help="of the weights, such as float32")
+    result.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
+    )
+    return result
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    options = parser().parse_args(arguments)
+    for name, least in (("k", 0), ("new_tokens", 1), ("max_tokens", 1)):
+        found = getattr(options, name)
+        if found is not None and found < least:
+            parser().error(f"--{name.replace('_', '-')}: expected at least {least}, found {found}")
+    if not (options.model / "config.json").is_file():
+        parser().error(f"--model: expected a folder with config.json, found {options.model}")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    model = model.to(options.device).eval()
+    model.set_attn_implementation("kvtier")
+    decoder = model.config.get_text_config(decoder=True)
+    head_dim = getattr(decoder, "head_dim", None)
+    head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
+    cache = KvtierCache(
+        model.config,
+        retrieval_of(options.preset, options.k, head_dim),
+        dense=options.preset == "dense",
+        max_tokens=options.max_tokens,
+        backend=Backend.CPU if options.device == "cpu" else Backend.CUDA,
+    )
+    chat = Chat(model, tokenizer, cache)
+    turns = [options.prompt] if options.prompt is not None else sys.stdin
+    try:
+        for turn in turns:
+            if not turn.strip():
+                break
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            chat.ask(turn.strip(), options.new_tokens, streamer)
+            rate = (chat.tokens - 1) / chat.seconds if chat.tokens > 1 else 0.0
+            print(
+                f"[{chat.tokens} tokens, first after {chat.prefill_seconds:.2f} s, then "
+                f"{rate:.1f} tokens/s; {chat.where()}]",
+                file=sys.stderr,
+            )
+    except kvtier.ClientError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        cache.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Records what a model of Hugging Face transformers attends to: a trace for `kvtier replay` and
+`python -m kvtier.tune`.
+
+    python -m kvtier.record --model DIR --text FILE --out TRACE [--tokens N] [--steps N]
+
+One dense forward pass over the text. Of each recorded layer, the trace has the keys and values of
+all tokens, and the queries and attention outputs of the last ones. Needs torch, transformers and
+safetensors; no engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Optional, Sequence
+
+import torch
+from safetensors.torch import save_file
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvtier.errors import InvalidArgumentError, invalid
+from kvtier.hf.shape import layer_windows, text_config
+
+_NAME = "kvtier_record"
+_DEFAULT_LAYERS = 8
+
+
+def record(model: Any, ids: torch.Tensor, steps: int, layers: Sequence[int]) -> dict[str, Any]:
+    """Returns the tensors of a trace by name, in bfloat16: `layers.N.k` and `.v` [kv_heads, tokens,
+    head_dim], `.q` and `.o` [query_heads, steps, head_dim]. `ids`: [1, tokens]. `layers`: indices,
+    which attend to all tokens. Queries are scaled such that attention divides their products by
+    sqrt(head_dim). `InvalidArgumentError` for layers that no trace can describe."""
+    windows = layer_windows(text_config(model.config))
+    if not 0 < steps <= ids.shape[1]:
+        raise invalid(f"steps: expected 1 to {ids.shape[1]}, found {steps}")
+    for layer in layers:
+        if not 0 <= layer < len(windows):
+            raise invalid(f"layers: expected 0 to {len(windows) - 1}, found {layer}")
+        if windows[layer]:
+            raise invalid(
+                f"layers: expected layers that attend to all tokens, found {layer} with a window "
+                f"of {windows[layer]}"
+            )
+    trace: dict[str, torch.Tensor] = {}
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+    ) -> tuple[Any, None]:
+        if kwargs.get("softcap"):
+            raise invalid(f"softcap: expected none in a trace, found {kwargs['softcap']}")
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        if module.layer_idx in layers:
+            scaling, head_dim = kwargs.get("scaling"), query.shape[-1]
+            factor = 1.0 if scaling is None else scaling * head_dim**0.5
+            parts = {
+                "k": key[0],
+                "v": value[0],
+                "q": query[0, :, -steps:] * factor,
+                "o": out[0, -steps:].transpose(0, 1),
+            }
+            for name, part in parts.items():
+                stored = part.to(torch.bfloat16).contiguous().cpu()
+                trace[f"layers.{module.layer_idx}.{name}"] = stored
+        return out, None
+
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_NAME)
+    try:
+        with torch.inference_mode():
+            model(ids.to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(before)
+    return trace
+
+
+def spread(windows: Sequence[int], count: int) -> list[int]:
+    """Returns as many layers that attend to all tokens, spread over the model."""
+    full = [layer for layer, window in enumerate(windows) if window == 0]
+    if not full:
+        raise invalid("model: expected a layer that attends to all tokens, found none")
+    count = min(count, len(full))
+    return [full[(2 * i + 1) * len(full) // (2 * count)] for i in range(count)]
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m kvtier.record", description="Record a trace of a model on a text"
+    )
+    result.add_argument("--model", type=Path, required=True, help="a folder that transformers reads")
+    result.add_argument("--text", type=Path, required=True, help="a file of text, UTF-8")
+    result.add_argument("--out", type=Path, required=True, help="safetensors file to write")
+    result.add_argument("--tokens", type=int, help="first tokens of the text (default: all)")
+    result.add_argument("--steps", type=int, default=64, help="last tokens with queries (default 64)")
+    result.add_argument(
+        "--layers",
+        help=f"such as 0,5,9, or all (default: {_DEFAULT_LAYERS}, spread over the model)",
+    )
+    result.add_argument("--dtype", default="auto", help="of the weights, such as float32")
+    result.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
+    )
+    return result
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    options = parser().parse_args(arguments)
+    if not (options.model / "config.json").is_file():
+        parser().error(f"--model: expected a folder with config.json, found {options.model}")
+    if not options.text.is_file():
+        parser().error(f"--text: expected a file, found {options.text}")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    model = model.to(options.device).eval()
+    ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    tokens = ids.shape[1] if options.tokens is None else options.tokens
+    try:
+        if not 0 < tokens <= ids.shape[1]:
+            raise invalid(f"tokens: expected 1 to {ids.shape[1]}, those of the text, found {tokens}")
+        windows = layer_windows(text_config(model.config))
+        if options.layers is None:
+            layers = spread(windows, _DEFAULT_LAYERS)
+        elif options.layers == "all":
+            layers = spread(windows, len(windows))
+        else:
+            layers = [int(layer) for layer in options.layers.split(",")]
+        trace = record(model, ids[:, :tokens], options.steps, layers)
+    except InvalidArgumentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    save_file(trace, options.out)
+    size = options.out.stat().st_size / (1 << 20)
+    print(f"{options.out}: layers {layers} of {tokens} tokens, {size:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

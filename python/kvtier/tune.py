@@ -1,0 +1,158 @@
+"""Chooses how many tokens to select, by how many bits and which rule, from a recorded trace.
+
+    python -m kvtier.tune --trace FILE [--error X] [--plot FILE]
+
+Runs `kvtier replay` over a grid of settings and prints the cheapest whose output error, relative to
+dense attention and averaged over steps, heads and layers, is at most X: the fewest tokens first, then
+the fewest bits. The program `kvtier` is looked for in PATH, or named by --kvtier. A plot needs
+matplotlib."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Sequence
+
+_SIZES = "32,64,128,256,512,1024,2048"
+_RULES = "top_k,priority"
+_CODES = "sign,scalar"
+
+
+class Setting(NamedTuple):
+    """Settings of a norm-aware selection and what they gave on the trace."""
+
+    k: int
+    bits: int
+    code: str
+    rule: str
+    #: ||y - o|| / ||o|| of the attention output.
+    error: float
+    #: Of the layer with the largest error.
+    worst_layer: str
+    worst_error: float
+    #: Share of the attention that fell on the tokens attended to.
+    mass: float
+
+    def __str__(self) -> str:
+        return f"k={self.k}, {self.bits} bits, {self.code}, {self.rule}"
+
+
+def settings_of(report: dict[str, Any]) -> list[Setting]:
+    """Returns the settings of a report of `kvtier replay --json`, the exact selector left out."""
+    settings = []
+    for row in report["rows"]:
+        if row["estimator"] == "exact":
+            continue
+        worst = max(row["layers"].items(), key=lambda item: float(item[1]["output_error"]))
+        settings.append(
+            Setting(
+                *(row["k"], row["bits"], row["code"], row["rule"], row["mean"]["output_error"]),
+                *(worst[0], worst[1]["output_error"], row["mean"]["attention_mass"]),
+            )
+        )
+    return settings
+
+
+def choose(settings: Sequence[Setting], error: float) -> Optional[Setting]:
+    """Returns the setting with the fewest tokens whose error is at most `error`, of these that with
+    the fewest bits and then the smallest error; None where none is."""
+    fitting = [setting for setting in settings if setting.error <= error]
+    return min(fitting, key=lambda each: (each.k, each.bits, each.error), default=None)
+
+
+def replay(program: str, trace: Path, options: argparse.Namespace) -> list[Setting]:
+    """Runs `kvtier replay`; raises `CalledProcessError` where it fails."""
+    settings = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-tune-") as folder:
+        report = Path(folder) / "report.json"
+        for code in options.codes.split(","):
+            command = [program, "replay", str(trace), "--estimator", "norm_aware", "--code", code]
+            command += ["--rule", options.rules, "--k", options.k, "--steps", str(options.steps)]
+            command += ["--json", str(report)]
+            if options.bits:
+                command += ["--bits", options.bits]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            settings += settings_of(json.loads(report.read_text()))
+    return settings
+
+
+def plot(settings: Sequence[Setting], error: float, path: Path) -> None:
+    """Writes error over tokens, a line for each code, number of bits and rule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for line in sorted({(each.code, each.bits, each.rule) for each in settings}):
+        own = sorted(each for each in settings if (each.code, each.bits, each.rule) == line)
+        label = "{}, {} bits, {}".format(*line)
+        axes.plot([each.k for each in own], [each.error for each in own], "o-", label=label)
+    axes.axhline(error, color="black", linestyle="--", linewidth=1, label=f"wanted: {error:g}")
+    axes.set(xscale="log", yscale="log", xlabel="selected tokens", ylabel="relative output error")
+    axes.legend(fontsize=8)
+    figure.savefig(path, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m kvtier.tune", description="Choose k, bits and rule for a wanted output error"
+    )
+    result.add_argument("--trace", type=Path, required=True, help="of python -m kvtier.record")
+    result.add_argument("--error", type=float, default=0.05, help="most output error (default 0.05)")
+    result.add_argument("--k", default=_SIZES, help=f"tokens to try (default {_SIZES})")
+    result.add_argument("--bits", help="bits of a key to try (default: 256)")
+    result.add_argument("--codes", default=_CODES, help=f"codes to try (default {_CODES})")
+    result.add_argument("--rules", default=_RULES, help=f"rules to try (default {_RULES})")
+    result.add_argument("--steps", type=int, default=16, help="steps to replay (default 16; 0: all)")
+    result.add_argument("--plot", type=Path, help="file to write, such as error.svg")
+    result.add_argument("--kvtier", help="the program kvtier (default: from PATH)")
+    return result
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    options = parser().parse_args(arguments)
+    if not options.error > 0.0:
+        parser().error(f"--error: expected above 0, found {options.error:g}")
+    if not options.trace.is_file():
+        parser().error(f"--trace: expected a file, found {options.trace}")
+    program = shutil.which(options.kvtier or "kvtier")
+    if program is None:
+        parser().error(
+            f"--kvtier: expected the program kvtier, found {options.kvtier or 'none in PATH'}"
+        )
+    try:
+        settings = replay(program, options.trace, options)
+    except subprocess.CalledProcessError as error:
+        return int(error.returncode)  # kvtier replay has said why
+    settings.sort(key=lambda each: (each.k, each.bits, each.error))
+    print("   k  bits  code    rule      error   worst layer     mass")
+    for each in settings:
+        print(
+            f"{each.k:4}  {each.bits:4}  {each.code:6}  {each.rule:8}  {each.error:.4f}  "
+            f"{each.worst_error:.4f} ({each.worst_layer:>3})  {each.mass:.3f}"
+        )
+    if options.plot is not None:
+        plot(settings, options.error, options.plot)
+    best = choose(settings, options.error)
+    if best is None:
+        least = min(settings, key=lambda each: each.error)
+        print(f"no setting reaches an error of {options.error:g}; nearest: {least}, {least.error:.4f}")
+        return 1
+    print(f"for an error of at most {options.error:g}: {best} ({best.error:.4f})")
+    print(
+        "kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, "
+        f"code=kvtier.SketchCode.{best.code.upper()}, rule=kvtier.SelectionRule."
+        f"{best.rule.upper()}, num_planes={best.bits}, top_k={best.k})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
