@@ -5,7 +5,9 @@
 #include "services/calibrate/calibrate.h"
 #include "services/console/json_report.h"
 #include "services/console/log.h"
+#include "services/console/named_option.h"
 #include "services/console/names.h"
+#include "services/plan/plan.h"
 #include "services/replay/recorded_ids.h"
 #include "services/replay/replay.h"
 #include "services/replay/replay_report.h"
@@ -27,29 +29,6 @@ namespace {
 
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
-
-template <typename Names>
-std::vector<std::string> names_in(const Names& names) {
-  std::vector<std::string> list;
-  for (const auto& entry : names) list.emplace_back(entry.first);
-  return list;
-}
-
-/// Adds an option whose values are names of a table; the parsed enumerators go to `to` at once.
-template <typename Names, typename Enum>
-CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
-                       const std::string& description) {
-  return app
-      .add_option_function<std::string>(
-          flag,
-          [&names, &to](const std::string& text) {
-            for (const auto& [name, value] : names) {
-              if (name == text) to = value;
-            }
-          },
-          description)
-      ->check(CLI::IsMember(names_in(names)));
-}
 
 template <typename Names, typename Enum>
 CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names& names,
@@ -246,6 +225,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_stress(app, stress_command);
   CalibrateCommand calibrate_command;
   add_calibrate(app, calibrate_command);
+  PlanCommand plan_command;
+  add_plan(app, plan_command);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
@@ -258,6 +239,10 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   }
   if (app.got_subcommand("calibrate")) {
     run_calibrate(std::move(calibrate_command), console);
+    return 0;
+  }
+  if (app.got_subcommand("plan")) {
+    run_plan(plan_command, console);
     return 0;
   }
   if (app.got_subcommand("top")) {

@@ -1,10 +1,12 @@
 #include "services/stress/command.h"
 
 #include "services/console/json_report.h"
+#include "services/console/named_option.h"
 #include "services/console/names.h"
 #include "services/stress/interrupt.h"
 #include "services/stress/progress.h"
 #include "services/stress/report.h"
+#include "services/stress/size_option.h"
 #include "services/stress/stress.h"
 
 #include <CLI/CLI.hpp>
@@ -16,38 +18,6 @@ namespace kvtier::services {
 namespace {
 
 constexpr int kExitInterrupted = 130;
-
-/// Adds an option that takes a size such as 64K; `store` gets the number.
-void add_size(CLI::App& app, const std::string& flag, const std::string& description,
-              std::function<void(std::int64_t)> store) {
-  app.add_option_function<std::string>(
-      flag,
-      [flag, store = std::move(store)](const std::string& text) {
-        const std::optional<std::int64_t> size = parse_size(text);
-        if (!size) {
-          throw CLI::ValidationError(
-              flag, "expected a whole number, or one with K, M or G, found " + text);
-        }
-        store(*size);
-      },
-      description);
-}
-
-template <typename Names, typename Enum>
-void add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
-               const std::string& description) {
-  std::vector<std::string> list;
-  for (const auto& entry : names) list.emplace_back(entry.first);
-  app.add_option_function<std::string>(
-         flag,
-         [&names, &to](const std::string& text) {
-           for (const auto& [name, value] : names) {
-             if (name == text) to = value;
-           }
-         },
-         description)
-      ->check(CLI::IsMember(list));
-}
 
 }  // namespace
 

@@ -182,12 +182,18 @@ Config dense_config(const StressOptions& options, const MemoryNeed& need) {
   return config;
 }
 
-MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
+MemoryNeed stored_need(const StressOptions& options) {
   MemoryNeed need;
   const auto layers = static_cast<std::size_t>(*options.layers);
   need.pages = layer_page_bytes(options) * layers;
   need.sketches = layer_sketch_bytes(options) * layers;
   need.tables = table_bytes(options);
+  return need;
+}
+
+MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
+  MemoryNeed need = stored_need(options);
+  const auto layers = static_cast<std::size_t>(*options.layers);
   need.source = ingest_buffer_bytes(options) + layers * static_cast<std::size_t>(options.batch) *
                                                    LayerSource::bytes(synthetic_shape(options));
 

@@ -39,6 +39,9 @@ struct MemoryNeed {
 /// Returns the configuration of the engine of the dense comparison: one layer, KV on the device.
 [[nodiscard]] Config dense_config(const StressOptions& options, const MemoryNeed& need);
 
+/// Computes what the tokens of a run take alone: pages, sketches and tables.
+[[nodiscard]] MemoryNeed stored_need(const StressOptions& options);
+
 /// Computes the need of a run. Starts a small engine of the same shape to learn the size of its
 /// workspace; throws what that throws, such as `kUnimplemented` for a backend that is not there.
 /// `backend` is set to the one in use.
