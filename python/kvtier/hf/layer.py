@@ -191,7 +191,8 @@ class KvtierLayer(CacheLayerMixin):
                 session.append(self._index, k, v, stream=stream)
             return _dense(query, key, value, self.window, scaling)
 
-        out = query.new_zeros(batch, tokens, heads, head_dim)
+        made = query.new_zeros if any(cache.padding) else query.new_empty
+        out = made(batch, tokens, heads, head_dim)
         items = []
         for row, session in enumerate(sessions):
             skipped = min(max(cache.padding[row] - start, 0), tokens)
