@@ -282,6 +282,34 @@ class DenseTest(HfTest):
             self.assert_close(found[:, 30:], expected[:, 30:])
 
 
+@unittest.skipUnless(torch.cuda.is_available(), "no GPU")
+class CudaTest(HfTest):
+    def test_logits_are_those_of_the_cpu(self) -> None:
+        for name in ("llama", "mistral", "gemma2"):
+            with self.subTest(name):
+                model = model_of(name)
+                on_gpu = copy.deepcopy(model).cuda()
+                cache = self.cache(model, backend=kvtier.Backend.CPU)
+                other = self.cache(on_gpu, backend=kvtier.Backend.CUDA)
+                for chunk in tokens(41, 1, 183).split([100, 70, 10, 1, 1, 1], dim=1):
+                    expected = model(chunk, past_key_values=cache).logits
+                    found = on_gpu(chunk.cuda(), past_key_values=other).logits.cpu()
+                    self.assert_close(found, expected)
+
+    def test_rows_of_a_batch_are_those_of_the_cpu(self) -> None:
+        model = model_of("llama", torch.bfloat16)
+        ids, mask = tokens(42, 2, 300), torch.ones(2, 300, dtype=torch.long)
+        ids[1, :50], mask[1, :50] = 0, 0
+        logits = []
+        for device, backend in (("cpu", kvtier.Backend.CPU), ("cuda", kvtier.Backend.CUDA)):
+            cache = self.cache(model, max_batch_size=2, backend=backend)
+            own = copy.deepcopy(model).to(device)
+            own(ids.to(device), attention_mask=mask.to(device), past_key_values=cache)
+            step, seen = ids[:, :1].to(device), torch.cat([mask, mask[:, -1:]], 1).to(device)
+            logits.append(own(step, attention_mask=seen, past_key_values=cache).logits.cpu())
+        torch.testing.assert_close(logits[1], logits[0], atol=0.2, rtol=0.0)
+
+
 class SparseTest(HfTest):
     def test_is_dense_where_k_covers_the_length(self) -> None:
         model = model_of("llama")

@@ -66,7 +66,12 @@ def retrieval(top_k: int = TOP_K, **settings: Any) -> kvtier.RetrievalConfig:
     )
 
 
-def engine_of(dense: bool = False, share: int = 1, **settings: Any) -> Any:
+def engine_of(
+    dense: bool = False,
+    share: int = 1,
+    backend: kvtier.Backend = kvtier.Backend.CPU,
+    **settings: Any,
+) -> Any:
     mode = kvtier.LayerMode.DENSE if dense else kvtier.LayerMode.SPARSE
     model = kvtier.ModelConfig(
         layers=LAYERS,
@@ -76,7 +81,7 @@ def engine_of(dense: bool = False, share: int = 1, **settings: Any) -> Any:
         layer_options=(kvtier.LayerConfig(mode=mode),) * LAYERS,
     )
     memory = kvtier.MemoryConfig(host_bytes=64 << 20, max_session_tokens=2048)
-    return kvtier.Engine(model, retrieval(**settings), memory, backend=kvtier.Backend.CPU)
+    return kvtier.Engine(model, retrieval(**settings), memory, backend=backend)
 
 
 def dense_attention(query: Any, keys: Any, values: Any) -> tuple[Any, Any]:
@@ -224,6 +229,68 @@ class CompileTest(TorchTest):
             found = compiled(session, query, key, value)
             self.assert_close([found], dense_attention(query, key, value)[:1])
         self.assertLessEqual(counted.frame_count, 2)
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "no GPU")
+class CudaTest(TorchTest):
+    def pair(self) -> tuple[Session, Session, Any, Any]:
+        """Two sessions of the same 500 tokens, and keys and values for more."""
+        engine = engine_of(backend=kvtier.Backend.CUDA)
+        pair = self.session(engine), self.session(engine)
+        keys, values = (rows.cuda() for rows in keys_and_values(90, 540))
+        for each in pair:
+            each.append(0, keys[:500], values[:500])
+        return *pair, keys, values
+
+    def test_replays_of_a_captured_step_are_those_of_eager_code(self) -> None:
+        session, eager, keys, values = self.pair()
+        session.session.reserve(40)
+        query = torch.zeros(1, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        key, value = torch.zeros_like(keys[:1]), torch.zeros_like(values[:1])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            out, lse = session.decode(0, query, key, value)
+            ids = session.select(0, query)
+        for step in range(500, 540):
+            query.copy_(random(step, 1, QUERY_HEADS, HEAD_DIM))
+            key.copy_(keys[step : step + 1])
+            value.copy_(values[step : step + 1])
+            graph.replay()
+            session.session.advance(0, 1)
+            expected = eager.decode(0, query, key, value)
+            self.assertTrue(torch.equal(ids, eager.select(0, query)))
+            self.assert_close((out, lse), expected, 1e-2)
+        self.assertEqual(session.session.length(0), eager.session.length(0))
+
+    def test_calls_are_ordered_on_the_current_stream(self) -> None:
+        session, eager, keys, values = self.pair()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(500, 540):
+                query = random(step, 1, QUERY_HEADS, HEAD_DIM).cuda() * 2  # of this stream
+                rows = slice(step, step + 1)
+                found = session.decode(0, query, keys[rows] + 0, values[rows] + 0)
+        stream.synchronize()
+        for step in range(500, 540):
+            query = random(step, 1, QUERY_HEADS, HEAD_DIM).cuda() * 2
+            rows = slice(step, step + 1)
+            expected = eager.decode(0, query, keys[rows], values[rows])
+        self.assert_close(found, expected, 1e-5)
+
+    def test_compiled_steps_are_those_of_eager_code(self) -> None:
+        torch._dynamo.reset()
+        session, eager, keys, values = self.pair()
+        compiled = torch.compile(
+            lambda own, q, k, v: own.decode(0, q * 2, k, v)[0] * 2, backend="aot_eager"
+        )
+        with torch.no_grad():
+            for step in range(500, 503):
+                query, rows = random(step, 1, QUERY_HEADS, HEAD_DIM).cuda(), slice(step, step + 1)
+                found = compiled(session, query, keys[rows], values[rows])
+                expected = eager.decode(0, query * 2, keys[rows], values[rows])[0] * 2
+                self.assert_close([found], [expected], 1e-5)
 
 
 def on_every_rank(*works: Callable[[int], None]) -> None:
