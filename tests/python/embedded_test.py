@@ -398,6 +398,17 @@ class BadInputTest(EngineTest):
             ("stream: expected None", lambda: session.append(0, keys, values, stream=0)),
             ("query: expected .tokens", lambda: session.attend(0, query[0])),
             ("query: expected .*found", lambda: session.attend(0, query[:, :1])),
+            (
+                "recall_target: expected logit_softcap 0, found 20",
+                lambda: session.attend(
+                    *(0, query),
+                    kvtier.AttendOptions(logit_softcap=20.0, recall_target=kvtier.RecallTarget()),
+                ),
+            ),
+            (
+                "logit_softcap: expected 0 or .*found -1",
+                lambda: session.attend(0, query, kvtier.AttendOptions(logit_softcap=-1.0)),
+            ),
             ("tokens_after: expected", lambda: session.attend(0, query, tokens_after=101)),
             ("out: expected", lambda: session.attend(0, query, out=np.empty((1, 1, 1), np.float32))),
             ("lse: expected a writable array", lambda: session.attend(0, query, lse="no")),

@@ -494,6 +494,26 @@ class BadInputTest(HfTest):
         with torch.enable_grad(), self.assertRaisesRegex(kvtier.InvalidArgumentError, "no_grad"):
             model(ids, past_key_values=cache)
 
+    def test_refuses_tensors_on_other_devices(self) -> None:
+        model = model_of("llama")
+        cache = self.cache(model, backend=kvtier.Backend.CPU)
+        model(tokens(43, 1, 10), past_key_values=cache)
+        states = torch.zeros(1, 2, 5, 64)
+        for others in ("meta", "cuda") if torch.cuda.is_available() else ("meta",):
+            for name, pair in (
+                ("key_states", (states.to(others), states)),
+                ("value_states", (states, states.to(others))),
+            ):
+                message = f"{name}: expected a tensor that the engine reads.* found one on {others}"
+                with self.subTest(message):
+                    with self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
+                        cache.append(0, *pair)
+                    with self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
+                        cache.update(*pair, 0)
+                    self.assertEqual(cache.get_seq_length(), 10)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "keys: expected a tensor on the"):
+            cache.sessions[0].append(0, states[0].transpose(0, 1).to("meta"), states[0].mT)
+
     def test_refuses_a_model_of_another_implementation(self) -> None:
         model = model_of("llama")
         cache = self.cache(model)
@@ -533,6 +553,12 @@ class BadInputTest(HfTest):
         for message, config, settings in (
             ("encoder-decoder", transformers.T5Config(), {}),
             (r"layer_types\[1\].*chunked_attention", chunked, {}),
+            (
+                "self-attention alone, found cross_attention_layers",
+                transformers.MllamaTextConfig(num_hidden_layers=4, cross_attention_layers=[1]),
+                {},
+            ),
+            ("num_kv_shared_layers", transformers.Gemma3nTextConfig(), {}),
             ("head_dim", transformers.LlamaConfig(**{**SHAPE, "head_dim": 40}), {}),
             ("max_batch_size: expected at least 1", CONFIGS["llama"], {"max_batch_size": 0}),
         ):

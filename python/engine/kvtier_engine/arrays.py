@@ -22,8 +22,13 @@ def native(name: str, array: Optional[Array]) -> Optional[Array]:
     numpy exports no other type than its own."""
     if isinstance(array, np.ndarray):
         return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-    if array is not None and _is_torch(array) and array.requires_grad:
-        raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+    if array is not None and _is_torch(array):
+        if array.requires_grad:
+            raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+        if array.device.type not in ("cpu", "cuda"):
+            raise invalid(
+                f"{name}: expected a tensor on the CPU or a CUDA device, found one on {array.device}"
+            )
     return array
 
 

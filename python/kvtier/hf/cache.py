@@ -80,6 +80,7 @@ class KvtierCache(Cache):
         _check_fit(engine.model, shape)
         self.config = config
         self.engine = engine
+        self.on_gpu = engine.backend == Backend.CUDA
         self.max_tokens = engine.memory.max_session_tokens if max_tokens is None else max_tokens
         self.sessions: list[Session] = []
         #: Tokens of left padding of each row.

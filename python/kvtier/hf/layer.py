@@ -161,6 +161,12 @@ class KvtierLayer(CacheLayerMixin):
                     f"{name}: expected a pass without gradient (torch.no_grad() or "
                     "torch.inference_mode()), found a tensor that requires it"
                 )
+            if states.device.type not in ("cpu", "cuda" if cache.on_gpu else "cpu"):
+                where = "GPU" if cache.on_gpu else "CPU"
+                raise invalid(
+                    f"{name}: expected a tensor that the engine reads, which is on the {where}, "
+                    f"found one on {states.device}"
+                )
         cache.rows(key_states.shape[0])
         cache.device = key_states.device
         self.is_initialized = True
