@@ -163,7 +163,7 @@ class Bench:
         if own.rule:
             retrieval = replace(retrieval, rule=kvtier.SelectionRule[own.rule.upper()])
         capacity = tokens + own.steps + WARMUP_STEPS + SPLIT_STEPS + 64
-        memory = replace(memory_config(shape, retrieval, 1, capacity), max_batch_rows=1)
+        memory = memory_config(shape, retrieval, 1, capacity, rows=1)
         pages = memory.host_bytes
         if name == "kvtier-device":
             memory = replace(

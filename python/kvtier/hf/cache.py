@@ -14,6 +14,7 @@ from kvtier.engine_config import Backend, MemoryConfig
 from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
 from kvtier.hf.layer import KvtierLayer
 from kvtier.hf.shape import (
+    batch_rows,
     default_retrieval,
     layer_windows,
     memory_config,
@@ -75,7 +76,8 @@ class KvtierCache(Cache):
                 retrieval = default_retrieval(shape.head_dim)
             if memory is None:
                 tokens = decoder.max_position_embeddings if max_tokens is None else max_tokens
-                memory = memory_config(shape, retrieval, max_batch_size, tokens)
+                rows = batch_rows(decoder, max_batch_size)
+                memory = memory_config(shape, retrieval, max_batch_size, tokens, rows)
             engine = kvtier.Engine(shape, retrieval, memory, backend=backend)
         _check_fit(engine.model, shape)
         self.config = config

@@ -87,12 +87,12 @@ def model_config(decoder: Any, dense: bool, kv_dtype: DType) -> ModelConfig:
 
 
 def memory_config(
-    model: ModelConfig, retrieval: RetrievalConfig, sessions: int, tokens: int
+    model: ModelConfig, retrieval: RetrievalConfig, sessions: int, tokens: int, rows: int
 ) -> MemoryConfig:
     """Returns memory for so many sessions of so many tokens: whole pages, and two more for each
-    layer, of which forks write one; sketches in whole blocks; scores of a batch of queries beside a
-    fixed share for the rest."""
-    base = MemoryConfig()
+    layer, of which forks write one; sketches in whole blocks; scores of `rows` queries at a time
+    beside a fixed share for the rest."""
+    base = MemoryConfig(max_batch_rows=rows)
     pages = -(-tokens // base.page_tokens) + 2
     page_bytes = base.page_tokens * model.kv_heads * model.head_dim * 4
     blocks = -(-tokens // _BLOCK_TOKENS) + 1
@@ -103,4 +103,13 @@ def memory_config(
         host_bytes=sessions * model.layers * pages * page_bytes,
         device_bytes=sessions * per_session + scores + 256 * _MIB,
         max_session_tokens=tokens,
+        max_batch_rows=rows,
     )
+
+
+def batch_rows(decoder: Any, sessions: int) -> int:
+    """Returns how many queries are attended with at a time: one for each session, or more where
+    the engine attends in prompts, which is with a softcap."""
+    most = MemoryConfig().max_batch_rows
+    softcap = getattr(decoder, "attn_logit_softcapping", None)
+    return most if softcap else min(sessions, most)
