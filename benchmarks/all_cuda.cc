@@ -35,9 +35,18 @@ class Suite {
   const std::vector<std::string>& only_;
 };
 
+/// What rows start from: top-k of signs, and the sink and window that all rows have had.
+RetrievalConfig top_k_of_signs(Estimator estimator) {
+  RetrievalConfig retrieval = RetrievalConfig::of(estimator);
+  retrieval.rule = SelectionRule::kTopK;
+  retrieval.code = SketchCode::kSign;
+  retrieval.sink_tokens = 128;
+  retrieval.recent_tokens = 128;
+  return retrieval;
+}
+
 RetrievalConfig norm_aware(int bits, int top_k, double sparsity = 0.0) {
-  RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kNormAware;
+  RetrievalConfig retrieval = top_k_of_signs(Estimator::kNormAware);
   retrieval.num_planes = bits;
   retrieval.top_k = top_k;
   retrieval.sparsity = sparsity;
@@ -62,8 +71,7 @@ RetrievalConfig threshold(int bits, double error_target) {
 
 RetrievalConfig soft_collision(int top_k, double sparsity = 0.0,
                                Selection selection = Selection::kPerKvHead) {
-  RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kSoftCollision;
+  RetrievalConfig retrieval = top_k_of_signs(Estimator::kSoftCollision);
   retrieval.selection = selection;
   retrieval.top_k = top_k;
   retrieval.sparsity = sparsity;
@@ -71,10 +79,7 @@ RetrievalConfig soft_collision(int top_k, double sparsity = 0.0,
 }
 
 RetrievalConfig hard_collision(int top_k) {
-  RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kHardCollision;
-  retrieval.planes_per_table = 2;
-  retrieval.tables = 300;
+  RetrievalConfig retrieval = top_k_of_signs(Estimator::kHardCollision);
   retrieval.top_k = top_k;
   return retrieval;
 }

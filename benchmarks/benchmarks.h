@@ -135,9 +135,7 @@ void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);
 [[nodiscard]] std::string name_of(SketchCode code);
 [[nodiscard]] std::string name_of(KvPlacement placement);
 /// Estimator, selection, bits and number of rows, as a row's parameters.
-[[nodiscard]] json retrieval_parameters(const RetrievalConfig& retrieval);
-/// Bits of the sketch that the estimator reads.
-[[nodiscard]] int bits_read(const RetrievalConfig& retrieval);
+[[nodiscard]] json retrieval_parameters(const RetrievalConfig& retrieval, int head_dim = 128);
 
 /// Every row of docs/performance.md, or those whose name (kind, shape, options) has one of the
 /// words `only` in it.

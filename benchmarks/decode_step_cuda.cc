@@ -19,7 +19,7 @@ double bytes_read(const StepCase& step) {
   const RetrievalConfig& r = step.retrieval;
   const double rows = static_cast<double>(step.batch * step.kv_heads) *
                       (r.sparsity > 0 ? static_cast<double>(step.tokens) / r.sparsity : r.top_k);
-  return pairs * (static_cast<double>((bits_read(r) + 127) / 128 * 16) + 4) +
+  return pairs * (static_cast<double>((r.sketch(step.head_dim).num_planes + 127) / 128 * 16) + 4) +
          rows * 4 * step.head_dim;
 }
 
@@ -100,7 +100,7 @@ json step_parameters(const StepCase& step, int layers) {
   if (step.dense) {
     values["estimator"] = "dense";
   } else {
-    values.update(retrieval_parameters(step.retrieval));
+    values.update(retrieval_parameters(step.retrieval, step.head_dim));
     if (step.recall > 0) values["recall"] = step.recall;
   }
   if (step.page_format == PageFormat::kFloat8) values["kv_dtype"] = "fp8";

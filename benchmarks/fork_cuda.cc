@@ -35,7 +35,6 @@ Config config_for(const ForkCase& fork) {
                   .head_dim = 128,
                   .kv_dtype = DType::kBFloat16,
                   .layer_options = {}};
-  config.retrieval.estimator = Estimator::kNormAware;
   const std::size_t tokens = static_cast<std::size_t>(fork.tokens + 2048);
   const std::size_t rows = tokens * static_cast<std::size_t>(fork.layers * fork.kv_heads);
   // A page for each child and layer too.

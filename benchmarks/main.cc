@@ -18,8 +18,8 @@ struct Retrieval {
   RetrievalConfig config{};
   std::string estimator = "norm_aware";
   std::string selection = "per_kv_head";
-  std::string rule = "top_k";
-  std::string code = "sign";
+  std::string rule;  // empty: the estimator's
+  std::string code;
 
   void add_options(CLI::App& app) {
     app.add_option("--estimator", estimator)
@@ -29,6 +29,8 @@ struct Retrieval {
     app.add_option("--rule", rule)->check(CLI::IsMember({"top_k", "priority"}));
     app.add_option("--code", code)->check(CLI::IsMember({"sign", "scalar"}));
     app.add_option("--error-target", config.error_target, "of the priority rule; 0: none");
+    app.add_option("--coarse-bits", config.coarse_bits, "of its first phase; 0: one phase");
+    app.add_option("--candidates", config.candidates, "of its first phase, over k");
     app.add_option("--bits", config.num_planes, "of a key, of norm_aware");
     app.add_option("--query-bits", config.query_bits, "of norm_aware");
     app.add_option("--planes-per-table", config.planes_per_table, "of the collision estimators");
@@ -37,14 +39,20 @@ struct Retrieval {
     app.add_option("--sparsity", config.sparsity, "context length over rows per head");
   }
   [[nodiscard]] RetrievalConfig resolve() const {
+    const RetrievalConfig own =
+        RetrievalConfig::of(estimator == "norm_aware"       ? Estimator::kNormAware
+                            : estimator == "hard_collision" ? Estimator::kHardCollision
+                                                            : Estimator::kSoftCollision);
     RetrievalConfig resolved = config;
-    resolved.estimator = estimator == "norm_aware"       ? Estimator::kNormAware
-                         : estimator == "hard_collision" ? Estimator::kHardCollision
-                                                         : Estimator::kSoftCollision;
+    resolved.estimator = own.estimator;
+    resolved.rule = own.rule;
+    resolved.code = own.code;
     resolved.selection =
         selection == "per_query_head" ? Selection::kPerQueryHead : Selection::kPerKvHead;
-    resolved.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
-    resolved.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
+    if (!rule.empty()) {
+      resolved.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
+    }
+    if (!code.empty()) resolved.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
     return resolved;
   }
 };

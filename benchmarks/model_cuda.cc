@@ -234,7 +234,7 @@ ModelTime bench_sparse(Run& run, const ModelCase& shape, const Model& model, std
                          {.out = out}, stream);
         });
   });
-  json measured = retrieval_parameters(shape.retrieval);
+  json measured = retrieval_parameters(shape.retrieval, shape.head_dim);
   measured["placement"] = name_of(placement);
   measured["device_bytes"] = engine.stats().snapshot.device_bytes;
   add(run, shape, tokens, "kvtier, pages on the " + name_of(placement), times, measured);

@@ -71,19 +71,17 @@ std::string name_of(KvPlacement placement) {
   return placement == KvPlacement::kHost ? "host" : "device";
 }
 
-int bits_read(const RetrievalConfig& retrieval) {
-  return retrieval.estimator == Estimator::kNormAware
-             ? retrieval.num_planes
-             : retrieval.planes_per_table * retrieval.tables;
-}
-
-json retrieval_parameters(const RetrievalConfig& retrieval) {
+json retrieval_parameters(const RetrievalConfig& retrieval, int head_dim) {
   json values = {{"estimator", name_of(retrieval.estimator)},
                  {"selection", name_of(retrieval.selection)},
                  {"rule", name_of(retrieval.rule)},
                  {"code", name_of(retrieval.code)},
-                 {"bits", bits_read(retrieval)}};
+                 {"bits", retrieval.sketch(head_dim).num_planes}};
   if (retrieval.error_target > 0) values["error_target"] = retrieval.error_target;
+  if (retrieval.coarse_bits > 0) {
+    values["coarse_bits"] = retrieval.coarse_bits;
+    values["candidates"] = retrieval.candidates;
+  }
   if (retrieval.estimator == Estimator::kNormAware) values["query_bits"] = retrieval.query_bits;
   if (retrieval.sparsity > 0) {
     values["sparsity"] = retrieval.sparsity;

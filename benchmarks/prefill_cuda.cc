@@ -57,7 +57,7 @@ void bench_prefill_append(Run& run, std::int64_t tokens) {
     Config config;
     config.backend = Backend::kCuda;
     config.model = {.layers = kLayers, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
-    config.retrieval.estimator = Estimator::kNormAware;
+    config.retrieval.code = SketchCode::kSign;
     config.retrieval.num_planes = bits;
     config.memory.placement = placement;
     config.memory.max_session_tokens = tokens;

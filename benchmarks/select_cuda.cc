@@ -13,7 +13,7 @@ void bench_tables(Run& run, int batch, const RetrievalConfig& retrieval) {
   const Layers layers(run, {.tokens = 1024,
                             .batch = batch,
                             .layers = kLayers,
-                            .num_planes = bits_read(retrieval),
+                            .num_planes = retrieval.sketch(LayerShape{}.head_dim).num_planes,
                             .kind = retrieval.planes()});
   const scoring::ScoreParams params = layers.select_request(0, retrieval).params;
   const int heads = layers.shape().query_heads;
@@ -41,7 +41,7 @@ void bench_tables(Run& run, int batch, const RetrievalConfig& retrieval) {
 }
 
 void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfig& retrieval) {
-  const int bits = bits_read(retrieval);
+  const int bits = retrieval.sketch(LayerShape{}.head_dim).num_planes;
   const hashing::SketchGeometry geometry{.kv_heads = 8, .num_planes = bits};
   const std::int64_t pairs = tokens * batch * geometry.kv_heads;
   // Norm-aware scores with both norms, the others with the value's alone.

@@ -33,6 +33,10 @@ KVTIER_HOST_DEVICE constexpr float scalar_step(int bits) {
   return kNoise[bits - 1];
 }
 
+/// What multiplies the estimate from the first `coarse` bits of each of `bits`, so that it is as
+/// large as that from all: E[Q y] over E[Q' y] for y of N(0, 1), Q and Q' the two levels.
+[[nodiscard]] double coarse_gain(int bits, int coarse);
+
 /// Code of a coordinate, 0 .. 2^bits - 1. `scaled` is y / step.
 KVTIER_HOST_DEVICE inline std::uint32_t scalar_code(float scaled, int bits) {
   const float half = static_cast<float>(1 << (bits - 1));
@@ -81,6 +85,16 @@ KVTIER_HOST_DEVICE inline float scalar_norm(float norm, float sum, int bits, int
     problems.push_back("kind: expected orthogonal planes with a scalar code, found gaussian");
   }
   return problems;
+}
+
+/// Returns what is wrong with the first phase of a retrieval for keys of head_dim.
+[[nodiscard]] inline std::vector<std::string> check_coarse(const RetrievalConfig& retrieval,
+                                                           int head_dim) {
+  if (retrieval.coarse_bits <= 0 || head_dim < 1) return {};
+  const int bits = code_bits(retrieval.sketch(head_dim), head_dim);
+  if (retrieval.coarse_bits < bits || bits == 0) return {};
+  return {"coarse_bits: expected fewer than the " + std::to_string(bits) +
+          " bits of a coordinate, found " + std::to_string(retrieval.coarse_bits)};
 }
 
 }  // namespace kvtier::hashing

@@ -1,5 +1,6 @@
 #include "runtime/arguments.h"
 
+#include "hashing/scalar_code.h"
 #include "runtime/step.h"
 #include "transfer/rows.h"
 
@@ -87,6 +88,9 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
 void check_estimate(const ResolvedOptions& resolved, std::string_view who) {
   if (resolved.params.estimator != Estimator::kNormAware) {
     invalid(who, "a norm-aware estimator", "another");
+  }
+  if (resolved.params.coarse_bits > 0) {
+    invalid(who, "coarse_bits 0", std::to_string(resolved.params.coarse_bits));
   }
   if (resolved.logit_softcap > 0.0F) {
     invalid(who, "logit_softcap 0", std::to_string(resolved.logit_softcap));
@@ -246,7 +250,11 @@ void check_options(const EngineState& engine, int layer, const AttendOptions& op
     invalid("dense_from", "at least 0", std::to_string(*options.dense_from));
   }
   if (options.retrieval != nullptr) {
-    const std::vector<std::string> problems = options.retrieval->validate();
+    std::vector<std::string> problems = options.retrieval->validate();
+    const int head_dim = engine.config.model.head_dim;
+    for (std::string& problem : hashing::check_coarse(*options.retrieval, head_dim)) {
+      problems.push_back(std::move(problem));
+    }
     if (!problems.empty()) {
       std::string message = "options.retrieval: ";
       for (const std::string& problem : problems) message += "\n  " + problem;

@@ -36,6 +36,8 @@ RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
   config.rule = checked<SelectionRule>(c.rule, KVTIER_PRIORITY, "rule");
   config.code = to_code(c.code);
   config.error_target = c.error_target;
+  config.coarse_bits = c.coarse_bits;
+  config.candidates = c.candidates;
   return config;
 }
 
@@ -133,7 +135,9 @@ kvtier_retrieval_config from_retrieval(const RetrievalConfig& config) {
           .recent_tokens = config.recent_tokens,
           .rule = static_cast<kvtier_rule>(config.rule),
           .code = static_cast<kvtier_code>(config.code),
-          .error_target = config.error_target};
+          .error_target = config.error_target,
+          .coarse_bits = config.coarse_bits,
+          .candidates = config.candidates};
 }
 
 Config to_config(const kvtier_config& c) {

@@ -92,35 +92,6 @@ std::vector<std::string> check_layer(const LayerConfig& layer) {
 
 }  // namespace
 
-PlaneKind RetrievalConfig::planes() const noexcept {
-  if (plane_kind) return *plane_kind;
-  return estimator == Estimator::kNormAware ? PlaneKind::kOrthogonal : PlaneKind::kGaussian;
-}
-
-ValueWeighting RetrievalConfig::weighting() const noexcept {
-  if (value_weighting != ValueWeighting::kDefault) return value_weighting;
-  return estimator == Estimator::kNormAware ? ValueWeighting::kLogit : ValueWeighting::kLinear;
-}
-
-SketchConfig RetrievalConfig::sketch() const noexcept {
-  const int bits = estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
-  return {.kind = planes(), .num_planes = bits, .seed = seed, .code = code};
-}
-
-RetrievalConfig RetrievalConfig::socket() noexcept {
-  RetrievalConfig config;
-  config.estimator = Estimator::kSoftCollision;
-  config.value_weighting = ValueWeighting::kLinear;
-  config.selection = Selection::kPerQueryHead;
-  config.rule = SelectionRule::kTopK;
-  config.code = SketchCode::kSign;
-  config.plane_kind = PlaneKind::kGaussian;
-  config.planes_per_table = 10;
-  config.tables = 60;
-  config.tau = 0.4F;
-  return config;
-}
-
 std::vector<std::string> RetrievalConfig::validate() const {
   Problems problems;
   problems.require(weighting_fits(estimator, weighting()), "value_weighting",
@@ -147,8 +118,17 @@ std::vector<std::string> RetrievalConfig::validate() const {
     problems.require(std::isfinite(error_target) && error_target > 0.0 && error_target < 1.0,
                      "error_target", "0 (none) or a number above 0 and below 1", error_target);
   }
+  if (coarse_bits != 0) {
+    problems.require(coarse_bits >= 1 && coarse_bits <= 7, "coarse_bits",
+                     "0 (one phase) or 1..7, below the bits of a coordinate", coarse_bits);
+    problems.require(rule == SelectionRule::kPriority && code == SketchCode::kScalar, "coarse_bits",
+                     "0 without the priority rule over a scalar code", coarse_bits);
+    problems.require(error_target == 0.0, "coarse_bits", "0 beside an error_target", coarse_bits);
+    problems.require(candidates >= 1, "candidates", "at least 1", candidates);
+  }
   if (estimator == Estimator::kNormAware) {
-    problems.require(num_planes >= 64 && num_planes <= 1024, "num_planes", "64..1024", num_planes);
+    problems.require(num_planes == 0 || (num_planes >= 64 && num_planes <= 1024), "num_planes",
+                     "64..1024, or 0 (by head_dim)", num_planes);
     problems.require(query_bits == 0 || query_bits == 4 || query_bits == 8, "query_bits",
                      "0, 4 or 8", query_bits);
   } else {
@@ -241,7 +221,8 @@ std::vector<std::string> Config::validate() const {
                    memory.tier_deadline.count());
 
   problems.append("retrieval.", retrieval.validate());
-  problems.append("retrieval.", hashing::check_code(retrieval.sketch(), d));
+  problems.append("retrieval.", hashing::check_code(retrieval.sketch(d), d));
+  problems.append("retrieval.", hashing::check_coarse(retrieval, d));
   for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
     const std::string name = "extra_sketches[" + std::to_string(i) + "].";
     const int planes = extra_sketches[i].num_planes;

@@ -242,7 +242,7 @@ void EngineState::size_workspace() {
 }
 
 void EngineState::make_sketches() {
-  std::vector<SketchConfig> wanted{config.retrieval.sketch()};
+  std::vector<SketchConfig> wanted{config.retrieval.sketch(config.model.head_dim)};
   for (const SketchConfig& extra : config.extra_sketches) {
     if (std::find(wanted.begin(), wanted.end(), extra) == wanted.end()) wanted.push_back(extra);
   }
@@ -369,7 +369,7 @@ void EngineState::log(LogLevel level, const std::string& message) const {
 }
 
 std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const {
-  const SketchConfig wanted = retrieval.sketch();
+  const SketchConfig wanted = retrieval.sketch(config.model.head_dim);
   for (std::size_t i = 0; i < sketches.size(); ++i) {
     if (sketches[i].config.serves(wanted)) return i;
   }
@@ -440,8 +440,9 @@ Stats EngineState::stats() const {
     sum.bytes_host_to_device += (fetched + load(step.rows_ahead)) * row_bytes;
     sum.bytes_device_resident += resident * static_cast<std::uint64_t>(kv.row_bytes());
     if (i < sketches.size()) {
-      sum.bytes_sketch_read +=
-          load(step.tokens_scored) * static_cast<std::uint64_t>(sketches[i].geometry.token_bytes());
+      sum.bytes_sketch_read += load(step.tokens_scored) *
+                                   static_cast<std::uint64_t>(sketches[i].geometry.token_bytes()) +
+                               load(step.sketch_bytes);
     }
   }
   if (config.memory.placement == KvPlacement::kHost) {

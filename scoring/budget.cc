@@ -12,13 +12,14 @@ Budget make_budget(const RetrievalConfig& config, int head_dim, float softmax_sc
                    const std::optional<RecallTarget>& target) {
   assert(config.estimator == Estimator::kNormAware);
   const auto d = static_cast<double>(head_dim);
-  const auto planes = static_cast<double>(config.num_planes);
+  const int bits = config.sketch(head_dim).num_planes;
+  const auto planes = static_cast<double>(bits);
   double variance = std::numbers::pi / 2.0 / planes;
   if (config.code == SketchCode::kScalar) {
-    variance = hashing::scalar_noise(config.num_planes / head_dim) / d;
+    variance = hashing::scalar_noise(bits / head_dim) / d;
   } else if (config.planes() == PlaneKind::kOrthogonal) {
-    for (int first = 0; first < config.num_planes; first += head_dim) {
-      const double block = std::min(head_dim, config.num_planes - first);
+    for (int first = 0; first < bits; first += head_dim) {
+      const double block = std::min(head_dim, bits - first);
       variance -= block * block / (d * planes * planes);
     }
   }

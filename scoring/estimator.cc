@@ -12,37 +12,25 @@
 
 namespace kvtier::scoring {
 
-namespace {
-
-ValueWeighting resolve(ValueWeighting weighting, Estimator estimator) {
-  if (weighting != ValueWeighting::kDefault) return weighting;
-  return estimator == Estimator::kNormAware ? ValueWeighting::kLogit : ValueWeighting::kLinear;
-}
-
-PlaneKind resolve(std::optional<PlaneKind> kind, Estimator estimator) {
-  return kind.value_or(estimator == Estimator::kNormAware ? PlaneKind::kOrthogonal
-                                                          : PlaneKind::kGaussian);
-}
-
-}  // namespace
-
 ScoreParams score_params(const RetrievalConfig& config, int head_dim, float softmax_scale,
                          int layer) {
   ScoreParams params;
   params.estimator = config.estimator;
-  params.weighting = resolve(config.value_weighting, config.estimator);
+  params.weighting = config.weighting();
   params.selection = config.selection;
   params.planes_per_table = config.planes_per_table;
   params.tables = config.tables;
-  params.num_planes = config.num_planes;
+  params.num_planes = config.sketch(head_dim).num_planes;
   params.query_bits = config.query_bits;
   params.tau = config.tau;
   params.logit_scale = softmax_scale;
   params.top_k = config.top_k;
   params.sparsity = config.sparsity;
 
-  params.code_bits = config.code == SketchCode::kScalar ? config.num_planes / head_dim : 0;
+  params.code_bits = config.code == SketchCode::kScalar ? params.num_planes / head_dim : 0;
   params.rule = config.rule;
+  params.coarse_bits = config.coarse_bits;
+  params.candidates = config.candidates;
   params.threshold = static_cast<float>(config.error_target * config.error_target);
   if (params.threshold > 0.0F) {
     // As many tokens as the threshold lets through, and a quarter more: their number is random.
@@ -57,8 +45,8 @@ ScoreParams score_params(const RetrievalConfig& config, int head_dim, float soft
     params.sign_scale = hashing::scalar_step(params.code_bits) / static_cast<float>(2 * head_dim);
     return params;
   }
-  double scale = std::sqrt(std::numbers::pi / 2.0) / config.num_planes;
-  if (resolve(config.plane_kind, config.estimator) == PlaneKind::kOrthogonal) {
+  double scale = std::sqrt(std::numbers::pi / 2.0) / params.num_planes;
+  if (config.planes() == PlaneKind::kOrthogonal) {
     scale /= 1.0 + 1.0 / (4.0 * head_dim);
   }
   params.sign_scale = static_cast<float>(scale);

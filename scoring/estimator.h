@@ -34,6 +34,8 @@ struct ScoreParams {
   std::uint32_t priority_key = 0;  ///< Of `kPriority`, made of the seed and the layer.
   int top_k = 0;
   double sparsity = 0.0;
+  int coarse_bits = 0;  ///< Of the first of two phases (two_phase.h), or 0.
+  int candidates = 1;   ///< That the first phase takes, over those selected.
 
   /// Planes of the sketch that are read.
   KVTIER_HOST_DEVICE int planes_read() const {

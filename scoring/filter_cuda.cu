@@ -18,7 +18,7 @@ bool filter_serves(const SelectRequest& request) {
   const int group = request.kv.group();
   const bool norm_aware = params.estimator == Estimator::kNormAware;
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (request.keep_scores ||
+  if (request.keep_scores || params.coarse_bits > 0 ||
       device_attribute(cudaDevAttrComputeCapabilityMajor) < kMajorWithClusters) {
     return false;
   }

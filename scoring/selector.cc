@@ -3,6 +3,7 @@
 #include "scoring/budget_cpu.h"
 #include "scoring/foresight.h"
 #include "scoring/selector_kernels.h"
+#include "scoring/two_phase.h"
 #include "transfer/with_cuda.h"
 
 #include <algorithm>
@@ -124,10 +125,18 @@ std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
 }
 
 SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
+  QueryTables coarse;
+  if (params.coarse_bits > 0) {
+    const std::int64_t heads = std::int64_t{limits_.rows} * limits_.query_heads;
+    coarse = {.entries = entries_ + heads * entries_per_head(params),
+              .entries_per_head = entries_per_head(coarse_phase(params)),
+              .scalars = scalars_};
+  }
   return {.limits = limits_,
           .tables = {.entries = entries_,
                      .entries_per_head = entries_per_head(params),
                      .scalars = scalars_},
+          .coarse_tables = coarse,
           .scores = scores_,
           .combined = combined_,
           .token_mask = token_mask_,
@@ -166,6 +175,12 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
                        request.kv.query_heads, entries_, scalars_);
   }
   const SelectorWorkspace space = workspace(request.params);
+  if (request.params.coarse_bits > 0) {
+    assert(!budget.active);
+    build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
+                       request.rows.count, request.kv.query_heads,
+                       const_cast<float*>(space.coarse_tables.entries), scalars_);
+  }
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       cuda::select(stream.native(), request, space, budget);

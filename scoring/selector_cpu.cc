@@ -1,10 +1,10 @@
 #include "scoring/budget_cpu.h"
 #include "scoring/priority_cpu.h"
 #include "scoring/score_math.h"
-#include "scoring/scores_cpu.h"
-#include "scoring/selector_kernels.h"
+#include "scoring/selector_call_cpu.h"
 #include "scoring/top_k_cpu.h"
-#include "transfer/parallel.h"
+#include "scoring/two_phase.h"
+#include "scoring/two_phase_cpu.h"
 
 #include <algorithm>
 #include <array>
@@ -18,156 +18,6 @@
 namespace kvtier::scoring::cpu {
 
 namespace {
-
-using transfer::AttendedSpans;
-using transfer::parallel_for;
-
-// Tiles that a thread takes at once: a tile costs tens of microseconds.
-constexpr std::int64_t kTileGrain = 4;
-constexpr std::size_t kAlignment = 256;
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-std::int64_t tiles_of(std::int64_t tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
-
-std::uint16_t all_heads(int group) { return static_cast<std::uint16_t>((1U << group) - 1U); }
-
-// One call: the spans of each row, and where each (row, head) has its memory.
-class Call {
- public:
-  Call(const SelectRequest& request, const SelectorWorkspace& space)
-      : request_(request), space_(space), group_(request.kv.group()) {
-    for (int row = 0; row < request.rows.count; ++row) {
-      const transfer::QueryRow& query = request.rows[row];
-      const std::int64_t length = request.sequences[query.sequence].counters->length;
-      assert(length <= space.limits.max_tokens);
-      AttendedSpans& spans = spans_[static_cast<std::size_t>(row)];
-      spans = transfer::attended_spans(request.rule, length, query);
-      if (spans.num_eligible() > 0) max_tiles_ = std::max(max_tiles_, tiles_of(spans.eligible_end));
-    }
-  }
-
-  [[nodiscard]] const SelectRequest& request() const { return request_; }
-  [[nodiscard]] const transfer::SelectionView& selection() const { return space_.selection; }
-  [[nodiscard]] const AttendedSpans& spans(int row) const {
-    return spans_[static_cast<std::size_t>(row)];
-  }
-  [[nodiscard]] int rows() const { return request_.rows.count; }
-  [[nodiscard]] int group() const { return group_; }
-  [[nodiscard]] int kv_heads() const { return request_.kv.kv_heads; }
-  [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
-  [[nodiscard]] std::int64_t max_tiles() const { return max_tiles_; }
-  [[nodiscard]] std::int64_t max_tokens() const { return space_.limits.max_tokens; }
-  [[nodiscard]] bool prioritised() const {
-    return request_.params.rule == SelectionRule::kPriority;
-  }
-  [[nodiscard]] bool per_query_head() const {
-    return request_.params.selection == Selection::kPerQueryHead;
-  }
-
-  [[nodiscard]] GroupQuery group_query(int row, int kv_head) const {
-    const std::int64_t head = std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
-    const std::size_t slot = static_cast<std::size_t>(row * kv_heads() + kv_head);
-    return {.entries = space_.tables.entries + head * space_.tables.entries_per_head,
-            .scalars = space_.tables.scalars + head,
-            .group = group_,
-            .prepared = space_.scratch + slot * aligned(prepared_bytes(group_))};
-  }
-  // Scores of the first head of a group.
-  [[nodiscard]] float* scores(int row, int kv_head) const {
-    return space_.scores +
-           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * max_tokens();
-  }
-  [[nodiscard]] float* combined(int row, int kv_head) const {
-    return space_.combined + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
-  }
-  [[nodiscard]] std::uint16_t* token_mask(int row, int kv_head) const {
-    return space_.token_mask + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
-  }
-  // Of the first head of a group.
-  [[nodiscard]] float* rest_logs(int row, int kv_head) const {
-    return space_.rest_logs + std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
-  }
-  // Reductions of the first head of a group, `partial_stride()` apart from the next head's.
-  [[nodiscard]] TilePartial* partials(int row, int kv_head) const {
-    const auto groups = static_cast<std::size_t>(space_.limits.rows * space_.limits.kv_heads);
-    auto* base =
-        reinterpret_cast<TilePartial*>(space_.scratch + groups * aligned(prepared_bytes(group_)));
-    return base +
-           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * partial_stride();
-  }
-  [[nodiscard]] std::int64_t partial_stride() const { return tiles_of(max_tokens()); }
-
-  // Calls body(row, kv_head, first token, count) for the eligible tokens of each tile, in parallel.
-  template <typename Body>
-  void for_each_tile(const Body& body) const {
-    const std::int64_t pairs = std::int64_t{rows()} * kv_heads();
-    parallel_for(pairs * max_tiles_, kTileGrain, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const auto pair = static_cast<int>(i / max_tiles_);
-        const int row = pair / kv_heads();
-        const std::int64_t tile = i % max_tiles_ * kTileTokens;
-        const std::int64_t first = std::max(tile, spans(row).sink_end);
-        const std::int64_t last = std::min(tile + kTileTokens, spans(row).eligible_end);
-        if (first < last) body(row, pair % kv_heads(), first, static_cast<int>(last - first));
-      }
-    });
-  }
-  // Calls body(row, kv_head) for each pair, in parallel.
-  template <typename Body>
-  void for_each_group(const Body& body) const {
-    parallel_for(std::int64_t{rows()} * kv_heads(), 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
-      }
-    });
-  }
-
- private:
-  const SelectRequest& request_;
-  const SelectorWorkspace& space_;
-  int group_;
-  std::int64_t max_tiles_ = 0;
-  std::array<AttendedSpans, transfer::kMaxBatch> spans_;
-};
-
-// Appends to one (row, KV head) of a selection.
-class SelectionWriter {
- public:
-  SelectionWriter(const transfer::SelectionView& view, std::int64_t slot)
-      : ids_(view.ids + slot * view.capacity),
-        masks_(view.head_mask + slot * view.capacity),
-        biases_(view.bias == nullptr ? nullptr
-                                     : view.bias + slot * view.capacity * view.bias_heads),
-        bias_heads_(view.bias_heads),
-        count_(view.counts + slot),
-        capacity_(view.capacity) {}
-
-  /// `bias_of(i)` is the bias of the i-th head that has its own; not called when there are none.
-  template <typename BiasOf>
-  void add(std::int64_t token, std::uint16_t mask, const BiasOf& bias_of) {
-    assert(used_ < capacity_);
-    if (used_ == capacity_) return;
-    ids_[used_] = static_cast<std::int32_t>(token);
-    masks_[used_] = mask;
-    if (biases_ != nullptr) {
-      for (int i = 0; i < bias_heads_; ++i) biases_[used_ * bias_heads_ + i] = bias_of(i);
-    }
-    ++used_;
-  }
-  void finish() { *count_ = static_cast<std::int32_t>(used_); }
-
- private:
-  std::int32_t* ids_;
-  std::uint16_t* masks_;
-  float* biases_;
-  int bias_heads_;
-  std::int32_t* count_;
-  std::int64_t capacity_;
-  std::int64_t used_ = 0;
-};
 
 // Calls take(i) for the k best of `count` scores, in ascending order.
 template <typename Take>
@@ -192,57 +42,6 @@ void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, st
                [&](int h) { return ((mask[token] >> h) & 1) != 0 ? bias_of(h, token) : 0.0F; });
   }
   writer.finish();
-}
-
-void score(const Call& call) {
-  const SelectRequest& request = call.request();
-  call.for_each_group([&](int row, int kv_head) {
-    if (call.spans(row).num_eligible() > 0) {
-      prepare_group(request.params, call.group_query(row, kv_head));
-    }
-  });
-  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
-    std::byte* const* blocks = request.sketches[request.rows[row].sequence];
-    const SketchTile tile{.block = blocks[first / hashing::kBlockTokens],
-                          .kv_head = kv_head,
-                          .first = static_cast<int>(first % hashing::kBlockTokens),
-                          .count = count};
-    score_tile(request.params, request.sketch, call.group_query(row, kv_head), tile,
-               call.scores(row, kv_head) + first, call.max_tokens(),
-               call.partials(row, kv_head) + first / kTileTokens, call.partial_stride());
-  });
-}
-
-// Normalises the heads, and combines those that share a set.
-void combine(const Call& call) {
-  const ScoreParams& params = call.request().params;
-  call.for_each_group([&](int row, int kv_head) {
-    const AttendedSpans& spans = call.spans(row);
-    if (spans.num_eligible() == 0) return;
-    const std::int64_t first = spans.sink_end / kTileTokens;
-    TilePartial* partials = call.partials(row, kv_head);
-    for (int h = 0; h < call.group(); ++h) {
-      TilePartial* head = partials + h * call.partial_stride();
-      float& total = head[first].sum;
-      total = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
-      if (params.threshold > 0.0F) {
-        const double always =
-            log_of_always(call.request(), {row, kv_head, h}, spans, params.weighting);
-        total = static_cast<float>(log_add(static_cast<double>(total), always));
-      }
-    }
-  });
-  if (call.per_query_head()) return;
-  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
-    const TilePartial* partials = call.partials(row, kv_head);
-    const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
-    std::array<float, kMaxGroup> totals{};
-    for (int h = 0; h < call.group(); ++h) {
-      totals[static_cast<std::size_t>(h)] = partials[h * call.partial_stride() + first_tile].sum;
-    }
-    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(), totals.data(),
-                 call.group(), count, call.combined(row, kv_head) + first);
-  });
 }
 
 // Of ln p where the scores of (row, KV head, h) are what the set is ordered by.
@@ -362,8 +161,10 @@ HeadOfTensor head_of_tensor(const Call& call, const IdTensor& ids, int head) {
 
 // The score of a token, of which a selection by priority has kept the priority.
 float score_of(const Call& call, float kept, int set, std::int64_t token) {
+  const ScoreParams& params = call.request().params;
   if (!call.prioritised()) return kept;
-  return score_of_priority(priority_key(call.request().params, set), token, kept);
+  const ScoreParams last = params.coarse_bits > 0 ? fine_phase(params) : params;
+  return score_of_priority(priority_key(last, set), token, kept);
 }
 
 float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64_t token) {
@@ -381,6 +182,57 @@ float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64
 
 }  // namespace
 
+void score(const Call& call) {
+  const SelectRequest& request = call.request();
+  call.for_each_group([&](int row, int kv_head) {
+    if (call.spans(row).num_eligible() > 0) {
+      prepare_group(request.params, call.group_query(row, kv_head));
+    }
+  });
+  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
+    std::byte* const* blocks = request.sketches[request.rows[row].sequence];
+    const SketchTile tile{.block = blocks[first / hashing::kBlockTokens],
+                          .kv_head = kv_head,
+                          .first = static_cast<int>(first % hashing::kBlockTokens),
+                          .count = count};
+    score_tile(request.params, request.sketch, call.group_query(row, kv_head), tile,
+               call.scores(row, kv_head) + first, call.max_tokens(),
+               call.partials(row, kv_head) + first / kTileTokens, call.partial_stride());
+  });
+}
+
+// Normalises the heads, and combines those that share a set.
+void combine(const Call& call) {
+  const ScoreParams& params = call.request().params;
+  call.for_each_group([&](int row, int kv_head) {
+    const AttendedSpans& spans = call.spans(row);
+    if (spans.num_eligible() == 0) return;
+    const std::int64_t first = spans.sink_end / kTileTokens;
+    TilePartial* partials = call.partials(row, kv_head);
+    for (int h = 0; h < call.group(); ++h) {
+      TilePartial* head = partials + h * call.partial_stride();
+      float& total = head[first].sum;
+      total = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
+      if (params.threshold > 0.0F) {
+        const double always =
+            log_of_always(call.request(), {row, kv_head, h}, spans, params.weighting);
+        total = static_cast<float>(log_add(static_cast<double>(total), always));
+      }
+    }
+  });
+  if (call.per_query_head()) return;
+  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
+    const TilePartial* partials = call.partials(row, kv_head);
+    const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
+    std::array<float, kMaxGroup> totals{};
+    for (int h = 0; h < call.group(); ++h) {
+      totals[static_cast<std::size_t>(h)] = partials[h * call.partial_stride() + first_tile].sum;
+    }
+    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(), totals.data(),
+                 call.group(), count, call.combined(row, kv_head) + first);
+  });
+}
+
 std::size_t scratch_bytes(const SelectorLimits& limits) {
   const auto groups =
       static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.kv_heads);
@@ -394,6 +246,7 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
 
 void select(const SelectRequest& request, const SelectorWorkspace& workspace,
             const Budget& budget) {
+  if (request.params.coarse_bits > 0) return select_in_two_phases(request, workspace);
   const Call call(request, workspace);
   score(call);
   if (!call.per_query_head() || request.params.threshold > 0.0F) combine(call);

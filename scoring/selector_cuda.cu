@@ -1,6 +1,7 @@
 #include "scoring/block_cuda.cuh"
 #include "scoring/filter_cuda.cuh"
 #include "scoring/selector_cuda.h"
+#include "scoring/two_phase_cuda.h"
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
@@ -251,6 +252,9 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const Budget& budget) {
   if (request.rows.count == 0) return;
+  if (request.params.coarse_bits > 0) {
+    return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
+  }
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
   const bool thresholds = request.params.threshold > 0.0F;

@@ -31,14 +31,17 @@ defaults=(
   --tasks data/needle-llama/tasks/dev.safetensors
   --cases n8192.d100
   --sequences 1
-  --estimator "soft_collision,norm_aware"
+  --preset "default,socket"
   --sparsity "0,10,33,100"
 )
+method_options='^--(estimator|value-weighting|selection|rule|code|bits|query-bits|error-target|coarse-bits|planes-per-table|tables|tau|plane-kind)'
 arguments=()
 for ((i = 0; i < ${#defaults[@]}; i += 2)); do
   given=0
   for argument in "$@"; do
     if [[ $argument == "${defaults[i]}" || $argument == "${defaults[i]}="* ]]; then given=1; fi
+    # What is said of a method replaces the presets.
+    if [[ ${defaults[i]} == --preset && $argument =~ $method_options ]]; then given=1; fi
   done
   if ((!given)); then arguments+=("${defaults[i]}" "${defaults[i + 1]}"); fi
 done

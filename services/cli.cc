@@ -87,16 +87,25 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
                  "P of the collision estimators (default 10, hard_collision 2)");
   app.add_option("--tables", grid.tables,
                  "L of the collision estimators (default 60, hard_collision 300)");
-  add_named_list(app, "--rule", kRuleNames, grid.rules,
-                 "Which tokens are taken by their scores (default top_k)");
+  add_named_list(
+      app, "--rule", kRuleNames, grid.rules,
+      "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)");
   add_named_list(app, "--code", kCodeNames, grid.codes,
-                 "How bits are made from a key (default sign); scalar with norm_aware only");
-  app.add_option("--bits", grid.bits, "Bits of a key of norm_aware (default 256)")
+                 "How bits are made from a key (default: scalar with norm_aware, else sign)");
+  app.add_option("--bits", grid.bits,
+                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)")
       ->delimiter(',')
       ->allow_extra_args(false);
   app.add_option("--error-target", grid.error_target,
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
+      ->capture_default_str();
+  app.add_option("--coarse-bits", grid.coarse_bits,
+                 "Of priority over a scalar code: bits of a coordinate that are read of every "
+                 "token; 0: all")
+      ->capture_default_str();
+  app.add_option("--candidates", grid.candidates,
+                 "With --coarse-bits: tokens over k whose whole code is read")
       ->capture_default_str();
   CLI::Option* preset = app.add_option_function<std::string>(
                                "--preset", [&grid](const std::string&) { grid.set_socket(); },

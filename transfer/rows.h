@@ -57,6 +57,8 @@ struct StepFlags {
   std::uint64_t rows_corrupt = 0;  ///< Rows of pages that are not what was written.
   /// Least key of the places where `nonfinite_*` were counted. Written before they are.
   std::uint64_t first_nonfinite = NonfinitePlace::kNone;
+  /// Read by selections in two phases, whose tokens are not in `tokens_scored`.
+  std::uint64_t sketch_bytes = 0;
 };
 
 /// New tokens of one sequence.

@@ -96,17 +96,15 @@ void plan_own(const AnswerOptions& options, std::vector<Plan>& plans) {
       for (const double sparsity : options.sparsities) {
         Method method;
         method.sparsity = sparsity;
-        method.retrieval.estimator = each.estimator;
+        method.retrieval = RetrievalConfig::of(each.estimator);
+        method.retrieval.rule = SelectionRule::kTopK;
+        method.retrieval.code = SketchCode::kSign;
         method.retrieval.value_weighting = each.weighting;
         method.retrieval.selection = selection;
         method.retrieval.sink_tokens = options.sink;
         method.retrieval.recent_tokens = options.window;
         if (norm_aware) method.retrieval.num_planes = each.bits;
         if (each.orthogonal) method.retrieval.plane_kind = PlaneKind::kOrthogonal;
-        if (each.estimator == Estimator::kHardCollision) {
-          method.retrieval.planes_per_table = 2;
-          method.retrieval.tables = 300;
-        }
         Plan plan;
         plan.row.name = each.name;
         plan.row.settings = each.settings;

@@ -318,7 +318,8 @@ class SequenceRun {
       rival.replace(step);
     };
     RetrievalConfig least;  // what is replaced should cost little
-    least.estimator = Estimator::kNormAware;
+    least.rule = SelectionRule::kTopK;
+    least.code = SketchCode::kSign;
     least.num_planes = 64;
     least.top_k = 1;
     AttendOptions attend;
@@ -348,7 +349,8 @@ std::vector<AnswerRow> answer(Decoder& decoder, const llama::TaskFile& tasks,
   std::vector<Plan> plans = make_plans(options);
   std::vector<Method> methods;  // whose sketches the sessions carry
   Method least;
-  least.retrieval.estimator = Estimator::kNormAware;
+  least.retrieval.rule = SelectionRule::kTopK;
+  least.retrieval.code = SketchCode::kSign;
   methods.push_back(least);
   for (const Plan& plan : plans) {
     if (plan.own) methods.push_back(*plan.own);

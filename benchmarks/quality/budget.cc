@@ -28,7 +28,8 @@ struct Rule {
 
 RetrievalConfig retrieval_of(const BudgetOptions& options, const Rule& rule) {
   RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kNormAware;
+  retrieval.rule = SelectionRule::kTopK;
+  retrieval.code = SketchCode::kSign;
   retrieval.num_planes = options.planes;
   retrieval.selection = options.selection;
   retrieval.sink_tokens = options.sink;

@@ -10,9 +10,17 @@
 namespace kvtier::quality {
 namespace {
 
+/// Norm-aware over signs; scores alone are compared, so the rule is of no effect.
+RetrievalConfig signs() {
+  RetrievalConfig config;
+  config.rule = SelectionRule::kTopK;
+  config.code = SketchCode::kSign;
+  return config;
+}
+
 NamedSelector soft(ValueWeighting weighting, PlaneKind kind, const std::string& settings,
                    std::int64_t capacity) {
-  RetrievalConfig config;
+  RetrievalConfig config = RetrievalConfig::of(Estimator::kSoftCollision);
   config.value_weighting = weighting;
   config.plane_kind = kind;
   return {"soft_collision", settings, "SOCKET",
@@ -20,8 +28,7 @@ NamedSelector soft(ValueWeighting weighting, PlaneKind kind, const std::string& 
 }
 
 NamedSelector norm_aware(int bits, int query_bits, std::int64_t capacity) {
-  RetrievalConfig config;
-  config.estimator = Estimator::kNormAware;
+  RetrievalConfig config = signs();
   config.num_planes = bits;
   config.query_bits = query_bits;
   return {"norm_aware",
@@ -49,17 +56,12 @@ std::vector<NamedSelector> make_selectors(std::int64_t capacity, bool variants) 
                      capacity));
   for (const int bits : {64, 128, 256, 600}) all.push_back(norm_aware(bits, 4, capacity));
   all.push_back(norm_aware(256, 0, capacity));
-  RetrievalConfig unweighted;
-  unweighted.estimator = Estimator::kNormAware;
+  RetrievalConfig unweighted = signs();
   unweighted.value_weighting = ValueWeighting::kNone;
   add("norm_aware", "256 planes, no value norm", "kvtier",
       std::make_unique<LibrarySelector>(unweighted, capacity));
-  RetrievalConfig hard;
-  hard.estimator = Estimator::kHardCollision;
-  hard.planes_per_table = 2;
-  hard.tables = 300;
   add("hard_lsh", "P 2, L 300", "baseline of SOCKET",
-      std::make_unique<LibrarySelector>(hard, capacity));
+      std::make_unique<LibrarySelector>(RetrievalConfig::of(Estimator::kHardCollision), capacity));
 
   add("magicpig", "K 10, L 150", "MagicPIG", std::make_unique<HashSamplingSelector>(10, 150));
   add("quest", "pages of 16", "Quest", std::make_unique<QuestSelector>(16));

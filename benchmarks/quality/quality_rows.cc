@@ -135,8 +135,6 @@ int run(int argc, char** argv) {
   Settings settings;
   std::string json_file, made_by, hardware = this_machine();
   RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kNormAware;
-  retrieval.selection = Selection::kPerKvHead;
   retrieval.sparsity = 33.0;
   app.add_option(
          "TRACE", files,
@@ -157,18 +155,32 @@ int run(int argc, char** argv) {
   app.add_option("--sparsity", retrieval.sparsity, "Visible tokens over selected ones")
       ->check(CLI::Range(1.0, 1e6))
       ->capture_default_str();
-  app.add_option("--bits", retrieval.num_planes, "Planes of the norm-aware estimator")
+  retrieval.num_planes = 256;
+  app.add_option("--bits", retrieval.num_planes, "Bits of a key of the norm-aware estimator")
       ->check(CLI::Range(64, 1024))
       ->capture_default_str();
+  std::string rule = "priority", code = "scalar";
+  app.add_option("--rule", rule, "top_k or priority")
+      ->check(CLI::IsMember({"top_k", "priority"}))
+      ->capture_default_str();
+  app.add_option("--code", code, "sign or scalar")
+      ->check(CLI::IsMember({"sign", "scalar"}))
+      ->capture_default_str();
+  app.add_option("--sink", retrieval.sink_tokens)->capture_default_str();
+  app.add_option("--window", retrieval.recent_tokens)->capture_default_str();
   app.add_option("--made-by", made_by, "Commands that made the traces, for the report");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);
+  retrieval.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
+  retrieval.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
   services::AtomicFile out(json_file);
   nlohmann::json json = origin(hardware, command_line("kvtier-quality-rows", argc, argv));
   json.update({{"made_by", made_by},
                {"selection", "per_kv_head"},
                {"estimator", "norm_aware"},
+               {"rule", rule},
+               {"code", code},
                {"bits", retrieval.num_planes},
                {"sparsity", retrieval.sparsity},
                {"sink_tokens", retrieval.sink_tokens},

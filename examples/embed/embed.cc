@@ -19,7 +19,6 @@ int main() try {
   config.model.head_dim = kDim;
   config.memory.host_bytes = 16 * kvtier::MiB;
   config.memory.max_session_tokens = kTokens + 1;
-  config.retrieval.estimator = kvtier::Estimator::kNormAware;
   config.retrieval.top_k = 128;
   kvtier::Engine engine(config);
   kvtier::Session session = engine.open();

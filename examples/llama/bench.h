@@ -24,8 +24,7 @@ struct BenchOptions {
   int threads = 0;                     ///< Of the CPU's arithmetic; 0: all.
   std::vector<std::string> cuda_libs;  ///< Folders of libcublas and libcudnn.
   /// One of each, and one sparsity.
-  RetrievalOptions retrieval{
-      .estimators = {"norm_aware"}, .sparsities = {33.0}, .shared = {}, .sink = 128, .window = 128};
+  RetrievalOptions retrieval{.sparsities = {33.0}, .shared = {}};
   std::string json;     ///< File of the rows; empty: none.
   std::string command;  ///< That it names.
 };

@@ -66,7 +66,8 @@ struct EvalResult {
   std::vector<EvalRow> rows;
   std::vector<SketchConfig> sketches;  ///< That the sessions carried.
   std::size_t row_bytes = 0;           ///< Of a token and KV head in its page.
-  std::vector<std::string> left_out;   ///< Methods asked for that kvtier does not allow.
+  int head_dim = 0;
+  std::vector<std::string> left_out;  ///< Methods asked for that kvtier does not allow.
   double prefill_seconds = 0.0;
   std::vector<TailLogits> logits;
 };

@@ -71,12 +71,19 @@ void add_kv(CLI::App& app, Arguments& a) {
 
 void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
-  app.add_option("--bits", retrieval.bits, "Bits of a key of norm_aware")
-      ->delimiter(',')
-      ->capture_default_str();
+  app.add_option("--bits", retrieval.bits,
+                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)")
+      ->delimiter(',');
   app.add_option("--error-target", retrieval.error_target,
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
+      ->capture_default_str();
+  app.add_option("--coarse-bits", retrieval.coarse_bits,
+                 "Of priority over a scalar code: bits of a coordinate that are read of every "
+                 "token; 0: all")
+      ->capture_default_str();
+  app.add_option("--candidates", retrieval.candidates,
+                 "With --coarse-bits: tokens over k whose whole code is read")
       ->capture_default_str();
   app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
       ->capture_default_str();
@@ -94,12 +101,14 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
       ->capture_default_str();
   app.add_option("--seed", shared.seed, "Seed of the planes")->capture_default_str();
   CLI::Option* preset =
-      app.add_option_function<std::string>(
-             "--preset", [&retrieval](const std::string&) { retrieval.set_socket(); },
-             "socket: the method of the SOCKET paper")
-          ->check(CLI::IsMember({"socket"}));
-  for (const char* own : {"--estimator", "--value-weighting", "--selection", "--rule", "--code",
-                          "--planes-per-table", "--tables", "--tau", "--plane-kind"}) {
+      app.add_option("--preset", retrieval.presets,
+                     "socket: the method of the SOCKET paper; default: that of this library")
+          ->delimiter(',')
+          ->check(CLI::IsMember({"default", "socket"}));
+  for (const char* own :
+       {"--estimator", "--value-weighting", "--selection", "--rule", "--code", "--bits",
+        "--query-bits", "--error-target", "--coarse-bits", "--candidates", "--planes-per-table",
+        "--tables", "--tau", "--plane-kind"}) {
     preset->excludes(app.get_option(own));
   }
 }
@@ -109,7 +118,7 @@ void add_single(CLI::App& app, RetrievalOptions& retrieval) {
   const auto add = [&app](const char* flag, std::vector<std::string>& to) {
     app.add_option_function<std::string>(
            flag, [&to](const std::string& name) { to = {name}; }, "As of eval")
-        ->default_str(to.front());
+        ->default_str(to.empty() ? "" : to.front());
   };
   add("--estimator", retrieval.estimators);
   add("--value-weighting", retrieval.weightings);
@@ -143,12 +152,12 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
   eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head")
       ->delimiter(',')
       ->capture_default_str();
-  eval->add_option("--rule", retrieval.rules, "top_k, priority")
-      ->delimiter(',')
-      ->capture_default_str();
-  eval->add_option("--code", retrieval.codes, "sign, scalar")
-      ->delimiter(',')
-      ->capture_default_str();
+  eval->add_option("--rule", retrieval.rules,
+                   "top_k, priority (default: priority with norm_aware, else top_k)")
+      ->delimiter(',');
+  eval->add_option("--code", retrieval.codes,
+                   "sign, scalar (default: scalar with norm_aware, else sign)")
+      ->delimiter(',');
   eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
       ->delimiter(',')
       ->capture_default_str();

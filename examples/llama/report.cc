@@ -68,17 +68,20 @@ void print_header(std::ostream& out, const EvalRow& row, const std::string& plac
   out << "  " << std::string(107, '-') << '\n';
 }
 
+/// How a method takes tokens, and from which bits.
+std::string how_of(const Method& method, int head_dim) {
+  if (method.dense) return {};
+  const RetrievalConfig& retrieval = method.retrieval;
+  return format("  %s, %d bits, %s:\n", rule_name(retrieval.rule).c_str(),
+                retrieval.sketch(head_dim).num_planes, code_name(retrieval.code).c_str());
+}
+
 void print_row(std::ostream& out, const EvalRow& row) {
   const bool dense = row.method.dense;
   const std::string selection = dense ? "-" : selection_name(row.method.retrieval.selection);
   const std::string sparsity = dense ? "-" : format("%gx", row.method.sparsity);
   const std::string rows = row.measured() ? grouped(row.rows_attended) : "-";
   const std::string speed = grouped(row.tokens_per_second);
-  const RetrievalConfig& retrieval = row.method.retrieval;
-  if (!dense && (retrieval.rule != SelectionRule::kTopK || retrieval.code != SketchCode::kSign)) {
-    out << format("  %s, %d bits, %s:\n", rule_name(retrieval.rule).c_str(),
-                  retrieval.sketch().num_planes, code_name(retrieval.code).c_str());
-  }
   if (!is_needle_llama(row)) {
     const std::string name = row.method.label + (dense ? "" : ", " + selection);
     out << format(
@@ -175,7 +178,7 @@ void write_whole(const std::filesystem::path& path, const nlohmann::json& root) 
   }
 }
 
-nlohmann::json row_json(const EvalRow& row, const std::string& place) {
+nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_dim) {
   nlohmann::json json;
   const RetrievalConfig& retrieval = row.method.retrieval;
   const bool dense = row.method.dense;
@@ -207,10 +210,14 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place) {
     json["sketch_bytes_read"] = row.sketch_bytes_read;
   }
   if (dense) return json;
-  const SketchConfig sketch = retrieval.sketch();
+  const SketchConfig sketch = retrieval.sketch(head_dim);
   json["rule"] = rule_name(retrieval.rule);
   json["code"] = code_name(retrieval.code);
   json["error_target"] = retrieval.error_target;
+  if (retrieval.coarse_bits > 0) {
+    json["coarse_bits"] = retrieval.coarse_bits;
+    json["candidates"] = retrieval.candidates;
+  }
   json["top_k"] = retrieval.top_k;
   json["sketch_bits"] = sketch.num_planes;
   json["plane_kind"] = sketch.kind == PlaneKind::kGaussian ? "gaussian" : "orthogonal";
@@ -227,6 +234,8 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
       if (previous != nullptr) out << '\n';
       print_header(out, row, result.place);
     }
+    const std::string how = how_of(row.method, model.head_dim);
+    if (previous == nullptr || how != how_of(previous->method, model.head_dim)) out << how;
     print_row(out, row);
     previous = &row;
   }
@@ -259,7 +268,8 @@ void write_json(const std::filesystem::path& path, const RunInfo& info, const Ev
   root["threads"] = info.threads;
   root["prefill_seconds"] = result.prefill_seconds;
   root["cases"] = nlohmann::json::array();
-  for (const EvalRow& row : result.rows) root["cases"].push_back(row_json(row, result.place));
+  for (const EvalRow& row : result.rows)
+    root["cases"].push_back(row_json(row, result.place, result.head_dim));
 
   write_whole(path, root);
 }

@@ -68,9 +68,13 @@ void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
   const bool norm_aware = retrieval.estimator == Estimator::kNormAware;
   const bool logits = norm_aware || retrieval.value_weighting == ValueWeighting::kCalibrated;
   const std::string estimator = estimator_name(retrieval.estimator);
-  const bool samples = std::ranges::count(options.rules, "priority") > 0;
+  const RetrievalConfig own = RetrievalConfig::of(retrieval.estimator);
+  using Texts = std::vector<std::string>;
+  const Texts rules = options.rules.empty() ? Texts{rule_name(own.rule)} : options.rules;
+  const Texts codes = options.codes.empty() ? Texts{code_name(own.code)} : options.codes;
+  const bool samples = options.rules.empty() || std::ranges::count(rules, "priority") > 0;
   const std::size_t before = result.size();
-  for (const std::string& rule : options.rules) {
+  for (const std::string& rule : rules) {
     retrieval.rule = value_of(kRules, "--rule", rule);
     const bool priority = retrieval.rule == SelectionRule::kPriority;
     if (priority && !logits) {
@@ -79,8 +83,11 @@ void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
       continue;
     }
     retrieval.error_target = priority || !samples ? options.error_target : 0.0;
-    for (const std::string& code : options.codes) {
+    for (const std::string& code : codes) {
       retrieval.code = value_of(kCodes, "--code", code);
+      const bool phased = retrieval.code == SketchCode::kScalar && (priority || !samples);
+      retrieval.coarse_bits = phased ? options.coarse_bits : 0;
+      retrieval.candidates = options.candidates;
       if (retrieval.code == SketchCode::kScalar && !norm_aware) {
         left_out.push_back(estimator + " has no code " + code);
         continue;
@@ -122,6 +129,24 @@ std::vector<RetrievalConfig> make_selectors(const RetrievalOptions& options,
       throw Error(ErrorCode::kInvalidArgument, "--value-weighting: expected one that " + estimator +
                                                    " has, found " + left_out.back());
     }
+  }
+  return result;
+}
+
+/// Returns the selectors of the presets, or of the lists.
+std::vector<RetrievalConfig> presets_or_lists(const RetrievalOptions& options,
+                                              std::vector<std::string>& left_out) {
+  if (options.presets.empty()) return make_selectors(options, left_out);
+  std::vector<RetrievalConfig> result;
+  for (const std::string& name : options.presets) {
+    if (name != "default" && name != "socket") {
+      throw Error(ErrorCode::kInvalidArgument, "--preset: expected default, socket, found " + name);
+    }
+    RetrievalConfig retrieval = name == "socket" ? RetrievalConfig::socket() : RetrievalConfig{};
+    retrieval.sink_tokens = options.shared.sink_tokens;
+    retrieval.recent_tokens = options.shared.recent_tokens;
+    retrieval.seed = options.shared.seed;
+    result.push_back(retrieval);
   }
   return result;
 }
@@ -196,19 +221,6 @@ std::string backend_name(Backend backend) {
   return backend == Backend::kCuda ? "cuda" : backend == Backend::kCpu ? "cpu" : "auto";
 }
 
-void RetrievalOptions::set_socket() {
-  const RetrievalConfig socket = RetrievalConfig::socket();
-  estimators = {estimator_name(socket.estimator)};
-  weightings = {weighting_name(socket.value_weighting)};
-  selections = {selection_name(socket.selection)};
-  rules = {rule_name(socket.rule)};
-  codes = {code_name(socket.code)};
-  shared.plane_kind = socket.plane_kind;
-  shared.planes_per_table = socket.planes_per_table;
-  shared.tables = socket.tables;
-  shared.tau = socket.tau;
-}
-
 std::vector<Method> make_methods(const RetrievalOptions& options,
                                  std::vector<std::string>& left_out) {
   RetrievalOptions adjusted = options;
@@ -219,7 +231,7 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
   if (std::find(sparsities.begin(), sparsities.end(), 0.0) != sparsities.end()) {
     methods.push_back({.dense = true, .sparsity = 1.0, .retrieval = {}});
   }
-  for (const RetrievalConfig& retrieval : make_selectors(adjusted, left_out)) {
+  for (const RetrievalConfig& retrieval : presets_or_lists(adjusted, left_out)) {
     for (const double sparsity : sparsities) {
       if (sparsity == 0.0) continue;
       if (!(std::isfinite(sparsity) && sparsity >= 1.0)) {
@@ -250,9 +262,9 @@ Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
   for (const Method& method : methods) {
     if (method.dense) continue;
     if (sketches.empty()) config.retrieval = method.retrieval;
-    merge_sketch(sketches, method.retrieval.sketch());
+    merge_sketch(sketches, method.retrieval.sketch(model.head_dim));
   }
-  const SketchConfig own = config.retrieval.sketch();
+  const SketchConfig own = config.retrieval.sketch(model.head_dim);
   std::int64_t sketch_bytes = 8 + own.num_planes / 8;
   for (const SketchConfig& sketch : sketches) {
     if (sketch == own) continue;

@@ -29,20 +29,22 @@ struct RuntimeOptions {
 
 /// Retrieval settings that the rows of a report share.
 struct RetrievalOptions {
-  /// Replaces what `RetrievalConfig::socket` sets.
-  void set_socket();
-
-  std::vector<std::string> estimators{"soft_collision"};
+  /// "default", "socket": rows of these methods in place of those that the lists below make; empty:
+  /// those.
+  std::vector<std::string> presets{};
+  std::vector<std::string> estimators{"norm_aware"};
   std::vector<std::string> weightings{"default"};
   std::vector<std::string> selections{"per_kv_head"};
   std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
-  std::vector<std::string> rules{"top_k"};
-  std::vector<std::string> codes{"sign"};  ///< With norm-aware all, with the others signs.
-  std::vector<int> bits{256};              ///< Of norm-aware.
-  double error_target = 0.0;               ///< Of the priority rule.
-  RetrievalConfig shared;                  ///< Everything else but k.
-  int sink = 64;
-  int window = 64;
+  std::vector<std::string> rules{};                        ///< Empty: the estimator's.
+  std::vector<std::string> codes{};  ///< Empty: the estimator's. Scalar with norm-aware only.
+  std::vector<int> bits{0};          ///< Of norm-aware; 0: `RetrievalConfig`'s.
+  double error_target = 0.0;         ///< Of the priority rule.
+  int coarse_bits = 0;               ///< Of it over a scalar code.
+  int candidates = RetrievalConfig{}.candidates;
+  RetrievalConfig shared;  ///< Everything else but k.
+  int sink = RetrievalConfig{}.sink_tokens;
+  int window = RetrievalConfig{}.recent_tokens;
 };
 
 /// One row: dense attention, or a selector at one sparsity.

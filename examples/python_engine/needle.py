@@ -20,8 +20,7 @@ from checkpoint import Floats, SafeTensors, write_safetensors
 from decoder import Decoder
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "needle-llama"
-SINK = 64
-WINDOW = 64
+WINDOW = kvtier.RetrievalConfig().recent_tokens
 QUESTION = 8  # tokens: <q> x1 x2 x3 <a> y1 y2 y3
 KEY = slice(1, 4)
 ANSWER = 5  # place of y1
@@ -143,7 +142,7 @@ def main() -> None:
     task = Task(arguments.tasks, arguments.case, arguments.sequence)
     decoder = Decoder(arguments.model)
     estimator = kvtier.Estimator[arguments.estimator.upper()]
-    retrieval = kvtier.RetrievalConfig(estimator, sink_tokens=SINK, recent_tokens=WINDOW)
+    retrieval = kvtier.RetrievalConfig.of(estimator)
     rows = [attend_options(retrieval, value, task.context) for value in arguments.sparsity]
     with (
         kvtier.Client(arguments.kv) as client,

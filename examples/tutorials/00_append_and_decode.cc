@@ -16,7 +16,6 @@ int main() try {
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
   config.memory.host_bytes = 16 * kvtier::MiB;
   config.memory.max_session_tokens = kTokens + 1;
-  config.retrieval.estimator = kvtier::Estimator::kNormAware;
   config.retrieval.top_k = 128;
   kvtier::Engine engine(config);
   kvtier::Session session = engine.open();

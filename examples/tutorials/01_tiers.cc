@@ -53,7 +53,6 @@ int main() try {
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
   config.memory.max_session_tokens = kTokens + kSteps;
   config.memory.host_bytes = 8 * kvtier::MiB;  // all of the KV: 8208 tokens x 2 heads x 256 B
-  config.retrieval.estimator = kvtier::Estimator::kNormAware;
   config.retrieval.top_k = 256;
   kvtier::Engine large(config);
   const tutorial::Tensor expected = run(large);

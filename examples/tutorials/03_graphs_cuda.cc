@@ -75,7 +75,6 @@ int main() try {
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
   config.memory.host_bytes = 32 * kvtier::MiB;
   config.memory.max_session_tokens = 8192;
-  config.retrieval.estimator = kvtier::Estimator::kNormAware;
   config.retrieval.top_k = 256;
   kvtier::Engine engine(config);
   kvtier::Session session = engine.open(), eager = engine.open();

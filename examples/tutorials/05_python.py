@@ -44,7 +44,7 @@ def main(server: str) -> int:
     model = kvtier.ModelConfig(
         layers=1, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
     )
-    retrieval = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, top_k=64)
+    retrieval = kvtier.RetrievalConfig(top_k=64)
     with kvtier.Client(server) as client, client.open(model, retrieval) as session:
         session.append(0, keys[:-1], values[:-1])
         out, _ = session.decode(0, query, keys[-1:], values[-1:])

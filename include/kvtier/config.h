@@ -107,14 +107,15 @@ struct SketchConfig {
   friend bool operator==(const SketchConfig&, const SketchConfig&) = default;
 };
 
-/// How tokens are scored and chosen. The defaults are the paper's.
+/// How tokens are scored and chosen. The defaults are nearest to dense attention for the bytes and
+/// rows that they cost (docs/choosing.md); `socket` has the paper's.
 struct RetrievalConfig {
-  Estimator estimator = Estimator::kSoftCollision;
+  Estimator estimator = Estimator::kNormAware;
   ValueWeighting value_weighting = ValueWeighting::kDefault;
   Selection selection = Selection::kPerKvHead;
 
-  SelectionRule rule = SelectionRule::kTopK;
-  SketchCode code = SketchCode::kSign;  ///< `kScalar` with norm-aware only.
+  SelectionRule rule = SelectionRule::kPriority;  ///< `kTopK` where scores are no logits.
+  SketchCode code = SketchCode::kScalar;          ///< `kSign` with the collision estimators.
 
   /// Kind of planes; by default gaussian for the collision estimators, orthogonal for norm-aware.
   std::optional<PlaneKind> plane_kind{};
@@ -124,8 +125,9 @@ struct RetrievalConfig {
   int tables = 60;            ///< L (collision estimators).
   float tau = 0.4F;  ///< Temperature of soft collision, > 0. 0.3 to 0.5 is the flat optimum.
   /// Bits of a key read by norm-aware, 64..1024: planes of a sign code; head_dim times the bits of
-  /// a coordinate, 1 to 8, of a scalar code.
-  int num_planes = 256;
+  /// a coordinate, 1 to 8, of a scalar code. 0: 256 of a sign code; of a scalar code the least
+  /// multiple of head_dim from 256 on, and at least 2 bits a coordinate.
+  int num_planes = 0;
   int query_bits = 4;  ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
 
   /// Tokens to select: `top_k`, unless `sparsity` > 0, then max(1, floor(N / sparsity)) with N the
@@ -137,18 +139,28 @@ struct RetrievalConfig {
   /// head needs: at most about 1 / error_target^2, and never more than `top_k` or `sparsity` says.
   double error_target = 0.0;
 
-  int sink_tokens = 128;    ///< First tokens, always attended.
-  int recent_tokens = 128;  ///< Last tokens, always attended.
+  /// Two phases, with `kPriority` over a scalar code and a number of tokens: the first
+  /// `coarse_bits` bits of a coordinate are read of every token, and the whole code of the
+  /// `candidates` times k tokens that a first priority sample takes by them (docs/algorithm.md,
+  /// section 3). Below the bits of the code; 0: one phase.
+  int coarse_bits = 0;
+  int candidates = 8;  ///< At least 1.
+
+  int sink_tokens = 64;    ///< First tokens, always attended.
+  int recent_tokens = 64;  ///< Last tokens, always attended.
 
   /// Returns the kind of planes in force.
   [[nodiscard]] KVTIER_EXPORT PlaneKind planes() const noexcept;
   /// Returns the value weighting in force.
   [[nodiscard]] KVTIER_EXPORT ValueWeighting weighting() const noexcept;
-  /// Returns the smallest sketch that this estimator can read.
-  [[nodiscard]] KVTIER_EXPORT SketchConfig sketch() const noexcept;
+  /// Returns the smallest sketch that this estimator can read, of keys of `head_dim` numbers.
+  [[nodiscard]] KVTIER_EXPORT SketchConfig sketch(int head_dim) const noexcept;
   /// Returns every problem, empty when valid.
   [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;
 
+  /// Returns the defaults with another estimator: its own rule and code, which are top-k and signs
+  /// of the collision estimators, and P = 2, L = 300 of hard collision.
+  [[nodiscard]] KVTIER_EXPORT static RetrievalConfig of(Estimator estimator) noexcept;
   /// Returns the method of the SOCKET paper: soft collision, linear value weighting, gaussian
   /// planes, P = 10, L = 60, tau = 0.4, the k best tokens, a set per query head.
   [[nodiscard]] KVTIER_EXPORT static RetrievalConfig socket() noexcept;

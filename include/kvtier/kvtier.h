@@ -155,7 +155,7 @@ typedef struct kvtier_retrieval_config {
   int32_t planes_per_table;
   int32_t tables;
   float tau;
-  int32_t num_planes;
+  int32_t num_planes; /* 0: by head_dim */
   int32_t query_bits;
   int32_t top_k;
   double sparsity;
@@ -164,6 +164,8 @@ typedef struct kvtier_retrieval_config {
   kvtier_rule rule;
   kvtier_code code;
   double error_target; /* 0: none */
+  int32_t coarse_bits; /* 0: one phase */
+  int32_t candidates;
 } kvtier_retrieval_config;
 
 typedef struct kvtier_layer_config {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.v1 import retrieval_pb2, session_pb2
 
@@ -109,9 +110,10 @@ class SketchConfig:
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`."""
+    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`. The defaults are nearest
+    to dense attention for the bytes and rows that they cost; `socket` has the paper's."""
 
-    estimator: Estimator = Estimator.SOFT_COLLISION
+    estimator: Estimator = Estimator.NORM_AWARE
     value_weighting: ValueWeighting = ValueWeighting.DEFAULT
     selection: Selection = Selection.PER_KV_HEAD
     #: None: gaussian for the collision estimators, orthogonal for norm-aware.
@@ -120,32 +122,58 @@ class RetrievalConfig:
     planes_per_table: int = 10
     tables: int = 60
     tau: float = 0.4
-    num_planes: int = 256
+    #: Of norm-aware: 64..1024, of a scalar code 1 to 8 times head_dim. 0: 256 of a sign code; of a
+    #: scalar code the least multiple of head_dim from 256 on, and at least 2 bits a coordinate.
+    num_planes: int = 0
     query_bits: int = 4
     top_k: int = 2048
     sparsity: float = 0.0
-    sink_tokens: int = 128
-    recent_tokens: int = 128
-    rule: SelectionRule = SelectionRule.TOP_K
-    code: SketchCode = SketchCode.SIGN
+    sink_tokens: int = 64
+    recent_tokens: int = 64
+    #: TOP_K where scores are no logits.
+    rule: SelectionRule = SelectionRule.PRIORITY
+    #: SIGN with the collision estimators.
+    code: SketchCode = SketchCode.SCALAR
     #: With the priority rule: the standard error of the softmax denominator that is aimed at,
     #: relative to it, above 0 and below 1; 0: none. `top_k` or `sparsity` is the most tokens then.
     error_target: float = 0.0
+    #: With the priority rule over a scalar code: bits of a coordinate that are read of every token,
+    #: the whole code being read of `candidates` times k tokens; 0: all bits of every token.
+    coarse_bits: int = 0
+    candidates: int = 8
+
+    @staticmethod
+    def of(estimator: Estimator, **fields: Any) -> RetrievalConfig:
+        """Returns the defaults with another estimator: its own rule and code, which are top-k and
+        signs of the collision estimators, and P = 2, L = 300 of hard collision. `fields` replace
+        them."""
+        own: dict[str, Any] = {"estimator": estimator}
+        if estimator != Estimator.NORM_AWARE:
+            own.update(rule=SelectionRule.TOP_K, code=SketchCode.SIGN)
+        if estimator == Estimator.HARD_COLLISION:
+            own.update(planes_per_table=2, tables=300)
+        return RetrievalConfig(**{**own, **fields})
 
     @staticmethod
     def socket() -> RetrievalConfig:
         """Returns the method of the SOCKET paper."""
-        return RetrievalConfig(
+        return RetrievalConfig.of(
+            Estimator.SOFT_COLLISION,
             value_weighting=ValueWeighting.LINEAR,
             selection=Selection.PER_QUERY_HEAD,
             plane_kind=PlaneKind.GAUSSIAN,
         )
 
-    def sketch(self) -> SketchConfig:
-        """Returns the smallest sketch that the estimator can read."""
+    def sketch(self, head_dim: int) -> SketchConfig:
+        """Returns the smallest sketch that the estimator can read, of keys of `head_dim` numbers."""
         norm_aware = self.estimator == Estimator.NORM_AWARE
         own = PlaneKind.ORTHOGONAL if norm_aware else PlaneKind.GAUSSIAN
-        planes = self.num_planes if norm_aware else self.planes_per_table * self.tables
+        planes = self.num_planes
+        if not norm_aware:
+            planes = self.planes_per_table * self.tables
+        elif planes == 0:
+            scalar = self.code == SketchCode.SCALAR
+            planes = max(2, -(-256 // head_dim)) * head_dim if scalar else 256
         kind = own if self.plane_kind is None else self.plane_kind
         return SketchConfig(kind, planes, self.seed, self.code)
 
@@ -172,6 +200,8 @@ class RetrievalConfig:
             rule=self.rule.value,
             code=self.code.value,
             error_target=self.error_target,
+            coarse_bits=self.coarse_bits,
+            candidates=self.candidates,
         )
 
 

@@ -60,10 +60,10 @@ std::vector<Chunk> make_chunks(const Trace& trace, std::int64_t steps, std::int6
 }
 
 /// Returns sketches that serve all rows, none of which serves another; the first row's kind first.
-std::vector<SketchConfig> needed_sketches(const std::vector<RetrievalConfig>& rows) {
+std::vector<SketchConfig> needed_sketches(const std::vector<RetrievalConfig>& rows, int head_dim) {
   std::vector<SketchConfig> sketches;
   for (const RetrievalConfig& row : rows) {
-    const SketchConfig wanted = row.sketch();
+    const SketchConfig wanted = row.sketch(head_dim);
     const auto same = std::find_if(sketches.begin(), sketches.end(), [&](const SketchConfig& s) {
       return s.serves(wanted) || wanted.serves(s);
     });
@@ -89,7 +89,7 @@ Config engine_config(const Trace& trace, const ReplayOptions& options,
   config.log = options.log;
   config.time_stages = true;
   config.retrieval = rows.front();
-  config.extra_sketches = needed_sketches(rows);
+  config.extra_sketches = needed_sketches(rows, config.model.head_dim);
 
   const std::int64_t layers = config.model.layers;
   const std::int64_t pages = trace.tokens() / config.memory.page_tokens + 1;

@@ -21,21 +21,23 @@ struct ReplayGrid {
                                        Estimator::kNormAware};
   std::vector<ValueWeighting> weightings = {ValueWeighting::kDefault};
   std::vector<Selection> selections = {Selection::kPerKvHead};
-  std::vector<SelectionRule> rules = {SelectionRule::kTopK};
-  std::vector<SketchCode> codes = {SketchCode::kSign};
+  std::vector<SelectionRule> rules;                      ///< Empty: the estimator's.
+  std::vector<SketchCode> codes;                         ///< Empty: the estimator's.
   std::vector<double> sparsities = {10.0, 33.0, 100.0};  ///< Ignored when `top_ks` is not empty.
   std::vector<int> top_ks;
 
   std::optional<PlaneKind> plane_kind;
   std::optional<int> planes_per_table;  ///< Default 10, for hard collision 2.
   std::optional<int> tables;            ///< Default 60, for hard collision 300.
-  std::vector<int> bits = {256};        ///< Of a key, of norm-aware.
+  std::vector<int> bits = {0};          ///< Of a key, of norm-aware; 0: `RetrievalConfig`'s.
   int query_bits = 4;
   float tau = 0.4F;
   std::uint64_t seed = 0;
   double error_target = 0.0;  ///< Of the rows with the priority rule.
-  int sink = 128;
-  int window = 128;
+  int coarse_bits = 0;        ///< Of those over a scalar code.
+  int candidates = RetrievalConfig{}.candidates;
+  int sink = RetrievalConfig{}.sink_tokens;
+  int window = RetrievalConfig{}.recent_tokens;
 
   /// Replaces what `RetrievalConfig::socket` sets.
   void set_socket();

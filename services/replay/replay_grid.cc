@@ -29,15 +29,14 @@ void add_problem(std::vector<std::string>& problems, std::string problem) {
 }
 
 RetrievalConfig base_config(const ReplayGrid& grid, Estimator estimator) {
-  const bool hard = estimator == Estimator::kHardCollision;
-  RetrievalConfig config;
-  config.estimator = estimator;
+  RetrievalConfig config = RetrievalConfig::of(estimator);
   config.plane_kind = grid.plane_kind;
   config.seed = grid.seed;
-  config.planes_per_table = grid.planes_per_table.value_or(hard ? 2 : config.planes_per_table);
-  config.tables = grid.tables.value_or(hard ? 300 : config.tables);
+  config.planes_per_table = grid.planes_per_table.value_or(config.planes_per_table);
+  config.tables = grid.tables.value_or(config.tables);
   config.tau = grid.tau;
   config.query_bits = grid.query_bits;
+  config.candidates = grid.candidates;
   config.sink_tokens = grid.sink;
   config.recent_tokens = grid.window;
   return config;
@@ -45,19 +44,25 @@ RetrievalConfig base_config(const ReplayGrid& grid, Estimator estimator) {
 
 /// Returns every selection with every rule, code and number of bits.
 std::vector<RetrievalConfig> choices(const ReplayGrid& grid, Estimator estimator) {
-  const bool samples = std::ranges::count(grid.rules, SelectionRule::kPriority) > 0;
   // Collision estimators read as many bits as their tables have.
   const std::size_t widths = estimator == Estimator::kNormAware ? grid.bits.size() : 1;
   std::vector<RetrievalConfig> result;
   RetrievalConfig config = base_config(grid, estimator);
+  using Rules = std::vector<SelectionRule>;
+  using Codes = std::vector<SketchCode>;
+  const Rules rules = grid.rules.empty() ? Rules{config.rule} : grid.rules;
+  const Codes codes = grid.codes.empty() ? Codes{config.code} : grid.codes;
+  const bool samples =
+      grid.rules.empty() || std::ranges::count(rules, SelectionRule::kPriority) > 0;
   for (const Selection selection : grid.selections) {
     config.selection = selection;
-    for (const SelectionRule rule : grid.rules) {
+    for (const SelectionRule rule : rules) {
       config.rule = rule;
       const bool aims = rule == SelectionRule::kPriority || !samples;
       config.error_target = aims ? grid.error_target : 0.0;
-      for (const SketchCode code : grid.codes) {
+      for (const SketchCode code : codes) {
         config.code = code;
+        config.coarse_bits = aims && code == SketchCode::kScalar ? grid.coarse_bits : 0;
         for (std::size_t i = 0; i < widths; ++i) {
           config.num_planes = grid.bits[i];
           result.push_back(config);

@@ -41,9 +41,9 @@ std::string_view weighting_name(const ReplayRow& row) {
   return row.exact ? "-" : name_of(kWeightingNames, row.retrieval.weighting());
 }
 
-std::string bits_name(const ReplayRow& row) {
+std::string bits_name(const ReplayRow& row, int head_dim) {
   if (row.exact) return "-";
-  return std::to_string(row.retrieval.sketch().num_planes) + " " +
+  return std::to_string(row.retrieval.sketch(head_dim).num_planes) + " " +
          std::string(name_of(kCodeNames, row.retrieval.code));
 }
 
@@ -55,13 +55,13 @@ Cells heading() {
           "dev KiB",   "sketch KiB", "score ms",  "fetch ms", "attend ms"};
 }
 
-Cells cells_of(const ReplayRow& row) {
+Cells cells_of(const ReplayRow& row, int head_dim) {
   const ReplayMetrics& m = row.mean;
   return {std::string(estimator_name(row)),
           std::string(weighting_name(row)),
           std::string(name_of(kSelectionNames, row.retrieval.selection)),
           row.exact ? "-" : std::string(name_of(kRuleNames, row.retrieval.rule)),
-          bits_name(row),
+          bits_name(row, head_dim),
           size_name(row.retrieval),
           fixed(m.attention_mass, 4),
           fixed(m.precision, 3),
@@ -120,7 +120,7 @@ nlohmann::json to_json(const DenseError& error) {
   return {{"mean_relative_error", number(error.mean)}, {"max_relative_error", number(error.max)}};
 }
 
-nlohmann::json selector_json(const ReplayRow& row) {
+nlohmann::json selector_json(const ReplayRow& row, int head_dim) {
   const RetrievalConfig& r = row.retrieval;
   nlohmann::json json = {{"estimator", estimator_name(row)},
                          {"selection", name_of(kSelectionNames, r.selection)}};
@@ -134,9 +134,13 @@ nlohmann::json selector_json(const ReplayRow& row) {
   json["rule"] = name_of(kRuleNames, r.rule);
   json["code"] = name_of(kCodeNames, r.code);
   if (r.error_target > 0.0) json["error_target"] = r.error_target;
+  if (r.coarse_bits > 0) {
+    json["coarse_bits"] = r.coarse_bits;
+    json["candidates"] = r.candidates;
+  }
   json["plane_kind"] = name_of(kPlaneKindNames, r.planes());
   if (r.estimator == Estimator::kNormAware) {
-    json["bits"] = r.num_planes;
+    json["bits"] = r.sketch(head_dim).num_planes;
     json["query_bits"] = r.query_bits;
   } else {
     json["planes_per_table"] = r.planes_per_table;
@@ -159,7 +163,8 @@ void write_table(std::ostream& out, const Trace& trace, const ReplayReport& repo
       << "dense output against the trace: relative error mean " << scientific(report.dense.mean)
       << ", max " << scientific(report.dense.max) << "\n\n";
   std::vector<Cells> lines = {heading()};
-  for (const ReplayRow& row : report.rows) lines.push_back(cells_of(row));
+  for (const ReplayRow& row : report.rows)
+    lines.push_back(cells_of(row, static_cast<int>(trace.head_dim())));
   write_aligned(out, lines);
 }
 
@@ -189,7 +194,7 @@ std::string to_json(const Trace& trace, const ReplayOptions& options, const Repl
   }
   json["rows"] = nlohmann::json::array();
   for (const ReplayRow& row : report.rows) {
-    nlohmann::json entry = selector_json(row);
+    nlohmann::json entry = selector_json(row, static_cast<int>(trace.head_dim()));
     entry["mean"] = to_json(row.mean);
     for (std::size_t i = 0; i < trace.layers().size(); ++i) {
       entry["layers"][trace.layers()[i].name] = to_json(row.layers[i]);

@@ -33,7 +33,7 @@ std::string key_of(const ModelSpec& spec) {
     key << " l" << static_cast<int>(layer.mode) << ':' << layer.window_tokens << ':'
         << layer.softmax_scale.value_or(0.0F) << ':' << layer.logit_softcap;
   }
-  write_sketch(key, spec.retrieval.sketch());
+  write_sketch(key, spec.retrieval.sketch(model.head_dim));
   std::vector<SketchConfig> extra = spec.extra_sketches;
   std::sort(extra.begin(), extra.end(), [](const SketchConfig& a, const SketchConfig& b) {
     return std::tie(a.kind, a.code, a.num_planes, a.seed) <
@@ -191,9 +191,9 @@ std::filesystem::path ModelPool::free_disk_cache() const {
 
 bool Model::carries(const RetrievalConfig& retrieval) const {
   const Config& config = engine.config();
-  const SketchConfig wanted = retrieval.sketch();
+  const SketchConfig wanted = retrieval.sketch(config.model.head_dim);
   const auto fits = [&wanted](const SketchConfig& have) { return have.serves(wanted); };
-  return fits(config.retrieval.sketch()) ||
+  return fits(config.retrieval.sketch(config.model.head_dim)) ||
          std::any_of(config.extra_sketches.begin(), config.extra_sketches.end(), fits);
 }
 

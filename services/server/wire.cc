@@ -304,6 +304,7 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     result.rule = SelectionRule::kTopK;
     result.code = SketchCode::kSign;
     result.error_target = 0.0;
+    result.coarse_bits = 0;
   }
   if (options.value_weighting() != v1::VALUE_WEIGHTING_UNSPECIFIED) {
     result.value_weighting = weighting_of(options.value_weighting(), field + ".value_weighting");
@@ -345,6 +346,8 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     result.code = code_of(options.code(), field + ".code");
   }
   if (options.has_error_target()) result.error_target = options.error_target();
+  if (options.has_coarse_bits()) result.coarse_bits = options.coarse_bits();
+  if (options.has_candidates()) result.candidates = options.candidates();
   if (options.has_tau()) result.tau = options.tau();
   if (options.has_query_bits()) result.query_bits = options.query_bits();
   if (options.has_seed()) result.seed = options.seed();

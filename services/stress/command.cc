@@ -11,13 +11,19 @@
 
 #include <CLI/CLI.hpp>
 
+#include <array>
 #include <optional>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
 constexpr int kExitInterrupted = 130;
+
+constexpr std::array<std::pair<std::string_view, DriftModel>, 2> kDriftNames{
+    {{"smollm2", DriftModel::kSmolLm2}, {"needle-llama", DriftModel::kNeedleLlama}}};
 
 }  // namespace
 
@@ -44,14 +50,23 @@ void add_stress(CLI::App& program, StressCommand& command) {
            [&options](std::int64_t size) { options.host_budget = static_cast<std::size_t>(size); });
   add_named(app, "--estimator", kEstimatorNames, options.estimator,
             "How tokens are scored (default norm_aware)");
-  app.add_option("--bits", options.bits, "Bits of a key of norm_aware")->capture_default_str();
-  add_named(app, "--rule", kRuleNames, options.rule,
-            "Which tokens are taken by their scores (default top_k)");
+  app.add_option("--bits", options.bits,
+                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)");
+  add_named(
+      app, "--rule", kRuleNames, options.rule,
+      "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)");
   add_named(app, "--code", kCodeNames, options.code,
-            "How bits are made from a key (default sign); scalar with norm_aware only");
+            "How bits are made from a key (default: scalar with norm_aware, else sign)");
   app.add_option("--error-target", options.error_target,
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
+      ->capture_default_str();
+  app.add_option("--coarse-bits", options.coarse_bits,
+                 "Of priority over a scalar code: bits of a coordinate that are read of every "
+                 "token; 0: all")
+      ->capture_default_str();
+  app.add_option("--candidates", options.candidates,
+                 "With --coarse-bits: tokens over k whose whole code is read")
       ->capture_default_str();
   app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of the data")
@@ -66,7 +81,10 @@ void add_stress(CLI::App& program, StressCommand& command) {
       "four times k on a GPU)");
   app.add_option("--overlap", options.step_overlap,
                  "Share of the best tokens at N/33 that successive steps have in common (default: "
-                 "as in the recorded trace)");
+                 "that of --drift)");
+  add_named(app, "--drift", kDriftNames, options.drift,
+            "Model whose queries set how much successive steps have in common: smollm2 over text, "
+            "or needle-llama (default smollm2)");
   app.add_flag("--compare-dense", options.compare_dense,
                "Measure dense attention over one layer's KV on the device as well");
   app.add_option("--json", command.json, "Write the report to this file; -: standard output");

@@ -40,7 +40,8 @@ std::size_t layer_page_bytes(const StressOptions& options) {
 
 /// Sketch bytes of one token of one layer, all KV heads: bits in chunks of 128, and two norms.
 std::size_t sketch_token_bytes(const StressOptions& options) {
-  const std::int64_t chunks = ceil_div(options.retrieval().sketch().num_planes, 128);
+  const std::int64_t chunks =
+      ceil_div(options.retrieval().sketch(*options.head_dim).num_planes, 128);
   return static_cast<std::size_t>(*options.kv_heads * (chunks * 16 + 4));
 }
 

@@ -196,7 +196,7 @@ class GroupRanking {
 }  // namespace
 
 Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source, int threads,
-                            std::optional<double> per_33) {
+                            DriftModel model, std::optional<double> per_33) {
   constexpr std::int64_t kSample = 16384;
   constexpr int kPairs = 24;
   const std::int64_t dim = shape.head_dim;
@@ -229,7 +229,8 @@ Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& sour
     }
   }
   found.drift.norm = kTraceLogitSpread / (spread / static_cast<double>(pairs.size()));
-  const double wanted = per_33.value_or(kTraceOverlap.per_100 + kTraceOverlap.per_33);
+  const StepOverlap of_model = overlap_of(model);
+  const double wanted = per_33.value_or(of_model.per_100 + of_model.per_33);
   double low = 0.0;
   double high = 1.0;
   for (int i = 0; i < 12; ++i) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "services/stress/options.h"
 #include "services/stress/synthetic.h"
 
 #include <cstdint>
@@ -15,8 +16,12 @@ struct StepOverlap {
   double per_33 = 0.0;
 };
 
-/// The overlaps of the recorded trace.
-inline constexpr StepOverlap kTraceOverlap{.per_100 = 0.17, .per_33 = 0.26};
+/// The overlaps of the best tokens of a KV head, by model: SmolLM2 over English text, and
+/// needle-llama.
+[[nodiscard]] constexpr StepOverlap overlap_of(DriftModel model) {
+  return model == DriftModel::kSmolLm2 ? StepOverlap{.per_100 = 0.57, .per_33 = 0.62}
+                                       : StepOverlap{.per_100 = 0.17, .per_33 = 0.26};
+}
 /// Standard deviation of q.k / sqrt(head_dim) over the tokens of a step in the recorded trace.
 inline constexpr double kTraceLogitSpread = 3.87;
 
@@ -25,11 +30,12 @@ struct Calibration {
   StepOverlap overlap;  ///< Reached on the sample.
 };
 
-/// Finds the drift with which queries overlap from step to step (the sum of both overlaps; given
-/// one, that at N/33), and spread over keys as in the recorded trace: by bisection on a sample of
-/// layer 0's keys.
+/// Finds the drift with which queries overlap from step to step as those of `model` (the sum of
+/// both overlaps; given one, that at N/33), and spread over keys as in the recorded trace: by
+/// bisection on a sample of layer 0's keys.
 [[nodiscard]] Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source,
-                                          int threads, std::optional<double> per_33 = {});
+                                          int threads, DriftModel model,
+                                          std::optional<double> per_33 = {});
 
 struct NeedleRequest {
   int sequence = 0;

@@ -80,17 +80,14 @@ void StressOptions::resolve() {
 }
 
 RetrievalConfig StressOptions::retrieval() const {
-  RetrievalConfig config;
-  config.estimator = estimator;
+  RetrievalConfig config = RetrievalConfig::of(estimator);
   config.num_planes = bits;
-  config.rule = rule;
-  config.code = code;
+  config.rule = rule.value_or(config.rule);
+  config.code = code.value_or(config.code);
   config.error_target = error_target;
+  config.coarse_bits = coarse_bits;
+  config.candidates = candidates;
   config.top_k = top_k;
-  if (estimator == Estimator::kHardCollision) {
-    config.planes_per_table = 2;
-    config.tables = 300;
-  }
   return config;
 }
 

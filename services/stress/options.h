@@ -24,6 +24,9 @@ struct ModelPreset {
 /// Returns the presets by name: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-30b-a3b.
 [[nodiscard]] const std::vector<ModelPreset>& model_presets();
 
+/// Whose queries those of a stress run drift like from step to step.
+enum class DriftModel : std::uint8_t { kSmolLm2, kNeedleLlama };
+
 /// What a stress run does. Shape fields left out come from the preset, or from the defaults beside
 /// them.
 struct StressOptions {
@@ -38,10 +41,12 @@ struct StressOptions {
   int steps = 64;                               ///< Measured decode steps.
   int top_k = 2048;                             ///< Rows selected per KV head.
   Estimator estimator = Estimator::kNormAware;
-  int bits = 256;  ///< Of norm-aware.
-  SelectionRule rule = SelectionRule::kTopK;
-  SketchCode code = SketchCode::kSign;
-  double error_target = 0.0;  ///< Of the priority rule.
+  int bits = 0;                       ///< Of norm-aware; 0: `RetrievalConfig`'s.
+  std::optional<SelectionRule> rule;  ///< The estimator's.
+  std::optional<SketchCode> code;     ///< The estimator's.
+  double error_target = 0.0;          ///< Of the priority rule.
+  int coarse_bits = 0;                ///< Of it over a scalar code.
+  int candidates = RetrievalConfig{}.candidates;
   std::uint64_t seed = 0;
   Backend backend = Backend::kAuto;
   PageFormat page_format = PageFormat::kModel;
@@ -50,8 +55,9 @@ struct StressOptions {
   /// `top_k` on a GPU, none on the CPU, which reads rows where they are.
   std::optional<int> hot_rows;
   /// Share of the best tokens at N/33 that successive steps are to have in common; left out: the
-  /// overlaps of the recorded trace.
+  /// overlaps of `drift`.
   std::optional<double> step_overlap;
+  DriftModel drift = DriftModel::kSmolLm2;
 
   /// Left out: what the run needs.
   std::optional<std::size_t> device_budget;

@@ -78,9 +78,13 @@ std::string show_times(const StepTimes& t) {
 std::string show_estimator(const StressOptions& options) {
   const RetrievalConfig retrieval = options.retrieval();
   return std::string(name_of(kEstimatorNames, options.estimator)) + " (" +
-         std::to_string(retrieval.sketch().num_planes) + " bits, " +
-         std::string(name_of(kCodeNames, options.code)) + "), " +
-         std::string(name_of(kRuleNames, options.rule));
+         std::to_string(retrieval.sketch(*options.head_dim).num_planes) + " bits, " +
+         std::string(name_of(kCodeNames, retrieval.code)) + "), " +
+         std::string(name_of(kRuleNames, retrieval.rule));
+}
+
+const char* drift_name(DriftModel model) {
+  return model == DriftModel::kSmolLm2 ? "smollm2" : "needle-llama";
 }
 
 /// The measured steps with one share of the selected rows on the device.
@@ -200,9 +204,10 @@ void write_report(std::ostream& out, const StressOptions& options, const StressR
   if (report.ingested_tokens > 0) {
     out << format(
                "data     step-to-step overlap of the exact best tokens %.3f at N/100, %.3f at "
-               "N/33 (recorded trace %.2f, %.2f); query correlation %.3f",
-               calibration.overlap.per_100, calibration.overlap.per_33, kTraceOverlap.per_100,
-               kTraceOverlap.per_33, calibration.drift.correlation)
+               "N/33 (%s %.2f, %.2f); query correlation %.3f",
+               calibration.overlap.per_100, calibration.overlap.per_33, drift_name(options.drift),
+               overlap_of(options.drift).per_100, overlap_of(options.drift).per_33,
+               calibration.drift.correlation)
         << '\n'
         << format("ingest   %.2f s (%.2f GB/s while appending), memory ready in %.2f s",
                   report.ingest_seconds, f.ingest / 1e9, report.engine_seconds)
@@ -234,10 +239,12 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"steps", options.steps},
         {"k", options.top_k},
         {"estimator", name_of(kEstimatorNames, options.estimator)},
-        {"bits", retrieval.sketch().num_planes},
-        {"rule", name_of(kRuleNames, options.rule)},
-        {"code", name_of(kCodeNames, options.code)},
+        {"bits", retrieval.sketch(*options.head_dim).num_planes},
+        {"rule", name_of(kRuleNames, retrieval.rule)},
+        {"code", name_of(kCodeNames, retrieval.code)},
         {"error_target", options.error_target},
+        {"coarse_bits", options.coarse_bits},
+        {"candidates", options.candidates},
         {"kv_dtype", name_of(kPageFormatNames, options.page_format)},
         {"seed", options.seed}}},
       {"backend", name_of(kBackendNames, report.backend)},
@@ -267,7 +274,8 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"evictions", report.moved.hot_evictions},
         {"bytes", memory.hot_bytes}}},
       {"drift",
-       {{"query_correlation", calibration.drift.correlation},
+       {{"model", drift_name(options.drift)},
+        {"query_correlation", calibration.drift.correlation},
         {"query_norm", calibration.drift.norm},
         {"overlap_n_100", calibration.overlap.per_100},
         {"overlap_n_33", calibration.overlap.per_33}}},

@@ -149,8 +149,8 @@ void StressRun::make_source(int sequence, int layer) {
   std::vector<LayerSource>& sources = sources_[static_cast<std::size_t>(sequence)];
   sources.emplace_back(shape, sequence, layer, noise_);
   if (sequence == 0 && layer == 0) {
-    report_.calibration =
-        calibrate_drift(shape, sources.back(), num_threads(), options_.step_overlap);
+    report_.calibration = calibrate_drift(shape, sources.back(), num_threads(), options_.drift,
+                                          options_.step_overlap);
   }
   const NeedleRequest request{.sequence = sequence,
                               .layer = layer,

@@ -153,6 +153,8 @@ v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
                                                           : v1::SELECTION_RULE_PRIORITY);
   message.set_code(message_of(retrieval.code));
   message.set_error_target(retrieval.error_target);
+  message.set_coarse_bits(retrieval.coarse_bits);
+  message.set_candidates(retrieval.candidates);
   return message;
 }
 

@@ -106,6 +106,7 @@ class EvalTest : public ::testing::Test {
     write_tiny_tasks(tasks(), model_.vocab);
     options_.cases = {"tiny"};
     options_.runtime.backend = Backend::kCpu;
+    options_.retrieval.estimators = {"soft_collision"};
     options_.retrieval.sink = 4;
     options_.retrieval.window = 8;
   }

@@ -94,9 +94,13 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
       << "256 signs, two scalar codes, and gaussian signs";
 
   options.error_target = 0.0;
-  options.set_socket();
+  options.presets = {"socket", "default"};
   const std::vector<Method> paper = make_methods(options, left_out);
-  ASSERT_THAT(paper, SizeIs(1));
+  ASSERT_THAT(paper, SizeIs(2));
+  EXPECT_EQ(paper[1].retrieval.estimator, Estimator::kNormAware);
+  EXPECT_EQ(paper[1].retrieval.rule, SelectionRule::kPriority);
+  EXPECT_EQ(paper[1].retrieval.code, SketchCode::kScalar);
+  EXPECT_EQ(paper[0].retrieval.sink_tokens, options.sink);
   EXPECT_EQ(paper[0].retrieval.weighting(), ValueWeighting::kLinear);
   EXPECT_EQ(paper[0].retrieval.selection, Selection::kPerQueryHead);
   EXPECT_EQ(paper[0].retrieval.planes(), PlaneKind::kGaussian);
@@ -124,6 +128,7 @@ TEST(Methods, RejectWhatTheyCannotRun) {
   options.bits = {4096};
   EXPECT_THAT(error_of(options), HasSubstr("num_planes"));
   options.bits = {256};
+  options.rules = {"top_k"};
   options.error_target = 0.1;
   EXPECT_THAT(error_of(options), HasSubstr("error_target: expected 0 without the priority rule"));
   options.error_target = 0.0;
@@ -169,7 +174,7 @@ TEST(Methods, ShareOneSketchPerKindAndSeed) {
   const Config config = engine_config(model, {}, make_methods(options, left_out), 1000);
 
   EXPECT_THAT(config.validate(), IsEmpty());
-  EXPECT_EQ(config.retrieval.sketch().kind, PlaneKind::kOrthogonal);
+  EXPECT_EQ(config.retrieval.sketch(64).kind, PlaneKind::kOrthogonal);
   ASSERT_THAT(config.extra_sketches, SizeIs(1));
   EXPECT_EQ(config.extra_sketches[0].kind, PlaneKind::kGaussian);
   EXPECT_EQ(config.extra_sketches[0].num_planes, 600);

@@ -93,7 +93,7 @@ class BiasTest(ServerTest):
             estimator=kvtier.Estimator.NORM_AWARE, code=kvtier.SketchCode.SCALAR, num_planes=128
         )
         case = client_test.Case(100)
-        extra = [scalar.sketch()]
+        extra = [scalar.sketch(client_test.MODEL.head_dim)]
         signs = client_test.RETRIEVAL
         with self.client.open(client_test.MODEL, signs, extra_sketches=extra) as session:
             session.append(0, case.keys, case.values)

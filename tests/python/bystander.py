@@ -15,7 +15,9 @@ import numpy as np
 from server import PATIENCE, Server, bfloat_bits, dense_attention, from_bits
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
-RETRIEVAL = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, num_planes=64, top_k=8)
+RETRIEVAL = kvtier.RetrievalConfig(
+    rule=kvtier.SelectionRule.TOP_K, code=kvtier.SketchCode.SIGN, num_planes=64, top_k=8
+)
 DENSE = kvtier.AttendOptions(mode=kvtier.LayerMode.DENSE)
 TOLERANCE = 1e-5  # of fp32 sums
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import unittest
 from typing import Any
@@ -13,7 +14,9 @@ from kvtier.v1 import session_pb2
 from server import Server, ServerTest, bfloat_bits, dense_attention, from_bits, wait_until
 
 MODEL = kvtier.ModelConfig(layers=2, query_heads=4, kv_heads=2, head_dim=64)
-RETRIEVAL = kvtier.RetrievalConfig(top_k=8, sink_tokens=4, recent_tokens=4)
+RETRIEVAL = kvtier.RetrievalConfig.of(
+    kvtier.Estimator.SOFT_COLLISION, top_k=8, sink_tokens=4, recent_tokens=4
+)
 DENSE = kvtier.AttendOptions(mode=kvtier.LayerMode.DENSE)
 # fp32 sums in the server; outputs of 16 bits are rounded once more.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "uint16": 1.6e-2}
@@ -106,20 +109,19 @@ class SessionTest(ServerTest):
         case = Case(100)
         self.session.append(0, case.keys, case.values)
         query = case.query(1)
-        wide = kvtier.AttendOptions(
-            retrieval=kvtier.RetrievalConfig(top_k=100, sink_tokens=4, recent_tokens=4)
-        )
+        wide = kvtier.AttendOptions(retrieval=dataclasses.replace(RETRIEVAL, top_k=100))
         out, _ = self.session.attend(0, query, wide)
         expected, _ = dense_attention(query, case.keys, case.values)
         np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"])
         with self.assertRaises(kvtier.FailedPreconditionError):
-            no_sketch = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE)
+            no_sketch = kvtier.RetrievalConfig()
             self.session.attend(0, query, kvtier.AttendOptions(retrieval=no_sketch))
 
     def test_extra_sketches_serve_other_estimators(self) -> None:
-        other = kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, top_k=100)
+        other = kvtier.RetrievalConfig(top_k=100)
         case = Case(100)
-        with self.client.open(MODEL, RETRIEVAL, extra_sketches=[other.sketch()]) as session:
+        extra = [other.sketch(MODEL.head_dim)]
+        with self.client.open(MODEL, RETRIEVAL, extra_sketches=extra) as session:
             session.append(0, case.keys, case.values)
             query = case.query(1)
             out, _ = session.attend(0, query, kvtier.AttendOptions(retrieval=other))
@@ -128,7 +130,11 @@ class SessionTest(ServerTest):
 
     def test_recall_targets_keep_more_and_tell_what_is_missed(self) -> None:
         norm_aware = kvtier.RetrievalConfig(
-            estimator=kvtier.Estimator.NORM_AWARE, top_k=200, sink_tokens=4, recent_tokens=4
+            rule=kvtier.SelectionRule.TOP_K,
+            code=kvtier.SketchCode.SIGN,
+            top_k=200,
+            sink_tokens=4,
+            recent_tokens=4,
         )
         case = Case(300)
         session = self.client.open(MODEL, norm_aware)

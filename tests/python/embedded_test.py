@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import dataclasses
 import unittest
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,15 @@ SINK, RECENT = 4, 8
 TOLERANCE = 2e-5
 
 NORM_AWARE = RetrievalConfig(
-    estimator=kvtier.Estimator.NORM_AWARE, top_k=32, sink_tokens=SINK, recent_tokens=RECENT
+    rule=kvtier.SelectionRule.TOP_K,
+    code=kvtier.SketchCode.SIGN,
+    top_k=32,
+    sink_tokens=SINK,
+    recent_tokens=RECENT,
 )
 PRIORITY = RetrievalConfig(
-    estimator=kvtier.Estimator.NORM_AWARE,
     rule=kvtier.SelectionRule.PRIORITY,
+    code=kvtier.SketchCode.SIGN,
     top_k=32,
     sink_tokens=SINK,
     recent_tokens=RECENT,
@@ -116,9 +121,7 @@ class AttentionTest(EngineTest):
                     session, keys, values = self.filled(tokens)
                     query = rows(3, asked, QUERY_HEADS, np.float32)
                     options = AttendOptions(
-                        retrieval=RetrievalConfig(
-                            estimator=kvtier.Estimator.NORM_AWARE, top_k=4096
-                        )
+                        retrieval=dataclasses.replace(NORM_AWARE, top_k=4096)
                     )
                     out, lse = session.attend(0, query, options)
                     expected, expected_lse = dense_attention(query, keys, values)
@@ -172,12 +175,7 @@ class AttentionTest(EngineTest):
         session, _, _ = self.filled(400)
         query = rows(3, 1, QUERY_HEADS, np.float32)
         wide = AttendOptions(
-            retrieval=RetrievalConfig(
-                estimator=kvtier.Estimator.NORM_AWARE,
-                top_k=400,
-                sink_tokens=SINK,
-                recent_tokens=RECENT,
-            )
+            retrieval=dataclasses.replace(NORM_AWARE, top_k=400)
         )
         every = session.select(0, query, wide, with_scores=True)
         some = session.select(0, query)
@@ -448,7 +446,7 @@ class BadInputTest(EngineTest):
         with self.assertRaises(kvtier.ResourceExhaustedError):
             small.append(0, keys, keys)
         self.assertEqual(small.length(0), 0)
-        soft = AttendOptions(retrieval=RetrievalConfig())
+        soft = AttendOptions(retrieval=RetrievalConfig.socket())
         session.append(0, keys, keys)
         with self.assertRaises(kvtier.FailedPreconditionError):
             session.attend(0, query, soft)  # no such sketch

@@ -22,7 +22,9 @@ from kvtier.v1 import attention_pb2, status_pb2
 from server import ServerTest
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
-RETRIEVAL = kvtier.RetrievalConfig(top_k=8, sink_tokens=4, recent_tokens=4)
+RETRIEVAL = kvtier.RetrievalConfig.of(
+    kvtier.Estimator.SOFT_COLLISION, top_k=8, sink_tokens=4, recent_tokens=4
+)
 STAGING = 1 << 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -226,7 +226,7 @@ class OptionsTest(unittest.TestCase):
         self.assertEqual(threading.active_count(), before)
 
     def test_messages_have_all_that_a_configuration_has(self) -> None:
-        config = kvtier.RetrievalConfig(sparsity=20.0, plane_kind=kvtier.PlaneKind.GAUSSIAN)
+        config = kvtier.RetrievalConfig(sparsity=20.0, plane_kind=kvtier.PlaneKind.ORTHOGONAL)
         message = config.message()
         self.assertEqual(message.size.WhichOneof("size"), "sparsity")
         self.assertEqual(kvtier.RetrievalConfig().message().size.top_k, 2048)

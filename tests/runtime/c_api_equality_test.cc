@@ -111,6 +111,8 @@ class CApiEqualityTest : public EngineTest {
     c.rule = static_cast<kvtier_rule>(config.rule);
     c.code = static_cast<kvtier_code>(config.code);
     c.error_target = config.error_target;
+    c.coarse_bits = config.coarse_bits;
+    c.candidates = config.candidates;
     return c;
   }
   template <typename View>
@@ -328,8 +330,10 @@ TEST_P(CApiEqualityTest, PriorityAndScalarCodesGiveTheSameBits) {
   priority.code = SketchCode::kScalar;
   priority.selection = Selection::kPerKvHead;
   priority.top_k = 40;
-  for (const double error : {0.0, 0.2}) {
+  for (const auto& [error, coarse] : {std::pair{0.0, 0}, std::pair{0.2, 0}, std::pair{0.0, 1}}) {
     priority.error_target = error;
+    priority.coarse_bits = coarse;
+    priority.candidates = 3;
     const kvtier_retrieval_config c_priority = to_c(priority);
     kvtier_options c_options;
     kvtier_options_init(&c_options);
@@ -441,7 +445,11 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);
   EXPECT_EQ(c.prefetch_rows, 0);
-  EXPECT_EQ(c.retrieval.estimator, KVTIER_SOFT_COLLISION);
+  EXPECT_EQ(c.retrieval.estimator, KVTIER_NORM_AWARE);
+  EXPECT_EQ(c.retrieval.rule, KVTIER_PRIORITY);
+  EXPECT_EQ(c.retrieval.code, KVTIER_SCALAR);
+  EXPECT_EQ(c.retrieval.coarse_bits, 0);
+  EXPECT_EQ(c.retrieval.candidates, d.retrieval.candidates);
   EXPECT_EQ(c.retrieval.value_weighting, KVTIER_WEIGHTING_DEFAULT);
   EXPECT_EQ(c.retrieval.selection, KVTIER_PER_KV_HEAD);
   EXPECT_EQ(c.retrieval.plane_kind, KVTIER_PLANES_DEFAULT);

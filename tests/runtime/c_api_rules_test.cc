@@ -59,10 +59,16 @@ TEST(CApi, RefusesUnknownEnumeratorsOfRetrieval) {
         c.num_extra_sketches = 1;
       },
       "found 100");
-  expect_refused([](kvtier_config& c) { c.retrieval.rule = KVTIER_PRIORITY; },
+  expect_refused([](kvtier_config& c) { c.retrieval.estimator = KVTIER_SOFT_COLLISION; },
                  "rule: expected top_k");
-  expect_refused([](kvtier_config& c) { c.retrieval.error_target = 0.1; },
-                 "error_target: expected 0 without the priority rule");
+  expect_refused(
+      [](kvtier_config& c) {
+        c.retrieval.rule = KVTIER_TOP_K;
+        c.retrieval.error_target = 0.1;
+      },
+      "error_target: expected 0 without the priority rule");
+  expect_refused([](kvtier_config& c) { c.retrieval.coarse_bits = 2; },
+                 "coarse_bits: expected fewer than the 2 bits of a coordinate, found 2");
 }
 
 }  // namespace

@@ -133,12 +133,12 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.retrieval.sink_tokens = -1; }},
       {"retrieval.recent_tokens: expected at least 0, found -1",
        [](Config& c) { c.retrieval.recent_tokens = -1; }},
-      {"retrieval.num_planes: expected 64..1024, found 63",
+      {"retrieval.num_planes: expected 64..1024, or 0 (by head_dim), found 63",
        [](Config& c) {
          c.retrieval.estimator = Estimator::kNormAware;
          c.retrieval.num_planes = 63;
        }},
-      {"retrieval.num_planes: expected 64..1024, found 1025",
+      {"retrieval.num_planes: expected 64..1024, or 0 (by head_dim), found 1025",
        [](Config& c) {
          c.retrieval.estimator = Estimator::kNormAware;
          c.retrieval.num_planes = 1025;
@@ -241,8 +241,7 @@ TEST(ConfigTest, LimitsThemselvesAreValid) {
 
 TEST(RetrievalConfigTest, AllowsTheWeightingsOfEachEstimatorOnly) {
   const auto valid = [](Estimator estimator, ValueWeighting weighting) {
-    RetrievalConfig config;
-    config.estimator = estimator;
+    RetrievalConfig config = RetrievalConfig::of(estimator);
     config.value_weighting = weighting;
     return config.validate().empty();
   };
@@ -263,30 +262,55 @@ TEST(RetrievalConfigTest, AllowsTheWeightingsOfEachEstimatorOnly) {
 }
 
 TEST(RetrievalConfigTest, FillsInDefaultsByEstimator) {
-  RetrievalConfig config;
+  RetrievalConfig config = RetrievalConfig::of(Estimator::kSoftCollision);
   config.seed = 11;
   EXPECT_EQ(config.planes(), PlaneKind::kGaussian);
   EXPECT_EQ(config.weighting(), ValueWeighting::kLinear);
-  EXPECT_EQ(config.sketch(),
+  EXPECT_EQ(config.sketch(64),
             (SketchConfig{.kind = PlaneKind::kGaussian, .num_planes = 600, .seed = 11}));
 
-  config.estimator = Estimator::kHardCollision;
-  config.planes_per_table = 2;
-  config.tables = 300;
+  config = RetrievalConfig::of(Estimator::kHardCollision);
   EXPECT_EQ(config.planes(), PlaneKind::kGaussian);
   EXPECT_EQ(config.weighting(), ValueWeighting::kLinear);
-  EXPECT_EQ(config.sketch().num_planes, 600);
+  EXPECT_EQ(config.sketch(128).num_planes, 600);
 
-  config.estimator = Estimator::kNormAware;
+  config = RetrievalConfig::of(Estimator::kNormAware);
+  config.seed = 11;
+  config.code = SketchCode::kSign;
   EXPECT_EQ(config.planes(), PlaneKind::kOrthogonal);
   EXPECT_EQ(config.weighting(), ValueWeighting::kLogit);
-  EXPECT_EQ(config.sketch(),
+  EXPECT_EQ(config.sketch(96),
             (SketchConfig{.kind = PlaneKind::kOrthogonal, .num_planes = 256, .seed = 11}));
 
   config.plane_kind = PlaneKind::kGaussian;
   config.value_weighting = ValueWeighting::kNone;
-  EXPECT_EQ(config.sketch().kind, PlaneKind::kGaussian);
+  EXPECT_EQ(config.sketch(64).kind, PlaneKind::kGaussian);
   EXPECT_EQ(config.weighting(), ValueWeighting::kNone);
+}
+
+TEST(RetrievalConfigTest, ScalarCodeIsByDefaultTheLeastFrom256BitsAndTwoACoordinateOn) {
+  struct Row {
+    int head_dim, bits;
+  };
+  for (const Row& row : {Row{64, 256}, Row{96, 288}, Row{128, 256}, Row{256, 512}}) {
+    Config config;
+    config.model.head_dim = row.head_dim;
+    EXPECT_THAT(config.validate(), IsEmpty()) << row.head_dim;
+    EXPECT_EQ(config.retrieval.sketch(row.head_dim), (SketchConfig{.kind = PlaneKind::kOrthogonal,
+                                                                   .num_planes = row.bits,
+                                                                   .code = SketchCode::kScalar}));
+  }
+}
+
+TEST(RetrievalConfigTest, EveryEstimatorHasValidDefaults) {
+  for (const Estimator estimator :
+       {Estimator::kSoftCollision, Estimator::kHardCollision, Estimator::kNormAware}) {
+    const RetrievalConfig config = RetrievalConfig::of(estimator);
+    EXPECT_EQ(config.estimator, estimator);
+    EXPECT_THAT(config.validate(), IsEmpty());
+    EXPECT_EQ(config.rule == SelectionRule::kPriority, estimator == Estimator::kNormAware);
+  }
+  EXPECT_EQ(RetrievalConfig::of(Estimator::kNormAware).sketch(128), RetrievalConfig{}.sketch(128));
 }
 
 class EngineConfigTest : public EngineTest {};

@@ -4,6 +4,7 @@
 
 #include "support/backend_fixture.h"
 #include "support/oracle.h"
+#include "support/retrieval.h"
 
 #include <gtest/gtest.h>
 
@@ -152,6 +153,7 @@ inline Config small_config(Backend backend) {
   config.memory.host_bytes = 16 * MiB;
   config.memory.max_session_tokens = 4096;
   config.memory.max_batch_rows = 8;
+  config.retrieval = top_k_of_signs();
   config.retrieval.top_k = 64;
   config.retrieval.sink_tokens = 16;
   config.retrieval.recent_tokens = 16;

@@ -97,7 +97,7 @@ TEST_P(PriorityAttendTest, CountsEachTokenAsItsBiasSaysWhereverItsRowIs) {
                         Case{.format = PageFormat::kFloat8, .group = 8},
                         Case{.format = PageFormat::kFloat8, .staging_rows = 512},
                         Case{.placement = KvPlacement::kDevice}}) {
-    for (RetrievalConfig retrieval : priority_estimators()) {
+    for (RetrievalConfig retrieval : priority_methods()) {
       for (const Selection selection : kBoth) {
         SCOPED_TRACE(::testing::Message() << name_of(retrieval) << ", staged " << c.staging_rows
                                           << ", format " << static_cast<int>(c.format));
@@ -189,9 +189,10 @@ TEST_P(PriorityAttendTest, WithRoomForAllEqualsDenseAttention) {
   for (const auto& [dtype, format] : {std::pair{DType::kBFloat16, PageFormat::kModel},
                                       std::pair{DType::kFloat16, PageFormat::kModel},
                                       std::pair{DType::kBFloat16, PageFormat::kFloat8}}) {
-    for (RetrievalConfig retrieval : priority_estimators()) {
+    for (RetrievalConfig retrieval : priority_methods()) {
       for (const Selection selection : kBoth) {
         for (const SelectionRule rule : {SelectionRule::kTopK, SelectionRule::kPriority}) {
+          if (rule == SelectionRule::kTopK && retrieval.coarse_bits > 0) continue;
           SCOPED_TRACE(name_of(retrieval));
           retrieval.selection = selection;
           retrieval.rule = rule;
@@ -232,6 +233,14 @@ TEST_P(PriorityAttendTest, NumeratorAndDenominatorHaveTheExpectationOfDenseAtten
         rules.push_back(retrieval);
       }
     }
+  }
+  for (const Selection selection : kBoth) {
+    RetrievalConfig retrieval = two_phases();
+    retrieval.selection = selection;
+    retrieval.top_k = 14;
+    retrieval.candidates = 2;
+    retrieval.sink_tokens = retrieval.recent_tokens = 4;
+    rules.push_back(retrieval);
   }
   const HostTensor key = HostTensor::random(kTokens, 1, kDim, DType::kBFloat16, 1);
   const HostTensor value = HostTensor::random(kTokens, 1, kDim, DType::kBFloat16, 2);
@@ -279,7 +288,7 @@ TEST_P(PriorityAttendTest, NumeratorAndDenominatorHaveTheExpectationOfDenseAtten
     config.retrieval.seed = seed;
     RetrievalConfig other = rules.back();
     other.seed = seed;
-    config.extra_sketches = {other.sketch()};
+    config.extra_sketches = {other.sketch(config.model.head_dim)};
     Engine engine(config);
     Session session = engine.open();
     for (int layer = 0; layer < kLayers; ++layer) {

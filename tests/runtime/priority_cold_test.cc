@@ -11,9 +11,10 @@ namespace {
 /// The estimators, a set per KV head and per query head, with a size and with an error target.
 std::vector<RetrievalConfig> all_rules() {
   std::vector<RetrievalConfig> rules;
-  for (RetrievalConfig retrieval : priority_estimators()) {
+  for (RetrievalConfig retrieval : priority_methods()) {
     for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
       for (const double error_target : {0.0, 0.1}) {
+        if (retrieval.coarse_bits > 0 && error_target > 0.0) continue;
         retrieval.selection = selection;
         retrieval.error_target = error_target;
         rules.push_back(retrieval);

@@ -179,7 +179,7 @@ class PriorityErrorsTest : public RejectionTest {
     if (IsSkipped()) return;
     Config config = two_layers();
     config.retrieval = priority_estimators()[0];
-    config.extra_sketches = {priority_estimators()[1].sketch()};
+    config.extra_sketches = {priority_estimators()[1].sketch(config.model.head_dim)};
     open(config);
   }
   /// Each verb that takes options of a call must reject these.

@@ -49,7 +49,7 @@ struct Picked {
 
 /// The estimators that priority selection takes.
 inline std::vector<RetrievalConfig> priority_estimators() {
-  RetrievalConfig base;
+  RetrievalConfig base = top_k_of_signs();
   base.rule = SelectionRule::kPriority;
   base.sink_tokens = 12;
   base.recent_tokens = 20;
@@ -66,10 +66,26 @@ inline std::vector<RetrievalConfig> priority_estimators() {
   return {sign, scalar, calibrated};
 }
 
+/// The scalar code read in two phases.
+inline RetrievalConfig two_phases() {
+  RetrievalConfig retrieval = priority_estimators()[1];
+  retrieval.coarse_bits = 1;
+  retrieval.candidates = 3;
+  return retrieval;
+}
+
+/// All that priority selection has.
+inline std::vector<RetrievalConfig> priority_methods() {
+  std::vector<RetrievalConfig> methods = priority_estimators();
+  methods.push_back(two_phases());
+  return methods;
+}
+
 inline std::string name_of(const RetrievalConfig& retrieval) {
-  const std::string code = retrieval.estimator != Estimator::kNormAware ? "calibrated"
-                           : retrieval.code == SketchCode::kScalar      ? "scalar"
-                                                                        : "sign";
+  const std::string code = retrieval.coarse_bits > 0                      ? "two phases"
+                           : retrieval.estimator != Estimator::kNormAware ? "calibrated"
+                           : retrieval.code == SketchCode::kScalar        ? "scalar"
+                                                                          : "sign";
   return code +
          (retrieval.selection == Selection::kPerKvHead ? ", per KV head" : ", per query head");
 }

@@ -129,7 +129,7 @@ TEST_P(PriorityTest, ARecallTargetSaysHowManyTokensAreTaken) {
 }
 
 TEST_P(PriorityTest, TokensThatAreNotFiniteComeLastAndCountOnce) {
-  for (RetrievalConfig retrieval : priority_estimators()) {
+  for (RetrievalConfig retrieval : priority_methods()) {
     for (const Selection selection : kKindsOfSets) {
       retrieval.selection = selection;
       Config config = config_of(retrieval, 2);
@@ -166,7 +166,7 @@ TEST_P(PriorityTest, TokensThatAreNotFiniteComeLastAndCountOnce) {
 }
 
 TEST_P(PriorityTest, RepeatedQueriesTakeTheSame) {
-  for (RetrievalConfig retrieval : priority_estimators()) {
+  for (RetrievalConfig retrieval : priority_methods()) {
     for (const Selection selection : kKindsOfSets) {
       retrieval.selection = selection;
       const Config config = config_of(retrieval, 4);
@@ -219,7 +219,7 @@ TEST_P(PriorityTest, TokensKeepTheirPrioritiesThroughAppendTruncateAndFork) {
 }
 
 TEST_P(PriorityTest, ABatchOfSessionsTakesWhatEachTakesAlone) {
-  for (RetrievalConfig retrieval : priority_estimators()) {
+  for (RetrievalConfig retrieval : priority_methods()) {
     for (const Selection selection : kKindsOfSets) {
       retrieval.selection = selection;
       const Config config = config_of(retrieval, 4);

@@ -4,6 +4,8 @@
 
 #include "kvtier/engine.h"
 
+#include "support/retrieval.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -70,7 +72,7 @@ class TheoryTest : public ::testing::TestWithParam<std::uint64_t> {
     config.memory.device_bytes = 16 * MiB;
     config.memory.max_session_tokens = kTokens;
     config.memory.max_batch_rows = 1;
-    config.retrieval.estimator = estimator;
+    config.retrieval = testing::top_k_of_signs(estimator);
     config.retrieval.value_weighting = ValueWeighting::kNone;
     config.retrieval.selection = Selection::kPerQueryHead;  // scores as they are
     config.retrieval.planes_per_table = planes;

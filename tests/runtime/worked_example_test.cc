@@ -2,6 +2,7 @@
 
 #include "hashing/planes.h"
 #include "support/oracle.h"
+#include "support/retrieval.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -59,8 +60,7 @@ class WorkedExample : public ::testing::Test {
     return config;
   }
   static RetrievalConfig retrieval(ValueWeighting weighting) {
-    RetrievalConfig options;
-    options.estimator = Estimator::kSoftCollision;
+    RetrievalConfig options = testing::top_k_of_signs();
     options.value_weighting = weighting;
     options.selection = Selection::kPerQueryHead;
     options.plane_kind = PlaneKind::kOrthogonal;

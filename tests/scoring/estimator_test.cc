@@ -18,7 +18,7 @@ constexpr int kHeadDim = 128;
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 TEST(ScoreParams, ResolvesDefaultsOfEachEstimator) {
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   EXPECT_EQ(score_params(config, 128, 0.5F).weighting, ValueWeighting::kLinear);
   config.estimator = Estimator::kHardCollision;
   EXPECT_EQ(score_params(config, 128, 0.5F).weighting, ValueWeighting::kLinear);
@@ -30,7 +30,7 @@ TEST(ScoreParams, ResolvesDefaultsOfEachEstimator) {
 }
 
 TEST(ScoreParams, SignScaleCorrectsForOrthogonalPlanes) {
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   config.estimator = Estimator::kNormAware;
   config.num_planes = 200;
   const double plain = std::sqrt(std::numbers::pi / 2.0) / 200.0;
@@ -42,7 +42,7 @@ TEST(ScoreParams, SignScaleCorrectsForOrthogonalPlanes) {
 }
 
 TEST(ScoreParams, EntriesStayWithinTheMaximum) {
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   for (int p = 1; p <= 12; ++p) {
     config.planes_per_table = p;
     config.tables = 1024 / p;
@@ -110,7 +110,7 @@ TEST_P(EstimatorTest, FactorisedSoftmaxEqualsTheDirectOne) {
   const hashing::Planes planes = make_planes(200);
   const oracle::Planes oracle_planes = reference(planes);
   for (int p = 1; p <= 12; ++p) {
-    RetrievalConfig config;
+    RetrievalConfig config = testing::top_k_of_signs();
     config.planes_per_table = p;
     config.tables = 5;
     const std::vector<float> queries = random_queries(31, 6 * kHeadDim, 0.2);
@@ -134,7 +134,7 @@ TEST_P(EstimatorTest, FactorisedSoftmaxEqualsTheDirectOne) {
 TEST_P(EstimatorTest, ScalarsHoldTheNormAndTheMeanAgreement) {
   const hashing::Planes planes = make_planes(600);
   const oracle::Planes oracle_planes = reference(planes);
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   const std::vector<float> queries = random_queries(32, 4 * kHeadDim, 0.3);
   const Tables tables = build(config, planes, queries, 4, 1);
   for (std::int64_t head = 0; head < 4; ++head) {
@@ -154,7 +154,7 @@ TEST_P(EstimatorTest, ScalarsHoldTheNormAndTheMeanAgreement) {
 
 TEST_P(EstimatorTest, VanishingTemperatureApproachesHardCollision) {
   const hashing::Planes planes = make_planes(60);
-  RetrievalConfig soft;
+  RetrievalConfig soft = testing::top_k_of_signs();
   soft.planes_per_table = 6;
   soft.tables = 10;
   soft.tau = 1e-6F;
@@ -178,7 +178,7 @@ TEST_P(EstimatorTest, VanishingTemperatureApproachesHardCollision) {
 
 TEST_P(EstimatorTest, LargeTemperatureApproachesTheUniformDistribution) {
   const hashing::Planes planes = make_planes(60);
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   config.planes_per_table = 6;
   config.tables = 10;
   config.tau = 1e6F;
@@ -196,7 +196,7 @@ TEST_P(EstimatorTest, HardCollisionGivesTheBucketsOfTheQuery) {
   const hashing::Planes planes = make_planes(1020);
   const oracle::Planes oracle_planes = reference(planes);
   for (const int p : {1, 2, 10, 12}) {
-    RetrievalConfig config;
+    RetrievalConfig config = testing::top_k_of_signs();
     config.estimator = Estimator::kHardCollision;
     config.planes_per_table = p;
     config.tables = 1020 / p;
@@ -224,7 +224,7 @@ TEST_P(EstimatorTest, NormAwareWeightsAreProjectionsOrTheirRoundedMultiples) {
   const oracle::Planes oracle_planes = reference(planes);
   for (const int query_bits : {0, 4, 8}) {
     for (const int count : {64, 129, 600, 1024}) {
-      RetrievalConfig config;
+      RetrievalConfig config = testing::top_k_of_signs();
       config.estimator = Estimator::kNormAware;
       config.num_planes = count;
       config.query_bits = query_bits;
@@ -257,7 +257,7 @@ TEST_P(EstimatorTest, ZeroQueryGivesNoWeightAndNoNorm) {
   const hashing::Planes planes = make_planes(256);
   const std::vector<float> queries(kHeadDim, 0.0F);
   for (const int query_bits : {4, 8}) {
-    RetrievalConfig config;
+    RetrievalConfig config = testing::top_k_of_signs();
     config.estimator = Estimator::kNormAware;
     config.query_bits = query_bits;
     const Tables tables = build(config, planes, queries, 1, 1);
@@ -265,7 +265,7 @@ TEST_P(EstimatorTest, ZeroQueryGivesNoWeightAndNoNorm) {
     EXPECT_EQ(tables.scalars[0].query_norm, 0.0F);
     for (const float weight : tables.entries) EXPECT_EQ(weight, 0.0F);
   }
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   config.planes_per_table = 4;
   config.tables = 64;
   const Tables tables = build(config, planes, queries, 1, 1);
@@ -275,7 +275,7 @@ TEST_P(EstimatorTest, ZeroQueryGivesNoWeightAndNoNorm) {
 
 TEST_P(EstimatorTest, NoRowsIsNoWork) {
   const hashing::Planes planes = make_planes(600);
-  EXPECT_TRUE(build(RetrievalConfig{}, planes, {}, 0, 4).entries.empty());
+  EXPECT_TRUE(build(testing::top_k_of_signs(), planes, {}, 0, 4).entries.empty());
 }
 
 KVTIER_INSTANTIATE_BACKENDS(EstimatorTest);

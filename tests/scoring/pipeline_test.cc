@@ -113,7 +113,7 @@ TEST_P(PipelineTest, EveryEstimatorFindsTheKeysThatLeanTowardsTheQuery) {
     for (const std::uint64_t seed : {1U, 2U}) {
       const Context context = random_context(seed);
       const bool norm_aware = test.estimator == Estimator::kNormAware;
-      RetrievalConfig config;
+      RetrievalConfig config = testing::top_k_of_signs();
       config.estimator = test.estimator;
       config.planes_per_table = test.planes_per_table;
       config.tables = test.tables;
@@ -140,7 +140,7 @@ TEST_P(PipelineTest, MoreNormAwarePlanesRankNearerToTheExactLogits) {
     double overlap = 0.0;
     for (const std::uint64_t seed : {3U, 4U, 5U}) {
       const Context context = random_context(seed);
-      RetrievalConfig config;
+      RetrievalConfig config = testing::top_k_of_signs();
       config.estimator = Estimator::kNormAware;
       config.num_planes = num_planes;
       config.query_bits = 8;
@@ -170,7 +170,7 @@ TEST_P(PipelineTest, AQueryThatIsNotFiniteStillSelectsValidTokens) {
          {Estimator::kSoftCollision, Estimator::kHardCollision, Estimator::kNormAware}) {
       std::vector<float> query = context.query;
       query[3] = poison;
-      RetrievalConfig config;
+      RetrievalConfig config = testing::top_k_of_signs();
       config.estimator = estimator;
       config.top_k = 100;
 

@@ -1,3 +1,5 @@
+#include "scoring/budget.h"
+#include "scoring/estimator.h"
 #include "scoring/score_math.h"
 #include "support/priority_oracle.h"
 
@@ -19,6 +21,20 @@ ScoreParams params_of(std::uint64_t seed, int layer) {
   config.rule = SelectionRule::kPriority;
   config.seed = seed;
   return score_params(config, 64, 0.125F, layer);
+}
+
+TEST(DefaultBits, GiveTheScoresAndTheNoiseOfTheirNumber) {
+  for (const SketchCode code : {SketchCode::kSign, SketchCode::kScalar}) {
+    for (const int head_dim : {64, 96, 128, 256}) {
+      RetrievalConfig left_out;
+      left_out.code = code;
+      RetrievalConfig given = left_out;
+      given.num_planes = left_out.sketch(head_dim).num_planes;
+      EXPECT_EQ(score_params(left_out, head_dim, 0.1F), score_params(given, head_dim, 0.1F));
+      EXPECT_EQ(make_budget(left_out, head_dim, 0.1F, RecallTarget{}),
+                make_budget(given, head_dim, 0.1F, RecallTarget{}));
+    }
+  }
 }
 
 std::vector<double> uniforms(std::uint64_t seed, int layer, int head) {

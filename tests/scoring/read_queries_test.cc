@@ -1,5 +1,6 @@
 #include "hashing/planes.h"
 #include "scoring/estimator.h"
+#include "support/retrieval.h"
 #include "transfer/rows_fixture.h"
 
 #include <optional>
@@ -106,16 +107,14 @@ class ReadQueriesTest : public transfer::RowsTest {
 KVTIER_INSTANTIATE_BACKENDS(ReadQueriesTest);
 
 RetrievalConfig norm_aware(int num_planes, int query_bits) {
-  RetrievalConfig config;
-  config.estimator = Estimator::kNormAware;
+  RetrievalConfig config = testing::top_k_of_signs(Estimator::kNormAware);
   config.num_planes = num_planes;
   config.query_bits = query_bits;
   return config;
 }
 
 RetrievalConfig collision(Estimator estimator, int planes_per_table, int tables) {
-  RetrievalConfig config;
-  config.estimator = estimator;
+  RetrievalConfig config = testing::top_k_of_signs(estimator);
   config.planes_per_table = planes_per_table;
   config.tables = tables;
   return config;

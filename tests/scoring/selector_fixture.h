@@ -4,6 +4,7 @@
 #include "scoring/selector.h"
 #include "support/backend_fixture.h"
 #include "support/oracle.h"
+#include "support/retrieval.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -50,7 +51,7 @@ struct DeviceTokens {
 /// One problem for the selector: sequences, query rows and parameters.
 struct Problem {
   const hashing::Planes* planes = nullptr;
-  RetrievalConfig config;
+  RetrievalConfig config = testing::top_k_of_signs();
   int kv_heads = 1;
   int group = 1;
   float softmax_scale = 0.1F;

@@ -55,8 +55,7 @@ void add_queries(Problem& problem, std::uint64_t seed) {
 }
 
 RetrievalConfig small_config(const EstimatorCase& test, Selection selection) {
-  RetrievalConfig config;
-  config.estimator = test.estimator;
+  RetrievalConfig config = testing::top_k_of_signs(test.estimator);
   config.value_weighting = test.weighting;
   config.query_bits = test.query_bits;
   config.selection = selection;

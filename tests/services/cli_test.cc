@@ -36,14 +36,15 @@ TEST_F(CliTest, PrintsHelp) {
   EXPECT_THAT(program.out, HasSubstr("replay"));
   const CliResult result = run_kvtier({"replay", "--help"});
   EXPECT_EQ(result.code, 0);
-  for (const char* option : {"--backend",      "--estimator",  "--value-weighting",
-                             "--selection",    "--plane-kind", "--planes-per-table",
-                             "--tables",       "--bits",       "--query-bits",
-                             "--tau",          "--sparsity",   "--k",
-                             "--sink",         "--window",     "--seed",
-                             "--steps",        "--first-step", "--json",
-                             "--record-ids",   "--rule",       "--code",
-                             "--error-target", "--preset"}) {
+  for (const char* option : {"--backend",     "--estimator",  "--value-weighting",
+                             "--selection",   "--plane-kind", "--planes-per-table",
+                             "--tables",      "--bits",       "--query-bits",
+                             "--tau",         "--sparsity",   "--k",
+                             "--sink",        "--window",     "--seed",
+                             "--steps",       "--first-step", "--json",
+                             "--record-ids",  "--rule",       "--code",
+                             "--coarse-bits", "--candidates", "--error-target",
+                             "--preset"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -89,7 +90,7 @@ TEST_F(CliTest, PrintsErrorsWithTheirCode) {
        "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
       {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
        "error: INVALID_ARGUMENT: "},
-      {{"--error-target", "0.1"},
+      {{"--rule", "top_k", "--error-target", "0.1"},
        "error: INVALID_ARGUMENT: replay options:\n  soft_collision: error_target: expected 0 "
        "without the priority rule"},
       {{"--steps", "6"}, "error: INVALID_ARGUMENT: steps: expected 0..5, found 6"},
@@ -178,6 +179,42 @@ TEST_F(CliTest, ReplaysRulesCodesAndBits) {
   EXPECT_LT(error["priority scalar 256"], error["top_k scalar 256"]);
 }
 
+TEST_F(CliTest, ReplaysEachEstimatorByItsOwnRuleAndCode) {
+  const CliResult result = replay_small({"--k", "8", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 4U);
+  for (std::size_t i = 1; i < 4; ++i) {
+    const bool norm_aware = rows[i]["estimator"] == "norm_aware";
+    EXPECT_EQ(rows[i]["rule"], norm_aware ? "priority" : "top_k");
+    EXPECT_EQ(rows[i]["code"], norm_aware ? "scalar" : "sign");
+    if (!norm_aware) continue;
+    EXPECT_EQ(rows[i]["bits"], 256);
+  }
+}
+
+TEST_F(CliTest, TwoPhasesReadLessAndStayNear) {
+  const CliResult result =
+      run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                  "--estimator", "norm_aware", "--bits", "512", "--coarse-bits", "2",
+                  "--candidates", "4", "--sparsity", "33", "--json", file("two.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  ASSERT_EQ(run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                        "--estimator", "norm_aware", "--bits", "512", "--sparsity", "33", "--json",
+                        file("one.json").string()})
+                .code,
+            0);
+  const nlohmann::json two = nlohmann::json::parse(read_text(file("two.json")))["rows"][1];
+  const nlohmann::json one = nlohmann::json::parse(read_text(file("one.json")))["rows"][1];
+  EXPECT_EQ(two["coarse_bits"], 2);
+  EXPECT_EQ(two["candidates"], 4);
+  EXPECT_FALSE(one.contains("coarse_bits"));
+  EXPECT_LT(two["mean"]["bytes_sketch_read"].get<double>(),
+            0.75 * one["mean"]["bytes_sketch_read"].get<double>());
+  EXPECT_LT(two["mean"]["output_error"].get<double>(),
+            1.5 * one["mean"]["output_error"].get<double>());
+}
+
 TEST_F(CliTest, AnErrorTargetTakesFewer) {
   const CliResult result = run_kvtier(
       {"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4", "--estimator",
@@ -223,9 +260,16 @@ TEST_F(CliTest, LogsWhatTheLibrarySaysWhenAsked) {
 
 TEST_F(CliTest, ReplaysTheRecordedTrace) {
   const std::filesystem::path json_file = file("report.json");
-  const CliResult result = run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu",
-                                       "--steps", "4", "--selection", "per_query_head,per_kv_head",
-                                       "--sparsity", "10,33", "--json", json_file.string()});
+  const CliResult result = run_kvtier({"replay",      recorded_trace().string(),
+                                       "--backend",   "cpu",
+                                       "--steps",     "4",
+                                       "--selection", "per_query_head,per_kv_head",
+                                       "--rule",      "top_k",
+                                       "--code",      "sign",
+                                       "--sink",      "128",
+                                       "--window",    "128",
+                                       "--sparsity",  "10,33",
+                                       "--json",      json_file.string()});
   ASSERT_EQ(result.code, 0) << result.err;
   const nlohmann::json report = nlohmann::json::parse(read_text(json_file));
 

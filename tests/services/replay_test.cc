@@ -144,6 +144,8 @@ ReplayOptions small_options(std::vector<Estimator> estimators, Selection selecti
   ReplayOptions options;
   options.backend = Backend::kCpu;
   options.grid.estimators = std::move(estimators);
+  options.grid.rules = {SelectionRule::kTopK};
+  options.grid.codes = {SketchCode::kSign};
   options.grid.selections = {selection};
   options.grid.top_ks = {top_k};
   options.grid.sink = static_cast<int>(Expectation::sink);

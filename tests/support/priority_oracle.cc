@@ -70,7 +70,8 @@ double code_factor(std::span<const double> y, std::span<const int> codes, int bi
 
 double priority_uniform(const PrioritySetName& set, std::int64_t token) {
   const std::uint64_t of_layer = mixed(static_cast<std::uint64_t>(set.layer) + 1);
-  const std::uint64_t of_seed = mixed(low_half(set.seed) ^ mixed((set.seed >> 32) ^ of_layer));
+  std::uint64_t of_seed = mixed(low_half(set.seed) ^ mixed((set.seed >> 32) ^ of_layer));
+  if (set.second) of_seed = mixed(of_seed ^ 2246822507U);
   const std::uint64_t key = mixed(of_seed + static_cast<std::uint64_t>(set.head) * kGolden);
   const std::uint64_t bits = mixed(low_half(static_cast<std::uint64_t>(token) * kGolden) ^ key);
   return std::ldexp(static_cast<double>(bits) + 1.0, -32);

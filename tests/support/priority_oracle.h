@@ -33,6 +33,7 @@ struct PrioritySetName {
   std::uint64_t seed = 0;
   int layer = 0;
   int head = 0;
+  bool second = false;  ///< Of the second of two phases.
 };
 /// u of a token, in (0, 1].
 [[nodiscard]] double priority_uniform(const PrioritySetName& set, std::int64_t token);

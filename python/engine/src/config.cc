@@ -122,6 +122,8 @@ kvtier::RetrievalConfig retrieval_of(nb::handle object) {
   fields.read("top_k", c.top_k);
   fields.read("sparsity", c.sparsity);
   fields.read("error_target", c.error_target);
+  fields.read("coarse_bits", c.coarse_bits);
+  fields.read("candidates", c.candidates);
   fields.read("sink_tokens", c.sink_tokens);
   fields.read("recent_tokens", c.recent_tokens);
   return c;

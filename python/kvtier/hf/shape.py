@@ -96,7 +96,7 @@ def memory_config(
     pages = -(-tokens // base.page_tokens) + 2
     page_bytes = base.page_tokens * model.kv_heads * model.head_dim * 4
     blocks = -(-tokens // _BLOCK_TOKENS) + 1
-    sketch_bytes = retrieval.sketch().num_planes // 8 + 16
+    sketch_bytes = retrieval.sketch(model.head_dim).num_planes // 8 + 16
     scores = tokens * base.max_batch_rows * model.query_heads * 16
     per_session = model.layers * blocks * _BLOCK_TOKENS * model.kv_heads * sketch_bytes
     return MemoryConfig(

@@ -13,35 +13,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/retrieval.proto\x12\tkvtier.v1\"s\n\x06Sketch\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x12\n\nnum_planes\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12#\n\x04\x63ode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.SketchCode\"<\n\rSelectionSize\x12\x0f\n\x05top_k\x18\x01 \x01(\x05H\x00\x12\x12\n\x08sparsity\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\x95\x05\n\x10RetrievalOptions\x12\'\n\testimator\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.Estimator\x12\x32\n\x0fvalue_weighting\x18\x02 \x01(\x0e\x32\x19.kvtier.v1.ValueWeighting\x12\'\n\tselection\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.Selection\x12&\n\x04size\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SelectionSize\x12\x10\n\x03tau\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x17\n\nquery_bits\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12(\n\nplane_kind\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10planes_per_table\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x13\n\x06tables\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nnum_planes\x18\x0b \x01(\x05H\x05\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x0c \x01(\x05H\x06\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\r \x01(\x05H\x07\x88\x01\x01\x12&\n\x04rule\x18\x0e \x01(\x0e\x32\x18.kvtier.v1.SelectionRule\x12#\n\x04\x63ode\x18\x0f \x01(\x0e\x32\x15.kvtier.v1.SketchCode\x12\x19\n\x0c\x65rror_target\x18\x10 \x01(\x01H\x08\x88\x01\x01\x42\x06\n\x04_tauB\r\n\x0b_query_bitsB\x07\n\x05_seedB\x13\n\x11_planes_per_tableB\t\n\x07_tablesB\r\n\x0b_num_planesB\x0e\n\x0c_sink_tokensB\x10\n\x0e_recent_tokensB\x0f\n\r_error_target\"\x97\x02\n\rAttendOptions\x12\x1a\n\rsoftmax_scale\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rlogit_softcap\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x17\n\ndense_from\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12.\n\tretrieval\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptions\x12.\n\rrecall_target\x18\x06 \x01(\x0b\x32\x17.kvtier.v1.RecallTargetB\x10\n\x0e_softmax_scaleB\x10\n\x0e_logit_softcapB\r\n\x0b_dense_from\"~\n\x0cRecallTarget\x12\x13\n\x06recall\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tmin_top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0bnoise_share\x18\x03 \x01(\x02H\x02\x88\x01\x01\x42\t\n\x07_recallB\x0c\n\n_min_top_kB\x0e\n\x0c_noise_share*|\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45STIMATOR_SOFT_COLLISION\x10\x01\x12\x1c\n\x18\x45STIMATOR_HARD_COLLISION\x10\x02\x12\x18\n\x14\x45STIMATOR_NORM_AWARE\x10\x03*\xa2\x01\n\x0eValueWeighting\x12\x1f\n\x1bVALUE_WEIGHTING_UNSPECIFIED\x10\x00\x12\x1a\n\x16VALUE_WEIGHTING_LINEAR\x10\x01\x12\x1e\n\x1aVALUE_WEIGHTING_CALIBRATED\x10\x02\x12\x19\n\x15VALUE_WEIGHTING_LOGIT\x10\x03\x12\x18\n\x14VALUE_WEIGHTING_NONE\x10\x04*_\n\tSelection\x12\x19\n\x15SELECTION_UNSPECIFIED\x10\x00\x12\x1c\n\x18SELECTION_PER_QUERY_HEAD\x10\x01\x12\x19\n\x15SELECTION_PER_KV_HEAD\x10\x02*f\n\rSelectionRule\x12\x1e\n\x1aSELECTION_RULE_UNSPECIFIED\x10\x00\x12\x18\n\x14SELECTION_RULE_TOP_K\x10\x01\x12\x1b\n\x17SELECTION_RULE_PRIORITY\x10\x02*W\n\nSketchCode\x12\x1b\n\x17SKETCH_CODE_UNSPECIFIED\x10\x00\x12\x14\n\x10SKETCH_CODE_SIGN\x10\x01\x12\x16\n\x12SKETCH_CODE_SCALAR\x10\x02*[\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13PLANE_KIND_GAUSSIAN\x10\x01\x12\x19\n\x15PLANE_KIND_ORTHOGONAL\x10\x02*s\n\tLayerMode\x12\x1a\n\x16LAYER_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LAYER_MODE_SPARSE\x10\x01\x12\x14\n\x10LAYER_MODE_DENSE\x10\x02\x12\x1d\n\x19LAYER_MODE_SLIDING_WINDOW\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtier/v1/retrieval.proto\x12\tkvtier.v1\"s\n\x06Sketch\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x12\n\nnum_planes\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12#\n\x04\x63ode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.SketchCode\"<\n\rSelectionSize\x12\x0f\n\x05top_k\x18\x01 \x01(\x05H\x00\x12\x12\n\x08sparsity\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\xe7\x05\n\x10RetrievalOptions\x12\'\n\testimator\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.Estimator\x12\x32\n\x0fvalue_weighting\x18\x02 \x01(\x0e\x32\x19.kvtier.v1.ValueWeighting\x12\'\n\tselection\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.Selection\x12&\n\x04size\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SelectionSize\x12\x10\n\x03tau\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x17\n\nquery_bits\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12(\n\nplane_kind\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.PlaneKind\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10planes_per_table\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x13\n\x06tables\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nnum_planes\x18\x0b \x01(\x05H\x05\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x0c \x01(\x05H\x06\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\r \x01(\x05H\x07\x88\x01\x01\x12&\n\x04rule\x18\x0e \x01(\x0e\x32\x18.kvtier.v1.SelectionRule\x12#\n\x04\x63ode\x18\x0f \x01(\x0e\x32\x15.kvtier.v1.SketchCode\x12\x19\n\x0c\x65rror_target\x18\x10 \x01(\x01H\x08\x88\x01\x01\x12\x18\n\x0b\x63oarse_bits\x18\x11 \x01(\x05H\t\x88\x01\x01\x12\x17\n\ncandidates\x18\x12 \x01(\x05H\n\x88\x01\x01\x42\x06\n\x04_tauB\r\n\x0b_query_bitsB\x07\n\x05_seedB\x13\n\x11_planes_per_tableB\t\n\x07_tablesB\r\n\x0b_num_planesB\x0e\n\x0c_sink_tokensB\x10\n\x0e_recent_tokensB\x0f\n\r_error_targetB\x0e\n\x0c_coarse_bitsB\r\n\x0b_candidates\"\x97\x02\n\rAttendOptions\x12\x1a\n\rsoftmax_scale\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rlogit_softcap\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x17\n\ndense_from\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12.\n\tretrieval\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptions\x12.\n\rrecall_target\x18\x06 \x01(\x0b\x32\x17.kvtier.v1.RecallTargetB\x10\n\x0e_softmax_scaleB\x10\n\x0e_logit_softcapB\r\n\x0b_dense_from\"~\n\x0cRecallTarget\x12\x13\n\x06recall\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tmin_top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0bnoise_share\x18\x03 \x01(\x02H\x02\x88\x01\x01\x42\t\n\x07_recallB\x0c\n\n_min_top_kB\x0e\n\x0c_noise_share*|\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45STIMATOR_SOFT_COLLISION\x10\x01\x12\x1c\n\x18\x45STIMATOR_HARD_COLLISION\x10\x02\x12\x18\n\x14\x45STIMATOR_NORM_AWARE\x10\x03*\xa2\x01\n\x0eValueWeighting\x12\x1f\n\x1bVALUE_WEIGHTING_UNSPECIFIED\x10\x00\x12\x1a\n\x16VALUE_WEIGHTING_LINEAR\x10\x01\x12\x1e\n\x1aVALUE_WEIGHTING_CALIBRATED\x10\x02\x12\x19\n\x15VALUE_WEIGHTING_LOGIT\x10\x03\x12\x18\n\x14VALUE_WEIGHTING_NONE\x10\x04*_\n\tSelection\x12\x19\n\x15SELECTION_UNSPECIFIED\x10\x00\x12\x1c\n\x18SELECTION_PER_QUERY_HEAD\x10\x01\x12\x19\n\x15SELECTION_PER_KV_HEAD\x10\x02*f\n\rSelectionRule\x12\x1e\n\x1aSELECTION_RULE_UNSPECIFIED\x10\x00\x12\x18\n\x14SELECTION_RULE_TOP_K\x10\x01\x12\x1b\n\x17SELECTION_RULE_PRIORITY\x10\x02*W\n\nSketchCode\x12\x1b\n\x17SKETCH_CODE_UNSPECIFIED\x10\x00\x12\x14\n\x10SKETCH_CODE_SIGN\x10\x01\x12\x16\n\x12SKETCH_CODE_SCALAR\x10\x02*[\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13PLANE_KIND_GAUSSIAN\x10\x01\x12\x19\n\x15PLANE_KIND_ORTHOGONAL\x10\x02*s\n\tLayerMode\x12\x1a\n\x16LAYER_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LAYER_MODE_SPARSE\x10\x01\x12\x14\n\x10LAYER_MODE_DENSE\x10\x02\x12\x1d\n\x19LAYER_MODE_SLIDING_WINDOW\x10\x03\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.retrieval_pb2', globals())
 if _descriptor._USE_C_DESCRIPTORS == False:
 
   DESCRIPTOR._options = None
-  _ESTIMATOR._serialized_start=1293
-  _ESTIMATOR._serialized_end=1417
-  _VALUEWEIGHTING._serialized_start=1420
-  _VALUEWEIGHTING._serialized_end=1582
-  _SELECTION._serialized_start=1584
-  _SELECTION._serialized_end=1679
-  _SELECTIONRULE._serialized_start=1681
-  _SELECTIONRULE._serialized_end=1783
-  _SKETCHCODE._serialized_start=1785
-  _SKETCHCODE._serialized_end=1872
-  _PLANEKIND._serialized_start=1874
-  _PLANEKIND._serialized_end=1965
-  _LAYERMODE._serialized_start=1967
-  _LAYERMODE._serialized_end=2082
+  _ESTIMATOR._serialized_start=1375
+  _ESTIMATOR._serialized_end=1499
+  _VALUEWEIGHTING._serialized_start=1502
+  _VALUEWEIGHTING._serialized_end=1664
+  _SELECTION._serialized_start=1666
+  _SELECTION._serialized_end=1761
+  _SELECTIONRULE._serialized_start=1763
+  _SELECTIONRULE._serialized_end=1865
+  _SKETCHCODE._serialized_start=1867
+  _SKETCHCODE._serialized_end=1954
+  _PLANEKIND._serialized_start=1956
+  _PLANEKIND._serialized_end=2047
+  _LAYERMODE._serialized_start=2049
+  _LAYERMODE._serialized_end=2164
   _SKETCH._serialized_start=40
   _SKETCH._serialized_end=155
   _SELECTIONSIZE._serialized_start=157
   _SELECTIONSIZE._serialized_end=217
   _RETRIEVALOPTIONS._serialized_start=220
-  _RETRIEVALOPTIONS._serialized_end=881
-  _ATTENDOPTIONS._serialized_start=884
-  _ATTENDOPTIONS._serialized_end=1163
-  _RECALLTARGET._serialized_start=1165
-  _RECALLTARGET._serialized_end=1291
+  _RETRIEVALOPTIONS._serialized_end=963
+  _ATTENDOPTIONS._serialized_start=966
+  _ATTENDOPTIONS._serialized_end=1245
+  _RECALLTARGET._serialized_start=1247
+  _RECALLTARGET._serialized_end=1373
 # @@protoc_insertion_point(module_scope)

@@ -57,7 +57,9 @@ class RecallTarget(_message.Message):
     def __init__(self, recall: _Optional[float] = ..., min_top_k: _Optional[int] = ..., noise_share: _Optional[float] = ...) -> None: ...
 
 class RetrievalOptions(_message.Message):
-    __slots__ = ["code", "error_target", "estimator", "num_planes", "plane_kind", "planes_per_table", "query_bits", "recent_tokens", "rule", "seed", "selection", "sink_tokens", "size", "tables", "tau", "value_weighting"]
+    __slots__ = ["candidates", "coarse_bits", "code", "error_target", "estimator", "num_planes", "plane_kind", "planes_per_table", "query_bits", "recent_tokens", "rule", "seed", "selection", "sink_tokens", "size", "tables", "tau", "value_weighting"]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    COARSE_BITS_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_TARGET_FIELD_NUMBER: _ClassVar[int]
     ESTIMATOR_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +76,8 @@ class RetrievalOptions(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     TAU_FIELD_NUMBER: _ClassVar[int]
     VALUE_WEIGHTING_FIELD_NUMBER: _ClassVar[int]
+    candidates: int
+    coarse_bits: int
     code: SketchCode
     error_target: float
     estimator: Estimator
@@ -90,7 +94,7 @@ class RetrievalOptions(_message.Message):
     tables: int
     tau: float
     value_weighting: ValueWeighting
-    def __init__(self, estimator: _Optional[_Union[Estimator, str]] = ..., value_weighting: _Optional[_Union[ValueWeighting, str]] = ..., selection: _Optional[_Union[Selection, str]] = ..., size: _Optional[_Union[SelectionSize, _Mapping]] = ..., tau: _Optional[float] = ..., query_bits: _Optional[int] = ..., plane_kind: _Optional[_Union[PlaneKind, str]] = ..., seed: _Optional[int] = ..., planes_per_table: _Optional[int] = ..., tables: _Optional[int] = ..., num_planes: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., rule: _Optional[_Union[SelectionRule, str]] = ..., code: _Optional[_Union[SketchCode, str]] = ..., error_target: _Optional[float] = ...) -> None: ...
+    def __init__(self, estimator: _Optional[_Union[Estimator, str]] = ..., value_weighting: _Optional[_Union[ValueWeighting, str]] = ..., selection: _Optional[_Union[Selection, str]] = ..., size: _Optional[_Union[SelectionSize, _Mapping]] = ..., tau: _Optional[float] = ..., query_bits: _Optional[int] = ..., plane_kind: _Optional[_Union[PlaneKind, str]] = ..., seed: _Optional[int] = ..., planes_per_table: _Optional[int] = ..., tables: _Optional[int] = ..., num_planes: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., rule: _Optional[_Union[SelectionRule, str]] = ..., code: _Optional[_Union[SketchCode, str]] = ..., error_target: _Optional[float] = ..., coarse_bits: _Optional[int] = ..., candidates: _Optional[int] = ...) -> None: ...
 
 class SelectionSize(_message.Message):
     __slots__ = ["sparsity", "top_k"]

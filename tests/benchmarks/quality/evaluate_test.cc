@@ -48,6 +48,8 @@ TEST_F(EvaluateTest, AgreesWithTheReplayOfTheLibrary) {
   replay_options.steps = 3;
   replay_options.grid.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
   replay_options.grid.selections = {Selection::kPerQueryHead};
+  replay_options.grid.rules = {SelectionRule::kTopK};
+  replay_options.grid.codes = {SketchCode::kSign};
   replay_options.grid.sparsities = {10};
   replay_options.grid.sink = 16;
   replay_options.grid.window = 32;
@@ -59,7 +61,7 @@ TEST_F(EvaluateTest, AgreesWithTheReplayOfTheLibrary) {
   EXPECT_NEAR(exact.mean.attention_mass, replayed.rows[0].mean.attention_mass, 1e-9);
   EXPECT_NEAR(exact.mean.output_error, replayed.rows[0].mean.output_error, 1e-5);
   EXPECT_EQ(exact.mean.precision, 1.0);
-  // The first of its kind is the library's default, as is the replay's.
+  // The first of its kind is the paper's, as is the replay's.
   const EvaluationRow& soft = find(evaluation, "soft_collision", 10);
   EXPECT_NEAR(soft.mean.attention_mass, replayed.rows[1].mean.attention_mass, 1e-9);
   EXPECT_NEAR(soft.mean.precision, replayed.rows[1].mean.precision, 1e-9);

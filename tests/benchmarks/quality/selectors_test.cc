@@ -3,6 +3,7 @@
 #include "benchmarks/quality/library_selector.h"
 #include "benchmarks/quality/sampling_selectors.h"
 #include "benchmarks/quality/simple_selectors.h"
+#include "support/retrieval.h"
 
 #include <gmock/gmock.h>
 
@@ -397,8 +398,7 @@ TEST_P(SelectorTest, RandomIsTheSameForTheSameStepOnly) {
 }
 
 TEST_P(SelectorTest, LibraryScoresChooseAsItsSessionDoes) {
-  RetrievalConfig retrieval;
-  retrieval.estimator = Estimator::kNormAware;
+  RetrievalConfig retrieval = testing::top_k_of_signs(Estimator::kNormAware);
   retrieval.num_planes = 128;
   LibrarySelector selector(retrieval, spans_.visible);
   selector.build(head_, 150);

@@ -1,3 +1,5 @@
+#include "services/server/wire.h"
+#include "services/wire/to_message.h"
 #include "tests/services/server/core_fixture.h"
 
 #include <gmock/gmock.h>
@@ -298,6 +300,59 @@ TEST_F(CoreBiasTest, AGivenEstimatorHasItsOwnRuleAndCode) {
   ASSERT_EQ(append(created.session().name(), append_request(0, 300, 0)).reason(), "OK");
   request.set_session(created.session().name());
   EXPECT_EQ(select(request, response).reason(), "OK") << "a client that knows of no code";
+}
+
+/// What clients that knew no rule, code and phases sent means what it meant, whatever the server's
+/// defaults are.
+TEST(RetrievalMessages, OfFormerClientsKeepTheirMeaning) {
+  const RetrievalConfig server;
+  v1::RetrievalOptions former;
+  former.set_estimator(v1::ESTIMATOR_SOFT_COLLISION);
+  former.set_planes_per_table(8);
+  former.set_tables(40);
+  RetrievalConfig found = retrieval_of(former, server, "retrieval");
+  EXPECT_EQ(found.rule, SelectionRule::kTopK);
+  EXPECT_EQ(found.code, SketchCode::kSign);
+  EXPECT_EQ(found.weighting(), ValueWeighting::kLinear);
+  EXPECT_EQ(found.sketch(128), (SketchConfig{.kind = PlaneKind::kGaussian, .num_planes = 320}));
+
+  former.Clear();
+  former.set_estimator(v1::ESTIMATOR_NORM_AWARE);
+  RetrievalConfig phased;
+  phased.coarse_bits = 1;
+  for (const RetrievalConfig& base : {server, phased, RetrievalConfig::socket()}) {
+    found = retrieval_of(former, base, "retrieval");
+    EXPECT_EQ(found.rule, SelectionRule::kTopK);
+    EXPECT_EQ(found.code, SketchCode::kSign);
+    EXPECT_EQ(found.coarse_bits, 0);
+    for (const int head_dim : {64, 96, 128, 256}) {
+      EXPECT_EQ(found.sketch(head_dim),
+                (SketchConfig{.kind = PlaneKind::kOrthogonal, .num_planes = 256}));
+    }
+  }
+
+  // A message without an estimator takes the server's.
+  former.Clear();
+  former.mutable_size()->set_top_k(77);
+  found = retrieval_of(former, server, "retrieval");
+  EXPECT_EQ(found.top_k, 77);
+  EXPECT_EQ(found.rule, SelectionRule::kPriority);
+  EXPECT_EQ(found.sketch(96), server.sketch(96));
+}
+
+TEST(RetrievalMessages, HaveAllThatAConfigurationHas) {
+  RetrievalConfig config;
+  config.coarse_bits = 1;
+  config.candidates = 5;
+  config.num_planes = 192;
+  const RetrievalConfig found = retrieval_of(message_of(config), RetrievalConfig::socket(), "r");
+  EXPECT_EQ(found.coarse_bits, 1);
+  EXPECT_EQ(found.candidates, 5);
+  EXPECT_EQ(found.estimator, Estimator::kNormAware);
+  EXPECT_EQ(found.rule, SelectionRule::kPriority);
+  EXPECT_EQ(found.sketch(64), config.sketch(64));
+  config.candidates = 0;
+  EXPECT_THROW((void)retrieval_of(message_of(config), {}, "r"), ServiceError);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include "services/server/core.h"
 #include "services/server/executor.h"
+#include "support/retrieval.h"
 
 #include <gtest/gtest.h>
 
@@ -90,6 +91,7 @@ inline CoreOptions small_options() {
   options.models.memory.host_bytes = 8 * MiB;
   options.models.memory.device_bytes = 64 * MiB;
   options.models.memory.max_session_tokens = kMaxTokens;
+  options.retrieval = kvtier::testing::top_k_of_signs();
   options.retrieval.top_k = 16;
   options.retrieval.sink_tokens = 4;
   options.retrieval.recent_tokens = 4;

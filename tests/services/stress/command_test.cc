@@ -36,12 +36,13 @@ TEST_F(StressCommandTest, ListsItsOptions) {
   const CliResult result = run_kvtier({"stress", "--help"});
 
   EXPECT_EQ(result.code, 0);
-  for (const char* option :
-       {"--preset",    "--tokens",        "--layers",      "--kv-heads",      "--query-heads",
-        "--head-dim",  "--batch",         "--k",           "--device-budget", "--host-budget",
-        "--estimator", "--bits",          "--steps",       "--seed",          "--backend",
-        "--json",      "--compare-dense", "--hot-rows",    "--overlap",       "--kv-dtype",
-        "--rule",      "--code",          "--error-target"}) {
+  for (const char* option : {"--preset",        "--tokens",      "--layers",       "--kv-heads",
+                             "--query-heads",   "--head-dim",    "--batch",        "--k",
+                             "--device-budget", "--host-budget", "--estimator",    "--bits",
+                             "--steps",         "--seed",        "--backend",      "--json",
+                             "--compare-dense", "--hot-rows",    "--overlap",      "--kv-dtype",
+                             "--rule",          "--code",        "--error-target", "--drift",
+                             "--coarse-bits",   "--candidates"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
 }
@@ -66,8 +67,9 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
   EXPECT_EQ(json["options"]["tokens"], 4096);
   EXPECT_EQ(json["options"]["k"], 256);
   EXPECT_EQ(json["options"]["bits"], 256);
-  EXPECT_EQ(json["options"]["rule"], "top_k");
-  EXPECT_EQ(json["options"]["code"], "sign");
+  EXPECT_EQ(json["options"]["rule"], "priority");
+  EXPECT_EQ(json["options"]["code"], "scalar");
+  EXPECT_EQ(json["drift"]["model"], "smollm2");
   EXPECT_EQ(json["options"]["error_target"], 0.0);
   EXPECT_TRUE(json["options"]["preset"].is_null());
   EXPECT_EQ(json["backend"], "cpu");
@@ -178,7 +180,7 @@ TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
       {{"--bits", "32"}, "error: INVALID_ARGUMENT: stress options:\n  retrieval.num_planes"},
       {{"--code", "scalar", "--bits", "192"},
        "error: INVALID_ARGUMENT: stress options:\n  retrieval"},
-      {{"--error-target", "0.1"},
+      {{"--rule", "top_k", "--error-target", "0.1"},
        "error: INVALID_ARGUMENT: stress options:\n  retrieval.error_target"},
       {{"--host-budget", "64M"}, "error: RESOURCE_EXHAUSTED: host budget: expected at least "},
       {{"--tokens", "512M", "--preset", "llama-3.1-70b"}, "error: RESOURCE_EXHAUSTED: "},

@@ -102,14 +102,23 @@ TEST_P(StressNeedles, RankBetweenAnEighthAndAHalfOfK) {
   }
 }
 
+TEST_P(StressNeedles, DriftOverlapsAsText) {
+  const SyntheticShape shape = small_shape(GetParam());
+  const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
+  const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kSmolLm2);
+  const StepOverlap text = overlap_of(DriftModel::kSmolLm2);
+  EXPECT_NEAR(found.overlap.per_100 + found.overlap.per_33, text.per_100 + text.per_33, 0.01);
+  EXPECT_NEAR(found.overlap.per_100, text.per_100, 0.03);
+}
+
 TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
   const SyntheticShape shape = small_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
-  const Calibration found = calibrate_drift(shape, source, 2);
+  const StepOverlap trace = overlap_of(DriftModel::kNeedleLlama);
+  const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kNeedleLlama);
 
-  EXPECT_NEAR(found.overlap.per_100 + found.overlap.per_33,
-              kTraceOverlap.per_100 + kTraceOverlap.per_33, 0.01);
-  EXPECT_NEAR(found.overlap.per_100, kTraceOverlap.per_100, 0.03);
+  EXPECT_NEAR(found.overlap.per_100 + found.overlap.per_33, trace.per_100 + trace.per_33, 0.01);
+  EXPECT_NEAR(found.overlap.per_100, trace.per_100, 0.03);
   const ExactLayer layer(shape, source);
   QuerySource queries(shape, 0, 0, found.drift);
   double overlap = 0.0;
@@ -135,14 +144,15 @@ TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
     }
   }
   // Means over 11 x 2 and 12 x 2 nearly independent draws, 8 heads in groups that go together.
-  EXPECT_NEAR(overlap / (8 * (kSteps - 1)), kTraceOverlap.per_33, 0.09);
+  EXPECT_NEAR(overlap / (8 * (kSteps - 1)), trace.per_33, 0.09);
   EXPECT_NEAR(spread / (8 * kSteps), kTraceLogitSpread, 0.6);
 }
 
 TEST_P(StressNeedles, DriftOverlapsAsAskedFor) {
   const SyntheticShape shape = small_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
-  EXPECT_NEAR(calibrate_drift(shape, source, 2, 0.8).overlap.per_33, 0.8, 0.01);
+  EXPECT_NEAR(calibrate_drift(shape, source, 2, DriftModel::kSmolLm2, 0.8).overlap.per_33, 0.8,
+              0.01);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, StressNeedles, ::testing::Values(1, 2, 3));

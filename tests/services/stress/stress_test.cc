@@ -26,6 +26,9 @@ StressOptions small_options() {
   options.steps = 4;
   options.seed = 5;
   options.backend = Backend::kCpu;
+  options.rule = SelectionRule::kTopK;
+  options.code = SketchCode::kSign;
+  options.drift = DriftModel::kNeedleLlama;
   return options;
 }
 
@@ -58,7 +61,7 @@ TEST(StressRun, MeasuresEveryStepAndCountsItsRows) {
   EXPECT_EQ(report.ingested_bytes, 4096.0 * 2 * 2 * 2 * 256);
   EXPECT_EQ(report.moved.tokens_appended, 4U * 2 * 2);
   EXPECT_EQ(report.moved.rows_selected, 4U * 2 * 2 * 2 * 256);
-  EXPECT_EQ(report.moved.rows_attended, 4U * 2 * 2 * 2 * (256 + 256));
+  EXPECT_EQ(report.moved.rows_attended, 4U * 2 * 2 * 2 * (256 + 128));
   EXPECT_EQ(report.memory.host_page_bytes_used, report.need.pages);
   EXPECT_EQ(report.needles, 4 * 2 * 2 * 2);
 }
@@ -110,6 +113,20 @@ TEST(StressRun, FindsMostNeedles) {
   EXPECT_GE(run.report().needles_found, 48);
   EXPECT_GT(run.report().selected_overlap, 0.1);
   EXPECT_LT(run.report().selected_overlap, 0.6);
+}
+
+TEST(StressRun, FindsMostNeedlesByDefault) {
+  StressOptions options = small_options();
+  options.rule.reset();
+  options.code.reset();
+  options.drift = DriftModel::kSmolLm2;
+  options.steps = 16;
+  StressRun run(options, {});
+  run.run();
+  EXPECT_EQ(run.report().needles, 16 * 2 * 2);
+  EXPECT_GE(run.report().needles_found, 48);
+  EXPECT_GT(run.report().selected_overlap, 0.5);
+  EXPECT_LT(run.report().selected_overlap, 0.9);
 }
 
 TEST(StressRun, IsTheSameForTheSameSeed) {
