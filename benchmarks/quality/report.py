@@ -182,8 +182,17 @@ def runnable(command):
 
 
 def here(command):
-    """Lets a command write to the folder in which it runs, not over the reports that are kept."""
-    return command.replace("--json benchmarks/results/", "--json ").replace("--out benchmarks/results", "--out .")
+    """Lets a command write to the folder in which it runs, not over the reports that are kept. States what was the
+    default where a command was recorded that does not name a rule: top-k of signs, and in the library a sink and a
+    window of 128 tokens."""
+    command = command.replace("--json benchmarks/results/", "--json ").replace("--out benchmarks/results", "--out .")
+    if "--rule" in command:
+        return command
+    if "kvtier-llama eval" in command:
+        return command.replace(" --estimator ", " --rule top_k --code sign --estimator ")
+    if "kvtier-quality-rows" in command:
+        return command.replace(" --json ", " --rule top_k --code sign --sink 128 --window 128 --json ")
+    return command
 
 
 def describe(report):
