@@ -10,7 +10,7 @@
 namespace kvtier::hashing {
 
 /// Most tokens that an append which overlaps with the next kernels adds to a sequence.
-inline constexpr std::int64_t kMostOverlappedTokens = 128;
+inline constexpr std::int64_t kMostOverlappedTokens = 64;
 
 /// One sketch that an append writes, and the block table of each item's sequence.
 struct SketchTarget {

@@ -27,7 +27,7 @@ using transfer::cuda::RawPiece;
 /// Tokens of a launch, sequences times the longest append, up to which one kernel is faster (H200,
 /// head_dim 128: 64 sequences of 2 tokens 11.2 us for 18.5 us with 256 planes, 21.5 us for 28.3 us
 /// with 600).
-constexpr std::int64_t kMostTokens = kMostOverlappedTokens;
+constexpr std::int64_t kMostTokens = 128;
 
 /// Blocks of an SM, for which a thread has 64 registers: then a block of a kernel that selects fits
 /// beside one (scoring/collision_select_cuda.cu).
@@ -346,7 +346,8 @@ int most_tokens(const transfer::AppendBatch& batch) {
 }  // namespace
 
 bool is_small(const transfer::AppendBatch& batch) {
-  return std::int64_t{batch.count} * most_tokens(batch) <= kMostTokens;
+  return std::int64_t{batch.count} * most_tokens(batch) <= kMostTokens &&
+         most_tokens(batch) <= kMostOverlappedTokens;
 }
 
 void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatch& batch,
