@@ -95,8 +95,12 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kGroup = kRows * kLoads;
   static_assert(kRows * 2 * kHalf == 32 && kGroup <= 32);
   __shared__ unsigned block_nonfinite;
-  if (threadIdx.x == 0) block_nonfinite = 0;
-  __syncthreads();  // it is zero before any warp adds to it
+  __shared__ unsigned block_first;  // the least token among them
+  if (threadIdx.x == 0) {
+    block_nonfinite = 0;
+    block_first = ~0U;
+  }
+  __syncthreads();  // both are set before any warp adds to them
 
   const transfer::AppendItem& item = batch[static_cast<int>(blockIdx.y)];
   const transfer::SequenceView& sequence = item.sequence;
@@ -110,6 +114,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row_of_load = lane / (2 * kHalf);
   const int groups = (item.tokens + kGroup - 1) / kGroup * kv.kv_heads;
   unsigned nonfinite = 0;
+  unsigned first_nonfinite = ~0U;
 
   for (int group = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32); group < groups;
        group += static_cast<int>(gridDim.x) * kWarps) {
@@ -145,16 +150,24 @@ __global__ void __launch_bounds__(kThreads)
       if (in_row != 0 || first + row >= item.tokens) continue;
       constexpr unsigned kLanesOfRow = 0xFFFFFFFFU >> (32 - 2 * kHalf);
       bad = (bad_lanes >> lane & kLanesOfRow) != 0;
-      if (bad) ++nonfinite;
+      if (bad) {
+        ++nonfinite;
+        first_nonfinite = min(first_nonfinite, static_cast<unsigned>(first + row));
+      }
       const float nan = __int_as_float(0x7FC00000);
       squares[(item.packed_offset + first + row) * kv.kv_heads + head] =
           bad ? RowSquares{nan, nan} : RowSquares{sum, value_sum};
     }
   }
-  if (nonfinite != 0) atomicAdd(&block_nonfinite, nonfinite);
+  if (nonfinite != 0) {
+    atomicAdd(&block_nonfinite, nonfinite);
+    atomicMin(&block_first, first_nonfinite);
+  }
   __syncthreads();  // all warps have added
-  if (threadIdx.x == 0 && item.flags != nullptr) {
-    transfer::cuda::raise(&item.flags->nonfinite_tokens, block_nonfinite);
+  if (threadIdx.x == 0 && block_nonfinite != 0 && item.flags != nullptr) {
+    transfer::cuda::raise_nonfinite(*item.flags, &transfer::StepFlags::nonfinite_tokens,
+                                    block_nonfinite,
+                                    {.token = length + block_first, .layer = item.layer});
   }
 }
 

@@ -391,7 +391,7 @@ TEST_P(AppendRowsTest, TakesPrompts) {
 
 // A token of few, and of many, behind those that are there: appends have a kernel for each.
 TEST_P(AppendRowsTest, NamesTheFirstTokenThatIsNotFinite) {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
   for (const int tokens : {3, 700}) {
     SCOPED_TRACE(tokens);
     const KvGeometry g = transfer::geometry(2, 64, 16, 2, 4);
@@ -401,8 +401,8 @@ TEST_P(AppendRowsTest, NamesTheFirstTokenThatIsNotFinite) {
     append(g, sketches, {{&s, 37}}, DType::kBFloat16);
 
     append(g, sketches, {{&s, tokens}}, DType::kBFloat16, 0, 0,
-           {{tokens - 1, 0, true, nan}, {1, 1, false, nan}}, flags);
-    append(g, sketches, {{&s, 1}}, DType::kBFloat16, 0, 0, {{0, 0, false, nan}}, flags);
+           {{tokens - 1, 0, true, infinity}, {1, 1, false, infinity}}, flags);
+    append(g, sketches, {{&s, 1}}, DType::kBFloat16, 0, 0, {{0, 0, false, infinity}}, flags);
 
     expect_subject(g, sketches, s);
     EXPECT_EQ(flags->nonfinite_tokens, 3U);

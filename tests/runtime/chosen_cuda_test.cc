@@ -42,6 +42,8 @@ class ChosenTest : public ::testing::Test {
     config.memory.max_session_tokens = 20'000;
     config.memory.placement = KvPlacement::kDevice;
     config.retrieval = {.estimator = shape.estimator,
+                        .rule = SelectionRule::kTopK,
+                        .code = SketchCode::kSign,
                         .top_k = shape.top_k,
                         .sparsity = shape.sparsity,
                         .sink_tokens = 20,
