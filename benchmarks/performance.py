@@ -5,7 +5,7 @@
     performance.py --check    fails when they are not what the results say
 
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
-`name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`),
+`name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`), and DATE-h100-kvtier-bench.json,
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
 model`), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
 may be missing. Python's standard library is enough.
@@ -191,6 +191,12 @@ def step_targets(run):
     recall(M)
     return ("Steps beside dense attention by cuDNN of the same shape (query heads / KV heads: context). Unless a row says otherwise: norm-aware "
             "256 bits, priority rule, scalar code.\n\n" + table(["shape", "dense", "step", "ratio", "must", "aim"], rows))
+
+
+def other_card(_):
+    """The shapes with a mark on another card, in a run that has them all."""
+    run = Run(newest("kvtier-bench", "h100"))
+    return f"{run_block(run)}\n\n{step_targets(run)}"
 
 
 def graphs(run):
@@ -466,7 +472,7 @@ def resident(_):
 
 
 BLOCKS = {function.__name__: function for function in
-          (run_block, graphs, targets, step_targets, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
+          (run_block, graphs, targets, step_targets, other_card, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
            needle_file, replay, replay_file, whole_model, ttft, resident, service, service_block, tiers, tiers_block)}
 
 
