@@ -15,7 +15,7 @@ bool readable(const EngineState& engine, const MutableTensorView& out) {
   return out.space == MemorySpace::kHost || engine.device->backend() == Backend::kCpu;
 }
 
-/// Tells whether tokens [begin, begin + count) of `out` are finite.
+/// Returns whether tokens [begin, begin + count) of `out` are finite.
 bool finite(const EngineState& engine, const MutableTensorView& out, std::int64_t begin,
             std::int64_t count) {
   const std::int64_t offset = begin * out.strides[0];

@@ -367,7 +367,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
   return shared.better_before + min(ties_before, ties);
 }
 
-/// What tells the chosen keys from others, as arguments of `write_chosen`.
+/// The bound of the chosen keys, as arguments of `write_chosen`.
 struct ChipCut {
   std::uint32_t cut = 0;
   std::uint32_t before = 0;

@@ -12,7 +12,7 @@ namespace kvtier::scoring {
 struct SelectorWorkspace {
   SelectorLimits limits;
   QueryTables tables;                   ///< Written by build_query_tables before `select`.
-  QueryTables coarse_tables;            ///< Likewise, of the first of two phases.
+  QueryTables coarse_tables;            ///< The same of the first of two phases.
   float* scores = nullptr;              ///< `[rows][query_heads][max_tokens]`
   float* combined = nullptr;            ///< `[rows][kv_heads][max_tokens]`, per-KV-head scores.
   std::uint16_t* token_mask = nullptr;  ///< `[rows][kv_heads][max_tokens]`, bit h: head h chose it.

@@ -231,7 +231,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& wor
       }
       found.keys[base + tile * kChipTile + lane] = key;  // at entry_of(i)
     }
-    __syncwarp();  // nobody reads the unit any more
+    __syncwarp();  // all lanes have read the unit
   }
   return counted;
 }

@@ -227,7 +227,7 @@ __device__ void write_listed(const FilterArgs& args, const ChipWork& work, const
   }
 }
 
-/// Tells the block's count of chosen tokens; returns that of all blocks of the group, and adds
+/// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
 /// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
 __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const ChipPeers& peers,
                                          ChipShared& shared) {
@@ -312,7 +312,7 @@ __device__ int choose(const FilterArgs& args, const ChipWork& work, int row, con
 
 // `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
 // exchange counts by bins of approximate keys, then those of exact keys and the keys of the last
-// bin; each waits for all the others' part before it tells the next. Then they attend, if that is
+// bin; each waits for all the others' part before it posts the next. Then they attend, if that is
 // wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works.
 template <int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kChipThreads, 1) void choose_from_stream(

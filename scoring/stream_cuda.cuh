@@ -196,7 +196,7 @@ class UnitScorer {
         if (token < begin || token >= end) own[i].log_value = -INFINITY;
       }
     }
-    __syncwarp();  // nobody reads those of the unit before
+    __syncwarp();  // all lanes have read those of the unit before
     *reinterpret_cast<float4*>(norms_ + lane * 2) =
         make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
     __syncwarp();

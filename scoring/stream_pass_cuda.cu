@@ -396,7 +396,7 @@ __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool 
   find_references(args, work, ring, scorer, queries);
   write_approximate_keys(args, work, ring, scorer, queries);
   transfer::cuda::copy_async_wait<0>();
-  __syncthreads();  // nobody uses the queries any more
+  __syncthreads();  // all warps have used the queries
 }
 
 /// Units of a block: those that it has from `at` to `end` in the order of rows, KV heads and

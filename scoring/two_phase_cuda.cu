@@ -115,7 +115,7 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
       const float value = kept ? settled_score(scores[s] + biases[s]) : kLowestScore;
       const std::int64_t set = row * args.kv_heads * sets + first_set + s;
       args.order[set * args.max_tokens + token] = value;
-      // A set of one head is ordered by scores that are not normalised, and tells ln p.
+      // A set of one head is ordered by scores that are not normalised; ln p is exported.
       const bool normalises = args.per_kv_head && args.group == 1 && kept;
       const float of_head = normalises ? args.scratch.normalisers[states] : 0.0F;
       args.exported[set * args.max_tokens + token] = settled_score(value - of_head);

@@ -25,7 +25,7 @@ __device__ inline void raise_nonfinite(StepFlags& flags, std::uint64_t StepFlags
                                        std::uint64_t n, const NonfinitePlace& place) {
   atomicMin(reinterpret_cast<unsigned long long*>(&flags.first_nonfinite),
             static_cast<unsigned long long>(place.key()));
-  __threadfence_system();  // whoever reads the count finds the place
+  __threadfence_system();  // a reader of the count finds the place
   raise(&(flags.*counter), n);
 }
 

@@ -28,7 +28,7 @@ _MAX_CHANNELS = 4
 _ASK_AGAIN_AFTER = 5.0
 _MAX_DESCRIPTORS = 8
 _BUFFER_BYTES = 64 << 10
-# Without them whoever made the memory could make it smaller, and reading it would end the process.
+# Without them the process that made the memory could make it smaller, and reading it would end this one.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -64,7 +64,7 @@ class Client::Impl {
       return (connection.attention().*rpc)(&context, request, &response);
     });
   }
-  /// Likewise, where `over_grpc` makes the call with its context.
+  /// The same, where `over_grpc` makes the call with its context.
   template <typename Request, typename Response, typename OverGrpc>
   requires std::is_invocable_v<OverGrpc, grpc::ClientContext&>
   void run(services::Method method, const Request& request, const services::RequestTensors& tensors,

@@ -62,7 +62,7 @@ class PageWriter {
   v1::WritePagesResponse response_;
   const Tenant* tenant_ = nullptr;  ///< Of the lease; null: nothing was written.
   std::string handle_;              ///< Of the last page.
-  bool ended_ = false;              ///< Likewise: committed or failed.
+  bool ended_ = false;              ///< Committed or failed.
 };
 
 /// A piece of a ReadPagesResponse: `head`, then `data`, which `page` keeps in place.

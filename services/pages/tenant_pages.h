@@ -88,7 +88,7 @@ class TenantPages {
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
   [[nodiscard]] static PageInfo info_of(const PageSlot& page);
 
-  /// Takes a slot of no key that nobody has reserved yet, and charges the tenant. Throws as
+  /// Takes a slot of no key that is not reserved yet, and charges the tenant. Throws as
   /// `PageStore::reserve`.
   [[nodiscard]] PageSlot& take(std::uint64_t length);
   /// Makes a page whose bytes are there visible, under the key that it has.

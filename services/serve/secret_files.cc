@@ -7,7 +7,7 @@ namespace kvtier::services {
 void warn_of_open_secrets(const std::vector<std::pair<std::string, std::string>>& files, Log& log) {
   for (const auto& [option, path] : files) {
     struct stat status {};
-    if (path.empty() || ::stat(path.c_str(), &status) != 0) continue;  // whoever reads it will say
+    if (path.empty() || ::stat(path.c_str(), &status) != 0) continue;  // what reads it will say
     if ((status.st_mode & (S_IROTH | S_IWOTH)) == 0) continue;
     log.write({.level = LogLevel::kWarning,
                .event = "open_secret",

@@ -20,7 +20,7 @@ class Http2Waste {
   static constexpr double kPerSecond = 256;
 
   void add(double streams, TimePoint now);
-  /// Tells whether there is more than `kMost`.
+  /// Returns whether there is more than `kMost`.
   [[nodiscard]] bool too_much(TimePoint now);
 
  private:
@@ -82,7 +82,7 @@ class Http2Limits {
   std::size_t header_size_ = 0;
   std::size_t block_bytes_ = 0;
   int block_frames_ = 0;
-  /// Tells streams that have been open for some time from others.
+  /// Distinguishes streams that have been open for some time from others.
   struct Ages {
     std::chrono::milliseconds period;
     TimePoint tick{};

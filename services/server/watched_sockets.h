@@ -21,7 +21,7 @@ struct WatchedCounts {
 /// C library and of OpenSSL, and watch (docs/decisions/0018-http2-limits.md).
 void watch_socket(int fd);
 
-/// Tells whether gRPC may be given another connection: not while connections have begun more for
+/// Returns whether gRPC may be given another connection: not while connections have begun more for
 /// nothing than `Http2Waste` lets be, and would begin more by coming again.
 [[nodiscard]] bool takes_connections();
 

@@ -196,7 +196,7 @@ class KvtierTier(SecondaryTierManager):
         self._rows = np.empty((0, self._row_bytes), np.uint8)
 
     def _note(self, job: _Job, moved: Sequence[bytes]) -> None:
-        """Tells of a transfer: chunks that are stored, or that were gone when they were wanted."""
+        """Publishes a transfer: chunks that are stored, or that were gone when they were wanted."""
         if self._events is None:
             return
         changed = moved if job.request is None else list(set(job.keys).difference(moved))

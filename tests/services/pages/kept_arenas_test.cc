@@ -50,7 +50,7 @@ TEST_F(KeptArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
     store_->remove(*lease_, gone.handle);
     const PageInfo half = store_->reserve(*lease_, {.hash = "d"});
     store_->write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
-    (void)put(*lease_, "", 5);  // found by a handle that nobody has any more
+    (void)put(*lease_, "", 5);  // found by a handle that is not in use any more
   });
   next_store();
 
