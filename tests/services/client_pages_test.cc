@@ -2,6 +2,7 @@
 
 #include "services/pages/page_backing.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
@@ -75,7 +76,7 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
   PageStats stats() { return server_->core().pages().stats(); }
   /// A reply is there before gRPC lets the slices go that hold its pages.
   void await_no_pins() {
-    while (stats().pinned_pages > 0) std::this_thread::yield();
+    EXPECT_TRUE(kvtier::testing::eventually([this] { return stats().pinned_pages == 0; }));
   }
 
   std::unique_ptr<Client> client_;

@@ -3,6 +3,7 @@
 #include "kvtier/v1/transfer.grpc.pb.h"
 
 #include "services/client/connection.h"
+#include "tests/support/eventually.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
@@ -129,8 +130,10 @@ class ScriptedPages final : public v1::TransferService::Service {
 
 /// Holds a call until its client has gone.
 grpc::Status hold(const grpc::ServerContext& context) {
-  while (!context.IsCancelled()) std::this_thread::yield();
-  return grpc::Status::CANCELLED;
+  if (kvtier::testing::eventually([&] { return context.IsCancelled(); })) {
+    return grpc::Status::CANCELLED;
+  }
+  return {grpc::StatusCode::INTERNAL, "expected the client to go"};
 }
 
 grpc::Status failure(grpc::StatusCode code) { return {code, "as the test says"}; }
@@ -158,7 +161,8 @@ class PageStreamsTest : public ::testing::Test {
     if (options.page_streams == 0) options.page_streams = 2;
     connection_ = std::make_unique<Connection>(options);
     const auto streams = static_cast<std::size_t>(options.page_streams);
-    while (connection_->channels(streams).size() < streams) std::this_thread::yield();
+    EXPECT_TRUE(kvtier::testing::eventually(
+        [&] { return connection_->channels(streams).size() >= streams; }));
   }
   /// Pages "0", "1" and so on, of `sizes` bytes at their places.
   grpc::Status read(const std::vector<std::size_t>& sizes) {

@@ -187,7 +187,7 @@ TEST_F(ServeWorkerTest, ThatWaitsForItsDeviceInVainIsReplaced) {
 
   fail();
   std::thread opener([&] { (void)reason_of([&] { (void)open(before); }); });
-  while (fs::exists(fault_file())) std::this_thread::yield();
+  EXPECT_TRUE(kvtier::testing::eventually([&] { return !fs::exists(fault_file()); }));
   while (worker_of(*server) == first) (void)reason_of([&] { session->append(0, token, token); });
 
   opener.join();

@@ -4,6 +4,7 @@
 
 #include "support/backend_fixture.h"
 #include "support/fake_device.h"
+#include "tests/support/eventually.h"
 
 #include <gtest/gtest.h>
 
@@ -300,7 +301,8 @@ TEST(CpuDevice, FullQueueHoldsTheCallerBack) {
       ++enqueued;
     }
   });
-  while (enqueued < 63) std::this_thread::yield();  // the queue has 64 places
+  // The queue has 64 places.
+  EXPECT_TRUE(kvtier::testing::eventually([&] { return enqueued >= 63; }));
   EXPECT_EQ(enqueued, 63);
   EXPECT_EQ(executed, 0);
   gate.set_value();

@@ -4,6 +4,7 @@
 #include "services/server/watched_sockets.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/client_context.h>
@@ -468,7 +469,7 @@ TEST_F(HostileTest, DrainEndsWithTheLastCallAndWaitsForNoIdleClient) {
   answers.await();
 
   std::thread drain([this] { server_->drain(std::chrono::hours(1)); });
-  while (!server_->core().draining()) std::this_thread::yield();
+  EXPECT_TRUE(kvtier::testing::eventually([this] { return server_->core().draining(); }));
   answers.release();
   drain.join();
 

@@ -1,5 +1,6 @@
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 #include "tests/support/program.h"
 
 #include <atomic>
@@ -35,7 +36,8 @@ TEST_F(KilledClientTest, LeavesNothingBehindOnceItsLeaseHasEnded) {
     const std::string name = client.read_line();
     ASSERT_EQ(name.substr(0, 9), "sessions/");
     const std::uint64_t before = stats().admitted();
-    while (stats().admitted() < before + 20) std::this_thread::yield();  // amid its steps
+    // Amid its steps.
+    EXPECT_TRUE(kvtier::testing::eventually([&] { return stats().admitted() >= before + 20; }));
     client.signal(SIGKILL);
     EXPECT_EQ(client.wait(), -1);
   }
@@ -49,7 +51,8 @@ TEST_F(KilledClientTest, LeavesNothingBehindOnceItsLeaseHasEnded) {
 
   EXPECT_EQ(stats().leases_expired(), static_cast<std::uint64_t>(kKills));
   const Tenant& tenant = *server_->core().tenants().all()[0];
-  while (tenant.sessions() > 0) std::this_thread::yield();  // until their strands have closed them
+  // Their strands close them.
+  EXPECT_TRUE(kvtier::testing::eventually([&] { return tenant.sessions() == 0; }));
   EXPECT_EQ(tenant.kv_bytes(), 0);
   server_->drain(std::chrono::milliseconds(0));
   EXPECT_EQ(server_->core().inflight_bytes(), 0);

@@ -4,6 +4,7 @@
 
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/create_channel.h>
@@ -139,7 +140,8 @@ TEST_F(PagesTest, ComeBackAsTheyWereWritten) {
   EXPECT_EQ(bytes[0], bytes_of(1));
   EXPECT_EQ(bytes[1], bytes_of(2));
   EXPECT_EQ(bytes[2], "");
-  while (stats().pinned_pages > 0) std::this_thread::yield();  // until gRPC lets its slices go
+  // gRPC lets its slices go.
+  EXPECT_TRUE(kvtier::testing::eventually([this] { return stats().pinned_pages == 0; }));
 }
 
 TEST_F(PagesTest, AnOperatorEvictsThoseOfATenant) {
@@ -206,7 +208,7 @@ TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {
     grpc::ClientContext context;
     const auto stream = transfer_->WritePages(&context, &response);
     ASSERT_TRUE(stream->Write(chunk_of(0, handles[0], bytes_of(1), 0)));
-    while (stats().bytes_written == 0) std::this_thread::yield();
+    EXPECT_TRUE(kvtier::testing::eventually([this] { return stats().bytes_written > 0; }));
     context.TryCancel();
     EXPECT_FALSE(stream->Finish().ok());
   }
@@ -313,7 +315,8 @@ TEST_F(PagesTest, ClientsThatAreTooSlowAreCutOffAndNobodyElse) {
       for (const auto& chunk : response.chunks()) bytes += chunk.data();
     }
     EXPECT_LE(server_->core().inflight_bytes(), std::int64_t{8} << 20) << "of two readers";
-    while (stats().bytes_read < sent + (1U << 20U)) std::this_thread::yield();
+    EXPECT_TRUE(
+        kvtier::testing::eventually([&] { return stats().bytes_read >= sent + (1U << 20U); }));
     sent = stats().bytes_read;
     later_ = later_.load() + std::chrono::seconds(10);
     server_->sweep(std::chrono::steady_clock::now() + later_.load());

@@ -4,6 +4,7 @@
 
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <gmock/gmock.h>
 #include <grpc/grpc.h>
@@ -261,7 +262,7 @@ TEST_F(StreamTest, DrainUnderLoadFailsCallsOnlyInWaysThatMayBeRepeated) {
       }
     });
   }
-  while (succeeded < 50) std::this_thread::yield();
+  EXPECT_TRUE(kvtier::testing::eventually([&] { return succeeded >= 50; }));
 
   server_->drain(std::chrono::seconds(20));
 
