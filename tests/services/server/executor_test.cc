@@ -23,7 +23,12 @@ class FairPoolTest : public ::testing::Test {
       : pool_(
             make_thread_pool(1, [this] { return Clock::time_point(std::chrono::seconds(now_)); })),
         gate_(pool_->make_strand({.tenant = 99})) {
-    gate_->post([this] { open_.get_future().wait(); });
+    gate_->post([this] {
+      closed_.set_value();
+      open_.get_future().wait();
+    });
+    // Else the thread might take what is posted next before it.
+    EXPECT_EQ(closed_.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
   }
   std::unique_ptr<Strand> strand(std::uint32_t tenant, const void* engine = nullptr,
                                  int weight = 1) {
@@ -44,7 +49,7 @@ class FairPoolTest : public ::testing::Test {
   }
 
   std::atomic<std::int64_t> now_{1};
-  std::promise<void> open_;
+  std::promise<void> closed_, open_;
   std::string order_;
   std::unique_ptr<Executor> pool_;
   std::unique_ptr<Strand> gate_;
