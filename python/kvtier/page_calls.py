@@ -9,10 +9,11 @@ from typing import Sequence
 
 from kvtier.buffers import Bytes
 from kvtier.errors import ClientError, invalid
+from kvtier.lease import Closing
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
 
 
-class PageFutures:
+class PageFutures(Closing):
     """The calls of a `RemotePages` as futures, made by `threads` threads, 1 to 64. Calls may end in
     another order than they were made in. Each has the client's timeout, counted from when a thread
     begins it. Buffers that are given must not change, and those that are read to must not be used,
@@ -59,17 +60,6 @@ class PageFutures:
     def close(self) -> None:
         """Takes back what no thread has begun, and waits for the rest."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> PageFutures:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class AsyncPages:

@@ -8,14 +8,12 @@ them.
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
 
-SKIPPED = 77
+from torch_python import rerun_or_skip
 
 try:
     import torch
@@ -26,11 +24,7 @@ try:
     import kvtier.hf
     from kvtier.hf import KvtierCache
 except ImportError as error:
-    python = os.environ.pop("KVTIER_TORCH_PYTHON", None)
-    if python:
-        os.execv(python, [python, *sys.argv])
-    print(f"{error}: skipped")
-    sys.exit(SKIPPED)
+    rerun_or_skip(error)
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 48

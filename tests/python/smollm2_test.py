@@ -18,7 +18,8 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-SKIPPED = 77
+from torch_python import SKIPPED, rerun_or_skip
+
 ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("KVTIER_REAL_MODEL", ROOT / "build" / "real-model"))
 
@@ -33,11 +34,7 @@ try:
     import kvtier.record
     import kvtier.tune
 except ImportError as error:
-    python = os.environ.pop("KVTIER_TORCH_PYTHON", None)
-    if python:
-        os.execv(python, [python, *sys.argv])
-    print(f"{error}: skipped")
-    sys.exit(SKIPPED)
+    rerun_or_skip(error)
 
 if not (REAL / "ready").exists():
     print(f"no model in {REAL}: skipped; scripts/real_model.sh makes it")

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import datetime
 import gc
-import os
-import sys
 import tempfile
 import unittest
 from typing import Any, Callable
 
-SKIPPED = 77
+from torch_python import rerun_or_skip
 
 try:
     import torch
@@ -25,11 +23,7 @@ try:
     import kvtier_engine  # noqa: F401
     from kvtier.torch import HeadParallel, Session, TokenParallel
 except ImportError as error:
-    python = os.environ.pop("KVTIER_TORCH_PYTHON", None)
-    if python:
-        os.execv(python, [python, *sys.argv])
-    print(f"{error}: skipped")
-    sys.exit(SKIPPED)
+    rerun_or_skip(error)
 
 RANKS = 4
 QUERY_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 4, 64, 2

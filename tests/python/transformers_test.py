@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 
-SKIPPED = 77
+from torch_python import rerun_or_skip
 
 try:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 except ImportError as error:
-    python = os.environ.pop("KVTIER_TORCH_PYTHON", None)
-    if python:
-        os.execv(python, [python, *sys.argv])
-    print(f"{error}: skipped")
-    sys.exit(SKIPPED)
+    rerun_or_skip(error)
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = os.environ["KVTIER_LLAMA_BINARY"]
