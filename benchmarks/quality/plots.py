@@ -71,6 +71,44 @@ def draw_answers(report, path):
     save(pyplot, figure, path)
 
 
+def methods_of(rows):
+    """Returns the rows of each (selection, rule, code, bits) by sparsity, dense left out."""
+    found = {}
+    for row in rows:
+        if row["sparsity"]:
+            found.setdefault((row["selection"], row["rule"], row["code"], row["sketch_bits"]), {})[row["sparsity"]] = row
+    return dict(sorted(found.items()))
+
+
+def draw_rules(report, path):
+    """Draws the divergence from dense attention of both rules and codes: over sparsity at 256 bits, and over bits at 50x."""
+    pyplot = plotting()
+    figure, every = pyplot.subplots(2, 2, figsize=(13, 9), sharey="row")
+    found = methods_of(report["rules"])
+    colors = {("top_k", "sign"): "tab:red", ("top_k", "scalar"): "tab:orange", ("priority", "sign"): "tab:cyan", ("priority", "scalar"): "tab:blue"}
+    for (left, right), selection in zip(every, ("per_kv_head", "per_query_head")):
+        for (rule, code), color in colors.items():
+            style = {"color": color, "marker": "o", "markersize": 4, "label": f"{rule.replace('_', '-')}, {code}",
+                     "linestyle": "-" if rule == "priority" else "--"}
+            rows = found[selection, rule, code, 256]
+            left.plot(list(rows), [row["kl"] for row in rows.values()], **style)
+            bits = [key[3] for key in found if key[:3] == (selection, rule, code)]
+            right.plot(bits, [found[selection, rule, code, b][50]["kl"] for b in bits], **style)
+        left.set_xscale("log")
+        left.set_xticks(sorted(rows), [f"{s:g}x" for s in sorted(rows)])
+        left.set(xlabel="sparsity, 256 bits", ylabel="KL divergence from dense attention")
+        left.set_title(f"a set per {selection[4:].replace('_', ' ').replace('kv', 'KV')}")
+        right.set_xscale("log", base=2)
+        right.set_xticks((64, 128, 256, 512), ("64", "128", "256", "512"))
+        right.set(xlabel="bits of a key, at 50x")
+        for axes in (left, right):
+            axes.set_yscale("log")
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+    figure.legend(*every[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=9, frameon=False)
+    save(pyplot, figure, path)
+
+
 def draw_masses(report, path):
     """Draws attention mass over sparsity, and over bits at one sparsity."""
     pyplot = plotting()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/method.md, and its plot, from the runs of `kvtier-llama eval` on SmolLM2.
+"""Writes the tables of docs/method.md, and its plots, from the runs of `kvtier-llama eval` on SmolLM2.
 
-    benchmarks/quality/real_model.py            # needs matplotlib for the plot
+    benchmarks/quality/real_model.py            # needs matplotlib for the plots
     benchmarks/quality/real_model.py --check    # compares the tables, writes nothing
 """
 
@@ -14,16 +14,19 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "method.md"
 PLOT = ROOT / "docs" / "quality" / "smollm2.svg"
-FIXED = "2026-11-23-h200-smollm2.json"
+BITS_PLOT = ROOT / "docs" / "quality" / "smollm2-bits.svg"
+FIXED = ("2026-11-23-h200-smollm2.json", "2026-11-25-h100-smollm2-ends.json")
+BITS = "2026-11-25-h100-smollm2-bits.json"
 TARGETS = ("0.032", "0.045", "0.063", "0.089")
 STEPS = "2026-11-23-h200-priority-step.json"
 
 KINDS = ("continuation", "copying", "needles")
-SPARSITIES = (10, 33, 100)
+SPARSITIES = (5, 10, 33, 100, 200)
 SETS = {"per_kv_head": "per KV head", "per_query_head": "per query head"}
 METHODS = (("top_k", "sign"), ("top_k", "scalar"), ("priority", "sign"), ("priority", "scalar"))
 ALWAYS = 128  # sink and window
-TICKS = (32, 64, 128, 256, 512)
+TICKS = (32, 64, 128, 256, 512, 1024)
+KEY_BITS = (64, 128, 256, 512)
 
 
 def read(name):
@@ -52,7 +55,7 @@ def taken(rows, row):
 
 
 def fixed_tables(rows):
-    lines = ["| sets | rule, code | continuation, 10x 33x 100x | copying | needles |", "|---|---|---|---|---|"]
+    lines = ["| sets | rule, code | continuation, 5x 10x 33x 100x 200x | copying | needles |", "|---|---|---|---|---|"]
     for selection, sets in SETS.items():
         for rule, code in METHODS:
             of_method = {"selection": selection, "rule": rule, "code": code}
@@ -67,6 +70,17 @@ def fixed_tables(rows):
             of_method = {"selection": selection, "rule": rule, "code": code, "sparsity": 33}
             found = (pick(rows, kind=kind, **of_method) for kind in KINDS)
             cells = (f"{row['perplexity']:.3f}, {row['kl_max']:.2f}" for row in found)
+            lines.append(f"| {sets} | {method_of(rule, code)} | {' | '.join(cells)} |")
+    return lines
+
+
+def bits_table():
+    rows = read(BITS)["cases"]
+    lines = ["| sets | rule, code | continuation, 64 128 256 512 bits | copying | needles |", "|---|---|---|---|---|"]
+    for selection, sets in SETS.items():
+        for rule, code in METHODS:
+            of_method = {"selection": selection, "rule": rule, "code": code}
+            cells = (" ".join(short(pick(rows, kind=kind, sketch_bits=bits, **of_method)["kl"]) for bits in KEY_BITS) for kind in KINDS)
             lines.append(f"| {sets} | {method_of(rule, code)} | {' | '.join(cells)} |")
     return lines
 
@@ -121,13 +135,34 @@ def draw(rows):
     plots.save(pyplot, figure, PLOT)
 
 
+def draw_bits():
+    import plots  # pylint: disable=import-outside-toplevel
+    pyplot = plots.plotting()
+    rows = read(BITS)["cases"]
+    figure, every = pyplot.subplots(1, len(KINDS), figsize=(13, 5.5), sharey=True)
+    for axes, kind in zip(every, KINDS):
+        for selection, sets in SETS.items():
+            for rule, code in METHODS[2:] if selection == "per_query_head" else METHODS:
+                found = [pick(rows, kind=kind, sketch_bits=bits, selection=selection, rule=rule, code=code) for bits in KEY_BITS]
+                axes.plot(KEY_BITS, [row["kl"] for row in found], marker="o", markersize=4, label=f"{method_of(rule, code)}, {sets}",
+                          linestyle={"top_k": "--"}.get(rule, "-" if selection == "per_kv_head" else ":"))
+        axes.set(xscale="log", yscale="log", title=kind, xlabel="bits of a key, at 33x")
+        axes.set_xticks(KEY_BITS, [str(bits) for bits in KEY_BITS])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    every[0].set_ylabel("KL divergence from dense attention")
+    figure.legend(*every[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
+    plots.save(pyplot, figure, BITS_PLOT)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     arguments = parser.parse_args()
-    rows = read(FIXED)["cases"]
+    rows = read(FIXED[0])["cases"] + [row for row in read(FIXED[1])["cases"] if row["estimator"] != "dense"]
     old = DOCUMENT.read_text()
     new = with_table(old, "fixed", fixed_tables(rows))
+    new = with_table(new, "bits", bits_table())
     new = with_table(new, "target", target_table())
     new = with_table(new, "step", step_table())
     if arguments.check:
@@ -136,6 +171,7 @@ def main():
         return
     DOCUMENT.write_text(new)
     draw(rows)
+    draw_bits()
 
 
 if __name__ == "__main__":

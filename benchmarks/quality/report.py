@@ -16,7 +16,7 @@ import statistics
 import sys
 
 from pairs import paired, sign_test, signed
-from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, drawn_by, selectors, title
+from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, draw_rules, drawn_by, methods_of, selectors, title
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
@@ -38,7 +38,7 @@ attended. Everything is compared with dense attention in double precision. The m
 [algorithm.md](algorithm.md). Rows are of the CPU backend where nothing else is said.
 
 `benchmarks/quality/report.py` writes this file from the `-quality-`, `-answers-`, `-cases-`, `-oracle-`, `-variants-`, `-options-`, `-ratios-`,
-`-ablations-`, `-budget-` and `-rows-` reports in `benchmarks/results/`. It also writes `scripts/quality.sh`, which runs their commands again:
+`-rules-`, `-ablations-`, `-budget-` and `-rows-` reports in `benchmarks/results/`. It also writes `scripts/quality.sh`, which runs their commands again:
 
 ```sh
 cmake --preset release && cmake --build --preset release
@@ -273,6 +273,27 @@ def ratios_section(report):
     return "".join(parts)
 
 
+def rules_section(report, plot):
+    """Both rules with both codes: answers and divergence over sparsity."""
+    rows = report["rules"]
+    case = rows[0]["case"]
+    dense = next(row for row in rows if row["method"] == "dense")
+    sparsities = sorted({row["sparsity"] for row in rows if row["sparsity"]})
+    parts = [f"\n## Rules and codes, answers of needle-llama, {case}\n\nNorm-aware scores, {report['sequences']} sequences, the first "
+             f"{report['sink_tokens']} and the last {report['recent_tokens']} tokens of the context always attended. A cell is the share of questions "
+             f"wholly right ({number(dense['exact'])} with dense attention), and the KL divergence from dense attention. CUDA backend, run on {report['date']} on {report['hardware']}.\n"]
+    if plot.exists():
+        parts.append(f" The plot has other bits, too.\n\n![rules and codes of {case}](quality/{plot.name})\n")
+        parts[0] = parts[0].rstrip()
+    parts.append("\n| sets | rule, code | bits | " + " | ".join(f"{s:g}x" for s in sparsities) + " |\n|---|---|---|" + "---|" * len(sparsities) + "\n")
+    for (selection, name, code, bits), found in methods_of(rows).items():
+        if bits not in (128, 256):
+            continue
+        parts.append(f"| {selection.replace('_', ' ').replace('kv', 'KV')} | {name.replace('_', '-')}, {code} | {bits} | "
+                     + " | ".join(f"{number(found[s]['exact'])}, {number(found[s]['kl'], 4)}" for s in sparsities) + " |\n")
+    return "".join(parts)
+
+
 def ablations_section(report):
     options = list(dict.fromkeys(row["option"] for row in report["ablations"]))
     parts = [f"\n## Ablations, answers of needle-llama, {report['case']}\n\nAt {report['sparsity']}x, one option varied and the others at their "
@@ -490,7 +511,7 @@ def main():
     check = parser.parse_args().check
     paths = sorted([*RESULTS.glob("*-quality-*.json"), *RESULTS.glob("*-answers-*.json"),
                     *RESULTS.glob("*-budget-*.json"), *RESULTS.glob("*-ablations-*.json"),
-                    *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rows-*.json"), *RESULTS.glob("*-cpu-cases-*.json"), *RESULTS.glob("*-cpu-oracle-*.json"),
+                    *RESULTS.glob("*-ratios-*.json"), *RESULTS.glob("*-rules-*.json"), *RESULTS.glob("*-rows-*.json"), *RESULTS.glob("*-cpu-cases-*.json"), *RESULTS.glob("*-cpu-oracle-*.json"),
                     *RESULTS.glob("*-cpu-variants-*.json"), *RESULTS.glob("*-options-*.json")])
     reports = [json.loads(path.read_text()) for path in paths]
     commands = dict.fromkeys(runnable(command) for report in reports for part in (report, *report.get("cases", [])[:1])
@@ -530,6 +551,13 @@ def main():
     parts.append(variants_section(reports))
     parts += [cases_section(report) for report in reports if "cases" in report]
     parts += [ratios_section(report) for report in reports if "ratios" in report]
+    for report in reports:
+        if "rules" not in report:
+            continue
+        plot = PLOTS / f"rules-{report['rules'][0]['case']}.svg"
+        if len({row["sketch_bits"] for row in report["rules"] if row["sparsity"]}) > 2:
+            drawn = check or drawn_by(draw_rules, report, plot) and drawn
+        parts.append(rules_section(report, plot))
     parts += [ablations_section(report) for report in reports if "ablations" in report]
     budgets = sorted((report for report in reports if "traces" in report), key=lambda report: not report["traces"])
     parts += [budget_section(report, report is budgets[0]) for report in budgets]
