@@ -45,8 +45,8 @@ struct CodeLayout {
 };
 
 /// Products of the tile's keys with the 32 planes in a slot, and this lane's part of the sums of
-/// squares of rows g and g + 8.
-template <typename T>
+/// squares of rows g and, with `kBoth`, g + 8.
+template <typename T, bool kBoth>
 __device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_dim,
                                const CodeShared& shared, float (&c)[4][4], float (&squares)[2]) {
   constexpr int kParts = CodeLayout<T>::kParts;
@@ -68,7 +68,7 @@ __device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_d
             keys + static_cast<unsigned>(part * layout.part_bytes + step * 64 + half * 32));
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; i += kBoth ? 1 : 2) {
         float2 x = widen<__nv_bfloat16>(a[half][0][i]);
         if constexpr (kParts == 2) {
           const float2 low = widen<__nv_bfloat16>(a[half][1][i]);
@@ -105,6 +105,8 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
   const auto warp = static_cast<int>(threadIdx.x / 32);
   for (int tile = 0; tile * kTileRows < count; ++tile) {
     const int rows = min(count - tile * kTileRows, kTileRows);
+    // A step of one sequence of eight KV heads has rows in the first half alone.
+    const bool both = rows > kTileRows / 2;
     if (tile > 0) sync_workers();  // the keys and sums of the last tile have been read
     stage_keys<T>(args, tile, rows, layout.pitch, shared, shared.pool, layout.part_bytes);
     float norms[2] = {};
@@ -123,9 +125,14 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
       if (takes) {
         float c[4][4] = {};
         float squares[2] = {};
-        multiply_group(layout, warp, dim, shared, c, squares);
+        if (both) {
+          multiply_group<T, true>(layout, warp, dim, shared, c, squares);
+        } else {
+          multiply_group<T, false>(layout, warp, dim, shared, c, squares);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          if (i == 1 && !both) break;
           norms[i] = sqrtf(sum_quad(squares[i]));
           ScalarEncoder encoder(norms[i], bits);
           codes[i] = encoder.encode([&](int n, int j) { return c[n][2 * i + j]; });
@@ -136,6 +143,7 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
       if (!takes) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !both) break;
         const int row = lane / 4 + 8 * i;
         std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].sketch : nullptr;
         const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
@@ -144,6 +152,7 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      if (i == 1 && !both) break;
       const float sum = sum_quad(sums[i]);
       if (lane % 4 == 0) shared.sums[warp][lane / 4 + 8 * i] = sum;
     }
@@ -151,6 +160,7 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
     if (warp != 0 || lane % 4 != 0) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      if (i == 1 && !both) break;
       const int row = lane / 4 + 8 * i;
       std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].norms : nullptr;
       if (to == nullptr) continue;
