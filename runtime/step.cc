@@ -153,6 +153,7 @@ class AttendLaunch {
             .keep_scores = !slices_.front().part->select.scores.empty(),
             .tables_built = chooses(),
             .after_append = tables_after_append_,
+            .may_exchange = engine_.selector->may_exchange(),
             .input = input_ ? &*input_ : nullptr,
             .packed = engine_.queries.as<float>()};
   }

@@ -322,8 +322,8 @@ ChipPlan plan_chip(const SelectRequest& request) {
   const ScoreParams& params = request.params;
   const int group = request.kv.group();
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (params.estimator != Estimator::kNormAware || params.threshold > 0.0F || !together ||
-      group > kChipHeads || !chip_weights_fit(params) ||
+  if (!request.may_exchange || params.estimator != Estimator::kNormAware ||
+      params.threshold > 0.0F || !together || group > kChipHeads || !chip_weights_fit(params) ||
       request.kv.kv_heads * request.rows.count > kChipParts) {
     return {};
   }

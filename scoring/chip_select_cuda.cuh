@@ -24,8 +24,6 @@ namespace kvtier::scoring::cuda {
 
 inline constexpr int kChipThreads = 512;
 inline constexpr int kChipWarps = kChipThreads / 32;
-/// Most blocks of a group, which chooses the tokens of one (row, KV head).
-inline constexpr unsigned kChipBlocks = 16;
 /// Tokens that a warp copies and scores at a time.
 inline constexpr int kChipUnit = 64;
 /// Bits of a query weight.

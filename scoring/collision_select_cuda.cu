@@ -256,8 +256,8 @@ SelectPlan plan_select(const SelectRequest& request) {
   const int groups = request.kv.kv_heads * request.rows.count;
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (params.estimator != Estimator::kSoftCollision || params.logit_like() ||
-      !TableShape(params).usual() || !together || group > kPairHeads ||
+  if (!request.may_exchange || params.estimator != Estimator::kSoftCollision ||
+      params.logit_like() || !TableShape(params).usual() || !together || group > kPairHeads ||
       request.planes.head_dim > ChipTables::kMaxHeadDim ||
       groups > std::min(processors, kChipParts)) {
     return {};

@@ -74,6 +74,8 @@ void enqueue_filter(const Stage& stage);
 /// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
 /// out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
+/// Most blocks that choose the tokens of one (row, KV head) together, and wait for one another.
+inline constexpr unsigned kChipBlocks = 16;
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
 inline constexpr int kChipParts = 256;
 /// Most blocks of the pass of a selection by a stream of keys (stream_cuda.cuh).

@@ -111,6 +111,7 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   selection_.staged_capacity = limits.staged_rows;
   if constexpr (transfer::kWithCuda) {
     if (device.backend() != Backend::kCuda) return;
+    exchange_ = cuda::lease_exchange();
     const std::unique_ptr<transfer::Stream> stream = device.make_stream();
     stream->fill(scratch_, 0, cuda::zeroed_bytes(limits_));
     stream->synchronize();

@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
+#include "scoring/exchange_lease.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
 
@@ -33,6 +34,8 @@ struct SelectRequest {
   /// True when the work enqueued before is an append and then `read_queries` with its
   /// `after_append`: sketches may then be read before these are done (hashing/append.h).
   bool after_append = false;
+  /// Whether kernels may be used whose blocks wait for one another (exchange_lease.h).
+  bool may_exchange = true;
   /// The caller's queries, of a request that `takes_queries` (foresight.h) is true of, or nullptr;
   /// `packed` then receives them as fp32, as `read_queries` would. Its tensors must stay valid
   /// until the stream has passed the selection.
@@ -110,6 +113,8 @@ class Selector {
   /// with a budget.
   void export_missed(transfer::Stream& stream, const SelectRequest& request,
                      const MissedBatch& batch);
+  /// For `SelectRequest::may_exchange`.
+  [[nodiscard]] bool may_exchange() const noexcept { return exchange_.held(); }
   /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
   [[nodiscard]] float* lse(int row) const { return lse_ + std::int64_t{row} * limits_.query_heads; }
 
@@ -136,6 +141,7 @@ class Selector {
   [[nodiscard]] transfer::SelectionView biased_selection(bool per_query_head) const;
 
   SelectorLimits limits_;
+  ExchangeLease exchange_;
   transfer::Buffer memory_;
   // Regions of memory_, in this order; selector_kernels.h gives the shapes.
   float* entries_ = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]

@@ -218,6 +218,13 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   return scratch;
 }
 
+ExchangeLease lease_exchange() {
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  constexpr int kMostWaiting = static_cast<int>(kChipBlocks) - 1;  // blocks of a launch
+  return {device, (device_attribute(cudaDevAttrMultiProcessorCount) - 1) / kMostWaiting};
+}
+
 std::size_t zeroed_bytes(const SelectorLimits& limits) {
   std::size_t bytes = 0;
   (void)scratch_layout(limits, nullptr, nullptr, &bytes);

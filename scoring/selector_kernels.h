@@ -38,6 +38,8 @@ namespace cuda {  // `stream` is a cudaStream_t
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
 /// The first bytes of the scratch memory, which must be zero before it is used.
 [[nodiscard]] std::size_t zeroed_bytes(const SelectorLimits& limits);
+/// A lease of the current device, of as many as leave an SM free (docs/decisions/0013).
+[[nodiscard]] ExchangeLease lease_exchange();
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const Budget& budget);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -371,9 +371,9 @@ bool stream_serves(const SelectRequest& request) {
   // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
   const bool faster =
       request.kv.group() > kChipHeads || request.kv.kv_heads * request.rows.count > kAttendedGroups;
-  return params.estimator == Estimator::kNormAware && params.query_bits > 0 && together &&
-         params.weight_bits() <= kChipMostBits && sign_chunks(params) <= kChipChunks &&
-         (reads_always ? readable : faster);
+  return request.may_exchange && params.estimator == Estimator::kNormAware &&
+         params.query_bits > 0 && together && params.weight_bits() <= kChipMostBits &&
+         sign_chunks(params) <= kChipChunks && (reads_always ? readable : faster);
 }
 
 bool stream_attends(const SelectRequest& request) {
