@@ -1,6 +1,7 @@
 #pragma once
 
 #include "transfer/cuda_check.h"
+#include "transfer/kernel_overlap.h"
 
 #include <cuda_runtime.h>
 
@@ -10,15 +11,17 @@
 /// Launches that overlap with the end of the kernel before them (programmatic dependent launch),
 /// for `*_cuda.*` files only.
 ///
-/// The rules, for every kernel that is launched by `launch_overlapping`:
+/// docs/notes/overlap.md says kernel by kernel what is read before the wait. The rules, for every
+/// kernel that is launched by `launch_overlapping`:
 /// 1. It calls `wait_for_previous()` in every thread that uses memory of an earlier kernel, before
 ///    that use, and at least one thread of every block calls it before the block ends, even where
 ///    there is nothing to do: the next kernel's wait then covers all kernels before. Until then it
-///    may read its arguments, what no kernel writes, and what hashing/append.h, foresight.h say.
+///    may read its arguments, what no kernel writes, and what that page says.
 /// 2. It may call `let_next_start()` when its blocks no longer need room on the SM that the next
 ///    kernel's blocks could use; after its own wait where the next one counts on that. What it
 ///    writes later is still seen by the next kernel after that one's wait.
-/// A kernel launched in another way simply waits for everything before it.
+/// A kernel launched in another way simply waits for everything before it, and so do all where
+/// `kernel_overlap` is off.
 namespace kvtier::transfer::cuda {
 
 /// Returns when all kernels before this one in the stream are done and what they wrote is visible.
@@ -48,7 +51,7 @@ void launch_overlapping_clusters(cudaStream_t stream, void (*kernel)(Parameters.
                                  const std::type_identity_t<Parameters>&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = kernel_overlap() ? 1 : 0;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster_blocks;
   attributes[1].val.clusterDim.y = 1;

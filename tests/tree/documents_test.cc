@@ -215,6 +215,27 @@ TEST(Documents, GlossaryNamesIdentifiersThatExist) {
   EXPECT_GT(count, 60U);
 }
 
+TEST(Documents, OverlapNamesEveryFileThatLaunchesSuchAKernel) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  std::set<std::string> named;
+  for (const std::string& line : read_source(source_root(), "docs/notes/overlap.md").lines) {
+    for (auto& file : all_matches(line, std::regex(R"(^\| `([^`]+)` \|)"))) named.insert(file);
+  }
+  std::set<std::string> launching;
+  const std::regex launch(R"(\b(launch_overlapping(?:_clusters)?)\()");
+  std::vector<std::string> folders = source_folders();
+  std::erase(folders, "tests");
+  for (const SourceFile& source : read_tree(source_root(), folders, source_extensions())) {
+    if (source.path == "transfer/launch_cuda.cuh") continue;  // defines it
+    for (const std::string& line : source.lines) {
+      if (std::regex_search(line, launch)) launching.insert(source.path);
+    }
+  }
+  EXPECT_EQ(named, launching);
+  EXPECT_GT(launching.size(), 10U);
+}
+
 /// Returns the lines of the program that a tutorial links to, without indentation.
 std::set<std::string> program_lines(const SourceFile& tutorial) {
   std::set<std::string> lines;

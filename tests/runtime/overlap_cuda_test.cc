@@ -1,0 +1,123 @@
+#include "runtime/graph_fixture_cuda.h"
+#include "transfer/kernel_overlap.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+/// Kernels that start before the ones ahead of them have ended, and engines beyond those that may
+/// run kernels whose blocks wait for one another.
+namespace kvtier::testing {
+namespace {
+
+struct OverlapCase {
+  std::string name;
+  std::int64_t tokens;
+  int query_heads, kv_heads, head_dim;
+  RetrievalConfig retrieval;
+  KvPlacement placement = KvPlacement::kHost;
+  double recall = 0.0;
+};
+
+std::ostream& operator<<(std::ostream& out, const OverlapCase& c) { return out << c.name; }
+
+RetrievalConfig with(RetrievalConfig retrieval, int top_k) {
+  retrieval.top_k = top_k;
+  return retrieval;
+}
+
+RetrievalConfig norm_aware(SketchCode code, SelectionRule rule,
+                           Selection selection = Selection::kPerKvHead) {
+  RetrievalConfig retrieval = with(RetrievalConfig{}, 128);
+  retrieval.code = code;
+  retrieval.rule = rule;
+  retrieval.selection = selection;
+  return retrieval;
+}
+
+std::vector<OverlapCase> overlap_cases() {
+  const RetrievalConfig usual = norm_aware(SketchCode::kScalar, SelectionRule::kPriority);
+  RetrievalConfig target = with(usual, 512);
+  target.error_target = 0.1F;
+  RetrievalConfig soft = with(RetrievalConfig::socket(), 128);
+  RetrievalConfig soft_together = soft;
+  soft_together.selection = Selection::kPerKvHead;
+  return {
+      {"OnChip", 6000, 16, 4, 128, usual},
+      {"OnChipOnDevice", 6000, 16, 4, 128, usual, KvPlacement::kDevice},
+      {"Signs", 6000, 16, 4, 128, norm_aware(SketchCode::kSign, SelectionRule::kTopK)},
+      {"Stream", 6000, 16, 1, 64, usual},
+      {"ErrorTarget", 6000, 8, 2, 128, target},
+      {"PerQueryHead", 6000, 8, 2, 128,
+       norm_aware(SketchCode::kScalar, SelectionRule::kPriority, Selection::kPerQueryHead)},
+      {"SoftCollision", 6000, 8, 2, 128, soft},
+      {"SoftCollisionPerKvHead", 6000, 8, 2, 128, soft_together},
+      {"Recall", 6000, 8, 2, 128, norm_aware(SketchCode::kSign, SelectionRule::kTopK),
+       KvPlacement::kHost, 0.9},
+      {"Short", 700, 8, 2, 64, with(usual, 64)},
+  };
+}
+
+Config config_of(const OverlapCase& c) {
+  Config config = small_config(Backend::kCuda);
+  config.model.query_heads = c.query_heads;
+  config.model.kv_heads = c.kv_heads;
+  config.model.head_dim = c.head_dim;
+  config.model.layers = 2;
+  config.memory.device_bytes = 256 * MiB;
+  config.memory.host_bytes = 64 * MiB;
+  config.memory.max_session_tokens = 8192;
+  config.memory.placement = c.placement;
+  config.retrieval = c.retrieval;
+  return config;
+}
+
+class OverlapTest : public ::testing::TestWithParam<OverlapCase> {
+ protected:
+  void SetUp() override {
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
+  }
+  void TearDown() override { transfer::set_kernel_overlap(true); }
+
+  /// Results of steps of two layers, all of which are enqueued before any has ended.
+  static std::vector<std::unique_ptr<DeviceCall>> steps(Engine& engine, const OverlapCase& c) {
+    const ModelConfig& model = engine.config().model;
+    Session session = engine.open();
+    for (int layer = 0; layer < 2; ++layer) append_random(session, model, layer, c.tokens, 7);
+    const OwnStream stream;
+    std::vector<std::unique_ptr<DeviceCall>> calls;
+    for (std::uint64_t i = 0; i < 12; ++i) {
+      calls.push_back(std::make_unique<DeviceCall>(CallTensors(model, 1, 100 + i)));
+    }
+    session.reserve(static_cast<std::int64_t>(calls.size()), stream.ref());
+    stream.synchronize();
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      AttendOptions options;
+      if (c.recall > 0.0) options.recall_target = RecallTarget{.recall = c.recall, .min_top_k = 8};
+      session.decode(static_cast<int>(i % 2), calls[i]->inputs(), calls[i]->outputs(), stream.ref(),
+                     options);
+    }
+    stream.synchronize();
+    return calls;
+  }
+};
+
+TEST_P(OverlapTest, ChangesNoResult) {
+  Engine engine(config_of(GetParam()));
+  const auto with_overlap = steps(engine, GetParam());
+  transfer::set_kernel_overlap(false);
+  const auto without = steps(engine, GetParam());
+  for (std::size_t i = 0; i < without.size(); ++i) {
+    EXPECT_EQ(with_overlap[i]->out.download(), without[i]->out.download()) << "step " << i;
+    EXPECT_EQ(with_overlap[i]->lse.download(), without[i]->lse.download()) << "step " << i;
+    EXPECT_EQ(with_overlap[i]->ids.download(), without[i]->ids.download()) << "step " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, OverlapTest, ::testing::ValuesIn(overlap_cases()),
+                         [](const auto& path) { return path.param.name; });
+
+}  // namespace
+}  // namespace kvtier::testing
