@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Holds the connectors to the engines themselves: makes a virtual environment with vLLM, SGLang and LMCache, without
-# what they need of a GPU, and runs tests/python/{vllm,sglang,lmcache}*_test.py against `kvtier serve`, on a CPU. CI does
-# not: the environment takes 9 GB and some minutes.
+# what they need of a GPU, and runs tests/python/{vllm,sglang,lmcache}*_test.py against `kvtier serve`, on a CPU. The
+# environment takes 9 GB and some minutes.
 #
-#   scripts/engines.sh [--venv DIR] [--vllm VERSION] [ENGINE...]
+#   scripts/engines.sh [--venv DIR] [--vllm VERSION] [--prepare] [ENGINE...]
 #
 # ENGINE: vllm, sglang, lmcache; all when none is named. --venv is where the environment is, or is made (default
-# build/engines/venv); --vllm is the release of vLLM (default 0.33.0). KVTIER_BINARY names the server, which is built
+# build/engines/venv); --vllm is the release of vLLM (default 0.33.0). --prepare makes it and stops. KVTIER_BINARY names the server, which is built
 # otherwise. Needs a network to make the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,14 +15,16 @@ source scripts/setup.sh
 
 venv=build/engines/venv
 vllm=0.33.0
+prepare=0
 engines=()
 while (($# > 0)); do
   case $1 in
     --venv) venv=${2:?--venv: expected a folder} && shift ;;
     --vllm) vllm=${2:?--vllm: expected a version} && shift ;;
+    --prepare) prepare=1 ;;
     vllm | sglang | lmcache) engines+=("$1") ;;
     *)
-      echo "expected --venv, --vllm, vllm, sglang or lmcache, found: $1" >&2
+      echo "expected --venv, --vllm, --prepare, vllm, sglang or lmcache, found: $1" >&2
       exit 2
       ;;
   esac
@@ -40,6 +42,7 @@ if [[ ! -e $ready ]]; then
   touch "$ready"
 fi
 "$venv/bin/python" -m pip install --quiet --no-deps "vllm==$vllm"
+if ((prepare)); then exit 0; fi
 copy=$(mktemp -d) # building leaves files behind
 trap 'rm -rf "$copy"' EXIT
 cp -r python "$copy"

@@ -5,9 +5,11 @@
 #
 #   scripts/soak.sh [--small] [--json FILE] [CASE...]
 #   scripts/soak.sh hostile [--small] [--json FILE] [CASE...]
+#   scripts/soak.sh engines
 #
 # Cases: kills, sessions, slow_readers, terms; all of them, the attacks and the tests, when none is named. "hostile": the
-# attacks alone, which are frames, calls, kills, tiers, descriptors, headers, replies, together.
+# attacks alone, which are frames, calls, kills, tiers, descriptors, headers, replies, together. "engines": the
+# connectors on every release of vLLM that they support, and on SGLang and LMCache (scripts/engines.sh).
 # --json writes the figures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,6 +33,11 @@ export KVTIER_ENDLESS_CLIENT=$PWD/build/release/tests/services/endless_client
 if [[ ${1:-} == hostile ]]; then
   say "attacks"
   exec "$venv/bin/python" tests/python/attacks.py "${@:2}"
+fi
+
+if [[ ${1:-} == engines ]]; then
+  for vllm in 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0; do scripts/engines.sh --vllm "$vllm" vllm; done
+  exec scripts/engines.sh
 fi
 
 say "soak"
