@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence, TypeVar, Union
 
@@ -11,12 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
+from kvtier.calls import Caller
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
-from kvtier.connection import ClientOptions, Connection, Watchdog, default_folder
-from kvtier.data_plane import PlaneCall, Planes, Reply
+from kvtier.connection import ClientOptions, default_folder
+from kvtier.data_plane import PlaneCall
 from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory, end_attachment
 from kvtier.errors import ClientError, Details, ErrorCode, invalid, make_error
-from kvtier.lease import Closing, LeaseKeeper
 from kvtier.pages import RemotePages
 from kvtier.session import (
     SELECTION_BYTES,
@@ -122,7 +120,7 @@ class SessionInfo:
     lease_ttl: float
 
 
-class Client(Closing):
+class Client(Caller):
     """As `kvtier::Client`: a connection to a server, made by the first call. Thread-safe. A thread
     of it renews the leases of its sessions. `server` and the other arguments: `ClientOptions`."""
 
@@ -139,7 +137,7 @@ class Client(Closing):
         attempts: int = 4,
         data_plane: bool = True,
     ) -> None:
-        self.connection = Connection(
+        super().__init__(
             ClientOptions(
                 server=default_server() if server is None else server,
                 token=token,
@@ -151,12 +149,6 @@ class Client(Closing):
                 attempts=attempts,
                 data_plane=data_plane,
             )
-        )
-        self.planes = Planes(self.connection)
-        self.watchdog = Watchdog()
-        self.leases = LeaseKeeper(self.connection)
-        self._end = weakref.finalize(
-            self, _end, self.leases, self.watchdog, self.planes, self.connection
         )
 
     def open(
@@ -356,31 +348,6 @@ class Client(Closing):
         return [
             _outcome(found.status, lambda: take_fetch(found.response)) for found in response.items
         ]
-
-    def close(self) -> None:
-        """Ends the connection. Sessions that are open are released by the end of their leases."""
-        self._end()
-
-    def run(self, call: PlaneCall, response: Reply, method: Callable[..., Any]) -> Reply:
-        """Makes a call that may be repeated, over the data plane or over gRPC."""
-        found = self.planes.repeatable(call, response)
-        if found is not None:
-            return found
-        reply: Reply = self.connection.call(method, call.inline())
-        return reply
-
-    @staticmethod
-    def make_request_id() -> str:
-        return str(uuid.uuid4())
-
-
-def _end(
-    leases: LeaseKeeper, watchdog: Watchdog, planes: Planes, connection: Connection
-) -> None:
-    leases.close()
-    watchdog.close()
-    planes.close()
-    connection.close()
 
 
 def _outcome(status: status_pb2.ItemStatus, take: Callable[[], T]) -> T | ClientError:

@@ -1,25 +1,18 @@
-"""What lives in the server by a lease, and the thread that renews leases."""
+"""What ends with a `with`, and the thread that renews leases."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from kvtier.connection import Connection
-from kvtier.errors import ClientError
 from kvtier.v1 import session_pb2
 
-if TYPE_CHECKING:
-    from google.protobuf.duration_pb2 import Duration
-
-    from kvtier.client import Client
-
 _NAMES_PER_RENEWAL = 1024
-_RELEASE_SECONDS = 1.0
 
 Self = TypeVar("Self", bound="Closing")
 
@@ -40,34 +33,6 @@ class Closing:
 
     def close(self) -> None:
         raise NotImplementedError
-
-
-class Leased(Closing):
-    """Lives in the server under a name, by a lease that is renewed as long as the object lives."""
-
-    def __init__(self, client: Client, name: str, ttl: Duration) -> None:
-        self._client = client
-        self._connection = client.connection
-        self._name = name
-        self._closing = threading.Lock()
-        self._open = True
-        client.leases.add(self, name, ttl.seconds + ttl.nanos * 1e-9)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def _end(self, method: Callable[..., Any], request: Any) -> None:
-        """Ends the lease by a call, once, waiting a second at most. When this fails, it runs out."""
-        with self._closing:
-            if not self._open:
-                return
-            self._open = False
-        self._client.leases.remove(self._name)
-        try:
-            self._connection.call_once(method, request, _RELEASE_SECONDS)
-        except ClientError:
-            pass
 
 
 class LeaseKeeper:

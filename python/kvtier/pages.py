@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence, Union
+from typing import Any, Callable, Iterator, Sequence, Union
 
 import grpc
 import numpy as np
@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 
 from kvtier import frames, page_plane
 from kvtier.buffers import Bytes, readable, writable
+from kvtier.calls import Caller, Leased
 from kvtier.connection import translated
 from kvtier.data_plane import Channel, PlaneCall
 from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
-from kvtier.lease import Leased
 from kvtier.v1 import page_pb2, status_pb2, transfer_pb2
-
-if TYPE_CHECKING:
-    from kvtier.client import Client
 
 _CHUNK_HEAD_BYTES = 256
 
@@ -55,7 +52,7 @@ class RemotePages(Leased):
     of a `with`. Thread-safe. A page that fails leaves the others alone: results are per page, an
     error among them where `NotFoundError` with reason PAGE_GONE is a miss."""
 
-    def __init__(self, client: Client, response: page_pb2.OpenLeaseResponse) -> None:
+    def __init__(self, client: Caller, response: page_pb2.OpenLeaseResponse) -> None:
         super().__init__(client, response.lease.name, response.lease.ttl)
         self._planes = client.planes
         self._page_bytes = response.lease.page_bytes

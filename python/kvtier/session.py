@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence, Union
+from typing import Any, Iterator, NamedTuple, Sequence, Union
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
+from kvtier.calls import Caller, Leased
 from kvtier.config import AttendOptions
 from kvtier.data_plane import PlaneCall
 from kvtier.device import DeviceTensor
 from kvtier.errors import ClientError, ErrorCode, invalid, make_error
-from kvtier.lease import Leased
 from kvtier.stream import DecodeStream
 from kvtier.tensors import Array
 from kvtier.v1 import attention_pb2, session_pb2, tensor_pb2
-
-if TYPE_CHECKING:
-    from kvtier.client import Client
 
 _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
@@ -210,7 +207,7 @@ class RemoteSession(Leased):
     `refresh` tells.
     """
 
-    def __init__(self, client: Client, session: session_pb2.Session) -> None:
+    def __init__(self, client: Caller, session: session_pb2.Session) -> None:
         super().__init__(client, session.name, session.lease_ttl)
         self._planes = client.planes
         self._lengths: list[int] = list(session.layer_lengths)
