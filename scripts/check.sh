@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The cheap checks: format, shell scripts, figures that are those of the results, the language of the documents,
-# headers that compile alone, and the rules of the whole tree (who may include whom, file sizes, what the documents
-# promise). The first stage of test.sh, and a pre-commit hook:
+# headers that compile alone, and the rules of the whole tree (who may include whom, what the documents promise). The
+# first stage of test.sh, and a pre-commit hook:
 #
 #   ln -s ../../scripts/check.sh .git/hooks/pre-commit
 #

@@ -18,8 +18,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMaxLines = 500;
-
 /// A folder that disappears with the test.
 class TemporaryTree {
  public:
@@ -57,19 +55,13 @@ TEST(SourceTree, ReadsTheWantedExtensionsAndSkipsHiddenAndGeneratedFolders) {
   EXPECT_THAT(files[1].lines, ::testing::ElementsAre("one", "two"));
 }
 
-TEST(Files, NoSourceIsLongerThanTheLimit) {
-  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
-
-  const auto files = read_tree(source_root(), source_folders(), source_extensions());
-
-  EXPECT_GT(files.size(), 40U);
-  for (const SourceFile& file : files) EXPECT_LE(file.lines.size(), kMaxLines) << file.path;
-}
-
 TEST(Files, EveryHeaderIsGuardedByPragmaOnce) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
-  for (const SourceFile& file : read_tree(source_root(), source_folders(), {".h", ".cuh"})) {
+  const auto headers = read_tree(source_root(), source_folders(), {".h", ".cuh"});
+
+  EXPECT_GT(headers.size(), 40U);
+  for (const SourceFile& file : headers) {
     if (file.path == "include/kvtier/kvtier.h") continue;  // C, guarded by a macro
     EXPECT_THAT(file.lines, ::testing::Contains("#pragma once")) << file.path;
   }
