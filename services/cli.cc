@@ -7,6 +7,8 @@
 #include "services/console/log.h"
 #include "services/console/named_option.h"
 #include "services/console/names.h"
+#include "services/manual/completion.h"
+#include "services/manual/man_page.h"
 #include "services/plan/plan.h"
 #include "services/replay/recorded_ids.h"
 #include "services/replay/replay.h"
@@ -27,6 +29,7 @@
 namespace kvtier::services {
 namespace {
 
+constexpr const char* kVersion = "kvtier " KVTIER_VERSION;
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
@@ -213,9 +216,29 @@ void run_replay(ReplayCommand& command, const Console& console) {
   if (json.is_wanted()) json.commit(to_json(trace, command.options, report));
 }
 
+struct ManualCommand {
+  std::string shell;
+  std::string command;
+};
+
+void add_manual(CLI::App& program, ManualCommand& command) {
+  program.add_subcommand("completion", "Print a script that completes this program's command line")
+      ->add_option("SHELL", command.shell, "Shell that runs the script")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  program.add_subcommand("man", "Print the manual page of this program or of one of its commands")
+      ->add_option("COMMAND", command.command, "Command (default: the program)");
+}
+
+std::string completion(const CommandText& program, const std::string& shell) {
+  if (shell == "zsh") return zsh_completion(program);
+  return shell == "fish" ? fish_completion(program) : bash_completion(program);
+}
+
 int run_program(std::vector<std::string> arguments, const Console& console) {
   CLI::App app("kvtier: long-context KV cache off the GPU", "kvtier");
-  app.set_version_flag("--version", "kvtier " KVTIER_VERSION);
+  app.set_version_flag("--version", kVersion);
+  app.require_subcommand(0, 1);  // `man serve`: serve is no second command
   std::string log_level = "warning";
   app.add_option("--log-level", log_level, "Messages of the library on stderr")
       ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
@@ -236,6 +259,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_calibrate(app, calibrate_command);
   PlanCommand plan_command;
   add_plan(app, plan_command);
+  ManualCommand manual_command;
+  add_manual(app, manual_command);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
@@ -245,6 +270,14 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   if (app.get_subcommands().empty()) {
     console.err << "error: expected a subcommand, found none\n\n" << app.help();
     return kExitUsage;
+  }
+  if (app.got_subcommand("completion")) {
+    console.out << completion(command_text(app), manual_command.shell);
+    return 0;
+  }
+  if (app.got_subcommand("man")) {
+    console.out << man_page(command_text(app), manual_command.command, kVersion);
+    return 0;
   }
   if (app.got_subcommand("calibrate")) {
     run_calibrate(std::move(calibrate_command), console);

@@ -49,6 +49,37 @@ TEST_F(CliTest, PrintsHelp) {
   }
 }
 
+TEST_F(CliTest, PrintsManualPages) {
+  const CliResult program = run_kvtier({"man"});
+  EXPECT_EQ(program.code, 0);
+  EXPECT_THAT(program.out, StartsWith(".TH KVTIER 1 \"\" \"kvtier 0."));
+  EXPECT_THAT(program.out, HasSubstr(".BR kvtier\\-replay (1)\n"));
+
+  const CliResult command = run_kvtier({"man", "replay"});  // no second command
+  EXPECT_EQ(command.code, 0);
+  EXPECT_THAT(command.out, HasSubstr("\n\\fB\\-\\-estimator\\fR "));
+  EXPECT_THAT(command.out, HasSubstr("[\\fIOPTION\\fR]... \\fITRACE\\fR\n"));
+  EXPECT_THAT(command.out, HasSubstr("\nOne of: soft_collision, "));
+
+  const CliResult unknown = run_kvtier({"man", "replya"});
+  EXPECT_EQ(unknown.code, 1);
+  EXPECT_THAT(unknown.err, HasSubstr("expected a command, found replya"));
+}
+
+TEST_F(CliTest, PrintsCompletionsForShells) {
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const CliResult result = run_kvtier({"completion", shell});
+    EXPECT_EQ(result.code, 0);
+    for (const char* word : {"replay", "completion", "soft_collision", "error-target"}) {
+      EXPECT_THAT(result.out, HasSubstr(word)) << shell;
+    }
+  }
+  const CliResult unknown = run_kvtier({"completion", "tcsh"});
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_THAT(unknown.err, HasSubstr("tcsh"));
+  EXPECT_EQ(unknown.out, "");
+}
+
 TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
   const std::string trace = recorded_trace().string();
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
