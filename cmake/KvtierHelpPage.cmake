@@ -1,0 +1,28 @@
+# Writes a manual page out of what a program and its commands print for --help.
+#
+#   cmake -DPROGRAM=... -DNAME=kvtier-llama "-DCOMMANDS=eval;bench" -DVERSION=... -DOUTPUT=FILE [-DGZIP=gzip] -P KvtierHelpPage.cmake
+function(help result)
+  execute_process(COMMAND ${PROGRAM} ${ARGN} --help OUTPUT_VARIABLE text OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "${PROGRAM}" "${NAME}" text "${text}")
+  string(REPLACE "\\" "\\e" text "${text}")
+  string(REPLACE "-" "\\-" text "${text}")
+  string(REGEX REPLACE "\n([.'])" "\n\\\\&\\1" text "${text}")
+  set(${result} "${text}" PARENT_SCOPE)
+endfunction()
+
+help(program)
+string(REGEX REPLACE "\n.*" "" summary "${program}")
+string(REGEX REPLACE "^[^:]*: " "" summary "${summary}")
+string(TOUPPER ${NAME} title)
+string(REPLACE "-" "\\-" name ${NAME})
+set(page ".TH ${title} 1 \"\" \"kvtier ${VERSION}\" \"User Commands\"\n.SH NAME\n${name} \\- ${summary}\n")
+string(APPEND page ".SH SYNOPSIS\n.B ${name}\n\\fICOMMAND\\fR [\\fIOPTION\\fR]...\n.SH DESCRIPTION\n.nf\n${program}\n.fi\n")
+foreach(command IN LISTS COMMANDS)
+  help(text ${command})
+  string(TOUPPER ${command} title)
+  string(APPEND page ".SH ${title}\n.nf\n${text}\n.fi\n")
+endforeach()
+file(WRITE ${OUTPUT} "${page}")
+if(GZIP)
+  execute_process(COMMAND ${GZIP} -9nf ${OUTPUT} COMMAND_ERROR_IS_FATAL ANY)
+endif()
