@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The cheap checks: format, shell scripts, figures that are those of the results, the language of the documents,
-# headers that compile alone, and the rules of the whole tree (who may include whom, what the documents promise). The
-# first stage of test.sh, and a pre-commit hook:
+# The cheap checks: format, shell scripts, figures that are those of the results, the language of the documents, the
+# API reference, headers that compile alone, and the rules of the whole tree (who may include whom, what the documents
+# promise). The first stage of test.sh, and a pre-commit hook:
 #
 #   ln -s ../../scripts/check.sh .git/hooks/pre-commit
 #
@@ -65,6 +65,15 @@ if command -v python3 >/dev/null; then
   echo "sentences are short, and words are those of the field"
 else
   echo "python3 is not installed: the language of the documents is not checked"
+fi
+
+say "API reference"
+if command -v doxygen >/dev/null; then
+  mkdir -p build
+  doxygen docs/Doxyfile
+  echo "doxygen has no warning"
+else
+  echo "doxygen is not installed: the comments of the public headers are not read"
 fi
 
 say "headers and tree"

@@ -8,9 +8,9 @@ kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev l
   protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
   libmemcached-dev libhiredis-dev libnghttp2-dev memcached redis-server
   clang-format-14 python3-venv dpkg-dev)
-# For the tests of the status page, of the rules for Prometheus and of completions, which are skipped without: CI has
-# them.
-kvtier_ci_packages=(chromium prometheus zsh fish groff-base)
+# For the tests of the status page, of the rules for Prometheus and of completions, and for the API reference, which are
+# skipped without: CI has them.
+kvtier_ci_packages=(chromium prometheus doxygen zsh fish groff-base)
 # Debian 12 has libFuzzer with clang; Ubuntu 24.04 too.
 kvtier_fuzz_packages=(clang-14 libclang-rt-14-dev)
 

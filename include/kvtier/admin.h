@@ -70,6 +70,12 @@ struct EvictedPages {
 };
 
 /// A connection to a server's admin socket. Thread-safe. Calls throw `ClientError`.
+///
+/// ```cpp
+/// kvtier::AdminClient admin({.server = "unix:/run/kvtier/admin.sock"});
+/// std::printf("kvtier %s\n", admin.info().version.c_str());
+/// admin.drain();
+/// ```
 class AdminClient {
  public:
   /// `options.server` is the admin socket, of `kvtier serve` without options

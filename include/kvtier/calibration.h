@@ -52,6 +52,11 @@ struct CalibrationOptions {
 /// Measures each allocation in turn; the region is freed in between. Throws `kInvalidArgument` for
 /// options that make no sense, `kUnimplemented` where the backend is not there,
 /// `kResourceExhausted` when every allocation was refused.
+///
+/// ```cpp
+/// const kvtier::Calibration found = kvtier::calibrate({.region_bytes = 4 * kvtier::GiB});
+/// std::ofstream("calibration.txt") << kvtier::to_text(found);
+/// ```
 [[nodiscard]] KVTIER_EXPORT Calibration calibrate(const CalibrationOptions& options);
 
 /// The name of an allocation in options and files: "auto", "managed", "registered", "huge_pages",

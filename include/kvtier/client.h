@@ -135,6 +135,15 @@ struct ItemResult {
 
 /// A connection to a server. Thread-safe. A thread of it renews the leases of its sessions, so that
 /// they live as long as this process; sessions keep the connection alive.
+///
+/// ```cpp
+/// kvtier::Client client({.server = "unix:/run/kvtier/kvtier.sock"});
+/// kvtier::RemoteSessionConfig config;
+/// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+/// kvtier::RemoteSession session = client.open(config);
+/// session.append(0, keys, values);
+/// session.decode(0, {.query = query, .key = key, .value = value}, {.out = out});
+/// ```
 class Client {
  public:
   /// Throws `kInvalidArgument` for options that do not go together. Connects with the first call.

@@ -292,6 +292,15 @@ struct MemoryConfig {
 
 enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError };
 
+/// Everything that an engine is made from.
+///
+/// ```cpp
+/// kvtier::Config config;
+/// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+/// config.memory.host_bytes = 64 * kvtier::GiB;  // KV pages
+/// config.retrieval.top_k = 2048;
+/// for (const std::string& problem : config.validate()) std::puts(problem.c_str());
+/// ```
 struct Config {
   ModelConfig model{};
   MemoryConfig memory{};

@@ -24,6 +24,13 @@ struct DeviceMemoryHandle {
 /// it. Throws `kUnimplemented` where engines of `backend` have no GPU, `kNotFound` for memory of
 /// another GPU than theirs, `kFailedPrecondition` for a handle that CUDA refuses, as it does those
 /// of this process, `kInvalidArgument` for an allocation of fewer bytes. Thread-safe.
+///
+/// ```cpp
+/// const auto memory = kvtier::open_device_memory(kvtier::Backend::kCuda, handle, 4 * 8 * 128 * 2);
+/// const kvtier::TensorView keys(memory.get(), kvtier::DType::kBFloat16, {4, 8, 128},
+///                               kvtier::MemorySpace::kDevice);
+/// session.append(0, keys, keys);
+/// ```
 [[nodiscard]] KVTIER_EXPORT std::shared_ptr<std::byte> open_device_memory(
     Backend backend, const DeviceMemoryHandle& handle, std::size_t bytes);
 

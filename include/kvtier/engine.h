@@ -129,6 +129,15 @@ struct BatchItem {
 /// Owns the device, the page pool, the planes and the workspaces; allocates at construction all
 /// that steps will use.
 ///
+/// ```cpp
+/// kvtier::Config config;
+/// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+/// kvtier::Engine engine(config);            // one per process
+/// kvtier::Session session = engine.open();  // one per sequence
+/// session.append(0, keys, values);          // [tokens, 8, 128] each, for each layer
+/// session.decode(0, {.query = query, .key = key, .value = value}, {.out = out});
+/// ```
+///
 /// Thread-safe. Sessions keep the engine's state alive, so the order of destruction is free.
 class KVTIER_EXPORT Engine {
  public:

@@ -43,6 +43,15 @@ enum class ErrorCode : std::uint8_t {
 
 /// The one exception type of the library. A call that throws has changed nothing, except with
 /// `kInternal`, after which the engine is failed.
+///
+/// ```cpp
+/// try {
+///   session.append(0, keys, values);
+/// } catch (const kvtier::Error& error) {
+///   if (error.code() != kvtier::ErrorCode::kResourceExhausted) throw;
+///   session.truncate(0);  // makes room
+/// }
+/// ```
 class KVTIER_EXPORT Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message);

@@ -8,6 +8,19 @@
  * Structs that may grow begin with `struct_size`. The `..._init` functions set it, and every field,
  * to the defaults; a size that this library does not know is refused. A struct that is only written
  * to (kvtier_stats) is filled up to the caller's size.
+ *
+ * ```c
+ * kvtier_config config;
+ * kvtier_engine* engine;
+ * kvtier_session* session;
+ * kvtier_config_init(&config);
+ * config.query_heads = 32;
+ * config.head_dim = 128;
+ * if (kvtier_engine_create(&config, &engine) != KVTIER_OK) puts(kvtier_last_error());
+ * if (kvtier_session_open(engine, 0, &session) != KVTIER_OK) puts(kvtier_last_error());
+ * kvtier_session_close(session);
+ * kvtier_engine_destroy(engine);
+ * ```
  */
 #ifndef KVTIER_KVTIER_H_
 #define KVTIER_KVTIER_H_

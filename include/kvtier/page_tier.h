@@ -83,6 +83,12 @@ struct TierStats {
 /// A put of a key that is there is kOk and may write nothing. A get whose size is not that of the
 /// stored page is kMiss: the caller's pages have another geometry. Keys removed while the tier is
 /// unavailable may be found again.
+///
+/// ```cpp
+/// kvtier::Config config;
+/// config.memory.tiers.push_back(tier);  // a std::shared_ptr to your own PageTier
+/// kvtier::Engine engine(config);
+/// ```
 class PageTier {
  public:
   using Deadline = std::chrono::steady_clock::time_point;

@@ -6,6 +6,12 @@ namespace kvtier {
 /// the fewest tokens whose estimated share of the attention, with that of the tokens that are
 /// always attended, reaches `recall`, or more where they are fewer than half of the eligible ones
 /// and of the most. The estimate is of the norm-aware scores (docs/algorithm.md, section 3).
+///
+/// ```cpp
+/// kvtier::AttendOptions options;
+/// options.recall_target = kvtier::RecallTarget{.recall = 0.95};
+/// session.attend(0, {.query = query}, {.out = out}, {}, options);
+/// ```
 struct RecallTarget {
   /// Share of the attention of the visible tokens, above 0 and below 1; the mean over the query
   /// heads that share a selection.

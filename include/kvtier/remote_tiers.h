@@ -38,6 +38,12 @@ struct RemoteTiersConfig {
 ///
 /// Throws `kInvalidArgument`, `kNotFound` for a file, and `kUnimplemented` for any server where
 /// the build has no remote tiers (KVTIER_BUILD_REMOTE_TIERS).
+///
+/// ```cpp
+/// kvtier::Config config;
+/// config.memory.disk_cache = "/var/cache/kvtier";  // the first tier keeps what it takes
+/// config.memory.tiers = kvtier::make_remote_tiers({.memcached = {"10.0.0.1:11211"}});
+/// ```
 [[nodiscard]] std::vector<std::shared_ptr<PageTier>> make_remote_tiers(
     const RemoteTiersConfig& config);
 

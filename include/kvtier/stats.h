@@ -29,6 +29,13 @@ struct LatencyHistogram {
 
 /// Counters of an engine. `cumulative` only grows; subtract two of them for an interval.
 /// Work of calls still in flight on a caller's stream may be counted in part.
+///
+/// ```cpp
+/// const kvtier::Stats before = engine.stats();
+/// run_steps();
+/// const kvtier::Stats::Cumulative moved = engine.stats().cumulative - before.cumulative;
+/// std::printf("%llu rows selected\n", static_cast<unsigned long long>(moved.rows_selected));
+/// ```
 struct Stats {
   struct Cumulative {
     std::uint64_t tokens_appended = 0;  ///< (token, layer) pairs.

@@ -29,6 +29,12 @@ inline constexpr int kMaxTensorRank = 4;
 ///
 /// `shape` and `strides` count elements; the last dimension must have stride 1 in every call that
 /// takes a view, the others are free.
+///
+/// ```cpp
+/// std::vector<float> values(5 * 2 * 128);
+/// const kvtier::TensorView view(values.data(), kvtier::DType::kFloat32, {5, 2, 128});
+/// std::puts(kvtier::describe(view).c_str());  // fp32 [5, 2, 128]
+/// ```
 template <typename Void>
 struct BasicTensorView {
   Void* data = nullptr;
