@@ -58,6 +58,7 @@ std::string name_of(Estimator estimator) {
 }
 
 std::string name_of(Selection selection) {
+  if (selection == Selection::kPerSequence) return "per_sequence";
   return selection == Selection::kPerQueryHead ? "per_query_head" : "per_kv_head";
 }
 

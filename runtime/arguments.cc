@@ -64,19 +64,22 @@ void check_finite(std::string_view name, const EngineState& engine, const Tensor
           "a larger one");
 }
 
-/// Checks an int32 or fp32 tensor `[tokens, heads, n]` with `n >= min_n` and heads = either count.
+/// Checks an int32 or fp32 tensor `[tokens, heads, n]` with `n >= min_n` and heads = either count,
+/// or 1 where all heads have the same ids.
 void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std::int64_t tokens,
-               const EngineState& engine, std::int64_t min_n, StreamRef stream) {
+               const EngineState& engine, std::int64_t min_n, bool same_ids, StreamRef stream) {
   if (tensor.dtype != dtype) {
     invalid(name, std::string(dtype_name(dtype)), std::string(dtype_name(tensor.dtype)));
   }
   const int query_heads = engine.kv.query_heads;
   const int kv_heads = engine.kv.kv_heads;
   const bool heads_fit =
-      tensor.rank == 3 && (tensor.shape[1] == query_heads || tensor.shape[1] == kv_heads);
+      tensor.rank == 3 && (tensor.shape[1] == query_heads || tensor.shape[1] == kv_heads ||
+                           (same_ids && tensor.shape[1] == 1));
   if (!heads_fit || tensor.shape[0] != tokens || tensor.shape[2] < min_n) {
     invalid(name,
             shape3(tokens, query_heads, "n") + " or " + shape3(tokens, kv_heads, "n") +
+                (same_ids ? " or " + shape3(tokens, 1, "n") : "") +
                 " with n >= " + std::to_string(min_n),
             describe(tensor));
   }
@@ -91,6 +94,9 @@ void check_estimate(const ResolvedOptions& resolved, std::string_view who) {
   }
   if (resolved.params.coarse_bits > 0) {
     invalid(who, "coarse_bits 0", std::to_string(resolved.params.coarse_bits));
+  }
+  if (resolved.params.selection == Selection::kPerSequence) {
+    invalid(who, "selection per_kv_head or per_query_head", "per_sequence");
   }
   if (resolved.logit_softcap > 0.0F) {
     invalid(who, "logit_softcap 0", std::to_string(resolved.logit_softcap));
@@ -308,7 +314,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
     check_estimate(resolved, "missed");
   }
   if (!inputs.selected.empty()) {
-    check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, stream);
+    check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, true, stream);
     if (!sparse) {
       invalid("selected", "none in a dense or sliding-window layer", describe(inputs.selected));
     }
@@ -320,7 +326,11 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
     const std::int64_t min_n = inputs.selected.empty()
                                    ? max_selected(engine, layer, options, length, ids_heads)
                                    : std::int64_t{0};
-    check_ids("selected (output)", outputs.selected, DType::kInt32, tokens, engine, min_n, stream);
+    const bool same_ids = inputs.selected.empty()
+                              ? resolved.params.selection == Selection::kPerSequence
+                              : inputs.selected.shape[1] == 1;
+    check_ids("selected (output)", outputs.selected, DType::kInt32, tokens, engine, min_n, same_ids,
+              stream);
   }
 }
 
@@ -332,21 +342,22 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
   if (outputs.ids.empty()) invalid("ids", "a tensor", "none");
   const std::int64_t min_n =
       max_selected(engine, layer, options, session.layer(layer).length, outputs.ids.shape[1]);
-  check_ids("ids", outputs.ids, DType::kInt32, tokens, engine, min_n, stream);
+  const scoring::ScoreParams params = resolve_options(engine, layer, options).params;
+  const bool per_sequence = params.selection == Selection::kPerSequence;
+  check_ids("ids", outputs.ids, DType::kInt32, tokens, engine, min_n, per_sequence, stream);
   if (!outputs.scores.empty()) {
-    check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, stream);
+    check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, per_sequence, stream);
     if (outputs.scores.shape != outputs.ids.shape) {
       invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
     }
   }
   if (!outputs.bias.empty()) {
-    const scoring::ScoreParams params = resolve_options(engine, layer, options).params;
     if (params.rule != SelectionRule::kPriority) {
       invalid("bias (output)", "none without the priority rule", describe(outputs.bias));
     }
-    const int heads =
-        params.selection == Selection::kPerQueryHead ? engine.kv.query_heads : engine.kv.kv_heads;
-    check_ids("bias (output)", outputs.bias, DType::kFloat32, tokens, engine, 0, stream);
+    const int heads = engine.config.model.num_sets(params.selection);
+    check_ids("bias (output)", outputs.bias, DType::kFloat32, tokens, engine, 0, per_sequence,
+              stream);
     if (outputs.bias.shape != outputs.ids.shape || outputs.ids.shape[1] != heads) {
       invalid("bias (output)",
               "the shape of ids with a head for each set (" + std::to_string(heads) + ")",

@@ -21,7 +21,7 @@ RetrievalConfig to_retrieval(const kvtier_retrieval_config& c) {
   config.estimator = checked<Estimator>(c.estimator, KVTIER_NORM_AWARE, "estimator");
   config.value_weighting =
       checked<ValueWeighting>(c.value_weighting, KVTIER_WEIGHTING_NONE, "value_weighting");
-  config.selection = checked<Selection>(c.selection, KVTIER_PER_KV_HEAD, "selection");
+  config.selection = checked<Selection>(c.selection, KVTIER_PER_SEQUENCE, "selection");
   if (number_of(c.plane_kind) != KVTIER_PLANES_DEFAULT) config.plane_kind = to_planes(c.plane_kind);
   config.seed = c.seed;
   config.planes_per_table = c.planes_per_table;

@@ -118,7 +118,12 @@ std::vector<std::string> RetrievalConfig::validate() const {
     problems.require(std::isfinite(error_target) && error_target > 0.0 && error_target < 1.0,
                      "error_target", "0 (none) or a number above 0 and below 1", error_target);
   }
+  problems.require(selection == Selection::kPerQueryHead || selection == Selection::kPerKvHead ||
+                       selection == Selection::kPerSequence,
+                   "selection", "an enumerator", static_cast<int>(selection));
   if (coarse_bits != 0) {
+    problems.require(selection != Selection::kPerSequence, "coarse_bits",
+                     "0 (one phase) with a set per sequence", coarse_bits);
     problems.require(coarse_bits >= 1 && coarse_bits <= 7, "coarse_bits",
                      "0 (one phase) or 1..7, below the bits of a coordinate", coarse_bits);
     problems.require(rule == SelectionRule::kPriority && code == SketchCode::kScalar, "coarse_bits",

@@ -218,7 +218,8 @@ class AttendLaunch {
     const scoring::ScoreParams& params = options().params;
     const int group = engine_.kv.group();
     if (!given.empty()) {
-      return std::min(max_length_, given.shape[2] * (given.shape[1] / engine_.kv.kv_heads));
+      const std::int64_t lists = std::max<std::int64_t>(1, given.shape[1] / engine_.kv.kv_heads);
+      return std::min(max_length_, given.shape[2] * lists);
     }
     const bool per_head = params.selection == Selection::kPerQueryHead;
     return std::min(max_length_, max_per_row(params, max_length_) * (per_head ? group : 1));

@@ -361,7 +361,7 @@ BudgetArgs budget_args(const Stage& stage, const Budget& budget) {
           .order = stage.order(),
           .max_tokens = stage.workspace.limits.max_tokens,
           .sets = stage.num_sets(),
-          .combines = stage.per_kv_head()};
+          .combines = stage.shared()};
 }
 
 dim3 budget_grid(std::int64_t parts, int heads, const Stage& stage) {

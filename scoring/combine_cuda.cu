@@ -21,7 +21,8 @@ struct CombineArgs {
   std::int64_t tiles;
   int query_heads;
   int kv_heads;
-  int group;
+  int group;   // heads that share a score
+  int copies;  // KV heads for which it is written
   bool logit_like;
 };
 
@@ -68,7 +69,7 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
   args.normalisers[head] = args.logit_like ? all.log() : all.sum;
 }
 
-// Grid: tiles x KV heads x rows.
+// Grid: tiles x groups of heads that share a score x rows.
 __global__ __launch_bounds__(kTileThreads) void combine_heads(
     const __grid_constant__ CombineArgs args) {
   const RowPlan plan = args.plans[blockIdx.z];
@@ -77,7 +78,8 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
   const std::int64_t row = blockIdx.z;
   const std::int64_t first_head = row * args.query_heads + blockIdx.y * args.group;
   const float* normalisers = args.normalisers + first_head;
-  float* combined = args.combined + (row * args.kv_heads + blockIdx.y) * args.max_tokens;
+  float* combined =
+      args.combined + (row * args.kv_heads + blockIdx.y * args.copies) * args.max_tokens;
   const auto group = static_cast<float>(args.group);
 
   for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
@@ -98,11 +100,13 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
       }
     }
     const float mean = args.logit_like ? exponentials.log() - logf(group) : shares / group;
-    combined[token] = finite ? settled_score(mean) : kLowestScore;
+    const float score = finite ? settled_score(mean) : kLowestScore;
+    for (int i = 0; i < args.copies; ++i) combined[i * args.max_tokens + token] = score;
   }
 }
 
 CombineArgs combine_args(const Stage& stage) {
+  const transfer::KvGeometry& kv = stage.request.kv;
   return {.plans = stage.scratch.plans,
           .states = stage.scratch.states,
           .partials = stage.scratch.partials,
@@ -112,9 +116,10 @@ CombineArgs combine_args(const Stage& stage) {
           .combined = stage.workspace.combined,
           .max_tokens = stage.workspace.limits.max_tokens,
           .tiles = stage.scratch.tiles,
-          .query_heads = stage.request.kv.query_heads,
-          .kv_heads = stage.request.kv.kv_heads,
-          .group = stage.request.kv.group(),
+          .query_heads = kv.query_heads,
+          .kv_heads = kv.kv_heads,
+          .group = stage.per_sequence() ? kv.query_heads : kv.group(),
+          .copies = stage.per_sequence() ? kv.kv_heads : 1,
           .logit_like = stage.request.params.logit_like()};
 }
 
@@ -131,7 +136,7 @@ void enqueue_normalisers(const Stage& stage) {
 void enqueue_combine(const Stage& stage) {
   const CombineArgs args = combine_args(stage);
   const auto rows = static_cast<unsigned>(stage.num_rows());
-  const dim3 sets_grid(stage.num_tiles(), static_cast<unsigned>(args.kv_heads), rows);
+  const dim3 sets_grid(stage.num_tiles(), static_cast<unsigned>(args.kv_heads / args.copies), rows);
   combine_heads<<<sets_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -54,6 +54,8 @@ struct ScoreParams {
   KVTIER_HOST_DEVICE int weight_bits() const {
     return query_bits + (code_bits > 0 ? code_bits - 1 : 0);
   }
+  /// Whether heads share a set.
+  KVTIER_HOST_DEVICE bool shared() const { return selection != Selection::kPerQueryHead; }
   /// Logit-like scores combine over heads by log-mean-exp, collision scores by the mean of shares.
   KVTIER_HOST_DEVICE bool logit_like() const {
     return estimator == Estimator::kNormAware || weighting == ValueWeighting::kCalibrated;

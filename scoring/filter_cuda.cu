@@ -19,6 +19,7 @@ bool filter_serves(const SelectRequest& request) {
   const bool norm_aware = params.estimator == Estimator::kNormAware;
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
   if (request.keep_scores || params.coarse_bits > 0 ||
+      params.selection == Selection::kPerSequence ||
       device_attribute(cudaDevAttrComputeCapabilityMajor) < kMajorWithClusters) {
     return false;
   }

@@ -105,8 +105,10 @@ KVTIER_HOST_DEVICE inline std::uint32_t mix_bits(std::uint32_t x) {
   return x ^ x >> 15;
 }
 
-/// The key of the priorities of one set of tokens: `head` is its KV head, or query head.
+/// The key of the priorities of one set of tokens: `head` is its KV head, or query head. The set of
+/// a sequence is that of head 0.
 KVTIER_HOST_DEVICE inline std::uint32_t priority_key(const ScoreParams& params, int head) {
+  if (params.selection == Selection::kPerSequence) head = 0;
   return mix_bits(params.priority_key + static_cast<std::uint32_t>(head) * 0x9E3779B9U);
 }
 

@@ -143,9 +143,8 @@ SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
           .token_mask = token_mask_,
           .scratch = scratch_,
           .rest_logs = rest_logs_,
-          .selection = params.rule == SelectionRule::kPriority
-                           ? biased_selection(params.selection == Selection::kPerQueryHead)
-                           : selection_};
+          .selection = params.rule == SelectionRule::kPriority ? biased_selection(!params.shared())
+                                                               : selection_};
 }
 
 transfer::SelectionView Selector::biased_selection(bool per_query_head) const {
@@ -231,7 +230,7 @@ transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRe
   check(request, limits_);
   SelectorWorkspace space = workspace(request.params);
   space.selection =
-      bias.data != nullptr ? biased_selection(ids.heads != limits_.kv_heads) : selection_;
+      bias.data != nullptr ? biased_selection(ids.heads > limits_.kv_heads) : selection_;
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       cuda::adopt(stream.native(), request, space, ids, bias);

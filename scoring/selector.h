@@ -52,7 +52,7 @@ struct IdTensor {
   std::int32_t* data = nullptr;
   std::int64_t row_stride = 0;
   std::int64_t head_stride = 0;
-  int heads = 0;  ///< query_heads or kv_heads.
+  int heads = 0;  ///< query_heads, kv_heads, or 1: the same ids for all heads.
   std::int64_t n = 0;
 };
 

@@ -59,8 +59,14 @@ class Call {
   [[nodiscard]] bool prioritised() const {
     return request_.params.rule == SelectionRule::kPriority;
   }
-  [[nodiscard]] bool per_query_head() const {
-    return request_.params.selection == Selection::kPerQueryHead;
+  [[nodiscard]] bool per_query_head() const { return !request_.params.shared(); }
+  [[nodiscard]] bool per_sequence() const {
+    return request_.params.selection == Selection::kPerSequence;
+  }
+  /// Scores that order the tokens of a set that heads share. Normalising one head keeps its order,
+  /// but not every last bit of it.
+  [[nodiscard]] float* order(int row, int kv_head) const {
+    return group_ == 1 && !per_sequence() ? scores(row, kv_head) : combined(row, kv_head);
   }
 
   [[nodiscard]] GroupQuery group_query(int row, int kv_head) const {

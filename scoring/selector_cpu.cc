@@ -54,7 +54,7 @@ float log_least(const Call& call, int row, int kv_head, int h) {
          call.partials(row, kv_head)[h * call.partial_stride() + first_tile].sum;
 }
 
-void choose_per_kv_head(const Call& call, int row, int kv_head, std::int64_t k) {
+void choose_shared(const Call& call, int row, int kv_head, std::int64_t k) {
   const AttendedSpans& spans = call.spans(row);
   SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
   const std::uint16_t mask = all_heads(call.group());
@@ -69,11 +69,9 @@ void choose_per_kv_head(const Call& call, int row, int kv_head, std::int64_t k) 
     }
     return writer.finish();
   }
-  // Normalising one head keeps its order, but not every last bit of it.
-  const float* scores = call.group() == 1 ? call.scores(row, kv_head) : call.combined(row, kv_head);
-  visit_top_k(scores + spans.sink_end, spans.num_eligible(), k, [&](std::int64_t i) {
-    writer.add(spans.sink_end + i, mask, [](int) { return 0.0F; });
-  });
+  visit_top_k(
+      call.order(row, kv_head) + spans.sink_end, spans.num_eligible(), k,
+      [&](std::int64_t i) { writer.add(spans.sink_end + i, mask, [](int) { return 0.0F; }); });
   writer.finish();
 }
 
@@ -107,7 +105,7 @@ void choose_per_query_head(const Call& call, int row, int kv_head, const HeadCou
 }
 
 void choose(const Call& call, int row, int kv_head, std::int64_t k) {
-  if (!call.per_query_head()) return choose_per_kv_head(call, row, kv_head, k);
+  if (!call.per_query_head()) return choose_shared(call, row, kv_head, k);
   HeadCounts counts;
   counts.fill(k);
   choose_per_query_head(call, row, kv_head, counts);
@@ -136,8 +134,8 @@ void choose_within(const Call& call, const Budget& budget, int row, int kv_head,
     }
     choose_per_query_head(call, row, kv_head, counts);
   } else {
-    const float* order = group == 1 ? scores(0) : call.combined(row, kv_head) + spans.sink_end;
-    choose_per_kv_head(call, row, kv_head, mass.num_to_keep(order, 0, group, most));
+    const float* order = call.order(row, kv_head) + spans.sink_end;
+    choose_shared(call, row, kv_head, mass.num_to_keep(order, 0, group, most));
   }
   const transfer::SelectionView& view = call.selection();
   const std::int64_t slot = std::int64_t{row} * call.kv_heads() + kv_head;
@@ -148,13 +146,14 @@ void choose_within(const Call& call, const Budget& budget, int row, int kv_head,
   }
 }
 
-// Query heads of the group of `kv_head` that head `head` of an id tensor speaks for.
+// Query heads of the group of `kv_head` that head `head` of an id tensor speaks for: of all groups
+// alike where it has one head, and then group 0 is named.
 struct HeadOfTensor {
   int kv_head;
   std::uint16_t mask;
 };
 HeadOfTensor head_of_tensor(const Call& call, const IdTensor& ids, int head) {
-  if (ids.heads == call.kv_heads()) return {head, all_heads(call.group())};
+  if (ids.heads == 1 || ids.heads == call.kv_heads()) return {head, all_heads(call.group())};
   assert(ids.heads == call.query_heads());
   return {head / call.group(), static_cast<std::uint16_t>(1U << (head % call.group()))};
 }
@@ -204,6 +203,7 @@ void score(const Call& call) {
 // Normalises the heads, and combines those that share a set.
 void combine(const Call& call) {
   const ScoreParams& params = call.request().params;
+  std::vector<float> totals(static_cast<std::size_t>(call.rows() * call.query_heads()));
   call.for_each_group([&](int row, int kv_head) {
     const AttendedSpans& spans = call.spans(row);
     if (spans.num_eligible() == 0) return;
@@ -218,18 +218,21 @@ void combine(const Call& call) {
             log_of_always(call.request(), {row, kv_head, h}, spans, params.weighting);
         total = static_cast<float>(log_add(static_cast<double>(total), always));
       }
+      const int query_head = row * call.query_heads() + kv_head * call.group() + h;
+      totals[static_cast<std::size_t>(query_head)] = total;
     }
   });
   if (call.per_query_head()) return;
+  const int heads = call.per_sequence() ? call.query_heads() : call.group();
   call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
-    const TilePartial* partials = call.partials(row, kv_head);
-    const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
-    std::array<float, kMaxGroup> totals{};
-    for (int h = 0; h < call.group(); ++h) {
-      totals[static_cast<std::size_t>(h)] = partials[h * call.partial_stride() + first_tile].sum;
+    if (call.per_sequence() && kv_head > 0) return;
+    float* const combined = call.combined(row, kv_head) + first;
+    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(),
+                 totals.data() + row * call.query_heads() + kv_head * call.group(), heads, count,
+                 combined);
+    for (int other = 1; call.per_sequence() && other < call.kv_heads(); ++other) {
+      std::copy_n(combined, count, combined + other * call.max_tokens());
     }
-    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(), totals.data(),
-                 call.group(), count, call.combined(row, kv_head) + first);
   });
 }
 
@@ -274,9 +277,9 @@ void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, con
     float* biases = call.scores(row, kv_head);
     for (int head = 0; head < ids.heads; ++head) {
       const HeadOfTensor target = head_of_tensor(call, ids, head);
-      if (target.kv_head != kv_head) continue;
+      if (ids.heads > 1 && target.kv_head != kv_head) continue;
       const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
-      const int own = ids.heads == call.kv_heads() ? 0 : head % call.group();
+      const int own = ids.heads > call.kv_heads() ? head % call.group() : 0;
       for (std::int64_t i = 0; i < ids.n; ++i) {
         const std::int64_t token = from[i];
         if (token < spans.sink_end || token >= spans.tail_begin) continue;

@@ -277,8 +277,8 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   if (budget.active) {
     enqueue_estimates(stage, budget);
   } else {
-    if (stage.per_kv_head() || thresholds) enqueue_normalisers(stage);
-    if (stage.per_kv_head()) enqueue_combine(stage);
+    if (stage.shared() || thresholds) enqueue_normalisers(stage);
+    if (stage.shared()) enqueue_combine(stage);
   }
   if (budget.missed > 0.0) enqueue_top_of_budget(stage, budget);
   if (stage.prioritised()) {
@@ -326,7 +326,7 @@ void export_scores(void* stream, const SelectRequest& request, const SelectorWor
   if (request.rows.count == 0 || ids.n == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   const ExportScoresArgs args{.plans = stage.scratch.plans,
-                              .scores = stage.per_kv_head() ? workspace.combined : workspace.scores,
+                              .scores = stage.shared() ? workspace.combined : workspace.scores,
                               .ids = ids,
                               .out = out,
                               .max_tokens = workspace.limits.max_tokens,

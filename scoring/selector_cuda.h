@@ -112,12 +112,15 @@ struct Stage {
 
   int num_rows() const { return request.rows.count; }
   bool prioritised() const { return request.params.rule == SelectionRule::kPriority; }
-  bool per_kv_head() const { return request.params.selection == Selection::kPerKvHead; }
-  int num_sets() const { return per_kv_head() ? request.kv.kv_heads : request.kv.query_heads; }
+  bool shared() const { return request.params.shared(); }
+  bool per_sequence() const { return request.params.selection == Selection::kPerSequence; }
+  /// The set of a sequence is found once for each KV head, side by side.
+  int num_sets() const { return shared() ? request.kv.kv_heads : request.kv.query_heads; }
   /// Scores that order the tokens of a set, `[rows][sets][max_tokens]`. Normalising one head keeps
   /// its order, but not every last bit of it.
   const float* order() const {
-    return per_kv_head() && request.kv.group() > 1 ? workspace.combined : workspace.scores;
+    const bool combines = per_sequence() || (shared() && request.kv.group() > 1);
+    return combines ? workspace.combined : workspace.scores;
   }
   unsigned num_tiles() const {
     return static_cast<unsigned>((request.max_length + kTileTokens - 1) / kTileTokens);
@@ -137,7 +140,7 @@ enum class PlanPurpose { kScore, kAdopt };
 void enqueue_plan(const Stage& stage, PlanPurpose purpose);
 /// Writes the scores of the eligible tokens, per query head.
 void enqueue_scores(const Stage& stage);
-/// Writes the combined scores, per KV head.
+/// Writes the combined scores, per KV head; those of a sequence for each KV head.
 void enqueue_combine(const Stage& stage);
 /// Estimates how much attention the tokens have, and does what `enqueue_combine` does. Then: finds
 /// the least of the fewest best tokens of every set that the budget wants: instead of

@@ -306,23 +306,28 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
   const std::int32_t id = ids.data[blockIdx.z * ids.row_stride + head * ids.head_stride + i];
   if (id < plan.begin || id >= plan.end) return;
   const int group = args.query_heads / args.kv_heads;
-  const bool per_kv_head = ids.heads == args.kv_heads;
-  const int kv_head = per_kv_head ? head : head / group;
-  const unsigned bits = per_kv_head ? (1U << group) - 1 : 1U << (head - kv_head * group);
+  const bool shared = ids.heads <= args.kv_heads;
+  const unsigned bits = shared ? (1U << group) - 1 : 1U << head % group;
+  const float given =
+      bias.data == nullptr
+          ? 0.0F
+          : fmaxf(bias.data[blockIdx.z * bias.row_stride + head * bias.head_stride + i], 0.0F);
   // The masks of tokens 2 i and 2 i + 1 of the whole array are one word; atomics have no 16-bit
   // form.
-  const std::int64_t index =
-      (std::int64_t{blockIdx.z} * args.kv_heads + kv_head) * args.max_tokens + id;
   auto* words = reinterpret_cast<unsigned*>(args.token_mask);
-  atomicOr(&words[index / 2], bits << (index % 2 * 16));
-  if (bias.data == nullptr) return;
-  // Numbers that are not negative order as their bits do.
-  const float given =
-      fmaxf(bias.data[blockIdx.z * bias.row_stride + head * bias.head_stride + i], 0.0F);
-  const int slot = per_kv_head ? kv_head * group : head;
-  float* to =
-      args.given + (std::int64_t{blockIdx.z} * args.query_heads + slot) * args.max_tokens + id;
-  atomicMax(reinterpret_cast<int*>(to), __float_as_int(given));
+  const int first = shared ? head : head / group;
+  const int last = ids.heads == 1 ? args.kv_heads - 1 : first;  // one head is for all KV heads
+  for (int kv_head = first; kv_head <= last; ++kv_head) {
+    const std::int64_t index =
+        (std::int64_t{blockIdx.z} * args.kv_heads + kv_head) * args.max_tokens + id;
+    atomicOr(&words[index / 2], bits << (index % 2 * 16));
+    if (bias.data == nullptr) continue;
+    const int slot = shared ? kv_head * group : head;
+    float* to =
+        args.given + (std::int64_t{blockIdx.z} * args.query_heads + slot) * args.max_tokens + id;
+    // Numbers that are not negative order as their bits do.
+    atomicMax(reinterpret_cast<int*>(to), __float_as_int(given));
+  }
 }
 
 // What is added to the logits of a token that is selected, for the head of the group that has its

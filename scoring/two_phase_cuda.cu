@@ -163,7 +163,7 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
   enqueue_plan(coarse, PlanPurpose::kScore);
   if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
   enqueue_scores(coarse);
-  if (coarse.per_kv_head()) {
+  if (coarse.shared()) {
     enqueue_normalisers(coarse);
     enqueue_combine(coarse);
   }
@@ -181,14 +181,14 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
                        .selection = workspace.selection,
                        .flags = request.flags,
                        .order = order,
-                       .exported = coarse.per_kv_head() ? workspace.combined : workspace.scores,
+                       .exported = coarse.shared() ? workspace.combined : workspace.scores,
                        .cuts = workspace.rest_logs,
                        .max_tokens = workspace.limits.max_tokens,
                        .coarse_bytes = prefix.token_bytes(),
                        .query_heads = request.kv.query_heads,
                        .kv_heads = request.kv.kv_heads,
                        .group = request.kv.group(),
-                       .per_kv_head = coarse.per_kv_head()};
+                       .per_kv_head = coarse.shared()};
   const dim3 tiles(coarse.num_tiles(), static_cast<unsigned>(args.kv_heads),
                    static_cast<unsigned>(coarse.num_rows()));
   score_candidates<<<tiles, kTileThreads, 0, stream>>>(args);

@@ -149,7 +149,7 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
                    "default, linear, calibrated, logit, none")
       ->delimiter(',')
       ->capture_default_str();
-  eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head")
+  eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head, per_sequence")
       ->delimiter(',')
       ->capture_default_str();
   eval->add_option("--rule", retrieval.rules,

@@ -22,8 +22,9 @@ constexpr Names<ValueWeighting, 5> kWeightings{{{"default", ValueWeighting::kDef
                                                 {"calibrated", ValueWeighting::kCalibrated},
                                                 {"logit", ValueWeighting::kLogit},
                                                 {"none", ValueWeighting::kNone}}};
-constexpr Names<Selection, 2> kSelections{
-    {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
+constexpr Names<Selection, 3> kSelections{{{"per_kv_head", Selection::kPerKvHead},
+                                           {"per_query_head", Selection::kPerQueryHead},
+                                           {"per_sequence", Selection::kPerSequence}}};
 
 constexpr Names<SelectionRule, 2> kRules{
     {{"top_k", SelectionRule::kTopK}, {"priority", SelectionRule::kPriority}}};

@@ -50,12 +50,16 @@ enum class ValueWeighting : std::uint8_t {
   kNone,
 };
 
-/// Whether query heads of one KV head share a selection.
+/// Which heads share a selection.
 enum class Selection : std::uint8_t {
   /// Each query head has its own k tokens (SOCKET). Rows chosen twice are fetched once.
   kPerQueryHead,
   /// One set of k tokens for the query heads of a KV head, from their normalised scores.
   kPerKvHead,
+  /// One set of k tokens for all heads of a sequence, from their normalised scores: what engines
+  /// take that have one list of tokens for a sequence. On a GPU it takes the generic path. Neither
+  /// with a recall target or the missed mass, nor with two phases.
+  kPerSequence,
 };
 
 /// Which tokens are taken by their scores, and how much each counts (docs/algorithm.md, section 3).
@@ -181,6 +185,12 @@ struct ModelConfig {
   DType kv_dtype = DType::kBFloat16;  ///< Storage of K and V: bf16 or fp16.
   /// Empty (every layer sparse), or one entry per layer.
   std::vector<LayerConfig> layer_options{};
+
+  /// Returns how many sets of tokens a query has: the heads of `SelectOutputs::ids`.
+  [[nodiscard]] int num_sets(Selection selection) const noexcept {
+    if (selection == Selection::kPerSequence) return 1;
+    return selection == Selection::kPerKvHead ? kv_heads : query_heads;
+  }
 };
 
 /// Where the KV pages are.

@@ -39,10 +39,11 @@ struct AttendOptions {
 
 /// `query`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. Query t of T sees the tokens up
 /// to and including the session's token number length - T + t (a causal tail). `selected`
-/// (optional): int32 `[tokens, query_heads or kv_heads, n]` token ids to attend beside sink, window
-/// and dense tokens, -1 for none, any order; replaces scoring. `bias` (optional, with `selected`):
-/// fp32 of the shape of `selected`, finite and not negative, what is added to the logit of each id,
-/// as `SelectOutputs::bias` gives it; of an id given twice the larger counts.
+/// (optional): int32 `[tokens, query_heads, kv_heads or 1, n]` token ids to attend beside sink,
+/// window and dense tokens, -1 for none, any order; 1: the same for all heads; replaces scoring.
+/// `bias` (optional, with `selected`): fp32 of the shape of `selected`, finite and not negative,
+/// what is added to the logit of each id, as `SelectOutputs::bias` gives it; of an id given twice
+/// the larger counts.
 struct AttendInputs {
   TensorView query{};
   TensorView selected{};
@@ -62,7 +63,8 @@ struct DecodeInputs {
 /// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,
 /// query_heads]`, natural log of the softmax denominator; with it, results over disjoint token sets
 /// merge (`Engine::merge`). `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]`
-/// receives the ids chosen by score, ascending, padded with -1; n >= k.
+/// receives the ids chosen by score, ascending, padded with -1; n >= k. One head of ids where all
+/// heads have the same: with `kPerSequence`, or where one was given.
 /// `missed` (optional): fp32 `[tokens, query_heads]`, the estimated share of the attention of all
 /// visible tokens that fell on tokens not attended; for sparse layers that select by norm-aware
 /// scores without a logit softcap.
@@ -74,10 +76,11 @@ struct AttendOutputs {
 };
 
 /// `ids`: int32 `[tokens, heads, n]` with heads = query_heads for `kPerQueryHead`, kv_heads for
-/// `kPerKvHead`; ascending, padded with -1. `scores` (optional): fp32, same shape, the score of
-/// each id (per KV head: the combined one), -infinity where padded. `bias` (optional, with
-/// `SelectionRule::kPriority`): fp32, same shape, the logarithm of how many times each id counts,
-/// 0 where padded; `AttendInputs::bias` takes it. Heads are then those of the sets.
+/// `kPerKvHead`, 1 for `kPerSequence`; ascending, padded with -1. `scores` (optional): fp32, same
+/// shape, the score of each id (of a set of several heads: the combined one), -infinity where
+/// padded. `bias` (optional, with `SelectionRule::kPriority`): fp32, same shape, the logarithm of
+/// how many times each id counts, 0 where padded; `AttendInputs::bias` takes it. Heads are then
+/// those of the sets.
 struct SelectOutputs {
   MutableTensorView ids{};
   MutableTensorView scores{};

@@ -85,7 +85,8 @@ typedef enum kvtier_value_weighting {
 
 typedef enum kvtier_selection {
   KVTIER_PER_QUERY_HEAD = 0,
-  KVTIER_PER_KV_HEAD = 1
+  KVTIER_PER_KV_HEAD = 1,
+  KVTIER_PER_SEQUENCE = 2
 } kvtier_selection;
 
 /* Which tokens are taken by their scores: SelectionRule. */

@@ -52,10 +52,11 @@ class ValueWeighting(enum.Enum):
 
 
 class Selection(enum.Enum):
-    """Whether the query heads of one KV head share a selection."""
+    """Which heads share a selection. `PER_SEQUENCE`: one set for all heads of a sequence."""
 
     PER_QUERY_HEAD = "SELECTION_PER_QUERY_HEAD"
     PER_KV_HEAD = "SELECTION_PER_KV_HEAD"
+    PER_SEQUENCE = "SELECTION_PER_SEQUENCE"
 
 
 class SelectionRule(enum.Enum):

@@ -24,8 +24,10 @@ inline constexpr std::array<std::pair<std::string_view, ValueWeighting>, 5> kWei
      {"logit", ValueWeighting::kLogit},
      {"none", ValueWeighting::kNone}}};
 
-inline constexpr std::array<std::pair<std::string_view, Selection>, 2> kSelectionNames{
-    {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
+inline constexpr std::array<std::pair<std::string_view, Selection>, 3> kSelectionNames{
+    {{"per_kv_head", Selection::kPerKvHead},
+     {"per_query_head", Selection::kPerQueryHead},
+     {"per_sequence", Selection::kPerSequence}}};
 
 inline constexpr std::array<std::pair<std::string_view, SelectionRule>, 2> kRuleNames{
     {{"top_k", SelectionRule::kTopK}, {"priority", SelectionRule::kPriority}}};

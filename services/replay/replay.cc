@@ -246,12 +246,12 @@ class LayerReplay {
       const std::span<const HeadReference> heads = references_[step];
       const auto k = static_cast<std::size_t>(num_to_select(retrieval, spans_[step]));
       for (std::int64_t head = 0; head < selected.heads; ++head) {
-        const auto first = static_cast<std::size_t>(head * (trace_.query_heads() / selected.heads));
+        const auto selected_heads = static_cast<std::size_t>(selected.heads);
+        const std::size_t first = static_cast<std::size_t>(head) * (heads.size() / selected_heads);
         rankings.push_back(
             retrieval.selection == Selection::kPerQueryHead
                 ? heads[first].order
-                : shared_order(heads.subspan(first, static_cast<std::size_t>(group_)),
-                               spans_[step]));
+                : shared_order(heads.subspan(first, heads.size() / selected_heads), spans_[step]));
         rankings.back().resize(k);
         std::copy(rankings.back().begin(), rankings.back().end(), selected.list(t, head).begin());
       }
@@ -267,8 +267,7 @@ class LayerReplay {
   [[nodiscard]] SelectedIds make_ids(const RetrievalConfig& retrieval) const {
     std::int64_t k = 0;
     for (const StepSpans& spans : spans_) k = std::max(k, wanted_tokens(retrieval, spans));
-    const bool per_query = retrieval.selection == Selection::kPerQueryHead;
-    return {chunk_.steps, per_query ? trace_.query_heads() : trace_.kv_heads(), k};
+    return {chunk_.steps, engine_.config().model.num_sets(retrieval.selection), k};
   }
   [[nodiscard]] MutableTensorView out_view() {
     return {out_.data(), DType::kFloat32, {chunk_.steps, trace_.query_heads(), trace_.head_dim()}};

@@ -379,8 +379,7 @@ std::unique_ptr<CallInPieces> select_in(SessionEntry& entry, const v1::SelectReq
   auto call = std::make_unique<Selecting>(entry, layer, request.options());
   call->query = query_of(entry, request.query(), call->regions());
   const ModelConfig& model = model_of(entry);
-  const bool per_query_head = call->retrieval().selection == Selection::kPerQueryHead;
-  const std::int64_t heads = per_query_head ? model.query_heads : model.kv_heads;
+  const std::int64_t heads = model.num_sets(call->retrieval().selection);
   const std::int64_t tokens = call->query.shape[0];
   const std::int64_t length = entry.session->length(layer);
   check_not_empty(length);

@@ -318,6 +318,9 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     case v1::SELECTION_PER_KV_HEAD:
       result.selection = Selection::kPerKvHead;
       break;
+    case v1::SELECTION_PER_SEQUENCE:
+      result.selection = Selection::kPerSequence;
+      break;
     default:
       throw unknown(field + ".selection", "a Selection", options.selection());
   }

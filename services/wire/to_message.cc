@@ -45,6 +45,12 @@ v1::ValueWeighting message_of(ValueWeighting weighting) {
   return v1::VALUE_WEIGHTING_NONE;
 }
 
+v1::Selection message_of(Selection selection) {
+  if (selection == Selection::kPerSequence) return v1::SELECTION_PER_SEQUENCE;
+  return selection == Selection::kPerKvHead ? v1::SELECTION_PER_KV_HEAD
+                                            : v1::SELECTION_PER_QUERY_HEAD;
+}
+
 v1::PlaneKind message_of(PlaneKind kind) {
   return kind == PlaneKind::kGaussian ? v1::PLANE_KIND_GAUSSIAN : v1::PLANE_KIND_ORTHOGONAL;
 }
@@ -132,9 +138,7 @@ v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
   v1::RetrievalOptions message;
   message.set_estimator(message_of(retrieval.estimator));
   message.set_value_weighting(message_of(retrieval.value_weighting));
-  message.set_selection(retrieval.selection == Selection::kPerKvHead
-                            ? v1::SELECTION_PER_KV_HEAD
-                            : v1::SELECTION_PER_QUERY_HEAD);
+  message.set_selection(message_of(retrieval.selection));
   if (retrieval.sparsity > 0.0) {
     message.mutable_size()->set_sparsity(retrieval.sparsity);
   } else {

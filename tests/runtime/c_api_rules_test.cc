@@ -38,7 +38,7 @@ TEST(CApi, RefusesUnknownEnumeratorsOfRetrieval) {
   };
   expect_refused([&](kvtier_config& c) { set(c.retrieval.estimator, 3); }, "estimator");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.value_weighting, 5); }, "weighting");
-  expect_refused([&](kvtier_config& c) { set(c.retrieval.selection, 2); }, "selection");
+  expect_refused([&](kvtier_config& c) { set(c.retrieval.selection, 3); }, "selection");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.rule, 2); },
                  "rule: expected 0..1, found 2");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.code, 2); },

@@ -48,6 +48,8 @@ TEST(PriorityConfigTest, NamesWhatIsWrong) {
        }},
       {{"retrieval.code: expected an enumerator, found 7"},
        [](Config& c) { c.retrieval.code = static_cast<SketchCode>(7); }},
+      {{"retrieval.selection: expected an enumerator, found 3"},
+       [](Config& c) { c.retrieval.selection = static_cast<Selection>(3); }},
       {{"retrieval.rule: expected an enumerator, found 9"},
        [](Config& c) { c.retrieval.rule = static_cast<SelectionRule>(9); }},
       {{"retrieval.rule: expected top_k where scores are no logits", "found priority"},

@@ -81,13 +81,21 @@ inline std::vector<RetrievalConfig> priority_methods() {
   return methods;
 }
 
+/// The sets that a method can have: two phases have none for a sequence.
+inline std::vector<Selection> kinds_of_sets(const RetrievalConfig& retrieval) {
+  std::vector<Selection> kinds = {Selection::kPerKvHead, Selection::kPerQueryHead};
+  if (retrieval.coarse_bits == 0) kinds.push_back(Selection::kPerSequence);
+  return kinds;
+}
+
 inline std::string name_of(const RetrievalConfig& retrieval) {
   const std::string code = retrieval.coarse_bits > 0                      ? "two phases"
                            : retrieval.estimator != Estimator::kNormAware ? "calibrated"
                            : retrieval.code == SketchCode::kScalar        ? "scalar"
                                                                           : "sign";
-  return code +
-         (retrieval.selection == Selection::kPerKvHead ? ", per KV head" : ", per query head");
+  return code + (retrieval.selection == Selection::kPerSequence ? ", per sequence"
+                 : retrieval.selection == Selection::kPerKvHead ? ", per KV head"
+                                                                : ", per query head");
 }
 
 /// A session of one engine, and what the oracle has to know of it.
@@ -106,12 +114,9 @@ class PriorityTest : public EngineTest {
     return HostTensor::random(tokens, model.query_heads, model.head_dim, DType::kFloat32, seed,
                               2.0F);
   }
-  static int sets_of(const ModelConfig& model, const RetrievalConfig& retrieval) {
-    return retrieval.selection == Selection::kPerKvHead ? model.kv_heads : model.query_heads;
-  }
   static Picked pick(Session& session, const ModelConfig& model, const HostTensor& query,
                      const RetrievalConfig& retrieval, int layer = 0, AttendOptions options = {}) {
-    Picked picked(query.tokens(), sets_of(model, retrieval), session.length(layer));
+    Picked picked(query.tokens(), model.num_sets(retrieval.selection), session.length(layer));
     options.retrieval = &retrieval;
     session.select(layer, query.view(), picked.outputs(retrieval.rule == SelectionRule::kPriority),
                    {}, options);
@@ -200,7 +205,6 @@ class PriorityTest : public EngineTest {
     const oracle::Visible tokens = visible(retrieval, session.length(layer), lag);
     const int group = model.query_heads / model.kv_heads;
     const double target = retrieval.error_target * retrieval.error_target;
-    const bool per_kv = retrieval.selection == Selection::kPerKvHead;
     // ln of what scores are shares of.
     const Stored stored = target > 0.0 ? fetch_all(session, model, layer) : Stored{};
     const auto total = [&](int head) {
@@ -212,13 +216,14 @@ class PriorityTest : public EngineTest {
     };
     Expected expected;
     double log_least = target > 0.0 ? std::log(target) : -INFINITY;
-    if (!per_kv) {
+    if (retrieval.selection == Selection::kPerQueryHead) {
       expected.log_shares = scores[static_cast<std::size_t>(set)];
       if (target > 0.0) log_least += total(set);
     } else {
       expected.log_shares.assign(tokens.eligible.size(), -INFINITY);
-      for (int head = set * group; head < (set + 1) * group; ++head) {
-        const double whole = total(head) + std::log(group);
+      const int sharing = model.query_heads / model.num_sets(retrieval.selection);
+      for (int head = set * sharing; head < (set + 1) * sharing; ++head) {
+        const double whole = total(head) + std::log(sharing);
         for (std::size_t i = 0; i < expected.log_shares.size(); ++i) {
           expected.log_shares[i] = oracle::log_add(
               expected.log_shares[i], scores[static_cast<std::size_t>(head)][i] - whole);

@@ -10,8 +10,6 @@ namespace kvtier::testing {
 namespace {
 
 constexpr std::int64_t kTokens = 300;
-constexpr Selection kKindsOfSets[] = {Selection::kPerKvHead, Selection::kPerQueryHead};
-
 KVTIER_INSTANTIATE_BACKENDS(PriorityTest);
 
 TEST_P(PriorityTest, TakesTheTokensOfTheOracleForEverySize) {
@@ -24,7 +22,7 @@ TEST_P(PriorityTest, TakesTheTokensOfTheOracleForEverySize) {
       append_random(session, model, 0, kTokens, static_cast<std::uint64_t>(group));
       const HostTensor query = queries(model, 2, 5);
       const int eligible = static_cast<int>(kTokens) - 32;
-      for (const Selection selection : kKindsOfSets) {
+      for (const Selection selection : kinds_of_sets(retrieval)) {
         retrieval.selection = selection;
         for (const int k : {1, 7, eligible - 1, eligible, 4000}) {
           retrieval.top_k = k;
@@ -43,7 +41,7 @@ TEST_P(PriorityTest, TakesASharePerQueryBySparsity) {
     Engine engine(config);
     Session session = engine.open();
     append_random(session, config.model, 0, kTokens, 3);
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : kinds_of_sets(retrieval)) {
       retrieval.selection = selection;
       expect_oracle(session, config.model, queries(config.model, 12, 6), retrieval);
       if (HasFatalFailure()) return;
@@ -75,7 +73,7 @@ TEST_P(PriorityTest, AnErrorTargetTakesTheTokensAboveItsThreshold) {
     Session session = engine.open();
     append_random(session, config.model, 0, kTokens, 8);
     const HostTensor query = queries(config.model, 2, 5);
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : kinds_of_sets(retrieval)) {
       retrieval.selection = selection;
       std::size_t fewest = kTokens;
       for (const double target : {0.5, 0.2, 0.1, 0.05}) {
@@ -106,7 +104,7 @@ TEST_P(PriorityTest, ARecallTargetSaysHowManyTokensAreTaken) {
     append_random(session, config.model, 0, kTokens, 8);
     const HostTensor query = queries(config.model, 2, 5);
     retrieval.top_k = 150;
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
       retrieval.selection = selection;
       for (const double recall : {0.5, 0.9}) {
         const AttendOptions options{.recall_target =
@@ -130,7 +128,7 @@ TEST_P(PriorityTest, ARecallTargetSaysHowManyTokensAreTaken) {
 
 TEST_P(PriorityTest, TokensThatAreNotFiniteComeLastAndCountOnce) {
   for (RetrievalConfig retrieval : priority_methods()) {
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : kinds_of_sets(retrieval)) {
       retrieval.selection = selection;
       Config config = config_of(retrieval, 2);
       config.reject_nonfinite = false;
@@ -167,7 +165,7 @@ TEST_P(PriorityTest, TokensThatAreNotFiniteComeLastAndCountOnce) {
 
 TEST_P(PriorityTest, RepeatedQueriesTakeTheSame) {
   for (RetrievalConfig retrieval : priority_methods()) {
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : kinds_of_sets(retrieval)) {
       retrieval.selection = selection;
       const Config config = config_of(retrieval, 4);
       Engine engine(config), other(config);
@@ -220,7 +218,7 @@ TEST_P(PriorityTest, TokensKeepTheirPrioritiesThroughAppendTruncateAndFork) {
 
 TEST_P(PriorityTest, ABatchOfSessionsTakesWhatEachTakesAlone) {
   for (RetrievalConfig retrieval : priority_methods()) {
-    for (const Selection selection : kKindsOfSets) {
+    for (const Selection selection : kinds_of_sets(retrieval)) {
       retrieval.selection = selection;
       const Config config = config_of(retrieval, 4);
       const ModelConfig& model = config.model;

@@ -196,6 +196,8 @@ TEST_P(TwoPhaseTest, RefusesWhatHasNoTwoPhases) {
             "1\n");
   EXPECT_EQ(problems([](RetrievalConfig& r) { r.error_target = 0.1; }),
             "retrieval.coarse_bits: expected 0 beside an error_target, found 1\n");
+  EXPECT_EQ(problems([](RetrievalConfig& r) { r.selection = Selection::kPerSequence; }),
+            "retrieval.coarse_bits: expected 0 (one phase) with a set per sequence, found 1\n");
   EXPECT_EQ(problems([](RetrievalConfig& r) { r.candidates = 0; }),
             "retrieval.candidates: expected at least 1, found 0\n");
   EXPECT_EQ(problems([](RetrievalConfig& r) { r.coarse_bits = 2; }),

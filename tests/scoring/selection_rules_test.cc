@@ -157,12 +157,14 @@ TEST_P(SelectionRulesTest, HeadMasksTellWhoseTheRowsAre) {
     EXPECT_EQ(pairs, 3 * 50);
   }
 
-  problem.config.selection = Selection::kPerKvHead;
-  const Selected shared = run(problem);
-  for (int kv_head = 0; kv_head < 2; ++kv_head) {
-    ASSERT_EQ(shared.counts[index(kv_head)], 50);
-    for (std::int64_t i = 0; i < 50; ++i) {
-      EXPECT_EQ(shared.masks[index(kv_head * shared.capacity + i)], 7);
+  for (const Selection selection : {Selection::kPerKvHead, Selection::kPerSequence}) {
+    problem.config.selection = selection;
+    const Selected shared = run(problem);
+    for (int kv_head = 0; kv_head < 2; ++kv_head) {
+      ASSERT_EQ(shared.counts[index(kv_head)], 50);
+      for (std::int64_t i = 0; i < 50; ++i) {
+        EXPECT_EQ(shared.masks[index(kv_head * shared.capacity + i)], 7);
+      }
     }
   }
 }
@@ -191,6 +193,18 @@ TEST_P(SelectionRulesTest, GroupOfOneHeadSelectsAlikeInBothModes) {
       EXPECT_LE(different.size(), 2U) << "estimator " << static_cast<int>(estimator);
     }
   }
+}
+
+TEST_P(SelectionRulesTest, ASetOfASequenceCountsHeadsForWhichATokenIsFinite) {
+  TokenSet set = random_tokens(16, 2, 900, signs_);
+  for (std::size_t t = 0; t < 900; ++t) {
+    set.heads[0][t].finite = t % 3 != 0;
+    set.heads[1][t].finite = t % 5 != 0;
+  }
+  Problem problem = make_problem(set, 2, 2);
+  problem.config.selection = Selection::kPerSequence;
+  problem.config.top_k = 869;  // all eligible tokens but one, so those finite for no head too
+  expect_oracle(problem, run(problem));
 }
 
 TEST_P(SelectionRulesTest, RunsAreBitIdentical) {
@@ -277,6 +291,27 @@ TEST_P(AdoptTest, KeepsEachEligibleIdOnceInAscendingOrder) {
   for (int i = 0; i < 3; ++i) EXPECT_EQ(found.masks[index(i)], 3);
 }
 
+TEST_P(AdoptTest, IdsOfOneHeadAreForAllHeads) {
+  const TokenSet set = random_tokens(12, 3, 400, signs_);
+  const Problem problem = make_problem(set, 3, 2);
+  const SelectRequest request = make_request(problem);
+  Selector selector(*device_, make_limits(problem, 40));
+  const std::vector<std::int32_t> ids = {50, 390, 9, 300, -1, 50, 70};
+
+  const transfer::SelectionView view = selector.adopt(*stream_, request, tensor(ids, 1));
+
+  const Selected found = download_selection(problem, request, selector, view, 1, 4, false);
+  EXPECT_EQ(found.of(0, 0), (Ids{50, 70, 300}));
+  EXPECT_EQ(found.counts, (std::vector<std::int32_t>{3, 3, 3}));
+  for (int kv_head = 0; kv_head < 3; ++kv_head) {
+    for (int i = 0; i < 3; ++i) {
+      const std::size_t at = index(kv_head * found.capacity + i);
+      EXPECT_EQ(found.union_ids[at], found.of(0, 0)[index(i)]);
+      EXPECT_EQ(found.masks[at], 3);
+    }
+  }
+}
+
 TEST_P(AdoptTest, IdsOfQueryHeadsAreUnitedWithTheirMasks) {
   const TokenSet set = random_tokens(12, 1, 400, signs_);
   const Problem problem = make_problem(set, 1, 3);
@@ -297,12 +332,13 @@ TEST_P(AdoptTest, IdsOfQueryHeadsAreUnitedWithTheirMasks) {
 
 TEST_P(AdoptTest, ExportedIdsGiveTheSameSelectionBack) {
   const TokenSet set = random_tokens(13, 2, 2500, signs_);
-  for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
+  for (const Selection selection :
+       {Selection::kPerQueryHead, Selection::kPerKvHead, Selection::kPerSequence}) {
     Problem problem = make_problem(set, 2, 4);
     problem.config.selection = selection;
     const SelectRequest request = make_request(problem);
     Selector selector(*device_, make_limits(problem, 200));
-    const int heads = selection == Selection::kPerKvHead ? 2 : 8;
+    const int heads = problem.num_sets();
     const transfer::SelectionView chosen = selector.select(*stream_, request);
     const Selected before = download_selection(problem, request, selector, chosen, heads, 50, true);
     const transfer::SelectionView adopted =

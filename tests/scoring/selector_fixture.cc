@@ -103,31 +103,30 @@ std::vector<std::int64_t> Selected::of(int row, int head,
 }
 
 oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
-  const bool per_kv = problem.config.selection == Selection::kPerKvHead;
-  const int kv_head = per_kv ? head : head / problem.group;
   const int dim = problem.planes->view().head_dim;
   const oracle::Planes planes = oracle::planes_from_bf16(
       problem.planes->host_bits(), dim, problem.planes->config().kind == PlaneKind::kOrthogonal);
-  const auto& tokens =
-      problem.sequences[index(problem.rows[index(row)].sequence)]->heads[index(kv_head)];
-  std::vector<oracle::Sketch> eligible;
-  for (const std::int64_t t : problem.visible(row).eligible) eligible.push_back(tokens[index(t)]);
+  const TokenSet& tokens = *problem.sequences[index(problem.rows[index(row)].sequence)];
+  const std::vector<std::int64_t> eligible = problem.visible(row).eligible;
   if (eligible.empty()) return {};
 
   std::vector<std::vector<double>> heads;
   double slack = 0.0;
   double magnitude = 0.0;
-  for (int h = 0; h < (per_kv ? problem.group : 1); ++h) {
-    const int query_head = per_kv ? kv_head * problem.group + h : head;
+  const int sharing = problem.query_heads() / problem.num_sets();
+  for (int query_head = head * sharing; query_head < (head + 1) * sharing; ++query_head) {
+    std::vector<oracle::Sketch> sketches;
+    const auto& all = tokens.heads[index(query_head / problem.group)];
+    for (const std::int64_t t : eligible) sketches.push_back(all[index(t)]);
     const float* from =
         problem.queries.data() + (std::int64_t{row} * problem.query_heads() + query_head) * dim;
     const std::vector<double> query(from, from + dim);
-    oracle::HeadScores scores = oracle::scores(problem.spec(), planes, query, eligible);
+    oracle::HeadScores scores = oracle::scores(problem.spec(), planes, query, sketches);
     slack = std::max(slack, scores.slack);
     magnitude = std::max(magnitude, scores.magnitude);
     heads.push_back(std::move(scores.values));
   }
-  if (!per_kv) return {heads[0], slack, magnitude};
+  if (problem.config.selection == Selection::kPerQueryHead) return {heads[0], slack, magnitude};
   oracle::HeadScores combined{oracle::combine(problem.spec(), heads), 2.0 * slack, 0.0};
   if (problem.spec().logit_like()) {
     // A change of all logits by x changes a log-sum-exp by at most x, so a difference by 2 x.
@@ -260,14 +259,14 @@ Selected SelectorTest::download_selection(const Problem& problem, const SelectRe
 }
 
 Selected SelectorTest::run(const Problem& problem) {
-  const bool per_kv = problem.config.selection == Selection::kPerKvHead;
   std::int64_t k = 1;
   for (std::size_t row = 0; row < problem.rows.size(); ++row) {
     k = std::max(k, problem.k(static_cast<int>(row)));
   }
   SelectRequest request = make_request(problem);
-  Selector selector(*device_, make_limits(problem, per_kv ? k : k * problem.group));
-  const int heads = per_kv ? problem.kv_heads : problem.query_heads();
+  const bool shared = problem.config.selection != Selection::kPerQueryHead;
+  Selector selector(*device_, make_limits(problem, shared ? k : k * problem.group));
+  const int heads = problem.num_sets();
   request.keep_scores = false;
   const transfer::SelectionView filtered = selector.select(*stream_, request);
   const Selected without_scores =
@@ -328,7 +327,7 @@ void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) 
     for (int kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
       const std::int64_t slot = std::int64_t{row} * problem.kv_heads + kv_head;
       const std::int32_t* ids = found.union_ids.data() + slot * found.capacity;
-      const auto& expected = chosen[index(kv_head)];
+      const auto& expected = chosen[found.heads == 1 ? 0 : index(kv_head)];
       ASSERT_EQ(std::vector<std::int64_t>(ids, ids + found.counts[index(slot)]),
                 std::vector<std::int64_t>(expected.begin(), expected.end()))
           << "row " << row << ", kv head " << kv_head;

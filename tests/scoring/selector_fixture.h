@@ -62,6 +62,10 @@ struct Problem {
   std::int64_t longest = 0;  ///< The bound of lengths that the selector is told, if above them.
 
   [[nodiscard]] int query_heads() const { return kv_heads * group; }
+  [[nodiscard]] int num_sets() const {
+    return ModelConfig{.query_heads = query_heads(), .kv_heads = kv_heads}.num_sets(
+        config.selection);
+  }
   [[nodiscard]] oracle::ScoreSpec spec() const;
   [[nodiscard]] oracle::VisibleRule rule(int row) const;
   [[nodiscard]] oracle::Visible visible(int row) const;
@@ -87,7 +91,7 @@ struct Selected {
                                              const std::vector<std::int32_t>& all) const;
 };
 
-/// Scores of the eligible tokens by the oracle, of a query head or, for `kPerKvHead`, a KV head.
+/// Scores of the eligible tokens by the oracle, of the set of a query head, KV head or sequence.
 [[nodiscard]] oracle::HeadScores expected_scores(const Problem& problem, int row, int head);
 
 class SelectorTest : public testing::BackendTest {

@@ -81,7 +81,8 @@ TEST_P(SelectorOracleTest, AgreesWithTheOracleForEveryEstimatorSelectionGroupAnd
       sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 1, kv_heads, length,
                                    random_signs(3, kNumPlanes)));
     }
-    for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
+    for (const Selection selection :
+         {Selection::kPerQueryHead, Selection::kPerKvHead, Selection::kPerSequence}) {
       for (const EstimatorCase& test : estimator_cases()) {
         Problem problem;
         problem.config = small_config(test, selection);

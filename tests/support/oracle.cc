@@ -275,13 +275,14 @@ std::vector<double> combine(const ScoreSpec& spec, std::span<const std::vector<d
   }
   std::vector<double> combined(tokens, -kInfinity);
   for (std::size_t j = 0; j < tokens; ++j) {
-    if (heads[0][j] == -kInfinity) continue;
     double largest = -kInfinity;
     for (std::size_t h = 0; h < heads.size(); ++h) {
-      largest = std::max(largest, heads[h][j] - totals[h]);
+      if (heads[h][j] > -kInfinity) largest = std::max(largest, heads[h][j] - totals[h]);
     }
+    if (largest == -kInfinity) continue;  // finite for no head
     double sum = 0.0;
     for (std::size_t h = 0; h < heads.size(); ++h) {
+      if (heads[h][j] == -kInfinity) continue;
       if (spec.logit_like()) {
         sum += std::exp(heads[h][j] - totals[h] - largest);
       } else if (totals[h] > 0.0) {

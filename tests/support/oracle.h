@@ -93,8 +93,8 @@ struct HeadScores {
 [[nodiscard]] HeadScores scores(const ScoreSpec& spec, const Planes& planes,
                                 std::span<const double> query, std::span<const Sketch> tokens);
 
-/// Combines the heads of a group over the eligible tokens (section 3): `heads[h][j]` for eligible
-/// token j.
+/// Combines the heads that share a set over the eligible tokens (section 3): `heads[h][j]` for
+/// eligible token j. A head for which a token is not finite adds nothing to its score.
 [[nodiscard]] std::vector<double> combine(const ScoreSpec& spec,
                                           std::span<const std::vector<double>> heads);
 

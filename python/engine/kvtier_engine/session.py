@@ -269,6 +269,9 @@ class Session(Closing):
         k = retrieval.top_k
         if retrieval.sparsity > 0.0:
             k = max(int(length / retrieval.sparsity), 1)
-        per_query_head = retrieval.selection == Selection.PER_QUERY_HEAD
-        heads = engine.model.query_heads if per_query_head else engine.model.kv_heads
+        heads = {
+            Selection.PER_QUERY_HEAD: engine.model.query_heads,
+            Selection.PER_KV_HEAD: engine.model.kv_heads,
+            Selection.PER_SEQUENCE: 1,
+        }[retrieval.selection]
         return shape_of("query", query)[0], heads, max(min(k, length), 1)

@@ -102,9 +102,10 @@ kvtier::RetrievalConfig retrieval_of(nb::handle object) {
                {"CALIBRATED", ValueWeighting::kCalibrated},
                {"LOGIT", ValueWeighting::kLogit},
                {"NONE", ValueWeighting::kNone}});
-  fields.read(
-      "selection", c.selection,
-      {{"PER_QUERY_HEAD", Selection::kPerQueryHead}, {"PER_KV_HEAD", Selection::kPerKvHead}});
+  fields.read("selection", c.selection,
+              {{"PER_QUERY_HEAD", Selection::kPerQueryHead},
+               {"PER_KV_HEAD", Selection::kPerKvHead},
+               {"PER_SEQUENCE", Selection::kPerSequence}});
   fields.read("rule", c.rule,
               {{"TOP_K", SelectionRule::kTopK}, {"PRIORITY", SelectionRule::kPriority}});
   fields.read("code", c.code, kCodes);
