@@ -71,6 +71,9 @@ struct SketchItem {
   transfer::SequenceCounters* counters = nullptr;
   std::int32_t tokens = 0;
   std::int64_t packed_offset = 0;
+  /// Device array `[tokens]`: where each token goes instead of behind the length, below 0 or from
+  /// `capacity` on for nowhere; or nullptr.
+  const std::int32_t* slots = nullptr;
 };
 using SketchBatch = transfer::Batch<SketchItem>;
 

@@ -236,7 +236,9 @@ void sketch_range(const PlanesView& planes, const transfer::KvGeometry& kv,
       write_signs(planes, tile);
     }
     for (int t = 0; t < count; ++t) {
-      const std::int64_t token = length + first + t;
+      const bool placed = item.slots != nullptr;
+      const std::int64_t token = placed ? item.slots[first + t] : length + first + t;
+      if (placed && (token < 0 || token >= item.counters->capacity)) continue;
       store_token(geometry, head, item.blocks[token / kBlockTokens],
                   static_cast<int>(token % kBlockTokens), tile, t);
     }

@@ -169,7 +169,7 @@ __device__ uint2 sign_words(const float (&c)[4][4]) {
   return words;
 }
 
-/// Where a (token, KV head) pair of an append goes.
+/// Where a (token, KV head) pair of an append goes; nowhere when `block` is null.
 struct PairAddress {
   std::byte* block = nullptr;
   int head = 0;
@@ -178,7 +178,11 @@ struct PairAddress {
 
 __device__ PairAddress pair_address(const SketchItem& item, int kv_heads, std::int64_t length,
                                     std::int64_t pair) {
-  const std::int64_t token = length + pair / kv_heads;
+  std::int64_t token = length + pair / kv_heads;
+  if (item.slots != nullptr) {
+    token = item.slots[pair / kv_heads];
+    if (token < 0 || token >= item.counters->capacity) return {};
+  }
   return {item.blocks[token / kBlockTokens], static_cast<int>(pair % kv_heads),
           static_cast<int>(token % kBlockTokens)};
 }
@@ -248,12 +252,14 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
     norms = row_norms<T, D>(rows, count);
     if (blockIdx.y == 0 && lane < count) {
       const PairAddress pair = pair_address(item, kv.kv_heads, length, first + lane);
-      if constexpr (!kScalar) {
+      if (pair.block != nullptr) {
+        if constexpr (!kScalar) {
+          *reinterpret_cast<std::uint16_t*>(
+              pair.block + geometry.key_norm_offset(pair.head, pair.token_in_block)) = norms.key;
+        }
         *reinterpret_cast<std::uint16_t*>(
-            pair.block + geometry.key_norm_offset(pair.head, pair.token_in_block)) = norms.key;
+            pair.block + geometry.value_norm_offset(pair.head, pair.token_in_block)) = norms.value;
       }
-      *reinterpret_cast<std::uint16_t*>(
-          pair.block + geometry.value_norm_offset(pair.head, pair.token_in_block)) = norms.value;
     }
     const std::int64_t last_row = count - 1;  // stands in for rows past the end
     keys.load(rows + min(std::int64_t{lane / 4}, last_row) * (4 * D),
@@ -265,6 +271,7 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
     const int row = lane / 4 + 8 * i;
     if (row >= count) continue;
     const PairAddress pair = pair_address(item, kv.kv_heads, length, first + row);
+    if (pair.block == nullptr) continue;
     to[i] = pair.block + geometry.chunk_offset(pair.head, 0, pair.token_in_block);
   }
 
@@ -383,7 +390,8 @@ namespace cuda {
 void sketch_keys(void* stream, const PlanesView& planes, const KvGeometry& kv,
                  const SketchGeometry& geometry, const SketchBatch& batch, const std::byte* packed,
                  const transfer::RowSquares* squares) {
-  if (squares != nullptr && batch.count > 0 && sketches_prefill(kv, least_tokens(batch))) {
+  const bool in_order = batch.count > 0 && batch[0].slots == nullptr;
+  if (squares != nullptr && in_order && sketches_prefill(kv, least_tokens(batch))) {
     transfer::Batch<KeySource> keys;
     const std::int64_t token_bytes = kv.kv_heads * kv.row_bytes();
     for (int i = 0; i < batch.count; ++i) {

@@ -27,7 +27,8 @@ void enqueue_scores(const Stage& stage) {
                  .query_heads = request.kv.query_heads,
                  .group = request.kv.group(),
                  .heads_per_block = request.kv.group(),
-                 .subsets = 1};
+                 .subsets = 1,
+                 .slot_block = request.slots.blocks == nullptr ? 0 : request.slots.block_tokens};
   const bool integers =
       args.params.estimator == Estimator::kNormAware && args.params.query_bits > 0;
   const ScoreLaunch launch = integers ? sign_launch(args) : collision_launch(args);

@@ -30,6 +30,7 @@ struct ScoreArgs {
   int group;
   int heads_per_block;  // of the group; the subsets of a group are different blocks
   int subsets;
+  int slot_block;  // tokens of a block of slots, or 0
 };
 
 /// What a block works on. Grid: blocks over tokens x (KV head, subset of its query heads) x rows.

@@ -83,6 +83,10 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
   assert(request.kv.query_heads == limits.query_heads);
   assert(request.kv.kv_heads == limits.kv_heads);
   assert(request.max_length <= limits.max_tokens);
+  assert(request.slots.blocks == nullptr ||
+         (request.params.estimator == Estimator::kNormAware && request.params.query_bits > 0 &&
+          request.params.threshold == 0.0F && request.params.coarse_bits == 0 &&
+          request.keep_scores));
   static_cast<void>(request);
   static_cast<void>(limits);
 }

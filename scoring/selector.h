@@ -6,6 +6,7 @@
 #include "scoring/exchange_lease.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
+#include "transfer/slots.h"
 
 #include <cstdint>
 
@@ -23,6 +24,10 @@ struct SelectRequest {
   hashing::PlanesView planes;
   transfer::SequenceBatch sequences;
   SketchTables sketches;
+  /// Where given, the sketches of every sequence are at its slots, of all of which `sketches` has
+  /// the blocks. Of norm-aware with integer weights alone, with neither a threshold, two phases nor
+  /// a budget; with `keep_scores`.
+  transfer::SlotTables slots{};
   transfer::QueryBatch rows;
   const float* queries = nullptr;  ///< fp32 `[rows, query_heads, head_dim]`.
   std::int64_t max_length = 0;     ///< Upper bound of the lengths; sizes grids and strides.

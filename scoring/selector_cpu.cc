@@ -12,6 +12,7 @@
 #include <bit>
 #include <cassert>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -179,6 +180,36 @@ float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64
   return best;
 }
 
+// Copies the sketches of the tokens of a tile from their slots, in a thread's own block of one KV
+// head, so that a tile is a run as ever.
+SketchTile tile_of_slots(const SelectRequest& request, int sequence, int kv_head,
+                         std::int64_t first, int count) {
+  const hashing::SketchGeometry& from = request.sketch;
+  const hashing::SketchGeometry to{.kv_heads = 1, .num_planes = from.num_planes};
+  thread_local std::vector<std::byte> memory;
+  memory.resize(std::max(memory.size(), static_cast<std::size_t>(to.block_bytes())));
+  const std::int32_t* table = request.slots.of(sequence);
+  const int block_tokens = request.slots.block_tokens;
+  for (int i = 0; i < count;) {
+    const std::int64_t token = first + i;
+    const std::int64_t run = std::min<std::int64_t>(count - i, block_tokens - token % block_tokens);
+    const std::int64_t slot = transfer::slot_of(table, block_tokens, token);
+    const std::byte* block = request.sketches[sequence][slot / hashing::kBlockTokens];
+    const auto at = static_cast<int>(slot % hashing::kBlockTokens);
+    const auto copy = [&](std::int64_t to_offset, std::int64_t from_offset, std::int64_t bytes) {
+      std::memcpy(memory.data() + to_offset, block + from_offset, static_cast<std::size_t>(bytes));
+    };
+    for (int chunk = 0; chunk < from.chunks(); ++chunk) {
+      copy(to.chunk_offset(0, chunk, i), from.chunk_offset(kv_head, chunk, at),
+           run * hashing::kChunkBytes);
+    }
+    copy(to.key_norm_offset(0, i), from.key_norm_offset(kv_head, at), run * 2);
+    copy(to.value_norm_offset(0, i), from.value_norm_offset(kv_head, at), run * 2);
+    i += static_cast<int>(run);
+  }
+  return {.block = memory.data(), .kv_head = 0, .first = 0, .count = count};
+}
+
 }  // namespace
 
 void score(const Call& call) {
@@ -189,12 +220,19 @@ void score(const Call& call) {
     }
   });
   call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
-    std::byte* const* blocks = request.sketches[request.rows[row].sequence];
-    const SketchTile tile{.block = blocks[first / hashing::kBlockTokens],
-                          .kv_head = kv_head,
-                          .first = static_cast<int>(first % hashing::kBlockTokens),
-                          .count = count};
-    score_tile(request.params, request.sketch, call.group_query(row, kv_head), tile,
+    const int sequence = request.rows[row].sequence;
+    hashing::SketchGeometry sketch = request.sketch;
+    SketchTile tile;
+    if (request.slots.blocks != nullptr) {
+      tile = tile_of_slots(request, sequence, kv_head, first, count);
+      sketch.kv_heads = 1;
+    } else {
+      tile = {.block = request.sketches[sequence][first / hashing::kBlockTokens],
+              .kv_head = kv_head,
+              .first = static_cast<int>(first % hashing::kBlockTokens),
+              .count = count};
+    }
+    score_tile(request.params, sketch, call.group_query(row, kv_head), tile,
                call.scores(row, kv_head) + first, call.max_tokens(),
                call.partials(row, kv_head) + first / kTileTokens, call.partial_stride());
   });

@@ -18,6 +18,7 @@ struct PlanArgs {
   transfer::SpanRule rule;
   transfer::SequenceBatch sequences;
   SketchTables sketches;
+  transfer::SlotTables slots;
   transfer::QueryBatch rows;
   Scratch scratch;
   std::int32_t* counts;
@@ -58,6 +59,7 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
   plan.end = args.purpose == PlanPurpose::kScore ? spans.eligible_end : spans.tail_begin;
   plan.k = k;
   plan.blocks = args.sketches[query.sequence];
+  plan.slots = args.slots.of(query.sequence);
   if (args.purpose == PlanPurpose::kScore && args.flags != nullptr && spans.num_eligible() > 0) {
     const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
     atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
@@ -242,6 +244,7 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
   const PlanArgs args{.rule = request.rule,
                       .sequences = request.sequences,
                       .sketches = request.sketches,
+                      .slots = request.slots,
                       .rows = request.rows,
                       .scratch = stage.scratch,
                       .counts = stage.workspace.selection.counts,

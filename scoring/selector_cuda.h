@@ -24,12 +24,13 @@ inline constexpr int kTileThreads = kTileTokens / kSegmentTokens * 32;
 inline constexpr int kRadixBins = 2048;
 
 /// A query row: the tokens [begin, end) that may be selected, how many to select, its sketch
-/// blocks.
+/// blocks, which are those of all sequences where there are slots.
 struct RowPlan {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::int64_t k = 0;
   const std::byte* const* blocks = nullptr;
+  const std::int32_t* slots = nullptr;  ///< Block table of the sequence, where there are slots.
 };
 
 /// Progress of one set's radix select, and the tickets of the launches over it.

@@ -18,11 +18,12 @@ struct SignShape {
   static constexpr int kBlockTokens = kWarpTokens * kScoreThreads / 32;
 };
 
-// Counts for `kWarpTokens` tokens and the 4 heads of a quad; `codes` is word lane % 4 of token lane
-// / 4.
+// Counts for `kWarpTokens` tokens and the 4 heads of a quad; `codes` of each 16 tokens is word lane
+// % 4 of token lane / 4.
 template <int kBits>
 __device__ void count_bits(
-    const std::uint32_t* codes, int chunks, const std::uint32_t* columns,
+    const std::uint32_t* const (&codes)[SignShape<kBits>::kRowGroups], int chunks,
+    const std::uint32_t* columns,
     int (&counts)[SignShape<kBits>::kRowGroups][SignShape<kBits>::kProducts][4]) {
   constexpr int kProducts = SignShape<kBits>::kProducts;
   constexpr int kRowGroups = SignShape<kBits>::kRowGroups;
@@ -34,7 +35,7 @@ __device__ void count_bits(
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         rows[group][half] =
-            __ldg(codes + (chunk * kChunkStride + group * 16 + half * 8) * kWordsPerChunk);
+            __ldg(codes[group] + (chunk * kChunkStride + half * 8) * kWordsPerChunk);
       }
     }
 #pragma unroll
@@ -48,7 +49,26 @@ __device__ void count_bits(
   }
 }
 
-template <int kBits>
+// Where the sketch of a token is.
+struct SketchPlace {
+  const std::byte* block;
+  int in_block;
+};
+
+// With slots: 16 tokens from a multiple of 16 on share a block of the table, whose places follow
+// each other. Tokens past the end, which have no entry, are read where the last one is.
+template <bool kSlots>
+__device__ SketchPlace place_of(const Work& work, int slot_block, std::int64_t token) {
+  if constexpr (kSlots) {
+    const std::int64_t last =
+        (work.plan.end - 1) / kProductRows * kProductRows + token % kProductRows;
+    token = transfer::slot_of(work.plan.slots, slot_block, min(token, last));
+  }
+  return {work.plan.blocks[token / hashing::kBlockTokens],
+          static_cast<int>(token % hashing::kBlockTokens)};
+}
+
+template <int kBits, bool kSlots>
 __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_scores(
     const __grid_constant__ ScoreArgs args) {
   using Shape = SignShape<kBits>;
@@ -71,18 +91,27 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
                       warp * Shape::kWarpTokens;
   for (; base < work.plan.end; base += stride) {
     if (base + Shape::kWarpTokens <= work.plan.begin) continue;
-    // A warp's tokens share a block, which exists because one of them is eligible.
-    const std::byte* block = work.plan.blocks[base / hashing::kBlockTokens];
-    const int in_block = static_cast<int>(base % hashing::kBlockTokens);
+    // Without slots a warp's tokens share a block, which exists because one of them is eligible.
     Norms norms[Shape::kWarpTokens / 32];
+    const std::uint32_t* codes[Shape::kRowGroups];  // row lane / 4, word lane % 4
+    const SketchPlace first = place_of<kSlots>(work, args.slot_block, base);
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens / 32; ++i) {
-      norms[i] = load_norms(args.sketch, block, work.kv_head, in_block + i * 32 + lane);
+      SketchPlace place{first.block, first.in_block + i * 32 + lane};
+      if constexpr (kSlots) place = place_of<true>(work, args.slot_block, base + i * 32 + lane);
+      norms[i] = load_norms(args.sketch, place.block, work.kv_head, place.in_block);
       if (!norms[i].finite) norms[i].key = -1.0F;
     }
-    const auto* codes = reinterpret_cast<const std::uint32_t*>(
-                            block + args.sketch.chunk_offset(work.kv_head, 0, in_block)) +
-                        lane;  // row lane / 4, word lane % 4
+#pragma unroll
+    for (int group = 0; group < Shape::kRowGroups; ++group) {
+      SketchPlace place{first.block, first.in_block + group * kProductRows};
+      if constexpr (kSlots) {
+        place = place_of<true>(work, args.slot_block, base + group * kProductRows);
+      }
+      codes[group] = reinterpret_cast<const std::uint32_t*>(
+                         place.block + args.sketch.chunk_offset(work.kv_head, 0, place.in_block)) +
+                     lane;
+    }
 
     for (int quad = 0; quad < quads; ++quad) {
       int counts[Shape::kRowGroups][Shape::kProducts][4] = {};
@@ -119,8 +148,9 @@ ScoreLaunch launch_of(const ScoreArgs& args) {
   const int chunks = sign_chunks(args.params);
   const int quads = (args.group + kHeadsPerProduct - 1) / kHeadsPerProduct;
   const int words = quads * chunks * SignShape<kBits>::kProducts * 32;
-  return {sign_scores<kBits>, SignShape<kBits>::kBlockTokens,
-          words * static_cast<int>(sizeof(std::uint32_t))};
+  const ScoreKernel kernel =
+      args.slot_block > 0 ? sign_scores<kBits, true> : sign_scores<kBits, false>;
+  return {kernel, SignShape<kBits>::kBlockTokens, words * static_cast<int>(sizeof(std::uint32_t))};
 }
 
 }  // namespace

@@ -143,31 +143,82 @@ std::unique_ptr<hashing::Planes> SelectorTest::make_planes(PlaneKind kind, int n
       *device_, SketchConfig{.kind = kind, .num_planes = num_planes, .seed = 11}, head_dim);
 }
 
+namespace {
+
+// Writes the sketch of a token of one KV head to a block.
+void put_sketch(const hashing::SketchGeometry& geometry, int head, int at,
+                const oracle::Sketch& token, std::byte* block) {
+  std::vector<std::uint32_t> words(index(geometry.chunks() * 4), 0);
+  for (std::size_t i = 0; i < token.bits.size() && token.finite; ++i) {
+    if (token.bits[i] != 0) words[i / 32] |= std::uint32_t{1} << (31 - i % 32);
+  }
+  for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
+    std::memcpy(block + geometry.chunk_offset(head, chunk, at),
+                words.data() + std::ptrdiff_t{4} * chunk, 16);
+  }
+  const std::uint16_t key = token.finite ? oracle::to_fp16(token.key_norm) : 0x7C00;
+  const std::uint16_t value = token.finite ? oracle::to_fp16(token.value_norm) : 0x7C00;
+  std::memcpy(block + geometry.key_norm_offset(head, at), &key, 2);
+  std::memcpy(block + geometry.value_norm_offset(head, at), &value, 2);
+}
+
+}  // namespace
+
+void SelectorTest::place_in_slots(const Problem& problem, SelectRequest& request) {
+  const int block_tokens = problem.slot_block;
+  std::int64_t widest = 1, used = 0;
+  for (const TokenSet* tokens : problem.sequences) {
+    const std::int64_t blocks = (tokens->length + block_tokens - 1) / block_tokens;
+    widest = std::max(widest, blocks);
+    used += blocks;
+  }
+  // Each block of the cache but one, from the last on, of one sequence after the other.
+  const std::int64_t cache = (used + 1) * block_tokens;
+  const std::int64_t sketch_blocks = (cache + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
+  std::vector<std::byte> host(index(sketch_blocks * request.sketch.block_bytes()), std::byte{0x5A});
+  std::vector<std::int32_t> tables(problem.sequences.size() * index(widest), -1);
+  std::int64_t next = used;
+  for (std::int64_t i = 0; i < widest; ++i) {
+    for (std::size_t s = 0; s < problem.sequences.size(); ++s) {
+      const TokenSet& tokens = *problem.sequences[s];
+      if (i * block_tokens >= tokens.length) continue;
+      tables[s * index(widest) + index(i)] = static_cast<std::int32_t>(next);
+      const std::int64_t first = i * block_tokens;
+      for (std::int64_t t = first; t < std::min(first + block_tokens, tokens.length); ++t) {
+        const std::int64_t slot = next * block_tokens + t - first;
+        for (int head = 0; head < problem.kv_heads; ++head) {
+          put_sketch(request.sketch, head, static_cast<int>(slot % hashing::kBlockTokens),
+                     tokens.heads[index(head)][index(t)],
+                     host.data() + slot / hashing::kBlockTokens * request.sketch.block_bytes());
+        }
+      }
+      --next;
+    }
+  }
+  kept_.push_back(upload(tables));
+  request.slots = {
+      .blocks = kept_.back().as<std::int32_t>(), .stride = widest, .block_tokens = block_tokens};
+  transfer::Buffer blocks = upload(host);
+  std::vector<std::byte*> addresses;
+  for (std::int64_t block = 0; block < sketch_blocks; ++block) {
+    addresses.push_back(blocks.data() + block * request.sketch.block_bytes());
+  }
+  kept_.push_back(std::move(blocks));
+  kept_.push_back(upload(addresses));
+  for (int s = 0; s < request.sketches.count; ++s) {
+    request.sketches[s] = kept_.back().as<std::byte*>();
+  }
+}
+
 DeviceTokens SelectorTest::place(const TokenSet& tokens, const hashing::SketchGeometry& geometry) {
   const std::int64_t count = (tokens.length + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
   // Blocks are placed in reverse, so that a reader that ignores the table is noticed.
   std::vector<std::byte> host(index(count * geometry.block_bytes()), std::byte{0x5A});
-  const auto put = [&](std::int64_t block, std::int64_t offset, const void* from,
-                       std::size_t bytes) {
-    std::memcpy(host.data() + (count - 1 - block) * geometry.block_bytes() + offset, from, bytes);
-  };
   for (int head = 0; head < geometry.kv_heads; ++head) {
     for (std::int64_t t = 0; t < tokens.length; ++t) {
-      const oracle::Sketch& token = tokens.heads[index(head)][index(t)];
-      const std::int64_t block = t / hashing::kBlockTokens;
-      const auto at = static_cast<int>(t % hashing::kBlockTokens);
-      std::vector<std::uint32_t> words(index(geometry.chunks() * 4), 0);
-      for (std::size_t i = 0; i < token.bits.size() && token.finite; ++i) {
-        if (token.bits[i] != 0) words[i / 32] |= std::uint32_t{1} << (31 - i % 32);
-      }
-      for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
-        put(block, geometry.chunk_offset(head, chunk, at), words.data() + std::ptrdiff_t{4} * chunk,
-            16);
-      }
-      const std::uint16_t key = token.finite ? oracle::to_fp16(token.key_norm) : 0x7C00;
-      const std::uint16_t value = token.finite ? oracle::to_fp16(token.value_norm) : 0x7C00;
-      put(block, geometry.key_norm_offset(head, at), &key, 2);
-      put(block, geometry.value_norm_offset(head, at), &value, 2);
+      const std::int64_t block = count - 1 - t / hashing::kBlockTokens;
+      put_sketch(geometry, head, static_cast<int>(t % hashing::kBlockTokens),
+                 tokens.heads[index(head)][index(t)], host.data() + block * geometry.block_bytes());
     }
   }
   DeviceTokens placed;
@@ -205,6 +256,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
     kept_.push_back(std::move(placed.table));
     kept_.push_back(std::move(placed.counters));
   }
+  if (problem.slot_block > 0) place_in_slots(problem, request);
   request.max_length = std::max(request.max_length, problem.longest);
   for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
   kept_.push_back(upload(problem.queries));
@@ -267,7 +319,7 @@ Selected SelectorTest::run(const Problem& problem) {
   const bool shared = problem.config.selection != Selection::kPerQueryHead;
   Selector selector(*device_, make_limits(problem, shared ? k : k * problem.group));
   const int heads = problem.num_sets();
-  request.keep_scores = false;
+  request.keep_scores = problem.slot_block > 0;
   const transfer::SelectionView filtered = selector.select(*stream_, request);
   const Selected without_scores =
       download_selection(problem, request, selector, filtered, heads, k + 3, false);

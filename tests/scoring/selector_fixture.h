@@ -60,6 +60,8 @@ struct Problem {
   std::vector<float> queries;  ///< `[rows, query_heads, head_dim]`
   LayerMode mode = LayerMode::kSparse;
   std::int64_t longest = 0;  ///< The bound of lengths that the selector is told, if above them.
+  /// Tokens of a block of a paged cache by whose slots sketches are addressed; 0: they are not.
+  int slot_block = 0;
 
   [[nodiscard]] int query_heads() const { return kv_heads * group; }
   [[nodiscard]] int num_sets() const {
@@ -98,6 +100,8 @@ class SelectorTest : public testing::BackendTest {
  protected:
   std::unique_ptr<hashing::Planes> make_planes(PlaneKind kind, int num_planes, int head_dim);
   DeviceTokens place(const TokenSet& tokens, const hashing::SketchGeometry& geometry);
+  /// Places the tokens of all sequences in one cache, block by block in a mixed order.
+  void place_in_slots(const Problem& problem, SelectRequest& request);
   /// A request over uploaded sequences; keeps what it refers to alive in the fixture.
   SelectRequest make_request(const Problem& problem);
   SelectorLimits make_limits(const Problem& problem, std::int64_t max_selected);

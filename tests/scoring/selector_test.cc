@@ -102,6 +102,38 @@ TEST_P(SelectorOracleTest, AgreesWithTheOracleForEveryEstimatorSelectionGroupAnd
   }
 }
 
+TEST_P(SelectorOracleTest, AgreesWhereSketchesAreAtTheSlotsOfAPagedCache) {
+  const auto planes = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
+  std::vector<TokenSet> sets;
+  for (const std::int64_t length : {0, 1, 41, 300, 1000, 3001}) {
+    sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 1, 2, length,
+                                 random_signs(3, kNumPlanes)));
+  }
+  for (std::size_t t = 0; t < 1000; t += 7) sets[4].heads[1][t].finite = false;
+  for (const Selection selection : {Selection::kPerKvHead, Selection::kPerSequence}) {
+    for (const int query_bits : {4, 8}) {
+      for (const int slot_block : {16, 128, 1024}) {
+        for (const int group : {1, 4, 5}) {
+          Problem problem;
+          problem.config =
+              small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits}, selection);
+          problem.planes = planes.get();
+          problem.kv_heads = 2;
+          problem.group = group;
+          problem.slot_block = slot_block;
+          for (const TokenSet& set : sets) problem.sequences.push_back(&set);
+          add_row_per_sequence(problem);
+          add_queries(problem, 77);
+          SCOPED_TRACE(::testing::Message()
+                       << describe(problem.config, group) << ", blocks of " << slot_block);
+          expect_oracle(problem, run(problem));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(SelectorOracleTest, AgreesForTableShapesThatStraddleWords) {
   struct Shape {
     int planes_per_table;
