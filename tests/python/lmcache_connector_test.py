@@ -15,6 +15,7 @@ need("lmcache", "torch")
 import kvtier
 import numpy as np
 import torch
+from lmcache.observability import LMCStatsMonitor
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -132,6 +133,22 @@ class ConnectorTest(ServerTest):
         self.assertEqual(reader.backend.connection.getWrappedConnector().batched_contains(asked), 2)
         self.assertEqual(reader.memory.count(), 0)
         self.assertEqual(writer.memory.count(), 0, "references that were taken are given back")
+
+    def test_lmcache_counts_bytes_and_times_of_the_connector(self) -> None:
+        process = self.process()
+        monitor = LMCStatsMonitor.GetOrCreate()
+
+        def counted() -> tuple[int, int, int, int]:
+            return (
+                monitor.interval_remote_write_bytes, monitor.interval_remote_read_bytes,
+                len(monitor.interval_remote_time_to_put), len(monitor.interval_remote_time_to_get),
+            )
+
+        before = counted()
+        process.store([1, 2])
+        process.load([1, 2, 9])
+        grown = [after - each for each, after in zip(before, counted())]
+        self.assertEqual(grown, [2 * CHUNK * TOKEN_BYTES, 2 * CHUNK * TOKEN_BYTES, 1, 1])
 
     def test_a_part_of_a_chunk_has_its_own_shape(self) -> None:
         process = self.process()

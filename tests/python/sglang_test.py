@@ -14,6 +14,7 @@ import kvtier
 import numpy as np
 import sglang
 import torch
+from prometheus_client import REGISTRY
 from server import Server, ServerTest
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 PAGES = 24
 PAGE_TOKENS = 16
@@ -257,6 +259,25 @@ class SglangTest(ServerTest):
                 n for n in range(1, len(there) + 1) if all(there[max(0, n - window) : n])
             }
             self.assertEqual(_usable_prefixes(there, window), expected)
+
+    def test_batches_are_in_the_metrics_of_sglang(self) -> None:
+        pool = MhaPool("page_first")
+        fill(pool, 1)
+        storage = self.storage(pool)
+        keys, where = [key(page) for page in range(4)], slots(pool, [0, 1, 2, 3])
+        storage.batch_set_v1(keys, where)
+        storage.batch_get_v1([*keys[:3], key(99)], where)
+        storage.batch_get_v1([key(99)], slots(pool, [5]))  # a miss moves nothing
+        storage.batch_get_v2([PoolTransfer(PoolName.KV, slots(pool, [6, 7]), keys=keys[:2])])
+        stats = storage.get_stats()
+        self.assertEqual((stats.backup_pgs, stats.prefetch_pgs), ([4], [3, 2]))
+        self.assertEqual((len(stats.backup_bandwidth), len(stats.prefetch_bandwidth)), (1, 2))
+        self.assertTrue(all(0 < each < 1000 for each in stats.prefetch_bandwidth))
+        labels = {"storage_backend": "KvtierStorage", "tp_rank": "0", "dp_rank": "0"}
+        stats.prefetch_stats = {}
+        StorageMetricsCollector(labels).log_storage_metrics(stats)
+        self.assertEqual(REGISTRY.get_sample_value("sglang:prefetch_pgs_sum", labels), 5)
+        self.assertEqual(storage.get_stats().prefetch_pgs, [])
 
     def test_other_models_ranks_and_shapes_do_not_meet(self) -> None:
         pool = MhaPool("page_first")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Sequence
+import threading
+import time
+from functools import partial
+from typing import Any, Callable, Sequence
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -12,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.chunk_options import ChunkOptions
 from kvtier.chunks import ChunkStore
@@ -49,6 +53,8 @@ class KvtierStorage(HiCacheStorage):
         self._config = storage_config
         self._store = ChunkStore(ChunkOptions.parse(options))
         self._pools: dict[str, StoredPool] = {}
+        self._counting = threading.Lock()
+        self._metrics = StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the pool of keys and values. Raises what the server has against the connection; a
@@ -67,12 +73,14 @@ class KvtierStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        return self._pools[str(PoolName.KV)].load(_encode(keys), host_indices)
+        pool = self._pools[str(PoolName.KV)]
+        return self._timed("prefetch", pool, lambda: pool.load(_encode(keys), host_indices))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        return self._pools[str(PoolName.KV)].save(_encode(keys), host_indices)
+        pool = self._pools[str(PoolName.KV)]
+        return self._timed("backup", pool, lambda: pool.save(_encode(keys), host_indices))
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
@@ -98,10 +106,10 @@ class KvtierStorage(HiCacheStorage):
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        return self._move(transfers, StoredPool.load)
+        return self._move("prefetch", transfers, StoredPool.load)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        return self._move(transfers, StoredPool.save)
+        return self._move("backup", transfers, StoredPool.save)
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -121,6 +129,28 @@ class KvtierStorage(HiCacheStorage):
         self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         raise _no_tensors("batch_set")
+
+    def get_stats(self) -> StorageMetrics:
+        """Returns pages and GB/s of every batch since the last call that moved a page, for SGLang's
+        own metrics; lookups and their hits SGLang counts itself."""
+        with self._counting:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def _timed(
+        self, what: str, pool: StoredPool, move: Callable[[], list[bool]]
+    ) -> list[bool]:
+        begun = time.perf_counter()
+        moved = move()
+        seconds = time.perf_counter() - begun
+        pages = sum(moved)
+        if pages > 0:
+            with self._counting:
+                getattr(self._metrics, f"{what}_pgs").append(pages)
+                getattr(self._metrics, f"{what}_bandwidth").append(
+                    pages * pool.group.chunk_bytes / seconds / 1e9
+                )
+        return moved
 
     def close(self) -> None:
         """Ends threads and the connection; what is stored stays with the server."""
@@ -148,7 +178,7 @@ class KvtierStorage(HiCacheStorage):
             "attention_cp": [config.attn_cp_rank, config.attn_cp_size],
         }
 
-    def _move(self, transfers: Any, move: Any) -> dict[Any, list[bool]]:
+    def _move(self, what: str, transfers: Any, move: Any) -> dict[Any, list[bool]]:
         results: dict[Any, list[bool]] = {}
         for transfer in transfers:
             keys = _encode(transfer.keys or ())
@@ -159,7 +189,8 @@ class KvtierStorage(HiCacheStorage):
                 )
                 results[transfer.name] = [False] * len(keys)
             else:
-                results[transfer.name] = move(pool, keys, transfer.host_indices)
+                work = partial(move, pool, keys, transfer.host_indices)
+                results[transfer.name] = self._timed(what, pool, work)
         return results
 
 
