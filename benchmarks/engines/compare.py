@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Times a connector beside the engine's own file backend on tmpfs, in one process and in turns.
+"""Times a connector beside the engine's own backend, in one process and in turns: vLLM's and SGLang's for files, on
+tmpfs; LMCache's for Redis, on loopback.
 
-    compare.py {vllm,sglang} [--pages N] [--page-kib N] [--rounds N] [--json FILE]
+    compare.py {vllm,sglang,lmcache} [--pages N] [--page-kib N] [--rounds N] [--json FILE]
 
-Needs the environment of scripts/engines.sh and KVTIER_BINARY, the server. Every round stores all pages under new keys,
-asks for them, and reads them back, with each backend; which is first changes by the round. vLLM also asks for keys of
-which every second is not stored. Prints medians over the rounds, and of the rounds' ratios the median, the least and the most. Bytes that were read are compared with those that
-were stored.
+Needs the environment of scripts/engines.sh and KVTIER_BINARY, the server; redis-server for LMCache. Every round stores
+all pages under new keys, asks for them, and reads them back, with each backend; which is first changes by the round. vLLM
+also asks for keys of which every second is not stored. Prints medians over the rounds, and of the rounds' ratios the
+median, the least and the most. Bytes that were read are compared with those that were stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -153,6 +155,145 @@ class SglangStorage:
             self._storage.close()
 
 
+class LmcacheBackend:
+    """A remote backend of LMCache's in-process mode, driven as its storage manager does."""
+
+    operations = ("store", "lookup", "load")
+
+    def __init__(self, pages: int, page_bytes: int, url: str = "", plugin: dict[str, Any] | None = None) -> None:
+        import asyncio
+        import threading
+
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+        layers, heads, head_dim = 4, 2, 64
+        tokens = page_bytes // (2 * layers * heads * head_dim * 2)
+        shape = torch.Size([2, layers, tokens, heads * head_dim])
+        self._pages = pages
+        self._pool = np.zeros((pages, page_bytes), np.uint8)
+        self._to = np.zeros((pages, page_bytes), np.uint8)  # what loads write
+        self._taken = 0
+        self._loaded: list[Any] = []
+
+        def make(raw: Any) -> Any:
+            return TensorMemoryObj(
+                torch.from_numpy(raw),
+                MemoryObjMetadata(
+                    shape=shape, dtype=torch.bfloat16, address=raw.ctypes.data, phy_size=raw.nbytes,
+                    fmt=MemoryFormat.KV_2LTD, ref_count=1, shapes=[shape], dtypes=[torch.bfloat16],
+                ),
+                parent_allocator=None,
+            )
+
+        self._make = make
+        self._key = lambda number: CacheEngineKey("benchmark", 1, 0, number, torch.bfloat16)
+        self._plugin = plugin is not None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        if plugin is not None:
+            prefix = "remote_storage_plugin.kvtier."
+            where: dict[str, Any] = {
+                "remote_storage_plugins": ["kvtier"],
+                "extra_config": {prefix + name: value for name, value in plugin.items()},
+            }
+        else:
+            where = {"remote_url": url}
+        config = LMCacheEngineConfig.from_defaults(chunk_size=tokens, remote_serde="naive", **where)
+        metadata = LMCacheMetadata(
+            "benchmark", 1, 1, 0, 0, torch.bfloat16, (layers, 2, tokens, heads, head_dim), chunk_size=tokens
+        )
+        memory = _LmcacheMemory(self._allocate, config, metadata)
+        self._backend = RemoteBackend(
+            config, metadata, self._loop, memory, "cpu", plugin_name=None if plugin is None else "kvtier"
+        )
+
+    def _allocate(self) -> Any:
+        raw = self._to[self._taken]
+        self._taken += 1
+        return self._make(raw)
+
+    @property
+    def memory(self) -> Any:
+        for page, loaded in zip(self._pool, self._loaded):
+            page[:] = np.frombuffer(loaded.byte_array, np.uint8)
+        self._loaded = []
+        return self._pool
+
+    def _keys(self, round: int) -> list[Any]:
+        return [self._key(round * self._pages + page) for page in range(self._pages)]
+
+    def store(self, round: int) -> None:
+        done: list[Any] = []
+        objects = [self._make(page) for page in self._pool]
+        self._backend.batched_submit_put_task(self._keys(round), objects, on_complete_callback=done.append)
+        _until(lambda: len(done) == self._pages)
+
+    def load(self, round: int) -> None:
+        self._taken = 0
+        self._loaded = self._backend.batched_get_blocking(self._keys(round))
+        assert all(each is not None for each in self._loaded)
+
+    def lookup(self, round: int) -> None:
+        keys = self._keys(round)
+        connection = self._backend.connection
+        if connection.support_batched_contains():
+            assert connection.batched_contains(keys) == self._pages
+        else:
+            assert all(self._backend.contains(key) for key in keys)
+
+    def close(self) -> None:
+        if self._plugin:  # LMCache 0.5.6 waits for its own event loop on it where Redis is closed
+            self._backend.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+
+
+class _LmcacheMemory:
+    """What connectors ask of LMCache's memory of objects."""
+
+    def __init__(self, make: Callable[[], Any], config: Any, metadata: Any) -> None:
+        self._make, self.config, self.metadata = make, config, metadata
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None) -> Any:
+        return self._make()
+
+
+class Redis:
+    """A server of Redis on loopback that keeps nothing on a disk."""
+
+    def __init__(self, gib: int) -> None:
+        import socket
+        import subprocess
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
+             "--maxmemory", f"{gib}gb", "--io-threads", str(os.cpu_count())],
+            stdout=subprocess.DEVNULL,
+        )
+
+        def answers() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                return False
+            return True
+
+        _until(answers)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(PATIENCE)
+
+
 def _until(take: Callable[[], Any]) -> Any:
     end = time.monotonic() + PATIENCE
     while not (found := take()):
@@ -160,6 +301,17 @@ def _until(take: Callable[[], Any]) -> Any:
             raise TimeoutError("no result")
         time.sleep(0.0005)
     return found
+
+
+def make_lmcache(server: Server, redis: str, pages: int, page_bytes: int) -> dict[str, Backend]:
+    plugin = {
+        "module_path": "kvtier.lmcache.connector", "class_name": "KvtierConnectorAdapter",
+        "server": server.address, "timeout": 60.0, "lookup_timeout": 60.0,
+    }
+    return {
+        "kvtier": LmcacheBackend(pages, page_bytes, plugin=plugin),
+        "redis": LmcacheBackend(pages, page_bytes, url=redis),
+    }
 
 
 def make_backends(
@@ -215,7 +367,7 @@ def time_rounds(backends: dict[str, Backend], rounds: int) -> dict[str, dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("engine", choices=("vllm", "sglang"))
+    parser.add_argument("engine", choices=("vllm", "sglang", "lmcache"))
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--page-kib", type=int, default=2048, help="2048: Llama-3.1-8B, 16 tokens")
     parser.add_argument("--rounds", type=int, default=9)
@@ -226,26 +378,31 @@ def main() -> None:
     total = arguments.pages * page_bytes
     arena = 4 * (total * (arguments.rounds + 2) // (4 << 20) + 16)
     server = Server("--page-arena-mib", str(arena), "--page-memory-mib", str(arena))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        backends = make_backends(arguments.engine, server, folder, arguments.pages, page_bytes)
-        try:
-            seconds = time_rounds(backends, arguments.rounds)
-        finally:
-            for backend in backends.values():
-                backend.close()
-            server.close()
+    other = "redis" if arguments.engine == "lmcache" else "file"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.ExitStack() as end:
+        end.callback(server.close)
+        if arguments.engine == "lmcache":
+            redis = Redis(2 * arena // 1024 + 1)
+            end.callback(redis.close)
+            url = f"redis://127.0.0.1:{redis.port}"
+            backends = make_lmcache(server, url, arguments.pages, page_bytes)
+        else:
+            backends = make_backends(arguments.engine, server, folder, arguments.pages, page_bytes)
+        for backend in backends.values():
+            end.callback(backend.close)
+        seconds = time_rounds(backends, arguments.rounds)
     figures: dict[str, Any] = {
         "engine": arguments.engine, "pages": arguments.pages, "page_bytes": page_bytes,
         "rounds": arguments.rounds, "cores": os.cpu_count(),
         "load_average": [round(load, 1) for load in os.getloadavg()],
     }
     for operation in seconds["kvtier"]:
-        own, file = seconds["kvtier"][operation], seconds["file"][operation]
-        ratios = [f / o for f, o in zip(file, own)]
+        own, theirs = seconds["kvtier"][operation], seconds[other][operation]
+        ratios = [t / o for t, o in zip(theirs, own)]
         figures[operation] = {
             "kvtier_ms": round(1e3 * statistics.median(own), 2),
-            "file_ms": round(1e3 * statistics.median(file), 2),
-            "file_over_kvtier": round(statistics.median(ratios), 2),
+            f"{other}_ms": round(1e3 * statistics.median(theirs), 2),
+            f"{other}_over_kvtier": round(statistics.median(ratios), 2),
             "least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
         }
         if operation in ("store", "load"):
