@@ -20,6 +20,28 @@ class BiasTest(ServerTest):
         self.client = kvtier.Client(self.server.address, data_plane=self.data_plane)
         self.addCleanup(self.client.close)
 
+    def test_a_sequence_has_one_list_for_all_heads(self) -> None:
+        retrieval = kvtier.RetrievalConfig(
+            selection=kvtier.Selection.PER_SEQUENCE, top_k=40, sink_tokens=4, recent_tokens=4
+        )
+        case = client_test.Case(301)
+        session = self.client.open(client_test.MODEL, retrieval)
+        self.addCleanup(session.close)
+        session.append(0, case.keys[:300], case.values[:300])
+        query = case.query(2)
+        ids, scores, bias = session.select(0, query, with_scores=True, with_bias=True)
+        assert scores is not None and bias is not None
+        self.assertEqual(ids.shape, (2, 1, 40))
+        self.assertTrue(np.all(np.diff(ids[:, 0]) > 0))
+        found = session.attend(0, query, selected=ids, bias=bias)
+        np.testing.assert_array_equal(found.out, session.attend(0, query).out)
+        each = (2, client_test.MODEL.kv_heads, 40)
+        repeated = session.attend(
+            0, query, selected=np.broadcast_to(ids, each).copy(),
+            bias=np.broadcast_to(bias, each).copy(),
+        )
+        np.testing.assert_array_equal(repeated.out, found.out)
+
     def test_biases_of_priority_selection_are_taken_back(self) -> None:
         priority = kvtier.RetrievalConfig(
             estimator=kvtier.Estimator.NORM_AWARE,

@@ -114,6 +114,23 @@ class EngineTest(unittest.TestCase):
 
 
 class AttentionTest(EngineTest):
+    def test_a_sequence_has_one_list_for_all_heads(self) -> None:
+        one = dataclasses.replace(PRIORITY, selection=kvtier.Selection.PER_SEQUENCE)
+        session, keys, values = self.filled(300, retrieval=one)
+        query = rows(3, 1, QUERY_HEADS, np.float32)
+        chosen = session.select(0, query, with_bias=True)
+        self.assertEqual(chosen.ids.shape, (1, 1, 32))
+        always = [*range(SINK), *range(300 - RECENT, 300)]
+        attended = np.array([*always, *chosen.ids[0, 0]])
+        bias = np.array([*([0.0] * len(always)), *chosen.bias[0, 0]])
+        expected = attention_over(
+            query[0], keys, values, [attended] * QUERY_HEADS, [bias] * QUERY_HEADS
+        )
+        out, _ = session.attend(0, query)
+        np.testing.assert_allclose(out[0], expected, atol=TOLERANCE)
+        given, _ = session.attend(0, query, selected=chosen.ids, bias=chosen.bias)
+        np.testing.assert_array_equal(given, out)
+
     def test_is_dense_where_k_covers_the_length(self) -> None:
         for tokens in (1, 63, 64, 65, 300):
             for asked in (1, min(5, tokens)):
