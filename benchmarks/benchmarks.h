@@ -60,6 +60,9 @@ struct StepCase {
   }
 };
 void bench_decode_step(Run& run, const StepCase& step);
+/// The same over a paged cache of the caller, of blocks of 16 tokens: `store` of a token of each
+/// sequence, then `attend`.
+void bench_paged_step(Run& run, const StepCase& step);
 /// One layer's step with pages on the host and hot rows, of one sequence: queries go round a circle
 /// in as many steps as make the share of rows found the one wanted. Beside it, steps of which every
 /// row is found, which differ by the fetching alone, and the same steps with pages on the device.

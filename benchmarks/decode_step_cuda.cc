@@ -23,12 +23,12 @@ double bytes_read(const StepCase& step) {
          rows * 4 * step.head_dim;
 }
 
+}  // namespace
+
 int num_layers(const StepCase& step) {
   if (step.layers > 0) return step.layers;
   return std::clamp(static_cast<int>(kRotatedBytes / bytes_read(step)) + 1, 1, 32);
 }
-
-}  // namespace
 
 Config engine_config(const StepCase& step, int layers) {
   Config config;

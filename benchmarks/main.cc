@@ -25,7 +25,7 @@ struct Retrieval {
     app.add_option("--estimator", estimator)
         ->check(CLI::IsMember({"soft_collision", "hard_collision", "norm_aware"}));
     app.add_option("--selection", selection)
-        ->check(CLI::IsMember({"per_kv_head", "per_query_head"}));
+        ->check(CLI::IsMember({"per_kv_head", "per_query_head", "per_sequence"}));
     app.add_option("--rule", rule)->check(CLI::IsMember({"top_k", "priority"}));
     app.add_option("--code", code)->check(CLI::IsMember({"sign", "scalar"}));
     app.add_option("--error-target", config.error_target, "of the priority rule; 0: none");
@@ -47,8 +47,9 @@ struct Retrieval {
     resolved.estimator = own.estimator;
     resolved.rule = own.rule;
     resolved.code = own.code;
-    resolved.selection =
-        selection == "per_query_head" ? Selection::kPerQueryHead : Selection::kPerKvHead;
+    resolved.selection = selection == "per_query_head" ? Selection::kPerQueryHead
+                         : selection == "per_sequence" ? Selection::kPerSequence
+                                                       : Selection::kPerKvHead;
     if (!rule.empty()) {
       resolved.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
     }
@@ -84,6 +85,7 @@ int main(int argc, char** argv) {
   bool with_dense = false;
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
+  auto* paged = app.add_subcommand("paged_step", "the same over a paged cache of the caller");
   auto* hot = app.add_subcommand("hot_step", "one layer's step with hot rows");
   auto* ahead = app.add_subcommand("prefetch", "the same with rows fetched ahead of steps");
   auto* resident = app.add_subcommand("resident_step", "a step with tiers that are not needed");
@@ -100,7 +102,7 @@ int main(int argc, char** argv) {
   auto* ttft = app.add_subcommand("ttft", "what sketches add to the prefill of a prompt");
   auto* all = app.add_subcommand("all", "every row of docs/performance.md");
 
-  for (auto* command : {decode, dense}) {
+  for (auto* command : {decode, paged, dense}) {
     command->add_option("--query-heads", step.query_heads)->check(counts);
     command->add_option("--kv-heads", step.kv_heads)->check(counts);
     command->add_option("--head-dim", step.head_dim)->check(counts);
@@ -111,13 +113,13 @@ int main(int argc, char** argv) {
   fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
   fork->add_option("--children", fork_case.children)->check(counts);
   for (auto* command :
-       {decode, hot, ahead, resident, dense, select, flash, prefill, overlap, ttft}) {
+       {decode, paged, hot, ahead, resident, dense, select, flash, prefill, overlap, ttft}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
-  for (auto* command : {decode, dense, select, tables, ingest}) {
+  for (auto* command : {decode, paged, dense, select, tables, ingest}) {
     command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
   }
-  for (auto* command : {decode, hot, ahead, resident, select, tables, overlap, model, ttft})
+  for (auto* command : {decode, paged, hot, ahead, resident, select, tables, overlap, model, ttft})
     retrieval.add_options(*command);
   for (auto* command : {decode, resident, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
@@ -185,6 +187,7 @@ int main(int argc, char** argv) {
         run.attempt("decode_step", parameters, [&] { bench_decode_step(run, step); });
       }
     }
+    if (*paged) bench_paged_step(run, step);
     if (*hot) bench_hot_step(run, step);
     if (*ahead) bench_prefetch(run, step);
     if (*resident) bench_resident_step(run, step);

@@ -11,6 +11,8 @@
 
 namespace kvtier::bench {
 
+/// Layers of the graph of a step: those given, or enough that the L2 cache keeps nothing of them.
+[[nodiscard]] int num_layers(const StepCase& step);
 /// An engine for the steps of a case, with room for its tokens, and for those that replays append.
 [[nodiscard]] Config engine_config(const StepCase& step, int layers);
 
