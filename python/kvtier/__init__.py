@@ -1,5 +1,5 @@
 """KV cache, selection and attention beside a model: in another process (`Client`), or in this one
-(`Engine`, `Session` and `BatchItem`, which the package kvtier-engine brings)."""
+(`Engine`, `Session`, `BatchItem` and `PagedSketches`, which the package kvtier-engine brings)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +79,12 @@ from kvtier.session import AttendResult, FetchResult, Outputs, RemoteSession, Se
 if TYPE_CHECKING:
     from kvtier_engine import BatchItem as BatchItem
     from kvtier_engine import Engine as Engine
+    from kvtier_engine import PagedSketches as PagedSketches
     from kvtier_engine import Session as Session
 
 __version__ = "0.1.0"
 
-_OF_THE_ENGINE = ("BatchItem", "Engine", "Session")
+_OF_THE_ENGINE = ("BatchItem", "Engine", "PagedSketches", "Session")
 
 __all__ = [
     "AbortedError",

@@ -5,6 +5,18 @@ Settings and errors are those of the package kvtier, which offers these names as
 
 from kvtier_engine._native import version as __version__
 from kvtier_engine.engine import BatchItem, Engine, Stats
+from kvtier_engine.paged import PagedAttendResult, PagedSelectResult, PagedSketches
 from kvtier_engine.session import AttendResult, SelectResult, Session
 
-__all__ = ["AttendResult", "BatchItem", "Engine", "SelectResult", "Session", "Stats", "__version__"]
+__all__ = [
+    "AttendResult",
+    "BatchItem",
+    "Engine",
+    "PagedAttendResult",
+    "PagedSelectResult",
+    "PagedSketches",
+    "SelectResult",
+    "Session",
+    "Stats",
+    "__version__",
+]

@@ -68,6 +68,53 @@ class Session:
     def advance(self, layer: int, tokens: int, /) -> None: ...
     def close(self) -> None: ...
 
+class PagedSketches:
+    def __init__(
+        self,
+        model: ModelConfig,
+        retrieval: RetrievalConfig,
+        num_blocks: int,
+        block_tokens: int,
+        max_tokens: int,
+        max_batch_rows: int,
+        backend: BackendChoice,
+        /,
+    ) -> None: ...
+    def store(
+        self, layer: int, keys: Any, values: Any, slots: Any, stream: Optional[int], /
+    ) -> None: ...
+    def select(
+        self,
+        layer: int,
+        blocks: Any,
+        lengths: Any,
+        max_length: int,
+        query: Any,
+        ids: Any,
+        bias: Any,
+        stream: Optional[int],
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        blocks: Any,
+        lengths: Any,
+        max_length: int,
+        query: Any,
+        keys: Any,
+        values: Any,
+        out: Any,
+        lse: Any,
+        stream: Optional[int],
+        /,
+    ) -> None: ...
+    def attended_bound(self, length: int, /) -> int: ...
+    def check(self) -> None: ...
+    def backend(self) -> Backend: ...
+    def device_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
 class Engine:
     def __init__(
         self,

@@ -151,6 +151,13 @@ kvtier::ModelConfig model_of(nb::handle object) {
   return c;
 }
 
+kvtier::Backend backend_of(nb::handle backend) {
+  return member_of<kvtier::Backend>("backend", backend,
+                                    {{"AUTO", kvtier::Backend::kAuto},
+                                     {"CPU", kvtier::Backend::kCpu},
+                                     {"CUDA", kvtier::Backend::kCuda}});
+}
+
 kvtier::MemoryConfig memory_of(nb::handle object) {
   using namespace kvtier;
   const Fields fields(object, "memory");
@@ -215,10 +222,15 @@ kvtier::Config config_of(nb::handle model, nb::handle memory, nb::handle retriev
     fields.read("seed", sketch.seed);
     fields.read("code", sketch.code, kCodes);
   }
-  config.backend = member_of<kvtier::Backend>("backend", backend,
-                                              {{"AUTO", kvtier::Backend::kAuto},
-                                               {"CPU", kvtier::Backend::kCpu},
-                                               {"CUDA", kvtier::Backend::kCuda}});
+  config.backend = backend_of(backend);
+  return config;
+}
+
+kvtier::PagedConfig paged_config_of(nb::handle model, nb::handle retrieval, nb::handle backend) {
+  kvtier::PagedConfig config;
+  config.model = model_of(model);
+  config.retrieval = retrieval_of(retrieval);
+  config.backend = backend_of(backend);
   return config;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/engine.h"
+#include "kvtier/paged.h"
 
 #include <cstdint>
 #include <nanobind/nanobind.h>
@@ -15,6 +16,10 @@ namespace nb = nanobind;
 /// `kvtier.Backend`. Throws `kInvalidArgument` for a field of another type.
 [[nodiscard]] kvtier::Config config_of(nb::handle model, nb::handle memory, nb::handle retrieval,
                                        nb::handle extra_sketches, nb::handle backend);
+
+/// The same of `PagedSketches`, but for the sizes.
+[[nodiscard]] kvtier::PagedConfig paged_config_of(nb::handle model, nb::handle retrieval,
+                                                  nb::handle backend);
 
 /// Options of a call, with the retrieval options that they point to.
 class Options {

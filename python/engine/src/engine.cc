@@ -10,9 +10,6 @@
 
 namespace kvtier_engine {
 
-namespace {
-
-/// Hands a message to Python's logging, from whichever thread.
 void log_to_python(kvtier::LogLevel level, std::string_view message) {
   if (Py_IsInitialized() == 0) return;
   const nb::gil_scoped_acquire acquire;
@@ -26,6 +23,8 @@ void log_to_python(kvtier::LogLevel level, std::string_view message) {
     error.discard_as_unraisable("kvtier_engine: a message for logging");
   }
 }
+
+namespace {
 
 /// The tensors of one entry of a batch.
 struct Entry {

@@ -9,9 +9,13 @@
 #include <nanobind/nanobind.h>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvtier_engine {
+
+/// Hands a message to Python's logging, from whichever thread.
+void log_to_python(kvtier::LogLevel level, std::string_view message);
 
 /// An engine of Python. Messages of the library go to the logger "kvtier.engine" of `logging`.
 class Engine {

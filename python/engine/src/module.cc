@@ -2,6 +2,7 @@
 #include "kvtier/version.h"
 
 #include "engine.h"
+#include "paged.h"
 
 #include <exception>
 #include <nanobind/stl/optional.h>
@@ -12,6 +13,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using kvtier_engine::Engine;
 using kvtier_engine::Options;
+using kvtier_engine::PagedSketches;
 using kvtier_engine::Session;
 
 namespace {
@@ -58,6 +60,19 @@ NB_MODULE(_native, m) {
       .def("publish", &Session::publish, "token_ids"_a, "stream"_a.none())
       .def("advance", &Session::advance, "layer"_a, "tokens"_a)
       .def("close", &Session::close);
+  nb::class_<PagedSketches>(m, "PagedSketches")
+      .def(nb::init<nb::handle, nb::handle, std::int64_t, int, std::int64_t, int, nb::handle>())
+      .def("store", &PagedSketches::store, "layer"_a, "keys"_a, "values"_a, "slots"_a,
+           "stream"_a.none())
+      .def("select", &PagedSketches::select, "layer"_a, "blocks"_a, "lengths"_a, "max_length"_a,
+           "query"_a, "ids"_a, "bias"_a.none(), "stream"_a.none())
+      .def("attend", &PagedSketches::attend, "layer"_a, "blocks"_a, "lengths"_a, "max_length"_a,
+           "query"_a, "keys"_a, "values"_a, "out"_a, "lse"_a, "stream"_a.none())
+      .def("attended_bound", &PagedSketches::attended_bound, "length"_a)
+      .def("check", &PagedSketches::check)
+      .def("backend", &PagedSketches::backend)
+      .def("device_bytes", &PagedSketches::device_bytes)
+      .def("close", &PagedSketches::close);
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, bool, bool>())
       .def("open", &Engine::open, "capacity_tokens"_a, "token_ids"_a, "tenant_secret"_a,

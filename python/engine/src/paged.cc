@@ -1,0 +1,90 @@
+#include "paged.h"
+
+#include "arguments.h"
+#include "config.h"
+#include "engine.h"
+
+namespace kvtier_engine {
+
+PagedSketches::PagedSketches(nb::handle model, nb::handle retrieval, std::int64_t num_blocks,
+                             int block_tokens, std::int64_t max_tokens, int max_batch_rows,
+                             nb::handle backend) {
+  kvtier::PagedConfig config = paged_config_of(model, retrieval, backend);
+  config.num_blocks = num_blocks;
+  config.block_tokens = block_tokens;
+  config.max_tokens = max_tokens;
+  config.max_batch_rows = max_batch_rows;
+  config.log = log_to_python;
+  std::unique_ptr<kvtier::PagedSketches> made;
+  {
+    const nb::gil_scoped_release release;
+    made = std::make_unique<kvtier::PagedSketches>(config);
+  }
+  backend_ = made->backend();
+  // As of `Engine`: the last owner has the GIL, which the end does not hold.
+  sketches_ = {made.release(), [](kvtier::PagedSketches* sketches) {
+                 const nb::gil_scoped_release release;
+                 delete sketches;
+               }};
+}
+
+std::shared_ptr<kvtier::PagedSketches> PagedSketches::open() const {
+  if (sketches_) return sketches_;
+  throw kvtier::Error(kvtier::ErrorCode::kFailedPrecondition,
+                      "paged sketches: expected open ones, found some that are closed");
+}
+
+void PagedSketches::store(int layer, nb::handle keys, nb::handle values, nb::handle slots,
+                          Stream stream) {
+  const std::shared_ptr<kvtier::PagedSketches> sketches = open();
+  const Input k("keys", keys, backend_);
+  const Input v("values", values, backend_);
+  const Input s("slots", slots, backend_);
+  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const nb::gil_scoped_release release;
+  sketches->store(layer, k.view(), v.view(), s.view(), on);
+}
+
+void PagedSketches::select(int layer, nb::handle blocks, nb::handle lengths,
+                           std::int64_t max_length, nb::handle query, nb::handle ids,
+                           nb::handle bias, Stream stream) {
+  const std::shared_ptr<kvtier::PagedSketches> sketches = open();
+  const Input table("blocks", blocks, backend_);
+  const Input tokens("lengths", lengths, backend_);
+  const Input q("query", query, backend_);
+  const Output to_ids("ids", ids, backend_);
+  const Output to_bias("bias", bias, backend_);
+  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const nb::gil_scoped_release release;
+  sketches->select(layer, {table.view(), tokens.view(), max_length}, q.view(),
+                   {to_ids.view(), to_bias.view()}, on);
+}
+
+void PagedSketches::attend(int layer, nb::handle blocks, nb::handle lengths,
+                           std::int64_t max_length, nb::handle query, nb::handle keys,
+                           nb::handle values, nb::handle out, nb::handle lse, Stream stream) {
+  const std::shared_ptr<kvtier::PagedSketches> sketches = open();
+  const Input table("blocks", blocks, backend_);
+  const Input tokens("lengths", lengths, backend_);
+  const Input q("query", query, backend_);
+  const Input k("cache.keys", keys, backend_);
+  const Input v("cache.values", values, backend_);
+  const Output to_out("out", out, backend_);
+  const Output to_lse("lse", lse, backend_);
+  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const nb::gil_scoped_release release;
+  sketches->attend(layer, {table.view(), tokens.view(), max_length}, q.view(), {k.view(), v.view()},
+                   {to_out.view(), to_lse.view()}, on);
+}
+
+std::int64_t PagedSketches::attended_bound(std::int64_t length) const {
+  return open()->attended_bound(length);
+}
+
+void PagedSketches::check() { open()->check(); }
+
+std::size_t PagedSketches::device_bytes() const { return open()->device_bytes(); }
+
+void PagedSketches::close() { sketches_.reset(); }
+
+}  // namespace kvtier_engine
