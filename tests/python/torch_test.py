@@ -182,6 +182,54 @@ class OperatorsTest(TorchTest):
             torch.ops.kvtier.attend(order, handle, 0, query.detach())
 
 
+class DecodeRowsTest(TorchTest):
+    def test_rows_are_those_of_batch_decode(self) -> None:
+        engine = engine_of()
+        sessions, others = ([self.session(engine).session for _ in range(3)] for _ in range(2))
+        for row, (session, other) in enumerate(zip(sessions, others)):
+            keys, values = keys_and_values(30 + row, 300 + row)
+            for each in (session, other):
+                each.append(1, keys, values)
+        options = kvtier.AttendOptions(softmax_scale=0.2)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            # Views of larger tensors, as models split them off.
+            query = random(40, 3, 5, QUERY_HEADS, HEAD_DIM).to(dtype)[:, 1:3].transpose(1, 2)
+            keys, values = random(41, 2, 3, 4, KV_HEADS, HEAD_DIM).to(dtype)[:, :, 2:].transpose(2, 3)
+            found = engine.decode_rows(1, sessions, query, keys, values, options)
+            self.assertEqual((found.dtype, found.shape), (dtype, (3, 2, QUERY_HEADS, HEAD_DIM)))
+            rows = zip(others, *(each.transpose(1, 2) for each in (query, keys, values)))
+            items = [kvtier.BatchItem(*row, options) for row in rows]
+            for each, (expected, _) in zip(found, engine.batch_decode(1, items)):
+                self.assertTrue(torch.equal(each, expected))
+        self.assertEqual([session.length(1) for session in sessions], [306, 307, 308])
+
+    def test_refuses_rows_and_changes_nothing(self) -> None:
+        engine = engine_of()
+        sessions = [self.session(engine).session for _ in range(2)]
+        query = random(42, 2, QUERY_HEADS, 1, HEAD_DIM)
+        key, value = random(43, 2, 2, KV_HEADS, 1, HEAD_DIM)
+        sparse = random(44, 2, KV_HEADS, HEAD_DIM, 2)[..., :1].mT
+        for message, given in (
+            (r"query: expected \[batch, heads.*2 sessions, found shape", (query[0], key, value)),
+            (r"key: expected \[batch, heads.*2 sessions, found shape", (query, key[:1], value)),
+            ("query: expected float32, float16 or bfloat16", (query.double(), key, value)),
+            ("value: expected a tensor without gradient", (query, key, value.clone().requires_grad_())),
+            ("key: expected a tensor on the CPU", (query, key.to("meta"), value)),
+            (r"keys: expected \[tokens, 4, 64\]", (query, key[:, :2], value)),
+            ("values: expected last stride 1", (query, key, sparse)),
+            (r"query: expected \[tokens, 8, 64\]", (query[..., :32], key, value)),
+        ):
+            with self.subTest(message):
+                with self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
+                    engine.decode_rows(0, sessions, *given)
+        with self.assertRaisesRegex(kvtier.FailedPreconditionError, "one call at a time"):
+            engine.decode_rows(0, [sessions[0]] * 2, query, key, value)
+        self.assertEqual([session.length(0) for session in sessions], [0, 0])
+        sessions[1].close()
+        with self.assertRaisesRegex(kvtier.FailedPreconditionError, "session: expected an open one"):
+            engine.decode_rows(0, sessions, query, key, value)
+
+
 class CompileTest(TorchTest):
     def test_compiled_steps_are_those_of_eager_code(self) -> None:
         for backend in ("aot_eager", "inductor"):

@@ -139,6 +139,19 @@ class Engine:
     ) -> Session: ...
     def set_quota(self, tenant: str, page_bytes: Optional[int], /) -> None: ...
     def decode(self, layer: int, items: list[Any], stream: Optional[int], /) -> None: ...
+    def decode_rows(
+        self,
+        layer: int,
+        sessions: list[Session],
+        query: tuple[Any, ...],
+        key: tuple[Any, ...],
+        value: tuple[Any, ...],
+        out: int,
+        on_device: bool,
+        stream: Optional[int],
+        options: Options,
+        /,
+    ) -> None: ...
     def merge(
         self, parts: list[Any], out: Any, lse: Any, stream: Optional[int], /
     ) -> None: ...

@@ -17,6 +17,29 @@ def _is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+#: Of `kvtier::DType`.
+_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+_torch_dtypes: dict[Any, int] = {}
+
+
+def torch_fields(name: str, tensor: Array, device: Any) -> tuple[int, int, Any, Any]:
+    """Returns address, number of the dtype, shape and strides of a tensor of torch on `device`."""
+    if not _torch_dtypes:
+        torch = sys.modules["torch"]
+        _torch_dtypes.update({getattr(torch, each): code for each, code in _DTYPES.items()})
+    code = _torch_dtypes.get(tensor.dtype)
+    if code is None:
+        raise invalid(f"{name}: expected float32, float16 or bfloat16, found {tensor.dtype}")
+    if tensor.requires_grad:
+        raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+    if tensor.device != device or not (tensor.is_cuda or tensor.is_cpu):
+        raise invalid(
+            f"{name}: expected a tensor on the CPU or a CUDA device, that of the query, found one "
+            f"on {tensor.device}"
+        )
+    return tensor.data_ptr(), code, tensor.shape, tensor.stride()
+
+
 def native(name: str, array: Optional[Array]) -> Optional[Array]:
     """Returns what the native module takes for `array`: bfloat16 of ml_dtypes as its bits, since
     numpy exports no other type than its own."""

@@ -13,7 +13,7 @@ from kvtier.session import check_ids
 from numpy.typing import NDArray
 
 from kvtier_engine import _native
-from kvtier_engine.arrays import Array, like, native, shape_of
+from kvtier_engine.arrays import Array, like, native, shape_of, torch_fields
 from kvtier_engine.session import AttendResult, Session, native_options
 
 
@@ -133,6 +133,35 @@ class Engine(Closing):
             calls.append(call)
         self._native.decode(layer, calls, stream)
         return results
+
+    def decode_rows(
+        self,
+        layer: int,
+        sessions: Sequence[Session],
+        query: Array,
+        key: Array,
+        value: Array,
+        options: AttendOptions = AttendOptions(),
+        *,
+        stream: Optional[int] = None,
+    ) -> Array:
+        """As `batch_decode` of tensors of torch as models have them, with less work of the host:
+        `query` [batch, query_heads, tokens, head_dim], `key` and `value` [batch, kv_heads, tokens,
+        head_dim], one row for each session, of any strides, the last dimension dense. Returns
+        `out` alone, [batch, tokens, query_heads, head_dim], of the query's dtype."""
+        device = query.device
+        fields = (
+            torch_fields("query", query, device),
+            torch_fields("key", key, device),
+            torch_fields("value", value, device),
+        )
+        batch, heads, tokens, head_dim = query.shape if query.ndim == 4 else (0, 0, 0, 0)
+        out = query.new_empty((batch, tokens, heads, head_dim))
+        self._native.decode_rows(
+            *(layer, [session.native for session in sessions], *fields, out.data_ptr()),
+            *(query.is_cuda, stream, native_options(options, 0)),
+        )
+        return out
 
     def merge(
         self,

@@ -34,6 +34,12 @@ class Engine {
   /// `items`: tuples of the arguments of `Session::decode` after `layer` and without `stream`, each
   /// behind its session.
   void decode(int layer, const nb::list& items, Stream stream);
+  /// `query`, `key`, `value`: (address, number of `DType`, shape, strides) of tensors [batch,
+  /// heads, tokens, head_dim], a row for each session. `out`: address of a dense [batch, tokens,
+  /// query_heads, head_dim] of the query's dtype. All are on the device, or none.
+  void decode_rows(int layer, const nb::list& sessions, const nb::tuple& query,
+                   const nb::tuple& key, const nb::tuple& value, std::uintptr_t out, bool on_device,
+                   Stream stream, const Options& options);
   /// `parts`: tuples (out, lse).
   void merge(const nb::list& parts, nb::handle out, nb::handle lse, Stream stream);
   [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }

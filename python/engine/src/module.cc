@@ -79,6 +79,8 @@ NB_MODULE(_native, m) {
            "model_fingerprint"_a, "max_page_bytes"_a, "tenant"_a, nb::rv_policy::take_ownership)
       .def("set_quota", &Engine::set_quota, "tenant"_a, "page_bytes"_a.none())
       .def("decode", &Engine::decode, "layer"_a, "items"_a, "stream"_a.none())
+      .def("decode_rows", &Engine::decode_rows, "layer"_a, "sessions"_a, "query"_a, "key"_a,
+           "value"_a, "out"_a, "on_device"_a, "stream"_a.none(), "options"_a)
       .def("merge", &Engine::merge, "parts"_a, "out"_a, "lse"_a, "stream"_a.none())
       .def("backend", &Engine::backend)
       .def("stats", &Engine::stats)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 import torch
-from kvtier_engine import BatchItem
 from transformers.cache_utils import CacheLayerMixin
 
 from kvtier.config import AttendOptions, DType, LayerMode
@@ -43,10 +42,12 @@ class KvtierLayer(CacheLayerMixin):
         self.is_sliding = window > 0
         self._cache = weakref.ref(cache)
         self._index = index
+        self.is_first = index == 0
         self.window = window
         self._length = 0
         self._pending: Optional[tuple[torch.Tensor, torch.Tensor]] = None
         self._module: Optional[weakref.ref[torch.nn.Module]] = None
+        self._known_options: dict[tuple[bool, Optional[float], Optional[float]], AttendOptions] = {}
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """As `KvtierCache.append`."""
@@ -149,9 +150,9 @@ class KvtierLayer(CacheLayerMixin):
     ) -> None:
         """Checks keys and values against the cache, and opens its sessions for the first."""
         model = cache.engine.model
-        expected = (model.kv_heads, model.head_dim)
         for name, states in (("key_states", key_states), ("value_states", value_states)):
-            if (states.shape[1], states.shape[3]) != expected:
+            _, heads, _, head_dim = states.shape
+            if heads != model.kv_heads or head_dim != model.head_dim:
                 raise invalid(
                     f"{name}: expected [batch, {model.kv_heads}, tokens, {model.head_dim}], "
                     f"found {list(states.shape)}"
@@ -161,7 +162,7 @@ class KvtierLayer(CacheLayerMixin):
                     f"{name}: expected a pass without gradient (torch.no_grad() or "
                     "torch.inference_mode()), found a tensor that requires it"
                 )
-            if states.device.type not in ("cpu", "cuda" if cache.on_gpu else "cpu"):
+            if not (states.is_cpu or (states.is_cuda and cache.on_gpu)):
                 where = "GPU" if cache.on_gpu else "CPU"
                 raise invalid(
                     f"{name}: expected a tensor that the engine reads, which is on the {where}, "
@@ -181,44 +182,60 @@ class KvtierLayer(CacheLayerMixin):
         softcap: Optional[float],
     ) -> torch.Tensor:
         cache = self._owner()
-        sessions = cache.rows(query.shape[0])
         batch, heads, tokens, head_dim = query.shape
+        sessions = cache.rows(batch)
         stream = cache.stream()
-        options = AttendOptions(
-            softmax_scale=scaling,
-            logit_softcap=softcap,
-            mode=LayerMode.DENSE if tokens > 1 and not self.is_sliding else None,
-        )
+        padding = max(cache.padding)
         # Passes of many tokens attend to keys at hand and those of the past, which they fetch once; an
         # engine's step would read these again for every few queries.
         plain = softcap is None and (tokens > _STEP_TOKENS or start == 0)
-        if plain and start == 0 and not any(cache.padding):
+        if not plain and start >= padding:
+            query, key, value = map(_dense_rows, (query, key, value))
+            options = self._options(tokens, scaling, softcap)
+            return cache.engine.decode_rows(
+                self._index, sessions, query, key, value, options, stream=stream
+            )
+        if plain and start == 0 and padding == 0:
             for session, k, v in zip(sessions, _rows(key), _rows(value)):
                 session.append(self._index, k, v, stream=stream)
             return _dense(query, key, value, self.window, scaling)
 
-        made = query.new_zeros if any(cache.padding) else query.new_empty
+        made = query.new_zeros if padding else query.new_empty
         out = made(batch, tokens, heads, head_dim)
-        items = []
         for row, session in enumerate(sessions):
             skipped = min(max(cache.padding[row] - start, 0), tokens)
             if skipped == tokens:
                 continue
             own = slice(row, row + 1), slice(None), slice(skipped, None)
-            q, k, v = (_rows(states[own])[0] for states in (query, key, value))
+            q, k, v = query[own], key[own], value[own]
             if not plain:
-                items.append(BatchItem(session, q, k, v, options, out=out[row, skipped:]))
+                q, k, v = map(_dense_rows, (q, k, v))
+                options = self._options(tokens, scaling, softcap)
+                out[row, skipped:] = cache.engine.decode_rows(
+                    self._index, [session], q, k, v, options, stream=stream
+                )[0]
                 continue
             past = self._past(session, query)
-            session.append(self._index, k, v, stream=stream)
+            session.append(self._index, _rows(k)[0], _rows(v)[0], stream=stream)
             keys, values = (
-                torch.cat([stored, states[own]], dim=2)
-                for stored, states in zip(past, (key, value))
+                torch.cat([stored, states], dim=2) for stored, states in zip(past, (k, v))
             )
-            out[row, skipped:] = _dense(query[own], keys, values, self.window, scaling)[0]
-        if items:
-            cache.engine.batch_decode(self._index, items, stream=stream)
+            out[row, skipped:] = _dense(q, keys, values, self.window, scaling)[0]
         return out
+
+    def _options(
+        self, tokens: int, scaling: Optional[float], softcap: Optional[float]
+    ) -> AttendOptions:
+        """Returns the options of a call, made for the first of many alike."""
+        key = (tokens > 1, scaling, softcap)
+        options = self._known_options.get(key)
+        if options is None:
+            options = self._known_options[key] = AttendOptions(
+                softmax_scale=scaling,
+                logit_softcap=softcap,
+                mode=LayerMode.DENSE if tokens > 1 and not self.is_sliding else None,
+            )
+        return options
 
     def _past(self, session: Session, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the stored keys and values that a pass may see, [1, kv_heads, n, head_dim] each,
@@ -260,9 +277,11 @@ class KvtierLayer(CacheLayerMixin):
 def _rows(states: torch.Tensor) -> list[torch.Tensor]:
     """Returns [tokens, heads, head_dim] of each row of [batch, heads, tokens, head_dim], without a
     copy where the last dimension is dense."""
-    if states.stride(-1) != 1:
-        states = states.contiguous()
-    return list(states.transpose(1, 2).unbind(0))
+    return list(_dense_rows(states).transpose(1, 2).unbind(0))
+
+
+def _dense_rows(states: torch.Tensor) -> torch.Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _dense(
