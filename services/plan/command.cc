@@ -71,11 +71,17 @@ void run_plan(const PlanCommand& command, const Console& console) {
   out << *options.layers << " layers, " << *options.query_heads << " query heads, "
       << *options.kv_heads << " KV heads, head_dim " << *options.head_dim << "; " << options.tokens
       << " tokens, " << options.batch << (options.batch == 1 ? " sequence" : " sequences")
-      << ", k = " << options.top_k << ", " << options.bits << " bits\n";
+      << ", k = " << options.top_k << ", "
+      << options.retrieval().sketch(*options.head_dim).num_planes << " bits\n";
   const char* const weights =
       plan.weights == 0 ? "not counted: no files, no --weights" : "on the GPU";
   const char* const backend =
       need.backend == Backend::kCuda ? "on the GPU" : "on the GPU, as measured on the CPU backend";
+  if (plan.windows.layers > 0) {
+    out << line("windows", std::to_string(plan.windows.tokens) + " tokens",
+                "read in " + std::to_string(plan.windows.layers) + " of " +
+                    std::to_string(*options.layers) + " layers; their KV is kept whole");
+  }
   out << line("KV", bytes(need.pages), "host memory")
       << line("weights", bytes(plan.weights), weights)
       << line("sketches", bytes(need.sketches), "on the GPU")

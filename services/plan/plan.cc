@@ -47,6 +47,22 @@ int field(const std::filesystem::path& path, const json& config, const char* nam
                                                std::to_string(kMost) + ", found " + found->dump());
 }
 
+/// The decoder's part of a configuration.
+json read_decoder(const std::filesystem::path& config) {
+  json document = read_json(config);
+  const auto text = document.find("text_config");
+  return text != document.end() && text->is_object() ? json(*text) : document;
+}
+
+/// Returns n where every n-th layer of a configuration without `layer_types` attends to all tokens;
+/// 0: there is no such pattern.
+int full_every(const std::filesystem::path& path, const json& config) {
+  const std::string type = config.value("model_type", "");
+  const int otherwise = type == "gemma2" ? 2 : type.starts_with("gemma3") ? 6 : 0;
+  return config.contains("sliding_window_pattern") ? field(path, config, "sliding_window_pattern")
+                                                   : otherwise;
+}
+
 bool has_room(const PlanCommand& command, const MemoryNeed& need, std::size_t weights) {
   return need.device() + weights <= command.gpu_bytes &&
          (!command.host_bytes || need.pages <= *command.host_bytes);
@@ -96,9 +112,7 @@ std::size_t row_bytes(const StressOptions& options) {
 }  // namespace
 
 void read_shape(const std::filesystem::path& config, StressOptions& options) {
-  json document = read_json(config);
-  const auto text = document.find("text_config");
-  if (text != document.end() && text->is_object()) document = json(*text);
+  const json document = read_decoder(config);
   const int heads = field(config, document, "num_attention_heads");
   options.layers = field(config, document, "num_hidden_layers");
   options.query_heads = heads;
@@ -107,6 +121,28 @@ void read_shape(const std::filesystem::path& config, StressOptions& options) {
   const bool has = head_dim != document.end() && !head_dim->is_null();
   options.head_dim =
       has ? field(config, document, "head_dim") : field(config, document, "hidden_size") / heads;
+}
+
+WindowLayers read_windows(const std::filesystem::path& config) {
+  const json document = read_decoder(config);
+  constexpr const char* kWindow = "sliding_window";
+  const bool unused =
+      document.contains("use_sliding_window") && document["use_sliding_window"] == json(false);
+  if (unused || !document.contains(kWindow) || document[kWindow].is_null()) return {};
+  const int tokens = field(config, document, kWindow);
+  const int layers = field(config, document, "num_hidden_layers");
+  const auto types = document.find("layer_types");
+  if (types != document.end() && types->is_array()) {
+    const auto sliding = std::count(types->begin(), types->end(), json("sliding_attention"));
+    return {static_cast<int>(sliding), tokens};
+  }
+  if (const int every = full_every(config, document); every > 0) {
+    return {layers - layers / every, tokens};
+  }
+  const int first = document.contains("use_sliding_window")
+                        ? std::min(field(config, document, "max_window_layers", layers), layers)
+                        : 0;
+  return {layers - first, tokens};
 }
 
 std::size_t weight_bytes_beside(const std::filesystem::path& config) {
@@ -141,17 +177,27 @@ Plan make_plan(const PlanCommand& command) {
   plan.need = memory_need(plan.options, backend);
   plan.fits = has_room(command, plan.need, plan.weights);
   plan.largest_tokens = largest_context(command, plan.options, plan.weights);
-  const double layers = *plan.options.layers;
+  plan.windows = read_windows(config);
+  const double full_layers = *plan.options.layers - plan.windows.layers;
   if (calibration) {
-    const double rows =
-        static_cast<double>(*plan.options.kv_heads) * plan.options.top_k * (1.0 - command.hits);
-    const double rate = gather_rate(*calibration, std::max(rows, 1.0)) * 1e9;
-    if (rate > 0.0) {
-      plan.fetch_seconds = layers * rows * static_cast<double>(row_bytes(plan.options)) / rate;
+    const double heads = *plan.options.kv_heads;
+    const double selected = heads * plan.options.top_k * (1.0 - command.hits);
+    // The last tokens are on the GPU.
+    const std::int64_t windowed = std::min<std::int64_t>(plan.windows.tokens, plan.options.tokens) -
+                                  plan.options.retrieval().recent_tokens;
+    const double in_window = heads * static_cast<double>(std::max<std::int64_t>(windowed, 0));
+    const auto seconds = [&](double layers, double rows) {
+      const double rate = gather_rate(*calibration, std::max(rows, 1.0)) * 1e9;
+      return layers * rows * static_cast<double>(row_bytes(plan.options)) / rate;
+    };
+    if (gather_rate(*calibration, std::max(selected, 1.0)) > 0.0) {
+      plan.fetch_seconds = seconds(full_layers, selected) + seconds(plan.windows.layers, in_window);
     }
   }
   if (command.device_gb_per_s) {
-    const auto bytes = static_cast<double>(plan.weights + plan.need.sketches);
+    const double read = full_layers / *plan.options.layers;
+    const double bytes =
+        static_cast<double>(plan.weights) + read * static_cast<double>(plan.need.sketches);
     plan.read_seconds = bytes / (*command.device_gb_per_s * 1e9);
   }
   return plan;

@@ -27,9 +27,17 @@ struct PlanCommand {
   StressOptions options;                    ///< Without the shape.
 };
 
+/// Layers with a sliding window, of which a step reads the last tokens alone. Their KV and sketches
+/// are kept as those of the others.
+struct WindowLayers {
+  int layers = 0;
+  int tokens = 0;
+};
+
 /// What a model takes, as `MemoryNeed`, and what follows.
 struct Plan {
   StressOptions options;  ///< With the shape.
+  WindowLayers windows;
   MemoryNeed need;
   std::size_t weights = 0;
   bool fits = false;
@@ -43,6 +51,10 @@ struct Plan {
 /// Reads layers, heads and head_dim into `options`. Throws `kNotFound` for a file that cannot be
 /// read, `kInvalidArgument` for one that does not say them.
 void read_shape(const std::filesystem::path& config, StressOptions& options);
+
+/// Returns the layers with a sliding window, as transformers reads `sliding_window`, `layer_types`
+/// and what older configurations of Qwen2 and Gemma have instead. Throws as `read_shape`.
+[[nodiscard]] WindowLayers read_windows(const std::filesystem::path& config);
 
 /// Returns the bytes of the weights beside a config.json: as model.safetensors.index.json says, or
 /// of all *.safetensors; 0: there are none.

@@ -66,6 +66,34 @@ TEST_F(PlanTest, ReadsTheShapeOfTheDecoder) {
   EXPECT_EQ(derived.head_dim, 128);
 }
 
+TEST_F(PlanTest, FindsTheLayersWithAWindow) {
+  const auto windows = [&](const std::string& more) {
+    const std::string shape = kShape;  // of 4 layers
+    const std::string path =
+        write("windows.json", shape.substr(0, shape.size() - 1) + ", " + more + "}");
+    const WindowLayers found = read_windows(path);
+    return std::pair{found.layers, found.tokens};
+  };
+  const std::string window = R"("sliding_window": 512)";
+  EXPECT_EQ(windows(R"("sliding_window": null)"), std::pair(0, 0));
+  EXPECT_EQ(windows(window), std::pair(4, 512));  // Mistral
+  EXPECT_EQ(windows(window + R"(, "layer_types": ["sliding_attention", "full_attention",
+                                 "full_attention", "sliding_attention"])"),
+            std::pair(2, 512));
+  // Qwen2, which has a window that it does not use.
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": false, "max_window_layers": 1)"),
+            std::pair(0, 0));
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": true, "max_window_layers": 1)"),
+            std::pair(3, 512));
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": true, "max_window_layers": 9)"),
+            std::pair(0, 512));
+  EXPECT_EQ(windows(window + R"(, "model_type": "gemma2")"), std::pair(2, 512));
+  EXPECT_EQ(windows(window + R"(, "model_type": "gemma3_text")"), std::pair(4, 512));
+  EXPECT_EQ(windows(window + R"(, "sliding_window_pattern": 3)"), std::pair(3, 512));
+  EXPECT_THAT(refusal(ErrorCode::kInvalidArgument, [&] { windows(R"("sliding_window": "wide")"); }),
+              HasSubstr("sliding_window: expected 1 to 1048576, found \"wide\""));
+}
+
 TEST_F(PlanTest, RefusesConfigurationsThatDoNotSay) {
   StressOptions options;
   const auto read = [&](const std::string& text) {
@@ -144,12 +172,39 @@ TEST_F(PlanTest, TakesRatesFromTheCalibration) {
   EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 4 * 6144 * 136 / 20e9, 1e-12);
 }
 
+TEST_F(PlanTest, LayersWithAWindowReadThatAlone) {
+  Calibration calibration;
+  calibration.device = "a GPU";
+  calibration.region_bytes = GiB;
+  calibration.best = HostAllocation::kRegistered;
+  calibration.entries = {{.allocation = HostAllocation::kRegistered, .gb_per_s = {20, 30, 40}}};
+  PlanCommand wanted = command();
+  wanted.calibration = write("calibration", to_text(calibration));
+  wanted.options.top_k = 4096;
+  wanted.device_gb_per_s = 1000.0;
+  const Plan full = make_plan(wanted);
+  const std::string shape = kShape;
+  wanted.model = write("windows.json", shape.substr(0, shape.size() - 1) + R"(,
+    "sliding_window": 1088, "layer_types": ["sliding_attention", "sliding_attention",
+    "sliding_attention", "full_attention"]})");
+  const Plan plan = make_plan(wanted);
+  EXPECT_EQ(plan.need.pages, full.need.pages);
+  EXPECT_EQ(plan.need.sketches, full.need.sketches);
+  // 64 of the window are on the GPU.
+  EXPECT_NEAR(*plan.fetch_seconds, 256 * (8192 / 20e9 + 3 * 2048 / 20e9), 1e-12);
+  EXPECT_NEAR(*plan.read_seconds, *full.read_seconds / 4, 1e-12);
+  wanted.options.tokens = 1024;
+  wanted.options.top_k = 512;
+  EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 256 * (1024 / 20e9 + 3 * 1920 / 20e9), 1e-12);
+}
+
 TEST_F(PlanTest, IsACommand) {
   const std::string config = write("config.json", kShape);
   const CliResult result =
       run_kvtier({"plan", "--model", file("").string(), "--tokens", "16K", "--gpu", "1G"});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("4 layers, 8 query heads, 2 KV heads, head_dim 64; 16384"));
+  EXPECT_THAT(result.out, HasSubstr("256 bits\n"));
   EXPECT_THAT(result.out, HasSubstr("not counted"));
   EXPECT_THAT(result.out, HasSubstr("largest context"));
 
