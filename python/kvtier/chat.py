@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, ContextManager, Optional, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
@@ -21,7 +22,7 @@ import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
 from kvtier.engine_config import Backend, KvPlacement
 from kvtier.errors import invalid
-from kvtier.hf import KvtierCache, default_retrieval
+from kvtier.hf import KvtierCache, default_retrieval, graphed
 
 #: How a step selects, beside `kvtier.hf.default_retrieval`.
 PRESETS = ("priority", "top_k", "socket", "dense")
@@ -161,6 +162,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
     )
+    result.add_argument(
+        "--no-graphs", action="store_true", help="on a GPU: run tokens from Python, not as CUDA graphs"
+    )
     return result
 
 
@@ -188,18 +192,21 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     chat = Chat(model, tokenizer, cache)
     turns = [options.prompt] if options.prompt is not None else sys.stdin
+    graphs = options.device != "cpu" and not options.no_graphs
+    steps: ContextManager[Any] = graphed(model, cache) if graphs else nullcontext()
     try:
-        for turn in turns:
-            if not turn.strip():
-                break
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            chat.ask(turn.strip(), options.new_tokens, streamer)
-            rate = (chat.tokens - 1) / chat.seconds if chat.tokens > 1 else 0.0
-            print(
-                f"[{chat.tokens} tokens, first after {chat.prefill_seconds:.2f} s, then "
-                f"{rate:.1f} tokens/s; {chat.where()}]",
-                file=sys.stderr,
-            )
+        with steps:
+            for turn in turns:
+                if not turn.strip():
+                    break
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                chat.ask(turn.strip(), options.new_tokens, streamer)
+                rate = (chat.tokens - 1) / chat.seconds if chat.tokens > 1 else 0.0
+                print(
+                    f"[{chat.tokens} tokens, first after {chat.prefill_seconds:.2f} s, then "
+                    f"{rate:.1f} tokens/s; {chat.where()}]",
+                    file=sys.stderr,
+                )
     except kvtier.ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

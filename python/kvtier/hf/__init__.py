@@ -11,8 +11,9 @@ transformers 4.57 or later and kvtier-engine."""
 
 from kvtier.hf.attention import IMPLEMENTATION, register
 from kvtier.hf.cache import KvtierCache
+from kvtier.hf.graphs import graphed
 from kvtier.hf.shape import default_retrieval
 
-__all__ = ["IMPLEMENTATION", "KvtierCache", "default_retrieval", "register"]
+__all__ = ["IMPLEMENTATION", "KvtierCache", "default_retrieval", "graphed", "register"]
 
 register()

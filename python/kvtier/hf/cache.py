@@ -89,6 +89,9 @@ class KvtierCache(Cache):
         self.padding: list[int] = []
         #: Of the last pass.
         self.device = torch.device("cpu")
+        #: How often sessions were replaced, cut or copied: graphs of before are not replayed.
+        self.changes = 0
+        self._replays = False  # that sessions do not know of
         super().__init__(
             layers=[KvtierLayer(self, index, window) for index, window in enumerate(windows)]
         )
@@ -116,6 +119,25 @@ class KvtierCache(Cache):
         if self.device.type != "cuda":
             return None
         return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def replayed(self) -> None:
+        """Takes note that the replay of a graph has appended a token to every row."""
+        for session in self.sessions:
+            for layer in range(len(self.layers)):
+                session.advance(layer, 1)
+        for layer in self.layers:
+            layer.advance(1)
+        self._replays = True
+
+    def wait_for_replays(self) -> None:
+        """Waits for replays, of which sessions do not know when they give memory back."""
+        if self._replays:
+            torch.cuda.synchronize(self.device)
+        self._replays = False
+
+    def _change(self) -> None:
+        self.wait_for_replays()
+        self.changes += 1
 
     def take_padding(self, mask: Optional[torch.Tensor], query_length: int, length: int) -> None:
         """Takes the padding of the next pass from `attention_mask` (bool [batch, length]): left
@@ -150,6 +172,7 @@ class KvtierCache(Cache):
 
     def truncate(self, length: int) -> None:
         """Drops the tokens from position `length` on, padding counted, in every layer."""
+        self._change()
         for layer in self.layers:
             layer.cut(length)
         for session, padding in zip(self.sessions, self.padding):
@@ -182,6 +205,7 @@ class KvtierCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache; rows, padding and model of the next pass may be others."""
+        self._change()
         for session in self.sessions:
             session.close()
         self.sessions = []
@@ -198,6 +222,7 @@ class KvtierCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KvtierCache:
         """Returns a cache of the same engine that starts as this one is; pages are shared until
         they are written to. They need room in the engine: `max_batch_size`."""
+        self._change()
         copied = KvtierCache(self.config, engine=self.engine, max_tokens=self.max_tokens)
         memo[id(self)] = copied
         copied.sessions = [session.fork(1, stream=self.stream())[0] for session in self.sessions]
@@ -216,6 +241,7 @@ class KvtierCache(Cache):
     def _take(self, rows: Sequence[int]) -> None:
         if not self.sessions:
             return
+        self._change()
         forks = {
             row: self.sessions[row].fork(count - 1, stream=self.stream())
             for row, count in Counter(rows).items()

@@ -117,6 +117,10 @@ class KvtierLayer(CacheLayerMixin):
         self._length = min(self._length, length)
         self._pending = None
 
+    def advance(self, tokens: int) -> None:
+        """Takes note of tokens that replays of a graph have appended."""
+        self._length += tokens
+
     def take_state(self, other: KvtierLayer) -> None:
         """Takes note that the sessions are forks of those of another cache."""
         self._length = other._length
