@@ -89,12 +89,26 @@ def plot(settings: Sequence[Setting], error: float, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for line in sorted({(each.code, each.bits, each.rule) for each in settings}):
-        own = sorted(each for each in settings if (each.code, each.bits, each.rule) == line)
-        label = "{}, {} bits, {}".format(*line)
-        axes.plot([each.k for each in own], [each.error for each in own], "o-", label=label)
-    axes.axhline(error, color="black", linestyle="--", linewidth=1, label=f"wanted: {error:g}")
+    codes = sorted({(each.code, each.bits) for each in settings})
+    rules = sorted({each.rule for each in settings})
+    for color, (code, bits) in enumerate(codes):
+        for style, rule in zip(("o-", "s--"), rules):
+            own = sorted(each for each in settings if each[1:4] == (bits, code, rule))
+            found = [each.k for each in own], [each.error for each in own]
+            size = max(9 - 1.5 * color, 4)  # so that equal lines are all seen
+            label = f"{code}, {bits} bits, {rule}"
+            axes.plot(*found, style, color=f"C{color}", markersize=size, label=label)
+    axes.axhline(error, color="black", linestyle=":", linewidth=1.5, label=f"wanted: {error:g}")
+    best = choose(settings, error)
+    if best is not None:
+        place = dict(marker="o", markersize=14, fillstyle="none", color="black", linestyle="none")
+        axes.plot(best.k, best.error, label="chosen", **place)
+    sizes = sorted({each.k for each in settings})
     axes.set(xscale="log", yscale="log", xlabel="selected tokens", ylabel="relative output error")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, bbox_inches="tight")
     pyplot.close(figure)
