@@ -9,7 +9,8 @@ filled with random keys and values instead of by a prefill, which would take min
 checkpoint's weights, and a prefill of the first sequence of a task file (examples/README.md).
 
 Each row is a cache at a length: tokens/s of single-token forward passes, device memory, and the
-parts of a token's time. "none" has no cache and no attention: what the rest of the model takes.
+parts of a token's time, unless kvtier's tokens are CUDA graphs (--graphs). "none" has no cache and
+no attention: what the rest of the model takes, from Python.
 "device_bytes" is what the whole process holds on the GPU, weights included. A row that does not fit
 has "error" instead.
 """
@@ -17,6 +18,7 @@ has "error" instead.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -162,7 +164,7 @@ class Bench:
             retrieval = replace(retrieval, num_planes=own.bits)
         if own.rule:
             retrieval = replace(retrieval, rule=kvtier.SelectionRule[own.rule.upper()])
-        capacity = tokens + own.steps + WARMUP_STEPS + SPLIT_STEPS + 64
+        capacity = tokens + 1024
         memory = memory_config(shape, retrieval, 1, capacity, rows=1)
         pages = memory.host_bytes
         if name == "kvtier-device":
@@ -217,8 +219,10 @@ class Bench:
     def measure(self, name: str, tokens: int) -> dict[str, Any]:
         row: dict[str, Any] = {"cache": name, "tokens": tokens}
         cache = None
+        start = time.perf_counter()
         try:
             cache = self.cache(name, tokens)
+            row["make_seconds"] = round(time.perf_counter() - start, 3)
             start = time.perf_counter()
             self.fill(cache, tokens)
             row["fill_seconds"] = round(time.perf_counter() - start, 3)
@@ -234,7 +238,10 @@ class Bench:
 
     def timed(self, cache: Any, row: dict[str, Any]) -> None:
         first = torch.full((1, 1), 5, device=self.device)
-        with torch.inference_mode():
+        own = isinstance(cache, kvtier.hf.KvtierCache)
+        graphs = own and self.arguments.graphs
+        block = kvtier.hf.graphed(self.model, cache) if graphs else contextlib.nullcontext()
+        with torch.inference_mode(), block:
             token = self.steps(cache, first, WARMUP_STEPS)
             self.synchronize()
             times = []
@@ -254,8 +261,8 @@ class Bench:
                 free, total = torch.cuda.mem_get_info()
                 row["device_bytes"] = total - free
                 row["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
-            if isinstance(cache, kvtier.hf.KvtierCache):
-                row |= self.split(cache, token)
+            if own:
+                row |= {"graphs": True} if graphs else self.split(cache, token)
                 kv = cache.engine.stats().snapshot
                 row["kvtier_device_bytes"] = kv["device_bytes"]
                 row["kvtier_host_bytes"] = kv["host_page_bytes"]
@@ -300,7 +307,10 @@ class Bench:
         AttentionInterface.register("none", no_attention)
         names = [str(self.arguments.checkpoint)] if self.arguments.checkpoint else self.arguments.models
         for name in names:
+            start = time.perf_counter()
             self.load(name)
+            self.synchronize()
+            print(f"{name}: weights in {time.perf_counter() - start:.1f} s", flush=True)
             for tokens in self.arguments.tokens:
                 for cache in self.arguments.caches:
                     row = {"model": Path(name).name, **self.measure(cache, tokens)}
@@ -352,6 +362,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=0, help="of kvtier (default: 4 x head_dim)")
     parser.add_argument("--bits", type=int, default=0, help="of a sketch (default: 4 x head_dim)")
     parser.add_argument("--rule", choices=("top_k", "priority"), help="default: priority")
+    parser.add_argument("--graphs", action="store_true", help="replay kvtier's passes as CUDA graphs")
     parser.add_argument("--hot-rows", type=int, default=0, help="kept on the device (default: 0)")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
