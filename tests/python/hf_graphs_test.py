@@ -54,10 +54,12 @@ class CudaTest(HfTest):
                 self.assertEqual(own.length(0), its.length(0))
 
     def test_replays_are_eager_passes(self) -> None:
-        # With other graphs at every 8 tokens, prompts and cuts in between.
+        # With other graphs at every 8 tokens, or one for all, prompts and cuts in between.
         for name in ("llama", "mistral", "gemma2"):
-            for dense in (True, False):
-                with self.subTest(name, dense=dense), mock.patch.object(graphs, "_RESERVED_TOKENS", 8):
+            for dense, reserved in ((True, 8), (False, 8), (False, 1024)):
+                with self.subTest(name, dense=dense, reserved=reserved), mock.patch.object(
+                    graphs, "_RESERVED_TOKENS", reserved
+                ):
                     model = model_of(name).cuda()
                     caches = self.pair(model, dense=dense)
                     block = kvtier.hf.graphed(model, caches[0])
