@@ -3,8 +3,11 @@
 #include "kvtier/config.h"
 
 #include "benchmarks/harness_cuda.h"
+#include "services/stress/options.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -104,29 +107,53 @@ struct ForkCase {
   int children = 64;
 };
 void bench_fork(Run& run, const ForkCase& fork);
-/// Decode of one token by a whole decoder with random bf16 weights, cuBLAS's products: with cuDNN's
-/// dense attention, and with kvtier's, pages on the device and on the host. Default: Llama-3.1-8B.
+/// Decode of a token of each sequence by a whole decoder with random bf16 weights, cuBLAS's
+/// products. Default: Llama-3.1-8B.
 struct ModelCase {
+  std::string name;
   int layers = 32;
   std::int64_t hidden = 4096;
-  std::int64_t inner = 14336;
+  std::int64_t inner = 14336;  ///< Of one expert, where there are some.
   int query_heads = 32;
   int kv_heads = 8;
   int head_dim = 128;
   std::int64_t vocabulary = 128256;
+  int experts = 0;  ///< Of a layer; 0: none.
+  int active_experts = 0;
+  std::int64_t window = 0;  ///< Last tokens that layers 0, 2, 4 ... attend to; 0: no such layers.
+  int tensor_parallel = 1;  ///< Ranks of which this is one; the sizes above are its own.
   std::vector<std::int64_t> contexts = {32768, 70000, 100000, 140000};
+  std::vector<int> batches = {1};
   RetrievalConfig retrieval{};
+  std::vector<int> top_ks{};  ///< In place of the number in `retrieval`, a row each.
+  std::vector<KvPlacement> placements = {KvPlacement::kDevice, KvPlacement::kHost};
+  PageFormat page_format = PageFormat::kModel;
+  /// Rows per KV head that stay on the GPU where KV is on the host, an engine each; empty: as the
+  /// library has it.
+  std::vector<int> hot_rows{};
+  /// Whose queries those of attention drift like; none: normal keys, and the projections' queries.
+  std::optional<services::DriftModel> drift{};
+  bool dense = true;
+  bool stages = false;  ///< Adds the time of each kernel of one layer.
 };
-void bench_model(Run& run, const ModelCase& shape);
-/// One row of it, a token's time.
+/// One row of it.
 struct ModelTime {
   std::int64_t tokens = 0;
-  std::string attention;  ///< "dense, cuDNN 9.19.0", "kvtier, KV on the device"
-  Times times;
+  int batch = 1;
+  std::string attention{};         ///< "dense, cuDNN 9.19.0", "k 2048, KV on the device"
+  Times times{};                   ///< Of a token of each sequence, as the next one.
+  double us_p99 = 0.0;             ///< By nearest rank.
+  double tokens_per_second = 0.0;  ///< Of all sequences.
+  std::optional<double> found{};   ///< Share of the rows looked for that were on the GPU.
+  std::size_t gpu_bytes = 0;       ///< In use on the GPU, this program's and others'.
   bool dense = false;
+  double over_dense = 0.0;  ///< 0: no dense row of this case.
+  std::string error{};      ///< Why there are no times: memory does not suffice.
 };
-/// The same rows, returned, up to the first failure, which it throws.
-[[nodiscard]] std::vector<ModelTime> measure_model(Run& run, const ModelCase& shape);
+/// Of each case: with cuDNN's dense attention, and with kvtier's for each placement and number of
+/// rows. Contexts are appended, not computed by a prefill. Every token is a replay of one CUDA
+/// graph.
+std::vector<ModelTime> bench_model(Run& run, const ModelCase& shape);
 /// Prefill of a prompt by layers of the decoder: alone, with its keys sketched and its rows stored
 /// on another stream while the next layer computes, and k-means over the same keys.
 void bench_ttft(Run& run, const ModelCase& shape, std::int64_t tokens);

@@ -100,7 +100,7 @@ Graph::~Graph() {
 void Graph::launch(cudaStream_t stream) const { KVTIER_CUDA_CHECK(cudaGraphLaunch(exec_, stream)); }
 
 std::vector<Graph::Stage> Graph::stages(cudaStream_t stream, int repeats,
-                                        const Graph& before) const {
+                                        const std::function<void()>& before) const {
   const std::vector<cudaGraphNode_t> nodes = sorted_nodes(graph_);
   std::vector<Stage> stages;
   double shorter = 0.0;
@@ -118,7 +118,7 @@ std::vector<Graph::Stage> Graph::stages(cudaStream_t stream, int repeats,
       const Executable executable(prefix);
       std::vector<double> values;
       for (int i = 0; i < repeats; ++i) {
-        before.launch(stream);
+        before();
         values.push_back(time_once(stream, [&] { executable.launch(stream); }));
       }
       std::sort(values.begin(), values.end());

@@ -69,11 +69,11 @@ class Graph {
     std::string kernel;
     double us = 0.0;  ///< What the graph takes longer than without this kernel and those after it.
   };
-  /// Time that each kernel adds, in the order of the graph. Before each measurement `before` is
-  /// replayed, which has to do all of this graph, so that kernels find the state that they expect,
-  /// and then read enough else that the L2 cache keeps nothing of it, unless this graph does.
+  /// Time that each kernel adds, in the order of the graph. Before each measurement `before`
+  /// enqueues all that this graph does, so that kernels find the state that they expect, and then
+  /// reads enough else that the L2 cache keeps nothing of it, unless this graph does.
   [[nodiscard]] std::vector<Stage> stages(cudaStream_t stream, int repeats,
-                                          const Graph& before) const;
+                                          const std::function<void()>& before) const;
 
  private:
   cudaGraph_t graph_{};

@@ -217,7 +217,7 @@ int main(int argc, char** argv) {
     if (*fork) bench_fork(run, fork_case);
     if (*model) {
       whole.retrieval = step.retrieval;
-      bench_model(run, whole);
+      static_cast<void>(bench_model(run, whole));
     }
     if (*ttft) {
       whole.retrieval = step.retrieval;

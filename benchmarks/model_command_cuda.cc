@@ -3,8 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
-#include <cstdio>
+#include <algorithm>
 
 /// `kvtier-llama bench` on a GPU.
 namespace kvtier::llama {
@@ -14,33 +13,53 @@ bool has_gpu_bench() {
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
 }
 
-std::vector<BenchRow> bench_on_gpu(const ModelConfig& model, const BenchOptions& options,
+std::vector<BenchRow> bench_on_gpu(const BenchShape& shape, const BenchOptions& options,
                                    const Method& sparse) {
-  bench::ModelCase shape{.layers = model.layers,
-                         .hidden = model.hidden_size,
-                         .inner = model.intermediate_size,
-                         .query_heads = model.query_heads,
-                         .kv_heads = model.kv_heads,
-                         .head_dim = model.head_dim,
-                         .vocabulary = model.vocab_size,
-                         .contexts = options.contexts,
-                         .retrieval = sparse.retrieval};
-  shape.retrieval.sparsity = sparse.sparsity;
+  const ModelConfig& model = shape.model;
+  bench::ModelCase what{.name = options.shape,
+                        .layers = model.layers,
+                        .hidden = model.hidden_size,
+                        .inner = model.intermediate_size,
+                        .query_heads = model.query_heads,
+                        .kv_heads = model.kv_heads,
+                        .head_dim = model.head_dim,
+                        .vocabulary = model.vocab_size,
+                        .experts = shape.experts,
+                        .active_experts = shape.active_experts,
+                        .window = shape.window,
+                        .tensor_parallel = options.tensor_parallel,
+                        .contexts = options.contexts,
+                        .batches = options.batches,
+                        .retrieval = sparse.retrieval,
+                        .top_ks = options.top_ks,
+                        .placements = options.placements,
+                        .page_format = options.page_format,
+                        .hot_rows = options.hot_rows};
+  what.retrieval.sparsity = sparse.sparsity;
+  // The ring on the device holds what sliding layers attend to.
+  what.retrieval.recent_tokens =
+      std::max(what.retrieval.recent_tokens, static_cast<int>(shape.window));
+  if (options.locality != "none") {
+    what.drift = options.locality == "smollm2" ? services::DriftModel::kSmolLm2
+                                               : services::DriftModel::kNeedleLlama;
+  }
+  what.dense = options.dense;
+  what.stages = options.stages;
   bench::Run run(options.json, options.command, options.cuda_libs, options.steps, false);
-  std::array<char, 32> sparsity{};
-  std::snprintf(sparsity.data(), sparsity.size(), "%gx, ", sparse.sparsity);
-
   std::vector<BenchRow> rows;
-  double dense = 0.0;
-  for (const bench::ModelTime& time : bench::measure_model(run, shape)) {
-    const double us = time.times.median;
-    if (time.dense) dense = us;
+  for (const bench::ModelTime& time : bench::bench_model(run, what)) {
     rows.push_back({.context = time.tokens,
-                    .attention = (time.dense ? "" : sparsity.data()) + time.attention,
-                    .us = us,
+                    .batch = time.batch,
+                    .attention = time.attention,
+                    .us = time.times.median,
                     .us_min = time.times.min,
                     .us_max = time.times.max,
-                    .over_dense = time.dense ? 0.0 : dense / us});
+                    .us_p99 = time.us_p99,
+                    .tokens_per_second = time.tokens_per_second,
+                    .over_dense = time.over_dense,
+                    .found = time.found,
+                    .gpu_bytes = time.gpu_bytes,
+                    .error = time.error});
   }
   return rows;
 }

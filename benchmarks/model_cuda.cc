@@ -1,279 +1,342 @@
 #include "kvtier/engine.h"
+#include "kvtier/error.h"
 
 #include "benchmarks/benchmarks.h"
-#include "benchmarks/cublas_cuda.h"
-#include "benchmarks/cudnn_attention_cuda.h"
-#include "benchmarks/model_kernels_cuda.h"
+#include "benchmarks/context_cuda.h"
+#include "benchmarks/decoder_cuda.h"
+#include "benchmarks/model_rows_cuda.h"
+#include "services/stress/memory.h"
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
+#include <utility>
 
 namespace kvtier::bench {
 namespace {
 
-constexpr std::int64_t kChunk = 16384;
-constexpr float kWeightScale = 0.02F;
+using services::show_bytes;
 
-struct Layer {
-  std::unique_ptr<DeviceTensor> qkv, out, gate_up, down;
-};
-
-/// A decoder with random bf16 weights, for one token at a time.
-class Model {
- public:
-  Model(Run& run, const ModelCase& shape)
-      : run_(run),
-        shape_(shape),
-        blas_(run.cuda_libs(), run.stream()),
-        head_(shape.vocabulary * shape.hidden, 1, kWeightScale),
-        hidden_(shape.hidden, 2),
-        normed_(shape.hidden, 3),
-        qkv_(qkv_columns(), 4),
-        context_(q_columns(), 5),
-        gate_up_(2 * shape.inner, 6),
-        gated_(shape.inner, 7),
-        logits_(shape.vocabulary, 8) {
-    std::uint64_t seed = 10;
-    const auto weight = [&](std::int64_t rows, std::int64_t columns) {
-      weight_bytes_ += 2.0 * static_cast<double>(rows * columns);
-      return std::make_unique<DeviceTensor>(rows * columns, seed++, kWeightScale);
-    };
-    weight_bytes_ = 2.0 * static_cast<double>(head_.count());
-    for (int i = 0; i < shape.layers; ++i) {
-      layers_.push_back({.qkv = weight(qkv_columns(), shape.hidden),
-                         .out = weight(shape.hidden, q_columns()),
-                         .gate_up = weight(2 * shape.inner, shape.hidden),
-                         .down = weight(shape.hidden, shape.inner)});
-    }
-  }
-
-  [[nodiscard]] double weight_bytes() const { return weight_bytes_; }
-  [[nodiscard]] const __nv_bfloat16* query() const { return qkv_.data(); }
-  [[nodiscard]] const __nv_bfloat16* key() const { return query() + q_columns(); }
-  [[nodiscard]] const __nv_bfloat16* value() const { return key() + kv_columns(); }
-  [[nodiscard]] __nv_bfloat16* context() const { return context_.data(); }
-
-  struct Caches {
-    __nv_bfloat16* keys = nullptr;
-    __nv_bfloat16* values = nullptr;
-  };
-  /// Enqueues one token, from its hidden state to its logits. `attend(layer)` turns query, key and
-  /// value into `context`; `caches(layer)` says where a dense path wants key and value, which sees
-  /// `tokens` tokens, this one the last.
-  void decode(std::int64_t tokens, const std::function<Caches(int)>& caches,
-              const std::function<void(int)>& attend) const {
-    const std::int64_t h = shape_.hidden;
-    cudaStream_t stream = run_.stream();
-    for (int i = 0; i < shape_.layers; ++i) {
-      const Layer& layer = layers_[static_cast<std::size_t>(i)];
-      rms_norm(stream, hidden_.data(), 1, h, normed_.data());
-      blas_.multiply(normed_.data(), layer.qkv->data(), 1, qkv_columns(), h, qkv_.data());
-      const Caches to = caches(i);
-      rotate_and_store(stream, {.qkv = qkv_.data(),
-                                .query_heads = shape_.query_heads,
-                                .kv_heads = shape_.kv_heads,
-                                .head_dim = shape_.head_dim,
-                                .position = tokens - 1,
-                                .keys = to.keys,
-                                .values = to.values,
-                                .tokens = tokens});
-      attend(i);
-      blas_.multiply(context(), layer.out->data(), 1, h, q_columns(), hidden_.data(), 1.0F);
-      rms_norm(stream, hidden_.data(), 1, h, normed_.data());
-      blas_.multiply(normed_.data(), layer.gate_up->data(), 1, 2 * shape_.inner, h,
-                     gate_up_.data());
-      gated(stream, gate_up_.data(), 1, shape_.inner, gated_.data());
-      blas_.multiply(gated_.data(), layer.down->data(), 1, h, shape_.inner, hidden_.data(), 1.0F);
-    }
-    rms_norm(stream, hidden_.data(), 1, h, normed_.data());
-    blas_.multiply(normed_.data(), head_.data(), 1, shape_.vocabulary, h, logits_.data());
-  }
-
- private:
-  [[nodiscard]] std::int64_t q_columns() const {
-    return std::int64_t{shape_.query_heads} * shape_.head_dim;
-  }
-  [[nodiscard]] std::int64_t kv_columns() const {
-    return std::int64_t{shape_.kv_heads} * shape_.head_dim;
-  }
-  [[nodiscard]] std::int64_t qkv_columns() const { return q_columns() + 2 * kv_columns(); }
-
-  Run& run_;
-  const ModelCase& shape_;
-  CublasLibrary blas_;
-  DeviceTensor head_, hidden_, normed_, qkv_, context_, gate_up_, gated_, logits_;
-  std::vector<Layer> layers_;
-  double weight_bytes_ = 0.0;
-};
-
-json parameters(const ModelCase& shape, std::int64_t tokens, const std::string& attention) {
-  return {{"tokens", tokens},
-          {"layers", shape.layers},
-          {"hidden", shape.hidden},
-          {"inner", shape.inner},
-          {"query_heads", shape.query_heads},
-          {"kv_heads", shape.kv_heads},
-          {"head_dim", shape.head_dim},
-          {"vocabulary", shape.vocabulary},
-          {"attention", attention}};
-}
-
-void add(Run& run, const ModelCase& shape, std::int64_t tokens, const std::string& attention,
-         const Times& times, json measured) {
-  measured["tokens_per_second"] = 1e6 / times.median;
-  run.add("model", parameters(shape, tokens, attention), times, measured);
-}
+constexpr int kStageTokens = 256;
 
 /// Everything but attention.
-double bench_rest(Run& run, const ModelCase& shape, const Model& model) {
-  const Times times = time_graph(run.stream(), 1, run.replays(), [&] {
+double bench_rest(Run& run, const ModelCase& shape, const RandomDecoder& model, int batch) {
+  const TokenGraph graph(run, [&] {
     model.decode(
-        1, [](int) { return Model::Caches{}; }, [](int) {});
+        batch, 0, [](int) { return RandomDecoder::Caches{}; }, [](int) {});
   });
-  add(run, shape, 0, "none", times,
-      {{"weight_bytes", model.weight_bytes()},
-       {"gbps", model.weight_bytes() / times.median * 1e-3}});
-  return times.median;
+  static_cast<void>(graph.replay(0, kWarmupTokens));
+  ModelTime time{.batch = batch, .gpu_bytes = GpuMemory().used()};
+  summarize(graph.replay(0, run.replays()), time);
+  const double bytes = model.weight_bytes_read(batch);
+  add_model_row(run, shape, "none", time,
+                {{"weight_bytes", model.weight_bytes()},
+                 {"weight_bytes_read", bytes},
+                 {"gbps", bytes / time.times.median * 1e-3}});
+  return time.times.median;
 }
 
-ModelTime bench_dense(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens) {
-  const auto library = CudnnLibrary::load(run.cuda_libs());
-  const CudnnAttention attention(library, {.tokens = tokens,
-                                           .batch = 1,
-                                           .query_heads = shape.query_heads,
-                                           .kv_heads = shape.kv_heads,
-                                           .head_dim = shape.head_dim});
-  const std::int64_t cache = tokens * shape.kv_heads * shape.head_dim;
-  const DeviceTensor keys(cache * shape.layers, 31), values(cache * shape.layers, 32);
-  std::optional<Times> best;
-  int best_plan = 0;
-  for (int plan = 0; plan < attention.num_plans(); ++plan) {
-    const auto caches = [&](int layer) {
-      return Model::Caches{keys.data() + layer * cache, values.data() + layer * cache};
-    };
-    const auto attend = [&](int layer) {
-      attention.run(run.stream(), plan, model.query(), caches(layer).keys, caches(layer).values,
-                    model.context());
-    };
-    attend(0);  // what a library does at its first call is not for a graph
-    KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
-    const Times times =
-        time_graph(run.stream(), 1, run.replays(), [&] { model.decode(tokens, caches, attend); });
-    if (best && best->median <= times.median) continue;
-    best = times;
-    best_plan = plan;
-  }
-  add(run, shape, tokens, "cudnn", *best,
-      {{"kv_bytes", 4.0 * static_cast<double>(cache * shape.layers)},
-       {"plan", best_plan},
-       {"library", library->name()}});
-  return {tokens, "dense, " + library->name(), *best, true};
+/// One engine of a context: where its KV is, and the rows per KV head that stay on the GPU.
+struct Variant {
+  KvPlacement placement = KvPlacement::kDevice;
+  std::optional<int> hot_rows;
+};
+
+std::int64_t spare_tokens(const Run& run, const ModelCase& shape) {
+  return kWarmupTokens + run.replays() + 8 + (shape.stages ? 2 * kStageTokens : 0);
 }
 
-Config engine_config(const ModelCase& shape, std::int64_t tokens, std::int64_t spare,
-                     KvPlacement placement) {
+Config engine_config(const ModelCase& shape, const CaseOfModel& at, std::int64_t spare,
+                     const Variant& variant) {
   Config config;
   config.backend = Backend::kCuda;
   config.model = {.layers = shape.layers,
                   .query_heads = shape.query_heads,
                   .kv_heads = shape.kv_heads,
                   .head_dim = shape.head_dim};
+  for (int layer = 0; layer < shape.layers && shape.window > 0; ++layer) {
+    LayerConfig& options = config.model.layer_options.emplace_back();
+    if (!slides(shape, layer)) continue;
+    options.mode = LayerMode::kSlidingWindow;
+    options.window_tokens = shape.window;
+  }
   config.retrieval = shape.retrieval;
-  config.memory.max_session_tokens = tokens + spare;
-  config.memory.max_batch_rows = 1;
-  config.memory.placement = placement;
-  const auto kv_bytes = static_cast<std::size_t>(tokens + spare) *
-                        static_cast<std::size_t>(shape.layers * shape.kv_heads) *
-                        static_cast<std::size_t>(4 * shape.head_dim);
-  config.memory.host_bytes = kv_bytes + 64 * MiB;
+  if (!shape.top_ks.empty()) {
+    config.retrieval.sparsity = 0.0;
+    config.retrieval.top_k = *std::ranges::max_element(shape.top_ks);
+  }
+  config.memory.page_format = shape.page_format;
+  config.memory.max_session_tokens = at.tokens + spare;
+  config.memory.max_batch_rows = at.batch;
+  config.memory.placement = variant.placement;
+
+  const auto heads = static_cast<std::size_t>(at.batch * shape.layers * shape.kv_heads);
+  const auto tokens = static_cast<std::size_t>((at.tokens + spare) / 1024 + 1) * 1024;
+  const auto row = static_cast<std::size_t>(4 * shape.head_dim);
+  const bool fp8 = shape.page_format == PageFormat::kFloat8;
+  const std::size_t pages = heads * tokens * (fp8 ? row / 2 + 8 : row);
+  const int planes = config.retrieval.sketch(shape.head_dim).num_planes;
+  const std::size_t sketches =
+      heads * tokens * static_cast<std::size_t>((planes + 127) / 128 * 16 + 4);
+  const double most_rows = config.retrieval.sparsity > 0
+                               ? static_cast<double>(tokens) / config.retrieval.sparsity
+                               : config.retrieval.top_k;
+  const std::size_t workspace =
+      256 * MiB + static_cast<std::size_t>(at.batch) *
+                      (tokens * static_cast<std::size_t>(shape.query_heads) * 16 +
+                       static_cast<std::size_t>(shape.kv_heads * most_rows) * (row + 640));
+  const bool on_host = variant.placement == KvPlacement::kHost;
+  config.memory.host_bytes = pages;
   config.memory.device_bytes =
-      (placement == KvPlacement::kDevice ? kv_bytes : 0) + kv_bytes / 4 + 4 * GiB;
+      std::max(sketches + (on_host ? 0 : pages) + workspace, 2 * workspace);
+  if (variant.hot_rows) {
+    const auto sets = static_cast<std::size_t>((*variant.hot_rows + 31) / 32);
+    const std::size_t layer =
+        static_cast<std::size_t>(shape.kv_heads) * sets * (32 * (row + 8) + 16) + 256;
+    config.memory.hot_rows = std::max(*variant.hot_rows, 1);
+    config.memory.hot_bytes = layer * static_cast<std::size_t>(shape.layers * at.batch);
+  }
+  const std::optional<std::size_t> host = services::available_host_bytes();
+  if (on_host && host && *host < pages) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "KV in host memory: expected at least " + show_bytes(static_cast<double>(pages)) +
+                    " available, found " + show_bytes(static_cast<double>(*host)));
+  }
   return config;
 }
 
-ModelTime bench_sparse(Run& run, const ModelCase& shape, const Model& model, std::int64_t tokens,
-                       KvPlacement placement) {
-  const std::int64_t spare = run.replays() + 64;
-  Engine engine(engine_config(shape, tokens, spare, placement));
-  Session session = engine.open();
-  const StreamRef stream = StreamRef::of(run.stream());
-  const auto view = [&](const __nv_bfloat16* data, std::int64_t count, int heads) {
-    return TensorView{data, DType::kBFloat16, {count, heads, shape.head_dim}, MemorySpace::kDevice};
-  };
-  {
-    const std::int64_t chunk = std::min(kChunk, tokens - 1) * shape.kv_heads * shape.head_dim;
-    const DeviceTensor keys(chunk, 41), values(chunk, 42);
-    for (int layer = 0; layer < shape.layers; ++layer) {
-      for (std::int64_t t = 0; t < tokens - 1; t += kChunk) {
-        const std::int64_t n = std::min(kChunk, tokens - 1 - t);
-        fill_normal(run.stream(), keys.data(), chunk,
-                    static_cast<std::uint64_t>(1000 + layer * 100000 + t / kChunk), 1.0F);
-        session.append(layer, view(keys.data(), n, shape.kv_heads),
-                       view(values.data(), n, shape.kv_heads), stream);
+/// Tokens by kvtier: an engine with a context in each of its sessions.
+class SparseTokens {
+ public:
+  SparseTokens(Run& run, const ModelCase& shape, const RandomDecoder& model, const CaseOfModel& at,
+               const Variant& variant)
+      : run_(run),
+        shape_(shape),
+        model_(model),
+        at_(at),
+        variant_(variant),
+        engine_(engine_config(shape, at, spare_tokens(run, shape), variant)),
+        context_(run,
+                 {.layers = shape.layers,
+                  .batch = at.batch,
+                  .query_heads = shape.query_heads,
+                  .kv_heads = shape.kv_heads,
+                  .head_dim = shape.head_dim,
+                  .tokens = at.tokens},
+                 shape.drift) {
+    for (int i = 0; i < at.batch; ++i) {
+      sessions_.push_back(engine_.open());
+      context_.fill(sessions_.back(), i);
+    }
+  }
+
+  [[nodiscard]] ModelTime measure(const RetrievalConfig& retrieval) {
+    const StreamRef stream = StreamRef::of(run_.stream());
+    for (Session& session : sessions_) {
+      session.truncate(at_.tokens, stream);
+      session.reserve(spare_tokens(run_, shape_), stream);
+    }
+    options_.retrieval = &retrieval;
+    context_.make_queries(kWarmupTokens + run_.replays() + 1);
+    context_.load_queries(0);
+    enqueue();  // so that kernels are loaded before the capture
+    KVTIER_CUDA_CHECK(cudaStreamSynchronize(run_.stream()));
+    const TokenGraph graph(
+        run_, [this] { enqueue(); }, [this](int i) { context_.load_queries(i); });
+    static_cast<void>(graph.replay(1, kWarmupTokens));
+    const Stats::Cumulative before = engine_.stats().cumulative;
+    ModelTime time{.tokens = at_.tokens, .batch = at_.batch, .attention = label(retrieval)};
+    time.gpu_bytes = GpuMemory().used();
+    summarize(graph.replay(1 + kWarmupTokens, run_.replays()), time);
+    const Stats::Cumulative moved = engine_.stats().cumulative - before;
+    const auto looked_for = static_cast<double>(moved.hot_hits + moved.hot_misses);
+    if (looked_for > 0) time.found = static_cast<double>(moved.hot_hits) / looked_for;
+    record(retrieval, time, moved, shape_.stages ? stages(graph) : json());
+    for (Session& session : sessions_) {
+      for (int layer = 0; layer < shape_.layers; ++layer) {
+        session.advance(layer, kWarmupTokens + run_.replays());
       }
     }
-    KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
+    return time;
   }
-  session.reserve(spare, stream);
-  const MutableTensorView out{model.context(),
-                              DType::kBFloat16,
-                              {1, shape.query_heads, shape.head_dim},
-                              MemorySpace::kDevice};
-  const Times times = time_graph(run.stream(), 1, run.replays(), [&] {
-    model.decode(
-        tokens, [](int) { return Model::Caches{}; },
-        [&](int layer) {
-          session.decode(layer,
-                         {.query = view(model.query(), 1, shape.query_heads),
-                          .key = view(model.key(), 1, shape.kv_heads),
-                          .value = view(model.value(), 1, shape.kv_heads)},
-                         {.out = out}, stream);
-        });
-  });
-  json measured = retrieval_parameters(shape.retrieval, shape.head_dim);
-  measured["placement"] = name_of(placement);
-  measured["device_bytes"] = engine.stats().snapshot.device_bytes;
-  add(run, shape, tokens, "kvtier, pages on the " + name_of(placement), times, measured);
-  return {tokens, placement == KvPlacement::kHost ? "KV in host memory" : "KV on the device", times,
-          false};
+
+ private:
+  [[nodiscard]] TensorView view(const __nv_bfloat16* data, int item, int heads) const {
+    return {data + std::int64_t{item} * heads * shape_.head_dim,
+            DType::kBFloat16,
+            {1, heads, shape_.head_dim},
+            MemorySpace::kDevice};
+  }
+
+  void attend(int layer) {
+    const __nv_bfloat16* drifting = context_.queries(layer);
+    const __nv_bfloat16* query = drifting != nullptr ? drifting : model_.query();
+    std::vector<BatchItem> items;
+    for (int i = 0; i < at_.batch; ++i) {
+      const std::int64_t out = std::int64_t{i} * shape_.query_heads * shape_.head_dim;
+      items.push_back({.session = &sessions_[static_cast<std::size_t>(i)],
+                       .inputs = {.query = view(query, i, shape_.query_heads),
+                                  .key = view(model_.key(), i, shape_.kv_heads),
+                                  .value = view(model_.value(), i, shape_.kv_heads)},
+                       .outputs = {.out = {model_.context() + out,
+                                           DType::kBFloat16,
+                                           {1, shape_.query_heads, shape_.head_dim},
+                                           MemorySpace::kDevice}},
+                       .options = options_});
+    }
+    engine_.decode(layer, items, StreamRef::of(run_.stream()));
+  }
+
+  void enqueue() {
+    model_.decode(
+        at_.batch, at_.tokens, [](int) { return RandomDecoder::Caches{}; },
+        [this](int layer) { attend(layer); });
+  }
+
+  /// Time of each kernel of one layer that selects, after whole tokens whose queries it follows.
+  [[nodiscard]] json stages(const TokenGraph& token) {
+    context_.make_queries(kStageTokens + 1);
+    int step = 0;
+    const auto before = [&] {
+      context_.load_queries(step);
+      token.launch();
+      step = std::min(step + 1, kStageTokens);
+      context_.load_queries(step);
+    };
+    const Graph layer(run_.stream(), [this] { attend(shape_.window > 0 ? 1 : 0); });
+    json stages = json::array();
+    for (const Graph::Stage& stage : layer.stages(run_.stream(), 9, before)) {
+      stages.push_back({{"kernel", stage.kernel}, {"us", stage.us}});
+    }
+    return stages;
+  }
+
+  [[nodiscard]] std::string label(const RetrievalConfig& retrieval) const {
+    std::array<char, 64> chosen{};
+    if (retrieval.sparsity > 0) {
+      std::snprintf(chosen.data(), chosen.size(), "%gx, ", retrieval.sparsity);
+    } else {
+      std::snprintf(chosen.data(), chosen.size(), "k %d, ", retrieval.top_k);
+    }
+    if (variant_.placement == KvPlacement::kDevice)
+      return chosen.data() + std::string("KV on the device");
+    std::string text = chosen.data() + std::string("KV in host memory");
+    if (variant_.hot_rows) text += ", " + std::to_string(*variant_.hot_rows) + " rows cached";
+    return text;
+  }
+
+  void record(const RetrievalConfig& retrieval, const ModelTime& time,
+              const Stats::Cumulative& moved, const json& stages) const {
+    const Stats::Snapshot memory = engine_.stats().snapshot;
+    const double tokens = run_.replays();
+    json measured = retrieval_parameters(retrieval, shape_.head_dim);
+    measured["placement"] = name_of(variant_.placement);
+    measured["kv_dtype"] = shape_.page_format == PageFormat::kFloat8 ? "fp8" : "bf16";
+    measured["context_kv"] = "appended, not computed by a prefill";
+    measured["locality"] = context_.describe();
+    measured["weight_bytes"] = model_.weight_bytes();
+    measured["device_bytes"] = memory.device_bytes;
+    measured["host_bytes"] = memory.host_page_bytes_used;
+    measured["bytes_host"] = static_cast<double>(moved.bytes_host_to_device) / tokens;
+    measured["rows_attended"] = static_cast<double>(moved.rows_attended) / tokens;
+    if (variant_.hot_rows) measured["hot_rows"] = *variant_.hot_rows;
+    if (memory.hot_bytes > 0) measured["hot_bytes"] = memory.hot_bytes;
+    if (time.found) measured["found"] = *time.found;
+    if (!stages.is_null()) measured["stages"] = stages;
+    add_model_row(run_, shape_, "kvtier, pages on the " + name_of(variant_.placement), time,
+                  measured);
+  }
+
+  Run& run_;
+  const ModelCase& shape_;
+  const RandomDecoder& model_;
+  CaseOfModel at_;
+  Variant variant_;
+  Engine engine_;
+  Context context_;
+  std::vector<Session> sessions_;
+  AttendOptions options_;
+};
+
+/// The retrieval of each row of an engine.
+std::vector<RetrievalConfig> retrievals(const ModelCase& shape) {
+  if (shape.top_ks.empty()) return {shape.retrieval};
+  std::vector<RetrievalConfig> all;
+  for (const int k : shape.top_ks) {
+    all.push_back(shape.retrieval);
+    all.back().sparsity = 0.0;
+    all.back().top_k = k;
+  }
+  return all;
 }
 
-/// The rows of one context, the dense one first.
-std::vector<ModelTime> measure_context(Run& run, const ModelCase& shape, const Model& model,
-                                       double rest, std::int64_t tokens) {
-  std::vector<ModelTime> rows = {bench_dense(run, shape, model, tokens)};
-  const double dense = rows.front().times.median;
-  for (const KvPlacement placement : {KvPlacement::kDevice, KvPlacement::kHost}) {
-    rows.push_back(bench_sparse(run, shape, model, tokens, placement));
-    const double sparse = rows.back().times.median;
-    run.note("model_ratio", parameters(shape, tokens, "kvtier, pages on the " + name_of(placement)),
-             {{"over_dense", dense / sparse},
-              {"attention_over_dense", (dense - rest) / (sparse - rest)}});
+std::vector<Variant> variants(const ModelCase& shape) {
+  std::vector<Variant> all;
+  for (const KvPlacement placement : shape.placements) {
+    if (placement == KvPlacement::kDevice || shape.hot_rows.empty()) {
+      all.push_back({placement, {}});
+      continue;
+    }
+    for (const int rows : shape.hot_rows) all.push_back({placement, rows});
   }
-  return rows;
+  return all;
+}
+
+/// Runs `work`; where memory does not suffice, the row says so.
+void where_it_fits(Run& run, const ModelCase& shape, ModelTime row, std::vector<ModelTime>& rows,
+                   const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kResourceExhausted) throw;
+    row.error = error.what();
+    run.note("model", model_parameters(shape, {row.tokens, row.batch}, row.attention),
+             {{"error", row.error}});
+    rows.push_back(std::move(row));
+  }
 }
 
 }  // namespace
 
-void bench_model(Run& run, const ModelCase& shape) {
-  const Model model(run, shape);
-  const double rest = bench_rest(run, shape, model);
-  for (const std::int64_t tokens : shape.contexts) {
-    run.attempt("model", parameters(shape, tokens, "all"),
-                [&] { static_cast<void>(measure_context(run, shape, model, rest, tokens)); });
-  }
-}
-
-std::vector<ModelTime> measure_model(Run& run, const ModelCase& shape) {
-  const Model model(run, shape);
-  const double rest = bench_rest(run, shape, model);
+std::vector<ModelTime> bench_model(Run& run, const ModelCase& shape) {
+  const RandomDecoder model(run, shape, *std::ranges::max_element(shape.batches));
+  const std::vector<RetrievalConfig> selections = retrievals(shape);
   std::vector<ModelTime> rows;
-  for (const std::int64_t tokens : shape.contexts) {
-    std::ranges::move(measure_context(run, shape, model, rest, tokens), std::back_inserter(rows));
+  for (const int batch : shape.batches) {
+    const double rest = bench_rest(run, shape, model, batch);
+    for (const std::int64_t tokens : shape.contexts) {
+      const CaseOfModel at{tokens, batch};
+      double dense = 0.0;
+      ModelTime named{.tokens = tokens, .batch = batch, .attention = "dense"};
+      named.dense = true;
+      if (shape.dense) {
+        where_it_fits(run, shape, named, rows, [&] {
+          rows.push_back(bench_dense_model(run, shape, model, at));
+          dense = rows.back().times.median;
+        });
+      }
+      for (const Variant& variant : variants(shape)) {
+        named.attention = "kvtier, pages on the " + name_of(variant.placement);
+        named.dense = false;
+        where_it_fits(run, shape, named, rows, [&] {
+          SparseTokens sparse(run, shape, model, at, variant);
+          for (const RetrievalConfig& retrieval : selections) {
+            ModelTime time = sparse.measure(retrieval);
+            if (dense > 0.0) {
+              time.over_dense = dense / time.times.median;
+              run.note("model_ratio", model_parameters(shape, at, time.attention),
+                       {{"over_dense", time.over_dense},
+                        {"attention_over_dense", (dense - rest) / (time.times.median - rest)}});
+            }
+            rows.push_back(std::move(time));
+          }
+        });
+      }
+    }
   }
   return rows;
 }

@@ -28,13 +28,14 @@ __global__ __launch_bounds__(kThreads) void rms_norm_rows(const __nv_bfloat16* x
   }
 }
 
-// One block per head, one thread per pair of elements.
+// One block per head and sequence, one thread per pair of elements.
 __global__ void rotate_heads(const RotateArgs args) {
   const int head = static_cast<int>(blockIdx.x);
+  const std::int64_t row = blockIdx.y;
   const int half = args.head_dim / 2;
   const int i = static_cast<int>(threadIdx.x);
-  __nv_bfloat16* row = args.qkv + std::int64_t{head} * args.head_dim;
-  __nv_bfloat16 low = row[i], high = row[half + i];
+  const __nv_bfloat16* from = args.qkv + (row * gridDim.x + head) * args.head_dim;
+  __nv_bfloat16 low = from[i], high = from[half + i];
   const bool is_value = head >= args.query_heads + args.kv_heads;
   if (!is_value) {
     const float exponent = static_cast<float>(i) / static_cast<float>(half);
@@ -42,15 +43,20 @@ __global__ void rotate_heads(const RotateArgs args) {
     const float a = __bfloat162float(low), b = __bfloat162float(high);
     low = __float2bfloat16_rn(a * cosf(angle) - b * sinf(angle));
     high = __float2bfloat16_rn(b * cosf(angle) + a * sinf(angle));
-    row[i] = low;
-    row[half + i] = high;
   }
-  if (args.keys == nullptr || head < args.query_heads) return;
+  const auto store = [&](__nv_bfloat16* to) {
+    to[i] = low;
+    to[half + i] = high;
+  };
+  if (head < args.query_heads) {
+    return store(args.query + (row * args.query_heads + head) * args.head_dim);
+  }
   const int kv_head = (head - args.query_heads) % args.kv_heads;
-  __nv_bfloat16* cache = (is_value ? args.values : args.keys) +
-                         (kv_head * args.tokens + args.position) * args.head_dim;
-  cache[i] = low;
-  cache[half + i] = high;
+  const std::int64_t at = row * args.kv_heads + kv_head;
+  store((is_value ? args.value : args.key) + at * args.head_dim);
+  if (args.cached_keys == nullptr) return;
+  store((is_value ? args.cached_values : args.cached_keys) +
+        ((at + 1) * args.cached_tokens - 1) * args.head_dim);
 }
 
 __global__ __launch_bounds__(kThreads) void gate_rows(const __nv_bfloat16* gate_up,
@@ -72,8 +78,9 @@ void rms_norm(cudaStream_t stream, const __nv_bfloat16* x, std::int64_t rows, st
 }
 
 void rotate_and_store(cudaStream_t stream, const RotateArgs& args) {
-  const auto heads = static_cast<unsigned>(args.query_heads + 2 * args.kv_heads);
-  rotate_heads<<<heads, static_cast<unsigned>(args.head_dim / 2), 0, stream>>>(args);
+  const dim3 grid(static_cast<unsigned>(args.query_heads + 2 * args.kv_heads),
+                  static_cast<unsigned>(args.batch));
+  rotate_heads<<<grid, static_cast<unsigned>(args.head_dim / 2), 0, stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

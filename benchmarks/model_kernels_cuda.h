@@ -13,15 +13,21 @@ void rms_norm(cudaStream_t stream, const __nv_bfloat16* x, std::int64_t rows, st
               __nv_bfloat16* out);
 
 struct RotateArgs {
-  __nv_bfloat16* qkv = nullptr;  ///< `[query_heads + 2 kv_heads, head_dim]`; q and k are rotated.
+  const __nv_bfloat16* qkv = nullptr;  ///< `[batch, query_heads + 2 kv_heads, head_dim]`
+  // `[batch, heads, head_dim]`, query and key rotated.
+  __nv_bfloat16* query = nullptr;
+  __nv_bfloat16* key = nullptr;
+  __nv_bfloat16* value = nullptr;
+  int batch = 1;
   int query_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
   std::int64_t position = 0;
-  /// Dense caches `[kv_heads, tokens, head_dim]` that get k and v at `position`, or nullptr.
-  __nv_bfloat16* keys = nullptr;
-  __nv_bfloat16* values = nullptr;
-  std::int64_t tokens = 0;
+  /// Dense caches `[batch, kv_heads, cached_tokens, head_dim]` whose last token gets key and value,
+  /// or nullptr.
+  __nv_bfloat16* cached_keys = nullptr;
+  __nv_bfloat16* cached_values = nullptr;
+  std::int64_t cached_tokens = 0;
 };
 void rotate_and_store(cudaStream_t stream, const RotateArgs& args);
 

@@ -83,7 +83,8 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
     const Graph graph(run.stream(), [&] { select(0); });
     json stages = json::array();
     double longest = 0.0;
-    for (const Graph::Stage& stage : graph.stages(run.stream(), 9, graph)) {
+    for (const Graph::Stage& stage :
+         graph.stages(run.stream(), 9, [&] { graph.launch(run.stream()); })) {
       stages.push_back({{"kernel", stage.kernel}, {"us", stage.us}});
       longest = std::max(longest, stage.us);
     }

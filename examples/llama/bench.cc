@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <utility>
 
@@ -25,13 +27,20 @@ struct Shape {
   std::string name;
   std::int64_t vocabulary, hidden, inner;
   int layers, query_heads, kv_heads, head_dim;
+  int experts = 0, active_experts = 0;
+  std::int64_t window = 0;
 };
 
 /// As in the published configurations.
 const std::vector<Shape>& shapes() {
-  static const std::vector<Shape> all{{"llama-3.1-8b", 128256, 4096, 14336, 32, 32, 8, 128},
-                                      {"llama-3.2-1b", 128256, 2048, 8192, 16, 32, 8, 64},
-                                      {"needle-llama", 1040, 512, 1024, 4, 8, 2, 128}};
+  static const std::vector<Shape> all{
+      {"llama-3.1-8b", 128256, 4096, 14336, 32, 32, 8, 128},
+      {"llama-3.1-70b", 128256, 8192, 28672, 80, 64, 8, 128},
+      {"llama-3.2-1b", 128256, 2048, 8192, 16, 32, 8, 64},
+      {"qwen3-8b", 151936, 4096, 12288, 36, 32, 8, 128},
+      {"qwen3-30b-a3b", 151936, 2048, 768, 48, 32, 4, 128, 128, 8},
+      {"gpt-oss-20b", 201088, 2880, 2880, 24, 64, 8, 64, 32, 4, 128},
+      {"needle-llama", 1040, 512, 1024, 4, 8, 2, 128}};
   return all;
 }
 
@@ -155,10 +164,14 @@ BenchRow time_steps(Decoder& decoder, KvSession& session, const AttendOptions& a
     if (i >= kWarmupSteps) times.push_back(us.count());
   }
   std::ranges::sort(times);
+  const auto rank = static_cast<std::size_t>(std::ceil(0.99 * static_cast<double>(times.size())));
   BenchRow row;
   row.us = times[times.size() / 2];
   row.us_min = times.front();
   row.us_max = times.back();
+  row.us_p99 = times[rank - 1];
+  row.tokens_per_second =
+      1e6 * static_cast<double>(times.size()) / std::accumulate(times.begin(), times.end(), 0.0);
   return row;
 }
 
@@ -182,20 +195,56 @@ void check(const BenchOptions& options) {
   check_writable(options.json, "--json");
 }
 
+/// Throws for what only a GPU measures.
+void check_cpu(const BenchShape& shape, const BenchOptions& options) {
+  const auto require = [](bool holds, const std::string& expected, const std::string& found) {
+    if (holds) return;
+    throw Error(ErrorCode::kInvalidArgument, expected + " with --backend cpu, found " + found);
+  };
+  const auto numbers = [](const std::vector<int>& values) {
+    std::string text;
+    for (const int value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
+    return text;
+  };
+  require(shape.experts == 0 && shape.window == 0,
+          "--shape: expected one without experts and sliding windows", options.shape);
+  require(options.tensor_parallel == 1, "--tensor-parallel: expected 1",
+          std::to_string(options.tensor_parallel));
+  require(options.batches == std::vector<int>{1}, "--batch: expected 1", numbers(options.batches));
+  require(options.hot_rows.empty(), "--hot-rows: expected none", numbers(options.hot_rows));
+  require(options.top_ks.empty(), "--k: expected none (--sparsity)", numbers(options.top_ks));
+  require(!options.stages, "--stages: expected no stages", "stages");
+}
+
+std::string show_gigabytes(std::size_t bytes) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.1f", static_cast<double>(bytes) * 1e-9);
+  return bytes > 0 ? text.data() : "-";
+}
+
 void print(std::ostream& out, const BenchOptions& options, const ModelConfig& model, bool gpu,
            const std::vector<BenchRow>& rows) {
-  std::array<char, 192> line{};
+  std::array<char, 256> line{};
   const auto write = [&](const char* pattern, auto... values) {
     std::snprintf(line.data(), line.size(), pattern, values...);
     out << line.data();
   };
   write("%s, random weights, %d layers, backend %s: a token, %d times\n\n", options.shape.c_str(),
         model.layers, gpu ? "cuda" : "cpu", options.steps);
-  write("%10s  %-28s %12s %12s %12s\n", "context", "attention", "ms", "tokens/s", "over dense");
+  write("%10s %5s  %-44s %9s %9s %10s %7s %7s %8s\n", "context", "batch", "attention", "ms",
+        "ms, p99", "tokens/s", "found", "GPU GB", "of dense");
   for (const BenchRow& row : rows) {
-    write("%10lld  %-28s %12.3f %12.1f", static_cast<long long>(row.context), row.attention.c_str(),
-          row.us * 1e-3, 1e6 / row.us);
-    if (row.over_dense > 0.0) write(" %11.2fx", row.over_dense);
+    write("%10lld %5d  %-44s", static_cast<long long>(row.context), row.batch,
+          row.attention.c_str());
+    if (!row.error.empty()) {
+      out << ' ' << row.error << '\n';
+      continue;
+    }
+    write(" %9.3f %9.3f %10.1f", row.us * 1e-3, row.us_p99 * 1e-3, row.tokens_per_second);
+    std::array<char, 32> found{'-'};
+    if (row.found) std::snprintf(found.data(), found.size(), "%.3f", *row.found);
+    write(" %7s %7s", found.data(), show_gigabytes(row.gpu_bytes).c_str());
+    if (row.over_dense > 0.0) write(" %7.2fx", row.over_dense);
     out << '\n';
   }
 }
@@ -211,22 +260,34 @@ const std::vector<std::string>& bench_shapes() {
   return names;
 }
 
-ModelConfig bench_shape(const std::string& name, int layers) {
-  const auto found = std::ranges::find(shapes(), name, &Shape::name);
+BenchShape bench_shape(const BenchOptions& options) {
+  const auto found = std::ranges::find(shapes(), options.shape, &Shape::name);
   if (found == shapes().end()) {
     std::string names;
     for (const std::string& known : bench_shapes()) names += (names.empty() ? "" : ", ") + known;
-    throw Error(ErrorCode::kNotFound, "--shape: expected one of " + names + ", found " + name);
+    throw Error(ErrorCode::kNotFound,
+                "--shape: expected one of " + names + ", found " + options.shape);
   }
-  ModelConfig config;
-  config.vocab_size = found->vocabulary;
-  config.hidden_size = found->hidden;
-  config.intermediate_size = found->inner;
-  config.layers = layers > 0 ? layers : found->layers;
-  config.query_heads = found->query_heads;
-  config.kv_heads = found->kv_heads;
-  config.head_dim = found->head_dim;
-  return config;
+  const int ranks = options.tensor_parallel;
+  if (ranks < 1 || found->kv_heads % ranks != 0 || found->inner % ranks != 0 ||
+      found->vocabulary % ranks != 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--tensor-parallel: expected a divisor of " + std::to_string(found->kv_heads) +
+                    " KV heads, of the inner columns and of the vocabulary, found " +
+                    std::to_string(ranks));
+  }
+  BenchShape shape{.model = {},
+                   .experts = found->experts,
+                   .active_experts = found->active_experts,
+                   .window = found->window};
+  shape.model.vocab_size = found->vocabulary / ranks;
+  shape.model.hidden_size = found->hidden;
+  shape.model.intermediate_size = found->inner / ranks;
+  shape.model.layers = options.layers > 0 ? options.layers : found->layers;
+  shape.model.query_heads = found->query_heads / ranks;
+  shape.model.kv_heads = found->kv_heads / ranks;
+  shape.model.head_dim = found->head_dim;
+  return shape;
 }
 
 std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions& options,
@@ -237,9 +298,11 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
   Decoder decoder(model, std::move(weights), std::move(compute));
   RuntimeOptions runtime;
   runtime.backend = Backend::kCpu;
-  std::vector<Method> methods{{.dense = true, .sparsity = 1.0, .retrieval = {}}, sparse};
+  runtime.page_format = options.page_format;
+  std::vector<Method> methods{sparse};
+  if (options.dense) methods.insert(methods.begin(), {.dense = true, .retrieval = {}});
   std::array<char, 64> name{};
-  std::snprintf(name.data(), name.size(), "%gx, KV in host memory", methods[1].sparsity);
+  std::snprintf(name.data(), name.size(), "%gx, KV in host memory", sparse.sparsity);
 
   std::vector<BenchRow> rows;
   for (const std::int64_t context : options.contexts) {
@@ -254,7 +317,7 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
       session->truncate(context);
       row.context = context;
       row.attention = method.dense ? "dense" : name.data();
-      if (!method.dense) row.over_dense = rows.back().us / row.us;
+      if (!method.dense && options.dense) row.over_dense = rows.back().us / row.us;
       rows.push_back(std::move(row));
     }
   }
@@ -264,13 +327,14 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
 void run_bench(std::ostream& out, const BenchOptions& options) {
   check(options);
   const Method sparse = sparse_method(options);
-  const ModelConfig model = bench_shape(options.shape, options.layers);
+  const BenchShape shape = bench_shape(options);
   const bool gpu =
       options.backend == Backend::kCuda || (options.backend == Backend::kAuto && has_gpu_bench());
+  if (!gpu) check_cpu(shape, options);
   const std::vector<BenchRow> rows =
-      gpu ? bench_on_gpu(model, options, sparse) : bench_on_cpu(model, options, sparse);
-  print(out, options, model, gpu, rows);
-  if (!gpu && !options.json.empty()) write_json(options.json, options.command, model, rows);
+      gpu ? bench_on_gpu(shape, options, sparse) : bench_on_cpu(shape.model, options, sparse);
+  print(out, options, shape.model, gpu, rows);
+  if (!gpu && !options.json.empty()) write_json(options.json, options.command, shape.model, rows);
 }
 
 }  // namespace kvtier::llama

@@ -6,7 +6,7 @@ namespace kvtier::llama {
 
 bool has_gpu_bench() { return false; }
 
-std::vector<BenchRow> bench_on_gpu(const ModelConfig& /*model*/, const BenchOptions& /*options*/,
+std::vector<BenchRow> bench_on_gpu(const BenchShape& /*shape*/, const BenchOptions& /*options*/,
                                    const Method& /*sparse*/) {
   throw Error(
       ErrorCode::kUnimplemented,

@@ -209,6 +209,12 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
       ->required();
   bench->add_option("--layers", options.layers, "In place of the shape's")
       ->check(CLI::Range(1, 1024));
+  bench
+      ->add_option(
+          "--tensor-parallel", options.tensor_parallel,
+          "Ranks that share the model; one of them is measured, without what they exchange")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
   bench->add_option("--context", options.contexts, "Tokens before those that are timed")
       ->delimiter(',')
       ->check(CLI::Range(1024, 1 << 24))
@@ -224,11 +230,52 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   bench->add_option("--threads", options.threads, "Of the decoder on the CPU; 0: all")
       ->check(CLI::NonNegativeNumber);
   bench->add_option("--json", options.json, "File for the figures");
-  RetrievalOptions& retrieval = options.retrieval;
-  bench
-      ->add_option("--sparsity", retrieval.sparsities.front(), "Tokens visible over those selected")
-      ->check(CLI::Range(1.0, 1e6))
+  bench->add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16), bf16 or fp8")
+      ->check(CLI::IsMember({"model", "bf16", "fp8"}))
       ->capture_default_str();
+  bench
+      ->add_option_function<std::vector<std::string>>(
+          "--placement",
+          [&options](const std::vector<std::string>& names) {
+            options.placements.clear();
+            for (const std::string& name : names) {
+              options.placements.push_back(name == "host" ? KvPlacement::kHost
+                                                          : KvPlacement::kDevice);
+            }
+          },
+          "On a GPU: where the KV is, rows for each")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"device", "host"}))
+      ->default_str("device,host");
+  bench
+      ->add_option("--hot-rows", options.hot_rows,
+                   "On a GPU: rows per KV head that stay on it with KV on the host, rows for each "
+                   "number; default: those of the library")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1 << 20));
+  bench
+      ->add_option(
+          "--locality", options.locality,
+          "On a GPU: whose queries those of attention drift like; none: the projections' own")
+      ->check(CLI::IsMember({"smollm2", "needle-llama", "none"}))
+      ->capture_default_str();
+  bench->add_option("--batch", options.batches, "Sequences that decode together, rows for each")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
+  bench->add_flag("!--no-dense", options.dense, "Leaves dense attention out");
+  bench->add_flag("--stages", options.stages,
+                  "Adds to the JSON file the time of each kernel of one layer");
+  RetrievalOptions& retrieval = options.retrieval;
+  CLI::Option* sparsity = bench
+                              ->add_option("--sparsity", retrieval.sparsities.front(),
+                                           "Tokens visible over those selected")
+                              ->check(CLI::Range(1.0, 1e6))
+                              ->capture_default_str();
+  bench->add_option("--k", options.top_ks, "Tokens selected per KV head, rows for each number")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 24))
+      ->excludes(sparsity);
   add_single(*bench, retrieval);
   add_retrieval(*bench, a, retrieval);
   return bench;
@@ -343,6 +390,7 @@ int main(int argc, char** argv) {
     }
     if (bench->parsed()) {
       a.bench.command = command;
+      if (a.kv_dtype == "fp8") a.bench.page_format = PageFormat::kFloat8;
       run_bench(std::cout, a.bench);
     } else if (eval->parsed()) {
       run_eval(a, command);

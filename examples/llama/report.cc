@@ -294,7 +294,9 @@ void write_json(const std::filesystem::path& path, const std::string& command,
                             {"us", row.us},
                             {"us_min", row.us_min},
                             {"us_max", row.us_max},
-                            {"tokens_per_second", 1e6 / row.us}});
+                            {"us_p99", row.us_p99},
+                            {"batch", row.batch},
+                            {"tokens_per_second", row.tokens_per_second}});
     if (row.over_dense > 0.0) root["rows"].back()["over_dense"] = row.over_dense;
   }
   write_whole(path, root);

@@ -117,11 +117,25 @@ TEST_F(CliTest, TimesAModelWithRandomWeights) {
     const double us = rows[i]["us"];
     EXPECT_GE(us, rows[i]["us_min"].get<double>());
     EXPECT_LE(us, rows[i]["us_max"].get<double>());
-    EXPECT_DOUBLE_EQ(rows[i]["tokens_per_second"], 1e6 / us);
+    EXPECT_GE(rows[i]["us_p99"].get<double>(), us);
+    EXPECT_LE(rows[i]["us_p99"], rows[i]["us_max"]);
+    EXPECT_LE(rows[i]["tokens_per_second"].get<double>(), 1e6 / rows[i]["us_min"].get<double>());
+    EXPECT_GE(rows[i]["tokens_per_second"].get<double>(), 1e6 / rows[i]["us_max"].get<double>());
+    EXPECT_EQ(rows[i]["batch"], 1);
     EXPECT_EQ(rows[i].contains("over_dense"), i % 2 == 1);
   }
   EXPECT_DOUBLE_EQ(rows[3]["over_dense"],
                    rows[2]["us"].get<double>() / rows[3]["us"].get<double>());
+}
+
+TEST_F(CliTest, TimesSparseTokensAlone) {
+  ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 1 --context 2048 --steps 3 "
+                "--backend cpu --kv-dtype fp8 --no-dense"),
+            0)
+      << err();
+
+  EXPECT_THAT(out(), HasSubstr("33x, KV in host memory"));
+  EXPECT_THAT(out(), ::testing::Not(HasSubstr("dense  ")));
 }
 
 TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
@@ -133,6 +147,23 @@ TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
       {"--random-weights --layers 0", "--layers"},
       {"--random-weights --steps 0", "--steps"},
       {"--random-weights --sparsity 0.5", "--sparsity"},
+      {"--random-weights --k 64 --sparsity 20", "excludes --"},
+      {"--random-weights --kv-dtype int8", "--kv-dtype"},
+      {"--random-weights --placement disk", "--placement"},
+      {"--random-weights --locality text", "--locality"},
+      {"--random-weights --hot-rows -1", "--hot-rows"},
+      {"--random-weights --batch 65", "--batch"},
+      {"--random-weights --backend cpu --batch 1,8",
+       "INVALID_ARGUMENT: --batch: expected 1 with --backend cpu, found 1,8"},
+      {"--random-weights --backend cpu --hot-rows 4096",
+       "INVALID_ARGUMENT: --hot-rows: expected none with --backend cpu, found 4096"},
+      {"--random-weights --backend cpu --k 64",
+       "INVALID_ARGUMENT: --k: expected none (--sparsity) with --backend cpu, found 64"},
+      {"--random-weights --backend cpu --shape gpt-oss-20b",
+       "INVALID_ARGUMENT: --shape: expected one without experts and sliding windows with "
+       "--backend cpu, found gpt-oss-20b"},
+      {"--random-weights --backend cpu --tensor-parallel 3",
+       "INVALID_ARGUMENT: --tensor-parallel: expected a divisor of 8 KV heads"},
       {"--random-weights --estimator guess --backend cpu",
        "INVALID_ARGUMENT: --estimator: expected"},
       {"--random-weights --bits 2000 --backend cpu", "INVALID_ARGUMENT"},
