@@ -128,6 +128,7 @@ struct ModelCase {
   std::vector<int> top_ks{};  ///< In place of the number in `retrieval`, a row each.
   std::vector<KvPlacement> placements = {KvPlacement::kDevice, KvPlacement::kHost};
   PageFormat page_format = PageFormat::kModel;
+  HostAllocation host_allocation = HostAllocation::kAuto;
   /// Rows per KV head that stay on the GPU where KV is on the host, an engine each; empty: as the
   /// library has it.
   std::vector<int> hot_rows{};

@@ -34,6 +34,7 @@ std::vector<BenchRow> bench_on_gpu(const BenchShape& shape, const BenchOptions& 
                         .top_ks = options.top_ks,
                         .placements = options.placements,
                         .page_format = options.page_format,
+                        .host_allocation = options.host_allocation,
                         .hot_rows = options.hot_rows};
   what.retrieval.sparsity = sparse.sparsity;
   // The ring on the device holds what sliding layers attend to.

@@ -1,5 +1,6 @@
 #include "kvtier/engine.h"
 #include "kvtier/error.h"
+#include "kvtier/memory.h"
 
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/context_cuda.h"
@@ -74,32 +75,14 @@ Config engine_config(const ModelCase& shape, const CaseOfModel& at, std::int64_t
   config.memory.max_batch_rows = at.batch;
   config.memory.placement = variant.placement;
 
-  const auto heads = static_cast<std::size_t>(at.batch * shape.layers * shape.kv_heads);
-  const auto tokens = static_cast<std::size_t>((at.tokens + spare) / 1024 + 1) * 1024;
-  const auto row = static_cast<std::size_t>(4 * shape.head_dim);
-  const bool fp8 = shape.page_format == PageFormat::kFloat8;
-  const std::size_t pages = heads * tokens * (fp8 ? row / 2 + 8 : row);
-  const int planes = config.retrieval.sketch(shape.head_dim).num_planes;
-  const std::size_t sketches =
-      heads * tokens * static_cast<std::size_t>((planes + 127) / 128 * 16 + 4);
-  const double most_rows = config.retrieval.sparsity > 0
-                               ? static_cast<double>(tokens) / config.retrieval.sparsity
-                               : config.retrieval.top_k;
-  const std::size_t workspace =
-      256 * MiB + static_cast<std::size_t>(at.batch) *
-                      (tokens * static_cast<std::size_t>(shape.query_heads) * 16 +
-                       static_cast<std::size_t>(shape.kv_heads * most_rows) * (row + 640));
+  config.memory.host_allocation = shape.host_allocation;
+  if (variant.hot_rows) config.memory.hot_rows = *variant.hot_rows;
+  const std::int64_t length = at.tokens + spare;
+  const std::size_t pages =
+      session_memory(config, length).pages * static_cast<std::size_t>(at.batch);
   const bool on_host = variant.placement == KvPlacement::kHost;
   config.memory.host_bytes = pages;
-  config.memory.device_bytes =
-      std::max(sketches + (on_host ? 0 : pages) + workspace, 2 * workspace);
-  if (variant.hot_rows) {
-    const auto sets = static_cast<std::size_t>((*variant.hot_rows + 31) / 32);
-    const std::size_t layer =
-        static_cast<std::size_t>(shape.kv_heads) * sets * (32 * (row + 8) + 16) + 256;
-    config.memory.hot_rows = std::max(*variant.hot_rows, 1);
-    config.memory.hot_bytes = layer * static_cast<std::size_t>(shape.layers * at.batch);
-  }
+  config.memory.device_bytes = device_bytes_for(config, config.backend, length, at.batch);
   const std::optional<std::size_t> host = services::available_host_bytes();
   if (on_host && host && *host < pages) {
     throw Error(ErrorCode::kResourceExhausted,
@@ -225,8 +208,7 @@ class SparseTokens {
     if (variant_.placement == KvPlacement::kDevice)
       return chosen.data() + std::string("KV on the device");
     std::string text = chosen.data() + std::string("KV in host memory");
-    if (variant_.hot_rows) text += ", " + std::to_string(*variant_.hot_rows) + " rows cached";
-    return text;
+    return text + ", " + std::to_string(engine_.stats().snapshot.hot_rows) + " rows cached";
   }
 
   void record(const RetrievalConfig& retrieval, const ModelTime& time,
@@ -243,8 +225,10 @@ class SparseTokens {
     measured["host_bytes"] = memory.host_page_bytes_used;
     measured["bytes_host"] = static_cast<double>(moved.bytes_host_to_device) / tokens;
     measured["rows_attended"] = static_cast<double>(moved.rows_attended) / tokens;
-    if (variant_.hot_rows) measured["hot_rows"] = *variant_.hot_rows;
-    if (memory.hot_bytes > 0) measured["hot_bytes"] = memory.hot_bytes;
+    if (variant_.placement == KvPlacement::kHost) {
+      measured["hot_rows"] = memory.hot_rows;
+      measured["hot_bytes"] = memory.hot_bytes;
+    }
     if (time.found) measured["found"] = *time.found;
     if (!stages.is_null()) measured["stages"] = stages;
     add_model_row(run_, shape_, "kvtier, pages on the " + name_of(variant_.placement), time,

@@ -64,7 +64,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->backend = KVTIER_BACKEND_AUTO;
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;
   config->tier_deadline_ms = static_cast<std::uint64_t>(d.memory.tier_deadline.count());
-  config->hot_bytes = d.memory.hot_bytes;
+  config->hot_bytes = d.memory.hot_bytes.value_or(KVTIER_HOT_BYTES_AUTO);
   config->read_ahead = d.memory.read_ahead ? 1 : 0;
   config->hot_rows = d.memory.hot_rows;
   config->hot_policy = static_cast<kvtier_hot_policy>(d.memory.hot_policy);
@@ -161,7 +161,8 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
                                .rows_corrupt = s.cumulative.rows_corrupt,
                                .rows_ahead = s.cumulative.rows_ahead,
                                .rows_ahead_useful = s.cumulative.rows_ahead_useful,
-                               .rows_ahead_wasted = s.cumulative.rows_ahead_wasted};
+                               .rows_ahead_wasted = s.cumulative.rows_ahead_wasted,
+                               .hot_rows = static_cast<std::uint64_t>(s.snapshot.hot_rows)};
     std::memcpy(stats, &full, size);
   });
 }

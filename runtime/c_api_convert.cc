@@ -171,7 +171,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.disk_cache_bytes = c.disk_cache_bytes;
   config.memory.tier_deadline = std::chrono::milliseconds(
       std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
-  config.memory.hot_bytes = c.hot_bytes;
+  if (c.hot_bytes != KVTIER_HOT_BYTES_AUTO) config.memory.hot_bytes = c.hot_bytes;
   config.memory.read_ahead = c.read_ahead != 0;
   config.memory.hot_rows = c.hot_rows;
   config.memory.verify_rows = c.verify_rows != 0;

@@ -198,14 +198,17 @@ std::vector<std::string> Config::validate() const {
   problems.require(memory.staging_rows >= -1, "memory.staging_rows", "-1 (automatic) or at least 0",
                    memory.staging_rows);
   constexpr int kMaxHotRows = 1 << 20;
-  problems.require(memory.hot_rows >= 1 && memory.hot_rows <= kMaxHotRows, "memory.hot_rows",
-                   "1..2^20", memory.hot_rows);
+  problems.require(memory.hot_rows >= -1 && memory.hot_rows <= kMaxHotRows, "memory.hot_rows",
+                   "-1 (automatic) or 0..2^20", memory.hot_rows);
   problems.require(memory.hot_policy <= HotPolicy::kScore, "memory.hot_policy", "an enumerator",
                    static_cast<int>(memory.hot_policy));
   problems.require(memory.page_policy <= PagePolicy::kScore, "memory.page_policy", "an enumerator",
                    static_cast<int>(memory.page_policy));
-  problems.require(memory.hot_bytes == 0 || memory.staging_rows != 0, "memory.hot_bytes",
-                   "0 with staging_rows = 0, which has rows read in place", memory.hot_bytes);
+  const std::size_t hot_bytes = memory.hot_bytes.value_or(0);
+  problems.require(hot_bytes == 0 || memory.staging_rows != 0, "memory.hot_bytes",
+                   "0 with staging_rows = 0, which has rows read in place", hot_bytes);
+  problems.require(hot_bytes == 0 || memory.hot_rows != 0, "memory.hot_bytes",
+                   "0 with hot_rows = 0, which is no row cache", hot_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
   problems.require(memory.host_allocation <= HostAllocation::kNumaNode, "memory.host_allocation",

@@ -18,20 +18,10 @@ namespace kvtier::runtime {
 namespace {
 
 constexpr std::size_t kMaxSessions = 16384;
-constexpr std::size_t kFlagBytes = 128;  // one StepFlags, alone on its cache lines
-/// Rows packed at a time: enough that launches do not count (H200, 128K tokens of 8 KV heads: 8 MiB
-/// at a time take 2.2 ms, 32 MiB 1.2 ms), and little beside sketches.
-constexpr std::int64_t kAppendBytes = std::int64_t{32} << 20;
-constexpr std::int64_t kMinAppendTokens = 256, kMaxAppendTokens = 8192;
-/// Rows of a list up to which hot ones are attended in their slots, beside the gather, which leaves
-/// attention half of the blocks. H200, 1,048,576 tokens, .8 found, against copying: 180 us and 188
-/// for 2,048 rows, 885 and 850 for 31,776.
-constexpr std::int64_t kMostPlacedRows = 8192;
+constexpr std::size_t kFlagBytes = 128;      // one StepFlags, alone on its cache lines
 constexpr std::size_t kLargePool = 4 * GiB;  // the log tells how far it is
 
 static_assert(sizeof(transfer::StepFlags) <= kFlagBytes);
-
-std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 const Config& validated(const Config& config) {
   const std::vector<std::string> problems = config.validate();
@@ -68,24 +58,18 @@ EngineState::EngineState(const Config& config_in)
       device(transfer::make_device(config.backend, config.log)),
       main(device->make_stream()) {
   const bool on_host = config.memory.placement == KvPlacement::kHost;
-  kv = {.kv_heads = config.model.kv_heads,
-        .query_heads = config.model.query_heads,
-        .head_dim = config.model.head_dim,
-        .page_tokens = config.memory.page_tokens,
-        .sink_capacity = on_host ? config.retrieval.sink_tokens : 0,
-        .recent_capacity =
-            on_host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
-        .dtype = config.model.kv_dtype,
-        .float8_pages = config.memory.page_format == PageFormat::kFloat8,
-        .row_checks = on_host && config.memory.verify_rows};
+  kv = geometry_of(config);
   config.retrieval.top_k = static_cast<int>(
       std::min<std::int64_t>(config.retrieval.top_k, config.memory.max_session_tokens));
 
-  size_workspace();
+  const WorkspacePlan workspace = plan_workspace(config, device->backend());
+  make_workspace(workspace);
   if (on_host) make_pages();
   if (kv.row_checks) make_frame_checks();
-  make_sketches();
-  make_hot_rows();
+  const DevicePools pools = plan_pools(config, device->backend(), workspace, fixed_device_bytes_,
+                                       on_host ? tokens_of_pages() : 0);
+  make_sketches(pools);
+  make_row_cache(pools, workspace);
   session_flags = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost,
                                                         kFlagBytes, kFlagBytes * kMaxSessions);
   flags = device->allocate(transfer::Space::kPinnedHost,
@@ -105,7 +89,7 @@ EngineState::EngineState(const Config& config_in)
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pages->num_frames()) + " pages of " +
                            std::to_string(kv.page_bytes() >> 10) + " KiB, " +
-                           mebibytes(fixed_device_bytes_) + " on the device");
+                           show_mebibytes(fixed_device_bytes_) + " on the device");
 }
 
 EngineState::~EngineState() {
@@ -149,7 +133,7 @@ void EngineState::make_frame_checks() {
   if (device->backend() != Backend::kCuda || bytes == 0) return;
   if (bytes > (config.memory.device_bytes - fixed_device_bytes_) / 2) {
     log(LogLevel::kInfo, "checks of rows are read from host memory: no room for " +
-                             mebibytes(bytes) + " on the device");
+                             show_mebibytes(bytes) + " on the device");
     return;
   }
   frame_check_memory_ = device->allocate(transfer::Space::kDevice, bytes);
@@ -168,7 +152,7 @@ transfer::PinOptions EngineState::page_pool_options() const {
     if (all < kLargePool || ready < all / 4 * quarter) return;
     while (quarter < 4 && ready >= all / 4 * quarter) ++quarter;
     log(LogLevel::kInfo,
-        "page pool: " + mebibytes(ready) + " of " + mebibytes(all) + " are pinned");
+        "page pool: " + show_mebibytes(ready) + " of " + show_mebibytes(all) + " are pinned");
   };
   if (device->backend() != Backend::kCuda || memory.calibration_file.empty()) return options;
 
@@ -182,104 +166,46 @@ transfer::PinOptions EngineState::page_pool_options() const {
   return options;
 }
 
-void EngineState::size_workspace() {
-  const std::int64_t max_tokens = config.memory.max_session_tokens;
-  const auto row_bytes = static_cast<std::size_t>(kv.row_bytes());
-  const int group = kv.group();
-  const RetrievalConfig& retrieval = config.retrieval;
-  const bool per_head = retrieval.selection == Selection::kPerQueryHead;
-
-  std::int64_t default_k = retrieval.top_k;
-  if (retrieval.sparsity > 0.0) {
-    default_k = static_cast<std::int64_t>(static_cast<double>(max_tokens) / retrieval.sparsity) + 1;
-  }
-  const std::int64_t default_selected = std::min(max_tokens, default_k * (per_head ? group : 1));
-  staged_rows = config.memory.staging_rows;
-  if (staged_rows < 0) staged_rows = device->backend() == Backend::kCuda ? default_selected : 0;
-  if (config.memory.placement == KvPlacement::kDevice) staged_rows = 0;
-  staged_rows = std::min(staged_rows, max_tokens);
-
-  scoring::SelectorLimits limits{.rows = config.memory.max_batch_rows,
-                                 .query_heads = kv.query_heads,
-                                 .kv_heads = kv.kv_heads,
-                                 .max_tokens = max_tokens,
-                                 .max_selected = max_tokens,
-                                 .staged_rows = staged_rows,
-                                 .row_bytes = kv.row_bytes()};
-  const std::size_t share = config.memory.device_bytes / 2;
-  while (limits.rows > 1 && scoring::Selector::workspace_bytes(limits) > share) --limits.rows;
-  while (limits.staged_rows > 0 && scoring::Selector::workspace_bytes(limits) > share) {
-    limits.staged_rows /= 2;  // rows beyond the staging area are read in place
-  }
-  staged_rows = limits.staged_rows;
-  batch_rows = limits.rows;
-  const attention::FlashDecodeLimits flash_limits{
-      .rows = batch_rows, .query_heads = kv.query_heads, .head_dim = kv.head_dim};
-
-  append_tokens = std::min(
-      std::clamp(kAppendBytes / (kv.kv_heads * kv.row_bytes()), kMinAppendTokens, kMaxAppendTokens),
-      max_tokens);
-  const std::size_t packed_bytes = static_cast<std::size_t>(append_tokens * kv.kv_heads) *
-                                   (row_bytes + sizeof(transfer::RowSquares));
-  const std::size_t query_bytes = sizeof(float) * static_cast<std::size_t>(batch_rows) *
-                                  static_cast<std::size_t>(kv.query_heads * kv.head_dim);
-  const std::size_t wanted =
-      scoring::Selector::workspace_bytes(limits) +
-      attention::FlashDecode::workspace_bytes(device->backend(), flash_limits) + packed_bytes +
-      query_bytes;
-  if (wanted > config.memory.device_bytes) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "memory.device_bytes: expected at least " + mebibytes(wanted + MiB - 1) +
-                    " for the workspace of one query over " + std::to_string(max_tokens) +
-                    " tokens (memory.max_session_tokens) and the sketches beside it, found " +
-                    mebibytes(config.memory.device_bytes));
-  }
-  selector = std::make_unique<scoring::Selector>(*device, limits);
-  flash = std::make_unique<attention::FlashDecode>(*device, flash_limits);
-  packed = device->allocate(transfer::Space::kDevice, packed_bytes);
-  queries = device->allocate(transfer::Space::kDevice, query_bytes);
-  fixed_device_bytes_ = wanted;
+std::int64_t EngineState::tokens_of_pages() const {
+  std::size_t most = pages->num_frames();
+  if (tiers) most += tiers->capacity_pages(pages->frame_bytes());
+  return static_cast<std::int64_t>(most) * kv.page_tokens;
 }
 
-void EngineState::make_sketches() {
-  std::vector<SketchConfig> wanted{config.retrieval.sketch(config.model.head_dim)};
-  for (const SketchConfig& extra : config.extra_sketches) {
-    if (std::find(wanted.begin(), wanted.end(), extra) == wanted.end()) wanted.push_back(extra);
-  }
-  std::size_t token_bytes = 0;
-  for (const SketchConfig& sketch : wanted) {
-    const hashing::SketchGeometry geometry{kv.kv_heads, sketch.num_planes};
-    token_bytes += static_cast<std::size_t>(geometry.block_bytes()) / hashing::kBlockTokens;
+void EngineState::make_workspace(const WorkspacePlan& plan) {
+  batch_rows = plan.selector.rows;
+  staged_rows = plan.selector.staged_rows;
+  append_tokens = plan.append_tokens;
+  selector = std::make_unique<scoring::Selector>(*device, plan.selector);
+  flash = std::make_unique<attention::FlashDecode>(*device, plan.flash);
+  packed = device->allocate(transfer::Space::kDevice, plan.packed_bytes);
+  queries = device->allocate(transfer::Space::kDevice, plan.query_bytes);
+  fixed_device_bytes_ = plan.bytes;
+}
+
+void EngineState::make_sketches(const DevicePools& pools) {
+  for (const SketchConfig& sketch : carried_sketches(config)) {
     sketches.push_back({.config = sketch,
                         .planes = hashing::Planes(*device, sketch, kv.head_dim),
-                        .geometry = geometry,
+                        .geometry = {kv.kv_heads, sketch.num_planes},
                         .blocks = nullptr});
   }
-
   const std::size_t left = config.memory.device_bytes - fixed_device_bytes_;
-  const auto page_token_bytes = static_cast<std::size_t>(kv.page_bytes() / kv.page_tokens);
-  std::size_t tokens = 0;
-  if (pages) {
-    // Blocks for every token that the pages hold, and a part-filled block for many short layers.
-    std::size_t most_pages = pages->num_frames();
-    if (tiers) most_pages += tiers->capacity_pages(pages->frame_bytes());
-    const std::size_t page_tokens = most_pages * static_cast<std::size_t>(kv.page_tokens);
-    tokens = std::min(left / token_bytes, 2 * page_tokens + 64 * 1024);
-  } else {
-    tokens = left / (token_bytes + page_token_bytes);
-    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice,
-                                                  static_cast<std::size_t>(kv.page_bytes()),
-                                                  tokens * page_token_bytes);
+  if (!pages) {
+    const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
+    pages = std::make_unique<transfer::FramePool>(
+        *device, transfer::Space::kDevice, page_bytes,
+        static_cast<std::size_t>(pools.page_tokens / kv.page_tokens) * page_bytes);
     fixed_device_bytes_ += pages->num_frames() * pages->frame_bytes();
   }
-  const std::size_t blocks = tokens / hashing::kBlockTokens;
+  const auto blocks = static_cast<std::size_t>(pools.sketch_tokens / hashing::kBlockTokens);
   if (blocks < 1) {
     throw Error(ErrorCode::kResourceExhausted,
                 "memory.device_bytes: expected room for at least one sketch block (" +
-                    std::to_string(token_bytes * hashing::kBlockTokens) +
-                    " bytes) beside the workspace of " + mebibytes(fixed_device_bytes_) +
+                    std::to_string(sketch_token_bytes(config) * hashing::kBlockTokens) +
+                    " bytes) beside the workspace of " + show_mebibytes(fixed_device_bytes_) +
                     ", found " + std::to_string(left) + " bytes of " +
-                    mebibytes(config.memory.device_bytes));
+                    show_mebibytes(config.memory.device_bytes));
   }
   for (SketchStore& sketch : sketches) {
     const auto block_bytes = static_cast<std::size_t>(sketch.geometry.block_bytes());
@@ -289,27 +215,27 @@ void EngineState::make_sketches() {
   }
 }
 
-void EngineState::make_hot_rows() {
-  const std::size_t budget = config.memory.hot_bytes;
-  if (budget == 0) return;
-  if (staged_rows == 0) {
-    log(LogLevel::kInfo, "no hot rows are kept: rows are read where they are");
+void EngineState::make_row_cache(const DevicePools& pools, const WorkspacePlan& workspace) {
+  if (pools.row_cache_rows == 0) {
+    const bool off = config.memory.hot_bytes == 0 || config.memory.hot_rows == 0;
+    log(LogLevel::kInfo, std::string("no row cache: ") +
+                             (off                ? "it is turned off"
+                              : staged_rows == 0 ? "rows are read where they are"
+                                                 : "memory.device_bytes has no room for it"));
     return;
   }
-  hot_shape = {.num_sets = transfer::hot_sets(config.memory.hot_rows),
+  hot_shape = {.num_sets = transfer::hot_sets(pools.row_cache_rows),
                .policy = config.memory.hot_policy};
   const std::size_t bytes = transfer::hot_rows_bytes(kv, hot_shape.num_sets);
-  if (budget < bytes) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "memory.hot_bytes: expected at least " + std::to_string(bytes) +
-                    " for the hot rows of one layer of a session (memory.hot_rows), found " +
-                    std::to_string(budget));
-  }
-  hot = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice, bytes, budget);
+  hot = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice, bytes,
+                                              pools.row_cache_bytes);
   hot_totals = device->allocate(transfer::Space::kDevice, sizeof(transfer::HotTotals));
   main->fill(hot_totals.data(), 0, hot_totals.bytes());
   fixed_device_bytes_ += hot->num_frames() * bytes;
-  if (device->backend() == Backend::kCpu || kv.row_checks || staged_rows > kMostPlacedRows) return;
+  log(LogLevel::kInfo, "row cache: " + show_mebibytes(hot->num_frames() * bytes) + ", " +
+                           std::to_string(pools.row_cache_rows) + " rows per KV head in each of " +
+                           std::to_string(hot->num_frames()) + " layers of sessions");
+  if (!places_rows(config, device->backend(), workspace)) return;
   hot_places_ = device->allocate(transfer::Space::kDevice,
                                  transfer::hot_places_bytes(kv, batch_rows, staged_rows));
   main->fill(hot_places_.data(), 0, hot_places_.bytes());
@@ -418,6 +344,7 @@ void EngineState::add_hot_stats(Stats& stats) const {
     sum.rows_ahead_useful += load(step.rows_ahead_useful);
     sum.rows_ahead_wasted += load(step.rows_ahead_wasted);
   }
+  stats.snapshot.hot_rows = hot_shape.num_sets * transfer::kSetWays;
   stats.snapshot.hot_bytes = hot->num_frames() * hot->frame_bytes();
   stats.snapshot.hot_bytes_used = hot->num_used() * hot->frame_bytes();
 }

@@ -8,6 +8,7 @@
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "runtime/host_staging.h"
+#include "runtime/memory_plan.h"
 #include "runtime/page_pool.h"
 #include "runtime/page_quota.h"
 #include "runtime/page_tiers.h"
@@ -195,13 +196,15 @@ class EngineState {
   }
 
  private:
-  void size_workspace();
+  void make_workspace(const WorkspacePlan& plan);
   void make_pages();
+  /// Tokens of a layer for which there are pages, those in tiers included.
+  [[nodiscard]] std::int64_t tokens_of_pages() const;
   void make_frame_checks();
   void add_tier_stats(Stats& stats) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
-  void make_sketches();
-  void make_hot_rows();
+  void make_sketches(const DevicePools& pools);
+  void make_row_cache(const DevicePools& pools, const WorkspacePlan& workspace);
   void add_hot_stats(Stats& stats) const;
   transfer::Stream* adopted(StreamRef stream);
 

@@ -13,28 +13,6 @@
 namespace kvtier::runtime {
 namespace {
 
-constexpr std::size_t kAlign = 256;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-/// Sizes of one layer's regions in the buffer.
-struct LayerBytes {
-  std::size_t page_table, block_table, counters, sinks, ring, total;
-
-  LayerBytes(const EngineState& engine, std::int64_t tokens) {
-    const auto row = static_cast<std::size_t>(engine.kv.row_bytes() * engine.kv.kv_heads);
-    const auto entries = [](std::int64_t count) {
-      return aligned(static_cast<std::size_t>(count) * sizeof(std::byte*));
-    };
-    page_table = entries(ceil_div(tokens, engine.kv.page_tokens));
-    block_table = entries(ceil_div(tokens, hashing::kBlockTokens));
-    counters = aligned(sizeof(transfer::SequenceCounters));
-    sinks = aligned(row * static_cast<std::size_t>(engine.kv.sink_capacity));
-    ring = aligned(row * static_cast<std::size_t>(engine.kv.recent_capacity));
-    total = page_table + block_table * engine.sketches.size() + counters + sinks + ring;
-  }
-};
-
 /// Tells whether the frame that token `length` will be written to is held and shared.
 bool tail_shared(const transfer::PageTable& table, std::int64_t length, std::int64_t unit) {
   return length % unit != 0 && table.shared(length / unit);
@@ -44,7 +22,7 @@ bool tail_shared(const transfer::PageTable& table, std::int64_t length, std::int
 
 SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
     : engine_(engine), max_tokens_(max_tokens) {
-  const LayerBytes bytes(engine, max_tokens);
+  const LayerBytes bytes(engine.kv, engine.sketches.size(), max_tokens);
   const auto num_layers = static_cast<std::size_t>(engine.config.model.layers);
   buffer_ = engine.device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
 

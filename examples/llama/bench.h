@@ -29,6 +29,7 @@ struct BenchOptions {
   int threads = 0;                     ///< Of the CPU's arithmetic; 0: all.
   std::vector<std::string> cuda_libs;  ///< Folders of libcublas and libcudnn.
   PageFormat page_format = PageFormat::kModel;
+  HostAllocation host_allocation = HostAllocation::kAuto;
   // On a GPU only; the CPU measures one sequence with KV in host memory, and copies no rows.
   std::vector<KvPlacement> placements{KvPlacement::kDevice, KvPlacement::kHost};
   std::vector<int> batches{1};  ///< Sequences that decode together, rows for each.

@@ -248,6 +248,17 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
       ->check(CLI::IsMember({"device", "host"}))
       ->default_str("device,host");
   bench
+      ->add_option_function<std::string>(
+          "--host-allocation",
+          [&options](const std::string& name) {
+            options.host_allocation = name == "managed"      ? HostAllocation::kManaged
+                                      : name == "registered" ? HostAllocation::kRegistered
+                                                             : HostAllocation::kAuto;
+          },
+          "On a GPU: how host memory is pinned (docs/decisions/0010-host-pages.md)")
+      ->check(CLI::IsMember({"auto", "managed", "registered"}))
+      ->default_str("auto");
+  bench
       ->add_option("--hot-rows", options.hot_rows,
                    "On a GPU: rows per KV head that stay on it with KV on the host, rows for each "
                    "number; default: those of the library")

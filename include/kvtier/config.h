@@ -262,13 +262,17 @@ struct MemoryConfig {
   /// Rows per (query, KV head) fetched ahead of attention into device staging; rows beyond are read
   /// in place. -1: all selected rows on CUDA, none on the CPU, where in place is the faster way.
   int staging_rows = -1;
-  /// Budget of hot rows, beside `device_bytes`: copies on the device of rows that steps have
-  /// fetched, of all sessions. A layer of a session takes its share with its first step, and keeps
-  /// it; where none is left, its rows are fetched each time. 0: no hot rows. They have an effect on
-  /// rows that are staged, so on CUDA with `KvPlacement::kHost`; elsewhere rows are read in place,
-  /// and nothing is allocated.
-  std::size_t hot_bytes = 0;
-  int hot_rows = 4096;  ///< Rows per KV head of a session's layer, rounded up to 32; at least 1.
+  /// Bytes of the device row cache, beside `device_bytes`: copies on the device of rows that steps
+  /// have fetched, of all sessions. A layer of a session takes its share with its first step, and
+  /// keeps it; where none is left, its rows are fetched each time. 0: no row cache. Left out: what
+  /// `device_bytes` has beside the workspace and the sketches of the tokens that the pages hold, as
+  /// far as steps have a use for it (docs/memory.md); `Stats` and the log tell how much that is. It
+  /// has an effect on rows that are staged, so on CUDA with `KvPlacement::kHost`; elsewhere rows
+  /// are read in place, and nothing is allocated.
+  std::optional<std::size_t> hot_bytes{};
+  /// Rows of it per KV head of a session's layer, rounded up to 32. -1: four times those that a
+  /// step selects, or fewer, down to those, where all layers then have some. 0: no row cache.
+  int hot_rows = -1;
   HotPolicy hot_policy = HotPolicy::kScore;
   int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
   /// `kAuto` tries the next way when one is refused, and logs it; any other is used or fails.

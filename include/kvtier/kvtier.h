@@ -189,6 +189,9 @@ typedef struct kvtier_layer_config {
   float logit_softcap;
 } kvtier_layer_config;
 
+/* The device row cache takes what `device_bytes` has left for it. */
+#define KVTIER_HOT_BYTES_AUTO UINT64_MAX
+
 typedef struct kvtier_config {
   size_t struct_size;
   int32_t layers;
@@ -217,8 +220,8 @@ typedef struct kvtier_config {
   const char* disk_cache; /* NULL: none; else the next is its size */
   uint64_t disk_cache_bytes;
   uint64_t tier_deadline_ms;
-  uint64_t hot_bytes; /* 0: no hot rows */
-  int32_t hot_rows;
+  uint64_t hot_bytes; /* KVTIER_HOT_BYTES_AUTO: of device_bytes; 0: no row cache */
+  int32_t hot_rows;   /* -1: automatic; 0: no row cache */
   kvtier_hot_policy hot_policy;
   kvtier_page_format page_format;
   int32_t read_ahead;
@@ -284,6 +287,7 @@ typedef struct kvtier_stats {
   uint64_t pages_ahead, pages_ahead_useful, pages_ahead_wasted, pages_ahead_waiting;
   uint64_t rows_corrupt;
   uint64_t rows_ahead, rows_ahead_useful, rows_ahead_wasted;
+  uint64_t hot_rows; /* per KV head of a session's layer; 0: no row cache */
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */

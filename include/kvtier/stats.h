@@ -95,8 +95,9 @@ struct Stats {
     std::size_t pages_away = 0;           ///< Pages held that are in a tier, beside those used.
     std::size_t pages_ahead_waiting = 0;  ///< Of those used: came ahead of a call.
     std::size_t pages_shared = 0;         ///< Of those used: held by more than one sequence.
-    std::size_t hot_bytes = 0;            ///< Of `device_bytes`: for hot rows, and of these in use.
+    std::size_t hot_bytes = 0;  ///< Of `device_bytes`: the row cache, and what is in use of it.
     std::size_t hot_bytes_used = 0;
+    int hot_rows = 0;  ///< Rows of it per KV head of a session's layer; 0: there is none.
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
   /// and for work enqueued on a caller's stream zero.

@@ -90,9 +90,12 @@ class MemoryConfig:
     max_batch_rows: int = 16
     #: Rows fetched to the device ahead of attention; -1: all on CUDA, none on the CPU.
     staging_rows: int = -1
-    #: Rows kept on the device, beside `device_bytes`.
-    hot_bytes: int = 0
-    hot_rows: int = 4096
+    #: The device row cache, beside `device_bytes`: rows that steps have fetched. 0: none. None: what
+    #: `device_bytes` has left beside the workspace and the sketches of the pages, as far as steps
+    #: have a use for it (docs/memory.md).
+    hot_bytes: int | None = None
+    #: Rows of it per KV head of a session's layer; -1: automatic, 0: no row cache.
+    hot_rows: int = -1
     hot_policy: HotPolicy = HotPolicy.SCORE
     #: Threads that touch pages before they are pinned; 0: all.
     pin_threads: int = 0

@@ -52,7 +52,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
             "Rows in pages: model (bf16) or fp8 (default model)");
   add_named(app, "--backend", kBackendNames, options.backend,
-            "Whose workspace is measured (default auto)");
+            "Whose workspace counts (default auto)");
   app.add_option("--calibration", command.calibration,
                  "File of kvtier calibrate, for the time of the fetches");
   app.add_option("--device-gbps", command.device_gb_per_s,
@@ -76,7 +76,7 @@ void run_plan(const PlanCommand& command, const Console& console) {
   const char* const weights =
       plan.weights == 0 ? "not counted: no files, no --weights" : "on the GPU";
   const char* const backend =
-      need.backend == Backend::kCuda ? "on the GPU" : "on the GPU, as measured on the CPU backend";
+      need.backend == Backend::kCuda ? "on the GPU" : "on the GPU, as of the CPU backend";
   if (plan.windows.layers > 0) {
     out << line("windows", std::to_string(plan.windows.tokens) + " tokens",
                 "read in " + std::to_string(plan.windows.layers) + " of " +
@@ -87,7 +87,10 @@ void run_plan(const PlanCommand& command, const Console& console) {
       << line("sketches", bytes(need.sketches), "on the GPU")
       << line("tables", bytes(need.tables), "on the GPU")
       << line("workspace", bytes(need.workspace), backend)
-      << line("GPU in all", bytes(need.device() + plan.weights) + " of " + bytes(command.gpu_bytes),
+      << line("row cache", bytes(plan.row_cache), "on the GPU, of what is left")
+      << line("GPU in all",
+              bytes(need.device() + plan.weights + plan.row_cache) + " of " +
+                  bytes(command.gpu_bytes),
               plan.fits ? "fits" : "does not fit");
   out << line("largest context",
               plan.largest_tokens == 0 ? "none" : std::to_string(plan.largest_tokens) + " tokens",

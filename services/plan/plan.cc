@@ -176,6 +176,9 @@ Plan make_plan(const PlanCommand& command) {
   Backend backend = plan.options.backend;
   plan.need = memory_need(plan.options, backend);
   plan.fits = has_room(command, plan.need, plan.weights);
+  const std::size_t taken = plan.need.device() + plan.weights;
+  plan.row_cache = std::min(most_row_cache(plan.options),
+                            command.gpu_bytes - std::min(command.gpu_bytes, taken));
   plan.largest_tokens = largest_context(command, plan.options, plan.weights);
   plan.windows = read_windows(config);
   const double full_layers = *plan.options.layers - plan.windows.layers;

@@ -40,6 +40,7 @@ struct Plan {
   WindowLayers windows;
   MemoryNeed need;
   std::size_t weights = 0;
+  std::size_t row_cache = 0;  ///< What the GPU has left for it, as far as steps have a use for it.
   bool fits = false;
   std::int64_t largest_tokens = 0;  ///< Of one sequence; 0: none fits.
   /// Seconds in which a token's rows cross the link; nothing without a calibration.
@@ -60,9 +61,8 @@ void read_shape(const std::filesystem::path& config, StressOptions& options);
 /// of all *.safetensors; 0: there are none.
 [[nodiscard]] std::size_t weight_bytes_beside(const std::filesystem::path& config);
 
-/// Computes a plan by the formulas of docs/memory.md. Starts small engines to learn the size of
-/// workspaces. Throws what `read_shape`, `StressOptions::resolve`, `read_calibration` and
-/// `memory_need` throw.
+/// Computes a plan by the formulas of docs/memory.md. Throws what `read_shape`,
+/// `StressOptions::resolve`, `read_calibration` and `memory_need` throw.
 [[nodiscard]] Plan make_plan(const PlanCommand& command);
 
 /// Adds the subcommand and its options to a program.

@@ -146,9 +146,9 @@ void check_together(const ServeCommand& command) {
                 "backend: expected a build with CUDA for cuda, found one without");
   }
 #endif
-  if (command.prefetch_rows && command.hot_memory_mib == 0) {
+  if (command.prefetch_rows && (command.hot_memory_mib == 0 || command.hot_rows == 0)) {
     throw Error(ErrorCode::kInvalidArgument,
-                "prefetch-rows: expected hot-memory-mib above 0, found 0");
+                "prefetch-rows: expected hot-memory-mib and hot-rows above 0, found 0");
   }
 }
 
@@ -203,7 +203,9 @@ ServerOptions server_options(const ServeCommand& command) {
     core.models.memory.disk_cache_bytes = static_cast<std::size_t>(command.disk_capacity_mib) * MiB;
   }
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
-  core.models.memory.hot_bytes = static_cast<std::size_t>(command.hot_memory_mib) * MiB;
+  if (command.hot_memory_mib) {
+    core.models.memory.hot_bytes = static_cast<std::size_t>(*command.hot_memory_mib) * MiB;
+  }
   core.models.memory.hot_rows = command.hot_rows;
   core.models.memory.hot_policy = command.hot_policy;
   core.models.memory.page_format = command.page_format;
@@ -331,11 +333,13 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   with_environment(app->add_flag("--prefetch-rows", command.prefetch_rows,
                                  "After each step make rows hot that the next may choose"));
   add("--hot-memory-mib", command.hot_memory_mib,
-      "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none")
-      ->check(CLI::Range(0, 1 << 24))
-      ->capture_default_str();
-  add("--hot-rows", command.hot_rows, "Of these, rows per KV head of a session's layer")
-      ->check(CLI::Range(1, 1 << 20))
+      "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none "
+      "(default: what sketches and workspaces leave of --device-memory-mib)")
+      ->check(CLI::Range(0, 1 << 24));
+  add("--hot-rows", command.hot_rows,
+      "Of these, rows per KV head of a session's layer; -1: by the rows that a step selects; 0: "
+      "none")
+      ->check(CLI::Range(-1, 1 << 20))
       ->capture_default_str();
   add_named("--hot-policy", kHotPolicyNames, command.hot_policy,
             "Which of them goes for a new one: clock, lru, score (default score)");

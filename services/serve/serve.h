@@ -41,7 +41,7 @@ struct ServeCommand {
   std::int64_t max_session_tokens = 131072;
   std::int64_t host_memory_mib = 1024;
   std::int64_t device_memory_mib = 512;
-  std::int64_t hot_memory_mib = 0;
+  std::optional<std::int64_t> hot_memory_mib;  ///< Left out: what the library takes.
   int hot_rows = MemoryConfig{}.hot_rows;
   HotPolicy hot_policy = MemoryConfig{}.hot_policy;
   PageFormat page_format = PageFormat::kModel;

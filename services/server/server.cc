@@ -268,8 +268,8 @@ class Server::Impl {
     add_plane_metrics(started_ ? data_plane_.get() : nullptr, core_.tenants(), families);
     const CoreOptions& core = options_.core;
     const MemoryConfig& memory = core.models.memory;
-    const std::size_t engines =
-        core.models.max_models * (memory.host_bytes + memory.device_bytes + memory.hot_bytes);
+    const std::size_t engines = core.models.max_models * (memory.host_bytes + memory.device_bytes +
+                                                          memory.hot_bytes.value_or(0));
     families.gauge("kvtier_memory_budget_bytes",
                    "Memory that the options let the process take, that of devices included.",
                    static_cast<double>(engines) +

@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 #include "kvtier/error.h"
+#include "kvtier/memory.h"
 
 #include "services/stress/ingest.h"
 
@@ -13,79 +14,7 @@
 namespace kvtier::services {
 namespace {
 
-constexpr std::size_t kBlockTokens = 1024;            // of a sketch block, docs/glossary.md
-constexpr std::size_t kCounterBytes = 512;            // of a layer, with alignment
 constexpr std::size_t kSpareDeviceBytes = 512 * MiB;  // context and kernels of a GPU
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-std::size_t row_bytes(const ModelConfig& model) {
-  return static_cast<std::size_t>(2 * model.head_dim) * dtype_bytes(model.kv_dtype);
-}
-
-/// In a page: of fp8 with its two factors.
-std::size_t page_row_bytes(const StressOptions& options) {
-  const std::size_t row = row_bytes(options.model());
-  return options.page_format == PageFormat::kFloat8 ? row / 2 + 2 * sizeof(float) : row;
-}
-
-/// Bytes of the page frames of one layer of every sequence.
-std::size_t layer_page_bytes(const StressOptions& options) {
-  const ModelConfig model = options.model();
-  const std::int64_t page_tokens = MemoryConfig{}.page_tokens;
-  const std::int64_t tokens = ceil_div(session_tokens(options), page_tokens) * page_tokens;
-  return static_cast<std::size_t>(tokens * options.batch * model.kv_heads) *
-         page_row_bytes(options);
-}
-
-/// Sketch bytes of one token of one layer, all KV heads: bits in chunks of 128, and two norms.
-std::size_t sketch_token_bytes(const StressOptions& options) {
-  const std::int64_t chunks =
-      ceil_div(options.retrieval().sketch(*options.head_dim).num_planes, 128);
-  return static_cast<std::size_t>(*options.kv_heads * (chunks * 16 + 4));
-}
-
-std::size_t layer_sketch_bytes(const StressOptions& options) {
-  // One block more than full ones.
-  const auto blocks = static_cast<std::size_t>(
-      (session_tokens(options) / static_cast<std::int64_t>(kBlockTokens) + 1) * options.batch);
-  return blocks * kBlockTokens * sketch_token_bytes(options);
-}
-
-std::size_t table_bytes(const StressOptions& options) {
-  const ModelConfig model = options.model();
-  const RetrievalConfig retrieval = options.retrieval();
-  const std::int64_t tokens = session_tokens(options);
-  const std::int64_t addresses = ceil_div(tokens, MemoryConfig{}.page_tokens) + tokens / 1024 + 1;
-  const std::int64_t rows = retrieval.sink_tokens + retrieval.recent_tokens + options.batch;
-  const std::size_t layer = kCounterBytes + static_cast<std::size_t>(16 * addresses) +
-                            static_cast<std::size_t>(rows * model.kv_heads) * row_bytes(model);
-  return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
-}
-
-/// Bytes of the hot rows of a run: sets of 32 rows, each with 8 bytes that say what it is, and 16
-/// of the set.
-std::size_t hot_bytes(const StressOptions& options, int rows) {
-  if (rows == 0) return 0;
-  constexpr std::int64_t kSetRows = 32;
-  constexpr std::size_t kAlign = 256;
-  const ModelConfig model = options.model();
-  const auto sets = static_cast<std::size_t>(ceil_div(rows, kSetRows) * model.kv_heads);
-  const std::size_t layer = sets * (kSetRows * (row_bytes(model) + 8) + 16) + kAlign;
-  return layer * static_cast<std::size_t>(model.layers) * static_cast<std::size_t>(options.batch);
-}
-
-/// Adds what the children take of which every row is fetched: of each layer the pages that the
-/// steps write to, and the page, the sketch block and the next that they are in.
-void add_children(const StressOptions& options, MemoryNeed& need) {
-  const auto layers = static_cast<std::size_t>(*options.layers * options.batch);
-  const std::int64_t page_tokens = MemoryConfig{}.page_tokens;
-  const std::int64_t pages = ceil_div(kWarmupSteps + options.steps, page_tokens) + 1;
-  need.pages += layers * static_cast<std::size_t>(pages * page_tokens * *options.kv_heads) *
-                page_row_bytes(options);
-  need.sketches += layers * 2 * kBlockTokens * sketch_token_bytes(options);
-  need.tables *= 2;
-}
 
 Config base_config(const StressOptions& options) {
   Config config;
@@ -100,25 +29,43 @@ Config base_config(const StressOptions& options) {
   return config;
 }
 
-/// Returns the workspace of an engine for the run's shape, within a budget: what a small engine
-/// holds beside its sketch blocks. A budget that leaves no room for these counts as used up.
-std::size_t workspace_bytes(const StressOptions& options, std::optional<std::size_t> budget,
-                            Backend& backend) {
-  Config probe = base_config(options);
-  probe.model.layers = 1;
-  probe.memory.host_bytes =  // one page
-      static_cast<std::size_t>(probe.memory.page_tokens * probe.model.kv_heads) *
-      row_bytes(probe.model);
-  const auto scores =
-      static_cast<std::size_t>(session_tokens(options) * options.batch * probe.model.query_heads) *
-      sizeof(float);
-  probe.memory.device_bytes = budget.value_or(4 * GiB + 8 * scores);
-  const Engine engine(probe);
-  backend = engine.backend();
-  const std::size_t held = engine.stats().snapshot.device_bytes;
-  const std::size_t blocks = 64 * kBlockTokens * sketch_token_bytes(options);
-  if (held + kBlockTokens * sketch_token_bytes(options) > probe.memory.device_bytes) return held;
-  return held - std::min(held, blocks);
+/// What a session takes at its full length, with so many rows in the row cache.
+SessionMemory session_need(const StressOptions& options, int rows = 0) {
+  return session_memory(base_config(options), session_tokens(options), rows);
+}
+
+/// Adds what the children take of which every row is fetched: of each layer the pages that the
+/// steps write to, and the page, the sketch block and the next that they are in.
+void add_children(const StressOptions& options, MemoryNeed& need) {
+  const auto sequences = static_cast<std::size_t>(options.batch);
+  const Config config = base_config(options);
+  const auto taken = [&](std::int64_t tokens) {
+    return session_memory(config, std::min(tokens, config.memory.max_session_tokens));
+  };
+  const std::int64_t page = config.memory.page_tokens;
+  need.pages += sequences * taken(kWarmupSteps + options.steps + page).pages;
+  const std::size_t slab = taken(1).sketches;
+  need.sketches += 2 * sequences * slab;
+  need.tables *= 2;
+}
+
+/// The backend of an engine, which is tried where it is automatic.
+Backend backend_in_use(Backend wanted) {
+  if (wanted != Backend::kAuto) return wanted;
+  Config smallest;
+  smallest.memory.host_bytes = 0;
+  smallest.memory.max_session_tokens = 1;
+  smallest.memory.max_batch_rows = 1;
+  return Engine(smallest).backend();
+}
+
+/// Returns the workspace of an engine for the run's shape, within a budget. One that leaves no room
+/// for it counts as used up.
+std::size_t workspace_bytes(const StressOptions& options, std::size_t budget, Backend backend) {
+  Config config = base_config(options);
+  config.memory.hot_bytes = 0;
+  config.memory.device_bytes = budget;
+  return engine_memory(config, backend).workspace;
 }
 
 std::string counted(std::int64_t number, const char* noun) {
@@ -168,10 +115,8 @@ Config engine_config(const StressOptions& options, const MemoryNeed& need) {
   config.memory.device_bytes =
       options.device_budget.value_or(std::max(need.sketches + need.workspace, 2 * need.workspace));
   if (options.device_budget) config.memory.device_bytes -= need.tables + need.hot + need.dense;
-  if (need.hot > 0) {
-    config.memory.hot_bytes = need.hot;
-    config.memory.hot_rows = options.rows_kept(need.backend);
-  }
+  config.memory.hot_bytes = need.hot;
+  config.memory.hot_rows = options.rows_kept(need.backend);
   return config;
 }
 
@@ -184,31 +129,42 @@ Config dense_config(const StressOptions& options, const MemoryNeed& need) {
 }
 
 MemoryNeed stored_need(const StressOptions& options) {
+  const SessionMemory one = session_need(options);
+  const auto sequences = static_cast<std::size_t>(options.batch);
   MemoryNeed need;
-  const auto layers = static_cast<std::size_t>(*options.layers);
-  need.pages = layer_page_bytes(options) * layers;
-  need.sketches = layer_sketch_bytes(options) * layers;
-  need.tables = table_bytes(options);
+  need.pages = sequences * one.pages;
+  need.sketches = sequences * one.sketches;
+  need.tables = sequences * one.tables;
   return need;
+}
+
+std::size_t most_row_cache(const StressOptions& options) {
+  Config config = base_config(options);
+  config.memory.staging_rows = options.top_k;  // as a GPU has it
+  config.memory.device_bytes = SIZE_MAX / 2;
+  const int rows = engine_memory(config, Backend::kCpu).row_cache_rows;
+  return static_cast<std::size_t>(options.batch) * session_need(options, rows).row_cache;
 }
 
 MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
   MemoryNeed need = stored_need(options);
   const auto layers = static_cast<std::size_t>(*options.layers);
-  need.source = ingest_buffer_bytes(options) + layers * static_cast<std::size_t>(options.batch) *
-                                                   LayerSource::bytes(synthetic_shape(options));
+  const auto sequences = static_cast<std::size_t>(options.batch);
+  need.source = ingest_buffer_bytes(options) +
+                layers * sequences * LayerSource::bytes(synthetic_shape(options));
 
-  need.workspace = workspace_bytes(options, std::nullopt, backend);
+  backend = backend_in_use(options.backend);
+  need.workspace = workspace_bytes(options, SIZE_MAX / 2, backend);
   if (options.device_budget) {
     need.workspace =
-        std::min(need.workspace, workspace_bytes(options, options.device_budget, backend));
+        std::min(need.workspace, workspace_bytes(options, *options.device_budget, backend));
   }
   need.backend = backend;
-  need.hot = hot_bytes(options, options.rows_kept(backend));
-  if (need.hot > 0) add_children(options, need);
+  need.hot = sequences * session_need(options, options.rows_kept(backend)).row_cache;
   if (options.compare_dense) {
-    need.dense = 2 * need.workspace + layer_page_bytes(options) + layer_sketch_bytes(options);
+    need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;
   }
+  if (need.hot > 0) add_children(options, need);
   return need;
 }
 
@@ -242,11 +198,16 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
     text.resize(14, ' ');
     return text + show_bytes(static_cast<double>(bytes)) + (how.empty() ? "" : " = " + how) + "\n";
   };
-  const std::size_t sketch = sketch_token_bytes(options) / static_cast<std::size_t>(model.kv_heads);
+  const bool fp8 = options.page_format == PageFormat::kFloat8;
+  const std::int64_t row = fp8 ? 2 * model.head_dim + 8 : 4 * model.head_dim;
+  const SessionMemory one = session_need(options);
+  const std::int64_t slabs = (session_tokens(options) + 1023) / 1024 * 1024;
+  const std::size_t sketch =
+      one.sketches / static_cast<std::size_t>(slabs * model.layers * model.kv_heads);
   std::string text =
       line("KV, host", need.pages,
-           shape + std::to_string(page_row_bytes(options)) + " B" + times + ", in whole pages (" +
-               (options.page_format == PageFormat::kFloat8 ? "fp8)" : "16 bit)")) +
+           shape + std::to_string(row) + " B" + times + ", in whole pages (" +
+               (fp8 ? "fp8)" : "16 bit)")) +
       line("data, host", need.source, "generator, and chunks on their way into the cache") +
       line("sketches", need.sketches,
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +

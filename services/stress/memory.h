@@ -42,9 +42,11 @@ struct MemoryNeed {
 /// Computes what the tokens of a run take alone: pages, sketches and tables.
 [[nodiscard]] MemoryNeed stored_need(const StressOptions& options);
 
-/// Computes the need of a run. Starts a small engine of the same shape to learn the size of its
-/// workspace; throws what that throws, such as `kUnimplemented` for a backend that is not there.
-/// `backend` is set to the one in use.
+/// Returns the row cache of the sequences of a run at its largest by the rule of docs/memory.md.
+[[nodiscard]] std::size_t most_row_cache(const StressOptions& options);
+
+/// Computes the need of a run by `kvtier/memory.h`. `backend` is set to the one in use, for which a
+/// small engine is started where that is automatic.
 [[nodiscard]] MemoryNeed memory_need(const StressOptions& options, Backend& backend);
 
 /// Memory that is there; nothing where it is not known.

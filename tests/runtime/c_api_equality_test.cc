@@ -72,7 +72,7 @@ class CApiEqualityTest : public EngineTest {
     c.max_session_tokens = config_.memory.max_session_tokens;
     c.max_batch_rows = config_.memory.max_batch_rows;
     c.staging_rows = config_.memory.staging_rows;
-    c.hot_bytes = config_.memory.hot_bytes;
+    c.hot_bytes = *config_.memory.hot_bytes;
     c.hot_rows = config_.memory.hot_rows;
     c.retrieval = to_c(config_.retrieval);
     c.extra_sketches = extra;
@@ -438,7 +438,8 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.disk_cache, nullptr);
   EXPECT_EQ(c.disk_cache_bytes, 0U);
   EXPECT_EQ(c.tier_deadline_ms, static_cast<std::uint64_t>(d.memory.tier_deadline.count()));
-  EXPECT_EQ(c.hot_bytes, d.memory.hot_bytes);
+  EXPECT_EQ(c.hot_bytes, KVTIER_HOT_BYTES_AUTO);
+  EXPECT_FALSE(d.memory.hot_bytes.has_value());
   EXPECT_EQ(c.hot_rows, d.memory.hot_rows);
   EXPECT_EQ(c.read_ahead != 0, d.memory.read_ahead);
   EXPECT_EQ(c.hot_policy, KVTIER_HOT_SCORE);

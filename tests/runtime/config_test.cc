@@ -76,8 +76,14 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.max_batch_rows = 0; }},
       {"memory.staging_rows: expected -1 (automatic) or at least 0, found -2",
        [](Config& c) { c.memory.staging_rows = -2; }},
-      {"memory.hot_rows: expected 1..2^20, found 0", [](Config& c) { c.memory.hot_rows = 0; }},
-      {"memory.hot_rows: expected 1..2^20, found 1048577",
+      {"memory.hot_rows: expected -1 (automatic) or 0..2^20, found -2",
+       [](Config& c) { c.memory.hot_rows = -2; }},
+      {"memory.hot_bytes: expected 0 with hot_rows = 0, which is no row cache, found 7",
+       [](Config& c) {
+         c.memory.hot_rows = 0;
+         c.memory.hot_bytes = 7;
+       }},
+      {"memory.hot_rows: expected -1 (automatic) or 0..2^20, found 1048577",
        [](Config& c) { c.memory.hot_rows = (1 << 20) + 1; }},
       {"memory.hot_policy: expected an enumerator, found 3",
        [](Config& c) { c.memory.hot_policy = static_cast<HotPolicy>(3); }},

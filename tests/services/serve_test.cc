@@ -234,7 +234,10 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--memcached", "a b:1"}, 2, "white space"},
              {{"--disk-cache", ""}, 2, "expected a folder"},
              {{"--calibration", "/no/such/file"}, 2, "does not exist"},
-             {{"--prefetch-rows"}, 1, "hot-memory-mib above 0"},
+             {{"--prefetch-rows", "--hot-memory-mib", "0"},
+              1,
+              "hot-memory-mib and hot-rows above 0"},
+             {{"--hot-rows", "-2"}, 2, "hot-rows"},
 #if !defined(KVTIER_WITH_CUDA)
              {{"--backend", "cuda"}, 1, "expected a build with CUDA"},
 #endif

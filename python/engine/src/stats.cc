@@ -67,6 +67,7 @@ nb::dict snapshot_of(const kvtier::Stats::Snapshot& s) {
   d["pages_shared"] = s.pages_shared;
   d["hot_bytes"] = s.hot_bytes;
   d["hot_bytes_used"] = s.hot_bytes_used;
+  d["hot_rows"] = s.hot_rows;
   return d;
 }
 

@@ -20,6 +20,7 @@ from kvtier.errors import invalid
 _MIB = 1 << 20
 _BLOCK_TOKENS = 1024  # of sketches, the unit in which a session takes them
 _MAX_PLANES = 1024
+_CACHED_ROWS = 4  # of the row cache, for each that a step selects
 
 
 def default_retrieval(head_dim: int) -> RetrievalConfig:
@@ -91,7 +92,7 @@ def memory_config(
 ) -> MemoryConfig:
     """Returns memory for so many sessions of so many tokens: whole pages, and two more for each
     layer, of which forks write one; sketches in whole blocks; scores of `rows` queries at a time
-    beside a fixed share for the rest."""
+    beside a fixed share for the rest; and the row cache of a GPU by docs/memory.md."""
     base = MemoryConfig(max_batch_rows=rows)
     pages = -(-tokens // base.page_tokens) + 2
     page_bytes = base.page_tokens * model.kv_heads * model.head_dim * 4
@@ -101,10 +102,28 @@ def memory_config(
     per_session = model.layers * blocks * _BLOCK_TOKENS * model.kv_heads * sketch_bytes
     return MemoryConfig(
         host_bytes=sessions * model.layers * pages * page_bytes,
-        device_bytes=sessions * per_session + scores + 256 * _MIB,
+        device_bytes=sessions * per_session
+        + scores
+        + 256 * _MIB
+        + row_cache_bytes(model, retrieval, sessions, tokens),
         max_session_tokens=tokens,
         max_batch_rows=rows,
     )
+
+
+def row_cache_bytes(
+    model: ModelConfig, retrieval: RetrievalConfig, sessions: int, tokens: int
+) -> int:
+    """Returns what the row cache takes of `device_bytes` (docs/memory.md), with the part-filled
+    blocks of sketches that come before it."""
+    layers = [layer.mode for layer in model.layer_options]
+    sparse = layers.count(LayerMode.SPARSE) if layers else model.layers
+    selected = int(tokens / retrieval.sparsity) if retrieval.sparsity else retrieval.top_k
+    sets = -(-min(_CACHED_ROWS * selected, tokens) // 32) * model.kv_heads
+    cache = sets * (32 * (4 * model.head_dim + 8) + 16)
+    spare = max(64 * _BLOCK_TOKENS, 4 * _BLOCK_TOKENS * model.layers * sessions)
+    sketch_bytes = retrieval.sketch(model.head_dim).num_planes // 8 + 16
+    return sessions * sparse * (cache + 256) + spare * model.kv_heads * sketch_bytes
 
 
 def batch_rows(decoder: Any, sessions: int) -> int:

@@ -1,0 +1,273 @@
+#include "kvtier/memory.h"
+
+#include "runtime/engine_fixture.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvtier::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// An engine of three layers whose rows are staged on the CPU, too, so that it has a row cache
+/// unless a test says otherwise.
+class MemoryTest : public EngineTest {
+ protected:
+  [[nodiscard]] Config config() const {
+    Config config = EngineTest::config();
+    config.model.layers = 3;
+    config.memory.staging_rows = 512;
+    config.memory.hot_bytes.reset();
+    config.memory.max_session_tokens = 3000;
+    config.memory.host_bytes = 2 * session_memory(config, config.memory.max_session_tokens).pages;
+    return config;
+  }
+  /// Pages for so many sessions that their sketches are larger than the workspace.
+  static constexpr int kMany = 64;
+  [[nodiscard]] Config many_sessions() const {
+    Config config = this->config();
+    config.memory.host_bytes *= kMany / 2;
+    return config;
+  }
+  static void fill(Session& session, const ModelConfig& model, std::int64_t tokens) {
+    for (int layer = 0; layer < model.layers; ++layer) {
+      append_random(session, model, layer, tokens, static_cast<std::uint64_t>(layer + 1));
+    }
+  }
+  static void step(Session& session, const ModelConfig& model, std::uint64_t seed) {
+    CallTensors call(model, 1, seed);
+    for (int layer = 0; layer < model.layers; ++layer) {
+      session.decode(layer, call.inputs(), call.outputs(true));
+    }
+  }
+};
+KVTIER_INSTANTIATE_BACKENDS(MemoryTest);
+
+TEST_P(MemoryTest, ASessionTakesWhatIsPlanned) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+    for (const std::int64_t tokens : {1, 64, 1024, 1025, 3000}) {
+      SCOPED_TRACE(tokens);
+      Config config = this->config();
+      config.memory.page_format = format;
+      config.extra_sketches = {{.kind = PlaneKind::kOrthogonal, .num_planes = 128, .seed = 9}};
+      config.memory.device_bytes = device_bytes_for(config, GetParam(), tokens, 1);
+      Engine engine(config);
+      const Stats::Snapshot before = engine.stats().snapshot;
+      Session session = engine.open({.capacity_tokens = tokens});
+      fill(session, config.model, tokens > 1 ? tokens - 1 : 1);
+      if (tokens > 1) step(session, config.model, 7);
+      const Stats::Snapshot after = engine.stats().snapshot;
+
+      const SessionMemory planned = session_memory(config, tokens, after.hot_rows);
+      EXPECT_EQ(planned.tokens, tokens);
+      EXPECT_EQ(after.host_page_bytes_used, planned.pages);
+      EXPECT_EQ(after.sketch_bytes_used, planned.sketches);
+      EXPECT_EQ(after.device_bytes - before.device_bytes, planned.tables);
+      EXPECT_GT(after.hot_rows, 0);
+      EXPECT_EQ(after.hot_bytes_used, tokens > 1 ? planned.row_cache : 0);
+    }
+  }
+}
+
+TEST_P(MemoryTest, AnEngineTakesWhatIsPlanned) {
+  for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
+    for (const std::size_t device_bytes : {24 * MiB, 40 * MiB, 96 * MiB}) {
+      Config config = this->config();
+      config.memory.placement = placement;
+      config.memory.device_bytes = device_bytes;
+      const EngineMemory planned = engine_memory(config, GetParam());
+      const Engine engine(config);
+      const Stats::Snapshot held = engine.stats().snapshot;
+
+      EXPECT_LE(held.device_bytes, device_bytes);
+      const std::size_t sum =
+          planned.workspace + planned.sketches + planned.pages + planned.row_cache;
+      EXPECT_GE(held.device_bytes, sum);
+      EXPECT_LE(held.device_bytes, sum + MiB);  // what steps keep beside the row cache
+      EXPECT_EQ(held.hot_bytes, planned.row_cache);
+      EXPECT_EQ(held.hot_rows, planned.row_cache_rows);
+      EXPECT_EQ(planned.pages > 0, placement == KvPlacement::kDevice);
+    }
+  }
+}
+
+TEST_P(MemoryTest, TheBudgetThatIsNamedHoldsTheSessions) {
+  for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
+    Config config = this->config();
+    config.memory.placement = placement;
+    constexpr int kSessions = 2;
+    const std::int64_t tokens = config.memory.max_session_tokens;
+    config.memory.device_bytes = device_bytes_for(config, GetParam(), tokens, kSessions);
+    Engine engine(config);
+    std::vector<Session> sessions;
+    for (int i = 0; i < kSessions; ++i) {
+      sessions.push_back(engine.open());
+      fill(sessions.back(), config.model, tokens - 1);
+      step(sessions.back(), config.model, 3);
+    }
+
+    const Stats::Snapshot held = engine.stats().snapshot;
+    EXPECT_EQ(held.pages_used, static_cast<std::size_t>(kSessions * config.model.layers * 47));
+    // Every layer of every session has as many cached rows as steps have a use for.
+    if (placement == KvPlacement::kHost) {
+      EXPECT_EQ(held.hot_rows, 4 * config.retrieval.top_k);
+      EXPECT_EQ(held.hot_bytes_used,
+                kSessions * session_memory(config, tokens, held.hot_rows).row_cache);
+    } else {
+      EXPECT_EQ(held.hot_bytes, 0U);
+    }
+  }
+}
+
+TEST_P(MemoryTest, TheRowCacheTakesWhatIsLeft) {
+  Config config = many_sessions();
+  const std::int64_t tokens = config.memory.max_session_tokens;
+  const std::size_t whole = device_bytes_for(config, GetParam(), tokens, kMany);
+  config.memory.hot_rows = 0;
+  const std::size_t without = device_bytes_for(config, GetParam(), tokens, kMany);
+  ASSERT_LT(without, whole);
+  config.memory.hot_rows = -1;
+
+  std::size_t before = 0;
+  for (std::size_t device_bytes = without - MiB; device_bytes <= whole + 8 * MiB;
+       device_bytes += 64 * KiB) {
+    config.memory.device_bytes = device_bytes;
+    const EngineMemory planned = engine_memory(config, GetParam());
+    EXPECT_LE(planned.workspace + planned.sketches + planned.row_cache, device_bytes);
+    EXPECT_GE(planned.row_cache + MiB, before);  // more rows a layer may be fewer layers
+    EXPECT_TRUE(planned.row_cache_rows == 0 || planned.row_cache_rows >= config.retrieval.top_k);
+    EXPECT_LE(planned.row_cache_rows, 4 * config.retrieval.top_k);
+    EXPECT_EQ(planned.row_cache_rows == 0, planned.row_cache == 0);
+    if (device_bytes <= without) {
+      EXPECT_EQ(planned.row_cache, 0U);
+    }
+    if (device_bytes >= whole) {
+      EXPECT_EQ(planned.row_cache_rows, 4 * config.retrieval.top_k);
+    }
+    before = planned.row_cache;
+  }
+}
+
+TEST_P(MemoryTest, AnExplicitRowCacheWins) {
+  Config config = this->config();
+  const int default_rows = engine_memory(config, GetParam()).row_cache_rows;
+  EXPECT_EQ(default_rows, 4 * config.retrieval.top_k);
+
+  config.memory.hot_rows = 100;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache_rows, 128);
+  config.memory.hot_bytes = MiB;
+  const EngineMemory planned = engine_memory(config, GetParam());
+  EXPECT_LE(planned.row_cache, MiB);
+  EXPECT_GT(planned.row_cache, MiB / 2);
+  EXPECT_EQ(planned.row_cache_rows, 128);
+  config.memory.hot_rows = -1;
+  EXPECT_GT(engine_memory(config, GetParam()).row_cache_rows, 0);
+  config.memory.hot_bytes = 0;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
+  config.memory.hot_bytes.reset();
+  config.memory.hot_rows = 0;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
+}
+
+TEST_P(MemoryTest, WhereNothingIsFetchedThereIsNoRowCache) {
+  Config config = this->config();
+  config.memory.staging_rows = 0;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
+  config.memory.staging_rows = 512;
+  config.model.layer_options.assign(3, {.mode = LayerMode::kDense});
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
+  config.model.layer_options[1].mode = LayerMode::kSparse;
+  const EngineMemory one = engine_memory(config, GetParam());
+  config.model.layer_options.clear();
+  const EngineMemory three = engine_memory(config, GetParam());
+  EXPECT_EQ(3 * one.row_cache, three.row_cache);
+}
+
+TEST_P(MemoryTest, TheLogTellsOfTheRowCache) {
+  const auto logged = [this](const Config& wanted) {
+    Config config = wanted;
+    std::string text;
+    config.log = [&text](LogLevel, std::string_view message) { text.append(message) += '\n'; };
+    const Engine engine(config);
+    return text;
+  };
+  Config config = this->config();
+  EXPECT_THAT(logged(config), HasSubstr("row cache: 0 MiB, 256 rows per KV head in each of 6"));
+  config.memory.hot_bytes = 0;
+  EXPECT_THAT(logged(config), HasSubstr("no row cache: it is turned off"));
+  config.memory.hot_bytes.reset();
+  config.memory.staging_rows = 0;
+  EXPECT_THAT(logged(config), HasSubstr("no row cache: rows are read where they are"));
+  config = many_sessions();
+  config.memory.hot_rows = 0;
+  config.memory.device_bytes =
+      device_bytes_for(config, GetParam(), config.memory.max_session_tokens, kMany);
+  config.memory.hot_rows = -1;
+  EXPECT_THAT(logged(config), HasSubstr("no row cache: memory.device_bytes has no room for it"));
+}
+
+TEST_P(MemoryTest, StepsGiveTheSameWithTheDefaultRowCache) {
+  const Config config = this->config();
+  Config plain = config;
+  plain.memory.hot_bytes = 0;
+  Engine with(config), without(plain);
+  Session a = with.open(), b = without.open();
+  fill(a, config.model, 900);
+  fill(b, config.model, 900);
+  for (std::uint64_t seed = 8; seed < 24; ++seed) {
+    CallTensors x(config.model, 1, seed), y(config.model, 1, seed);
+    x.query = y.query = HostTensor::random(1, config.model.query_heads, config.model.head_dim,
+                                           DType::kBFloat16, seed / 8);
+    for (int layer = 0; layer < config.model.layers; ++layer) {
+      a.decode(layer, x.inputs(), x.outputs(true));
+      b.decode(layer, y.inputs(), y.outputs(true));
+      ASSERT_TRUE(as_resident(GetParam(), x, y)) << "layer " << layer << ", seed " << seed;
+    }
+  }
+  EXPECT_GT(with.stats().cumulative.hot_hits, 0U);
+  EXPECT_LT(with.stats().cumulative.bytes_host_to_device,
+            without.stats().cumulative.bytes_host_to_device);
+}
+
+TEST(MemoryErrorsTest, BadInputIsExplained) {
+  const Config config = small_config(Backend::kCpu);
+  Config invalid = config;
+  invalid.model.kv_heads = 0;
+  const auto message = [](const auto& call) {
+    const std::optional<Error> error = error_of(call);
+    EXPECT_TRUE(error && error->code() == ErrorCode::kInvalidArgument);
+    return error ? std::string(error->what()) : std::string();
+  };
+  EXPECT_THAT(message([&] { (void)session_memory(config, 0); }),
+              HasSubstr("tokens: expected 1..4096 (memory.max_session_tokens), found 0"));
+  EXPECT_THAT(message([&] { (void)session_memory(config, 4097); }), HasSubstr("found 4097"));
+  EXPECT_THAT(message([&] { (void)session_memory(invalid, 1); }), HasSubstr("model.kv_heads"));
+  EXPECT_THAT(message([&] { (void)engine_memory(config, Backend::kAuto); }),
+              HasSubstr("backend: expected cpu or cuda, found auto"));
+  EXPECT_THAT(message([&] { (void)engine_memory(invalid, Backend::kCpu); }),
+              HasSubstr("model.kv_heads"));
+  EXPECT_THAT(message([&] { (void)device_bytes_for(config, Backend::kCpu, 64, 0); }),
+              HasSubstr("sessions: expected at least 1, found 0"));
+  EXPECT_THAT(message([&] { (void)device_bytes_for(config, Backend::kCpu, 4097, 1); }),
+              HasSubstr("found 4097"));
+}
+
+TEST(MemoryErrorsTest, SaysWhatASessionTakes) {
+  const SessionMemory memory{
+      .tokens = 9, .pages = 3 * GiB, .sketches = 5 * MiB, .tables = 1536, .row_cache = 2 * MiB};
+  EXPECT_EQ(describe(memory, KvPlacement::kHost),
+            "3.0 GiB of pages in host memory, 5.0 MiB of sketches, 1.5 KiB of tables and 2.0 MiB "
+            "of row cache on the device");
+  EXPECT_EQ(describe({.pages = 100, .sketches = KiB}, KvPlacement::kDevice),
+            "100 bytes of pages in device memory, 1.0 KiB of sketches and 0 bytes of tables on the "
+            "device");
+}
+
+}  // namespace
+}  // namespace kvtier::testing
