@@ -3,7 +3,7 @@
 #include "attention/softmax_state.h"
 #include "transfer/batch.h"
 #include "transfer/device.h"
-#include "transfer/hot_places.h"
+#include "transfer/row_cache_places.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
 
@@ -49,8 +49,8 @@ struct AttendRequest {
   int top_k = 0;  ///< Of `num_to_select`.
   double sparsity = 0.0;
   /// Where the staged entries are, when the kernel before this one is the gather that says it
-  /// (transfer/hot_rows.h): rows that it has found are attended while the others come.
-  transfer::HotPlaces places;
+  /// (transfer/row_cache.h): rows that it has found are attended while the others come.
+  transfer::RowCachePlaces places;
 };
 
 /// Brings rows into memory that are not there all at once. CPU backend only.

@@ -4,8 +4,8 @@
 #include "attention/warp_attention.cuh"
 #include "transfer/bulk_copy.cuh"
 #include "transfer/head_dim_cuda.cuh"
-#include "transfer/hot_places_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
+#include "transfer/row_cache_places_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -187,8 +187,8 @@ void steps(const Suite& suite) {
     }
   };
   attempt(lengths());
-  suite.attempt("hot_step", {{"shape", "1M"}}, [&] {
-    bench_hot_step(suite.run(), {.tokens = M, .retrieval = norm_aware(256, 2048)});
+  suite.attempt("row_cache_step", {{"shape", "1M"}}, [&] {
+    bench_row_cache_step(suite.run(), {.tokens = M, .retrieval = norm_aware(256, 2048)});
   });
   attempt(others());
 }

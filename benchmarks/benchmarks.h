@@ -49,10 +49,10 @@ struct StepCase {
   double recall = 0.0;                  ///< A recall target; `retrieval` says the most rows then.
   bool stages = false;                  ///< Adds the time of each kernel.
   std::int64_t replayed_tokens = 1000;  ///< Room for them; replays past it drop theirs.
-  /// Hot rows per KV head of the step below, and the share of the rows selected that it is to find
-  /// among them.
-  int hot_rows = 4096;
-  double hot_share = 0.8;
+  /// Cached rows per KV head of the step below, and the share of the rows selected that it is to
+  /// find among them.
+  int row_cache_rows = 4096;
+  double row_cache_share = 0.8;
 
   [[nodiscard]] DenseCase shape() const { return {tokens, batch, query_heads, kv_heads, head_dim}; }
   void set_shape(const DenseCase& shape) {
@@ -66,16 +66,17 @@ void bench_decode_step(Run& run, const StepCase& step);
 /// The same over a paged cache of the caller, of blocks of 16 tokens: `store` of a token of each
 /// sequence, then `attend`.
 void bench_paged_step(Run& run, const StepCase& step);
-/// One layer's step with pages on the host and hot rows, of one sequence: queries go round a circle
-/// in as many steps as make the share of rows found the one wanted. Beside it, steps of which every
-/// row is found, which differ by the fetching alone, and the same steps with pages on the device.
-void bench_hot_step(Run& run, const StepCase& step);
+/// One layer's step with pages on the host and cached rows, of one sequence: queries go round a
+/// circle in as many steps as make the share of rows found the one wanted. Beside it, steps of
+/// which every row is found, which differ by the fetching alone, and the same steps with pages on
+/// the device.
+void bench_row_cache_step(Run& run, const StepCase& step);
 /// One layer's step of a sequence that is all here, by an engine with tiers over the same by one
-/// without, in turn: pages on the device with hot rows allowed, or on the host with a disk cache
+/// without, in turn: pages on the device with a row cache allowed, or on the host with a disk cache
 /// and read-ahead. Replays of a graph, and calls.
 void bench_resident_step(Run& run, const StepCase& step);
-/// The steps of `bench_hot_step`, timed apart from prefetches after each: of what the step's own
-/// query selects beyond k, and of what guesses of the next query select; and without.
+/// The steps of `bench_row_cache_step`, timed apart from prefetches after each: of what the step's
+/// own query selects beyond k, and of what guesses of the next query select; and without.
 void bench_prefetch(Run& run, const StepCase& step);
 
 /// Append of new tokens: pack, store, sketch, and the length.
@@ -131,7 +132,7 @@ struct ModelCase {
   HostAllocation host_allocation = HostAllocation::kAuto;
   /// Rows per KV head that stay on the GPU where KV is on the host, an engine each; empty: as the
   /// library has it.
-  std::vector<int> hot_rows{};
+  std::vector<int> row_cache_rows{};
   /// Whose queries those of attention drift like; none: normal keys, and the projections' queries.
   std::optional<services::DriftModel> drift{};
   bool dense = true;

@@ -86,7 +86,7 @@ int main(int argc, char** argv) {
 
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
   auto* paged = app.add_subcommand("paged_step", "the same over a paged cache of the caller");
-  auto* hot = app.add_subcommand("hot_step", "one layer's step with hot rows");
+  auto* cached = app.add_subcommand("row_cache_step", "one layer's step with a row cache");
   auto* ahead = app.add_subcommand("prefetch", "the same with rows fetched ahead of steps");
   auto* resident = app.add_subcommand("resident_step", "a step with tiers that are not needed");
   auto* dense = app.add_subcommand("dense", "dense attention by cuDNN");
@@ -113,23 +113,24 @@ int main(int argc, char** argv) {
   fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
   fork->add_option("--children", fork_case.children)->check(counts);
   for (auto* command :
-       {decode, paged, hot, ahead, resident, dense, select, flash, prefill, overlap, ttft}) {
+       {decode, paged, cached, ahead, resident, dense, select, flash, prefill, overlap, ttft}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
   for (auto* command : {decode, paged, dense, select, tables, ingest}) {
     command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
   }
-  for (auto* command : {decode, paged, hot, ahead, resident, select, tables, overlap, model, ttft})
+  for (auto* command :
+       {decode, paged, cached, ahead, resident, select, tables, overlap, model, ttft})
     retrieval.add_options(*command);
   for (auto* command : {decode, resident, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
         ->check(CLI::IsMember({"device", "host"}));
   }
-  for (auto* command : {decode, hot, ahead, gather}) {
+  for (auto* command : {decode, cached, ahead, gather}) {
     command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or fp8")
         ->check(CLI::IsMember({"model", "fp8"}));
   }
-  for (auto* command : {decode, hot}) {
+  for (auto* command : {decode, cached}) {
     command->add_flag("--verify-rows", step.verify_rows, "rows on the host have checksums");
   }
   for (auto* command : {gather, flash}) {
@@ -154,9 +155,10 @@ int main(int argc, char** argv) {
   decode->add_option("--recall", step.recall, "share of the attention that decides about the rows")
       ->check(CLI::Range(0.0, 1.0));
   decode->add_flag("--stages", step.stages, "time of each kernel too");
-  for (auto* command : {hot, ahead}) {
-    command->add_option("--hot-rows", step.hot_rows, "per KV head")->check(counts);
-    command->add_option("--share", step.hot_share, "of the selected rows that are to be found")
+  for (auto* command : {cached, ahead}) {
+    command->add_option("--row-cache-rows", step.row_cache_rows, "per KV head")->check(counts);
+    command
+        ->add_option("--share", step.row_cache_share, "of the selected rows that are to be found")
         ->check(CLI::Range(0.0, 1.0));
   }
   gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
@@ -188,7 +190,7 @@ int main(int argc, char** argv) {
       }
     }
     if (*paged) bench_paged_step(run, step);
-    if (*hot) bench_hot_step(run, step);
+    if (*cached) bench_row_cache_step(run, step);
     if (*ahead) bench_prefetch(run, step);
     if (*resident) bench_resident_step(run, step);
     if (*dense) {

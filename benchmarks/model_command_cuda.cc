@@ -35,7 +35,7 @@ std::vector<BenchRow> bench_on_gpu(const BenchShape& shape, const BenchOptions& 
                         .placements = options.placements,
                         .page_format = options.page_format,
                         .host_allocation = options.host_allocation,
-                        .hot_rows = options.hot_rows};
+                        .row_cache_rows = options.row_cache_rows};
   what.retrieval.sparsity = sparse.sparsity;
   // The ring on the device holds what sliding layers attend to.
   what.retrieval.recent_tokens =

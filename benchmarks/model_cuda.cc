@@ -44,7 +44,7 @@ double bench_rest(Run& run, const ModelCase& shape, const RandomDecoder& model, 
 /// One engine of a context: where its KV is, and the rows per KV head that stay on the GPU.
 struct Variant {
   KvPlacement placement = KvPlacement::kDevice;
-  std::optional<int> hot_rows;
+  std::optional<int> row_cache_rows;
 };
 
 std::int64_t spare_tokens(const Run& run, const ModelCase& shape) {
@@ -76,7 +76,7 @@ Config engine_config(const ModelCase& shape, const CaseOfModel& at, std::int64_t
   config.memory.placement = variant.placement;
 
   config.memory.host_allocation = shape.host_allocation;
-  if (variant.hot_rows) config.memory.hot_rows = *variant.hot_rows;
+  if (variant.row_cache_rows) config.memory.row_cache_rows = *variant.row_cache_rows;
   const std::int64_t length = at.tokens + spare;
   const std::size_t pages =
       session_memory(config, length).pages * static_cast<std::size_t>(at.batch);
@@ -136,8 +136,8 @@ class SparseTokens {
     time.gpu_bytes = GpuMemory().used();
     summarize(graph.replay(1 + kWarmupTokens, run_.replays()), time);
     const Stats::Cumulative moved = engine_.stats().cumulative - before;
-    const auto looked_for = static_cast<double>(moved.hot_hits + moved.hot_misses);
-    if (looked_for > 0) time.found = static_cast<double>(moved.hot_hits) / looked_for;
+    const auto looked_for = static_cast<double>(moved.row_cache_hits + moved.row_cache_misses);
+    if (looked_for > 0) time.found = static_cast<double>(moved.row_cache_hits) / looked_for;
     record(retrieval, time, moved, shape_.stages ? stages(graph) : json());
     for (Session& session : sessions_) {
       for (int layer = 0; layer < shape_.layers; ++layer) {
@@ -208,7 +208,7 @@ class SparseTokens {
     if (variant_.placement == KvPlacement::kDevice)
       return chosen.data() + std::string("KV on the device");
     std::string text = chosen.data() + std::string("KV in host memory");
-    return text + ", " + std::to_string(engine_.stats().snapshot.hot_rows) + " rows cached";
+    return text + ", " + std::to_string(engine_.stats().snapshot.row_cache_rows) + " rows cached";
   }
 
   void record(const RetrievalConfig& retrieval, const ModelTime& time,
@@ -226,8 +226,8 @@ class SparseTokens {
     measured["bytes_host"] = static_cast<double>(moved.bytes_host_to_device) / tokens;
     measured["rows_attended"] = static_cast<double>(moved.rows_attended) / tokens;
     if (variant_.placement == KvPlacement::kHost) {
-      measured["hot_rows"] = memory.hot_rows;
-      measured["hot_bytes"] = memory.hot_bytes;
+      measured["row_cache_rows"] = memory.row_cache_rows;
+      measured["row_cache_bytes"] = memory.row_cache_bytes;
     }
     if (time.found) measured["found"] = *time.found;
     if (!stages.is_null()) measured["stages"] = stages;
@@ -261,11 +261,11 @@ std::vector<RetrievalConfig> retrievals(const ModelCase& shape) {
 std::vector<Variant> variants(const ModelCase& shape) {
   std::vector<Variant> all;
   for (const KvPlacement placement : shape.placements) {
-    if (placement == KvPlacement::kDevice || shape.hot_rows.empty()) {
+    if (placement == KvPlacement::kDevice || shape.row_cache_rows.empty()) {
       all.push_back({placement, {}});
       continue;
     }
-    for (const int rows : shape.hot_rows) all.push_back({placement, rows});
+    for (const int rows : shape.row_cache_rows) all.push_back({placement, rows});
   }
   return all;
 }

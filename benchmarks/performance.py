@@ -24,6 +24,14 @@ NORM_AWARE = {"estimator": "norm_aware", "bits": 256, "selection": "per_kv_head"
 SOFT = {"estimator": "soft_collision", "bits": 600, "selection": "per_kv_head", "placement": "device"}
 
 
+# Former names, in results that are older than the names of today.
+FORMER = {"hot_step": "row_cache_step", "hot_rows": "row_cache_rows", "hot_share": "row_cache_share"}
+
+
+def renamed(row):
+    return {FORMER.get(key, key): FORMER.get(value, value) if key == "what" else value for key, value in row.items()}
+
+
 class Run:
     """The rows of one `kvtier-bench all`."""
 
@@ -31,7 +39,7 @@ class Run:
         self.path = path
         document = load(path)
         self.date, self.command, self.machine = document["date"], document["command"], document["machine"]
-        self.rows = document["rows"]
+        self.rows = [renamed(row) for row in document["rows"]]
         priority = {"rule": "priority", "code": "scalar"}
         self.main = {**NORM_AWARE, **(priority if self.find("decode_step", **priority) else {})}  # older runs: the k best, signs
 
@@ -121,24 +129,24 @@ def targets(run):
          number(None if gather is None else gather["gbps"])),
         ("whole step, KV in pinned memory, k = 2048, norm-aware 256 bits, 1M: faster than dense over KV on the device",
          "1.8x", "3.3x", times(run.faster(M, main, k=2048, placement="host"))),
-        *hot_targets(run),
+        *row_cache_targets(run),
         ("sketches of 128K tokens, one layer, 256 / 600 bits: time over the larger of reading K and the product", "1.6x",
          "1.15x", f"{times(prefill[256])} / {times(prefill[600])}"),
     ]
     return table(["what", "must", "aim", "measured"], rows)
 
 
-def hot_targets(run):
-    """Of the step with hot rows, once a run has it."""
-    hot = run.find("hot_step", tokens=M, **{**SHAPE, **NORM_AWARE, "k": 2048, "placement": "host"})
-    if hot is None:
+def row_cache_targets(run):
+    """Of the step with a row cache, once a run has it."""
+    cached = run.find("row_cache_step", tokens=M, **{**SHAPE, **NORM_AWARE, "k": 2048, "placement": "host"})
+    if cached is None:
         return []
     dense = run.dense(M)
-    found = f"{percent(hot['found'])} of the selected rows found among {hot['hot_rows']} hot ones per KV head"
+    found = f"{percent(cached['found'])} of the selected rows found among {cached['row_cache_rows']} cached ones per KV head"
     return [(f"step at 1M tokens, KV in host memory, k = 2048, {found}: faster than dense over KV on the device", "4x", "6x",
-             times(None if dense is None else dense / hot["us"])),
-            (f"of that step: exposed fetch time, what it takes longer than when every row is found ({number(hot['found_all_us'])} us; "
-             f"{number(hot['resident_us'])} us with KV on the device)", "20 %", "10 %", percent(hot["exposed"]))]
+             times(None if dense is None else dense / cached["us"])),
+            (f"of that step: exposed fetch time, what it takes longer than when every row is found ({number(cached['found_all_us'])} us; "
+             f"{number(cached['resident_us'])} us with KV on the device)", "20 %", "10 %", percent(cached["exposed"]))]
 
 
 def step_targets(run):
@@ -459,15 +467,15 @@ def resident(_):
 
     append = run.find("prefill_append", tokens=32 * K, placement="host")
     fork = run.find("fork", tokens=M)
-    rows = [over_bare("KV on the device, hot rows configured", "device"),
+    rows = [over_bare("KV on the device, cached rows configured", "device"),
             over_bare("KV in host memory, with a disk cache and read-ahead", "host"),
             ("append of a prompt of 32K tokens, pages in host memory: share of the link's rate to the host", "80 %", "90 %",
              percent(append["share_of_link"])),
             (f"{fork['children']} forks of a session of 1M tokens, {fork['layers']} layers: time; memory, of the parent's, until a child is used",
              "20 ms; 1 %", "5 ms; 0.2 %", f"{number(fork['us'] / 1000)} ms; {100 * fork['share_of_parent']:.2f} %")]
-    hot = run.find("hot_step", tokens=32 * K)
+    cached = run.find("row_cache_step", tokens=32 * K)
     return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`.\n\n" + table(["what", "must", "aim", "measured"], rows)
-            + f"\n\nWith KV in host memory and hot rows for all of it the step takes {number(hot['found_all_us'])} us, {number(hot['resident_us'])} with KV on the "
+            + f"\n\nWith KV in host memory and cached rows for all of it the step takes {number(cached['found_all_us'])} us, {number(cached['resident_us'])} with KV on the "
             "device: rows that are found are copied to staging, and the kernels that choose and attend at once read pages on the device alone.")
 
 

@@ -96,8 +96,9 @@ class CircleOfSteps {
 };
 
 double found_share(const Stats::Cumulative& counted) {
-  return static_cast<double>(counted.hot_hits) /
-         static_cast<double>(std::max<std::uint64_t>(counted.hot_hits + counted.hot_misses, 1));
+  return static_cast<double>(counted.row_cache_hits) /
+         static_cast<double>(
+             std::max<std::uint64_t>(counted.row_cache_hits + counted.row_cache_misses, 1));
 }
 
 /// The number of steps with the share nearest to the one wanted; it grows with them.
@@ -108,19 +109,20 @@ int steps_for_share(Run& run, const StepCase& step, Engine& engine, Session& ses
     const int middle = (least + most) / 2;
     const double share =
         found_share(CircleOfSteps(run, step, engine, session, middle).counted_round());
-    const double error = std::abs(share - step.hot_share);
+    const double error = std::abs(share - step.row_cache_share);
     if (error < best_error) {
       best = middle;
       best_error = error;
     }
-    (share < step.hot_share ? least : most) = share < step.hot_share ? middle + 1 : middle - 1;
+    (share < step.row_cache_share ? least : most) =
+        share < step.row_cache_share ? middle + 1 : middle - 1;
   }
   return best;
 }
 
 }  // namespace
 
-void bench_hot_step(Run& run, const StepCase& given) {
+void bench_row_cache_step(Run& run, const StepCase& given) {
   StepCase step = given;
   step.batch = step.layers = 1;
   step.replayed_tokens = 4000;
@@ -131,8 +133,8 @@ void bench_hot_step(Run& run, const StepCase& given) {
   {
     step.placement = KvPlacement::kHost;
     Config config = engine_config(step, 1);
-    config.memory.hot_rows = step.hot_rows;
-    config.memory.hot_bytes = GiB;
+    config.memory.row_cache_rows = step.row_cache_rows;
+    config.memory.row_cache_bytes = GiB;
     Engine engine(config);
     std::vector<Session> sessions = open_sessions(run, engine, step, 1);
     num_steps = steps_for_share(run, step, engine, sessions[0]);
@@ -142,20 +144,20 @@ void bench_hot_step(Run& run, const StepCase& given) {
     const double still =
         CircleOfSteps(run, step, engine, sessions[0], num_steps, true).time().median;
     parameters = step_parameters(step, 1);
-    parameters["hot_rows"] = step.hot_rows;
-    parameters["hot_share"] = step.hot_share;
+    parameters["row_cache_rows"] = step.row_cache_rows;
+    parameters["row_cache_share"] = step.row_cache_share;
     measured["steps"] = num_steps;
     measured["found"] = found_share(counted);
     measured["bytes_host"] = static_cast<double>(counted.bytes_host_to_device) / num_steps;
     measured["found_all_us"] = still;
     measured["exposed"] = 1.0 - still / times.median;
-    measured["evictions"] = static_cast<double>(counted.hot_evictions) / num_steps;
+    measured["evictions"] = static_cast<double>(counted.row_cache_evictions) / num_steps;
   }
   step.placement = KvPlacement::kDevice;
   Engine engine(engine_config(step, 1));
   std::vector<Session> sessions = open_sessions(run, engine, step, 1);
   measured["resident_us"] = CircleOfSteps(run, step, engine, sessions[0], num_steps).time().median;
-  run.add("hot_step", parameters, times, measured);
+  run.add("row_cache_step", parameters, times, measured);
 }
 
 namespace {
@@ -206,7 +208,7 @@ void bench_resident_step(Run& run, const StepCase& given) {
     tiered.memory.disk_cache_bytes = 16 * GiB;
     tiered.memory.read_ahead = true;
   } else {
-    tiered.memory.hot_bytes = GiB;
+    tiered.memory.row_cache_bytes = GiB;
   }
   Engine without(plain);
   Engine with(tiered);
@@ -359,8 +361,8 @@ void bench_prefetch(Run& run, const StepCase& given) {
   step.replayed_tokens = 4000;
   step.placement = KvPlacement::kHost;
   Config config = engine_config(step, 1);
-  config.memory.hot_rows = step.hot_rows;
-  config.memory.hot_bytes = GiB;
+  config.memory.row_cache_rows = step.row_cache_rows;
+  config.memory.row_cache_bytes = GiB;
   Engine engine(config);
   std::vector<Session> sessions = open_sessions(run, engine, step, 1);
   const int num_steps = steps_for_share(run, step, engine, sessions[0]);
@@ -381,15 +383,15 @@ void bench_prefetch(Run& run, const StepCase& given) {
     const Stats::Cumulative counted = count() - before;
     const GuessedSteps::Measured measured = guessed.time();
     json parameters = step_parameters(step, 1);
-    parameters["hot_rows"] = step.hot_rows;
-    parameters["hot_share"] = step.hot_share;
+    parameters["row_cache_rows"] = step.row_cache_rows;
+    parameters["row_cache_share"] = step.row_cache_share;
     parameters["guess"] = guess == nullptr ? "none" : guess->name;
     if (guess != nullptr) parameters["guess_rows"] = guess->rows;
     run.add("prefetch", parameters, measured.step,
             {{"steps", num_steps},
              {"found", found_share(counted)},
              {"ahead_us", measured.ahead_us},
-             {"rows_missing", static_cast<double>(counted.hot_misses) / num_steps},
+             {"rows_missing", static_cast<double>(counted.row_cache_misses) / num_steps},
              {"rows_ahead", static_cast<double>(counted.rows_ahead) / num_steps},
              {"rows_useful", static_cast<double>(counted.rows_ahead_useful) / num_steps},
              {"bytes_host", static_cast<double>(counted.bytes_host_to_device) / num_steps}});

@@ -171,12 +171,14 @@ Config to_config(const kvtier_config& c) {
   config.memory.disk_cache_bytes = c.disk_cache_bytes;
   config.memory.tier_deadline = std::chrono::milliseconds(
       std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
-  if (c.hot_bytes != KVTIER_HOT_BYTES_AUTO) config.memory.hot_bytes = c.hot_bytes;
+  if (c.row_cache_bytes != KVTIER_ROW_CACHE_BYTES_AUTO)
+    config.memory.row_cache_bytes = c.row_cache_bytes;
   config.memory.read_ahead = c.read_ahead != 0;
-  config.memory.hot_rows = c.hot_rows;
+  config.memory.row_cache_rows = c.row_cache_rows;
   config.memory.verify_rows = c.verify_rows != 0;
   config.memory.prefetch_rows = c.prefetch_rows != 0;
-  config.memory.hot_policy = checked<HotPolicy>(c.hot_policy, KVTIER_HOT_SCORE, "hot_policy");
+  config.memory.row_cache_policy =
+      checked<RowCachePolicy>(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE, "row_cache_policy");
   config.memory.page_policy = checked<PagePolicy>(c.page_policy, KVTIER_PAGE_SCORE, "page_policy");
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");

@@ -197,18 +197,18 @@ std::vector<std::string> Config::validate() const {
                    "memory.max_batch_rows", "1..64", memory.max_batch_rows);
   problems.require(memory.staging_rows >= -1, "memory.staging_rows", "-1 (automatic) or at least 0",
                    memory.staging_rows);
-  constexpr int kMaxHotRows = 1 << 20;
-  problems.require(memory.hot_rows >= -1 && memory.hot_rows <= kMaxHotRows, "memory.hot_rows",
-                   "-1 (automatic) or 0..2^20", memory.hot_rows);
-  problems.require(memory.hot_policy <= HotPolicy::kScore, "memory.hot_policy", "an enumerator",
-                   static_cast<int>(memory.hot_policy));
+  constexpr int kMaxRowCacheRows = 1 << 20;
+  problems.require(memory.row_cache_rows >= -1 && memory.row_cache_rows <= kMaxRowCacheRows,
+                   "memory.row_cache_rows", "-1 (automatic) or 0..2^20", memory.row_cache_rows);
+  problems.require(memory.row_cache_policy <= RowCachePolicy::kScore, "memory.row_cache_policy",
+                   "an enumerator", static_cast<int>(memory.row_cache_policy));
   problems.require(memory.page_policy <= PagePolicy::kScore, "memory.page_policy", "an enumerator",
                    static_cast<int>(memory.page_policy));
-  const std::size_t hot_bytes = memory.hot_bytes.value_or(0);
-  problems.require(hot_bytes == 0 || memory.staging_rows != 0, "memory.hot_bytes",
-                   "0 with staging_rows = 0, which has rows read in place", hot_bytes);
-  problems.require(hot_bytes == 0 || memory.hot_rows != 0, "memory.hot_bytes",
-                   "0 with hot_rows = 0, which is no row cache", hot_bytes);
+  const std::size_t row_cache_bytes = memory.row_cache_bytes.value_or(0);
+  problems.require(row_cache_bytes == 0 || memory.staging_rows != 0, "memory.row_cache_bytes",
+                   "0 with staging_rows = 0, which has rows read in place", row_cache_bytes);
+  problems.require(row_cache_bytes == 0 || memory.row_cache_rows != 0, "memory.row_cache_bytes",
+                   "0 with row_cache_rows = 0, which is no row cache", row_cache_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
   problems.require(memory.host_allocation <= HostAllocation::kNumaNode, "memory.host_allocation",

@@ -86,11 +86,12 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
 }
 
 /// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
-/// its stream: rows that its queries, which the workspace has, would choose beyond its own become
-/// hot.
+/// its stream: rows that its queries, which the workspace has, would choose beyond its own enter
+/// the row cache.
 void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
                      std::span<const AttendPart> parts) {
-  if (!engine.config.memory.prefetch_rows || engine.hot == nullptr || turn.capturing()) return;
+  if (!engine.config.memory.prefetch_rows || engine.row_cache == nullptr || turn.capturing())
+    return;
   constexpr double kMore = 1.5;
   const auto heads = std::int64_t{engine.kv.query_heads};
   const auto row = heads * engine.kv.head_dim;
@@ -376,7 +377,7 @@ void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
   runtime::check_layer(engine, layer);
   impl_->check_flags();
   runtime::check_prefetch(*impl_, layer, query, stream, options);
-  if (engine.hot == nullptr) return;
+  if (engine.row_cache == nullptr) return;
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.prefetches = true;

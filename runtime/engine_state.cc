@@ -217,33 +217,33 @@ void EngineState::make_sketches(const DevicePools& pools) {
 
 void EngineState::make_row_cache(const DevicePools& pools, const WorkspacePlan& workspace) {
   if (pools.row_cache_rows == 0) {
-    const bool off = config.memory.hot_bytes == 0 || config.memory.hot_rows == 0;
+    const bool off = config.memory.row_cache_bytes == 0 || config.memory.row_cache_rows == 0;
     log(LogLevel::kInfo, std::string("no row cache: ") +
                              (off                ? "it is turned off"
                               : staged_rows == 0 ? "rows are read where they are"
                                                  : "memory.device_bytes has no room for it"));
     return;
   }
-  hot_shape = {.num_sets = transfer::hot_sets(pools.row_cache_rows),
-               .policy = config.memory.hot_policy};
-  const std::size_t bytes = transfer::hot_rows_bytes(kv, hot_shape.num_sets);
-  hot = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice, bytes,
-                                              pools.row_cache_bytes);
-  hot_totals = device->allocate(transfer::Space::kDevice, sizeof(transfer::HotTotals));
-  main->fill(hot_totals.data(), 0, hot_totals.bytes());
-  fixed_device_bytes_ += hot->num_frames() * bytes;
-  log(LogLevel::kInfo, "row cache: " + show_mebibytes(hot->num_frames() * bytes) + ", " +
+  row_cache_shape = {.num_sets = transfer::row_cache_sets(pools.row_cache_rows),
+                     .policy = config.memory.row_cache_policy};
+  const std::size_t bytes = transfer::row_cache_bytes(kv, row_cache_shape.num_sets);
+  row_cache = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice, bytes,
+                                                    pools.row_cache_bytes);
+  row_cache_totals = device->allocate(transfer::Space::kDevice, sizeof(transfer::RowCacheTotals));
+  main->fill(row_cache_totals.data(), 0, row_cache_totals.bytes());
+  fixed_device_bytes_ += row_cache->num_frames() * bytes;
+  log(LogLevel::kInfo, "row cache: " + show_mebibytes(row_cache->num_frames() * bytes) + ", " +
                            std::to_string(pools.row_cache_rows) + " rows per KV head in each of " +
-                           std::to_string(hot->num_frames()) + " layers of sessions");
+                           std::to_string(row_cache->num_frames()) + " layers of sessions");
   if (!places_rows(config, device->backend(), workspace)) return;
-  hot_places_ = device->allocate(transfer::Space::kDevice,
-                                 transfer::hot_places_bytes(kv, batch_rows, staged_rows));
-  main->fill(hot_places_.data(), 0, hot_places_.bytes());
-  fixed_device_bytes_ += hot_places_.bytes();
+  row_cache_places_ = device->allocate(
+      transfer::Space::kDevice, transfer::row_cache_places_bytes(kv, batch_rows, staged_rows));
+  main->fill(row_cache_places_.data(), 0, row_cache_places_.bytes());
+  fixed_device_bytes_ += row_cache_places_.bytes();
 }
 
-transfer::HotPlaces EngineState::hot_places() const {
-  return transfer::hot_places_in(kv, batch_rows, staged_rows, hot_places_.data());
+transfer::RowCachePlaces EngineState::row_cache_places() const {
+  return transfer::row_cache_places_in(kv, batch_rows, staged_rows, row_cache_places_.data());
 }
 
 transfer::Stream* EngineState::adopted(StreamRef stream) {
@@ -332,21 +332,21 @@ void EngineState::add_tier_stats(Stats& stats) const {
   stats.tiers = tiers->uses();
 }
 
-void EngineState::add_hot_stats(Stats& stats) const {
+void EngineState::add_row_cache_stats(Stats& stats) const {
   Stats::Cumulative& sum = stats.cumulative;
   for (std::size_t i = 0; i < sketches.size(); ++i) {
     transfer::StepFlags& step = *step_flags(i);
-    sum.hot_hits += load(step.hot_hits);
-    sum.hot_misses += load(step.hot_misses);
-    sum.hot_admissions += load(step.hot_admissions);
-    sum.hot_evictions += load(step.hot_evictions);
+    sum.row_cache_hits += load(step.row_cache_hits);
+    sum.row_cache_misses += load(step.row_cache_misses);
+    sum.row_cache_admissions += load(step.row_cache_admissions);
+    sum.row_cache_evictions += load(step.row_cache_evictions);
     sum.rows_ahead += load(step.rows_ahead);
     sum.rows_ahead_useful += load(step.rows_ahead_useful);
     sum.rows_ahead_wasted += load(step.rows_ahead_wasted);
   }
-  stats.snapshot.hot_rows = hot_shape.num_sets * transfer::kSetWays;
-  stats.snapshot.hot_bytes = hot->num_frames() * hot->frame_bytes();
-  stats.snapshot.hot_bytes_used = hot->num_used() * hot->frame_bytes();
+  stats.snapshot.row_cache_rows = row_cache_shape.num_sets * transfer::kSetWays;
+  stats.snapshot.row_cache_bytes = row_cache->num_frames() * row_cache->frame_bytes();
+  stats.snapshot.row_cache_bytes_used = row_cache->num_used() * row_cache->frame_bytes();
 }
 
 Stats EngineState::stats() const {
@@ -400,7 +400,7 @@ Stats EngineState::stats() const {
   }
   stats.tenants = quotas->stats();
   if (tiers) add_tier_stats(stats);
-  if (hot) add_hot_stats(stats);
+  if (row_cache) add_row_cache_stats(stats);
   now.device_bytes = fixed_device_bytes_ + session_device_bytes;
   for (const SketchStore& sketch : sketches) {
     now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->frame_bytes();

@@ -15,7 +15,7 @@
 #include "scoring/selector.h"
 #include "transfer/device.h"
 #include "transfer/frame_pool.h"
-#include "transfer/hot_rows.h"
+#include "transfer/row_cache.h"
 #include "transfer/row_checks.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
@@ -114,9 +114,9 @@ class EngineState {
   /// Frees retired memory whose work is done. Called with the mutex held.
   void collect_retired();
 
-  /// Where a step says that hot rows are; none where they are copied to staging: on the CPU, with
-  /// `verify_rows`, which compares them there, and where that is faster.
-  [[nodiscard]] transfer::HotPlaces hot_places() const;
+  /// Where a step says that cached rows are; none where they are copied to staging: on the CPU,
+  /// with `verify_rows`, which compares them there, and where that is faster.
+  [[nodiscard]] transfer::RowCachePlaces row_cache_places() const;
 
   /// Orders `stream` after all turns so far.
   void wait_for_turns(transfer::Stream& stream) const { stream.wait(workspace_last_use_); }
@@ -137,11 +137,12 @@ class EngineState {
   std::vector<SketchStore> sketches;
   std::unique_ptr<PageTiers> tiers;  ///< None: every page is in the pool.
   std::unique_ptr<transfer::FramePool> pages;
-  PagePool* page_pool = nullptr;             ///< `pages`, when there are tiers.
-  transfer::FrameChecks frame_checks;        ///< Of `pages`; none without checks of rows.
-  std::unique_ptr<transfer::FramePool> hot;  ///< Hot rows, a frame per layer and session; or none.
-  transfer::HotShape hot_shape;
-  transfer::Buffer hot_totals;                         ///< One `HotTotals`, on the device.
+  PagePool* page_pool = nullptr;       ///< `pages`, when there are tiers.
+  transfer::FrameChecks frame_checks;  ///< Of `pages`; none without checks of rows.
+  std::unique_ptr<transfer::FramePool>
+      row_cache;  ///< Cached rows, a frame per layer and session; or none.
+  transfer::RowCacheShape row_cache_shape;
+  transfer::Buffer row_cache_totals;                   ///< One `RowCacheTotals`, on the device.
   std::unique_ptr<transfer::FramePool> session_flags;  ///< One `StepFlags` per session, pinned.
 
   std::unique_ptr<PageQuotas> quotas;
@@ -205,7 +206,7 @@ class EngineState {
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches(const DevicePools& pools);
   void make_row_cache(const DevicePools& pools, const WorkspacePlan& workspace);
-  void add_hot_stats(Stats& stats) const;
+  void add_row_cache_stats(Stats& stats) const;
   transfer::Stream* adopted(StreamRef stream);
 
   struct Retired {
@@ -220,7 +221,7 @@ class EngineState {
   transfer::Stream* workspace_last_stream_ = nullptr;
   std::string failure_;
   transfer::Buffer frame_check_memory_;
-  transfer::Buffer hot_places_;
+  transfer::Buffer row_cache_places_;
   std::size_t fixed_device_bytes_ = 0;
 };
 

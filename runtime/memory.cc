@@ -72,8 +72,9 @@ SessionMemory session_memory(const Config& config, std::int64_t tokens, int row_
   memory.sketches = bytes_of(slab_tokens(config, tokens), runtime::sketch_token_bytes(config));
   memory.tables = layers * runtime::LayerBytes(kv, num_sketches, tokens).total;
   if (row_cache_rows > 0) {
-    memory.row_cache = bytes_of(runtime::num_sparse_layers(config),
-                                transfer::hot_rows_bytes(kv, transfer::hot_sets(row_cache_rows)));
+    memory.row_cache =
+        bytes_of(runtime::num_sparse_layers(config),
+                 transfer::row_cache_bytes(kv, transfer::row_cache_sets(row_cache_rows)));
   }
   return memory;
 }

@@ -37,22 +37,22 @@ bool pages_on_host(const Config& config) { return config.memory.placement == KvP
 std::int64_t rows_in(const transfer::KvGeometry& kv, std::size_t bytes) {
   constexpr int kSets = 16;  // whose states are whole regions
   const std::size_t size =
-      (transfer::hot_rows_bytes(kv, kSets + 1) - transfer::hot_rows_bytes(kv, 1)) / kSets;
+      (transfer::row_cache_bytes(kv, kSets + 1) - transfer::row_cache_bytes(kv, 1)) / kSets;
   const std::size_t most = std::min<std::size_t>(bytes / size, kMaxCachedRows);
   int sets = static_cast<int>(most);
-  while (sets > 0 && transfer::hot_rows_bytes(kv, sets) > bytes) --sets;
+  while (sets > 0 && transfer::row_cache_bytes(kv, sets) > bytes) --sets;
   return std::int64_t{sets} * transfer::kSetWays;
 }
 
 /// Gives the row cache of `layers` layers of sessions what it has a use for of `room` bytes, all of
-/// them where `hot_bytes` says so: the rows asked for; else as many as steps have a use for, fewer
-/// where all layers then have some, but not fewer than one step selects.
+/// them where `row_cache_bytes` says so: the rows asked for; else as many as steps have a use for,
+/// fewer where all layers then have some, but not fewer than one step selects.
 void give_row_cache(const Config& config, const WorkspacePlan& workspace, std::size_t room,
                     std::int64_t layers, DevicePools& pools) {
   const transfer::KvGeometry kv = geometry_of(config);
-  const bool all = config.memory.hot_bytes.has_value();
+  const bool all = config.memory.row_cache_bytes.has_value();
   layers = std::max<std::int64_t>(layers, 1);
-  std::int64_t rows = config.memory.hot_rows;
+  std::int64_t rows = config.memory.row_cache_rows;
   if (rows < 0) {
     const std::int64_t most = std::min({kRowsPerSelected * workspace.selected_rows,
                                         config.memory.max_session_tokens, kMaxCachedRows});
@@ -61,13 +61,13 @@ void give_row_cache(const Config& config, const WorkspacePlan& workspace, std::s
     rows = std::clamp(rows_in(kv, room / static_cast<std::size_t>(layers)), least, most);
     rows = std::max<std::int64_t>(rows, 1);
   }
-  const int sets = transfer::hot_sets(static_cast<int>(rows));
-  const std::size_t layer_bytes = transfer::hot_rows_bytes(kv, sets);
+  const int sets = transfer::row_cache_sets(static_cast<int>(rows));
+  const std::size_t layer_bytes = transfer::row_cache_bytes(kv, sets);
   std::size_t frames = room / layer_bytes;
   if (frames == 0 && all) {
     throw Error(ErrorCode::kResourceExhausted,
-                "memory.hot_bytes: expected at least " + std::to_string(layer_bytes) +
-                    " for the hot rows of one layer of a session (memory.hot_rows), found " +
+                "memory.row_cache_bytes: expected at least " + std::to_string(layer_bytes) +
+                    " for the row cache of one layer of a session (memory.row_cache_rows), found " +
                     std::to_string(room));
   }
   if (!all) frames = std::min(frames, static_cast<std::size_t>(layers));
@@ -190,15 +190,15 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
                                                                 config.model.layers * sessions);
   const std::int64_t most = std::max(pools.first_tokens, 2 * host_tokens + kSpareTokens);
   const std::int64_t layers = sessions * num_sparse_layers(config);
-  const bool cached = workspace.selector.staged_rows > 0 && config.memory.hot_rows != 0 &&
-                      config.memory.hot_bytes.value_or(1) > 0;
-  if (cached && config.memory.hot_bytes) {
-    give_row_cache(config, workspace, *config.memory.hot_bytes, layers, pools);
+  const bool cached = workspace.selector.staged_rows > 0 && config.memory.row_cache_rows != 0 &&
+                      config.memory.row_cache_bytes.value_or(1) > 0;
+  if (cached && config.memory.row_cache_bytes) {
+    give_row_cache(config, workspace, *config.memory.row_cache_bytes, layers, pools);
   } else if (cached && layers > 0) {
-    std::size_t beside = sizeof(transfer::HotTotals);
+    std::size_t beside = sizeof(transfer::RowCacheTotals);
     if (places_rows(config, backend, workspace)) {
-      beside +=
-          transfer::hot_places_bytes(kv, workspace.selector.rows, workspace.selector.staged_rows);
+      beside += transfer::row_cache_places_bytes(kv, workspace.selector.rows,
+                                                 workspace.selector.staged_rows);
     }
     const std::size_t taken = static_cast<std::size_t>(pools.first_tokens) * token_bytes + beside;
     give_row_cache(config, workspace, left - std::min(left, taken), layers, pools);

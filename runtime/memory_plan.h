@@ -4,7 +4,7 @@
 
 #include "attention/flash_decode.h"
 #include "scoring/selector.h"
-#include "transfer/hot_rows.h"
+#include "transfer/row_cache.h"
 #include "transfer/sequence.h"
 
 #include <cstddef>
@@ -57,7 +57,7 @@ struct DevicePools {
 };
 /// Divides what `device_bytes` has beside `fixed` bytes: pages and sketches with pages on the
 /// device; else sketches of the `host_tokens` tokens of a layer that the pages hold, then the row
-/// cache unless `hot_bytes` says its size, then more sketches for sequences that leave slabs
+/// cache unless `row_cache_bytes` says its size, then more sketches for sequences that leave slabs
 /// part-filled.
 [[nodiscard]] DevicePools plan_pools(const Config& config, Backend backend,
                                      const WorkspacePlan& workspace, std::size_t fixed,

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "runtime/hot_rows.h"
+#include "runtime/row_cache.h"
 #include "transfer/page_rows.h"
 
 #include <algorithm>
@@ -84,7 +84,7 @@ void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& fro
 
 void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& layer) const {
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
-  forget_hot_rows(stream, engine_, layer);
+  forget_cached_rows(stream, engine_, layer);
 }
 
 void SequenceMemory::limit_room(transfer::Stream& stream) {
@@ -145,7 +145,7 @@ void SequenceMemory::release(transfer::Stream& stream) {
   for (LayerState& layer : layers_) {
     layer.pages.shrink(stream, 0);
     for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
-    give_back_hot_rows(stream, engine_, layer);
+    give_back_row_cache(stream, engine_, layer);
   }
   engine_.session_device_bytes -= buffer_.bytes();
   engine_.retire(stream.record(), std::move(buffer_));

@@ -2,8 +2,8 @@
 
 #include "runtime/engine_state.h"
 #include "transfer/device.h"
-#include "transfer/hot_rows.h"
 #include "transfer/page_table.h"
+#include "transfer/row_cache.h"
 #include "transfer/sequence.h"
 
 #include <cstdint>
@@ -27,9 +27,10 @@ struct LayerState {
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
   std::vector<std::int64_t> needed{};  ///< Pages that the last launch read; with read-ahead only.
-  std::byte* hot_frame = nullptr;      ///< See runtime/hot_rows.h; none until a step has fetched.
-  transfer::HotRows hot{};             ///< In it.
-  bool hot_ahead = false;              ///< Rows may have come ahead of steps.
+  std::byte* row_cache_frame =
+      nullptr;                     ///< See runtime/row_cache.h; none until a step has fetched.
+  transfer::RowCache row_cache{};  ///< In it.
+  bool cached_ahead = false;       ///< Rows may have come ahead of steps.
 };
 
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
@@ -56,8 +57,8 @@ class SequenceMemory {
   /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
   /// whole pages that others have written; those of the sinks are here.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
-  /// Tells the device a layer's length and capacity. Hot rows past the length are forgotten: other
-  /// tokens may come there.
+  /// Tells the device a layer's length and capacity. Cached rows past the length are forgotten:
+  /// other tokens may come there.
   void set_length(transfer::Stream& stream, const LayerState& layer) const;
   /// Ends each layer's room where it has none of its own, after frames have become shared.
   void limit_room(transfer::Stream& stream);

@@ -1,8 +1,8 @@
 #include "runtime/session.h"
 
 #include "runtime/cold_path.h"
-#include "runtime/hot_rows.h"
 #include "runtime/prefix_store.h"
+#include "runtime/row_cache.h"
 
 #include <algorithm>
 #include <atomic>
@@ -382,11 +382,11 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
       ensure_capacity(stream, i, tokens);
     }
     // For a capture that may follow.
-    for (int i = 0; engine_->hot != nullptr && i < num_layers(); ++i) {
+    for (int i = 0; engine_->row_cache != nullptr && i < num_layers(); ++i) {
       const std::vector<LayerConfig>& options = engine_->config.model.layer_options;
       const bool sparse =
           options.empty() || options[static_cast<std::size_t>(i)].mode == LayerMode::kSparse;
-      if (sparse) take_hot_rows(stream, *engine_, layer(i));
+      if (sparse) take_row_cache(stream, *engine_, layer(i));
     }
     // Also pages, if they fit.
     if (engine_->device->backend() == Backend::kCuda) {

@@ -2,8 +2,8 @@
 
 #include "attention/flash_decode.h"
 #include "runtime/cold_path.h"
-#include "runtime/hot_rows.h"
 #include "runtime/read_ahead.h"
+#include "runtime/row_cache.h"
 #include "runtime/stage_timer.h"
 #include "scoring/foresight.h"
 #include "transfer/row_checks.h"

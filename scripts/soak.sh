@@ -51,5 +51,5 @@ if (($# == 0)); then
   say "hostile load, long"
   KVTIER_HOSTILE_LONG=1 ctest --test-dir build/release --verbose --no-tests=error --tests-regex StarvationTest
   KVTIER_MODEL_CALLS=1000000 ctest --test-dir build/release --output-on-failure --no-tests=error \
-    --tests-regex 'PageTableModelTest|HotSet.ChoosesAsThePlainModelDoes'
+    --tests-regex 'PageTableModelTest|RowCacheSet.ChoosesAsThePlainModelDoes'
 fi

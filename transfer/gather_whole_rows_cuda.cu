@@ -1,7 +1,7 @@
 #include "transfer/cuda_check.h"
 #include "transfer/gather_count_cuda.cuh"
 #include "transfer/head_dim_cuda.cuh"
-#include "transfer/hot_flight_cuda.cuh"
+#include "transfer/row_cache_flight_cuda.cuh"
 #include "transfer/row_checks_cuda.cuh"
 
 #include <cuda_runtime.h>

@@ -45,12 +45,12 @@ struct StepFlags {
   std::uint64_t rows_resident = 0;      ///< Rows read from device memory.
   std::uint64_t rows_selected = 0;
   std::uint64_t tokens_scored = 0;  ///< (eligible token, KV head, query row) triples.
-  // Of the rows selected, those looked for among the hot ones (transfer/hot_rows.h).
-  std::uint64_t hot_hits = 0;
-  std::uint64_t hot_misses = 0;
-  std::uint64_t hot_admissions = 0;
-  std::uint64_t hot_evictions = 0;
-  // Rows that have become hot ahead of steps; of these, used since, and gone unused.
+  // Of the rows selected, those looked for among the cached ones (transfer/row_cache.h).
+  std::uint64_t row_cache_hits = 0;
+  std::uint64_t row_cache_misses = 0;
+  std::uint64_t row_cache_admissions = 0;
+  std::uint64_t row_cache_evictions = 0;
+  // Rows that have entered the row cache ahead of steps; of these, used since, and gone unused.
   std::uint64_t rows_ahead = 0;
   std::uint64_t rows_ahead_useful = 0;
   std::uint64_t rows_ahead_wasted = 0;

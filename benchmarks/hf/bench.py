@@ -178,10 +178,10 @@ class Bench:
             row = 2 * shape.head_dim * 2
             pages = pages // row * (row // 2 + 8)
             memory = replace(memory, host_bytes=pages, page_format=kvtier.PageFormat.FLOAT8)
-        if own.hot_rows and name != "kvtier-device":
-            sets = -(-own.hot_rows // 32) * shape.kv_heads
+        if own.row_cache_rows and name != "kvtier-device":
+            sets = -(-own.row_cache_rows // 32) * shape.kv_heads
             layer = sets * (32 * (4 * shape.head_dim + 8) + 16) + 256
-            memory = replace(memory, hot_rows=own.hot_rows, hot_bytes=layer * shape.layers)
+            memory = replace(memory, row_cache_rows=own.row_cache_rows, row_cache_bytes=layer * shape.layers)
         if name != "kvtier-device" and pages > available_host_bytes():
             raise DoesNotFit(f"host memory: expected {pages} bytes")
         return kvtier.hf.KvtierCache(config, retrieval, memory=memory, max_tokens=capacity)
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=0, help="of a sketch (default: 4 x head_dim)")
     parser.add_argument("--rule", choices=("top_k", "priority"), help="default: priority")
     parser.add_argument("--graphs", action="store_true", help="replay kvtier's passes as CUDA graphs")
-    parser.add_argument("--hot-rows", type=int, default=0, help="kept on the device (default: 0)")
+    parser.add_argument("--row-cache-rows", type=int, default=0, help="kept on the device (default: 0)")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     for name, known in ((arguments.models, SHAPES), (arguments.caches, CACHES)):

@@ -91,10 +91,10 @@ class Share:
                 device_bytes=memory.device_bytes + memory.host_bytes,
                 host_bytes=0,
             )
-        elif self.own.hot_rows:
-            sets = -(-self.own.hot_rows // 32) * shape.kv_heads
+        elif self.own.row_cache_rows:
+            sets = -(-self.own.row_cache_rows // 32) * shape.kv_heads
             layer = sets * (32 * (4 * shape.head_dim + 8) + 16) + 256
-            memory = replace(memory, hot_rows=self.own.hot_rows, hot_bytes=layer * shape.layers)
+            memory = replace(memory, row_cache_rows=self.own.row_cache_rows, row_cache_bytes=layer * shape.layers)
         cache = kvtier.hf.KvtierCache(self.model.config, retrieval, memory=memory, max_tokens=capacity)
         for layer in range(shape.layers):
             for first in range(0, tokens, FILL_TOKENS):
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--bits", type=int, default=256)
     parser.add_argument("--k", type=int, default=512)
-    parser.add_argument("--hot-rows", type=int, default=0)
+    parser.add_argument("--row-cache-rows", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     own = parser.parse_args()

@@ -21,8 +21,9 @@
 namespace kvtier::quality {
 namespace {
 
-constexpr std::pair<const char*, HotPolicy> kPolicies[] = {
-    {"clock", HotPolicy::kClock}, {"lru", HotPolicy::kLru}, {"score", HotPolicy::kScore}};
+constexpr std::pair<const char*, RowCachePolicy> kPolicies[] = {{"clock", RowCachePolicy::kClock},
+                                                                {"lru", RowCachePolicy::kLru},
+                                                                {"score", RowCachePolicy::kScore}};
 
 constexpr std::pair<const char*, PagePolicy> kPagePolicies[] = {{"clock", PagePolicy::kClock},
                                                                 {"lru", PagePolicy::kLru},
@@ -130,7 +131,7 @@ nlohmann::json replay(const Decoding& decoding, const Settings& settings) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Replays selected rows against the policies of hot rows and of pages, as JSON");
+  CLI::App app("Replays selected rows against the policies of cached rows and of pages, as JSON");
   std::vector<std::string> files;
   Settings settings;
   std::string json_file, made_by, hardware = this_machine();

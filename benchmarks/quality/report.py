@@ -376,7 +376,7 @@ def budget_section(report, first):
 def rows_section(report):
     parts = ["\n## A cache of rows\n\nOf the tokens that a step selects many were selected by steps before, so a cache of rows on the GPU would spare reads "
              "from host memory. Here the selected tokens of recorded dense decoding are looked up in one cache per layer and KV head, empty at first. It has sets "
-             "of 32 slots (`transfer/hot_set.h`) and one of three policies of replacement (`transfer/hot_policy.h`). A cell is the share of rows "
+             "of 32 slots (`transfer/row_cache_set.h`) and one of three policies of replacement (`transfer/row_cache_policy.h`). A cell is the share of rows "
              "found, and that share over the one of Belady's optimum. That is a cache which knows all later steps, and after each keeps in any slots "
              f"what is best of the rows that it had and of those of the step. Norm-aware, {report['bits']} planes, one set {report['selection'].replace('_', ' ')}, at {report['sparsity']:g}x. The "
              f"first {report['sink_tokens']} and the last {report['recent_tokens']} tokens are always attended and not counted. *overlap*: share of a step's "

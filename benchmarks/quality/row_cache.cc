@@ -2,7 +2,7 @@
 
 #include "kvtier/engine.h"
 
-#include "transfer/hot_set.h"
+#include "transfer/row_cache_set.h"
 
 #include <algorithm>
 #include <cstring>
@@ -84,16 +84,16 @@ std::int64_t num_selected(const SelectedSteps& steps) {
   return sum;
 }
 
-std::int64_t policy_hits(const SelectedSteps& steps, int capacity, HotPolicy policy,
+std::int64_t policy_hits(const SelectedSteps& steps, int capacity, RowCachePolicy policy,
                          std::uint32_t heads) {
-  const int num_sets = transfer::hot_sets(capacity);
-  std::vector<transfer::HotSet> sets(static_cast<std::size_t>(num_sets));
-  std::memset(sets.data(), transfer::kEmptySetByte, sets.size() * sizeof(transfer::HotSet));
+  const int num_sets = transfer::row_cache_sets(capacity);
+  std::vector<transfer::RowCacheSet> sets(static_cast<std::size_t>(num_sets));
+  std::memset(sets.data(), transfer::kEmptySetByte, sets.size() * sizeof(transfer::RowCacheSet));
   std::int64_t hits = 0;
   for (const std::vector<std::int32_t>& step : steps) {
     std::vector<transfer::OpenSet> open(sets.begin(), sets.end());
     const auto set_of = [&](std::int32_t token) -> transfer::OpenSet& {
-      return open[static_cast<std::size_t>(transfer::hot_set(token, num_sets))];
+      return open[static_cast<std::size_t>(transfer::row_cache_set(token, num_sets))];
     };
     std::vector<std::int32_t> missing;
     for (const std::int32_t token : step) {
@@ -102,7 +102,7 @@ std::int64_t policy_hits(const SelectedSteps& steps, int capacity, HotPolicy pol
     hits += std::ssize(step) - std::ssize(missing);
     for (transfer::OpenSet& set : open) (void)set.count_uses(policy);
     for (const std::int32_t token : missing) {
-      transfer::HotChange change;
+      transfer::RowCacheChange change;
       (void)set_of(token).admit(policy, token, heads, change);
     }
   }

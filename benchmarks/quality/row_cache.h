@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "services/replay/trace.h"
-#include "transfer/hot_policy.h"
+#include "transfer/row_cache_policy.h"
 
 #include <cstdint>
 #include <vector>
@@ -25,10 +25,10 @@ using SelectedSteps = std::vector<std::vector<std::int32_t>>;
 /// Number of ids in all steps.
 [[nodiscard]] std::int64_t num_selected(const SelectedSteps& steps);
 
-/// Hits of the hot rows of one KV head, empty at first (transfer/hot_set.h): `capacity` rows,
-/// rounded up to whole sets. `heads`: query heads that choose each row.
-[[nodiscard]] std::int64_t policy_hits(const SelectedSteps& steps, int capacity, HotPolicy policy,
-                                       std::uint32_t heads);
+/// Hits of the cached rows of one KV head, empty at first (transfer/row_cache_set.h): `capacity`
+/// rows, rounded up to whole sets. `heads`: query heads that choose each row.
+[[nodiscard]] std::int64_t policy_hits(const SelectedSteps& steps, int capacity,
+                                       RowCachePolicy policy, std::uint32_t heads);
 
 /// Most hits of any cache of `capacity` rows, empty at first, that knows all steps: after each it
 /// keeps any of the rows that it had and of those of the step (Belady's optimum with bypass).

@@ -211,7 +211,8 @@ void check_cpu(const BenchShape& shape, const BenchOptions& options) {
   require(options.tensor_parallel == 1, "--tensor-parallel: expected 1",
           std::to_string(options.tensor_parallel));
   require(options.batches == std::vector<int>{1}, "--batch: expected 1", numbers(options.batches));
-  require(options.hot_rows.empty(), "--hot-rows: expected none", numbers(options.hot_rows));
+  require(options.row_cache_rows.empty(), "--row-cache-rows: expected none",
+          numbers(options.row_cache_rows));
   require(options.top_ks.empty(), "--k: expected none (--sparsity)", numbers(options.top_ks));
   require(!options.stages, "--stages: expected no stages", "stages");
 }

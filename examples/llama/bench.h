@@ -35,7 +35,7 @@ struct BenchOptions {
   std::vector<int> batches{1};  ///< Sequences that decode together, rows for each.
   /// Rows per KV head that stay on the GPU with KV on the host, rows for each number; empty: as
   /// the library has it.
-  std::vector<int> hot_rows;
+  std::vector<int> row_cache_rows;
   /// Whose queries those of the attention drift like from token to token: "smollm2",
   /// "needle-llama", or "none": normal keys, and the queries of the projections.
   std::string locality = "smollm2";

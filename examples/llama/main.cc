@@ -259,7 +259,7 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
       ->check(CLI::IsMember({"auto", "managed", "registered"}))
       ->default_str("auto");
   bench
-      ->add_option("--hot-rows", options.hot_rows,
+      ->add_option("--row-cache-rows", options.row_cache_rows,
                    "On a GPU: rows per KV head that stay on it with KV on the host, rows for each "
                    "number; default: those of the library")
       ->delimiter(',')

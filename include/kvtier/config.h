@@ -223,8 +223,8 @@ enum class HostAllocation : std::uint8_t {
   kNumaNode,    ///< `cuMemCreate` on the GPU's NUMA node.
 };
 
-/// Which of the hot rows has to go for a new one.
-enum class HotPolicy : std::uint8_t {
+/// Which of the cached rows has to go for a new one.
+enum class RowCachePolicy : std::uint8_t {
   kClock,  ///< One that has not been used since a hand came by, up to three times if used often.
   kLru,    ///< The one whose last use is the longest ago.
   kScore,  ///< The one chosen the least often, and by the fewest query heads; old choices count
@@ -269,11 +269,11 @@ struct MemoryConfig {
   /// far as steps have a use for it (docs/memory.md); `Stats` and the log tell how much that is. It
   /// has an effect on rows that are staged, so on CUDA with `KvPlacement::kHost`; elsewhere rows
   /// are read in place, and nothing is allocated.
-  std::optional<std::size_t> hot_bytes{};
+  std::optional<std::size_t> row_cache_bytes{};
   /// Rows of it per KV head of a session's layer, rounded up to 32. -1: four times those that a
   /// step selects, or fewer, down to those, where all layers then have some. 0: no row cache.
-  int hot_rows = -1;
-  HotPolicy hot_policy = HotPolicy::kScore;
+  int row_cache_rows = -1;
+  RowCachePolicy row_cache_policy = RowCachePolicy::kScore;
   int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
   /// `kAuto` tries the next way when one is refused, and logs it; any other is used or fails.
   HostAllocation host_allocation = HostAllocation::kAuto;
@@ -294,9 +294,11 @@ struct MemoryConfig {
   /// reads; what it gains `Stats` counts. No effect without tiers.
   bool read_ahead = false;
   /// Whether after a step of one token of each session, while the caller goes on, rows that its
-  /// queries would choose beyond its own, half as many again, are made hot for the next step
+  /// queries would choose beyond its own, half as many again, are put into the row cache for the
+  /// next step
   /// (`Session::prefetch`). The engine's next call comes after that, which takes as long as a step:
-  /// worth it where the GPU idles between steps. Not in captured steps. No effect without hot rows.
+  /// worth it where the GPU idles between steps. Not in captured steps. No effect without a row
+  /// cache.
   bool prefetch_rows = false;
   /// How long a call waits for one batch of pages to be written to a tier, or read.
   std::chrono::milliseconds tier_deadline{10'000};

@@ -214,13 +214,13 @@ class KVTIER_EXPORT Session {
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               StreamRef stream = {}, const AttendOptions& options = {});
 
-  /// Fetches the rows that these queries select and that are not hot yet
-  /// (`MemoryConfig::hot_bytes`), for steps to come: stores nothing and changes no result. For a
-  /// time when the link idles, with a query like the next one: that of the step before, of which
-  /// `AttendOptions::retrieval` may ask for more tokens, or one predicted. A row takes an empty
-  /// slot, or that of the row worth the least that the last step has not used; wrong guesses cost
-  /// the link's time and such rows. Takes its turn like every call: the engine's next
-  /// one comes after it. Does nothing without hot rows, nor while a page of the layer is in a tier.
+  /// Fetches the rows that these queries select and that are not cached yet
+  /// (`MemoryConfig::row_cache_bytes`), for steps to come: stores nothing and changes no result.
+  /// For a time when the link idles, with a query like the next one: that of the step before, of
+  /// which `AttendOptions::retrieval` may ask for more tokens, or one predicted. A row takes an
+  /// empty slot, or that of the row worth the least that the last step has not used; wrong guesses
+  /// cost the link's time and such rows. Takes its turn like every call: the engine's next one
+  /// comes after it. Does nothing without a row cache, nor while a page of the layer is in a tier.
   /// Throws what `select` does.
   void prefetch(int layer, const TensorView& query, StreamRef stream = {},
                 const AttendOptions& options = {});

@@ -124,12 +124,12 @@ typedef enum kvtier_host_allocation {
   KVTIER_ALLOCATE_NUMA_NODE = 5
 } kvtier_host_allocation;
 
-/* Which of the hot rows has to go for a new one. */
-typedef enum kvtier_hot_policy {
-  KVTIER_HOT_CLOCK = 0,
-  KVTIER_HOT_LRU = 1,
-  KVTIER_HOT_SCORE = 2
-} kvtier_hot_policy;
+/* Which of the cached rows has to go for a new one. */
+typedef enum kvtier_row_cache_policy {
+  KVTIER_ROW_CACHE_CLOCK = 0,
+  KVTIER_ROW_CACHE_LRU = 1,
+  KVTIER_ROW_CACHE_SCORE = 2
+} kvtier_row_cache_policy;
 
 /* Which pages leave host memory first. */
 typedef enum kvtier_page_policy {
@@ -190,7 +190,7 @@ typedef struct kvtier_layer_config {
 } kvtier_layer_config;
 
 /* The device row cache takes what `device_bytes` has left for it. */
-#define KVTIER_HOT_BYTES_AUTO UINT64_MAX
+#define KVTIER_ROW_CACHE_BYTES_AUTO UINT64_MAX
 
 typedef struct kvtier_config {
   size_t struct_size;
@@ -220,14 +220,14 @@ typedef struct kvtier_config {
   const char* disk_cache; /* NULL: none; else the next is its size */
   uint64_t disk_cache_bytes;
   uint64_t tier_deadline_ms;
-  uint64_t hot_bytes; /* KVTIER_HOT_BYTES_AUTO: of device_bytes; 0: no row cache */
-  int32_t hot_rows;   /* -1: automatic; 0: no row cache */
-  kvtier_hot_policy hot_policy;
+  uint64_t row_cache_bytes; /* KVTIER_ROW_CACHE_BYTES_AUTO: of device_bytes; 0: no row cache */
+  int32_t row_cache_rows;   /* -1: automatic; 0: no row cache */
+  kvtier_row_cache_policy row_cache_policy;
   kvtier_page_format page_format;
   int32_t read_ahead;
   kvtier_page_policy page_policy;
   int32_t verify_rows;   /* not 0: rows in host memory are compared with checksums */
-  int32_t prefetch_rows; /* not 0: rows are made hot after each step */
+  int32_t prefetch_rows; /* not 0: rows are put into the row cache after each step */
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -283,11 +283,12 @@ typedef struct kvtier_stats {
   uint64_t tier_bytes_written, tier_bytes_read, tier_hits, tier_misses, tier_corrupt;
   uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
   uint64_t pages_repaired, num_tiers;
-  uint64_t hot_hits, hot_misses, hot_admissions, hot_evictions, hot_bytes, hot_bytes_used;
+  uint64_t row_cache_hits, row_cache_misses, row_cache_admissions, row_cache_evictions,
+      row_cache_bytes, row_cache_bytes_used;
   uint64_t pages_ahead, pages_ahead_useful, pages_ahead_wasted, pages_ahead_waiting;
   uint64_t rows_corrupt;
   uint64_t rows_ahead, rows_ahead_useful, rows_ahead_wasted;
-  uint64_t hot_rows; /* per KV head of a session's layer; 0: no row cache */
+  uint64_t row_cache_rows; /* per KV head of a session's layer; 0: no row cache */
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */
@@ -355,7 +356,7 @@ KVTIER_C_EXPORT kvtier_status kvtier_session_select(kvtier_session* session, int
                                                     const kvtier_tensor* bias,   /* may be NULL */
                                                     const kvtier_options* options,
                                                     kvtier_stream stream);
-/* Makes the rows that the query selects hot for steps to come: Session::prefetch. */
+/* Puts the rows that the query selects into the row cache for steps to come: Session::prefetch. */
 KVTIER_C_EXPORT kvtier_status kvtier_session_prefetch(kvtier_session* session, int32_t layer,
                                                       const kvtier_tensor* query,
                                                       const kvtier_options* options,

@@ -39,7 +39,8 @@ struct EngineMemory {
 
 /// Returns what an engine of `config` takes on `backend`, `kCpu` or `kCuda`. Throws
 /// `kInvalidArgument` for a configuration that is not valid and `Backend::kAuto`,
-/// `kResourceExhausted` for budgets without room for a workspace or, in `hot_bytes`, for one layer.
+/// `kResourceExhausted` for budgets without room for a workspace or, in `row_cache_bytes`, for one
+/// layer.
 [[nodiscard]] KVTIER_EXPORT EngineMemory engine_memory(const Config& config, Backend backend);
 
 /// Returns the least `device_bytes` with which an engine of `config` has its workspace, the

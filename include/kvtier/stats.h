@@ -68,13 +68,13 @@ struct Stats {
     std::uint64_t pages_ahead = 0;
     std::uint64_t pages_ahead_useful = 0;
     std::uint64_t pages_ahead_wasted = 0;
-    // Selected rows that were looked for among hot ones: found, and those that were fetched.
-    std::uint64_t hot_hits = 0;
-    std::uint64_t hot_misses = 0;
-    std::uint64_t hot_admissions = 0;  ///< Of the misses: kept.
-    std::uint64_t hot_evictions = 0;   ///< Rows that went for one that was kept.
-    // Rows that `Session::prefetch` has made hot: those that a step has found since, and those that
-    // went before, or whose session ended. The others are there yet.
+    // Selected rows that were looked for among cached ones: found, and those that were fetched.
+    std::uint64_t row_cache_hits = 0;
+    std::uint64_t row_cache_misses = 0;
+    std::uint64_t row_cache_admissions = 0;  ///< Of the misses: kept.
+    std::uint64_t row_cache_evictions = 0;   ///< Rows that went for one that was kept.
+    // Rows that `Session::prefetch` has put into the row cache: those that a step has found since,
+    // and those that went before, or whose session ended. The others are there yet.
     std::uint64_t rows_ahead = 0;
     std::uint64_t rows_ahead_useful = 0;
     std::uint64_t rows_ahead_wasted = 0;
@@ -95,9 +95,10 @@ struct Stats {
     std::size_t pages_away = 0;           ///< Pages held that are in a tier, beside those used.
     std::size_t pages_ahead_waiting = 0;  ///< Of those used: came ahead of a call.
     std::size_t pages_shared = 0;         ///< Of those used: held by more than one sequence.
-    std::size_t hot_bytes = 0;  ///< Of `device_bytes`: the row cache, and what is in use of it.
-    std::size_t hot_bytes_used = 0;
-    int hot_rows = 0;  ///< Rows of it per KV head of a session's layer; 0: there is none.
+    std::size_t row_cache_bytes =
+        0;  ///< Of `device_bytes`: the row cache, and what is in use of it.
+    std::size_t row_cache_bytes_used = 0;
+    int row_cache_rows = 0;  ///< Rows of it per KV head of a session's layer; 0: there is none.
   };
   /// Host-clock time of calls without a stream, in seconds, with `Config::time_stages`; otherwise
   /// and for work enqueued on a caller's stream zero.

@@ -44,7 +44,7 @@ from kvtier.device import DeviceTensor, SharedDeviceMemory
 from kvtier.engine_config import (
     Backend,
     HostAllocation,
-    HotPolicy,
+    RowCachePolicy,
     KvPlacement,
     MemoryConfig,
     PageFormat,
@@ -116,7 +116,7 @@ __all__ = [
     "FoundPage",
     "GetOutcome",
     "HostAllocation",
-    "HotPolicy",
+    "RowCachePolicy",
     "InternalError",
     "InvalidArgumentError",
     "KvPlacement",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = [
     "Backend",
     "HostAllocation",
-    "HotPolicy",
+    "RowCachePolicy",
     "KvPlacement",
     "MemoryConfig",
     "PageFormat",
@@ -53,7 +53,7 @@ class HostAllocation(enum.Enum):
     NUMA_NODE = "numa_node"
 
 
-class HotPolicy(enum.Enum):
+class RowCachePolicy(enum.Enum):
     """Which of the rows kept on the device is replaced by a new one."""
 
     CLOCK = "clock"
@@ -93,10 +93,10 @@ class MemoryConfig:
     #: The device row cache, beside `device_bytes`: rows that steps have fetched. 0: none. None: what
     #: `device_bytes` has left beside the workspace and the sketches of the pages, as far as steps
     #: have a use for it (docs/memory.md).
-    hot_bytes: int | None = None
+    row_cache_bytes: int | None = None
     #: Rows of it per KV head of a session's layer; -1: automatic, 0: no row cache.
-    hot_rows: int = -1
-    hot_policy: HotPolicy = HotPolicy.SCORE
+    row_cache_rows: int = -1
+    row_cache_policy: RowCachePolicy = RowCachePolicy.SCORE
     #: Threads that touch pages before they are pinned; 0: all.
     pin_threads: int = 0
     host_allocation: HostAllocation = HostAllocation.AUTO

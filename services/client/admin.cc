@@ -49,10 +49,10 @@ Stats::Cumulative cumulative_of(const v1::CumulativeStats& from) {
   to.pages_ahead = from.pages_ahead();
   to.pages_ahead_useful = from.pages_ahead_useful();
   to.pages_ahead_wasted = from.pages_ahead_wasted();
-  to.hot_hits = from.hot_hits();
-  to.hot_misses = from.hot_misses();
-  to.hot_admissions = from.hot_admissions();
-  to.hot_evictions = from.hot_evictions();
+  to.row_cache_hits = from.row_cache_hits();
+  to.row_cache_misses = from.row_cache_misses();
+  to.row_cache_admissions = from.row_cache_admissions();
+  to.row_cache_evictions = from.row_cache_evictions();
   to.rows_corrupt = from.rows_corrupt();
   return to;
 }
@@ -70,8 +70,8 @@ Stats::Snapshot snapshot_of(const v1::SnapshotStats& from) {
   to.pages_away = from.pages_away();
   to.pages_ahead_waiting = from.pages_ahead_waiting();
   to.pages_shared = from.pages_shared();
-  to.hot_bytes = from.hot_bytes();
-  to.hot_bytes_used = from.hot_bytes_used();
+  to.row_cache_bytes = from.row_cache_bytes();
+  to.row_cache_bytes_used = from.row_cache_bytes_used();
   return to;
 }
 

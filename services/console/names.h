@@ -45,8 +45,10 @@ inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHos
 inline constexpr std::array<std::pair<std::string_view, PageFormat>, 2> kPageFormatNames{
     {{"model", PageFormat::kModel}, {"fp8", PageFormat::kFloat8}}};
 
-inline constexpr std::array<std::pair<std::string_view, HotPolicy>, 3> kHotPolicyNames{
-    {{"clock", HotPolicy::kClock}, {"lru", HotPolicy::kLru}, {"score", HotPolicy::kScore}}};
+inline constexpr std::array<std::pair<std::string_view, RowCachePolicy>, 3> kRowCachePolicyNames{
+    {{"clock", RowCachePolicy::kClock},
+     {"lru", RowCachePolicy::kLru},
+     {"score", RowCachePolicy::kScore}}};
 
 inline constexpr std::array<std::pair<std::string_view, PagePolicy>, 4> kPagePolicyNames{
     {{"clock", PagePolicy::kClock},

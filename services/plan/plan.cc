@@ -167,7 +167,7 @@ Plan make_plan(const PlanCommand& command) {
   const std::filesystem::path config = config_file(command.model);
   read_shape(config, plan.options);
   plan.options.steps = 1;
-  plan.options.hot_rows = 0;
+  plan.options.row_cache_rows = 0;
   plan.options.resolve();
   plan.weights = command.weight_bytes ? *command.weight_bytes : weight_bytes_beside(config);
   std::optional<Calibration> calibration;

@@ -146,9 +146,9 @@ void check_together(const ServeCommand& command) {
                 "backend: expected a build with CUDA for cuda, found one without");
   }
 #endif
-  if (command.prefetch_rows && (command.hot_memory_mib == 0 || command.hot_rows == 0)) {
+  if (command.prefetch_rows && (command.row_cache_mib == 0 || command.row_cache_rows == 0)) {
     throw Error(ErrorCode::kInvalidArgument,
-                "prefetch-rows: expected hot-memory-mib and hot-rows above 0, found 0");
+                "prefetch-rows: expected row-cache-mib and row-cache-rows above 0, found 0");
   }
 }
 
@@ -203,11 +203,11 @@ ServerOptions server_options(const ServeCommand& command) {
     core.models.memory.disk_cache_bytes = static_cast<std::size_t>(command.disk_capacity_mib) * MiB;
   }
   core.models.memory.device_bytes = static_cast<std::size_t>(command.device_memory_mib) * MiB;
-  if (command.hot_memory_mib) {
-    core.models.memory.hot_bytes = static_cast<std::size_t>(*command.hot_memory_mib) * MiB;
+  if (command.row_cache_mib) {
+    core.models.memory.row_cache_bytes = static_cast<std::size_t>(*command.row_cache_mib) * MiB;
   }
-  core.models.memory.hot_rows = command.hot_rows;
-  core.models.memory.hot_policy = command.hot_policy;
+  core.models.memory.row_cache_rows = command.row_cache_rows;
+  core.models.memory.row_cache_policy = command.row_cache_policy;
   core.models.memory.page_format = command.page_format;
   core.models.memory.verify_rows = command.verify_rows;
   core.models.memory.read_ahead = command.read_ahead;
@@ -331,17 +331,17 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
   with_environment(app->add_flag("--prefetch-rows", command.prefetch_rows,
-                                 "After each step make rows hot that the next may choose"));
-  add("--hot-memory-mib", command.hot_memory_mib,
+                                 "After each step cache rows that the next may choose"));
+  add("--row-cache-mib", command.row_cache_mib,
       "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none "
       "(default: what sketches and workspaces leave of --device-memory-mib)")
       ->check(CLI::Range(0, 1 << 24));
-  add("--hot-rows", command.hot_rows,
+  add("--row-cache-rows", command.row_cache_rows,
       "Of these, rows per KV head of a session's layer; -1: by the rows that a step selects; 0: "
       "none")
       ->check(CLI::Range(-1, 1 << 20))
       ->capture_default_str();
-  add_named("--hot-policy", kHotPolicyNames, command.hot_policy,
+  add_named("--row-cache-policy", kRowCachePolicyNames, command.row_cache_policy,
             "Which of them goes for a new one: clock, lru, score (default score)");
   add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
       ->check(CLI::Range(1, 1 << 20))

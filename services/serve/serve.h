@@ -41,9 +41,9 @@ struct ServeCommand {
   std::int64_t max_session_tokens = 131072;
   std::int64_t host_memory_mib = 1024;
   std::int64_t device_memory_mib = 512;
-  std::optional<std::int64_t> hot_memory_mib;  ///< Left out: what the library takes.
-  int hot_rows = MemoryConfig{}.hot_rows;
-  HotPolicy hot_policy = MemoryConfig{}.hot_policy;
+  std::optional<std::int64_t> row_cache_mib;  ///< Left out: what the library takes.
+  int row_cache_rows = MemoryConfig{}.row_cache_rows;
+  RowCachePolicy row_cache_policy = MemoryConfig{}.row_cache_policy;
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
   bool read_ahead = false;

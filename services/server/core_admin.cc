@@ -45,10 +45,10 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_pages_ahead(from.pages_ahead);
   to.set_pages_ahead_useful(from.pages_ahead_useful);
   to.set_pages_ahead_wasted(from.pages_ahead_wasted);
-  to.set_hot_hits(from.hot_hits);
-  to.set_hot_misses(from.hot_misses);
-  to.set_hot_admissions(from.hot_admissions);
-  to.set_hot_evictions(from.hot_evictions);
+  to.set_row_cache_hits(from.row_cache_hits);
+  to.set_row_cache_misses(from.row_cache_misses);
+  to.set_row_cache_admissions(from.row_cache_admissions);
+  to.set_row_cache_evictions(from.row_cache_evictions);
   to.set_rows_corrupt(from.rows_corrupt);
 }
 
@@ -123,8 +123,8 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_pages_away(from.pages_away);
   to.set_pages_ahead_waiting(from.pages_ahead_waiting);
   to.set_prefix_tokens(from.prefix_tokens);
-  to.set_hot_bytes(from.hot_bytes);
-  to.set_hot_bytes_used(from.hot_bytes_used);
+  to.set_row_cache_bytes(from.row_cache_bytes);
+  to.set_row_cache_bytes_used(from.row_cache_bytes_used);
 }
 
 }  // namespace

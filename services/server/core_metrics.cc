@@ -96,24 +96,26 @@ void add_prefixes(const Stats& stats, Families& families) {
                  static_cast<double>(stats.snapshot.prefix_tokens));
 }
 
-void add_hot_rows(const Stats& stats, Families& families) {
+void add_row_cache(const Stats& stats, Families& families) {
   const std::string help =
       "Selected rows looked for among those on the device: hit, miss; of these kept there: "
       "admission; in the place of another: eviction.";
   const auto count = [&](const char* event, std::uint64_t rows) {
-    families.counter("kvtier_hot_rows_total", help, number(rows), {{"event", event}});
+    families.counter("kvtier_row_cache_rows_total", help, number(rows), {{"event", event}});
   };
-  count("hit", stats.cumulative.hot_hits);
-  count("miss", stats.cumulative.hot_misses);
-  count("admission", stats.cumulative.hot_admissions);
-  count("eviction", stats.cumulative.hot_evictions);
+  count("hit", stats.cumulative.row_cache_hits);
+  count("miss", stats.cumulative.row_cache_misses);
+  count("admission", stats.cumulative.row_cache_admissions);
+  count("eviction", stats.cumulative.row_cache_evictions);
   families.counter("kvtier_rows_corrupt_total",
                    "Readings of a row in host memory that was not what had been written.",
                    number(stats.cumulative.rows_corrupt));
   families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
-                 static_cast<double>(stats.snapshot.hot_bytes), {{"tier", "engine_hot_rows"}});
+                 static_cast<double>(stats.snapshot.row_cache_bytes),
+                 {{"tier", "engine_row_cache"}});
   families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
-                 static_cast<double>(stats.snapshot.hot_bytes_used), {{"tier", "engine_hot_rows"}});
+                 static_cast<double>(stats.snapshot.row_cache_bytes_used),
+                 {{"tier", "engine_row_cache"}});
 }
 
 void add_times(const LatencyHistogram& times, const Labels& labels, Families& families) {
@@ -365,7 +367,7 @@ void add_core_metrics(const Core& core, Families& families) {
   add_memory(stats.snapshot(), families);
   const Stats engines = core.engine_stats();
   add_prefixes(engines, families);
-  add_hot_rows(engines, families);
+  add_row_cache(engines, families);
   add_tiers(engines, families);
   const PageStats pages = core.page_stats();
   add_page_cache(pages, stats.page_cache().leases(), families);

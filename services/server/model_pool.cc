@@ -72,10 +72,10 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.prefix_tokens_asked += from.prefix_tokens_asked;
   to.prefix_tokens_attached += from.prefix_tokens_attached;
   to.prefix_tokens_evicted += from.prefix_tokens_evicted;
-  to.hot_hits += from.hot_hits;
-  to.hot_misses += from.hot_misses;
-  to.hot_admissions += from.hot_admissions;
-  to.hot_evictions += from.hot_evictions;
+  to.row_cache_hits += from.row_cache_hits;
+  to.row_cache_misses += from.row_cache_misses;
+  to.row_cache_admissions += from.row_cache_admissions;
+  to.row_cache_evictions += from.row_cache_evictions;
   to.rows_corrupt += from.rows_corrupt;
 }
 
@@ -91,8 +91,8 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_away += from.pages_away;
   to.pages_ahead_waiting += from.pages_ahead_waiting;
   to.prefix_tokens += from.prefix_tokens;
-  to.hot_bytes += from.hot_bytes;
-  to.hot_bytes_used += from.hot_bytes_used;
+  to.row_cache_bytes += from.row_cache_bytes;
+  to.row_cache_bytes_used += from.row_cache_bytes_used;
 }
 
 /// Adds what an engine has asked of its tiers, which are those of all engines in the same order.

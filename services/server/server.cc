@@ -269,7 +269,7 @@ class Server::Impl {
     const CoreOptions& core = options_.core;
     const MemoryConfig& memory = core.models.memory;
     const std::size_t engines = core.models.max_models * (memory.host_bytes + memory.device_bytes +
-                                                          memory.hot_bytes.value_or(0));
+                                                          memory.row_cache_bytes.value_or(0));
     families.gauge("kvtier_memory_budget_bytes",
                    "Memory that the options let the process take, that of devices included.",
                    static_cast<double>(engines) +

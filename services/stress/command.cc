@@ -76,7 +76,7 @@ void add_stress(CLI::App& program, StressCommand& command) {
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
             "Rows in pages: model (bf16) or fp8 (default model)");
   app.add_option(
-      "--hot-rows", options.hot_rows,
+      "--row-cache-rows", options.row_cache_rows,
       "Fetched rows kept on the device per KV head, layer and sequence; 0: none (default: "
       "four times k on a GPU)");
   app.add_option("--overlap", options.step_overlap,

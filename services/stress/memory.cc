@@ -24,7 +24,7 @@ Config base_config(const StressOptions& options) {
   config.memory.page_format = options.page_format;
   config.memory.max_session_tokens = session_tokens(options);
   config.memory.max_batch_rows = options.batch;
-  if (options.hot_rows.value_or(0) > 0)
+  if (options.row_cache_rows.value_or(0) > 0)
     config.memory.staging_rows = options.top_k;  // on any backend
   return config;
 }
@@ -63,7 +63,7 @@ Backend backend_in_use(Backend wanted) {
 /// for it counts as used up.
 std::size_t workspace_bytes(const StressOptions& options, std::size_t budget, Backend backend) {
   Config config = base_config(options);
-  config.memory.hot_bytes = 0;
+  config.memory.row_cache_bytes = 0;
   config.memory.device_bytes = budget;
   return engine_memory(config, backend).workspace;
 }
@@ -114,9 +114,10 @@ Config engine_config(const StressOptions& options, const MemoryNeed& need) {
   // Half of the budget bounds the workspace, so a small model's budget is twice that.
   config.memory.device_bytes =
       options.device_budget.value_or(std::max(need.sketches + need.workspace, 2 * need.workspace));
-  if (options.device_budget) config.memory.device_bytes -= need.tables + need.hot + need.dense;
-  config.memory.hot_bytes = need.hot;
-  config.memory.hot_rows = options.rows_kept(need.backend);
+  if (options.device_budget)
+    config.memory.device_bytes -= need.tables + need.row_cache + need.dense;
+  config.memory.row_cache_bytes = need.row_cache;
+  config.memory.row_cache_rows = options.rows_kept(need.backend);
   return config;
 }
 
@@ -160,11 +161,11 @@ MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
         std::min(need.workspace, workspace_bytes(options, *options.device_budget, backend));
   }
   need.backend = backend;
-  need.hot = sequences * session_need(options, options.rows_kept(backend)).row_cache;
+  need.row_cache = sequences * session_need(options, options.rows_kept(backend)).row_cache;
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;
   }
-  if (need.hot > 0) add_children(options, need);
+  if (need.row_cache > 0) add_children(options, need);
   return need;
 }
 
@@ -213,7 +214,8 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +
       line("workspace", need.workspace, "scores and staged rows of one step, on the device") +
       line("tables", need.tables, "page tables, first and last tokens, on the device");
-  if (need.hot > 0) text += line("hot rows", need.hot, "fetched rows that stay on the device");
+  if (need.row_cache > 0)
+    text += line("cached rows", need.row_cache, "fetched rows that stay on the device");
   if (need.dense > 0) {
     text += line("dense", need.dense, "one layer's KV and a workspace again, on the device");
   }

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kMinTokens = 1024;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 29;
 constexpr int kMaxSteps = 1 << 20;
-constexpr int kMaxHotRows = 1 << 20;
+constexpr int kMaxRowCacheRows = 1 << 20;
 
 const ModelPreset* find_preset(std::string_view name) {
   const std::vector<ModelPreset>& presets = model_presets();
@@ -64,7 +64,7 @@ void StressOptions::resolve() {
   check_range(problems, "batch", 1, 64, batch);
   check_range(problems, "steps", 1, kMaxSteps, steps);
   check_range(problems, "k", 1, std::max<std::int64_t>(tokens, 1), top_k);
-  check_range(problems, "hot_rows", 0, kMaxHotRows, hot_rows.value_or(0));
+  check_range(problems, "row_cache_rows", 0, kMaxRowCacheRows, row_cache_rows.value_or(0));
   if (step_overlap && !(*step_overlap > 0.0 && *step_overlap < 1.0)) {
     problems.push_back("overlap: expected a number between 0 and 1, found " +
                        std::to_string(*step_overlap));
@@ -92,8 +92,8 @@ RetrievalConfig StressOptions::retrieval() const {
 }
 
 int StressOptions::rows_kept(Backend in_use) const {
-  if (hot_rows) return *hot_rows;
-  return in_use == Backend::kCuda ? std::min(top_k, kMaxHotRows / 4) * 4 : 0;
+  if (row_cache_rows) return *row_cache_rows;
+  return in_use == Backend::kCuda ? std::min(top_k, kMaxRowCacheRows / 4) * 4 : 0;
 }
 
 ModelConfig StressOptions::model() const {

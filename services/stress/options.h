@@ -53,7 +53,7 @@ struct StressOptions {
   bool compare_dense = false;
   /// Fetched rows kept on the device per KV head, layer and sequence; 0: none. Left out: four times
   /// `top_k` on a GPU, none on the CPU, which reads rows where they are.
-  std::optional<int> hot_rows;
+  std::optional<int> row_cache_rows;
   /// Share of the best tokens at N/33 that successive steps are to have in common; left out: the
   /// overlaps of `drift`.
   std::optional<double> step_overlap;
@@ -68,7 +68,7 @@ struct StressOptions {
   void resolve();
 
   [[nodiscard]] RetrievalConfig retrieval() const;
-  /// Hot rows with the backend in use.
+  /// Cached rows with the backend in use.
   [[nodiscard]] int rows_kept(Backend in_use) const;
   [[nodiscard]] ModelConfig model() const;
 };

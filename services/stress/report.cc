@@ -35,8 +35,8 @@ struct Figures {
   double device_to_host = kNaN;
   double sketches = kNaN;
   double resident = kNaN;
-  double hot_share = kNaN;      // of the rows that were looked for
-  double hot_evictions = kNaN;  // a step
+  double row_cache_share = kNaN;      // of the rows that were looked for
+  double row_cache_evictions = kNaN;  // a step
   double ingest = kNaN;
 };
 
@@ -55,8 +55,8 @@ Figures figures_of(const StressOptions& options, const StressReport& report) {
   f.device_to_host = rate(report.moved.bytes_device_to_host);
   f.sketches = rate(report.moved.bytes_sketch_read);
   f.resident = rate(report.moved.bytes_device_resident);
-  f.hot_share = found_share(report.moved);
-  f.hot_evictions = ratio(static_cast<double>(report.moved.hot_evictions), steps);
+  f.row_cache_share = found_share(report.moved);
+  f.row_cache_evictions = ratio(static_cast<double>(report.moved.row_cache_evictions), steps);
   f.ingest = ratio(report.ingested_bytes, report.append_seconds);
   return f;
 }
@@ -105,10 +105,10 @@ ShareRow share_row(const StressOptions& options, const std::vector<double>& seco
           .host_to_device = ratio(static_cast<double>(moved.bytes_host_to_device), sum)};
 }
 
-/// The real share first; none without hot rows.
+/// The real share first; none without a row cache.
 std::vector<ShareRow> share_rows(const StressOptions& options, const StressReport& report) {
   std::vector<ShareRow> rows;
-  if (report.memory.hot_bytes == 0 || report.step_seconds.empty()) return rows;
+  if (report.memory.row_cache_bytes == 0 || report.step_seconds.empty()) return rows;
   rows.push_back(share_row(options, report.step_seconds, report.moved));
   for (const ImposedShare& imposed : report.imposed) {
     if (imposed.step_seconds.empty()) continue;
@@ -146,11 +146,11 @@ void write_decode(std::ostream& out, const StressOptions& options, const StressR
              "read %.2f GB/s, rows on the device %.2f GB/s",
              f.host_to_device / 1e9, f.device_to_host / 1e9, f.sketches / 1e9, f.resident / 1e9)
       << '\n';
-  if (report.memory.hot_bytes > 0) {
+  if (report.memory.row_cache_bytes > 0) {
     out << format(
-               "hot      %.3f of the selected rows were on the device, %.0f more a step were put "
+               "cache    %.3f of the selected rows were on the device, %.0f more a step were put "
                "there in the place of others",
-               f.hot_share, f.hot_evictions)
+               f.row_cache_share, f.row_cache_evictions)
         << '\n';
   }
   write_shares(out, options, report);
@@ -266,13 +266,13 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
       {"rows_selected", report.moved.rows_selected},
       {"rows_attended", report.moved.rows_attended},
       {"selected_overlap", number(report.selected_overlap)},
-      {"hot",
+      {"row_cache",
        {{"rows", options.rows_kept(report.backend)},
-        {"share", number(f.hot_share)},
-        {"hits", report.moved.hot_hits},
-        {"misses", report.moved.hot_misses},
-        {"evictions", report.moved.hot_evictions},
-        {"bytes", memory.hot_bytes}}},
+        {"share", number(f.row_cache_share)},
+        {"hits", report.moved.row_cache_hits},
+        {"misses", report.moved.row_cache_misses},
+        {"evictions", report.moved.row_cache_evictions},
+        {"bytes", memory.row_cache_bytes}}},
       {"drift",
        {{"model", drift_name(options.drift)},
         {"query_correlation", calibration.drift.correlation},

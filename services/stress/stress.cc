@@ -41,9 +41,9 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& more) {
   to.bytes_device_to_host += more.bytes_device_to_host;
   to.bytes_device_resident += more.bytes_device_resident;
   to.bytes_sketch_read += more.bytes_sketch_read;
-  to.hot_hits += more.hot_hits;
-  to.hot_misses += more.hot_misses;
-  to.hot_evictions += more.hot_evictions;
+  to.row_cache_hits += more.row_cache_hits;
+  to.row_cache_misses += more.row_cache_misses;
+  to.row_cache_evictions += more.row_cache_evictions;
 }
 
 /// Sums of a mean.
@@ -87,8 +87,8 @@ void add_errors(Share& share, std::span<const float> found, std::span<const floa
 }  // namespace
 
 double found_share(const Stats::Cumulative& moved) {
-  const auto hits = static_cast<double>(moved.hot_hits);
-  const double all = hits + static_cast<double>(moved.hot_misses);
+  const auto hits = static_cast<double>(moved.row_cache_hits);
+  const double all = hits + static_cast<double>(moved.row_cache_misses);
   return all > 0.0 ? hits / all : std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -135,7 +135,7 @@ void StressRun::run() {
     report_.ingested_tokens = appended.tokens;
     report_.ingested_bytes = static_cast<double>(engine_->stats().cumulative.bytes_device_to_host);
     if (!report_.interrupted) decode();
-    if (!report_.interrupted && report_.need.hot > 0) impose_shares();
+    if (!report_.interrupted && report_.need.row_cache > 0) impose_shares();
     if (!report_.interrupted && options_.compare_dense) compare_dense();
   } catch (const Interruption&) {
     report_.interrupted = true;
@@ -261,7 +261,7 @@ void StressRun::impose_shares() {
     if (wanted > 0.0) {
       repeat_steps(sessions_, share);
     } else {
-      // The sessions have taken the memory of all hot rows, so that children fetch every row.
+      // The sessions have taken the memory of all row caches, so that children fetch every row.
       std::vector<Session> children;
       for (Session& session : sessions_) {
         children.push_back(std::move(session.fork(1).front()));

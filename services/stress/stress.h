@@ -64,7 +64,7 @@ struct StressReport {
 
   std::vector<double> step_seconds;   ///< Of all layers and sequences, in order of the steps.
   Stats::Cumulative moved;            ///< By the measured steps.
-  std::vector<ImposedShare> imposed;  ///< None without hot rows.
+  std::vector<ImposedShare> imposed;  ///< None without a row cache.
   Stats::Snapshot memory;
 
   std::int64_t needles = 0;  ///< Of steps whose selection was looked at.

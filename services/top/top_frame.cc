@@ -192,9 +192,9 @@ class Frame {
       return share(sum("kvtier_lookup_pages_total", {{"result", "hit_pages"}}),
                    sum("kvtier_lookup_pages_total"));
     }
-    if (tier == "engine_hot_rows") {
-      const double found = sum("kvtier_hot_rows_total", {{"event", "hit"}});
-      return share(found, found + sum("kvtier_hot_rows_total", {{"event", "miss"}}));
+    if (tier == "engine_row_cache") {
+      const double found = sum("kvtier_row_cache_rows_total", {{"event", "hit"}});
+      return share(found, found + sum("kvtier_row_cache_rows_total", {{"event", "miss"}}));
     }
     return share(sum("kvtier_pages_restored_total", {{"tier", tier}}),
                  sum("kvtier_tier_gets_total", {{"tier", tier}}));

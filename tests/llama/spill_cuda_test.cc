@@ -60,14 +60,14 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   mixed.host_budget = "50%";
   mixed.disk_cache = (folder_.path() / "cache").string();
   Config tiers = engine_config(decoder.config(), mixed, methods, kTokens);
-  tiers.memory.hot_bytes = all_here.memory.host_bytes / 20;
-  tiers.memory.hot_rows = 128;
+  tiers.memory.row_cache_bytes = all_here.memory.host_bytes / 20;
+  tiers.memory.row_cache_rows = 128;
   const std::unique_ptr<KvStore> in_memory = store_of(all_here);
   if (in_memory == nullptr) GTEST_SKIP() << "no GPU";
   const std::unique_ptr<KvStore> in_tiers = store_of(tiers);
   const std::unique_ptr<KvSession> a = in_memory->open(kTokens);
   const std::unique_ptr<KvSession> b = in_tiers->open(kTokens);
-  // A GPU attends to hot rows before others: sums are taken in another order.
+  // A GPU attends to cached rows before others: sums are taken in another order.
   testing::Twins twins(*a, *b, 2e-5F);
 
   decoder.prefill(twins, all.first(kContext));
@@ -88,10 +88,10 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   EXPECT_EQ(twins.num_compared, 5 * kGenerated * decoder.config().layers);
   const Stats stats = in_tiers->stats();
   EXPECT_GT(stats.cumulative.cold_steps, 0U);
-  EXPECT_GT(stats.cumulative.hot_hits, 0U);
+  EXPECT_GT(stats.cumulative.row_cache_hits, 0U);
   EXPECT_GT(stats.cumulative.pages_restored, 0U);
   EXPECT_EQ(stats.cumulative.pages_lost, 0U);
-  EXPECT_LE(20 * stats.snapshot.hot_bytes, in_memory->stats().snapshot.host_page_bytes);
+  EXPECT_LE(20 * stats.snapshot.row_cache_bytes, in_memory->stats().snapshot.host_page_bytes);
   EXPECT_LE(2 * stats.snapshot.host_page_bytes, in_memory->stats().snapshot.host_page_bytes);
 }
 

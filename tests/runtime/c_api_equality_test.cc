@@ -50,9 +50,9 @@ class CApiEqualityTest : public EngineTest {
                                .num_planes = 128,
                                .seed = 4,
                                .code = SketchCode::kScalar}};
-    config_.memory.staging_rows = 128;  // without, the CPU has no hot rows
-    config_.memory.hot_bytes = 4 * MiB;
-    config_.memory.hot_rows = 512;
+    config_.memory.staging_rows = 128;  // without, the CPU has no row cache
+    config_.memory.row_cache_bytes = 4 * MiB;
+    config_.memory.row_cache_rows = 512;
     engine_.emplace(config_);
     session_.emplace(engine_->open());
 
@@ -72,8 +72,8 @@ class CApiEqualityTest : public EngineTest {
     c.max_session_tokens = config_.memory.max_session_tokens;
     c.max_batch_rows = config_.memory.max_batch_rows;
     c.staging_rows = config_.memory.staging_rows;
-    c.hot_bytes = *config_.memory.hot_bytes;
-    c.hot_rows = config_.memory.hot_rows;
+    c.row_cache_bytes = *config_.memory.row_cache_bytes;
+    c.row_cache_rows = config_.memory.row_cache_rows;
     c.retrieval = to_c(config_.retrieval);
     c.extra_sketches = extra;
     c.num_extra_sketches = 2;
@@ -165,7 +165,7 @@ TEST_P(CApiEqualityTest, APrefetchFetchesAndCountsAlike) {
   EXPECT_EQ(stats.rows_ahead, sum.rows_ahead);
   EXPECT_EQ(stats.rows_ahead_useful, sum.rows_ahead_useful);
   EXPECT_EQ(stats.rows_ahead_wasted, sum.rows_ahead_wasted);
-  EXPECT_EQ(stats.hot_hits, sum.hot_hits);
+  EXPECT_EQ(stats.row_cache_hits, sum.row_cache_hits);
 }
 
 TEST_P(CApiEqualityTest, EveryVerbGivesTheSameBits) {
@@ -438,11 +438,11 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.disk_cache, nullptr);
   EXPECT_EQ(c.disk_cache_bytes, 0U);
   EXPECT_EQ(c.tier_deadline_ms, static_cast<std::uint64_t>(d.memory.tier_deadline.count()));
-  EXPECT_EQ(c.hot_bytes, KVTIER_HOT_BYTES_AUTO);
-  EXPECT_FALSE(d.memory.hot_bytes.has_value());
-  EXPECT_EQ(c.hot_rows, d.memory.hot_rows);
+  EXPECT_EQ(c.row_cache_bytes, KVTIER_ROW_CACHE_BYTES_AUTO);
+  EXPECT_FALSE(d.memory.row_cache_bytes.has_value());
+  EXPECT_EQ(c.row_cache_rows, d.memory.row_cache_rows);
   EXPECT_EQ(c.read_ahead != 0, d.memory.read_ahead);
-  EXPECT_EQ(c.hot_policy, KVTIER_HOT_SCORE);
+  EXPECT_EQ(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE);
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);
   EXPECT_EQ(c.prefetch_rows, 0);

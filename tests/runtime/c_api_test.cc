@@ -267,12 +267,12 @@ TEST(CApi, StatisticsFillTheCallersSize) {
   EXPECT_EQ(brief.pages_used, 0xA5A5A5A5A5A5A5A5U);
 }
 
-TEST(CApi, HotRowsAreConfiguredAndCounted) {
+TEST(CApi, TheRowCacheIsConfiguredAndCounted) {
   kvtier_config config = small_config();
   config.staging_rows = 64;  // without, the CPU reads rows in place
-  config.hot_bytes = 1 << 20;
-  config.hot_rows = 64;
-  config.hot_policy = KVTIER_HOT_LRU;
+  config.row_cache_bytes = 1 << 20;
+  config.row_cache_rows = 64;
+  config.row_cache_policy = KVTIER_ROW_CACHE_LRU;
   {
     const EnginePtr engine = make_engine(config);
     const SessionPtr session = open_session(engine);
@@ -284,18 +284,18 @@ TEST(CApi, HotRowsAreConfiguredAndCounted) {
     kvtier_stats stats{};
     stats.struct_size = sizeof(stats);
     ASSERT_EQ(kvtier_engine_stats(engine.get(), &stats), KVTIER_OK);
-    EXPECT_GT(stats.hot_misses, 24U);  // of 32 rows, some of which are in the ring
-    EXPECT_EQ(stats.hot_hits, stats.hot_misses);
-    EXPECT_EQ(stats.hot_admissions, stats.hot_misses);
-    EXPECT_EQ(stats.hot_evictions, 0U);
-    EXPECT_GT(stats.hot_bytes_used, 64U * 256);
-    EXPECT_GE(stats.hot_bytes, stats.hot_bytes_used);
+    EXPECT_GT(stats.row_cache_misses, 24U);  // of 32 rows, some of which are in the ring
+    EXPECT_EQ(stats.row_cache_hits, stats.row_cache_misses);
+    EXPECT_EQ(stats.row_cache_admissions, stats.row_cache_misses);
+    EXPECT_EQ(stats.row_cache_evictions, 0U);
+    EXPECT_GT(stats.row_cache_bytes_used, 64U * 256);
+    EXPECT_GE(stats.row_cache_bytes, stats.row_cache_bytes_used);
   }
-  config.hot_policy = static_cast<kvtier_hot_policy>(KVTIER_HOT_SCORE + 1);
+  config.row_cache_policy = static_cast<kvtier_row_cache_policy>(KVTIER_ROW_CACHE_SCORE + 1);
   kvtier_engine* none = nullptr;
   EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
-  EXPECT_THAT(kvtier_last_error(), HasSubstr("hot_policy"));
-  config.hot_policy = KVTIER_HOT_LRU;
+  EXPECT_THAT(kvtier_last_error(), HasSubstr("row_cache_policy"));
+  config.row_cache_policy = KVTIER_ROW_CACHE_LRU;
   std::memset(&config.page_policy, 0x7F, sizeof(config.page_policy));  // as C may set it
   EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
   EXPECT_THAT(kvtier_last_error(), HasSubstr("page_policy"));

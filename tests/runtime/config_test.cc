@@ -76,23 +76,24 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.max_batch_rows = 0; }},
       {"memory.staging_rows: expected -1 (automatic) or at least 0, found -2",
        [](Config& c) { c.memory.staging_rows = -2; }},
-      {"memory.hot_rows: expected -1 (automatic) or 0..2^20, found -2",
-       [](Config& c) { c.memory.hot_rows = -2; }},
-      {"memory.hot_bytes: expected 0 with hot_rows = 0, which is no row cache, found 7",
+      {"memory.row_cache_rows: expected -1 (automatic) or 0..2^20, found -2",
+       [](Config& c) { c.memory.row_cache_rows = -2; }},
+      {"memory.row_cache_bytes: expected 0 with row_cache_rows = 0, which is no row cache, found 7",
        [](Config& c) {
-         c.memory.hot_rows = 0;
-         c.memory.hot_bytes = 7;
+         c.memory.row_cache_rows = 0;
+         c.memory.row_cache_bytes = 7;
        }},
-      {"memory.hot_rows: expected -1 (automatic) or 0..2^20, found 1048577",
-       [](Config& c) { c.memory.hot_rows = (1 << 20) + 1; }},
-      {"memory.hot_policy: expected an enumerator, found 3",
-       [](Config& c) { c.memory.hot_policy = static_cast<HotPolicy>(3); }},
+      {"memory.row_cache_rows: expected -1 (automatic) or 0..2^20, found 1048577",
+       [](Config& c) { c.memory.row_cache_rows = (1 << 20) + 1; }},
+      {"memory.row_cache_policy: expected an enumerator, found 3",
+       [](Config& c) { c.memory.row_cache_policy = static_cast<RowCachePolicy>(3); }},
       {"memory.page_policy: expected an enumerator, found 4",
        [](Config& c) { c.memory.page_policy = static_cast<PagePolicy>(4); }},
-      {"memory.hot_bytes: expected 0 with staging_rows = 0, which has rows read in place, found 7",
+      {"memory.row_cache_bytes: expected 0 with staging_rows = 0, which has rows read in place, "
+       "found 7",
        [](Config& c) {
          c.memory.staging_rows = 0;
-         c.memory.hot_bytes = 7;
+         c.memory.row_cache_bytes = 7;
        }},
       {"memory.pin_threads: expected at least 0, found -1",
        [](Config& c) { c.memory.pin_threads = -1; }},

@@ -153,7 +153,7 @@ inline Config small_config(Backend backend) {
   config.memory.host_bytes = 16 * MiB;
   config.memory.max_session_tokens = 4096;
   config.memory.max_batch_rows = 8;
-  config.memory.hot_bytes = 0;  // tests of the row cache have one
+  config.memory.row_cache_bytes = 0;  // tests of the row cache have one
   config.retrieval = top_k_of_signs();
   config.retrieval.top_k = 64;
   config.retrieval.sink_tokens = 16;

@@ -144,22 +144,23 @@ TEST_F(GraphTest, ReplaysThatReadTheSequenceBeforeTheAppendIsDoneEqualEagerSteps
   expect_replays_like_twin();
 }
 
-TEST_F(GraphTest, ReplaysKeepHotRows) {
+TEST_F(GraphTest, ReplaysKeepTheRowCache) {
   Config config = two_layers();
-  config.memory.hot_rows = 128;
-  config.memory.hot_bytes = MiB;
+  config.memory.row_cache_rows = 128;
+  config.memory.row_cache_bytes = MiB;
   open(config);
   session_->reserve(1, stream_->ref());
   stream_->synchronize();
-  EXPECT_GT(engine_->stats().snapshot.hot_bytes_used, 0U);
-  // The twin has hot rows of its own, and others: it is compared with replays, not the same memory.
+  EXPECT_GT(engine_->stats().snapshot.row_cache_bytes_used, 0U);
+  // The twin has cached rows of its own, and others: it is compared with replays, not the same
+  // memory.
   expect_replays_like_twin();
   const Stats::Cumulative sum = engine_->stats().cumulative;
-  EXPECT_GT(sum.hot_hits, 0U);
-  EXPECT_GT(sum.hot_evictions, 0U);
+  EXPECT_GT(sum.row_cache_hits, 0U);
+  EXPECT_GT(sum.row_cache_evictions, 0U);
   // Some of the rows selected are in the ring.
-  EXPECT_LE(sum.hot_hits + sum.hot_misses, sum.rows_selected);
-  EXPECT_GT(sum.hot_hits + sum.hot_misses, sum.rows_selected * 9 / 10);
+  EXPECT_LE(sum.row_cache_hits + sum.row_cache_misses, sum.rows_selected);
+  EXPECT_GT(sum.row_cache_hits + sum.row_cache_misses, sum.rows_selected * 9 / 10);
 }
 
 TEST_F(GraphTest, ReplaysOfDenseAndWindowLayersAttendTheGrowingSequence) {

@@ -23,7 +23,7 @@ class MemoryTest : public EngineTest {
     Config config = EngineTest::config();
     config.model.layers = 3;
     config.memory.staging_rows = 512;
-    config.memory.hot_bytes.reset();
+    config.memory.row_cache_bytes.reset();
     config.memory.max_session_tokens = 3000;
     config.memory.host_bytes = 2 * session_memory(config, config.memory.max_session_tokens).pages;
     return config;
@@ -64,13 +64,13 @@ TEST_P(MemoryTest, ASessionTakesWhatIsPlanned) {
       if (tokens > 1) step(session, config.model, 7);
       const Stats::Snapshot after = engine.stats().snapshot;
 
-      const SessionMemory planned = session_memory(config, tokens, after.hot_rows);
+      const SessionMemory planned = session_memory(config, tokens, after.row_cache_rows);
       EXPECT_EQ(planned.tokens, tokens);
       EXPECT_EQ(after.host_page_bytes_used, planned.pages);
       EXPECT_EQ(after.sketch_bytes_used, planned.sketches);
       EXPECT_EQ(after.device_bytes - before.device_bytes, planned.tables);
-      EXPECT_GT(after.hot_rows, 0);
-      EXPECT_EQ(after.hot_bytes_used, tokens > 1 ? planned.row_cache : 0);
+      EXPECT_GT(after.row_cache_rows, 0);
+      EXPECT_EQ(after.row_cache_bytes_used, tokens > 1 ? planned.row_cache : 0);
     }
   }
 }
@@ -90,8 +90,8 @@ TEST_P(MemoryTest, AnEngineTakesWhatIsPlanned) {
           planned.workspace + planned.sketches + planned.pages + planned.row_cache;
       EXPECT_GE(held.device_bytes, sum);
       EXPECT_LE(held.device_bytes, sum + MiB);  // what steps keep beside the row cache
-      EXPECT_EQ(held.hot_bytes, planned.row_cache);
-      EXPECT_EQ(held.hot_rows, planned.row_cache_rows);
+      EXPECT_EQ(held.row_cache_bytes, planned.row_cache);
+      EXPECT_EQ(held.row_cache_rows, planned.row_cache_rows);
       EXPECT_EQ(planned.pages > 0, placement == KvPlacement::kDevice);
     }
   }
@@ -116,11 +116,11 @@ TEST_P(MemoryTest, TheBudgetThatIsNamedHoldsTheSessions) {
     EXPECT_EQ(held.pages_used, static_cast<std::size_t>(kSessions * config.model.layers * 47));
     // Every layer of every session has as many cached rows as steps have a use for.
     if (placement == KvPlacement::kHost) {
-      EXPECT_EQ(held.hot_rows, 4 * config.retrieval.top_k);
-      EXPECT_EQ(held.hot_bytes_used,
-                kSessions * session_memory(config, tokens, held.hot_rows).row_cache);
+      EXPECT_EQ(held.row_cache_rows, 4 * config.retrieval.top_k);
+      EXPECT_EQ(held.row_cache_bytes_used,
+                kSessions * session_memory(config, tokens, held.row_cache_rows).row_cache);
     } else {
-      EXPECT_EQ(held.hot_bytes, 0U);
+      EXPECT_EQ(held.row_cache_bytes, 0U);
     }
   }
 }
@@ -129,10 +129,10 @@ TEST_P(MemoryTest, TheRowCacheTakesWhatIsLeft) {
   Config config = many_sessions();
   const std::int64_t tokens = config.memory.max_session_tokens;
   const std::size_t whole = device_bytes_for(config, GetParam(), tokens, kMany);
-  config.memory.hot_rows = 0;
+  config.memory.row_cache_rows = 0;
   const std::size_t without = device_bytes_for(config, GetParam(), tokens, kMany);
   ASSERT_LT(without, whole);
-  config.memory.hot_rows = -1;
+  config.memory.row_cache_rows = -1;
 
   std::size_t before = 0;
   for (std::size_t device_bytes = without - MiB; device_bytes <= whole + 8 * MiB;
@@ -159,19 +159,19 @@ TEST_P(MemoryTest, AnExplicitRowCacheWins) {
   const int default_rows = engine_memory(config, GetParam()).row_cache_rows;
   EXPECT_EQ(default_rows, 4 * config.retrieval.top_k);
 
-  config.memory.hot_rows = 100;
+  config.memory.row_cache_rows = 100;
   EXPECT_EQ(engine_memory(config, GetParam()).row_cache_rows, 128);
-  config.memory.hot_bytes = MiB;
+  config.memory.row_cache_bytes = MiB;
   const EngineMemory planned = engine_memory(config, GetParam());
   EXPECT_LE(planned.row_cache, MiB);
   EXPECT_GT(planned.row_cache, MiB / 2);
   EXPECT_EQ(planned.row_cache_rows, 128);
-  config.memory.hot_rows = -1;
+  config.memory.row_cache_rows = -1;
   EXPECT_GT(engine_memory(config, GetParam()).row_cache_rows, 0);
-  config.memory.hot_bytes = 0;
+  config.memory.row_cache_bytes = 0;
   EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
-  config.memory.hot_bytes.reset();
-  config.memory.hot_rows = 0;
+  config.memory.row_cache_bytes.reset();
+  config.memory.row_cache_rows = 0;
   EXPECT_EQ(engine_memory(config, GetParam()).row_cache, 0U);
 }
 
@@ -199,23 +199,23 @@ TEST_P(MemoryTest, TheLogTellsOfTheRowCache) {
   };
   Config config = this->config();
   EXPECT_THAT(logged(config), HasSubstr("row cache: 0 MiB, 256 rows per KV head in each of 6"));
-  config.memory.hot_bytes = 0;
+  config.memory.row_cache_bytes = 0;
   EXPECT_THAT(logged(config), HasSubstr("no row cache: it is turned off"));
-  config.memory.hot_bytes.reset();
+  config.memory.row_cache_bytes.reset();
   config.memory.staging_rows = 0;
   EXPECT_THAT(logged(config), HasSubstr("no row cache: rows are read where they are"));
   config = many_sessions();
-  config.memory.hot_rows = 0;
+  config.memory.row_cache_rows = 0;
   config.memory.device_bytes =
       device_bytes_for(config, GetParam(), config.memory.max_session_tokens, kMany);
-  config.memory.hot_rows = -1;
+  config.memory.row_cache_rows = -1;
   EXPECT_THAT(logged(config), HasSubstr("no row cache: memory.device_bytes has no room for it"));
 }
 
 TEST_P(MemoryTest, StepsGiveTheSameWithTheDefaultRowCache) {
   const Config config = this->config();
   Config plain = config;
-  plain.memory.hot_bytes = 0;
+  plain.memory.row_cache_bytes = 0;
   Engine with(config), without(plain);
   Session a = with.open(), b = without.open();
   fill(a, config.model, 900);
@@ -230,7 +230,7 @@ TEST_P(MemoryTest, StepsGiveTheSameWithTheDefaultRowCache) {
       ASSERT_TRUE(as_resident(GetParam(), x, y)) << "layer " << layer << ", seed " << seed;
     }
   }
-  EXPECT_GT(with.stats().cumulative.hot_hits, 0U);
+  EXPECT_GT(with.stats().cumulative.row_cache_hits, 0U);
   EXPECT_LT(with.stats().cumulative.bytes_host_to_device,
             without.stats().cumulative.bytes_host_to_device);
 }

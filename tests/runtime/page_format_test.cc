@@ -168,12 +168,12 @@ TEST_P(PageFormatTest, AttendsToRoundedRowsInEveryPlace) {
   }
 }
 
-TEST_P(PageFormatTest, HotRowsAreTheSameNumbers) {
-  Config hot = float8();
-  hot.memory.staging_rows = 1000;
-  Config cold = hot;
-  hot.memory.hot_bytes = 8 * MiB;
-  Engine engine(hot), twin(cold);
+TEST_P(PageFormatTest, CachedRowsAreTheSameNumbers) {
+  Config cached = float8();
+  cached.memory.staging_rows = 1000;
+  Config cold = cached;
+  cached.memory.row_cache_bytes = 8 * MiB;
+  Engine engine(cached), twin(cold);
   Session session = engine.open(), other = twin.open();
   const ModelConfig& model = engine.config().model;
   const Rows rows = rows_of(model, 8);
@@ -185,7 +185,7 @@ TEST_P(PageFormatTest, HotRowsAreTheSameNumbers) {
     other.decode(0, b.inputs(), b.outputs(true));
     EXPECT_TRUE(as_resident(GetParam(), a, b)) << "step " << step;
   }
-  EXPECT_GT(engine.stats().cumulative.hot_hits, 0U);
+  EXPECT_GT(engine.stats().cumulative.row_cache_hits, 0U);
 }
 
 TEST_P(PageFormatTest, SelectsByTheRowsThatWereGiven) {

@@ -21,10 +21,10 @@ class PrefetchStreamTest : public ::testing::Test {
   void SetUp() override {
     if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
     Config config = small_config(Backend::kCuda);
-    config.memory.hot_rows = 512;
-    config.memory.hot_bytes = 4 * MiB;
+    config.memory.row_cache_rows = 512;
+    config.memory.row_cache_bytes = 4 * MiB;
     engine_.emplace(config);
-    config.memory.hot_bytes = 0;
+    config.memory.row_cache_bytes = 0;
     plain_engine_.emplace(config);
     for (std::uint64_t seed = 0; seed < kCalls; ++seed) {
       host_.emplace_back(model(), 1, 40 + seed, DType::kBFloat16, 64);
@@ -75,7 +75,7 @@ TEST_F(PrefetchStreamTest, StepsFollowOnTheDevice) {
   stream_->synchronize();
   for (std::size_t i = 0; i < kCalls; ++i) expect_like(plain, i);
   EXPECT_GT(counted().rows_ahead_useful, 500U);
-  EXPECT_LE(counted().hot_misses, 2 * kCalls);
+  EXPECT_LE(counted().row_cache_misses, 2 * kCalls);
 }
 
 TEST_F(PrefetchStreamTest, ATruncationMayFollowAtOnce) {
@@ -112,7 +112,7 @@ TEST_F(PrefetchStreamTest, ASessionMayCloseAtOnce) {
   }
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const Stats stats = engine_->stats();
-  EXPECT_EQ(stats.snapshot.hot_bytes_used, 0U);
+  EXPECT_EQ(stats.snapshot.row_cache_bytes_used, 0U);
   EXPECT_GT(stats.cumulative.rows_ahead, 0U);
   EXPECT_EQ(stats.cumulative.rows_ahead, stats.cumulative.rows_ahead_wasted);
 }
@@ -136,7 +136,7 @@ TEST_F(PrefetchStreamTest, IsCapturedWithTheStepAndReplayed) {
   session.advance(0, kCalls);
   for (std::size_t i = 0; i < kCalls; ++i) expect_like(plain, i);
   EXPECT_GT(counted().rows_ahead_useful, 500U);
-  EXPECT_LE(counted().hot_misses, 2 * kCalls);
+  EXPECT_LE(counted().row_cache_misses, 2 * kCalls);
   session.truncate(0);
   EXPECT_EQ(counted().rows_ahead, counted().rows_ahead_useful + counted().rows_ahead_wasted);
 }

@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t kAheadRowBytes = 4 * 64;
 
 /// Sessions whose rows come ahead of steps, beside sessions that fetch nothing ahead. Rows are
-/// staged on the CPU, too, so that it has hot rows.
+/// staged on the CPU, too, so that it has cached rows.
 class PrefetchTest : public SpillTest {
  protected:
   [[nodiscard]] Config plain_config() const {
@@ -22,10 +22,10 @@ class PrefetchTest : public SpillTest {
     config.memory.staging_rows = 512;
     return config;
   }
-  [[nodiscard]] Config hot_config(int rows) const {
+  [[nodiscard]] Config row_cache_config(int rows) const {
     Config config = plain_config();
-    config.memory.hot_rows = rows;
-    config.memory.hot_bytes = 4 * MiB;
+    config.memory.row_cache_rows = rows;
+    config.memory.row_cache_bytes = 4 * MiB;
     return config;
   }
   /// The call of step `i`: its query is that of three steps before, a little turned.
@@ -41,10 +41,10 @@ class PrefetchTest : public SpillTest {
     }
     return call;
   }
-  static void expect_same(Session& hot, Session& plain, const ModelConfig& model,
+  static void expect_same(Session& cached, Session& plain, const ModelConfig& model,
                           std::uint64_t step) {
     CallTensors a = call(model, step), b = call(model, step);
-    hot.decode(0, a.inputs(), a.outputs(true));
+    cached.decode(0, a.inputs(), a.outputs(true));
     plain.decode(0, b.inputs(), b.outputs(true));
     ASSERT_TRUE(as_resident(GetParam(), a, b)) << "step " << step;
   }
@@ -60,23 +60,24 @@ class PrefetchTest : public SpillTest {
 KVTIER_INSTANTIATE_BACKENDS(PrefetchTest);
 
 TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
-  for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
+  for (const RowCachePolicy policy :
+       {RowCachePolicy::kClock, RowCachePolicy::kLru, RowCachePolicy::kScore}) {
     for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
       SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + ", selection " +
                    std::to_string(static_cast<int>(selection)));
-      Config config = hot_config(192);
-      config.memory.hot_policy = policy;
+      Config config = row_cache_config(192);
+      config.memory.row_cache_policy = policy;
       config.retrieval.selection = selection;
       Engine with(config), without(config);
       RetrievalConfig more = config.retrieval;
       more.top_k = 96;
       AttendOptions options;
       options.retrieval = &more;
-      std::optional<Session> hot(with.open()), plain(without.open());
-      append_both(*hot, *plain, config.model, 900, 1);
+      std::optional<Session> cached(with.open()), plain(without.open());
+      append_both(*cached, *plain, config.model, 900, 1);
       for (std::uint64_t step = 0; step < 40; ++step) {
-        expect_same(*hot, *plain, config.model, step);
-        hot->prefetch(0, call(config.model, step).query.view(), {}, options);
+        expect_same(*cached, *plain, config.model, step);
+        cached->prefetch(0, call(config.model, step).query.view(), {}, options);
       }
 
       const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
@@ -87,12 +88,12 @@ TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
       EXPECT_EQ(a.rows_selected, b.rows_selected);
       EXPECT_EQ(a.rows_attended, b.rows_attended);
       EXPECT_EQ(a.queries, b.queries);
-      EXPECT_EQ(a.hot_hits + a.hot_misses, b.hot_hits + b.hot_misses);
-      EXPECT_EQ(a.bytes_host_to_device, (a.hot_misses + a.rows_ahead) * kAheadRowBytes);
-      EXPECT_LE(a.hot_evictions, a.hot_admissions + a.rows_ahead);
+      EXPECT_EQ(a.row_cache_hits + a.row_cache_misses, b.row_cache_hits + b.row_cache_misses);
+      EXPECT_EQ(a.bytes_host_to_device, (a.row_cache_misses + a.rows_ahead) * kAheadRowBytes);
+      EXPECT_LE(a.row_cache_evictions, a.row_cache_admissions + a.rows_ahead);
       EXPECT_EQ(b.rows_ahead + b.rows_ahead_useful + b.rows_ahead_wasted, 0U);
 
-      hot.reset();
+      cached.reset();
       (void)with.open();  // waits
       const Stats::Cumulative closed = with.stats().cumulative;
       EXPECT_EQ(closed.rows_ahead, a.rows_ahead);
@@ -103,16 +104,16 @@ TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
 }
 
 TEST_P(PrefetchTest, HappensAfterEachStepWhereConfigured) {
-  Config config = hot_config(192);
+  Config config = row_cache_config(192);
   Engine off(config);
   config.memory.prefetch_rows = true;
   Engine with(config), without(plain_config());
-  std::optional<Session> hot(with.open());
+  std::optional<Session> cached(with.open());
   Session plain = without.open(), cold = off.open();
-  append_both(*hot, plain, config.model, 900, 1);
+  append_both(*cached, plain, config.model, 900, 1);
   append_random(cold, config.model, 0, 900, 1);
   for (std::uint64_t step = 0; step < 40; ++step) {
-    expect_same(*hot, plain, config.model, step);
+    expect_same(*cached, plain, config.model, step);
     CallTensors c = call(config.model, step);
     cold.decode(0, c.inputs(), c.outputs());
   }
@@ -120,24 +121,25 @@ TEST_P(PrefetchTest, HappensAfterEachStepWhereConfigured) {
   EXPECT_GT(a.rows_ahead_useful, 50U);
   EXPECT_EQ(a.rows_selected, b.rows_selected);
   EXPECT_EQ(a.queries, b.queries);
-  EXPECT_LT(a.hot_misses, off.stats().cumulative.hot_misses) << "rows were there";
+  EXPECT_LT(a.row_cache_misses, off.stats().cumulative.row_cache_misses) << "rows were there";
   EXPECT_EQ(off.stats().cumulative.rows_ahead, 0U);
-  hot.reset();
+  cached.reset();
   (void)with.open();  // waits
   const Stats::Cumulative closed = with.stats().cumulative;
   EXPECT_EQ(waiting(closed), 0U);
-  EXPECT_EQ(closed.bytes_host_to_device, (closed.hot_misses + closed.rows_ahead) * kAheadRowBytes);
+  EXPECT_EQ(closed.bytes_host_to_device,
+            (closed.row_cache_misses + closed.rows_ahead) * kAheadRowBytes);
 }
 
 TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
-  Config config = hot_config(192);
+  Config config = row_cache_config(192);
   config.memory.prefetch_rows = true;
   Engine with(config), without(plain_config());
-  std::vector<Session> hot, plain;
+  std::vector<Session> cached, plain;
   for (std::uint64_t i = 0; i < 3; ++i) {
-    hot.push_back(with.open());
+    cached.push_back(with.open());
     plain.push_back(without.open());
-    append_both(hot.back(), plain.back(), config.model, 500 + 100 * static_cast<int>(i), i);
+    append_both(cached.back(), plain.back(), config.model, 500 + 100 * static_cast<int>(i), i);
   }
   for (std::uint64_t step = 0; step < 12; ++step) {
     std::vector<CallTensors> a, b;
@@ -145,7 +147,7 @@ TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
       a.push_back(call(config.model, step + 100 * i));
       b.push_back(call(config.model, step + 100 * i));
     }
-    with.decode(0, batch_of(hot, a));
+    with.decode(0, batch_of(cached, a));
     without.decode(0, batch_of(plain, b));
     for (std::size_t i = 0; i < a.size(); ++i) {
       EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
@@ -155,55 +157,56 @@ TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
 }
 
 TEST_P(PrefetchTest, AStepWhoseQueryWasForeseenFetchesNothing) {
-  const Config config = hot_config(4096);
+  const Config config = row_cache_config(4096);
   Engine with(config), without(plain_config());
-  Session hot = with.open(), plain = without.open();
-  append_both(hot, plain, config.model, 900, 1);
+  Session cached = with.open(), plain = without.open();
+  append_both(cached, plain, config.model, 900, 1);
   for (std::uint64_t step = 0; step < 10; ++step) {
     const CallTensors next = call(config.model, step);
     // The token of the step is in the window; one that leaves it may be chosen.
     const Stats::Cumulative before = with.stats().cumulative;
-    hot.prefetch(0, next.query.view());
+    cached.prefetch(0, next.query.view());
     const Stats::Cumulative ahead = with.stats().cumulative;
-    EXPECT_EQ(ahead.hot_hits + ahead.hot_misses, before.hot_hits + before.hot_misses);
+    EXPECT_EQ(ahead.row_cache_hits + ahead.row_cache_misses,
+              before.row_cache_hits + before.row_cache_misses);
     EXPECT_EQ(ahead.tokens_appended, before.tokens_appended);
-    hot.prefetch(0, next.query.view());
+    cached.prefetch(0, next.query.view());
     EXPECT_EQ(with.stats().cumulative.rows_ahead, ahead.rows_ahead) << "they are there";
-    expect_same(hot, plain, config.model, step);
+    expect_same(cached, plain, config.model, step);
     const Stats::Cumulative counted = with.stats().cumulative - before;
-    EXPECT_LE(counted.hot_misses, 2U);
+    EXPECT_LE(counted.row_cache_misses, 2U);
     EXPECT_GE(counted.rows_ahead_useful + 2, counted.rows_ahead);
   }
   const Stats::Cumulative sum = with.stats().cumulative;
   EXPECT_GT(sum.rows_ahead_useful, 200U);
   EXPECT_EQ(sum.rows_ahead_wasted, 0U);
-  EXPECT_EQ(sum.bytes_host_to_device, (sum.hot_misses + sum.rows_ahead) * kAheadRowBytes);
+  EXPECT_EQ(sum.bytes_host_to_device, (sum.row_cache_misses + sum.rows_ahead) * kAheadRowBytes);
 }
 
 TEST_P(PrefetchTest, RowsOfTokensThatAreTruncatedAreWastedAndNotServed) {
-  const Config config = hot_config(4096);
+  const Config config = row_cache_config(4096);
   Engine with(config), without(plain_config());
-  Session hot = with.open(), plain = without.open();
-  append_both(hot, plain, config.model, 400, 1);
+  Session cached = with.open(), plain = without.open();
+  append_both(cached, plain, config.model, 400, 1);
   std::uint64_t step = 0;
   for (const std::int64_t length : {300, 120, 121, 40}) {
-    hot.prefetch(0, call(config.model, step).query.view());
+    cached.prefetch(0, call(config.model, step).query.view());
     const Stats::Cumulative before = with.stats().cumulative;
-    hot.truncate(length);
+    cached.truncate(length);
     plain.truncate(length);
     const Stats::Cumulative after = with.stats().cumulative;
     if (length != 121) {
       EXPECT_GT(after.rows_ahead_wasted, before.rows_ahead_wasted);
     }
-    append_both(hot, plain, config.model, 200, 7 + step);
-    expect_same(hot, plain, config.model, step++);
+    append_both(cached, plain, config.model, 200, 7 + step);
+    expect_same(cached, plain, config.model, step++);
   }
-  hot.truncate(0);
+  cached.truncate(0);
   EXPECT_EQ(waiting(with.stats().cumulative), 0U);
 }
 
 TEST_P(PrefetchTest, ChildrenOfAForkCountTheirOwn) {
-  const Config config = hot_config(512);
+  const Config config = row_cache_config(512);
   Engine engine(config), other(plain_config());
   Session parent = engine.open(), plain = other.open();
   append_both(parent, plain, config.model, 400, 1);
@@ -222,7 +225,7 @@ TEST_P(PrefetchTest, ChildrenOfAForkCountTheirOwn) {
 }
 
 TEST_P(PrefetchTest, ManyQueriesArePrefetchedInPieces) {
-  Config config = hot_config(4096);
+  Config config = row_cache_config(4096);
   config.memory.max_batch_rows = 4;
   Engine engine(config);
   Session session = engine.open();
@@ -233,11 +236,11 @@ TEST_P(PrefetchTest, ManyQueriesArePrefetchedInPieces) {
   CallTensors same(config.model, 11, 5);
   session.attend(0, same.attend_inputs(), same.outputs());
   const Stats::Cumulative counted = engine.stats().cumulative - before;
-  EXPECT_EQ(counted.hot_misses, 0U);
+  EXPECT_EQ(counted.row_cache_misses, 0U);
   EXPECT_EQ(counted.rows_ahead_useful, before.rows_ahead);
 }
 
-TEST_P(PrefetchTest, FetchesNothingWhereThereAreNoHotRows) {
+TEST_P(PrefetchTest, FetchesNothingWhereThereIsNoRowCache) {
   const Config config = plain_config();
   Engine engine(config);
   Session session = engine.open();
@@ -250,25 +253,25 @@ TEST_P(PrefetchTest, FetchesNothingWhereThereAreNoHotRows) {
 }
 
 TEST_P(PrefetchTest, ASessionBeyondTheBudgetGoesWithout) {
-  Config config = hot_config(96);
-  config.memory.hot_bytes = 2 * 3 * 32 * (kAheadRowBytes + 16) + 1024;  // of one session
+  Config config = row_cache_config(96);
+  config.memory.row_cache_bytes = 2 * 3 * 32 * (kAheadRowBytes + 16) + 1024;  // of one session
   Engine with(config), without(plain_config());
-  Session first = with.open(), hot = with.open(), plain = without.open();
+  Session first = with.open(), cached = with.open(), plain = without.open();
   append_random(first, config.model, 0, 400, 1);
   first.prefetch(0, call(config.model, 0).query.view());
   const std::uint64_t ahead = with.stats().cumulative.rows_ahead;
   EXPECT_GT(ahead, 0U);
-  append_both(hot, plain, config.model, 400, 2);
-  hot.prefetch(0, call(config.model, 0).query.view());
+  append_both(cached, plain, config.model, 400, 2);
+  cached.prefetch(0, call(config.model, 0).query.view());
   EXPECT_EQ(with.stats().cumulative.rows_ahead, ahead);
-  expect_same(hot, plain, config.model, 0);
+  expect_same(cached, plain, config.model, 0);
 }
 
 TEST_P(PrefetchTest, WaitsForNoPageThatIsInATier) {
   Config config = with_frames(48);
   config.memory.staging_rows = 512;
-  config.memory.hot_rows = 512;
-  config.memory.hot_bytes = 4 * MiB;
+  config.memory.row_cache_rows = 512;
+  config.memory.row_cache_bytes = 4 * MiB;
   Engine engine(config);
   Engine reference(twin());
   Session session = engine.open(), plain = reference.open();
@@ -292,7 +295,7 @@ TEST_P(PrefetchTest, WaitsForNoPageThatIsInATier) {
 }
 
 TEST_P(PrefetchTest, RefusesWhatCannotBeSelected) {
-  Config config = hot_config(96);
+  Config config = row_cache_config(96);
   config.model.layers = 2;
   config.model.layer_options = {{.mode = LayerMode::kSparse}, {.mode = LayerMode::kDense}};
   Engine engine(config);
@@ -309,7 +312,7 @@ TEST_P(PrefetchTest, RefusesWhatCannotBeSelected) {
   EXPECT_EQ(code(0, step.key.view()), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code(0, {}), ErrorCode::kInvalidArgument);
   EXPECT_EQ(engine.stats().cumulative.rows_ahead, 0U);
-  EXPECT_EQ(engine.stats().snapshot.hot_bytes_used, 0U);
+  EXPECT_EQ(engine.stats().snapshot.row_cache_bytes_used, 0U);
   session.prefetch(0, step.query.view());
   EXPECT_GT(engine.stats().cumulative.rows_ahead, 0U);
 }

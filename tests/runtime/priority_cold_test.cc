@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-/// Priority selection where rows are not all in host memory, or are hot.
+/// Priority selection where rows are not all in host memory, or are cached.
 namespace kvtier::testing {
 namespace {
 
@@ -85,32 +85,32 @@ TEST_P(PrioritySpillTest, GivenIdsAndBiasesOfTokensInATierCountTheSame) {
   EXPECT_GT(engine.stats().cumulative.cold_steps, 0U);
 }
 
-class PriorityHotTest : public EngineTest {};
-KVTIER_INSTANTIATE_BACKENDS(PriorityHotTest);
+class PriorityRowCacheTest : public EngineTest {};
+KVTIER_INSTANTIATE_BACKENDS(PriorityRowCacheTest);
 
-TEST_P(PriorityHotTest, HotRowsGiveTheSame) {
+TEST_P(PriorityRowCacheTest, ARowCacheGivesTheSame) {
   for (const RetrievalConfig& retrieval : all_rules()) {
     SCOPED_TRACE(name_of(retrieval) + ", error target " + std::to_string(retrieval.error_target));
     Config config = this->config();
     config.retrieval = retrieval;
     config.memory.staging_rows = 512;
     Engine without(config);
-    config.memory.hot_rows = 96;
-    config.memory.hot_bytes = MiB;
+    config.memory.row_cache_rows = 96;
+    config.memory.row_cache_bytes = MiB;
     Engine with(config);
-    Session hot = with.open(), plain = without.open();
-    append_random(hot, config.model, 0, 600, 1);
+    Session cached = with.open(), plain = without.open();
+    append_random(cached, config.model, 0, 600, 1);
     append_random(plain, config.model, 0, 600, 1);
     for (std::uint64_t seed = 8; seed < 20; ++seed) {
       CallTensors a(config.model, 1, seed), b(config.model, 1, seed);
       a.query = b.query = HostTensor::random(1, config.model.query_heads, config.model.head_dim,
                                              DType::kBFloat16, seed / 6);
-      hot.decode(0, a.inputs(), a.outputs(true));
+      cached.decode(0, a.inputs(), a.outputs(true));
       plain.decode(0, b.inputs(), b.outputs(true));
       ASSERT_TRUE(as_resident(GetParam(), a, b)) << "seed " << seed;
     }
     const Stats::Cumulative found = with.stats().cumulative;
-    EXPECT_GT(found.hot_hits, 0U);
+    EXPECT_GT(found.row_cache_hits, 0U);
     EXPECT_EQ(found.rows_selected, without.stats().cumulative.rows_selected);
   }
 }

@@ -53,7 +53,7 @@ TEST_P(RaggedBatchTest, GivesWhatItsSequencesGiveAlone) {
     for (const bool with_cache : {false, true}) {
       SCOPED_TRACE(std::to_string(batch) + (with_cache ? ", row cache" : ", none"));
       Config together = config();
-      if (with_cache) together.memory.hot_bytes.reset();
+      if (with_cache) together.memory.row_cache_bytes.reset();
       Engine engine(together), reference(config());
       std::vector<Session> sessions = open(engine, batch), alone = open(reference, batch);
       for (int step = 1; step <= 6; ++step) {
@@ -80,10 +80,10 @@ TEST_P(RaggedBatchTest, GivesWhatItsSequencesGiveAlone) {
       EXPECT_EQ(a.rows_attended, b.rows_attended);
       EXPECT_EQ(a.rows_selected, b.rows_selected);
       if (!with_cache || batch < 7) continue;
-      EXPECT_GT(a.hot_hits, a.hot_misses / 2);
+      EXPECT_GT(a.row_cache_hits, a.row_cache_misses / 2);
       EXPECT_LT(a.bytes_host_to_device, b.bytes_host_to_device);
       // One frame for each layer of a session that has fetched rows.
-      EXPECT_EQ(engine.stats().snapshot.hot_bytes_used % static_cast<std::size_t>(batch), 0U);
+      EXPECT_EQ(engine.stats().snapshot.row_cache_bytes_used % static_cast<std::size_t>(batch), 0U);
     }
   }
 }
@@ -91,7 +91,7 @@ TEST_P(RaggedBatchTest, GivesWhatItsSequencesGiveAlone) {
 TEST_P(RaggedBatchTest, SequencesJoinAndLeaveBetweenSteps) {
   constexpr int kMost = 12;
   Config cached = config();
-  cached.memory.hot_bytes.reset();
+  cached.memory.row_cache_bytes.reset();
   Engine engine(cached), reference(config());
   std::vector<Session> sessions = open(engine, kMost), alone = open(reference, kMost);
   for (int step = 1; step <= 10; ++step) {
@@ -125,8 +125,8 @@ TEST_P(RaggedBatchTest, SequencesJoinAndLeaveBetweenSteps) {
 TEST_P(RaggedBatchTest, AFullRowCacheChangesNoResult) {
   constexpr int kBatch = 8;
   Config cached = config();
-  cached.memory.hot_rows = 32;
-  cached.memory.hot_bytes =
+  cached.memory.row_cache_rows = 32;
+  cached.memory.row_cache_bytes =
       3 * session_memory(cached, 1024, 32).row_cache;  // of three of the eight
   Engine engine(cached), reference(config());
   std::vector<Session> sessions = open(engine, kBatch), alone = open(reference, kBatch);
@@ -145,7 +145,7 @@ TEST_P(RaggedBatchTest, AFullRowCacheChangesNoResult) {
     }
   }
   const Stats::Snapshot held = engine.stats().snapshot;
-  EXPECT_EQ(held.hot_bytes_used, held.hot_bytes);
+  EXPECT_EQ(held.row_cache_bytes_used, held.row_cache_bytes);
 }
 
 }  // namespace

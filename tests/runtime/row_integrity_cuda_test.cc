@@ -26,19 +26,19 @@ class RowIntegrityStreamTest : public ::testing::Test {
     stream_.emplace();
     start(0);
   }
-  void start(std::size_t hot_bytes) {
+  void start(std::size_t row_cache_bytes) {
     for (std::optional<Session>* session : {&a_, &b_}) session->reset();
     Config config = tiered_config(Backend::kCuda, 110, tier_);
     config.memory.verify_rows = true;
     config.retrieval.top_k = 500;
-    config.memory.hot_rows = 128;
-    config.memory.hot_bytes = hot_bytes;
+    config.memory.row_cache_rows = 128;
+    config.memory.row_cache_bytes = row_cache_bytes;
     config.memory.host_bytes += std::size_t{110} * 4 * 2 * kPageTokens;  // the checks
     engine_.emplace(config);
     config.memory.host_bytes *= 16;
     config.memory.tiers.clear();
     config.memory.verify_rows = false;
-    config.memory.hot_bytes = 0;
+    config.memory.row_cache_bytes = 0;
     twin_.emplace(config);
     a_.emplace(engine_->open());
     b_.emplace(twin_->open());
@@ -100,10 +100,10 @@ class RowIntegrityStreamTest : public ::testing::Test {
 
 TEST_F(RowIntegrityStreamTest, ChangedRowsAreNanAndTheNextCallSaysSo) { expect_nan_once(); }
 
-TEST_F(RowIntegrityStreamTest, SoWithHotRows) {
+TEST_F(RowIntegrityStreamTest, SoWithARowCache) {
   start(8 * MiB);
   expect_nan_once();
-  EXPECT_GT(engine_->stats().cumulative.hot_admissions, 0U);
+  EXPECT_GT(engine_->stats().cumulative.row_cache_admissions, 0U);
 }
 
 TEST_F(RowIntegrityStreamTest, ReplaysCompareToo) {

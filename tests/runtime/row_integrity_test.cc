@@ -19,8 +19,8 @@ constexpr std::int64_t kStored = 600;
 
 class RowIntegrityTest : public EngineTest {
  protected:
-  /// With `hot_rows` in each KV head of `a_`, none by default.
-  void start(PageFormat format, std::size_t frames, int hot_rows = 0) {
+  /// With `row_cache_rows` in each KV head of `a_`, none by default.
+  void start(PageFormat format, std::size_t frames, int row_cache_rows = 0) {
     sessions_.clear();
     tier_ = std::make_shared<WatchingTier>();
     Config config = tiered_config(GetParam(), frames, tier_);
@@ -31,10 +31,10 @@ class RowIntegrityTest : public EngineTest {
     config.memory.host_bytes = frames * row * 2 * kPageTokens;
     Config large = tiered_config(GetParam(), kPlenty, nullptr);
     large.memory.page_format = format;
-    if (hot_rows > 0) {
+    if (row_cache_rows > 0) {
       large.memory.staging_rows = config.memory.staging_rows = 512;
-      config.memory.hot_rows = hot_rows;
-      config.memory.hot_bytes = 8 * MiB;
+      config.memory.row_cache_rows = row_cache_rows;
+      config.memory.row_cache_bytes = 8 * MiB;
     }
     engine_.emplace(config);
     twin_.emplace(large);
@@ -123,7 +123,7 @@ TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
   EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
 }
 
-TEST_P(RowIntegrityTest, ChangedRowsAreHotForNobody) {
+TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
   for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
     start(format, 110, 256);
     away_and_back();
@@ -137,7 +137,7 @@ TEST_P(RowIntegrityTest, ChangedRowsAreHotForNobody) {
       }
     }
     EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
-    EXPECT_GT(engine_->stats().cumulative.hot_hits, 0U);
+    EXPECT_GT(engine_->stats().cumulative.row_cache_hits, 0U);
   }
 }
 

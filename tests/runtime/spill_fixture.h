@@ -76,7 +76,7 @@ inline bool near_results(const CallTensors& a, const CallTensors& b) {
 }
 
 /// What the results of a call must be that may need more pages at once than there are frames, or
-/// finds other hot rows: a GPU takes its sums in another order then.
+/// finds other cached rows: a GPU takes its sums in another order then.
 inline bool as_resident(Backend backend, const CallTensors& spilled, const CallTensors& resident) {
   return backend == Backend::kCpu ? spilled.same_results(resident)
                                   : near_results(spilled, resident);

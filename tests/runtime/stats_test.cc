@@ -246,10 +246,10 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_ahead = 260,
                             .pages_ahead_useful = 270,
                             .pages_ahead_wasted = 280,
-                            .hot_hits = 220,
-                            .hot_misses = 230,
-                            .hot_admissions = 240,
-                            .hot_evictions = 250};
+                            .row_cache_hits = 220,
+                            .row_cache_misses = 230,
+                            .row_cache_admissions = 240,
+                            .row_cache_evictions = 250};
   const Stats::Cumulative b{.tokens_appended = 1,
                             .queries = 2,
                             .rows_selected = 3,
@@ -274,10 +274,10 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_ahead = 26,
                             .pages_ahead_useful = 27,
                             .pages_ahead_wasted = 28,
-                            .hot_hits = 22,
-                            .hot_misses = 23,
-                            .hot_admissions = 24,
-                            .hot_evictions = 25};
+                            .row_cache_hits = 22,
+                            .row_cache_misses = 23,
+                            .row_cache_admissions = 24,
+                            .row_cache_evictions = 25};
   const Stats::Cumulative d = a - b;
   EXPECT_EQ(d.tokens_appended, 9U);
   EXPECT_EQ(d.queries, 18U);
@@ -300,10 +300,10 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.pages_lost, 171U);
   EXPECT_EQ(d.cold_steps, 180U);
   EXPECT_EQ(d.tier_nanoseconds, 189U);
-  EXPECT_EQ(d.hot_hits, 198U);
-  EXPECT_EQ(d.hot_misses, 207U);
-  EXPECT_EQ(d.hot_admissions, 216U);
-  EXPECT_EQ(d.hot_evictions, 225U);
+  EXPECT_EQ(d.row_cache_hits, 198U);
+  EXPECT_EQ(d.row_cache_misses, 207U);
+  EXPECT_EQ(d.row_cache_admissions, 216U);
+  EXPECT_EQ(d.row_cache_evictions, 225U);
   EXPECT_EQ(d.pages_ahead, 234U);
   EXPECT_EQ(d.pages_ahead_useful, 243U);
   EXPECT_EQ(d.pages_ahead_wasted, 252U);

@@ -57,7 +57,7 @@ TEST_F(ServeOptionsTest, TakesThePoliciesOfTheLibraryWhereNoneIsNamed) {
   const MemoryConfig made = memory({});
 
   EXPECT_EQ(made.page_policy, MemoryConfig{}.page_policy);
-  EXPECT_EQ(made.hot_policy, MemoryConfig{}.hot_policy);
+  EXPECT_EQ(made.row_cache_policy, MemoryConfig{}.row_cache_policy);
 }
 
 TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
@@ -67,10 +67,10 @@ TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
                                      {"score", PagePolicy::kScore}}) {
     EXPECT_EQ(memory({"--page-policy", name}).page_policy, policy) << name;
   }
-  for (const auto& [name, policy] : {std::pair("clock", HotPolicy::kClock),
-                                     {"lru", HotPolicy::kLru},
-                                     {"score", HotPolicy::kScore}}) {
-    EXPECT_EQ(memory({"--hot-policy", name}).hot_policy, policy) << name;
+  for (const auto& [name, policy] : {std::pair("clock", RowCachePolicy::kClock),
+                                     {"lru", RowCachePolicy::kLru},
+                                     {"score", RowCachePolicy::kScore}}) {
+    EXPECT_EQ(memory({"--row-cache-policy", name}).row_cache_policy, policy) << name;
   }
 }
 
@@ -92,13 +92,13 @@ TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
 TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
   const std::string file = (folder_ / "serve.toml").string();
   std::ofstream(file) << "page-policy = \"s3_fifo\"\nhot-policy = \"lru\"\n";
-  ::setenv("KVTIER_HOT_POLICY", "clock", 1);
+  ::setenv("KVTIER_ROW_CACHE_POLICY", "clock", 1);
 
   const MemoryConfig made = memory({"--config", file});
 
-  ::unsetenv("KVTIER_HOT_POLICY");
+  ::unsetenv("KVTIER_ROW_CACHE_POLICY");
   EXPECT_EQ(made.page_policy, PagePolicy::kS3Fifo);
-  EXPECT_EQ(made.hot_policy, HotPolicy::kClock);
+  EXPECT_EQ(made.row_cache_policy, RowCachePolicy::kClock);
 }
 
 }  // namespace

@@ -234,14 +234,16 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--memcached", "a b:1"}, 2, "white space"},
              {{"--disk-cache", ""}, 2, "expected a folder"},
              {{"--calibration", "/no/such/file"}, 2, "does not exist"},
-             {{"--prefetch-rows", "--hot-memory-mib", "0"},
+             {{"--prefetch-rows", "--row-cache-mib", "0"},
               1,
-              "hot-memory-mib and hot-rows above 0"},
-             {{"--hot-rows", "-2"}, 2, "hot-rows"},
+              "row-cache-mib and row-cache-rows above 0"},
+             {{"--row-cache-rows", "-2"}, 2, "row-cache-rows"},
 #if !defined(KVTIER_WITH_CUDA)
              {{"--backend", "cuda"}, 1, "expected a build with CUDA"},
 #endif
-             {{"--config", write("e.toml", "hot-policy = \"s3_fifo\"\n")}, 2, "hot-policy"},
+             {{"--config", write("e.toml", "row-cache-policy = \"s3_fifo\"\n")},
+              2,
+              "row-cache-policy"},
              {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
              {{"--lease-seconds", "-1"}, 2, "--lease-seconds"}, {
            {"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"

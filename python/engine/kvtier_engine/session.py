@@ -189,7 +189,7 @@ class Session(Closing):
         stream: Optional[int] = None,
     ) -> None:
         """Fetches the rows that these queries select to the device, for steps to come. Changes no
-        result; does nothing without a row cache (`MemoryConfig.hot_bytes`)."""
+        result; does nothing without a row cache (`MemoryConfig.row_cache_bytes`)."""
         self.native.prefetch(layer, native("query", query), stream, native_options(options, 0))
 
     def fetch(self, layer: int, tokens: Array) -> FetchResult:

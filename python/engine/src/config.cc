@@ -173,11 +173,12 @@ kvtier::MemoryConfig memory_of(nb::handle object) {
   fields.read("max_session_tokens", c.max_session_tokens);
   fields.read("max_batch_rows", c.max_batch_rows);
   fields.read("staging_rows", c.staging_rows);
-  fields.read("hot_bytes", c.hot_bytes);
-  fields.read("hot_rows", c.hot_rows);
-  fields.read(
-      "hot_policy", c.hot_policy,
-      {{"CLOCK", HotPolicy::kClock}, {"LRU", HotPolicy::kLru}, {"SCORE", HotPolicy::kScore}});
+  fields.read("row_cache_bytes", c.row_cache_bytes);
+  fields.read("row_cache_rows", c.row_cache_rows);
+  fields.read("row_cache_policy", c.row_cache_policy,
+              {{"CLOCK", RowCachePolicy::kClock},
+               {"LRU", RowCachePolicy::kLru},
+               {"SCORE", RowCachePolicy::kScore}});
   fields.read("pin_threads", c.pin_threads);
   fields.read("host_allocation", c.host_allocation,
               {{"AUTO", HostAllocation::kAuto},

@@ -41,10 +41,10 @@ nb::dict cumulative_of(const kvtier::Stats::Cumulative& c) {
   d["pages_ahead"] = c.pages_ahead;
   d["pages_ahead_useful"] = c.pages_ahead_useful;
   d["pages_ahead_wasted"] = c.pages_ahead_wasted;
-  d["hot_hits"] = c.hot_hits;
-  d["hot_misses"] = c.hot_misses;
-  d["hot_admissions"] = c.hot_admissions;
-  d["hot_evictions"] = c.hot_evictions;
+  d["row_cache_hits"] = c.row_cache_hits;
+  d["row_cache_misses"] = c.row_cache_misses;
+  d["row_cache_admissions"] = c.row_cache_admissions;
+  d["row_cache_evictions"] = c.row_cache_evictions;
   d["rows_ahead"] = c.rows_ahead;
   d["rows_ahead_useful"] = c.rows_ahead_useful;
   d["rows_ahead_wasted"] = c.rows_ahead_wasted;
@@ -65,9 +65,9 @@ nb::dict snapshot_of(const kvtier::Stats::Snapshot& s) {
   d["pages_away"] = s.pages_away;
   d["pages_ahead_waiting"] = s.pages_ahead_waiting;
   d["pages_shared"] = s.pages_shared;
-  d["hot_bytes"] = s.hot_bytes;
-  d["hot_bytes_used"] = s.hot_bytes_used;
-  d["hot_rows"] = s.hot_rows;
+  d["row_cache_bytes"] = s.row_cache_bytes;
+  d["row_cache_bytes_used"] = s.row_cache_bytes_used;
+  d["row_cache_rows"] = s.row_cache_rows;
   return d;
 }
 

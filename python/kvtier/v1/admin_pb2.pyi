@@ -19,16 +19,12 @@ SERVER_STATE_SERVING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
 
 class CumulativeStats(_message.Message):
-    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "cold_steps", "hot_admissions", "hot_evictions", "hot_hits", "hot_misses", "nonfinite_tokens", "pages_ahead", "pages_ahead_useful", "pages_ahead_wasted", "pages_lost", "pages_repaired", "pages_restored", "pages_spilled", "prefix_tokens_asked", "prefix_tokens_attached", "prefix_tokens_evicted", "queries", "rows_attended", "rows_corrupt", "rows_selected", "tier_wait", "tokens_appended"]
+    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "cold_steps", "nonfinite_tokens", "pages_ahead", "pages_ahead_useful", "pages_ahead_wasted", "pages_lost", "pages_repaired", "pages_restored", "pages_spilled", "prefix_tokens_asked", "prefix_tokens_attached", "prefix_tokens_evicted", "queries", "row_cache_admissions", "row_cache_evictions", "row_cache_hits", "row_cache_misses", "rows_attended", "rows_corrupt", "rows_selected", "tier_wait", "tokens_appended"]
     BYTES_DEVICE_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_DEVICE_TO_HOST_FIELD_NUMBER: _ClassVar[int]
     BYTES_HOST_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SKETCH_READ_FIELD_NUMBER: _ClassVar[int]
     COLD_STEPS_FIELD_NUMBER: _ClassVar[int]
-    HOT_ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
-    HOT_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    HOT_HITS_FIELD_NUMBER: _ClassVar[int]
-    HOT_MISSES_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     PAGES_AHEAD_USEFUL_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +40,10 @@ class CumulativeStats(_message.Message):
     ROWS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
     ROWS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     ROWS_SELECTED_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_MISSES_FIELD_NUMBER: _ClassVar[int]
     TIER_WAIT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_APPENDED_FIELD_NUMBER: _ClassVar[int]
     bytes_device_resident: int
@@ -51,10 +51,6 @@ class CumulativeStats(_message.Message):
     bytes_host_to_device: int
     bytes_sketch_read: int
     cold_steps: int
-    hot_admissions: int
-    hot_evictions: int
-    hot_hits: int
-    hot_misses: int
     nonfinite_tokens: int
     pages_ahead: int
     pages_ahead_useful: int
@@ -67,12 +63,16 @@ class CumulativeStats(_message.Message):
     prefix_tokens_attached: int
     prefix_tokens_evicted: int
     queries: int
+    row_cache_admissions: int
+    row_cache_evictions: int
+    row_cache_hits: int
+    row_cache_misses: int
     rows_attended: int
     rows_corrupt: int
     rows_selected: int
     tier_wait: _duration_pb2.Duration
     tokens_appended: int
-    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ..., pages_spilled: _Optional[int] = ..., pages_restored: _Optional[int] = ..., pages_repaired: _Optional[int] = ..., pages_lost: _Optional[int] = ..., cold_steps: _Optional[int] = ..., tier_wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_attached: _Optional[int] = ..., prefix_tokens_evicted: _Optional[int] = ..., pages_ahead: _Optional[int] = ..., pages_ahead_useful: _Optional[int] = ..., pages_ahead_wasted: _Optional[int] = ..., hot_hits: _Optional[int] = ..., hot_misses: _Optional[int] = ..., hot_admissions: _Optional[int] = ..., hot_evictions: _Optional[int] = ..., rows_corrupt: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ..., pages_spilled: _Optional[int] = ..., pages_restored: _Optional[int] = ..., pages_repaired: _Optional[int] = ..., pages_lost: _Optional[int] = ..., cold_steps: _Optional[int] = ..., tier_wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_attached: _Optional[int] = ..., prefix_tokens_evicted: _Optional[int] = ..., pages_ahead: _Optional[int] = ..., pages_ahead_useful: _Optional[int] = ..., pages_ahead_wasted: _Optional[int] = ..., row_cache_hits: _Optional[int] = ..., row_cache_misses: _Optional[int] = ..., row_cache_admissions: _Optional[int] = ..., row_cache_evictions: _Optional[int] = ..., rows_corrupt: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = []
@@ -271,34 +271,34 @@ class SetTenantQuotaResponse(_message.Message):
     def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
 
 class SnapshotStats(_message.Message):
-    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "hot_bytes", "hot_bytes_used", "pages", "pages_ahead_waiting", "pages_away", "pages_shared", "pages_used", "prefix_tokens", "sessions", "sketch_bytes_used"]
+    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_ahead_waiting", "pages_away", "pages_shared", "pages_used", "prefix_tokens", "row_cache_bytes", "row_cache_bytes_used", "sessions", "sketch_bytes_used"]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
-    HOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    HOT_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_AHEAD_WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_AWAY_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SKETCH_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     device_bytes: int
     host_page_bytes: int
     host_page_bytes_used: int
-    hot_bytes: int
-    hot_bytes_used: int
     pages: int
     pages_ahead_waiting: int
     pages_away: int
     pages_shared: int
     pages_used: int
     prefix_tokens: int
+    row_cache_bytes: int
+    row_cache_bytes_used: int
     sessions: int
     sketch_bytes_used: int
-    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_away: _Optional[int] = ..., pages_ahead_waiting: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., hot_bytes: _Optional[int] = ..., hot_bytes_used: _Optional[int] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_away: _Optional[int] = ..., pages_ahead_waiting: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., row_cache_bytes: _Optional[int] = ..., row_cache_bytes_used: _Optional[int] = ...) -> None: ...
 
 class Tenant(_message.Message):
     __slots__ = ["kv_bytes", "name", "quota", "sessions"]

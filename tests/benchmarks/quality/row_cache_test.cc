@@ -67,7 +67,8 @@ TEST(RowCache, PoliciesHitWhatTheyHold) {
   }
   EXPECT_EQ(num_selected(steps), 60);
   EXPECT_DOUBLE_EQ(step_overlap(steps), 0.5);
-  for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
+  for (const RowCachePolicy policy :
+       {RowCachePolicy::kClock, RowCachePolicy::kLru, RowCachePolicy::kScore}) {
     EXPECT_EQ(policy_hits(steps, 64, policy, 4), 10 + 20);  // more room than ids
   }
   EXPECT_EQ(belady_hits(steps, 64), 30);
@@ -96,7 +97,8 @@ TEST_F(RowCacheTraceTest, SelectsLikeStepsOfTheirOwn) {
       EXPECT_GE(steps[i].front(), 16);
       EXPECT_LT(steps[i].back(), visible - 16);
     }
-    for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
+    for (const RowCachePolicy policy :
+         {RowCachePolicy::kClock, RowCachePolicy::kLru, RowCachePolicy::kScore}) {
       EXPECT_LE(policy_hits(steps, 32, policy, 4), belady_hits(steps, 32));
       EXPECT_GT(policy_hits(steps, 64, policy, 4), 0);
     }

@@ -36,12 +36,12 @@ TEST_F(StressCommandTest, ListsItsOptions) {
   const CliResult result = run_kvtier({"stress", "--help"});
 
   EXPECT_EQ(result.code, 0);
-  for (const char* option : {"--preset",        "--tokens",      "--layers",       "--kv-heads",
-                             "--query-heads",   "--head-dim",    "--batch",        "--k",
-                             "--device-budget", "--host-budget", "--estimator",    "--bits",
-                             "--steps",         "--seed",        "--backend",      "--json",
-                             "--compare-dense", "--hot-rows",    "--overlap",      "--kv-dtype",
-                             "--rule",          "--code",        "--error-target", "--drift",
+  for (const char* option : {"--preset",        "--tokens",         "--layers",       "--kv-heads",
+                             "--query-heads",   "--head-dim",       "--batch",        "--k",
+                             "--device-budget", "--host-budget",    "--estimator",    "--bits",
+                             "--steps",         "--seed",           "--backend",      "--json",
+                             "--compare-dense", "--row-cache-rows", "--overlap",      "--kv-dtype",
+                             "--rule",          "--code",           "--error-target", "--drift",
                              "--coarse-bits",   "--candidates"}) {
     EXPECT_THAT(result.out, HasSubstr(option));
   }
@@ -88,9 +88,9 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
     EXPECT_GE(json["step_seconds"][time], before) << time;
     before = json["step_seconds"][time];
   }
-  EXPECT_EQ(json["hot"]["rows"], 0);
-  EXPECT_TRUE(json["hot"]["share"].is_null());
-  EXPECT_EQ(json["hot"]["bytes"], 0);
+  EXPECT_EQ(json["row_cache"]["rows"], 0);
+  EXPECT_TRUE(json["row_cache"]["share"].is_null());
+  EXPECT_EQ(json["row_cache"]["bytes"], 0);
   EXPECT_TRUE(json["hit_ratios"].empty());
   EXPECT_GT(json["links"]["host_to_device_bytes_per_second"], 0.0);
   EXPECT_GT(json["dense"]["layer_seconds"]["p50"], 0.0);
@@ -98,20 +98,20 @@ TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
 }
 
 TEST_F(StressCommandTest, ReportsTheRealHitRatioAndImposedOnes) {
-  const CliResult result = run({"--json", file("a.json").string(), "--hot-rows", "1024"});
+  const CliResult result = run({"--json", file("a.json").string(), "--row-cache-rows", "1024"});
   ASSERT_EQ(result.code, 0) << result.err;
 
-  for (const char* line : {"hot      0.", "hits     real     0.",
+  for (const char* line : {"cache    0.", "hits     real     0.",
                            "hits       0 %    0.000 found: ", "hits      80 %    0."}) {
     EXPECT_THAT(result.out, HasSubstr(line));
   }
   const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
-  EXPECT_EQ(json["hot"]["rows"], 1024);
-  EXPECT_GT(json["hot"]["bytes"], 0);
+  EXPECT_EQ(json["row_cache"]["rows"], 1024);
+  EXPECT_GT(json["row_cache"]["bytes"], 0);
   const nlohmann::json& rows = json["hit_ratios"];
   ASSERT_EQ(rows.size(), 3U);
   EXPECT_TRUE(rows[0]["imposed"].is_null());
-  EXPECT_EQ(rows[0]["found"], json["hot"]["share"]);
+  EXPECT_EQ(rows[0]["found"], json["row_cache"]["share"]);
   EXPECT_EQ(rows[0]["tokens_per_second"], json["tokens_per_second"]);
   EXPECT_EQ(rows[1]["imposed"], 0.0);
   EXPECT_EQ(rows[2]["imposed"], 0.8);

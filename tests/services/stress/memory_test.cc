@@ -52,18 +52,18 @@ TEST(StressMemory, NeedsWhatTheRowsAndSketchesAddUpTo) {
   EXPECT_EQ(need.sketches, std::size_t{3} * 1024 * 2 * 36 * 3 * 2);
   EXPECT_GT(need.workspace, 0U);
   EXPECT_EQ(need.dense, 0U);
-  EXPECT_EQ(need.hot, 0U);
+  EXPECT_EQ(need.row_cache, 0U);
 }
 
-TEST(StressMemory, LeavesRoomForHotRowsWhereTheyAreKept) {
+TEST(StressMemory, LeavesRoomForTheRowCacheWhereThereIsOne) {
   StressOptions options = memory_options();
-  options.hot_rows = 100;
+  options.row_cache_rows = 100;
   Backend backend = Backend::kAuto;
   const MemoryNeed need = memory_need(options, backend);
   const Engine engine(engine_config(options, need));
   // 3 layers of 2 sequences, 4 sets of 32 rows for each of 2 KV heads.
-  EXPECT_GE(engine.stats().snapshot.hot_bytes, std::size_t{3} * 2 * 4 * 32 * 2 * 256);
-  EXPECT_LE(engine.stats().snapshot.hot_bytes, need.hot);
+  EXPECT_GE(engine.stats().snapshot.row_cache_bytes, std::size_t{3} * 2 * 4 * 32 * 2 * 256);
+  EXPECT_LE(engine.stats().snapshot.row_cache_bytes, need.row_cache);
 }
 
 TEST(StressMemory, SufficesForTheEngine) {

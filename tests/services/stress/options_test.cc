@@ -95,7 +95,7 @@ TEST(StressOptions, ReportsEveryProblemAtOnce) {
   options.top_k = 0;
   options.kv_heads = 7;
   options.head_dim = 80;
-  options.hot_rows = -1;
+  options.row_cache_rows = -1;
   options.step_overlap = 1.0;
   const std::string problem = problem_of(options, ErrorCode::kInvalidArgument);
 
@@ -105,7 +105,7 @@ TEST(StressOptions, ReportsEveryProblemAtOnce) {
   EXPECT_THAT(problem, HasSubstr("k: expected 1.."));
   EXPECT_THAT(problem, HasSubstr("query_heads"));
   EXPECT_THAT(problem, HasSubstr("head_dim"));
-  EXPECT_THAT(problem, HasSubstr("hot_rows: expected 0..1048576, found -1"));
+  EXPECT_THAT(problem, HasSubstr("row_cache_rows: expected 0..1048576, found -1"));
   EXPECT_THAT(problem, HasSubstr("overlap: expected a number between 0 and 1, found 1.0"));
 }
 

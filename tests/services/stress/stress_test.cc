@@ -68,7 +68,7 @@ TEST(StressRun, MeasuresEveryStepAndCountsItsRows) {
 
 TEST(StressRun, ImposesSharesOfTheRowsThatAreFound) {
   StressOptions options = small_options();
-  options.hot_rows = 1024;  // four times what a step selects
+  options.row_cache_rows = 1024;  // four times what a step selects
   options.batch = 2;
   options.steps = 12;
   StressRun run(options, {});
@@ -85,15 +85,15 @@ TEST(StressRun, ImposesSharesOfTheRowsThatAreFound) {
     EXPECT_EQ(share.moved.rows_attended, report.moved.rows_attended);
   }
   EXPECT_EQ(report.imposed[0].wanted, 0.0);
-  EXPECT_EQ(report.imposed[0].moved.hot_hits, 0U);
+  EXPECT_EQ(report.imposed[0].moved.row_cache_hits, 0U);
   EXPECT_EQ(report.imposed[1].wanted, 0.8);
   // A step's number of rows fetched ahead follows from the shares of those before it.
   EXPECT_NEAR(found_share(report.imposed[1].moved), 0.8, 0.04);
 }
 
-TEST(StressRun, ImposesNoSharesWithoutHotRows) {
+TEST(StressRun, ImposesNoSharesWithoutARowCache) {
   StressOptions options = small_options();
-  options.hot_rows = 0;
+  options.row_cache_rows = 0;
   StressRun run(options, {});
   run.run();
 
@@ -232,7 +232,7 @@ TEST(StressRun, StopsBetweenStepsAndKeepsWhatWasMeasured) {
 
 TEST(StressRun, StopsWhileItImposesShares) {
   StressOptions options = small_options();
-  options.hot_rows = 512;
+  options.row_cache_rows = 512;
   options.steps = 20;
   bool stop = false;
   StressRun run(options, {.progress =

@@ -1,6 +1,6 @@
-#include "transfer/hot_rows_kernels.h"
 #include "transfer/page_rows.h"
 #include "transfer/parallel.h"
+#include "transfer/row_cache_kernels.h"
 #include "transfer/rows_kernels.h"
 
 #include <algorithm>
@@ -20,21 +20,21 @@ struct Missing {
 /// The gather of one KV head of one sequence.
 class HeadGather {
  public:
-  HeadGather(const KvGeometry& geometry, const HotGather& gather, int sequence, int head)
+  HeadGather(const KvGeometry& geometry, const RowCacheGather& gather, int sequence, int head)
       : geometry_(geometry),
         gather_(gather),
         number_(sequence),
         head_(head),
         sequence_(gather.sequences[sequence]),
         resident_begin_(sequence_.counters->resident_begin) {
-    const HotRows& hot = gather.hot[sequence];
-    if (hot.sets == nullptr) return;
+    const RowCache& row_cache = gather.row_cache[sequence];
+    if (row_cache.sets == nullptr) return;
     const std::int64_t first = std::int64_t{head} * gather.shape.num_sets;
     for (int i = 0; i < gather.shape.num_sets; ++i) {
-      sets_.emplace_back(hot.sets[first + i], gather.ahead);
+      sets_.emplace_back(row_cache.sets[first + i], gather.ahead);
     }
     missing_.resize(sets_.size());
-    slots_ = hot.slots + first * kSetWays * geometry.row_bytes();
+    slots_ = row_cache.slots + first * kSetWays * geometry.row_bytes();
   }
 
   void run() {
@@ -81,7 +81,7 @@ class HeadGather {
       const std::int32_t token = selection.ids[at];
       if (row_is_resident(geometry_, resident_begin_, token)) continue;
       const auto heads = static_cast<std::uint32_t>(__builtin_popcount(selection.head_mask[at]));
-      const auto set = static_cast<std::size_t>(hot_set(token, gather_.shape.num_sets));
+      const auto set = static_cast<std::size_t>(row_cache_set(token, gather_.shape.num_sets));
       if (sets_[set].find(token, heads) >= 0 || missing_[set].size() == kSetWays) continue;
       missing_[set].push_back({token, heads, nullptr});
     }
@@ -93,7 +93,7 @@ class HeadGather {
       return read(row.token, row.staged);
     }
     if (sets_.empty()) return fetch(row);
-    const int set = hot_set(row.token, gather_.shape.num_sets);
+    const int set = row_cache_set(row.token, gather_.shape.num_sets);
     const int way = sets_[static_cast<std::size_t>(set)].find(row.token, row.heads);
     if (way >= 0) {
       ++totals_.hits;
@@ -110,7 +110,7 @@ class HeadGather {
     if (row.staged != nullptr) fetch(row);
     OpenSet& open = sets_[static_cast<std::size_t>(set)];
     if (open.find(row.token, row.heads) >= 0) return;  // for an earlier query row
-    HotChange change;
+    RowCacheChange change;
     const int way = open.admit(gather_.shape.policy, row.token, row.heads, change);
     if (way < 0) return;
     if (row.staged != nullptr) {
@@ -135,10 +135,10 @@ class HeadGather {
     add(&StepFlags::rows_selected, totals_.selected);
     add(&StepFlags::rows_resident, totals_.resident);
     add(&StepFlags::rows_fetched_host, totals_.fetched);
-    add(&StepFlags::hot_hits, totals_.hits);
-    add(&StepFlags::hot_misses, totals_.misses);
-    add(&StepFlags::hot_admissions, totals_.admissions);
-    add(&StepFlags::hot_evictions, totals_.evictions);
+    add(&StepFlags::row_cache_hits, totals_.hits);
+    add(&StepFlags::row_cache_misses, totals_.misses);
+    add(&StepFlags::row_cache_admissions, totals_.admissions);
+    add(&StepFlags::row_cache_evictions, totals_.evictions);
     add(&StepFlags::rows_ahead, totals_.ahead);
     add(&StepFlags::rows_ahead_useful, totals_.ahead_useful);
     add(&StepFlags::rows_ahead_wasted, totals_.ahead_wasted);
@@ -155,7 +155,7 @@ class HeadGather {
   }
 
   const KvGeometry& geometry_;
-  const HotGather& gather_;
+  const RowCacheGather& gather_;
   int number_;
   int head_;
   const SequenceView& sequence_;
@@ -163,17 +163,17 @@ class HeadGather {
   std::vector<OpenSet> sets_;
   std::vector<std::vector<Missing>> missing_;  ///< Of each set, in the order of lists.
   std::byte* slots_ = nullptr;
-  HotTotals totals_;
+  RowCacheTotals totals_;
 };
 
 }  // namespace
 
 namespace cpu {
 
-void forget_hot_rows(const HotForget& forget, std::int64_t num_sets) {
+void forget_cached_rows(const RowCacheForget& forget, std::int64_t num_sets) {
   std::int64_t wasted = 0;
   for (std::int64_t i = 0; i < num_sets; ++i) {
-    HotSet& set = forget.hot.sets[i];
+    RowCacheSet& set = forget.row_cache.sets[i];
     for (int way = 0; way < kSetWays; ++way) {
       if (set.tokens[way] < 0 || set.tokens[way] < forget.length) continue;
       set.tokens[way] = -1;
@@ -183,7 +183,7 @@ void forget_hot_rows(const HotForget& forget, std::int64_t num_sets) {
   count(forget.flags, &StepFlags::rows_ahead_wasted, wasted);
 }
 
-void gather_hot_rows(const KvGeometry& geometry, const HotGather& gather) {
+void gather_cached_rows(const KvGeometry& geometry, const RowCacheGather& gather) {
   const std::int64_t heads = std::int64_t{gather.sequences.count} * geometry.kv_heads;
   parallel_for(heads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {

@@ -1,8 +1,8 @@
-#include "transfer/hot_rows.h"
+#include "transfer/row_cache.h"
 
 #include "kvtier/error.h"
 
-#include "transfer/hot_rows_kernels.h"
+#include "transfer/row_cache_kernels.h"
 #include "transfer/with_cuda.h"
 
 #include <string>
@@ -17,14 +17,14 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * 
 std::size_t set_bytes(const KvGeometry& geometry, int num_sets) {
   const std::size_t sets =
       static_cast<std::size_t>(geometry.kv_heads) * static_cast<std::size_t>(num_sets);
-  return aligned(sets * sizeof(HotSet));
+  return aligned(sets * sizeof(RowCacheSet));
 }
 
 std::int64_t all_sets(const KvGeometry& geometry, int num_sets) {
   return std::int64_t{geometry.kv_heads} * num_sets;
 }
 
-/// Offsets of what `HotPlaces` points to; lists are in front.
+/// Offsets of what `RowCachePlaces` points to; lists are in front.
 struct PlaceOffsets {
   std::size_t places = 0;
   std::size_t unordered = 0;
@@ -49,11 +49,11 @@ void expect(bool ok, const char* what, std::int64_t found) {
   throw Error(ErrorCode::kInvalidArgument, std::string(what) + ", found " + std::to_string(found));
 }
 
-void check(const HotGather& gather) {
-  expect(gather.shape.num_sets >= 1, "sets of hot rows: expected at least 1",
+void check(const RowCacheGather& gather) {
+  expect(gather.shape.num_sets >= 1, "sets of the row cache: expected at least 1",
          gather.shape.num_sets);
-  expect(gather.hot.count == gather.sequences.count, "hot rows: expected those of each sequence",
-         gather.hot.count);
+  expect(gather.row_cache.count == gather.sequences.count,
+         "cached rows: expected those of each sequence", gather.row_cache.count);
   for (int i = 0; i < gather.rows.count; ++i) {
     const int sequence = gather.rows[i].sequence;
     expect(sequence >= 0 && sequence < gather.sequences.count,
@@ -73,24 +73,24 @@ void check(const HotGather& gather) {
 
 }  // namespace
 
-std::size_t hot_rows_bytes(const KvGeometry& geometry, int num_sets) {
+std::size_t row_cache_bytes(const KvGeometry& geometry, int num_sets) {
   const auto rows = static_cast<std::size_t>(all_sets(geometry, num_sets)) * kSetWays;
   return set_bytes(geometry, num_sets) + rows * static_cast<std::size_t>(geometry.row_bytes());
 }
 
-HotRows hot_rows_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
+RowCache row_cache_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
   if (memory == nullptr) return {};
-  return {reinterpret_cast<HotSet*>(memory), memory + set_bytes(geometry, num_sets)};
+  return {reinterpret_cast<RowCacheSet*>(memory), memory + set_bytes(geometry, num_sets)};
 }
 
-std::size_t hot_places_bytes(const KvGeometry& geometry, std::int64_t rows,
-                             std::int64_t staged_capacity) {
+std::size_t row_cache_places_bytes(const KvGeometry& geometry, std::int64_t rows,
+                                   std::int64_t staged_capacity) {
   const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
   return at.end;
 }
 
-HotPlaces hot_places_in(const KvGeometry& geometry, std::int64_t rows, std::int64_t staged_capacity,
-                        std::byte* memory) {
+RowCachePlaces row_cache_places_in(const KvGeometry& geometry, std::int64_t rows,
+                                   std::int64_t staged_capacity, std::byte* memory) {
   if (memory == nullptr) return {};
   const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
   return {.lists = reinterpret_cast<PlacedList*>(memory),
@@ -99,31 +99,32 @@ HotPlaces hot_places_in(const KvGeometry& geometry, std::int64_t rows, std::int6
           .tickets = reinterpret_cast<std::uint32_t*>(memory + at.tickets)};
 }
 
-void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot) {
-  stream.fill(hot.sets, kEmptySetByte, set_bytes(geometry, num_sets));
+void clear_row_cache(Stream& stream, const KvGeometry& geometry, int num_sets,
+                     const RowCache& row_cache) {
+  stream.fill(row_cache.sets, kEmptySetByte, set_bytes(geometry, num_sets));
 }
 
-void forget_hot_rows(Stream& stream, const KvGeometry& geometry, const HotForget& forget) {
-  if (forget.hot.sets == nullptr) return;
+void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget) {
+  if (forget.row_cache.sets == nullptr) return;
   const std::int64_t sets = all_sets(geometry, forget.num_sets);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::forget_hot_rows(stream.native(), forget, sets);
+      return cuda::forget_cached_rows(stream.native(), forget, sets);
     }
   }
-  stream.run([=] { cpu::forget_hot_rows(forget, sets); });
+  stream.run([=] { cpu::forget_cached_rows(forget, sets); });
 }
 
-void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather) {
+void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather) {
   check(gather);
   expect(gather.places.lists == nullptr || stream.native() != nullptr,
          "places: expected none on the CPU", 1);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::gather_hot_rows(stream.native(), geometry, gather);
+      return cuda::gather_cached_rows(stream.native(), geometry, gather);
     }
   }
-  stream.run([=] { cpu::gather_hot_rows(geometry, gather); });
+  stream.run([=] { cpu::gather_cached_rows(geometry, gather); });
 }
 
 }  // namespace kvtier::transfer

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/hot_rows.h"
+#include "transfer/row_cache.h"
 
 #include <cuda_runtime.h>
 
@@ -15,8 +15,8 @@ inline constexpr int kOrderedTogether = 16;
 
 /// Nothing is known of the lists of one (sequence, KV head). By the threads of one block of them,
 /// before it lets attention start.
-__device__ inline void forget_places(const KvGeometry& geometry, const HotGather& gather, int head,
-                                     int sequence) {
+__device__ inline void forget_places(const KvGeometry& geometry, const RowCacheGather& gather,
+                                     int head, int sequence) {
   for (int r = static_cast<int>(threadIdx.x); r < gather.rows.count;
        r += static_cast<int>(blockDim.x)) {
     if (gather.rows[r].sequence != sequence) continue;
@@ -58,9 +58,9 @@ __device__ inline int order_places(const FoundRow* unordered, RowPlace* places, 
 
 /// The last block of a (sequence, KV head) to call it, when all have looked for their rows, makes
 /// the places known. By a warp of each.
-__device__ inline void tell_places(const KvGeometry& geometry, const HotGather& gather, int head,
-                                   int sequence) {
-  const HotPlaces& places = gather.places;
+__device__ inline void tell_places(const KvGeometry& geometry, const RowCacheGather& gather,
+                                   int head, int sequence) {
+  const RowCachePlaces& places = gather.places;
   const int lane = static_cast<int>(threadIdx.x % 32);
   int last = 0;
   if (lane == 0) {
@@ -72,7 +72,7 @@ __device__ inline void tell_places(const KvGeometry& geometry, const HotGather& 
   }
   if (__shfl_sync(0xFFFFFFFFU, last, 0) == 0) return;
   const SelectionView& selection = gather.selection;
-  const HotRows& hot = gather.hot[sequence];
+  const RowCache& row_cache = gather.row_cache[sequence];
   for (int r = 0; r < gather.rows.count; ++r) {
     if (gather.rows[r].sequence != sequence) continue;
     const std::int64_t number = std::int64_t{r} * geometry.kv_heads + head;
@@ -85,7 +85,8 @@ __device__ inline void tell_places(const KvGeometry& geometry, const HotGather& 
     if (lane != 0) continue;
     PlacedList& list = places.lists[number];
     const std::int64_t slots = std::int64_t{head} * gather.shape.num_sets * kSetWays;
-    list.slots = hot.sets == nullptr ? nullptr : hot.slots + slots * geometry.row_bytes();
+    list.slots =
+        row_cache.sets == nullptr ? nullptr : row_cache.slots + slots * geometry.row_bytes();
     list.num_found = found;
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(&list.known), "r"(1U) : "memory");
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/hot_policy.h"
+#include "transfer/row_cache_policy.h"
 
 #include <algorithm>
 #include <array>
@@ -8,14 +8,15 @@
 #include <cstdint>
 #include <limits>
 
-/// Hot rows are copies of rows that steps have fetched, per KV head, in sets of `kSetWays` slots. A
-/// token's set follows from its id, so that finding a row and giving one up concern one set alone.
+/// Cached rows are copies of rows that steps have fetched, per KV head, in sets of `kSetWays`
+/// slots. A token's set follows from its id, so that finding a row and giving one up concern one
+/// set alone.
 namespace kvtier::transfer {
 
 inline constexpr int kSetWays = 32;
 
 /// The slots of one set: which tokens they hold, and what the policy knows of them.
-struct HotSet {
+struct RowCacheSet {
   std::int32_t tokens[kSetWays];  ///< -1: empty.
   std::uint32_t states[kSetWays];
   std::uint32_t hand;   ///< Where the search for a row to give up begins; its low 5 bits count.
@@ -30,16 +31,16 @@ struct HotSet {
 inline constexpr int kEmptySetByte = 0xFF;
 
 /// The set of a token.
-KVTIER_HOST_DEVICE inline int hot_set(std::int32_t token, int num_sets) {
+KVTIER_HOST_DEVICE inline int row_cache_set(std::int32_t token, int num_sets) {
   const std::uint32_t hash = static_cast<std::uint32_t>(token) * 2654435769U;
   return static_cast<int>((std::uint64_t{hash} * static_cast<std::uint32_t>(num_sets)) >> 32);
 }
 
 /// Returns the sets of one KV head that hold `rows` rows.
-[[nodiscard]] inline int hot_sets(int rows) { return (rows + kSetWays - 1) / kSetWays; }
+[[nodiscard]] inline int row_cache_sets(int rows) { return (rows + kSetWays - 1) / kSetWays; }
 
 /// What the row that a new one takes the place of was.
-struct HotChange {
+struct RowCacheChange {
   bool evicts = false;  ///< It was there.
   bool wastes = false;  ///< It had come ahead, and no step has used it.
 };
@@ -51,7 +52,7 @@ struct HotChange {
 /// what the policy knows of other rows, and the hand, stay as they are.
 class OpenSet {
  public:
-  explicit OpenSet(HotSet& set, bool ahead = false) : set_(&set), ahead_(ahead) {
+  explicit OpenSet(RowCacheSet& set, bool ahead = false) : set_(&set), ahead_(ahead) {
     if (!ahead) ++set.steps;
   }
 
@@ -67,11 +68,12 @@ class OpenSet {
   }
 
   /// Of a step. Returns how many of the rows found came ahead, and are used for the first time.
-  int count_uses(HotPolicy policy) {
+  int count_uses(RowCachePolicy policy) {
     for (int way = 0; way < kSetWays; ++way) {
       if (!has(used_, way)) continue;
       std::uint32_t& state = set_->states[way];
-      state = hot_used(policy, state, false, set_->steps, heads_[static_cast<std::size_t>(way)]);
+      state =
+          cached_row_used(policy, state, false, set_->steps, heads_[static_cast<std::size_t>(way)]);
     }
     const int useful = std::popcount(used_ & set_->ahead);
     set_->ahead &= ~used_;
@@ -80,8 +82,9 @@ class OpenSet {
   }
 
   /// The way that a missing token gets, or -1 when there is none for it.
-  int admit(HotPolicy policy, std::int32_t token, std::uint32_t heads, HotChange& change) {
-    const std::uint32_t state = hot_used(policy, 0, true, set_->steps, heads);
+  int admit(RowCachePolicy policy, std::int32_t token, std::uint32_t heads,
+            RowCacheChange& change) {
+    const std::uint32_t state = cached_row_used(policy, 0, true, set_->steps, heads);
     const int way = make_room(policy);
     if (way < 0) return way;
     change.evicts = set_->tokens[way] >= 0;
@@ -102,14 +105,15 @@ class OpenSet {
     return (static_cast<std::uint32_t>(way) - set_->hand) % kSetWays;
   }
 
-  int make_room(HotPolicy policy) {
+  int make_room(RowCachePolicy policy) {
     int best = -1;
     std::uint32_t best_rank = std::numeric_limits<std::uint32_t>::max();
     for (int way = 0; way < kSetWays; ++way) {
       if (has(used_, way)) continue;
       const bool empty = set_->tokens[way] < 0;
       if (ahead_ && !empty && has(set_->last_used, way)) continue;
-      const std::uint32_t value = empty ? 0 : hot_value(policy, set_->states[way], set_->steps) + 1;
+      const std::uint32_t value =
+          empty ? 0 : cached_row_value(policy, set_->states[way], set_->steps) + 1;
       const std::uint32_t rank = value * kSetWays + distance(way);
       if (rank < best_rank) {
         best = way;
@@ -121,13 +125,13 @@ class OpenSet {
     for (int way = 0; way < kSetWays; ++way) {
       if (has(used_, way) || way == best) continue;
       set_->states[way] =
-          hot_spared(policy, set_->states[way], least, distance(way) < best_rank % kSetWays);
+          cached_row_spared(policy, set_->states[way], least, distance(way) < best_rank % kSetWays);
     }
     set_->hand = static_cast<std::uint32_t>(best + 1) % kSetWays;
     return best;
   }
 
-  HotSet* set_;
+  RowCacheSet* set_;
   bool ahead_;
   std::uint32_t used_ = 0;                       ///< Ways that the step uses,
   std::array<std::uint32_t, kSetWays> heads_{};  ///< by the most query heads of a query row.

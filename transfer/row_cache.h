@@ -2,34 +2,34 @@
 
 #include "transfer/batch.h"
 #include "transfer/device.h"
-#include "transfer/hot_places.h"
-#include "transfer/hot_set.h"
+#include "transfer/row_cache_places.h"
+#include "transfer/row_cache_set.h"
 #include "transfer/rows.h"
 #include "transfer/sequence.h"
 
 #include <cstddef>
 #include <cstdint>
 
-/// The hot rows of sequences: copies on the device of rows that steps have fetched, so that they
+/// The row cache of sequences: copies on the device of rows that steps have fetched, so that they
 /// cross the link once for as long as they are kept. A row is never written again while its token
 /// is there, so a copy is as good as the page; forgetting one is always safe.
 namespace kvtier::transfer {
 
 /// How many rows of a KV head are kept, and which goes for another.
-struct HotShape {
+struct RowCacheShape {
   int num_sets = 0;  ///< Per KV head, of `kSetWays` rows each.
-  HotPolicy policy = HotPolicy::kScore;
+  RowCachePolicy policy = RowCachePolicy::kScore;
 };
 
-/// The hot rows of one layer of a sequence, in device memory; null: none.
-struct HotRows {
-  HotSet* sets = nullptr;      ///< `[kv_heads, num_sets]`
-  std::byte* slots = nullptr;  ///< `[kv_heads, num_sets, kSetWays, row]`
+/// The row cache of one layer of a sequence, in device memory; null: none.
+struct RowCache {
+  RowCacheSet* sets = nullptr;  ///< `[kv_heads, num_sets]`
+  std::byte* slots = nullptr;   ///< `[kv_heads, num_sets, kSetWays, row]`
 };
-using HotBatch = Batch<HotRows>;
+using RowCacheBatch = Batch<RowCache>;
 
 /// Sums of one gather on their way to the host, on the device; all 0 between gathers.
-struct HotTotals {
+struct RowCacheTotals {
   unsigned long long selected = 0;
   unsigned long long resident = 0;
   unsigned long long fetched = 0;
@@ -43,43 +43,44 @@ struct HotTotals {
   unsigned blocks_done = 0;
 };
 
-/// Returns the bytes that the hot rows of one layer take.
-[[nodiscard]] std::size_t hot_rows_bytes(const KvGeometry& geometry, int num_sets);
-/// Returns the hot rows in such memory, aligned to 256 bytes.
-[[nodiscard]] HotRows hot_rows_in(const KvGeometry& geometry, int num_sets, std::byte* memory);
+/// Returns the bytes that the row cache of one layer takes.
+[[nodiscard]] std::size_t row_cache_bytes(const KvGeometry& geometry, int num_sets);
+/// Returns the cached rows in such memory, aligned to 256 bytes.
+[[nodiscard]] RowCache row_cache_in(const KvGeometry& geometry, int num_sets, std::byte* memory);
 
 /// Forgets all rows. Enqueued.
-void clear_hot_rows(Stream& stream, const KvGeometry& geometry, int num_sets, const HotRows& hot);
+void clear_row_cache(Stream& stream, const KvGeometry& geometry, int num_sets,
+                     const RowCache& row_cache);
 /// The rows of tokens from `length` on.
-struct HotForget {
-  HotRows hot;
+struct RowCacheForget {
+  RowCache row_cache;
   int num_sets = 0;
   std::int64_t length = 0;
   StepFlags* flags = nullptr;  ///< Counts those that came ahead and were not used.
 };
 /// Forgets them: needed before other tokens take their place. Enqueued.
-void forget_hot_rows(Stream& stream, const KvGeometry& geometry, const HotForget& forget);
+void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget);
 
 /// One gather of rows in host pages, for the rows of a launch.
-struct HotGather {
+struct RowCacheGather {
   SequenceBatch sequences;
-  HotBatch hot;  ///< One for each sequence.
+  RowCacheBatch row_cache;  ///< One for each sequence.
   QueryBatch rows;
   SelectionView selection;
-  HotShape shape;
-  HotTotals* totals = nullptr;
+  RowCacheShape shape;
+  RowCacheTotals* totals = nullptr;
   StepFlags* flags = nullptr;
   /// Rows are kept ahead of steps that may want them, and none are staged.
   bool ahead = false;
   /// Rows that are found stay in their slots, and this says where; none: they are staged as well.
-  HotPlaces places{};
+  RowCachePlaces places{};
 };
 
 /// As `gather_rows` from pages in host memory, the same bytes in staging, but rows are looked for
-/// among the hot ones of their sequence first, and those that are missing are kept there, as far as
-/// their set has slots that the gather does not use, up to `kSetWays` in a set. Each sequence is in
-/// the batch once. Rows of sinks, the ring, and beyond the staging area are not looked for. On CUDA
-/// one launch that overlaps with the one after it, which it lets start after its own wait.
+/// among the cached ones of their sequence first, and those that are missing are kept there, as far
+/// as their set has slots that the gather does not use, up to `kSetWays` in a set. Each sequence is
+/// in the batch once. Rows of sinks, the ring, and beyond the staging area are not looked for. On
+/// CUDA one launch that overlaps with the one after it, which it lets start after its own wait.
 /// Enqueued.
 ///
 /// With `places`, on CUDA only, rows that are found are not staged, and the places are known before
@@ -95,6 +96,6 @@ struct HotGather {
 /// rows worth the least that the last step has not used; those that find no slot are not read.
 /// Counts in `rows_ahead` those that are kept, and evictions for them; a later gather counts their
 /// first use.
-void gather_hot_rows(Stream& stream, const KvGeometry& geometry, const HotGather& gather);
+void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather);
 
 }  // namespace kvtier::transfer

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "transfer/hot_set.h"
+#include "transfer/row_cache_set.h"
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-/// One set of hot rows during a step, on a GPU: `OpenSet`, by a warp whose lanes have a way each.
-/// Every function is called by all lanes, with the same arguments.
+/// One set of the row cache during a step, on a GPU: `OpenSet`, by a warp whose lanes have a way
+/// each. Every function is called by all lanes, with the same arguments.
 namespace kvtier::transfer::cuda {
 
 class WarpSet {
@@ -16,7 +16,7 @@ class WarpSet {
   static_assert(kSetWays == 32, "a way per lane");
 
   /// Without a set every token is missing and none is admitted.
-  __device__ WarpSet(HotSet* set, HotPolicy policy, bool ahead)
+  __device__ WarpSet(RowCacheSet* set, RowCachePolicy policy, bool ahead)
       : set_(set), policy_(policy), ahead_(ahead), lane_(threadIdx.x % 32) {
     if (set == nullptr) return;
     token_ = set->tokens[lane_];
@@ -40,7 +40,7 @@ class WarpSet {
 
   /// Of a step. Returns how many of the rows found came ahead, and are used for the first time.
   __device__ unsigned count_uses() {
-    if (used_) state_ = hot_used(policy_, state_, false, steps_, heads_);
+    if (used_) state_ = cached_row_used(policy_, state_, false, steps_, heads_);
     const unsigned useful = __popc(__ballot_sync(kAllLanes, used_ && came_ahead_));
     if (used_) came_ahead_ = false;
     last_used_ = used_;
@@ -56,7 +56,7 @@ class WarpSet {
   __device__ int admit(std::int32_t token, std::uint32_t heads, bool& evicts) {
     constexpr unsigned kNone = 0xFFFFFFFFU;
     const std::uint32_t distance = (lane_ - hand_) % kSetWays;
-    const std::uint32_t value = token_ < 0 ? 0 : hot_value(policy_, state_, steps_) + 1;
+    const std::uint32_t value = token_ < 0 ? 0 : cached_row_value(policy_, state_, steps_) + 1;
     const bool stays = used_ || (ahead_ && token_ >= 0 && last_used_);
     const std::uint32_t rank = stays ? kNone : value * kSetWays + distance;
     const std::uint32_t best_rank = __reduce_min_sync(kAllLanes, rank);
@@ -65,15 +65,15 @@ class WarpSet {
     evicts = best_rank >= kSetWays;
     if (evicts && !ahead_) {
       if (!used_ && lane_ != way) {
-        state_ =
-            hot_spared(policy_, state_, best_rank / kSetWays - 1, distance < best_rank % kSetWays);
+        state_ = cached_row_spared(policy_, state_, best_rank / kSetWays - 1,
+                                   distance < best_rank % kSetWays);
       }
       hand_ = (way + 1) % kSetWays;
     }
     if (lane_ == way) {
       wasted_ = evicts && came_ahead_;
       token_ = token;
-      state_ = hot_used(policy_, 0, true, steps_, heads);
+      state_ = cached_row_used(policy_, 0, true, steps_, heads);
       used_ = true;
       last_used_ = !ahead_;
       came_ahead_ = ahead_;
@@ -102,8 +102,8 @@ class WarpSet {
  private:
   [[nodiscard]] __device__ bool has(std::uint32_t ways) const { return (ways >> lane_ & 1U) != 0; }
 
-  HotSet* set_;
-  HotPolicy policy_;
+  RowCacheSet* set_;
+  RowCachePolicy policy_;
   bool ahead_;
   unsigned lane_;
   std::int32_t token_ = -1;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/hot_set.h"
+#include "transfer/row_cache_set.h"
 
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@ namespace kvtier::transfer {
 /// One set, the plain way: a list of slots, and a hand that moves one slot at a time.
 class ModelSet {
  public:
-  explicit ModelSet(HotPolicy policy) : policy_(policy) {}
+  explicit ModelSet(RowCachePolicy policy) : policy_(policy) {}
 
   struct Slot {
     std::int32_t token = -1;
@@ -59,7 +59,7 @@ class ModelSet {
     }
     return useful;
   }
-  std::optional<int> admit(std::int32_t token, unsigned heads, HotChange& change) {
+  std::optional<int> admit(std::int32_t token, unsigned heads, RowCacheChange& change) {
     const std::optional<int> way = ahead_ ? room_ahead() : room();
     if (!way) return way;
     change.evicts = at(*way).token >= 0;
@@ -115,7 +115,7 @@ class ModelSet {
     const std::vector<int> order = in_order();
     if (order.empty()) return std::nullopt;
     if (const std::optional<int> way = first_empty(order)) return way;
-    const int way = policy_ == HotPolicy::kClock ? sweep(order) : worst(order);
+    const int way = policy_ == RowCachePolicy::kClock ? sweep(order) : worst(order);
     hand_ = (way + 1) % kSetWays;
     return way;
   }
@@ -125,7 +125,7 @@ class ModelSet {
     if (const std::optional<int> way = first_empty(order)) return way;
     std::erase_if(order, [&](int way) { return at(way).last; });
     if (order.empty()) return std::nullopt;
-    if (policy_ != HotPolicy::kClock) return worst(order);
+    if (policy_ != RowCachePolicy::kClock) return worst(order);
     return *std::min_element(order.begin(), order.end(),
                              [&](int a, int b) { return at(a).uses < at(b).uses; });
   }
@@ -137,12 +137,12 @@ class ModelSet {
   }
   int worst(const std::vector<int>& order) {
     return *std::min_element(order.begin(), order.end(), [&](int a, int b) {
-      if (policy_ == HotPolicy::kLru) return at(a).last_step < at(b).last_step;
+      if (policy_ == RowCachePolicy::kLru) return at(a).last_step < at(b).last_step;
       return score(at(a)) < score(at(b));
     });
   }
 
-  HotPolicy policy_;
+  RowCachePolicy policy_;
   std::array<Slot, kSetWays> slots_{};
   std::map<int, unsigned> heads_;
   int hand_ = kSetWays - 1;  // as cleared sets have it

@@ -1,4 +1,4 @@
-#include "hot_rows_fixture.h"
+#include "row_cache_fixture.h"
 
 #include <gtest/gtest.h>
 
@@ -8,22 +8,22 @@
 namespace kvtier::transfer {
 namespace {
 
-KVTIER_INSTANTIATE_BACKENDS(HotRowsTest);
+KVTIER_INSTANTIATE_BACKENDS(RowCacheTest);
 
-TEST_P(HotRowsTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
+TEST_P(RowCacheTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
   struct Case {
     int num_sets;
-    HotPolicy policy;
+    RowCachePolicy policy;
     int head_dim;
   };
-  for (const Case& c : {Case{1, HotPolicy::kScore, 64}, Case{3, HotPolicy::kClock, 96},
-                        Case{8, HotPolicy::kLru, 128}, Case{9, HotPolicy::kScore, 256},
-                        Case{21, HotPolicy::kScore, 128}}) {
+  for (const Case& c : {Case{1, RowCachePolicy::kScore, 64}, Case{3, RowCachePolicy::kClock, 96},
+                        Case{8, RowCachePolicy::kLru, 128}, Case{9, RowCachePolicy::kScore, 256},
+                        Case{21, RowCachePolicy::kScore, 128}}) {
     const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
-    const HotShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    const RowCacheShape shape{.num_sets = c.num_sets, .policy = c.policy};
     SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
                  std::to_string(kSeed));
-    std::vector<HotSequence> sequences;
+    std::vector<CachedSequence> sequences;
     sequences.push_back(make(g, 900, shape, true));
     sequences.push_back(make(g, 300, shape, false));
     sequences.push_back(make(g, 700, shape, true));
@@ -42,19 +42,19 @@ TEST_P(HotRowsTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
   }
 }
 
-TEST_P(HotRowsTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp) {
+TEST_P(RowCacheTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp) {
   struct Case {
     int num_sets;
-    HotPolicy policy;
+    RowCachePolicy policy;
     int head_dim;
   };
-  for (const Case& c : {Case{9, HotPolicy::kScore, 128}, Case{5, HotPolicy::kClock, 64},
-                        Case{4, HotPolicy::kLru, 256}}) {
+  for (const Case& c : {Case{9, RowCachePolicy::kScore, 128}, Case{5, RowCachePolicy::kClock, 64},
+                        Case{4, RowCachePolicy::kLru, 256}}) {
     const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
-    const HotShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    const RowCacheShape shape{.num_sets = c.num_sets, .policy = c.policy};
     SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
                  std::to_string(kSeed));
-    std::vector<HotSequence> sequences;
+    std::vector<CachedSequence> sequences;
     sequences.push_back(make(g, 900, shape, true));
     sequences.push_back(make(g, 300, shape, false));
     sequences.push_back(make(g, 700, shape, true));
@@ -72,28 +72,28 @@ TEST_P(HotRowsTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp)
     EXPECT_GT(useful_, 50U);
     EXPECT_GT(wasted_, 5U);
     std::uint64_t waiting = 0;
-    for (const HotSequence& sequence : sequences) {
+    for (const CachedSequence& sequence : sequences) {
       for (const std::vector<ModelSet>& sets : sequence.model) {
         for (const ModelSet& set : sets) waiting += static_cast<std::uint64_t>(set.num_ahead());
       }
     }
     EXPECT_EQ(came_ahead_, useful_ + wasted_ + waiting);
-    for (HotSequence& sequence : sequences) forget(g, sequence, shape, 0);
+    for (CachedSequence& sequence : sequences) forget(g, sequence, shape, 0);
     EXPECT_EQ(came_ahead_, useful_ + wasted_);
   }
 }
 
-TEST_P(HotRowsTest, SaysWhereRowsAreThatItFinds) {
+TEST_P(RowCacheTest, SaysWhereRowsAreThatItFinds) {
   struct Case {
     int num_sets;
     int head_dim;
   };
   for (const Case& c : {Case{1, 128}, Case{9, 64}, Case{21, 96}, Case{40, 256}}) {
     const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
-    const HotShape shape{.num_sets = c.num_sets};
+    const RowCacheShape shape{.num_sets = c.num_sets};
     SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
                  std::to_string(kSeed));
-    std::vector<HotSequence> sequences;
+    std::vector<CachedSequence> sequences;
     sequences.push_back(make(g, 900, shape, true));
     sequences.push_back(make(g, 300, shape, false));
     sequences.push_back(make(g, 1700, shape, true));
@@ -116,20 +116,20 @@ TEST_P(HotRowsTest, SaysWhereRowsAreThatItFinds) {
   }
 }
 
-TEST_P(HotRowsTest, LooksThroughListsLongerThanATile) {
+TEST_P(RowCacheTest, LooksThroughListsLongerThanATile) {
   const KvGeometry g = geometry(1, 64, 64, 8, 8);
-  const HotShape shape{.num_sets = 10};
-  std::vector<HotSequence> sequences;
+  const RowCacheShape shape{.num_sets = 10};
+  std::vector<CachedSequence> sequences;
   sequences.push_back(make(g, 6000, shape, true));
   for (const std::size_t most : {2048U, 2049U, 5000U}) {
     check_gather(g, sequences, shape, {random_query(0, 1, 6000, most)}, 6000, 5900);
   }
 }
 
-TEST_P(HotRowsTest, ServesRowsOfAnotherTokenThatCameAfterATruncation) {
+TEST_P(RowCacheTest, ServesRowsOfAnotherTokenThatCameAfterATruncation) {
   const KvGeometry g = geometry(1, 64, 16, 4, 8);
-  const HotShape shape{.num_sets = 2};
-  std::vector<HotSequence> sequences;
+  const RowCacheShape shape{.num_sets = 2};
+  std::vector<CachedSequence> sequences;
   sequences.push_back(make(g, 100, shape, true));
   const QueryIds query{.sequence = 0, .ids = {{10, 50, 51}}, .masks = {{1, 1, 1}}};
 
@@ -141,10 +141,10 @@ TEST_P(HotRowsTest, ServesRowsOfAnotherTokenThatCameAfterATruncation) {
   EXPECT_EQ(hits_, 5U);
 }
 
-TEST_P(HotRowsTest, OfNoRowsOrNoStagingOnlyCounts) {
+TEST_P(RowCacheTest, OfNoRowsOrNoStagingOnlyCounts) {
   const KvGeometry g = geometry(2, 64, 16, 4, 8);
-  const HotShape shape{.num_sets = 2};
-  std::vector<HotSequence> sequences;
+  const RowCacheShape shape{.num_sets = 2};
+  std::vector<CachedSequence> sequences;
   sequences.push_back(make(g, 40, shape, true));
 
   check_gather(g, sequences, shape, {{.sequence = 0, .ids = {{}, {}}, .masks = {{}, {}}}}, 8, 8);
@@ -152,42 +152,43 @@ TEST_P(HotRowsTest, OfNoRowsOrNoStagingOnlyCounts) {
                8, 0);
 }
 
-TEST_P(HotRowsTest, RefusesWhatDoesNotFit) {
+TEST_P(RowCacheTest, RefusesWhatDoesNotFit) {
   const KvGeometry g = geometry(1, 64, 16, 4, 8);
-  HotGather good;
+  RowCacheGather good;
   good.shape.num_sets = 1;
-  good.totals = totals_.as<HotTotals>();
-  const std::vector<std::pair<const char*, void (*)(HotGather&)>> cases = {
-      {"sets of hot rows", [](HotGather& x) { x.shape.num_sets = 0; }},
-      {"hot rows", [](HotGather& x) { x.hot.push({}); }},
-      {"sequence of a row", [](HotGather& x) { x.rows.push({.sequence = 0}); }},
-      {"staged_capacity", [](HotGather& x) { x.selection.staged_capacity = 1; }},
+  good.totals = totals_.as<RowCacheTotals>();
+  const std::vector<std::pair<const char*, void (*)(RowCacheGather&)>> cases = {
+      {"sets of the row cache", [](RowCacheGather& x) { x.shape.num_sets = 0; }},
+      {"cached rows", [](RowCacheGather& x) { x.row_cache.push({}); }},
+      {"sequence of a row", [](RowCacheGather& x) { x.rows.push({.sequence = 0}); }},
+      {"staged_capacity", [](RowCacheGather& x) { x.selection.staged_capacity = 1; }},
       {"staged_capacity: expected 0 for rows ahead",
-       [](HotGather& x) {
+       [](RowCacheGather& x) {
          x.ahead = true;
          x.selection.capacity = x.selection.staged_capacity = 1;
        }},
-      {"staged: ", [](HotGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
-      {"totals", [](HotGather& x) { x.totals = nullptr; }},
+      {"staged: ",
+       [](RowCacheGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
+      {"totals", [](RowCacheGather& x) { x.totals = nullptr; }},
       {"places: expected none for rows ahead",
-       [](HotGather& x) {
+       [](RowCacheGather& x) {
          static PlacedList list;
          x.ahead = true;
          x.places.lists = &list;
        }},
   };
   for (const auto& [what, change] : cases) {
-    HotGather bad = good;
+    RowCacheGather bad = good;
     change(bad);
     try {
-      gather_hot_rows(*stream_, g, bad);
+      gather_cached_rows(*stream_, g, bad);
       ADD_FAILURE() << what;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
       EXPECT_EQ(std::string(error.what()).find(what), 0U) << error.what();
     }
   }
-  gather_hot_rows(*stream_, g, good);
+  gather_cached_rows(*stream_, g, good);
 }
 
 }  // namespace

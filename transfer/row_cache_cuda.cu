@@ -1,11 +1,11 @@
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
 #include "transfer/head_dim_cuda.cuh"
-#include "transfer/hot_flight_cuda.cuh"
-#include "transfer/hot_places_cuda.cuh"
-#include "transfer/hot_rows_kernels.h"
-#include "transfer/hot_set_cuda.cuh"
 #include "transfer/launch_cuda.cuh"
+#include "transfer/row_cache_flight_cuda.cuh"
+#include "transfer/row_cache_kernels.h"
+#include "transfer/row_cache_places_cuda.cuh"
+#include "transfer/row_cache_set_cuda.cuh"
 
 #include <cuda_runtime.h>
 
@@ -51,7 +51,7 @@ struct Tile {
   int warp_rows[kWarps + 1];  ///< Of the ids that a warp has looked at.
 };
 
-/// Sums of a warp or a block, in the order of `HotTotals`.
+/// Sums of a warp or a block, in the order of `RowCacheTotals`.
 constexpr int kSums = 10;
 enum Sum {
   kSelected,
@@ -84,8 +84,9 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
   }
 #pragma unroll
   for (int j = 0; j < kThreadIds; ++j) {
-    owner[j] =
-        token[j] < 0 ? -1 : hot_set(token[j], num_sets) - static_cast<int>(blockIdx.x * kWarps);
+    owner[j] = token[j] < 0
+                   ? -1
+                   : row_cache_set(token[j], num_sets) - static_cast<int>(blockIdx.x * kWarps);
     const bool here = 0 <= owner[j] && owner[j] < static_cast<int>(kWarps);
     if (!here) owner[j] = -1;
   }
@@ -134,7 +135,7 @@ class SetGather {
   static constexpr bool kAhead = kFound == Found::kStays;
 
  public:
-  __device__ SetGather(const KvGeometry& geometry, const HotGather& gather, int set, int head,
+  __device__ SetGather(const KvGeometry& geometry, const RowCacheGather& gather, int set, int head,
                        int sequence)
       : geometry_(geometry),
         gather_(gather),
@@ -180,18 +181,18 @@ class SetGather {
     open_.close();
   }
 
-  /// All that can be asked for at once is, hot rows first: they come first.
+  /// All that can be asked for at once is, cached rows first: they come first.
   __device__ void copy_all() {
     FetchFlight fetched;
     if constexpr (kFound == Found::kCopied) {
-      HotFlight hot;
-      hot.load(ready_.from, 0, num_ready_);
+      CachedFlight cached;
+      cached.load(ready_.from, 0, num_ready_);
       fetched.load(missing_.from, 0, num_missing_);
-      hot.store(ready_.to, 0, num_ready_);
-      for (int first = kHot; first < num_ready_; first += kHot) copy_ready(first);
+      cached.store(ready_.to, 0, num_ready_);
+      for (int first = kCached; first < num_ready_; first += kCached) copy_ready(first);
     } else {
       fetched.load(missing_.from, 0, num_missing_);
-      for (int first = 0; first < num_ready_; first += kHot) copy_ready(first);
+      for (int first = 0; first < num_ready_; first += kCached) copy_ready(first);
     }
     keep(fetched, 0);
     for (int first = kFetch; first < num_missing_; first += kFetch) {
@@ -206,21 +207,22 @@ class SetGather {
   using Source = typename Rows::Source;
   using FetchFlight = typename Rows::FetchFlight;
   /// Without rows to copy from slots, what is ready are few rows of other places, if any.
-  using HotFlight =
-      std::conditional_t<kFound == Found::kCopied, typename Rows::HotFlight, FetchFlight>;
-  static constexpr int kHot = HotFlight::kRows;
+  using CachedFlight =
+      std::conditional_t<kFound == Found::kCopied, typename Rows::CachedFlight, FetchFlight>;
+  static constexpr int kCached = CachedFlight::kRows;
   static constexpr int kFetch = FetchFlight::kRows;
 
-  static __device__ HotSet* set_of(const HotGather& gather, int set, int head, int sequence) {
-    HotSet* const sets = gather.hot[sequence].sets;
+  static __device__ RowCacheSet* set_of(const RowCacheGather& gather, int set, int head,
+                                        int sequence) {
+    RowCacheSet* const sets = gather.row_cache[sequence].sets;
     if (sets == nullptr) return nullptr;
     return sets + std::int64_t{head} * gather.shape.num_sets + set;
   }
-  static __device__ std::byte* slots_of(const KvGeometry& geometry, const HotGather& gather,
+  static __device__ std::byte* slots_of(const KvGeometry& geometry, const RowCacheGather& gather,
                                         int set, int head, int sequence) {
-    const HotRows& hot = gather.hot[sequence];
-    if (hot.sets == nullptr) return nullptr;
-    return hot.slots +
+    const RowCache& row_cache = gather.row_cache[sequence];
+    if (row_cache.sets == nullptr) return nullptr;
+    return row_cache.slots +
            (std::int64_t{head} * gather.shape.num_sets + set) * kSetWays * geometry.row_bytes();
   }
 
@@ -305,14 +307,14 @@ class SetGather {
 
   __device__ void put_ready(const Source& from, std::byte* to) {
     if (num_ready_ == static_cast<int>(kWarp)) {
-      for (int first = 0; first < num_ready_; first += kHot) copy_ready(first);
+      for (int first = 0; first < num_ready_; first += kCached) copy_ready(first);
       num_ready_ = 0;
     }
     if (lane_ == num_ready_) ready_ = {from, to};
     ++num_ready_;
   }
   __device__ void copy_ready(int first) {
-    HotFlight flight;
+    CachedFlight flight;
     flight.load(ready_.from, first, num_ready_);
     flight.store(ready_.to, first, num_ready_);
   }
@@ -329,7 +331,7 @@ class SetGather {
   }
 
   const KvGeometry& geometry_;
-  const HotGather& gather_;
+  const RowCacheGather& gather_;
   int set_;
   int head_;
   int number_;
@@ -338,7 +340,7 @@ class SetGather {
   int lane_;
   std::byte* slots_;
   WarpSet open_;
-  // What lanes hold: rows that are hot, resident or not kept, and rows that are missing.
+  // What lanes hold: rows that are cached, resident or not kept, and rows that are missing.
   MovingRow<Source> ready_;
   MovingRow<Source> missing_;
   std::int32_t missing_token_ = -1;
@@ -350,8 +352,8 @@ class SetGather {
 };
 
 /// Adds a block's sums to those of the launch; the last block tells the host and clears them.
-__device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums]) {
-  HotTotals& totals = *gather.totals;
+__device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kSums]) {
+  RowCacheTotals& totals = *gather.totals;
   unsigned long long* const all[kSums] = {
       &totals.selected,     &totals.resident,    &totals.fetched,    &totals.hits,
       &totals.misses,       &totals.evictions,   &totals.admissions, &totals.ahead,
@@ -364,11 +366,11 @@ __device__ void add_sums(const HotGather& gather, const unsigned (&sums)[kSums])
   if (atomicAdd(&totals.blocks_done, 1U) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
   __threadfence();
   StepFlags& flags = *gather.flags;
-  std::uint64_t* const counters[kSums] = {&flags.rows_selected,     &flags.rows_resident,
-                                          &flags.rows_fetched_host, &flags.hot_hits,
-                                          &flags.hot_misses,        &flags.hot_evictions,
-                                          &flags.hot_admissions,    &flags.rows_ahead,
-                                          &flags.rows_ahead_useful, &flags.rows_ahead_wasted};
+  std::uint64_t* const counters[kSums] = {&flags.rows_selected,        &flags.rows_resident,
+                                          &flags.rows_fetched_host,    &flags.row_cache_hits,
+                                          &flags.row_cache_misses,     &flags.row_cache_evictions,
+                                          &flags.row_cache_admissions, &flags.rows_ahead,
+                                          &flags.rows_ahead_useful,    &flags.rows_ahead_wasted};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) cuda::raise(counters[i], atomicExch(all[i], 0ULL));
   totals.blocks_done = 0;
@@ -382,8 +384,8 @@ __device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads)
 /// `kWarps` sets. Where rows are placed its registers leave room for the blocks that attend.
 template <typename Rows, Found kFound>
 __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
-    gather_hot_rows_kernel(const __grid_constant__ KvGeometry geometry,
-                           const __grid_constant__ HotGather gather) {
+    gather_cached_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                              const __grid_constant__ RowCacheGather gather) {
   __shared__ Tile tile;
   __shared__ unsigned sums[kSums];
   if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
@@ -424,11 +426,12 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
 }
 
 template <typename Rows>
-void launch_gather(void* stream, const KvGeometry& geometry, const HotGather& gather, dim3 grid) {
+void launch_gather(void* stream, const KvGeometry& geometry, const RowCacheGather& gather,
+                   dim3 grid) {
   const bool placed = gather.places.lists != nullptr;
-  const auto kernel = gather.ahead ? gather_hot_rows_kernel<Rows, Found::kStays>
-                      : placed     ? gather_hot_rows_kernel<Rows, Found::kPlaced>
-                                   : gather_hot_rows_kernel<Rows, Found::kCopied>;
+  const auto kernel = gather.ahead ? gather_cached_rows_kernel<Rows, Found::kStays>
+                      : placed     ? gather_cached_rows_kernel<Rows, Found::kPlaced>
+                                   : gather_cached_rows_kernel<Rows, Found::kCopied>;
   if (placed) {
     // Else an SM would begin with less shared memory than the blocks that attend need beside it.
     KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -439,10 +442,11 @@ void launch_gather(void* stream, const KvGeometry& geometry, const HotGather& ga
 
 /// A thread per slot, a warp per set.
 __global__ void __launch_bounds__(kForgetThreads)
-    forget_hot_rows_kernel(const __grid_constant__ HotForget forget, std::int64_t num_sets) {
+    forget_cached_rows_kernel(const __grid_constant__ RowCacheForget forget,
+                              std::int64_t num_sets) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kForgetThreads + threadIdx.x;
   if (i / kSetWays >= num_sets) return;
-  HotSet& set = forget.hot.sets[i / kSetWays];
+  RowCacheSet& set = forget.row_cache.sets[i / kSetWays];
   const unsigned way = threadIdx.x % kWarp;
   const std::int32_t token = set.tokens[way];
   const bool goes = token >= 0 && token >= forget.length;
@@ -457,14 +461,14 @@ __global__ void __launch_bounds__(kForgetThreads)
 
 namespace cuda {
 
-void forget_hot_rows(void* stream, const HotForget& forget, std::int64_t num_sets) {
+void forget_cached_rows(void* stream, const RowCacheForget& forget, std::int64_t num_sets) {
   const std::int64_t blocks = (num_sets * kSetWays + kForgetThreads - 1) / kForgetThreads;
-  forget_hot_rows_kernel<<<static_cast<unsigned>(blocks), kForgetThreads, 0, stream_of(stream)>>>(
-      forget, num_sets);
+  forget_cached_rows_kernel<<<static_cast<unsigned>(blocks), kForgetThreads, 0,
+                              stream_of(stream)>>>(forget, num_sets);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
-void gather_hot_rows(void* stream, const KvGeometry& geometry, const HotGather& gather) {
+void gather_cached_rows(void* stream, const KvGeometry& geometry, const RowCacheGather& gather) {
   if (gather.rows.count == 0) return;
   const auto sets = static_cast<unsigned>(gather.shape.num_sets);
   const dim3 grid((sets + kWarps - 1) / kWarps, static_cast<unsigned>(geometry.kv_heads),

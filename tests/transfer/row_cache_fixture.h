@@ -1,8 +1,8 @@
 #pragma once
 
-#include "hot_set_model.h"
+#include "row_cache_set_model.h"
 #include "rows_fixture.h"
-#include "transfer/hot_rows.h"
+#include "transfer/row_cache.h"
 
 #include <gtest/gtest.h>
 
@@ -14,13 +14,13 @@
 
 namespace kvtier::transfer {
 
-/// A sequence whose rows are made of (token, head, how often the token was written), with hot rows
-/// and the plain model of them.
-struct HotSequence {
+/// A sequence whose rows are made of (token, head, how often the token was written), with a row
+/// cache and the plain model of them.
+struct CachedSequence {
   SequenceUnderTest s;
   std::vector<int> written;  ///< Per token.
-  Buffer memory;             ///< None: no hot rows are kept.
-  HotRows hot;
+  Buffer memory;             ///< None: no row cache is kept.
+  RowCache row_cache;
   std::vector<std::vector<ModelSet>> model;  ///< Per head and set.
 };
 
@@ -30,22 +30,24 @@ struct QueryIds {
   std::vector<std::vector<std::uint16_t>> masks;  ///< Of the query heads that chose each.
 };
 
-class HotRowsTest : public RowsTest {
+class RowCacheTest : public RowsTest {
  protected:
   void SetUp() override {
     RowsTest::SetUp();
     if (IsSkipped()) return;
-    totals_ = device_->allocate(Space::kDevice, sizeof(HotTotals));
+    totals_ = device_->allocate(Space::kDevice, sizeof(RowCacheTotals));
     stream_->fill(totals_.data(), 0, totals_.bytes());
   }
 
-  static std::uint16_t element(const HotSequence& sequence, std::int64_t token, int head, int i) {
+  static std::uint16_t element(const CachedSequence& sequence, std::int64_t token, int head,
+                               int i) {
     const int version = sequence.written[static_cast<std::size_t>(token)];
     return static_cast<std::uint16_t>(token * 31 + head * 7 + version * 101 + i % 5);
   }
 
-  HotSequence make(const KvGeometry& g, std::int64_t length, const HotShape& shape, bool keeps) {
-    HotSequence sequence;
+  CachedSequence make(const KvGeometry& g, std::int64_t length, const RowCacheShape& shape,
+                      bool keeps) {
+    CachedSequence sequence;
     sequence.s = make_sequence(g, length);
     sequence.written.assign(static_cast<std::size_t>(length), 0);
     sequence.s.expected.length = length;
@@ -55,9 +57,9 @@ class HotRowsTest : public RowsTest {
     stream_->copy({&run, 1});
     stream_->synchronize();
     if (!keeps) return sequence;
-    sequence.memory = allocate<std::byte>(hot_rows_bytes(g, shape.num_sets));
-    sequence.hot = hot_rows_in(g, shape.num_sets, sequence.memory.data());
-    clear_hot_rows(*stream_, g, shape.num_sets, sequence.hot);
+    sequence.memory = allocate<std::byte>(row_cache_bytes(g, shape.num_sets));
+    sequence.row_cache = row_cache_in(g, shape.num_sets, sequence.memory.data());
+    clear_row_cache(*stream_, g, shape.num_sets, sequence.row_cache);
     sequence.model.assign(
         static_cast<std::size_t>(g.kv_heads),
         std::vector<ModelSet>(static_cast<std::size_t>(shape.num_sets), ModelSet(shape.policy)));
@@ -65,7 +67,7 @@ class HotRowsTest : public RowsTest {
   }
 
   /// Writes the rows of the tokens from `begin` on anew, where they are read.
-  void write(const KvGeometry& g, HotSequence& sequence, std::int64_t begin) {
+  void write(const KvGeometry& g, CachedSequence& sequence, std::int64_t begin) {
     stream_->synchronize();  // no gather reads any more
     const int elements = 2 * g.head_dim;
     std::vector<std::uint16_t> row(static_cast<std::size_t>(elements));
@@ -121,11 +123,11 @@ class HotRowsTest : public RowsTest {
   /// How rows are asked for.
   enum class Way { kStaged, kPlaced, kAhead };
 
-  /// Tells for each (query, head), in order, which entries of its list are hot.
+  /// Tells for each (query, head), in order, which entries of its list are cached.
   using Found = std::vector<std::vector<bool>>;
 
   /// What a gather does to the model of one head, and what it counts.
-  static void expect_head(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
+  static void expect_head(const KvGeometry& g, CachedSequence& sequence, const RowCacheShape& shape,
                           int number, int head, const std::vector<QueryIds>& queries,
                           std::size_t staged, bool ahead, StepFlags& expected, Found& found) {
     struct Use {
@@ -141,8 +143,8 @@ class HotRowsTest : public RowsTest {
     for (std::size_t q = 0; q < queries.size(); ++q) {
       const QueryIds& query = queries[q];
       if (query.sequence != number) continue;
-      std::vector<bool>& hot = found[q * static_cast<std::size_t>(g.kv_heads) + h];
-      hot.assign(query.ids[h].size(), false);
+      std::vector<bool>& cached = found[q * static_cast<std::size_t>(g.kv_heads) + h];
+      cached.assign(query.ids[h].size(), false);
       if (!ahead) expected.rows_selected += query.ids[h].size();
       for (std::size_t i = 0; i < query.ids[h].size() && (ahead || i < staged); ++i) {
         const std::int32_t token = query.ids[h][i];
@@ -151,17 +153,17 @@ class HotRowsTest : public RowsTest {
           if (!ahead) ++expected.rows_resident;
           continue;
         }
-        const auto set = static_cast<std::size_t>(hot_set(token, shape.num_sets));
+        const auto set = static_cast<std::size_t>(row_cache_set(token, shape.num_sets));
         if (keeps && sequence.model[h][set].find(token, heads)) {
           if (ahead) continue;
-          hot[i] = true;
+          cached[i] = true;
           ++expected.rows_resident;
-          ++expected.hot_hits;
+          ++expected.row_cache_hits;
           continue;
         }
         if (!ahead) ++expected.rows_fetched_host;
         if (!keeps) continue;
-        if (!ahead) ++expected.hot_misses;
+        if (!ahead) ++expected.row_cache_misses;
         if (missing[set].size() < kSetWays) missing[set].push_back({token, heads});
       }
     }
@@ -174,18 +176,18 @@ class HotRowsTest : public RowsTest {
       for (const Use& use : missing[set]) {
         const std::vector<std::int32_t> there = model.tokens();
         if (std::find(there.begin(), there.end(), use.token) != there.end()) continue;
-        HotChange change;
+        RowCacheChange change;
         const bool kept = model.admit(use.token, use.heads, change).has_value();
-        if (kept) ++(ahead ? expected.rows_ahead : expected.hot_admissions);
-        if (change.evicts) ++expected.hot_evictions;
+        if (kept) ++(ahead ? expected.rows_ahead : expected.row_cache_admissions);
+        if (change.evicts) ++expected.row_cache_evictions;
         if (change.wastes) ++expected.rows_ahead_wasted;
       }
     }
   }
 
-  void check_gather(const KvGeometry& g, std::vector<HotSequence>& sequences, const HotShape& shape,
-                    const std::vector<QueryIds>& queries, std::int64_t capacity,
-                    std::int64_t staged_capacity, Way way = Way::kStaged) {
+  void check_gather(const KvGeometry& g, std::vector<CachedSequence>& sequences,
+                    const RowCacheShape& shape, const std::vector<QueryIds>& queries,
+                    std::int64_t capacity, std::int64_t staged_capacity, Way way = Way::kStaged) {
     const bool ahead = way == Way::kAhead;
     const auto heads = static_cast<std::size_t>(g.kv_heads);
     const auto cap = static_cast<std::size_t>(capacity);
@@ -194,26 +196,26 @@ class HotRowsTest : public RowsTest {
     std::vector<std::int32_t> ids(queries.size() * heads * cap, -7), counts;
     std::vector<std::uint16_t> masks(ids.size(), 0x5555);
     std::vector<std::uint16_t> staging(queries.size() * heads * staged_cap * row, kUnwritten);
-    HotGather gather;
+    RowCacheGather gather;
     gather.shape = shape;
     gather.ahead = ahead;
-    gather.totals = totals_.as<HotTotals>();
+    gather.totals = totals_.as<RowCacheTotals>();
     gather.flags = make_flags();
-    for (const HotSequence& sequence : sequences) {
+    for (const CachedSequence& sequence : sequences) {
       gather.sequences.push(sequence.s.view);
-      gather.hot.push(sequence.hot);
+      gather.row_cache.push(sequence.row_cache);
     }
     StepFlags expected;
-    Found hot(queries.size() * heads);
+    Found cached(queries.size() * heads);
     for (std::size_t s = 0; s < sequences.size(); ++s) {
       for (int head = 0; head < g.kv_heads; ++head) {
         expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap, ahead,
-                    expected, hot);
+                    expected, cached);
       }
     }
     for (std::size_t q = 0; q < queries.size(); ++q) {
       gather.rows.push({.sequence = queries[q].sequence});
-      const HotSequence& sequence = sequences[static_cast<std::size_t>(queries[q].sequence)];
+      const CachedSequence& sequence = sequences[static_cast<std::size_t>(queries[q].sequence)];
       for (std::size_t h = 0; h < heads; ++h) {
         const std::size_t list = q * heads + h;
         const std::vector<std::int32_t>& chosen = queries[q].ids[h];
@@ -221,7 +223,7 @@ class HotRowsTest : public RowsTest {
         std::copy(queries[q].masks[h].begin(), queries[q].masks[h].end(), &masks[list * cap]);
         counts.push_back(static_cast<std::int32_t>(chosen.size()));
         for (std::size_t i = 0; i < std::min(chosen.size(), staged_cap); ++i) {
-          if (way == Way::kPlaced && hot[list][i]) continue;  // it stays in its slot
+          if (way == Way::kPlaced && cached[list][i]) continue;  // it stays in its slot
           for (std::size_t e = 0; e < row; ++e) {
             staging[(list * staged_cap + i) * row + e] =
                 element(sequence, chosen[i], static_cast<int>(h), static_cast<int>(e));
@@ -238,41 +240,42 @@ class HotRowsTest : public RowsTest {
                         .staged = staged.data(),
                         .staged_capacity = staged_capacity};
     const auto num_rows = static_cast<std::int64_t>(queries.size());
-    const std::size_t place_bytes = hot_places_bytes(g, num_rows, staged_capacity);
+    const std::size_t place_bytes = row_cache_places_bytes(g, num_rows, staged_capacity);
     const Buffer places = allocate<std::byte>(place_bytes);
     stream_->fill(places.data(), 0, place_bytes);
     stream_->synchronize();
     if (way == Way::kPlaced) {
-      gather.places = hot_places_in(g, num_rows, staged_capacity, places.data());
+      gather.places = row_cache_places_in(g, num_rows, staged_capacity, places.data());
     }
 
-    gather_hot_rows(*stream_, g, gather);
+    gather_cached_rows(*stream_, g, gather);
 
     EXPECT_EQ(download<std::uint16_t>(staged.data(), staging.size()), staging);
     const StepFlags& found = *gather.flags;
     EXPECT_EQ(found.rows_selected, expected.rows_selected);
     EXPECT_EQ(found.rows_resident, expected.rows_resident);
     EXPECT_EQ(found.rows_fetched_host, expected.rows_fetched_host);
-    EXPECT_EQ(found.hot_hits, expected.hot_hits);
-    EXPECT_EQ(found.hot_misses, expected.hot_misses);
-    EXPECT_EQ(found.hot_admissions, expected.hot_admissions);
-    EXPECT_EQ(found.hot_evictions, expected.hot_evictions);
+    EXPECT_EQ(found.row_cache_hits, expected.row_cache_hits);
+    EXPECT_EQ(found.row_cache_misses, expected.row_cache_misses);
+    EXPECT_EQ(found.row_cache_admissions, expected.row_cache_admissions);
+    EXPECT_EQ(found.row_cache_evictions, expected.row_cache_evictions);
     EXPECT_EQ(found.rows_ahead, expected.rows_ahead);
     EXPECT_EQ(found.rows_ahead_useful, expected.rows_ahead_useful);
     EXPECT_EQ(found.rows_ahead_wasted, expected.rows_ahead_wasted);
     came_ahead_ += found.rows_ahead;
     useful_ += found.rows_ahead_useful;
     wasted_ += found.rows_ahead_wasted;
-    hits_ += found.hot_hits;
-    evictions_ += found.hot_evictions;
-    for (const HotSequence& sequence : sequences) expect_sets(sequence, shape);
-    if (way == Way::kPlaced) expect_places(g, sequences, queries, gather.places, staged_cap, hot);
+    hits_ += found.row_cache_hits;
+    evictions_ += found.row_cache_evictions;
+    for (const CachedSequence& sequence : sequences) expect_sets(sequence, shape);
+    if (way == Way::kPlaced)
+      expect_places(g, sequences, queries, gather.places, staged_cap, cached);
   }
 
-  /// Rows that are hot come first, in slots that hold them; the others are staged.
-  void expect_places(const KvGeometry& g, const std::vector<HotSequence>& sequences,
-                     const std::vector<QueryIds>& queries, const HotPlaces& places,
-                     std::size_t staged, const Found& hot) {
+  /// Rows that are cached come first, in slots that hold them; the others are staged.
+  void expect_places(const KvGeometry& g, const std::vector<CachedSequence>& sequences,
+                     const std::vector<QueryIds>& queries, const RowCachePlaces& places,
+                     std::size_t staged, const Found& cached) {
     const auto heads = static_cast<std::size_t>(g.kv_heads);
     const auto elements = static_cast<std::size_t>(g.row_bytes() / 2);
     const auto lists = download<PlacedList>(places.lists, queries.size() * heads);
@@ -281,24 +284,24 @@ class HotRowsTest : public RowsTest {
     for (std::size_t list = 0; list < lists.size(); ++list) {
       SCOPED_TRACE("list " + std::to_string(list));
       const QueryIds& query = queries[list / heads];
-      const HotSequence& sequence = sequences[static_cast<std::size_t>(query.sequence)];
+      const CachedSequence& sequence = sequences[static_cast<std::size_t>(query.sequence)];
       const std::vector<std::int32_t>& ids = query.ids[list % heads];
       const std::size_t count = std::min(ids.size(), staged);
       std::vector<std::size_t> order;
       for (std::size_t i = 0; i < count; ++i) {
-        if (hot[list][i]) order.push_back(i);
+        if (cached[list][i]) order.push_back(i);
       }
       EXPECT_EQ(lists[list].known, 1U);
       ASSERT_EQ(lists[list].num_found, static_cast<int>(order.size()));
       EXPECT_EQ(lists[list].slots == nullptr, sequence.memory.data() == nullptr);
       for (std::size_t i = count; i-- > 0;) {
-        if (!hot[list][i]) order.push_back(i);
+        if (!cached[list][i]) order.push_back(i);
       }
       const auto found = download<RowPlace>(places.places + list * staged, count);
       for (std::size_t i = 0; i < count; ++i) {
         const std::size_t entry = order[i];
         EXPECT_EQ(found[i].head_mask, query.masks[list % heads][entry]);
-        if (!hot[list][entry]) {
+        if (!cached[list][entry]) {
           EXPECT_EQ(found[i].at, -1 - static_cast<std::int32_t>(entry));
           continue;
         }
@@ -312,10 +315,10 @@ class HotRowsTest : public RowsTest {
     }
   }
 
-  void expect_sets(const HotSequence& sequence, const HotShape& shape) {
+  void expect_sets(const CachedSequence& sequence, const RowCacheShape& shape) {
     for (std::size_t head = 0; head < sequence.model.size(); ++head) {
       const auto sets = static_cast<std::size_t>(shape.num_sets);
-      const auto found = download<HotSet>(sequence.hot.sets + head * sets, sets);
+      const auto found = download<RowCacheSet>(sequence.row_cache.sets + head * sets, sets);
       for (std::size_t i = 0; i < sets; ++i) {
         const std::vector<std::int32_t> tokens(std::begin(found[i].tokens),
                                                std::end(found[i].tokens));
@@ -324,12 +327,14 @@ class HotRowsTest : public RowsTest {
     }
   }
 
-  void forget(const KvGeometry& g, HotSequence& sequence, const HotShape& shape,
+  void forget(const KvGeometry& g, CachedSequence& sequence, const RowCacheShape& shape,
               std::int64_t length) {
     StepFlags* const flags = make_flags();
-    forget_hot_rows(
-        *stream_, g,
-        {.hot = sequence.hot, .num_sets = shape.num_sets, .length = length, .flags = flags});
+    forget_cached_rows(*stream_, g,
+                       {.row_cache = sequence.row_cache,
+                        .num_sets = shape.num_sets,
+                        .length = length,
+                        .flags = flags});
     stream_->synchronize();
     std::uint64_t wasted = 0;
     for (std::vector<ModelSet>& sets : sequence.model) {

@@ -1,6 +1,6 @@
-#include "transfer/hot_set.h"
+#include "transfer/row_cache_set.h"
 
-#include "hot_set_model.h"
+#include "row_cache_set_model.h"
 #include "support/model_calls.h"
 
 #include <gtest/gtest.h>
@@ -14,13 +14,13 @@
 namespace kvtier::transfer {
 namespace {
 
-HotSet empty_set() {
-  HotSet set;
+RowCacheSet empty_set() {
+  RowCacheSet set;
   std::memset(&set, kEmptySetByte, sizeof(set));
   return set;
 }
 
-std::vector<std::int32_t> tokens_of(const HotSet& set) {
+std::vector<std::int32_t> tokens_of(const RowCacheSet& set) {
   return {std::begin(set.tokens), std::end(set.tokens)};
 }
 
@@ -40,15 +40,16 @@ std::vector<Use> random_step(std::mt19937& random) {
   return step;
 }
 
-TEST(HotSet, ChoosesAsThePlainModelDoes) {
+TEST(RowCacheSet, ChoosesAsThePlainModelDoes) {
   constexpr int kSeeds = 20;
   const int num_steps = testing::num_model_calls(2'000) / kSeeds;  // of a policy
-  for (const HotPolicy policy : {HotPolicy::kClock, HotPolicy::kLru, HotPolicy::kScore}) {
+  for (const RowCachePolicy policy :
+       {RowCachePolicy::kClock, RowCachePolicy::kLru, RowCachePolicy::kScore}) {
     for (unsigned seed = 0; seed < kSeeds; ++seed) {
       SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + ", seed " +
                    std::to_string(seed));
       std::mt19937 random(seed);
-      HotSet set = empty_set();
+      RowCacheSet set = empty_set();
       ModelSet model(policy);
       int evictions = 0, came_ahead = 0, useful = 0, wasted = 0;
       for (int i = 0; i < num_steps; ++i) {
@@ -67,7 +68,7 @@ TEST(HotSet, ChoosesAsThePlainModelDoes) {
           useful += now;
         }
         for (const Use& use : missing) {
-          HotChange change, model_change;
+          RowCacheChange change, model_change;
           const int way = open.admit(policy, use.token, use.heads, change);
           ASSERT_EQ(way, model.admit(use.token, use.heads, model_change).value_or(-1));
           ASSERT_EQ(change.evicts, model_change.evicts);
@@ -85,72 +86,72 @@ TEST(HotSet, ChoosesAsThePlainModelDoes) {
   }
 }
 
-TEST(HotSet, GivesUpNoRowThatTheStepUses) {
-  HotSet set = empty_set();
+TEST(RowCacheSet, GivesUpNoRowThatTheStepUses) {
+  RowCacheSet set = empty_set();
   std::vector<std::int32_t> first;
-  HotChange change;
+  RowCacheChange change;
   {
     OpenSet open(set);
     for (std::int32_t token = 0; token < kSetWays; ++token) {
-      first.push_back(open.admit(HotPolicy::kLru, token, 1, change));
+      first.push_back(open.admit(RowCachePolicy::kLru, token, 1, change));
       EXPECT_FALSE(change.evicts);
     }
-    EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, change), -1);
+    EXPECT_EQ(open.admit(RowCachePolicy::kLru, 100, 1, change), -1);
   }
   OpenSet open(set);
   for (std::int32_t token = 0; token + 1 < kSetWays; ++token) {
     EXPECT_EQ(open.find(token, 1), first[static_cast<std::size_t>(token)]);
   }
-  EXPECT_EQ(open.admit(HotPolicy::kLru, 100, 1, change), first.back());
+  EXPECT_EQ(open.admit(RowCachePolicy::kLru, 100, 1, change), first.back());
   EXPECT_TRUE(change.evicts);
-  EXPECT_EQ(open.admit(HotPolicy::kLru, 101, 1, change), -1);
+  EXPECT_EQ(open.admit(RowCachePolicy::kLru, 101, 1, change), -1);
 }
 
-TEST(HotSet, RowsThatComeAheadTakeNoPlaceOfTheLastStep) {
-  HotSet set = empty_set();
-  HotChange change;
+TEST(RowCacheSet, RowsThatComeAheadTakeNoPlaceOfTheLastStep) {
+  RowCacheSet set = empty_set();
+  RowCacheChange change;
   int place = -1;  // of token 7
   {
     OpenSet open(set);
     for (std::int32_t token = 0; token < kSetWays; ++token) {
-      const int way = open.admit(HotPolicy::kScore, token, 4, change);
+      const int way = open.admit(RowCachePolicy::kScore, token, 4, change);
       if (token == 7) place = way;
     }
   }
-  EXPECT_EQ(OpenSet(set, true).admit(HotPolicy::kScore, 100, 16, change), -1);
+  EXPECT_EQ(OpenSet(set, true).admit(RowCachePolicy::kScore, 100, 16, change), -1);
   {
     OpenSet open(set);
     for (std::int32_t token = 0; token < kSetWays; ++token) {
       if (token != 7) (void)open.find(token, 1);
     }
-    (void)open.count_uses(HotPolicy::kScore);
+    (void)open.count_uses(RowCachePolicy::kScore);
   }
   const std::uint32_t hand = set.hand;
   {
     OpenSet open(set, true);
-    EXPECT_EQ(open.admit(HotPolicy::kScore, 100, 2, change), place);
+    EXPECT_EQ(open.admit(RowCachePolicy::kScore, 100, 2, change), place);
     EXPECT_TRUE(change.evicts);
     EXPECT_FALSE(change.wastes);
-    EXPECT_EQ(open.admit(HotPolicy::kScore, 101, 16, change), -1) << "100 is wanted as well";
+    EXPECT_EQ(open.admit(RowCachePolicy::kScore, 101, 16, change), -1) << "100 is wanted as well";
   }
-  EXPECT_EQ(OpenSet(set, true).admit(HotPolicy::kScore, 102, 1, change), place);
+  EXPECT_EQ(OpenSet(set, true).admit(RowCachePolicy::kScore, 102, 1, change), place);
   EXPECT_TRUE(change.wastes);
   EXPECT_EQ(set.hand, hand);
   {
     OpenSet open(set);
     EXPECT_EQ(open.find(102, 1), place);
-    EXPECT_EQ(open.count_uses(HotPolicy::kScore), 1);
+    EXPECT_EQ(open.count_uses(RowCachePolicy::kScore), 1);
   }
   OpenSet open(set);
   EXPECT_EQ(open.find(102, 1), place);
-  EXPECT_EQ(open.count_uses(HotPolicy::kScore), 0);
+  EXPECT_EQ(open.count_uses(RowCachePolicy::kScore), 0);
 }
 
-TEST(HotSet, TokensSpreadOverAllSets) {
+TEST(RowCacheSet, TokensSpreadOverAllSets) {
   for (const int num_sets : {1, 3, 128, 2047}) {
     std::vector<int> counts(static_cast<std::size_t>(num_sets));
     for (std::int32_t token = 0; token < 64 * num_sets; ++token) {
-      const int set = hot_set(token, num_sets);
+      const int set = row_cache_set(token, num_sets);
       ASSERT_GE(set, 0);
       ASSERT_LT(set, num_sets);
       ++counts[static_cast<std::size_t>(set)];
@@ -158,9 +159,9 @@ TEST(HotSet, TokensSpreadOverAllSets) {
     EXPECT_GT(*std::min_element(counts.begin(), counts.end()), 48);
     EXPECT_LT(*std::max_element(counts.begin(), counts.end()), 80);
   }
-  EXPECT_EQ(hot_sets(1), 1);
-  EXPECT_EQ(hot_sets(32), 1);
-  EXPECT_EQ(hot_sets(33), 2);
+  EXPECT_EQ(row_cache_sets(1), 1);
+  EXPECT_EQ(row_cache_sets(32), 1);
+  EXPECT_EQ(row_cache_sets(33), 2);
 }
 
 }  // namespace

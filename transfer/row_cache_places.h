@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-/// Where attention finds the selected rows of sequences that have hot rows: those that were found
-/// in their slots, the others in the staging area, as they come over the link. On CUDA only.
+/// Where attention finds the selected rows of sequences that have cached rows: those that were
+/// found in their slots, the others in the staging area, as they come over the link. On CUDA only.
 namespace kvtier::transfer {
 
 /// Where a gather has found a selected row.
@@ -34,7 +34,7 @@ struct PlacedList {
 /// The places of the staged entries of a launch, in device memory. Those of a list are in another
 /// order than its ids: rows found, ascending, then the others, descending. `lists` null: there are
 /// none, all rows are staged.
-struct HotPlaces {
+struct RowCachePlaces {
   PlacedList* lists = nullptr;       ///< `[rows, kv_heads]`
   RowPlace* places = nullptr;        ///< `[rows, kv_heads, staged_capacity]`
   FoundRow* unordered = nullptr;     ///< Of each entry of the selection, within a gather.
@@ -42,10 +42,10 @@ struct HotPlaces {
 };
 
 /// Returns the bytes that the places of `rows` query rows take, to be zero before the first gather.
-[[nodiscard]] std::size_t hot_places_bytes(const KvGeometry& geometry, std::int64_t rows,
-                                           std::int64_t staged_capacity);
+[[nodiscard]] std::size_t row_cache_places_bytes(const KvGeometry& geometry, std::int64_t rows,
+                                                 std::int64_t staged_capacity);
 /// Returns the places in such memory, aligned to 256 bytes.
-[[nodiscard]] HotPlaces hot_places_in(const KvGeometry& geometry, std::int64_t rows,
-                                      std::int64_t staged_capacity, std::byte* memory);
+[[nodiscard]] RowCachePlaces row_cache_places_in(const KvGeometry& geometry, std::int64_t rows,
+                                                 std::int64_t staged_capacity, std::byte* memory);
 
 }  // namespace kvtier::transfer

@@ -9,20 +9,20 @@
 #include <cstddef>
 #include <cstdint>
 
-/// Rows in the registers of a warp, on their way to and from slots of hot rows, for `*_cuda.*`
+/// Rows in the registers of a warp, on their way to and from slots of the row cache, for `*_cuda.*`
 /// files only.
 namespace kvtier::transfer::cuda {
 
 inline constexpr int kWarpLanes = 32;
 
-/// Rows that a warp has on the way at a time, hot ones and beside them fetched ones: of the common
-/// size as many as it mostly has of 2,048 in 128 sets, so that nothing is asked for after something
-/// else has come; elsewhere what fits in registers.
+/// Rows that a warp has on the way at a time, cached ones and beside them fetched ones: of the
+/// common size as many as it mostly has of 2,048 in 128 sets, so that nothing is asked for after
+/// something else has come; elsewhere what fits in registers.
 template <int HeadDim>
-constexpr int kHotFlight = HeadDim == 64    ? 32
-                           : HeadDim == 96  ? 12
-                           : HeadDim == 128 ? 16
-                                            : 4;
+constexpr int kCachedFlight = HeadDim == 64    ? 32
+                              : HeadDim == 96  ? 12
+                              : HeadDim == 128 ? 16
+                                               : 4;
 template <int HeadDim>
 constexpr int kFetchFlight = HeadDim == 64    ? 16
                              : HeadDim == 128 ? 8
@@ -99,7 +99,7 @@ class Flight {
 template <int HeadDim>
 struct PlainRows {
   using Source = const std::byte*;
-  using HotFlight = Flight<HeadDim, kHotFlight<HeadDim>>;
+  using CachedFlight = Flight<HeadDim, kCachedFlight<HeadDim>>;
   using FetchFlight = Flight<HeadDim, kFetchFlight<HeadDim>>;
 
   static __device__ Source in_slot(const std::byte* slot) { return slot; }
@@ -113,7 +113,7 @@ struct PlainRows {
 template <int HeadDim>
 struct Float8Rows {
   using Source = RowSource;
-  using HotFlight = Float8Flight<HeadDim, 4>;
+  using CachedFlight = Float8Flight<HeadDim, 4>;
   using FetchFlight = Float8Flight<HeadDim, 2>;
 
   static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
