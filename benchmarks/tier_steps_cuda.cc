@@ -240,7 +240,7 @@ void bench_resident_step(Run& run, const StepCase& given) {
                    {"bare_us", middle(bare_us_of)},
                    {"called_over_bare", middle(called)},
                    {"called_us", middle(called_us_of)},
-                   {"pages_spilled", with.stats().cumulative.pages_spilled}};
+                   {"pages_evicted", with.stats().cumulative.pages_evicted}};
   run.add("resident_step", step_parameters(step, 1),
           {.median = us, .min = full_us_of.front(), .max = full_us_of.back()}, measured);
 }

@@ -15,7 +15,7 @@ namespace kvtier::runtime {
 namespace {
 
 /// Frames that an append needs for the part-filled last page: one if it is shared, for the copy,
-/// and one if it may be away or go.
+/// and one if it may be evicted or go.
 std::int64_t tail_frames(const PagePool& pool, const LayerState& state, std::int64_t page_tokens) {
   if (state.length % page_tokens == 0) return 0;
   const std::int64_t i = state.length / page_tokens;

@@ -57,29 +57,30 @@ void fail_too_many(const EngineState& engine, std::size_t needed) {
                   "belong to captured graphs");
 }
 
-bool bring_in_all(transfer::Stream& stream, EngineState& engine, std::span<LayerState> layers) {
+bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
+                         std::span<LayerState> layers) {
   if (engine.page_pool == nullptr) return true;
   std::vector<std::byte*> pages;
   for (const LayerState& layer : layers) {
     for (std::int64_t i = 0; i < layer.pages.size(); ++i) pages.push_back(layer.pages.frame(i));
   }
-  if (!engine.page_pool->bring_in(stream, pages)) return false;
-  for (LayerState& layer : layers) (void)layer.pages.settle(stream);
+  if (!engine.page_pool->ensure_resident(stream, pages)) return false;
+  for (LayerState& layer : layers) (void)layer.pages.sync_addresses(stream);
   return true;
 }
 
-bool bring_in_tokens(transfer::Stream& stream, EngineState& engine, LayerState& layer,
-                     std::span<const std::int32_t> tokens) {
-  if (layer.pages.settled()) return true;
+bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, LayerState& layer,
+                            std::span<const std::int32_t> tokens) {
+  if (layer.pages.addresses_current()) return true;
   std::vector<std::byte*> pages;
   pages.reserve(tokens.size());
   for (const std::int32_t token : tokens) {
     pages.push_back(layer.pages.frame(token / engine.kv.page_tokens));
   }
   const std::uint64_t before = engine.page_pool->counters().restored;
-  if (!engine.page_pool->bring_in(stream, pages)) return false;
+  if (!engine.page_pool->ensure_resident(stream, pages)) return false;
   if (engine.page_pool->counters().restored != before) ++engine.cold_steps;
-  (void)layer.pages.settle(stream);
+  (void)layer.pages.sync_addresses(stream);
   return true;
 }
 
@@ -87,10 +88,10 @@ ColdLaunch::ColdLaunch(transfer::Stream& stream, EngineState& engine,
                        std::span<LayerState* const> layers, const attention::AttendRequest& request)
     : stream_(stream), engine_(engine), layers_(layers), request_(request) {}
 
-bool ColdLaunch::all_here(transfer::Stream& stream, std::span<LayerState* const> layers) {
-  std::int64_t num_away = 0;
-  for (LayerState* layer : layers) num_away += layer->pages.settle(stream);
-  return num_away == 0;
+bool ColdLaunch::all_resident(transfer::Stream& stream, std::span<LayerState* const> layers) {
+  std::int64_t num_evicted = 0;
+  for (LayerState* layer : layers) num_evicted += layer->pages.sync_addresses(stream);
+  return num_evicted == 0;
 }
 
 void ColdLaunch::read_back(const transfer::SelectionView& selection) {
@@ -115,7 +116,7 @@ void ColdLaunch::read_back(const transfer::SelectionView& selection) {
   read.read();
 }
 
-void ColdLaunch::need(int sequence, std::int64_t begin, std::int64_t end) {
+void ColdLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end) {
   const auto s = static_cast<std::size_t>(sequence);
   begin = std::max<std::int64_t>(begin, request_.kv.sink_capacity);
   if (request_.kv.recent_capacity > 0) end = std::min(end, counters_[s].resident_begin);
@@ -124,18 +125,19 @@ void ColdLaunch::need(int sequence, std::int64_t begin, std::int64_t end) {
   for (std::int64_t page = begin / unit; page <= (end - 1) / unit; ++page) {
     const auto i = static_cast<std::size_t>(page);
     const std::int64_t rows = std::min(end, (page + 1) * unit) - std::max(begin, page * unit);
-    engine_.page_pool->weigh(layers_[s]->pages.frame(page), static_cast<std::uint32_t>(rows));
+    engine_.page_pool->record_rows_read(layers_[s]->pages.frame(page),
+                                        static_cast<std::uint32_t>(rows));
     if (marked_[s][i]) continue;
     marked_[s][i] = true;
     needed_.push_back(layers_[s]->pages.frame(page));
   }
 }
 
-void ColdLaunch::settle() {
-  for (LayerState* layer : layers_) (void)layer->pages.settle(stream_);
+void ColdLaunch::sync_addresses() {
+  for (LayerState* layer : layers_) (void)layer->pages.sync_addresses(stream_);
 }
 
-bool ColdLaunch::bring_in(const transfer::SelectionView& selection) {
+bool ColdLaunch::ensure_resident(const transfer::SelectionView& selection) {
   read_back(selection);
   marked_.clear();
   for (const LayerState* layer : layers_) {
@@ -146,20 +148,20 @@ bool ColdLaunch::bring_in(const transfer::SelectionView& selection) {
     const auto s = static_cast<std::size_t>(row.sequence);
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request_.rule, counters_[s].length, row);
-    need(row.sequence, 0, spans.sink_end);
-    need(row.sequence, spans.tail_begin, spans.visible);
+    add_needed(row.sequence, 0, spans.sink_end);
+    add_needed(row.sequence, spans.tail_begin, spans.visible);
     for (int head = 0; selection.ids != nullptr && head < request_.kv.kv_heads; ++head) {
       for (const std::int32_t id :
            ids_[static_cast<std::size_t>(r * request_.kv.kv_heads + head)]) {
-        need(row.sequence, id, id + 1);
+        add_needed(row.sequence, id, id + 1);
       }
     }
   }
   if (engine_.read_ahead != nullptr) remember();
   const std::uint64_t before = engine_.page_pool->counters().restored;
-  const bool together = engine_.page_pool->bring_in(stream_, needed_);
+  const bool together = engine_.page_pool->ensure_resident(stream_, needed_);
   if (!together || engine_.page_pool->counters().restored != before) ++engine_.cold_steps;
-  settle();
+  sync_addresses();
   return together;
 }
 
@@ -176,25 +178,25 @@ void ColdLaunch::remember() {
 bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   needed_.clear();
   for (auto& marks : marked_) std::fill(marks.begin(), marks.end(), false);
-  for (const std::int64_t token : tokens) need(sequence, token, token + 1);
+  for (const std::int64_t token : tokens) add_needed(sequence, token, token + 1);
   // Others cannot go on: the workspace has what is attended to.
-  if (!engine_.page_pool->bring_in(stream_, needed_, /*keep_turn=*/true)) {
+  if (!engine_.page_pool->ensure_resident(stream_, needed_, /*keep_lock=*/true)) {
     if (tokens.size() == 1) fail_too_many(engine_, 1);
     return false;
   }
-  settle();
+  sync_addresses();
   engine_.wait(stream_);
   return true;
 }
 
-void bring_in_always(transfer::Stream& stream, EngineState& engine,
-                     std::span<LayerState* const> layers, const transfer::SpanRule& rule,
-                     const transfer::QueryBatch& rows) {
-  if (ColdLaunch::all_here(stream, layers)) return;
+void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
+                            std::span<LayerState* const> layers, const transfer::SpanRule& rule,
+                            const transfer::QueryBatch& rows) {
+  if (ColdLaunch::all_resident(stream, layers)) return;
   const attention::AttendRequest request{
       .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows, .places = {}};
   ColdLaunch launch(stream, engine, layers, request);
-  if (!launch.bring_in({})) fail_too_many(engine, launch.needed_.size());
+  if (!launch.ensure_resident({})) fail_too_many(engine, launch.needed_.size());
 }
 
 std::size_t ColdLaunch::hold_first(std::span<const ColdWindows::PageIndex> pages) {
@@ -206,11 +208,11 @@ std::size_t ColdLaunch::hold_first(std::span<const ColdWindows::PageIndex> pages
       needed_.push_back(layer.pages.frame(index.page));
     }
     // Others cannot go on: the workspace has what is attended to.
-    if (engine_.page_pool->bring_in(stream_, needed_, /*keep_turn=*/true)) break;
+    if (engine_.page_pool->ensure_resident(stream_, needed_, /*keep_lock=*/true)) break;
     if (count == 1) fail_too_many(engine_, 1);
     count /= 2;
   }
-  settle();
+  sync_addresses();
   return count;
 }
 

@@ -36,7 +36,7 @@ class ColdWindows {
     int bias_heads = 1;
     std::span<const PageIndex> pages;  ///< All that it reads, ascending.
   };
-  /// Makes as many of these pages be here as can be, at least one, until it is asked again.
+  /// Restores as many of these pages as can be resident, at least one, until it is asked again.
   using Hold = std::function<std::size_t(std::span<const PageIndex>)>;
 
   /// `session_flags`: of each sequence, where changed rows are counted.

@@ -310,7 +310,7 @@ std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const 
 void EngineState::add_tier_stats(Stats& stats) const {
   Stats::Cumulative& sum = stats.cumulative;
   const PageTierCounters counted = tiers->counters();
-  sum.pages_spilled = page_pool->counters().spilled;
+  sum.pages_evicted = page_pool->counters().evicted;
   sum.pages_restored = page_pool->counters().restored;
   sum.tier_bytes_written = counted.written * pages->frame_bytes();
   sum.tier_bytes_read = counted.hits * pages->frame_bytes();
@@ -328,7 +328,7 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.pages_ahead_wasted = moved.ahead_wasted;
   stats.snapshot.pages_ahead_waiting = moved.ahead - moved.ahead_useful - moved.ahead_wasted;
   sum.tier_nanoseconds = counted.wait_nanoseconds;
-  stats.snapshot.pages_away = page_pool->num_away();
+  stats.snapshot.pages_in_tiers = page_pool->num_evicted();
   stats.tiers = tiers->uses();
 }
 

@@ -113,10 +113,11 @@ class Piece {
   std::vector<std::byte> rows_;       ///< `[kv_heads, count, row]`
 };
 
-/// Brings in the pages of tokens [first, first + count) of each KV head, or of as many of them as
+/// Restores the pages of tokens [first, first + count) of each KV head, or of as many of them as
 /// can be had at once, and returns how many. Throws `kResourceExhausted` when that is none.
-std::int64_t bring_in_some(EngineState::Turn& turn, EngineState& engine, LayerState& layer,
-                           const TensorView& tokens, std::int64_t first, std::int64_t count) {
+std::int64_t ensure_some_resident(EngineState::Turn& turn, EngineState& engine, LayerState& layer,
+                                  const TensorView& tokens, std::int64_t first,
+                                  std::int64_t count) {
   std::vector<std::int32_t> ids;
   for (;; count /= 2) {
     ids.clear();
@@ -125,7 +126,7 @@ std::int64_t bring_in_some(EngineState::Turn& turn, EngineState& engine, LayerSt
           static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + first;
       for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::max(from[i], 0));
     }
-    if (bring_in_tokens(turn.stream(), engine, layer, ids)) return count;
+    if (ensure_tokens_resident(turn.stream(), engine, layer, ids)) return count;
     if (count == 1) fail_too_many(engine, ids.size());
   }
 }
@@ -144,7 +145,7 @@ void fetch(EngineState::Turn& turn, SessionState& session, int layer, const Tens
   for (std::int64_t first = 0; first < n; first += count) {
     count = std::min(most, n - first);
     if (engine.page_pool != nullptr) {
-      count = bring_in_some(turn, engine, session.layer(layer), tokens, first, count);
+      count = ensure_some_resident(turn, engine, session.layer(layer), tokens, first, count);
     }
     piece.gather(turn, engine, session.layer(layer).view, session.flags(), tokens, first, count);
     if (!rows_were_whole(turn.stream(), session, tries > 0)) {

@@ -63,7 +63,7 @@ class Ring {
 
  private:
   std::vector<Id> pages_;
-  std::vector<std::size_t> places_;  ///< By page, from 1; 0: not here.
+  std::vector<std::size_t> places_;  ///< By page, from 1; 0: not resident.
   std::vector<std::size_t> free_;
 };
 

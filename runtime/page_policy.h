@@ -24,13 +24,13 @@ class PageOrder {
   PageOrder& operator=(const PageOrder&) = delete;
   virtual ~PageOrder() = default;
 
-  /// A page has come to a frame: a new one, or one that was away.
+  /// A page has come to a frame: a new one, or one that was evicted.
   virtual void enter(Id page) = 0;
   /// A call needs `rows` rows of a page, wherever it is.
   virtual void use(Id page, std::uint32_t rows) = 0;
   /// A page has left its frame and may come back.
   virtual void leave(Id page) = 0;
-  /// A page, here or away, is no more; its id may be another's.
+  /// A page, resident or evicted, is no more; its id may be another's.
   virtual void forget(Id page) = 0;
   /// Returns up to `count` pages that may go, the first to go first; all of them, when there are
   /// not as many.

@@ -89,14 +89,14 @@ void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last
       in_frame_[index_of(page.frame)] = nullptr;
       frames.push_back(page.frame);
     } else {
-      --num_away_;
+      --num_evicted_;
     }
     if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
     end_version(page);
     order_->forget(page.version.page);
     update(page, [&] {
       page.frame = nullptr;
-      page.sealed = page.kept = false;
+      page.sealed = page.pinned = false;
     });
     free_pages_.push_back(&page);
   }
@@ -120,23 +120,23 @@ void PagePool::seal(std::byte* name) {
 
 bool PagePool::sealed(const std::byte* page) const { return page_of(page).sealed; }
 
-void PagePool::open(std::byte* name) {
+void PagePool::make_writable(std::byte* name) {
   Page& page = page_of(name);
   assert(page.frame != nullptr && page.holders == 1);
   update(page, [&] { page.sealed = false; });
   end_version(page);
 }
 
-void PagePool::keep(std::byte* name) {
+void PagePool::pin(std::byte* name) {
   Page& page = page_of(name);
   assert(page.frame != nullptr);
-  update(page, [&] { page.kept = true; });
+  update(page, [&] { page.pinned = true; });
 }
 
 bool PagePool::discard(std::byte* name) {
   Page& page = page_of(name);
   if (!page.movable() || !page.stored) return false;
-  leave(page);
+  evict_page(page);
   return true;
 }
 
@@ -156,19 +156,19 @@ std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
   return chosen;
 }
 
-void PagePool::leave(Page& page) {
+void PagePool::evict_page(Page& page) {
   std::byte* const frame = page.frame;
   if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
   order_->leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
   in_frame_[index_of(frame)] = nullptr;
   ++num_moves_;
-  ++num_away_;
-  ++counters_.spilled;
+  ++num_evicted_;
+  ++counters_.evicted;
   FramePool::give_back({&frame, 1}, transfer::Event());
 }
 
-std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
+std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
   refused_ = false;
   if (num_movable_ == 0) return 0;
   waits_.for_work(stream);  // nobody reads or writes a page from here on
@@ -180,7 +180,7 @@ std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
     if (!page->stored) {
       to_write.push_back(page);
     } else if (freed < count) {
-      leave(*page);
+      evict_page(*page);
       ++freed;
     }
   }
@@ -205,7 +205,7 @@ std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
       }
       page.crc = out[i].crc;
       page.stored = true;
-      leave(page);
+      evict_page(page);
       ++freed;
     }
     if (refused_) break;
@@ -213,17 +213,17 @@ std::size_t PagePool::spill(transfer::Stream& stream, std::size_t count) {
   return freed;
 }
 
-std::string PagePool::why_not() const {
+std::string PagePool::eviction_failure_reason() const {
   if (refused_) return "; " + tiers_.describe_refusal();
   return "; " + std::to_string(num_used() - num_movable_) +
          " pages are being written or belong to captured graphs and stay in memory";
 }
 
-void PagePool::weigh(std::byte* page, std::uint32_t rows) { page_of(page).rows += rows; }
+void PagePool::record_rows_read(std::byte* page, std::uint32_t rows) { page_of(page).rows += rows; }
 
-PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
+PagePool::Protected PagePool::protect(std::span<std::byte* const> pages) {
   ++call_;
-  Needed needed;
+  Protected needed;
   for (std::byte* name : pages) {
     Page& page = page_of(name);
     if (page.needed_by == call_) continue;
@@ -233,7 +233,7 @@ PagePool::Needed PagePool::need(std::span<std::byte* const> pages) {
     needed.names.push_back(name);
     if (page.lost) fail_read(1, 0);
     if (page.frame == nullptr) needed.missing.push_back(&page);
-    if (page.frame != nullptr && !page.movable()) ++needed.staying;
+    if (page.frame != nullptr && !page.movable()) ++needed.unmovable;
   }
   return needed;
 }
@@ -242,11 +242,12 @@ std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::siz
   std::vector<std::byte*> frames(count);
   while (!FramePool::take_all(frames, &stream)) {
     const std::size_t have = num_frames() - num_used();
-    if (spill(stream, count - std::min(have, count - 1)) > 0) continue;
+    if (evict(stream, count - std::min(have, count - 1)) > 0) continue;
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(count) +
                     " frames for pages that a call needs, found " + std::to_string(have) + " of " +
-                    std::to_string(num_frames()) + " free (memory.host_bytes)" + why_not());
+                    std::to_string(num_frames()) + " free (memory.host_bytes)" +
+                    eviction_failure_reason());
   }
   return frames;
 }
@@ -288,16 +289,16 @@ bool PagePool::wait_for_lease() {
   return true;
 }
 
-bool PagePool::bring_in(transfer::Stream& stream, std::span<std::byte* const> pages,
-                        bool keep_turn) {
-  Needed needed = need(pages);
-  while (!needed.missing.empty() && !keep_turn && wait_for_lease()) needed = need(pages);
+bool PagePool::ensure_resident(transfer::Stream& stream, std::span<std::byte* const> pages,
+                               bool keep_lock) {
+  Protected needed = protect(pages);
+  while (!needed.missing.empty() && !keep_lock && wait_for_lease()) needed = protect(pages);
   if (needed.missing.empty()) return true;
-  if (needed.names.size() - needed.staying > num_movable()) return false;
+  if (needed.names.size() - needed.unmovable > num_movable()) return false;
 
   const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
   waits_.for_work(stream);  // the frames' last readers
-  if (keep_turn) {
+  if (keep_lock) {
     std::vector<PageIn> in = reads_of(needed.missing, frames);
     tiers_.read(in);
     place(needed.missing, in);
@@ -345,16 +346,16 @@ std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
   return failure;
 }
 
-void PagePool::drop_unused(std::size_t count) {
+void PagePool::evict_unused(std::size_t count) {
   for (std::size_t i = 0; i < in_frame_.size() && num_frames() - num_used() < count; ++i) {
     Page* const page = in_frame_[next_idle_];
     next_idle_ = (next_idle_ + 1) % in_frame_.size();
     if (page == nullptr || !page->movable() || !page->stored) continue;
-    if (order_->idle(page->version.page)) leave(*page);
+    if (order_->idle(page->version.page)) evict_page(*page);
   }
 }
 
-void PagePool::bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> tickets) {
+void PagePool::prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets) {
   {
     const std::lock_guard lock(lease_mutex_);
     if (leased_) return;
@@ -370,7 +371,7 @@ void PagePool::bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> 
   }
   if (missing.empty()) return;
   waits_.for_work(stream);  // the last readers of frames and of pages that leave
-  drop_unused(missing.size());
+  evict_unused(missing.size());
   const std::size_t count = std::min(missing.size(), num_frames() - num_used());
   if (count == 0) return;
   names.resize(count);
@@ -394,7 +395,7 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
       if (waits_.arrived) waits_.arrived(frame);
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
       ++num_moves_;
-      --num_away_;
+      --num_evicted_;
       ++counters_.restored;
       continue;
     }

@@ -18,14 +18,14 @@
 
 namespace kvtier::runtime {
 
-/// Pages, more than there are frames: those used the longest ago are away in a tier, and brought
-/// back when they are needed. A page is named by the address of its record, which stays; its
+/// A page pool with more pages than frames of host memory: cold pages are evicted to a tier, and
+/// restored when they are needed. A page is named by the address of its record, which stays; its
 /// holders ask for the address of its bytes.
 ///
 /// What goes is the first in a `PageOrder` that has been written to its end (sealed), that the call
 /// under way does not need, and that no captured graph reads. What has come back and was not
 /// written to since is still in the tier, and goes again without being written. A page is written
-/// there in one state of its contents, which `open` ends.
+/// there in one state of its contents, which `make_writable` ends.
 ///
 /// Called with the engine's mutex held. Blocks on tiers: with the mutex while pages go, without it
 /// while they come. Pages of one call come at a time; another call that lacks some waits for that
@@ -55,12 +55,13 @@ class PagePool final : public transfer::FramePool {
 
   /// Says that a page has been written to its end.
   void seal(std::byte* page);
-  /// Tells whether `open` has something to do.
+  /// Tells whether `make_writable` has something to do.
   [[nodiscard]] bool sealed(const std::byte* page) const;
-  /// Says that a page, here and held once, is about to be written: copies in tiers count no more.
-  void open(std::byte* page);
-  /// Keeps a page here for as long as it is held: a captured graph uses its address.
-  void keep(std::byte* page);
+  /// Says that a resident page, held once, is about to be written: copies in tiers are no longer
+  /// valid.
+  void make_writable(std::byte* page);
+  /// Pins a page in its frame for as long as it is held: a captured graph uses its address.
+  void pin(std::byte* page);
   /// Says that the bytes of a page in its frame are wrong, while nobody uses them: the copy that a
   /// tier has takes their place when a call needs the page. Returns false, nothing changed, when
   /// there is none, or a captured graph uses the frame.
@@ -68,68 +69,70 @@ class PagePool final : public transfer::FramePool {
   /// Tells whether a page was lost by every tier. It is so until it is given back.
   [[nodiscard]] bool lost(const std::byte* page) const;
 
-  /// Frees at least one frame, and more towards `count`, by letting pages go to the tier. Returns
-  /// how many. 0: none may go, or the tier takes none, which `why_not` tells.
-  std::size_t spill(transfer::Stream& stream, std::size_t count);
-  [[nodiscard]] std::string why_not() const;
+  /// Frees at least one frame, and more towards `count`, by evicting pages to the tier. Returns
+  /// how many. 0: no page may be evicted, or the tier takes none; `eviction_failure_reason` says
+  /// which.
+  std::size_t evict(transfer::Stream& stream, std::size_t count);
+  [[nodiscard]] std::string eviction_failure_reason() const;
 
   /// Says that the call which asks for pages next reads `rows` rows of this one, beside what was
   /// said before.
-  void weigh(std::byte* page, std::uint32_t rows);
-  /// Makes these pages, repeated or not, be here until the next call of it or of `let_all_go`.
-  /// Returns false, nothing changed, when they are more than can be here at once. Throws
-  /// `kDataLoss` when one is lost, `kUnavailable` when a tier does not answer in time,
-  /// `kResourceExhausted` when the tier does not take the pages in whose place they come.
+  void record_rows_read(std::byte* page, std::uint32_t rows);
+  /// Restores these pages, repeated or not, and protects them from eviction until the next call of
+  /// it or of `unprotect_all`. Returns false, nothing changed, when they are more than can be
+  /// resident at once. Throws `kDataLoss` when one is lost, `kUnavailable` when a tier does not
+  /// answer in time, `kResourceExhausted` when the tier does not take the pages in whose place they
+  /// come.
   ///
-  /// Lets others go on while it waits, after which nothing that the mutex guards is as it was but
-  /// what the caller holds. Not with `keep_turn`, which only follows a call that has found them too
-  /// many.
-  bool bring_in(transfer::Stream& stream, std::span<std::byte* const> pages,
-                bool keep_turn = false);
+  /// May unlock the engine while it waits: afterwards everything that the mutex guards may have
+  /// changed, except what the caller holds. Not with `keep_lock`, which only follows a call that
+  /// has found them too many.
+  bool ensure_resident(transfer::Stream& stream, std::span<std::byte* const> pages,
+                       bool keep_lock = false);
   /// Names a page as it is now, to be found again or not.
   struct Ticket {
     std::byte* page = nullptr;
     PageVersion version;
   };
   [[nodiscard]] static Ticket ticket(std::byte* page) { return {page, page_of(page).version}; }
-  /// Brings in pages that are still those, away and held, into frames that are free or have an idle
-  /// page that the tier has: as many as there are, none
-  /// while another call waits for pages. Throws as `bring_in`; pages that came are here.
-  void bring_in_ahead(transfer::Stream& stream, std::span<const Ticket> tickets);
+  /// Restores pages that are still those, evicted and held, into frames that are free or have an
+  /// idle page that the tier has: as many as there are, none while another call waits for pages.
+  /// Throws as `ensure_resident`; pages that came are resident.
+  void prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets);
 
   /// Waits, with others going on, until a call that pages are coming for has them. Returns false
   /// when there is none.
   bool wait_for_lease();
-  /// Ends what the last `bring_in` said.
-  void let_all_go() noexcept { ++call_; }
-  /// Most pages that `bring_in` can have here at once.
+  /// Ends what the last `ensure_resident` said.
+  void unprotect_all() noexcept { ++call_; }
+  /// Most pages that `ensure_resident` can have resident at once.
   [[nodiscard]] std::size_t num_movable() const;
 
   struct Counters {
-    std::uint64_t spilled = 0;   ///< Pages that left their frame.
-    std::uint64_t restored = 0;  ///< Pages that came back.
+    std::uint64_t evicted = 0;   ///< Pages that left their frame.
+    std::uint64_t restored = 0;  ///< Pages restored.
     // Of those, ahead of a call: needed by one since, and gone again before.
     std::uint64_t ahead = 0, ahead_useful = 0, ahead_wasted = 0;
   };
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
-  [[nodiscard]] std::size_t num_away() const noexcept { return num_away_; }
+  [[nodiscard]] std::size_t num_evicted() const noexcept { return num_evicted_; }
 
  private:
   struct Page {
-    std::byte* frame = nullptr;  ///< Null: away, or not held.
+    std::byte* frame = nullptr;  ///< Null: evicted, or not held.
     std::uint32_t holders = 0;
     std::uint32_t crc = 0;  ///< Of what the tiers have.
     PageVersion version;
     std::uint64_t needed_by = 0;  ///< The last call that needed it.
     std::uint32_t rows = 0;       ///< That the next call reads of it.
     bool sealed = false;
-    bool kept = false;
+    bool pinned = false;
     bool stored = false;  ///< The first tier has this version.
     bool lost = false;
     bool leased = false;  ///< To a call that waits.
     bool ahead = false;   ///< Came ahead of a call, and none has needed it yet.
 
-    [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !kept && !leased; }
+    [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !pinned && !leased; }
   };
   static Page& page_of(std::byte* name) { return *reinterpret_cast<Page*>(name); }
   static const Page& page_of(const std::byte* name) { return *reinterpret_cast<const Page*>(name); }
@@ -144,14 +147,14 @@ class PagePool final : public transfer::FramePool {
   void update(Page& page, Change change);
   /// Chooses up to `count` pages to go.
   [[nodiscard]] std::vector<Page*> choose(std::size_t count);
-  void leave(Page& page);
+  void evict_page(Page& page);
   /// Finds what a call needs and marks it so.
-  struct Needed {
+  struct Protected {
     std::vector<std::byte*> names;  ///< Each once.
     std::vector<Page*> missing;
-    std::size_t staying = 0;  ///< Here, and not movable anyway.
+    std::size_t unmovable = 0;  ///< Resident, and not movable anyway.
   };
-  [[nodiscard]] Needed need(std::span<std::byte* const> pages);
+  [[nodiscard]] Protected protect(std::span<std::byte* const> pages);
   /// Takes as many frames.
   [[nodiscard]] std::vector<std::byte*> take_frames(transfer::Stream& stream, std::size_t count);
   /// Keeps pages, and keeps them held, or ends that.
@@ -165,9 +168,9 @@ class PagePool final : public transfer::FramePool {
   [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
                                              std::span<std::byte* const> frames) const;
   /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.
-  void drop_unused(std::size_t count);
+  void evict_unused(std::size_t count);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
-  /// Throws what `bring_in` throws of those.
+  /// Throws what `ensure_resident` throws of those.
   void place(std::span<Page* const> pages, std::span<const PageIn> in);
   [[noreturn]] void fail_read(std::size_t num_lost, std::size_t num_unavailable) const;
 
@@ -183,7 +186,7 @@ class PagePool final : public transfer::FramePool {
   std::uint64_t num_moves_ = 1;
   std::size_t num_shared_ = 0;
   std::size_t num_movable_ = 0;
-  std::size_t num_away_ = 0;
+  std::size_t num_evicted_ = 0;
   bool refused_ = false;    ///< The tier took none of the last that were to go.
   std::mutex lease_mutex_;  // guards leased_, which changes with the engine's mutex held, too
   std::condition_variable lease_ended_;

@@ -39,7 +39,7 @@ std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
   return static_cast<std::size_t>(missing - keys.begin());
 }
 
-bool PrefixStore::bring_in_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys) {
+bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys) {
   if (engine_.page_pool == nullptr) return true;
   const auto unit = static_cast<std::size_t>(engine_.kv.page_tokens);
   const std::size_t count = (static_cast<std::size_t>(engine_.kv.sink_capacity) + unit - 1) / unit;
@@ -51,9 +51,9 @@ bool PrefixStore::bring_in_sinks(transfer::Stream& stream, std::span<const Prefi
   PagePool& pool = *engine_.page_pool;
   pool.share(pages);  // others may let go of the entries while the call waits
   try {
-    const bool here = pool.bring_in(stream, pages);
+    const bool resident = pool.ensure_resident(stream, pages);
     pool.give_back(pages, transfer::Event());
-    return here;
+    return resident;
   } catch (...) {
     pool.give_back(pages, transfer::Event());
     throw;
@@ -112,11 +112,11 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
     const bool ends_block = block_of(i) != block_of(i + 1);
     for (std::size_t l = 0; l < memory.layers().size(); ++l) {
       LayerState& layer = memory.layers()[l];
-      // A captured graph reads the page where it is: a stored one must be here, and stay.
+      // A captured graph reads the page where it is: a stored one must be resident, and stay.
       const bool captured = memory.captured();
       if (!captured || engine_.pages->address(known.pages[l]) != nullptr) {
         exchange(layer.pages, i, known.pages[l]);
-        if (captured) engine_.page_pool->keep(known.pages[l]);
+        if (captured) engine_.page_pool->pin(known.pages[l]);
       }
       for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
         exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);

@@ -28,10 +28,10 @@ class PrefixStore {
   [[nodiscard]] std::size_t longest(std::span<const PrefixKey> keys) const;
 
   /// Brings in the pages whose first tokens become sinks, until pages are brought in next. Returns
-  /// false when they cannot be here at once. Throws what `PagePool::bring_in` throws.
-  bool bring_in_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys);
-  /// Makes an empty sequence begin with these pages, all stored and the sinks' here: it holds them
-  /// and their blocks as well.
+  /// false when they cannot be resident at once. Throws what `PagePool::ensure_resident` throws.
+  bool ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys);
+  /// Makes an empty sequence begin with these pages, all stored and the sinks' resident: it holds
+  /// them and their blocks as well.
   void attach(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
 
   /// Stores the pages of a sequence that has at least these tokens in every layer. Where a page is

@@ -29,7 +29,7 @@ ReadAhead::~ReadAhead() {
 void ReadAhead::attended(const SessionState& session, int layer) {
   const LayerState& next = session.layer((layer + 1) % session.num_layers());
   const transfer::PageTable& pages = next.pages;
-  if (pages.settled()) return;
+  if (pages.addresses_current()) return;
   std::vector<PagePool::Ticket> tickets;
   for (const std::int64_t i : next.needed) {
     if (i < pages.size() && pages.address(i) == nullptr) {
@@ -55,7 +55,7 @@ void ReadAhead::work() {
     lock.unlock();
     try {
       EngineState::Turn turn(engine_, {});
-      engine_.page_pool->bring_in_ahead(turn.stream(), tickets);
+      engine_.page_pool->prefetch_pages(turn.stream(), tickets);
     } catch (const std::exception& error) {
       // Who needs the pages finds out, and is told.
       engine_.log(LogLevel::kDebug, std::string("pages were not read ahead: ") + error.what());

@@ -24,7 +24,7 @@ class ReadAhead {
   /// Waits for the pages that are coming.
   ~ReadAhead();
 
-  /// Asks for the pages that the layer after this one has needed last, as far as they are away.
+  /// Asks for the pages that the layer after this one has needed last, as far as they are evicted.
   /// Within a turn; what is asked for and not begun when many others have been since is forgotten.
   void attended(const SessionState& session, int layer);
 

@@ -35,7 +35,7 @@ struct Fetch {
 transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const EngineState& engine,
                                     const Fetch& fetch);
 /// Enqueues that the selected rows enter the row cache, those that are not yet and find a slot,
-/// where the layers' pages are all here.
+/// where the layers' pages are all resident.
 void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
 
 }  // namespace kvtier::runtime

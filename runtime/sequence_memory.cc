@@ -98,7 +98,7 @@ void SequenceMemory::limit_room(transfer::Stream& stream) {
 
 void SequenceMemory::capture() {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    if (layers_[i].pages.settled()) continue;
+    if (layers_[i].pages.addresses_current()) continue;
     throw Error(ErrorCode::kFailedPrecondition,
                 "graph capture: expected the session's pages in host memory, found that pages of "
                 "layer " +
@@ -110,7 +110,7 @@ void SequenceMemory::capture() {
 
 void SequenceMemory::keep_pages(LayerState& layer, std::int64_t begin) {
   for (std::int64_t i = begin; i < layer.pages.size(); ++i) {
-    engine_.page_pool->keep(layer.pages.frame(i));
+    engine_.page_pool->pin(layer.pages.frame(i));
   }
 }
 

@@ -55,7 +55,7 @@ class SequenceMemory {
   void release(transfer::Stream& stream);
 
   /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
-  /// whole pages that others have written; those of the sinks are here.
+  /// whole pages that others have written; those of the sinks are resident.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
   /// Tells the device a layer's length and capacity. Cached rows past the length are forgotten:
   /// other tokens may come there.
@@ -66,7 +66,7 @@ class SequenceMemory {
   [[nodiscard]] std::int64_t room(const LayerState& layer) const;
 
   /// Says that a graph is being captured that uses the memory: its pages stay where they are, those
-  /// that it takes later, too. Throws `kFailedPrecondition` when some are away or have moved.
+  /// that it takes later, too. Throws `kFailedPrecondition` when some are evicted or have moved.
   void capture();
   [[nodiscard]] bool captured() const noexcept { return captured_; }
   void keep_pages(LayerState& layer, std::int64_t begin);

@@ -16,12 +16,12 @@ namespace {
 /// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
 /// until there are enough.
 template <typename Take>
-bool evicting_now(EngineState& engine, transfer::Stream& stream, bool spills, std::int64_t count,
-                  Take take) {
+bool take_by_eviction(EngineState& engine, transfer::Stream& stream, bool evicts,
+                      std::int64_t count, Take take) {
   // What can never be had is not worth a write.
-  if (spills && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
+  if (evicts && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
   while (!take()) {
-    if (spills && engine.page_pool->spill(stream, static_cast<std::size_t>(count)) > 0) continue;
+    if (evicts && engine.page_pool->evict(stream, static_cast<std::size_t>(count)) > 0) continue;
     if (!engine.prefixes->evict_one(stream)) return false;
   }
   return true;
@@ -32,10 +32,10 @@ bool evicting_now(EngineState& engine, transfer::Stream& stream, bool spills, st
 template <typename Take>
 bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
               std::int64_t count, Take take) {
-  const bool spills = &pool == engine.page_pool;
+  const bool evicts = &pool == engine.page_pool;
   do {
-    if (evicting_now(engine, stream, spills, count, take)) return true;
-  } while (spills && engine.page_pool->wait_for_lease());
+    if (take_by_eviction(engine, stream, evicts, count, take)) return true;
+  } while (evicts && engine.page_pool->wait_for_lease());
   return false;
 }
 
@@ -54,8 +54,8 @@ class WithinTurn {
   int before_ = std::uncaught_exceptions();
 };
 
-std::string why_not(const EngineState& engine) {
-  return engine.page_pool != nullptr ? engine.page_pool->why_not() : std::string();
+std::string eviction_failure_reason(const EngineState& engine) {
+  return engine.page_pool != nullptr ? engine.page_pool->eviction_failure_reason() : std::string();
 }
 
 /// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
@@ -135,7 +135,7 @@ void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int
         account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
     keys_.resize(std::min(engine_->prefixes->longest(keys_), room));
     try {
-      found = engine_->prefixes->bring_in_sinks(turn.stream(), keys_);
+      found = engine_->prefixes->ensure_sinks_resident(turn.stream(), keys_);
       // What is stored may be less by now.
       if (turn.displaced()) {
         found = false;
@@ -228,7 +228,7 @@ void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64
 
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
-  if (engine_->page_pool != nullptr && more > 0) open_tail(stream, layer);
+  if (engine_->page_pool != nullptr && more > 0) make_tail_writable(stream, layer);
   if (more <= layer.capacity - layer.length) return;
   check_room(index, more);
   const std::int64_t tokens = layer.length + more;
@@ -244,7 +244,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
                     " free pages for layer " + std::to_string(index) + ", found " +
                     std::to_string(engine_->pages->num_frames() - engine_->pages->num_used()) +
                     " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
-                    why_not(*engine_));
+                    eviction_failure_reason(*engine_));
   }
   addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
@@ -276,12 +276,13 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
     const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
     if (!evicting(*engine_, stream, table.pool(), 1, take)) {
       for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
-      throw Error(
-          ErrorCode::kResourceExhausted,
-          std::string(paged ? "page pool" : "sketch blocks") +
-              ": expected a free one for the copy of a shared one in layer " +
-              std::to_string(index) + ", found 0 of " + std::to_string(table.pool().num_frames()) +
-              (paged ? " (memory.host_bytes)" + why_not(*engine_) : " (memory.device_bytes)"));
+      throw Error(ErrorCode::kResourceExhausted,
+                  std::string(paged ? "page pool" : "sketch blocks") +
+                      ": expected a free one for the copy of a shared one in layer " +
+                      std::to_string(index) + ", found 0 of " +
+                      std::to_string(table.pool().num_frames()) +
+                      (paged ? " (memory.host_bytes)" + eviction_failure_reason(*engine_)
+                             : " (memory.device_bytes)"));
     }
     tails.push_back({&table, i, paged, fresh});
   };
@@ -302,20 +303,21 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   }
 }
 
-void SessionState::open_tail(transfer::Stream& stream, LayerState& layer) {
+void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& layer) {
   PagePool& pool = *engine_->page_pool;
-  pool.let_all_go();
+  pool.unprotect_all();
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   if (layer.length % page_tokens == 0) return;
   std::byte* const tail = layer.pages.frame(layer.length / page_tokens);
   if (!pool.sealed(tail)) return;  // as ever: a page is sealed and has room after a truncation
-  if (!pool.bring_in(stream, {&tail, 1})) {
+  if (!pool.ensure_resident(stream, {&tail, 1})) {
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected a frame for a page that is appended to, found 0 of " +
-                    std::to_string(pool.num_frames()) + " (memory.host_bytes)" + pool.why_not());
+                    std::to_string(pool.num_frames()) + " (memory.host_bytes)" +
+                    pool.eviction_failure_reason());
   }
-  (void)layer.pages.settle(stream);
-  if (!pool.shared(tail)) pool.open(tail);
+  (void)layer.pages.sync_addresses(stream);
+  if (!pool.shared(tail)) pool.make_writable(tail);
 }
 
 void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t pages) {
@@ -390,7 +392,7 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
     }
     // Also pages, if they fit.
     if (engine_->device->backend() == Backend::kCuda) {
-      (void)bring_in_all(stream, *engine_, memory_->layers());
+      (void)ensure_all_resident(stream, *engine_, memory_->layers());
     }
   } catch (...) {
     for (std::size_t i = 0; i < before.size(); ++i) {

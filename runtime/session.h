@@ -32,8 +32,8 @@ class SessionState {
 
   /// Holds pages and blocks for `tokens` more tokens of a layer, and makes a shared last page or
   /// block its own. Pages go to the tier below, and then stored prefixes go, where there is too
-  /// little. Throws `kResourceExhausted`, or what `PagePool::bring_in` throws of a last page that
-  /// is away, with nothing else changed. Enqueues the new capacity.
+  /// little. Throws `kResourceExhausted`, or what `PagePool::ensure_resident` throws of a last page
+  /// that is evicted, with nothing else changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
   /// Holds blocks for `tokens` more tokens of a layer, and checks that the session may have so
   /// many. Throws `kResourceExhausted`; blocks taken stay until pages are given back.
@@ -91,8 +91,8 @@ class SessionState {
   [[nodiscard]] std::uint64_t take_corrupt() noexcept;
 
  private:
-  /// Finds the longest stored prefix of these tokens whose first pages are here or can be brought
-  /// in.
+  /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
+  /// restored.
   void find_prefix(EngineState::Turn& turn, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
@@ -104,8 +104,8 @@ class SessionState {
   void check_room(int layer, std::int64_t more) const;
   /// Pages that a layer lacks for `more` tokens.
   [[nodiscard]] std::size_t pages_lacking(const LayerState& layer, std::int64_t more) const;
-  /// Makes a part-filled last page be here, and its copies in tiers count no more.
-  void open_tail(transfer::Stream& stream, LayerState& layer);
+  /// Restores a part-filled last page; its copies in tiers are no longer valid.
+  void make_tail_writable(transfer::Stream& stream, LayerState& layer);
   /// Copies the part-filled last page and blocks of a layer, where they are shared.
   void unshare_tail(transfer::Stream& stream, int layer);
   /// Lets go of `memory`, which is released when nobody else holds it.

@@ -34,7 +34,7 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .prefix_tokens_asked = a.prefix_tokens_asked - b.prefix_tokens_asked,
           .prefix_tokens_attached = a.prefix_tokens_attached - b.prefix_tokens_attached,
           .prefix_tokens_evicted = a.prefix_tokens_evicted - b.prefix_tokens_evicted,
-          .pages_spilled = a.pages_spilled - b.pages_spilled,
+          .pages_evicted = a.pages_evicted - b.pages_evicted,
           .pages_restored = a.pages_restored - b.pages_restored,
           .tier_bytes_written = a.tier_bytes_written - b.tier_bytes_written,
           .tier_bytes_read = a.tier_bytes_read - b.tier_bytes_read,

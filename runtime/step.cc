@@ -67,7 +67,7 @@ class AttendLaunch {
     }
     const bool reads_always = options().budget.active || options().params.threshold > 0.0F;
     if (reads_always && engine_.page_pool != nullptr && !turn_.capturing()) {
-      bring_in_always(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
+      ensure_always_resident(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
     read_queries();
@@ -267,10 +267,10 @@ class AttendLaunch {
     }
     if (engine_.page_pool != nullptr && !turn_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();
-      if (!ColdLaunch::all_here(stream, layers)) {
+      if (!ColdLaunch::all_resident(stream, layers)) {
         StageTimer timer(turn_, engine_, engine_.seconds.fetch);
         ColdLaunch cold(stream, engine_, layers, request);
-        const bool together = bring_in(cold, selection);
+        const bool together = ensure_resident(cold, selection);
         if (!together) cold.attend(selection, max_selected, output_batch(), session_flags());
         timer.stop();
         if (!together) return finish_attend();
@@ -301,7 +301,7 @@ class AttendLaunch {
   /// Rows are fetched ahead only where nothing has to be waited for.
   [[nodiscard]] bool prefetches() {
     return engine_.page_pool == nullptr || turn_.capturing() ||
-           ColdLaunch::all_here(turn_.stream(), layers_of_slices());
+           ColdLaunch::all_resident(turn_.stream(), layers_of_slices());
   }
 
   void prefetch() {
@@ -314,15 +314,15 @@ class AttendLaunch {
   }
 
   /// Waits for the pages of a selection, and makes it again when other calls have used the
-  /// workspace meanwhile: it is the same, and its pages are here.
-  bool bring_in(ColdLaunch& cold, transfer::SelectionView& selection) {
+  /// workspace meanwhile: it is the same, and its pages are resident.
+  bool ensure_resident(ColdLaunch& cold, transfer::SelectionView& selection) {
     (void)turn_.displaced();
-    bool together = cold.bring_in(selection);
+    bool together = cold.ensure_resident(selection);
     while (turn_.displaced()) {
       again_ = true;
       read_queries();
       if (sparse(*slices_.front().part)) selection = choose();
-      together = cold.bring_in(selection);
+      together = cold.ensure_resident(selection);
     }
     again_ = false;
     return together;

@@ -24,7 +24,7 @@ namespace kvtier::transfer {
 /// Without NDEBUG a frame that is free again is filled with `kPoison`, where the host can write to
 /// it: a reader that still holds it finds NaNs.
 ///
-/// Here a frame is named by its address. A pool whose frames may move or be away for a time
+/// Here a frame is named by its address. A pool whose frames may move or be evicted for a time
 /// (runtime/page_pool.h) names them otherwise, and `address` tells where they are.
 class FramePool {
  public:
@@ -55,7 +55,7 @@ class FramePool {
   virtual void share(std::span<std::byte* const> frames);
   /// Tells whether a frame has more than one holder.
   [[nodiscard]] virtual bool shared(const std::byte* frame) const;
-  /// Returns where the bytes of a frame are now; nullptr when they are away.
+  /// Returns where the bytes of a frame are now; nullptr when they are evicted.
   [[nodiscard]] virtual std::byte* address(std::byte* frame) const { return frame; }
   /// Tells how often an address has changed; 0: frames of this pool stay where they are.
   [[nodiscard]] virtual std::uint64_t num_moves() const { return 0; }

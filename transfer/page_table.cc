@@ -12,8 +12,8 @@ namespace kvtier::transfer {
 
 namespace {
 
-/// Of a table that is not settled, whatever the pool has moved.
-constexpr std::uint64_t kUnsettled = std::numeric_limits<std::uint64_t>::max();
+/// Of a table that is not current, whatever the pool has moved.
+constexpr std::uint64_t kNotCurrent = std::numeric_limits<std::uint64_t>::max();
 
 }  // namespace
 
@@ -59,22 +59,22 @@ void PageTable::write_addresses(Stream& stream, std::int64_t begin, std::int64_t
     TablePatch patch;
     for (int i = 0; i < length; ++i) {
       patch.values[i] = address(begin + i);
-      if (patch.values[i] == nullptr) moves_ = kUnsettled;
+      if (patch.values[i] == nullptr) moves_ = kNotCurrent;
       if (!written_.empty()) written_[static_cast<std::size_t>(begin + i)] = patch.values[i];
     }
     patch_table(stream, device_addresses_, begin, patch, length);
   }
 }
 
-std::int64_t PageTable::settle(Stream& stream) {
-  if (settled()) return 0;
+std::int64_t PageTable::sync_addresses(Stream& stream) {
+  if (addresses_current()) return 0;
   // Without a record of what is written, everything is written again.
   if (written_.empty()) written_.assign(frames_.size(), nullptr);
   moves_ = pool_->num_moves();
-  std::int64_t num_away = 0;
+  std::int64_t num_evicted = 0;
   for (std::int64_t i = 0; i < size();) {
     const std::byte* now = address(i);
-    if (now == nullptr) ++num_away;
+    if (now == nullptr) ++num_evicted;
     if (now == nullptr || now == written_[static_cast<std::size_t>(i)]) {
       ++i;
       continue;
@@ -86,8 +86,8 @@ std::int64_t PageTable::settle(Stream& stream) {
     }
     write_addresses(stream, begin, i);
   }
-  if (num_away > 0) moves_ = kUnsettled;
-  return num_away;
+  if (num_evicted > 0) moves_ = kNotCurrent;
+  return num_evicted;
 }
 
 void PageTable::shrink(Stream& stream, std::int64_t count) {

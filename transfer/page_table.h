@@ -15,7 +15,7 @@ namespace kvtier::transfer {
 ///
 /// Owns its frames. The device array is written in stream order by `patch_table`, so work enqueued
 /// earlier keeps reading the addresses it was enqueued with. Frames of a pool that moves them may
-/// have other addresses since: see `settled`.
+/// have other addresses since: see `addresses_current`.
 class PageTable {
  public:
   /// `device_addresses` has room for `capacity` entries and outlives the table.
@@ -41,10 +41,10 @@ class PageTable {
   /// Tells whether frame `i` has other holders.
   [[nodiscard]] bool shared(std::int64_t i) const { return pool_->shared(frame(i)); }
   /// Tells whether every frame is where the device array says. One comparison.
-  [[nodiscard]] bool settled() const { return moves_ == pool_->num_moves(); }
-  /// Writes the addresses that have changed. Returns how many frames are away; their addresses are
-  /// those of other frames now, and not to be read.
-  std::int64_t settle(Stream& stream);
+  [[nodiscard]] bool addresses_current() const { return moves_ == pool_->num_moves(); }
+  /// Writes the addresses that have changed. Returns how many frames are evicted; their addresses
+  /// are those of other frames now, and not to be read.
+  std::int64_t sync_addresses(Stream& stream);
   /// Puts `fresh`, a frame just taken from the pool, in the place of frame `i`, which goes back as
   /// by `shrink`.
   void replace(Stream& stream, std::int64_t i, std::byte* fresh);
@@ -57,7 +57,7 @@ class PageTable {
   [[nodiscard]] std::byte* frame(std::int64_t i) const {
     return frames_[static_cast<std::size_t>(i)];
   }
-  /// Where the bytes of a frame are; nullptr when they are away.
+  /// Where the bytes of a frame are; nullptr when they are evicted.
   [[nodiscard]] std::byte* address(std::int64_t i) const { return pool_->address(frame(i)); }
   [[nodiscard]] std::byte* const* device_addresses() const noexcept { return device_addresses_; }
 

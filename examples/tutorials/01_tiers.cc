@@ -70,10 +70,10 @@ int main() try {
   std::filesystem::remove_all(folder);
 
   std::printf("pages evicted %llu, restored %llu; the output is %s\n",
-              static_cast<unsigned long long>(counts.pages_spilled),
+              static_cast<unsigned long long>(counts.pages_evicted),
               static_cast<unsigned long long>(counts.pages_restored),
               same ? "the same, bit for bit" : "different");
-  return same && counts.pages_spilled > 0 && counts.pages_restored > 0 ? 0 : 1;
+  return same && counts.pages_evicted > 0 && counts.pages_restored > 0 ? 0 : 1;
 } catch (const kvtier::Error& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return 1;

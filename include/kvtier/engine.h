@@ -112,9 +112,9 @@ struct SessionConfig {
   /// a name for the weights and all else that keys and values depend on beside the ids.
   std::string_view tenant_secret{};
   std::string_view model_fingerprint{};
-  /// Most bytes of pages that the session may hold in all layers, here and in tiers; 0: no limit. A
-  /// call that needs more throws `kResourceExhausted` and changes nothing; a stored prefix begins
-  /// the session as far as they go.
+  /// Most bytes of pages that the session may hold in all layers, resident and in tiers; 0: no
+  /// limit. A call that needs more throws `kResourceExhausted` and changes nothing; a stored prefix
+  /// begins the session as far as they go.
   std::size_t max_page_bytes = 0;
   /// Whose quota (`Engine::set_quota`) the session's pages count against as well, and those of
   /// sessions that it is forked to; empty: nobody's.

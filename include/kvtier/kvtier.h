@@ -279,7 +279,7 @@ typedef struct kvtier_stats {
   uint64_t pages, pages_used;
   uint64_t pages_shared, prefix_tokens;
   uint64_t prefix_tokens_asked, prefix_tokens_attached, prefix_tokens_evicted;
-  uint64_t pages_away, pages_spilled, pages_restored, pages_lost, cold_steps;
+  uint64_t pages_in_tiers, pages_evicted, pages_restored, pages_lost, cold_steps;
   uint64_t tier_bytes_written, tier_bytes_read, tier_hits, tier_misses, tier_corrupt;
   uint64_t tier_refused, tier_unavailable, tier_nanoseconds;
   uint64_t pages_repaired, num_tiers;

@@ -50,8 +50,8 @@ struct Stats {
     std::uint64_t prefix_tokens_asked = 0;     ///< Tokens whose ids sessions were opened with.
     std::uint64_t prefix_tokens_attached = 0;  ///< Of those: found stored.
     std::uint64_t prefix_tokens_evicted = 0;   ///< Stored tokens whose memory others needed.
-    std::uint64_t pages_spilled = 0;           ///< Pages that left host memory for a tier.
-    std::uint64_t pages_restored = 0;          ///< Pages that came back.
+    std::uint64_t pages_evicted = 0;           ///< Pages evicted from host memory to a tier.
+    std::uint64_t pages_restored = 0;          ///< Pages restored.
     std::uint64_t tier_bytes_written = 0;      ///< Of pages that the first tier took.
     std::uint64_t tier_bytes_read = 0;
     std::uint64_t tier_hits = 0;         ///< Pages read whole from a tier.
@@ -92,7 +92,7 @@ struct Stats {
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
     std::size_t prefix_tokens = 0;        ///< Tokens of all stored prefixes, each once.
-    std::size_t pages_away = 0;           ///< Pages held that are in a tier, beside those used.
+    std::size_t pages_in_tiers = 0;       ///< Pages held that only tiers have, beside those used.
     std::size_t pages_ahead_waiting = 0;  ///< Of those used: came ahead of a call.
     std::size_t pages_shared = 0;         ///< Of those used: held by more than one sequence.
     std::size_t row_cache_bytes =

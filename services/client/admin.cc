@@ -40,7 +40,7 @@ Stats::Cumulative cumulative_of(const v1::CumulativeStats& from) {
   to.prefix_tokens_asked = from.prefix_tokens_asked();
   to.prefix_tokens_attached = from.prefix_tokens_attached();
   to.prefix_tokens_evicted = from.prefix_tokens_evicted();
-  to.pages_spilled = from.pages_spilled();
+  to.pages_evicted = from.pages_evicted();
   to.pages_restored = from.pages_restored();
   to.pages_lost = from.pages_lost();
   to.pages_repaired = from.pages_repaired();
@@ -67,7 +67,7 @@ Stats::Snapshot snapshot_of(const v1::SnapshotStats& from) {
   to.pages = from.pages();
   to.pages_used = from.pages_used();
   to.prefix_tokens = from.prefix_tokens();
-  to.pages_away = from.pages_away();
+  to.pages_in_tiers = from.pages_in_tiers();
   to.pages_ahead_waiting = from.pages_ahead_waiting();
   to.pages_shared = from.pages_shared();
   to.row_cache_bytes = from.row_cache_bytes();

@@ -33,7 +33,7 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_bytes_device_resident(from.bytes_device_resident);
   to.set_bytes_sketch_read(from.bytes_sketch_read);
   to.set_nonfinite_tokens(from.nonfinite_tokens);
-  to.set_pages_spilled(from.pages_spilled);
+  to.set_pages_evicted(from.pages_evicted);
   to.set_pages_restored(from.pages_restored);
   to.set_pages_repaired(from.pages_repaired);
   to.set_pages_lost(from.pages_lost);
@@ -120,7 +120,7 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_pages(from.pages);
   to.set_pages_used(from.pages_used);
   to.set_pages_shared(from.pages_shared);
-  to.set_pages_away(from.pages_away);
+  to.set_pages_in_tiers(from.pages_in_tiers);
   to.set_pages_ahead_waiting(from.pages_ahead_waiting);
   to.set_prefix_tokens(from.prefix_tokens);
   to.set_row_cache_bytes(from.row_cache_bytes);

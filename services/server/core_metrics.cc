@@ -178,10 +178,10 @@ void add_tier(const Stats::Tier& use, Families& families) {
 void add_tiers(const Stats& stats, Families& families) {
   const Stats::Cumulative& sums = stats.cumulative;
   for (const Stats::Tier& tier : stats.tiers) add_tier(tier, families);
-  families.gauge("kvtier_pages", "Page frames, by state.", number(stats.snapshot.pages_away),
+  families.gauge("kvtier_pages", "Page frames, by state.", number(stats.snapshot.pages_in_tiers),
                  {{"tier", "engine_file"}, {"state", "committed"}});
   families.counter("kvtier_evictions_total", "Pages evicted for others.",
-                   number(sums.pages_spilled), {{"tier", "engine_host"}});
+                   number(sums.pages_evicted), {{"tier", "engine_host"}});
   families.counter("kvtier_pages_repaired_total",
                    "Pages that came back from a tier in place of one before it.",
                    number(sums.pages_repaired));

@@ -53,7 +53,7 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.bytes_device_resident += from.bytes_device_resident;
   to.bytes_sketch_read += from.bytes_sketch_read;
   to.nonfinite_tokens += from.nonfinite_tokens;
-  to.pages_spilled += from.pages_spilled;
+  to.pages_evicted += from.pages_evicted;
   to.pages_restored += from.pages_restored;
   to.tier_bytes_written += from.tier_bytes_written;
   to.tier_bytes_read += from.tier_bytes_read;
@@ -88,7 +88,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages += from.pages;
   to.pages_used += from.pages_used;
   to.pages_shared += from.pages_shared;
-  to.pages_away += from.pages_away;
+  to.pages_in_tiers += from.pages_in_tiers;
   to.pages_ahead_waiting += from.pages_ahead_waiting;
   to.prefix_tokens += from.prefix_tokens;
   to.row_cache_bytes += from.row_cache_bytes;

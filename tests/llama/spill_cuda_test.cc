@@ -55,14 +55,14 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   std::vector<std::string> left_out;
   std::vector<Method> methods = make_methods(retrieval, left_out);
   constexpr std::int64_t kTokens = kContext + kGenerated + 1;
-  const Config all_here = engine_config(decoder.config(), resident(), methods, kTokens);
+  const Config all_resident = engine_config(decoder.config(), resident(), methods, kTokens);
   RuntimeOptions mixed = resident();
   mixed.host_budget = "50%";
   mixed.disk_cache = (folder_.path() / "cache").string();
   Config tiers = engine_config(decoder.config(), mixed, methods, kTokens);
-  tiers.memory.row_cache_bytes = all_here.memory.host_bytes / 20;
+  tiers.memory.row_cache_bytes = all_resident.memory.host_bytes / 20;
   tiers.memory.row_cache_rows = 128;
-  const std::unique_ptr<KvStore> in_memory = store_of(all_here);
+  const std::unique_ptr<KvStore> in_memory = store_of(all_resident);
   if (in_memory == nullptr) GTEST_SKIP() << "no GPU";
   const std::unique_ptr<KvStore> in_tiers = store_of(tiers);
   const std::unique_ptr<KvSession> a = in_memory->open(kTokens);
@@ -71,7 +71,7 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   testing::Twins twins(*a, *b, 2e-5F);
 
   decoder.prefill(twins, all.first(kContext));
-  EXPECT_GT(in_tiers->stats().snapshot.pages_away, 0U);
+  EXPECT_GT(in_tiers->stats().snapshot.pages_in_tiers, 0U);
   for (Method& method : methods) {
     const AttendOptions attend = attend_options(method, kContext, 64);
     std::int32_t token = all[kContext - 1];

@@ -114,7 +114,7 @@ TEST_P(LlamaSpill, NeedleLlamaAttendsAsIfEverythingWereInMemory) {
   Twins twins(*a, *b);
 
   decoder.prefill(twins, all.first(kContext));
-  EXPECT_GT(in_tiers->stats().snapshot.pages_away, 0U);
+  EXPECT_GT(in_tiers->stats().snapshot.pages_in_tiers, 0U);
   if (GetParam().wiped) {
     ASSERT_GT(wipe(cache()), 0);
   }

@@ -18,7 +18,7 @@ namespace kvtier::testing {
 namespace {
 
 /// Two sessions on an engine with fewer frames than their tokens need, and their twins: pages of
-/// the long one are away, the short one has a part-filled page per layer, which is always here.
+/// the long one are away, the short one has a part-filled page per layer, which is always resident.
 class AsideTest : public EngineTest {
  protected:
   void start(std::size_t frames) {
@@ -30,7 +30,7 @@ class AsideTest : public EngineTest {
     open(short_);
     append(long_, 24 * kPageTokens, 1);
     append(short_, 5, 2);
-    ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+    ASSERT_GT(engine_->stats().snapshot.pages_in_tiers, 0U);
   }
   struct Pair {
     std::optional<Session> tiered, twin;
@@ -181,7 +181,7 @@ TEST_P(AsideTest, SharedPagesMayBeLetGoWhileACallWaitsForThem) {
   long_ = {};
   short_ = {};
   EXPECT_EQ(engine_->stats().snapshot.pages_used, 0U);
-  EXPECT_EQ(engine_->stats().snapshot.pages_away, 0U);
+  EXPECT_EQ(engine_->stats().snapshot.pages_in_tiers, 0U);
 }
 
 TEST_P(AsideTest, ASessionBeginsWithWhatIsLeftOfAPrefixThatItWaitedFor) {

@@ -114,7 +114,7 @@ class Calls {
         ASSERT_EQ(pool_.shared(name), sequence.pages[p].use_count() > 1);
         ASSERT_EQ(pool_.sealed(name), page.sealed);
         if (!page.sealed || page.kept) {
-          ASSERT_NE(bytes, nullptr) << "an open page, or one of a graph, is away";
+          ASSERT_NE(bytes, nullptr) << "an open page, or one of a graph, is evicted";
         }
         if (bytes != nullptr) expect_rows(page, bytes);
         live.push_back(&page);
@@ -125,13 +125,13 @@ class Calls {
       if (live[i] == live[i - 1] && (i < 2 || live[i - 2] != live[i])) ++shared;
     }
     live.erase(std::unique(live.begin(), live.end()), live.end());
-    ASSERT_EQ(pool_.num_used() + pool_.num_away(), live.size());
+    ASSERT_EQ(pool_.num_used() + pool_.num_evicted(), live.size());
     ASSERT_LE(pool_.num_used(), kFrames);
     ASSERT_EQ(pool_.num_shared(), shared);
     const PagePool::Counters& moved = pool_.counters();
     const PageTierCounters& counted = tiers_.counters();
     ASSERT_EQ(moved.restored, counted.hits);
-    ASSERT_GE(moved.spilled, moved.restored + pool_.num_away());
+    ASSERT_GE(moved.evicted, moved.restored + pool_.num_evicted());
   }
 
   [[nodiscard]] const PagePool& pool() const { return pool_; }
@@ -219,14 +219,14 @@ class Calls {
   bool evicting(std::size_t count, Take take) {
     if (count > pool_.num_movable()) return false;
     while (!take()) {
-      if (pool_.spill(*stream_, count) == 0) return false;
+      if (pool_.evict(*stream_, count) == 0) return false;
     }
     return true;
   }
   /// Brings pages in; false when the call was refused, as it may be.
-  bool bring_in(const std::vector<std::byte*>& names, std::size_t distinct) {
+  bool ensure_resident(const std::vector<std::byte*>& names, std::size_t distinct) {
     try {
-      if (pool_.bring_in(*stream_, names)) return true;
+      if (pool_.ensure_resident(*stream_, names)) return true;
       EXPECT_GT(distinct, pool_.num_movable()) << "pages that fit are refused";
     } catch (const Error& error) {
       ++num_refused_;
@@ -258,7 +258,7 @@ class Calls {
 
   void append(std::size_t i) {
     Sequence& sequence = sequences_[i];
-    pool_.let_all_go();
+    pool_.unprotect_all();
     const std::size_t room = kMostPages * kRows - sequence.length;
     const std::size_t rows = std::min<std::size_t>(room, 1 + pick(7));
     if (rows == 0 || !open_last(sequence)) return;
@@ -291,8 +291,8 @@ class Calls {
     std::shared_ptr<ModelPage>& page = sequence.pages.back();
     const auto last = static_cast<std::int64_t>(sequence.pages.size()) - 1;
     std::byte* const name = sequence.table.frame(last);
-    if (!bring_in({name}, 1)) return false;
-    (void)sequence.table.settle(*stream_);
+    if (!ensure_resident({name}, 1)) return false;
+    (void)sequence.table.sync_addresses(*stream_);
     if (page.use_count() > 1) {
       std::byte* fresh = nullptr;
       if (!evicting(1, [&] { return pool_.take_all({&fresh, 1}, stream_.get()); })) {
@@ -306,7 +306,7 @@ class Calls {
       copy->sealed = copy->kept = false;
       page = std::move(copy);
     } else if (page->sealed) {
-      pool_.open(name);
+      pool_.make_writable(name);
       page->sealed = false;
     }
     page->num_rows = sequence.length % kRows;
@@ -329,32 +329,33 @@ class Calls {
       for (std::size_t p = 0; p < sequence.pages.size() && names.size() < most; ++p) {
         if (pick(3) == 0) continue;
         names.push_back(sequence.table.frame(static_cast<std::int64_t>(p)));
-        if (pick(2) == 0) pool_.weigh(names.back(), static_cast<std::uint32_t>(pick(100)));
+        if (pick(2) == 0)
+          pool_.record_rows_read(names.back(), static_cast<std::uint32_t>(pick(100)));
         pages.push_back(sequence.pages[p].get());
       }
     }
     std::vector<const ModelPage*> distinct = pages;
     std::sort(distinct.begin(), distinct.end());
     distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
-    if (!bring_in(names, distinct.size())) return;
+    if (!ensure_resident(names, distinct.size())) return;
     for (std::size_t i = 0; i < names.size(); ++i) {
       ASSERT_FALSE(pages[i]->lost);
       ASSERT_NE(pool_.address(names[i]), nullptr);
       expect_rows(*pages[i], pool_.address(names[i]));
     }
     for (Sequence& sequence : sequences_) {
-      std::int64_t away = sequence.table.settle(*stream_);
+      std::int64_t evicted = sequence.table.sync_addresses(*stream_);
       device_.run_all();
       for (std::int64_t p = 0; p < sequence.table.size(); ++p) {
         const std::byte* const bytes = sequence.table.address(p);
         if (bytes == nullptr)
-          --away;
+          --evicted;
         else
           ASSERT_EQ(sequence.addresses.as<std::byte*>()[p], bytes);
       }
-      ASSERT_EQ(away, 0);
+      ASSERT_EQ(evicted, 0);
     }
-    pool_.let_all_go();
+    pool_.unprotect_all();
   }
   /// A graph is captured of a sequence that is all here, now and then: few frames may go then.
   void keep(std::size_t i) {
@@ -371,7 +372,7 @@ class Calls {
       if (sequence.table.address(p) == nullptr) return;
     }
     for (std::int64_t p = 0; p < sequence.table.size(); ++p) {
-      pool_.keep(sequence.table.frame(p));
+      pool_.pin(sequence.table.frame(p));
       sequence.pages[static_cast<std::size_t>(p)]->kept = true;
     }
   }
@@ -421,7 +422,7 @@ class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
       if (i < 1000 || i % 100 == 0) calls.check();
       ASSERT_FALSE(HasFailure()) << "call " << i;
     }
-    EXPECT_GT(calls.pool().counters().spilled, static_cast<std::uint64_t>(count) / 100);
+    EXPECT_GT(calls.pool().counters().evicted, static_cast<std::uint64_t>(count) / 100);
     EXPECT_GT(calls.pool().counters().restored, static_cast<std::uint64_t>(count) / 100);
     EXPECT_GT(calls.num_refused(), 0U);
     lost = calls.num_lost();

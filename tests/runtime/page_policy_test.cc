@@ -219,24 +219,24 @@ TEST(PageOrder, IsThatOfAPlainModelInRandomCalls) {
       std::mt19937_64 random(seed);
       const auto order = make_page_order(policy, kRoom);
       Model model(policy, kRoom);
-      std::set<Id> here, away;
+      std::set<Id> resident, evicted;
       for (int call = 0; call < 20'000; ++call) {
         const Id page = 1 + random() % 60;
         if (random() % 100 == 0) {
-          if (here.erase(page) + away.erase(page) == 0) continue;
+          if (resident.erase(page) + evicted.erase(page) == 0) continue;
           order->forget(page);
           model.forget(page);
           continue;
         }
         const auto rows = static_cast<std::uint32_t>(random() % 65);
-        if (here.count(page) + away.count(page) > 0) {
+        if (resident.count(page) + evicted.count(page) > 0) {
           order->use(page, rows);
           model.use(page, rows);
         }
-        if (here.count(page) > 0) continue;
-        if (here.size() == kRoom) {
+        if (resident.count(page) > 0) continue;
+        if (resident.size() == kRoom) {
           std::set<Id> may_go;
-          for (const Id candidate : here) {
+          for (const Id candidate : resident) {
             if (random() % 4 != 0) may_go.insert(candidate);
           }
           const std::size_t count = 1 + random() % 8;
@@ -247,13 +247,13 @@ TEST(PageOrder, IsThatOfAPlainModelInRandomCalls) {
             if (random() % 5 == 0) continue;  // it was refused, and stays
             order->leave(gone);
             model.leave(gone);
-            here.erase(gone);
-            away.insert(gone);
+            resident.erase(gone);
+            evicted.insert(gone);
           }
         }
-        if (here.size() == kRoom) continue;
-        away.erase(page);
-        here.insert(page);
+        if (resident.size() == kRoom) continue;
+        evicted.erase(page);
+        resident.insert(page);
         order->enter(page);
         model.enter(page);
       }

@@ -278,7 +278,7 @@ TEST_P(PrefetchTest, WaitsForNoPageThatIsInATier) {
   const ModelConfig& model = config.model;
   for (std::uint64_t i = 0; i < 16; ++i)
     expect_same_decode(session, plain, model, 32, 100 * i, {}, false, GetParam());
-  ASSERT_GT(engine.stats().snapshot.pages_away, 0U);
+  ASSERT_GT(engine.stats().snapshot.pages_in_tiers, 0U);
   const Stats::Cumulative before = engine.stats().cumulative;
   for (int layer = 0; layer < model.layers; ++layer) {
     session.prefetch(layer, call(model, 1).query.view());

@@ -177,7 +177,7 @@ TEST_P(QuotaTest, IsAskedBeforePagesLeaveForATier) {
   start(24, std::make_shared<FaultTier>());
   Session session = open("a", 80);
   append(session, 20 * kPageTokens);
-  ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+  ASSERT_GT(engine_->stats().snapshot.pages_in_tiers, 0U);
   EXPECT_EQ(tenant("a").page_bytes, bytes(40));
   expect_refused(session, "max_page_bytes",
                  [&] { append_random(session, model(), 0, 41 * kPageTokens, 3); });

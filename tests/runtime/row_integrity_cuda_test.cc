@@ -45,7 +45,7 @@ class RowIntegrityStreamTest : public ::testing::Test {
     for (Session* session : {&*a_, &*b_}) {
       for (int layer = 0; layer < 2; ++layer) append_random(*session, model(), layer, kStored, 7);
     }
-    frames_ = away_and_back(*engine_, *a_, *tier_, kStored);
+    frames_ = evicted_and_restored(*engine_, *a_, *tier_, kStored);
   }
   /// Turns a bit in every row of the pages that came back.
   void turn_bits() {

@@ -45,8 +45,10 @@ class RowIntegrityTest : public EngineTest {
     }
   }
   /// Sends pages to the tier, and has them all back where they stay.
-  void away_and_back() { frames_ = testing::away_and_back(*engine_, *a_, *tier_, kStored); }
-  /// Turns a bit of a row of each page that `away_and_back` has moved.
+  void evicted_and_restored() {
+    frames_ = testing::evicted_and_restored(*engine_, *a_, *tier_, kStored);
+  }
+  /// Turns a bit of a row of each page that `evicted_and_restored` has moved.
   void turn_bits() {
     std::size_t i = 0;
     for (const std::span<std::byte> frame : frames_) {
@@ -95,7 +97,7 @@ TEST_P(RowIntegrityTest, WholeRowsAreServed) {
 TEST_P(RowIntegrityTest, ChangedRowsAreTakenFromATier) {
   for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
     start(format, 110);
-    away_and_back();
+    evicted_and_restored();
     turn_bits();
     expect_same_dense();
     const std::uint64_t corrupt = engine_->stats().cumulative.rows_corrupt;
@@ -107,12 +109,12 @@ TEST_P(RowIntegrityTest, ChangedRowsAreTakenFromATier) {
 
 TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
   start(PageFormat::kModel, 110);
-  away_and_back();
+  evicted_and_restored();
   turn_bits();
   for (int layer = 0; layer < 2; ++layer) {
     EXPECT_EQ(all_rows(*a_, model(), layer), all_rows(*b_, model(), layer));
   }
-  away_and_back();
+  evicted_and_restored();
   turn_bits();
   for (int layer = 0; layer < 2; ++layer) {
     CallTensors mine(model(), 1, 44), theirs(model(), 1, 44);
@@ -126,7 +128,7 @@ TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
 TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
   for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
     start(format, 110, 256);
-    away_and_back();
+    evicted_and_restored();
     turn_bits();
     for (std::uint64_t step = 0; step < 6; ++step) {
       for (int layer = 0; layer < 2; ++layer) {
@@ -143,7 +145,7 @@ TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
 
 TEST_P(RowIntegrityTest, ChangedRowsThatComeAheadAreNotServed) {
   start(PageFormat::kModel, 110, 1024);
-  away_and_back();
+  evicted_and_restored();
   turn_bits();
   RetrievalConfig all = engine_->config().retrieval;
   all.top_k = kStored;
@@ -180,7 +182,7 @@ TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
         append_random(*a_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
         append_random(*b_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
       }
-      away_and_back();
+      evicted_and_restored();
       for (std::size_t i = 0; i < mine.size(); ++i) {
         for (int layer = 0; layer < 2; ++layer) {
           EXPECT_EQ(all_rows(mine[i], model(), layer), all_rows(theirs[i], model(), layer));
@@ -197,7 +199,7 @@ TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
 
 TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
   start(PageFormat::kModel, 110);
-  away_and_back();
+  evicted_and_restored();
   Session other = engine_->open(), other_twin = twin_->open();
   append_random(other, model(), 0, 100, 9);
   append_random(other_twin, model(), 0, 100, 9);
@@ -212,7 +214,7 @@ TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
   EXPECT_EQ(all_rows(other, model(), 0), all_rows(other_twin, model(), 0));
 }
 
-TEST_P(RowIntegrityTest, ARowThatWasNeverAwayIsDataLoss) {
+TEST_P(RowIntegrityTest, ARowThatWasNeverEvictedIsDataLoss) {
   start(PageFormat::kModel, 80);
   (void)tier_->take_frames();
   tier_->tier.set({.put = TierStatus::kFull});

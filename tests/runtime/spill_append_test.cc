@@ -32,7 +32,7 @@ class SpillAppendTest : public SpillTest {
   }
   static std::size_t pages_held(const Engine& engine) {
     const Stats::Snapshot now = engine.stats().snapshot;
-    return now.pages_used + now.pages_away;
+    return now.pages_used + now.pages_in_tiers;
   }
 };
 

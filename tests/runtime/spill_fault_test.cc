@@ -33,7 +33,7 @@ class SpillFaultTest : public SpillTest {
     a_.emplace(engine_->open());
     b_.emplace(reference_->open());
     for (std::uint64_t i = 0; i < 12; ++i) append(100 * i);
-    ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+    ASSERT_GT(engine_->stats().snapshot.pages_in_tiers, 0U);
   }
   /// Appends 32 tokens to every layer of both.
   void append(std::uint64_t seed) {
@@ -193,7 +193,7 @@ TEST_P(SpillFaultTest, ClosedSessionsLeaveNothingInTheTier) {
     }
   }
   a_.reset();
-  // What is spilled next makes room first.
+  // What is evicted next makes room first.
   Session last = engine_->open();
   for (std::uint64_t j = 0; j < 22; ++j) {
     CallTensors call(model(), 32, j);
@@ -201,7 +201,7 @@ TEST_P(SpillFaultTest, ClosedSessionsLeaveNothingInTheTier) {
   }
   const Stats stats = engine_->stats();
   EXPECT_LE(tier_->size(), 44U);
-  EXPECT_EQ(stats.snapshot.pages_used + stats.snapshot.pages_away, 44U);
+  EXPECT_EQ(stats.snapshot.pages_used + stats.snapshot.pages_in_tiers, 44U);
 }
 
 TEST_P(SpillFaultTest, AStoredPrefixThatIsLostIsLeftOut) {

@@ -43,7 +43,7 @@ class SpillGraphTest : public ::testing::Test {
 TEST_F(SpillGraphTest, ACallOnAStreamWaitsForItsPages) {
   Session other = engine_->open();
   fill(other);
-  ASSERT_GT(engine_->stats().snapshot.pages_away, 0U);
+  ASSERT_GT(engine_->stats().snapshot.pages_in_tiers, 0U);
   for (std::uint64_t i = 0; i < 4; ++i) {
     for (int layer = 0; layer < 2; ++layer) {
       CallTensors host = call(10 * i);
@@ -78,7 +78,7 @@ TEST_F(SpillGraphTest, ACaptureNeedsItsPagesHereAndThenKeepsThem) {
   // Whatever others do, the pages stay where the graph reads them.
   Session pressing = engine_->open();
   fill(pressing);
-  EXPECT_GT(engine_->stats().snapshot.pages_away, 0U);
+  EXPECT_GT(engine_->stats().snapshot.pages_in_tiers, 0U);
 
   for (std::uint64_t i = 0; i < 4; ++i) {
     CallTensors host = call(50 + i);

@@ -31,10 +31,10 @@ TEST_P(SpillTest, DecodesAsIfEverythingWereInMemory) {
     }
 
     const Stats stats = engine.stats();
-    EXPECT_GT(stats.cumulative.pages_spilled, 0U);
+    EXPECT_GT(stats.cumulative.pages_evicted, 0U);
     EXPECT_GT(stats.cumulative.pages_restored, 0U);
     EXPECT_GT(stats.cumulative.cold_steps, 0U);
-    EXPECT_GT(stats.snapshot.pages_away, 0U);
+    EXPECT_GT(stats.snapshot.pages_in_tiers, 0U);
     EXPECT_LE(stats.snapshot.pages_used, frames);
   }
 }
@@ -255,14 +255,14 @@ TEST_P(SpillTest, RandomCallsGiveTheSameWithAnyHostBudget) {
       }
       if (HasFatalFailure()) return;
     }
-    spilled += engine.stats().cumulative.pages_spilled;
+    spilled += engine.stats().cumulative.pages_evicted;
     EXPECT_LE(engine.stats().snapshot.pages_used, frames);
   }
   EXPECT_GT(spilled, 0U);
 }
 
-/// Tokens that are always attended may be away when a recall target weighs them.
-TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreAway) {
+/// Tokens that are always attended may be evicted when a recall target weighs them.
+TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreEvicted) {
   Config spilling = with_frames(60);
   Config plain = twin();
   for (Config* config : {&spilling, &plain}) {
@@ -283,7 +283,7 @@ TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreAway) {
   for (std::uint64_t step = 0; step < 4; ++step) {
     Session other = engine.open();
     for (int layer = 0; layer < 2; ++layer) append_random(other, model, layer, 384, 8);
-    ASSERT_GT(engine.stats().snapshot.pages_away, 0U);
+    ASSERT_GT(engine.stats().snapshot.pages_in_tiers, 0U);
     expect_same_decode(a, b, model, 1, 10 * step + 1, options, true);
     CallTensors from_a(model, 1, step), from_b(model, 1, step);
     for (int layer = 0; layer < 2; ++layer) {

@@ -231,7 +231,7 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .bytes_device_resident = 70,
                             .bytes_sketch_read = 80,
                             .nonfinite_tokens = 90,
-                            .pages_spilled = 100,
+                            .pages_evicted = 100,
                             .pages_restored = 110,
                             .tier_bytes_written = 120,
                             .tier_bytes_read = 130,
@@ -259,7 +259,7 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .bytes_device_resident = 7,
                             .bytes_sketch_read = 8,
                             .nonfinite_tokens = 9,
-                            .pages_spilled = 10,
+                            .pages_evicted = 10,
                             .pages_restored = 11,
                             .tier_bytes_written = 12,
                             .tier_bytes_read = 13,
@@ -288,7 +288,7 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.bytes_device_resident, 63U);
   EXPECT_EQ(d.bytes_sketch_read, 72U);
   EXPECT_EQ(d.nonfinite_tokens, 81U);
-  EXPECT_EQ(d.pages_spilled, 90U);
+  EXPECT_EQ(d.pages_evicted, 90U);
   EXPECT_EQ(d.pages_restored, 99U);
   EXPECT_EQ(d.tier_bytes_written, 108U);
   EXPECT_EQ(d.tier_bytes_read, 117U);

@@ -56,8 +56,9 @@ class WatchingTier final : public PageTier {
 
 /// Sends pages of a session to the engine's tier, for another session of `tokens` tokens, and has
 /// them all back. Returns the frames that they have now.
-inline std::vector<std::span<std::byte>> away_and_back(Engine& engine, Session& session,
-                                                       WatchingTier& tier, std::int64_t tokens) {
+inline std::vector<std::span<std::byte>> evicted_and_restored(Engine& engine, Session& session,
+                                                              WatchingTier& tier,
+                                                              std::int64_t tokens) {
   const ModelConfig& model = engine.config().model;
   {
     Session other = engine.open();

@@ -315,25 +315,25 @@ class MovingPool final : public FramePool {
   std::uint64_t num_moves_ = 1;
 };
 
-TEST_F(PageTableTest, SettlesWhereFramesHaveMoved) {
+TEST_F(PageTableTest, SyncsAddressesOfFramesThatHaveMoved) {
   constexpr std::int64_t kCount = 2 * kMaxTablePatch + 5;
   MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kCount * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), kCount);
   ASSERT_TRUE(table.grow(*stream_, kCount));
-  EXPECT_TRUE(table.settled());
+  EXPECT_TRUE(table.addresses_current());
   std::vector<std::byte> elsewhere(kCount);
 
-  // Away: not settled until it is back, and its entry stays as it was.
+  // Away: not current until it is back, and its entry stays as it was.
   pool.move(table.frame(3), nullptr);
-  EXPECT_FALSE(table.settled());
-  EXPECT_EQ(table.settle(*stream_), 1);
-  EXPECT_FALSE(table.settled());
+  EXPECT_FALSE(table.addresses_current());
+  EXPECT_EQ(table.sync_addresses(*stream_), 1);
+  EXPECT_FALSE(table.addresses_current());
   pool.move(table.frame(3), &elsewhere[3]);
   for (const std::int64_t i : {0, 1, 299, 300, static_cast<int>(kCount - 1)}) {
     pool.move(table.frame(i), &elsewhere[static_cast<std::size_t>(i)]);
   }
-  EXPECT_EQ(table.settle(*stream_), 0);
-  EXPECT_TRUE(table.settled());
+  EXPECT_EQ(table.sync_addresses(*stream_), 0);
+  EXPECT_TRUE(table.addresses_current());
   device_.run_all();
   for (std::int64_t i = 0; i < kCount; ++i) {
     ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.address(i)) << "entry " << i;
@@ -342,13 +342,13 @@ TEST_F(PageTableTest, SettlesWhereFramesHaveMoved) {
 
   // What has not moved is not written again.
   pool.move(table.frame(7), &elsewhere[7]);
-  EXPECT_EQ(table.settle(*stream_), 0);
+  EXPECT_EQ(table.sync_addresses(*stream_), 0);
   EXPECT_EQ(device_.pending(*stream_), 1U);
   device_.run_all();
   EXPECT_EQ(mirror_[7], &elsewhere[7]);
 }
 
-TEST_F(PageTableTest, AFrameThatIsAwayUnsettlesTheTableThatTakesIt) {
+TEST_F(PageTableTest, AnEvictedFrameKeepsTheTableThatTakesItFromBeingCurrent) {
   MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 8 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
   PageTable other(pool, mirror_.data() + 4, 4);
@@ -357,11 +357,11 @@ TEST_F(PageTableTest, AFrameThatIsAwayUnsettlesTheTableThatTakesIt) {
   std::byte* const frames[] = {table.frame(0), table.frame(1)};
 
   other.share(*stream_, frames);
-  EXPECT_FALSE(other.settled());
-  EXPECT_EQ(other.settle(*stream_), 1);
+  EXPECT_FALSE(other.addresses_current());
+  EXPECT_EQ(other.sync_addresses(*stream_), 1);
   other.shrink(*stream_, 1);
-  EXPECT_EQ(other.settle(*stream_), 0);
-  EXPECT_TRUE(other.settled());
+  EXPECT_EQ(other.sync_addresses(*stream_), 0);
+  EXPECT_TRUE(other.addresses_current());
 }
 
 TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {

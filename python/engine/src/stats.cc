@@ -25,7 +25,7 @@ nb::dict cumulative_of(const kvtier::Stats::Cumulative& c) {
   d["prefix_tokens_asked"] = c.prefix_tokens_asked;
   d["prefix_tokens_attached"] = c.prefix_tokens_attached;
   d["prefix_tokens_evicted"] = c.prefix_tokens_evicted;
-  d["pages_spilled"] = c.pages_spilled;
+  d["pages_evicted"] = c.pages_evicted;
   d["pages_restored"] = c.pages_restored;
   d["tier_bytes_written"] = c.tier_bytes_written;
   d["tier_bytes_read"] = c.tier_bytes_read;
@@ -62,7 +62,7 @@ nb::dict snapshot_of(const kvtier::Stats::Snapshot& s) {
   d["pages"] = s.pages;
   d["pages_used"] = s.pages_used;
   d["prefix_tokens"] = s.prefix_tokens;
-  d["pages_away"] = s.pages_away;
+  d["pages_in_tiers"] = s.pages_in_tiers;
   d["pages_ahead_waiting"] = s.pages_ahead_waiting;
   d["pages_shared"] = s.pages_shared;
   d["row_cache_bytes"] = s.row_cache_bytes;

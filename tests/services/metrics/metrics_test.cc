@@ -221,16 +221,17 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   const MetricsReading seen = read();
 
   const MetricsReading::LabelSet disk{{"tier", "engine_file"}};
-  const double away = seen.sum("kvtier_pages", disk);
-  EXPECT_GE(away, 4);
-  EXPECT_EQ(away + seen.sum("kvtier_pages", {{"tier", "engine_host"}, {"state", "committed"}}), 24);
-  EXPECT_EQ(seen.sum("kvtier_tier_write_bytes_total", disk), away * kPage);
-  EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "engine_host"}}), away);
+  const double evicted = seen.sum("kvtier_pages", disk);
+  EXPECT_GE(evicted, 4);
+  EXPECT_EQ(evicted + seen.sum("kvtier_pages", {{"tier", "engine_host"}, {"state", "committed"}}),
+            24);
+  EXPECT_EQ(seen.sum("kvtier_tier_write_bytes_total", disk), evicted * kPage);
+  EXPECT_EQ(seen.sum("kvtier_evictions_total", {{"tier", "engine_host"}}), evicted);
   EXPECT_EQ(seen.sum("kvtier_tier_errors_total", disk), 0);
   EXPECT_EQ(seen.sum("kvtier_pages_lost_total"), 0);
   EXPECT_GT(seen.sum("kvtier_tier_wait_seconds_total"), 0);
-  EXPECT_EQ(seen.sum("kvtier_tier_puts_total", disk), away);
-  EXPECT_EQ(seen.sum("kvtier_tier_used_bytes", disk), away * kPage);
+  EXPECT_EQ(seen.sum("kvtier_tier_puts_total", disk), evicted);
+  EXPECT_EQ(seen.sum("kvtier_tier_used_bytes", disk), evicted * kPage);
   EXPECT_GE(seen.sum("kvtier_tier_capacity_bytes", disk), 4 * MiB);
   EXPECT_EQ(
       seen.sum("kvtier_tier_operation_seconds_count", {{"tier", "engine_file"}, {"op", "get"}}), 0);
@@ -246,12 +247,12 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   ASSERT_EQ(stats.tiers_size(), 1);
   const v1::TierStats& tier = stats.tiers(0);
   EXPECT_EQ(tier.kind(), "file");
-  EXPECT_EQ(static_cast<double>(tier.stored()), away);
+  EXPECT_EQ(static_cast<double>(tier.stored()), evicted);
   EXPECT_EQ(tier.puts(), tier.stored() + tier.refused());
   EXPECT_EQ(tier.bytes_written(), tier.stored() * kPage);
   EXPECT_EQ(tier.put_time().counts_size(), 19);
-  EXPECT_EQ(stats.cumulative().pages_spilled(), tier.stored());
-  EXPECT_EQ(stats.snapshot().pages_away(), tier.stored());
+  EXPECT_EQ(stats.cumulative().pages_evicted(), tier.stored());
+  EXPECT_EQ(stats.snapshot().pages_in_tiers(), tier.stored());
   core_.reset();
   std::filesystem::remove_all(folder);
 }
