@@ -96,8 +96,8 @@ def tiers(_):
         if what == "file_tier_over_fio":
             return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
                     spread(row, "share", percent))
-        if what == "read_ahead":
-            return (f"a step of four layers, 30 % of the pages in memory, with read-ahead ({percent(row['useful'])} of it useful) over without", "", "",
+        if what in ("page_prefetch", "read_ahead"):
+            return (f"a step of four layers, 30 % of the pages in memory, with page prefetch ({percent(row['useful'])} of it useful) over without", "", "",
                     f"{number(row['step_ms'])} ms", f"{number(row['baseline_step_ms'])} ms", spread(row, "ratio", percent))
         if what == "call_restore":
             return (f"pages of {size} that `fetch` brings back from the disk cache, in place of others: share of fio", "", "", *rates,

@@ -87,7 +87,7 @@ int main(int argc, char** argv) {
   auto* decode = app.add_subcommand("decode_step", "one layer's step through the public API");
   auto* paged = app.add_subcommand("paged_step", "the same over a paged cache of the caller");
   auto* cached = app.add_subcommand("row_cache_step", "one layer's step with a row cache");
-  auto* ahead = app.add_subcommand("prefetch", "the same with rows fetched ahead of steps");
+  auto* prefetch = app.add_subcommand("prefetch", "the same with rows fetched ahead of steps");
   auto* resident = app.add_subcommand("resident_step", "a step with tiers that are not needed");
   auto* dense = app.add_subcommand("dense", "dense attention by cuDNN");
   auto* select = app.add_subcommand("select", "tables, scores and the choice of k");
@@ -113,20 +113,20 @@ int main(int argc, char** argv) {
   fork->add_option("--kv-heads", fork_case.kv_heads)->check(counts);
   fork->add_option("--children", fork_case.children)->check(counts);
   for (auto* command :
-       {decode, paged, cached, ahead, resident, dense, select, flash, prefill, overlap, ttft}) {
+       {decode, paged, cached, prefetch, resident, dense, select, flash, prefill, overlap, ttft}) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
   for (auto* command : {decode, paged, dense, select, tables, ingest}) {
     command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
   }
   for (auto* command :
-       {decode, paged, cached, ahead, resident, select, tables, overlap, model, ttft})
+       {decode, paged, cached, prefetch, resident, select, tables, overlap, model, ttft})
     retrieval.add_options(*command);
   for (auto* command : {decode, resident, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
         ->check(CLI::IsMember({"device", "host"}));
   }
-  for (auto* command : {decode, cached, ahead, gather}) {
+  for (auto* command : {decode, cached, prefetch, gather}) {
     command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or fp8")
         ->check(CLI::IsMember({"model", "fp8"}));
   }
@@ -155,7 +155,7 @@ int main(int argc, char** argv) {
   decode->add_option("--recall", step.recall, "share of the attention that decides about the rows")
       ->check(CLI::Range(0.0, 1.0));
   decode->add_flag("--stages", step.stages, "time of each kernel too");
-  for (auto* command : {cached, ahead}) {
+  for (auto* command : {cached, prefetch}) {
     command->add_option("--row-cache-rows", step.row_cache_rows, "per KV head")->check(counts);
     command
         ->add_option("--share", step.row_cache_share, "of the selected rows that are to be found")
@@ -191,7 +191,7 @@ int main(int argc, char** argv) {
     }
     if (*paged) bench_paged_step(run, step);
     if (*cached) bench_row_cache_step(run, step);
-    if (*ahead) bench_prefetch(run, step);
+    if (*prefetch) bench_prefetch(run, step);
     if (*resident) bench_resident_step(run, step);
     if (*dense) {
       const DenseCase shape{.tokens = step.tokens,

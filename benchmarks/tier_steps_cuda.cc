@@ -206,7 +206,7 @@ void bench_resident_step(Run& run, const StepCase& given) {
   if (step.placement == KvPlacement::kHost) {
     tiered.memory.disk_cache = folder.path() + "/tier";
     tiered.memory.disk_cache_bytes = 16 * GiB;
-    tiered.memory.read_ahead = true;
+    tiered.memory.page_prefetch = true;
   } else {
     tiered.memory.row_cache_bytes = GiB;
   }
@@ -247,7 +247,7 @@ void bench_resident_step(Run& run, const StepCase& given) {
 
 namespace {
 
-/// What is fetched ahead after a step: what a guess of the next query selects, or the step's own.
+/// What is prefetched after a step: what a guess of the next query selects, or the step's own.
 struct Guess {
   const char* name;
   double cosine;  ///< Between the guess and the next query; 0: the step's own.
@@ -307,7 +307,7 @@ class GuessedSteps {
 
   struct Measured {
     Times step;
-    double ahead_us = 0.0;  ///< Of a prefetch.
+    double prefetch_us = 0.0;  ///< Of a prefetch.
   };
   [[nodiscard]] Measured time() const {
     const Graph graph(run_.stream(), [this] { run_all(true); });
@@ -390,10 +390,10 @@ void bench_prefetch(Run& run, const StepCase& given) {
     run.add("prefetch", parameters, measured.step,
             {{"steps", num_steps},
              {"found", found_share(counted)},
-             {"ahead_us", measured.ahead_us},
+             {"prefetch_us", measured.prefetch_us},
              {"rows_missing", static_cast<double>(counted.row_cache_misses) / num_steps},
-             {"rows_ahead", static_cast<double>(counted.rows_ahead) / num_steps},
-             {"rows_useful", static_cast<double>(counted.rows_ahead_useful) / num_steps},
+             {"rows_prefetched", static_cast<double>(counted.rows_prefetched) / num_steps},
+             {"rows_useful", static_cast<double>(counted.rows_prefetched_useful) / num_steps},
              {"bytes_host", static_cast<double>(counted.bytes_host_to_device) / num_steps}});
   }
 }

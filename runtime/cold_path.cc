@@ -157,7 +157,7 @@ bool ColdLaunch::ensure_resident(const transfer::SelectionView& selection) {
       }
     }
   }
-  if (engine_.read_ahead != nullptr) remember();
+  if (engine_.page_prefetch != nullptr) remember();
   const std::uint64_t before = engine_.page_pool->counters().restored;
   const bool together = engine_.page_pool->ensure_resident(stream_, needed_);
   if (!together || engine_.page_pool->counters().restored != before) ++engine_.cold_steps;

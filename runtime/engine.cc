@@ -88,8 +88,8 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
 /// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
 /// its stream: rows that its queries, which the workspace has, would choose beyond its own enter
 /// the row cache.
-void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
-                     std::span<const AttendPart> parts) {
+void prefetch_after_step(EngineState::Turn& turn, EngineState& engine, int layer,
+                         std::span<const AttendPart> parts) {
   if (!engine.config.memory.prefetch_rows || engine.row_cache == nullptr || turn.capturing())
     return;
   constexpr double kMore = 1.5;
@@ -97,12 +97,13 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
   const auto row = heads * engine.kv.head_dim;
   const MemorySpace space =
       engine.device->backend() == Backend::kCuda ? MemorySpace::kDevice : MemorySpace::kHost;
-  std::vector<AttendPart> ahead;
+  std::vector<AttendPart> next_parts;
   for (const AttendPart& part : parts) {
     const bool last = part.inputs.query.shape[0] == 1 && part.options.tokens_after == 0;
     if (!last || !runtime::shares_launch(part, parts, engine.batch_rows)) return;
-    const float* query = engine.queries.as<float>() + static_cast<std::int64_t>(ahead.size()) * row;
-    AttendPart& next = ahead.emplace_back();
+    const float* query =
+        engine.queries.as<float>() + static_cast<std::int64_t>(next_parts.size()) * row;
+    AttendPart& next = next_parts.emplace_back();
     next.session = part.session;
     next.inputs.query = {query, DType::kFloat32, {1, heads, engine.kv.head_dim}, space};
     next.prefetches = true;
@@ -116,11 +117,11 @@ void prefetch_behind(EngineState::Turn& turn, EngineState& engine, int layer,
   try {
     turn.go_behind();
     std::vector<SessionUse> uses;
-    uses.reserve(ahead.size());
-    for (const AttendPart& part : ahead) uses.emplace_back(*part.session, turn);
-    runtime::attend(turn, engine, layer, ahead);
+    uses.reserve(next_parts.size());
+    for (const AttendPart& part : next_parts) uses.emplace_back(*part.session, turn);
+    runtime::attend(turn, engine, layer, next_parts);
   } catch (const std::exception& error) {  // the step has been done
-    engine.log(LogLevel::kWarning, std::string("rows ahead of steps: ") + error.what());
+    engine.log(LogLevel::kWarning, std::string("row prefetch: ") + error.what());
   }
 }
 
@@ -237,7 +238,7 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   EngineState::Turn turn(*impl_, stream);
   append_and_attend(turn, *impl_, layer, appends, attends);
   turn.finish();
-  prefetch_behind(turn, *impl_, layer, attends);
+  prefetch_after_step(turn, *impl_, layer, attends);
 }
 
 void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& result,
@@ -351,7 +352,7 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
     runtime::attend_finite(turn, engine, layer, {&part, 1});
   }
   turn.finish();
-  prefetch_behind(turn, engine, layer, {&part, 1});
+  prefetch_after_step(turn, engine, layer, {&part, 1});
 }
 
 void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
@@ -368,7 +369,7 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
   EngineState::Turn turn(engine, stream);
   append_and_attend(turn, engine, layer, {&append_part, 1}, {&part, 1});
   turn.finish();
-  prefetch_behind(turn, engine, layer, {&part, 1});
+  prefetch_after_step(turn, engine, layer, {&part, 1});
 }
 
 void Session::prefetch(int layer, const TensorView& query, StreamRef stream,

@@ -3,9 +3,9 @@
 #include "kvtier/calibration.h"
 #include "kvtier/error.h"
 
+#include "runtime/page_prefetch.h"
 #include "runtime/prefix_key.h"
 #include "runtime/prefix_store.h"
-#include "runtime/read_ahead.h"
 
 #include <algorithm>
 #include <memory>
@@ -83,8 +83,8 @@ EngineState::EngineState(const Config& config_in)
   std::vector<SketchConfig> carried;
   for (const SketchStore& sketch : sketches) carried.push_back(sketch.config);
   prefix_key = engine_key(config, kv, carried);
-  if (config.memory.read_ahead && page_pool != nullptr) {
-    read_ahead = std::make_unique<ReadAhead>(*this);
+  if (config.memory.page_prefetch && page_pool != nullptr) {
+    page_prefetch = std::make_unique<PagePrefetch>(*this);
   }
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pages->num_frames()) + " pages of " +
@@ -93,7 +93,7 @@ EngineState::EngineState(const Config& config_in)
 }
 
 EngineState::~EngineState() {
-  read_ahead.reset();  // its thread takes turns
+  page_prefetch.reset();  // its thread takes turns
   try {
     main->synchronize();
     for (Retired& retired : retired_) retired.last_use.wait();
@@ -323,10 +323,11 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.pages_repaired = counted.repaired;
   sum.cold_steps = cold_steps;
   const PagePool::Counters& moved = page_pool->counters();
-  sum.pages_ahead = moved.ahead;
-  sum.pages_ahead_useful = moved.ahead_useful;
-  sum.pages_ahead_wasted = moved.ahead_wasted;
-  stats.snapshot.pages_ahead_waiting = moved.ahead - moved.ahead_useful - moved.ahead_wasted;
+  sum.pages_prefetched = moved.prefetched;
+  sum.pages_prefetched_useful = moved.prefetched_useful;
+  sum.pages_prefetched_wasted = moved.prefetched_wasted;
+  stats.snapshot.pages_prefetched_waiting =
+      moved.prefetched - moved.prefetched_useful - moved.prefetched_wasted;
   sum.tier_nanoseconds = counted.wait_nanoseconds;
   stats.snapshot.pages_in_tiers = page_pool->num_evicted();
   stats.tiers = tiers->uses();
@@ -340,9 +341,9 @@ void EngineState::add_row_cache_stats(Stats& stats) const {
     sum.row_cache_misses += load(step.row_cache_misses);
     sum.row_cache_admissions += load(step.row_cache_admissions);
     sum.row_cache_evictions += load(step.row_cache_evictions);
-    sum.rows_ahead += load(step.rows_ahead);
-    sum.rows_ahead_useful += load(step.rows_ahead_useful);
-    sum.rows_ahead_wasted += load(step.rows_ahead_wasted);
+    sum.rows_prefetched += load(step.rows_prefetched);
+    sum.rows_prefetched_useful += load(step.rows_prefetched_useful);
+    sum.rows_prefetched_wasted += load(step.rows_prefetched_wasted);
   }
   stats.snapshot.row_cache_rows = row_cache_shape.num_sets * transfer::kSetWays;
   stats.snapshot.row_cache_bytes = row_cache->num_frames() * row_cache->frame_bytes();
@@ -364,7 +365,7 @@ Stats EngineState::stats() const {
     const std::uint64_t resident = load(step.rows_resident);
     sum.rows_selected += load(step.rows_selected);
     sum.rows_attended += fetched + resident;
-    sum.bytes_host_to_device += (fetched + load(step.rows_ahead)) * row_bytes;
+    sum.bytes_host_to_device += (fetched + load(step.rows_prefetched)) * row_bytes;
     sum.bytes_device_resident += resident * static_cast<std::uint64_t>(kv.row_bytes());
     if (i < sketches.size()) {
       sum.bytes_sketch_read += load(step.tokens_scored) *

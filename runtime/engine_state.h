@@ -34,7 +34,7 @@
 namespace kvtier::runtime {
 
 class PrefixStore;
-class ReadAhead;
+class PagePrefetch;
 
 /// Reads a counter that a device may be raising.
 [[nodiscard]] inline std::uint64_t load(std::uint64_t& counter) {
@@ -147,8 +147,8 @@ class EngineState {
 
   std::unique_ptr<PageQuotas> quotas;
   std::unique_ptr<PrefixStore> prefixes;
-  std::unique_ptr<ReadAhead> read_ahead;      ///< Or none.
-  std::array<std::uint8_t, 32> prefix_key{};  ///< What keys of stored prefixes begin with.
+  std::unique_ptr<PagePrefetch> page_prefetch;  ///< Or none.
+  std::array<std::uint8_t, 32> prefix_key{};    ///< What keys of stored prefixes begin with.
 
   // The workspace of a step, sized at construction, on the device.
   int batch_rows = 1;              ///< Query rows per launch.

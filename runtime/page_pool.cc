@@ -91,7 +91,7 @@ void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last
     } else {
       --num_evicted_;
     }
-    if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
+    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
     end_version(page);
     order_->forget(page.version.page);
     update(page, [&] {
@@ -158,7 +158,7 @@ std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
 
 void PagePool::evict_page(Page& page) {
   std::byte* const frame = page.frame;
-  if (std::exchange(page.ahead, false)) ++counters_.ahead_wasted;
+  if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
   order_->leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
   in_frame_[index_of(frame)] = nullptr;
@@ -229,7 +229,7 @@ PagePool::Protected PagePool::protect(std::span<std::byte* const> pages) {
     if (page.needed_by == call_) continue;
     page.needed_by = call_;
     order_->use(page.version.page, std::max(std::exchange(page.rows, 0U), 1U));
-    if (std::exchange(page.ahead, false)) ++counters_.ahead_useful;
+    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_useful;
     needed.names.push_back(name);
     if (page.lost) fail_read(1, 0);
     if (page.frame == nullptr) needed.missing.push_back(&page);
@@ -322,7 +322,7 @@ std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
 
 std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
                                         std::span<Page* const> missing,
-                                        std::span<std::byte* const> frames, bool ahead) {
+                                        std::span<std::byte* const> frames, bool prefetched) {
   std::vector<PageIn> in = reads_of(missing, frames);
   lease(names);
   std::exception_ptr failure;
@@ -338,9 +338,9 @@ std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
     if (!failure) failure = std::current_exception();
   }
   for (Page* page : missing) {
-    if (!ahead || page->frame == nullptr) continue;
-    page->ahead = true;
-    ++counters_.ahead;
+    if (!prefetched || page->frame == nullptr) continue;
+    page->prefetched = true;
+    ++counters_.prefetched;
   }
   end_lease(names);
   return failure;

@@ -111,8 +111,8 @@ class PagePool final : public transfer::FramePool {
   struct Counters {
     std::uint64_t evicted = 0;   ///< Pages that left their frame.
     std::uint64_t restored = 0;  ///< Pages restored.
-    // Of those, ahead of a call: needed by one since, and gone again before.
-    std::uint64_t ahead = 0, ahead_useful = 0, ahead_wasted = 0;
+    // Of those, prefetched: needed by a call since, and evicted again before.
+    std::uint64_t prefetched = 0, prefetched_useful = 0, prefetched_wasted = 0;
   };
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
   [[nodiscard]] std::size_t num_evicted() const noexcept { return num_evicted_; }
@@ -129,8 +129,8 @@ class PagePool final : public transfer::FramePool {
     bool pinned = false;
     bool stored = false;  ///< The first tier has this version.
     bool lost = false;
-    bool leased = false;  ///< To a call that waits.
-    bool ahead = false;   ///< Came ahead of a call, and none has needed it yet.
+    bool leased = false;      ///< To a call that waits.
+    bool prefetched = false;  ///< Prefetched, and no call has needed it yet.
 
     [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !pinned && !leased; }
   };
@@ -164,7 +164,7 @@ class PagePool final : public transfer::FramePool {
   [[nodiscard]] std::exception_ptr read_aside(std::span<std::byte* const> names,
                                               std::span<Page* const> missing,
                                               std::span<std::byte* const> frames,
-                                              bool ahead = false);
+                                              bool prefetched = false);
   [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
                                              std::span<std::byte* const> frames) const;
   /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.

@@ -50,11 +50,11 @@ void take_row_cache(transfer::Stream& stream, const EngineState& engine, LayerSt
 
 void give_back_row_cache(transfer::Stream& stream, const EngineState& engine, LayerState& layer) {
   if (layer.row_cache_frame == nullptr) return;
-  if (layer.cached_ahead) forget_from(stream, engine, layer, 0);
+  if (layer.may_hold_prefetched) forget_from(stream, engine, layer, 0);
   engine.row_cache->give_back({&layer.row_cache_frame, 1}, stream.record());
   layer.row_cache_frame = nullptr;
   layer.row_cache = {};
-  layer.cached_ahead = false;
+  layer.may_hold_prefetched = false;
 }
 
 void forget_cached_rows(transfer::Stream& stream, const EngineState& engine,
@@ -82,13 +82,13 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const EngineState&
   return {};
 }
 
-void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {
+void enqueue_row_prefetch(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {
   if (!take_any(stream, engine, fetch)) return;
   transfer::RowCacheGather gather = row_cache_gather(engine, fetch);
-  gather.ahead = true;
+  gather.prefetched = true;
   gather.selection.staged = nullptr;
   gather.selection.staged_capacity = 0;
-  for (LayerState* layer : fetch.layers) layer->cached_ahead = true;
+  for (LayerState* layer : fetch.layers) layer->may_hold_prefetched = true;
   transfer::gather_cached_rows(stream, engine.kv, gather);
 }
 

@@ -36,6 +36,6 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const EngineState&
                                     const Fetch& fetch);
 /// Enqueues that the selected rows enter the row cache, those that are not yet and find a slot,
 /// where the layers' pages are all resident.
-void fetch_rows_ahead(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
+void enqueue_row_prefetch(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
 
 }  // namespace kvtier::runtime

@@ -26,11 +26,12 @@ struct LayerState {
   /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
-  std::vector<std::int64_t> needed{};  ///< Pages that the last launch read; with read-ahead only.
+  std::vector<std::int64_t>
+      needed{};  ///< Pages that the last launch read; with page prefetch only.
   std::byte* row_cache_frame =
-      nullptr;                     ///< See runtime/row_cache.h; none until a step has fetched.
-  transfer::RowCache row_cache{};  ///< In it.
-  bool cached_ahead = false;       ///< Rows may have come ahead of steps.
+      nullptr;                       ///< See runtime/row_cache.h; none until a step has fetched.
+  transfer::RowCache row_cache{};    ///< In it.
+  bool may_hold_prefetched = false;  ///< Rows may have been prefetched.
 };
 
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device

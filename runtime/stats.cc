@@ -47,16 +47,16 @@ Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative&
           .pages_repaired = a.pages_repaired - b.pages_repaired,
           .cold_steps = a.cold_steps - b.cold_steps,
           .tier_nanoseconds = a.tier_nanoseconds - b.tier_nanoseconds,
-          .pages_ahead = a.pages_ahead - b.pages_ahead,
-          .pages_ahead_useful = a.pages_ahead_useful - b.pages_ahead_useful,
-          .pages_ahead_wasted = a.pages_ahead_wasted - b.pages_ahead_wasted,
+          .pages_prefetched = a.pages_prefetched - b.pages_prefetched,
+          .pages_prefetched_useful = a.pages_prefetched_useful - b.pages_prefetched_useful,
+          .pages_prefetched_wasted = a.pages_prefetched_wasted - b.pages_prefetched_wasted,
           .row_cache_hits = a.row_cache_hits - b.row_cache_hits,
           .row_cache_misses = a.row_cache_misses - b.row_cache_misses,
           .row_cache_admissions = a.row_cache_admissions - b.row_cache_admissions,
           .row_cache_evictions = a.row_cache_evictions - b.row_cache_evictions,
-          .rows_ahead = a.rows_ahead - b.rows_ahead,
-          .rows_ahead_useful = a.rows_ahead_useful - b.rows_ahead_useful,
-          .rows_ahead_wasted = a.rows_ahead_wasted - b.rows_ahead_wasted,
+          .rows_prefetched = a.rows_prefetched - b.rows_prefetched,
+          .rows_prefetched_useful = a.rows_prefetched_useful - b.rows_prefetched_useful,
+          .rows_prefetched_wasted = a.rows_prefetched_wasted - b.rows_prefetched_wasted,
           .rows_corrupt = a.rows_corrupt - b.rows_corrupt};
 }
 

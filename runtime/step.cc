@@ -2,7 +2,7 @@
 
 #include "attention/flash_decode.h"
 #include "runtime/cold_path.h"
-#include "runtime/read_ahead.h"
+#include "runtime/page_prefetch.h"
 #include "runtime/row_cache.h"
 #include "runtime/stage_timer.h"
 #include "scoring/foresight.h"
@@ -309,7 +309,7 @@ class AttendLaunch {
     const transfer::SelectionView selection = choose();
     const std::vector<LayerState*> layers = layers_of_slices();
     StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-    fetch_rows_ahead(turn_.stream(), engine_, fetch_of(layers, reading_of(selection)));
+    enqueue_row_prefetch(turn_.stream(), engine_, fetch_of(layers, reading_of(selection)));
     timer.stop();
   }
 
@@ -348,8 +348,9 @@ class AttendLaunch {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids({.ids = ids});
     if (options().budget.active) export_missed();
-    if (engine_.read_ahead == nullptr || turn_.capturing()) return;
-    for (const Slice& slice : slices_) engine_.read_ahead->attended(*slice.part->session, layer_);
+    if (engine_.page_prefetch == nullptr || turn_.capturing()) return;
+    for (const Slice& slice : slices_)
+      engine_.page_prefetch->attended(*slice.part->session, layer_);
   }
 
   [[nodiscard]] std::vector<LayerState*> layers_of_slices() const {

@@ -60,15 +60,15 @@ void check(const RowCacheGather& gather) {
            "sequence of a row: expected one of the batch", sequence);
   }
   const SelectionView& selection = gather.selection;
-  expect(!gather.ahead || selection.staged_capacity == 0,
-         "staged_capacity: expected 0 for rows ahead of steps", selection.staged_capacity);
+  expect(!gather.prefetched || selection.staged_capacity == 0,
+         "staged_capacity: expected 0 for row prefetch", selection.staged_capacity);
   expect(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity,
          "staged_capacity: expected 0 to the capacity", selection.staged_capacity);
   expect(selection.staged != nullptr || selection.staged_capacity == 0,
          "staged: expected a staging area for all rows", 0);
   expect(gather.totals != nullptr, "totals: expected memory for them", 0);
-  expect(gather.places.lists == nullptr || !gather.ahead,
-         "places: expected none for rows ahead of steps", 1);
+  expect(gather.places.lists == nullptr || !gather.prefetched,
+         "places: expected none for row prefetch", 1);
 }
 
 }  // namespace

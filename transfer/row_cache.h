@@ -37,9 +37,9 @@ struct RowCacheTotals {
   unsigned long long misses = 0;
   unsigned long long evictions = 0;
   unsigned long long admissions = 0;
-  unsigned long long ahead = 0;
-  unsigned long long ahead_useful = 0;
-  unsigned long long ahead_wasted = 0;
+  unsigned long long prefetched = 0;
+  unsigned long long prefetched_useful = 0;
+  unsigned long long prefetched_wasted = 0;
   unsigned blocks_done = 0;
 };
 
@@ -56,7 +56,7 @@ struct RowCacheForget {
   RowCache row_cache;
   int num_sets = 0;
   std::int64_t length = 0;
-  StepFlags* flags = nullptr;  ///< Counts those that came ahead and were not used.
+  StepFlags* flags = nullptr;  ///< Counts those that were prefetched and not used.
 };
 /// Forgets them: needed before other tokens take their place. Enqueued.
 void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget);
@@ -70,8 +70,8 @@ struct RowCacheGather {
   RowCacheShape shape;
   RowCacheTotals* totals = nullptr;
   StepFlags* flags = nullptr;
-  /// Rows are kept ahead of steps that may want them, and none are staged.
-  bool ahead = false;
+  /// Rows are prefetched for steps that may want them, and none are staged.
+  bool prefetched = false;
   /// Rows that are found stay in their slots, and this says where; none: they are staged as well.
   RowCachePlaces places{};
 };
@@ -92,10 +92,10 @@ struct RowCacheGather {
 /// the misses admissions, and evictions for them. A missing row that two query rows of a sequence
 /// want is fetched twice and kept once.
 ///
-/// With `ahead`, the selected rows that are missing are kept in empty slots, and in those of the
-/// rows worth the least that the last step has not used; those that find no slot are not read.
-/// Counts in `rows_ahead` those that are kept, and evictions for them; a later gather counts their
-/// first use.
+/// With `prefetched`, the selected rows that are missing are kept in empty slots, and in those of
+/// the rows worth the least that the last step has not used; those that find no slot are not read.
+/// Counts in `rows_prefetched` those that are kept, and evictions for them; a later gather counts
+/// their first use.
 void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather);
 
 }  // namespace kvtier::transfer

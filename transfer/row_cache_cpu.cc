@@ -14,7 +14,7 @@ namespace {
 struct Missing {
   std::int32_t token;
   std::uint32_t heads;
-  std::byte* staged;  ///< Null: it is wanted ahead.
+  std::byte* staged;  ///< Null: it is prefetched.
 };
 
 /// The gather of one KV head of one sequence.
@@ -31,7 +31,7 @@ class HeadGather {
     if (row_cache.sets == nullptr) return;
     const std::int64_t first = std::int64_t{head} * gather.shape.num_sets;
     for (int i = 0; i < gather.shape.num_sets; ++i) {
-      sets_.emplace_back(row_cache.sets[first + i], gather.ahead);
+      sets_.emplace_back(row_cache.sets[first + i], gather.prefetched);
     }
     missing_.resize(sets_.size());
     slots_ = row_cache.slots + first * kSetWays * geometry.row_bytes();
@@ -40,15 +40,16 @@ class HeadGather {
   void run() {
     for (int r = 0; r < gather_.rows.count; ++r) {
       if (gather_.rows[r].sequence != number_) continue;
-      if (gather_.ahead) {
-        look_ahead(r);
+      if (gather_.prefetched) {
+        look_up_prefetched(r);
       } else {
         look_for(r);
       }
     }
     for (OpenSet& set : sets_) {
-      if (gather_.ahead) break;
-      totals_.ahead_useful += static_cast<unsigned long long>(set.count_uses(gather_.shape.policy));
+      if (gather_.prefetched) break;
+      totals_.prefetched_useful +=
+          static_cast<unsigned long long>(set.count_uses(gather_.shape.policy));
     }
     for (std::size_t i = 0; i < sets_.size(); ++i) {
       for (const Missing& row : missing_[i]) admit(static_cast<std::int64_t>(i), row);
@@ -73,7 +74,7 @@ class HeadGather {
     }
   }
 
-  void look_ahead(int row) {
+  void look_up_prefetched(int row) {
     const SelectionView& selection = gather_.selection;
     const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
     for (std::int64_t i = 0; !sets_.empty() && i < selection.counts[list]; ++i) {
@@ -118,10 +119,10 @@ class HeadGather {
       ++totals_.admissions;
     } else {
       read(row.token, slot(set, way));
-      ++totals_.ahead;
+      ++totals_.prefetched;
     }
     if (change.evicts) ++totals_.evictions;
-    if (change.wastes) ++totals_.ahead_wasted;
+    if (change.wastes) ++totals_.prefetched_wasted;
   }
 
   void fetch(const Missing& row) {
@@ -139,9 +140,9 @@ class HeadGather {
     add(&StepFlags::row_cache_misses, totals_.misses);
     add(&StepFlags::row_cache_admissions, totals_.admissions);
     add(&StepFlags::row_cache_evictions, totals_.evictions);
-    add(&StepFlags::rows_ahead, totals_.ahead);
-    add(&StepFlags::rows_ahead_useful, totals_.ahead_useful);
-    add(&StepFlags::rows_ahead_wasted, totals_.ahead_wasted);
+    add(&StepFlags::rows_prefetched, totals_.prefetched);
+    add(&StepFlags::rows_prefetched_useful, totals_.prefetched_useful);
+    add(&StepFlags::rows_prefetched_wasted, totals_.prefetched_wasted);
   }
 
   void read(std::int32_t token, std::byte* to) const {
@@ -177,10 +178,10 @@ void forget_cached_rows(const RowCacheForget& forget, std::int64_t num_sets) {
     for (int way = 0; way < kSetWays; ++way) {
       if (set.tokens[way] < 0 || set.tokens[way] < forget.length) continue;
       set.tokens[way] = -1;
-      wasted += set.ahead >> way & 1U;
+      wasted += set.prefetched >> way & 1U;
     }
   }
-  count(forget.flags, &StepFlags::rows_ahead_wasted, wasted);
+  count(forget.flags, &StepFlags::rows_prefetched_wasted, wasted);
 }
 
 void gather_cached_rows(const KvGeometry& geometry, const RowCacheGather& gather) {

@@ -61,9 +61,9 @@ enum Sum {
   kMisses,
   kEvictions,
   kAdmissions,
-  kCameAhead,
-  kAheadUseful,
-  kAheadWasted
+  kPrefetched,
+  kPrefetchedUseful,
+  kPrefetchedWasted
 };
 
 /// Finds the rows of a tile of `count` ids that belong to the block's sets. All threads of the
@@ -123,7 +123,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
 
 /// What a gather does with the rows that it finds.
 enum class Found {
-  kStays,   ///< Nothing: rows come ahead of steps, and none are staged.
+  kStays,   ///< Nothing: rows are prefetched, and none are staged.
   kCopied,  ///< It stages them.
   kPlaced   ///< It says where they are.
 };
@@ -132,7 +132,7 @@ enum class Found {
 /// rows and ids. A warp's, except for `look_for_all`.
 template <typename Rows, Found kFound>
 class SetGather {
-  static constexpr bool kAhead = kFound == Found::kStays;
+  static constexpr bool kPrefetched = kFound == Found::kStays;
 
  public:
   __device__ SetGather(const KvGeometry& geometry, const RowCacheGather& gather, int set, int head,
@@ -146,7 +146,7 @@ class SetGather {
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
         slots_(slots_of(geometry, gather, set, head, sequence)),
-        open_(set_of(gather, set, head, sequence), gather.shape.policy, kAhead) {}
+        open_(set_of(gather, set, head, sequence), gather.shape.policy, kPrefetched) {}
 
   /// Called by all threads of the block.
   __device__ void look_for_all(Tile& tile) {
@@ -158,7 +158,7 @@ class SetGather {
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    if constexpr (!kAhead) sums_[kAheadUseful] += open_.count_uses();
+    if constexpr (!kPrefetched) sums_[kPrefetchedUseful] += open_.count_uses();
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
@@ -166,18 +166,18 @@ class SetGather {
       bool evicts = false;
       const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
       if (way < 0) continue;
-      if (lane_ == (kAhead ? num_kept : i)) missing_slot_ = slot(way);
-      if (kAhead && lane_ == num_kept) missing_ = {source(token), nullptr};
+      if (lane_ == (kPrefetched ? num_kept : i)) missing_slot_ = slot(way);
+      if (kPrefetched && lane_ == num_kept) missing_ = {source(token), nullptr};
       ++num_kept;
       if (evicts) ++sums_[kEvictions];
     }
-    if constexpr (kAhead) {
-      sums_[kCameAhead] += static_cast<unsigned>(num_kept);
+    if constexpr (kPrefetched) {
+      sums_[kPrefetched] += static_cast<unsigned>(num_kept);
       num_missing_ = num_kept;  // no other is read
     } else {
       sums_[kAdmissions] += static_cast<unsigned>(num_kept);
     }
-    sums_[kAheadWasted] += open_.num_wasted();
+    sums_[kPrefetchedWasted] += open_.num_wasted();
     open_.close();
   }
 
@@ -231,9 +231,9 @@ class SetGather {
     const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
     const int selected = selection.counts[list];
     const int count =
-        kAhead ? selected
-               : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (!kAhead && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
+        kPrefetched ? selected
+                    : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
+    if (!kPrefetched && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
@@ -252,8 +252,8 @@ class SetGather {
         const ListedRow& row = tile.rows[first + __ffs(static_cast<int>(found)) - 1];
         found &= found - 1;
         const auto heads = static_cast<std::uint32_t>(__popc(row.mask));
-        if constexpr (kAhead) {
-          look_ahead(row.token, heads);
+        if constexpr (kPrefetched) {
+          look_up_prefetched(row.token, heads);
         } else {
           const std::int64_t at = entry + row.place;
           const int way = look_for(row.token, heads, at);
@@ -295,7 +295,7 @@ class SetGather {
     return -1;
   }
 
-  __device__ void look_ahead(std::int32_t token, std::uint32_t heads) {
+  __device__ void look_up_prefetched(std::int32_t token, std::uint32_t heads) {
     if (slots_ == nullptr || row_is_resident(geometry_, resident_begin_, token)) return;
     if (open_.find(token, heads) >= 0 || num_missing_ == kSetWays) return;
     if (lane_ == num_missing_) {
@@ -354,10 +354,16 @@ class SetGather {
 /// Adds a block's sums to those of the launch; the last block tells the host and clears them.
 __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kSums]) {
   RowCacheTotals& totals = *gather.totals;
-  unsigned long long* const all[kSums] = {
-      &totals.selected,     &totals.resident,    &totals.fetched,    &totals.hits,
-      &totals.misses,       &totals.evictions,   &totals.admissions, &totals.ahead,
-      &totals.ahead_useful, &totals.ahead_wasted};
+  unsigned long long* const all[kSums] = {&totals.selected,
+                                          &totals.resident,
+                                          &totals.fetched,
+                                          &totals.hits,
+                                          &totals.misses,
+                                          &totals.evictions,
+                                          &totals.admissions,
+                                          &totals.prefetched,
+                                          &totals.prefetched_useful,
+                                          &totals.prefetched_wasted};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) {
     if (sums[i] != 0) atomicAdd(all[i], static_cast<unsigned long long>(sums[i]));
@@ -366,11 +372,11 @@ __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kS
   if (atomicAdd(&totals.blocks_done, 1U) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
   __threadfence();
   StepFlags& flags = *gather.flags;
-  std::uint64_t* const counters[kSums] = {&flags.rows_selected,        &flags.rows_resident,
-                                          &flags.rows_fetched_host,    &flags.row_cache_hits,
-                                          &flags.row_cache_misses,     &flags.row_cache_evictions,
-                                          &flags.row_cache_admissions, &flags.rows_ahead,
-                                          &flags.rows_ahead_useful,    &flags.rows_ahead_wasted};
+  std::uint64_t* const counters[kSums] = {
+      &flags.rows_selected,         &flags.rows_resident,    &flags.rows_fetched_host,
+      &flags.row_cache_hits,        &flags.row_cache_misses, &flags.row_cache_evictions,
+      &flags.row_cache_admissions,  &flags.rows_prefetched,  &flags.rows_prefetched_useful,
+      &flags.rows_prefetched_wasted};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) cuda::raise(counters[i], atomicExch(all[i], 0ULL));
   totals.blocks_done = 0;
@@ -429,9 +435,9 @@ template <typename Rows>
 void launch_gather(void* stream, const KvGeometry& geometry, const RowCacheGather& gather,
                    dim3 grid) {
   const bool placed = gather.places.lists != nullptr;
-  const auto kernel = gather.ahead ? gather_cached_rows_kernel<Rows, Found::kStays>
-                      : placed     ? gather_cached_rows_kernel<Rows, Found::kPlaced>
-                                   : gather_cached_rows_kernel<Rows, Found::kCopied>;
+  const auto kernel = gather.prefetched ? gather_cached_rows_kernel<Rows, Found::kStays>
+                      : placed          ? gather_cached_rows_kernel<Rows, Found::kPlaced>
+                                        : gather_cached_rows_kernel<Rows, Found::kCopied>;
   if (placed) {
     // Else an SM would begin with less shared memory than the blocks that attend need beside it.
     KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -452,8 +458,8 @@ __global__ void __launch_bounds__(kForgetThreads)
   const bool goes = token >= 0 && token >= forget.length;
   const unsigned gone = __ballot_sync(kAllLanes, goes);
   if (goes) set.tokens[way] = -1;
-  if (way == 0 && forget.flags != nullptr && (gone & set.ahead) != 0) {
-    cuda::raise(&forget.flags->rows_ahead_wasted, __popc(gone & set.ahead));
+  if (way == 0 && forget.flags != nullptr && (gone & set.prefetched) != 0) {
+    cuda::raise(&forget.flags->rows_prefetched_wasted, __popc(gone & set.prefetched));
   }
 }
 

@@ -22,8 +22,8 @@ struct RowCacheSet {
   std::uint32_t hand;   ///< Where the search for a row to give up begins; its low 5 bits count.
   std::uint32_t steps;  ///< How many steps have looked at the set.
   // A bit for each way, of no meaning where it is empty.
-  std::uint32_t last_used;  ///< The last step has used the row.
-  std::uint32_t ahead;      ///< The row came ahead of steps, and none has used it yet.
+  std::uint32_t last_used;   ///< The last step has used the row.
+  std::uint32_t prefetched;  ///< The row was prefetched, and no step has used it yet.
 };
 
 /// All bytes of an empty set: -1 in every token. Steps and the hand may begin anywhere, states and
@@ -42,18 +42,19 @@ KVTIER_HOST_DEVICE inline int row_cache_set(std::int32_t token, int num_sets) {
 /// What the row that a new one takes the place of was.
 struct RowCacheChange {
   bool evicts = false;  ///< It was there.
-  bool wastes = false;  ///< It had come ahead, and no step has used it.
+  bool wastes = false;  ///< It was prefetched, and no step has used it.
 };
 
 /// One set during a step, on the CPU: all rows of the step are looked for, then those found count
 /// as used, then missing ones get slots. No row that the step uses has to go.
 ///
-/// Or while rows come `ahead` of steps: no row of the last step has to go either. This is no use:
+/// Or while rows are prefetched: no row of the last step has to go either. This is no use:
 /// what the policy knows of other rows, and the hand, stay as they are.
 class OpenSet {
  public:
-  explicit OpenSet(RowCacheSet& set, bool ahead = false) : set_(&set), ahead_(ahead) {
-    if (!ahead) ++set.steps;
+  explicit OpenSet(RowCacheSet& set, bool prefetched = false)
+      : set_(&set), prefetching_(prefetched) {
+    if (!prefetched) ++set.steps;
   }
 
   /// The way of a token, or -1. `heads`: query heads that chose it.
@@ -67,7 +68,8 @@ class OpenSet {
     return static_cast<int>(way);
   }
 
-  /// Of a step. Returns how many of the rows found came ahead, and are used for the first time.
+  /// Of a step. Returns how many of the rows found were prefetched, and are used for the first
+  /// time.
   int count_uses(RowCachePolicy policy) {
     for (int way = 0; way < kSetWays; ++way) {
       if (!has(used_, way)) continue;
@@ -75,8 +77,8 @@ class OpenSet {
       state =
           cached_row_used(policy, state, false, set_->steps, heads_[static_cast<std::size_t>(way)]);
     }
-    const int useful = std::popcount(used_ & set_->ahead);
-    set_->ahead &= ~used_;
+    const int useful = std::popcount(used_ & set_->prefetched);
+    set_->prefetched &= ~used_;
     set_->last_used = used_;
     return useful;
   }
@@ -88,13 +90,13 @@ class OpenSet {
     const int way = make_room(policy);
     if (way < 0) return way;
     change.evicts = set_->tokens[way] >= 0;
-    change.wastes = change.evicts && has(set_->ahead, way);
+    change.wastes = change.evicts && has(set_->prefetched, way);
     set_->tokens[way] = token;
     set_->states[way] = state;
     const std::uint32_t bit = 1U << way;
     used_ |= bit;
-    (ahead_ ? set_->ahead : set_->last_used) |= bit;
-    (ahead_ ? set_->last_used : set_->ahead) &= ~bit;
+    (prefetching_ ? set_->prefetched : set_->last_used) |= bit;
+    (prefetching_ ? set_->last_used : set_->prefetched) &= ~bit;
     return way;
   }
 
@@ -111,7 +113,7 @@ class OpenSet {
     for (int way = 0; way < kSetWays; ++way) {
       if (has(used_, way)) continue;
       const bool empty = set_->tokens[way] < 0;
-      if (ahead_ && !empty && has(set_->last_used, way)) continue;
+      if (prefetching_ && !empty && has(set_->last_used, way)) continue;
       const std::uint32_t value =
           empty ? 0 : cached_row_value(policy, set_->states[way], set_->steps) + 1;
       const std::uint32_t rank = value * kSetWays + distance(way);
@@ -120,7 +122,7 @@ class OpenSet {
         best_rank = rank;
       }
     }
-    if (best < 0 || ahead_ || set_->tokens[best] < 0) return best;
+    if (best < 0 || prefetching_ || set_->tokens[best] < 0) return best;
     const std::uint32_t least = best_rank / kSetWays - 1;
     for (int way = 0; way < kSetWays; ++way) {
       if (has(used_, way) || way == best) continue;
@@ -132,7 +134,7 @@ class OpenSet {
   }
 
   RowCacheSet* set_;
-  bool ahead_;
+  bool prefetching_;
   std::uint32_t used_ = 0;                       ///< Ways that the step uses,
   std::array<std::uint32_t, kSetWays> heads_{};  ///< by the most query heads of a query row.
 };

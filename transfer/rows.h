@@ -50,10 +50,10 @@ struct StepFlags {
   std::uint64_t row_cache_misses = 0;
   std::uint64_t row_cache_admissions = 0;
   std::uint64_t row_cache_evictions = 0;
-  // Rows that have entered the row cache ahead of steps; of these, used since, and gone unused.
-  std::uint64_t rows_ahead = 0;
-  std::uint64_t rows_ahead_useful = 0;
-  std::uint64_t rows_ahead_wasted = 0;
+  // Rows that were prefetched; of these, used since, and gone unused.
+  std::uint64_t rows_prefetched = 0;
+  std::uint64_t rows_prefetched_useful = 0;
+  std::uint64_t rows_prefetched_wasted = 0;
   std::uint64_t rows_corrupt = 0;  ///< Rows of pages that are not what was written.
   /// Least key of the places where `nonfinite_*` were counted. Written before they are.
   std::uint64_t first_nonfinite = NonfinitePlace::kNone;

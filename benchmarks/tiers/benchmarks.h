@@ -17,8 +17,8 @@ struct TierSettings {
 /// The file tier's reads beside fio's of the same files with the same settings, and the pages that
 /// calls of an engine bring back from its disk cache.
 [[nodiscard]] nlohmann::json file_rows(const TierSettings& settings);
-/// Steps of decoding over a disk cache, with read-ahead and without.
-[[nodiscard]] nlohmann::json read_ahead_rows(const TierSettings& settings);
+/// Steps of decoding over a disk cache, with page prefetch and without.
+[[nodiscard]] nlohmann::json page_prefetch_rows(const TierSettings& settings);
 /// What the checksum of a page costs when it is copied from host memory to host memory.
 [[nodiscard]] nlohmann::json checksum_rows(const TierSettings& settings);
 

@@ -28,7 +28,8 @@ int run(int argc, char** argv) {
 
   RunReport report("kvtier-tier-bench", argc, argv);
   report.set("fio", fio_version());
-  for (const auto rows : {&checksum_rows, &file_rows, &read_ahead_rows}) report.add(rows(settings));
+  for (const auto rows : {&checksum_rows, &file_rows, &page_prefetch_rows})
+    report.add(rows(settings));
   report.write(output);
   return 0;
 }

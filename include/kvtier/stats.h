@@ -42,8 +42,8 @@ struct Stats {
     std::uint64_t queries = 0;          ///< (query token, layer) pairs attended.
     std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
     std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
-    std::uint64_t bytes_host_to_device = 0;    ///< Rows read from host pages by steps, or ahead.
-    std::uint64_t bytes_device_to_host = 0;    ///< Rows written to host pages by appends.
+    std::uint64_t bytes_host_to_device = 0;  ///< Rows read from host pages by steps and prefetches.
+    std::uint64_t bytes_device_to_host = 0;  ///< Rows written to host pages by appends.
     std::uint64_t bytes_device_resident = 0;   ///< Rows attended out of device memory.
     std::uint64_t bytes_sketch_read = 0;       ///< Sketch and norm bytes read by scoring.
     std::uint64_t nonfinite_tokens = 0;        ///< (token, KV head) pairs with NaN or infinity.
@@ -63,11 +63,11 @@ struct Stats {
     std::uint64_t pages_repaired = 0;    ///< Of the hits: in place of what a tier before had lost.
     std::uint64_t cold_steps = 0;  ///< Launches of attention and pieces of `fetch` that waited.
     std::uint64_t tier_nanoseconds = 0;  ///< Time that calls waited for tiers.
-    // Pages that came back ahead of a call: those that a call has needed since, and those that left
-    // before. The others are `pages_ahead_waiting`.
-    std::uint64_t pages_ahead = 0;
-    std::uint64_t pages_ahead_useful = 0;
-    std::uint64_t pages_ahead_wasted = 0;
+    // Pages that were prefetched: those that a call has needed since, and those that were evicted
+    // before. The others are `pages_prefetched_waiting`.
+    std::uint64_t pages_prefetched = 0;
+    std::uint64_t pages_prefetched_useful = 0;
+    std::uint64_t pages_prefetched_wasted = 0;
     // Selected rows that were looked for among cached ones: found, and those that were fetched.
     std::uint64_t row_cache_hits = 0;
     std::uint64_t row_cache_misses = 0;
@@ -75,9 +75,9 @@ struct Stats {
     std::uint64_t row_cache_evictions = 0;   ///< Rows that went for one that was kept.
     // Rows that `Session::prefetch` has put into the row cache: those that a step has found since,
     // and those that went before, or whose session ended. The others are there yet.
-    std::uint64_t rows_ahead = 0;
-    std::uint64_t rows_ahead_useful = 0;
-    std::uint64_t rows_ahead_wasted = 0;
+    std::uint64_t rows_prefetched = 0;
+    std::uint64_t rows_prefetched_useful = 0;
+    std::uint64_t rows_prefetched_wasted = 0;
     /// With `verify_rows`, readings of a row that was not what had been written.
     std::uint64_t rows_corrupt = 0;
 
@@ -91,10 +91,10 @@ struct Stats {
     std::size_t sketch_bytes_used = 0;  ///< Bytes of sketch blocks in use.
     std::size_t pages = 0;              ///< Page frames in all.
     std::size_t pages_used = 0;
-    std::size_t prefix_tokens = 0;        ///< Tokens of all stored prefixes, each once.
-    std::size_t pages_in_tiers = 0;       ///< Pages held that only tiers have, beside those used.
-    std::size_t pages_ahead_waiting = 0;  ///< Of those used: came ahead of a call.
-    std::size_t pages_shared = 0;         ///< Of those used: held by more than one sequence.
+    std::size_t prefix_tokens = 0;   ///< Tokens of all stored prefixes, each once.
+    std::size_t pages_in_tiers = 0;  ///< Pages held that only tiers have, beside those used.
+    std::size_t pages_prefetched_waiting = 0;  ///< Of those used: prefetched.
+    std::size_t pages_shared = 0;              ///< Of those used: held by more than one sequence.
     std::size_t row_cache_bytes =
         0;  ///< Of `device_bytes`: the row cache, and what is in use of it.
     std::size_t row_cache_bytes_used = 0;

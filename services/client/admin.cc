@@ -46,9 +46,9 @@ Stats::Cumulative cumulative_of(const v1::CumulativeStats& from) {
   to.pages_repaired = from.pages_repaired();
   to.cold_steps = from.cold_steps();
   to.tier_nanoseconds = nanoseconds_of(from.tier_wait());
-  to.pages_ahead = from.pages_ahead();
-  to.pages_ahead_useful = from.pages_ahead_useful();
-  to.pages_ahead_wasted = from.pages_ahead_wasted();
+  to.pages_prefetched = from.pages_prefetched();
+  to.pages_prefetched_useful = from.pages_prefetched_useful();
+  to.pages_prefetched_wasted = from.pages_prefetched_wasted();
   to.row_cache_hits = from.row_cache_hits();
   to.row_cache_misses = from.row_cache_misses();
   to.row_cache_admissions = from.row_cache_admissions();
@@ -68,7 +68,7 @@ Stats::Snapshot snapshot_of(const v1::SnapshotStats& from) {
   to.pages_used = from.pages_used();
   to.prefix_tokens = from.prefix_tokens();
   to.pages_in_tiers = from.pages_in_tiers();
-  to.pages_ahead_waiting = from.pages_ahead_waiting();
+  to.pages_prefetched_waiting = from.pages_prefetched_waiting();
   to.pages_shared = from.pages_shared();
   to.row_cache_bytes = from.row_cache_bytes();
   to.row_cache_bytes_used = from.row_cache_bytes_used();

@@ -46,7 +46,7 @@ struct ServeCommand {
   RowCachePolicy row_cache_policy = MemoryConfig{}.row_cache_policy;
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
-  bool read_ahead = false;
+  bool page_prefetch = false;
   bool prefetch_rows = false;
   PagePolicy page_policy = MemoryConfig{}.page_policy;
   std::string calibration_file;

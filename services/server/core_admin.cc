@@ -42,9 +42,9 @@ void fill(const Stats::Cumulative& from, v1::CumulativeStats& to) {
   to.set_prefix_tokens_asked(from.prefix_tokens_asked);
   to.set_prefix_tokens_attached(from.prefix_tokens_attached);
   to.set_prefix_tokens_evicted(from.prefix_tokens_evicted);
-  to.set_pages_ahead(from.pages_ahead);
-  to.set_pages_ahead_useful(from.pages_ahead_useful);
-  to.set_pages_ahead_wasted(from.pages_ahead_wasted);
+  to.set_pages_prefetched(from.pages_prefetched);
+  to.set_pages_prefetched_useful(from.pages_prefetched_useful);
+  to.set_pages_prefetched_wasted(from.pages_prefetched_wasted);
   to.set_row_cache_hits(from.row_cache_hits);
   to.set_row_cache_misses(from.row_cache_misses);
   to.set_row_cache_admissions(from.row_cache_admissions);
@@ -121,7 +121,7 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
   to.set_pages_used(from.pages_used);
   to.set_pages_shared(from.pages_shared);
   to.set_pages_in_tiers(from.pages_in_tiers);
-  to.set_pages_ahead_waiting(from.pages_ahead_waiting);
+  to.set_pages_prefetched_waiting(from.pages_prefetched_waiting);
   to.set_prefix_tokens(from.prefix_tokens);
   to.set_row_cache_bytes(from.row_cache_bytes);
   to.set_row_cache_bytes_used(from.row_cache_bytes_used);

@@ -192,14 +192,14 @@ void add_tiers(const Stats& stats, Families& families) {
   families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
                    number(sums.tier_nanoseconds) / 1e9);
   const auto ahead = [&](const char* event, std::uint64_t pages) {
-    families.counter("kvtier_pages_ahead_total",
+    families.counter("kvtier_pages_prefetched_total",
                      "Pages that came back from a tier ahead of a step: restored; of these needed "
                      "by a step since: useful; gone before one did: wasted.",
                      number(pages), {{"event", event}});
   };
-  ahead("restored", sums.pages_ahead);
-  ahead("useful", sums.pages_ahead_useful);
-  ahead("wasted", sums.pages_ahead_wasted);
+  ahead("restored", sums.pages_prefetched);
+  ahead("useful", sums.pages_prefetched_useful);
+  ahead("wasted", sums.pages_prefetched_wasted);
 }
 
 void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& families) {

@@ -66,9 +66,9 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
   to.pages_repaired += from.pages_repaired;
   to.cold_steps += from.cold_steps;
   to.tier_nanoseconds += from.tier_nanoseconds;
-  to.pages_ahead += from.pages_ahead;
-  to.pages_ahead_useful += from.pages_ahead_useful;
-  to.pages_ahead_wasted += from.pages_ahead_wasted;
+  to.pages_prefetched += from.pages_prefetched;
+  to.pages_prefetched_useful += from.pages_prefetched_useful;
+  to.pages_prefetched_wasted += from.pages_prefetched_wasted;
   to.prefix_tokens_asked += from.prefix_tokens_asked;
   to.prefix_tokens_attached += from.prefix_tokens_attached;
   to.prefix_tokens_evicted += from.prefix_tokens_evicted;
@@ -89,7 +89,7 @@ void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
   to.pages_used += from.pages_used;
   to.pages_shared += from.pages_shared;
   to.pages_in_tiers += from.pages_in_tiers;
-  to.pages_ahead_waiting += from.pages_ahead_waiting;
+  to.pages_prefetched_waiting += from.pages_prefetched_waiting;
   to.prefix_tokens += from.prefix_tokens;
   to.row_cache_bytes += from.row_cache_bytes;
   to.row_cache_bytes_used += from.row_cache_bytes_used;

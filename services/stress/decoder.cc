@@ -73,7 +73,7 @@ void Decoder::prepare() {
   setup_.device.synchronize();
 }
 
-void Decoder::fetch_ahead(int rows) {
+void Decoder::prefetch_selected(int rows) {
   RetrievalConfig retrieval = options_.retrieval();
   retrieval.top_k = rows;
   AttendOptions attend;

@@ -37,7 +37,7 @@ class Decoder {
   void prepare();
   /// Fetches the best `rows` rows per KV head of the step that was prepared, so that it finds them
   /// on the device. Returns when they are there.
-  void fetch_ahead(int rows);
+  void prefetch_selected(int rows);
   /// Runs the step that was prepared. Returns its seconds, or a negative number when interrupted.
   /// On a GPU the first step is enqueued, later ones replay a graph.
   [[nodiscard]] double run();

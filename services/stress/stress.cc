@@ -283,7 +283,7 @@ void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share
   for (int step = 0; step < kWarmupSteps + options_.steps; ++step) {
     decoder.prepare();
     const auto rows = static_cast<int>(std::lround(ahead));
-    if (rows > 0) decoder.fetch_ahead(rows);
+    if (rows > 0) decoder.prefetch_selected(rows);
     const Stats::Cumulative stats = engine_->stats().cumulative;
     const double seconds = interrupted() ? -1.0 : decoder.run();
     if (seconds < 0.0) {

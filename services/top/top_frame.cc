@@ -160,9 +160,10 @@ class Frame {
       text += "prefix tokens found " +
               share(sum("kvtier_prefix_tokens_total", {{"event", "attached"}}), asked);
     }
-    if (const double ahead = sum("kvtier_pages_ahead_total", {{"event", "restored"}}); ahead > 0) {
+    if (const double ahead = sum("kvtier_pages_prefetched_total", {{"event", "restored"}});
+        ahead > 0) {
       text += (text.empty() ? "" : "  ") + ("pages ahead " + count(ahead)) + "  useful " +
-              share(sum("kvtier_pages_ahead_total", {{"event", "useful"}}), ahead);
+              share(sum("kvtier_pages_prefetched_total", {{"event", "useful"}}), ahead);
     }
     if (!text.empty()) line(text);
   }

@@ -160,11 +160,11 @@ TEST_P(CApiEqualityTest, APrefetchFetchesAndCountsAlike) {
   kvtier_stats stats{};
   stats.struct_size = sizeof(stats);
   ASSERT_EQ(kvtier_engine_stats(c_engine_, &stats), KVTIER_OK);
-  EXPECT_GT(sum.rows_ahead_useful, 0U);
-  EXPECT_GT(sum.rows_ahead_wasted, 0U);
-  EXPECT_EQ(stats.rows_ahead, sum.rows_ahead);
-  EXPECT_EQ(stats.rows_ahead_useful, sum.rows_ahead_useful);
-  EXPECT_EQ(stats.rows_ahead_wasted, sum.rows_ahead_wasted);
+  EXPECT_GT(sum.rows_prefetched_useful, 0U);
+  EXPECT_GT(sum.rows_prefetched_wasted, 0U);
+  EXPECT_EQ(stats.rows_prefetched, sum.rows_prefetched);
+  EXPECT_EQ(stats.rows_prefetched_useful, sum.rows_prefetched_useful);
+  EXPECT_EQ(stats.rows_prefetched_wasted, sum.rows_prefetched_wasted);
   EXPECT_EQ(stats.row_cache_hits, sum.row_cache_hits);
 }
 
@@ -441,7 +441,7 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.row_cache_bytes, KVTIER_ROW_CACHE_BYTES_AUTO);
   EXPECT_FALSE(d.memory.row_cache_bytes.has_value());
   EXPECT_EQ(c.row_cache_rows, d.memory.row_cache_rows);
-  EXPECT_EQ(c.read_ahead != 0, d.memory.read_ahead);
+  EXPECT_EQ(c.page_prefetch != 0, d.memory.page_prefetch);
   EXPECT_EQ(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE);
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);

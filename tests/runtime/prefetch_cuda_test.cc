@@ -74,7 +74,7 @@ TEST_F(PrefetchStreamTest, StepsFollowOnTheDevice) {
   }
   stream_->synchronize();
   for (std::size_t i = 0; i < kCalls; ++i) expect_like(plain, i);
-  EXPECT_GT(counted().rows_ahead_useful, 500U);
+  EXPECT_GT(counted().rows_prefetched_useful, 500U);
   EXPECT_LE(counted().row_cache_misses, 2 * kCalls);
 }
 
@@ -89,7 +89,7 @@ TEST_F(PrefetchStreamTest, ATruncationMayFollowAtOnce) {
     ++length;
   }
   stream_->synchronize();
-  EXPECT_GT(counted().rows_ahead_wasted, 0U);
+  EXPECT_GT(counted().rows_prefetched_wasted, 0U);
   length = kPrompt;
   for (std::size_t i = 0; i < kCalls; ++i) {
     length -= 40;
@@ -113,8 +113,8 @@ TEST_F(PrefetchStreamTest, ASessionMayCloseAtOnce) {
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const Stats stats = engine_->stats();
   EXPECT_EQ(stats.snapshot.row_cache_bytes_used, 0U);
-  EXPECT_GT(stats.cumulative.rows_ahead, 0U);
-  EXPECT_EQ(stats.cumulative.rows_ahead, stats.cumulative.rows_ahead_wasted);
+  EXPECT_GT(stats.cumulative.rows_prefetched, 0U);
+  EXPECT_EQ(stats.cumulative.rows_prefetched, stats.cumulative.rows_prefetched_wasted);
 }
 
 TEST_F(PrefetchStreamTest, IsCapturedWithTheStepAndReplayed) {
@@ -126,7 +126,7 @@ TEST_F(PrefetchStreamTest, IsCapturedWithTheStepAndReplayed) {
     session.prefetch(0, fixed.inputs().query, stream_->ref());
     session.decode(0, fixed.inputs(), fixed.outputs(), stream_->ref());
   });
-  EXPECT_EQ(counted().rows_ahead, 0U);
+  EXPECT_EQ(counted().rows_prefetched, 0U);
   for (std::size_t i = 0; i < kCalls; ++i) {
     fixed.take_inputs(*device_[i], stream_->get());
     graph.launch(*stream_);
@@ -135,10 +135,11 @@ TEST_F(PrefetchStreamTest, IsCapturedWithTheStepAndReplayed) {
   stream_->synchronize();
   session.advance(0, kCalls);
   for (std::size_t i = 0; i < kCalls; ++i) expect_like(plain, i);
-  EXPECT_GT(counted().rows_ahead_useful, 500U);
+  EXPECT_GT(counted().rows_prefetched_useful, 500U);
   EXPECT_LE(counted().row_cache_misses, 2 * kCalls);
   session.truncate(0);
-  EXPECT_EQ(counted().rows_ahead, counted().rows_ahead_useful + counted().rows_ahead_wasted);
+  EXPECT_EQ(counted().rows_prefetched,
+            counted().rows_prefetched_useful + counted().rows_prefetched_wasted);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::uint64_t kAheadRowBytes = 4 * 64;
 
-/// Sessions whose rows come ahead of steps, beside sessions that fetch nothing ahead. Rows are
+/// Sessions whose rows are prefetched, beside sessions that prefetch nothing. Rows are
 /// staged on the CPU, too, so that it has cached rows.
 class PrefetchTest : public SpillTest {
  protected:
@@ -54,7 +54,7 @@ class PrefetchTest : public SpillTest {
     append_random(b, model, 0, tokens, seed);
   }
   static std::uint64_t waiting(const Stats::Cumulative& sum) {
-    return sum.rows_ahead - sum.rows_ahead_useful - sum.rows_ahead_wasted;
+    return sum.rows_prefetched - sum.rows_prefetched_useful - sum.rows_prefetched_wasted;
   }
 };
 KVTIER_INSTANTIATE_BACKENDS(PrefetchTest);
@@ -81,23 +81,23 @@ TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
       }
 
       const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
-      EXPECT_GT(a.rows_ahead_useful, 50U);
-      EXPECT_GT(a.rows_ahead_wasted, 0U);
+      EXPECT_GT(a.rows_prefetched_useful, 50U);
+      EXPECT_GT(a.rows_prefetched_wasted, 0U);
       EXPECT_GT(waiting(a), 0U);
-      // What is looked for and attended does not depend on what came ahead.
+      // What is looked for and attended does not depend on what was prefetched.
       EXPECT_EQ(a.rows_selected, b.rows_selected);
       EXPECT_EQ(a.rows_attended, b.rows_attended);
       EXPECT_EQ(a.queries, b.queries);
       EXPECT_EQ(a.row_cache_hits + a.row_cache_misses, b.row_cache_hits + b.row_cache_misses);
-      EXPECT_EQ(a.bytes_host_to_device, (a.row_cache_misses + a.rows_ahead) * kAheadRowBytes);
-      EXPECT_LE(a.row_cache_evictions, a.row_cache_admissions + a.rows_ahead);
-      EXPECT_EQ(b.rows_ahead + b.rows_ahead_useful + b.rows_ahead_wasted, 0U);
+      EXPECT_EQ(a.bytes_host_to_device, (a.row_cache_misses + a.rows_prefetched) * kAheadRowBytes);
+      EXPECT_LE(a.row_cache_evictions, a.row_cache_admissions + a.rows_prefetched);
+      EXPECT_EQ(b.rows_prefetched + b.rows_prefetched_useful + b.rows_prefetched_wasted, 0U);
 
       cached.reset();
       (void)with.open();  // waits
       const Stats::Cumulative closed = with.stats().cumulative;
-      EXPECT_EQ(closed.rows_ahead, a.rows_ahead);
-      EXPECT_EQ(closed.rows_ahead_useful, a.rows_ahead_useful);
+      EXPECT_EQ(closed.rows_prefetched, a.rows_prefetched);
+      EXPECT_EQ(closed.rows_prefetched_useful, a.rows_prefetched_useful);
       EXPECT_EQ(waiting(closed), 0U);
     }
   }
@@ -118,17 +118,17 @@ TEST_P(PrefetchTest, HappensAfterEachStepWhereConfigured) {
     cold.decode(0, c.inputs(), c.outputs());
   }
   const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
-  EXPECT_GT(a.rows_ahead_useful, 50U);
+  EXPECT_GT(a.rows_prefetched_useful, 50U);
   EXPECT_EQ(a.rows_selected, b.rows_selected);
   EXPECT_EQ(a.queries, b.queries);
   EXPECT_LT(a.row_cache_misses, off.stats().cumulative.row_cache_misses) << "rows were there";
-  EXPECT_EQ(off.stats().cumulative.rows_ahead, 0U);
+  EXPECT_EQ(off.stats().cumulative.rows_prefetched, 0U);
   cached.reset();
   (void)with.open();  // waits
   const Stats::Cumulative closed = with.stats().cumulative;
   EXPECT_EQ(waiting(closed), 0U);
   EXPECT_EQ(closed.bytes_host_to_device,
-            (closed.row_cache_misses + closed.rows_ahead) * kAheadRowBytes);
+            (closed.row_cache_misses + closed.rows_prefetched) * kAheadRowBytes);
 }
 
 TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
@@ -153,7 +153,7 @@ TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
       EXPECT_TRUE(as_resident(GetParam(), a[i], b[i])) << "session " << i;
     }
   }
-  EXPECT_GT(with.stats().cumulative.rows_ahead_useful, 50U);
+  EXPECT_GT(with.stats().cumulative.rows_prefetched_useful, 50U);
 }
 
 TEST_P(PrefetchTest, AStepWhoseQueryWasForeseenFetchesNothing) {
@@ -171,16 +171,17 @@ TEST_P(PrefetchTest, AStepWhoseQueryWasForeseenFetchesNothing) {
               before.row_cache_hits + before.row_cache_misses);
     EXPECT_EQ(ahead.tokens_appended, before.tokens_appended);
     cached.prefetch(0, next.query.view());
-    EXPECT_EQ(with.stats().cumulative.rows_ahead, ahead.rows_ahead) << "they are there";
+    EXPECT_EQ(with.stats().cumulative.rows_prefetched, ahead.rows_prefetched) << "they are there";
     expect_same(cached, plain, config.model, step);
     const Stats::Cumulative counted = with.stats().cumulative - before;
     EXPECT_LE(counted.row_cache_misses, 2U);
-    EXPECT_GE(counted.rows_ahead_useful + 2, counted.rows_ahead);
+    EXPECT_GE(counted.rows_prefetched_useful + 2, counted.rows_prefetched);
   }
   const Stats::Cumulative sum = with.stats().cumulative;
-  EXPECT_GT(sum.rows_ahead_useful, 200U);
-  EXPECT_EQ(sum.rows_ahead_wasted, 0U);
-  EXPECT_EQ(sum.bytes_host_to_device, (sum.row_cache_misses + sum.rows_ahead) * kAheadRowBytes);
+  EXPECT_GT(sum.rows_prefetched_useful, 200U);
+  EXPECT_EQ(sum.rows_prefetched_wasted, 0U);
+  EXPECT_EQ(sum.bytes_host_to_device,
+            (sum.row_cache_misses + sum.rows_prefetched) * kAheadRowBytes);
 }
 
 TEST_P(PrefetchTest, RowsOfTokensThatAreTruncatedAreWastedAndNotServed) {
@@ -196,7 +197,7 @@ TEST_P(PrefetchTest, RowsOfTokensThatAreTruncatedAreWastedAndNotServed) {
     plain.truncate(length);
     const Stats::Cumulative after = with.stats().cumulative;
     if (length != 121) {
-      EXPECT_GT(after.rows_ahead_wasted, before.rows_ahead_wasted);
+      EXPECT_GT(after.rows_prefetched_wasted, before.rows_prefetched_wasted);
     }
     append_both(cached, plain, config.model, 200, 7 + step);
     expect_same(cached, plain, config.model, step++);
@@ -211,14 +212,14 @@ TEST_P(PrefetchTest, ChildrenOfAForkCountTheirOwn) {
   Session parent = engine.open(), plain = other.open();
   append_both(parent, plain, config.model, 400, 1);
   parent.prefetch(0, call(config.model, 0).query.view());
-  const std::uint64_t one = engine.stats().cumulative.rows_ahead;
+  const std::uint64_t one = engine.stats().cumulative.rows_prefetched;
   EXPECT_GT(one, 0U);
 
   std::vector<Session> children = parent.fork(2), plains = plain.fork(1);
   children[0].prefetch(0, call(config.model, 0).query.view());
-  EXPECT_EQ(engine.stats().cumulative.rows_ahead, 2 * one);
+  EXPECT_EQ(engine.stats().cumulative.rows_prefetched, 2 * one);
   expect_same(children[0], plains[0], config.model, 0);
-  EXPECT_GE(engine.stats().cumulative.rows_ahead_useful + 2, one);
+  EXPECT_GE(engine.stats().cumulative.rows_prefetched_useful + 2, one);
   children.clear();
   (void)engine.open();  // waits
   EXPECT_EQ(waiting(engine.stats().cumulative), one);
@@ -237,7 +238,7 @@ TEST_P(PrefetchTest, ManyQueriesArePrefetchedInPieces) {
   session.attend(0, same.attend_inputs(), same.outputs());
   const Stats::Cumulative counted = engine.stats().cumulative - before;
   EXPECT_EQ(counted.row_cache_misses, 0U);
-  EXPECT_EQ(counted.rows_ahead_useful, before.rows_ahead);
+  EXPECT_EQ(counted.rows_prefetched_useful, before.rows_prefetched);
 }
 
 TEST_P(PrefetchTest, FetchesNothingWhereThereIsNoRowCache) {
@@ -247,7 +248,7 @@ TEST_P(PrefetchTest, FetchesNothingWhereThereIsNoRowCache) {
   append_random(session, config.model, 0, 400, 1);
   session.prefetch(0, call(config.model, 0).query.view());
   const Stats::Cumulative sum = engine.stats().cumulative;
-  EXPECT_EQ(sum.rows_ahead, 0U);
+  EXPECT_EQ(sum.rows_prefetched, 0U);
   EXPECT_EQ(sum.bytes_host_to_device, 0U);
   EXPECT_EQ(sum.bytes_sketch_read, 0U);
 }
@@ -259,11 +260,11 @@ TEST_P(PrefetchTest, ASessionBeyondTheBudgetGoesWithout) {
   Session first = with.open(), cached = with.open(), plain = without.open();
   append_random(first, config.model, 0, 400, 1);
   first.prefetch(0, call(config.model, 0).query.view());
-  const std::uint64_t ahead = with.stats().cumulative.rows_ahead;
+  const std::uint64_t ahead = with.stats().cumulative.rows_prefetched;
   EXPECT_GT(ahead, 0U);
   append_both(cached, plain, config.model, 400, 2);
   cached.prefetch(0, call(config.model, 0).query.view());
-  EXPECT_EQ(with.stats().cumulative.rows_ahead, ahead);
+  EXPECT_EQ(with.stats().cumulative.rows_prefetched, ahead);
   expect_same(cached, plain, config.model, 0);
 }
 
@@ -291,7 +292,7 @@ TEST_P(PrefetchTest, WaitsForNoPageThatIsInATier) {
   Session brief = engine.open();
   append_random(brief, model, 0, 100, 3);
   brief.prefetch(0, call(model, 1).query.view());
-  EXPECT_GT((engine.stats().cumulative - before).rows_ahead, 0U);
+  EXPECT_GT((engine.stats().cumulative - before).rows_prefetched, 0U);
 }
 
 TEST_P(PrefetchTest, RefusesWhatCannotBeSelected) {
@@ -311,10 +312,10 @@ TEST_P(PrefetchTest, RefusesWhatCannotBeSelected) {
   EXPECT_EQ(code(2, step.query.view()), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code(0, step.key.view()), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code(0, {}), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(engine.stats().cumulative.rows_ahead, 0U);
+  EXPECT_EQ(engine.stats().cumulative.rows_prefetched, 0U);
   EXPECT_EQ(engine.stats().snapshot.row_cache_bytes_used, 0U);
   session.prefetch(0, step.query.view());
-  EXPECT_GT(engine.stats().cumulative.rows_ahead, 0U);
+  EXPECT_GT(engine.stats().cumulative.rows_prefetched, 0U);
 }
 
 }  // namespace

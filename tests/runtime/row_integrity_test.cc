@@ -143,7 +143,7 @@ TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
   }
 }
 
-TEST_P(RowIntegrityTest, ChangedRowsThatComeAheadAreNotServed) {
+TEST_P(RowIntegrityTest, ChangedRowsThatArePrefetchedAreNotServed) {
   start(PageFormat::kModel, 110, 1024);
   evicted_and_restored();
   turn_bits();
@@ -159,7 +159,7 @@ TEST_P(RowIntegrityTest, ChangedRowsThatComeAheadAreNotServed) {
     b_->attend(layer, theirs.attend_inputs(), theirs.outputs(true), {}, options);
     EXPECT_TRUE(as_resident(GetParam(), mine, theirs)) << "layer " << layer;
   }
-  EXPECT_GT(engine_->stats().cumulative.rows_ahead, 0U);
+  EXPECT_GT(engine_->stats().cumulative.rows_prefetched, 0U);
   EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
 }
 

@@ -121,7 +121,7 @@ class RowCacheTest : public RowsTest {
   }
 
   /// How rows are asked for.
-  enum class Way { kStaged, kPlaced, kAhead };
+  enum class Way { kStaged, kPlaced, kPrefetched };
 
   /// Tells for each (query, head), in order, which entries of its list are cached.
   using Found = std::vector<std::vector<bool>>;
@@ -129,7 +129,7 @@ class RowCacheTest : public RowsTest {
   /// What a gather does to the model of one head, and what it counts.
   static void expect_head(const KvGeometry& g, CachedSequence& sequence, const RowCacheShape& shape,
                           int number, int head, const std::vector<QueryIds>& queries,
-                          std::size_t staged, bool ahead, StepFlags& expected, Found& found) {
+                          std::size_t staged, bool prefetched, StepFlags& expected, Found& found) {
     struct Use {
       std::int32_t token;
       unsigned heads;
@@ -138,49 +138,49 @@ class RowCacheTest : public RowsTest {
     const bool keeps = sequence.memory.data() != nullptr;
     std::vector<std::vector<Use>> missing(static_cast<std::size_t>(shape.num_sets));
     if (keeps) {
-      for (ModelSet& set : sequence.model[h]) set.begin(ahead);
+      for (ModelSet& set : sequence.model[h]) set.begin(prefetched);
     }
     for (std::size_t q = 0; q < queries.size(); ++q) {
       const QueryIds& query = queries[q];
       if (query.sequence != number) continue;
       std::vector<bool>& cached = found[q * static_cast<std::size_t>(g.kv_heads) + h];
       cached.assign(query.ids[h].size(), false);
-      if (!ahead) expected.rows_selected += query.ids[h].size();
-      for (std::size_t i = 0; i < query.ids[h].size() && (ahead || i < staged); ++i) {
+      if (!prefetched) expected.rows_selected += query.ids[h].size();
+      for (std::size_t i = 0; i < query.ids[h].size() && (prefetched || i < staged); ++i) {
         const std::int32_t token = query.ids[h][i];
         const auto heads = static_cast<unsigned>(std::popcount(query.masks[h][i]));
         if (token < g.sink_capacity || token >= sequence.s.expected.resident_begin) {
-          if (!ahead) ++expected.rows_resident;
+          if (!prefetched) ++expected.rows_resident;
           continue;
         }
         const auto set = static_cast<std::size_t>(row_cache_set(token, shape.num_sets));
         if (keeps && sequence.model[h][set].find(token, heads)) {
-          if (ahead) continue;
+          if (prefetched) continue;
           cached[i] = true;
           ++expected.rows_resident;
           ++expected.row_cache_hits;
           continue;
         }
-        if (!ahead) ++expected.rows_fetched_host;
+        if (!prefetched) ++expected.rows_fetched_host;
         if (!keeps) continue;
-        if (!ahead) ++expected.row_cache_misses;
+        if (!prefetched) ++expected.row_cache_misses;
         if (missing[set].size() < kSetWays) missing[set].push_back({token, heads});
       }
     }
     if (!keeps) return;
     for (std::size_t set = 0; set < missing.size(); ++set) {
       ModelSet& model = sequence.model[h][set];
-      if (!ahead) {
-        expected.rows_ahead_useful += static_cast<std::uint64_t>(model.end_of_finding());
+      if (!prefetched) {
+        expected.rows_prefetched_useful += static_cast<std::uint64_t>(model.end_of_finding());
       }
       for (const Use& use : missing[set]) {
         const std::vector<std::int32_t> there = model.tokens();
         if (std::find(there.begin(), there.end(), use.token) != there.end()) continue;
         RowCacheChange change;
         const bool kept = model.admit(use.token, use.heads, change).has_value();
-        if (kept) ++(ahead ? expected.rows_ahead : expected.row_cache_admissions);
+        if (kept) ++(prefetched ? expected.rows_prefetched : expected.row_cache_admissions);
         if (change.evicts) ++expected.row_cache_evictions;
-        if (change.wastes) ++expected.rows_ahead_wasted;
+        if (change.wastes) ++expected.rows_prefetched_wasted;
       }
     }
   }
@@ -188,7 +188,7 @@ class RowCacheTest : public RowsTest {
   void check_gather(const KvGeometry& g, std::vector<CachedSequence>& sequences,
                     const RowCacheShape& shape, const std::vector<QueryIds>& queries,
                     std::int64_t capacity, std::int64_t staged_capacity, Way way = Way::kStaged) {
-    const bool ahead = way == Way::kAhead;
+    const bool prefetched = way == Way::kPrefetched;
     const auto heads = static_cast<std::size_t>(g.kv_heads);
     const auto cap = static_cast<std::size_t>(capacity);
     const auto staged_cap = static_cast<std::size_t>(staged_capacity);
@@ -198,7 +198,7 @@ class RowCacheTest : public RowsTest {
     std::vector<std::uint16_t> staging(queries.size() * heads * staged_cap * row, kUnwritten);
     RowCacheGather gather;
     gather.shape = shape;
-    gather.ahead = ahead;
+    gather.prefetched = prefetched;
     gather.totals = totals_.as<RowCacheTotals>();
     gather.flags = make_flags();
     for (const CachedSequence& sequence : sequences) {
@@ -209,8 +209,8 @@ class RowCacheTest : public RowsTest {
     Found cached(queries.size() * heads);
     for (std::size_t s = 0; s < sequences.size(); ++s) {
       for (int head = 0; head < g.kv_heads; ++head) {
-        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap, ahead,
-                    expected, cached);
+        expect_head(g, sequences[s], shape, static_cast<int>(s), head, queries, staged_cap,
+                    prefetched, expected, cached);
       }
     }
     for (std::size_t q = 0; q < queries.size(); ++q) {
@@ -259,12 +259,12 @@ class RowCacheTest : public RowsTest {
     EXPECT_EQ(found.row_cache_misses, expected.row_cache_misses);
     EXPECT_EQ(found.row_cache_admissions, expected.row_cache_admissions);
     EXPECT_EQ(found.row_cache_evictions, expected.row_cache_evictions);
-    EXPECT_EQ(found.rows_ahead, expected.rows_ahead);
-    EXPECT_EQ(found.rows_ahead_useful, expected.rows_ahead_useful);
-    EXPECT_EQ(found.rows_ahead_wasted, expected.rows_ahead_wasted);
-    came_ahead_ += found.rows_ahead;
-    useful_ += found.rows_ahead_useful;
-    wasted_ += found.rows_ahead_wasted;
+    EXPECT_EQ(found.rows_prefetched, expected.rows_prefetched);
+    EXPECT_EQ(found.rows_prefetched_useful, expected.rows_prefetched_useful);
+    EXPECT_EQ(found.rows_prefetched_wasted, expected.rows_prefetched_wasted);
+    prefetched_ += found.rows_prefetched;
+    useful_ += found.rows_prefetched_useful;
+    wasted_ += found.rows_prefetched_wasted;
     hits_ += found.row_cache_hits;
     evictions_ += found.row_cache_evictions;
     for (const CachedSequence& sequence : sequences) expect_sets(sequence, shape);
@@ -340,7 +340,7 @@ class RowCacheTest : public RowsTest {
     for (std::vector<ModelSet>& sets : sequence.model) {
       for (ModelSet& set : sets) wasted += static_cast<std::uint64_t>(set.forget(length));
     }
-    EXPECT_EQ(flags->rows_ahead_wasted, wasted);
+    EXPECT_EQ(flags->rows_prefetched_wasted, wasted);
     wasted_ += wasted;
     for (auto& written : std::span(sequence.written).subspan(static_cast<std::size_t>(length))) {
       ++written;
@@ -351,7 +351,7 @@ class RowCacheTest : public RowsTest {
   Buffer totals_;
   std::uint64_t hits_ = 0;
   std::uint64_t evictions_ = 0;
-  std::uint64_t came_ahead_ = 0, useful_ = 0, wasted_ = 0;
+  std::uint64_t prefetched_ = 0, useful_ = 0, wasted_ = 0;
 };
 
 }  // namespace kvtier::transfer

@@ -21,14 +21,14 @@ class ModelSet {
     unsigned uses = 0;   // of the clock
     unsigned score = 0;  // when it was last used
     unsigned last_step = 0;
-    bool busy = false;   // used by this launch
-    bool last = false;   // used by the last step
-    bool ahead = false;  // came ahead, not used yet
+    bool busy = false;        // used by this launch
+    bool last = false;        // used by the last step
+    bool prefetched = false;  // was prefetched, not used yet
   };
 
-  void begin(bool ahead = false) {
-    ahead_ = ahead;
-    if (!ahead) ++step_;
+  void begin(bool prefetched = false) {
+    prefetching_ = prefetched;
+    if (!prefetched) ++step_;
     for (Slot& slot : slots_) slot.busy = false;
     heads_.clear();
   }
@@ -42,13 +42,13 @@ class ModelSet {
     }
     return std::nullopt;
   }
-  /// Of a step; returns how many rows that came ahead it is the first to use.
+  /// Of a step; returns how many prefetched rows it is the first to use.
   int end_of_finding() {
     int useful = 0;
     for (Slot& slot : slots_) {
       slot.last = slot.busy;
-      if (!slot.busy || !slot.ahead) continue;
-      slot.ahead = false;
+      if (!slot.busy || !slot.prefetched) continue;
+      slot.prefetched = false;
       ++useful;
     }
     for (const auto& [way, heads] : heads_) {
@@ -60,19 +60,19 @@ class ModelSet {
     return useful;
   }
   std::optional<int> admit(std::int32_t token, unsigned heads, RowCacheChange& change) {
-    const std::optional<int> way = ahead_ ? room_ahead() : room();
+    const std::optional<int> way = prefetching_ ? room_for_prefetch() : room();
     if (!way) return way;
     change.evicts = at(*way).token >= 0;
-    change.wastes = change.evicts && at(*way).ahead;
-    at(*way) = {token, 0, 64 * heads, step_, true, !ahead_, ahead_};
+    change.wastes = change.evicts && at(*way).prefetched;
+    at(*way) = {token, 0, 64 * heads, step_, true, !prefetching_, prefetching_};
     return way;
   }
-  /// Returns how many of those forgotten came ahead and were not used.
+  /// Returns how many of those forgotten was prefetched and were not used.
   int forget(std::int64_t length) {
     int wasted = 0;
     for (Slot& slot : slots_) {
       if (slot.token < length) continue;
-      if (slot.ahead) ++wasted;
+      if (slot.prefetched) ++wasted;
       slot = {};
     }
     return wasted;
@@ -82,9 +82,9 @@ class ModelSet {
     for (const Slot& slot : slots_) tokens.push_back(slot.token);
     return tokens;
   }
-  [[nodiscard]] int num_ahead() const {
+  [[nodiscard]] int num_prefetched() const {
     return static_cast<int>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
-      return slot.token >= 0 && slot.ahead;
+      return slot.token >= 0 && slot.prefetched;
     }));
   }
 
@@ -119,8 +119,8 @@ class ModelSet {
     hand_ = (way + 1) % kSetWays;
     return way;
   }
-  /// Likewise, for a row that comes ahead.
-  std::optional<int> room_ahead() {
+  /// Likewise, for a row that is prefetched.
+  std::optional<int> room_for_prefetch() {
     std::vector<int> order = in_order();
     if (const std::optional<int> way = first_empty(order)) return way;
     std::erase_if(order, [&](int way) { return at(way).last; });
@@ -147,7 +147,7 @@ class ModelSet {
   std::map<int, unsigned> heads_;
   int hand_ = kSetWays - 1;  // as cleared sets have it
   unsigned step_ = 0;
-  bool ahead_ = false;  // rows are kept ahead of steps
+  bool prefetching_ = false;  // rows are kept ahead of steps
 };
 
 }  // namespace kvtier::transfer

@@ -51,18 +51,18 @@ TEST(RowCacheSet, ChoosesAsThePlainModelDoes) {
       std::mt19937 random(seed);
       RowCacheSet set = empty_set();
       ModelSet model(policy);
-      int evictions = 0, came_ahead = 0, useful = 0, wasted = 0;
+      int evictions = 0, prefetched_rows = 0, useful = 0, wasted = 0;
       for (int i = 0; i < num_steps; ++i) {
-        const bool ahead = i % 3 == 2;
-        OpenSet open(set, ahead);
-        model.begin(ahead);
+        const bool prefetched = i % 3 == 2;
+        OpenSet open(set, prefetched);
+        model.begin(prefetched);
         std::vector<Use> missing;
         for (const Use& use : random_step(random)) {
           const int way = open.find(use.token, use.heads);
           ASSERT_EQ(way, model.find(use.token, use.heads).value_or(-1)) << "step " << i;
           if (way < 0) missing.push_back(use);
         }
-        if (!ahead) {
+        if (!prefetched) {
           const int now = model.end_of_finding();
           ASSERT_EQ(open.count_uses(policy), now) << "step " << i;
           useful += now;
@@ -75,13 +75,13 @@ TEST(RowCacheSet, ChoosesAsThePlainModelDoes) {
           ASSERT_EQ(change.wastes, model_change.wastes);
           evictions += change.evicts ? 1 : 0;
           wasted += change.wastes ? 1 : 0;
-          came_ahead += ahead && way >= 0 ? 1 : 0;
+          prefetched_rows += prefetched && way >= 0 ? 1 : 0;
         }
         ASSERT_EQ(tokens_of(set), model.tokens()) << "step " << i;
       }
       EXPECT_GT(evictions, 100);
       EXPECT_GT(useful, 0);
-      EXPECT_EQ(came_ahead, useful + wasted + model.num_ahead());
+      EXPECT_EQ(prefetched_rows, useful + wasted + model.num_prefetched());
     }
   }
 }
@@ -107,7 +107,7 @@ TEST(RowCacheSet, GivesUpNoRowThatTheStepUses) {
   EXPECT_EQ(open.admit(RowCachePolicy::kLru, 101, 1, change), -1);
 }
 
-TEST(RowCacheSet, RowsThatComeAheadTakeNoPlaceOfTheLastStep) {
+TEST(RowCacheSet, PrefetchedRowsTakeNoPlaceOfTheLastStep) {
   RowCacheSet set = empty_set();
   RowCacheChange change;
   int place = -1;  // of token 7

@@ -42,7 +42,7 @@ TEST_P(RowCacheTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
   }
 }
 
-TEST_P(RowCacheTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp) {
+TEST_P(RowCacheTest, PrefetchedRowsAreThoseOfThePlainModelAndTheCountersAddUp) {
   struct Case {
     int num_sets;
     RowCachePolicy policy;
@@ -58,14 +58,14 @@ TEST_P(RowCacheTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp
     sequences.push_back(make(g, 900, shape, true));
     sequences.push_back(make(g, 300, shape, false));
     sequences.push_back(make(g, 700, shape, true));
-    came_ahead_ = useful_ = wasted_ = 0;
+    prefetched_ = useful_ = wasted_ = 0;
     for (int step = 0; step < 16; ++step) {
       SCOPED_TRACE("step " + std::to_string(step));
       // Two query rows of one sequence, which may want the same rows.
       check_gather(g, sequences, shape,
                    {random_query(2, 2, 700, 150), random_query(0, 2, 900, 130),
                     random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
-                   400, step % 2 == 1 ? 250 : 0, step % 2 == 1 ? Way::kStaged : Way::kAhead);
+                   400, step % 2 == 1 ? 250 : 0, step % 2 == 1 ? Way::kStaged : Way::kPrefetched);
       if (HasFailure()) return;
       if (step % 8 == 6) forget(g, sequences[0], shape, 500 - 100 * (step / 8));
     }
@@ -74,12 +74,13 @@ TEST_P(RowCacheTest, RowsThatComeAheadAreThoseOfThePlainModelAndTheCountersAddUp
     std::uint64_t waiting = 0;
     for (const CachedSequence& sequence : sequences) {
       for (const std::vector<ModelSet>& sets : sequence.model) {
-        for (const ModelSet& set : sets) waiting += static_cast<std::uint64_t>(set.num_ahead());
+        for (const ModelSet& set : sets)
+          waiting += static_cast<std::uint64_t>(set.num_prefetched());
       }
     }
-    EXPECT_EQ(came_ahead_, useful_ + wasted_ + waiting);
+    EXPECT_EQ(prefetched_, useful_ + wasted_ + waiting);
     for (CachedSequence& sequence : sequences) forget(g, sequence, shape, 0);
-    EXPECT_EQ(came_ahead_, useful_ + wasted_);
+    EXPECT_EQ(prefetched_, useful_ + wasted_);
   }
 }
 
@@ -162,18 +163,18 @@ TEST_P(RowCacheTest, RefusesWhatDoesNotFit) {
       {"cached rows", [](RowCacheGather& x) { x.row_cache.push({}); }},
       {"sequence of a row", [](RowCacheGather& x) { x.rows.push({.sequence = 0}); }},
       {"staged_capacity", [](RowCacheGather& x) { x.selection.staged_capacity = 1; }},
-      {"staged_capacity: expected 0 for rows ahead",
+      {"staged_capacity: expected 0 for row prefetch",
        [](RowCacheGather& x) {
-         x.ahead = true;
+         x.prefetched = true;
          x.selection.capacity = x.selection.staged_capacity = 1;
        }},
       {"staged: ",
        [](RowCacheGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
       {"totals", [](RowCacheGather& x) { x.totals = nullptr; }},
-      {"places: expected none for rows ahead",
+      {"places: expected none for row prefetch",
        [](RowCacheGather& x) {
          static PlacedList list;
-         x.ahead = true;
+         x.prefetched = true;
          x.places.lists = &list;
        }},
   };

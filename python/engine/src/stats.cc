@@ -38,16 +38,16 @@ nb::dict cumulative_of(const kvtier::Stats::Cumulative& c) {
   d["pages_repaired"] = c.pages_repaired;
   d["cold_steps"] = c.cold_steps;
   d["tier_nanoseconds"] = c.tier_nanoseconds;
-  d["pages_ahead"] = c.pages_ahead;
-  d["pages_ahead_useful"] = c.pages_ahead_useful;
-  d["pages_ahead_wasted"] = c.pages_ahead_wasted;
+  d["pages_prefetched"] = c.pages_prefetched;
+  d["pages_prefetched_useful"] = c.pages_prefetched_useful;
+  d["pages_prefetched_wasted"] = c.pages_prefetched_wasted;
   d["row_cache_hits"] = c.row_cache_hits;
   d["row_cache_misses"] = c.row_cache_misses;
   d["row_cache_admissions"] = c.row_cache_admissions;
   d["row_cache_evictions"] = c.row_cache_evictions;
-  d["rows_ahead"] = c.rows_ahead;
-  d["rows_ahead_useful"] = c.rows_ahead_useful;
-  d["rows_ahead_wasted"] = c.rows_ahead_wasted;
+  d["rows_prefetched"] = c.rows_prefetched;
+  d["rows_prefetched_useful"] = c.rows_prefetched_useful;
+  d["rows_prefetched_wasted"] = c.rows_prefetched_wasted;
   d["rows_corrupt"] = c.rows_corrupt;
   return d;
 }
@@ -63,7 +63,7 @@ nb::dict snapshot_of(const kvtier::Stats::Snapshot& s) {
   d["pages_used"] = s.pages_used;
   d["prefix_tokens"] = s.prefix_tokens;
   d["pages_in_tiers"] = s.pages_in_tiers;
-  d["pages_ahead_waiting"] = s.pages_ahead_waiting;
+  d["pages_prefetched_waiting"] = s.pages_prefetched_waiting;
   d["pages_shared"] = s.pages_shared;
   d["row_cache_bytes"] = s.row_cache_bytes;
   d["row_cache_bytes_used"] = s.row_cache_bytes_used;

@@ -87,7 +87,7 @@ TEST(StressRun, ImposesSharesOfTheRowsThatAreFound) {
   EXPECT_EQ(report.imposed[0].wanted, 0.0);
   EXPECT_EQ(report.imposed[0].moved.row_cache_hits, 0U);
   EXPECT_EQ(report.imposed[1].wanted, 0.8);
-  // A step's number of rows fetched ahead follows from the shares of those before it.
+  // A step's number of rows prefetched follows from the shares of those before it.
   EXPECT_NEAR(found_share(report.imposed[1].moved), 0.8, 0.04);
 }
 

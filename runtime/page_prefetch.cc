@@ -1,4 +1,4 @@
-#include "runtime/read_ahead.h"
+#include "runtime/page_prefetch.h"
 
 #include "kvtier/error.h"
 
@@ -15,9 +15,9 @@ constexpr std::size_t kMaxWanted = 64;  // a batch of sessions
 
 }  // namespace
 
-ReadAhead::ReadAhead(EngineState& engine) : engine_(engine), thread_([this] { work(); }) {}
+PagePrefetch::PagePrefetch(EngineState& engine) : engine_(engine), thread_([this] { work(); }) {}
 
-ReadAhead::~ReadAhead() {
+PagePrefetch::~PagePrefetch() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -26,7 +26,7 @@ ReadAhead::~ReadAhead() {
   thread_.join();
 }
 
-void ReadAhead::attended(const SessionState& session, int layer) {
+void PagePrefetch::attended(const SessionState& session, int layer) {
   const LayerState& next = session.layer((layer + 1) % session.num_layers());
   const transfer::PageTable& pages = next.pages;
   if (pages.addresses_current()) return;
@@ -45,7 +45,7 @@ void ReadAhead::attended(const SessionState& session, int layer) {
   changed_.notify_all();
 }
 
-void ReadAhead::work() {
+void PagePrefetch::work() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !wanted_.empty(); });
@@ -57,8 +57,8 @@ void ReadAhead::work() {
       EngineState::Turn turn(engine_, {});
       engine_.page_pool->prefetch_pages(turn.stream(), tickets);
     } catch (const std::exception& error) {
-      // Who needs the pages finds out, and is told.
-      engine_.log(LogLevel::kDebug, std::string("pages were not read ahead: ") + error.what());
+      // The call that needs the pages fails with its own error.
+      engine_.log(LogLevel::kDebug, std::string("pages were not prefetched: ") + error.what());
     }
     lock.lock();
   }

@@ -31,8 +31,10 @@ std::vector<float> normal(std::size_t count, std::mt19937_64& random) {
 /// Decodes with three tenths of the pages in memory; the queries of a layer turn slowly.
 class Decoding {
  public:
-  Decoding(const TierSettings& settings, bool read_ahead)
-      : folder_(settings.folder), engine_(config(settings, read_ahead)), session_(engine_.open()) {
+  Decoding(const TierSettings& settings, bool page_prefetch)
+      : folder_(settings.folder),
+        engine_(config(settings, page_prefetch)),
+        session_(engine_.open()) {
     const std::int64_t tokens = tokens_of(settings);
     constexpr std::int64_t kPiece = 4096;
     for (int layer = 0; layer < kLayers; ++layer) {
@@ -68,7 +70,7 @@ class Decoding {
   static std::int64_t tokens_of(const TierSettings& settings) {
     return static_cast<std::int64_t>(settings.bytes / 4 / kLayers / kPageBytes) * 64;
   }
-  [[nodiscard]] Config config(const TierSettings& settings, bool read_ahead) const {
+  [[nodiscard]] Config config(const TierSettings& settings, bool page_prefetch) const {
     Config config;
     config.backend = Backend::kCpu;
     config.model = {
@@ -78,7 +80,7 @@ class Decoding {
     config.memory.device_bytes = 2 * GiB;
     config.memory.disk_cache = (folder_.path() / "cache").string();
     config.memory.disk_cache_bytes = settings.bytes;
-    config.memory.read_ahead = read_ahead;
+    config.memory.page_prefetch = page_prefetch;
     config.retrieval.estimator = Estimator::kNormAware;
     config.retrieval.num_planes = 64;
     config.retrieval.top_k = 16;
@@ -97,7 +99,7 @@ class Decoding {
 
 }  // namespace
 
-nlohmann::json read_ahead_rows(const TierSettings& settings) {
+nlohmann::json page_prefetch_rows(const TierSettings& settings) {
   constexpr int kSteps = 4;
   Decoding with(settings, true);
   Decoding without(settings, false);
@@ -107,21 +109,21 @@ nlohmann::json read_ahead_rows(const TierSettings& settings) {
   const Comparison both = compare(
       2 * settings.rounds, [&] { steps(with); }, [&] { steps(without); });
   const Stats::Cumulative counted = with.counted();
-  if (counted.pages_ahead == 0) throw std::runtime_error("no page was read ahead");
+  if (counted.pages_prefetched == 0) throw std::runtime_error("no page was prefetched");
   const auto share = [](std::uint64_t part, std::uint64_t all) {
     return static_cast<double>(part) / static_cast<double>(std::max<std::uint64_t>(all, 1));
   };
   return nlohmann::json::array(
-      {{{"what", "read_ahead"},
+      {{{"what", "page_prefetch"},
         {"page_bytes", kPageBytes},
         {"step_ms", both.first / kSteps * 1e3},
         {"baseline_step_ms", both.second / kSteps * 1e3},
         {"ratio", both.ratio},
         {"ratio_least", both.least},
         {"ratio_most", both.most},
-        {"ahead", share(counted.pages_ahead, counted.pages_restored)},
-        {"useful", share(counted.pages_ahead_useful, counted.pages_ahead)},
-        {"wasted", share(counted.pages_ahead_wasted, counted.pages_ahead)}}});
+        {"prefetched", share(counted.pages_prefetched, counted.pages_restored)},
+        {"useful", share(counted.pages_prefetched_useful, counted.pages_prefetched)},
+        {"wasted", share(counted.pages_prefetched_wasted, counted.pages_prefetched)}}});
 }
 
 }  // namespace kvtier::bench

@@ -16,13 +16,13 @@ class SessionState;
 /// A thread that brings pages back before the call that is likely to read them: those that the last
 /// step of a layer needed, asked for when the layer before it has been attended to. Takes turns
 /// like any call, and steps aside while pages come.
-class ReadAhead {
+class PagePrefetch {
  public:
-  explicit ReadAhead(EngineState& engine);
-  ReadAhead(const ReadAhead&) = delete;  // has a thread
-  ReadAhead& operator=(const ReadAhead&) = delete;
+  explicit PagePrefetch(EngineState& engine);
+  PagePrefetch(const PagePrefetch&) = delete;  // has a thread
+  PagePrefetch& operator=(const PagePrefetch&) = delete;
   /// Waits for the pages that are coming.
-  ~ReadAhead();
+  ~PagePrefetch();
 
   /// Asks for the pages that the layer after this one has needed last, as far as they are evicted.
   /// Within a turn; what is asked for and not begun when many others have been since is forgotten.

@@ -14,11 +14,11 @@ namespace kvtier::testing {
 namespace {
 
 /// A session of two layers whose pages do not fit together, and its twin.
-class ReadAheadTest : public EngineTest {
+class PagePrefetchTest : public EngineTest {
  protected:
-  void start(bool read_ahead, std::size_t frames = 40) {
+  void start(bool page_prefetch, std::size_t frames = 40) {
     Config config = tiered_config(GetParam(), frames, gate_);
-    config.memory.read_ahead = read_ahead;
+    config.memory.page_prefetch = page_prefetch;
     engine_.emplace(config);
     reference_.emplace(tiered_config(GetParam(), kPlenty, nullptr));
     session_.emplace(engine_->open());
@@ -40,10 +40,10 @@ class ReadAheadTest : public EngineTest {
   }
   void expect_sum() const {
     const Stats stats = engine_->stats();
-    EXPECT_EQ(stats.cumulative.pages_ahead, stats.cumulative.pages_ahead_useful +
-                                                stats.cumulative.pages_ahead_wasted +
-                                                stats.snapshot.pages_ahead_waiting);
-    EXPECT_LE(stats.cumulative.pages_ahead, stats.cumulative.pages_restored);
+    EXPECT_EQ(stats.cumulative.pages_prefetched, stats.cumulative.pages_prefetched_useful +
+                                                     stats.cumulative.pages_prefetched_wasted +
+                                                     stats.snapshot.pages_prefetched_waiting);
+    EXPECT_LE(stats.cumulative.pages_prefetched, stats.cumulative.pages_restored);
   }
   [[nodiscard]] const ModelConfig& model() const { return engine_->config().model; }
 
@@ -52,20 +52,20 @@ class ReadAheadTest : public EngineTest {
   std::optional<Session> session_, twin_;
 };
 
-TEST_P(ReadAheadTest, BringsBackWhatTheNextLayerNeededLast) {
+TEST_P(PagePrefetchTest, BringsBackWhatTheNextLayerNeededLast) {
   start(true);
   // The first steps tell what each layer needs, and drive out what the other one does.
   for (std::uint64_t i = 0; i < 4; ++i) step(static_cast<int>(i % 2), 10 + i);
   std::uint64_t useful = 0;
   for (std::uint64_t i = 0; i < 200 && useful == 0; ++i) {
     step(static_cast<int>(i % 2), 100 + i);
-    useful = engine_->stats().cumulative.pages_ahead_useful;
+    useful = engine_->stats().cumulative.pages_prefetched_useful;
     expect_sum();
   }
   EXPECT_GT(useful, 0U);
 }
 
-TEST_P(ReadAheadTest, ReadsWhileNoCallIsUnderWay) {
+TEST_P(PagePrefetchTest, ReadsWhileNoCallIsUnderWay) {
   start(true);
   for (std::uint64_t i = 0; i < 4; ++i) step(static_cast<int>(i % 2), 10 + i);
   // A call finds all pages of its layer here, once; the pages of the other one come after it.
@@ -80,14 +80,14 @@ TEST_P(ReadAheadTest, ReadsWhileNoCallIsUnderWay) {
   EXPECT_EQ(all_rows(*session_, model(), 0), all_rows(*twin_, model(), 0));
 }
 
-TEST_P(ReadAheadTest, IsOffByDefaultAndThenCountsNothing) {
-  start(Config().memory.read_ahead);
+TEST_P(PagePrefetchTest, IsOffByDefaultAndThenCountsNothing) {
+  start(Config().memory.page_prefetch);
   for (std::uint64_t i = 0; i < 8; ++i) step(static_cast<int>(i % 2), 10 + i);
   EXPECT_GT(engine_->stats().cumulative.pages_restored, 0U);
-  EXPECT_EQ(engine_->stats().cumulative.pages_ahead, 0U);
+  EXPECT_EQ(engine_->stats().cumulative.pages_prefetched, 0U);
 }
 
-TEST_P(ReadAheadTest, GivesTheSameBitsWhateverFails) {
+TEST_P(PagePrefetchTest, GivesTheSameBitsWhateverFails) {
   start(true, 44);
   std::mt19937_64 random(5);
   const FaultTier::Faults faults[] = {{}, {}, {.get = TierStatus::kUnavailable}};
@@ -115,7 +115,7 @@ TEST_P(ReadAheadTest, GivesTheSameBitsWhateverFails) {
   EXPECT_EQ(all_rows(*session_, model(), 1), all_rows(*twin_, model(), 1));
 }
 
-TEST_P(ReadAheadTest, EndsWithTheEngineWhateverIsAskedFor) {
+TEST_P(PagePrefetchTest, EndsWithTheEngineWhateverIsAskedFor) {
   for (int i = 0; i < 3; ++i) {
     start(true);
     for (std::uint64_t j = 0; j < 4; ++j) step(static_cast<int>(j % 2), 10 + j);
@@ -125,7 +125,7 @@ TEST_P(ReadAheadTest, EndsWithTheEngineWhateverIsAskedFor) {
   }
 }
 
-KVTIER_INSTANTIATE_BACKENDS(ReadAheadTest);
+KVTIER_INSTANTIATE_BACKENDS(PagePrefetchTest);
 
 }  // namespace
 }  // namespace kvtier::testing
