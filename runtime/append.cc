@@ -39,11 +39,11 @@ void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin
 }
 
 /// Enqueues one append of at most `kMaxBatch` sequences.
-void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
+void flush_append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                   const transfer::AppendBatch& batch, std::span<SessionState* const> sessions,
                   const hashing::PackedRows& packed) {
-  transfer::Stream& stream = turn.stream();
-  StageTimer timer(turn, engine, engine.seconds.append);
+  transfer::Stream& stream = scope.stream();
+  StageTimer timer(scope, engine, engine.seconds.append);
   std::vector<hashing::SketchTarget> targets;
   targets.reserve(engine.sketches.size());
   for (const SketchStore& store : engine.sketches) {
@@ -60,7 +60,7 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
                        engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);
   timer.stop();
-  if (turn.capturing()) return;  // replays append, and `advance` tells of them
+  if (scope.capturing()) return;  // replays append, and `advance` tells of them
   for (int j = 0; j < batch.count; ++j) {
     engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
     LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
@@ -71,7 +71,7 @@ void flush_append(EngineState::Turn& turn, EngineState& engine, int layer,
 
 }  // namespace
 
-bool append(EngineState::Turn& turn, EngineState& engine, int layer,
+bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AppendPart> parts) {
   transfer::AppendBatch batch;
   std::vector<SessionState*> sessions;
@@ -81,15 +81,15 @@ bool append(EngineState::Turn& turn, EngineState& engine, int layer,
   const auto flush = [&](const hashing::PackedRows& packed) {
     if (batch.count == 0) return;
     enqueued = true;
-    flush_append(turn, engine, layer, batch, sessions, packed);
+    flush_append(scope, engine, layer, batch, sessions, packed);
     batch.count = 0;
     sessions.clear();
     packed_tokens = 0;
   };
   const auto item_of = [&](const AppendPart& part, std::int64_t begin, std::int64_t count) {
-    const HostStaging::Slice keys = engine.staging->input(turn.stream(), part.keys, begin, count);
+    const HostStaging::Slice keys = engine.staging->input(scope.stream(), part.keys, begin, count);
     const HostStaging::Slice values =
-        engine.staging->input(turn.stream(), part.values, begin, count);
+        engine.staging->input(scope.stream(), part.values, begin, count);
     return transfer::AppendItem{.sequence = part.session->layer(layer).view,
                                 .keys = keys.tokens(part.keys.dtype),
                                 .values = values.tokens(part.values.dtype),
@@ -115,7 +115,7 @@ bool append(EngineState::Turn& turn, EngineState& engine, int layer,
         // As much as can be at a time: other work on the device gives way to each launch.
         transfer::AppendItem item =
             item_of(part, begin, std::min(tokens - begin, engine.given_tokens()));
-        if (hashing::takes_as_given(turn.stream(), engine.kv, item)) {
+        if (hashing::takes_as_given(scope.stream(), engine.kv, item)) {
           flush(engine.packed_rows());
           item.packed_offset = 0;
           push(part, item);
@@ -133,9 +133,9 @@ bool append(EngineState::Turn& turn, EngineState& engine, int layer,
   return enqueued;
 }
 
-Append::Append(EngineState::Turn& turn, EngineState& engine, int layer,
+Append::Append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                std::span<const AppendPart> parts)
-    : turn_(turn), engine_(engine), layer_(layer), parts_(parts) {
+    : scope_(scope), engine_(engine), layer_(layer), parts_(parts) {
   before_.reserve(parts.size());
   for (const AppendPart& part : parts) {
     const LayerState& state = part.session->layer(layer);
@@ -146,7 +146,7 @@ Append::Append(EngineState::Turn& turn, EngineState& engine, int layer,
 void Append::make_room(const AppendPart& part) {
   const std::int64_t tokens = part.keys.shape[0];
   const LayerState& state = part.session->layer(layer_);
-  if (!turn_.capturing()) return part.session->ensure_capacity(turn_.stream(), layer_, tokens);
+  if (!scope_.capturing()) return part.session->ensure_capacity(scope_.stream(), layer_, tokens);
   if (tokens > state.capacity - state.length) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "graph capture: expected room for " + std::to_string(state.length + tokens) +
@@ -157,7 +157,7 @@ void Append::make_room(const AppendPart& part) {
 
 bool Append::at_once() const {
   const PagePool* pool = engine_.page_pool;
-  if (pool == nullptr || turn_.capturing() || pool->num_movable() == 0) return true;
+  if (pool == nullptr || scope_.capturing() || pool->num_movable() == 0) return true;
   std::int64_t needed = 0;
   for (const AppendPart& part : parts_) {
     // Its pages stay, however many pieces they come in.
@@ -184,14 +184,14 @@ std::int64_t Append::piece_tokens(const LayerState& state) const {
 
 bool Append::in_pieces(const AppendPart& part) {
   const std::int64_t tokens = part.keys.shape[0];
-  part.session->ensure_blocks(turn_.stream(), layer_, tokens);
+  part.session->ensure_blocks(scope_.stream(), layer_, tokens);
   bool enqueued = false;
   for (std::int64_t begin = 0; begin < tokens;) {
     const std::int64_t count = std::min(tokens - begin, piece_tokens(part.session->layer(layer_)));
     const AppendPart piece{part.session, slice(part.keys, begin, count),
                            slice(part.values, begin, count)};
     make_room(piece);
-    enqueued = append(turn_, engine_, layer_, {&piece, 1});
+    enqueued = append(scope_, engine_, layer_, {&piece, 1});
     begin += count;
   }
   return enqueued;
@@ -200,7 +200,7 @@ bool Append::in_pieces(const AppendPart& part) {
 bool Append::try_enqueue() {
   if (at_once()) {
     for (const AppendPart& part : parts_) make_room(part);
-    return append(turn_, engine_, layer_, parts_);
+    return append(scope_, engine_, layer_, parts_);
   }
   bool enqueued = false;
   for (const AppendPart& part : parts_) enqueued = in_pieces(part);
@@ -208,17 +208,17 @@ bool Append::try_enqueue() {
 }
 
 bool Append::enqueue() {
-  (void)turn_.displaced();
+  (void)scope_.workspace_lost();
   while (true) {
     try {
       return try_enqueue();
     } catch (const Error& error) {
-      if (!turn_.capturing()) undo();
+      if (!scope_.capturing()) undo();
       // Others have taken what was counted on: there may be another way now.
       const bool full = error.code() == ErrorCode::kResourceExhausted;
-      if (!full || !turn_.displaced()) throw;
+      if (!full || !scope_.workspace_lost()) throw;
     } catch (...) {
-      if (!turn_.capturing()) undo();
+      if (!scope_.capturing()) undo();
       throw;
     }
   }
@@ -226,7 +226,7 @@ bool Append::enqueue() {
 
 void Append::undo() {
   for (std::size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i].session->undo_append(turn_.stream(), layer_, before_[i].length, before_[i].pages);
+    parts_[i].session->undo_append(scope_.stream(), layer_, before_[i].length, before_[i].pages);
   }
 }
 

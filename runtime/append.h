@@ -11,14 +11,14 @@ namespace kvtier::runtime {
 
 /// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
 /// graph is being captured. Tells whether anything was enqueued.
-bool append(EngineState::Turn& turn, EngineState& engine, int layer,
+bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AppendPart> parts);
 
 /// The append of one call to a layer of several sessions, for all or none. The sessions are in use
-/// by the turn.
+/// by the submission scope.
 class Append {
  public:
-  Append(EngineState::Turn& turn, EngineState& engine, int layer,
+  Append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
          std::span<const AppendPart> parts);
 
   /// Makes room and enqueues the append. With tiers, what needs more pages than there are frames
@@ -41,7 +41,7 @@ class Append {
   /// Most tokens of the next piece of an append.
   [[nodiscard]] std::int64_t piece_tokens(const LayerState& state) const;
 
-  EngineState::Turn& turn_;
+  EngineState::SubmissionScope& scope_;
   EngineState& engine_;
   int layer_;
   std::span<const AppendPart> parts_;

@@ -12,7 +12,7 @@
 #include <vector>
 
 /// What calls do about pages that are in a tier: find out which they read, and wait for them.
-/// Within a turn that is not captured, of an engine with tiers. What is thrown:
+/// Within a submission scope that is not captured, of an engine with tiers. What is thrown:
 /// `PagePool::ensure_resident`.
 namespace kvtier::runtime {
 

@@ -17,7 +17,8 @@ namespace kvtier::runtime {
 /// One launch of attention on CUDA over more pages than there are frames: pages come a window at a
 /// time, each window's rows are attended to as a list of tokens, and the results are merged by
 /// log-sum-exp, in the order of tokens. The lists and the results of a window are in the memory
-/// that appends pack rows in. Within a turn that is not captured and keeps the workspace.
+/// that appends pack rows in. Within a submission scope that is not captured and keeps the
+/// workspace.
 class ColdWindows {
  public:
   /// A page of one sequence of the launch.

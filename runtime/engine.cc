@@ -35,52 +35,53 @@ using runtime::AttendPart;
 using runtime::EngineState;
 using runtime::SessionState;
 
-/// A session's use by one turn: ordered after the uses before it, and marked when it ends, also by
-/// an error, because work may have been enqueued by then.
+/// A session's use by one submission: ordered after the uses before it, and marked when it ends,
+/// also by an error, because work may have been enqueued by then.
 class SessionUse {
  public:
   /// Throws, with nothing changed, when a child of a fork cannot make its memory its own.
-  SessionUse(SessionState& session, EngineState::Turn& turn) : session_(&session), turn_(&turn) {
-    session.begin_use(turn);
-    session.own_memory(turn);
+  SessionUse(SessionState& session, EngineState::SubmissionScope& scope)
+      : session_(&session), scope_(&scope) {
+    session.begin_use(scope);
+    session.own_memory(scope);
   }
   /// For a use that leaves the memory as it is.
   struct Shared {};
-  SessionUse(SessionState& session, EngineState::Turn& turn, Shared)
-      : session_(&session), turn_(&turn) {
-    session.begin_use(turn);
+  SessionUse(SessionState& session, EngineState::SubmissionScope& scope, Shared)
+      : session_(&session), scope_(&scope) {
+    session.begin_use(scope);
   }
   SessionUse(SessionUse&& other) noexcept
-      : session_(std::exchange(other.session_, nullptr)), turn_(other.turn_) {}
+      : session_(std::exchange(other.session_, nullptr)), scope_(other.scope_) {}
   SessionUse& operator=(SessionUse&&) = delete;  // a use ends once
   ~SessionUse() {
     if (session_ == nullptr) return;
     try {
-      session_->end_use(*turn_);
+      session_->end_use(*scope_);
     } catch (...) {
-      // The device has failed, which the turn reports.
+      // The device has failed, which the submission scope reports.
     }
   }
 
  private:
   SessionState* session_;
-  EngineState::Turn* turn_;
+  EngineState::SubmissionScope* scope_;
 };
 
 /// Appends and then attends, for all parts or none: when a page that attention reads cannot be had,
 /// the appends are taken back.
-void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
+void append_and_attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                        std::span<const runtime::AppendPart> appends,
                        std::span<const AttendPart> attends) {
   std::vector<SessionUse> uses;
   uses.reserve(appends.size());
-  for (const runtime::AppendPart& part : appends) uses.emplace_back(*part.session, turn);
-  runtime::Append append(turn, engine, layer, appends);
+  for (const runtime::AppendPart& part : appends) uses.emplace_back(*part.session, scope);
+  runtime::Append append(scope, engine, layer, appends);
   const bool appended = append.enqueue();
   try {
-    runtime::attend_finite(turn, engine, layer, attends, appended);
+    runtime::attend_finite(scope, engine, layer, attends, appended);
   } catch (...) {
-    if (!turn.capturing()) append.undo();
+    if (!scope.capturing()) append.undo();
     throw;
   }
 }
@@ -88,9 +89,9 @@ void append_and_attend(EngineState::Turn& turn, EngineState& engine, int layer,
 /// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
 /// its stream: rows that its queries, which the workspace has, would choose beyond its own enter
 /// the row cache.
-void prefetch_after_step(EngineState::Turn& turn, EngineState& engine, int layer,
+void prefetch_after_step(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                          std::span<const AttendPart> parts) {
-  if (!engine.config.memory.prefetch_rows || engine.row_cache == nullptr || turn.capturing())
+  if (!engine.config.memory.prefetch_rows || engine.row_cache == nullptr || scope.capturing())
     return;
   constexpr double kMore = 1.5;
   const auto heads = std::int64_t{engine.kv.query_heads};
@@ -115,11 +116,11 @@ void prefetch_after_step(EngineState::Turn& turn, EngineState& engine, int layer
     next.sketch = part.sketch;
   }
   try {
-    turn.go_behind();
+    scope.continue_on_engine_stream();
     std::vector<SessionUse> uses;
     uses.reserve(next_parts.size());
-    for (const AttendPart& part : next_parts) uses.emplace_back(*part.session, turn);
-    runtime::attend(turn, engine, layer, next_parts);
+    for (const AttendPart& part : next_parts) uses.emplace_back(*part.session, scope);
+    runtime::attend(scope, engine, layer, next_parts);
   } catch (const std::exception& error) {  // the step has been done
     engine.log(LogLevel::kWarning, std::string("row prefetch: ") + error.what());
   }
@@ -235,10 +236,10 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
         attend_part(session, layer, attended(item.inputs), item.outputs, item.options));
   }
 
-  EngineState::Turn turn(*impl_, stream);
-  append_and_attend(turn, *impl_, layer, appends, attends);
-  turn.finish();
-  prefetch_after_step(turn, *impl_, layer, attends);
+  EngineState::SubmissionScope scope(*impl_, stream);
+  append_and_attend(scope, *impl_, layer, appends, attends);
+  scope.finish();
+  prefetch_after_step(scope, *impl_, layer, attends);
 }
 
 void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& result,
@@ -264,19 +265,20 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
     check_partial(part.lse, "parts.lse", 2, like_lse);
   }
 
-  EngineState::Turn turn(*impl_, stream);
+  EngineState::SubmissionScope scope(*impl_, stream);
   runtime::HostStaging& staging = *impl_->staging;
   for (const PartialResult& part : parts) {
-    batch.push({static_cast<const float*>(staging.input(turn.stream(), part.out, 0, tokens).data),
-                static_cast<const float*>(staging.input(turn.stream(), part.lse, 0, tokens).data)});
+    batch.push(
+        {static_cast<const float*>(staging.input(scope.stream(), part.out, 0, tokens).data),
+         static_cast<const float*>(staging.input(scope.stream(), part.lse, 0, tokens).data)});
   }
   void* out = staging.output(result.out, 0, tokens).data;
   float* lse = result.lse.empty() ? nullptr
                                   : static_cast<float*>(staging.output(result.lse, 0, tokens).data);
-  attention::merge_results(turn.stream(), batch, tokens * heads, impl_->kv.head_dim, out,
+  attention::merge_results(scope.stream(), batch, tokens * heads, impl_->kv.head_dim, out,
                            result.out.dtype, lse);
-  staging.finish(turn.stream());
-  turn.finish();
+  staging.finish(scope.stream());
+  scope.finish();
 }
 
 Backend Engine::backend() const noexcept { return impl_->device->backend(); }
@@ -295,13 +297,13 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
   impl_->check_flags();
   (void)runtime::check_append(engine, keys, values, stream);
 
-  EngineState::Turn turn(engine, stream);
+  EngineState::SubmissionScope scope(engine, stream);
   {
-    const SessionUse use(*impl_, turn);
+    const SessionUse use(*impl_, scope);
     const runtime::AppendPart part{impl_.get(), keys, values};
-    (void)runtime::Append(turn, engine, layer, {&part, 1}).enqueue();
+    (void)runtime::Append(scope, engine, layer, {&part, 1}).enqueue();
   }
-  turn.finish();
+  scope.finish();
 }
 
 void Session::reserve(std::int64_t tokens, StreamRef stream) {
@@ -309,16 +311,16 @@ void Session::reserve(std::int64_t tokens, StreamRef stream) {
     throw Error(ErrorCode::kInvalidArgument,
                 "tokens: expected at least 0, found " + std::to_string(tokens));
   }
-  EngineState::Turn turn(impl_->engine(), stream);
-  if (turn.capturing()) {
+  EngineState::SubmissionScope scope(impl_->engine(), stream);
+  if (scope.capturing()) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "reserve: expected a stream that is not being captured, found a capture");
   }
   {
-    const SessionUse use(*impl_, turn);
-    impl_->reserve(turn.stream(), tokens);
+    const SessionUse use(*impl_, scope);
+    impl_->reserve(scope.stream(), tokens);
   }
-  turn.finish();
+  scope.finish();
 }
 
 void Session::select(int layer, const TensorView& query, const SelectOutputs& outputs,
@@ -330,12 +332,12 @@ void Session::select(int layer, const TensorView& query, const SelectOutputs& ou
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.select = outputs;
-  EngineState::Turn turn(engine, stream);
+  EngineState::SubmissionScope scope(engine, stream);
   {
-    const SessionUse use(*impl_, turn);
-    runtime::attend(turn, engine, layer, {&part, 1});
+    const SessionUse use(*impl_, scope);
+    runtime::attend(scope, engine, layer, {&part, 1});
   }
-  turn.finish();
+  scope.finish();
 }
 
 void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
@@ -346,13 +348,13 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
   runtime::check_attend(*impl_, layer, inputs, outputs, 0, stream, options);
 
   const AttendPart part = attend_part(*impl_, layer, inputs, outputs, options);
-  EngineState::Turn turn(engine, stream);
+  EngineState::SubmissionScope scope(engine, stream);
   {
-    const SessionUse use(*impl_, turn);
-    runtime::attend_finite(turn, engine, layer, {&part, 1});
+    const SessionUse use(*impl_, scope);
+    runtime::attend_finite(scope, engine, layer, {&part, 1});
   }
-  turn.finish();
-  prefetch_after_step(turn, engine, layer, {&part, 1});
+  scope.finish();
+  prefetch_after_step(scope, engine, layer, {&part, 1});
 }
 
 void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
@@ -366,10 +368,10 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
 
   const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
   const runtime::AppendPart append_part{impl_.get(), inputs.key, inputs.value};
-  EngineState::Turn turn(engine, stream);
-  append_and_attend(turn, engine, layer, {&append_part, 1}, {&part, 1});
-  turn.finish();
-  prefetch_after_step(turn, engine, layer, {&part, 1});
+  EngineState::SubmissionScope scope(engine, stream);
+  append_and_attend(scope, engine, layer, {&append_part, 1}, {&part, 1});
+  scope.finish();
+  prefetch_after_step(scope, engine, layer, {&part, 1});
 }
 
 void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
@@ -382,12 +384,12 @@ void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.prefetches = true;
-  EngineState::Turn turn(engine, stream);
+  EngineState::SubmissionScope scope(engine, stream);
   {
-    const SessionUse use(*impl_, turn);
-    runtime::attend(turn, engine, layer, {&part, 1});
+    const SessionUse use(*impl_, scope);
+    runtime::attend(scope, engine, layer, {&part, 1});
   }
-  turn.finish();
+  scope.finish();
 }
 
 void Session::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
@@ -396,12 +398,12 @@ void Session::fetch(int layer, const TensorView& tokens, const FetchOutputs& out
   impl_->check_flags();
   runtime::check_fetch(*impl_, layer, tokens, outputs);
 
-  EngineState::Turn turn(engine, {});
+  EngineState::SubmissionScope scope(engine, {});
   {
-    const SessionUse use(*impl_, turn);
-    runtime::fetch(turn, *impl_, layer, tokens, outputs);
+    const SessionUse use(*impl_, scope);
+    runtime::fetch(scope, *impl_, layer, tokens, outputs);
   }
-  turn.finish();
+  scope.finish();
 }
 
 std::int64_t Session::length(int layer) const {
@@ -429,16 +431,16 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
                                                  " (the longest layer), found " +
                                                  std::to_string(tokens));
   }
-  EngineState::Turn turn(impl_->engine(), stream);
-  if (turn.capturing()) {
+  EngineState::SubmissionScope scope(impl_->engine(), stream);
+  if (scope.capturing()) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "truncate: expected a stream that is not being captured, found a capture");
   }
   {
-    const SessionUse use(*impl_, turn);
-    impl_->truncate(turn.stream(), tokens, layer.value_or(0), end);
+    const SessionUse use(*impl_, scope);
+    impl_->truncate(scope.stream(), tokens, layer.value_or(0), end);
   }
-  turn.finish();
+  scope.finish();
 }
 
 void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
@@ -448,16 +450,16 @@ void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream)
                     " (the session's length), found " + std::to_string(token_ids.size()));
   }
   impl_->check_flags();
-  EngineState::Turn turn(impl_->engine(), stream);
-  if (turn.capturing()) {
+  EngineState::SubmissionScope scope(impl_->engine(), stream);
+  if (scope.capturing()) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "publish: expected a stream that is not being captured, found a capture");
   }
   {
-    const SessionUse use(*impl_, turn);
-    impl_->publish(turn, token_ids);
+    const SessionUse use(*impl_, scope);
+    impl_->publish(scope, token_ids);
   }
-  turn.finish();
+  scope.finish();
 }
 
 std::vector<Session> Session::fork(int count, StreamRef stream) {
@@ -468,21 +470,21 @@ std::vector<Session> Session::fork(int count, StreamRef stream) {
                 "count: expected 1.." + std::to_string(most) + ", found " + std::to_string(count));
   }
   impl_->check_flags();
-  std::vector<Session> children;  // destroyed after the turn, when something fails
+  std::vector<Session> children;  // destroyed after the scope, when something fails
   children.reserve(static_cast<std::size_t>(count));
-  EngineState::Turn turn(engine, stream);
-  if (turn.capturing()) {
+  EngineState::SubmissionScope scope(engine, stream);
+  if (scope.capturing()) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "fork: expected a stream that is not being captured, found a capture");
   }
   {
-    const SessionUse use(*impl_, turn, SessionUse::Shared{});
-    const SessionState::Frozen frozen(*impl_, turn.stream());
+    const SessionUse use(*impl_, scope, SessionUse::Shared{});
+    const SessionState::Frozen frozen(*impl_, scope.stream());
     for (int i = 0; i < count; ++i) {
-      children.push_back(Session(std::make_unique<Impl>(turn, *impl_, frozen.memory())));
+      children.push_back(Session(std::make_unique<Impl>(scope, *impl_, frozen.memory())));
     }
   }
-  turn.finish();
+  scope.finish();
   return children;
 }
 

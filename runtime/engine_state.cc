@@ -93,7 +93,7 @@ EngineState::EngineState(const Config& config_in)
 }
 
 EngineState::~EngineState() {
-  page_prefetch.reset();  // its thread takes turns
+  page_prefetch.reset();  // its thread submits calls
   try {
     main->synchronize();
     for (Retired& retired : retired_) retired.last_use.wait();
@@ -114,11 +114,11 @@ void EngineState::make_pages() {
       *device, page_bytes, config.memory.host_bytes, page_pool_options(), *tiers,
       PagePool::Waits{
           .for_work = [this](transfer::Stream& stream) { wait(stream); },
-          .aside = [this](const auto& work) { turn_->step_aside(work); },
+          .unlocked = [this](const auto& work) { scope_->run_unlocked(work); },
           .arrived =
               [this](const std::byte* frame) {
                 if (frame_checks.checks == nullptr) return;
-                transfer::load_frame_checks(turn_->stream(), kv, frame_checks, frame);
+                transfer::load_frame_checks(scope_->stream(), kv, frame_checks, frame);
               },
       },
       config.memory.page_policy);

@@ -52,10 +52,10 @@ struct SketchStore {
 /// Everything that sessions share: the device, the pools, the planes, and the workspace of one
 /// step.
 ///
-/// There is one workspace, so steps of different sessions run one after another: `Turn` orders them
-/// on the device by an event, on the host by the mutex. A step under graph capture takes no part in
-/// that order: its replays must be ordered with other calls of the engine by the caller. A call
-/// that waits for pages in a tier steps aside meanwhile.
+/// There is one workspace, so steps of different sessions run one after another: `SubmissionScope`
+/// orders them on the device by an event, on the host by the mutex. A step under graph capture
+/// takes no part in that order: its replays must be ordered with other calls of the engine by the
+/// caller. A call that waits for pages in a tier unlocks the engine meanwhile.
 class EngineState {
  public:
   explicit EngineState(const Config& config_in);
@@ -63,15 +63,16 @@ class EngineState {
   EngineState(const EngineState&) = delete;  // sessions point to it
   EngineState& operator=(const EngineState&) = delete;
 
-  /// The right to enqueue one call: holds the mutex, has made the stream wait for the workspace's
-  /// last use, and marks the new last use when it ends. `stream()` is the caller's stream, or the
-  /// engine's own when none was given; `finish()` then waits for the outputs.
-  class Turn {
+  /// The scope of one call that enqueues. Locks the engine's mutex and makes the stream wait for
+  /// the previous use of the workspace; its end records the new last use. `stream()` is the
+  /// caller's stream, or the engine's own when none was given; `finish()` then waits for the
+  /// outputs.
+  class SubmissionScope {
    public:
-    Turn(EngineState& engine, StreamRef stream);
-    Turn(const Turn&) = delete;  // one owner of the mutex
-    Turn& operator=(const Turn&) = delete;
-    ~Turn();
+    SubmissionScope(EngineState& engine, StreamRef stream);
+    SubmissionScope(const SubmissionScope&) = delete;  // one owner of the mutex
+    SubmissionScope& operator=(const SubmissionScope&) = delete;
+    ~SubmissionScope();
 
     [[nodiscard]] transfer::Stream& stream() noexcept { return *stream_; }
     /// True when the call returns with its outputs written.
@@ -79,17 +80,17 @@ class EngineState {
     [[nodiscard]] bool capturing() const noexcept { return capturing_; }
     /// Waits when the call is synchronous. A fault of the device fails the engine.
     void finish();
-    /// What is enqueued from now on is behind the call's work, on the engine's own stream, where
-    /// the caller's does not wait for it. Not during a capture.
-    void go_behind();
+    /// Switches to the engine's own stream, ordered after the call's work; the caller's stream does
+    /// not wait for what follows. Not during a capture.
+    void continue_on_engine_stream();
 
-    /// Lets other calls have their turns while `work` runs, which reads and changes nothing that
-    /// the mutex guards, and comes back with the turn. All that was enqueued is done before. Throws
-    /// what `work` throws, or what has failed the engine meanwhile.
-    void step_aside(const std::function<void()>& work);
-    /// Tells, once, whether others have had a turn while this one stood aside: what the call had in
-    /// the workspace is gone.
-    [[nodiscard]] bool displaced() noexcept { return std::exchange(displaced_, false); }
+    /// Waits for all that was enqueued, unlocks the engine, runs `work`, and locks it again. `work`
+    /// must not touch what the mutex guards. Throws what `work` throws, or what has failed the
+    /// engine meanwhile.
+    void run_unlocked(const std::function<void()>& work);
+    /// Returns true, and clears the flag, if another call used the workspace while the engine was
+    /// unlocked: its contents are then lost.
+    [[nodiscard]] bool workspace_lost() noexcept { return std::exchange(workspace_lost_, false); }
 
    private:
     /// Makes the stream wait for the workspace's last use.
@@ -101,13 +102,13 @@ class EngineState {
     transfer::Stream* stream_ = nullptr;
     bool synchronous_ = false;
     bool capturing_ = false;
-    bool displaced_ = false;
+    bool workspace_lost_ = false;
   };
 
   /// Throws what failed the engine, if anything did.
   void check_alive() const;
-  /// Makes the host wait for everything enqueued on `stream`, which within a turn is ordered after
-  /// all turns so far. A fault of the device fails the engine.
+  /// Makes the host wait for everything enqueued on `stream`, which within a submission is ordered
+  /// after all earlier ones. A fault of the device fails the engine.
   void wait(transfer::Stream& stream);
   /// Keeps a session's memory until the work that uses it is done. Called with the mutex held.
   void retire(transfer::Event last_use, transfer::Buffer memory);
@@ -118,10 +119,10 @@ class EngineState {
   /// with `verify_rows`, which compares them there, and where that is faster.
   [[nodiscard]] transfer::RowCachePlaces row_cache_places() const;
 
-  /// Orders `stream` after all turns so far.
-  void wait_for_turns(transfer::Stream& stream) const { stream.wait(workspace_last_use_); }
-  /// Enqueues the copy of a page. Within a turn: on CUDA pages in host memory go by way of
-  /// `packed`, because a copy from host to host would hold the caller up.
+  /// Orders `stream` after all earlier submissions.
+  void wait_for_submissions(transfer::Stream& stream) const { stream.wait(workspace_last_use_); }
+  /// Enqueues the copy of a page. Within a submission scope: on CUDA pages in host memory go by way
+  /// of `packed`, because a copy from host to host would hold the caller up.
   void copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const;
 
   void log(LogLevel level, const std::string& message) const;
@@ -215,8 +216,8 @@ class EngineState {
   };
   std::unordered_map<void*, std::unique_ptr<transfer::Stream>> adopted_;
   std::vector<Retired> retired_;
-  Turn* turn_ = nullptr;         ///< The one under way.
-  std::uint64_t num_turns_ = 0;  ///< One that comes back counts anew.
+  SubmissionScope* scope_ = nullptr;   ///< The one in progress.
+  std::uint64_t num_submissions_ = 0;  ///< One that locks again counts anew.
   transfer::Event workspace_last_use_;
   transfer::Stream* workspace_last_stream_ = nullptr;
   std::string failure_;

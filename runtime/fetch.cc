@@ -28,9 +28,9 @@ class Piece {
         counts_(static_cast<std::size_t>(kv.kv_heads)),
         rows_(static_cast<std::size_t>(kv.kv_heads * max_count * kv.row_bytes())) {}
 
-  void gather(EngineState::Turn& turn, EngineState& engine, const transfer::SequenceView& sequence,
-              transfer::StepFlags* flags, const TensorView& tokens, std::int64_t first,
-              std::int64_t count) {
+  void gather(EngineState::SubmissionScope& scope, EngineState& engine,
+              const transfer::SequenceView& sequence, transfer::StepFlags* flags,
+              const TensorView& tokens, std::int64_t first, std::int64_t count) {
     first_ = first;
     count_ = count;
     for (std::int64_t head = 0; head < kv_.kv_heads; ++head) {
@@ -44,9 +44,9 @@ class Piece {
     HostStaging& staging = *engine.staging;
     const std::int64_t heads = kv_.kv_heads;
     const HostStaging::Slice ids =
-        staging.input(turn.stream(), {ids_.data(), DType::kInt32, {1, heads, count}}, 0, 1);
+        staging.input(scope.stream(), {ids_.data(), DType::kInt32, {1, heads, count}}, 0, 1);
     const HostStaging::Slice counts =
-        staging.input(turn.stream(), {counts_.data(), DType::kInt32, {1, heads, 1}}, 0, 1);
+        staging.input(scope.stream(), {counts_.data(), DType::kInt32, {1, heads, 1}}, 0, 1);
     const HostStaging::Slice rows = staging.output(
         {rows_.data(), kv_.dtype, {heads, count, std::int64_t{2} * kv_.head_dim}}, 0, heads);
     transfer::SequenceBatch sequences;
@@ -66,14 +66,14 @@ class Piece {
                                    .rule = {},
                                    .frames = engine.frame_checks};
       reading.flags.push(flags);
-      transfer::gather_whole_rows(turn.stream(), kv_, reading, nullptr);
+      transfer::gather_whole_rows(scope.stream(), kv_, reading, nullptr);
     } else {
       const bool pages_on_device = engine.config.memory.placement == KvPlacement::kDevice;
-      transfer::gather_rows(turn.stream(), kv_, sequences, query, selection, pages_on_device,
+      transfer::gather_rows(scope.stream(), kv_, sequences, query, selection, pages_on_device,
                             nullptr);
     }
-    staging.finish(turn.stream());
-    turn.stream().synchronize();  // the staging of the CPU backend does not wait
+    staging.finish(scope.stream());
+    scope.stream().synchronize();  // the staging of the CPU backend does not wait
   }
 
   /// Writes what was gathered.
@@ -115,8 +115,8 @@ class Piece {
 
 /// Restores the pages of tokens [first, first + count) of each KV head, or of as many of them as
 /// can be had at once, and returns how many. Throws `kResourceExhausted` when that is none.
-std::int64_t ensure_some_resident(EngineState::Turn& turn, EngineState& engine, LayerState& layer,
-                                  const TensorView& tokens, std::int64_t first,
+std::int64_t ensure_some_resident(EngineState::SubmissionScope& scope, EngineState& engine,
+                                  LayerState& layer, const TensorView& tokens, std::int64_t first,
                                   std::int64_t count) {
   std::vector<std::int32_t> ids;
   for (;; count /= 2) {
@@ -126,15 +126,15 @@ std::int64_t ensure_some_resident(EngineState::Turn& turn, EngineState& engine, 
           static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + first;
       for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::max(from[i], 0));
     }
-    if (ensure_tokens_resident(turn.stream(), engine, layer, ids)) return count;
+    if (ensure_tokens_resident(scope.stream(), engine, layer, ids)) return count;
     if (count == 1) fail_too_many(engine, ids.size());
   }
 }
 
 }  // namespace
 
-void fetch(EngineState::Turn& turn, SessionState& session, int layer, const TensorView& tokens,
-           const FetchOutputs& outputs) {
+void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer,
+           const TensorView& tokens, const FetchOutputs& outputs) {
   EngineState& engine = session.engine();
   const std::int64_t n = tokens.shape[1];
   const std::int64_t token_bytes = engine.kv.row_bytes() * engine.kv.kv_heads;
@@ -145,10 +145,10 @@ void fetch(EngineState::Turn& turn, SessionState& session, int layer, const Tens
   for (std::int64_t first = 0; first < n; first += count) {
     count = std::min(most, n - first);
     if (engine.page_pool != nullptr) {
-      count = ensure_some_resident(turn, engine, session.layer(layer), tokens, first, count);
+      count = ensure_some_resident(scope, engine, session.layer(layer), tokens, first, count);
     }
-    piece.gather(turn, engine, session.layer(layer).view, session.flags(), tokens, first, count);
-    if (!rows_were_whole(turn.stream(), session, tries > 0)) {
+    piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, first, count);
+    if (!rows_were_whole(scope.stream(), session, tries > 0)) {
       ++tries;
       count = 0;
       continue;

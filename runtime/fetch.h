@@ -7,10 +7,10 @@
 
 namespace kvtier::runtime {
 
-/// Copies the rows of tokens out of one layer, within a turn without a stream: by the gather of a
-/// step, a bounded piece at a time, through host memory of its own. Waits for it. Arguments are
-/// checked before (runtime/arguments.h).
-void fetch(EngineState::Turn& turn, SessionState& session, int layer, const TensorView& tokens,
-           const FetchOutputs& outputs);
+/// Copies the rows of tokens out of one layer, within a submission scope without a stream: by the
+/// gather of a step, a bounded piece at a time, through host memory of its own. Waits for it.
+/// Arguments are checked before (runtime/arguments.h).
+void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer,
+           const TensorView& tokens, const FetchOutputs& outputs);
 
 }  // namespace kvtier::runtime

@@ -282,7 +282,7 @@ bool PagePool::wait_for_lease() {
     const std::lock_guard lock(lease_mutex_);
     if (!leased_) return false;
   }
-  waits_.aside([this] {
+  waits_.unlocked([this] {
     std::unique_lock lock(lease_mutex_);
     lease_ended_.wait(lock, [this] { return !leased_; });
   });
@@ -304,7 +304,7 @@ bool PagePool::ensure_resident(transfer::Stream& stream, std::span<std::byte* co
     place(needed.missing, in);
     return true;
   }
-  const std::exception_ptr failure = read_aside(needed.names, needed.missing, frames);
+  const std::exception_ptr failure = read_unlocked(needed.names, needed.missing, frames);
   if (failure) std::rethrow_exception(failure);
   return true;
 }
@@ -320,14 +320,14 @@ std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
   return in;
 }
 
-std::exception_ptr PagePool::read_aside(std::span<std::byte* const> names,
-                                        std::span<Page* const> missing,
-                                        std::span<std::byte* const> frames, bool prefetched) {
+std::exception_ptr PagePool::read_unlocked(std::span<std::byte* const> names,
+                                           std::span<Page* const> missing,
+                                           std::span<std::byte* const> frames, bool prefetched) {
   std::vector<PageIn> in = reads_of(missing, frames);
   lease(names);
   std::exception_ptr failure;
   try {
-    waits_.aside([&] { tiers_.read(in); });
+    waits_.unlocked([&] { tiers_.read(in); });
   } catch (...) {
     for (PageIn& page : in) page.outcome = PageIn::Outcome::kUnavailable;
     failure = std::current_exception();
@@ -379,7 +379,7 @@ void PagePool::prefetch_pages(transfer::Stream& stream, std::span<const Ticket> 
   std::vector<std::byte*> frames(count);
   if (!FramePool::take_all(frames, &stream)) return;
   waits_.for_work(stream);
-  const std::exception_ptr failure = read_aside(names, missing, frames, /*ahead=*/true);
+  const std::exception_ptr failure = read_unlocked(names, missing, frames, /*ahead=*/true);
   if (failure) std::rethrow_exception(failure);
 }
 

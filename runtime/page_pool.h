@@ -35,8 +35,8 @@ class PagePool final : public transfer::FramePool {
   struct Waits {
     /// Makes the host wait until all work that uses pages is done.
     std::function<void(transfer::Stream&)> for_work;
-    /// Runs its argument without the mutex, and comes back with it.
-    std::function<void(const std::function<void()>&)> aside;
+    /// Unlocks the mutex, runs its argument, and locks it again.
+    std::function<void(const std::function<void()>&)> unlocked;
     /// Told of a page that has come to this frame; or nobody is.
     std::function<void(const std::byte*)> arrived{};
   };
@@ -161,10 +161,10 @@ class PagePool final : public transfer::FramePool {
   void lease(std::span<std::byte* const> names);
   void end_lease(std::span<std::byte* const> names);
   /// Reads pages into frames, without the mutex, while `names` are leased. Returns what failed.
-  [[nodiscard]] std::exception_ptr read_aside(std::span<std::byte* const> names,
-                                              std::span<Page* const> missing,
-                                              std::span<std::byte* const> frames,
-                                              bool prefetched = false);
+  [[nodiscard]] std::exception_ptr read_unlocked(std::span<std::byte* const> names,
+                                                 std::span<Page* const> missing,
+                                                 std::span<std::byte* const> frames,
+                                                 bool prefetched = false);
   [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
                                              std::span<std::byte* const> frames) const;
   /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.

@@ -54,8 +54,8 @@ void PagePrefetch::work() {
     wanted_.pop_front();
     lock.unlock();
     try {
-      EngineState::Turn turn(engine_, {});
-      engine_.page_pool->prefetch_pages(turn.stream(), tickets);
+      EngineState::SubmissionScope scope(engine_, {});
+      engine_.page_pool->prefetch_pages(scope.stream(), tickets);
     } catch (const std::exception& error) {
       // The call that needs the pages fails with its own error.
       engine_.log(LogLevel::kDebug, std::string("pages were not prefetched: ") + error.what());

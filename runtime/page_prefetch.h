@@ -14,8 +14,8 @@ class EngineState;
 class SessionState;
 
 /// A thread that brings pages back before the call that is likely to read them: those that the last
-/// step of a layer needed, asked for when the layer before it has been attended to. Takes turns
-/// like any call, and steps aside while pages come.
+/// step of a layer needed, asked for when the layer before it has been attended to. Submits like
+/// any call, and unlocks the engine while pages come.
 class PagePrefetch {
  public:
   explicit PagePrefetch(EngineState& engine);
@@ -25,7 +25,8 @@ class PagePrefetch {
   ~PagePrefetch();
 
   /// Asks for the pages that the layer after this one has needed last, as far as they are evicted.
-  /// Within a turn; what is asked for and not begun when many others have been since is forgotten.
+  /// Within a submission scope; what is asked for and not begun when many others have been since is
+  /// forgotten.
   void attended(const SessionState& session, int layer);
 
  private:

@@ -57,18 +57,18 @@ bool rows_were_whole(transfer::Stream& stream, SessionState& session, bool last)
                                         std::to_string(num_lost) + " pages");
 }
 
-void attend_whole_rows(EngineState::Turn& turn, EngineState& engine, int layer,
+void attend_whole_rows(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                        std::span<const AttendPart> parts, bool after_append) {
-  attend(turn, engine, layer, parts, after_append);
-  if (!engine.kv.row_checks || !turn.synchronous() || turn.capturing()) return;
+  attend(scope, engine, layer, parts, after_append);
+  if (!engine.kv.row_checks || !scope.synchronous() || scope.capturing()) return;
   for (const bool last : {false, true}) {
-    engine.wait(turn.stream());
+    engine.wait(scope.stream());
     bool whole = true;
     for (const AttendPart& part : parts) {
-      whole = rows_were_whole(turn.stream(), *part.session, last) && whole;
+      whole = rows_were_whole(scope.stream(), *part.session, last) && whole;
     }
     if (whole) return;
-    attend(turn, engine, layer, parts);
+    attend(scope, engine, layer, parts);
   }
 }
 

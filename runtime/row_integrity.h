@@ -8,10 +8,11 @@
 
 namespace kvtier::runtime {
 
-/// `attend`, of which every row is one that was written (`MemoryConfig::verify_rows`): in a turn
-/// that waits for its work, pages with changed rows are taken from a tier and the work is done
-/// again. Throws `kDataLoss` where there is no whole copy. Without `verify_rows`, `attend` alone.
-void attend_whole_rows(EngineState::Turn& turn, EngineState& engine, int layer,
+/// `attend`, of which every row is one that was written (`MemoryConfig::verify_rows`): in a
+/// submission that waits for its work, pages with changed rows are taken from a tier and the work
+/// is done again. Throws `kDataLoss` where there is no whole copy. Without `verify_rows`, `attend`
+/// alone.
+void attend_whole_rows(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                        std::span<const AttendPart> parts, bool after_append = false);
 
 /// After a session's rows have been read, while its stream is idle: tells whether they were all

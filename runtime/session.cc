@@ -39,7 +39,7 @@ bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::Fra
   return false;
 }
 
-/// Ends an account with the turn when what it is made for fails.
+/// Ends an account with the submission scope when what it is made for fails.
 class WithinTurn {
  public:
   explicit WithinTurn(std::unique_ptr<PageAccount>& account) : account_(account) {}
@@ -86,29 +86,29 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
                                                  " (memory.max_session_tokens), found " +
                                                  std::to_string(config.capacity_tokens));
   }
-  EngineState::Turn turn(*engine_, {});
+  EngineState::SubmissionScope scope(*engine_, {});
   engine_->collect_retired();
   account_ = std::make_unique<PageAccount>(*engine_->quotas, config.tenant, config.max_page_bytes);
   const WithinTurn account_within_turn(account_);
-  // A local until nothing can fail any more: it is to be destroyed within the turn.
+  // A local until nothing can fail any more: it is to be destroyed within a submission scope.
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
-  enlist(turn.stream());
+  enlist(scope.stream());
   try {
-    memory->clear(turn.stream());
+    memory->clear(scope.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-    find_prefix(turn, config.token_ids);
+    find_prefix(scope, config.token_ids);
     account_->add(keys_.size() * memory->layers().size());
-    engine_->prefixes->attach(turn.stream(), keys_, *memory);
+    engine_->prefixes->attach(scope.stream(), keys_, *memory);
   } catch (...) {
-    memory->release(turn.stream());  // what was enqueued may be under way
-    delist(turn.stream());
+    memory->release(scope.stream());  // what was enqueued may be under way
+    delist(scope.stream());
     throw;
   }
   memory_ = std::move(memory);
-  turn.finish();
+  scope.finish();
 }
 
-SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
+SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
                            std::shared_ptr<SequenceMemory> memory)
     : engine_(parent.engine_),
       max_tokens_(parent.max_tokens_),
@@ -120,11 +120,12 @@ SessionState::SessionState(EngineState::Turn& turn, const SessionState& parent,
     pages += static_cast<std::size_t>(layer.pages.size());
   }
   account_ = std::make_unique<PageAccount>(*parent.account_, pages);
-  enlist(turn.stream());
+  enlist(scope.stream());
   memory_ = std::move(memory);
 }
 
-void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int32_t> token_ids) {
+void SessionState::find_prefix(EngineState::SubmissionScope& scope,
+                               std::span<const std::int32_t> token_ids) {
   const auto most = static_cast<std::size_t>(max_tokens_);
   const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
                                                  token_ids.first(std::min(token_ids.size(), most)));
@@ -135,9 +136,9 @@ void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int
         account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
     keys_.resize(std::min(engine_->prefixes->longest(keys_), room));
     try {
-      found = engine_->prefixes->ensure_sinks_resident(turn.stream(), keys_);
+      found = engine_->prefixes->ensure_sinks_resident(scope.stream(), keys_);
       // What is stored may be less by now.
-      if (turn.displaced()) {
+      if (scope.workspace_lost()) {
         found = false;
         continue;
       }
@@ -155,7 +156,8 @@ void SessionState::find_prefix(EngineState::Turn& turn, std::span<const std::int
       keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
 }
 
-void SessionState::publish(EngineState::Turn& turn, std::span<const std::int32_t> token_ids) {
+void SessionState::publish(EngineState::SubmissionScope& scope,
+                           std::span<const std::int32_t> token_ids) {
   std::vector<PrefixKey> keys = page_keys(root_key_, engine_->kv.page_tokens, token_ids);
   const std::size_t known = std::min(keys.size(), keys_.size());
   if (!std::equal(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(known), keys_.begin())) {
@@ -163,7 +165,7 @@ void SessionState::publish(EngineState::Turn& turn, std::span<const std::int32_t
                 "token_ids: expected those that the session was opened with or that were published "
                 "before, found others");
   }
-  engine_->prefixes->publish(turn.stream(), keys, *memory_);
+  engine_->prefixes->publish(scope.stream(), keys, *memory_);
   if (keys.size() > keys_.size()) keys_ = std::move(keys);
 }
 
@@ -196,7 +198,7 @@ SessionState::~SessionState() {
     account_.reset();
     transfer::Stream& stream = *engine_->main;
     stream.wait(last_use_);
-    engine_->wait_for_turns(stream);  // other holders' uses of shared frames
+    engine_->wait_for_submissions(stream);  // other holders' uses of shared frames
     drop(stream, std::move(memory_));
     delist(stream);
     engine_->collect_retired();
@@ -353,9 +355,9 @@ SessionState::Frozen::~Frozen() {
   }
 }
 
-void SessionState::own_memory(EngineState::Turn& turn) {
+void SessionState::own_memory(EngineState::SubmissionScope& scope) {
   if (!owns_memory_) {
-    if (turn.capturing()) {
+    if (scope.capturing()) {
       throw Error(
           ErrorCode::kFailedPrecondition,
           "graph capture: expected a session that has been used, found a child of a fork that "
@@ -363,12 +365,12 @@ void SessionState::own_memory(EngineState::Turn& turn) {
     }
     if (memory_.use_count() > 1) {
       auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
-      own->share(turn.stream(), *memory_);
-      drop(turn.stream(), std::exchange(memory_, std::move(own)));
+      own->share(scope.stream(), *memory_);
+      drop(scope.stream(), std::exchange(memory_, std::move(own)));
     }
     owns_memory_ = true;
   }
-  if (turn.capturing() && engine_->page_pool != nullptr) memory_->capture();
+  if (scope.capturing() && engine_->page_pool != nullptr) memory_->capture();
 }
 
 void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {
@@ -455,15 +457,15 @@ void SessionState::check_flags() {
           " of layer " + std::to_string(layer) + "; truncate the session or close it");
 }
 
-void SessionState::begin_use(EngineState::Turn& turn) {
-  if (turn.capturing()) return;
-  if (last_stream_ != &turn.stream()) turn.stream().wait(last_use_);
+void SessionState::begin_use(EngineState::SubmissionScope& scope) {
+  if (scope.capturing()) return;
+  if (last_stream_ != &scope.stream()) scope.stream().wait(last_use_);
 }
 
-void SessionState::end_use(EngineState::Turn& turn) {
-  if (turn.capturing()) return;
-  last_use_ = turn.stream().record();
-  last_stream_ = &turn.stream();
+void SessionState::end_use(EngineState::SubmissionScope& scope) {
+  if (scope.capturing()) return;
+  last_use_ = scope.stream().record();
+  last_stream_ = &scope.stream();
 }
 
 }  // namespace kvtier::runtime

@@ -23,8 +23,9 @@ namespace kvtier::runtime {
 class SessionState {
  public:
   SessionState(std::shared_ptr<EngineState> engine, const SessionConfig& config);
-  /// A child of a fork, within a turn: `memory` is the frozen copy that `parent` has made.
-  SessionState(EngineState::Turn& turn, const SessionState& parent,
+  /// A child of a fork, within a submission scope: `memory` is the frozen copy that `parent` has
+  /// made.
+  SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
                std::shared_ptr<SequenceMemory> memory);
   ~SessionState();
   SessionState(const SessionState&) = delete;  // owns frames of the engine's pools
@@ -50,19 +51,19 @@ class SessionState {
   void truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end);
   /// Makes a child's memory its own; nothing to do when it is. Throws `kResourceExhausted` when the
   /// device has no memory for it, `kFailedPrecondition` in a capture, nothing changed.
-  void own_memory(EngineState::Turn& turn);
+  void own_memory(EngineState::SubmissionScope& scope);
   /// Throws `kInvalidArgument` once when an earlier call stored non-finite device data, with the
   /// layer and the token of the first.
   void check_flags();
   /// Marks the session's memory as used by the work enqueued on `stream`; makes `stream` wait for
   /// the uses before.
-  void begin_use(EngineState::Turn& turn);
-  void end_use(EngineState::Turn& turn);
+  void begin_use(EngineState::SubmissionScope& scope);
+  void end_use(EngineState::SubmissionScope& scope);
 
   /// Stores the whole pages of the first tokens under their ids.
-  void publish(EngineState::Turn& turn, std::span<const std::int32_t> token_ids);
-  /// What the children of a fork begin with, made within a turn: a copy of the parent's memory that
-  /// holds the same frames, or the parent's own while that is frozen.
+  void publish(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  /// What the children of a fork begin with, made within a submission scope: a copy of the parent's
+  /// memory that holds the same frames, or the parent's own while that is frozen.
   class Frozen {
    public:
     Frozen(SessionState& parent, transfer::Stream& stream);
@@ -93,7 +94,7 @@ class SessionState {
  private:
   /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
   /// restored.
-  void find_prefix(EngineState::Turn& turn, std::span<const std::int32_t> token_ids);
+  void find_prefix(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
   void enlist(transfer::Stream& stream);
   /// Takes that back, once the work enqueued on `stream` is done.

@@ -32,8 +32,9 @@ bool has_ids(const AttendPart& part) {
 /// One launch of every attend kernel over at most `batch_rows` query rows.
 class AttendLaunch {
  public:
-  AttendLaunch(EngineState::Turn& turn, EngineState& engine, int layer, bool after_append)
-      : turn_(turn), engine_(engine), layer_(layer), after_append_(after_append) {}
+  AttendLaunch(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+               bool after_append)
+      : scope_(scope), engine_(engine), layer_(layer), after_append_(after_append) {}
 
   [[nodiscard]] int rows() const noexcept { return rows_.count; }
 
@@ -55,7 +56,7 @@ class AttendLaunch {
     sequences_.push(state.view);
     sketches_.push(sparse(*slice.part) ? state.blocks[slice.part->sketch].device_addresses()
                                        : nullptr);
-    max_length_ = std::max(max_length_, turn_.capturing() ? state.capacity : state.length);
+    max_length_ = std::max(max_length_, scope_.capturing() ? state.capacity : state.length);
     slices_.push_back(slice);
   }
 
@@ -66,8 +67,8 @@ class AttendLaunch {
       return finish();
     }
     const bool reads_always = options().budget.active || options().params.threshold > 0.0F;
-    if (reads_always && engine_.page_pool != nullptr && !turn_.capturing()) {
-      ensure_always_resident(turn_.stream(), engine_, layers_of_slices(), options().rule, rows_);
+    if (reads_always && engine_.page_pool != nullptr && !scope_.capturing()) {
+      ensure_always_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
     read_queries();
@@ -77,13 +78,13 @@ class AttendLaunch {
       (void)choose();
       export_ids(slices_.front().part->select);
     }
-    if (!turn_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
+    if (!scope_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
     finish();
   }
 
  private:
   void finish() {
-    engine_.staging->finish(turn_.stream());
+    engine_.staging->finish(scope_.stream());
     slices_.clear();
     input_.reset();
     tables_after_append_ = false;
@@ -110,7 +111,7 @@ class AttendLaunch {
     for (const Slice& slice : slices_) {
       const TensorView& query = slice.part->inputs.query;
       const HostStaging::Slice on_device =
-          engine_.staging->input(turn_.stream(), query, slice.begin, slice.count);
+          engine_.staging->input(scope_.stream(), query, slice.begin, slice.count);
       for (std::int64_t t = 0; t < slice.count; ++t) {
         items.push({.query = on_device.tokens(query.dtype),
                     .token = static_cast<std::int32_t>(t),
@@ -123,16 +124,16 @@ class AttendLaunch {
     auto* queries = engine_.queries.as<float>();
     const bool after_append = std::exchange(after_append_, false);
     if (!chooses()) {
-      transfer::pack_queries(turn_.stream(), engine_.kv, items, queries);
+      transfer::pack_queries(scope_.stream(), engine_.kv, items, queries);
       return;
     }
     const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
     const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
-    if (!options().budget.active && scoring::takes_queries(turn_.stream(), select_request())) {
+    if (!options().budget.active && scoring::takes_queries(scope_.stream(), select_request())) {
       input_ = input;
       return;
     }
-    engine_.selector->read_queries(turn_.stream(), options().params, store.planes.view(), input,
+    engine_.selector->read_queries(scope_.stream(), options().params, store.planes.view(), input,
                                    queries);
     tables_after_append_ = after_append;
   }
@@ -171,21 +172,21 @@ class AttendLaunch {
   transfer::SelectionView choose(const attention::AttendTargets* attend = nullptr) {
     const Slice& first = slices_.front();
     const TensorView& given = first.part->inputs.selected;
-    StageTimer timer(turn_, engine_, engine_.seconds.score);
+    StageTimer timer(scope_, engine_, engine_.seconds.score);
     transfer::SelectionView selection;
     if (given.empty()) {
       scoring::SelectRequest request = select_request();
       request.attend = attend;
-      selection = engine_.selector->select(turn_.stream(), request, options().budget);
+      selection = engine_.selector->select(scope_.stream(), request, options().budget);
     } else {
       const HostStaging::Slice ids =
-          engine_.staging->input(turn_.stream(), given, first.begin, first.count);
+          engine_.staging->input(scope_.stream(), given, first.begin, first.count);
       const TensorView& bias = first.part->inputs.bias;
       HostStaging::Slice biases;
       if (!bias.empty()) {
-        biases = engine_.staging->input(turn_.stream(), bias, first.begin, first.count);
+        biases = engine_.staging->input(scope_.stream(), bias, first.begin, first.count);
       }
-      selection = engine_.selector->adopt(turn_.stream(), select_request(), id_tensor(ids, given),
+      selection = engine_.selector->adopt(scope_.stream(), select_request(), id_tensor(ids, given),
                                           id_floats(biases));
     }
     timer.stop();
@@ -206,9 +207,9 @@ class AttendLaunch {
     };
     const scoring::IdTensor ids = id_tensor(slice_of(outputs.ids), outputs.ids);
     const scoring::SelectRequest request = select_request();
-    engine_.selector->export_ids(turn_.stream(), request, ids, id_floats(slice_of(outputs.bias)));
+    engine_.selector->export_ids(scope_.stream(), request, ids, id_floats(slice_of(outputs.bias)));
     if (outputs.scores.empty()) return;
-    engine_.selector->export_scores(turn_.stream(), request, ids,
+    engine_.selector->export_scores(scope_.stream(), request, ids,
                                     id_floats(slice_of(outputs.scores)));
   }
 
@@ -229,11 +230,11 @@ class AttendLaunch {
   [[nodiscard]] bool attends_as_it_chooses() const {
     return chooses() && !options().budget.active && engine_.page_pool == nullptr &&
            !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
-           scoring::attends(turn_.stream(), select_request());
+           scoring::attends(scope_.stream(), select_request());
   }
 
   void attend() {
-    transfer::Stream& stream = turn_.stream();
+    transfer::Stream& stream = scope_.stream();
     if (attends_as_it_chooses()) {
       const attention::AttendTargets targets{.softmax_scale = options().softmax_scale,
                                              .logit_softcap = options().logit_softcap,
@@ -265,10 +266,10 @@ class AttendLaunch {
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }
-    if (engine_.page_pool != nullptr && !turn_.capturing()) {
+    if (engine_.page_pool != nullptr && !scope_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();
       if (!ColdLaunch::all_resident(stream, layers)) {
-        StageTimer timer(turn_, engine_, engine_.seconds.fetch);
+        StageTimer timer(scope_, engine_, engine_.seconds.fetch);
         ColdLaunch cold(stream, engine_, layers, request);
         const bool together = ensure_resident(cold, selection);
         if (!together) cold.attend(selection, max_selected, output_batch(), session_flags());
@@ -277,14 +278,14 @@ class AttendLaunch {
       }
     }
     if (selection.staged_capacity > 0) {
-      StageTimer timer(turn_, engine_, engine_.seconds.fetch);
+      StageTimer timer(scope_, engine_, engine_.seconds.fetch);
       const std::vector<LayerState*> layers = layers_of_slices();
       request.places = fetch_rows(stream, engine_, fetch_of(layers, reading_of(selection)));
       timer.stop();
     } else if (engine_.kv.row_checks) {
       transfer::verify_rows(stream, engine_.kv, reading_of(selection));
     }
-    StageTimer timer(turn_, engine_, engine_.seconds.attend);
+    StageTimer timer(scope_, engine_, engine_.seconds.attend);
     engine_.flash->attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
     finish_attend();
@@ -295,30 +296,30 @@ class AttendLaunch {
     return {.layers = layers,
             .reading = reading,
             .flags = engine_.step_flags(flags_index()),
-            .capturing = turn_.capturing()};
+            .capturing = scope_.capturing()};
   }
 
   /// Rows are fetched ahead only where nothing has to be waited for.
   [[nodiscard]] bool prefetches() {
-    return engine_.page_pool == nullptr || turn_.capturing() ||
-           ColdLaunch::all_resident(turn_.stream(), layers_of_slices());
+    return engine_.page_pool == nullptr || scope_.capturing() ||
+           ColdLaunch::all_resident(scope_.stream(), layers_of_slices());
   }
 
   void prefetch() {
     read_queries();
     const transfer::SelectionView selection = choose();
     const std::vector<LayerState*> layers = layers_of_slices();
-    StageTimer timer(turn_, engine_, engine_.seconds.fetch);
-    enqueue_row_prefetch(turn_.stream(), engine_, fetch_of(layers, reading_of(selection)));
+    StageTimer timer(scope_, engine_, engine_.seconds.fetch);
+    enqueue_row_prefetch(scope_.stream(), engine_, fetch_of(layers, reading_of(selection)));
     timer.stop();
   }
 
   /// Waits for the pages of a selection, and makes it again when other calls have used the
   /// workspace meanwhile: it is the same, and its pages are resident.
   bool ensure_resident(ColdLaunch& cold, transfer::SelectionView& selection) {
-    (void)turn_.displaced();
+    (void)scope_.workspace_lost();
     bool together = cold.ensure_resident(selection);
-    while (turn_.displaced()) {
+    while (scope_.workspace_lost()) {
       again_ = true;
       read_queries();
       if (sparse(*slices_.front().part)) selection = choose();
@@ -348,7 +349,7 @@ class AttendLaunch {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids({.ids = ids});
     if (options().budget.active) export_missed();
-    if (engine_.page_prefetch == nullptr || turn_.capturing()) return;
+    if (engine_.page_prefetch == nullptr || scope_.capturing()) return;
     for (const Slice& slice : slices_)
       engine_.page_prefetch->attended(*slice.part->session, layer_);
   }
@@ -372,7 +373,7 @@ class AttendLaunch {
         lse_[row].missed_stride = to.head_stride;
       }
     }
-    engine_.selector->export_missed(turn_.stream(), select_request(), lse_);
+    engine_.selector->export_missed(scope_.stream(), select_request(), lse_);
   }
 
   [[nodiscard]] attention::OutputBatch output_batch() {
@@ -404,7 +405,7 @@ class AttendLaunch {
     return outputs;
   }
 
-  EngineState::Turn& turn_;
+  EngineState::SubmissionScope& scope_;
   EngineState& engine_;
   int layer_;
   bool after_append_;                 ///< Until the first launch.
@@ -432,9 +433,9 @@ bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts, in
          (!has_ids(part) && first.sketch == part.sketch && first.options.same_launch(part.options));
 }
 
-void attend(EngineState::Turn& turn, EngineState& engine, int layer,
+void attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append) {
-  AttendLaunch launch(turn, engine, layer, after_append);
+  AttendLaunch launch(scope, engine, layer, after_append);
   for (const AttendPart& part : parts) {
     const std::int64_t tokens = part.inputs.query.shape[0];
     for (std::int64_t begin = 0; begin < tokens;) {

@@ -58,8 +58,8 @@ struct AttendPart {
                                  int batch_rows);
 
 /// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
-/// `append` (runtime/append.h) returned, when it is what the turn enqueued just before.
-void attend(EngineState::Turn& turn, EngineState& engine, int layer,
+/// `append` (runtime/append.h) returned, when it is what the scope enqueued just before.
+void attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append = false);
 
 }  // namespace kvtier::runtime

@@ -335,10 +335,10 @@ struct Config {
   /// The only sink of the library's messages: state changes, never per step. Called by one thread
   /// at a time, whichever has the message; calls nothing of the engine. May be empty.
   std::function<void(LogLevel, std::string_view)> log{};
-  /// Called with true on the thread of a call that lets others have the engine while it waits for
-  /// pages of a tier, with false when it has the engine again. For callers with queues of their own
-  /// before the engine. Must not throw, and calls nothing of the engine. May be empty.
-  std::function<void(bool away)> step_aside{};
+  /// Called with true on the thread of a call that unlocks the engine while it waits for pages of a
+  /// tier, with false when it has locked it again. For callers with queues of their own before the
+  /// engine. Must not throw, and calls nothing of the engine. May be empty.
+  std::function<void(bool waiting)> on_tier_wait{};
 
   /// Returns every problem at once, empty when valid.
   [[nodiscard]] KVTIER_EXPORT std::vector<std::string> validate() const;

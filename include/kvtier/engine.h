@@ -219,7 +219,7 @@ class KVTIER_EXPORT Session {
   /// For a time when the link idles, with a query like the next one: that of the step before, of
   /// which `AttendOptions::retrieval` may ask for more tokens, or one predicted. A row takes an
   /// empty slot, or that of the row worth the least that the last step has not used; wrong guesses
-  /// cost the link's time and such rows. Takes its turn like every call: the engine's next one
+  /// cost the link's time and such rows. Is ordered like every call: the engine's next one
   /// comes after it. Does nothing without a row cache, nor while a page of the layer is in a tier.
   /// Throws what `select` does.
   void prefetch(int layer, const TensorView& query, StreamRef stream = {},

@@ -86,13 +86,13 @@ Core::Core(CoreOptions options, Executor& executor)
 
 ModelPoolOptions Core::model_options() const {
   ModelPoolOptions models = options_.models;
-  models.step_aside = [this](bool away) {
-    if (away) {
+  models.on_tier_wait = [this](bool waiting) {
+    if (waiting) {
       AtWork::pause();
     } else {
       AtWork::go_on(options_.now());
     }
-    executor_.step_aside(away);
+    executor_.on_tier_wait(waiting);
   };
   return models;
 }

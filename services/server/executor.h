@@ -58,7 +58,7 @@ class Executor {
   [[nodiscard]] virtual std::unique_ptr<Strand> make_strand(const Lane& lane) = 0;
   [[nodiscard]] std::unique_ptr<Strand> make_strand() { return make_strand({}); }
   /// Called by a task that lets others have its engine, until it is called with false.
-  virtual void step_aside(bool /*away*/) {}
+  virtual void on_tier_wait(bool /*waiting*/) {}
   /// Runs what was posted and ends the threads. What is posted later never runs.
   virtual void finish() = 0;
 };

@@ -256,7 +256,7 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec, const Tenant* o
   config.extra_sketches = spec.extra_sketches;
   config.backend = options_.backend;
   config.log = options_.log;
-  config.step_aside = options_.step_aside;
+  config.on_tier_wait = options_.on_tier_wait;
   std::shared_ptr<Model> model;
   try {
     model = std::make_shared<Model>(config, key, owner);

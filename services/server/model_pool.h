@@ -55,7 +55,7 @@ struct ModelPoolOptions {
   /// A folder with one for each engine in it, as `MemoryConfig::disk_cache`; empty: none.
   std::filesystem::path disk_cache;
   std::function<void(LogLevel, std::string_view)> log{};
-  std::function<void(bool)> step_aside{};  ///< Of engines, as `Config::step_aside`.
+  std::function<void(bool)> on_tier_wait{};  ///< Of engines, as `Config::on_tier_wait`.
   /// Called when a fault of the device keeps an engine from being made where others were made
   /// before, and by `lose_device`: what this process can do about it is end. Must not block.
   std::function<void()> on_device_lost{};

@@ -94,12 +94,12 @@ class ThreadPool final : public Executor {
     flow.share.weight = thread_share.weight = lane.weight;
     return std::make_unique<PoolStrand>(std::make_shared<Line>(*this, std::move(gate), flow));
   }
-  void step_aside(bool away) override {
+  void on_tier_wait(bool waiting) override {
     if (running_gate == nullptr) return;
     {
       const std::lock_guard lock(mutex_);
-      running_gate->running += away ? -1 : 1;
-      if (!away || !running_gate->open()) return;
+      running_gate->running += waiting ? -1 : 1;
+      if (!waiting || !running_gate->open()) return;
     }
     wake();
   }
@@ -116,7 +116,7 @@ class ThreadPool final : public Executor {
     try {
       ask_for_thread();
     } catch (...) {
-      // No memory: the thread that steps aside looks when its task is done.
+      // No memory: the thread that waits for a tier looks when its task is done.
     }
   }
   /// Within the mutex.

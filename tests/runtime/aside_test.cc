@@ -23,7 +23,7 @@ class AsideTest : public EngineTest {
  protected:
   void start(std::size_t frames) {
     Config config = tiered_config(GetParam(), frames, gate_);
-    config.step_aside = [this](bool away) { away_ += away ? 1 : -1; };
+    config.on_tier_wait = [this](bool waiting) { away_ += waiting ? 1 : -1; };
     engine_.emplace(config);
     reference_.emplace(tiered_config(GetParam(), kPlenty, nullptr));
     open(long_);

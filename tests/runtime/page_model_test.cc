@@ -67,7 +67,7 @@ class Calls {
         tiers_(make_tiers(folder), kPageBytes, std::chrono::seconds(60), {}),
         pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_,
               {.for_work = [this](transfer::Stream&) { device_.run_all(); },
-               .aside = [](const std::function<void()>& work) { work(); }},
+               .unlocked = [](const std::function<void()>& work) { work(); }},
               what.policy),
         stream_(device_.make_stream()) {}
   ~Calls() {

@@ -171,9 +171,9 @@ TEST(EngineGateTest, ATaskThatStepsAsideLetsOthersHaveItsEngine) {
   std::future_status status = std::future_status::timeout;
   first->post([&] {
     holds.set_value();
-    pool->step_aside(true);
+    pool->on_tier_wait(true);
     status = passed.get_future().wait_for(kPatience);
-    pool->step_aside(false);
+    pool->on_tier_wait(false);
   });
   holds.get_future().wait();
   second->post([&] { passed.set_value(); });

@@ -4,7 +4,7 @@
 
 namespace kvtier::runtime {
 
-EngineState::Turn::Turn(EngineState& engine, StreamRef stream)
+EngineState::SubmissionScope::SubmissionScope(EngineState& engine, StreamRef stream)
     : engine_(engine), lock_(engine.mutex), synchronous_(!stream.given()) {
   engine_.check_alive();
   engine_.staging->discard();
@@ -13,20 +13,20 @@ EngineState::Turn::Turn(EngineState& engine, StreamRef stream)
   take_workspace();
 }
 
-EngineState::Turn::~Turn() {
-  engine_.turn_ = nullptr;
+EngineState::SubmissionScope::~SubmissionScope() {
+  engine_.scope_ = nullptr;
   mark_last_use();
 }
 
-void EngineState::Turn::take_workspace() {
-  engine_.turn_ = this;
-  ++engine_.num_turns_;
+void EngineState::SubmissionScope::take_workspace() {
+  engine_.scope_ = this;
+  ++engine_.num_submissions_;
   if (!capturing_ && engine_.workspace_last_stream_ != stream_) {
     stream_->wait(engine_.workspace_last_use_);
   }
 }
 
-void EngineState::Turn::mark_last_use() {
+void EngineState::SubmissionScope::mark_last_use() {
   if (capturing_) return;
   try {
     engine_.workspace_last_use_ = stream_->record();
@@ -36,34 +36,34 @@ void EngineState::Turn::mark_last_use() {
   }
 }
 
-void EngineState::Turn::finish() {
+void EngineState::SubmissionScope::finish() {
   if (synchronous_) engine_.wait(*stream_);
 }
 
-void EngineState::Turn::go_behind() {
+void EngineState::SubmissionScope::continue_on_engine_stream() {
   mark_last_use();
   stream_ = engine_.main.get();
   take_workspace();
 }
 
-void EngineState::Turn::step_aside(const std::function<void()>& work) {
+void EngineState::SubmissionScope::run_unlocked(const std::function<void()>& work) {
   engine_.wait(*stream_);
   mark_last_use();
-  engine_.turn_ = nullptr;
-  const std::uint64_t turns = engine_.num_turns_;
+  engine_.scope_ = nullptr;
+  const std::uint64_t submissions = engine_.num_submissions_;
   std::exception_ptr failure;
-  const auto& step_aside = engine_.config.step_aside;
+  const auto& on_tier_wait = engine_.config.on_tier_wait;
   lock_.unlock();
-  if (step_aside) step_aside(true);
+  if (on_tier_wait) on_tier_wait(true);
   try {
     work();
   } catch (...) {
     failure = std::current_exception();
   }
   lock_.lock();
-  if (step_aside) step_aside(false);
-  if (engine_.num_turns_ != turns) {
-    displaced_ = true;
+  if (on_tier_wait) on_tier_wait(false);
+  if (engine_.num_submissions_ != submissions) {
+    workspace_lost_ = true;
     engine_.staging->discard();
   }
   take_workspace();
