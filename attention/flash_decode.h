@@ -23,7 +23,7 @@ struct OutputItem {
 using OutputBatch = transfer::Batch<OutputItem>;
 
 /// What attention is told beside rows and queries where the kernel that selects attends too
-/// (scoring/foresight.h).
+/// (scoring/selection_plan.h).
 struct AttendTargets {
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
@@ -45,7 +45,7 @@ struct AttendRequest {
   /// Whether every count of the selection is `num_to_select` of its row, and the kernel before this
   /// one lets it start only after its own wait (transfer/launch_cuda.cuh): which rows there are is
   /// then found out before the selection is there.
-  bool foreseen = false;
+  bool k_known = false;
   int top_k = 0;  ///< Of `num_to_select`.
   double sparsity = 0.0;
   /// Where the staged entries are, when the kernel before this one is the gather that says it

@@ -198,16 +198,16 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   __syncwarp();
   // Missing rows are on their way: what is waited for first is where the others are.
   const bool placed = request.places.lists != nullptr;
-  const bool foreseen = request.foreseen && !placed;
+  const bool k_known = request.k_known && !placed;
   if (placed) {
     transfer::cuda::wait_for_places(request.places.lists, cuda::num_sets(request));
-  } else if (!foreseen) {
+  } else if (!k_known) {
     transfer::cuda::wait_for_previous();
   }
   const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
   const int block = static_cast<int>(blockIdx.x);
   if (block >= plan.blocks) {
-    if (foreseen || placed) transfer::cuda::wait_for_previous();
+    if (k_known || placed) transfer::cuda::wait_for_previous();
     transfer::cuda::let_next_start();
     return;
   }
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   unsigned parity = 0;  // of the phase of stage_out
   unsigned merge_parity = 0;
   unsigned in_pages = 0;
-  if (foreseen) {
+  if (k_known) {
     prefetch_pages(request, selection, plan);
     transfer::cuda::wait_for_previous();
   }

@@ -46,7 +46,7 @@ struct RowSet {
   set.resident_begin = counters->resident_begin;
   const transfer::AttendedSpans spans = attended_spans(request.rule, length, query);
   int listed = 0;
-  if (request.foreseen) {
+  if (request.k_known) {
     listed = static_cast<int>(num_to_select(request.top_k, request.sparsity, spans));
   } else if (selection.ids != nullptr) {
     listed = selection.counts[index];

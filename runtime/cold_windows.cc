@@ -80,7 +80,7 @@ ColdWindows::ColdWindows(transfer::Stream& stream, EngineState& engine,
       bytes_left_(engine.packed.bytes()) {
   request_.rule = {};
   request_.flags = nullptr;  // `count_rows` does
-  request_.foreseen = false;
+  request_.k_known = false;
   for (int r = 0; r < request.rows.count; ++r) {
     request_.rows[r].dense_from = kEverything;
     for (int head = 0; head < request.kv.kv_heads; ++head) {

@@ -5,7 +5,7 @@
 #include "runtime/page_prefetch.h"
 #include "runtime/row_cache.h"
 #include "runtime/stage_timer.h"
-#include "scoring/foresight.h"
+#include "scoring/selection_plan.h"
 #include "transfer/row_checks.h"
 #include "transfer/rows.h"
 
@@ -129,7 +129,8 @@ class AttendLaunch {
     }
     const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
     const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
-    if (!options().budget.active && scoring::takes_queries(scope_.stream(), select_request())) {
+    if (!options().budget.active &&
+        scoring::fuses_query_projection(scope_.stream(), select_request())) {
       input_ = input;
       return;
     }
@@ -230,7 +231,7 @@ class AttendLaunch {
   [[nodiscard]] bool attends_as_it_chooses() const {
     return chooses() && !options().budget.active && engine_.page_pool == nullptr &&
            !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
-           scoring::attends(scope_.stream(), select_request());
+           scoring::fuses_attention(scope_.stream(), select_request());
   }
 
   void attend() {
@@ -260,9 +261,9 @@ class AttendLaunch {
     if (sparse(*slices_.front().part)) {
       selection = choose();
       max_selected = selected_bound();
-      request.foreseen = chooses() && !options().budget.active &&
-                         options().params.threshold == 0.0F &&
-                         scoring::foresees(stream, select_request());
+      request.k_known = chooses() && !options().budget.active &&
+                        options().params.threshold == 0.0F &&
+                        scoring::k_known_on_host(stream, select_request());
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }

@@ -5,7 +5,7 @@
 #include "scoring/chip_scores_cuda.cuh"
 #include "scoring/chip_select_cuda.cuh"
 #include "scoring/chip_tables_cuda.cuh"
-#include "scoring/foresight.h"
+#include "scoring/selection_plan.h"
 #include "scoring/stream_select_cuda.h"
 #include "transfer/cuda_check.h"
 #include "transfer/launch_cuda.cuh"
@@ -387,28 +387,28 @@ bool chip_serves(const SelectRequest& request) {
   return plan_chip(request).way != ChipPlan::Way::kNone;
 }
 
-bool takes_queries(const SelectRequest& request) {
+bool fuses_query_projection(const SelectRequest& request) {
   return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
          request.max_length > 0 && filter_serves(request) &&
          (plan_chip(request).way != ChipPlan::Way::kNone || takes_collision_queries(request));
 }
 
-bool attends(const SelectRequest& request) {
+bool fuses_attention(const SelectRequest& request) {
   if (request.kv.head_dim != kAttendDim || request.kv.float8_pages ||
       request.kv.kv_heads * request.rows.count > kAttendedGroups) {
     return false;
   }
-  if (takes_queries(request)) {
+  if (fuses_query_projection(request)) {
     return plan_chip(request).way == ChipPlan::Way::kOneKernel || takes_collision_queries(request);
   }
-  return foresees(request) && stream_attends(request);
+  return k_known_on_host(request) && stream_fuses_attention(request);
 }
 
-bool foresees(const SelectRequest& request) {
-  return takes_queries(request) ||
+bool k_known_on_host(const SelectRequest& request) {
+  return fuses_query_projection(request) ||
          (request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
           request.max_length > 0 && filter_serves(request) &&
-          (stream_serves(request) || foresees_collisions(request)));
+          (stream_serves(request) || k_known_of_collisions(request)));
 }
 
 bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args) {

@@ -283,7 +283,7 @@ CollisionPlan plan_collisions(const SelectRequest& request) {
 
 }  // namespace
 
-bool foresees_collisions(const SelectRequest& request) {
+bool k_known_of_collisions(const SelectRequest& request) {
   return one_set(request) && plan_collisions(request).serves;
 }
 

@@ -3,7 +3,7 @@
 #include "scoring/chip_launch_cuda.cuh"
 #include "scoring/collision_queries_cuda.cuh"
 #include "scoring/collision_tiles.cuh"
-#include "scoring/foresight.h"
+#include "scoring/selection_plan.h"
 #include "transfer/launch_cuda.cuh"
 
 #include <algorithm>

@@ -107,12 +107,12 @@ struct FilterArgs {
 /// The same for soft collisions of which all values fit on chip, in one kernel
 /// (collision_select_cuda.cu).
 [[nodiscard]] bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args);
-/// `takes_queries` (foresight.h) for these.
+/// `fuses_query_projection` (selection_plan.h) for these.
 [[nodiscard]] bool takes_collision_queries(const SelectRequest& request);
 /// The same for soft collisions of which all values fit in L2 (collision_chip_cuda.cu).
 [[nodiscard]] bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args);
-/// `foresees` (foresight.h) for these.
-[[nodiscard]] bool foresees_collisions(const SelectRequest& request);
+/// `k_known_on_host` (selection_plan.h) for these.
+[[nodiscard]] bool k_known_of_collisions(const SelectRequest& request);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);

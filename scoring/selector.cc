@@ -1,7 +1,7 @@
 #include "scoring/selector.h"
 
 #include "scoring/budget_cpu.h"
-#include "scoring/foresight.h"
+#include "scoring/selection_plan.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/two_phase.h"
 #include "transfer/with_cuda.h"
@@ -174,7 +174,7 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
                                          const Budget& budget) {
   check(request, limits_);
   if (request.input != nullptr) transfer::check_queries(request.kv, request.input->items);
-  if (!request.tables_built && (budget.active || !takes_queries(stream, request))) {
+  if (!request.tables_built && (budget.active || !fuses_query_projection(stream, request))) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
   }
@@ -208,23 +208,23 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
   });
 }
 
-bool takes_queries(const transfer::Stream& stream, const SelectRequest& request) {
+bool fuses_query_projection(const transfer::Stream& stream, const SelectRequest& request) {
   if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::takes_queries(request);
+    if (stream.native() != nullptr) return cuda::fuses_query_projection(request);
   }
   return false;
 }
 
-bool foresees(const transfer::Stream& stream, const SelectRequest& request) {
+bool k_known_on_host(const transfer::Stream& stream, const SelectRequest& request) {
   if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::foresees(request);
+    if (stream.native() != nullptr) return cuda::k_known_on_host(request);
   }
   return false;
 }
 
-bool attends(const transfer::Stream& stream, const SelectRequest& request) {
+bool fuses_attention(const transfer::Stream& stream, const SelectRequest& request) {
   if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::attends(request);
+    if (stream.native() != nullptr) return cuda::fuses_attention(request);
   }
   return false;
 }

@@ -41,14 +41,14 @@ struct SelectRequest {
   bool after_append = false;
   /// Whether kernels may be used whose blocks wait for one another (exchange_lease.h).
   bool may_exchange = true;
-  /// The caller's queries, of a request that `takes_queries` (foresight.h) is true of, or nullptr;
-  /// `packed` then receives them as fp32, as `read_queries` would. Its tensors must stay valid
-  /// until the stream has passed the selection.
+  /// The caller's queries, of a request that `fuses_query_projection` (selection_plan.h) is true
+  /// of, or nullptr; `packed` then receives them as fp32, as `read_queries` would. Its tensors must
+  /// stay valid until the stream has passed the selection.
   const QueryInput* input = nullptr;
   float* packed = nullptr;
   /// Where attention over the always-attended tokens and the selection goes, of a request that
-  /// `attends` (foresight.h) is true of; or nullptr. Rows are counted as `FlashDecode::attend`
-  /// does.
+  /// `fuses_attention` (selection_plan.h) is true of; or nullptr. Rows are counted as
+  /// `FlashDecode::attend` does.
   const attention::AttendTargets* attend = nullptr;
 };
 

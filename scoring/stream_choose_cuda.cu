@@ -376,7 +376,7 @@ bool stream_serves(const SelectRequest& request) {
          sign_chunks(params) <= kChipChunks && (reads_always ? readable : faster);
 }
 
-bool stream_attends(const SelectRequest& request) {
+bool stream_fuses_attention(const SelectRequest& request) {
   return stream_serves(request) && request.kv.group() <= kChipHeads;
 }
 

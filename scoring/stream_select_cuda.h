@@ -8,7 +8,7 @@ namespace kvtier::scoring::cuda {
 /// Returns whether the path serves a request that `filter_serves` is true of.
 [[nodiscard]] bool stream_serves(const SelectRequest& request);
 /// Returns whether it attends as well, where rows are on the device.
-[[nodiscard]] bool stream_attends(const SelectRequest& request);
+[[nodiscard]] bool stream_fuses_attention(const SelectRequest& request);
 /// Fills `args.selection`, from tables that `read_queries` has built. Two launches.
 void enqueue_stream_select(cudaStream_t stream, const FilterArgs& args);
 

@@ -144,7 +144,7 @@ class Frame {
          bytes(sum("kvtier_memory_budget_bytes")) + "  in flight " +
          bytes(sum("kvtier_inflight_bytes")) + "  files " + count(sum("process_open_fds")) +
          " of " + count(sum("process_max_fds")));
-    foresight();
+    prefetches();
   }
   /// Bytes over gRPC, over the data plane and through memory that is shared with clients.
   [[nodiscard]] Number moved(const char* by_grpc, const char* direction) const {
@@ -154,7 +154,7 @@ class Frame {
            rate("kvtier_shm_tensor_bytes_total", {{"direction", direction}}).value_or(0);
   }
   /// What was there before it was asked for, where anything is.
-  void foresight() {
+  void prefetches() {
     std::string text;
     if (const double asked = sum("kvtier_prefix_tokens_total", {{"event", "asked"}}); asked > 0) {
       text += "prefix tokens found " +

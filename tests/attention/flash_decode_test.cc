@@ -297,13 +297,13 @@ TEST_P(FlashDecodeTest, CountsMayBeForeseen) {
     return download_outcome(problem, placed);
   };
   const Outcome counted = attend();
-  placed.request.foreseen = true;
+  placed.request.k_known = true;
   placed.request.top_k = kTopK;
-  const Outcome foreseen = attend();
+  const Outcome k_known = attend();
 
-  EXPECT_EQ(counted.bytes, foreseen.bytes);
-  EXPECT_EQ(counted.lse, foreseen.lse);
-  EXPECT_EQ(2 * counted.flags.rows_selected, foreseen.flags.rows_selected);
+  EXPECT_EQ(counted.bytes, k_known.bytes);
+  EXPECT_EQ(counted.lse, k_known.lse);
+  EXPECT_EQ(2 * counted.flags.rows_selected, k_known.flags.rows_selected);
 }
 
 TEST_P(FlashDecodeTest, DoesNothingWithoutQueries) {

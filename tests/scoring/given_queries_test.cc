@@ -1,4 +1,4 @@
-#include "scoring/foresight.h"
+#include "scoring/selection_plan.h"
 #include "selector_fixture.h"
 
 #include <cmath>
@@ -78,7 +78,7 @@ class GivenQueriesTest : public SelectorTest {
     request.keep_scores = false;
     Selector selector(*device_, make_limits(problem, problem.config.top_k));
     const QueryInput input = input_of(request, problem, given.as<float>(), after_append);
-    if (takes_queries(*stream_, request)) {
+    if (fuses_query_projection(*stream_, request)) {
       request.input = &input;
       request.packed = packed.as<float>();
     } else {
