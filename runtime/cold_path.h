@@ -23,9 +23,9 @@ namespace kvtier::runtime {
 bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
                          std::span<LayerState> layers);
 
-/// Restores the pages of the tokens that `rows` always attend, for a budget weighs these before it
-/// selects. `layers`: those of the rows' sequences, in their order. Throws `kResourceExhausted`
-/// when they are too many.
+/// Restores the pages of the tokens that `rows` always attend, because a recall target weighs these
+/// before it selects. `layers`: those of the rows' sequences, in their order. Throws
+/// `kResourceExhausted` when they are too many.
 void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
                             const transfer::QueryBatch& rows);

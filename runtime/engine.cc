@@ -8,7 +8,7 @@
 #include "runtime/finite_results.h"
 #include "runtime/session.h"
 #include "runtime/step.h"
-#include "scoring/budget.h"
+#include "scoring/recall_params.h"
 
 #include <algorithm>
 #include <exception>
@@ -145,8 +145,8 @@ AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inp
       options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
   part.sketch = engine.fitting_sketch(retrieval);
   if (options.recall_target || !outputs.missed.empty()) {
-    part.options.budget = scoring::make_budget(retrieval, engine.config.model.head_dim,
-                                               part.options.softmax_scale, options.recall_target);
+    part.options.recall_params = scoring::make_recall_params(
+        retrieval, engine.config.model.head_dim, part.options.softmax_scale, options.recall_target);
   }
   return part;
 }

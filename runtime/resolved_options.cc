@@ -6,7 +6,7 @@
 namespace kvtier::runtime {
 
 bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
-  return rule == other.rule && params == other.params && budget == other.budget &&
+  return rule == other.rule && params == other.params && recall_params == other.recall_params &&
          softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap;
 }
 

@@ -66,7 +66,7 @@ class AttendLaunch {
       if (prefetches()) prefetch();
       return finish();
     }
-    const bool reads_always = options().budget.active || options().params.threshold > 0.0F;
+    const bool reads_always = options().recall_params.active || options().params.threshold > 0.0F;
     if (reads_always && engine_.page_pool != nullptr && !scope_.capturing()) {
       ensure_always_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
@@ -129,7 +129,7 @@ class AttendLaunch {
     }
     const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
     const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
-    if (!options().budget.active &&
+    if (!options().recall_params.active &&
         scoring::fuses_query_projection(scope_.stream(), select_request())) {
       input_ = input;
       return;
@@ -178,7 +178,7 @@ class AttendLaunch {
     if (given.empty()) {
       scoring::SelectRequest request = select_request();
       request.attend = attend;
-      selection = engine_.selector->select(scope_.stream(), request, options().budget);
+      selection = engine_.selector->select(scope_.stream(), request, options().recall_params);
     } else {
       const HostStaging::Slice ids =
           engine_.staging->input(scope_.stream(), given, first.begin, first.count);
@@ -229,7 +229,7 @@ class AttendLaunch {
 
   /// Whether one kernel selects and attends. Stages that are timed apart run apart.
   [[nodiscard]] bool attends_as_it_chooses() const {
-    return chooses() && !options().budget.active && engine_.page_pool == nullptr &&
+    return chooses() && !options().recall_params.active && engine_.page_pool == nullptr &&
            !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
            scoring::fuses_attention(scope_.stream(), select_request());
   }
@@ -261,7 +261,7 @@ class AttendLaunch {
     if (sparse(*slices_.front().part)) {
       selection = choose();
       max_selected = selected_bound();
-      request.k_known = chooses() && !options().budget.active &&
+      request.k_known = chooses() && !options().recall_params.active &&
                         options().params.threshold == 0.0F &&
                         scoring::k_known_on_host(stream, select_request());
       request.top_k = options().params.top_k;
@@ -349,7 +349,7 @@ class AttendLaunch {
   void finish_attend() {
     const MutableTensorView& ids = slices_.front().part->outputs.selected;
     if (!ids.empty()) export_ids({.ids = ids});
-    if (options().budget.active) export_missed();
+    if (options().recall_params.active) export_missed();
     if (engine_.page_prefetch == nullptr || scope_.capturing()) return;
     for (const Slice& slice : slices_)
       engine_.page_prefetch->attended(*slice.part->session, layer_);
@@ -426,7 +426,7 @@ class AttendLaunch {
 
 bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts, int batch_rows) {
   const AttendPart& first = parts.front();
-  if (part.options.rule.mode != LayerMode::kSparse || part.options.budget.active ||
+  if (part.options.rule.mode != LayerMode::kSparse || part.options.recall_params.active ||
       !part.inputs.selected.empty() || parts.size() > static_cast<std::size_t>(batch_rows)) {
     return false;
   }

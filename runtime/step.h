@@ -4,8 +4,8 @@
 
 #include "runtime/engine_state.h"
 #include "runtime/session.h"
-#include "scoring/budget.h"
 #include "scoring/estimator.h"
+#include "scoring/recall_params.h"
 
 #include <cstdint>
 #include <span>
@@ -17,7 +17,7 @@ namespace kvtier::runtime {
 struct ResolvedOptions {
   transfer::SpanRule rule;
   scoring::ScoreParams params;
-  scoring::Budget budget;
+  scoring::RecallParams recall_params;
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
   std::int64_t dense_from = 0;

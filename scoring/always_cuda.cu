@@ -1,4 +1,4 @@
-#include "scoring/budget_cuda.cuh"
+#include "scoring/recall_cuda.cuh"
 #include "transfer/convert_cuda.cuh"
 #include "transfer/cuda_check.h"
 
@@ -8,13 +8,13 @@ namespace kvtier::scoring::cuda {
 
 namespace {
 
-constexpr int kThreads = kBudgetThreads;
+constexpr int kThreads = kRecallThreads;
 constexpr int kWarps = kThreads / 32;
 
 // ln of the sum of e^logit over the tokens that are always attended. A warp takes a row; lane h
 // sums for head h. Grid: parts x KV heads x rows. The last block merges the parts in their order.
 // `with_values`: each times its value norm, as the weighting says.
-__global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ BudgetArgs args,
+__global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ RecallArgs args,
                                                          bool with_values) {
   __shared__ alignas(8) float queries[kMaxGroup * 256];
   __shared__ float2 sums[kWarps][kMaxGroup];
@@ -80,7 +80,7 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
     partials[head * args.scratch.tiles + blockIdx.x] = make_float2(of_block.max, of_block.sum);
   }
   if (!last_block(&estimates->ticket, gridDim.x)) return;
-  static_assert(kMostBudgetParts <= 32);
+  static_assert(kMostRecallParts <= 32);
   for (int h = warp; h < group; h += kWarps) {
     LogSum all;
     if (lane < static_cast<int>(gridDim.x)) {
@@ -102,8 +102,8 @@ void clear_estimates(const Stage& stage) {
 }
 
 void enqueue_always(const Stage& stage, bool with_values) {
-  const BudgetArgs args = budget_args(stage, {});
-  weigh_always<<<budget_grid(kMostBudgetParts, args.kv.kv_heads, stage), kThreads, 0,
+  const RecallArgs args = recall_args(stage, {});
+  weigh_always<<<recall_grid(kMostRecallParts, args.kv.kv_heads, stage), kThreads, 0,
                  stage.stream>>>(args, with_values);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,6 +1,6 @@
 #include "scoring/selector.h"
 
-#include "scoring/budget_cpu.h"
+#include "scoring/recall_cpu.h"
 #include "scoring/selection_plan.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/two_phase.h"
@@ -171,27 +171,27 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 }
 
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
-                                         const Budget& budget) {
+                                         const RecallParams& recall_params) {
   check(request, limits_);
   if (request.input != nullptr) transfer::check_queries(request.kv, request.input->items);
-  if (!request.tables_built && (budget.active || !fuses_query_projection(stream, request))) {
+  if (!request.tables_built && (recall_params.active || !fuses_query_projection(stream, request))) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
   }
   const SelectorWorkspace space = workspace(request.params);
   if (request.params.coarse_bits > 0) {
-    assert(!budget.active);
+    assert(!recall_params.active);
     build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
                        request.rows.count, request.kv.query_heads,
                        const_cast<float*>(space.coarse_tables.entries), scalars_);
   }
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      cuda::select(stream.native(), request, space, budget);
+      cuda::select(stream.native(), request, space, recall_params);
       return space.selection;
     }
   }
-  stream.run([=] { cpu::select(request, space, budget); });
+  stream.run([=] { cpu::select(request, space, recall_params); });
   return space.selection;
 }
 

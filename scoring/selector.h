@@ -68,7 +68,7 @@ struct IdFloats {
   std::int64_t head_stride = 0;
 };
 
-struct Budget;
+struct RecallParams;
 struct SelectorWorkspace;
 
 /// Where the missed attention of one query row goes, and the log-sum-exp of what was attended.
@@ -111,11 +111,11 @@ class Selector {
 
   /// Enqueues scoring and selection. The result is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
-  /// The same, taking as many tokens as the budget says.
+  /// The same, taking as many tokens as the recall parameters say.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request,
-                                 const Budget& budget);
+                                 const RecallParams& recall_params);
   /// Writes the estimated share of the attention that the last selection missed, after `select`
-  /// with a budget.
+  /// with a recall target.
   void export_missed(transfer::Stream& stream, const SelectRequest& request,
                      const MissedBatch& batch);
   /// For `SelectRequest::may_exchange`.

@@ -1,5 +1,5 @@
-#include "scoring/budget_cpu.h"
 #include "scoring/priority_cpu.h"
+#include "scoring/recall_cpu.h"
 #include "scoring/score_math.h"
 #include "scoring/selector_call_cpu.h"
 #include "scoring/top_k_cpu.h"
@@ -113,12 +113,12 @@ void choose(const Call& call, int row, int kv_head, std::int64_t k) {
 }
 
 // At most `most` tokens of each set.
-void choose_within(const Call& call, const Budget& budget, int row, int kv_head,
+void choose_within(const Call& call, const RecallParams& recall_params, int row, int kv_head,
                    std::int64_t most) {
   const AttendedSpans& spans = call.spans(row);
   const int group = call.group();
   const EstimatedMass mass({.request = call.request(),
-                            .budget = budget,
+                            .recall_params = recall_params,
                             .scalars = call.group_query(row, kv_head).scalars,
                             .row = row,
                             .kv_head = kv_head,
@@ -286,7 +286,7 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
 }
 
 void select(const SelectRequest& request, const SelectorWorkspace& workspace,
-            const Budget& budget) {
+            const RecallParams& recall_params) {
   if (request.params.coarse_bits > 0) return select_in_two_phases(request, workspace);
   const Call call(request, workspace);
   score(call);
@@ -294,7 +294,8 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
   call.for_each_group([&](int row, int kv_head) {
     const std::int64_t k =
         transfer::num_to_select(request.params.top_k, request.params.sparsity, call.spans(row));
-    budget.active ? choose_within(call, budget, row, kv_head, k) : choose(call, row, kv_head, k);
+    recall_params.active ? choose_within(call, recall_params, row, kv_head, k)
+                         : choose(call, row, kv_head, k);
   });
   if (request.flags == nullptr) return;
   std::uint64_t scored = 0;

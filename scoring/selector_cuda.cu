@@ -260,7 +260,7 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 }
 
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-            const Budget& budget) {
+            const RecallParams& recall_params) {
   if (request.rows.count == 0) return;
   if (request.params.coarse_bits > 0) {
     return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
@@ -268,25 +268,25 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
   const bool thresholds = request.params.threshold > 0.0F;
-  if (scores && !budget.active && filter_serves(request)) {
+  if (scores && !recall_params.active && filter_serves(request)) {
     enqueue_filter(stage);
     return;
   }
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);
-  if (thresholds || budget.active) clear_estimates(stage);
+  if (thresholds || recall_params.active) clear_estimates(stage);
   if (thresholds) enqueue_always(stage, true);
-  if (budget.active) {
-    enqueue_estimates(stage, budget);
+  if (recall_params.active) {
+    enqueue_estimates(stage, recall_params);
   } else {
     if (stage.shared() || thresholds) enqueue_normalisers(stage);
     if (stage.shared()) enqueue_combine(stage);
   }
-  if (budget.missed > 0.0) enqueue_top_of_budget(stage, budget);
+  if (recall_params.missed > 0.0) enqueue_top_of_recall(stage, recall_params);
   if (stage.prioritised()) {
-    enqueue_priorities(stage, budget.missed > 0.0);
-  } else if (!(budget.missed > 0.0)) {
+    enqueue_priorities(stage, recall_params.missed > 0.0);
+  } else if (!(recall_params.missed > 0.0)) {
     enqueue_top_k(stage);
   }
   enqueue_marks(stage);

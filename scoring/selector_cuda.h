@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/budget.h"
+#include "scoring/recall_params.h"
 #include "scoring/selector_kernels.h"
 
 #include <cuda_runtime.h>
@@ -44,7 +44,7 @@ struct SetState {
   float cut;
 };
 
-/// Per (row, query head), of a selection within a budget (budget_cuda.cuh).
+/// Per (row, query head), of a selection for a recall target (recall_cuda.cuh).
 struct HeadEstimate;
 
 /// Per (row, query head), of the filtered path (filter_cuda.h).
@@ -144,14 +144,14 @@ void enqueue_scores(const Stage& stage);
 /// Writes the combined scores, per KV head; those of a sequence for each KV head.
 void enqueue_combine(const Stage& stage);
 /// Estimates how much attention the tokens have, and does what `enqueue_combine` does. Then: finds
-/// the least of the fewest best tokens of every set that the budget wants: instead of
+/// the least of the fewest best tokens of every set that the recall target wants: instead of
 /// `enqueue_top_k` when it has a share.
-void enqueue_estimates(const Stage& stage, const Budget& budget);
-void enqueue_top_of_budget(const Stage& stage, const Budget& budget);
+void enqueue_estimates(const Stage& stage, const RecallParams& recall_params);
+void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params);
 /// Finds the least of the k best tokens of every set.
 void enqueue_top_k(const Stage& stage);
 /// By priority, instead of `enqueue_top_k`: the k + 1 best, of which the last is the cut, or what
-/// the threshold lets through. `counted`: as many tokens as `enqueue_top_of_budget` has found.
+/// the threshold lets through. `counted`: as many tokens as `enqueue_top_of_recall` has found.
 void enqueue_priorities(const Stage& stage, bool counted);
 /// Writes the log-sum-exp of the scores of every query head, with the always-attended tokens where
 /// there is a threshold.

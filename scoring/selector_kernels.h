@@ -25,7 +25,8 @@ namespace cpu {
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
 /// Scores (one estimator), combines heads if asked, finds each row's k-th best, writes the
 /// selection.
-void select(const SelectRequest& request, const SelectorWorkspace& workspace, const Budget& budget);
+void select(const SelectRequest& request, const SelectorWorkspace& workspace,
+            const RecallParams& recall_params);
 void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids,
            const IdFloats& bias);
 void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace,
@@ -41,7 +42,7 @@ namespace cuda {  // `stream` is a cudaStream_t
 /// A lease of the current device, of as many as leave an SM free (docs/decisions/0013).
 [[nodiscard]] ExchangeLease lease_exchange();
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-            const Budget& budget);
+            const RecallParams& recall_params);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                    const MissedBatch& batch);
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -1,5 +1,5 @@
 #include "scoring/block_cuda.cuh"
-#include "scoring/budget_cuda.cuh"
+#include "scoring/recall_cuda.cuh"
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
 #include "scoring/tile_range.cuh"

@@ -77,8 +77,8 @@ Log::Log(std::ostream& out, const std::string& level, LogFormat format, std::fun
 std::optional<std::uint64_t> Log::admit(const LogEvent& event, Time now) {
   if (event.level != LogLevel::kWarning) return 0;
   const std::lock_guard lock(mutex_);
-  const auto [it, is_new] = allowances_.try_emplace(std::string(event.event));
-  Allowance& allowance = it->second;
+  const auto [it, is_new] = tolerances_.try_emplace(std::string(event.event));
+  MissTolerance& allowance = it->second;
   const double seconds =
       is_new ? 0.0 : std::chrono::duration<double>(now - allowance.refilled).count();
   allowance.left = std::min(kBurst, allowance.left + kPerSecond * std::max(0.0, seconds));

@@ -54,7 +54,7 @@ class Log {
  private:
   using Time = std::chrono::system_clock::time_point;
   /// Of one event: how many lines it may still write, and how many it has not.
-  struct Allowance {
+  struct MissTolerance {
     double left = 10;
     Time refilled{};
     std::uint64_t dropped = 0;
@@ -67,8 +67,8 @@ class Log {
   const LogFormat format_;
   const std::function<Time()> now_;
   std::atomic<std::uint64_t> dropped_{0};
-  std::mutex mutex_;  ///< Guards `allowances_`.
-  std::map<std::string, Allowance, std::less<>> allowances_;
+  std::mutex mutex_;  ///< Guards `tolerances_`.
+  std::map<std::string, MissTolerance, std::less<>> tolerances_;
 };
 
 }  // namespace kvtier::services

@@ -1,5 +1,5 @@
-#include "scoring/budget.h"
 #include "scoring/estimator.h"
+#include "scoring/recall_params.h"
 #include "scoring/score_math.h"
 #include "support/priority_oracle.h"
 
@@ -31,8 +31,8 @@ TEST(DefaultBits, GiveTheScoresAndTheNoiseOfTheirNumber) {
       RetrievalConfig given = left_out;
       given.num_planes = left_out.sketch(head_dim).num_planes;
       EXPECT_EQ(score_params(left_out, head_dim, 0.1F), score_params(given, head_dim, 0.1F));
-      EXPECT_EQ(make_budget(left_out, head_dim, 0.1F, RecallTarget{}),
-                make_budget(given, head_dim, 0.1F, RecallTarget{}));
+      EXPECT_EQ(make_recall_params(left_out, head_dim, 0.1F, RecallTarget{}),
+                make_recall_params(given, head_dim, 0.1F, RecallTarget{}));
     }
   }
 }

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "scoring/budget.h"
+#include "scoring/recall_params.h"
 #include "scoring/selector.h"
 #include "transfer/sequence.h"
 
 #include <cstdint>
 #include <vector>
 
-/// The adaptive budget of the CPU backend.
+/// Selections for a recall target on the CPU backend.
 namespace kvtier::scoring::cpu {
 
 /// ln(e^a + e^b).
@@ -25,10 +25,11 @@ struct HeadIndex {
 [[nodiscard]] double log_of_always(const SelectRequest& request, const HeadIndex& at,
                                    const transfer::AttendedSpans& spans, ValueWeighting weighting);
 
-/// The norm-aware scores of one (query row, KV head). Refers to the request and the budget.
-struct BudgetedGroup {
+/// The norm-aware scores of one (query row, KV head). Refers to the request and the recall
+/// parameters.
+struct RecallGroup {
   const SelectRequest& request;
-  const Budget& budget;
+  const RecallParams& recall_params;
   const QueryScalars* scalars = nullptr;  ///< `[group]`
   int row = 0;
   int kv_head = 0;
@@ -41,11 +42,11 @@ struct BudgetedGroup {
 /// tokens which are always attended.
 class EstimatedMass {
  public:
-  explicit EstimatedMass(const BudgetedGroup& group);
+  explicit EstimatedMass(const RecallGroup& group);
 
   /// Returns the fewest of the tokens best by `order` (a score per eligible token) that leave out
-  /// no more than the budget's share, the mean over `heads` query heads from `first_head`; at least
-  /// the budget's least and at most `most`. Without a share: `most`.
+  /// no more than the wanted share, the mean over `heads` query heads from `first_head`; at least
+  /// the fewest tokens wanted and at most `most`. Without a share: `most`.
   [[nodiscard]] std::int64_t num_to_keep(const float* order, int first_head, int heads,
                                          std::int64_t most) const;
 
@@ -60,9 +61,9 @@ class EstimatedMass {
     double max = 0.0;
     double log_total = 0.0;  ///< Of all visible tokens.
   };
-  void estimate(const BudgetedGroup& group, int head);
+  void estimate(const RecallGroup& group, int head);
 
-  const Budget& budget_;
+  const RecallParams& recall_params_;
   std::int64_t first_token_;
   std::int64_t num_eligible_;
   std::vector<Head> heads_;

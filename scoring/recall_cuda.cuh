@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-/// Internal to the selection within a budget: what its two halves share, the estimates
-/// (budget_cuda.cu, always_cuda.cu) and the choice by them (budget_top_cuda.cu).
+/// Internal to the selection for a recall target: what its two halves share, the estimates
+/// (recall_cuda.cu, always_cuda.cu) and the choice by them (recall_top_cuda.cu).
 namespace kvtier::scoring::cuda {
 
 /// Sums of weights and shares are integers: they do not depend on the order of the blocks, and what
@@ -42,8 +42,8 @@ __device__ inline LogSum sum_of_always(const HeadEstimate& estimate) {
 inline constexpr float kWeightUnits = 0x1p36F;  ///< 2^27 weights of 1 do not overflow.
 inline constexpr float kShareUnits = 0x1p42F;
 
-struct BudgetArgs {
-  Budget budget;
+struct RecallArgs {
+  RecallParams recall_params;
   ScoreParams params;
   transfer::KvGeometry kv;
   hashing::SketchGeometry sketch;
@@ -61,17 +61,17 @@ struct BudgetArgs {
   bool combines;  ///< Whether sets are per KV head.
 };
 
-[[nodiscard]] BudgetArgs budget_args(const Stage& stage, const Budget& budget);
+[[nodiscard]] RecallArgs recall_args(const Stage& stage, const RecallParams& recall_params);
 
 /// Grid of at most `parts` blocks for each of `heads` of a row.
-[[nodiscard]] dim3 budget_grid(std::int64_t parts, int heads, const Stage& stage);
+[[nodiscard]] dim3 recall_grid(std::int64_t parts, int heads, const Stage& stage);
 /// Grid of blocks that go through the tokens of each of `heads` of a row, as `Tokens` does.
 [[nodiscard]] dim3 scan_grid(int heads, const Stage& stage);
 
-inline constexpr int kBudgetThreads = 256;
+inline constexpr int kRecallThreads = 256;
 /// Blocks over the tokens always attended of a (row, KV head), and over a list of selected tokens:
 /// enough that of a few hundred rows each warp has one, few enough to be merged at once.
-inline constexpr int kMostBudgetParts = 32;
+inline constexpr int kMostRecallParts = 32;
 /// Enough that their loads are under way together, few enough that what a block does once is
 /// little.
 inline constexpr int kScanBlocksPerProcessor = 6;
@@ -88,14 +88,14 @@ __device__ inline std::uint64_t in_units(float value, float units) {
   return __float2ull_rn(fminf(fmaxf(value, 0.0F), 1.0F) * units);
 }
 
-__device__ inline Norms norms_of(const BudgetArgs& args, const RowPlan& plan, int kv_head,
+__device__ inline Norms norms_of(const RecallArgs& args, const RowPlan& plan, int kv_head,
                                  std::int64_t token) {
   return load_norms(args.sketch, plan.blocks[token / hashing::kBlockTokens], kv_head,
                     static_cast<int>(token % hashing::kBlockTokens));
 }
 
 /// Returns the value norm's part of a token's scores.
-__device__ inline float log_value(const BudgetArgs& args, const Norms& norms) {
+__device__ inline float log_value(const RecallArgs& args, const Norms& norms) {
   return args.params.weighting == ValueWeighting::kLogit ? logf(norms.value) : 0.0F;
 }
 
@@ -139,7 +139,7 @@ class Tokens {
   __device__ bool eligible(int i) const { return at_ + i >= begin_ && at_ + i < end_; }
 
  private:
-  static constexpr std::int64_t kStep = kBudgetThreads * kTokensAtOnce;
+  static constexpr std::int64_t kStep = kRecallThreads * kTokensAtOnce;
   static_assert(kStep == hashing::kBlockTokens);
 
   __device__ void keep_eligible(float4& four) const {
@@ -160,7 +160,7 @@ struct TokenNorms {
   float key[kTokensAtOnce];
   float log_value[kTokensAtOnce];
 
-  __device__ void load(const BudgetArgs& args, const RowPlan& plan, int kv_head,
+  __device__ void load(const RecallArgs& args, const RowPlan& plan, int kv_head,
                        const Tokens& tokens) {
     const std::byte* block = plan.blocks[tokens.first() / hashing::kBlockTokens];
     const auto token = static_cast<int>(tokens.first() % hashing::kBlockTokens);

@@ -1,4 +1,4 @@
-#include "scoring/budget_cuda.cuh"
+#include "scoring/recall_cuda.cuh"
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace kvtier::scoring::cuda {
 
 namespace {
 
-constexpr int kThreads = kBudgetThreads;
+constexpr int kThreads = kRecallThreads;
 constexpr int kWarps = kThreads / 32;
 // Heads that a thread of the first scan sums for, in 36 registers.
 constexpr int kScanHeads = kHeadsAtOnce;
@@ -36,7 +36,7 @@ struct Moments {
 };
 static_assert(sizeof(Moments) == kTileTokens / kSegmentTokens * sizeof(std::uint32_t));
 
-__device__ Moments* moments_of(const BudgetArgs& args, std::int64_t head) {
+__device__ Moments* moments_of(const RecallArgs& args, std::int64_t head) {
   return reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
 }
 
@@ -60,14 +60,14 @@ struct HeadSums {
 };
 
 // logit = mean + slope * (x - mean) + slope * noise / 2, where x is the score without value norm.
-__device__ void settle(const BudgetArgs& args, const Moments& all, float reference,
+__device__ void settle(const RecallArgs& args, const Moments& all, float reference,
                        float query_norm, HeadEstimate& estimate) {
   if (all.count == 0) return;
   const double shifted = all.sum / all.count;
   const double mean = shifted + static_cast<double>(reference);
   const double variance = fmax(0.0, all.squares / all.count - shifted * shifted);
   const auto norm = static_cast<double>(query_norm);
-  const double noise = args.budget.noise * norm * norm * all.key_squares / all.count;
+  const double noise = args.recall_params.noise * norm * norm * all.key_squares / all.count;
   const double slope = variance > noise ? 1.0 - noise / variance : 0.0;
   const double base = (1.0 - slope) * mean + slope * noise / 2.0;
   const double unit =
@@ -114,7 +114,7 @@ struct ThreadSums {
 
 // Scores of a head less their value norm are near this one, so that fp32 sums of squares keep
 // their variance.
-__device__ float reference_of(const BudgetArgs& args, const RowPlan& plan, int kv_head,
+__device__ float reference_of(const RecallArgs& args, const RowPlan& plan, int kv_head,
                               const float* scores) {
   const float x = scores[plan.begin] - log_value(args, norms_of(args, plan, kv_head, plan.begin));
   return fabsf(x) < 1e30F ? x : 0.0F;
@@ -123,7 +123,7 @@ __device__ float reference_of(const BudgetArgs& args, const RowPlan& plan, int k
 // Moments of the logits of each head, and the log-sum-exp of its scores. Grid: parts x (KV head,
 // `kScanHeads` of its query heads) x rows. The last block of a KV head merges parts in their order.
 __global__ __launch_bounds__(kThreads,
-                             4) void scan_scores(const __grid_constant__ BudgetArgs args) {
+                             4) void scan_scores(const __grid_constant__ RecallArgs args) {
   static_assert(kScanHeads <= kWarps);
   __shared__ HeadSums of_warps[kWarps][kScanHeads];
   const RowPlan plan = args.scratch.plans[blockIdx.z];
@@ -228,7 +228,7 @@ __device__ void add_heads(const float4 (&of_heads)[kHeadsAtOnce], int heads,
 // (combine_cuda.cu). A thread's sums are its own words of shared memory. Grid: parts x KV heads x
 // rows.
 __global__ __launch_bounds__(kThreads,
-                             kBlocks) void weigh_eligible(const __grid_constant__ BudgetArgs args) {
+                             kBlocks) void weigh_eligible(const __grid_constant__ RecallArgs args) {
   __shared__ std::uint64_t sums[kMaxGroup][kThreads];
   __shared__ HeadEstimate estimates[kMaxGroup];
   __shared__ float normalisers[kMaxGroup];
@@ -300,7 +300,7 @@ __global__ __launch_bounds__(kThreads,
 
 // Grid: parts x KV heads x rows. The last block of a KV head writes the shares of its query heads.
 __global__ __launch_bounds__(kThreads) void write_missed(
-    const __grid_constant__ BudgetArgs args, const __grid_constant__ transfer::SelectionView view,
+    const __grid_constant__ RecallArgs args, const __grid_constant__ transfer::SelectionView view,
     const __grid_constant__ MissedBatch batch) {
   const auto row = static_cast<int>(blockIdx.z);
   const MissedItem& item = batch[row];
@@ -344,9 +344,9 @@ __global__ __launch_bounds__(kThreads) void write_missed(
 
 }  // namespace
 
-BudgetArgs budget_args(const Stage& stage, const Budget& budget) {
+RecallArgs recall_args(const Stage& stage, const RecallParams& recall_params) {
   const SelectRequest& request = stage.request;
-  return {.budget = budget,
+  return {.recall_params = recall_params,
           .params = request.params,
           .kv = request.kv,
           .sketch = request.sketch,
@@ -364,7 +364,7 @@ BudgetArgs budget_args(const Stage& stage, const Budget& budget) {
           .combines = stage.shared()};
 }
 
-dim3 budget_grid(std::int64_t parts, int heads, const Stage& stage) {
+dim3 recall_grid(std::int64_t parts, int heads, const Stage& stage) {
   return {static_cast<unsigned>(std::min(parts, stage.scratch.tiles)), static_cast<unsigned>(heads),
           static_cast<unsigned>(stage.num_rows())};
 }
@@ -375,15 +375,15 @@ dim3 scan_grid(int heads, const Stage& stage) {
       std::int64_t{kScanBlocksPerProcessor} * device_attribute(cudaDevAttrMultiProcessorCount);
   const std::int64_t least = stage.request.max_length / kMostTokensOfPart + 1;
   const std::int64_t parts = std::max({(blocks + rows - 1) / rows, least});
-  return budget_grid(std::clamp<std::int64_t>(stage.num_tiles(), 1, parts), heads, stage);
+  return recall_grid(std::clamp<std::int64_t>(stage.num_tiles(), 1, parts), heads, stage);
 }
 
 std::size_t estimates_bytes(std::int64_t count) {
   return static_cast<std::size_t>(count) * sizeof(HeadEstimate);
 }
 
-void enqueue_estimates(const Stage& stage, const Budget& budget) {
-  const BudgetArgs args = budget_args(stage, budget);
+void enqueue_estimates(const Stage& stage, const RecallParams& recall_params) {
+  const RecallArgs args = recall_args(stage, recall_params);
   assert(args.params.estimator == Estimator::kNormAware);
   enqueue_always(stage, false);
   const int subsets = (args.kv.group() + kScanHeads - 1) / kScanHeads;
@@ -394,8 +394,8 @@ void enqueue_estimates(const Stage& stage, const Budget& budget) {
 }
 
 void enqueue_missed(const Stage& stage, const MissedBatch& batch) {
-  const BudgetArgs args = budget_args(stage, {});
-  write_missed<<<budget_grid(kMostBudgetParts, args.kv.kv_heads, stage), kThreads, 0,
+  const RecallArgs args = recall_args(stage, {});
+  write_missed<<<recall_grid(kMostRecallParts, args.kv.kv_heads, stage), kThreads, 0,
                  stage.stream>>>(args, stage.workspace.selection, batch);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,4 +1,4 @@
-#include "scoring/budget.h"
+#include "scoring/recall_params.h"
 
 #include "hashing/scalar_code.h"
 
@@ -8,8 +8,8 @@
 
 namespace kvtier::scoring {
 
-Budget make_budget(const RetrievalConfig& config, int head_dim, float softmax_scale,
-                   const std::optional<RecallTarget>& target) {
+RecallParams make_recall_params(const RetrievalConfig& config, int head_dim, float softmax_scale,
+                                const std::optional<RecallTarget>& target) {
   assert(config.estimator == Estimator::kNormAware);
   const auto d = static_cast<double>(head_dim);
   const int bits = config.sketch(head_dim).num_planes;

@@ -1,5 +1,5 @@
-#include "scoring/allowance.h"
-#include "scoring/budget_cuda.cuh"
+#include "scoring/miss_tolerance.h"
+#include "scoring/recall_cuda.cuh"
 #include "transfer/cuda_check.h"
 
 #include <cstddef>
@@ -41,7 +41,7 @@ struct Set {
   const float* order;
 };
 
-__device__ Set block_set(const BudgetArgs& args) {
+__device__ Set block_set(const RecallArgs& args) {
   Set set;
   set.heads = args.kv.query_heads / args.sets;
   set.kv_head = static_cast<int>(blockIdx.y) * set.heads / args.kv.group();
@@ -55,11 +55,11 @@ __device__ Set block_set(const BudgetArgs& args) {
 // Finds the bin, from the top, with whose tokens the set has enough: `most` of them, or both
 // `least` and what leaves out no more than is allowed. Clears the histograms.
 template <int kShift, int kBins>
-__device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint32_t* counts,
+__device__ void pick_bin(const RecallArgs& args, const RowPlan& plan, std::uint32_t* counts,
                          std::uint64_t* masses, SetState& state, HeadEstimate& progress) {
-  constexpr int kPerThread = kBins / kBudgetThreads;
-  const Allowance allowance(args.budget.missed * double{kShareUnits}, plan.end - plan.begin,
-                            plan.k);
+  constexpr int kPerThread = kBins / kRecallThreads;
+  const MissTolerance tolerance(args.recall_params.missed * double{kShareUnits},
+                                plan.end - plan.begin, plan.k);
   const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
   std::uint32_t bin_counts[kPerThread];
   std::uint64_t bin_masses[kPerThread];
@@ -82,10 +82,10 @@ __device__ void pick_bin(const BudgetArgs& args, const RowPlan& plan, std::uint3
   mass_before += progress.mass;
   __syncthreads();  // all have read the progress that one of them changes
   const auto most = static_cast<std::uint32_t>(plan.k);
-  const auto least = static_cast<std::uint32_t>(args.budget.least);
+  const auto least = static_cast<std::uint32_t>(args.recall_params.least);
   const auto enough = [&](std::uint32_t tokens, std::uint64_t of_mass) {
     if (tokens >= most) return true;
-    const double spare = allowance.of(static_cast<std::int32_t>(tokens));
+    const double spare = tolerance.of(static_cast<std::int32_t>(tokens));
     return tokens >= least && of_mass + static_cast<std::uint64_t>(spare) >= all;
   };
   if (enough(count_before, mass_before) || !enough(count_before + count, mass_before + mass)) {
@@ -136,8 +136,8 @@ __device__ unsigned bin_of_step(float best, float score) {
 // One pass of a radix select by mass (top_k_cuda.cu has the one by count). Grid: parts x sets x
 // rows.
 template <int kShift, int kBins>
-__global__ __launch_bounds__(kBudgetThreads,
-                             kBlocks) void mass_pass(const __grid_constant__ BudgetArgs args) {
+__global__ __launch_bounds__(kRecallThreads,
+                             kBlocks) void mass_pass(const __grid_constant__ RecallArgs args) {
   constexpr int kFirstBins = 2048;
   __shared__ std::uint32_t counts[kBins];
   __shared__ std::uint32_t low[kBins];
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(kBudgetThreads,
   const Set set = block_set(args);
   SetState& state = args.scratch.states[set.index];
   const std::uint32_t known = state.threshold;
-  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kBudgetThreads) {
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kRecallThreads) {
     counts[bin] = low[bin] = high[bin] = 0;
   }
   if (static_cast<int>(threadIdx.x) < set.heads) {
@@ -214,7 +214,7 @@ __global__ __launch_bounds__(kBudgetThreads,
   __syncthreads();
   std::uint32_t* all_counts = args.scratch.histogram + set.index * kRadixBins;
   std::uint64_t* all_masses = args.scratch.masses + set.index * kRadixBins;
-  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kBudgetThreads) {
+  for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kRecallThreads) {
     if (counts[bin] == 0) continue;
     atomicAdd(&all_counts[bin], counts[bin]);
     add(&all_masses[bin], (std::uint64_t{high[bin]} << kLowShareBits) + low[bin]);
@@ -226,20 +226,20 @@ __global__ __launch_bounds__(kBudgetThreads,
 
 }  // namespace
 
-void enqueue_top_of_budget(const Stage& stage, const Budget& budget) {
-  const BudgetArgs args = budget_args(stage, budget);
+void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params) {
+  const RecallArgs args = recall_args(stage, recall_params);
   const auto bins = std::int64_t{stage.num_rows()} * args.kv.query_heads * kRadixBins;
   KVTIER_CUDA_CHECK(cudaMemsetAsync(args.scratch.masses, 0,
                                     static_cast<std::size_t>(bins) * sizeof(std::uint64_t),
                                     stage.stream));
   const dim3 grid = scan_grid(args.sets, stage);
-  mass_pass<kStepsPass, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
+  mass_pass<kStepsPass, 2048><<<grid, kRecallThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  mass_pass<21, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
+  mass_pass<21, 2048><<<grid, kRecallThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  mass_pass<10, 2048><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
+  mass_pass<10, 2048><<<grid, kRecallThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
-  mass_pass<0, 1024><<<grid, kBudgetThreads, 0, stage.stream>>>(args);
+  mass_pass<0, 1024><<<grid, kRecallThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -1,4 +1,4 @@
-#include "scoring/budget.h"
+#include "scoring/recall_params.h"
 
 #include "selector_fixture.h"
 
@@ -31,7 +31,7 @@ struct Outcome {
   std::vector<float> missed;  // [rows, query_heads]
 };
 
-class BudgetTest : public SelectorTest {
+class RecallParamsTest : public SelectorTest {
  protected:
   void SetUp() override {
     SelectorTest::SetUp();
@@ -66,8 +66,8 @@ class BudgetTest : public SelectorTest {
     problem.queries = random_queries(56, index(heads * kHeadDim));
   }
   // Half of the noise of gaussian planes; runtime/recall_test.cc has the formulas.
-  [[nodiscard]] static Budget budget_of(const Problem& problem, double recall,
-                                        std::int64_t least = 1) {
+  [[nodiscard]] static RecallParams recall_params_of(const Problem& problem, double recall,
+                                                     std::int64_t least = 1) {
     const auto scale = static_cast<double>(problem.softmax_scale);
     return {.active = true,
             .missed = 1.0 - recall,
@@ -76,12 +76,12 @@ class BudgetTest : public SelectorTest {
   }
 
   // The log-sum-exp of what is attended is given as `lse` for every head.
-  Outcome select(const Problem& problem, const Budget& budget, float lse = 0.0F) {
+  Outcome select(const Problem& problem, const RecallParams& recall_params, float lse = 0.0F) {
     const bool per_kv = problem.config.selection == Selection::kPerKvHead;
     const std::int64_t n = problem.config.top_k + 1;
     const SelectRequest request = make_request(problem);
     Selector selector(*device_, make_limits(problem, n * (per_kv ? 1 : problem.group)));
-    const transfer::SelectionView view = selector.select(*stream_, request, budget);
+    const transfer::SelectionView view = selector.select(*stream_, request, recall_params);
     const int heads = problem.query_heads();
     const std::size_t count = problem.rows.size() * index(heads);
     const transfer::Buffer sums = upload(std::vector<float>(count, lse));
@@ -101,7 +101,8 @@ class BudgetTest : public SelectorTest {
     return outcome;
   }
 
-  static Estimate estimate(const Problem& problem, const Budget& budget, int row, int head) {
+  static Estimate estimate(const Problem& problem, const RecallParams& recall_params, int row,
+                           int head) {
     Problem alone = problem;
     alone.config.selection = Selection::kPerQueryHead;
     Estimate result;
@@ -121,7 +122,7 @@ class BudgetTest : public SelectorTest {
     }
     const double mean = sum / count;
     const double spread = squares / count - mean * mean;
-    const double noise = budget.noise * square * key_squares / count;
+    const double noise = recall_params.noise * square * key_squares / count;
     const double slope = spread > noise ? 1.0 - noise / spread : 0.0;
     for (std::size_t i = 0; i < result.weights.size(); ++i) {
       double& x = result.weights[i];
@@ -145,16 +146,16 @@ class BudgetTest : public SelectorTest {
 
   // Compares sets and missed shares with what the document says.
   void expect_document(const Problem& problem, double recall, double tolerance) {
-    const Budget budget = budget_of(problem, recall);
+    const RecallParams recall_params = recall_params_of(problem, recall);
     const float lse = 3.0F;
-    const Outcome outcome = select(problem, budget, lse);
+    const Outcome outcome = select(problem, recall_params, lse);
     const int per_set = problem.query_heads() / outcome.selected.heads;
     for (int row = 0; row < static_cast<int>(problem.rows.size()); ++row) {
       for (int set = 0; set < outcome.selected.heads; ++set) {
         SCOPED_TRACE(::testing::Message() << "row " << row << ", set " << set);
         std::vector<Estimate> heads;
         for (int h = 0; h < per_set; ++h) {
-          heads.push_back(estimate(problem, budget, row, set * per_set + h));
+          heads.push_back(estimate(problem, recall_params, row, set * per_set + h));
         }
         std::vector<std::int64_t> chosen = outcome.selected.of(row, set);
         if (heads[0].weights.empty()) {
@@ -197,7 +198,7 @@ class BudgetTest : public SelectorTest {
   std::vector<std::uint8_t> signs_;
 };
 
-TEST_P(BudgetTest, TakesTheFewestTokensOfLongAndShortRows) {
+TEST_P(RecallParamsTest, TakesTheFewestTokensOfLongAndShortRows) {
   for (const std::int64_t length : {1, 31, 257, 2049, 20001}) {
     const TokenSet set = random_tokens(static_cast<std::uint64_t>(length), 2, length, signs_);
     for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
@@ -215,7 +216,7 @@ TEST_P(BudgetTest, TakesTheFewestTokensOfLongAndShortRows) {
   }
 }
 
-TEST_P(BudgetTest, FewTokensMissLess) {
+TEST_P(RecallParamsTest, FewTokensMissLess) {
   const TokenSet set = random_tokens(77, 2, 9001, signs_);
   for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
     for (const int most : {40, 1000, 9001}) {
@@ -230,7 +231,7 @@ TEST_P(BudgetTest, FewTokensMissLess) {
   }
 }
 
-TEST_P(BudgetTest, TakesWeightsOfFourBitsAndGroupsOfSixteen) {
+TEST_P(RecallParamsTest, TakesWeightsOfFourBitsAndGroupsOfSixteen) {
   const TokenSet set = random_tokens(5, 1, 5000, signs_);
   Problem problem = make_problem(set, 1, 16, Selection::kPerKvHead);
   problem.config.query_bits = 4;
@@ -239,13 +240,13 @@ TEST_P(BudgetTest, TakesWeightsOfFourBitsAndGroupsOfSixteen) {
   expect_document(problem, 0.9, 5e-3);
 }
 
-TEST_P(BudgetTest, TakesTiesByLowestTokenId) {
+TEST_P(RecallParamsTest, TakesTiesByLowestTokenId) {
   TokenSet set = random_tokens(1, 1, 6000, signs_);
   for (oracle::Sketch& token : set.heads[0]) token = set.heads[0][0];
   for (const double recall : {0.1, 0.25, 0.5, 0.999}) {
     Problem problem = make_problem(set, 1, 1, Selection::kPerQueryHead);
     make_queries(problem);
-    const Outcome outcome = select(problem, budget_of(problem, recall));
+    const Outcome outcome = select(problem, recall_params_of(problem, recall));
     const std::vector<std::int64_t> ids = outcome.selected.of(0, 0);
     // 1 - k / 6000 is left out, and (1 - recall) k / 3000 may be below 3000 tokens.
     const double fewest = 1.0 / (1.0 / 6000 + (1.0 - recall) / 3000);
@@ -255,7 +256,7 @@ TEST_P(BudgetTest, TakesTiesByLowestTokenId) {
   }
 }
 
-TEST_P(BudgetTest, TokensThatAreNotFiniteHaveNoMass) {
+TEST_P(RecallParamsTest, TokensThatAreNotFiniteHaveNoMass) {
   TokenSet set = random_tokens(3, 1, 3000, signs_);
   for (std::size_t t = 0; t < 3000; t += 2) set.heads[0][t].finite = false;
   Problem problem = make_problem(set, 1, 2, Selection::kPerKvHead);
@@ -263,19 +264,19 @@ TEST_P(BudgetTest, TokensThatAreNotFiniteHaveNoMass) {
   expect_document(problem, 0.9, 1e-4);
 
   for (oracle::Sketch& token : set.heads[0]) token.finite = false;
-  const Outcome none = select(problem, budget_of(problem, 0.9, 7));
+  const Outcome none = select(problem, recall_params_of(problem, 0.9, 7));
   EXPECT_EQ(none.selected.counts[0], 7);
   EXPECT_EQ(none.missed, (std::vector<float>{0.0F, 0.0F}));
 }
 
-TEST_P(BudgetTest, WithoutATargetTakesAsManyAsAlways) {
+TEST_P(RecallParamsTest, WithoutATargetTakesAsManyAsAlways) {
   const TokenSet set = random_tokens(9, 2, 4500, signs_);
   for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
     Problem problem = make_problem(set, 2, 2, selection);
     problem.config.top_k = 300;
     make_queries(problem);
-    const Outcome estimated = select(problem, budget_of(problem, 1.0));
-    const Outcome most = select(problem, budget_of(problem, 0.999999));
+    const Outcome estimated = select(problem, recall_params_of(problem, 1.0));
+    const Outcome most = select(problem, recall_params_of(problem, 0.999999));
     const Selected plain = run(problem);
     for (int head = 0; head < plain.heads; ++head) {
       EXPECT_EQ(estimated.selected.of(0, head), plain.of(0, head));
@@ -285,20 +286,20 @@ TEST_P(BudgetTest, WithoutATargetTakesAsManyAsAlways) {
   }
 }
 
-TEST_P(BudgetTest, GivesTheSameBitsEveryTime) {
+TEST_P(RecallParamsTest, GivesTheSameBitsEveryTime) {
   const TokenSet set = random_tokens(10, 2, 9000, signs_);
   Problem problem = make_problem(set, 2, 4, Selection::kPerKvHead);
   make_queries(problem);
-  const Budget budget = budget_of(problem, 0.8);
-  const Outcome first = select(problem, budget);
+  const RecallParams recall_params = recall_params_of(problem, 0.8);
+  const Outcome first = select(problem, recall_params);
   for (int i = 0; i < 5; ++i) {
-    const Outcome again = select(problem, budget);
+    const Outcome again = select(problem, recall_params);
     EXPECT_EQ(first.selected.ids, again.selected.ids);
     EXPECT_EQ(first.missed, again.missed);
   }
 }
 
-KVTIER_INSTANTIATE_BACKENDS(BudgetTest);
+KVTIER_INSTANTIATE_BACKENDS(RecallParamsTest);
 
 }  // namespace
 }  // namespace kvtier::scoring

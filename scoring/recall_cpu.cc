@@ -1,6 +1,6 @@
-#include "scoring/budget_cpu.h"
+#include "scoring/recall_cpu.h"
 
-#include "scoring/allowance.h"
+#include "scoring/miss_tolerance.h"
 #include "scoring/simd_math.h"
 #include "scoring/top_k_cpu.h"
 #include "transfer/page_rows.h"
@@ -53,7 +53,7 @@ struct Moments {
 };
 
 // Turns the scores into logits, which have no value norm; tokens without a score stay lowest.
-Moments read_logits(const BudgetedGroup& group, int head, std::vector<float>& logits) {
+Moments read_logits(const RecallGroup& group, int head, std::vector<float>& logits) {
   const SelectRequest& request = group.request;
   std::byte* const* blocks = request.sketches[request.rows[group.row].sequence];
   const bool weighted = request.params.weighting == ValueWeighting::kLogit;
@@ -131,8 +131,8 @@ double log_of_always(const SelectRequest& request, const HeadIndex& at,
   return sum;
 }
 
-EstimatedMass::EstimatedMass(const BudgetedGroup& group)
-    : budget_(group.budget),
+EstimatedMass::EstimatedMass(const RecallGroup& group)
+    : recall_params_(group.recall_params),
       first_token_(group.spans.sink_end),
       num_eligible_(group.spans.num_eligible()),
       heads_(static_cast<std::size_t>(group.request.kv.group())) {
@@ -141,12 +141,12 @@ EstimatedMass::EstimatedMass(const BudgetedGroup& group)
   for (int head = 0; head < group.request.kv.group(); ++head) estimate(group, head);
 }
 
-void EstimatedMass::estimate(const BudgetedGroup& group, int head) {
+void EstimatedMass::estimate(const RecallGroup& group, int head) {
   Head& result = heads_[static_cast<std::size_t>(head)];
   result.weights.resize(static_cast<std::size_t>(num_eligible_));
   const Moments moments = read_logits(group, head, result.weights);
   const auto norm = static_cast<double>(group.scalars[head].query_norm);
-  const double noise = budget_.noise * norm * norm * moments.key_square;
+  const double noise = recall_params_.noise * norm * norm * moments.key_square;
   const double slope = moments.variance > noise ? 1.0 - noise / moments.variance : 0.0;
   // logit = mean + slope * (x - mean) + slope * noise / 2
   const double base = (1.0 - slope) * moments.mean + slope * noise / 2.0;
@@ -161,7 +161,7 @@ void EstimatedMass::estimate(const BudgetedGroup& group, int head) {
 
 std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int heads,
                                         std::int64_t most) const {
-  if (!(budget_.missed > 0.0) || most <= 0) return most;
+  if (!(recall_params_.missed > 0.0) || most <= 0) return most;
   std::vector<double> factors;  // from weights to shares of the visible tokens' attention
   double rest = 0.0;
   for (int h = first_head; h < first_head + heads; ++h) {
@@ -178,10 +178,10 @@ std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int 
     if (key > top.threshold || (key == top.threshold && top.ties-- > 0)) best.emplace_back(~key, i);
   }
   std::ranges::sort(best);
-  const std::int64_t least = std::min(budget_.least, most);
-  const Allowance allowance(budget_.missed, num_eligible_, most);
+  const std::int64_t least = std::min(recall_params_.least, most);
+  const MissTolerance tolerance(recall_params_.missed, num_eligible_, most);
   std::int64_t kept = 0;
-  while (kept < most && (kept < least || rest > allowance.of(static_cast<std::int32_t>(kept)))) {
+  while (kept < most && (kept < least || rest > tolerance.of(static_cast<std::int32_t>(kept)))) {
     const auto token = static_cast<std::size_t>(best[static_cast<std::size_t>(kept++)].second);
     for (std::size_t h = 0; h < factors.size(); ++h) {
       const Head& head = heads_[static_cast<std::size_t>(first_head) + h];
