@@ -79,19 +79,19 @@ __device__ void any_agreements(const AgreementQuery& query, const ScoreParams& p
 /// registers. Bit 30 - 2 t of an even word, or 31 - 2 t of an odd one, is to tell whether table t
 /// of the word differs; so one count serves two words.
 struct PairQuery {
-  uint4 words[UsualCode::kChunks * kWordsPerChunk];  // of four heads
-  uint4 shifted[UsualCode::kChunks *
+  uint4 words[P10L60Code::kChunks * kWordsPerChunk];  // of four heads
+  uint4 shifted[P10L60Code::kChunks *
                 kWordsPerChunk];  // an even word to the right, an odd to the left
 };
 
 __host__ __device__ inline bool pairs_serve(const ScoreParams& params, int group) {
   return params.planes_per_table == 2 && group <= 4 &&
-         (2 * params.tables + hashing::kChunkBits - 1) / hashing::kChunkBits == UsualCode::kChunks;
+         (2 * params.tables + hashing::kChunkBits - 1) / hashing::kChunkBits == P10L60Code::kChunks;
 }
 
 /// Fills it from `query`. All threads; ends with a barrier.
 __device__ inline void fill_pair_query(const AgreementQuery& query, PairQuery& pairs) {
-  constexpr int kWords = UsualCode::kChunks * kWordsPerChunk;
+  constexpr int kWords = P10L60Code::kChunks * kWordsPerChunk;
   if (const auto word = static_cast<int>(threadIdx.x); word < kWords) {
     const std::uint32_t* of = query.words[word];
     const auto shift = [word](std::uint32_t bits) { return word % 2 == 0 ? bits >> 1 : bits << 1; };
@@ -107,9 +107,9 @@ __device__ __forceinline__ std::uint32_t bits_past(int count) {
 }
 
 __device__ __forceinline__ void pair_agreements(const PairQuery& query, int tables,
-                                                const UsualCode& code, float (&sums)[4]) {
-  constexpr int kWords = UsualCode::kChunks * kWordsPerChunk;
-  constexpr int kFull = (UsualCode::kChunks - 1) * kWordsPerChunk;  // words that are all tables
+                                                const P10L60Code& code, float (&sums)[4]) {
+  constexpr int kWords = P10L60Code::kChunks * kWordsPerChunk;
+  constexpr int kFull = (P10L60Code::kChunks - 1) * kWordsPerChunk;  // words that are all tables
   constexpr std::uint32_t kEvenBits = 0x55555555U;
   std::uint32_t differ[4] = {};
 #pragma unroll

@@ -21,7 +21,7 @@ struct CollisionShape {
 };
 
 /// Half pairs of four heads.
-constexpr int kPairWords = 2 * kUsualTables * kUsualRowBytes / 4;
+constexpr int kPairWords = 2 * kP10L60Tables * kP10L60RowBytes / 4;
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
 
-  const UsualEntries entries(args.tables, group_index * group + first_head, heads);
+  const P10L60Entries entries(args.tables, group_index * group + first_head, heads);
   const RowPlan plan = plan_of_row(args, row);
   if (blockIdx.x == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
@@ -98,11 +98,11 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   const bool aligned = group % kValueHeads == 0;
   float totals[kHeads] = {};
   std::int64_t token = 0;
-  UsualCode code;
+  P10L60Code code;
   std::uint16_t norm = 0;
   while (reader.next(token, code, norm)) {
     float sums[kHeads];
-    usual_sums(tables, code, sums);
+    p10_l60_sums(tables, code, sums);
     const bool inside = plan.begin <= token && token < plan.end;
     weigher.weigh(norm, inside, sums, totals);
     if (inside) put_values(values + token * group, heads, aligned, sums);
@@ -239,7 +239,7 @@ CollisionPlan plan_collisions(const SelectRequest& request) {
   const int group = request.kv.group();
   const TableShape tables(params);
   const bool together = one_set(request);
-  if (params.estimator != Estimator::kSoftCollision || params.logit_like() || !tables.usual() ||
+  if (params.estimator != Estimator::kSoftCollision || params.logit_like() || !tables.p10_l60() ||
       (!together && group > kValueHeads)) {
     return {};
   }

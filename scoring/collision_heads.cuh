@@ -23,18 +23,18 @@ __device__ inline void open_group(const FilterArgs& args, std::int64_t first_hea
 }
 
 /// Soft collisions, from what `fill_pairs` has filled.
-template <bool kUsual>
+template <bool kP10L60>
 struct SoftCollisions {
-  static constexpr bool kHeld = kUsual;  // sketches wait in registers
-  static constexpr int kHeads = kUsual ? 4 : kMaxGroup;
+  static constexpr bool kHeld = kP10L60;  // sketches wait in registers
+  static constexpr int kHeads = kP10L60 ? 4 : kMaxGroup;
   const std::uint32_t* tables;
   TableShape shape;
   int group;
 
   /// What sums are to be multiplied by.
   [[nodiscard]] __device__ float scale() const { return shape.sum_scale(); }
-  __device__ void sums(const UsualCode& code, float (&values)[kHeads]) const {
-    usual_sums(tables, code, values);
+  __device__ void sums(const P10L60Code& code, float (&values)[kHeads]) const {
+    p10_l60_sums(tables, code, values);
   }
   __device__ void sums(const uint4* chunks, float (&values)[kHeads]) const {
     any_sums(shape, tables, group, chunks, values);
@@ -62,7 +62,7 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
   // Both norms of a token that is not finite say so.
   const bool calibrated = params.weighting == ValueWeighting::kCalibrated;
   std::uint16_t value_ahead = first.value_norm;
-  [[maybe_unused]] UsualCode code_ahead = first.code;
+  [[maybe_unused]] P10L60Code code_ahead = first.code;
   std::uint16_t key_ahead = calibrated ? mine.key_norm(cursor, 0) : value_ahead;
   for (; segment < span.end; segment += kPassWarps) {
     const Cursor following(plan, segment + kPassWarps < span.end ? segment + kPassWarps : segment);
@@ -81,8 +81,8 @@ __device__ void head_segments(const FilterArgs& args, const GroupState& state, c
       key_ahead = calibrated ? mine.key_norm(next, next_group) : value_ahead;
       float values[kHeads];
       if constexpr (Collisions::kHeld) {
-        const UsualCode code = code_ahead;
-        code_ahead = read_usual(mine.chunks(next, next_group));
+        const P10L60Code code = code_ahead;
+        code_ahead = read_p10_l60(mine.chunks(next, next_group));
         collisions_of.sums(code, values);
       } else {
         collisions_of.sums(mine.chunks(cursor, g), values);

@@ -8,7 +8,7 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-template <bool kUsual>
+template <bool kP10L60>
 __global__ __launch_bounds__(kPassThreads,
                              1) void heads_pass(const __grid_constant__ FilterArgs args,
                                                 int tile_segments, bool again) {
@@ -25,14 +25,14 @@ __global__ __launch_bounds__(kPassThreads,
     const std::int64_t first_head = span.group_index * group;
     open_group(args, first_head, group, state);
     const RowPlan plan = args.plans[span.row];
-    const Start<kUsual> first(request.sketch, plan, span);
-    if constexpr (kUsual) {
-      UsualEntries(args.tables, first_head, group).store_pairs(tables);
+    const Start<kP10L60> first(request.sketch, plan, span);
+    if constexpr (kP10L60) {
+      P10L60Entries(args.tables, first_head, group).store_pairs(tables);
     } else {
       fill_pairs(args.tables, shape, first_head, group, tables);
     }
     __syncthreads();
-    head_segments(args, state, span, plan, first, SoftCollisions<kUsual>{tables, shape, group});
+    head_segments(args, state, span, plan, first, SoftCollisions<kP10L60>{tables, shape, group});
   });
 }
 
@@ -47,7 +47,7 @@ struct HardCollisions {
   int group;
 
   [[nodiscard]] __device__ static float scale() { return 1.0F; }
-  __device__ void sums(const UsualCode& code, float (&values)[kHeads]) const {
+  __device__ void sums(const P10L60Code& code, float (&values)[kHeads]) const {
     pair_agreements(pairs, params.tables, code, values);
   }
   __device__ void sums(const uint4* chunks, float (&values)[kHeads]) const {
@@ -112,28 +112,28 @@ int choose_blocks(const SelectRequest& request) {
 
 }  // namespace
 
-CollisionPass collision_heads_pass(bool usual) {
-  return usual ? heads_pass<true> : heads_pass<false>;
+CollisionPass collision_heads_pass(bool p10_l60) {
+  return p10_l60 ? heads_pass<true> : heads_pass<false>;
 }
 
 int collision_pass_bytes(const ScoreParams& params, int group) {
   if (params.estimator == Estimator::kHardCollision) return 0;
   const TableShape shape(params);
-  const bool usual = shape.usual() && group <= 4;
+  const bool p10_l60 = shape.p10_l60() && group <= 4;
   const int pairs = stored_pairs(shape, group) * shape.entries() * 4;
   if (!sums_suffice(params, group)) return pairs;
   const int bytes = (group + 3) / 4 * shape.entries() * 4;
-  return pairs + bytes + (usual ? collision_queue_bytes() : 0);
+  return pairs + bytes + (p10_l60 ? collision_queue_bytes() : 0);
 }
 
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again) {
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
-  const bool usual = TableShape(params).usual() && group <= 4;
+  const bool p10_l60 = TableShape(params).p10_l60() && group <= 4;
   const bool hard = params.estimator == Estimator::kHardCollision;
   const CollisionPass kernel = hard                          ? agreement_pass_of(params, group)
-                               : sums_suffice(params, group) ? collision_sums_pass(usual)
-                                                             : collision_heads_pass(usual);
+                               : sums_suffice(params, group) ? collision_sums_pass(p10_l60)
+                                                             : collision_heads_pass(p10_l60);
   const int shared = collision_pass_bytes(params, group);
   if (!hard) {
     KVTIER_CUDA_CHECK(

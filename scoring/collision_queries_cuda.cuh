@@ -6,23 +6,23 @@
 
 #include <cstdint>
 
-/// The tables of soft collision of the usual shape, which a kernel that selects makes for itself:
+/// The tables of soft collision of the P10 L60 shape, which a kernel that selects makes for itself:
 /// each block of a group tells all the chances of its share of the planes, and makes all tables.
 namespace kvtier::scoring::cuda {
 
-inline constexpr int kUsualBits = kUsualTables * kUsualPlanes;
+inline constexpr int kP10L60Bits = kP10L60Tables * kP10L60Planes;
 /// Most heads of a group.
 inline constexpr int kPairHeads = 4;
 
 /// Dynamic shared memory, before there are values.
 struct CollisionTables {
   ChipTables queries;
-  alignas(16) float2 chances[kPairHeads][kUsualBits];  ///< Of a clear bit and of a set one.
+  alignas(16) float2 chances[kPairHeads][kP10L60Bits];  ///< Of a clear bit and of a set one.
 };
 
 /// Bytes of the half pairs of so many heads (collision_tables.cuh).
 inline constexpr int __host__ __device__ pair_bytes(int heads) {
-  return heads / 2 * kUsualTables * kUsualRowBytes;
+  return heads / 2 * kP10L60Tables * kP10L60RowBytes;
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -35,15 +35,15 @@ __device__ inline void post_chances(const FilterArgs& args, const ChipInput& inp
   const int group = args.request.kv.group();
   const auto dim = static_cast<float>(args.request.planes.head_dim);
   const float scale = 1.0F / (sqrtf(dim) * args.request.params.tau);
-  const int staged = bring_heads(args, input, row, kv_head, kUsualBits, peers, share, tables);
+  const int staged = bring_heads(args, input, row, kv_head, kP10L60Bits, peers, share, tables);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
     const int plane = i / group;
     const int head = i % group;
     const PlaneChances chances =
-        plane_chances(project(args, share, staged, kUsualBits, plane, head, tables), scale);
-    const int place = head * kUsualBits + share.first + plane;
-    static_assert(2 * kPairHeads * kUsualBits <= kMostProducts);
+        plane_chances(project(args, share, staged, kP10L60Bits, plane, head, tables), scale);
+    const int place = head * kP10L60Bits + share.first + plane;
+    static_assert(2 * kPairHeads * kP10L60Bits <= kMostProducts);
     peers.post_pair(peers.box.products + 2 * place, kProductsStage, __float_as_uint(chances.clear),
                     __float_as_uint(chances.set));
   }
@@ -52,9 +52,9 @@ __device__ inline void post_chances(const FilterArgs& args, const ChipInput& inp
 /// Brings all chances to shared memory. All threads; ends with a barrier.
 template <int kHeads>
 __device__ void fetch_chances(int group, const ChipPeers& peers, CollisionTables& tables) {
-  constexpr int kMost = (kHeads * kUsualBits + kChipThreads - 1) / kChipThreads;
+  constexpr int kMost = (kHeads * kP10L60Bits + kChipThreads - 1) / kChipThreads;
   const auto thread = static_cast<int>(threadIdx.x);
-  const int count = (group * kUsualBits - thread + kChipThreads - 1) / kChipThreads;
+  const int count = (group * kP10L60Bits - thread + kChipThreads - 1) / kChipThreads;
   uint2 bits[kMost];
   peers.fetch<kMost>(peers.box.products + 2 * thread, 2 * kChipThreads, count, kProductsStage,
                      bits);
@@ -62,7 +62,7 @@ __device__ void fetch_chances(int group, const ChipPeers& peers, CollisionTables
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
     const int place = thread + i * kChipThreads;
-    if (place >= kHeads * kUsualBits) break;
+    if (place >= kHeads * kP10L60Bits) break;
     // 0 past the group. The maximum turns NaN, of a query that is not finite, into 0 too.
     chances[place] = make_float2(fmaxf(__uint_as_float(bits[i].x), 0.0F),
                                  fmaxf(__uint_as_float(bits[i].y), 0.0F));
@@ -71,12 +71,12 @@ __device__ void fetch_chances(int group, const ChipPeers& peers, CollisionTables
   peers.next_epoch();
 }
 
-/// Makes the tables: fills `pairs` as `UsualEntries` does. All threads; ends with a barrier.
+/// Makes the tables: fills `pairs` as `P10L60Entries` does. All threads; ends with a barrier.
 template <int kHeads>
 __device__ void make_pairs(const CollisionTables& tables, std::uint32_t* pairs) {
-  constexpr int kEntries = kUsualTables * kUsualRowBytes / 4;
-  constexpr int kHalfBits = kUsualPlanes / 2;
-  constexpr int kHalves = 2 * kUsualTables;
+  constexpr int kEntries = kP10L60Tables * kP10L60RowBytes / 4;
+  constexpr int kHalfBits = kP10L60Planes / 2;
+  constexpr int kHalves = 2 * kP10L60Tables;
   constexpr float kScale = 32.0F;
   constexpr int kOwn = 16;
   const int lane = static_cast<int>(threadIdx.x) % 32;

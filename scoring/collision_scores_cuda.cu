@@ -259,9 +259,9 @@ ScoreLaunch collision_launch(ScoreArgs& args) {
     case Estimator::kSoftCollision:
       break;
   }
-  constexpr int kUsualBits = 10;
-  return args.params.planes_per_table == kUsualBits ? lookup_launch<kUsualBits, true>(args)
-                                                    : lookup_launch<0, true>(args);
+  constexpr int kP10L60Bits = 10;
+  return args.params.planes_per_table == kP10L60Bits ? lookup_launch<kP10L60Bits, true>(args)
+                                                     : lookup_launch<0, true>(args);
 }
 
 }  // namespace kvtier::scoring::cuda

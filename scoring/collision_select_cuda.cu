@@ -50,7 +50,7 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
                              int row, int kv_head, const ChipPeers& peers, TileReader& reader,
                              CollisionTables& tables, std::uint32_t* pairs) {
   const SelectRequest& request = args.request;
-  const ChipPlanes planes(args, kUsualBits, peers);
+  const ChipPlanes planes(args, kP10L60Bits, peers);
   ChipShare started(0, 0, 0, 1);
   const auto start_early = [&] {  // see chip_select_cuda.cu
     if (!shape.early) return;
@@ -86,11 +86,11 @@ __device__ void score_tokens(const FilterArgs& args, const ChipWork& work, TileR
   const SumWeigher weigher(args.request.params);
   float totals[kHeads] = {};
   std::int64_t token = 0;
-  UsualCode code;
+  P10L60Code code;
   std::uint16_t norm = 0;
   while (reader.next(token, code, norm)) {
     float sums[kHeads];
-    usual_sums(pairs, code, sums);
+    p10_l60_sums(pairs, code, sums);
     const auto local = static_cast<int>(token - work.first_token);
     weigher.weigh(norm, work.begin <= local && local < work.end, sums, totals);
     float* const to = values + local * stride;
@@ -257,7 +257,7 @@ SelectPlan plan_select(const SelectRequest& request) {
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
   if (!request.may_exchange || params.estimator != Estimator::kSoftCollision ||
-      params.logit_like() || !TableShape(params).usual() || !together || group > kPairHeads ||
+      params.logit_like() || !TableShape(params).p10_l60() || !together || group > kPairHeads ||
       request.planes.head_dim > ChipTables::kMaxHeadDim ||
       groups > std::min(processors, kChipParts)) {
     return {};

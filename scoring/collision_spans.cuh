@@ -161,25 +161,25 @@ __device__ inline float warp_sum(float value) {
 }
 
 /// The first tokens of a warp in a span, read while the tables are filled; the words of their
-/// sketches too, of the usual shape.
-template <bool kUsual>
+/// sketches too, of the P10 L60 shape.
+template <bool kP10L60>
 struct Start {
   Cursor cursor;
   std::uint16_t value_norm;
-  UsualCode code;
+  P10L60Code code;
 
   // A warp without a segment reads the span's first.
   __device__ Start(const hashing::SketchGeometry& sketch, const RowPlan& plan, const Span& span)
       : cursor(plan, min(span.begin + threadIdx.x / 32, span.end - 1)),
         value_norm(Lane(sketch, span.kv_head).value_norm(cursor, 0)) {
-    if constexpr (kUsual) code = read_usual(Lane(sketch, span.kv_head).chunks(cursor, 0));
+    if constexpr (kP10L60) code = read_p10_l60(Lane(sketch, span.kv_head).chunks(cursor, 0));
   }
 };
 
 /// Kernels of a pass.
 using CollisionPass = void (*)(FilterArgs, int, bool);
-CollisionPass collision_sums_pass(bool usual);
-int collision_queue_bytes();  // of the usual shape, beside the tables
-CollisionPass collision_heads_pass(bool usual);
+CollisionPass collision_sums_pass(bool p10_l60);
+int collision_queue_bytes();  // of the P10 L60 shape, beside the tables
+CollisionPass collision_heads_pass(bool p10_l60);
 
 }  // namespace kvtier::scoring::cuda

@@ -44,17 +44,17 @@ __device__ float block_peak(float value) {
   return block_reduce(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
-/// Entries of up to four heads' tables of the usual shape, on their way to shared memory.
-constexpr int kUsualEntries = kUsualTables * kUsualRowBytes / 4;
-__device__ void start_usual(const QueryTables& tables, std::int64_t first_head, int group,
-                            float* entries) {
+/// Entries of up to four heads' tables of the P10 L60 shape, on their way to shared memory.
+constexpr int kP10L60Entries = kP10L60Tables * kP10L60RowBytes / 4;
+__device__ void start_p10_l60(const QueryTables& tables, std::int64_t first_head, int group,
+                              float* entries) {
   const float* from = tables.entries + first_head * tables.entries_per_head;
 #pragma unroll 1
   for (int h = 0; h < group; ++h) {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kUsualEntries / 4; i += kPassThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < kP10L60Entries / 4; i += kPassThreads) {
       transfer::cuda::copy_async_16(
-          transfer::cuda::shared_address(entries + h * kUsualEntries + i * 4),
+          transfer::cuda::shared_address(entries + h * kP10L60Entries + i * 4),
           from + h * tables.entries_per_head + i * 4, true);
     }
   }
@@ -63,19 +63,19 @@ __device__ void start_usual(const QueryTables& tables, std::int64_t first_head, 
 /// Fills `pairs` as `fill_pairs` does and `bytes` [quads][entries] from `entries`, and returns the
 /// `byte_unit`. A warp takes a table, a lane an entry of each half; `factors` [tables][4] has their
 /// peaks on the way. Begins and ends with a barrier.
-__device__ float fill_usual(const float* entries, int group, const float* references,
-                            float2* factors, std::uint32_t* pairs, std::uint32_t* bytes) {
-  constexpr int kRow = kUsualRowBytes / 4;
+__device__ float fill_p10_l60(const float* entries, int group, const float* references,
+                              float2* factors, std::uint32_t* pairs, std::uint32_t* bytes) {
+  constexpr int kRow = kP10L60RowBytes / 4;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // The maximum turns NaN, of a query that is not finite, into 0.
   const auto entry_of = [&](int h, int place) {
-    return h < group ? fmaxf(entries[h * kUsualEntries + place], 0.0F) : 0.0F;
+    return h < group ? fmaxf(entries[h * kP10L60Entries + place], 0.0F) : 0.0F;
   };
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();
 #pragma unroll 1
-  for (int table = warp; table < kUsualTables; table += kPassWarps) {
+  for (int table = warp; table < kP10L60Tables; table += kPassWarps) {
     constexpr float kScale = 32.0F;
     const int place = table * kRow + lane;
     float of[4][2];
@@ -90,21 +90,21 @@ __device__ float fill_usual(const float* entries, int group, const float* refere
     for (int i = 0; i < 4; ++i) {  // pair i / 2, half i % 2
       const int h = i / 2 * 2;
       const __half2 both = __floats2half2_rn(of[h][i % 2] * kScale, of[h + 1][i % 2] * kScale);
-      pairs[i / 2 * kUsualEntries + place + i % 2 * 32] =
+      pairs[i / 2 * kP10L60Entries + place + i % 2 * 32] =
           *reinterpret_cast<const std::uint32_t*>(&both);
     }
   }
   __syncthreads();
-  static_assert(kUsualTables * 4 <= kPassThreads);
+  static_assert(kP10L60Tables * 4 <= kPassThreads);
   const auto thread = static_cast<int>(threadIdx.x);
-  const bool mine = thread < kUsualTables * 4;
+  const bool mine = thread < kP10L60Tables * 4;
   const float2 peaks = mine ? factors[thread] : make_float2(0.0F, 0.0F);
   const float reference = references[thread % 4];
   const float most = block_peak(peaks.x * peaks.y * reference);
   if (mine) factors[thread] = byte_factors(peaks, reference, most);
   __syncthreads();
 #pragma unroll 1
-  for (int table = warp; table < kUsualTables; table += kPassWarps) {
+  for (int table = warp; table < kP10L60Tables; table += kPassWarps) {
     const int place = table * kRow + lane;
     std::uint32_t high = 0;
     std::uint32_t low = 0;
@@ -179,12 +179,13 @@ struct Waiting {
   std::uint32_t token;
   float weight;  // of its collisions; negative: not finite
 };
-/// Of the usual shape the sketches wait in shared memory too, since L2 does not keep them so long.
-constexpr int kQueueBytes = kPassWarps * kQueueTokens * UsualCode::kChunks * hashing::kChunkBytes;
+/// Of the P10 L60 shape the sketches wait in shared memory too, since L2 does not keep them so
+/// long.
+constexpr int kQueueBytes = kPassWarps * kQueueTokens * P10L60Code::kChunks * hashing::kChunkBytes;
 
 __device__ uint4* queue_chunks(std::uint32_t* after_tables, unsigned entry) {
   const unsigned place = threadIdx.x / 32 * kQueueTokens + entry % kQueueTokens;
-  return reinterpret_cast<uint4*>(after_tables) + place * UsualCode::kChunks;
+  return reinterpret_cast<uint4*>(after_tables) + place * P10L60Code::kChunks;
 }
 
 struct SumShared {
@@ -195,7 +196,7 @@ struct SumShared {
   SampleRest rests[kMaxGroup];
   float references[kMaxGroup];
   float others[kMaxGroup];  // mean share of tokens below the threshold
-  float2 factors[kUsualTables * 4];
+  float2 factors[kP10L60Tables * 4];
   Waiting queues[kPassWarps][kQueueTokens];
 };
 
@@ -220,7 +221,7 @@ __device__ bool is_scored(const SumShared& shared, std::uint32_t token) {
 }
 
 /// Scores the first `count` waiting tokens head by head.
-template <bool kUsual>
+template <bool kP10L60>
 __device__ void settle(const FilterArgs& args, const SumShared& shared, const Span& span,
                        const std::uint32_t* pairs, std::uint32_t* queue, int count,
                        SumState& state) {
@@ -231,10 +232,10 @@ __device__ void settle(const FilterArgs& args, const SumShared& shared, const Sp
   const bool finite = mine.weight >= 0.0F;
   const float factor = state.shape.sum_scale() * mine.weight;
 
-  constexpr int kHeads = kUsual ? 4 : kMaxGroup;
+  constexpr int kHeads = kP10L60 ? 4 : kMaxGroup;
   float sums[kHeads];
-  if constexpr (kUsual) {
-    usual_sums(pairs, UsualCode(queue_chunks(queue, entry), 1), sums);
+  if constexpr (kP10L60) {
+    p10_l60_sums(pairs, P10L60Code(queue_chunks(queue, entry), 1), sums);
   } else {
     const std::byte* block = state.plan.blocks[mine.token / hashing::kBlockTokens];
     const int in_block = static_cast<int>(mine.token % hashing::kBlockTokens);
@@ -288,10 +289,10 @@ __device__ std::uint32_t any_byte_sum(const TableShape& shape, const std::uint32
 }
 
 /// Goes through the warp's segments of a span.
-template <bool kUsual>
+template <bool kP10L60>
 __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Span& span,
                              const std::uint32_t* pairs, const std::uint32_t* bytes,
-                             std::uint32_t* queue, const Start<kUsual>& first, bool again,
+                             std::uint32_t* queue, const Start<kP10L60>& first, bool again,
                              SumState& state) {
   const hashing::SketchGeometry& sketch = args.request.sketch;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -302,7 +303,7 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
   const Lane mine(sketch, span.kv_head);
   Cursor cursor = first.cursor;
   std::uint16_t ahead = first.value_norm;
-  [[maybe_unused]] UsualCode code_ahead = first.code;
+  [[maybe_unused]] P10L60Code code_ahead = first.code;
   for (; segment < span.end; segment += kPassWarps) {
     // Past the last segment it is read once more.
     const Cursor following(state.plan,
@@ -319,13 +320,14 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
       const std::uint16_t norm = ahead;
       ahead = mine.value_norm(next, next_group);
       std::uint32_t sum = 0;
-      [[maybe_unused]] const UsualCode code = code_ahead;
-      if constexpr (kUsual) {
+      [[maybe_unused]] const P10L60Code code = code_ahead;
+      if constexpr (kP10L60) {
         std::uint32_t halves[2] = {0, 0};
-        code_ahead = read_usual(mine.chunks(next, next_group));
-        walk_usual(code, [&](int table, std::uint32_t high, std::uint32_t low) {
-          const std::uint32_t a = word_at(bytes, high + table * kUsualRowBytes);
-          const std::uint32_t b = word_at(bytes, low + table * kUsualRowBytes + kUsualRowBytes / 2);
+        code_ahead = read_p10_l60(mine.chunks(next, next_group));
+        walk_p10_l60(code, [&](int table, std::uint32_t high, std::uint32_t low) {
+          const std::uint32_t a = word_at(bytes, high + table * kP10L60RowBytes);
+          const std::uint32_t b =
+              word_at(bytes, low + table * kP10L60RowBytes + kP10L60RowBytes / 2);
           halves[table % 2] = __dp4a(a, b, halves[table % 2]);
         });
         sum = halves[0] + halves[1];
@@ -351,10 +353,10 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
         const float weight = weighted ? norm_value(norm) : 1.0F;
         shared.queues[warp][entry % kQueueTokens] = {pass ? slot : kNoSlot, token,
                                                      finite ? weight : -1.0F};
-        if constexpr (kUsual) {
+        if constexpr (kP10L60) {
           uint4* to = queue_chunks(queue, entry);
 #pragma unroll
-          for (int chunk = 0; chunk < UsualCode::kChunks; ++chunk) to[chunk] = code.chunk(chunk);
+          for (int chunk = 0; chunk < P10L60Code::kChunks; ++chunk) to[chunk] = code.chunk(chunk);
         }
       }
       written += __popc(votes);
@@ -363,7 +365,7 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
       while (state.queued >= 32 || (last && state.queued > 0)) {
         const int count = min(state.queued, 32);
         __syncwarp();
-        settle<kUsual>(args, shared, span, pairs, queue, count, state);
+        settle<kP10L60>(args, shared, span, pairs, queue, count, state);
         state.queued -= count;
         state.queue_begin += static_cast<unsigned>(count);
         __syncwarp();
@@ -448,7 +450,7 @@ __device__ void read_others(const FilterArgs& args, const RowPlan& plan, std::in
 }
 
 // Persistent blocks; a warp goes through segments of its own.
-template <bool kUsual>
+template <bool kP10L60>
 __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constant__ FilterArgs args,
                                                             int tile_segments, bool again) {
   extern __shared__ __align__(128) std::uint32_t tables[];  // half pairs, bytes, queue
@@ -467,12 +469,12 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
     const float threshold = args.filter.groups[span.group_index].threshold;
     open_group(args, first_head, group, shared.state);
     auto* entries = reinterpret_cast<float*>(queue);  // which is empty as yet
-    if constexpr (kUsual) start_usual(args.tables, first_head, group, entries);
-    const Start<kUsual> first(request.sketch, plan, span);
+    if constexpr (kP10L60) start_p10_l60(args.tables, first_head, group, entries);
+    const Start<kP10L60> first(request.sketch, plan, span);
     float unit = 0.0F;
     if (threadIdx.x < 32) read_others(args, plan, first_head, group, threshold, again, shared);
-    if constexpr (kUsual) {
-      unit = fill_usual(entries, group, shared.references, shared.factors, tables, bytes);
+    if constexpr (kP10L60) {
+      unit = fill_p10_l60(entries, group, shared.references, shared.factors, tables, bytes);
     } else {
       fill_pairs(args.tables, shape, first_head, group, tables);
       __syncthreads();
@@ -483,9 +485,9 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
     // The references that the first pass has settled stay.
     if (shared.dispersed && !again) {
       head_segments(args, shared.state, span, plan, first,
-                    SoftCollisions<kUsual>{tables, shape, group});
+                    SoftCollisions<kP10L60>{tables, shape, group});
     } else {
-      sum_segments<kUsual>(args, shared, span, tables, bytes, queue, first, again, state);
+      sum_segments<kP10L60>(args, shared, span, tables, bytes, queue, first, again, state);
     }
   });
 }
@@ -494,6 +496,8 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
 
 int collision_queue_bytes() { return kQueueBytes; }
 
-CollisionPass collision_sums_pass(bool usual) { return usual ? sum_pass<true> : sum_pass<false>; }
+CollisionPass collision_sums_pass(bool p10_l60) {
+  return p10_l60 ? sum_pass<true> : sum_pass<false>;
+}
 
 }  // namespace kvtier::scoring::cuda

@@ -14,14 +14,14 @@
 /// Entries are half pairs, of query heads 2 p and 2 p + 1: 32 of them are one row of the shared
 /// memory's banks, so that a warp's lanes may read any entry of A without conflicts, or any of B.
 ///
-/// The usual shape, 60 tables of 10 planes, has its walk unrolled, and multiplies and adds runs of
-/// five tables in half precision: the sum is within 2^-12 of its value, a quarter of that as a
+/// The P10 L60 shape, 60 tables of 10 planes, has its walk unrolled, and multiplies and adds runs
+/// of five tables in half precision: the sum is within 2^-12 of its value, a quarter of that as a
 /// rule. Any other shape multiplies in float.
 namespace kvtier::scoring::cuda {
 
-inline constexpr int kUsualPlanes = 10;
-inline constexpr int kUsualTables = 60;
-inline constexpr int kUsualRowBytes = 2 * 32 * 4;
+inline constexpr int kP10L60Planes = 10;
+inline constexpr int kP10L60Tables = 60;
+inline constexpr int kP10L60RowBytes = 2 * 32 * 4;
 
 struct TableShape {
   int planes;     // per table
@@ -38,19 +38,19 @@ struct TableShape {
         row(high_size + (1 << low_bits)),
         tables(params.tables),
         chunks((planes * tables + hashing::kChunkBits - 1) / hashing::kChunkBits) {}
-  [[nodiscard]] __host__ __device__ bool usual() const {
-    return planes == kUsualPlanes && tables == kUsualTables;
+  [[nodiscard]] __host__ __device__ bool p10_l60() const {
+    return planes == kP10L60Planes && tables == kP10L60Tables;
   }
   [[nodiscard]] __host__ __device__ int entries() const { return tables * row; }
-  /// What stored entries are multiplied by. Products of usual ones stay below 2^10, others are
+  /// What stored entries are multiplied by. Products of P10 L60 ones stay below 2^10, others are
   /// spread over the range of half.
-  [[nodiscard]] __host__ __device__ float scale() const { return usual() ? 32.0F : 32768.0F; }
+  [[nodiscard]] __host__ __device__ float scale() const { return p10_l60() ? 32.0F : 32768.0F; }
   [[nodiscard]] __host__ __device__ float sum_scale() const { return 1.0F / (scale() * scale()); }
 };
 
-/// Pairs of heads that are stored; the usual walk reads two at a time.
+/// Pairs of heads that are stored; the P10 L60 walk reads two at a time.
 __host__ __device__ inline int stored_pairs(const TableShape& shape, int group) {
-  return shape.usual() && group <= 4 ? 2 : (group + 1) / 2;
+  return shape.p10_l60() && group <= 4 ? 2 : (group + 1) / 2;
 }
 
 /// Tells whether sets rank by a sum of the heads' shares of soft collisions, so that the pass need
@@ -83,21 +83,21 @@ __device__ inline void fill_pairs(const QueryTables& tables, const TableShape& s
 /// Warps of the blocks that hold tables.
 inline constexpr int kTableWarps = 16;
 
-/// A thread's entries of up to four heads' tables of the usual shape: those of its warp's tables,
+/// A thread's entries of up to four heads' tables of the P10 L60 shape: those of its warp's tables,
 /// one of each half.
-struct UsualEntries {
-  static constexpr int kTables = (kUsualTables + kTableWarps - 1) / kTableWarps;
-  static constexpr int kRow = kUsualRowBytes / 4;
+struct P10L60Entries {
+  static constexpr int kTables = (kP10L60Tables + kTableWarps - 1) / kTableWarps;
+  static constexpr int kRow = kP10L60RowBytes / 4;
   float of[kTables][4][2];
 
-  __device__ UsualEntries(const QueryTables& tables, std::int64_t first_head, int group) {
+  __device__ P10L60Entries(const QueryTables& tables, std::int64_t first_head, int group) {
 #pragma unroll
     for (int i = 0; i < kTables; ++i) {
       const int place = place_of(i);
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
         const float* row = tables.entries + (first_head + h) * tables.entries_per_head + place;
-        const bool has = h < group && place < kUsualTables * kRow;
+        const bool has = h < group && place < kP10L60Tables * kRow;
         // The maximum turns NaN, of a query that is not finite, into 0.
         of[i][h][0] = has ? fmaxf(__ldg(row), 0.0F) : 0.0F;
         of[i][h][1] = has ? fmaxf(__ldg(row + 32), 0.0F) : 0.0F;
@@ -106,7 +106,7 @@ struct UsualEntries {
   }
   /// Writes what `fill_pairs` does. No barrier.
   __device__ void store_pairs(std::uint32_t* pairs) const {
-    constexpr int kEntries = kUsualTables * kRow;
+    constexpr int kEntries = kP10L60Tables * kRow;
     constexpr float kScale = 32.0F;
 #pragma unroll
     for (int i = 0; i < kTables; ++i) {
@@ -149,14 +149,14 @@ __device__ __forceinline__ std::uint32_t word_at(const std::uint32_t* table, std
   return *reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const std::byte*>(table) + bytes);
 }
 
-/// The words of one token's sketch of the usual shape.
-struct UsualCode {
+/// The words of one token's sketch of the P10 L60 shape.
+struct P10L60Code {
   static constexpr int kChunks = 5;
   std::uint32_t words[kChunks * kWordsPerChunk];
 
-  UsualCode() = default;
+  P10L60Code() = default;
   /// `chunks[c * stride]` are the token's.
-  __device__ __forceinline__ UsualCode(const uint4* chunks, int stride) {
+  __device__ __forceinline__ P10L60Code(const uint4* chunks, int stride) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const uint4 four = chunks[chunk * stride];
@@ -172,43 +172,43 @@ struct UsualCode {
   }
 };
 
-/// `UsualCode` from device memory, of which nothing is read twice.
-__device__ __forceinline__ UsualCode read_usual(const uint4* chunks) {
-  uint4 four[UsualCode::kChunks];
+/// `P10L60Code` from device memory, of which nothing is read twice.
+__device__ __forceinline__ P10L60Code read_p10_l60(const uint4* chunks) {
+  uint4 four[P10L60Code::kChunks];
 #pragma unroll
-  for (int chunk = 0; chunk < UsualCode::kChunks; ++chunk) {
+  for (int chunk = 0; chunk < P10L60Code::kChunks; ++chunk) {
     four[chunk] = __ldcs(chunks + chunk * kChunkStride);
   }
-  return UsualCode(four, 1);
+  return P10L60Code(four, 1);
 }
 
 /// Calls `visit(table, high, low)` for the tables in their order, with the offsets of their
 /// entries.
 template <typename Visit>
-__device__ __forceinline__ void walk_usual(const UsualCode& code, Visit&& visit) {
+__device__ __forceinline__ void walk_p10_l60(const P10L60Code& code, Visit&& visit) {
 #pragma unroll
-  for (int table = 0; table < kUsualTables; ++table) {
-    visit(table, entry_offset(code.words, table * kUsualPlanes),
-          entry_offset(code.words, table * kUsualPlanes + 5));
+  for (int table = 0; table < kP10L60Tables; ++table) {
+    visit(table, entry_offset(code.words, table * kP10L60Planes),
+          entry_offset(code.words, table * kP10L60Planes + 5));
   }
 }
 
 /// Adds up the collisions of one token with 2 or 4 heads, times `1 / sum_scale()`.
 template <int kHeads>
-__device__ __forceinline__ void usual_sums(const std::uint32_t* pairs, const UsualCode& code,
-                                           float (&sums)[kHeads]) {
+__device__ __forceinline__ void p10_l60_sums(const std::uint32_t* pairs, const P10L60Code& code,
+                                             float (&sums)[kHeads]) {
   constexpr int kRun = 5;
-  static_assert(kUsualTables % kRun == 0);
-  constexpr int kEntries = kUsualTables * kUsualRowBytes / 4;
+  static_assert(kP10L60Tables % kRun == 0);
+  constexpr int kEntries = kP10L60Tables * kP10L60RowBytes / 4;
   __half2 runs[kHeads / 2];
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;
-  walk_usual(code, [&](int table, std::uint32_t high, std::uint32_t low) {
+  walk_p10_l60(code, [&](int table, std::uint32_t high, std::uint32_t low) {
 #pragma unroll
     for (int pair = 0; pair < kHeads / 2; ++pair) {
       const std::uint32_t* row = pairs + pair * kEntries;
-      const __half2 a = as_half2(word_at(row, high + table * kUsualRowBytes));
-      const __half2 b = as_half2(word_at(row, low + table * kUsualRowBytes + kUsualRowBytes / 2));
+      const __half2 a = as_half2(word_at(row, high + table * kP10L60RowBytes));
+      const __half2 b = as_half2(word_at(row, low + table * kP10L60RowBytes + kP10L60RowBytes / 2));
       runs[pair] = table % kRun == 0 ? __hmul2(a, b) : __hfma2(a, b, runs[pair]);
       if (table % kRun == kRun - 1) {
         const float2 run = __half22float2(runs[pair]);
@@ -237,7 +237,7 @@ __device__ __forceinline__ void walk_any(const TableShape& shape, const uint4* c
   }
 }
 
-/// `usual_sums` for any shape and up to `kHeads` heads.
+/// `p10_l60_sums` for any shape and up to `kHeads` heads.
 template <int kHeads>
 __device__ void any_sums(const TableShape& shape, const std::uint32_t* pairs, int group,
                          const uint4* chunks, float (&sums)[kHeads]) {

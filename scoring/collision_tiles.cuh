@@ -64,7 +64,7 @@ class TileReader {
     block_ahead_ = block_of(tile_ + kPassWarps);
   }
   /// Takes the lane's next token, and reads ahead.
-  __device__ bool next(std::int64_t& token, UsualCode& code, std::uint16_t& norm) {
+  __device__ bool next(std::int64_t& token, P10L60Code& code, std::uint16_t& norm) {
     if (tile_ >= last_) return false;
     token = std::int64_t{tile_} * kChipTile + threadIdx.x % 32;
     code = code_;
@@ -86,7 +86,7 @@ class TileReader {
   __device__ void read(int tile, const std::byte* block) {
     const Cursor at(block, tile % kTilesPerBlock * kChipTile);
     norm_ = lane_.value_norm(at, 0);
-    code_ = read_usual(lane_.chunks(at, 0));
+    code_ = read_p10_l60(lane_.chunks(at, 0));
   }
 
   Lane lane_;
@@ -94,7 +94,7 @@ class TileReader {
   const std::byte* block_ahead_ = nullptr;
   int tile_ = 0;
   int last_ = 0;
-  UsualCode code_;
+  P10L60Code code_;
   std::uint16_t norm_ = 0;
 };
 

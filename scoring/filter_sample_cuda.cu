@@ -329,8 +329,8 @@ SampleKernel sample_kernel(const SelectRequest& request) {
     return bits == 6 ? take_sample<SignScorer<6>> : take_sample<SignScorer<8>>;
   }
   if (params.estimator == Estimator::kHardCollision) return take_sample<AgreementScorer>;
-  const bool usual = TableShape(params).usual() && request.kv.group() <= 4;
-  return usual ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
+  const bool p10_l60 = TableShape(params).p10_l60() && request.kv.group() <= 4;
+  return p10_l60 ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
 }
 
 int table_words(const ScoreParams& params, int group) {

@@ -208,12 +208,12 @@ struct SketchPlace {
   }
 };
 
-template <bool kUsual>
+template <bool kP10L60>
 struct CollisionScorer {
   struct Nothing {
     __device__ Nothing(const QueryTables&, std::int64_t, int) {}
   };
-  using Early = std::conditional_t<kUsual, UsualEntries, Nothing>;
+  using Early = std::conditional_t<kP10L60, P10L60Entries, Nothing>;
 
   __device__ static void score(const FilterArgs& args, const Early& early, const Sample& sample,
                                SampleShared&, std::uint32_t* tables, float* values) {
@@ -221,11 +221,11 @@ struct CollisionScorer {
     const ScoreParams& params = request.params;
     const int group = request.kv.group();
     const TableShape shape(params);
-    constexpr int kHeads = kUsual ? 4 : kMaxGroup;
+    constexpr int kHeads = kP10L60 ? 4 : kMaxGroup;
     SketchPlace place(request, sample, threadIdx.x);
-    [[maybe_unused]] UsualCode code;
-    if constexpr (kUsual) {
-      code = UsualCode(place.chunks, kChunkStride);
+    [[maybe_unused]] P10L60Code code;
+    if constexpr (kP10L60) {
+      code = P10L60Code(place.chunks, kChunkStride);
       early.store_pairs(tables);
     } else {
       fill_pairs(args.tables, shape, sample.first_head, group, tables);
@@ -235,9 +235,9 @@ struct CollisionScorer {
       const Norms norms = load_norms(request.sketch, place.block, sample.kv_head, place.in_block);
       const SketchPlace next(request, sample, i + kSampleThreads);
       float sums[kHeads];
-      if constexpr (kUsual) {
-        usual_sums(tables, code, sums);
-        code = UsualCode(next.chunks, kChunkStride);
+      if constexpr (kP10L60) {
+        p10_l60_sums(tables, code, sums);
+        code = P10L60Code(next.chunks, kChunkStride);
       } else {
         any_sums(shape, tables, group, place.chunks, sums);
       }
