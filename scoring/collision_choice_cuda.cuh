@@ -1,7 +1,7 @@
 #pragma once
 
-#include "scoring/chip_scores_cuda.cuh"
 #include "scoring/collision_tiles.cuh"
+#include "scoring/fused_scores_cuda.cuh"
 
 #include <cstdint>
 
@@ -81,7 +81,7 @@ struct SetSearch {
   static constexpr unsigned kThreadsPerSet = kSetThreads / kSets;
   static_assert(kBins == 1 << kBinBits && kBins == kThreadsPerSet);
 
-  const ChipWork& work;
+  const FusedWork& work;
   const float* values;  // of the block's tokens
   int group;
   unsigned rank;

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "scoring/chip_tables_cuda.cuh"
 #include "scoring/collision_tables.cuh"
 #include "scoring/estimator_cuda.cuh"
+#include "scoring/fused_tables_cuda.cuh"
 
 #include <cstdint>
 
@@ -16,7 +16,7 @@ inline constexpr int kPairHeads = 4;
 
 /// Dynamic shared memory, before there are values.
 struct CollisionTables {
-  ChipTables queries;
+  FusedTables queries;
   alignas(16) float2 chances[kPairHeads][kP10L60Bits];  ///< Of a clear bit and of a set one.
 };
 
@@ -29,9 +29,9 @@ inline constexpr int __host__ __device__ pair_bytes(int heads) {
 
 /// Projects the group's heads onto the block's share of the planes and tells all their chances. The
 /// workers.
-__device__ inline void post_chances(const FilterArgs& args, const ChipInput& input, int row,
-                                    int kv_head, const ChipPeers& peers, const ChipPlanes& share,
-                                    ChipTables& tables) {
+__device__ inline void post_chances(const FilterArgs& args, const FusedInput& input, int row,
+                                    int kv_head, const BlockExchange& peers,
+                                    const FusedPlanes& share, FusedTables& tables) {
   const int group = args.request.kv.group();
   const auto dim = static_cast<float>(args.request.planes.head_dim);
   const float scale = 1.0F / (sqrtf(dim) * args.request.params.tau);
@@ -51,17 +51,17 @@ __device__ inline void post_chances(const FilterArgs& args, const ChipInput& inp
 
 /// Brings all chances to shared memory. All threads; ends with a barrier.
 template <int kHeads>
-__device__ void fetch_chances(int group, const ChipPeers& peers, CollisionTables& tables) {
-  constexpr int kMost = (kHeads * kP10L60Bits + kChipThreads - 1) / kChipThreads;
+__device__ void fetch_chances(int group, const BlockExchange& peers, CollisionTables& tables) {
+  constexpr int kMost = (kHeads * kP10L60Bits + kFusedThreads - 1) / kFusedThreads;
   const auto thread = static_cast<int>(threadIdx.x);
-  const int count = (group * kP10L60Bits - thread + kChipThreads - 1) / kChipThreads;
+  const int count = (group * kP10L60Bits - thread + kFusedThreads - 1) / kFusedThreads;
   uint2 bits[kMost];
-  peers.fetch<kMost>(peers.box.products + 2 * thread, 2 * kChipThreads, count, kProductsStage,
+  peers.fetch<kMost>(peers.box.products + 2 * thread, 2 * kFusedThreads, count, kProductsStage,
                      bits);
   float2* const chances = &tables.chances[0][0];
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    const int place = thread + i * kChipThreads;
+    const int place = thread + i * kFusedThreads;
     if (place >= kHeads * kP10L60Bits) break;
     // 0 past the group. The maximum turns NaN, of a query that is not finite, into 0 too.
     chances[place] = make_float2(fmaxf(__uint_as_float(bits[i].x), 0.0F),
@@ -81,7 +81,7 @@ __device__ void make_pairs(const CollisionTables& tables, std::uint32_t* pairs) 
   constexpr int kOwn = 16;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int flips = lane % kOwn;
-  static_assert(kHeads / 2 * kHalves * 2 <= kChipThreads);
+  static_assert(kHeads / 2 * kHalves * 2 <= kFusedThreads);
   // A thread has half the entries of half of a table of two heads, those with the same highest bit.
   // It takes them in an order of its own, that of their numbers with the lane's bits flipped: so
   // the lanes of a warp write to different banks.

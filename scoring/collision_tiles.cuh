@@ -1,7 +1,7 @@
 #pragma once
 
-#include "scoring/chip_scores_cuda.cuh"
 #include "scoring/collision_spans.cuh"
+#include "scoring/fused_scores_cuda.cuh"
 
 #include <cstdint>
 
@@ -54,8 +54,8 @@ class TileReader {
       : lane_(args.request.sketch, kv_head) {}
 
   /// Reads the first tile of a share.
-  __device__ void start(const std::byte* const* blocks, const ChipShare& share) {
-    constexpr int kTilesPerUnit = kChipUnit / kChipTile;
+  __device__ void start(const std::byte* const* blocks, const FusedShare& share) {
+    constexpr int kTilesPerUnit = kFusedUnit / kFusedTile;
     blocks_ = blocks;
     last_ = share.last * kTilesPerUnit;
     tile_ = share.first * kTilesPerUnit + static_cast<int>(threadIdx.x) / 32;
@@ -66,7 +66,7 @@ class TileReader {
   /// Takes the lane's next token, and reads ahead.
   __device__ bool next(std::int64_t& token, P10L60Code& code, std::uint16_t& norm) {
     if (tile_ >= last_) return false;
-    token = std::int64_t{tile_} * kChipTile + threadIdx.x % 32;
+    token = std::int64_t{tile_} * kFusedTile + threadIdx.x % 32;
     code = code_;
     norm = norm_;
     tile_ += kPassWarps;
@@ -78,13 +78,13 @@ class TileReader {
   }
 
  private:
-  static constexpr int kTilesPerBlock = hashing::kBlockTokens / kChipTile;
+  static constexpr int kTilesPerBlock = hashing::kBlockTokens / kFusedTile;
 
   [[nodiscard]] __device__ const std::byte* block_of(int tile) const {
     return blocks_[min(tile, last_ - 1) / kTilesPerBlock];
   }
   __device__ void read(int tile, const std::byte* block) {
-    const Cursor at(block, tile % kTilesPerBlock * kChipTile);
+    const Cursor at(block, tile % kTilesPerBlock * kFusedTile);
     norm_ = lane_.value_norm(at, 0);
     code_ = read_p10_l60(lane_.chunks(at, 0));
   }

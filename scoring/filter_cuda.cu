@@ -44,10 +44,10 @@ void enqueue_filter(const Stage& stage) {
                         .selection = workspace.selection,
                         .max_tokens = workspace.limits.max_tokens,
                         .segments = stage.scratch.segments};
-  if (enqueue_chip_select(stage.stream, args)) return;
+  if (enqueue_fused_select(stage.stream, args)) return;
   if (stream_serves(stage.request)) return enqueue_stream_select(stage.stream, args);
   if (enqueue_collision_select(stage.stream, args)) return;
-  if (enqueue_chip_collisions(stage.stream, args)) return;
+  if (enqueue_fused_collisions(stage.stream, args)) return;
   const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;
   enqueue_sample(stage.stream, args);
   for (const bool again : {false, true}) {

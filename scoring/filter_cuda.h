@@ -65,19 +65,20 @@ void enqueue_filter(const Stage& stage);
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
 /// Bytes for the scores of rows that are chosen from on chip, what limits allow; 0: there are none.
-[[nodiscard]] std::int64_t most_chip_bytes(std::int64_t groups, int group, std::int64_t max_tokens);
-/// Bytes of what blocks tell one another (chip_peers_cuda.cuh), of all (row, KV head) pairs.
-[[nodiscard]] std::size_t chip_boxes_bytes(std::int64_t groups);
+[[nodiscard]] std::int64_t most_fused_bytes(std::int64_t groups, int group,
+                                            std::int64_t max_tokens);
+/// Bytes of what blocks exchange (block_exchange_cuda.cuh), of all (row, KV head) pairs.
+[[nodiscard]] std::size_t mailboxes_bytes(std::int64_t groups);
 /// Words that the blocks of a selection which attends tell one another of their parts, of groups
 /// of query heads, likewise.
-[[nodiscard]] std::int64_t chip_parts_words(std::int64_t groups, int group);
+[[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
 /// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
 /// out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
 /// Most blocks that choose the tokens of one (row, KV head) together, and wait for one another.
-inline constexpr unsigned kChipBlocks = 16;
+inline constexpr unsigned kFusedBlocks = 16;
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
-inline constexpr int kChipParts = 256;
+inline constexpr int kFusedParts = 256;
 /// Most blocks of the pass of a selection by a stream of keys (stream_cuda.cuh).
 inline constexpr int kMostStreamBlocks = 256;
 /// Bytes of what it keeps of a (row, KV head).
@@ -99,18 +100,18 @@ struct FilterArgs {
   std::int64_t segments;
 };
 
-/// Norm-aware sets per KV head of which all scores fit on chip (chip_select_cuda.cuh): everything
+/// Norm-aware sets per KV head of which all scores fit on chip (fused_select_cuda.cuh): everything
 /// in one kernel or two. False where they do not: then nothing is enqueued.
-[[nodiscard]] bool enqueue_chip_select(cudaStream_t stream, const FilterArgs& args);
+[[nodiscard]] bool enqueue_fused_select(cudaStream_t stream, const FilterArgs& args);
 /// Returns whether it can.
-[[nodiscard]] bool chip_serves(const SelectRequest& request);
+[[nodiscard]] bool fused_serves(const SelectRequest& request);
 /// The same for soft collisions of which all values fit on chip, in one kernel
-/// (collision_select_cuda.cu).
+/// (soft_fused_smem_cuda.cu).
 [[nodiscard]] bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args);
 /// `fuses_query_projection` (selection_plan.h) for these.
 [[nodiscard]] bool takes_collision_queries(const SelectRequest& request);
-/// The same for soft collisions of which all values fit in L2 (collision_chip_cuda.cu).
-[[nodiscard]] bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args);
+/// The same for soft collisions of which all values fit in L2 (soft_fused_l2_cuda.cu).
+[[nodiscard]] bool enqueue_fused_collisions(cudaStream_t stream, const FilterArgs& args);
 /// `k_known_on_host` (selection_plan.h) for these.
 [[nodiscard]] bool k_known_of_collisions(const SelectRequest& request);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);

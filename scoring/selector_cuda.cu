@@ -177,11 +177,11 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
     offset += (size + kAlignment - 1) / kAlignment * kAlignment;
   };
   const std::int64_t groups = rows * limits.kv_heads;
-  scratch.filter.chip_boxes = reinterpret_cast<ChipBox*>(base);
-  offset += chip_boxes_bytes(groups);
+  scratch.filter.mailboxes = reinterpret_cast<Mailbox*>(base);
+  offset += mailboxes_bytes(groups);
   const int group = limits.query_heads / limits.kv_heads;
-  place(scratch.filter.chip_parts, chip_parts_words(groups, group));
-  place(scratch.filter.chip_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
+  place(scratch.filter.fused_parts, fused_parts_words(groups, group));
+  place(scratch.filter.fused_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
   if (zeroed != nullptr) *zeroed = offset;
   place(scratch.plans, rows);
   place(scratch.states, sets);
@@ -208,10 +208,10 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
   scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
   place(filter.ticket, 1);
-  filter.chip_bytes = most_chip_bytes(groups, group, limits.max_tokens);
-  place(filter.chip_scores, filter.chip_bytes);
-  place(filter.chip_factors, groups * kMaxGroup);
-  place(filter.chip_sums, std::max<std::int64_t>(groups, kChipParts) * group);
+  filter.fused_bytes = most_fused_bytes(groups, group, limits.max_tokens);
+  place(filter.fused_scores, filter.fused_bytes);
+  place(filter.fused_factors, groups * kMaxGroup);
+  place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
   std::byte* stream_groups = nullptr;
   place(stream_groups, groups * stream_group_bytes());
   filter.stream_groups = reinterpret_cast<StreamGroup*>(stream_groups);
@@ -223,7 +223,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
 ExchangeLease lease_exchange() {
   int device = 0;
   KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  constexpr int kMostWaiting = static_cast<int>(kChipBlocks) - 1;  // blocks of a launch
+  constexpr int kMostWaiting = static_cast<int>(kFusedBlocks) - 1;  // blocks of a launch
   return {device, (device_attribute(cudaDevAttrMultiProcessorCount) - 1) / kMostWaiting};
 }
 

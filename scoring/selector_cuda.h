@@ -51,7 +51,7 @@ struct HeadEstimate;
 struct FilterHead;
 struct FilterGroup;
 struct SampleRest;
-struct ChipBox;
+struct Mailbox;
 struct StreamGroup;
 
 /// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
@@ -68,13 +68,13 @@ struct FilterScratch {
   std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
   std::uint32_t* ticket;  // shares of the first pass taken; 0 when it starts
   std::int64_t columns_stride;
-  std::byte* chip_scores;  // of rows that are chosen from on chip (chip_select_cuda.cuh)
-  std::int64_t chip_bytes;
-  ChipBox* chip_boxes;        // [rows][kv_heads], zero at first (chip_peers_cuda.cuh)
-  std::uint64_t* chip_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
-  std::uint64_t* chip_ids;    // [rows][kv_heads][max_selected][2], zero at first
-  float* chip_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
-  float2* chip_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  std::byte* fused_scores;  // of rows that are chosen from on chip (fused_select_cuda.cuh)
+  std::int64_t fused_bytes;
+  Mailbox* mailboxes;          // [rows][kv_heads], zero at first (block_exchange_cuda.cuh)
+  std::uint64_t* fused_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
+  std::uint64_t* fused_ids;    // [rows][kv_heads][max_selected][2], zero at first
+  float* fused_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
+  float2* fused_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
   // Of a selection by a stream of keys (stream_cuda.cuh):
   std::uint16_t* stream_keys;  // [rows][kv_heads][max_tokens], in memory of `token_mask`
   StreamGroup* stream_groups;  // [rows][kv_heads]

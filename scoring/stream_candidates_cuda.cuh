@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_choice_cuda.cuh"
+#include "scoring/fused_choice_cuda.cuh"
 #include "scoring/stream_cuda.cuh"
 
 #include <cstdint>
@@ -15,7 +15,7 @@ inline constexpr int kListed = 8192;
 /// Dynamic shared memory, before attention.
 struct ChoiceMemory {
   WideExchange exchange;
-  alignas(16) ChipNorms norms[kChipWarps][kChipUnit];
+  alignas(16) FusedNorms norms[kFusedWarps][kFusedUnit];
   alignas(16) std::uint32_t keys[kListed];
   std::int32_t tokens[kListed];
   // The warps' units follow.
@@ -23,14 +23,14 @@ struct ChoiceMemory {
 static_assert(sizeof(ChoiceMemory) % 16 == 0);
 
 /// The tokens of a block that may belong to the selection, in order, and their exact keys, at
-/// `ChipScores::entry_of` and 0 past the last.
+/// `FusedScores::entry_of` and 0 past the last.
 struct Candidates {
   std::uint32_t* keys;
   std::int32_t* tokens;
   int count;
 
   [[nodiscard]] __device__ int padded() const {
-    return (count + kChipTile - 1) / kChipTile * kChipTile;
+    return (count + kFusedTile - 1) / kFusedTile * kFusedTile;
   }
 };
 
@@ -38,14 +38,14 @@ struct Candidates {
 
 /// Lists the tokens with approximate keys of at least `least`. All threads; begins and ends with a
 /// barrier.
-__device__ inline Candidates list_candidates(const FilterArgs& args, const ChipWork& work,
+__device__ inline Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
                                              const std::uint16_t* approximate, int least,
-                                             ChoiceMemory& memory, ChipShared& shared) {
+                                             ChoiceMemory& memory, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const auto* vectors = reinterpret_cast<const uint4*>(approximate);
   const int all = work.count / 8;
-  const int of_lane = (all + kChipThreads - 1) / kChipThreads;
+  const int of_lane = (all + kFusedThreads - 1) / kFusedThreads;
   const int begin = min(warp * of_lane * 32, all);
   const int end = min(begin + of_lane * 32, all);
   // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
@@ -84,7 +84,7 @@ __device__ inline Candidates list_candidates(const FilterArgs& args, const ChipW
   if (lane == 0) shared.warp_counts[warp] = static_cast<std::uint32_t>(mine);
   if (threadIdx.x == 0) shared.chosen_before = 0;  // of the keys that are exact
   __syncthreads();                                 // the counts of all warps are there
-  const unsigned of_warp = lane < kChipWarps ? shared.warp_counts[lane] : 0;
+  const unsigned of_warp = lane < kFusedWarps ? shared.warp_counts[lane] : 0;
   Candidates found;
   found.count = static_cast<int>(__reduce_add_sync(kFullWarp, of_warp));
   auto at = static_cast<int>(__reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0));
@@ -120,14 +120,14 @@ __device__ inline Candidates list_candidates(const FilterArgs& args, const ChipW
 
 /// Starts to copy the sketches of listed tokens, those of `tiles` tiles from `base` on, to a unit.
 /// A whole warp.
-__device__ inline void gather_unit(const FilterArgs& args, const ChipWork& work,
+__device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work,
                                    const Candidates& found, int base, int tiles, int chunks,
                                    std::byte* unit) {
   const hashing::SketchGeometry& sketch = args.request.sketch;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned codes = transfer::cuda::shared_address(unit);
   auto* const norms =
-      reinterpret_cast<std::uint16_t*>(unit + chunks * kChipUnit * hashing::kChunkBytes);
+      reinterpret_cast<std::uint16_t*>(unit + chunks * kFusedUnit * hashing::kChunkBytes);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = half * 32 + lane;
@@ -139,7 +139,7 @@ __device__ inline void gather_unit(const FilterArgs& args, const ChipWork& work,
       const int in_block = token % hashing::kBlockTokens;
       for (int chunk = 0; chunk < chunks; ++chunk) {
         transfer::cuda::copy_async_16(
-            codes + static_cast<unsigned>((chunk * kChipUnit + i) * hashing::kChunkBytes),
+            codes + static_cast<unsigned>((chunk * kFusedUnit + i) * hashing::kChunkBytes),
             block + sketch.chunk_offset(work.kv_head, chunk, in_block), true);
       }
       key = __ldg(reinterpret_cast<const std::uint16_t*>(
@@ -148,7 +148,7 @@ __device__ inline void gather_unit(const FilterArgs& args, const ChipWork& work,
           block + sketch.value_norm_offset(work.kv_head, in_block)));
     }
     norms[i] = key;
-    norms[kChipUnit + i] = value;
+    norms[kFusedUnit + i] = value;
   }
   transfer::cuda::copy_async_commit();
 }
@@ -156,18 +156,18 @@ __device__ inline void gather_unit(const FilterArgs& args, const ChipWork& work,
 /// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
 /// `shared.bins`. Returns how many the thread has counted. No barrier at the end.
 template <int kQuads, int kChunks, int kBits>
-__device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& work,
+__device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& work,
                                      const Candidates& found, std::uint32_t least,
                                      const StreamQueries& queries, ChoiceMemory& memory,
-                                     ChipShared& shared) {
+                                     FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   std::byte* const unit =
-      reinterpret_cast<std::byte*>(&memory + 1) + warp * chip_unit_bytes(chunks);
+      reinterpret_cast<std::byte*>(&memory + 1) + warp * fused_unit_bytes(chunks);
   UnitScorer<kQuads, kChunks, kBits> scorer(params, queries, chunks, memory.norms[warp]);
-  const ChipPriorities priorities(params, work.kv_head);
+  const FusedPriorities priorities(params, work.kv_head);
   float references[kQuads];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad)
@@ -175,14 +175,14 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& wor
   const auto sum_of = [](float a, float b) { return a + b; };
   unsigned counted = 0;
   // Of few tokens a tile for each warp, so that all have some.
-  const int tiles = found.count <= kChipWarps * kChipTile ? 1 : kUnitTiles;
-  const int step = tiles * kChipTile;
+  const int tiles = found.count <= kFusedWarps * kFusedTile ? 1 : kUnitTiles;
+  const int step = tiles * kFusedTile;
 #pragma unroll 1
-  for (int base = warp * step; base < found.count; base += kChipWarps * step) {
+  for (int base = warp * step; base < found.count; base += kFusedWarps * step) {
     gather_unit(args, work, found, base, tiles, chunks, unit);
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
-    scorer.begin_unit(unit, 0, kChipUnit);
+    scorer.begin_unit(unit, 0, kFusedUnit);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       __syncwarp();  // binary products take whole warps
@@ -200,7 +200,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& wor
         }
       }
       const float sum = reduce_heads(shares, sum_of);
-      const int i = base + tile * kChipTile + own_token();
+      const int i = base + tile * kFusedTile + own_token();
       const bool present = i < found.count;
       const int token = present ? found.tokens[i] : 0;
       const float uniform = priorities.used ? priorities.uniform(token) : 1.0F;
@@ -229,7 +229,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ChipWork& wor
         atomicAdd(&shared.bins[first_bin_of<ShareBins>(key)], 1U);
         ++counted;
       }
-      found.keys[base + tile * kChipTile + lane] = key;  // at entry_of(i)
+      found.keys[base + tile * kFusedTile + lane] = key;  // at entry_of(i)
     }
     __syncwarp();  // all lanes have read the unit
   }

@@ -1,6 +1,6 @@
-#include "scoring/chip_attention_cuda.cuh"
-#include "scoring/chip_choice_cuda.cuh"
-#include "scoring/chip_launch_cuda.cuh"
+#include "scoring/fused_attention_cuda.cuh"
+#include "scoring/fused_choice_cuda.cuh"
+#include "scoring/fused_launch_cuda.cuh"
 #include "scoring/stream_candidates_cuda.cuh"
 #include "scoring/stream_select_cuda.h"
 #include "transfer/launch_cuda.cuh"
@@ -25,7 +25,7 @@ struct StreamBins {
   static constexpr int kShift = 4;
 
   __device__ static int of(unsigned key) {
-    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kChipBins - 1);
+    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kFusedBins - 1);
   }
   /// The least key of a bin but the first.
   __device__ static int least(int bin) { return kBase + (bin << kShift); }
@@ -35,7 +35,7 @@ struct StreamBins {
 /// weighting says, merged into the base-2 normalisers of `shared.references`. All threads; begins
 /// and ends with a barrier. `memory`: room for the group's queries and the warps' sums.
 __device__ void add_always(const FilterArgs& args, int row, int kv_head, float* memory,
-                           ChipShared& shared) {
+                           FusedShared& shared) {
   const SelectRequest& request = args.request;
   const transfer::KvGeometry& kv = request.kv;
   const int group = kv.group();
@@ -43,10 +43,10 @@ __device__ void add_always(const FilterArgs& args, int row, int kv_head, float* 
   const int warp = thread / 32;
   const int lane = thread % 32;
   float* const queries = memory;
-  auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * ChipTables::kMaxHeadDim);
+  auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * FusedTables::kMaxHeadDim);
   const std::int64_t first_head = std::int64_t{row} * kv.query_heads + kv_head * group;
   __syncthreads();
-  for (int i = thread; i < group * kv.head_dim; i += kChipThreads) {
+  for (int i = thread; i < group * kv.head_dim; i += kFusedThreads) {
     queries[i] = request.queries[first_head * kv.head_dim + i];
   }
   __syncthreads();  // the queries are there
@@ -60,7 +60,7 @@ __device__ void add_always(const FilterArgs& args, int row, int kv_head, float* 
   for (int head = 0; head < group; ++head) {
     LogSum mine;
 #pragma unroll 1
-    for (std::int64_t i = thread; i < spans.num_always(); i += kChipThreads) {
+    for (std::int64_t i = thread; i < spans.num_always(); i += kFusedThreads) {
       const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
       const auto* key = reinterpret_cast<const uint4*>(
           transfer::row_address(kv, sequence, resident_begin, kv_head, token));
@@ -98,14 +98,14 @@ __device__ void add_always(const FilterArgs& args, int row, int kv_head, float* 
         mine.merge(other);
       }
     }
-    if (lane == 0) sums[head * kChipWarps + warp] = make_float2(mine.max, mine.sum);
+    if (lane == 0) sums[head * kFusedWarps + warp] = make_float2(mine.max, mine.sum);
   }
   __syncthreads();  // the sums of all warps are there
   if (thread < group) {
-    ChipSum total;
+    FusedSum total;
     total.add(shared.references[thread], 1.0F);
-    for (int w = 0; w < kChipWarps; ++w) {
-      const float2 of_warp = sums[thread * kChipWarps + w];
+    for (int w = 0; w < kFusedWarps; ++w) {
+      const float2 of_warp = sums[thread * kFusedWarps + w];
       if (of_warp.y > 0.0F) total.add(of_warp.x * kLog2E, of_warp.y);
     }
     shared.references[thread] = normaliser(total);
@@ -122,14 +122,14 @@ struct KeyError {
 /// Adds up the parts of the normalisers: fills `shared.references`, for heads past the group with
 /// infinity. All threads; ends with a barrier.
 __device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index,
-                                ChipShared& shared) {
+                                FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
   const StreamGroup& of_group = args.filter.stream_groups[group_index];
-  static_assert(kChipWarps >= kMaxGroup);
+  static_assert(kFusedWarps >= kMaxGroup);
   if (head < args.request.kv.group()) {
     const int last = __ldcg(&of_group.last_block);
-    ChipSum total;
+    FusedSum total;
     for (int block = __ldcg(&of_group.first_block) + lane; block <= last; block += 32) {
       const float2 part =
           __ldcg(args.filter.stream_sums + (group_index + block) * kMaxGroup + head);
@@ -143,7 +143,7 @@ __device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index
   __syncthreads();
 }
 
-__device__ KeyError key_error(int group, const StreamQueries& queries, const ChipShared& shared) {
+__device__ KeyError key_error(int group, const StreamQueries& queries, const FusedShared& shared) {
   KeyError error{INFINITY, -INFINITY};
   for (int head = 0; head < group; ++head) {
     // Keys are logarithms of shares, from which a larger reference subtracts.
@@ -165,18 +165,19 @@ __device__ int least_approximate(float exact, const KeyError& error) {
 
 /// The least approximate key of tokens that may be among the `wanted` best. All threads; begins and
 /// ends with a barrier.
-__device__ int least_of_best(const ChipWork& work, const std::uint16_t* approximate,
-                             std::uint32_t wanted, const KeyError& error, const ChipPeers& peers,
-                             ChoiceMemory& memory, ChipShared& shared) {
+__device__ int least_of_best(const FusedWork& work, const std::uint16_t* approximate,
+                             std::uint32_t wanted, const KeyError& error,
+                             const BlockExchange& peers, ChoiceMemory& memory,
+                             FusedShared& shared) {
   const auto* vectors = reinterpret_cast<const uint4*>(approximate);
   constexpr int kAtOnce = 8;
 #pragma unroll 1
   for (int base = static_cast<int>(threadIdx.x); base < work.count / 8;
-       base += kAtOnce * kChipThreads) {
+       base += kAtOnce * kFusedThreads) {
     uint4 loaded[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int i = base + j * kChipThreads;
+      const int i = base + j * kFusedThreads;
       loaded[j] = i < work.count / 8 ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
@@ -197,19 +198,19 @@ __device__ int least_of_best(const ChipWork& work, const std::uint16_t* approxim
 }
 
 /// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
-__device__ void write_listed(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
-                             const ChipCut& found_cut, const Candidates& found, PostedWord* posted,
-                             ChipShared& shared) {
+__device__ void write_listed(const FilterArgs& args, const FusedWork& work,
+                             const BlockExchange& peers, const FusedCut& found_cut,
+                             const Candidates& found, TaggedWord* posted, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int each = (found.padded() / kChipTile + kChipWarps - 1) / kChipWarps * kChipTile;
+  const int each = (found.padded() / kFusedTile + kFusedWarps - 1) / kFusedWarps * kFusedTile;
   const int begin = min(warp * each, found.padded());
   const int end = min(begin + each, found.padded());
-  const std::uint32_t* const keys = found.keys + ChipScores::entry_of(static_cast<unsigned>(lane));
+  const std::uint32_t* const keys = found.keys + FusedScores::entry_of(static_cast<unsigned>(lane));
   __syncthreads();  // the keys are final
   unsigned mine = 0;
 #pragma unroll 4
-  for (int base = begin; base < end; base += kChipTile) mine += keys[base] > found_cut.cut ? 1 : 0;
+  for (int base = begin; base < end; base += kFusedTile) mine += keys[base] > found_cut.cut ? 1 : 0;
   mine = __reduce_add_sync(kFullWarp, mine);
   if (lane == 0) shared.warp_counts[warp] = mine;
   __syncthreads();  // the counts of all warps are there
@@ -217,7 +218,7 @@ __device__ void write_listed(const FilterArgs& args, const ChipWork& work, const
                     __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
   const ChosenTokens chosen(args, work, peers, posted, shared.cut);
 #pragma unroll 2
-  for (int base = begin; base < end; base += kChipTile) {
+  for (int base = begin; base < end; base += kFusedTile) {
     const std::uint32_t key = keys[base];
     const unsigned votes = __ballot_sync(kFullWarp, key > found_cut.cut);
     if (key > found_cut.cut) {
@@ -229,8 +230,8 @@ __device__ void write_listed(const FilterArgs& args, const ChipWork& work, const
 
 /// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
 /// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
-__device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const ChipPeers& peers,
-                                         ChipShared& shared) {
+__device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const BlockExchange& peers,
+                                         FusedShared& shared) {
   std::uint32_t own = 0;
   (void)block_exclusive_sum(of_thread, &own);
   if (peers.alone()) return own;
@@ -255,9 +256,9 @@ __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const Ch
 
 /// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
 template <int kQuads, int kChunks, int kBits>
-__device__ int choose(const FilterArgs& args, const ChipWork& work, int row, const ChipPeers& peers,
-                      PostedWord* posted, ChoiceMemory& memory, StreamQueries& queries,
-                      ChipShared& shared) {
+__device__ int choose(const FilterArgs& args, const FusedWork& work, int row,
+                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
+                      StreamQueries& queries, FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
@@ -295,9 +296,9 @@ __device__ int choose(const FilterArgs& args, const ChipWork& work, int row, con
       if (!all) shared.chosen_before = 0;
     }
   }
-  ChipCut cut;
+  FusedCut cut;
   if (!all) {
-    ChipWork listed = work;
+    FusedWork listed = work;
     listed.count = found.padded();
     cut = find_best<ShareBins>(args, listed, peers, rounds, found.keys, memory.exchange, shared);
   }
@@ -315,14 +316,14 @@ __device__ int choose(const FilterArgs& args, const ChipWork& work, int row, con
 // bin; each waits for all the others' part before it posts the next. Then they attend, if that is
 // wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works.
 template <int kQuads, int kChunks, int kBits>
-__global__ __launch_bounds__(kChipThreads, 1) void choose_from_stream(
-    const __grid_constant__ FilterArgs args, const __grid_constant__ ChipInput input,
-    const __grid_constant__ ChipAttention attention, const __grid_constant__ ChoiceShape shape) {
+__global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
+    const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
+    const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
-  __shared__ __align__(16) ChipShared shared;
+  __shared__ __align__(16) FusedShared shared;
   __shared__ __align__(16) StreamQueries queries;
-  __shared__ ChipRows rows;
+  __shared__ FusedRows rows;
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
@@ -332,10 +333,10 @@ __global__ __launch_bounds__(kChipThreads, 1) void choose_from_stream(
   transfer::cuda::let_next_start();
   // Of a row of which nothing is eligible it is of no use.
   args.filter.stream_groups[std::int64_t{row} * args.request.kv.kv_heads + kv_head].load(queries);
-  const ChipWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
-  const ChipPeers peers(args, min(work.group_index, std::int64_t{kChipParts - 1}), rank,
-                        shape.blocks);
+  const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
+                            shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   const bool attends = attention.tiles > 0;
   if (attends) {
@@ -343,7 +344,7 @@ __global__ __launch_bounds__(kChipThreads, 1) void choose_from_stream(
     prefetch_pages(args, row, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
-    PostedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
     auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
     const int chosen =
         choose<kQuads, kChunks, kBits>(args, work, row, peers, posted, memory, queries, shared);
@@ -369,15 +370,15 @@ bool stream_serves(const SelectRequest& request) {
   // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
   // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
   // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
-  const bool faster =
-      request.kv.group() > kChipHeads || request.kv.kv_heads * request.rows.count > kAttendedGroups;
+  const bool faster = request.kv.group() > kFusedHeads ||
+                      request.kv.kv_heads * request.rows.count > kAttendedGroups;
   return request.may_exchange && params.estimator == Estimator::kNormAware &&
-         params.query_bits > 0 && together && params.weight_bits() <= kChipMostBits &&
-         sign_chunks(params) <= kChipChunks && (reads_always ? readable : faster);
+         params.query_bits > 0 && together && params.weight_bits() <= kFusedMostBits &&
+         sign_chunks(params) <= kFusedChunks && (reads_always ? readable : faster);
 }
 
 bool stream_fuses_attention(const SelectRequest& request) {
-  return stream_serves(request) && request.kv.group() <= kChipHeads;
+  return stream_serves(request) && request.kv.group() <= kFusedHeads;
 }
 
 void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args) {
@@ -388,17 +389,17 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args) {
   const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
   const ChoiceShape shape{
       .blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
-          std::min<std::int64_t>(processors / groups, useful), 1, kChipBlocks))};
+          std::min<std::int64_t>(processors / groups, useful), 1, kFusedBlocks))};
   int bytes = static_cast<int>(sizeof(ChoiceMemory)) +
-              kChipWarps * chip_unit_bytes(sign_chunks(request.params));
-  const ChipInput input = chip_input(request);
-  const ChipAttention attention = chip_attention(request, bytes);
+              kFusedWarps * fused_unit_bytes(sign_chunks(request.params));
+  const FusedInput input = fused_input(request);
+  const FusedAttention attention = fused_attention(request, bytes);
   const auto kernel = visit_stream_shape(
       request, [](auto made) { return choose_from_stream<made.kQuads, made.kChunks, made.kBits>; });
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
                   static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping(stream, kernel, grid, kChipThreads,
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
                                      shape);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_scores_cuda.cuh"
+#include "scoring/fused_scores_cuda.cuh"
 
 #include <cstdint>
 
@@ -42,8 +42,8 @@ struct StreamUnits {
       const transfer::QueryRow& query = request.rows[row];
       const transfer::AttendedSpans spans = transfer::attended_spans(
           request.rule, __ldcg(&request.sequences[query.sequence].counters->length), query);
-      first[row] = static_cast<int>(spans.sink_end / kChipUnit);
-      const auto last = static_cast<int>((spans.eligible_end + kChipUnit - 1) / kChipUnit);
+      first[row] = static_cast<int>(spans.sink_end / kFusedUnit);
+      const auto last = static_cast<int>((spans.eligible_end + kFusedUnit - 1) / kFusedUnit);
       count[row] = spans.num_eligible() > 0 ? last - first[row] : 0;
     }
     __syncthreads();  // the counts are there
@@ -82,7 +82,7 @@ struct StreamUnits {
   }
 };
 
-inline constexpr int kUnitTiles = kChipUnit / kChipTile;
+inline constexpr int kUnitTiles = kFusedUnit / kFusedTile;
 
 /// A launch of the pass.
 struct StreamShape {
@@ -90,7 +90,7 @@ struct StreamShape {
   bool early;  ///< Whether sketches may be read before the wait.
 };
 
-inline constexpr int kStreamColumns = kMaxGroup / 4 * kChipChunks * kChipMostBits / 2 * 32;
+inline constexpr int kStreamColumns = kMaxGroup / 4 * kFusedChunks * kFusedMostBits / 2 * 32;
 
 /// What scoring needs in shared memory, of the heads of one group.
 struct StreamQueries {
@@ -98,7 +98,7 @@ struct StreamQueries {
   int weight_sums[kMaxGroup];
   alignas(16) float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
   alignas(16) float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
-  float2 warp_sums[kChipWarps][kMaxGroup];
+  float2 warp_sums[kFusedWarps][kMaxGroup];
 };
 
 /// What the pass leaves of a (row, KV head) of which something is eligible.
@@ -113,7 +113,7 @@ struct StreamGroup {
   /// All threads of a block; nothing of `queries` may change before a barrier.
   __device__ void keep(const StreamQueries& queries, int first, int last) {
     const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < kStreamColumns / 4; i += kChipThreads) {
+    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
       reinterpret_cast<uint4*>(columns)[i] = reinterpret_cast<const uint4*>(queries.columns)[i];
     }
     if (thread < kMaxGroup) {
@@ -128,7 +128,7 @@ struct StreamGroup {
   /// The same the other way, without a barrier.
   __device__ void load(StreamQueries& queries) const {
     const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < kStreamColumns / 4; i += kChipThreads) {
+    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
       reinterpret_cast<uint4*>(queries.columns)[i] =
           __ldcg(reinterpret_cast<const uint4*>(columns) + i);
     }
@@ -154,8 +154,8 @@ __device__ void fill_queries(const FilterArgs& args, int chunks, std::int64_t gr
             ? sign_factor(params, args.tables.scalars[group_index * group + thread]) * kLog2E
             : 0.0F;
   }
-  fill_columns<kBits, kChipThreads>(args.tables, params.num_planes, group_index * group, group,
-                                    chunks, kQuads, queries.columns, queries.weight_sums);
+  fill_columns<kBits, kFusedThreads>(args.tables, params.num_planes, group_index * group, group,
+                                     chunks, kQuads, queries.columns, queries.weight_sums);
 }
 
 /// Scores of units of 64 tokens in shared memory, by a warp. Lane 4 g + t has tokens r * 8 + g of
@@ -165,7 +165,7 @@ class UnitScorer {
  public:
   /// `norms`: room for the norms of a unit, of this warp.
   __device__ UnitScorer(const ScoreParams& params, const StreamQueries& queries, int chunks,
-                        ChipNorms* norms)
+                        FusedNorms* norms)
       : norms_(norms),
         chunks_(kChunks > 0 ? kChunks : chunks),
         weight_(params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F) {
@@ -182,14 +182,14 @@ class UnitScorer {
     unit_ = unit;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const auto* raw =
-        reinterpret_cast<const std::uint32_t*>(unit + chunks_ * kChipUnit * hashing::kChunkBytes) +
+        reinterpret_cast<const std::uint32_t*>(unit + chunks_ * kFusedUnit * hashing::kChunkBytes) +
         lane;
     const std::uint32_t key_pair = raw[0];
-    const std::uint32_t value_pair = raw[kChipUnit / 2];
-    ChipNorms own[2] = {
+    const std::uint32_t value_pair = raw[kFusedUnit / 2];
+    FusedNorms own[2] = {
         PackedNorms::unpack(PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU), weight_),
         PackedNorms::unpack(PackedNorms::pack(key_pair >> 16, value_pair >> 16), weight_)};
-    if (begin > 0 || end < kChipUnit) {
+    if (begin > 0 || end < kFusedUnit) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = lane * 2 + i;
@@ -204,9 +204,9 @@ class UnitScorer {
   /// Base-2 logits of the lane's tokens of a tile, of its head of a quad.
   __device__ void score(int quad, int tile, float (&values)[4]) const {
     int counts[2][kBits / 2][4];
-    count_planes<kChipUnit>(unit_ + tile * kChipTile * hashing::kChunkBytes, columns_[quad],
-                            chunks_, counts);
-    const ChipNorms* norms = norms_ + tile * kChipTile + static_cast<int>(threadIdx.x) % 32 / 4;
+    count_planes<kFusedUnit>(unit_ + tile * kFusedTile * hashing::kChunkBytes, columns_[quad],
+                             chunks_, counts);
+    const FusedNorms* norms = norms_ + tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
       // The bits of kExact + n are those of kExact, and n.
@@ -216,7 +216,7 @@ class UnitScorer {
         bits += 2 * plane_weight<kBits>(bit) * counts[row / 2][bit / 2][row % 2 * 2 + bit % 2];
       }
       const float sum = __int_as_float(bits) - offsets_[quad];
-      const ChipNorms norm = norms[row * 8];
+      const FusedNorms norm = norms[row * 8];
       values[row] = fmaf(factors_[quad] * sum, norm.key, norm.log_value);
     }
   }
@@ -226,10 +226,10 @@ class UnitScorer {
   static constexpr float kExact = 0x1.8p23F;
 
   const std::byte* unit_ = nullptr;
-  ChipNorms* norms_;
+  FusedNorms* norms_;
   int chunks_;
   float weight_;
-  ChipColumns<kChunks, kBits> columns_[kQuads];
+  FusedColumns<kChunks, kBits> columns_[kQuads];
   float factors_[kQuads];
   float offsets_[kQuads];  // of the sum of a head's weights, which clear bits subtract
 };

@@ -1,5 +1,5 @@
 #include "hashing/append.h"
-#include "scoring/chip_launch_cuda.cuh"
+#include "scoring/fused_launch_cuda.cuh"
 #include "scoring/stream_cuda.cuh"
 #include "scoring/stream_select_cuda.h"
 #include "transfer/launch_cuda.cuh"
@@ -26,8 +26,8 @@ struct StreamWork {
   int each;   ///< Units of every block.
 
   static constexpr int kUnitsPerReference = 4096;
-  static constexpr int kFewestReferences = 2 * kChipWarps;
-  static constexpr int kMostReferences = 8 * kChipWarps;
+  static constexpr int kFewestReferences = 2 * kFusedWarps;
+  static constexpr int kMostReferences = 8 * kFusedWarps;
 
   StreamWork() = default;
   __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int end,
@@ -43,7 +43,7 @@ struct StreamWork {
     first_of_row = units.first[row];
     first = first_of_row + in_head;
     count = min(of_row - in_head, end - at);
-    const int wanted = (of_row + kUnitsPerReference - 1) / kUnitsPerReference * kChipWarps;
+    const int wanted = (of_row + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
     references = min(min(max(wanted, kFewestReferences), kMostReferences), of_row);
   }
   /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
@@ -65,16 +65,18 @@ struct StreamWork {
   }
   /// Units of a warp that give references; the others follow.
   [[nodiscard]] __device__ int warp_references(int warp) const {
-    return max(references - warp + kChipWarps - 1, 0) / kChipWarps;
+    return max(references - warp + kFusedWarps - 1, 0) / kFusedWarps;
   }
   [[nodiscard]] __device__ int warp_units(int warp) const {
-    return max(count - warp + kChipWarps - 1, 0) / kChipWarps;
+    return max(count - warp + kFusedWarps - 1, 0) / kFusedWarps;
   }
   /// The warp's unit i of those that give references.
   [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
-    return first_of_row + (warp + i * kChipWarps) * of_row / references;
+    return first_of_row + (warp + i * kFusedWarps) * of_row / references;
   }
-  [[nodiscard]] __device__ int unit(int warp, int i) const { return first + warp + i * kChipWarps; }
+  [[nodiscard]] __device__ int unit(int warp, int i) const {
+    return first + warp + i * kFusedWarps;
+  }
 };
 
 /// Units that a warp has under way.
@@ -90,7 +92,7 @@ class StreamRing {
       : sketch_(args.request.sketch),
         chunks_(kChunks > 0 ? kChunks : chunks),
         warp_(static_cast<int>(threadIdx.x) / 32),
-        memory_(memory + warp_ * kStages * chip_unit_bytes(chunks_)),
+        memory_(memory + warp_ * kStages * fused_unit_bytes(chunks_)),
         policy_(transfer::cuda::read_once_policy()),
         copies_norms_(static_cast<int>(threadIdx.x) % 32 < 2 * kNormLanes) {}
 
@@ -107,7 +109,7 @@ class StreamRing {
     end_ = references_ + work.warp_units(warp_);
     first_ = work.unit(warp_, 0);
     // A lane has one of the units that give references.
-    static_assert(StreamWork::kMostReferences <= 32 * kChipWarps);
+    static_assert(StreamWork::kMostReferences <= 32 * kFusedWarps);
     if (lane < references_) {
       reference_ = work.reference_unit(warp_, lane);
       reference_block_ = work.plan.blocks[reference_ / kUnitsPerBlock];
@@ -122,7 +124,7 @@ class StreamRing {
   __device__ const std::byte* wait() {
     transfer::cuda::copy_async_wait<kStages - 1>();
     __syncwarp();  // the copies of all lanes
-    return memory_ + stage_ * chip_unit_bytes(chunks_);
+    return memory_ + stage_ * fused_unit_bytes(chunks_);
   }
   /// Gives the unit's stage to the copies.
   __device__ void release() {
@@ -146,12 +148,12 @@ class StreamRing {
   }
   /// Copies a unit of `block`, in the place of `unit` in its own.
   __device__ void fill(const std::byte* block, int unit) {
-    constexpr int kChunkBytes = kChipUnit * hashing::kChunkBytes;
+    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
     const int in_block = unit % kUnitsPerBlock;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const unsigned to =
-        transfer::cuda::shared_address(memory_ + stage_ * chip_unit_bytes(chunks_)) +
+        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
         static_cast<unsigned>(lane * 16);
     const std::byte* codes = block + codes_ + in_block * kChunkBytes;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
@@ -161,7 +163,7 @@ class StreamRing {
       }
     }
     if (copies_norms_) {
-      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kChipUnit * 2);
+      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kFusedUnit * 2);
     }
   }
   __device__ void copy(unsigned to, const std::byte* from) const {
@@ -173,8 +175,8 @@ class StreamRing {
     }
   }
 
-  static constexpr int kUnitsPerBlock = hashing::kBlockTokens / kChipUnit;
-  static constexpr int kNormLanes = kChipUnit * 2 / 16;
+  static constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
+  static constexpr int kNormLanes = kFusedUnit * 2 / 16;
 
   const hashing::SketchGeometry& sketch_;
   int chunks_;
@@ -197,7 +199,7 @@ class StreamRing {
 /// Parts of the heads' normalisers that the lanes of a warp have. A lane has one head of each quad.
 template <int kQuads>
 struct LaneSums {
-  ChipSum heads[kQuads];
+  FusedSum heads[kQuads];
 
   __device__ void add(int quad, const float (&values)[kUnitTiles][4]) {
     float most = heads[quad].most;
@@ -229,10 +231,10 @@ struct LaneSums {
 };
 
 /// The block's sum for a head. A whole warp, after a barrier.
-__device__ inline ChipSum block_sum(const StreamQueries& queries, int head) {
+__device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  ChipSum total;
-  if (lane < kChipWarps) {
+  FusedSum total;
+  if (lane < kFusedWarps) {
     const float2 of_warp = queries.warp_sums[lane][head];
     total = {of_warp.x, of_warp.y};
   }
@@ -245,7 +247,7 @@ __device__ inline void make_references(const FilterArgs& args, const StreamWork&
   const int group = args.request.kv.group();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  static_assert(kChipWarps >= kMaxGroup);
+  static_assert(kFusedWarps >= kMaxGroup);
   __syncthreads();  // the sums of all warps are there
   if (head < kMaxGroup) {
     float reference = INFINITY;
@@ -276,7 +278,7 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
   LaneSums<kQuads> sums;
 #pragma unroll 1
   for (int i = 0; i < work.warp_references(warp); ++i) {
-    const int first = work.reference_unit(warp, i) * kChipUnit;
+    const int first = work.reference_unit(warp, i) * kFusedUnit;
     scorer.begin_unit(ring.wait(), work.begin_in(first), work.end_in(first));
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -317,7 +319,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   const int units = work.warp_units(warp);
 #pragma unroll 1
   for (int i = 0; i < units; ++i) {
-    const int first = work.unit(warp, i) * kChipUnit;
+    const int first = work.unit(warp, i) * kFusedUnit;
     const int begin = work.begin_in(first);
     const int end = work.end_in(first);
     scorer.begin_unit(ring.wait(), begin, end);
@@ -349,15 +351,15 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
       const float sum = reduce_heads(shares[tile], [](float a, float b) { return a + b; });
       float log_uniform = 0.0F;
       if (prioritised) {
-        const int token = first + tile * kChipTile + own_token();
+        const int token = first + tile * kFusedTile + own_token();
         log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
       }
-      keys[first + tile * kChipTile] = approximate_key(sum, log_uniform);
+      keys[first + tile * kFusedTile] = approximate_key(sum, log_uniform);
     }
-    if (begin > 0 || end < kChipUnit) {
+    if (begin > 0 || end < kFusedUnit) {
       for (int tile = 0; tile < kUnitTiles; ++tile) {
-        const int token = tile * kChipTile + own_token();
-        if (token < begin || token >= end) keys[first + tile * kChipTile] = 0;
+        const int token = tile * kFusedTile + own_token();
+        if (token < begin || token >= end) keys[first + tile * kFusedTile] = 0;
       }
     }
   }
@@ -369,7 +371,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   __syncthreads();  // the sums of all warps are there
   const int head = warp;
   if (head < args.request.kv.group()) {
-    const ChipSum total = block_sum(queries, head);
+    const FusedSum total = block_sum(queries, head);
     if (lane == 0) {
       // Pairs of a group and a block that has units of it, in order, differ in this sum.
       const std::int64_t part = work.group_index + blockIdx.x;
@@ -381,7 +383,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
 /// `started`: whether the ring has started to copy the units.
 template <int kQuads, int kChunks, int kBits>
 __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool started,
-                           StreamRing<kChunks>& ring, ChipNorms* norms, StreamQueries& queries) {
+                           StreamRing<kChunks>& ring, FusedNorms* norms, StreamQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   // Before the copies: loads that are issued after them return after them.
@@ -391,8 +393,8 @@ __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool 
     args.filter.stream_groups[work.group_index].keep(queries, static_cast<int>(blockIdx.x),
                                                      work.last_block(static_cast<int>(blockIdx.x)));
   }
-  UnitScorer<kQuads, kChunks, kBits> scorer(params, queries, chunks,
-                                            norms + static_cast<int>(threadIdx.x) / 32 * kChipUnit);
+  UnitScorer<kQuads, kChunks, kBits> scorer(
+      params, queries, chunks, norms + static_cast<int>(threadIdx.x) / 32 * kFusedUnit);
   find_references(args, work, ring, scorer, queries);
   write_approximate_keys(args, work, ring, scorer, queries);
   transfer::cuda::copy_async_wait<0>();
@@ -417,16 +419,16 @@ struct StreamShare {
 // Blocks have runs of (unit, KV head) pairs, which may be of several (row, KV head). Dynamic shared
 // memory: the warps' norms, then their rings. `shape.early`: copies start before the wait.
 template <int kQuads, int kChunks, int kBits>
-__global__ __launch_bounds__(kChipThreads,
+__global__ __launch_bounds__(kFusedThreads,
                              1) void stream_pass(const __grid_constant__ FilterArgs args,
                                                  const __grid_constant__ StreamShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ StreamUnits units;
   __shared__ __align__(16) StreamQueries queries;
-  auto* const norms = reinterpret_cast<ChipNorms*>(dynamic);
+  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic);
   StreamRing<kChunks> ring(args, sign_chunks(args.request.params),
-                           dynamic + kChipWarps * kChipUnit * sizeof(ChipNorms));
+                           dynamic + kFusedWarps * kFusedUnit * sizeof(FusedNorms));
   StreamWork early{};
   if (shape.early) {
     // An append under way may or may not have counted its tokens; all that are eligible were stored
@@ -464,10 +466,10 @@ void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
                                    request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
   visit_stream_shape(request, [&](auto made) {
     const auto kernel = stream_pass<made.kQuads, made.kChunks, made.kBits>;
-    const int bytes = chip_ring_bytes(stages_of(made.kChunks), sign_chunks(request.params));
+    const int bytes = fused_ring_bytes(stages_of(made.kChunks), sign_chunks(request.params));
     allow_shape(kernel, bytes);
     transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(shape.blocks)),
-                                       kChipThreads, static_cast<std::size_t>(bytes), args, shape);
+                                       kFusedThreads, static_cast<std::size_t>(bytes), args, shape);
   });
 }
 

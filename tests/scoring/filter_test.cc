@@ -146,7 +146,7 @@ TEST_P(LongRowsTest, RaggedBatchesAgree) {
 // More (row, KV head) pairs than are chosen from by themselves, and groups wider than fit on chip;
 // some rows have fewer eligible tokens than are to be selected, or none.
 TEST_P(LongRowsTest, ManyRowsAndWideGroupsAgree) {
-  constexpr std::int64_t kBeyondChip = 200'000;
+  constexpr std::int64_t kBeyondFused = 200'000;
   std::vector<TokenSet> sets;
   for (const std::int64_t length : {6000, 0, 41, 4400, 300, 1, 2500, 9000, 340}) {
     sets.push_back(random_tokens(static_cast<std::uint64_t>(length) + 50, 2, length,
@@ -159,7 +159,7 @@ TEST_P(LongRowsTest, ManyRowsAndWideGroupsAgree) {
     for (const int planes : {128, 256, 384}) {
       Problem problem = make_problem(scores().back(), Selection::kPerKvHead, 2, group, pointers);
       problem.config.num_planes = planes;
-      problem.longest = kBeyondChip;
+      problem.longest = kBeyondFused;
       SCOPED_TRACE(describe(problem) + ", planes " + std::to_string(planes));
 
       const Selected found = run(problem);

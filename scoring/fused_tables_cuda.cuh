@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_peers_cuda.cuh"
+#include "scoring/block_exchange_cuda.cuh"
 #include "transfer/convert_cuda.cuh"
 
 #include <cstdint>
@@ -10,26 +10,26 @@
 namespace kvtier::scoring::cuda {
 
 /// The queries of a launch.
-struct ChipInput {
+struct FusedInput {
   transfer::QueryItems items;
   float* queries;     ///< Where they go as fp32; null: they are there.
   bool after_append;  ///< As in `QueryInput`.
 };
 
 /// Dynamic shared memory, before there are scores.
-struct ChipTables {
+struct FusedTables {
   static constexpr int kMaxHeadDim = 256;
   static constexpr int kPad = 4;  ///< Heads in different banks.
   /// Room for the block's planes, or the first of many.
   static constexpr int kPlaneBytes = 16 * 1024;
 
-  alignas(16) float queries[kChipHeads][kMaxHeadDim + kPad];
+  alignas(16) float queries[kFusedHeads][kMaxHeadDim + kPad];
   alignas(16) std::byte planes[kPlaneBytes];
-  alignas(16) float products[kChipHeads * kChipChunks * hashing::kChunkBits];
-  std::uint32_t largest[kChipHeads];  ///< Bits of the largest magnitude of a head.
+  alignas(16) float products[kFusedHeads * kFusedChunks * hashing::kChunkBits];
+  std::uint32_t largest[kFusedHeads];  ///< Bits of the largest magnitude of a head.
 };
 
-static_assert(sizeof(ChipTables) <= kChipTableBytes);
+static_assert(sizeof(FusedTables) <= kFusedTableBytes);
 
 /// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
 /// a scalar code.
@@ -43,16 +43,16 @@ using transfer::cuda::HeadSource;
 using transfer::cuda::kPiece;
 
 /// The group's queries on their way to shared memory, a piece per thread.
-class ChipHeads {
+class FusedHeads {
  public:
   /// Starts to read them; nobody may write them any more, or read `input.queries`.
-  __device__ ChipHeads(const FilterArgs& args, const ChipInput& input, int row, int kv_head)
+  __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int row, int kv_head)
       : input_(input),
         row_(row),
         first_head_(kv_head * args.request.kv.group()),
         query_heads_(args.request.kv.query_heads),
         pieces_(args.request.planes.head_dim / kPiece) {
-    static_assert(kChipHeads * ChipTables::kMaxHeadDim / kPiece <= kChipThreads);
+    static_assert(kFusedHeads * FusedTables::kMaxHeadDim / kPiece <= kFusedThreads);
     if (head() < args.request.kv.group()) {
       const transfer::QueryItem& item = input.items[row];
       source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
@@ -61,7 +61,8 @@ class ChipHeads {
   }
   /// A barrier must follow. One block of the group writes them to memory too, and tells of NaN or
   /// infinity if nobody has told of the row.
-  __device__ void store(ChipTables& tables, const FilterArgs& args, const ChipPeers& peers) const {
+  __device__ void store(FusedTables& tables, const FilterArgs& args,
+                        const BlockExchange& peers) const {
     if (source_.data == nullptr) return;
     float x[kPiece];
     transfer::cuda::to_floats(raw_, source_.dtype, x);
@@ -79,7 +80,7 @@ class ChipHeads {
     for (const float value : x) bad |= !isfinite(value);
     const transfer::QueryItem& item = input_.items[row_];
     if (!bad || item.flags == nullptr) return;
-    ChipBox& of_row = args.filter.chip_boxes[std::int64_t{row_} * args.request.kv.kv_heads];
+    Mailbox& of_row = args.filter.mailboxes[std::int64_t{row_} * args.request.kv.kv_heads];
     const std::uint32_t epoch = peers.epoch();
     if (atomicExch(&of_row.bad_epoch, epoch) != epoch) {
       transfer::cuda::raise_nonfinite(item);
@@ -90,7 +91,7 @@ class ChipHeads {
   [[nodiscard]] __device__ int head() const { return static_cast<int>(threadIdx.x) / pieces_; }
   [[nodiscard]] __device__ int piece() const { return static_cast<int>(threadIdx.x) % pieces_; }
 
-  const ChipInput& input_;
+  const FusedInput& input_;
   int row_;
   int first_head_;
   int query_heads_;
@@ -100,22 +101,22 @@ class ChipHeads {
 };
 
 /// The block's share of all planes, at least one where there are no more blocks than planes: each
-/// block must post, for the epoch goes on when all have (`ChipPeers`), and one that starts late
+/// block must post, for the epoch goes on when all have (`BlockExchange`), and one that starts late
 /// would wait for the next. And the first threads, whole warps, that project the heads onto
 /// them: the others have time to start the copies of sketches.
-struct ChipPlanes {
+struct FusedPlanes {
   int first;
   int count;
   int workers;
 
-  __device__ ChipPlanes(const FilterArgs& args, int all, const ChipPeers& peers) {
+  __device__ FusedPlanes(const FilterArgs& args, int all, const BlockExchange& peers) {
     const int blocks = static_cast<int>(peers.blocks);
     const int rank = static_cast<int>(peers.rank);
     first = rank * all / blocks;
     count = (rank + 1) * all / blocks - first;
     const int group = args.request.kv.group();
     const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
-    workers = min((most + 31) / 32 * 32, kChipThreads);
+    workers = min((most + 31) / 32 * 32, kFusedThreads);
   }
 };
 
@@ -144,14 +145,14 @@ __device__ inline float project(const std::byte* plane, const float* query, int 
 
 /// Brings the group's heads to shared memory, and as many of the block's planes as there is room
 /// for. The workers; ends with a barrier of them. Returns how many planes are there.
-__device__ inline int bring_heads(const FilterArgs& args, const ChipInput& input, int row,
-                                  int kv_head, int num_planes, const ChipPeers& peers,
-                                  const ChipPlanes& share, ChipTables& tables) {
+__device__ inline int bring_heads(const FilterArgs& args, const FusedInput& input, int row,
+                                  int kv_head, int num_planes, const BlockExchange& peers,
+                                  const FusedPlanes& share, FusedTables& tables) {
   const hashing::PlanesView& planes = args.request.planes;
   const int dim = planes.head_dim;
   const int pitch = plane_pitch(dim);
   const int pieces = dim / kPiece;
-  const int staged = min(share.count, ChipTables::kPlaneBytes / pitch);
+  const int staged = min(share.count, FusedTables::kPlaneBytes / pitch);
   const unsigned to = transfer::cuda::shared_address(tables.planes);
   for (int i = static_cast<int>(threadIdx.x); i < staged * pieces; i += share.workers) {
     const int plane = share.first + i / pieces;
@@ -161,7 +162,7 @@ __device__ inline int bring_heads(const FilterArgs& args, const ChipInput& input
         planes.bf16 + (present ? std::int64_t{plane} * dim + i % pieces * kPiece : 0), present);
   }
   transfer::cuda::copy_async_commit();
-  const ChipHeads heads(args, input, row, kv_head);
+  const FusedHeads heads(args, input, row, kv_head);
   heads.store(tables, args, peers);
   transfer::cuda::copy_async_wait<0>();
   asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
@@ -170,8 +171,8 @@ __device__ inline int bring_heads(const FilterArgs& args, const ChipInput& input
 
 /// Projects a head onto a plane of the block's share, of which the first `staged` are in shared
 /// memory; 0 for planes past the last.
-__device__ inline float project(const FilterArgs& args, const ChipPlanes& share, int staged,
-                                int num_planes, int plane, int head, const ChipTables& tables) {
+__device__ inline float project(const FilterArgs& args, const FusedPlanes& share, int staged,
+                                int num_planes, int plane, int head, const FusedTables& tables) {
   const hashing::PlanesView& planes = args.request.planes;
   const int dim = planes.head_dim;
   if (plane < staged) {
@@ -183,9 +184,9 @@ __device__ inline float project(const FilterArgs& args, const ChipPlanes& share,
 }
 
 /// Projects the group's heads onto the block's share of the planes and tells all. The workers.
-__device__ inline void post_products(const FilterArgs& args, const ChipInput& input, int row,
-                                     int kv_head, int chunks, const ChipPeers& peers,
-                                     const ChipPlanes& share, ChipTables& tables) {
+__device__ inline void post_products(const FilterArgs& args, const FusedInput& input, int row,
+                                     int kv_head, int chunks, const BlockExchange& peers,
+                                     const FusedPlanes& share, FusedTables& tables) {
   const int num_planes = args.request.params.query_planes();
   const int all = projections_of(args.request.params, chunks);
   const int group = args.request.kv.group();
@@ -204,15 +205,15 @@ __device__ inline void post_products(const FilterArgs& args, const ChipInput& in
 /// `fill_columns` does; a warp takes 32 bits of a head at a time. Fills `queries` and the
 /// factors that turn sums into base-2 logits, 0 past the group. Ends with a barrier.
 template <int kBits>
-__device__ inline void fetch_weights(const FilterArgs& args, int chunks, const ChipPeers& peers,
-                                     ChipTables& tables, ChipQueries& queries, float* factors) {
+__device__ inline void fetch_weights(const FilterArgs& args, int chunks, const BlockExchange& peers,
+                                     FusedTables& tables, FusedQueries& queries, float* factors) {
   const ScoreParams& params = args.request.params;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int group = args.request.kv.group();
   const int all = projections_of(params, chunks);
 #pragma unroll 1
-  for (int i = 2 * thread; i < group * all; i += 2 * kChipThreads) {
+  for (int i = 2 * thread; i < group * all; i += 2 * kFusedThreads) {
     uint2 bits[1];
     peers.fetch<1>(peers.box.products + i, 0, 1, kProductsStage, bits);
     const float2 two = make_float2(__uint_as_float(bits[0].x), __uint_as_float(bits[0].y));
@@ -223,10 +224,10 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const C
   }
   __syncthreads();  // the largest are known
   peers.next_epoch();
-  const float levels = weight_levels(kChipQueryBits);
+  const float levels = weight_levels(kFusedQueryBits);
   const int sketch_bits = chunks * hashing::kChunkBits;
 #pragma unroll 1
-  for (int i = thread; i < group * sketch_bits; i += kChipThreads) {
+  for (int i = thread; i < group * sketch_bits; i += kFusedThreads) {
     const int head = i / sketch_bits;
     const int at = i % sketch_bits;
     const int word = at / 32;

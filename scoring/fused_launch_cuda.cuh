@@ -1,7 +1,7 @@
 #pragma once
 
-#include "scoring/chip_attention_cuda.cuh"
-#include "scoring/chip_tables_cuda.cuh"
+#include "scoring/fused_attention_cuda.cuh"
+#include "scoring/fused_tables_cuda.cuh"
 #include "transfer/cuda_check.h"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ int blocks_at_once(Kernel kernel, int bytes) {
   if (const auto found = known.find(key); found != known.end()) return found->second;
   allow_shape(kernel);
   int blocks = 0;
-  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kChipThreads,
+  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kFusedThreads,
                                                                   static_cast<std::size_t>(bytes)));
   blocks *= device_attribute(cudaDevAttrMultiProcessorCount);
   known.emplace(key, blocks);
@@ -47,19 +47,19 @@ int blocks_at_once(Kernel kernel, int bytes) {
 }
 
 inline int tokens_of_block(std::int64_t tokens, unsigned blocks) {
-  const std::int64_t units = (tokens + kChipUnit - 1) / kChipUnit;
-  const std::int64_t each = (units + blocks - 1) / blocks * kChipUnit;
+  const std::int64_t units = (tokens + kFusedUnit - 1) / kFusedUnit;
+  const std::int64_t each = (units + blocks - 1) / blocks * kFusedUnit;
   return static_cast<int>(std::min<std::int64_t>(each, kMostBytes));
 }
 
 /// The queries of a request, as fp32 where nobody has given others.
-inline ChipInput chip_input(const SelectRequest& request) {
+inline FusedInput fused_input(const SelectRequest& request) {
   if (request.input != nullptr) {
     return {.items = request.input->items,
             .queries = request.packed,
             .after_append = request.input->after_append};
   }
-  ChipInput input{.items = {}, .queries = nullptr, .after_append = false};
+  FusedInput input{.items = {}, .queries = nullptr, .after_append = false};
   const std::int64_t dim = request.planes.head_dim;
   for (int row = 0; row < request.rows.count; ++row) {
     input.items.push({.query = {.data = request.queries,
@@ -73,13 +73,13 @@ inline ChipInput chip_input(const SelectRequest& request) {
 
 /// What a kernel is told about attention that is to have `bytes` of dynamic shared memory, which
 /// grow if that needs more.
-inline ChipAttention chip_attention(const SelectRequest& request, int& bytes) {
-  ChipAttention attention{};
+inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
+  FusedAttention attention{};
   if (request.attend == nullptr) return attention;
-  bytes = std::max(bytes, chip_attention_bytes(kChipWarps));
+  bytes = std::max(bytes, fused_attention_bytes(kFusedWarps));
   attention.targets = *request.attend;
   attention.tiles =
-      std::min((bytes - chip_attention_bytes(0)) / AttendTile::kBytes, 2 * kChipWarps);
+      std::min((bytes - fused_attention_bytes(0)) / AttendTile::kBytes, 2 * kFusedWarps);
   return attention;
 }
 

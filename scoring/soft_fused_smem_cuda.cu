@@ -1,8 +1,8 @@
 #include "hashing/append.h"
-#include "scoring/chip_choice_cuda.cuh"
-#include "scoring/chip_launch_cuda.cuh"
 #include "scoring/collision_queries_cuda.cuh"
 #include "scoring/collision_tiles.cuh"
+#include "scoring/fused_choice_cuda.cuh"
+#include "scoring/fused_launch_cuda.cuh"
 #include "scoring/selection_plan.h"
 #include "transfer/launch_cuda.cuh"
 
@@ -25,7 +25,7 @@ struct ValueBins {
   static constexpr std::uint32_t kShift = 24 - 9;
   static constexpr bool kOpen = true;
 };
-static_assert(kChipBins == 1 << 9);
+static_assert(kFusedBins == 1 << 9);
 
 /// Floats of a token's values.
 int __host__ __device__ value_stride(int heads, int group) { return heads == 2 ? group : heads; }
@@ -37,8 +37,8 @@ int value_bytes(int capacity, int stride) {
 /// Bytes of the tables, in the place of which blocks exchange what they have.
 constexpr int __host__ __device__ table_bytes(int heads) {
   const int pairs = pair_bytes(heads);
-  return pairs < static_cast<int>(sizeof(ChipExchange)) ? static_cast<int>(sizeof(ChipExchange))
-                                                        : pairs;
+  return pairs < static_cast<int>(sizeof(FusedExchange)) ? static_cast<int>(sizeof(FusedExchange))
+                                                         : pairs;
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -46,19 +46,20 @@ constexpr int __host__ __device__ table_bytes(int heads) {
 /// Makes the tables of the group's heads while an append is under way, and reads the first sketches
 /// as soon as it may; ends with that append. Returns the share that has been started.
 template <int kHeads>
-__device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, const ChipShape& shape,
-                             int row, int kv_head, const ChipPeers& peers, TileReader& reader,
-                             CollisionTables& tables, std::uint32_t* pairs) {
+__device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
+                              const FusedShape& shape, int row, int kv_head,
+                              const BlockExchange& peers, TileReader& reader,
+                              CollisionTables& tables, std::uint32_t* pairs) {
   const SelectRequest& request = args.request;
-  const ChipPlanes planes(args, kP10L60Bits, peers);
-  ChipShare started(0, 0, 0, 1);
-  const auto start_early = [&] {  // see chip_select_cuda.cu
+  const FusedPlanes planes(args, kP10L60Bits, peers);
+  FusedShare started(0, 0, 0, 1);
+  const auto start_early = [&] {  // see fused_select_cuda.cu
     if (!shape.early) return;
     const transfer::QueryRow& query = request.rows[row];
     const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
-    started = ChipShare(spans.sink_end, spans.eligible_end, peers.rank, shape.blocks);
+    started = FusedShare(spans.sink_end, spans.eligible_end, peers.rank, shape.blocks);
     reader.start(request.sketches[query.sequence], started);
   };
   // Whole warps. Those that project have no time for it before the others wait for them.
@@ -79,9 +80,9 @@ __device__ ChipShare prepare(const FilterArgs& args, const ChipInput& input, con
 
 /// Writes the values of the block's tokens, and adds them up: a warp's sums of each head.
 template <int kHeads>
-__device__ void score_tokens(const FilterArgs& args, const ChipWork& work, TileReader& reader,
+__device__ void score_tokens(const FilterArgs& args, const FusedWork& work, TileReader& reader,
                              const std::uint32_t* pairs, float* values,
-                             float (&warp_sums)[kChipWarps][kHeads]) {
+                             float (&warp_sums)[kFusedWarps][kHeads]) {
   const int stride = value_stride(kHeads, args.request.kv.group());
   const SumWeigher weigher(args.request.params);
   float totals[kHeads] = {};
@@ -112,15 +113,16 @@ __device__ void score_tokens(const FilterArgs& args, const ChipWork& work, TileR
 /// Exchanges the sums: fills `shared.references`, by which values are multiplied for a sum over
 /// heads whose mean is 1; 0 past the group. All threads; begins and ends with a barrier.
 template <int kHeads>
-__device__ void exchange_totals(const FilterArgs& args, const ChipWork& work,
-                                const ChipPeers& peers,
-                                const float (&warp_sums)[kChipWarps][kHeads], ChipShared& shared) {
+__device__ void exchange_totals(const FilterArgs& args, const FusedWork& work,
+                                const BlockExchange& peers,
+                                const float (&warp_sums)[kFusedWarps][kHeads],
+                                FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
   const int group = args.request.kv.group();
   __syncthreads();  // the sums of all warps are there
   if (head < group) {
-    float total = warp_sum(lane < kChipWarps ? warp_sums[lane % kChipWarps][head] : 0.0F);
+    float total = warp_sum(lane < kFusedWarps ? warp_sums[lane % kFusedWarps][head] : 0.0F);
     auto& sums = peers.box.sums;
     if (lane == 0) {
       peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(total), 0);
@@ -140,11 +142,11 @@ __device__ void exchange_totals(const FilterArgs& args, const ChipWork& work,
   __syncthreads();
 }
 
-/// Turns values into keys, in the order of `ChipScores`, 0 for tokens that are not eligible, and
+/// Turns values into keys, in the order of `FusedScores`, 0 for tokens that are not eligible, and
 /// counts them in `shared.bins`. `keys` are in the place of the values. All threads.
 template <int kHeads>
-__device__ void write_keys(const ChipWork& work, int group, const float* values, ChipShared& shared,
-                           std::uint32_t* keys) {
+__device__ void write_keys(const FusedWork& work, int group, const float* values,
+                           FusedShared& shared, std::uint32_t* keys) {
   constexpr int kAtOnce = 4;
   const int stride = value_stride(kHeads, group);
   const auto thread = static_cast<int>(threadIdx.x);
@@ -152,11 +154,11 @@ __device__ void write_keys(const ChipWork& work, int group, const float* values,
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) references[h] = shared.references[h];
 #pragma unroll 1
-  for (int base = 0; base < work.count; base += kAtOnce * kChipThreads) {
+  for (int base = 0; base < work.count; base += kAtOnce * kFusedThreads) {
     std::uint32_t own[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int token = base + i * kChipThreads + thread;
+      const int token = base + i * kFusedThreads + thread;
       own[i] = 0;
       if (token < work.begin || token >= work.end) continue;
       const float* from = values + token * stride;
@@ -176,8 +178,8 @@ __device__ void write_keys(const ChipWork& work, int group, const float* values,
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int token = base + i * kChipThreads + thread;
-      if (token < work.count) keys[ChipScores::entry_of(static_cast<unsigned>(token))] = own[i];
+      const int token = base + i * kFusedThreads + thread;
+      if (token < work.count) keys[FusedScores::entry_of(static_cast<unsigned>(token))] = own[i];
     }
   }
 }
@@ -192,14 +194,14 @@ __device__ void write_keys(const ChipWork& work, int group, const float* values,
 // that may or may not keeps registers for it that scoring lacks, and spills.
 // kHeads 2: of groups that have no more.
 template <int kHeads, bool kAttends>
-__global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisions(
-    const __grid_constant__ FilterArgs args, const __grid_constant__ ChipInput input,
-    const __grid_constant__ ChipAttention attention, const __grid_constant__ ChipShape shape) {
+__global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisions(
+    const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
+    const __grid_constant__ FusedAttention attention, const __grid_constant__ FusedShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
-  __shared__ __align__(16) ChipShared shared;
-  __shared__ float warp_sums[kChipWarps][kHeads];
-  __shared__ ChipRows rows;
+  __shared__ __align__(16) FusedShared shared;
+  __shared__ float warp_sums[kFusedWarps][kHeads];
+  __shared__ FusedRows rows;
   const auto row = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
@@ -210,26 +212,26 @@ __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisio
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   if (!input.after_append) transfer::cuda::wait_for_previous();
-  const ChipPeers peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
-                        shape.blocks);
+  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
+                            shape.blocks);
   TileReader reader(args, kv_head);
-  const ChipShare started = prepare<kHeads>(args, input, shape, row, kv_head, peers, reader,
-                                            *reinterpret_cast<CollisionTables*>(after), pairs);
-  const ChipWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedShare started = prepare<kHeads>(args, input, shape, row, kv_head, peers, reader,
+                                             *reinterpret_cast<CollisionTables*>(after), pairs);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if constexpr (kAttends) {
     if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
     prefetch_pages(args, row, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
-    const ChipShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
+    const FusedShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
     if (!shape.early || !(share == started)) reader.start(work.plan.blocks, share);
     score_tokens<kHeads>(args, work, reader, pairs, values, warp_sums);
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
     write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
-    PostedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
-    choose_best<ValueBins>(args, work, peers, keys, posted, *reinterpret_cast<ChipExchange*>(pairs),
-                           shared);
+    TaggedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
+    choose_best<ValueBins>(args, work, peers, keys, posted,
+                           *reinterpret_cast<FusedExchange*>(pairs), shared);
   }
   if constexpr (kAttends) {
     attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
@@ -237,11 +239,11 @@ __global__ __launch_bounds__(kChipThreads + kAppendRoom, 1) void select_collisio
 #endif
 }
 
-using SelectKernel = void (*)(FilterArgs, ChipInput, ChipAttention, ChipShape);
+using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
 
 struct SelectPlan {
   SelectKernel kernel = nullptr;  ///< None: other kernels serve the request.
-  ChipShape shape{};
+  FusedShape shape{};
   int bytes = 0;
 };
 
@@ -258,19 +260,19 @@ SelectPlan plan_select(const SelectRequest& request) {
   const bool together = params.selection == Selection::kPerKvHead || group == 1;
   if (!request.may_exchange || params.estimator != Estimator::kSoftCollision ||
       params.logit_like() || !TableShape(params).p10_l60() || !together || group > kPairHeads ||
-      request.planes.head_dim > ChipTables::kMaxHeadDim ||
-      groups > std::min(processors, kChipParts)) {
+      request.planes.head_dim > FusedTables::kMaxHeadDim ||
+      groups > std::min(processors, kFusedParts)) {
     return {};
   }
   // No more blocks than have a tile for each warp.
-  constexpr std::int64_t kLeastTokens = std::int64_t{kChipWarps} * kChipTile;
+  constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedTile;
   const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
   const int heads = group <= 2 ? 2 : kPairHeads;
   const bool attends = request.attend != nullptr;
   SelectPlan plan{
       .kernel = group <= 2 ? select_kernel<2>(attends) : select_kernel<kPairHeads>(attends),
       .shape = {.blocks = static_cast<unsigned>(std::min(
-                    {std::int64_t{processors / groups}, useful, std::int64_t{kChipBlocks}})),
+                    {std::int64_t{processors / groups}, useful, std::int64_t{kFusedBlocks}})),
                 .capacity = 0,
                 .stages = 0,
                 .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens},
@@ -298,14 +300,14 @@ bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
   SelectPlan plan = plan_select(request);
   if (plan.kernel == nullptr) return false;
-  const ChipInput input = chip_input(request);
+  const FusedInput input = fused_input(request);
   // After another kernel than an append everything waits for all before.
   plan.shape.early = plan.shape.early && input.after_append;
-  const ChipAttention attention = chip_attention(request, plan.bytes);
+  const FusedAttention attention = fused_attention(request, plan.bytes);
   allow_shape(plan.kernel);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.shape.blocks,
                   static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping(stream, plan.kernel, grid, kChipThreads,
+  transfer::cuda::launch_overlapping(stream, plan.kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(plan.bytes), args, input, attention,
                                      plan.shape);
   return true;

@@ -2,8 +2,8 @@
 
 #include "attention/store_output.cuh"
 #include "attention/warp_attention.cuh"
-#include "scoring/chip_scores_cuda.cuh"
-#include "scoring/chip_tables_cuda.cuh"
+#include "scoring/fused_scores_cuda.cuh"
+#include "scoring/fused_tables_cuda.cuh"
 
 #include <cstdint>
 
@@ -18,34 +18,34 @@ inline constexpr int kAttendDim = 128;
 using AttendTile = attention::cuda::TileLayout<kAttendDim>;
 
 /// What the kernel that selects is told about attention.
-struct ChipAttention {
+struct FusedAttention {
   attention::AttendTargets targets;
-  int tiles;  ///< In shared memory at a time, kChipWarps to 2 kChipWarps; 0: nobody attends.
+  int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: nobody attends.
 };
 
 /// Dynamic shared memory, once the choice is made; the tiles follow.
-struct ChipAttentionShared {
+struct FusedAttentionShared {
   static constexpr int kPitch = kAttendDim + 8;  ///< Four heads in four groups of banks.
 
-  alignas(16) float queries[kChipHeads][kPitch];
-  float2 states[kChipWarps][kChipHeads];
-  float weights[kChipHeads][kChipWarps];
+  alignas(16) float queries[kFusedHeads][kPitch];
+  float2 states[kFusedWarps][kFusedHeads];
+  float weights[kFusedHeads][kFusedWarps];
 };
-static_assert(sizeof(ChipAttentionShared) % 16 == 0 && AttendTile::kBytes % 16 == 0);
+static_assert(sizeof(FusedAttentionShared) % 16 == 0 && AttendTile::kBytes % 16 == 0);
 
-inline int __host__ __device__ chip_attention_bytes(int tiles) {
-  return static_cast<int>(sizeof(ChipAttentionShared)) + tiles * AttendTile::kBytes;
+inline int __host__ __device__ fused_attention_bytes(int tiles) {
+  return static_cast<int>(sizeof(FusedAttentionShared)) + tiles * AttendTile::kBytes;
 }
 
 /// Words of a block's part: `[heads][kAttendDim]` of the accumulators, then `[heads][2]` of states.
-inline std::int64_t __host__ __device__ chip_part_words(int group) {
+inline std::int64_t __host__ __device__ fused_part_words(int group) {
   return std::int64_t{group} * (kAttendDim + 2);
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// The rows that a group attends, in shared memory.
-struct ChipRows {
+struct FusedRows {
   int resident_begin;
   int sink_end;    ///< Entries [0, sink_end) are these tokens,
   int tail_begin;  ///< entries [sink_end, always) those from here on,
@@ -68,22 +68,22 @@ struct ChipRows {
 };
 
 /// Where the blocks of a group post the ids that they have chosen, and biases.
-__device__ inline PostedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
-  return args.filter.chip_ids + 2 * group_index * args.selection.capacity;
+__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
+  return args.filter.fused_ids + 2 * group_index * args.selection.capacity;
 }
 
 /// Where a row is, and what is added to its logits.
-struct ChipRow {
+struct FusedRow {
   const std::byte* address = nullptr;
   float bias = 0.0F;
 };
 
 /// Finds a row; waits for the block that has chosen it. Divisions are of 32 bits. `biased`: ids are
 /// followed by biases.
-__device__ inline ChipRow row_of(const ChipRows& rows, int entry, const transfer::KvGeometry& kv,
-                                 const transfer::SequenceView& sequence, int kv_head,
-                                 const ChipPeers& peers, const PostedWord* ids, bool biased) {
-  ChipRow row;
+__device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transfer::KvGeometry& kv,
+                                  const transfer::SequenceView& sequence, int kv_head,
+                                  const BlockExchange& peers, const TaggedWord* ids, bool biased) {
+  FusedRow row;
   int token = entry < rows.sink_end ? entry : entry - rows.sink_end + rows.tail_begin;
   if (entry >= rows.always) {
     if (biased) {
@@ -132,7 +132,7 @@ __device__ inline void prefetch_pages(const FilterArgs& args, int row, std::int6
   const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
   const unsigned pages =
       static_cast<unsigned>(tokens) / static_cast<unsigned>(args.request.kv.page_tokens) + 1;
-  for (unsigned i = threadIdx.x * kLine; i < pages; i += kChipThreads * kLine) {
+  for (unsigned i = threadIdx.x * kLine; i < pages; i += kFusedThreads * kLine) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(sequence.pages + i)));
   }
 }
@@ -140,29 +140,29 @@ __device__ inline void prefetch_pages(const FilterArgs& args, int row, std::int6
 /// Warps that have tiles of `rows` rows.
 __device__ inline int warps_with(int rows) {
   constexpr int kRows = attention::cuda::kTileRows;
-  return min((rows + kRows - 1) / kRows, kChipWarps);
+  return min((rows + kRows - 1) / kRows, kFusedWarps);
 }
 
 /// Attends to the block's share of the rows, which `find` finds: leaves states of the
 /// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
 template <typename T, typename Find>
-__device__ void attend_share(const ChipAttention& attention, const HeadSource& query,
+__device__ void attend_share(const FusedAttention& attention, const HeadSource& query,
                              const transfer::cuda::RawPiece& raw_query, int group, int count_rows,
-                             const Find& find, ChipAttentionShared& shared, std::byte* tiles) {
+                             const Find& find, FusedAttentionShared& shared, std::byte* tiles) {
   constexpr int kRows = attention::cuda::kTileRows;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int of_block = (count_rows + kRows - 1) / kRows;
-  const int count = max(of_block - warp + kChipWarps - 1, 0) / kChipWarps;  // tiles of this warp
-  const int stages = warp + kChipWarps < attention.tiles ? 2 : 1;
+  const int count = max(of_block - warp + kFusedWarps - 1, 0) / kFusedWarps;  // tiles of this warp
+  const int stages = warp + kFusedWarps < attention.tiles ? 2 : 1;
   const auto tile_of = [&](int i) {
-    return tiles + (warp + (stages == 2 ? i % 2 : 0) * kChipWarps) * AttendTile::kBytes;
+    return tiles + (warp + (stages == 2 ? i % 2 : 0) * kFusedWarps) * AttendTile::kBytes;
   };
   // Lane r + 16 i has row r of tile i of a pair.
-  ChipRow row;
+  FusedRow row;
   const auto find_pair = [&](int tile) {
-    const int entry = (warp + (tile + lane / 16) * kChipWarps) * kRows + lane % 16;
-    row = entry < count_rows ? find(entry) : ChipRow{};
+    const int entry = (warp + (tile + lane / 16) * kFusedWarps) * kRows + lane % 16;
+    row = entry < count_rows ? find(entry) : FusedRow{};
     __syncwarp();
   };
   int started = 0;
@@ -200,7 +200,7 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
   attention::cuda::WarpAttention<T, kAttendDim, 1> warp_attention;
   if (count > 0) {  // else the others have the pipe of shared memory to themselves
     queries.load(shared.queries[0], group, attention.targets.softmax_scale, nullptr,
-                 ChipAttentionShared::kPitch);
+                 FusedAttentionShared::kPitch);
     warp_attention.clear();
   }
 #pragma unroll 1
@@ -215,14 +215,14 @@ __device__ void attend_share(const ChipAttention& attention, const HeadSource& q
     __syncwarp();  // no lane reads the tile any more when it is overwritten
     start_next();
   }
-  static_assert(AttendTile::kBytes >= kChipHeads * (kAttendDim + 4) * 4);
+  static_assert(AttendTile::kBytes >= kFusedHeads * (kAttendDim + 4) * 4);
   if (count > 0) warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));
   __syncthreads();  // states and accumulators of the warps that have tiles are there
 }
 
 /// Merges what the first `warps` warps have, and tells the group. Holds a barrier.
-__device__ inline void post_part(int group, int warps, const ChipPeers& peers, PostedWord* part,
-                                 ChipAttentionShared& shared, const std::byte* tiles) {
+__device__ inline void post_part(int group, int warps, const BlockExchange& peers, TaggedWord* part,
+                                 FusedAttentionShared& shared, const std::byte* tiles) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (warp < group) {
@@ -239,7 +239,7 @@ __device__ inline void post_part(int group, int warps, const ChipPeers& peers, P
     for (int distance = 16; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(kFullWarp, sum, distance);
     }
-    if (lane < kChipWarps) shared.weights[warp][lane] = weight;
+    if (lane < kFusedWarps) shared.weights[warp][lane] = weight;
     if (lane == 0) {
       peers.post_pair(part + group * kAttendDim + 2 * warp, kPartsStage, __float_as_uint(most),
                       __float_as_uint(sum));
@@ -248,7 +248,7 @@ __device__ inline void post_part(int group, int warps, const ChipPeers& peers, P
   __syncthreads();  // the weights are there
   constexpr int kPairs = kAttendDim / 2;
   const auto pair = static_cast<int>(threadIdx.x);
-  static_assert(kChipHeads * kPairs <= kChipThreads);
+  static_assert(kFusedHeads * kPairs <= kFusedThreads);
   if (pair >= group * kPairs) return;
   const int head = pair / kPairs;
   const auto* from =
@@ -266,18 +266,18 @@ __device__ inline void post_part(int group, int warps, const ChipPeers& peers, P
 
 /// Merges the block's share of the coordinates: a lane has two of them, of one part.
 __device__ inline void merge_share(const attention::OutputItem& item, int group, int kv_head,
-                                   const ChipPeers& peers, const PostedWord* parts) {
+                                   const BlockExchange& peers, const TaggedWord* parts) {
   constexpr int kPairs = kAttendDim / 2;
-  constexpr int kAtOnce = kChipThreads / static_cast<int>(kChipBlocks);
+  constexpr int kAtOnce = kFusedThreads / static_cast<int>(kFusedBlocks);
   const int pairs = group * kPairs;
   const int each = (pairs + static_cast<int>(peers.blocks) - 1) / static_cast<int>(peers.blocks);
   const int first = static_cast<int>(peers.rank) * each;
   const int last = min(first + each, pairs);
-  const unsigned part = threadIdx.x % kChipBlocks;
-  const PostedWord* const from = parts + part * chip_part_words(group);
+  const unsigned part = threadIdx.x % kFusedBlocks;
+  const TaggedWord* const from = parts + part * fused_part_words(group);
 #pragma unroll 1
   for (int base = first; base < last; base += kAtOnce) {
-    const int pair = base + static_cast<int>(threadIdx.x / kChipBlocks);
+    const int pair = base + static_cast<int>(threadIdx.x / kFusedBlocks);
     const bool present = pair < last && part < peers.blocks;
     const int head = min(pair, pairs - 1) / kPairs;
     uint2 words[2];  // of the accumulators, of the state
@@ -287,14 +287,14 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
     if (present) state = {__uint_as_float(words[1].x), __uint_as_float(words[1].y)};
     float most = state.max;
 #pragma unroll
-    for (int distance = kChipBlocks / 2; distance > 0; distance /= 2) {
+    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, distance));
     }
     const float weight = state.sum > 0.0F ? __expf(state.max - most) : 0.0F;
     attention::SoftmaxState total{most, weight * state.sum};
     float2 sum{weight * __uint_as_float(words[0].x), weight * __uint_as_float(words[0].y)};
 #pragma unroll
-    for (int distance = kChipBlocks / 2; distance > 0; distance /= 2) {
+    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
       total.sum += __shfl_xor_sync(kFullWarp, total.sum, distance);
       sum.x += __shfl_xor_sync(kFullWarp, sum.x, distance);
       sum.y += __shfl_xor_sync(kFullWarp, sum.y, distance);
@@ -313,14 +313,14 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
 /// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
 /// threads; begins with a barrier, after which nobody may use `memory` for anything else.
 template <typename T>
-__device__ void attend_chosen(const FilterArgs& args, const ChipInput& input,
-                              const ChipAttention& attention, const ChipPeers& peers,
-                              const ChipRows& rows, int row, int kv_head, std::int64_t group_index,
+__device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
+                              const FusedAttention& attention, const BlockExchange& peers,
+                              const FusedRows& rows, int row, int kv_head, std::int64_t group_index,
                               std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
   const int group = kv.group();
-  auto& shared = *reinterpret_cast<ChipAttentionShared*>(memory);
-  std::byte* const tiles = memory + sizeof(ChipAttentionShared);
+  auto& shared = *reinterpret_cast<FusedAttentionShared*>(memory);
+  std::byte* const tiles = memory + sizeof(FusedAttentionShared);
   constexpr int kPieces = kAttendDim / kPiece;
   HeadSource query{};
   transfer::cuda::RawPiece raw_query{};
@@ -336,7 +336,7 @@ __device__ void attend_chosen(const FilterArgs& args, const ChipInput& input,
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
   const int own = min(each, rows.count - first);
   const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
-  const PostedWord* const ids = posted_ids(args, group_index);
+  const TaggedWord* const ids = posted_ids(args, group_index);
   const bool biased = args.selection.bias != nullptr;
   attend_share<T>(
       attention, query, raw_query, group, own,
@@ -344,15 +344,15 @@ __device__ void attend_chosen(const FilterArgs& args, const ChipInput& input,
         return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
       },
       shared, tiles);
-  PostedWord* const parts =
-      args.filter.chip_parts + group_index * kChipBlocks * chip_part_words(group);
-  post_part(group, warps_with(own), peers, parts + peers.rank * chip_part_words(group), shared,
+  TaggedWord* const parts =
+      args.filter.fused_parts + group_index * kFusedBlocks * fused_part_words(group);
+  post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
             tiles);
   merge_share(attention.targets.outputs[row], group, kv_head, peers, parts);
 }
 
 /// Counts the rows of all groups of a row. One thread of the row.
-__device__ inline void tell_rows(const SelectRequest& request, const ChipRows& rows) {
+__device__ inline void tell_rows(const SelectRequest& request, const FusedRows& rows) {
   if (request.flags == nullptr) return;
   const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
   transfer::cuda::raise(&request.flags->rows_selected,
@@ -362,9 +362,9 @@ __device__ inline void tell_rows(const SelectRequest& request, const ChipRows& r
 }
 
 /// `attend_chosen` in the format of the pages; one block tells of the rows.
-__device__ inline void attend_row(const FilterArgs& args, const ChipInput& input,
-                                  const ChipAttention& attention, const ChipPeers& peers,
-                                  const ChipRows& rows, int row, int kv_head,
+__device__ inline void attend_row(const FilterArgs& args, const FusedInput& input,
+                                  const FusedAttention& attention, const BlockExchange& peers,
+                                  const FusedRows& rows, int row, int kv_head,
                                   std::int64_t group_index, std::byte* memory) {
   if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
   if (args.request.kv.dtype == DType::kFloat16) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_chosen_cuda.cuh"
+#include "scoring/fused_chosen_cuda.cuh"
 
 #include <cstdint>
 
@@ -15,21 +15,21 @@ namespace kvtier::scoring::cuda {
 inline constexpr float kLeastSum = 0x1p-100F;
 /// The first round counts sixteenths of octaves, from 2^-28 to 2^4, which no sum of at most 8 heads
 /// exceeds; lower ones count in the first bin, and priorities that are higher in the last.
-inline constexpr std::uint32_t kChipKeyBase = 0x80000000U + ((127U - 28U) << 23);
-inline constexpr std::uint32_t kChipBinShift = 23 - 4;
+inline constexpr std::uint32_t kFusedKeyBase = 0x80000000U + ((127U - 28U) << 23);
+inline constexpr std::uint32_t kFusedBinShift = 23 - 4;
 
-/// The bins of a first round: kChipBins of 2^kShift keys from kBase on. What is below counts in the
-/// first; what is above, if `kOpen` says that it may be there, in the last.
+/// The bins of a first round: kFusedBins of 2^kShift keys from kBase on. What is below counts in
+/// the first; what is above, if `kOpen` says that it may be there, in the last.
 struct ShareBins {
-  static constexpr std::uint32_t kBase = kChipKeyBase;
-  static constexpr std::uint32_t kShift = kChipBinShift;
+  static constexpr std::uint32_t kBase = kFusedKeyBase;
+  static constexpr std::uint32_t kShift = kFusedBinShift;
   static constexpr bool kOpen = true;
 };
 
 template <typename Bins>
 __device__ int first_bin_of(std::uint32_t key) {
   const std::uint32_t bin = (max(key, Bins::kBase) - Bins::kBase) >> Bins::kShift;
-  return static_cast<int>(Bins::kOpen ? min(bin, kChipBins - 1U) : bin);
+  return static_cast<int>(Bins::kOpen ? min(bin, kFusedBins - 1U) : bin);
 }
 
 __device__ inline float sum_of_row(const uint2& four, int row) {
@@ -46,9 +46,9 @@ __device__ inline std::uint32_t key_of_log(float log) {
 /// The key of a token with a sum below kLeastSum, which is divided by `uniform`. `sums`: of head 0
 /// and the token's row of a tile.
 template <int kQuads>
-__device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const ChipNorms& norm,
-                                              float uniform, const ChipShared& shared) {
-  ChipSum total;
+__device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const FusedNorms& norm,
+                                              float uniform, const FusedShared& shared) {
+  FusedSum total;
 #pragma unroll 1
   for (int h = 0; h < 4 * kQuads; ++h) {
     const float value = fmaf(shared.factors[h] * sum_of_row(sums[h / 4 * 32 + h % 4], row),
@@ -69,7 +69,7 @@ __device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const 
 }
 
 /// The keys in question: low to high.
-struct ChipWindow {
+struct FusedWindow {
   std::uint32_t low = 0;
   std::uint32_t high = 0xFFFFFFFEU;  ///< No key is higher.
   std::uint32_t shift = 32;          ///< Of the bins of a later round; 32 in the first.
@@ -84,9 +84,9 @@ struct ChipWindow {
         (first ? Bins::kBase : low) + (static_cast<std::uint32_t>(bin) << width);
     const std::uint32_t last = from + ((1U << width) - 1);
     low = first && bin == 0 ? 1 : from;
-    if (!(Bins::kOpen && first && bin == kChipBins - 1)) high = min(high, last);
+    if (!(Bins::kOpen && first && bin == kFusedBins - 1)) high = min(high, last);
     constexpr int kBinBits = 9;
-    static_assert(kChipBins == 1 << kBinBits && kChipBins == 32 << (23 - kChipBinShift));
+    static_assert(kFusedBins == 1 << kBinBits && kFusedBins == 32 << (23 - kFusedBinShift));
     shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
   }
 };
@@ -94,10 +94,10 @@ struct ChipWindow {
 /// Turns scores into keys, 0 for tokens that are not eligible, and counts them in `shared.bins`.
 /// `keys` may be the norms of `scores`. All threads.
 template <int kQuads>
-__device__ void write_keys(const ScoreParams& params, const ChipWork& work,
-                           const ChipScores& scores, ChipShared& shared, std::uint32_t* keys) {
+__device__ void write_keys(const ScoreParams& params, const FusedWork& work,
+                           const FusedScores& scores, FusedShared& shared, std::uint32_t* keys) {
   constexpr int kHeads = 4 * kQuads;
-  const ChipPriorities priorities(params, work.kv_head);
+  const FusedPriorities priorities(params, work.kv_head);
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
   float factors[kHeads];
   float references[kHeads];
@@ -108,7 +108,7 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
   }
   // A thread takes the four tokens of a lane quad.
 #pragma unroll 1
-  for (int quad = static_cast<int>(threadIdx.x); quad < work.count / 4; quad += kChipThreads) {
+  for (int quad = static_cast<int>(threadIdx.x); quad < work.count / 4; quad += kFusedThreads) {
     const int tile = quad / 8;
     const int g = quad % 8;
     const uint4 packed = reinterpret_cast<const uint4*>(scores.norms)[quad];
@@ -124,20 +124,20 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
     std::uint32_t own[4];
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
-      const ChipNorms norm = PackedNorms::unpack(norms[row], weight);
+      const FusedNorms norm = PackedNorms::unpack(norms[row], weight);
       float sum = 0.0F;
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         sum += exp2_fast(fmaf(factors[h] * sum_of_row(four[h], row), norm.key, norm.log_value) -
                          references[h]);
       }
-      const auto token = static_cast<unsigned>(tile * kChipTile + row * 8 + g - work.begin);
+      const auto token = static_cast<unsigned>(tile * kFusedTile + row * 8 + g - work.begin);
       const bool eligible = token < static_cast<unsigned>(work.end - work.begin);
       own[row] = 0;
       if (!eligible) continue;
       float uniform = 1.0F;
       if (priorities.used) {
-        uniform = priorities.uniform(work.first_token + tile * kChipTile + row * 8 + g);
+        uniform = priorities.uniform(work.first_token + tile * kFusedTile + row * 8 + g);
       }
       own[row] = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
       if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, uniform, shared);
@@ -151,17 +151,17 @@ __device__ void write_keys(const ScoreParams& params, const ChipWork& work,
 /// group. The counts, `shared.bins`, are complete and are clear afterwards. All threads; begins
 /// and ends with a barrier.
 template <typename Exchange>
-__device__ void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers,
-                         Exchange& exchange, ChipShared& shared) {
+__device__ void find_bin(std::uint32_t wanted, int round, const BlockExchange& peers,
+                         Exchange& exchange, FusedShared& shared) {
   auto& counts = peers.box.counts[round & 1];
   const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
   const auto thread = static_cast<int>(threadIdx.x);
   __syncthreads();
   constexpr bool kWide = sizeof(exchange.counts[0][0]) == 4;
   constexpr int kBinsOfVector = kWide ? 2 : 4;
-  constexpr int kVectors = kChipBins / kBinsOfVector;
-  constexpr int kAtOnce = kChipThreads / kVectors;
-  constexpr int kMost = kChipBlocks / kAtOnce;
+  constexpr int kVectors = kFusedBins / kBinsOfVector;
+  constexpr int kAtOnce = kFusedThreads / kVectors;
+  constexpr int kMost = kFusedBlocks / kAtOnce;
   const int vector = thread % kVectors;
   const int first = thread / kVectors;
   uint2 of_blocks[kMost] = {};
@@ -177,7 +177,7 @@ __device__ void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers
     }
   }
   if (!peers.alone()) {
-    peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kChipBins,
+    peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kFusedBins,
                        (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce, stage,
                        of_blocks);
   }
@@ -185,13 +185,13 @@ __device__ void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers
   for (int i = 0; i < kMost; ++i) {
     reinterpret_cast<uint2*>(exchange.counts[first + i * kAtOnce])[vector] = of_blocks[i];
   }
-  __syncthreads();                         // the counts of all blocks are there
-  const int bin = kChipBins - 1 - thread;  // the best first
+  __syncthreads();                          // the counts of all blocks are there
+  const int bin = kFusedBins - 1 - thread;  // the best first
   std::uint32_t count = 0;
   std::uint32_t most = 0;
   std::uint32_t earlier = 0;
 #pragma unroll
-  for (unsigned block = 0; block < kChipBlocks; ++block) {
+  for (unsigned block = 0; block < kFusedBlocks; ++block) {
     const std::uint32_t of_block = exchange.counts[block][bin];  // 0 past the last
     count += of_block;
     most = max(most, of_block);
@@ -213,13 +213,13 @@ __device__ void find_bin(std::uint32_t wanted, int round, const ChipPeers& peers
 }
 
 /// Clears the keys of all tokens of the window but the first `take`, in token order.
-__device__ inline void take_in_order(const ChipWindow& window, std::uint32_t take, int count,
+__device__ inline void take_in_order(const FusedWindow& window, std::uint32_t take, int count,
                                      std::uint32_t* keys) {
   std::uint32_t seen = 0;
 #pragma unroll 1
-  for (int base = 0; base < count; base += kChipThreads) {
+  for (int base = 0; base < count; base += kFusedThreads) {
     const int token = base + static_cast<int>(threadIdx.x);
-    const unsigned i = ChipScores::entry_of(static_cast<unsigned>(token));
+    const unsigned i = FusedScores::entry_of(static_cast<unsigned>(token));
     const bool tie = token < count && window.has(keys[i]);
     std::uint32_t total = 0;
     const std::uint32_t before = seen + block_exclusive_sum(tie ? 1 : 0, &total);
@@ -230,17 +230,17 @@ __device__ inline void take_in_order(const ChipWindow& window, std::uint32_t tak
 
 /// The same for the `take` best of the window, ties by lowest token; or, if `cuts`, for all of
 /// these but the last, of which the key goes to `shared.cut`. No block has more than `most` of the
-/// window, kChipList at most. Returns how many of earlier blocks are taken.
+/// window, kFusedList at most. Returns how many of earlier blocks are taken.
 template <typename Exchange>
-__device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take, bool cuts,
-                                   std::uint32_t most, int count, const ChipPeers& peers,
-                                   std::uint32_t* keys, Exchange& exchange, ChipShared& shared) {
+__device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take, bool cuts,
+                                   std::uint32_t most, int count, const BlockExchange& peers,
+                                   std::uint32_t* keys, Exchange& exchange, FusedShared& shared) {
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
   const auto bin_of = [&](std::uint32_t key) {
     return static_cast<int>((key - window.low) >> window.shift);
   };
-  if (threadIdx.x < kChipList) shared.list[threadIdx.x] = 0;
+  if (threadIdx.x < kFusedList) shared.list[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.list_count = 0;
     shared.finalists = 0;
@@ -249,7 +249,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
   }
   __syncthreads();
 #pragma unroll 1
-  for (int four = static_cast<int>(threadIdx.x); four < count / 4; four += kChipThreads) {
+  for (int four = static_cast<int>(threadIdx.x); four < count / 4; four += kFusedThreads) {
     const uint4 own = reinterpret_cast<const uint4*>(keys)[four];
     const std::uint32_t key[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
@@ -267,8 +267,8 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
     peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], kListsStage, pair.x, pair.y);
   }
   // A warp has the keys of a block, 0 past the last, and counts them by finer bins.
-  static_assert(kChipBlocks <= kChipWarps);
-  constexpr int kPairs = kChipList / 64;
+  static_assert(kFusedBlocks <= kFusedWarps);
+  constexpr int kPairs = kFusedList / 64;
   uint2 of_block[kPairs];
   if (peers.alone()) {
 #pragma unroll
@@ -279,7 +279,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
   } else {
     const int present =
         warp < peers.blocks ? (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32 : 0;
-    peers.fetch<kPairs>(&peers.box.lists[warp % kChipBlocks][2 * lane], 64, present, kListsStage,
+    peers.fetch<kPairs>(&peers.box.lists[warp % kFusedBlocks][2 * lane], 64, present, kListsStage,
                         of_block);
   }
   std::uint32_t others[2 * kPairs];
@@ -293,7 +293,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
     if (key != 0) atomicAdd(&shared.bins[bin_of(key)], 1U);
   }
   __syncthreads();  // the keys of all blocks are counted
-  const int bin = kChipBins - 1 - static_cast<int>(threadIdx.x);
+  const int bin = kFusedBins - 1 - static_cast<int>(threadIdx.x);
   const std::uint32_t in_bin = shared.bins[bin];
   std::uint32_t total = 0;
   const std::uint32_t above = block_exclusive_sum(in_bin, &total);
@@ -312,7 +312,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
   __syncthreads();  // its keys are there
   const std::uint32_t rest = take - shared.above;
 #pragma unroll 1
-  for (std::uint32_t i = threadIdx.x; i < shared.count; i += kChipThreads) {
+  for (std::uint32_t i = threadIdx.x; i < shared.count; i += kFusedThreads) {
     const std::uint32_t key = exchange.finalists[i];
     std::uint32_t better = 0;
     std::uint32_t equal = 0;
@@ -353,11 +353,11 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
     const unsigned entry = shared.list_entries[threadIdx.x];
     bool taken = key > last;
     if (key == last) {
-      const unsigned token = ChipScores::token_of(entry);
+      const unsigned token = FusedScores::token_of(entry);
       std::uint32_t before = ties_before;
 #pragma unroll 1
       for (std::uint32_t i = 0; i < shared.list_count; ++i) {
-        const bool earlier = ChipScores::token_of(shared.list_entries[i]) < token;
+        const bool earlier = FusedScores::token_of(shared.list_entries[i]) < token;
         before += shared.list[i] == key && earlier ? 1 : 0;
       }
       taken = before < ties;
@@ -368,7 +368,7 @@ __device__ std::uint32_t take_best(const ChipWindow& window, std::uint32_t take,
 }
 
 /// The bound of the chosen keys, as arguments of `write_chosen`.
-struct ChipCut {
+struct FusedCut {
   std::uint32_t cut = 0;
   std::uint32_t before = 0;
 };
@@ -377,17 +377,17 @@ struct ChipCut {
 /// those that are not among them, but equal to some that are, become 0. All blocks. `first_round`:
 /// rounds that `find_bin` has had.
 template <typename Bins, typename Exchange>
-__device__ ChipCut find_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
-                             int first_round, std::uint32_t* keys, Exchange& exchange,
-                             ChipShared& shared) {
+__device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
+                              const BlockExchange& peers, int first_round, std::uint32_t* keys,
+                              Exchange& exchange, FusedShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   // By priority one more is looked for: what the others are above.
   const bool cuts = args.request.params.rule == SelectionRule::kPriority &&
                     work.plan.k < work.plan.end - work.plan.begin;
   if (cuts) ++wanted;
   if (threadIdx.x == 0) shared.cut = 0;
-  ChipWindow window;
-  ChipCut found;
+  FusedWindow window;
+  FusedCut found;
 #pragma unroll 1
   for (int round = first_round;; ++round) {
     find_bin(wanted, round, peers, exchange, shared);
@@ -398,7 +398,7 @@ __device__ ChipCut find_best(const FilterArgs& args, const ChipWork& work, const
       found.before = shared.before;
       return found;
     }
-    if (shared.most <= kChipList) {
+    if (shared.most <= kFusedList) {
       found.before =
           take_best(window, wanted, cuts, shared.most, work.count, peers, keys, exchange, shared);
       return found;
@@ -411,7 +411,7 @@ __device__ ChipCut find_best(const FilterArgs& args, const ChipWork& work, const
       return found;
     }
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < work.count; i += kChipThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < work.count; i += kFusedThreads) {
       const std::uint32_t key = keys[i];
       if (window.has(key)) atomicAdd(&shared.bins[(key - window.low) >> window.shift], 1U);
     }
@@ -421,10 +421,10 @@ __device__ ChipCut find_best(const FilterArgs& args, const ChipWork& work, const
 /// Chooses among the keys of all tokens of the group and writes what is chosen. `posted`: as of
 /// `write_chosen`.
 template <typename Bins>
-__device__ void choose_best(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
-                            std::uint32_t* keys, PostedWord* posted, ChipExchange& exchange,
-                            ChipShared& shared) {
-  const ChipCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
+__device__ void choose_best(const FilterArgs& args, const FusedWork& work,
+                            const BlockExchange& peers, std::uint32_t* keys, TaggedWord* posted,
+                            FusedExchange& exchange, FusedShared& shared) {
+  const FusedCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
   write_chosen(args, work, peers, found.cut, found.before, keys, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_peers_cuda.cuh"
+#include "scoring/block_exchange_cuda.cuh"
 
 #include <cuda_fp16.h>
 
@@ -11,15 +11,15 @@
 /// its normaliser.
 namespace kvtier::scoring::cuda {
 
-/// Addresses of the sketch blocks of a warp's units, which are kChipWarps apart, so each in the
+/// Addresses of the sketch blocks of a warp's units, which are kFusedWarps apart, so each in the
 /// block after that of the one before. A lane has one of 32 units, and that of the next 32: a load
 /// that is issued after copies returns after them, and nothing may wait for it. Whole warps only.
 class UnitBlocks {
  public:
   /// Of `count` units from `first` on.
   __device__ void start(const std::byte* const* blocks, int first, int count) {
-    static_assert(kChipWarps * kChipUnit == hashing::kBlockTokens);
-    blocks_ = blocks + first / kChipWarps;
+    static_assert(kFusedWarps * kFusedUnit == hashing::kBlockTokens);
+    blocks_ = blocks + first / kFusedWarps;
     count_ = count;
     own_ = load(static_cast<int>(threadIdx.x) % 32);
     next_ = load(static_cast<int>(threadIdx.x) % 32 + 32);
@@ -45,20 +45,20 @@ class UnitBlocks {
   const std::byte* next_ = nullptr;
 };
 
-/// The units of one warp on their way through its ring of stages: every kChipWarps-th of the
+/// The units of one warp on their way through its ring of stages: every kFusedWarps-th of the
 /// block's. Whole warps only.
-class ChipRing {
+class FusedRing {
  public:
-  __device__ ChipRing(const FilterArgs& args, int kv_head, const ChipShape& shape, int chunks,
-                      std::byte* memory)
+  __device__ FusedRing(const FilterArgs& args, int kv_head, const FusedShape& shape, int chunks,
+                       std::byte* memory)
       : memory_(memory +
-                static_cast<int>(threadIdx.x / 32) * shape.stages * chip_unit_bytes(chunks)),
+                static_cast<int>(threadIdx.x / 32) * shape.stages * fused_unit_bytes(chunks)),
         policy_(transfer::cuda::read_once_policy()),
         chunks_(chunks),
         stages_(shape.stages) {
     const hashing::SketchGeometry& sketch = args.request.sketch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    constexpr int kNormLanes = kChipUnit * 2 / 16;
+    constexpr int kNormLanes = kFusedUnit * 2 / 16;
     codes_ = sketch.chunk_offset(kv_head, 0, 0) + lane * 16;
     norms_ = lane < kNormLanes ? sketch.key_norm_offset(kv_head, 0)
                                : sketch.value_norm_offset(kv_head, 0);
@@ -67,11 +67,11 @@ class ChipRing {
   }
 
   /// Starts to copy the first units. What an earlier call has started has come to nothing.
-  __device__ void start(const std::byte* const* blocks, const ChipShare& share) {
+  __device__ void start(const std::byte* const* blocks, const FusedShare& share) {
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();
     first_ = share.first + static_cast<int>(threadIdx.x / 32);
-    count_ = max(share.last - first_ + kChipWarps - 1, 0) / kChipWarps;
+    count_ = max(share.last - first_ + kFusedWarps - 1, 0) / kFusedWarps;
     next_ = 0;
     stage_ = 0;
     blocks_.start(blocks, first_, count_);
@@ -87,10 +87,10 @@ class ChipRing {
         transfer::cuda::copy_async_wait<2>();
         break;
       default:
-        transfer::cuda::copy_async_wait<kChipStages - 1>();
+        transfer::cuda::copy_async_wait<kFusedStages - 1>();
     }
     __syncwarp();  // the copies of all lanes
-    return memory_ + stage_ * chip_unit_bytes(chunks_);
+    return memory_ + stage_ * fused_unit_bytes(chunks_);
   }
   /// Gives the unit's stage to the copies.
   __device__ void release() {
@@ -107,14 +107,14 @@ class ChipRing {
     stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
   }
   __device__ void fill() {
-    constexpr int kUnitsPerBlock = hashing::kBlockTokens / kChipUnit;
-    constexpr int kChunkBytes = kChipUnit * hashing::kChunkBytes;
+    constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
+    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
     const std::byte* block = blocks_.at(next_);
     const int unit = first_ % kUnitsPerBlock;  // of the block, as of every unit of the warp
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const unsigned to =
-        transfer::cuda::shared_address(memory_ + stage_ * chip_unit_bytes(chunks_)) +
+        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
         static_cast<unsigned>(lane * 16);
     const std::byte* codes = block + codes_ + unit * kChunkBytes;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
@@ -126,7 +126,7 @@ class ChipRing {
     }
     if (copies_norms_) {
       transfer::cuda::copy_async_16_once(to + chunks_ * kChunkBytes,
-                                         block + norms_ + unit * kChipUnit * 2, policy_);
+                                         block + norms_ + unit * kFusedUnit * 2, policy_);
     }
   }
 
@@ -146,7 +146,7 @@ class ChipRing {
 
 /// As `QuadColumns`, in shared memory.
 template <int kKnownChunks, int kWeightBits>
-class ChipColumns {
+class FusedColumns {
  public:
   static constexpr int kBits = kWeightBits;
   static constexpr int kChunks = kKnownChunks;
@@ -181,7 +181,7 @@ struct PackedNorms {
     return key == kBad || value == kBad ? 0U : key | value << 16;
   }
   /// `weight`: what the logarithm of the value norm counts, 0 or 1.
-  __device__ static ChipNorms unpack(std::uint32_t packed, float weight) {
+  __device__ static FusedNorms unpack(std::uint32_t packed, float weight) {
     const float key = norm_value(static_cast<std::uint16_t>(packed));
     const float log_value =
         weight * log2_norm(norm_value(static_cast<std::uint16_t>(packed >> 16)));
@@ -190,7 +190,7 @@ struct PackedNorms {
 };
 
 /// The block's (row, KV head), and its tokens.
-struct ChipWork {
+struct FusedWork {
   RowPlan plan;
   std::int64_t group_index;
   int kv_head;
@@ -199,13 +199,14 @@ struct ChipWork {
   int begin;  // of the eligible ones among them
   int end;
 
-  __device__ ChipWork(const FilterArgs& args, int row, int kv_head_, unsigned rank, unsigned blocks)
+  __device__ FusedWork(const FilterArgs& args, int row, int kv_head_, unsigned rank,
+                       unsigned blocks)
       : plan(plan_of_row(args, row)),
         group_index(std::int64_t{row} * args.request.kv.kv_heads + kv_head_),
         kv_head(kv_head_) {
-    const ChipShare share(plan.begin, plan.end, rank, blocks);
-    first_token = share.first * kChipUnit;
-    count = share.units() * kChipUnit;
+    const FusedShare share(plan.begin, plan.end, rank, blocks);
+    first_token = share.first * kFusedUnit;
+    count = share.units() * kFusedUnit;
     begin = static_cast<int>(plan.begin - first_token);
     end = static_cast<int>(min(plan.end - first_token, std::int64_t{count}));
   }
@@ -214,7 +215,7 @@ struct ChipWork {
 };
 
 /// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
-__device__ inline void tell(const FilterArgs& args, const ChipWork& work) {
+__device__ inline void tell(const FilterArgs& args, const FusedWork& work) {
   const SelectRequest& request = args.request;
   const RowPlan& plan = work.plan;
   if (work.empty()) args.selection.counts[work.group_index] = 0;
@@ -227,43 +228,43 @@ __device__ inline void tell(const FilterArgs& args, const ChipWork& work) {
 /// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
 /// each quad. `factors` is of the heads in whole quads.
 template <int kQuads, int kChunks, int kBits>
-__device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const ChipWork& work,
-                             int chunks, const float* factors, const ChipScores& scores,
-                             ChipNorms* norms_memory, ChipQueries& queries) {
-  static_assert(kChipUnit == 2 * kChipTile);
+__device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const FusedWork& work,
+                             int chunks, const float* factors, const FusedScores& scores,
+                             FusedNorms* norms_memory, FusedQueries& queries) {
+  static_assert(kFusedUnit == 2 * kFusedTile);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
-  ChipNorms* const norms = norms_memory + warp * kChipUnit;
-  ChipColumns<kChunks, kBits> columns[kQuads];
+  FusedNorms* const norms = norms_memory + warp * kFusedUnit;
+  FusedColumns<kChunks, kBits> columns[kQuads];
   float own_factors[kQuads];
   int weight_sums[kQuads];
-  ChipSum totals[kQuads];
+  FusedSum totals[kQuads];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     columns[quad].load(queries.columns + quad * chunks * (kBits / 2) * 32);
     own_factors[quad] = factors[quad * 4 + lane % 4];
     weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
   }
-  const unsigned entry = ChipScores::entry_of(static_cast<unsigned>(lane) * 2);
-  std::uint32_t* packed_to = scores.norms + warp * kChipUnit + entry;
-  uint2* sums_to = scores.sums + warp * (kChipUnit / kChipTile) * kQuads * 32 + lane;
+  const unsigned entry = FusedScores::entry_of(static_cast<unsigned>(lane) * 2);
+  std::uint32_t* packed_to = scores.norms + warp * kFusedUnit + entry;
+  uint2* sums_to = scores.sums + warp * (kFusedUnit / kFusedTile) * kQuads * 32 + lane;
 #pragma unroll 1
-  for (int first = warp * kChipUnit; first < work.count; first += kChipWarps * kChipUnit) {
+  for (int first = warp * kFusedUnit; first < work.count; first += kFusedWarps * kFusedUnit) {
     const std::byte* stage = ring.wait();
     const auto* raw =
-        reinterpret_cast<const std::uint32_t*>(stage + chunks * kChipUnit * hashing::kChunkBytes) +
+        reinterpret_cast<const std::uint32_t*>(stage + chunks * kFusedUnit * hashing::kChunkBytes) +
         lane;
     const std::uint32_t key_pair = raw[0];
-    const std::uint32_t value_pair = raw[kChipUnit / 2];
+    const std::uint32_t value_pair = raw[kFusedUnit / 2];
     const std::uint32_t packed[2] = {PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU),
                                      PackedNorms::pack(key_pair >> 16, value_pair >> 16)};
     packed_to[0] = packed[0];
-    packed_to[ChipScores::kNextEntry] = packed[1];
-    packed_to += kChipWarps * kChipUnit;
-    ChipNorms own[2] = {PackedNorms::unpack(packed[0], weight),
-                        PackedNorms::unpack(packed[1], weight)};
-    if (first < work.begin || first + kChipUnit > work.end) {
+    packed_to[FusedScores::kNextEntry] = packed[1];
+    packed_to += kFusedWarps * kFusedUnit;
+    FusedNorms own[2] = {PackedNorms::unpack(packed[0], weight),
+                         PackedNorms::unpack(packed[1], weight)};
+    if (first < work.begin || first + kFusedUnit > work.end) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = first + lane * 2 + i;
@@ -275,19 +276,19 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
     __syncwarp();
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      constexpr int kTiles = kChipUnit / kChipTile;
+      constexpr int kTiles = kFusedUnit / kFusedTile;
       float values[kTiles][4];
       float most = totals[quad].most;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         int sums[4];
-        signed_sums<kChipUnit>(stage + tile * kChipTile * hashing::kChunkBytes, columns[quad],
-                               chunks, weight_sums[quad], sums);
+        signed_sums<kFusedUnit>(stage + tile * kFusedTile * hashing::kChunkBytes, columns[quad],
+                                chunks, weight_sums[quad], sums);
         sums_to[(tile * kQuads + quad) * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
                                                           __byte_perm(sums[2], sums[3], 0x5410));
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
-          const ChipNorms norm = norms[tile * kChipTile + row * 8 + lane / 4];
+          const FusedNorms norm = norms[tile * kFusedTile + row * 8 + lane / 4];
           values[tile][row] =
               fmaf(own_factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
           most = fmaxf(most, values[tile][row]);
@@ -301,7 +302,7 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
       }
       totals[quad] = {most, sum};
     }
-    sums_to += kChipWarps * (kChipUnit / kChipTile) * kQuads * 32;
+    sums_to += kFusedWarps * (kFusedUnit / kFusedTile) * kQuads * 32;
     ring.release();
   }
   transfer::cuda::copy_async_wait<0>();
@@ -318,7 +319,7 @@ __device__ void score_tokens(const ScoreParams& params, ChipRing& ring, const Ch
 }
 
 /// Adds up what the lanes of a warp have; all lanes get next to the same.
-__device__ inline ChipSum sum_lanes(ChipSum total) {
+__device__ inline FusedSum sum_lanes(FusedSum total) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const float most = __shfl_xor_sync(kFullWarp, total.most, distance);
@@ -329,10 +330,10 @@ __device__ inline ChipSum sum_lanes(ChipSum total) {
 }
 
 /// The block's sum for a head. A whole warp, after a barrier.
-__device__ inline ChipSum sum_of_block(const ChipQueries& queries, int head) {
+__device__ inline FusedSum sum_of_block(const FusedQueries& queries, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  ChipSum total;
-  if (lane < kChipWarps) {
+  FusedSum total;
+  if (lane < kFusedWarps) {
     const float2 of_warp = queries.warp_sums[lane][head];
     total = {of_warp.x, of_warp.y};
   }
@@ -340,20 +341,20 @@ __device__ inline ChipSum sum_of_block(const ChipQueries& queries, int head) {
 }
 
 /// Base-2 log-sum-exp.
-__device__ inline float normaliser(const ChipSum& total) {
+__device__ inline float normaliser(const FusedSum& total) {
   return total.sum > 0.0F ? total.most + __log2f(total.sum) : 0.0F;
 }
 
 /// Exchanges the parts of the normalisers: fills `shared.references`, for heads past the group with
 /// infinity. All threads; begins and ends with a barrier.
-__device__ inline void exchange_sums(const ChipQueries& queries, const ChipPeers& peers, int group,
-                                     int heads, ChipShared& shared) {
+__device__ inline void exchange_sums(const FusedQueries& queries, const BlockExchange& peers,
+                                     int group, int heads, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  static_assert(kChipWarps >= kMaxGroup && kChipBlocks <= 32);
+  static_assert(kFusedWarps >= kMaxGroup && kFusedBlocks <= 32);
   __syncthreads();  // the sums of all warps are there, and nobody uses the ring any more
   if (head < group) {
-    ChipSum total = sum_of_block(queries, head);
+    FusedSum total = sum_of_block(queries, head);
     auto& sums = peers.box.sums;
     if (lane == 0) {
       peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(total.most),
@@ -374,11 +375,11 @@ __device__ inline void exchange_sums(const ChipQueries& queries, const ChipPeers
 
 /// Adds up the parts of the normalisers in memory: fills `shared.references`. Ends with a barrier.
 __device__ inline void read_sums(const float2* partials, int parts, int group, int heads,
-                                 ChipShared& shared) {
+                                 FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
   if (head < group) {
-    ChipSum total;
+    FusedSum total;
     for (int part = lane; part < parts; part += 32) {
       const float2 one = partials[part * group + head];
       total.add(one.x, one.y);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "scoring/chip_scores_cuda.cuh"
+#include "scoring/fused_scores_cuda.cuh"
 
 #include <cstdint>
 
@@ -9,11 +9,11 @@
 namespace kvtier::scoring::cuda {
 
 /// What the keys of a selection by priority are made from and turned back with.
-struct ChipPriorities {
+struct FusedPriorities {
   bool used;
   std::uint32_t set;  ///< Key of the set (`priority_key`).
 
-  __device__ ChipPriorities(const ScoreParams& params, int kv_head)
+  __device__ FusedPriorities(const ScoreParams& params, int kv_head)
       : used(params.rule == SelectionRule::kPriority), set(priority_key(params, kv_head)) {}
 
   /// u of a token.
@@ -38,8 +38,8 @@ struct ChipPriorities {
 /// is null, two words for each where there are biases.
 class ChosenTokens {
  public:
-  __device__ ChosenTokens(const FilterArgs& args, const ChipWork& work, const ChipPeers& peers,
-                          PostedWord* posted, std::uint32_t cut_priority)
+  __device__ ChosenTokens(const FilterArgs& args, const FusedWork& work, const BlockExchange& peers,
+                          TaggedWord* posted, std::uint32_t cut_priority)
       : out_(args.selection),
         list_(work.group_index * args.selection.capacity),
         peers_(peers),
@@ -66,35 +66,35 @@ class ChosenTokens {
  private:
   const transfer::SelectionView& out_;
   std::int64_t list_;
-  const ChipPeers& peers_;
-  PostedWord* posted_;
-  ChipPriorities priorities_;
+  const BlockExchange& peers_;
+  TaggedWord* posted_;
+  FusedPriorities priorities_;
   std::uint32_t cut_;
   std::uint16_t mask_;
 };
 
 /// Writes the tokens with keys above `cut`. `before`: tokens of the last window that are chosen in
 /// earlier blocks.
-__device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work,
-                                    const ChipPeers& peers, std::uint32_t cut, std::uint32_t before,
-                                    const std::uint32_t* keys, PostedWord* posted,
-                                    ChipShared& shared) {
-  constexpr int kRun = 32 * kChipTile;
+__device__ inline void write_chosen(const FilterArgs& args, const FusedWork& work,
+                                    const BlockExchange& peers, std::uint32_t cut,
+                                    std::uint32_t before, const std::uint32_t* keys,
+                                    TaggedWord* posted, FusedShared& shared) {
+  constexpr int kRun = 32 * kFusedTile;
   const int count = work.count;
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
   // A warp has neighbouring tokens.
-  const int per_warp = (count + kChipThreads - 1) / kChipThreads * 32;
+  const int per_warp = (count + kFusedThreads - 1) / kFusedThreads * 32;
   const int begin = min(static_cast<int>(warp) * per_warp, count);
   const int end = min(begin + per_warp, count);  // whole tiles
-  const std::uint32_t* own = keys + ChipScores::entry_of(lane);
+  const std::uint32_t* own = keys + FusedScores::entry_of(lane);
   // The lane's of 32 tiles from a token on: a bit per token that is chosen.
   const auto votes_of_run = [&](int run) {
     std::uint32_t votes = 0;
-    const int tiles = min(end - run, kRun) / kChipTile;
+    const int tiles = min(end - run, kRun) / kFusedTile;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const std::uint32_t of_tile = __ballot_sync(kFullWarp, own[run + tile * kChipTile] > cut);
+      const std::uint32_t of_tile = __ballot_sync(kFullWarp, own[run + tile * kFusedTile] > cut);
       if (tile == static_cast<int>(lane)) votes = of_tile;
     }
     return votes;
@@ -122,11 +122,11 @@ __device__ inline void write_chosen(const FilterArgs& args, const ChipWork& work
       if (static_cast<int>(lane) >= distance) through += up;
     }
     std::int64_t to = at + through - of_lane;
-    const int tile = run + static_cast<int>(lane) * kChipTile;
+    const int tile = run + static_cast<int>(lane) * kFusedTile;
     for (; votes != 0; votes &= votes - 1) {
       const int local = tile + __ffs(static_cast<int>(votes)) - 1;
       chosen.write(to++, work.first_token + local,
-                   keys[ChipScores::entry_of(static_cast<unsigned>(local))]);
+                   keys[FusedScores::entry_of(static_cast<unsigned>(local))]);
     }
     at += __shfl_sync(kFullWarp, through, 31);
   }

@@ -72,13 +72,13 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   const int heads = min(group - first_head, kHeads);
   const std::int64_t group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
   TileReader reader(args, kv_head);
-  ChipShare started(0, 0, 0, 1);
-  if (shape.early) {  // see start_early in chip_select_cuda.cu
+  FusedShare started(0, 0, 0, 1);
+  if (shape.early) {  // see start_early in fused_select_cuda.cu
     const transfer::QueryRow& query = request.rows[row];
     const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
-    started = ChipShare(spans.sink_end, spans.eligible_end, part, shape.parts);
+    started = FusedShare(spans.sink_end, spans.eligible_end, part, shape.parts);
     reader.start(request.sketches[query.sequence], started);
   }
   transfer::cuda::wait_for_previous();
@@ -88,7 +88,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   const RowPlan plan = plan_of_row(args, row);
   if (blockIdx.x == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
-  const ChipShare share(plan.begin, plan.end, part, shape.parts);
+  const FusedShare share(plan.begin, plan.end, part, shape.parts);
   if (!shape.early || !(share == started)) reader.start(plan.blocks, share);
   entries.store_pairs(tables);
   __syncthreads();
@@ -116,19 +116,19 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   if (static_cast<int>(threadIdx.x) >= heads) return;
   float total = 0.0F;
   for (int warp = 0; warp < kPassWarps; ++warp) total += warp_sums[warp][threadIdx.x];
-  float2* const sums = args.filter.chip_sums + (group_index * shape.parts + part) * group;
+  float2* const sums = args.filter.fused_sums + (group_index * shape.parts + part) * group;
   sums[first_head + static_cast<int>(threadIdx.x)] = {0.0F, total};
 #endif
 }
 
 /// Fills `references`, by which values are multiplied to have a mean of 1, or sums of a group's.
-__device__ void read_references(const FilterArgs& args, const ChipWork& work, unsigned parts,
+__device__ void read_references(const FilterArgs& args, const FusedWork& work, unsigned parts,
                                 bool together, SetShared& shared) {
   const int head = static_cast<int>(threadIdx.x) / 32;
   const unsigned lane = threadIdx.x % 32;
   if (head >= kMaxGroup) return;
   const int group = args.request.kv.group();
-  const float2* sums = args.filter.chip_sums + work.group_index * parts * group + head;
+  const float2* sums = args.filter.fused_sums + work.group_index * parts * group + head;
   float total = 0.0F;
   for (unsigned part = lane; head < group && part < parts; part += 32) {
     total += sums[part * static_cast<unsigned>(group)].y;
@@ -168,7 +168,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   __syncwarp();
   cluster_arrive();
   // The kernel that scores has let this one start when all before it were done.
-  const ChipWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
   if (work.plan.k <= 0) return;  // the whole cluster
@@ -257,12 +257,12 @@ CollisionPlan plan_collisions(const SelectRequest& request) {
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   CollisionShape& shape = plan.shape;
   shape.parts =
-      static_cast<unsigned>(std::max(std::min(processors, kChipParts) / (groups * plan.quads), 1));
+      static_cast<unsigned>(std::max(std::min(processors, kFusedParts) / (groups * plan.quads), 1));
   shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
-  const std::int64_t units = (request.max_length + kChipUnit - 1) / kChipUnit;
+  const std::int64_t units = (request.max_length + kFusedUnit - 1) / kFusedUnit;
   const auto resize = [&](unsigned blocks) {
     shape.blocks = blocks;
-    const std::int64_t capacity = (units + blocks - 1) / blocks * kChipUnit;
+    const std::int64_t capacity = (units + blocks - 1) / blocks * kFusedUnit;
     constexpr std::int64_t kMostTokens = 65535;  // counts have 16 bits
     shape.capacity = static_cast<int>(std::min(capacity, kMostTokens + 1));
     plan.choose_bytes =
@@ -287,7 +287,7 @@ bool k_known_of_collisions(const SelectRequest& request) {
   return one_set(request) && plan_collisions(request).serves;
 }
 
-bool enqueue_chip_collisions(cudaStream_t stream, const FilterArgs& args) {
+bool enqueue_fused_collisions(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
   const CollisionPlan plan = plan_collisions(request);
   if (!plan.serves) return false;
