@@ -101,7 +101,7 @@ void prefetch_after_step(EngineState::SubmissionScope& scope, EngineState& engin
   std::vector<AttendPart> next_parts;
   for (const AttendPart& part : parts) {
     const bool last = part.inputs.query.shape[0] == 1 && part.options.tokens_after == 0;
-    if (!last || !runtime::shares_launch(part, parts, engine.batch_rows)) return;
+    if (!last || !runtime::can_batch_with(part, parts, engine.batch_rows)) return;
     const float* query =
         engine.queries.as<float>() + static_cast<std::int64_t>(next_parts.size()) * row;
     AttendPart& next = next_parts.emplace_back();
@@ -479,9 +479,9 @@ std::vector<Session> Session::fork(int count, StreamRef stream) {
   }
   {
     const SessionUse use(*impl_, scope, SessionUse::Shared{});
-    const SessionState::Frozen frozen(*impl_, scope.stream());
+    const SessionState::ForkSnapshot snapshot(*impl_, scope.stream());
     for (int i = 0; i < count; ++i) {
-      children.push_back(Session(std::make_unique<Impl>(scope, *impl_, frozen.memory())));
+      children.push_back(Session(std::make_unique<Impl>(scope, *impl_, snapshot.memory())));
     }
   }
   scope.finish();

@@ -1,7 +1,7 @@
 #include "runtime/fetch.h"
 
-#include "runtime/cold_path.h"
 #include "runtime/row_integrity.h"
+#include "runtime/tiered_attention.h"
 #include "transfer/row_checks.h"
 #include "transfer/rows.h"
 
@@ -148,7 +148,7 @@ void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer
       count = ensure_some_resident(scope, engine, session.layer(layer), tokens, first, count);
     }
     piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, first, count);
-    if (!rows_were_whole(scope.stream(), session, tries > 0)) {
+    if (!verify_after_read(scope.stream(), session, tries > 0)) {
       ++tries;
       count = 0;
       continue;

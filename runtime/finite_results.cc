@@ -29,7 +29,7 @@ bool finite(const EngineState& engine, const MutableTensorView& out, std::int64_
 
 void attend_finite(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
                    std::span<const AttendPart> parts, bool after_append) {
-  attend_whole_rows(scope, engine, layer, parts, after_append);
+  attend_verified(scope, engine, layer, parts, after_append);
   if (!engine.config.reject_nonfinite || !scope.synchronous() || scope.capturing()) return;
   engine.wait(scope.stream());
   for (const AttendPart& part : parts) {

@@ -40,7 +40,7 @@ std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& la
 
 }  // namespace
 
-bool rows_were_whole(transfer::Stream& stream, SessionState& session, bool last) {
+bool verify_after_read(transfer::Stream& stream, SessionState& session, bool last) {
   const std::uint64_t corrupt = session.take_corrupt();
   if (corrupt == 0) return true;
   EngineState& engine = session.engine();
@@ -57,15 +57,15 @@ bool rows_were_whole(transfer::Stream& stream, SessionState& session, bool last)
                                         std::to_string(num_lost) + " pages");
 }
 
-void attend_whole_rows(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
-                       std::span<const AttendPart> parts, bool after_append) {
+void attend_verified(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+                     std::span<const AttendPart> parts, bool after_append) {
   attend(scope, engine, layer, parts, after_append);
   if (!engine.kv.row_checks || !scope.synchronous() || scope.capturing()) return;
   for (const bool last : {false, true}) {
     engine.wait(scope.stream());
     bool whole = true;
     for (const AttendPart& part : parts) {
-      whole = rows_were_whole(scope.stream(), *part.session, last) && whole;
+      whole = verify_after_read(scope.stream(), *part.session, last) && whole;
     }
     if (whole) return;
     attend(scope, engine, layer, parts);

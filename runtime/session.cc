@@ -1,8 +1,8 @@
 #include "runtime/session.h"
 
-#include "runtime/cold_path.h"
 #include "runtime/prefix_store.h"
 #include "runtime/row_cache.h"
+#include "runtime/tiered_attention.h"
 
 #include <algorithm>
 #include <atomic>
@@ -92,7 +92,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   const WithinTurn account_within_turn(account_);
   // A local until nothing can fail any more: it is to be destroyed within a submission scope.
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
-  enlist(scope.stream());
+  register_session(scope.stream());
   try {
     memory->clear(scope.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
@@ -101,7 +101,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
     engine_->prefixes->attach(scope.stream(), keys_, *memory);
   } catch (...) {
     memory->release(scope.stream());  // what was enqueued may be under way
-    delist(scope.stream());
+    unregister_session(scope.stream());
     throw;
   }
   memory_ = std::move(memory);
@@ -120,7 +120,7 @@ SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionSta
     pages += static_cast<std::size_t>(layer.pages.size());
   }
   account_ = std::make_unique<PageAccount>(*parent.account_, pages);
-  enlist(scope.stream());
+  register_session(scope.stream());
   memory_ = std::move(memory);
 }
 
@@ -169,7 +169,7 @@ void SessionState::publish(EngineState::SubmissionScope& scope,
   if (keys.size() > keys_.size()) keys_ = std::move(keys);
 }
 
-void SessionState::enlist(transfer::Stream& stream) {
+void SessionState::register_session(transfer::Stream& stream) {
   engine_->live_flags.reserve(engine_->live_flags.size() + 1);
   std::byte* frame = nullptr;
   if (!engine_->session_flags->take_all({&frame, 1}, &stream)) {
@@ -182,7 +182,7 @@ void SessionState::enlist(transfer::Stream& stream) {
   ++engine_->num_sessions;
 }
 
-void SessionState::delist(transfer::Stream& stream) {
+void SessionState::unregister_session(transfer::Stream& stream) {
   engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
   engine_->closed_corrupt += load(flags_->rows_corrupt);
   std::erase(engine_->live_flags, flags_);
@@ -200,7 +200,7 @@ SessionState::~SessionState() {
     stream.wait(last_use_);
     engine_->wait_for_submissions(stream);  // other holders' uses of shared frames
     drop(stream, std::move(memory_));
-    delist(stream);
+    unregister_session(stream);
     engine_->collect_retired();
   } catch (...) {
     // The device has failed; its memory dies with the engine.
@@ -338,7 +338,8 @@ void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int6
   memory_->set_length(stream, layer);
 }
 
-SessionState::Frozen::Frozen(SessionState& parent, transfer::Stream& stream) : stream_(stream) {
+SessionState::ForkSnapshot::ForkSnapshot(SessionState& parent, transfer::Stream& stream)
+    : stream_(stream) {
   if (!parent.owns_memory_) {
     memory_ = parent.memory_;
     return;
@@ -347,7 +348,7 @@ SessionState::Frozen::Frozen(SessionState& parent, transfer::Stream& stream) : s
   memory_->share(stream, *parent.memory_);
 }
 
-SessionState::Frozen::~Frozen() {
+SessionState::ForkSnapshot::~ForkSnapshot() {
   try {
     drop(stream_, std::move(memory_));
   } catch (...) {

@@ -23,8 +23,7 @@ namespace kvtier::runtime {
 class SessionState {
  public:
   SessionState(std::shared_ptr<EngineState> engine, const SessionConfig& config);
-  /// A child of a fork, within a submission scope: `memory` is the frozen copy that `parent` has
-  /// made.
+  /// A child of a fork, within a submission scope: `memory` is the snapshot that `parent` has made.
   SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
                std::shared_ptr<SequenceMemory> memory);
   ~SessionState();
@@ -64,12 +63,12 @@ class SessionState {
   void publish(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
   /// What the children of a fork begin with, made within a submission scope: a copy of the parent's
   /// memory that holds the same frames, or the parent's own while that is frozen.
-  class Frozen {
+  class ForkSnapshot {
    public:
-    Frozen(SessionState& parent, transfer::Stream& stream);
-    Frozen(const Frozen&) = delete;  // lets go once
-    Frozen& operator=(const Frozen&) = delete;
-    ~Frozen();
+    ForkSnapshot(SessionState& parent, transfer::Stream& stream);
+    ForkSnapshot(const ForkSnapshot&) = delete;  // lets go once
+    ForkSnapshot& operator=(const ForkSnapshot&) = delete;
+    ~ForkSnapshot();
     [[nodiscard]] const std::shared_ptr<SequenceMemory>& memory() const noexcept { return memory_; }
 
    private:
@@ -96,9 +95,9 @@ class SessionState {
   /// restored.
   void find_prefix(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
   /// Takes a frame for the session's flags and counts it as open.
-  void enlist(transfer::Stream& stream);
+  void register_session(transfer::Stream& stream);
   /// Takes that back, once the work enqueued on `stream` is done.
-  void delist(transfer::Stream& stream);
+  void unregister_session(transfer::Stream& stream);
   /// Gives back the pages and blocks past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
   /// Throws `kResourceExhausted` unless a layer may have so many more tokens.

@@ -1,10 +1,10 @@
 #include "runtime/step.h"
 
 #include "attention/flash_decode.h"
-#include "runtime/cold_path.h"
 #include "runtime/page_prefetch.h"
 #include "runtime/row_cache.h"
 #include "runtime/stage_timer.h"
+#include "runtime/tiered_attention.h"
 #include "scoring/selection_plan.h"
 #include "transfer/row_checks.h"
 #include "transfer/rows.h"
@@ -269,11 +269,11 @@ class AttendLaunch {
     }
     if (engine_.page_pool != nullptr && !scope_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();
-      if (!ColdLaunch::all_resident(stream, layers)) {
+      if (!TieredLaunch::all_resident(stream, layers)) {
         StageTimer timer(scope_, engine_, engine_.seconds.fetch);
-        ColdLaunch cold(stream, engine_, layers, request);
-        const bool together = ensure_resident(cold, selection);
-        if (!together) cold.attend(selection, max_selected, output_batch(), session_flags());
+        TieredLaunch tiered(stream, engine_, layers, request);
+        const bool together = ensure_resident(tiered, selection);
+        if (!together) tiered.attend(selection, max_selected, output_batch(), session_flags());
         timer.stop();
         if (!together) return finish_attend();
       }
@@ -303,7 +303,7 @@ class AttendLaunch {
   /// Rows are fetched ahead only where nothing has to be waited for.
   [[nodiscard]] bool prefetches() {
     return engine_.page_pool == nullptr || scope_.capturing() ||
-           ColdLaunch::all_resident(scope_.stream(), layers_of_slices());
+           TieredLaunch::all_resident(scope_.stream(), layers_of_slices());
   }
 
   void prefetch() {
@@ -317,14 +317,14 @@ class AttendLaunch {
 
   /// Waits for the pages of a selection, and makes it again when other calls have used the
   /// workspace meanwhile: it is the same, and its pages are resident.
-  bool ensure_resident(ColdLaunch& cold, transfer::SelectionView& selection) {
+  bool ensure_resident(TieredLaunch& tiered, transfer::SelectionView& selection) {
     (void)scope_.workspace_lost();
-    bool together = cold.ensure_resident(selection);
+    bool together = tiered.ensure_resident(selection);
     while (scope_.workspace_lost()) {
       again_ = true;
       read_queries();
       if (sparse(*slices_.front().part)) selection = choose();
-      together = cold.ensure_resident(selection);
+      together = tiered.ensure_resident(selection);
     }
     again_ = false;
     return together;
@@ -424,7 +424,7 @@ class AttendLaunch {
 
 }  // namespace
 
-bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts, int batch_rows) {
+bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts, int batch_rows) {
   const AttendPart& first = parts.front();
   if (part.options.rule.mode != LayerMode::kSparse || part.options.recall_params.active ||
       !part.inputs.selected.empty() || parts.size() > static_cast<std::size_t>(batch_rows)) {

@@ -54,8 +54,8 @@ struct AttendPart {
 
 /// Tells whether a part that selects by score is in one launch with all of `parts`, of one query
 /// token each, so that the queries of the parts lie in the workspace one behind the other.
-[[nodiscard]] bool shares_launch(const AttendPart& part, std::span<const AttendPart> parts,
-                                 int batch_rows);
+[[nodiscard]] bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts,
+                                  int batch_rows);
 
 /// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
 /// `append` (runtime/append.h) returned, when it is what the scope enqueued just before.

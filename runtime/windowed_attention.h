@@ -19,7 +19,7 @@ namespace kvtier::runtime {
 /// log-sum-exp, in the order of tokens. The lists and the results of a window are in the memory
 /// that appends pack rows in. Within a submission scope that is not captured and keeps the
 /// workspace.
-class ColdWindows {
+class WindowedAttention {
  public:
   /// A page of one sequence of the launch.
   struct PageIndex {
@@ -41,9 +41,9 @@ class ColdWindows {
   using Hold = std::function<std::size_t(std::span<const PageIndex>)>;
 
   /// `session_flags`: of each sequence, where changed rows are counted.
-  ColdWindows(transfer::Stream& stream, EngineState& engine,
-              const attention::AttendRequest& request, const Reading& reading,
-              const transfer::Batch<transfer::StepFlags*>& session_flags);
+  WindowedAttention(transfer::Stream& stream, EngineState& engine,
+                    const attention::AttendRequest& request, const Reading& reading,
+                    const transfer::Batch<transfer::StepFlags*>& session_flags);
 
   /// Waits for every window but the last.
   void attend(const attention::OutputBatch& outputs, const Hold& hold);

@@ -1,4 +1,4 @@
-#include "runtime/cold_path.h"
+#include "runtime/tiered_attention.h"
 
 #include "kvtier/error.h"
 
@@ -84,17 +84,18 @@ bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, Layer
   return true;
 }
 
-ColdLaunch::ColdLaunch(transfer::Stream& stream, EngineState& engine,
-                       std::span<LayerState* const> layers, const attention::AttendRequest& request)
+TieredLaunch::TieredLaunch(transfer::Stream& stream, EngineState& engine,
+                           std::span<LayerState* const> layers,
+                           const attention::AttendRequest& request)
     : stream_(stream), engine_(engine), layers_(layers), request_(request) {}
 
-bool ColdLaunch::all_resident(transfer::Stream& stream, std::span<LayerState* const> layers) {
+bool TieredLaunch::all_resident(transfer::Stream& stream, std::span<LayerState* const> layers) {
   std::int64_t num_evicted = 0;
   for (LayerState* layer : layers) num_evicted += layer->pages.sync_addresses(stream);
   return num_evicted == 0;
 }
 
-void ColdLaunch::read_back(const transfer::SelectionView& selection) {
+void TieredLaunch::read_back(const transfer::SelectionView& selection) {
   ReadBack read(stream_, engine_);
   counters_.resize(layers_.size());
   for (std::size_t i = 0; i < layers_.size(); ++i) {
@@ -116,7 +117,7 @@ void ColdLaunch::read_back(const transfer::SelectionView& selection) {
   read.read();
 }
 
-void ColdLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end) {
+void TieredLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end) {
   const auto s = static_cast<std::size_t>(sequence);
   begin = std::max<std::int64_t>(begin, request_.kv.sink_capacity);
   if (request_.kv.recent_capacity > 0) end = std::min(end, counters_[s].resident_begin);
@@ -133,11 +134,11 @@ void ColdLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end) 
   }
 }
 
-void ColdLaunch::sync_addresses() {
+void TieredLaunch::sync_addresses() {
   for (LayerState* layer : layers_) (void)layer->pages.sync_addresses(stream_);
 }
 
-bool ColdLaunch::ensure_resident(const transfer::SelectionView& selection) {
+bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
   read_back(selection);
   marked_.clear();
   for (const LayerState* layer : layers_) {
@@ -165,7 +166,7 @@ bool ColdLaunch::ensure_resident(const transfer::SelectionView& selection) {
   return together;
 }
 
-void ColdLaunch::remember() {
+void TieredLaunch::remember() {
   for (std::size_t s = 0; s < layers_.size(); ++s) {
     std::vector<std::int64_t>& pages = layers_[s]->needed;
     pages.clear();
@@ -175,7 +176,7 @@ void ColdLaunch::remember() {
   }
 }
 
-bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
+bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   needed_.clear();
   for (auto& marks : marked_) std::fill(marks.begin(), marks.end(), false);
   for (const std::int64_t token : tokens) add_needed(sequence, token, token + 1);
@@ -192,18 +193,18 @@ bool ColdLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
 void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
                             const transfer::QueryBatch& rows) {
-  if (ColdLaunch::all_resident(stream, layers)) return;
+  if (TieredLaunch::all_resident(stream, layers)) return;
   const attention::AttendRequest request{
       .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows, .places = {}};
-  ColdLaunch launch(stream, engine, layers, request);
+  TieredLaunch launch(stream, engine, layers, request);
   if (!launch.ensure_resident({})) fail_too_many(engine, launch.needed_.size());
 }
 
-std::size_t ColdLaunch::hold_first(std::span<const ColdWindows::PageIndex> pages) {
+std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageIndex> pages) {
   std::size_t count = std::clamp<std::size_t>(engine_.page_pool->num_movable(), 1, pages.size());
   while (true) {
     needed_.clear();
-    for (const ColdWindows::PageIndex& index : pages.first(count)) {
+    for (const WindowedAttention::PageIndex& index : pages.first(count)) {
       const LayerState& layer = *layers_[static_cast<std::size_t>(index.sequence)];
       needed_.push_back(layer.pages.frame(index.page));
     }
@@ -216,9 +217,9 @@ std::size_t ColdLaunch::hold_first(std::span<const ColdWindows::PageIndex> pages
   return count;
 }
 
-void ColdLaunch::attend_in_windows(const transfer::SelectionView& selection,
-                                   const attention::OutputBatch& outputs,
-                                   const transfer::Batch<transfer::StepFlags*>& session_flags) {
+void TieredLaunch::attend_in_windows(const transfer::SelectionView& selection,
+                                     const attention::OutputBatch& outputs,
+                                     const transfer::Batch<transfer::StepFlags*>& session_flags) {
   std::vector<std::vector<std::uint16_t>> masks(ids_.size());
   std::vector<std::vector<float>> biases(selection.bias != nullptr ? ids_.size() : 0);
   ReadBack read(stream_, engine_);
@@ -235,26 +236,27 @@ void ColdLaunch::attend_in_windows(const transfer::SelectionView& selection,
              masks[i].size() * sizeof(std::uint16_t));
   }
   if (!masks.empty()) read.read();
-  std::vector<ColdWindows::PageIndex> pages;
+  std::vector<WindowedAttention::PageIndex> pages;
   for (std::size_t s = 0; s < marked_.size(); ++s) {
     for (std::size_t i = 0; i < marked_[s].size(); ++i) {
       if (marked_[s][i]) pages.push_back({static_cast<int>(s), static_cast<std::int64_t>(i)});
     }
   }
-  const ColdWindows::Reading reading{.counters = counters_,
-                                     .ids = ids_,
-                                     .masks = masks,
-                                     .biases = biases,
-                                     .bias_heads = selection.bias_heads,
-                                     .pages = pages};
-  ColdWindows(stream_, engine_, request_, reading, session_flags)
-      .attend(outputs,
-              [this](std::span<const ColdWindows::PageIndex> left) { return hold_first(left); });
+  const WindowedAttention::Reading reading{.counters = counters_,
+                                           .ids = ids_,
+                                           .masks = masks,
+                                           .biases = biases,
+                                           .bias_heads = selection.bias_heads,
+                                           .pages = pages};
+  WindowedAttention(stream_, engine_, request_, reading, session_flags)
+      .attend(outputs, [this](std::span<const WindowedAttention::PageIndex> left) {
+        return hold_first(left);
+      });
 }
 
-void ColdLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,
-                        const attention::OutputBatch& outputs,
-                        const transfer::Batch<transfer::StepFlags*>& session_flags) {
+void TieredLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,
+                          const attention::OutputBatch& outputs,
+                          const transfer::Batch<transfer::StepFlags*>& session_flags) {
   engine_.wait(stream_);
   if (engine_.device->backend() == Backend::kCuda) {
     return attend_in_windows(selection, outputs, session_flags);

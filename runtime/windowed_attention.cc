@@ -1,4 +1,4 @@
-#include "runtime/cold_windows.h"
+#include "runtime/windowed_attention.h"
 
 #include "transfer/row_checks.h"
 
@@ -14,7 +14,7 @@ constexpr std::int64_t kEverything = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kListUnit = 64;
 
 /// Bytes of an entry of a list on the device.
-std::size_t entry_bytes(const ColdWindows::Reading& reading) {
+std::size_t entry_bytes(const WindowedAttention::Reading& reading) {
   const int biases = reading.biases.empty() ? 0 : reading.bias_heads;
   return sizeof(std::int32_t) + sizeof(std::uint16_t) +
          static_cast<std::size_t>(biases) * sizeof(float);
@@ -26,11 +26,11 @@ void raise(std::uint64_t& counter, std::uint64_t by) {
 
 }  // namespace
 
-std::int64_t ColdWindows::List::size() const {
+std::int64_t WindowedAttention::List::size() const {
   return spans.num_always() + static_cast<std::int64_t>(ids.size());
 }
 
-std::int64_t ColdWindows::List::token(std::int64_t i) const {
+std::int64_t WindowedAttention::List::token(std::int64_t i) const {
   if (i < spans.sink_end) return i;
   i -= spans.sink_end;
   const auto listed = static_cast<std::int64_t>(ids.size());
@@ -38,13 +38,13 @@ std::int64_t ColdWindows::List::token(std::int64_t i) const {
   return spans.tail_begin + i - listed;
 }
 
-std::uint16_t ColdWindows::List::mask(std::int64_t i) const {
+std::uint16_t WindowedAttention::List::mask(std::int64_t i) const {
   const std::int64_t listed = i - spans.sink_end;
   if (listed < 0 || listed >= static_cast<std::int64_t>(masks.size())) return 0xFFFF;
   return masks[static_cast<std::size_t>(listed)];
 }
 
-void ColdWindows::List::write_bias(std::int64_t i, int heads, float* to) const {
+void WindowedAttention::List::write_bias(std::int64_t i, int heads, float* to) const {
   const std::int64_t listed = i - spans.sink_end;
   for (int h = 0; h < heads; ++h) {
     const std::int64_t at = listed * heads + h;
@@ -53,7 +53,7 @@ void ColdWindows::List::write_bias(std::int64_t i, int heads, float* to) const {
   }
 }
 
-std::int64_t ColdWindows::List::before(std::int64_t end, std::int64_t most) const {
+std::int64_t WindowedAttention::List::before(std::int64_t end, std::int64_t most) const {
   std::int64_t low = done;
   std::int64_t high = std::min(size(), done + most);
   while (low < high) {
@@ -67,9 +67,10 @@ std::int64_t ColdWindows::List::before(std::int64_t end, std::int64_t most) cons
   return low - done;
 }
 
-ColdWindows::ColdWindows(transfer::Stream& stream, EngineState& engine,
-                         const attention::AttendRequest& request, const Reading& reading,
-                         const transfer::Batch<transfer::StepFlags*>& session_flags)
+WindowedAttention::WindowedAttention(transfer::Stream& stream, EngineState& engine,
+                                     const attention::AttendRequest& request,
+                                     const Reading& reading,
+                                     const transfer::Batch<transfer::StepFlags*>& session_flags)
     : stream_(stream),
       engine_(engine),
       request_(request),
@@ -111,13 +112,13 @@ ColdWindows::ColdWindows(transfer::Stream& stream, EngineState& engine,
   part_ = take_results();
 }
 
-std::size_t ColdWindows::results_bytes() const {
+std::size_t WindowedAttention::results_bytes() const {
   const std::int64_t heads = std::int64_t{request_.rows.count} * request_.kv.query_heads;
   const std::int64_t floats = heads * request_.kv.head_dim + ceil_div(heads, kListUnit) * kListUnit;
   return static_cast<std::size_t>(floats) * sizeof(float);
 }
 
-ColdWindows::Results ColdWindows::take_results() {
+WindowedAttention::Results WindowedAttention::take_results() {
   Results results;
   results.out = reinterpret_cast<float*>(memory_);
   results.lse = results.out +
@@ -127,7 +128,7 @@ ColdWindows::Results ColdWindows::take_results() {
   return results;
 }
 
-void ColdWindows::count_rows() const {
+void WindowedAttention::count_rows() const {
   if (whole_.flags == nullptr) return;
   std::uint64_t selected = 0, resident = 0, all = 0;
   for (const List& list : lists_) {
@@ -146,7 +147,7 @@ void ColdWindows::count_rows() const {
   raise(whole_.flags->rows_fetched_host, all - resident);
 }
 
-void ColdWindows::attend(const attention::OutputBatch& outputs, const Hold& hold) {
+void WindowedAttention::attend(const attention::OutputBatch& outputs, const Hold& hold) {
   count_rows();
   std::span<const PageIndex> left = reading_.pages;
   std::vector<std::int64_t> ends(reading_.counters.size());
@@ -164,7 +165,7 @@ void ColdWindows::attend(const attention::OutputBatch& outputs, const Hold& hold
   if (own_.bytes() > 0) engine_.wait(stream_);
 }
 
-void ColdWindows::attend_until(std::span<const std::int64_t> ends) {
+void WindowedAttention::attend_until(std::span<const std::int64_t> ends) {
   while (true) {
     const transfer::SelectionView selection = next_lists(ends);
     if (selection.capacity == 0) return;
@@ -182,7 +183,7 @@ void ColdWindows::attend_until(std::span<const std::int64_t> ends) {
   }
 }
 
-transfer::SelectionView ColdWindows::next_lists(std::span<const std::int64_t> ends) {
+transfer::SelectionView WindowedAttention::next_lists(std::span<const std::int64_t> ends) {
   const auto lists = static_cast<std::int64_t>(lists_.size());
   const auto room = static_cast<std::int64_t>(bytes_left_) - lists * 2 * kListUnit;
   const std::int64_t most =
@@ -231,7 +232,7 @@ transfer::SelectionView ColdWindows::next_lists(std::span<const std::int64_t> en
   return selection;
 }
 
-void ColdWindows::launch(const transfer::SelectionView& selection, const Results& to) {
+void WindowedAttention::launch(const transfer::SelectionView& selection, const Results& to) {
   if (engine_.kv.row_checks) {
     transfer::verify_rows(stream_, engine_.kv,
                           {.sequences = request_.sequences,
@@ -253,7 +254,7 @@ void ColdWindows::launch(const transfer::SelectionView& selection, const Results
   engine_.flash->attend(stream_, request_, selection, selection.capacity, outputs);
 }
 
-void ColdWindows::write(const attention::OutputBatch& outputs) {
+void WindowedAttention::write(const attention::OutputBatch& outputs) {
   const std::int64_t heads = request_.kv.query_heads;
   const std::int64_t head_dim = request_.kv.head_dim;
   for (int r = 0; r < outputs.count; ++r) {

@@ -1,9 +1,9 @@
 #pragma once
 
 #include "attention/flash_decode.h"
-#include "runtime/cold_windows.h"
 #include "runtime/engine_state.h"
 #include "runtime/sequence_memory.h"
+#include "runtime/windowed_attention.h"
 #include "transfer/device.h"
 #include "transfer/sequence.h"
 
@@ -33,11 +33,11 @@ void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
 /// One launch of attention over layers whose pages may be evicted, in these steps: `all_resident`
 /// tells whether there is anything to do, `ensure_resident` waits for the pages, and where it says
 /// that they are too many at once `attend` takes the place of the launch.
-class ColdLaunch final : private attention::RowSource {
+class TieredLaunch final : private attention::RowSource {
  public:
   /// `layers`: those of `request.sequences`, in the same order.
-  ColdLaunch(transfer::Stream& stream, EngineState& engine, std::span<LayerState* const> layers,
-             const attention::AttendRequest& request);
+  TieredLaunch(transfer::Stream& stream, EngineState& engine, std::span<LayerState* const> layers,
+               const attention::AttendRequest& request);
 
   /// Tells whether no page of the layers is evicted, and enqueues where those are that have moved.
   [[nodiscard]] static bool all_resident(transfer::Stream& stream,
@@ -54,7 +54,7 @@ class ColdLaunch final : private attention::RowSource {
  private:
   bool hold(int sequence, std::span<const std::int64_t> tokens) override;
   /// Restores as many of these pages as can be resident, at least one. Returns how many.
-  std::size_t hold_first(std::span<const ColdWindows::PageIndex> pages);
+  std::size_t hold_first(std::span<const WindowedAttention::PageIndex> pages);
   void attend_in_windows(const transfer::SelectionView& selection,
                          const attention::OutputBatch& outputs,
                          const transfer::Batch<transfer::StepFlags*>& session_flags);
