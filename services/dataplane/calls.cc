@@ -179,7 +179,7 @@ std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory) {
   return sum;
 }
 
-void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
+void run_call(ServiceCore& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done) {
   switch (body.method) {
     case Method::kAppend:

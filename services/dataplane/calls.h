@@ -3,7 +3,7 @@
 #include "kvtier/v1/status.pb.h"
 
 #include "services/dataplane/frame.h"
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include <cstddef>
 #include <functional>
@@ -43,7 +43,7 @@ struct CallMemory {
 /// Calls the core as gRPC would, with tensors from `memory`. `call.grant`, if there is one, is
 /// charged before memory is taken. `done` is called once, on any thread, perhaps before this
 /// returns.
-void run_call(Core& core, const Call& call, const CallBody& body, CallMemory memory,
+void run_call(ServiceCore& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done);
 
 }  // namespace kvtier::services

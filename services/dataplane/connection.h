@@ -7,8 +7,8 @@
 #include "services/dataplane/incoming_frame.h"
 #include "services/dataplane/page_jobs.h"
 #include "services/dataplane/shared_region.h"
-#include "services/server/core.h"
 #include "services/server/minimum_rate.h"
+#include "services/server/service_core.h"
 
 #include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/steady_timer.hpp>
@@ -49,7 +49,7 @@ struct DataPlaneCounters {
 
 /// What connections share.
 struct ConnectionContext {
-  Core& core;
+  ServiceCore& core;
   PageStore* pages = nullptr;  ///< May be null: no pages.
   Attachments& attachments;
   const ConnectionLimits limits;

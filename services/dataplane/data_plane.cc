@@ -61,7 +61,7 @@ std::int64_t max_memory(const DataPlaneOptions& options) noexcept {
 
 class DataPlane::Impl {
  public:
-  Impl(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages)
+  Impl(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore* pages)
       : options_(std::move(options)),
         attachments_(options_.attachments, options_.now),
         context_{core, pages, attachments_, options_.limits, counters_, options_.now},
@@ -172,7 +172,8 @@ class DataPlane::Impl {
   bool stopped_ = false;
 };
 
-DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages)
+DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core,
+                     PageStore* pages)
     : impl_(std::make_unique<Impl>(std::move(options), tls, core, pages)) {}
 DataPlane::~DataPlane() = default;
 void DataPlane::start() { impl_->start(); }

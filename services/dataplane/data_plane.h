@@ -6,8 +6,8 @@
 #include "services/dataplane/connection.h"
 #include "services/dataplane/tls_identity.h"
 #include "services/server/bound_sockets.h"
-#include "services/server/core.h"
 #include "services/server/endpoint.h"
+#include "services/server/service_core.h"
 
 #include <chrono>
 #include <cstddef>
@@ -39,7 +39,7 @@ class DataPlane {
  public:
   /// Listens; over TCP with TLS, unless `tls` is empty. `core`, and `pages` if there are any, must
   /// outlive this. Throws as `Server`.
-  DataPlane(DataPlaneOptions options, const TlsIdentity& tls, Core& core, PageStore* pages);
+  DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore* pages);
   /// Stops without grace. The core must not work on anything any more.
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;  // owns sockets and threads

@@ -12,7 +12,7 @@ using grpc::ServerUnaryReactor;
 
 class SharedMemoryService final : public v1::SharedMemoryService::CallbackService {
  public:
-  SharedMemoryService(Core& core, StreamRegistry& registry, DataPlane& plane)
+  SharedMemoryService(ServiceCore& core, StreamRegistry& registry, DataPlane& plane)
       : core_(core), registry_(registry), plane_(plane) {}
 
   ServerUnaryReactor* CreateAttachment(CallbackServerContext* context,
@@ -47,14 +47,15 @@ class SharedMemoryService final : public v1::SharedMemoryService::CallbackServic
   }
 
  private:
-  Core& core_;
+  ServiceCore& core_;
   StreamRegistry& registry_;
   DataPlane& plane_;
 };
 
 }  // namespace
 
-std::unique_ptr<grpc::Service> make_shared_memory_service(Core& core, StreamRegistry& registry,
+std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
+                                                          StreamRegistry& registry,
                                                           DataPlane& plane) {
   return std::make_unique<SharedMemoryService>(core, registry, plane);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "services/dataplane/data_plane.h"
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include <grpcpp/impl/service_type.h>
 
@@ -12,7 +12,7 @@ namespace kvtier::services {
 class StreamRegistry;
 
 /// SharedMemoryService over a data plane. All three must outlive it.
-[[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(Core& core,
+[[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
                                                                         StreamRegistry& registry,
                                                                         DataPlane& plane);
 

@@ -15,7 +15,7 @@ namespace kvtier::services {
 class IncomingFrame {
  public:
   /// `grant`, which is charged for the body, is null before there is a tenant.
-  IncomingFrame(const FrameHeader& header, std::shared_ptr<Grant> grant)
+  IncomingFrame(const FrameHeader& header, std::shared_ptr<InflightReservation> grant)
       : header_(header), grant_(std::move(grant)) {}
 
   /// Takes the body's part of `bytes`; returns how many they are.
@@ -30,7 +30,9 @@ class IncomingFrame {
   [[nodiscard]] const FrameHeader& header() const noexcept { return header_; }
   /// Why it is not kept, if it is not: the body is empty then.
   [[nodiscard]] const std::optional<ServiceError>& refusal() const noexcept { return refusal_; }
-  [[nodiscard]] const std::shared_ptr<Grant>& grant() const noexcept { return grant_; }
+  [[nodiscard]] const std::shared_ptr<InflightReservation>& grant() const noexcept {
+    return grant_;
+  }
   // Of a complete frame that is kept.
   [[nodiscard]] std::span<const std::byte> control() const {
     return std::span(body_).first(header_.control_bytes);
@@ -44,7 +46,7 @@ class IncomingFrame {
   void grow(std::size_t bytes);
 
   const FrameHeader header_;
-  const std::shared_ptr<Grant> grant_;
+  const std::shared_ptr<InflightReservation> grant_;
   Bytes body_;
   std::size_t received_ = 0;
   std::optional<ServiceError> refusal_;

@@ -120,7 +120,7 @@ void DataConnection::check_certificate() {
 
 void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {
   const FrameHeader& header = frame->header();
-  const std::shared_ptr<Grant>& grant = frame->grant();
+  const std::shared_ptr<InflightReservation>& grant = frame->grant();
   grant->take(header.control_bytes);  // for what decoding copies
   CallBody request = decode_call(frame->control());
   const bool is_inline = (header.flags & kInline) != 0;
@@ -162,7 +162,7 @@ void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {
       context_.core, call, request, std::move(memory),
       [self = shared_from_this(), id = header.request_id, is_inline, grant](CallOutcome outcome) {
         if (outcome.error) return self->reply_failed(FrameType::kReply, id, *outcome.error);
-        using Reply = std::pair<std::string, std::shared_ptr<Grant>>;
+        using Reply = std::pair<std::string, std::shared_ptr<InflightReservation>>;
         auto reply = std::make_shared<Reply>(std::move(outcome.output), grant);
         std::vector<iovec> payload;
         if (!reply->first.empty()) {

@@ -2,7 +2,7 @@
 
 #include "services/metrics/families.h"
 #include "services/metrics/rpc_metrics.h"
-#include "services/server/core_observer.h"
+#include "services/server/service_core_observer.h"
 
 #include <array>
 #include <functional>
@@ -22,7 +22,7 @@ inline constexpr std::size_t kMaxTenantSeries = 64;
 
 /// All that a server tells of itself. What happens is counted here; what there is comes from
 /// sources, which are asked when somebody looks. Thread-safe, once the sources are added.
-class ServerMetrics final : public CoreObserver {
+class ServerMetrics final : public ServiceCoreObserver {
  public:
   /// Adds what it knows. Must not throw.
   using Source = std::function<void(Families&)>;

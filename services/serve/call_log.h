@@ -1,14 +1,14 @@
 #pragma once
 
 #include "services/console/log.h"
-#include "services/server/core_observer.h"
+#include "services/server/service_core_observer.h"
 
 namespace kvtier::services {
 
 /// Logs what operators should know of the calls of a server: failures by the server's own fault,
 /// refusals, and operations of more than a second as warnings, all others at level debug. A code
 /// is the reason of the error, or OK.
-class CallLog final : public CoreObserver {
+class CallLog final : public ServiceCoreObserver {
  public:
   /// `log` must outlive this.
   explicit CallLog(Log& log) : log_(log) {}

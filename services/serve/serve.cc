@@ -181,7 +181,7 @@ ServerOptions server_options(const ServeCommand& command) {
   options.threads = command.threads;
   options.stream_idle = milliseconds(command.stream_idle_seconds);
 
-  CoreOptions& core = options.core;
+  ServiceCoreOptions& core = options.core;
   if (!command.tenants_file.empty()) {
     core.tenants = parse_tenants(read_text("tenants", command.tenants_file));
   }
@@ -227,7 +227,7 @@ void bind_all(ServerOptions& options, BoundSockets& bound) {
 }
 
 /// Memory for as many arenas of pages as there may be.
-std::shared_ptr<const KeptArenas> kept_arenas(const CoreOptions& core) {
+std::shared_ptr<const KeptArenas> kept_arenas(const ServiceCoreOptions& core) {
   const PageStoreOptions& pages = core.pages;
   if (pages.arena_bytes == 0) return nullptr;
   const auto arenas = static_cast<std::size_t>(pages.max_bytes / pages.arena_bytes);

@@ -60,10 +60,10 @@ Serving::Serving(ServerOptions server, const ServingOptions& options, const Cons
       grpc_log_(log),
       calls_(log),
       signals_(loop_),
-      told_(loop_),
+      signal_pipe_(loop_),
       trimmer_(loop_) {
   if (is_worker()) {
-    told_.assign(options_.worker.signals);
+    signal_pipe_.assign(options_.worker.signals);
     return;
   }
   for (const int signal : {SIGTERM, SIGINT, SIGHUP}) signals_.add(signal);
@@ -131,9 +131,9 @@ void Serving::await_signal() {
     });
     return;
   }
-  boost::asio::async_read(told_, boost::asio::buffer(&told_signal_, 1),
+  boost::asio::async_read(signal_pipe_, boost::asio::buffer(&pending_signal_, 1),
                           [this](const boost::system::error_code& error, std::size_t /*size*/) {
-                            if (!error) take_signal(told_signal_);
+                            if (!error) take_signal(pending_signal_);
                           });
 }
 

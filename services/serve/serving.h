@@ -65,8 +65,8 @@ class Serving {
   CallLog calls_;
   boost::asio::io_context loop_;
   boost::asio::signal_set signals_;
-  boost::asio::posix::stream_descriptor told_;  ///< Of a worker: signals, a byte each.
-  unsigned char told_signal_ = 0;
+  boost::asio::posix::stream_descriptor signal_pipe_;  ///< Of a worker: signals, a byte each.
+  unsigned char pending_signal_ = 0;
   boost::asio::steady_timer trimmer_;
   std::optional<Watchdog> watchdog_;
   std::thread drainer_;

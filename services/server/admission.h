@@ -13,16 +13,17 @@ namespace kvtier::services {
 /// What one call, or one frame, makes the server hold: its request, what is made of it, and its
 /// reply until the client has it. Counted with all others, of the server and of a tenant, until it
 /// is destroyed. Thread-safe.
-class Grant {
+class InflightReservation {
  public:
   /// Throws as `take`.
-  Grant(std::atomic<std::int64_t>& inflight, std::int64_t limit, Tenant& tenant, std::int64_t bytes)
+  InflightReservation(std::atomic<std::int64_t>& inflight, std::int64_t limit, Tenant& tenant,
+                      std::int64_t bytes)
       : inflight_(inflight), limit_(limit), tenant_(tenant) {
     take(bytes);
   }
-  ~Grant() { give(bytes_); }
-  Grant(const Grant&) = delete;  // gives its bytes back once
-  Grant& operator=(const Grant&) = delete;
+  ~InflightReservation() { give(bytes_); }
+  InflightReservation(const InflightReservation&) = delete;  // gives its bytes back once
+  InflightReservation& operator=(const InflightReservation&) = delete;
 
   /// Called before memory is taken. Throws RESOURCE_EXHAUSTED, and counts nothing, when `bytes`
   /// more do not fit.
@@ -85,7 +86,7 @@ class SessionMemory {
 class ReplyBudget {
  public:
   /// `grant`, which may be null, is charged for the reply and for what the transport makes of it.
-  explicit ReplyBudget(std::int64_t bytes, std::shared_ptr<Grant> grant = nullptr)
+  explicit ReplyBudget(std::int64_t bytes, std::shared_ptr<InflightReservation> grant = nullptr)
       : left_(bytes), grant_(std::move(grant)) {}
 
   /// Throws INVALID_ARGUMENT (REPLY_TOO_LARGE) when `bytes` do not fit, and RESOURCE_EXHAUSTED.
@@ -100,7 +101,7 @@ class ReplyBudget {
 
  private:
   std::atomic<std::int64_t> left_;
-  const std::shared_ptr<Grant> grant_;
+  const std::shared_ptr<InflightReservation> grant_;
 };
 
 }  // namespace kvtier::services

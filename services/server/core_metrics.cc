@@ -291,7 +291,7 @@ void add_transfers(const TransferCounts& counts, Families& families) {
                    number(counts.num_reread()));
 }
 
-void add_tenants(const Core& core, Families& families) {
+void add_tenants(const ServiceCore& core, Families& families) {
   struct Sums {
     double sessions = 0, bytes = 0, quota = 0;
   };
@@ -347,7 +347,7 @@ std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& ten
   return std::make_unique<ServerMetrics>(rpc_methods(), operation_methods(), names);
 }
 
-void add_core_metrics(const Core& core, Families& families) {
+void add_core_metrics(const ServiceCore& core, Families& families) {
   v1::GetStatsResponse stats;
   core.get_stats(stats);
   const v1::ServiceStats& service = stats.service();

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "services/metrics/families.h"
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include <memory>
 #include <string>
@@ -20,6 +20,6 @@ class ServerMetrics;
 [[nodiscard]] std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants);
 
 /// Adds the state of a core: sessions, tenants, admission, engines and their memory.
-void add_core_metrics(const Core& core, Families& families);
+void add_core_metrics(const ServiceCore& core, Families& families);
 
 }  // namespace kvtier::services

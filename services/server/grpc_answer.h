@@ -20,7 +20,7 @@ inline grpc::Status current_status() {
 /// Runs `start(call, done)`, which must tell `done` how the call ended. What the call holds is
 /// counted until the client has the reply.
 template <typename Response, typename Start>
-grpc::ServerUnaryReactor* unary(Core& core, StreamRegistry& registry,
+grpc::ServerUnaryReactor* unary(ServiceCore& core, StreamRegistry& registry,
                                 grpc::CallbackServerContext& context, const Response* response,
                                 Start start) {
   auto* reactor = new UnaryCall(registry.unwritten(), context);
@@ -45,7 +45,7 @@ grpc::ServerUnaryReactor* unary(Core& core, StreamRegistry& registry,
 
 /// As `unary`, of a call that `work(call)` answers on the spot, or throws.
 template <typename Response, typename Work>
-grpc::ServerUnaryReactor* unary_now(Core& core, StreamRegistry& registry,
+grpc::ServerUnaryReactor* unary_now(ServiceCore& core, StreamRegistry& registry,
                                     grpc::CallbackServerContext& context, const Response* response,
                                     Work work) {
   return unary(core, registry, context, response, [&work](const Call& call, const auto& done) {
@@ -75,7 +75,7 @@ grpc::ServerUnaryReactor* answer(grpc::CallbackServerContext& context, Answer re
 
 /// Returns `make(call)`, or a refusal of the same kind for a caller without credentials.
 template <typename Reactor, typename Make>
-Reactor* stream(const Core& core, grpc::CallbackServerContext& context, Make make) {
+Reactor* stream(const ServiceCore& core, grpc::CallbackServerContext& context, Make make) {
   try {
     return make(make_call(core, context));
   } catch (...) {

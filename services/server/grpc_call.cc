@@ -36,7 +36,7 @@ Credentials credentials_of(const grpc::CallbackServerContext& context) {
 
 }  // namespace
 
-Call make_call(const Core& core, const grpc::CallbackServerContext& context) {
+Call make_call(const ServiceCore& core, const grpc::CallbackServerContext& context) {
   return {.tenant = &core.tenants().authenticate(credentials_of(context)),
           .deadline = steady_time(context.raw_deadline()),
           .cancelled = [&context] { return context.IsCancelled(); }};

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/status.h>
@@ -8,7 +8,7 @@
 namespace kvtier::services {
 
 /// Returns who calls and until when. Throws UNAUTHENTICATED. The context must outlive the call.
-[[nodiscard]] Call make_call(const Core& core, const grpc::CallbackServerContext& context);
+[[nodiscard]] Call make_call(const ServiceCore& core, const grpc::CallbackServerContext& context);
 
 /// Returns the status with its details.
 [[nodiscard]] grpc::Status to_status(const ServiceError& error);

@@ -24,7 +24,7 @@ constexpr std::size_t kOverheadBytes = 64 << 10;
 
 class PageService final : public v1::PageService::CallbackService {
  public:
-  PageService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+  PageService(ServiceCore& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
 
   ServerUnaryReactor* OpenLease(CallbackServerContext* context, const v1::OpenLeaseRequest* request,
                                 v1::OpenLeaseResponse* response) override {
@@ -97,7 +97,7 @@ class PageService final : public v1::PageService::CallbackService {
   }
 
  private:
-  Core& core_;
+  ServiceCore& core_;
   StreamRegistry& registry_;
 };
 
@@ -156,7 +156,7 @@ using RawTransferService = v1::TransferService::WithRawCallbackMethod_ReadPages<
 
 class TransferService final : public RawTransferService {
  public:
-  TransferService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+  TransferService(ServiceCore& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
 
   grpc::ServerWriteReactor<ByteBuffer>* ReadPages(CallbackServerContext* context,
                                                   const ByteBuffer* request) override {
@@ -220,13 +220,13 @@ class TransferService final : public RawTransferService {
     writer.write(*core_.lease(call, lease), message, kMaxBatchPages);
   }
 
-  Core& core_;
+  ServiceCore& core_;
   StreamRegistry& registry_;
 };
 
 }  // namespace
 
-void add_page_services(Core& core, StreamRegistry& registry,
+void add_page_services(ServiceCore& core, StreamRegistry& registry,
                        std::vector<std::unique_ptr<grpc::Service>>& services) {
   services.push_back(std::make_unique<PageService>(core, registry));
   services.push_back(std::make_unique<TransferService>(core, registry));

@@ -8,7 +8,7 @@
 namespace kvtier::services {
 
 /// Adds PageService and TransferService, over `core`. Core and registry must outlive the calls.
-void add_page_services(Core& core, StreamRegistry& registry,
+void add_page_services(ServiceCore& core, StreamRegistry& registry,
                        std::vector<std::unique_ptr<grpc::Service>>& services);
 
 }  // namespace kvtier::services

@@ -33,7 +33,7 @@ class StreamSession {
 
 class SessionService final : public v1::SessionService::CallbackService {
  public:
-  SessionService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+  SessionService(ServiceCore& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
 
   ServerUnaryReactor* CreateSession(CallbackServerContext* context,
                                     const v1::CreateSessionRequest* request,
@@ -105,13 +105,14 @@ class SessionService final : public v1::SessionService::CallbackService {
   }
 
  private:
-  Core& core_;
+  ServiceCore& core_;
   StreamRegistry& registry_;
 };
 
 class AttentionService final : public v1::AttentionService::CallbackService {
  public:
-  AttentionService(Core& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+  AttentionService(ServiceCore& core, StreamRegistry& registry)
+      : core_(core), registry_(registry) {}
 
   grpc::ServerReadReactor<v1::AppendRequest>* Append(CallbackServerContext* context,
                                                      v1::AppendResponse* response) override {
@@ -209,7 +210,7 @@ class AttentionService final : public v1::AttentionService::CallbackService {
     run(*name);
   }
 
-  Core& core_;
+  ServiceCore& core_;
   StreamRegistry& registry_;
 };
 
@@ -233,7 +234,7 @@ std::optional<LogLevel> log_level_of(v1::LogLevel level) {
 
 class AdminService final : public v1::AdminService::CallbackService {
  public:
-  AdminService(Core& core, const ServerMetrics& metrics, AdminActions actions)
+  AdminService(ServiceCore& core, const ServerMetrics& metrics, AdminActions actions)
       : core_(core), metrics_(metrics), actions_(std::move(actions)) {}
 
   ServerUnaryReactor* GetServerInfo(CallbackServerContext* context,
@@ -292,14 +293,14 @@ class AdminService final : public v1::AdminService::CallbackService {
   }
 
  private:
-  Core& core_;
+  ServiceCore& core_;
   const ServerMetrics& metrics_;
   const AdminActions actions_;
 };
 
 }  // namespace
 
-std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
+std::vector<std::unique_ptr<grpc::Service>> make_client_services(ServiceCore& core,
                                                                  StreamRegistry& registry) {
   std::vector<std::unique_ptr<grpc::Service>> services;
   services.push_back(std::make_unique<SessionService>(core, registry));
@@ -308,7 +309,7 @@ std::vector<std::unique_ptr<grpc::Service>> make_client_services(Core& core,
   return services;
 }
 
-std::vector<std::unique_ptr<grpc::Service>> make_admin_services(Core& core,
+std::vector<std::unique_ptr<grpc::Service>> make_admin_services(ServiceCore& core,
                                                                 const ServerMetrics& metrics,
                                                                 AdminActions actions) {
   std::vector<std::unique_ptr<grpc::Service>> services;

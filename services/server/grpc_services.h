@@ -2,7 +2,7 @@
 
 #include "kvtier/config.h"
 
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include <functional>
 #include <memory>
@@ -20,7 +20,7 @@ class StreamRegistry;
 
 /// The services of clients, over `core`. Core and registry must outlive the calls.
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_client_services(
-    Core& core, StreamRegistry& registry);
+    ServiceCore& core, StreamRegistry& registry);
 
 /// What the services of operators ask of whoever runs the server. Must not block.
 struct AdminActions {
@@ -31,6 +31,6 @@ struct AdminActions {
 
 /// The services of operators. Core and metrics must outlive the calls.
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_admin_services(
-    Core& core, const ServerMetrics& metrics, AdminActions actions);
+    ServiceCore& core, const ServerMetrics& metrics, AdminActions actions);
 
 }  // namespace kvtier::services

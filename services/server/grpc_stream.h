@@ -210,7 +210,7 @@ class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, R
   using Work = std::function<void(const Request&, Response&, Done)>;
 
   AlternatingStream(StreamRegistry& registry, grpc::CallbackServerContext& context,
-                    std::shared_ptr<Grant> grant, Work work)
+                    std::shared_ptr<InflightReservation> grant, Work work)
       : Stream<grpc::ServerBidiReactor<Request, Response>, Request>(registry, context),
         grant_(std::move(grant)),
         work_(std::move(work)) {
@@ -236,7 +236,7 @@ class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, R
     this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
   }
 
-  const std::shared_ptr<Grant> grant_;
+  const std::shared_ptr<InflightReservation> grant_;
   Work work_;
   Response response_;
 };

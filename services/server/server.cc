@@ -197,7 +197,7 @@ class Server::Impl {
   [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const {
     return http_ ? std::optional(http_->endpoint()) : std::nullopt;
   }
-  [[nodiscard]] Core& core() noexcept { return core_; }
+  [[nodiscard]] ServiceCore& core() noexcept { return core_; }
   [[nodiscard]] const ServerMetrics& metrics() const noexcept { return *metrics_; }
   [[nodiscard]] DataPlane* data_plane() noexcept { return data_plane_.get(); }
 
@@ -266,7 +266,7 @@ class Server::Impl {
     add_server_state(state(), families);
     add_core_metrics(core_, families);
     add_plane_metrics(started_ ? data_plane_.get() : nullptr, core_.tenants(), families);
-    const CoreOptions& core = options_.core;
+    const ServiceCoreOptions& core = options_.core;
     const MemoryConfig& memory = core.models.memory;
     const std::size_t engines = core.models.max_models * (memory.host_bytes + memory.device_bytes +
                                                           memory.row_cache_bytes.value_or(0));
@@ -372,7 +372,7 @@ class Server::Impl {
   const ServerOptions options_;
   StreamRegistry streams_;
   std::unique_ptr<Executor> pool_;
-  Core core_;
+  ServiceCore core_;
   grpc::ResourceQuota quota_;
   std::unique_ptr<CurrentIdentity> identity_;  ///< Null: without TLS.
   std::shared_ptr<grpc::ServerCredentials> credentials_;
@@ -399,7 +399,7 @@ Server::Server(ServerOptions options) : impl_(std::make_unique<Impl>(std::move(o
 Server::~Server() = default;
 const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->endpoints(); }
 std::optional<Endpoint> Server::metrics_endpoint() const { return impl_->metrics_endpoint(); }
-Core& Server::core() noexcept { return impl_->core(); }
+ServiceCore& Server::core() noexcept { return impl_->core(); }
 const ServerMetrics& Server::metrics() const noexcept { return impl_->metrics(); }
 DataPlane* Server::data_plane() noexcept { return impl_->data_plane(); }
 void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }

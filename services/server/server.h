@@ -2,9 +2,9 @@
 
 #include "services/dataplane/data_plane.h"
 #include "services/dataplane/tls_identity.h"
-#include "services/server/core.h"
 #include "services/server/endpoint.h"
 #include "services/server/minimum_rate.h"
+#include "services/server/service_core.h"
 
 #include <chrono>
 #include <functional>
@@ -23,7 +23,7 @@ class Families;
 class ServerMetrics;
 
 struct ServerOptions {
-  CoreOptions core;
+  ServiceCoreOptions core;
   std::vector<Endpoint> listen;
   std::vector<Endpoint> admin;  ///< Unix sockets, with reflection; none: no AdminService.
   bool insecure_tcp = false;    ///< Plaintext TCP, on loopback only.
@@ -71,7 +71,7 @@ class Server {
   [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;
   /// Where the metrics are, if they are anywhere.
   [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const;
-  [[nodiscard]] Core& core() noexcept;
+  [[nodiscard]] ServiceCore& core() noexcept;
   [[nodiscard]] const ServerMetrics& metrics() const noexcept;
   /// Null without a data plane.
   [[nodiscard]] DataPlane* data_plane() noexcept;

@@ -44,7 +44,7 @@ struct SessionEntry {
   SessionMemory& memory;
   const std::shared_ptr<Model> model;
   const std::unique_ptr<Strand> strand;  ///< Its pieces run one at a time with those of the engine.
-  const std::int64_t piece_work;         ///< As `CoreOptions::piece_work`.
+  const std::int64_t piece_work;         ///< As `ServiceCoreOptions::piece_work`.
   std::string name;
   RetrievalConfig retrieval;
   std::int64_t capacity_tokens = 0;
@@ -78,18 +78,18 @@ struct SessionEntry {
 };
 
 /// Marks a session as one that a device works for.
-class AtWork {
+class BusyMark {
  public:
-  AtWork(SessionEntry& entry, TimePoint now) : entry_(entry) {
+  BusyMark(SessionEntry& entry, TimePoint now) : entry_(entry) {
     current = &entry;
     go_on(now);
   }
-  ~AtWork() {
+  ~BusyMark() {
     current = nullptr;
     entry_.work_began = 0;
   }
-  AtWork(const AtWork&) = delete;  // one end for one beginning
-  AtWork& operator=(const AtWork&) = delete;
+  BusyMark(const BusyMark&) = delete;  // one end for one beginning
+  BusyMark& operator=(const BusyMark&) = delete;
 
   /// The work that this thread has marked waits for something else than the device.
   static void pause() noexcept {

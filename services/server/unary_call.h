@@ -39,7 +39,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   UnaryCall(UnwrittenReplies& replies, grpc::CallbackServerContext& context)
       : replies_(replies), context_(context) {}
 
-  void hold(std::shared_ptr<Grant> grant) noexcept { grant_ = std::move(grant); }
+  void hold(std::shared_ptr<InflightReservation> grant) noexcept { grant_ = std::move(grant); }
   /// Answers with a reply of so many bytes.
   void answer(const grpc::Status& status, std::size_t bytes, TimePoint now) {
     // The message itself, and what gRPC makes of it.
@@ -58,7 +58,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
 
   UnwrittenReplies& replies_;
   grpc::CallbackServerContext& context_;
-  std::shared_ptr<Grant> grant_;
+  std::shared_ptr<InflightReservation> grant_;
   TimePoint answered_{};
 };
 

@@ -2,8 +2,8 @@
 
 #include "services/dataplane/calls.h"
 #include "services/dataplane/frame.h"
-#include "services/server/core.h"
 #include "services/server/executor.h"
+#include "services/server/service_core.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <cstdlib>
@@ -40,8 +40,8 @@ class NoExecutor final : public Executor {
   };
 };
 
-CoreOptions options() {
-  CoreOptions options;
+ServiceCoreOptions options() {
+  ServiceCoreOptions options;
   options.models.backend = kvtier::Backend::kCpu;
   options.max_inflight_bytes = std::int64_t{1} << 20;
   return options;
@@ -50,7 +50,7 @@ CoreOptions options() {
 /// Runs what is a call on a server that may have 1 MiB in flight, with tensors out of 64 KiB.
 void run_as_call(std::span<const std::byte> control, bool is_inline) {
   static NoExecutor executor;
-  static Core core(options(), executor);
+  static ServiceCore core(options(), executor);
   static std::vector<std::byte> shared(64 << 10);
   Tenant& tenant = *core.tenants().all()[0];
   int told = 0;

@@ -2,8 +2,8 @@
 // ends once, with a reply or an error that tells nothing it should not; one that fails has changed
 // nothing; at the end nothing is left.
 
-#include "services/server/core.h"
 #include "services/server/executor.h"
+#include "services/server/service_core.h"
 #include "services/wire/each_tensor.h"
 #include "tests/fuzz/fuzz.h"
 
@@ -57,8 +57,8 @@ class Queue final : public Executor {
   std::deque<Strand::Task> tasks_;
 };
 
-CoreOptions options() {
-  CoreOptions options;
+ServiceCoreOptions options() {
+  ServiceCoreOptions options;
   options.models.backend = kvtier::Backend::kCpu;
   options.models.max_models = 2;
   options.models.memory.host_bytes = 1 * MiB;
@@ -250,7 +250,7 @@ class Service {
                                            std::default_delete<std::byte[]>()};
   std::string region_;
   Queue queue_;
-  Core core_;
+  ServiceCore core_;
   std::string name_;
   std::int64_t memory_ = 0;
 };

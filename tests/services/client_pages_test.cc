@@ -57,7 +57,7 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
   }
   /// Turns one bit of a committed page, as failing memory would.
   void flip_bit(const std::string& handle, std::size_t bit) {
-    Core& core = server_->core();
+    ServiceCore& core = server_->core();
     const PinnedPage page = core.pages().read(*core.tenants().all()[0], handle, Verify::kNo);
     auto* bytes = const_cast<std::byte*>(page.bytes().data());
     bytes[bit / 8] ^= std::byte{1} << bit % 8;
@@ -65,7 +65,7 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
   /// Makes readers of the arena see a page as one that has gone, as they do while its place gets
   /// another; the server does not look there.
   void hide_in_arena(const std::string& handle) {
-    Core& core = server_->core();
+    ServiceCore& core = server_->core();
     const Tenant& tenant = *core.tenants().all()[0];
     const PinnedPage page = core.pages().read(tenant, handle, Verify::kNo);
     const ArenaFile arena = core.pages().arena(tenant);

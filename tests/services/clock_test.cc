@@ -49,7 +49,7 @@ class TurningClockTest : public ServerTest, public ::testing::WithParamInterface
   v1::CreateSessionResponse create(const v1::CreateSessionRequest& request) {
     v1::CreateSessionResponse response;
     std::promise<bool> ok;
-    Core& core = server_->core();
+    ServiceCore& core = server_->core();
     core.create_session({.tenant = core.tenants().all()[0].get()}, request, response,
                         [&ok](const ServiceError* error) { ok.set_value(error == nullptr); });
     EXPECT_TRUE(ok.get_future().get());

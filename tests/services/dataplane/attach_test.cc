@@ -141,7 +141,7 @@ TEST_F(AttachTest, BoundsAttachmentsAndTheirMemory) {
 }
 
 TEST_F(AttachTest, ListsAndDeletesATenantsOwn) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   start(options, {});
   const auto channel = attach(0);
@@ -251,7 +251,7 @@ TEST_F(AttachTest, NewConnectionsSeeTheNewCertificate) {
 TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
   const Authority authority(folder_, "ca");
   const Certificate own = authority.issue("localhost");
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   options.tenants[0].certificate = "first.example";
   options.tenants[1].certificate = "second.example";
@@ -286,7 +286,7 @@ TEST_F(AttachTest, OverTlsATokenIsItsCertificatesTenants) {
 TEST_F(AttachTest, ConnectionsOfRevokedCertificatesEnd) {
   const Authority authority(folder_, "ca");
   const Certificate own = authority.issue("localhost");
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   options.tenants[0].certificate = "first.example";
   options.tenants[1].certificate = "second.example";

@@ -19,7 +19,7 @@ class PlaneCudaMemory : public PlaneTest {
 
   void SetUp() override {
     PlaneTest::SetUp();
-    CoreOptions core = small_options();
+    ServiceCoreOptions core = small_options();
     core.models.backend = Backend::kCuda;
     core.models.memory.device_bytes = 256 * MiB;
     DataPlaneOptions options;

@@ -18,7 +18,7 @@ class PlaneDeviceMemory : public PlaneTest {
   static constexpr std::size_t kBytes = 256 << 10;
 
   void start_sharing(const std::string& endpoint, std::size_t max_regions = 4) {
-    CoreOptions core = small_options();
+    ServiceCoreOptions core = small_options();
     core.tenants = two_tenants();
     DataPlaneOptions options;
     options.listen = {parse_endpoint(endpoint)};

@@ -388,7 +388,7 @@ TEST_F(HostileFrames, WithoutATokenMakeRoomForThoseThatCome) {
 
 TEST_F(HostileFrames, ThatFindNoRoomAreRefusedAndTheConnectionGoesOn) {
   plane_.reset();
-  CoreOptions core = small_options();
+  ServiceCoreOptions core = small_options();
   core.max_inflight_bytes = 1 << 20;
   start(core, {});
   const auto channel = attach();

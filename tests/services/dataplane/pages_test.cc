@@ -22,7 +22,7 @@ class PlanePages : public PlaneTest {
  protected:
   void SetUp() override {
     PlaneTest::SetUp();
-    CoreOptions options = small_options();
+    ServiceCoreOptions options = small_options();
     options.tenants = two_tenants();
     start(options, {});
     lease_ = open_lease();

@@ -77,8 +77,8 @@ class PlaneTest : public ::testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  void start(CoreOptions core, DataPlaneOptions options, const TlsIdentity& tls = {}) {
-    core_ = std::make_unique<Core>(std::move(core), *executor_);
+  void start(ServiceCoreOptions core, DataPlaneOptions options, const TlsIdentity& tls = {}) {
+    core_ = std::make_unique<ServiceCore>(std::move(core), *executor_);
     PageStoreOptions pages;
     pages.arena_bytes = 32 * std::int64_t{1 << 20};
     pages_ = std::make_unique<PageStore>(pages);
@@ -133,7 +133,7 @@ class PlaneTest : public ::testing::Test {
 
   std::filesystem::path folder_;
   std::unique_ptr<Executor> executor_;
-  std::unique_ptr<Core> core_;
+  std::unique_ptr<ServiceCore> core_;
   std::unique_ptr<PageStore> pages_;
   std::unique_ptr<DataPlane> plane_;
 };

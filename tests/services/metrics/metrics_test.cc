@@ -25,7 +25,7 @@ using ::testing::SizeIs;
 /// A core that is watched.
 class MetricsTest : public testing::CoreTest {
  protected:
-  void start(CoreOptions options = testing::small_options()) {
+  void start(ServiceCoreOptions options = testing::small_options()) {
     metrics_ = make_metrics(options.tenants);
     options.observers = {metrics_.get()};
     make_core(std::move(options));
@@ -87,7 +87,7 @@ TEST_F(MetricsTest, NamesFollowTheRulesOfPrometheus) {
 }
 
 TEST_F(MetricsTest, SeriesStayFewWithManyTenants) {
-  CoreOptions options = testing::small_options();
+  ServiceCoreOptions options = testing::small_options();
   for (int i = 0; i < 100; ++i) {
     TenantConfig tenant;
     tenant.name = "tenant" + std::to_string(i);
@@ -132,7 +132,7 @@ TEST_F(MetricsTest, SessionsCreatedAreThoseThatEndedAndThoseThatLive) {
 }
 
 TEST_F(MetricsTest, RefusalsAreCountedByReasonAndTenant) {
-  CoreOptions options = testing::small_options();
+  ServiceCoreOptions options = testing::small_options();
   options.tenants = testing::two_tenants();
   options.tenants[1].limits.max_sessions = 1;
   options.max_queued_per_session = 1;
@@ -198,8 +198,8 @@ TEST_F(MetricsTest, RenewalsTellHowMuchOfALeaseWasLeft) {
 constexpr std::size_t kPage = 64 * 2 * 256;
 
 /// 20 frames in memory, and a folder for the pages that find none.
-CoreOptions options_with_disk(const std::string& folder) {
-  CoreOptions options = testing::small_options();
+ServiceCoreOptions options_with_disk(const std::string& folder) {
+  ServiceCoreOptions options = testing::small_options();
   options.models.memory.host_bytes = 20 * kPage;
   options.models.memory.disk_cache_bytes = 4 * MiB;
   options.models.disk_cache = folder;
@@ -260,7 +260,7 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
 TEST_F(MetricsTest, PrefetchedPagesAreCounted) {
   std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
   ASSERT_NE(::mkdtemp(folder.data()), nullptr);
-  CoreOptions options = options_with_disk(folder);
+  ServiceCoreOptions options = options_with_disk(folder);
   options.models.memory.page_prefetch = true;
   start(options);
   EXPECT_THAT(read().values("kvtier_pages_prefetched_total", "event"),

@@ -75,7 +75,7 @@ class Outcome {
 class CoreAllocationsTest : public CoreTest {
  protected:
   void SetUp() override {
-    CoreOptions options = small_options();
+    ServiceCoreOptions options = small_options();
     options.pages.arena_bytes = 4 * static_cast<std::int64_t>(MiB);
     make_core(options);
     name_ = open();

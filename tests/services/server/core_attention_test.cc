@@ -15,7 +15,7 @@ class Embedded {
   Embedded() : engine_(config()), session_(engine_.open()) {}
 
   static Config config() {
-    const CoreOptions options = small_options();
+    const ServiceCoreOptions options = small_options();
     Config config;
     config.backend = Backend::kCpu;
     config.model = {
@@ -319,7 +319,7 @@ TEST_F(CoreAttentionTest, RepliesBeyondTheLimitOfAMessageAreRefusedBeforeTheWork
   for (int i = 0; i < 300; ++i) *batch.add_items() = request;
   v1::BatchSelectResponse replies;
   Ending ending;
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   core_->batch_select(call(), batch, replies, ending.listener());
   executor_.run_all();
   ASSERT_EQ(ending.reason(), "OK");

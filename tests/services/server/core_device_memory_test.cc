@@ -22,7 +22,7 @@ class CoreDeviceMemory : public CoreTest {
   static constexpr std::int64_t kLse = kOut + 4096;
 
   void SetUp() override {
-    CoreOptions options = small_options();
+    ServiceCoreOptions options = small_options();
     options.tenants = two_tenants();
     make_core(std::move(options));
     memory_ = share(0, region_);

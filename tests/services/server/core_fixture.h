@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/server/core.h"
 #include "services/server/executor.h"
+#include "services/server/service_core.h"
 #include "support/retrieval.h"
 
 #include <gtest/gtest.h>
@@ -85,8 +85,8 @@ inline v1::Geometry small_geometry() {
   return geometry;
 }
 
-inline CoreOptions small_options() {
-  CoreOptions options;
+inline ServiceCoreOptions small_options() {
+  ServiceCoreOptions options;
   options.models.backend = Backend::kCpu;
   options.models.memory.host_bytes = 8 * MiB;
   options.models.memory.device_bytes = 64 * MiB;
@@ -156,9 +156,9 @@ struct Ending {
 /// A core over a manual executor and a clock that the test moves.
 class CoreTest : public ::testing::Test {
  protected:
-  void make_core(CoreOptions options) {
+  void make_core(ServiceCoreOptions options) {
     options.now = [this] { return now_; };
-    core_ = std::make_unique<Core>(std::move(options), executor_);
+    core_ = std::make_unique<ServiceCore>(std::move(options), executor_);
   }
   void TearDown() override { executor_.run_all(); }
 
@@ -228,7 +228,7 @@ class CoreTest : public ::testing::Test {
 
   TimePoint now_ = TimePoint(std::chrono::hours(1));
   ManualExecutor executor_;
-  std::unique_ptr<Core> core_;
+  std::unique_ptr<ServiceCore> core_;
 };
 
 inline constexpr const char* kUuid = "01234567-89ab-4cde-8f01-23456789abcd";

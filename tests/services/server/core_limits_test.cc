@@ -56,7 +56,7 @@ TEST_F(CoreLimitsTest, LeaseDoesNotEndASessionAtWork) {
 }
 
 TEST_F(CoreLimitsTest, QuotaOfSessionsIsMetExactly) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.default_limits.max_sessions = 3;
   make_core(options);
   std::vector<std::string> names;
@@ -101,7 +101,7 @@ TEST_F(CoreLimitsTest, FailedAppendGivesItsChargeBack) {
 }
 
 TEST_F(CoreLimitsTest, FullCacheIsRefusedAndRecovers) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.models.memory.host_bytes = 1 * MiB;  // 16 pages of 64 KiB
   make_core(options);
   const std::string first = open();
@@ -119,7 +119,7 @@ TEST_F(CoreLimitsTest, FullCacheIsRefusedAndRecovers) {
 }
 
 TEST_F(CoreLimitsTest, BytesInFlightAreBounded) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   const v1::AppendRequest request = append_request(0, 16, 1);
   const auto bytes = static_cast<std::int64_t>(request.ByteSizeLong());
   options.max_inflight_bytes = 2 * 2 * bytes + bytes;  // two calls, each with its reply
@@ -143,7 +143,7 @@ TEST_F(CoreLimitsTest, BytesInFlightAreBounded) {
 }
 
 TEST_F(CoreLimitsTest, OneTenantsFloodLeavesTheOtherItsShare) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   const v1::AppendRequest request = append_request(0, 16, 1);
   options.tenants[0].limits.max_inflight_bytes =
@@ -164,7 +164,7 @@ TEST_F(CoreLimitsTest, OneTenantsFloodLeavesTheOtherItsShare) {
 }
 
 TEST_F(CoreLimitsTest, BatchIsOneCallInTheQueueOfASession) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.max_queued_per_session = 2;
   make_core(options);
   const std::string name = open();
@@ -204,7 +204,7 @@ TEST_F(CoreLimitsTest, BatchIsOneCallInTheQueueOfASession) {
 }
 
 TEST_F(CoreLimitsTest, QueueOfASessionIsBounded) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.max_queued_per_session = 2;
   make_core(options);
   const std::string name = open();
@@ -271,7 +271,7 @@ TEST_F(CoreLimitsTest, CallsQueuedBehindAReleaseFindNothing) {
 }
 
 TEST_F(CoreLimitsTest, ForeignNamesAreAsUnknownOnes) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   make_core(options);
   const std::string name = open(0);
@@ -293,7 +293,7 @@ TEST_F(CoreLimitsTest, ForeignNamesAreAsUnknownOnes) {
 }
 
 TEST_F(CoreLimitsTest, ExpiredNamesOfOthersAreAsUnknownOnes) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   make_core(options);
   const std::string name = open(0);
@@ -333,7 +333,7 @@ TEST_F(CoreLimitsTest, BatchOfNamesIsBounded) {
 }
 
 TEST_F(CoreLimitsTest, ModelsAreBoundedAndGiveWayWhenIdle) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.models.max_models = 2;
   make_core(options);
   const auto create_layers = [this](int layers, v1::CreateSessionResponse& response) {
@@ -378,7 +378,7 @@ TEST_F(CoreLimitsTest, MemoryOfSessionsIsBoundedBeforeItIsTaken) {
 }
 
 TEST_F(CoreLimitsTest, MemoryOfSessionsComesBack) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   make_core(options);
   const std::string probe = open();
   const std::int64_t base = core_->session_memory();
@@ -430,7 +430,7 @@ TEST_F(CoreLimitsTest, DrainingRefusesNewCallsAndFinishesQueuedOnes) {
 }
 
 TEST_F(CoreLimitsTest, TenThousandIdleSessionsAreKeptAlive) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.models.memory.device_bytes = 256 * MiB;
   make_core(options);
   v1::CreateSessionRequest request = create_request();

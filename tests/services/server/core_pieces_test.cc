@@ -12,8 +12,8 @@ constexpr std::int64_t kStored = 70;
 constexpr std::int64_t kQueries = 20;
 constexpr auto kPatience = std::chrono::seconds(60);
 
-CoreOptions one_token_a_piece() {
-  CoreOptions options = small_options();
+ServiceCoreOptions one_token_a_piece() {
+  ServiceCoreOptions options = small_options();
   options.piece_work = 1;
   options.tenants = two_tenants();
   return options;
@@ -54,7 +54,7 @@ class CorePiecesTest : public CoreTest {
 TEST_F(CorePiecesTest, GiveTheBitsOfTheWholeCall) {
   std::vector<std::string> attended, decoded, selected;
   for (const std::int64_t work : {std::int64_t{1} << 40, std::int64_t{1}, std::int64_t{100'000}}) {
-    CoreOptions options = small_options();
+    ServiceCoreOptions options = small_options();
     options.piece_work = work;
     make_core(options);
     const std::string name = open_with_tokens();
@@ -130,7 +130,7 @@ TEST_F(CorePiecesTest, EndWhenTheCallerHasGone) {
 }
 
 TEST_F(CorePiecesTest, AreEachMeasuredAgainstTheDevicesTime) {
-  CoreOptions options = one_token_a_piece();
+  ServiceCoreOptions options = one_token_a_piece();
   options.watched_backend = Backend::kCpu;
   options.lease_ttl = std::chrono::hours(10);
   make_core(options);
@@ -148,7 +148,7 @@ TEST_F(CorePiecesTest, AreEachMeasuredAgainstTheDevicesTime) {
 }
 
 TEST_F(CorePiecesTest, OfACpuAreNeverTakenForALostDevice) {
-  CoreOptions options = one_token_a_piece();
+  ServiceCoreOptions options = one_token_a_piece();
   options.lease_ttl = std::chrono::hours(10);
   make_core(options);
   const std::string name = open_with_tokens();
@@ -227,7 +227,7 @@ class CoreFairTest : public ::testing::Test {
   }
 
   std::unique_ptr<Executor> pool_;
-  Core core_;
+  ServiceCore core_;
 };
 
 TEST_F(CoreFairTest, AStepWaitsForOnePieceOfACallOnItsEngine) {

@@ -25,7 +25,7 @@ Ids iota(std::int64_t count, std::int32_t first = 0) {
 class CorePrefixTest : public CoreTest {
  protected:
   void SetUp() override {
-    CoreOptions options = small_options();
+    ServiceCoreOptions options = small_options();
     options.tenants = two_tenants();
     make_core(options);
   }

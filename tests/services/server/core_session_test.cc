@@ -415,7 +415,7 @@ TEST_F(CoreSessionTest, CountsAddUp) {
 }
 
 TEST_F(CoreSessionTest, EngineThatDoesNotComeToTheEndOfACallIsGivenUp) {
-  CoreOptions options = small_options();
+  ServiceCoreOptions options = small_options();
   options.lease_ttl = std::chrono::hours(1);
   options.watched_backend = Backend::kCpu;
   int num_lost = 0;

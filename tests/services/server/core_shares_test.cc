@@ -25,14 +25,14 @@ class CoreSharesTest : public CoreTest {
   }
 };
 
-CoreOptions shared_options() {
-  CoreOptions options = small_options();
+ServiceCoreOptions shared_options() {
+  ServiceCoreOptions options = small_options();
   options.tenants = two_tenants();
   return options;
 }
 
 TEST_F(CoreSharesTest, OneTenantCannotHoldAllLeases) {
-  CoreOptions options = shared_options();
+  ServiceCoreOptions options = shared_options();
   options.pages.arena_bytes = 4 * static_cast<std::int64_t>(MiB);
   options.pages.max_leases = 6;
   make_core(options);
@@ -51,7 +51,7 @@ TEST_F(CoreSharesTest, OneTenantCannotHoldAllLeases) {
 }
 
 TEST_F(CoreSharesTest, ATenantsOwnLimitReplacesItsShare) {
-  CoreOptions options = shared_options();
+  ServiceCoreOptions options = shared_options();
   options.pages.arena_bytes = 4 * static_cast<std::int64_t>(MiB);
   options.pages.max_leases = 6;
   options.tenants[1].limits.shares[static_cast<std::size_t>(Shared::kLeases)] = 1;
@@ -65,7 +65,7 @@ TEST_F(CoreSharesTest, OneTenantCannotTakeAllSessionMemory) {
   make_core(shared_options());
   (void)open();
   const std::int64_t one = core_->session_memory();
-  CoreOptions options = shared_options();
+  ServiceCoreOptions options = shared_options();
   options.max_session_memory = 4 * one;
   make_core(options);
   v1::CreateSessionResponse response;
@@ -78,7 +78,7 @@ TEST_F(CoreSharesTest, OneTenantCannotTakeAllSessionMemory) {
 }
 
 TEST_F(CoreSharesTest, EnginesOfOneTenantGiveWayToItsOwnAlone) {
-  CoreOptions options = shared_options();
+  ServiceCoreOptions options = shared_options();
   options.models.max_models = 4;
   make_core(options);
   v1::CreateSessionResponse mine, response;

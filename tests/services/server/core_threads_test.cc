@@ -48,7 +48,7 @@ class CoreThreadsTest : public ::testing::Test {
   }
 
   std::unique_ptr<Executor> pool_;
-  Core core_;
+  ServiceCore core_;
 };
 
 TEST_F(CoreThreadsTest, SessionsOfManyThreadsDoNotMix) {

@@ -152,7 +152,7 @@ class CoreMemoryTest : public testing::CoreTest {
   static constexpr std::uint64_t kLimit = std::uint64_t{1} << 30;
 
   void SetUp() override {
-    CoreOptions options = testing::small_options();
+    ServiceCoreOptions options = testing::small_options();
     options.pages.extent_bytes = 4 * kPageBytes;
     options.pages.arena_bytes = 16 * kPageBytes;
     options.pages.prefault_bytes_per_sweep = 0;
@@ -202,7 +202,7 @@ TEST_F(CoreMemoryTest, PagesMakeRoomForEachOtherWhenTheGroupIsShort) {
 }
 
 TEST_F(CoreMemoryTest, NoneIsTakenAheadOfItsUseWhenTheGroupIsShort) {
-  CoreOptions options = testing::small_options();
+  ServiceCoreOptions options = testing::small_options();
   options.pages.arena_bytes = std::int64_t{64} << 20;
   options.group_memory = [this] {
     ++num_asked_;

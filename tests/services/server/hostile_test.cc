@@ -417,7 +417,7 @@ TEST_F(HostileTest, ClientThatPingsTooOftenIsSentAway) {
 }
 
 /// Holds the answers to GetSession back.
-class HeldAnswers final : public CoreObserver {
+class HeldAnswers final : public ServiceCoreObserver {
  public:
   void finished(const Operation& operation) noexcept override {
     if (operation.method != "SessionService/GetSession") return;

@@ -1,4 +1,4 @@
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 
 #include "services/server/paging.h"
 #include "services/server/replay_once.h"
@@ -37,7 +37,7 @@ void check_prefix(const v1::CreateSessionRequest& request, std::int64_t capacity
   }
 }
 
-PageStoreOptions page_options(const CoreOptions& options, MemoryRoom& room) {
+PageStoreOptions page_options(const ServiceCoreOptions& options, MemoryRoom& room) {
   PageStoreOptions pages = options.pages;
   pages.lease_ttl = options.lease_ttl;
   pages.now = options.now;
@@ -47,8 +47,8 @@ PageStoreOptions page_options(const CoreOptions& options, MemoryRoom& room) {
 
 }  // namespace
 
-struct Core::Creation {
-  Creation(const Arrival& arrival_in, Call call_in, const v1::CreateSessionRequest& request_in,
+struct ServiceCore::Creation {
+  Creation(const CallRecord& arrival_in, Call call_in, const v1::CreateSessionRequest& request_in,
            v1::CreateSessionResponse& response_in, Done done_in)
       : arrival(arrival_in),
         call(std::move(call_in)),
@@ -61,12 +61,12 @@ struct Core::Creation {
   Creation(const Creation&) = delete;  // gives its charge back once
   Creation& operator=(const Creation&) = delete;
 
-  const Arrival arrival;
+  const CallRecord arrival;
   const Call call;
   const v1::CreateSessionRequest& request;
   v1::CreateSessionResponse& response;
   const Done done;
-  std::shared_ptr<Grant> grant;
+  std::shared_ptr<InflightReservation> grant;
   ModelSpec spec;
   std::int64_t capacity = 0;
   bool charged = false;  ///< For a session.
@@ -74,7 +74,7 @@ struct Core::Creation {
   std::optional<TimePoint> started;
 };
 
-Core::Core(CoreOptions options, Executor& executor)
+ServiceCore::ServiceCore(ServiceCoreOptions options, Executor& executor)
     : options_(std::move(options)),
       started_(options_.now()),
       executor_(executor),
@@ -84,70 +84,70 @@ Core::Core(CoreOptions options, Executor& executor)
       models_(model_options()),
       pages_(page_options(options_, room_)) {}
 
-ModelPoolOptions Core::model_options() const {
+ModelPoolOptions ServiceCore::model_options() const {
   ModelPoolOptions models = options_.models;
   models.on_tier_wait = [this](bool waiting) {
     if (waiting) {
-      AtWork::pause();
+      BusyMark::pause();
     } else {
-      AtWork::go_on(options_.now());
+      BusyMark::go_on(options_.now());
     }
     executor_.on_tier_wait(waiting);
   };
   return models;
 }
 
-std::int64_t Core::piece_work_of(const Model& model) const {
+std::int64_t ServiceCore::piece_work_of(const Model& model) const {
   if (options_.piece_work > 0) return options_.piece_work;
   return std::int64_t{1} << (model.engine.backend() == Backend::kCpu ? 27 : 33);
 }
 
-Core::~Core() {
+ServiceCore::~ServiceCore() {
   for (const auto& entry : sessions_.remove_all()) entry->close();
 }
 
-Core::Arrival Core::arrive(const Call& call, std::string_view method) {
+ServiceCore::CallRecord ServiceCore::arrive(const Call& call, std::string_view method) {
   ++received_;
   return {.method = method, .tenant = *call.tenant, .time = options_.now()};
 }
 
-void Core::finish(const Arrival& arrival, std::optional<TimePoint> started,
-                  const ServiceError* error, const Done& done) const {
+void ServiceCore::finish(const CallRecord& arrival, std::optional<TimePoint> started,
+                         const ServiceError* error, const Done& done) const {
   if (!options_.observers.empty()) {
     Operation operation{.method = arrival.method, .tenant = arrival.tenant, .error = error};
     operation.duration = options_.now() - arrival.time;
     if (started) operation.queued = *started - arrival.time;
-    for (CoreObserver* observer : options_.observers) observer->finished(operation);
+    for (ServiceCoreObserver* observer : options_.observers) observer->finished(operation);
   }
   done(error);
 }
 
-void Core::refuse(const Arrival& arrival, const Done& done) {
+void ServiceCore::refuse(const CallRecord& arrival, const Done& done) {
   ++rejected_;
   const ServiceError error = to_service_error(std::current_exception());
   finish(arrival, {}, &error, done);
 }
 
-TimePoint Core::deadline_of(const Call& call) const {
+TimePoint ServiceCore::deadline_of(const Call& call) const {
   return call.deadline == TimePoint::max() ? options_.now() + options_.max_call_time
                                            : call.deadline;
 }
 
-void Core::renew(SessionEntry& entry) const {
+void ServiceCore::renew(SessionEntry& entry) const {
   entry.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
 }
 
-void Core::renew_for_client(SessionEntry& entry) const {
+void ServiceCore::renew_for_client(SessionEntry& entry) const {
   const TimePoint::duration remaining =
       TimePoint::duration(entry.lease_end) - options_.now().time_since_epoch();
-  for (CoreObserver* observer : options_.observers) observer->lease_renewed(remaining);
+  for (ServiceCoreObserver* observer : options_.observers) observer->lease_renewed(remaining);
   renew(entry);
 }
 
-bool Core::execute(const Call& call, SessionEntry& entry, const Work& work,
-                   std::shared_ptr<CallInPieces>& pieces) const {
+bool ServiceCore::execute(const Call& call, SessionEntry& entry, const Work& work,
+                          std::shared_ptr<CallInPieces>& pieces) const {
   const TimePoint now = options_.now();
-  std::optional<AtWork> mark;
+  std::optional<BusyMark> mark;
   if (entry.model->engine.backend() == options_.watched_backend) mark.emplace(entry, now);
   if (now > call.deadline) {
     throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
@@ -166,13 +166,14 @@ bool Core::execute(const Call& call, SessionEntry& entry, const Work& work,
   }
 }
 
-bool Core::queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                            std::size_t bytes, Work work, Done done, SessionTurn turn) {
-  const Arrival arrival = arrive(call, method);
+bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
+                                   const std::string& name, std::size_t bytes, Work work, Done done,
+                                   SessionTurn turn) {
+  const CallRecord arrival = arrive(call, method);
   try {
     check_serving();
     const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
-    std::shared_ptr<Grant> grant = admit_call(call, bytes);
+    std::shared_ptr<InflightReservation> grant = admit_call(call, bytes);
     Call queued = call;
     const int counted = turn.counts ? 1 : 0;
     if (turn.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
@@ -217,10 +218,10 @@ bool Core::queue_on_session(const Call& call, std::string_view method, const std
   }
 }
 
-void Core::create_session(const Call& call, const v1::CreateSessionRequest& request,
-                          v1::CreateSessionResponse& response, Done done) {
-  const Arrival arrival = arrive(call, "SessionService/CreateSession");
-  std::shared_ptr<Grant> grant;
+void ServiceCore::create_session(const Call& call, const v1::CreateSessionRequest& request,
+                                 v1::CreateSessionResponse& response, Done done) {
+  const CallRecord arrival = arrive(call, "SessionService/CreateSession");
+  std::shared_ptr<InflightReservation> grant;
   Tenant& tenant = *call.tenant;
   const std::string& id = request.request_id();
   bool registered = false;
@@ -273,7 +274,7 @@ void Core::create_session(const Call& call, const v1::CreateSessionRequest& requ
 }
 
 template <typename Act>
-void Core::proceed(Creation& creation, Act act) {
+void ServiceCore::proceed(Creation& creation, Act act) {
   try {
     act();
   } catch (...) {
@@ -284,7 +285,7 @@ void Core::proceed(Creation& creation, Act act) {
   }
 }
 
-void Core::begin(Creation& creation) const {
+void ServiceCore::begin(Creation& creation) const {
   const TimePoint now = options_.now();
   if (!creation.started) creation.started = now;
   if (now > creation.call.deadline || (creation.call.cancelled && creation.call.cancelled())) {
@@ -292,13 +293,13 @@ void Core::begin(Creation& creation) const {
   }
 }
 
-void Core::end(Creation& creation, const ServiceError* error) {
+void ServiceCore::end(Creation& creation, const ServiceError* error) {
   creation.arrival.tenant.give(Shared::kCreations, 1);
   creation.grant.reset();
   finish(creation.arrival, creation.started, error, creation.done);
 }
 
-void Core::queue_opening(const std::shared_ptr<Creation>& creation) {
+void ServiceCore::queue_opening(const std::shared_ptr<Creation>& creation) {
   const std::int64_t work = piece_work_of(*creation->model);
   auto entry = std::make_shared<SessionEntry>(creation->arrival.tenant, memory_,
                                               std::move(creation->model), executor_, work);
@@ -313,7 +314,7 @@ void Core::queue_opening(const std::shared_ptr<Creation>& creation) {
   });
 }
 
-void Core::open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry) {
+void ServiceCore::open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry) {
   const v1::CreateSessionRequest& request = creation.request;
   Tenant& tenant = creation.arrival.tenant;
   charge_base(*entry, creation.capacity);
@@ -351,7 +352,7 @@ void Core::open(const Creation& creation, const std::shared_ptr<SessionEntry>& e
   }
 }
 
-void Core::check_room(std::size_t sessions) const {
+void ServiceCore::check_room(std::size_t sessions) const {
   if (sessions_.size() + sessions > options_.max_sessions) {
     throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
   }
@@ -361,7 +362,7 @@ void Core::check_room(std::size_t sessions) const {
   }
 }
 
-void Core::prepare(Creation& creation) const {
+void ServiceCore::prepare(Creation& creation) const {
   const v1::CreateSessionRequest& request = creation.request;
   ModelSpec& spec = creation.spec;
   spec.model = model_of(request.geometry(), "geometry");
@@ -393,7 +394,7 @@ void Core::prepare(Creation& creation) const {
   creation.charged = true;
 }
 
-void Core::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const {
+void ServiceCore::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const {
   const std::int64_t base = base_bytes_of(entry.model->engine.config(), capacity_tokens);
   entry.tenant.charge_kv(base);
   entry.charged_bytes = base;
@@ -407,7 +408,7 @@ void Core::charge_base(SessionEntry& entry, std::int64_t capacity_tokens) const 
   entry.capacity_tokens = capacity_tokens;
 }
 
-std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int count) {
+std::vector<std::shared_ptr<SessionEntry>> ServiceCore::fork(SessionEntry& parent, int count) {
   if (count < 1 || count > kMaxForks) {
     throw ServiceError::invalid("count", "1 to " + std::to_string(kMaxForks),
                                 std::to_string(count));
@@ -440,7 +441,7 @@ std::vector<std::shared_ptr<SessionEntry>> Core::fork(SessionEntry& parent, int 
   return entries;
 }
 
-void Core::describe(SessionEntry& entry, v1::Session& session) const {
+void ServiceCore::describe(SessionEntry& entry, v1::Session& session) const {
   const ModelConfig& model = entry.model->engine.config().model;
   session.set_name(entry.name);
   *session.mutable_geometry() = geometry_of(model);
@@ -452,7 +453,7 @@ void Core::describe(SessionEntry& entry, v1::Session& session) const {
   describe_length(entry, session);
 }
 
-void Core::describe_length(SessionEntry& entry, v1::Session& session) noexcept {
+void ServiceCore::describe_length(SessionEntry& entry, v1::Session& session) noexcept {
   for (int layer = 0; layer < session.layer_lengths_size(); ++layer) {
     session.set_layer_lengths(layer, entry.session->length(layer));
   }

@@ -1,6 +1,6 @@
 #include "services/pages/page_transfer.h"
-#include "services/server/core.h"
 #include "services/server/replay_once.h"
+#include "services/server/service_core.h"
 #include "services/server/wire.h"
 
 #include <algorithm>
@@ -107,32 +107,32 @@ void attempt_page(v1::PageResult& result, Act act) {
 
 }  // namespace
 
-std::shared_ptr<Grant> Core::admit(Tenant& tenant, std::size_t bytes) {
-  return std::make_shared<Grant>(inflight_, options_.max_inflight_bytes, tenant,
-                                 2 * static_cast<std::int64_t>(bytes));
+std::shared_ptr<InflightReservation> ServiceCore::admit(Tenant& tenant, std::size_t bytes) {
+  return std::make_shared<InflightReservation>(inflight_, options_.max_inflight_bytes, tenant,
+                                               2 * static_cast<std::int64_t>(bytes));
 }
 
-std::shared_ptr<Grant> Core::admit_call(const Call& call, std::size_t bytes) {
+std::shared_ptr<InflightReservation> ServiceCore::admit_call(const Call& call, std::size_t bytes) {
   if (!call.grant) return admit(*call.tenant, bytes);
   call.grant->take(2 * static_cast<std::int64_t>(bytes));
   return call.grant;
 }
 
-std::shared_ptr<PageLease> Core::lease(const Call& call, const std::string& name) {
+std::shared_ptr<PageLease> ServiceCore::lease(const Call& call, const std::string& name) {
   check_serving();
   return pages_.find(*call.tenant, name);
 }
 
 template <typename Request, typename Verb>
-void Core::on_lease(const Call& call, const Request& request, Verb verb, Done done) {
-  Arrival arrival = arrive(call, "PageService");
+void ServiceCore::on_lease(const Call& call, const Request& request, Verb verb, Done done) {
+  CallRecord arrival = arrive(call, "PageService");
   try {
     const std::string& type = Request::descriptor()->name();
     static const std::string method =
         "PageService/" + type.substr(0, type.size() - std::string_view("Request").size());
     arrival.method = method;
     const std::shared_ptr<PageLease> found = lease(call, request.lease());
-    std::shared_ptr<Grant> grant = admit_call(call, request.ByteSizeLong());
+    std::shared_ptr<InflightReservation> grant = admit_call(call, request.ByteSizeLong());
     Call queued = call;
     if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
       --found->queued;
@@ -170,13 +170,13 @@ void Core::on_lease(const Call& call, const Request& request, Verb verb, Done do
   }
 }
 
-void Core::open_lease(const Call& call, const v1::OpenLeaseRequest& request,
-                      v1::OpenLeaseResponse& response, Done done) {
+void ServiceCore::open_lease(const Call& call, const v1::OpenLeaseRequest& request,
+                             v1::OpenLeaseResponse& response, Done done) {
   ++received_;
   std::optional<ServiceError> failure;
   try {
     check_serving();
-    const std::shared_ptr<Grant> grant = admit_call(call, request.ByteSizeLong());
+    const std::shared_ptr<InflightReservation> grant = admit_call(call, request.ByteSizeLong());
     execute_once(call.tenant->replies(), request, response, [&] {
       const auto opened = pages_.open(
           *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
@@ -199,7 +199,7 @@ void Core::open_lease(const Call& call, const v1::OpenLeaseRequest& request,
   done(failure ? &*failure : nullptr);
 }
 
-void Core::close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done) {
+void ServiceCore::close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done) {
   ++received_;
   std::optional<ServiceError> failure;
   try {
@@ -213,8 +213,8 @@ void Core::close_lease(const Call& call, const v1::CloseLeaseRequest& request, D
   done(failure ? &*failure : nullptr);
 }
 
-void Core::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
-                         v1::LookupPrefixResponse& response, Done done) {
+void ServiceCore::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
+                                v1::LookupPrefixResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       const Asked asked(request);
@@ -227,8 +227,8 @@ void Core::lookup_prefix(const Call& call, const v1::LookupPrefixRequest& reques
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_lookup_pages(const Call& call, const v1::BatchLookupPagesRequest& request,
-                              v1::BatchLookupPagesResponse& response, Done done) {
+void ServiceCore::batch_lookup_pages(const Call& call, const v1::BatchLookupPagesRequest& request,
+                                     v1::BatchLookupPagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       if (request.pin() && request.hits_only()) {
@@ -245,8 +245,8 @@ void Core::batch_lookup_pages(const Call& call, const v1::BatchLookupPagesReques
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,
-                               v1::BatchReservePagesResponse& response, Done done) {
+void ServiceCore::batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,
+                                      v1::BatchReservePagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       check_count("keys", request.keys_size());
@@ -262,8 +262,8 @@ void Core::batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequ
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_commit_pages(const Call& call, const v1::BatchCommitPagesRequest& request,
-                              v1::BatchCommitPagesResponse& response, Done done) {
+void ServiceCore::batch_commit_pages(const Call& call, const v1::BatchCommitPagesRequest& request,
+                                     v1::BatchCommitPagesResponse& response, Done done) {
   const auto work = [this, &request, &response](PageLease& lease) {
     check_count("items", request.items_size());
     for (const auto& item : request.items()) {
@@ -278,8 +278,8 @@ void Core::batch_commit_pages(const Call& call, const v1::BatchCommitPagesReques
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest& request,
-                             v1::BatchAbortPagesResponse& response, Done done) {
+void ServiceCore::batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest& request,
+                                    v1::BatchAbortPagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       check_count("handles", request.handles_size());
@@ -291,8 +291,8 @@ void Core::batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest&
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_delete_pages(const Call& call, const v1::BatchDeletePagesRequest& request,
-                              v1::BatchDeletePagesResponse& response, Done done) {
+void ServiceCore::batch_delete_pages(const Call& call, const v1::BatchDeletePagesRequest& request,
+                                     v1::BatchDeletePagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       check_count("handles", request.handles_size());
@@ -305,8 +305,8 @@ void Core::batch_delete_pages(const Call& call, const v1::BatchDeletePagesReques
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& request,
-                           v1::BatchPinPagesResponse& response, Done done) {
+void ServiceCore::batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& request,
+                                  v1::BatchPinPagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       check_count("handles", request.handles_size());
@@ -318,8 +318,8 @@ void Core::batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& req
   on_lease(call, request, work, std::move(done));
 }
 
-void Core::batch_unpin_pages(const Call& call, const v1::BatchUnpinPagesRequest& request,
-                             v1::BatchUnpinPagesResponse& response, Done done) {
+void ServiceCore::batch_unpin_pages(const Call& call, const v1::BatchUnpinPagesRequest& request,
+                                    v1::BatchUnpinPagesResponse& response, Done done) {
   const auto work = [this, &tenant = *call.tenant, &request, &response](PageLease& lease) {
     execute_once(tenant.replies(), request, response, [&] {
       check_count("handles", request.handles_size());

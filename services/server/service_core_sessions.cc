@@ -1,22 +1,22 @@
-#include "services/server/core.h"
 #include "services/server/paging.h"
 #include "services/server/replay_once.h"
+#include "services/server/service_core.h"
 #include "services/server/wire.h"
 
 #include <new>
 
 namespace kvtier::services {
 
-void Core::get_session(const Call& call, const v1::GetSessionRequest& request,
-                       v1::GetSessionResponse& response, Done done) {
+void ServiceCore::get_session(const Call& call, const v1::GetSessionRequest& request,
+                              v1::GetSessionResponse& response, Done done) {
   on_session(
       call, "SessionService/GetSession", request.name(), request.ByteSizeLong(),
       [this, &response](SessionEntry& entry) { describe(entry, *response.mutable_session()); },
       std::move(done), {.start = Strand::Start::kNowIfIdle});
 }
 
-void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
-                            v1::TruncateSessionResponse& response, Done done) {
+void ServiceCore::truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
+                                   v1::TruncateSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
     execute_once(entry.tenant.replies(), request, response, [&] {
       describe(entry, *response.mutable_session());  // what may fail comes first
@@ -28,8 +28,8 @@ void Core::truncate_session(const Call& call, const v1::TruncateSessionRequest& 
              std::move(done));
 }
 
-void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
-                        v1::ForkSessionResponse& response, Done done) {
+void ServiceCore::fork_session(const Call& call, const v1::ForkSessionRequest& request,
+                               v1::ForkSessionResponse& response, Done done) {
   const auto work = [this, &request, &response](SessionEntry& entry) {
     execute_once(entry.tenant.replies(), request, response, [&] {
       const std::vector<std::shared_ptr<SessionEntry>> children = fork(entry, request.count());
@@ -53,16 +53,17 @@ void Core::fork_session(const Call& call, const v1::ForkSessionRequest& request,
              std::move(done));
 }
 
-void Core::publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
-                          v1::PublishPrefixResponse& response, Done done) {
+void ServiceCore::publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
+                                 v1::PublishPrefixResponse& response, Done done) {
   on_session(
       call, "SessionService/PublishPrefix", request.name(), request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) { publish_from(entry, request, response); },
       std::move(done));
 }
 
-void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done) {
-  const Arrival arrival = arrive(call, "SessionService/ReleaseSession");
+void ServiceCore::release_session(const Call& call, const v1::ReleaseSessionRequest& request,
+                                  Done done) {
+  const CallRecord arrival = arrive(call, "SessionService/ReleaseSession");
   std::shared_ptr<SessionEntry> entry;
   try {
     check_request_id(request.request_id());
@@ -97,8 +98,8 @@ void Core::release_session(const Call& call, const v1::ReleaseSessionRequest& re
   }
 }
 
-void Core::list_sessions(const Call& call, const v1::ListSessionsRequest& request,
-                         v1::ListSessionsResponse& response) {
+void ServiceCore::list_sessions(const Call& call, const v1::ListSessionsRequest& request,
+                                v1::ListSessionsResponse& response) {
   check_serving();
   const auto [names, next] =
       sessions_.list(*call.tenant, page_start_of(request.page_token()),
@@ -107,8 +108,8 @@ void Core::list_sessions(const Call& call, const v1::ListSessionsRequest& reques
   if (next) response.set_next_page_token(std::to_string(*next));
 }
 
-void Core::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
-                      v1::KeepAliveResponse& response) {
+void ServiceCore::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
+                             v1::KeepAliveResponse& response) {
   check_serving();
   if (request.names_size() > kMaxBatchItems) {
     throw ServiceError::invalid("names", "at most " + std::to_string(kMaxBatchItems),

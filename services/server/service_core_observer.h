@@ -20,9 +20,9 @@ struct Operation {
 };
 
 /// Told what a core does, on any thread, before the client is. Must not block.
-class CoreObserver {
+class ServiceCoreObserver {
  public:
-  virtual ~CoreObserver() = default;
+  virtual ~ServiceCoreObserver() = default;
   virtual void finished(const Operation& operation) noexcept = 0;
   /// A lease was renewed that would have lasted `remaining`.
   virtual void lease_renewed(std::chrono::nanoseconds remaining) noexcept = 0;

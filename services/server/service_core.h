@@ -7,9 +7,9 @@
 
 #include "services/pages/page_store.h"
 #include "services/server/admission.h"
-#include "services/server/core_observer.h"
 #include "services/server/group_memory.h"
 #include "services/server/model_pool.h"
+#include "services/server/service_core_observer.h"
 #include "services/server/service_error.h"
 #include "services/server/session_table.h"
 #include "services/server/session_verbs.h"
@@ -37,7 +37,7 @@ inline constexpr int kMaxBatchPages = 4096;
 /// Most bytes of a message of TransferService.
 inline constexpr std::int64_t kMaxTransferBytes = std::int64_t{1} << 20;
 
-struct CoreOptions {
+struct ServiceCoreOptions {
   ModelPoolOptions models;
   RetrievalConfig retrieval;  ///< Defaults of sessions.
   std::vector<TenantConfig> tenants;
@@ -66,7 +66,7 @@ struct CoreOptions {
   /// each piece of an arena, and by `sweep` for sessions; a refusal stands for a while. Empty: not
   /// asked.
   MemoryRoom::Read group_memory{};
-  std::vector<CoreObserver*> observers{};  ///< Must outlive the core.
+  std::vector<ServiceCoreObserver*> observers{};  ///< Must outlive the core.
 };
 
 /// Who calls, until when, and whether the caller is still there.
@@ -76,7 +76,7 @@ struct Call {
   std::function<bool()> cancelled{};
   /// Of the transport, which keeps it until the client has the reply; null: the call is counted
   /// until it is done.
-  std::shared_ptr<Grant> grant{};
+  std::shared_ptr<InflightReservation> grant{};
 };
 
 /// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
@@ -94,13 +94,13 @@ struct SessionTurn {
 ///
 /// Calls of one session run one after another, in the order in which they came. A call that fails
 /// has changed nothing, also for want of memory. Only those that say so throw.
-class Core {
+class ServiceCore {
  public:
-  Core(CoreOptions options, Executor& executor);
+  ServiceCore(ServiceCoreOptions options, Executor& executor);
   /// Ends every session. Nothing may be queued any more.
-  ~Core();
-  Core(const Core&) = delete;  // tasks hold its address
-  Core& operator=(const Core&) = delete;
+  ~ServiceCore();
+  ServiceCore(const ServiceCore&) = delete;  // tasks hold its address
+  ServiceCore& operator=(const ServiceCore&) = delete;
 
   [[nodiscard]] const Tenants& tenants() const noexcept { return tenants_; }
 
@@ -172,7 +172,7 @@ class Core {
   [[nodiscard]] std::shared_ptr<PageLease> lease(const Call& call, const std::string& name);
   /// Charges a request of `bytes`, and a reply as large, until the result is destroyed. Throws
   /// `ServiceError` at a limit.
-  [[nodiscard]] std::shared_ptr<Grant> admit(Tenant& tenant, std::size_t bytes);
+  [[nodiscard]] std::shared_ptr<InflightReservation> admit(Tenant& tenant, std::size_t bytes);
   [[nodiscard]] PageStore& pages() noexcept { return pages_; }
 
   void get_stats(v1::GetStatsResponse& response) const;
@@ -212,23 +212,24 @@ class Core {
   using Work = std::function<std::unique_ptr<CallInPieces>(SessionEntry&)>;
 
   /// An operation from its arrival to its end.
-  struct Arrival {
+  struct CallRecord {
     std::string_view method;
     Tenant& tenant;
     TimePoint time;
   };
 
-  [[nodiscard]] Arrival arrive(const Call& call, std::string_view method);
+  [[nodiscard]] CallRecord arrive(const Call& call, std::string_view method);
   /// Tells observers, then the client; `started` is when the work began, if it waited.
-  void finish(const Arrival& arrival, std::optional<TimePoint> started, const ServiceError* error,
-              const Done& done) const;
+  void finish(const CallRecord& arrival, std::optional<TimePoint> started,
+              const ServiceError* error, const Done& done) const;
   /// Refuses with the exception that is being handled.
-  void refuse(const Arrival& arrival, const Done& done);
+  void refuse(const CallRecord& arrival, const Done& done);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
   void renew(SessionEntry& entry) const;
   /// Counts a request of `bytes`, and a reply as large, until the call is done or, with a grant of
   /// the transport, for as long as that lasts. Throws as `admit`.
-  [[nodiscard]] std::shared_ptr<Grant> admit_call(const Call& call, std::size_t bytes);
+  [[nodiscard]] std::shared_ptr<InflightReservation> admit_call(const Call& call,
+                                                                std::size_t bytes);
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
   /// Finds, admits and queues; `verb(entry)`, which may return a call in pieces, runs on the
@@ -296,7 +297,7 @@ class Core {
   void batch(const Call& call, std::string_view method, const Request& request, Response& response,
              Verb verb, Done done);
 
-  const CoreOptions options_;
+  const ServiceCoreOptions options_;
   const TimePoint started_;
   Executor& executor_;
   Tenants tenants_;

@@ -1,4 +1,4 @@
-#include "services/server/core.h"
+#include "services/server/service_core.h"
 #include "services/server/session_verbs.h"
 #include "services/server/wire.h"
 
@@ -15,16 +15,17 @@ constexpr std::int64_t kReplyBytes = kMaxMessageBytes - (std::int64_t{64} << 10)
 
 }  // namespace
 
-void Core::append(const Call& call, const std::string& session, const v1::AppendRequest& request,
-                  v1::AppendResponse& response, Done done) {
+void ServiceCore::append(const Call& call, const std::string& session,
+                         const v1::AppendRequest& request, v1::AppendResponse& response,
+                         Done done) {
   on_session(
       call, "AttentionService/Append", session, request.ByteSizeLong(),
       [&request, &response](SessionEntry& entry) { append_to(entry, request, response); },
       std::move(done));
 }
 
-void Core::select(const Call& call, const v1::SelectRequest& request, v1::SelectResponse& response,
-                  Done done) {
+void ServiceCore::select(const Call& call, const v1::SelectRequest& request,
+                         v1::SelectResponse& response, Done done) {
   on_session(
       call, "AttentionService/Select", request.session(), request.ByteSizeLong(),
       [&request, &response, grant = call.grant](SessionEntry& entry) {
@@ -34,8 +35,8 @@ void Core::select(const Call& call, const v1::SelectRequest& request, v1::Select
       std::move(done));
 }
 
-void Core::attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response,
-                  Done done) {
+void ServiceCore::attend(const Call& call, const v1::AttendRequest& request,
+                         v1::AttendResponse& response, Done done) {
   on_session(
       call, "AttentionService/Attend", request.session(), request.ByteSizeLong(),
       [&request, &response, grant = call.grant](SessionEntry& entry) {
@@ -45,8 +46,9 @@ void Core::attend(const Call& call, const v1::AttendRequest& request, v1::Attend
       std::move(done));
 }
 
-void Core::decode(const Call& call, const std::string& session, const v1::DecodeRequest& request,
-                  v1::DecodeResponse& response, Done done) {
+void ServiceCore::decode(const Call& call, const std::string& session,
+                         const v1::DecodeRequest& request, v1::DecodeResponse& response,
+                         Done done) {
   on_session(
       call, "AttentionService/Decode", session, request.ByteSizeLong(),
       [&request, &response, grant = call.grant](SessionEntry& entry) {
@@ -56,8 +58,8 @@ void Core::decode(const Call& call, const std::string& session, const v1::Decode
       std::move(done));
 }
 
-void Core::fetch(const Call& call, const v1::FetchRequest& request, v1::FetchResponse& response,
-                 Done done) {
+void ServiceCore::fetch(const Call& call, const v1::FetchRequest& request,
+                        v1::FetchResponse& response, Done done) {
   on_session(
       call, "AttentionService/Fetch", request.session(), request.ByteSizeLong(),
       [&request, &response, grant = call.grant](SessionEntry& entry) {
@@ -68,8 +70,8 @@ void Core::fetch(const Call& call, const v1::FetchRequest& request, v1::FetchRes
 }
 
 template <typename Request, typename Response, typename Verb>
-void Core::batch(const Call& call, std::string_view method, const Request& request,
-                 Response& response, Verb verb, Done done) {
+void ServiceCore::batch(const Call& call, std::string_view method, const Request& request,
+                        Response& response, Verb verb, Done done) {
   const int count = request.items_size();
   if (count > kMaxBatchItems) {
     const ServiceError error = ServiceError::invalid(
@@ -78,7 +80,8 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
     return;
   }
   struct Join {
-    explicit Join(std::shared_ptr<Grant> grant) : budget(kReplyBytes, std::move(grant)) {}
+    explicit Join(std::shared_ptr<InflightReservation> grant)
+        : budget(kReplyBytes, std::move(grant)) {}
     ReplyBudget budget;
     Done done{};
     std::atomic<int> left{0};
@@ -135,23 +138,23 @@ void Core::batch(const Call& call, std::string_view method, const Request& reque
   arrive();
 }
 
-void Core::batch_select(const Call& call, const v1::BatchSelectRequest& request,
-                        v1::BatchSelectResponse& response, Done done) {
+void ServiceCore::batch_select(const Call& call, const v1::BatchSelectRequest& request,
+                               v1::BatchSelectResponse& response, Done done) {
   batch(call, "AttentionService/BatchSelect", request, response, select_in, std::move(done));
 }
 
-void Core::batch_attend(const Call& call, const v1::BatchAttendRequest& request,
-                        v1::BatchAttendResponse& response, Done done) {
+void ServiceCore::batch_attend(const Call& call, const v1::BatchAttendRequest& request,
+                               v1::BatchAttendResponse& response, Done done) {
   batch(call, "AttentionService/BatchAttend", request, response, attend_in, std::move(done));
 }
 
-void Core::batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
-                        v1::BatchDecodeResponse& response, Done done) {
+void ServiceCore::batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
+                               v1::BatchDecodeResponse& response, Done done) {
   batch(call, "AttentionService/BatchDecode", request, response, decode_in, std::move(done));
 }
 
-void Core::batch_fetch(const Call& call, const v1::BatchFetchRequest& request,
-                       v1::BatchFetchResponse& response, Done done) {
+void ServiceCore::batch_fetch(const Call& call, const v1::BatchFetchRequest& request,
+                              v1::BatchFetchResponse& response, Done done) {
   batch(call, "AttentionService/BatchFetch", request, response, fetch_in, std::move(done));
 }
 

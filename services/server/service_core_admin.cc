@@ -1,8 +1,8 @@
 #include "kvtier/error.h"
 #include "kvtier/version.h"
 
-#include "services/server/core.h"
 #include "services/server/paging.h"
+#include "services/server/service_core.h"
 
 #include <chrono>
 
@@ -129,7 +129,7 @@ void fill(const Stats::Snapshot& from, v1::SnapshotStats& to) {
 
 }  // namespace
 
-void Core::get_stats(v1::GetStatsResponse& response) const {
+void ServiceCore::get_stats(v1::GetStatsResponse& response) const {
   const Stats stats = models_.stats();
   fill(stats.cumulative, *response.mutable_cumulative());
   fill(stats.snapshot, *response.mutable_snapshot());
@@ -148,7 +148,7 @@ void Core::get_stats(v1::GetStatsResponse& response) const {
   service.set_inflight_bytes_limit(static_cast<std::uint64_t>(options_.max_inflight_bytes));
 }
 
-void Core::get_server_info(v1::GetServerInfoResponse& response) const {
+void ServiceCore::get_server_info(v1::GetServerInfoResponse& response) const {
   response.set_version(KVTIER_VERSION);
   response.set_server_epoch(sessions_.epoch());
   response.set_state(draining_ ? v1::SERVER_STATE_DRAINING : v1::SERVER_STATE_SERVING);
@@ -157,8 +157,8 @@ void Core::get_server_info(v1::GetServerInfoResponse& response) const {
   response.mutable_uptime()->set_seconds(uptime);
 }
 
-void Core::list_tenants(const v1::ListTenantsRequest& request,
-                        v1::ListTenantsResponse& response) const {
+void ServiceCore::list_tenants(const v1::ListTenantsRequest& request,
+                               v1::ListTenantsResponse& response) const {
   const auto count = static_cast<std::size_t>(page_size_of(request.page_size()));
   const auto& all = tenants_.all();
   std::size_t i = page_start_of(request.page_token());
@@ -168,8 +168,8 @@ void Core::list_tenants(const v1::ListTenantsRequest& request,
   if (i < all.size()) response.set_next_page_token(std::to_string(i));
 }
 
-void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
-                            v1::SetTenantQuotaResponse& response) {
+void ServiceCore::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
+                                   v1::SetTenantQuotaResponse& response) {
   const v1::TenantQuota& quota = request.quota();
   if (!request.has_quota() || quota.max_sessions() < 0 || quota.max_kv_bytes() < 0) {
     throw ServiceError::invalid("quota", "numbers of at least 0", "none, or below 0");
@@ -179,23 +179,24 @@ void Core::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
   fill(tenant, *response.mutable_tenant());
 }
 
-void Core::evict_tenant(const v1::EvictTenantRequest& request, v1::EvictTenantResponse& response) {
+void ServiceCore::evict_tenant(const v1::EvictTenantRequest& request,
+                               v1::EvictTenantResponse& response) {
   const RemovedPages removed = pages_.remove_unpinned(tenants_.by_name(request.name()));
   response.set_pages(removed.pages);
   response.set_bytes(removed.bytes);
 }
 
-void Core::note_fault(const Error& error, Model& model) const {
+void ServiceCore::note_fault(const Error& error, Model& model) const {
   if (error.code() == ErrorCode::kInternal) give_up(model);
 }
 
-bool Core::give_up(Model& model) const {
+bool ServiceCore::give_up(Model& model) const {
   if (model.failed.exchange(true)) return false;
-  for (CoreObserver* observer : options_.observers) observer->device_failed();
+  for (ServiceCoreObserver* observer : options_.observers) observer->device_failed();
   return true;
 }
 
-void Core::sweep() {
+void ServiceCore::sweep() {
   const TimePoint now = options_.now();
   for (auto& entry : sessions_.remove_expired(now)) {
     ++expired_;
@@ -209,7 +210,7 @@ void Core::sweep() {
   pages_.sweep();
 }
 
-void Core::check_serving() const {
+void ServiceCore::check_serving() const {
   if (draining_) throw ServiceError::draining();
 }
 
