@@ -1,6 +1,6 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 
 #include <algorithm>
 #include <array>

@@ -4,7 +4,7 @@
 
 #include "benchmarks/service/measure.h"
 #include "benchmarks/service/pipe_text.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "services/server/server.h"
 
 #include <google/protobuf/empty.pb.h>

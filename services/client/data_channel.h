@@ -6,7 +6,7 @@
 #include "services/client/data_socket.h"
 #include "services/dataplane/frame.h"
 #include "services/dataplane/shared_region.h"
-#include "services/pages/page_layout.h"
+#include "services/page_cache/page_layout.h"
 
 #include <chrono>
 #include <cstddef>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "services/dataplane/frame.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "services/server/tenants.h"
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 #include "services/dataplane/calls.h"
 #include "services/dataplane/connection.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 
 #include <tuple>
 #include <utility>

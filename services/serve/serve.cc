@@ -4,7 +4,7 @@
 
 #include "services/console/log.h"
 #include "services/console/names.h"
-#include "services/pages/kept_arenas.h"
+#include "services/page_cache/persistent_arenas.h"
 #include "services/serve/option.h"
 #include "services/serve/secret_files.h"
 #include "services/serve/serving.h"
@@ -227,13 +227,13 @@ void bind_all(ServerOptions& options, BoundSockets& bound) {
 }
 
 /// Memory for as many arenas of pages as there may be.
-std::shared_ptr<const KeptArenas> kept_arenas(const ServiceCoreOptions& core) {
+std::shared_ptr<const PersistentArenas> persistent_arenas(const ServiceCoreOptions& core) {
   const PageStoreOptions& pages = core.pages;
   if (pages.arena_bytes == 0) return nullptr;
   const auto arenas = static_cast<std::size_t>(pages.max_bytes / pages.arena_bytes);
   const std::size_t tenants = std::max<std::size_t>(core.tenants.size(), 1);
-  return std::make_shared<KeptArenas>(std::min(arenas, tenants),
-                                      static_cast<std::uint64_t>(pages.arena_bytes));
+  return std::make_shared<PersistentArenas>(std::min(arenas, tenants),
+                                            static_cast<std::uint64_t>(pages.arena_bytes));
 }
 
 }  // namespace
@@ -400,7 +400,7 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
     const auto bound = std::make_shared<BoundSockets>();
     bind_all(options, *bound);
     options.bound = bound;
-    options.core.pages.kept = kept_arenas(options.core);
+    options.core.pages.kept = persistent_arenas(options.core);
     serving.worker = supervise({.on_end = [&bound] { bound->stop_listening(); }}, log);
     if (serving.worker.exit_code) return *serving.worker.exit_code;
     bound->leave_locks();

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "services/serve/option.h"
 
 #include <chrono>

@@ -2,7 +2,7 @@
 
 #include "kvtier/page_tier.h"
 
-#include "services/pages/page_backing.h"
+#include "services/page_cache/page_backing.h"
 #include "services/serve/serve.h"
 
 #include <memory>

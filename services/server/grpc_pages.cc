@@ -3,7 +3,7 @@
 #include "kvtier/v1/page.grpc.pb.h"
 #include "kvtier/v1/transfer.grpc.pb.h"
 
-#include "services/pages/page_transfer.h"
+#include "services/page_cache/page_transfer.h"
 #include "services/server/grpc_answer.h"
 
 #include <grpcpp/support/byte_buffer.h>

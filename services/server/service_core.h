@@ -5,7 +5,7 @@
 #include "kvtier/v1/page.pb.h"
 #include "kvtier/v1/session.pb.h"
 
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "services/server/admission.h"
 #include "services/server/group_memory.h"
 #include "services/server/model_pool.h"

@@ -1,4 +1,4 @@
-#include "services/pages/page_transfer.h"
+#include "services/page_cache/page_transfer.h"
 #include "services/server/replay_once.h"
 #include "services/server/service_core.h"
 #include "services/server/wire.h"

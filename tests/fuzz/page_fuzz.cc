@@ -2,7 +2,7 @@
 // that was committed has the same bytes for ever or is gone, nobody has another tenant's, and every
 // byte of the arenas is free, reserved or committed.
 
-#include "services/pages/page_transfer.h"
+#include "services/page_cache/page_transfer.h"
 #include "tests/fuzz/fuzz.h"
 #include "transfer/tiers/crc32c.h"
 

@@ -1,6 +1,6 @@
 #include "kvtier/client.h"
 
-#include "services/pages/page_backing.h"
+#include "services/page_cache/page_backing.h"
 #include "tests/services/server/server_fixture.h"
 #include "tests/support/eventually.h"
 #include "transfer/tiers/crc32c.h"
@@ -64,7 +64,7 @@ class ClientPagesTest : public ServerTest, public ::testing::WithParamInterface<
   }
   /// Makes readers of the arena see a page as one that has gone, as they do while its place gets
   /// another; the server does not look there.
-  void hide_in_arena(const std::string& handle) {
+  void unindex_in_arena(const std::string& handle) {
     ServiceCore& core = server_->core();
     const Tenant& tenant = *core.tenants().all()[0];
     const PinnedPage page = core.pages().read(tenant, handle, Verify::kNo);
@@ -248,7 +248,7 @@ TEST_P(ClientPagesTest, FindsADamagedPageWhichIsNotServedAgain) {
 TEST_P(ClientPagesTest, TellsTheServerOfPagesThatChangedInSharedMemory) {
   std::array<std::string, 3> handles;
   for (std::size_t i = 0; i < 3; ++i) handles[i] = put(std::to_string(i), i).handle;
-  hide_in_arena(handles[1]);
+  unindex_in_arena(handles[1]);
   ASSERT_TRUE(pages_->remove({&handles[2], 1}).at(0).ok());  // known to be gone: no reading anew
   std::vector<Bytes> to(3, Bytes(static_cast<std::size_t>(kPageBytes)));
   std::vector<RemotePages::Get> gets;

@@ -344,7 +344,7 @@ TEST_F(PlanePages, LargerThanHalfOfStagingAreLeftToOtherWays) {
 }
 
 TEST_F(PlanePages, WrittenAfterAnothersOfTheirKeyAreToldSo) {
-  const PageKey key{.layer = 3, .hash = "hash"};
+  const BlobKey key{.layer = 3, .hash = "hash"};
   const auto other = open_lease();
   const std::string ours = pages_->reserve(*lease_, key).handle;
   const std::string theirs = pages_->reserve(*other, key).handle;

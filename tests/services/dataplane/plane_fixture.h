@@ -2,7 +2,7 @@
 
 #include "services/client/data_channel.h"
 #include "services/dataplane/data_plane.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "tests/services/server/core_fixture.h"
 #include "tests/support/eventually.h"
 

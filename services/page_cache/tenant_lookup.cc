@@ -1,4 +1,4 @@
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
 

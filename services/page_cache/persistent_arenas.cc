@@ -1,4 +1,4 @@
-#include "services/pages/kept_arenas.h"
+#include "services/page_cache/persistent_arenas.h"
 
 #include "kvtier/error.h"
 
@@ -16,7 +16,7 @@ constexpr std::uint64_t kDigestsOffset = kUnitBytes;
 
 }  // namespace
 
-KeptArena::KeptArena(std::uint64_t data_bytes)
+PersistentArena::PersistentArena(std::uint64_t data_bytes)
     : memory_(std::make_shared<ArenaMemory>(arena_file_bytes(data_bytes / kUnitBytes))),
       private_bytes_(kDigestsOffset + data_bytes / kUnitBytes * sizeof(PageDigest)) {
   static_assert(sizeof(Book) <= kDigestsOffset);
@@ -29,28 +29,28 @@ KeptArena::KeptArena(std::uint64_t data_bytes)
   ::new (private_) Book{};
 }
 
-KeptArena::~KeptArena() { ::munmap(private_, private_bytes_); }
+PersistentArena::~PersistentArena() { ::munmap(private_, private_bytes_); }
 
-PageDigest& KeptArena::digest(std::uint32_t slot) const noexcept {
+PageDigest& PersistentArena::digest(std::uint32_t slot) const noexcept {
   auto* digests = static_cast<std::byte*>(private_) + kDigestsOffset;
   return reinterpret_cast<PageDigest*>(digests)[slot];
 }
 
-KeptArenas::KeptArenas(std::size_t count, std::uint64_t data_bytes) {
+PersistentArenas::PersistentArenas(std::size_t count, std::uint64_t data_bytes) {
   for (std::size_t i = 0; i < count; ++i) {
-    arenas_.push_back(std::make_unique<KeptArena>(data_bytes));
+    arenas_.push_back(std::make_unique<PersistentArena>(data_bytes));
   }
 }
 
-const KeptArena* KeptArenas::claim(std::uint32_t tenant) const {
-  const KeptArena* unowned = nullptr;
+const PersistentArena* PersistentArenas::claim(std::uint32_t tenant) const {
+  const PersistentArena* unowned = nullptr;
   for (const auto& arena : arenas_) {
     const std::uint64_t owner = arena->book().owner;
     if (owner == std::uint64_t{tenant} + 1) return arena.get();
     if (owner == 0 && unowned == nullptr) unowned = arena.get();
   }
   if (unowned == nullptr) return nullptr;
-  KeptArena::Book& book = unowned->book();
+  PersistentArena::Book& book = unowned->book();
   if (RAND_bytes(book.salt.data(), static_cast<int>(book.salt.size())) != 1) {
     throw Error(ErrorCode::kUnavailable,
                 "pages: expected random bytes from the system, found none");

@@ -1,4 +1,4 @@
-#include "tests/services/pages/page_fixture.h"
+#include "tests/services/page_cache/page_fixture.h"
 #include "tests/support/file_size_limit.h"
 
 #include <gmock/gmock.h>

@@ -2,7 +2,7 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "services/wire/message_cursor.h"
 
 #include <cstddef>

@@ -1,8 +1,8 @@
-#include "services/pages/page_backing.h"
+#include "services/page_cache/page_backing.h"
 
 #include "kvtier/error.h"
 
-#include "services/pages/page_layout.h"
+#include "services/page_cache/page_layout.h"
 #include "transfer/tiers/hmac_sha256.h"
 #include "transfer/tiers/sealed_file_tier.h"
 

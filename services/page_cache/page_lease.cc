@@ -1,4 +1,4 @@
-#include "services/pages/page_lease.h"
+#include "services/page_cache/page_lease.h"
 
 #include "services/server/service_error.h"
 

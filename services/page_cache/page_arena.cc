@@ -1,4 +1,4 @@
-#include "services/pages/page_arena.h"
+#include "services/page_cache/page_arena.h"
 
 #include "services/server/service_error.h"
 

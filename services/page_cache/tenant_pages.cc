@@ -1,4 +1,4 @@
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include "transfer/tiers/crc32c.h"
 
@@ -24,7 +24,7 @@ ServiceError lease_ended() {
 }
 
 TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
-                         const KeptArena* kept)
+                         const PersistentArena* kept)
     : tenant_(tenant),
       options_(options),
       codec_(codec),
@@ -61,7 +61,7 @@ PageSlot& TenantPages::at(std::string_view handle) {
   const std::optional<HandleFields> claim = codec_.claim_of(handle);
   if (claim && claim->tenant == tenant_.index()) {
     PageSlot* page = slots_.at(claim->slot);
-    if (page != nullptr && page->state != PageState::kFree && !page->doomed &&
+    if (page != nullptr && page->state != PageState::kFree && !page->delete_pending &&
         same_handle(page->handle, handle)) {
       return *page;
     }
@@ -110,7 +110,7 @@ PageSlot* TenantPages::own_at(const PageLease& lease, std::string_view handle) {
   return page.state == PageState::kCommitted && page.lease == lease.id ? &page : nullptr;
 }
 
-PageDigest TenantPages::digest_of(const PageLease& lease, const PageKey& key) const {
+PageDigest TenantPages::digest_of(const PageLease& lease, const BlobKey& key) const {
   std::string text(salt_.begin(), salt_.end());
   append_number(text, lease.config.model.size());
   text += lease.config.model;
@@ -151,7 +151,7 @@ void TenantPages::set_state(PageSlot& page, PageState state) noexcept {
   page.state = state;
 }
 
-void TenantPages::hide(PageSlot& page) noexcept {
+void TenantPages::unindex(PageSlot& page) noexcept {
   arena_.retract(page.slot, page.generation);
   if (!page.digest) return;
   const auto it = index_.find(*page.digest);
@@ -160,9 +160,9 @@ void TenantPages::hide(PageSlot& page) noexcept {
 
 void TenantPages::release(PageSlot& page) noexcept {
   if (page.listed) slots_.unlist(page);
-  hide(page);
-  let_go(page);
-  page.doomed = true;
+  unindex(page);
+  clear_reservation(page);
+  page.delete_pending = true;
   if (page.busy || page.pins > 0) return;
   if (page.state != PageState::kQuarantined) tenant_.refund_kv(slot_bytes(page));
   set_state(page, PageState::kFree);
@@ -174,7 +174,7 @@ void TenantPages::release(PageSlot& page) noexcept {
   }
 }
 
-void TenantPages::let_go(PageSlot& page) noexcept {
+void TenantPages::clear_reservation(PageSlot& page) noexcept {
   if (page.holder != nullptr) page.holder->reserved.erase(page.slot);
   page.holder = nullptr;
 }
@@ -202,7 +202,7 @@ void TenantPages::drop_pins(PageSlot& page, std::uint32_t count) noexcept {
   page.pins -= count;
   if (page.pins > 0 || count == 0) return;
   --pinned_;
-  if (page.doomed) {
+  if (page.delete_pending) {
     release(page);
   } else if (page.state == PageState::kCommitted) {
     page.used_at = options_.now();  // until here it was in use
@@ -216,10 +216,10 @@ void TenantPages::unread(PageSlot& page) noexcept {
 }
 
 void TenantPages::quarantine(PageSlot& page) noexcept {
-  if (page.state != PageState::kCommitted || page.doomed) return;
+  if (page.state != PageState::kCommitted || page.delete_pending) return;
   if (page.listed) slots_.unlist(page);
   ++counters_.quarantined;
-  hide(page);
+  unindex(page);
   tenant_.refund_kv(slot_bytes(page));
   set_state(page, PageState::kQuarantined);
   if (kept_ != nullptr) kept_->digest(page.slot).fill(kQuarantinedDigest);
@@ -253,7 +253,7 @@ void TenantPages::charge(std::int64_t bytes) {
   }
 }
 
-PageInfo TenantPages::reserve(PageLease& lease, const PageKey& key) {
+PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
   if (key.hash.size() > kMaxPageHash) {
     throw ServiceError::invalid("hash", "at most " + std::to_string(kMaxPageHash) + " bytes",
                                 std::to_string(key.hash.size()));
@@ -340,7 +340,7 @@ void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t
   const std::uint32_t crc = crc32c_copy(to, bytes, page.crc);
   lock.lock();
   page.busy = false;
-  if (page.doomed) {
+  if (page.delete_pending) {
     release(page);
     throw gone();
   }
@@ -377,7 +377,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
     }
   }
   show(page);
-  let_go(page);
+  clear_reservation(page);
   ++counters_.committed;
   return info_of(page);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/pages/page_arena.h"
-#include "services/pages/page_slots.h"
+#include "services/page_cache/page_arena.h"
+#include "services/page_cache/page_slots.h"
 
 #include <array>
 #include <atomic>
@@ -18,13 +18,13 @@ inline constexpr unsigned char kQuarantinedDigest = 0xFF;
 /// Memory of one tenant's pages that outlives the process which serves them: made before that
 /// process is forked, it is the same memory in the next one. Beside what clients can map there is a
 /// part for the server alone.
-class KeptArena {
+class PersistentArena {
  public:
   /// `data_bytes` as of `PageArena`. Throws `ServiceError` OUT_OF_MEMORY.
-  explicit KeptArena(std::uint64_t data_bytes);
-  ~KeptArena();
-  KeptArena(const KeptArena&) = delete;  // owns a mapping
-  KeptArena& operator=(const KeptArena&) = delete;
+  explicit PersistentArena(std::uint64_t data_bytes);
+  ~PersistentArena();
+  PersistentArena(const PersistentArena&) = delete;  // owns a mapping
+  PersistentArena& operator=(const PersistentArena&) = delete;
 
   [[nodiscard]] const std::shared_ptr<const ArenaMemory>& memory() const noexcept {
     return memory_;
@@ -36,7 +36,7 @@ class KeptArena {
   [[nodiscard]] PageDigest& digest(std::uint32_t slot) const noexcept;
 
  private:
-  friend class KeptArenas;
+  friend class PersistentArenas;
   struct Book {
     std::atomic<std::uint64_t> owner;  ///< A tenant's index plus 1; 0: nobody's.
     std::array<unsigned char, 32> salt;
@@ -50,17 +50,17 @@ class KeptArena {
 
 /// The arenas that a server may have, for as long as its supervisor lives. A process at a time uses
 /// them.
-class KeptArenas {
+class PersistentArenas {
  public:
-  /// Takes address space for `count` arenas, and no memory. Throws as `KeptArena`.
-  KeptArenas(std::size_t count, std::uint64_t data_bytes);
+  /// Takes address space for `count` arenas, and no memory. Throws as `PersistentArena`.
+  PersistentArenas(std::size_t count, std::uint64_t data_bytes);
 
   /// Returns the arena of a tenant: the one that it had, else one that is nobody's, with a fresh
   /// salt; null when there is none. Throws `kUnavailable` without randomness. One caller at a time.
-  [[nodiscard]] const KeptArena* claim(std::uint32_t tenant) const;
+  [[nodiscard]] const PersistentArena* claim(std::uint32_t tenant) const;
 
  private:
-  std::vector<std::unique_ptr<KeptArena>> arenas_;
+  std::vector<std::unique_ptr<PersistentArena>> arenas_;
 };
 
 }  // namespace kvtier::services

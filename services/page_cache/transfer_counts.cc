@@ -1,4 +1,4 @@
-#include "services/pages/transfer_counts.h"
+#include "services/page_cache/transfer_counts.h"
 
 #include <algorithm>
 

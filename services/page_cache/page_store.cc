@@ -1,8 +1,8 @@
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 
 #include "kvtier/error.h"
 
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <limits>
 #include <utility>
@@ -62,7 +62,7 @@ TenantPages& PageStore::pages_of(Tenant& tenant) {
   if (tenants_.size() <= tenant.index()) tenants_.resize(tenant.index() + 1);
   std::unique_ptr<TenantPages>& pages = tenants_[tenant.index()];
   if (pages == nullptr) {
-    const KeptArena* kept = options_.kept ? options_.kept->claim(tenant.index()) : nullptr;
+    const PersistentArena* kept = options_.kept ? options_.kept->claim(tenant.index()) : nullptr;
     if (bytes_ > options_.max_bytes - options_.arena_bytes || (options_.kept && kept == nullptr)) {
       throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
     }
@@ -105,7 +105,7 @@ void PageStore::close(const Tenant& tenant, const std::string& name) {
   lease->pages.close(*lease);
 }
 
-PageInfo PageStore::reserve(PageLease& lease, const PageKey& key) {
+PageInfo PageStore::reserve(PageLease& lease, const BlobKey& key) {
   return lease.pages.reserve(lease, key);
 }
 

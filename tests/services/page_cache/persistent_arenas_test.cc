@@ -1,6 +1,6 @@
-#include "services/pages/kept_arenas.h"
+#include "services/page_cache/persistent_arenas.h"
 
-#include "tests/services/pages/page_fixture.h"
+#include "tests/services/page_cache/page_fixture.h"
 
 #include <gmock/gmock.h>
 
@@ -14,7 +14,7 @@ namespace {
 using ::testing::IsEmpty;
 
 /// A store whose pages outlive it.
-class KeptArenasTest : public PageStoreTest {
+class PersistentArenasTest : public PageStoreTest {
  protected:
   void SetUp() override { next_store(); }
   PageStoreOptions kept_options() {
@@ -36,11 +36,11 @@ class KeptArenasTest : public PageStoreTest {
     ASSERT_EQ(status, 0);
   }
 
-  std::shared_ptr<const KeptArenas> kept_ =
-      std::make_shared<KeptArenas>(2, static_cast<std::uint64_t>(8 * kPageBytes));
+  std::shared_ptr<const PersistentArenas> kept_ =
+      std::make_shared<PersistentArenas>(2, static_cast<std::uint64_t>(8 * kPageBytes));
 };
 
-TEST_F(KeptArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
+TEST_F(PersistentArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
   in_killed_process([this] {
     next_store();
     (void)put("a", 1);
@@ -73,7 +73,7 @@ TEST_F(KeptArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
 }
 
-TEST_F(KeptArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable) {
+TEST_F(PersistentArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable) {
   const PageInfo page = put("a", 1);
   const MappedArena mapped(store_->arena(alpha_));
   next_store();
@@ -95,7 +95,7 @@ TEST_F(KeptArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable) {
   }
 }
 
-TEST_F(KeptArenasTest, KeepGenerationsGrowingWhereAnExtentIsCutAnew) {
+TEST_F(PersistentArenasTest, KeepGenerationsGrowingWhereAnExtentIsCutAnew) {
   constexpr std::int64_t kSmall = 4096;
   const PageInfo large = put("large", 1);
   const std::shared_ptr<PageLease> small = open(alpha_, "model", kSmall);
@@ -113,7 +113,7 @@ TEST_F(KeptArenasTest, KeepGenerationsGrowingWhereAnExtentIsCutAnew) {
   EXPECT_THAT(find(*lease_, {"large"}), IsEmpty());
 }
 
-TEST_F(KeptArenasTest, AreEachOneTenants) {
+TEST_F(PersistentArenasTest, AreEachOneTenants) {
   (void)put("a", 1);
   const auto beta = open(beta_);
   (void)put(*beta, "b", 2);
@@ -129,7 +129,7 @@ TEST_F(KeptArenasTest, AreEachOneTenants) {
   EXPECT_EQ(reason_of([&] { return open(gamma); }), "OUT_OF_MEMORY");
 }
 
-TEST_F(KeptArenasTest, DoNotHandOutWhatIsQuarantined) {
+TEST_F(PersistentArenasTest, DoNotHandOutWhatIsQuarantined) {
   const PageInfo page = put("a", 1);
   flip_bit(page.handle, 77);
   EXPECT_EQ(get(alpha_, page.handle), std::nullopt);
@@ -143,7 +143,7 @@ TEST_F(KeptArenasTest, DoNotHandOutWhatIsQuarantined) {
   }
 }
 
-TEST_F(KeptArenasTest, FindDamageOfBefore) {
+TEST_F(PersistentArenasTest, FindDamageOfBefore) {
   flip_bit(put("a", 1).handle, 3);
   next_store();
   const std::vector<std::string> handles = find(*lease_, {"a"});
@@ -151,7 +151,7 @@ TEST_F(KeptArenasTest, FindDamageOfBefore) {
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, handles[0]).slot(); }), "CHECKSUM_FAILED");
 }
 
-TEST_F(KeptArenasTest, LeaveOutWhatTheQuotaNoLongerAllows) {
+TEST_F(PersistentArenasTest, LeaveOutWhatTheQuotaNoLongerAllows) {
   (void)put("a", 1);
   (void)put("b", 2);
   lease_.reset();
@@ -164,7 +164,7 @@ TEST_F(KeptArenasTest, LeaveOutWhatTheQuotaNoLongerAllows) {
   EXPECT_EQ(find(*lease_, {"a"}).size() + find(*lease_, {"b"}).size(), 1U);
 }
 
-TEST_F(KeptArenasTest, HaveTheMemoryThatWasTakenAheadOfItsUse) {
+TEST_F(PersistentArenasTest, HaveTheMemoryThatWasTakenAheadOfItsUse) {
   constexpr std::uint64_t kOfAnExtent = kPages / 2;
   PageStoreOptions taking = kept_options();
   taking.prefault_bytes_per_sweep = taking.extent_bytes;

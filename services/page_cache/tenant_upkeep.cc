@@ -1,4 +1,4 @@
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr int kRemovedAtOnce = 256;
 bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
   const PageSlot* page = slots_.at(reservation.first);
   return page != nullptr && page->generation == reservation.second &&
-         page->state == PageState::kReserved && !page->doomed;
+         page->state == PageState::kReserved && !page->delete_pending;
 }
 
 void TenantPages::expire(TimePoint now) {

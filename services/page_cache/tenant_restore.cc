@@ -1,4 +1,4 @@
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
 
@@ -75,7 +75,7 @@ void TenantPages::restore_page(PageSlot& page) {
   try {
     tenant_.charge_kv(slot_bytes(page));
   } catch (const ServiceError&) {
-    hide(page);
+    unindex(page);
     return slots_.give(page);
   }
   set_state(page, PageState::kCommitted);

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "services/pages/kept_arenas.h"
-#include "services/pages/page_arena.h"
-#include "services/pages/page_backing.h"
-#include "services/pages/page_lease.h"
-#include "services/pages/page_slots.h"
-#include "services/pages/transfer_counts.h"
+#include "services/page_cache/page_arena.h"
+#include "services/page_cache/page_backing.h"
+#include "services/page_cache/page_lease.h"
+#include "services/page_cache/page_slots.h"
+#include "services/page_cache/persistent_arenas.h"
+#include "services/page_cache/transfer_counts.h"
 #include "services/server/handle.h"
 #include "services/server/service_error.h"
 #include "services/server/tenants.h"
@@ -46,7 +46,7 @@ struct PageStoreOptions {
   std::function<bool(std::uint64_t bytes)> may_take{};
   /// Where arenas are, with the pages that they have from a store before; null: in memory of the
   /// store's own. Of `arena_bytes` each.
-  std::shared_ptr<const KeptArenas> kept{};
+  std::shared_ptr<const PersistentArenas> kept{};
   /// Where copies of committed pages go, and are looked for; empty: nowhere.
   MakeBacking backing{};
   /// `settle` waits for the disk.
@@ -54,7 +54,7 @@ struct PageStoreOptions {
 };
 
 /// What a page is called within its tenant, its lease's model and page size.
-struct PageKey {
+struct BlobKey {
   std::uint32_t layer = 0;
   std::string_view hash{};  ///< Up to `kMaxPageHash` bytes; empty: found by its handle alone.
 };
@@ -195,7 +195,7 @@ class PageStore {
   /// Takes a slot for a page of the lease's size and charges the tenant, evicting unpinned pages
   /// when needed. A page with this key that is committed is returned instead, `existed`, and counts
   /// as used. Throws RESOURCE_EXHAUSTED (PAGES_FULL, QUOTA_EXCEEDED, OUT_OF_MEMORY).
-  [[nodiscard]] PageInfo reserve(PageLease& lease, const PageKey& key);
+  [[nodiscard]] PageInfo reserve(PageLease& lease, const BlobKey& key);
   /// Writes the next bytes of a reserved page; `offset` is where those before ended. The bytes are
   /// read once. Throws INVALID_ARGUMENT for others, FAILED_PRECONDITION (NOT_RESERVED) for a page
   /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes.

@@ -2,7 +2,7 @@
 
 #include "kvtier/page_tier.h"
 
-#include "services/pages/page_slots.h"
+#include "services/page_cache/page_slots.h"
 #include "services/server/tenants.h"
 
 #include <array>

@@ -26,10 +26,10 @@ struct PageSlot {
   std::uint32_t slot = 0;        ///< First unit: its number in handles and in the layout.
   std::uint32_t generation = 0;  ///< Grows with every reservation; 0: none yet.
   PageState state = PageState::kFree;
-  bool busy = false;     ///< Bytes are being written, or checked, outside of the lock.
-  bool durable = false;  ///< The disk has it, synced.
-  bool shared = false;   ///< Remote tiers have it.
-  bool doomed = false;   ///< Becomes free when it is no longer busy or pinned.
+  bool busy = false;            ///< Bytes are being written, or checked, outside of the lock.
+  bool durable = false;         ///< The disk has it, synced.
+  bool shared = false;          ///< Remote tiers have it.
+  bool delete_pending = false;  ///< Becomes free when it is no longer busy or pinned.
   std::uint32_t crc = 0;
   std::uint64_t length = 0;
   std::uint64_t written = 0;

@@ -1,4 +1,4 @@
-#include "services/pages/page_transfer.h"
+#include "services/page_cache/page_transfer.h"
 
 #include "kvtier/error.h"
 

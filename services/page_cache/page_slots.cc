@@ -1,4 +1,4 @@
-#include "services/pages/page_slots.h"
+#include "services/page_cache/page_slots.h"
 
 #include <algorithm>
 #include <cassert>
@@ -125,7 +125,7 @@ void PageSlots::restore(std::uint64_t extent, std::uint64_t units, std::uint32_t
 
 void PageSlots::give(PageSlot& page) {
   assert(!page.listed && page.pins == 0 && !page.busy);
-  page.doomed = false;
+  page.delete_pending = false;
   page.digest.reset();
   if (page.generation >= kLastGeneration) {
     page.state = PageState::kQuarantined;

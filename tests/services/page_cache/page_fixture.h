@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_store.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/pages/page_backing.h"
-#include "services/pages/page_store.h"
+#include "services/page_cache/page_backing.h"
+#include "services/page_cache/page_store.h"
 
 #include <condition_variable>
 #include <deque>
@@ -22,12 +22,12 @@ class TenantPages {
   /// there again, with new handles, and those in the tenant's tiers are found. Throws `Error` when
   /// these cannot be had.
   TenantPages(Tenant& tenant, const PageStoreOptions& options, const HandleCodec& codec,
-              const KeptArena* kept);
+              const PersistentArena* kept);
   ~TenantPages();
   TenantPages(const TenantPages&) = delete;  // pages hold its address
   TenantPages& operator=(const TenantPages&) = delete;
 
-  [[nodiscard]] PageInfo reserve(PageLease& lease, const PageKey& key);
+  [[nodiscard]] PageInfo reserve(PageLease& lease, const BlobKey& key);
   void write(PageLease& lease, std::string_view handle, std::uint64_t offset,
              std::span<const std::byte> bytes);
   PageInfo commit(PageLease& lease, std::string_view handle, std::optional<std::uint32_t> crc);
@@ -84,7 +84,7 @@ class TenantPages {
   [[nodiscard]] PageSlot& reserved_at(const PageLease& lease, std::string_view handle);
   /// Returns a page that this lease has committed, or null.
   [[nodiscard]] PageSlot* own_at(const PageLease& lease, std::string_view handle);
-  [[nodiscard]] PageDigest digest_of(const PageLease& lease, const PageKey& key) const;
+  [[nodiscard]] PageDigest digest_of(const PageLease& lease, const BlobKey& key) const;
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
   [[nodiscard]] static PageInfo info_of(const PageSlot& page);
 
@@ -124,12 +124,12 @@ class TenantPages {
   void evict(PageSlot& page, EvictionAges& ages);
   /// Counts as a use of a committed page.
   void use(PageSlot& page);
-  void let_go(PageSlot& page) noexcept;
+  void clear_reservation(PageSlot& page) noexcept;
   /// Takes a page from whatever it is to free, or dooms it while it is in use.
   void release(PageSlot& page) noexcept;
   [[nodiscard]] bool is_waiting(const Reservation& reservation) noexcept;
   void set_state(PageSlot& page, PageState state) noexcept;
-  void hide(PageSlot& page) noexcept;
+  void unindex(PageSlot& page) noexcept;
   void add_pin(PageSlot& page) noexcept;
   void drop_pins(PageSlot& page, std::uint32_t count) noexcept;
   void unread(PageSlot& page) noexcept;
@@ -143,7 +143,7 @@ class TenantPages {
   Tenant& tenant_;
   const PageStoreOptions& options_;
   const HandleCodec& codec_;
-  const KeptArena* const kept_;
+  const PersistentArena* const kept_;
   const PageBacking backing_;
   PageArena arena_;
   std::array<unsigned char, 32> salt_{};

@@ -1,4 +1,4 @@
-#include "services/pages/tenant_pages.h"
+#include "services/page_cache/tenant_pages.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/sealed_file_tier.h"
 
@@ -105,7 +105,7 @@ void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> byt
   const std::uint32_t crc = crc32c_copy(arena_.page(page.slot, page.length), bytes);
   lock.lock();
   page.busy = false;
-  if (page.doomed || find(digest) != nullptr) return release(page);
+  if (page.delete_pending || find(digest) != nullptr) return release(page);
   page.crc = crc;
   page.written = page.length;
   page.digest = digest;
@@ -152,7 +152,7 @@ std::size_t TenantPages::write_pages(Lock& lock) {
     if (task.kind != TierTask::Kind::kWrite) break;
     PageSlot* page = slots_.at(task.page.first);
     if (page != nullptr && page->generation == task.page.second &&
-        page->state == PageState::kCommitted && !page->doomed) {
+        page->state == PageState::kCommitted && !page->delete_pending) {
       pages.push_back(page);
       add_pin(*page);
       bytes += page->length;
@@ -217,7 +217,7 @@ std::size_t TenantPages::clear_disk(Lock& lock) {
   backing_.disk->clear();
   lock.lock();
   for (PageSlot* page = slots_.next(0); page != nullptr; page = slots_.next(page->slot + 1)) {
-    if (page->state != PageState::kCommitted || page->doomed || !page->digest) continue;
+    if (page->state != PageState::kCommitted || page->delete_pending || !page->digest) continue;
     page->durable = false;
     add_task({.page = {page->slot, page->generation}});
   }

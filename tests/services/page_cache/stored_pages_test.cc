@@ -1,5 +1,5 @@
-#include "services/pages/page_backing.h"
-#include "tests/services/pages/page_fixture.h"
+#include "services/page_cache/page_backing.h"
+#include "tests/services/page_cache/page_fixture.h"
 #include "tests/support/fault_tier.h"
 #include "transfer/tiers/sealed_file_tier.h"
 

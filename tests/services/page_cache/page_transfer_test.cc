@@ -1,6 +1,6 @@
-#include "services/pages/page_transfer.h"
+#include "services/page_cache/page_transfer.h"
 
-#include "tests/services/pages/page_fixture.h"
+#include "tests/services/page_cache/page_fixture.h"
 
 #include <array>
 
