@@ -3,16 +3,16 @@
 #include "kvtier/error.h"
 
 #include "services/calibrate/calibrate.h"
+#include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/log.h"
 #include "services/console/named_option.h"
-#include "services/console/names.h"
 #include "services/manual/completion.h"
 #include "services/manual/man_page.h"
 #include "services/plan/plan.h"
-#include "services/replay/recorded_ids.h"
 #include "services/replay/replay.h"
 #include "services/replay/replay_report.h"
+#include "services/replay/selection_trace.h"
 #include "services/replay/trace.h"
 #include "services/serve/serve.h"
 #include "services/stress/command.h"
@@ -191,12 +191,12 @@ void run_replay(ReplayCommand& command, const Console& console) {
   if (console.err_is_terminal) {
     command.options.progress = [&bar](double share) { bar.show(share); };
   }
-  RecordedIds ids{.query_heads = trace.query_heads(),
-                  .kv_heads = trace.kv_heads(),
-                  .context = trace.context(),
-                  .layers = static_cast<std::int64_t>(trace.layers().size()),
-                  .steps = 0,
-                  .lists = {}};
+  SelectionTrace ids{.query_heads = trace.query_heads(),
+                     .kv_heads = trace.kv_heads(),
+                     .context = trace.context(),
+                     .layers = static_cast<std::int64_t>(trace.layers().size()),
+                     .steps = 0,
+                     .lists = {}};
   if (!command.record_ids.empty()) {
     const std::size_t selectors = command.options.grid.expand().size();
     if (selectors != 1) {

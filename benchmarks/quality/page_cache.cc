@@ -9,7 +9,7 @@
 
 namespace kvtier::quality {
 
-std::vector<SelectedSteps> recorded_steps(const services::RecordedIds& ids) {
+std::vector<SelectedSteps> recorded_steps(const services::SelectionTrace& ids) {
   const std::int64_t num_lists = ids.num_lists();
   const std::int64_t group = num_lists / ids.kv_heads;
   std::vector<SelectedSteps> selected;

@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "benchmarks/quality/row_cache.h"
-#include "services/replay/recorded_ids.h"
+#include "services/replay/selection_trace.h"
 
 #include <cstdint>
 #include <utility>
@@ -17,7 +17,7 @@ using PageCall = std::vector<std::pair<std::int32_t, std::uint32_t>>;
 
 /// Returns recorded ids as `select_steps` returns those of a trace: of query heads the union over a
 /// KV head's.
-[[nodiscard]] std::vector<SelectedSteps> recorded_steps(const services::RecordedIds& ids);
+[[nodiscard]] std::vector<SelectedSteps> recorded_steps(const services::SelectionTrace& ids);
 
 /// What the steps of a session need of pages of `page_tokens` tokens: a call for each layer of each
 /// step, in that order. `selected`: `[layer * kv_heads + kv_head]`, a page has the rows of all KV

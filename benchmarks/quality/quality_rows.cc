@@ -7,7 +7,7 @@
 #include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
 #include "services/console/atomic_file.h"
-#include "services/replay/recorded_ids.h"
+#include "services/replay/selection_trace.h"
 
 #include <CLI/CLI.hpp>
 
@@ -75,8 +75,8 @@ struct Decoding {
 };
 
 Decoding decoding_of(const std::string& file, const RetrievalConfig& retrieval) {
-  if (services::RecordedIds::is_in(file)) {
-    const auto ids = services::RecordedIds::read(file);
+  if (services::SelectionTrace::is_in(file)) {
+    const auto ids = services::SelectionTrace::read(file);
     return {.path = file,
             .query_heads = ids.query_heads,
             .kv_heads = ids.kv_heads,

@@ -7,7 +7,7 @@
 
 namespace kvtier::services {
 
-/// Returns the names of a table of services/console/names.h.
+/// Returns the names of a table of services/console/enum_names.h.
 template <typename Names>
 [[nodiscard]] std::vector<std::string> names_in(const Names& names) {
   std::vector<std::string> list;

@@ -1,5 +1,5 @@
+#include "services/console/enum_names.h"
 #include "services/console/named_option.h"
-#include "services/console/names.h"
 #include "services/plan/plan.h"
 #include "services/stress/size_option.h"
 

@@ -1,6 +1,6 @@
 #include "kvtier/error.h"
 
-#include "services/console/names.h"
+#include "services/console/enum_names.h"
 #include "services/replay/replay.h"
 
 #include <algorithm>

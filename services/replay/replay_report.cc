@@ -1,6 +1,6 @@
 #include "services/replay/replay_report.h"
 
-#include "services/console/names.h"
+#include "services/console/enum_names.h"
 
 #include <nlohmann/json.hpp>
 

@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/enum_names.h"
 #include "services/console/log.h"
-#include "services/console/names.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/serve/option.h"
 #include "services/serve/secret_files.h"

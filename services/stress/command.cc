@@ -1,8 +1,8 @@
 #include "services/stress/command.h"
 
+#include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/named_option.h"
-#include "services/console/names.h"
 #include "services/stress/interrupt.h"
 #include "services/stress/progress.h"
 #include "services/stress/report.h"

@@ -1,6 +1,6 @@
 #include "services/stress/report.h"
 
-#include "services/console/names.h"
+#include "services/console/enum_names.h"
 
 #include <nlohmann/json.hpp>
 

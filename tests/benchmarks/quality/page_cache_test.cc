@@ -55,7 +55,7 @@ TEST(PageCache, FindsWhatIsThereAndNeverMoreThanTheBestChoice) {
   }
 }
 
-class RecordedIdsTest : public services::FolderTest {
+class SelectionTraceTest : public services::FolderTest {
  protected:
   /// Replays a trace of two layers through one selector, and returns what has been recorded.
   std::vector<SelectedSteps> record(const std::vector<std::string>& options) {
@@ -73,13 +73,13 @@ class RecordedIdsTest : public services::FolderTest {
     arguments.insert(arguments.end(), options.begin(), options.end());
     const services::CliResult result = services::run_kvtier(arguments);
     EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_TRUE(services::RecordedIds::is_in(file("ids.safetensors")));
-    EXPECT_FALSE(services::RecordedIds::is_in(file("trace.safetensors")));
-    return recorded_steps(services::RecordedIds::read(file("ids.safetensors")));
+    EXPECT_TRUE(services::SelectionTrace::is_in(file("ids.safetensors")));
+    EXPECT_FALSE(services::SelectionTrace::is_in(file("trace.safetensors")));
+    return recorded_steps(services::SelectionTrace::read(file("ids.safetensors")));
   }
 };
 
-TEST_F(RecordedIdsTest, AreThoseThatASessionSelects) {
+TEST_F(SelectionTraceTest, AreThoseThatASessionSelects) {
   const std::vector<SelectedSteps> recorded = record({});
 
   RetrievalConfig retrieval;
@@ -87,13 +87,13 @@ TEST_F(RecordedIdsTest, AreThoseThatASessionSelects) {
   retrieval.sparsity = 20;
   retrieval.sink_tokens = retrieval.recent_tokens = 16;
   EXPECT_EQ(recorded, select_steps(services::Trace::open(file("trace.safetensors")), retrieval));
-  EXPECT_EQ(services::RecordedIds::read(file("ids.safetensors")).context, 400);
+  EXPECT_EQ(services::SelectionTrace::read(file("ids.safetensors")).context, 400);
 }
 
-TEST_F(RecordedIdsTest, OfQueryHeadsAreJoinedByKvHead) {
+TEST_F(SelectionTraceTest, OfQueryHeadsAreJoinedByKvHead) {
   const std::vector<SelectedSteps> recorded = record({"--selection", "per_query_head"});
 
-  const services::RecordedIds ids = services::RecordedIds::read(file("ids.safetensors"));
+  const services::SelectionTrace ids = services::SelectionTrace::read(file("ids.safetensors"));
   ASSERT_EQ(ids.num_lists(), 4);
   ASSERT_EQ(recorded.size(), 4U);  // two layers of two KV heads
   std::set<std::int32_t> both(ids.lists[2].begin(), ids.lists[2].end());
@@ -101,17 +101,17 @@ TEST_F(RecordedIdsTest, OfQueryHeadsAreJoinedByKvHead) {
   EXPECT_EQ(recorded[1][0], std::vector<std::int32_t>(both.begin(), both.end()));
 }
 
-TEST_F(RecordedIdsTest, ThatDoNotGoTogetherAreRefused) {
-  services::RecordedIds ids{.query_heads = 4,
-                            .kv_heads = 2,
-                            .context = 9,
-                            .layers = 1,
-                            .steps = 1,
-                            .lists = {{1, 5}, {3}, {}}};
+TEST_F(SelectionTraceTest, ThatDoNotGoTogetherAreRefused) {
+  services::SelectionTrace ids{.query_heads = 4,
+                               .kv_heads = 2,
+                               .context = 9,
+                               .layers = 1,
+                               .steps = 1,
+                               .lists = {{1, 5}, {3}, {}}};
   const auto message = [&] {
     ids.write(file("ids.safetensors"));
     try {
-      (void)services::RecordedIds::read(file("ids.safetensors"));
+      (void)services::SelectionTrace::read(file("ids.safetensors"));
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kDataLoss);
       return std::string(error.what());

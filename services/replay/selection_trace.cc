@@ -1,4 +1,4 @@
-#include "services/replay/recorded_ids.h"
+#include "services/replay/selection_trace.h"
 
 #include "kvtier/error.h"
 
@@ -26,22 +26,22 @@ formats::Tensor int32_tensor(const std::vector<std::int32_t>& values,
 
 }  // namespace
 
-bool RecordedIds::is_in(const std::filesystem::path& path) {
+bool SelectionTrace::is_in(const std::filesystem::path& path) {
   const formats::SafeTensors file = formats::SafeTensors::open(path);
   return file.contains("counts") && file.contains("ids") && file.contains("shape");
 }
 
-RecordedIds RecordedIds::read(const std::filesystem::path& path) {
+SelectionTrace SelectionTrace::read(const std::filesystem::path& path) {
   const formats::SafeTensors file = formats::SafeTensors::open(path);
   const formats::Tensor& counts = file.at("counts", DType::kInt32, {-1, -1, -1});
   const formats::Tensor& ids = file.at("ids", DType::kInt32, {-1});
   const std::int32_t* const shape = file.at("shape", DType::kInt32, {3}).as<std::int32_t>();
-  RecordedIds recorded{.query_heads = shape[0],
-                       .kv_heads = shape[1],
-                       .context = shape[2],
-                       .layers = counts.shape[0],
-                       .steps = counts.shape[1],
-                       .lists = {}};
+  SelectionTrace recorded{.query_heads = shape[0],
+                          .kv_heads = shape[1],
+                          .context = shape[2],
+                          .layers = counts.shape[0],
+                          .steps = counts.shape[1],
+                          .lists = {}};
   const bool heads = recorded.kv_heads > 0 && recorded.query_heads % recorded.kv_heads == 0;
   if (!heads || counts.elements() == 0 ||
       (counts.shape[2] != recorded.kv_heads && counts.shape[2] != recorded.query_heads)) {
@@ -71,7 +71,7 @@ RecordedIds RecordedIds::read(const std::filesystem::path& path) {
   return recorded;
 }
 
-void RecordedIds::write(const std::filesystem::path& path) const {
+void SelectionTrace::write(const std::filesystem::path& path) const {
   std::vector<std::int32_t> counts, ids;
   for (const std::vector<std::int32_t>& list : lists) {
     counts.push_back(static_cast<std::int32_t>(list.size()));

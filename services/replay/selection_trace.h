@@ -10,7 +10,7 @@ namespace kvtier::services {
 /// safetensors file of int32 `counts` `[layers, steps, lists]`, of `ids`, the lists one after the
 /// other, and of `shape`, the query heads, KV heads and tokens of context. There is a list for each
 /// KV head, or for each query head.
-struct RecordedIds {
+struct SelectionTrace {
   std::int64_t query_heads = 0;
   std::int64_t kv_heads = 0;
   std::int64_t context = 0;
@@ -25,7 +25,7 @@ struct RecordedIds {
   [[nodiscard]] static bool is_in(const std::filesystem::path& path);
   /// Reads a file. Throws as `SafeTensors::open`, and `kDataLoss` when counts, ids and heads do not
   /// go together.
-  [[nodiscard]] static RecordedIds read(const std::filesystem::path& path);
+  [[nodiscard]] static SelectionTrace read(const std::filesystem::path& path);
   /// Throws as `write_safetensors`. There must be a list.
   void write(const std::filesystem::path& path) const;
 };
