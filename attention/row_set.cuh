@@ -19,8 +19,8 @@ struct RowSet {
   int row = 0;
   int kv_head = 0;
   int sink_end = 0;    ///< Entries [0, sink_end) are these tokens,
-  int tail_begin = 0;  ///< entries [sink_end, always) those from here on,
-  int always = 0;      ///< entries [always, count) the list.
+  int tail_begin = 0;  ///< entries [sink_end, num_static) those from here on,
+  int num_static = 0;  ///< entries [num_static, count) the list.
   int count = 0;
 
   /// A set without rows has a tile too, so that somebody writes its result.
@@ -53,8 +53,8 @@ struct RowSet {
   }
   set.sink_end = static_cast<int>(spans.sink_end);
   set.tail_begin = static_cast<int>(spans.tail_begin);
-  set.always = static_cast<int>(spans.num_always());
-  set.count = set.always + listed;
+  set.num_static = static_cast<int>(spans.num_static());
+  set.count = set.num_static + listed;
   return set;
 }
 
@@ -72,8 +72,9 @@ struct RowSet {
   if (request.places.lists == nullptr) return static_cast<int>(set.tiles());
   const int index = set.row * request.kv.kv_heads + set.kv_head;
   const int found = request.places.lists[index].num_found;
-  if (found == num_staged(selection, set.count - set.always)) return static_cast<int>(set.tiles());
-  return (set.always + found) / kTileRows;
+  if (found == num_staged(selection, set.count - set.num_static))
+    return static_cast<int>(set.tiles());
+  return (set.num_static + found) / kTileRows;
 }
 
 /// How the tiles of a launch are dealt out: block b of `blocks` has tiles [begin(b), begin(b + 1)),
@@ -139,7 +140,7 @@ __device__ RowTotals plan_few_sets(const AttendRequest& request,
   unsigned tiles = 0;
   if (lane < sets) {
     set = row_set(request, selection, lane);
-    const int listed = set.count - set.always;
+    const int listed = set.count - set.num_static;
     tiles = set.tiles();
     totals.in_place = static_cast<unsigned long long>(set.count - num_staged(selection, listed));
     totals.listed = static_cast<unsigned long long>(listed);
@@ -202,7 +203,7 @@ __device__ RowTotals make_plan(const AttendRequest& request,
   RowSet set;
   for (int i = first; i < last; ++i) {
     set = row_set(request, selection, i);
-    const int listed = set.count - set.always;
+    const int listed = set.count - set.num_static;
     tiles += set.tiles();
     totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
     totals.listed += static_cast<unsigned long long>(listed);
@@ -323,7 +324,7 @@ class RowFinder {
                                : selection.bias + list * selection.capacity * selection.bias_heads,
                .heads = selection.bias_heads};
       if (selection.staged_capacity > 0) {
-        num_staged_ = num_staged(selection, set.count - set.always);
+        num_staged_ = num_staged(selection, set.count - set.num_static);
         staged_ = selection.staged + list * selection.staged_capacity * (4 * D);
         if (request.places.lists != nullptr) {
           places_ = request.places.places + list * selection.staged_capacity;
@@ -368,8 +369,8 @@ class RowFinder {
     place_ += 2 * kWarps;
     if (i >= set_.count) return {.bias = none};
     if (i < set_.sink_end) return {i, 0xFFFFU, none};
-    if (i < set_.always) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU, none};
-    const int entry = i - set_.always;
+    if (i < set_.num_static) return {i - set_.sink_end + set_.tail_begin, 0xFFFFU, none};
+    const int entry = i - set_.num_static;
     if (entry < num_staged_) {
       if (places_ == nullptr) return {kNone - 1 - entry, masks_[entry], bias_word(entry)};
       const transfer::RowPlace place = places_[entry];

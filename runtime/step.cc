@@ -66,9 +66,9 @@ class AttendLaunch {
       if (prefetches()) prefetch();
       return finish();
     }
-    const bool reads_always = options().recall_params.active || options().params.threshold > 0.0F;
-    if (reads_always && engine_.page_pool != nullptr && !scope_.capturing()) {
-      ensure_always_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
+    const bool reads_static = options().recall_params.active || options().params.threshold > 0.0F;
+    if (reads_static && engine_.page_pool != nullptr && !scope_.capturing()) {
+      ensure_static_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
     read_queries();

@@ -190,7 +190,7 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   return true;
 }
 
-void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
+void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
                             const transfer::QueryBatch& rows) {
   if (TieredLaunch::all_resident(stream, layers)) return;

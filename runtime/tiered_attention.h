@@ -26,7 +26,7 @@ bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
 /// Restores the pages of the tokens that `rows` always attend, because a recall target weighs these
 /// before it selects. `layers`: those of the rows' sequences, in their order. Throws
 /// `kResourceExhausted` when they are too many.
-void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
+void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
                             const transfer::QueryBatch& rows);
 
@@ -64,7 +64,7 @@ class TieredLaunch final : private attention::RowSource {
   /// Says to the layers which pages are needed.
   void remember();
   void sync_addresses();
-  friend void ensure_always_resident(transfer::Stream& stream, EngineState& engine,
+  friend void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                                      std::span<LayerState* const> layers,
                                      const transfer::SpanRule& rule,
                                      const transfer::QueryBatch& rows);

@@ -27,7 +27,7 @@ void raise(std::uint64_t& counter, std::uint64_t by) {
 }  // namespace
 
 std::int64_t WindowedAttention::List::size() const {
-  return spans.num_always() + static_cast<std::int64_t>(ids.size());
+  return spans.num_static() + static_cast<std::int64_t>(ids.size());
 }
 
 std::int64_t WindowedAttention::List::token(std::int64_t i) const {

@@ -14,7 +14,7 @@ struct CombineArgs {
   SetState* states;
   float2* partials;
   float* normalisers;
-  const HeadEstimate* always;  // null: not added
+  const HeadEstimate* static_log;  // null: not added
   const float* scores;
   float* combined;
   std::int64_t max_tokens;
@@ -65,7 +65,7 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
   }
   LogSum all = block_log_sum(merged);
   if (threadIdx.x != 0) return;
-  if (args.always != nullptr) all.merge(sum_of_always(args.always[head]));
+  if (args.static_log != nullptr) all.merge(sum_of_static(args.static_log[head]));
   args.normalisers[head] = args.logit_like ? all.log() : all.sum;
 }
 
@@ -111,7 +111,7 @@ CombineArgs combine_args(const Stage& stage) {
           .states = stage.scratch.states,
           .partials = stage.scratch.partials,
           .normalisers = stage.scratch.normalisers,
-          .always = stage.request.params.threshold > 0.0F ? stage.scratch.estimates : nullptr,
+          .static_log = stage.request.params.threshold > 0.0F ? stage.scratch.estimates : nullptr,
           .scores = stage.workspace.scores,
           .combined = stage.workspace.combined,
           .max_tokens = stage.workspace.limits.max_tokens,

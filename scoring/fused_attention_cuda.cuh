@@ -48,8 +48,8 @@ inline std::int64_t __host__ __device__ fused_part_words(int group) {
 struct FusedRows {
   int resident_begin;
   int sink_end;    ///< Entries [0, sink_end) are these tokens,
-  int tail_begin;  ///< entries [sink_end, always) those from here on,
-  int always;      ///< entries [always, count) the chosen ones.
+  int tail_begin;  ///< entries [sink_end, num_static) those from here on,
+  int num_static;  ///< entries [num_static, count) the chosen ones.
   int count;
 
   /// One thread; a barrier must follow.
@@ -62,8 +62,8 @@ struct FusedRows {
     resident_begin = static_cast<int>(counters.resident_begin);
     sink_end = static_cast<int>(spans.sink_end);
     tail_begin = static_cast<int>(spans.tail_begin);
-    always = static_cast<int>(spans.num_always());
-    count = always + static_cast<int>(chosen);
+    num_static = static_cast<int>(spans.num_static());
+    count = num_static + static_cast<int>(chosen);
   }
 };
 
@@ -85,14 +85,14 @@ __device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transf
                                   const BlockExchange& peers, const TaggedWord* ids, bool biased) {
   FusedRow row;
   int token = entry < rows.sink_end ? entry : entry - rows.sink_end + rows.tail_begin;
-  if (entry >= rows.always) {
+  if (entry >= rows.num_static) {
     if (biased) {
       uint2 words[1];
-      peers.fetch<1>(ids + 2 * (entry - rows.always), 0, 1, kIdsStage, words);
+      peers.fetch<1>(ids + 2 * (entry - rows.num_static), 0, 1, kIdsStage, words);
       token = static_cast<int>(words[0].x);
       row.bias = __uint_as_float(words[0].y);
     } else {
-      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.always), kIdsStage));
+      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.num_static), kIdsStage));
     }
   }
   constexpr std::int64_t kRowBytes = 4 * kAttendDim;
@@ -356,7 +356,7 @@ __device__ inline void tell_rows(const SelectRequest& request, const FusedRows& 
   if (request.flags == nullptr) return;
   const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
   transfer::cuda::raise(&request.flags->rows_selected,
-                        heads * static_cast<std::uint64_t>(rows.count - rows.always));
+                        heads * static_cast<std::uint64_t>(rows.count - rows.num_static));
   transfer::cuda::raise(&request.flags->rows_resident,
                         heads * static_cast<std::uint64_t>(rows.count));
 }

@@ -103,7 +103,7 @@ double log_add(double a, double b) {
   return max + std::log(std::exp(a - max) + std::exp(b - max));
 }
 
-double log_of_always(const SelectRequest& request, const HeadIndex& at,
+double log_of_static(const SelectRequest& request, const HeadIndex& at,
                      const transfer::AttendedSpans& spans, ValueWeighting weighting) {
   const transfer::KvGeometry& kv = request.kv;
   const transfer::SequenceView& sequence = request.sequences[request.rows[at.row].sequence];
@@ -154,9 +154,9 @@ void EstimatedMass::estimate(const RecallGroup& group, int head) {
   to_weights(result.weights.data(), num_eligible_, static_cast<float>(slope),
              static_cast<float>(base - result.max));
   const double log_eligible = std::log(sum_of(result.weights)) + result.max;
-  const double always = log_of_always(group.request, {group.row, group.kv_head, head}, group.spans,
-                                      ValueWeighting::kNone);
-  result.log_total = log_add(always, log_eligible);
+  const double static_log = log_of_static(group.request, {group.row, group.kv_head, head},
+                                          group.spans, ValueWeighting::kNone);
+  result.log_total = log_add(static_log, log_eligible);
 }
 
 std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int heads,

@@ -22,7 +22,7 @@ struct HeadIndex {
 
 /// Returns ln of the sum over the always-attended tokens of e^logit, exact, each times its value
 /// norm unless the weighting is `kNone`; -infinity for none.
-[[nodiscard]] double log_of_always(const SelectRequest& request, const HeadIndex& at,
+[[nodiscard]] double log_of_static(const SelectRequest& request, const HeadIndex& at,
                                    const transfer::AttendedSpans& spans, ValueWeighting weighting);
 
 /// The norm-aware scores of one (query row, KV head). Refers to the request and the recall

@@ -197,7 +197,7 @@ __global__ __launch_bounds__(kThreads,
   settle(args, sums.moments, reference_of(args, plan, kv_head, of_head),
          args.scalars[head].query_norm, estimate);
   if (args.order != args.combined) estimate.best = ordered_key(sums.scores.max);
-  if (args.params.threshold > 0.0F) sums.scores.merge(sum_of_always(estimate));
+  if (args.params.threshold > 0.0F) sums.scores.merge(sum_of_static(estimate));
   args.scratch.normalisers[head] = sums.scores.log();
 }
 
@@ -385,7 +385,7 @@ std::size_t estimates_bytes(std::int64_t count) {
 void enqueue_estimates(const Stage& stage, const RecallParams& recall_params) {
   const RecallArgs args = recall_args(stage, recall_params);
   assert(args.params.estimator == Estimator::kNormAware);
-  enqueue_always(stage, false);
+  enqueue_static(stage, false);
   const int subsets = (args.kv.group() + kScanHeads - 1) / kScanHeads;
   scan_scores<<<scan_grid(args.kv.kv_heads * subsets, stage), kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());

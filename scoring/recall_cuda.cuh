@@ -8,14 +8,14 @@
 #include <cstdint>
 
 /// Internal to the selection for a recall target: what its two halves share, the estimates
-/// (recall_cuda.cu, always_cuda.cu) and the choice by them (recall_top_cuda.cu).
+/// (recall_cuda.cu, static_logits_cuda.cu) and the choice by them (recall_top_cuda.cu).
 namespace kvtier::scoring::cuda {
 
 /// Sums of weights and shares are integers: they do not depend on the order of the blocks, and what
 /// is left of them when everything is taken away is 0.
 struct HeadEstimate {
-  float log_always;  ///< ln of the sum of e^logit over the tokens that are always attended.
-  float log_always_weighted;  ///< The same with value norms as scores have them.
+  float log_static;  ///< ln of the sum of e^logit over the tokens that are always attended.
+  float log_static_weighted;  ///< The same with value norms as scores have them.
   /// A token's weight is e^(slope * logit + offset), at most 1, and stands for e^log_unit times as
   /// much.
   float slope;
@@ -33,9 +33,9 @@ struct HeadEstimate {
 };
 
 /// The exponentials of the always-attended tokens.
-__device__ inline LogSum sum_of_always(const HeadEstimate& estimate) {
+__device__ inline LogSum sum_of_static(const HeadEstimate& estimate) {
   LogSum sum;
-  if (isfinite(estimate.log_always_weighted)) sum.add(estimate.log_always_weighted);
+  if (isfinite(estimate.log_static_weighted)) sum.add(estimate.log_static_weighted);
   return sum;
 }
 

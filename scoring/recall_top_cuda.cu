@@ -23,8 +23,8 @@ constexpr float kSteps = 64.0F;
 // What of the attention of a head's visible tokens a weight of 1 is; 0 when nothing has any.
 __device__ float share_of_unit(const HeadEstimate& estimate) {
   LogSum all;
-  all.max = estimate.log_always;
-  all.sum = isfinite(estimate.log_always) ? 1.0F : 0.0F;
+  all.max = estimate.log_static;
+  all.sum = isfinite(estimate.log_static) ? 1.0F : 0.0F;
   LogSum eligible;
   eligible.max = estimate.log_unit;
   eligible.sum = static_cast<float>(estimate.total) / kWeightUnits;

@@ -252,9 +252,9 @@ void combine(const Call& call) {
       float& total = head[first].sum;
       total = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
       if (params.threshold > 0.0F) {
-        const double always =
-            log_of_always(call.request(), {row, kv_head, h}, spans, params.weighting);
-        total = static_cast<float>(log_add(static_cast<double>(total), always));
+        const double static_log =
+            log_of_static(call.request(), {row, kv_head, h}, spans, params.weighting);
+        total = static_cast<float>(log_add(static_cast<double>(total), static_log));
       }
       const int query_head = row * call.query_heads() + kv_head * call.group() + h;
       totals[static_cast<std::size_t>(query_head)] = total;

@@ -276,7 +276,7 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   if (!scores) return;
   enqueue_scores(stage);
   if (thresholds || recall_params.active) clear_estimates(stage);
-  if (thresholds) enqueue_always(stage, true);
+  if (thresholds) enqueue_static(stage, true);
   if (recall_params.active) {
     enqueue_estimates(stage, recall_params);
   } else {

@@ -158,8 +158,8 @@ void enqueue_priorities(const Stage& stage, bool counted);
 void enqueue_normalisers(const Stage& stage);
 /// Clears the estimates of all heads.
 void clear_estimates(const Stage& stage);
-/// Writes `HeadEstimate::log_always`, with value norms as in the scores or without.
-void enqueue_always(const Stage& stage, bool with_values);
+/// Writes `HeadEstimate::log_static`, with value norms as in the scores or without.
+void enqueue_static(const Stage& stage, bool with_values);
 /// Writes `token_mask` and the counts per segment of what has been found.
 void enqueue_marks(const Stage& stage);
 /// Writes the shares that the selection misses, after `enqueue_estimates`.

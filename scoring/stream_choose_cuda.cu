@@ -34,7 +34,7 @@ struct StreamBins {
 /// Natural logarithms of the masses of the always-attended tokens, each times its value norm as the
 /// weighting says, merged into the base-2 normalisers of `shared.references`. All threads; begins
 /// and ends with a barrier. `memory`: room for the group's queries and the warps' sums.
-__device__ void add_always(const FilterArgs& args, int row, int kv_head, float* memory,
+__device__ void add_static(const FilterArgs& args, int row, int kv_head, float* memory,
                            FusedShared& shared) {
   const SelectRequest& request = args.request;
   const transfer::KvGeometry& kv = request.kv;
@@ -60,7 +60,7 @@ __device__ void add_always(const FilterArgs& args, int row, int kv_head, float* 
   for (int head = 0; head < group; ++head) {
     LogSum mine;
 #pragma unroll 1
-    for (std::int64_t i = thread; i < spans.num_always(); i += kFusedThreads) {
+    for (std::int64_t i = thread; i < spans.num_static(); i += kFusedThreads) {
       const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
       const auto* key = reinterpret_cast<const uint4*>(
           transfer::row_address(kv, sequence, resident_begin, kv_head, token));
@@ -265,7 +265,7 @@ __device__ int choose(const FilterArgs& args, const FusedWork& work, int row,
   const bool limited = work.plan.k < work.plan.end - work.plan.begin;
   sum_normalisers(args, work.group_index, shared);
   const bool bounded = prioritised && params.threshold > 0.0F;
-  if (bounded) add_always(args, row, work.kv_head, reinterpret_cast<float*>(&memory), shared);
+  if (bounded) add_static(args, row, work.kv_head, reinterpret_cast<float*>(&memory), shared);
   const KeyError error = key_error(group, queries, shared);
   const std::uint16_t* approximate =
       args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token;
@@ -348,7 +348,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
     const int chosen =
         choose<kQuads, kChunks, kBits>(args, work, row, peers, posted, memory, queries, shared);
-    if (attends && threadIdx.x == 0) rows.count = rows.always + chosen;
+    if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
     attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
@@ -365,7 +365,7 @@ bool stream_serves(const SelectRequest& request) {
   const ScoreParams& params = request.params;
   const bool together = params.selection == Selection::kPerKvHead || request.kv.group() == 1;
   // Of rows in fp8 that have no copies in 16 bits, `row_address` knows nothing.
-  const bool reads_always = params.threshold > 0.0F;
+  const bool reads_static = params.threshold > 0.0F;
   const bool readable = !request.kv.float8_pages || request.kv.sink_capacity > 0;
   // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
   // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
@@ -374,7 +374,7 @@ bool stream_serves(const SelectRequest& request) {
                       request.kv.kv_heads * request.rows.count > kAttendedGroups;
   return request.may_exchange && params.estimator == Estimator::kNormAware &&
          params.query_bits > 0 && together && params.weight_bits() <= kFusedMostBits &&
-         sign_chunks(params) <= kFusedChunks && (reads_always ? readable : faster);
+         sign_chunks(params) <= kFusedChunks && (reads_static ? readable : faster);
 }
 
 bool stream_fuses_attention(const SelectRequest& request) {

@@ -76,7 +76,8 @@ void list_attended(const SpanRule& rule, const SequenceBatch& sequences, const Q
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t chosen = tokens.chosen(i);
         const std::int64_t entry = from * selection.capacity + chosen;
-        ids[i] = chosen < 0 ? static_cast<std::int32_t>(tokens.always(i)) : selection.ids[entry];
+        ids[i] =
+            chosen < 0 ? static_cast<std::int32_t>(tokens.num_static(i)) : selection.ids[entry];
         if (bias != nullptr) {
           bias[i] = chosen < 0 || selection.bias == nullptr ? 0.0F : selection.bias[entry];
         }

@@ -79,7 +79,7 @@ __global__ __launch_bounds__(kThreads) void list_rows(const __grid_constant__ Li
     const std::int64_t entry = from * selection.capacity + chosen;
     std::int32_t id = -1;
     if (inside) {
-      id = chosen < 0 ? static_cast<std::int32_t>(tokens.always(i)) : selection.ids[entry];
+      id = chosen < 0 ? static_cast<std::int32_t>(tokens.num_static(i)) : selection.ids[entry];
     }
     ids[i] = id;
     if (bias != nullptr) {

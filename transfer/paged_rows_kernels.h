@@ -30,14 +30,14 @@ class AttendedTokens {
   KVTIER_HOST_DEVICE AttendedTokens(const AttendedSpans& spans, std::int64_t selected)
       : spans_(spans), selected_(selected) {}
 
-  KVTIER_HOST_DEVICE std::int64_t count() const { return selected_ + spans_.num_always(); }
+  KVTIER_HOST_DEVICE std::int64_t count() const { return selected_ + spans_.num_static(); }
   /// Returns the index of entry `i` in the selection, or -1 where it is always attended.
   KVTIER_HOST_DEVICE std::int64_t chosen(std::int64_t i) const {
     const std::int64_t at = i - spans_.sink_end;
     return at >= 0 && at < selected_ ? at : -1;
   }
   /// Returns the token of an entry that is always attended.
-  KVTIER_HOST_DEVICE std::int64_t always(std::int64_t i) const {
+  KVTIER_HOST_DEVICE std::int64_t num_static(std::int64_t i) const {
     return i < spans_.sink_end ? i : spans_.tail_begin + i - spans_.sink_end - selected_;
   }
 

@@ -78,13 +78,13 @@ __device__ inline Reading reading_at(const KvGeometry& geometry, const RowReadin
                                      std::int64_t entry) {
   Reading reading;
   const SelectionView& selection = rows.selection;
-  const std::int64_t always = spans.num_always();
+  const std::int64_t num_static = spans.num_static();
   if (entry < spans.sink_end) {
     reading.token = entry;
-  } else if (entry < always) {
+  } else if (entry < num_static) {
     reading.token = entry - spans.sink_end + spans.tail_begin;
   } else {
-    const std::int64_t i = entry - always + first_listed;
+    const std::int64_t i = entry - num_static + first_listed;
     reading.token = selection.ids[list * selection.capacity + i];
     if (i < selection.staged_capacity) {
       reading.staged =
@@ -150,7 +150,7 @@ __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowRea
   const AttendedSpans spans = attended_spans(rows.rule, sequence.counters->length, query);
   const std::int64_t list = std::int64_t{query_row} * geometry.kv_heads + head;
   const std::int64_t listed = rows.selection.ids == nullptr ? 0 : rows.selection.counts[list];
-  const std::int64_t count = spans.num_always() + max(listed - first_listed, std::int64_t{0});
+  const std::int64_t count = spans.num_static() + max(listed - first_listed, std::int64_t{0});
   unsigned corrupt = 0;
   for (std::int64_t first = share.warp * kTogether; first < count;
        first += share.num_warps * kTogether) {

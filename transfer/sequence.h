@@ -109,7 +109,7 @@ struct AttendedSpans {
   std::int64_t visible = 0;
 
   KVTIER_HOST_DEVICE std::int64_t num_eligible() const { return eligible_end - sink_end; }
-  KVTIER_HOST_DEVICE std::int64_t num_always() const { return sink_end + visible - tail_begin; }
+  KVTIER_HOST_DEVICE std::int64_t num_static() const { return sink_end + visible - tail_begin; }
 };
 
 /// Computes the spans; with no eligible token everything visible is in the tail span.

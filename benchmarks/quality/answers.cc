@@ -285,7 +285,7 @@ class SequenceRun {
  private:
   /// Tokens that a query attends whatever their score: at both ends of the context, and the tail up
   /// to itself, on average.
-  [[nodiscard]] double rows_always() const {
+  [[nodiscard]] double rows_static() const {
     return options_.sink + options_.window + (static_cast<double>(tail_.size()) + 1) / 2;
   }
   [[nodiscard]] double rows_of_dense() const {
@@ -295,7 +295,7 @@ class SequenceRun {
     const AttendOptions attend = llama::attend_options(*plan.own, task_.context, options_.window);
     const std::vector<float> logits = decoder_.decode(session, tail_, attend);
     plan.row.rows_attended +=
-        share * (plan.own->dense ? rows_of_dense() : plan.own->retrieval.top_k + rows_always());
+        share * (plan.own->dense ? rows_of_dense() : plan.own->retrieval.top_k + rows_static());
     add(plan.row.scores, llama::score_logits(task_, tokens_, logits, dense_), share);
   }
 
@@ -326,7 +326,7 @@ class SequenceRun {
     attend.retrieval = &least;
     const std::vector<float> logits = decoder_.decode(session, tail_, attend, pass);
     plan.row.bits_per_token = rival.bits();
-    plan.row.rows_attended += share * (rival.rows() + rows_always());
+    plan.row.rows_attended += share * (rival.rows() + rows_static());
     add(plan.row.scores, llama::score_logits(task_, tokens_, logits, dense_), share);
   }
 

@@ -202,7 +202,7 @@ class Head:
         self.rest = logits_of_rest
         shares = np.exp(logits - log_sum(logits))
         self.shares = shares[:, :, self.eligible]
-        self.always_share = 1.0 - self.shares.sum(-1)
+        self.static_share = 1.0 - self.shares.sum(-1)
         self.dense = shares @ values
 
     def error(self, head, ids, bias):
@@ -216,7 +216,7 @@ class Head:
         return float((np.linalg.norm(out - dense, axis=-1) / np.linalg.norm(dense, axis=-1)).mean())
 
     def mass(self, head, ids):
-        return float((self.always_share[head] + np.take_along_axis(self.shares[head], ids, -1).sum(-1)).mean())
+        return float((self.static_share[head] + np.take_along_axis(self.shares[head], ids, -1).sum(-1)).mean())
 
 
 class Measured:

@@ -51,18 +51,18 @@ bool in_host_page(const Problem& problem, const SequenceData& data, std::int64_t
 
 }  // namespace
 
-std::vector<std::int64_t> Problem::always(std::size_t row) const {
+std::vector<std::int64_t> Problem::static_tokens(std::size_t row) const {
   const oracle::VisibleRule visible_rule{.mode = rule.mode,
                                          .sink = rule.sink_tokens,
                                          .recent = rule.recent_tokens,
                                          .window = rule.window_tokens,
                                          .dense_from = rows[row].dense_from};
   const SequenceData& data = sequences[static_cast<std::size_t>(rows[row].sequence)];
-  return oracle::visible_tokens(visible_rule, data.length, rows[row].lag).always;
+  return oracle::visible_tokens(visible_rule, data.length, rows[row].lag).static_tokens;
 }
 
 std::vector<std::int64_t> Problem::attended(std::size_t row, int head) const {
-  std::vector<std::int64_t> tokens = always(row);
+  std::vector<std::int64_t> tokens = static_tokens(row);
   if (selected.empty()) return tokens;
   const auto list =
       row * static_cast<std::size_t>(kv.kv_heads) + static_cast<std::size_t>(head / group());
@@ -73,7 +73,7 @@ std::vector<std::int64_t> Problem::attended(std::size_t row, int head) const {
 }
 
 std::vector<double> Problem::biases(std::size_t row, int head) const {
-  std::vector<double> biases(always(row).size(), 0.0);
+  std::vector<double> biases(static_tokens(row).size(), 0.0);
   if (selected.empty()) return biases;
   const auto list =
       row * static_cast<std::size_t>(kv.kv_heads) + static_cast<std::size_t>(head / group());
@@ -129,12 +129,14 @@ void select_at_random(Problem& problem, std::uint64_t seed, double share) {
   for (std::size_t row = 0; row < problem.rows.size(); ++row) {
     const SequenceData& data =
         problem.sequences[static_cast<std::size_t>(problem.rows[row].sequence)];
-    const std::vector<std::int64_t> always = problem.always(row);
+    const std::vector<std::int64_t> static_tokens = problem.static_tokens(row);
     const std::int64_t visible = data.length - problem.rows[row].lag;
     for (int kv_head = 0; kv_head < problem.kv.kv_heads; ++kv_head) {
       std::vector<SelectedRow> list;
       for (std::int64_t token = 0; token < visible; ++token) {
-        if (std::binary_search(always.begin(), always.end(), token) || !chosen(engine)) continue;
+        if (std::binary_search(static_tokens.begin(), static_tokens.end(), token) ||
+            !chosen(engine))
+          continue;
         const auto heads = static_cast<std::uint16_t>((1U << problem.group()) - 1U);
         const auto mask = static_cast<std::uint16_t>(engine() & heads);
         list.push_back({static_cast<std::int32_t>(token), mask == 0 ? std::uint16_t{1} : mask});
@@ -354,7 +356,7 @@ void AttentionTest::expect_oracle(const Problem& problem) {
       }
     }
     for (std::size_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
-      std::vector<std::int64_t> in_place = problem.always(row);
+      std::vector<std::int64_t> in_place = problem.static_tokens(row);
       if (!problem.selected.empty()) {
         const auto& list = problem.selected[row * kv_heads + kv_head];
         if (problem.staged_capacity == 0) flags.rows_selected += list.size();

@@ -50,7 +50,7 @@ struct Problem {
 
   [[nodiscard]] int group() const { return kv.group(); }
   [[nodiscard]] std::int64_t head_stride() const { return kv.head_dim + out_padding; }
-  [[nodiscard]] std::vector<std::int64_t> always(std::size_t row) const;
+  [[nodiscard]] std::vector<std::int64_t> static_tokens(std::size_t row) const;
   /// Tokens that a query head attends, by the rules and by the selection.
   [[nodiscard]] std::vector<std::int64_t> attended(std::size_t row, int head) const;
   /// What is added to their logits.

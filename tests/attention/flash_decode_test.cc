@@ -240,7 +240,7 @@ TEST_P(FlashDecodeTest, AttendsSelectedRowsWithoutSpans) {
   problem.rule.sink_tokens = 0;
   problem.rule.recent_tokens = 0;
   select_at_random(problem, 23, 0.5);
-  ASSERT_TRUE(problem.always(0).empty());
+  ASSERT_TRUE(problem.static_tokens(0).empty());
   expect_oracle(problem);
 }
 

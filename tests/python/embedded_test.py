@@ -120,9 +120,9 @@ class AttentionTest(EngineTest):
         query = rows(3, 1, QUERY_HEADS, np.float32)
         chosen = session.select(0, query, with_bias=True)
         self.assertEqual(chosen.ids.shape, (1, 1, 32))
-        always = [*range(SINK), *range(300 - RECENT, 300)]
-        attended = np.array([*always, *chosen.ids[0, 0]])
-        bias = np.array([*([0.0] * len(always)), *chosen.bias[0, 0]])
+        static_tokens = [*range(SINK), *range(300 - RECENT, 300)]
+        attended = np.array([*static_tokens, *chosen.ids[0, 0]])
+        bias = np.array([*([0.0] * len(static_tokens)), *chosen.bias[0, 0]])
         expected = attention_over(
             query[0], keys, values, [attended] * QUERY_HEADS, [bias] * QUERY_HEADS
         )
@@ -173,13 +173,13 @@ class AttentionTest(EngineTest):
             self.assertIsNone(bias)
             self.assertEqual(ids.shape, (1, KV_HEADS, 32))
             self.assertEqual(scores.shape, ids.shape)
-            always = np.r_[:SINK, 500 - RECENT : 500]
+            static_tokens = np.r_[:SINK, 500 - RECENT : 500]
             chosen = []
             for kv_head in range(KV_HEADS):
                 found = ids[0, kv_head]
                 self.assertTrue((np.diff(found) > 0).all())
-                self.assertFalse(np.isin(found, always).any())
-                chosen += [np.concatenate([found, always])] * GROUP
+                self.assertFalse(np.isin(found, static_tokens).any())
+                chosen += [np.concatenate([found, static_tokens])] * GROUP
             expected = attention_over(query[0], keys, values, chosen)
             result = session.attend(0, query, with_selected=True, with_missed=True)
             np.testing.assert_allclose(result.out[0], expected, atol=TOLERANCE)
@@ -206,13 +206,13 @@ class AttentionTest(EngineTest):
         query = rows(3, 1, QUERY_HEADS, np.float32)
         ids, _, bias = session.select(0, query, with_bias=True)
         self.assertTrue((bias >= 0.0).all())
-        always = np.r_[:SINK, 500 - RECENT : 500]
+        static_tokens = np.r_[:SINK, 500 - RECENT : 500]
         chosen, added = [], []
         for head in range(QUERY_HEADS):
             found = ids[0, head // GROUP]
             kept = found >= 0
-            chosen.append(np.concatenate([found[kept], always]))
-            added.append(np.concatenate([bias[0, head // GROUP][kept], np.zeros(len(always))]))
+            chosen.append(np.concatenate([found[kept], static_tokens]))
+            added.append(np.concatenate([bias[0, head // GROUP][kept], np.zeros(len(static_tokens))]))
         expected = attention_over(query[0], keys, values, chosen, added)
         np.testing.assert_allclose(session.attend(0, query).out[0], expected, atol=TOLERANCE)
         given = session.attend(0, query, selected=ids, bias=bias)

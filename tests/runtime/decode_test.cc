@@ -176,7 +176,8 @@ TEST_P(DecodeTest, OutputIsExactAttentionOverSpansAndReturnedIds) {
             for (int h = 0; h < 4; ++h) {
               std::vector<std::int64_t> attended = ids.ids(t, h);
               ASSERT_EQ(attended.size(), 64U);
-              attended.insert(attended.end(), visible.always.begin(), visible.always.end());
+              attended.insert(attended.end(), visible.static_tokens.begin(),
+                              visible.static_tokens.end());
               std::sort(attended.begin(), attended.end());
               ASSERT_EQ(std::adjacent_find(attended.begin(), attended.end()), attended.end());
               ASSERT_LT(attended.back(), 1491 + t);
@@ -235,7 +236,7 @@ TEST_P(DecodeTest, CallersIdsReplaceScoring) {
   const oracle::Visible visible = oracle::visible_tokens({.sink = 16, .recent = 16}, 700, 0);
   for (int h = 0; h < 4; ++h) {
     std::vector<std::int64_t> attended = picked[h / 2];
-    attended.insert(attended.end(), visible.always.begin(), visible.always.end());
+    attended.insert(attended.end(), visible.static_tokens.begin(), visible.static_tokens.end());
     const oracle::Attention exact =
         oracle::attend(query.row(0, h), sequence.kv(h / 2), attended, default_scale(config));
     EXPECT_LT(oracle::relative_error(out.row(0, h), exact.out), 2e-5);
@@ -284,7 +285,8 @@ TEST_P(DecodeTest, SpansFollowModeScaleCapAndDenseFrom) {
                    {}, e.options);
     for (std::int64_t t = 0; t < 2; ++t) {
       for (int h = 0; h < 4; ++h) {
-        std::vector<std::int64_t> attended = oracle::visible_tokens(e.rule, 400, 1 - t).always;
+        std::vector<std::int64_t> attended =
+            oracle::visible_tokens(e.rule, 400, 1 - t).static_tokens;
         if (sparse) attended.push_back(ids.ids(t, h).at(0));
         const oracle::Attention exact =
             oracle::attend(query.row(t, h), sequence.kv(h / 2), attended, e.scale, e.cap);

@@ -52,9 +52,10 @@ TEST_P(PagedTest, AttendsToWhatItListsInEveryLayoutOfACache) {
                 sequences.lengths[s], 0);
             const auto chosen = std::min<std::size_t>(40, visible.eligible.size());
             for (const Listed& list : lists[s]) {
-              ASSERT_EQ(list.ids.size(), visible.always.size() + chosen);
-              ASSERT_TRUE(std::includes(list.ids.begin(), list.ids.end(), visible.always.begin(),
-                                        visible.always.end()));
+              ASSERT_EQ(list.ids.size(), visible.static_tokens.size() + chosen);
+              ASSERT_TRUE(std::includes(list.ids.begin(), list.ids.end(),
+                                        visible.static_tokens.begin(),
+                                        visible.static_tokens.end()));
             }
           }
           expect_attention(config, sequences, query, &lists, found);

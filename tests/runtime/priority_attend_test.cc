@@ -59,14 +59,14 @@ class PriorityAttendTest : public PriorityTest {
     const Stored stored = fetch_all(session, model, 0);
     const int group = model.query_heads / model.kv_heads;
     for (std::int64_t token = 0; token < query.tokens(); ++token) {
-      std::vector<std::int64_t> always =
-          visible(retrieval, stored.length, query.tokens() - 1 - token).always;
+      std::vector<std::int64_t> static_tokens =
+          visible(retrieval, stored.length, query.tokens() - 1 - token).static_tokens;
       for (int head = 0; head < model.query_heads; ++head) {
         const int set = head / (model.query_heads / picked.ids.heads);
-        std::vector<std::int64_t> tokens = always;
-        std::vector<double> biases(always.size(), 0.0);
+        std::vector<std::int64_t> tokens = static_tokens;
+        std::vector<double> biases(static_tokens.size(), 0.0);
         for (const std::int64_t id : picked.ids.ids(token, set)) tokens.push_back(id);
-        for (std::size_t i = 0; i < tokens.size() - always.size(); ++i) {
+        for (std::size_t i = 0; i < tokens.size() - static_tokens.size(); ++i) {
           biases.push_back(static_cast<double>(picked.biases[picked.at(token, set) + i]));
         }
         const oracle::Attention expected = oracle::attend_with_biases(

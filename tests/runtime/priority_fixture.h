@@ -184,11 +184,11 @@ class PriorityTest : public EngineTest {
     oracle::PrioritySelection selection;
   };
   /// ln of the attention of the always-attended tokens, each times its value norm.
-  static double log_of_always(const Stored& stored, const std::vector<float>& query, int kv_head,
-                              const std::vector<std::int64_t>& always) {
+  static double log_of_static(const Stored& stored, const std::vector<float>& query, int kv_head,
+                              const std::vector<std::int64_t>& static_tokens) {
     const oracle::KvView kv = stored.of(kv_head);
     double sum = -INFINITY;
-    for (const std::int64_t t : always) {
+    for (const std::int64_t t : static_tokens) {
       const double scale = 1.0 / std::sqrt(static_cast<double>(stored.head_dim));
       const oracle::Attention one = oracle::attend(query, kv, {&t, 1}, scale);
       double square = 0.0;
@@ -212,7 +212,7 @@ class PriorityTest : public EngineTest {
       for (const double s : scores[static_cast<std::size_t>(head)]) sum = oracle::log_add(sum, s);
       if (target == 0.0) return sum;
       return oracle::log_add(
-          sum, log_of_always(stored, query.row(token, head), head / group, tokens.always));
+          sum, log_of_static(stored, query.row(token, head), head / group, tokens.static_tokens));
     };
     Expected expected;
     double log_least = target > 0.0 ? std::log(target) : -INFINITY;

@@ -150,9 +150,9 @@ class RecallTest : public EngineTest {
       spread += (x - mean) * (x - mean) / static_cast<double>(logits.size());
     }
     const double slope = spread > noise ? 1.0 - noise / spread : 0.0;
-    const oracle::Attention always =
-        oracle::attend(query_.row(0, head), kv(kv_head), always_attended(), scale());
-    result.total = std::exp(always.lse);
+    const oracle::Attention static_tokens =
+        oracle::attend(query_.row(0, head), kv(kv_head), static_tokens_of(), scale());
+    result.total = std::exp(static_tokens.lse);
     for (const double x : logits) {
       result.weights.push_back(std::exp(mean + slope * (x - mean) + slope * noise / 2.0));
       result.total += result.weights.back();
@@ -160,7 +160,7 @@ class RecallTest : public EngineTest {
     return result;
   }
 
-  [[nodiscard]] static std::vector<std::int64_t> always_attended() {
+  [[nodiscard]] static std::vector<std::int64_t> static_tokens_of() {
     std::vector<std::int64_t> tokens;
     for (std::int64_t t = 0; t < kSink; ++t) tokens.push_back(t);
     for (std::int64_t t = kTokens - kRecent; t < kTokens; ++t) tokens.push_back(t);
@@ -274,7 +274,7 @@ TEST_P(RecallTest, TellsWhatWasMissedByTheExactMassOfWhatWasAttended) {
         const Estimate estimated =
             estimate(head, target ? static_cast<double>(target->noise_share) : 0.5);
         double rest = std::accumulate(estimated.weights.begin(), estimated.weights.end(), 0.0);
-        std::vector<std::int64_t> attended = always_attended();
+        std::vector<std::int64_t> attended = static_tokens_of();
         for (const std::int64_t id : call.ids.ids(0, head)) {
           rest -= estimated.weights[static_cast<std::size_t>(id - kSink)];
           attended.push_back(id);

@@ -35,7 +35,7 @@ Expected expected_rows(const oracle::VisibleRule& rule, const CallTensors& call,
         rows.insert(ids.begin(), ids.end());
       }
       sum.selected += rows.size();
-      sum.attended += rows.size() + visible.always.size();
+      sum.attended += rows.size() + visible.static_tokens.size();
     }
   }
   return sum;

@@ -301,13 +301,13 @@ Visible visible_tokens(const VisibleRule& rule, std::int64_t length, std::int64_
     const bool recent = t >= result.count - rule.recent || t >= rule.dense_from;
     switch (rule.mode) {
       case LayerMode::kDense:
-        result.always.push_back(t);
+        result.static_tokens.push_back(t);
         break;
       case LayerMode::kSlidingWindow:
-        if (t >= result.count - rule.window) result.always.push_back(t);
+        if (t >= result.count - rule.window) result.static_tokens.push_back(t);
         break;
       case LayerMode::kSparse:
-        (t < rule.sink || recent ? result.always : result.eligible).push_back(t);
+        (t < rule.sink || recent ? result.static_tokens : result.eligible).push_back(t);
         break;
     }
   }

@@ -100,9 +100,9 @@ struct HeadScores {
 
 /// Tokens of a query, by the rules of section 3.
 struct Visible {
-  std::vector<std::int64_t> always;    ///< Ascending.
-  std::vector<std::int64_t> eligible;  ///< Ascending.
-  std::int64_t count = 0;              ///< Tokens the query may see.
+  std::vector<std::int64_t> static_tokens;  ///< Ascending.
+  std::vector<std::int64_t> eligible;       ///< Ascending.
+  std::int64_t count = 0;                   ///< Tokens the query may see.
 };
 struct VisibleRule {
   LayerMode mode = LayerMode::kSparse;

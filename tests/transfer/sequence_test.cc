@@ -31,7 +31,7 @@ TEST_P(AttendedSpansTest, MatchesTheTable) {
   EXPECT_EQ(spans.tail_begin, c.expected.tail_begin);
   EXPECT_EQ(spans.visible, c.expected.visible);
   EXPECT_EQ(spans.num_eligible(), c.expected.eligible_end - c.expected.sink_end);
-  EXPECT_EQ(spans.num_always(), c.expected.sink_end + c.expected.visible - c.expected.tail_begin);
+  EXPECT_EQ(spans.num_static(), c.expected.sink_end + c.expected.visible - c.expected.tail_begin);
 }
 
 constexpr SpanRule kSparse{LayerMode::kSparse, 128, 128, 0};

@@ -14,8 +14,8 @@ constexpr int kWarps = kThreads / 32;
 // ln of the sum of e^logit over the tokens that are always attended. A warp takes a row; lane h
 // sums for head h. Grid: parts x KV heads x rows. The last block merges the parts in their order.
 // `with_values`: each times its value norm, as the weighting says.
-__global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__ RecallArgs args,
-                                                         bool with_values) {
+__global__ __launch_bounds__(kThreads) void sum_static_logits(
+    const __grid_constant__ RecallArgs args, bool with_values) {
   __shared__ alignas(8) float queries[kMaxGroup * 256];
   __shared__ float2 sums[kWarps][kMaxGroup];
   const transfer::KvGeometry& kv = args.kv;
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   LogSum mine;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kWarps + warp; i < spans.num_always();
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kWarps + warp; i < spans.num_static();
        i += std::int64_t{gridDim.x} * kWarps) {
     const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
     const auto* key = reinterpret_cast<const unsigned*>(
@@ -88,7 +88,7 @@ __global__ __launch_bounds__(kThreads) void weigh_always(const __grid_constant__
     }
     merge_lanes(all);
     if (lane == 0) {
-      (with_values ? estimates[h].log_always_weighted : estimates[h].log_always) = all.log();
+      (with_values ? estimates[h].log_static_weighted : estimates[h].log_static) = all.log();
     }
   }
 }
@@ -101,10 +101,10 @@ void clear_estimates(const Stage& stage) {
       cudaMemsetAsync(stage.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
 }
 
-void enqueue_always(const Stage& stage, bool with_values) {
+void enqueue_static(const Stage& stage, bool with_values) {
   const RecallArgs args = recall_args(stage, {});
-  weigh_always<<<recall_grid(kMostRecallParts, args.kv.kv_heads, stage), kThreads, 0,
-                 stage.stream>>>(args, with_values);
+  sum_static_logits<<<recall_grid(kMostRecallParts, args.kv.kv_heads, stage), kThreads, 0,
+                      stage.stream>>>(args, with_values);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
