@@ -80,6 +80,16 @@ struct PagedAttendOutputs {
 /// waits for nothing on the host, so it can be captured in a CUDA graph; replays read block tables
 /// and lengths anew. Calls use one workspace: the caller orders them, on one stream or by events.
 /// Thread-safe otherwise.
+///
+/// ```cpp
+/// kvtier::PagedConfig config;
+/// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+/// config.num_blocks = 4096;
+/// config.max_tokens = 131072;
+/// kvtier::PagedSketches sketches(config);
+/// sketches.store(0, keys, values, slots);  // what the caller has written to these slots
+/// sketches.attend(0, batch, query, cache, {.out = out});
+/// ```
 class KVTIER_EXPORT PagedSketches {
  public:
   /// Allocates sketches of all slots and the workspace. Throws `kInvalidArgument` with all problems

@@ -28,6 +28,7 @@ CPP = """
 #include <kvtier/device_memory.h>
 #include <kvtier/engine.h>
 #include <kvtier/page_tier.h>
+#include <kvtier/paged.h>
 #include <kvtier/remote_tiers.h>
 void run_steps();
 extern kvtier::Engine engine;
@@ -35,6 +36,9 @@ extern kvtier::Session session;
 extern kvtier::TensorView keys, values, query, key, value;
 extern kvtier::MutableTensorView out;
 extern kvtier::DeviceMemoryHandle handle;
+extern kvtier::TensorView slots;
+extern kvtier::PagedBatch batch;
+extern kvtier::PagedLayer cache;
 extern std::shared_ptr<kvtier::PageTier> tier;
 """
 C = "#include <kvtier/kvtier.h>\n#include <stdio.h>\n"
