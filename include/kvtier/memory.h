@@ -34,6 +34,13 @@ struct EngineMemory {
 /// `row_cache_rows` rows per KV head of a layer; no budget of `config` matters. Throws
 /// `kInvalidArgument` for a configuration that is not valid, and for a number of tokens that is not
 /// in 1..`max_session_tokens`.
+///
+/// ```cpp
+/// kvtier::Config config;
+/// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+/// const kvtier::SessionMemory memory = kvtier::session_memory(config, 131072);
+/// std::puts(kvtier::describe(memory, config.memory.placement).c_str());
+/// ```
 [[nodiscard]] KVTIER_EXPORT SessionMemory session_memory(const Config& config, std::int64_t tokens,
                                                          int row_cache_rows = 0);
 

@@ -27,6 +27,7 @@ CPP = """
 #include <kvtier/client.h>
 #include <kvtier/device_memory.h>
 #include <kvtier/engine.h>
+#include <kvtier/memory.h>
 #include <kvtier/page_tier.h>
 #include <kvtier/paged.h>
 #include <kvtier/remote_tiers.h>
