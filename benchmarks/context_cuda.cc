@@ -69,10 +69,9 @@ void Context::fill(Session& session, int sequence) {
       next.get();
       const Host& from = host[static_cast<std::size_t>(begin / chunk % 2)];
       const auto size = 2 * static_cast<std::size_t>(count * row);
-      KVTIER_CUDA_CHECK(cudaMemcpyAsync(keys.data(), from.keys.data(), size, cudaMemcpyHostToDevice,
-                                        run_.stream()));
-      KVTIER_CUDA_CHECK(cudaMemcpyAsync(values.data(), from.values.data(), size,
-                                        cudaMemcpyHostToDevice, run_.stream()));
+      const std::array<transfer::CopyRun, 2> runs{
+          {{keys.data(), from.keys.data(), size}, {values.data(), from.values.data(), size}}};
+      run_.queue().copy(runs);
       if (begin + chunk < shape_.tokens) {
         next = std::async(std::launch::async, make, begin + chunk);
       }
@@ -116,9 +115,10 @@ void Context::make_queries(int steps) {
 void Context::load_queries(int step) {
   if (!drift_) return;
   const std::int64_t values = device_queries_->count();
-  KVTIER_CUDA_CHECK(
-      cudaMemcpyAsync(device_queries_->data(), host_queries_.as<std::uint16_t>() + step * values,
-                      2 * static_cast<std::size_t>(values), cudaMemcpyHostToDevice, run_.stream()));
+  const transfer::CopyRun copy{device_queries_->data(),
+                               host_queries_.as<std::uint16_t>() + step * values,
+                               2 * static_cast<std::size_t>(values)};
+  run_.queue().copy({&copy, 1});
 }
 
 const __nv_bfloat16* Context::queries(int layer) const {

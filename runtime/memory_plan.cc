@@ -186,9 +186,10 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
   }
   const std::int64_t full = config.memory.max_session_tokens * config.model.layers;
   const std::int64_t sessions = std::max<std::int64_t>(1, (host_tokens + full / 2) / full);
-  pools.first_tokens = host_tokens + std::max(kSpareTokens, kSpareSlabs * hashing::kBlockTokens *
-                                                                config.model.layers * sessions);
-  const std::int64_t most = std::max(pools.first_tokens, 2 * host_tokens + kSpareTokens);
+  const std::int64_t most = 2 * host_tokens + kSpareTokens;
+  const std::int64_t spare =
+      std::max(kSpareTokens, kSpareSlabs * hashing::kBlockTokens * config.model.layers * sessions);
+  pools.first_tokens = std::min(host_tokens + spare, most);
   const std::int64_t layers = sessions * num_sparse_layers(config);
   const bool cached = workspace.selector.staged_rows > 0 && config.memory.row_cache_rows != 0 &&
                       config.memory.row_cache_bytes.value_or(1) > 0;
