@@ -175,10 +175,10 @@ CalibrationEntry measure(transfer::Device& device, const CalibrationOptions& opt
   return entry;
 }
 
-CalibrationEntry beyond_free_memory(transfer::Device& device, HostAllocation allocation) {
+CalibrationEntry beyond_device_memory(transfer::Device& device, HostAllocation allocation) {
   return {.allocation = allocation,
-          .refused = "more than the " + std::to_string(device.memory().free_bytes) +
-                     " bytes that the device has free, and not asked for by name"};
+          .refused = "more than the " + std::to_string(device.memory().total_bytes) +
+                     " bytes that the device has, and not asked for by name"};
 }
 
 void check(const CalibrationOptions& options) {
@@ -231,9 +231,9 @@ Calibration calibrate(transfer::Device& device, const CalibrationOptions& option
   bool measured = false;
   for (const HostAllocation allocation : wanted) {
     const bool skipped = options.allocations.empty() && allocation == HostAllocation::kManaged &&
-                         options.region_bytes > device.memory().free_bytes;
+                         options.region_bytes > device.memory().total_bytes;
     CalibrationEntry entry =
-        skipped ? beyond_free_memory(device, allocation) : measure(device, options, allocation);
+        skipped ? beyond_device_memory(device, allocation) : measure(device, options, allocation);
     measured |= entry.refused.empty();
     reasons += "\n  " + std::string(host_allocation_name(allocation)) + ": " + entry.refused;
     if (options.progress) options.progress(entry);

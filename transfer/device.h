@@ -202,7 +202,7 @@ struct PinOptions {
   /// Of the CUDA backend. `kAuto` is `kManaged`, which suits large memory that is mostly read.
   HostAllocation allocation = HostAllocation::kRegistered;
   /// Throws when `allocation` is refused, instead of trying `kRegistered` and then `kDriver`. If
-  /// not, `kManaged` is refused for more memory than the device has free.
+  /// not, `kManaged` is refused for more memory than the device has.
   bool only = false;
   int threads = 0;  ///< Threads of the first touch; 0: all.
   /// Called with (bytes ready, bytes in all), from the calling thread.

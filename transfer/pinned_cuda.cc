@@ -91,9 +91,9 @@ Buffer managed_memory(int device, int node, std::size_t bytes, const PinOptions&
     refusal = {.why = "not all of it to be had", .no_memory = true};
     return {};
   }
-  if (!options.only && bytes > free_bytes) {
-    refusal = {.why = "more than the " + std::to_string(free_bytes) +
-                      " bytes that the device has free"};
+  if (!options.only && bytes > total_bytes) {
+    refusal = {.why =
+                   "more than the " + std::to_string(total_bytes) + " bytes that the device has"};
     return {};
   }
   void* data = nullptr;

@@ -42,7 +42,7 @@ struct CalibrationOptions {
   /// At least 64 MiB. Rates fall with the size of the region on machines where address translation
   /// is the limit: a size like the page pool's tells most.
   std::size_t region_bytes = 8 * GiB;
-  /// To measure; empty: all, but `kManaged` only when the GPU has as much free memory.
+  /// To measure; empty: all, but `kManaged` only when the GPU has as much memory.
   std::vector<HostAllocation> allocations{};
   int pin_threads = 0;  ///< As in `MemoryConfig`.
   /// Called with each entry as it is known.

@@ -212,7 +212,7 @@ enum class PageFormat : std::uint8_t {
 /// How the page pool's pinned memory is obtained on the CUDA backend; the CPU backend has one way
 /// only. Which is the fastest to read depends on the machine: `kvtier calibrate` measures it.
 enum class HostAllocation : std::uint8_t {
-  /// As `MemoryConfig::calibration_file` says; else `kManaged` when the GPU has as much free memory
+  /// As `MemoryConfig::calibration_file` says; else `kManaged` when the GPU has as much memory
   /// as the pool wants; else, or when that is refused, `kRegistered`, then `kDriver`.
   kAuto,
   /// Managed memory that stays on the host and is mapped for the GPU, with pages of 2 MiB.
