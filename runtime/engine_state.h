@@ -125,6 +125,8 @@ class EngineState {
   /// of `packed`, because a copy from host to host would hold the caller up.
   void copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const;
 
+  /// Tokens of a layer for which there are pages, those in tiers included.
+  [[nodiscard]] std::int64_t tokens_of_pages() const;
   void log(LogLevel level, const std::string& message) const;
   /// Returns the index of a sketch that the estimator of `retrieval` can read; throws
   /// `kFailedPrecondition` naming what is there.
@@ -200,8 +202,6 @@ class EngineState {
  private:
   void make_workspace(const WorkspacePlan& plan);
   void make_pages();
-  /// Tokens of a layer for which there are pages, those in tiers included.
-  [[nodiscard]] std::int64_t tokens_of_pages() const;
   void make_frame_checks();
   void add_tier_stats(Stats& stats) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;

@@ -60,6 +60,7 @@ PageAccount::PageAccount(const PageAccount& other, std::size_t pages)
 
 PageAccount::~PageAccount() {
   remove(pages_);
+  promise(0, 0);
   if (tenant_ != nullptr) quotas_.close(tenant_->first);
 }
 
@@ -88,14 +89,29 @@ void PageAccount::check(std::size_t pages) const {
 
 void PageAccount::add(std::size_t pages) {
   check(pages);
-  pages_ += pages;
-  if (tenant_ != nullptr) tenant_->second.pages += pages;
+  hold(pages_ + pages);
 }
 
 void PageAccount::remove(std::size_t pages) noexcept {
   assert(pages <= pages_);
-  pages_ -= pages;
-  if (tenant_ != nullptr) tenant_->second.pages -= pages;
+  hold(pages_ - pages);
+}
+
+std::size_t PageAccount::committed() const noexcept { return std::max(pages_, promised_pages_); }
+
+void PageAccount::hold(std::size_t pages) noexcept {
+  quotas_.committed_pages_ -= committed();
+  if (tenant_ != nullptr) tenant_->second.pages += pages - pages_;
+  pages_ = pages;
+  quotas_.committed_pages_ += committed();
+}
+
+void PageAccount::promise(std::size_t pages, std::size_t sketch_bytes) noexcept {
+  quotas_.committed_pages_ -= committed();
+  quotas_.promised_sketches_ += sketch_bytes - promised_sketches_;
+  promised_pages_ = pages;
+  promised_sketches_ = sketch_bytes;
+  quotas_.committed_pages_ += committed();
 }
 
 }  // namespace kvtier::runtime

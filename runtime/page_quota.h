@@ -30,11 +30,18 @@ class PageQuotas {
   void close(const std::string& tenant);
   [[nodiscard]] std::vector<Stats::Tenant> stats() const;
   [[nodiscard]] std::size_t page_bytes() const noexcept { return page_bytes_; }
+  /// Pages that sessions hold or have been promised, whichever is more in each.
+  [[nodiscard]] std::size_t committed_pages() const noexcept { return committed_pages_; }
+  /// Bytes of sketches that sessions have been promised.
+  [[nodiscard]] std::size_t promised_sketches() const noexcept { return promised_sketches_; }
 
  private:
+  friend class PageAccount;
   void drop_if_unused(std::map<std::string, Tenant, std::less<>>::iterator tenant);
 
   std::size_t page_bytes_;
+  std::size_t committed_pages_ = 0;
+  std::size_t promised_sketches_ = 0;
   std::map<std::string, Tenant, std::less<>> tenants_;  ///< Their addresses stay.
 };
 
@@ -57,6 +64,10 @@ class PageAccount {
   void add(std::size_t pages);
   void remove(std::size_t pages) noexcept;
 
+  /// Promises the session so many pages, those that it holds among them, and bytes of sketches, for
+  /// as long as the account lives.
+  void promise(std::size_t pages, std::size_t sketch_bytes) noexcept;
+
   /// Pages added for as long as it lives, or for good.
   class Addition {
    public:
@@ -75,10 +86,14 @@ class PageAccount {
 
  private:
   [[nodiscard]] std::size_t left_of_tenant() const noexcept;
+  [[nodiscard]] std::size_t committed() const noexcept;
+  /// Sets what it holds, and counts it.
+  void hold(std::size_t pages) noexcept;
 
   PageQuotas& quotas_;
   std::size_t max_pages_;
   std::size_t pages_ = 0;
+  std::size_t promised_pages_ = 0, promised_sketches_ = 0;
   std::pair<const std::string, PageQuotas::Tenant>* tenant_ = nullptr;  ///< May be none.
 };
 

@@ -1,5 +1,7 @@
 #include "runtime/session.h"
 
+#include "kvtier/memory.h"
+
 #include "runtime/prefix_store.h"
 #include "runtime/row_cache.h"
 #include "runtime/tiered_attention.h"
@@ -90,6 +92,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   engine_->collect_retired();
   account_ = std::make_unique<PageAccount>(*engine_->quotas, config.tenant, config.max_page_bytes);
   const WithinTurn account_within_turn(account_);
+  if (config.whole) take_whole();
   // A local until nothing can fail any more: it is to be destroyed within a submission scope.
   auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
   register_session(scope.stream());
@@ -122,6 +125,31 @@ SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionSta
   account_ = std::make_unique<PageAccount>(*parent.account_, pages);
   register_session(scope.stream());
   memory_ = std::move(memory);
+}
+
+void SessionState::take_whole() {
+  const EngineState& engine = *engine_;
+  const int rows =
+      engine.row_cache == nullptr ? 0 : engine.row_cache_shape.num_sets * transfer::kSetWays;
+  const SessionMemory wanted = session_memory(engine.config, max_tokens_, rows);
+  const auto check = [&](std::size_t needed, std::size_t all, std::size_t taken, const char* what) {
+    const std::size_t left = all - std::min(all, taken);
+    if (needed <= left) return;
+    throw Error(ErrorCode::kResourceExhausted,
+                "a session of " + std::to_string(max_tokens_) + " tokens: expected " +
+                    show_bytes(needed) + " of " + what + " for all of them, found " +
+                    show_bytes(left) + " of " + show_bytes(all) + "; it takes " +
+                    describe(wanted, engine.config.memory.placement));
+  };
+  const std::size_t page = engine.quotas->page_bytes();
+  const auto all = static_cast<std::size_t>(engine.tokens_of_pages() / engine.kv.page_tokens);
+  check(wanted.pages, all * page, engine.quotas->committed_pages() * page, "pages");
+  std::size_t slabs = 0;
+  for (const SketchStore& sketch : engine.sketches) {
+    slabs += sketch.blocks->num_frames() * sketch.blocks->frame_bytes();
+  }
+  check(wanted.sketches, slabs, engine.quotas->promised_sketches(), "sketches");
+  account_->promise(wanted.pages / page, wanted.sketches);
 }
 
 void SessionState::find_prefix(EngineState::SubmissionScope& scope,

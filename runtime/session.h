@@ -94,6 +94,9 @@ class SessionState {
   /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
   /// restored.
   void find_prefix(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing
+  /// promised, where other sessions hold it or have been promised it.
+  void take_whole();
   /// Takes a frame for the session's flags and counts it as open.
   void register_session(transfer::Stream& stream);
   /// Takes that back, once the work enqueued on `stream` is done.

@@ -116,6 +116,11 @@ struct SessionConfig {
   /// limit. A call that needs more throws `kResourceExhausted` and changes nothing; a stored prefix
   /// begins the session as far as they go.
   std::size_t max_page_bytes = 0;
+  /// Whether the session is opened only where what it takes at its full length (`session_memory`)
+  /// is there: pages, here or in tiers, and sketches that no session holds or has been promised.
+  /// They are promised to it then; what sessions without a promise still append can be in the way.
+  /// Else `open` throws `kResourceExhausted` with what it takes and what is left.
+  bool whole = false;
   /// Whose quota (`Engine::set_quota`) the session's pages count against as well, and those of
   /// sessions that it is forked to; empty: nobody's.
   std::string_view tenant{};
@@ -152,7 +157,8 @@ class KVTIER_EXPORT Engine {
   Engine& operator=(Engine&&) noexcept;
 
   /// Opens a session, empty but for a stored prefix of `config.token_ids`. Throws
-  /// `kResourceExhausted` when its tables do not fit.
+  /// `kResourceExhausted` when its tables do not fit, and where `SessionConfig::whole` says so.
+  /// `session_memory` (kvtier/memory.h) tells before what it takes.
   [[nodiscard]] Session open(const SessionConfig& config = {});
 
   /// Limits the bytes of pages that the sessions of a tenant may hold together, now and later:

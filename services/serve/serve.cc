@@ -187,6 +187,7 @@ ServerOptions server_options(const ServeCommand& command) {
   }
   core.max_sessions = static_cast<std::size_t>(command.max_sessions);
   core.default_limits.max_sessions = command.max_sessions;
+  core.whole_sessions = command.whole_sessions;
   core.max_inflight_bytes = command.max_inflight_mib << 20;
   core.max_session_memory = command.session_memory_mib << 20;
   core.pages.arena_bytes = command.page_arena_mib << 20;
@@ -307,6 +308,9 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--max-session-tokens", command.max_session_tokens, "Tokens of one session")
       ->check(CLI::Range(64, 1 << 26))
       ->capture_default_str();
+  with_environment(app->add_flag(
+      "--whole-sessions", command.whole_sessions,
+      "Create a session only where all tokens of its capacity find room, which it then has"));
   add("--host-memory-mib", command.host_memory_mib, "Pages of keys and values, of each engine")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();

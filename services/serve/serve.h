@@ -39,6 +39,7 @@ struct ServeCommand {
   std::int64_t max_models = 4;
   std::int64_t max_sessions = 16000;
   std::int64_t max_session_tokens = 131072;
+  bool whole_sessions = false;
   std::int64_t host_memory_mib = 1024;
   std::int64_t device_memory_mib = 512;
   std::optional<std::int64_t> row_cache_mib;  ///< Left out: what the library takes.

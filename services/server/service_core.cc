@@ -326,7 +326,8 @@ void ServiceCore::open(const Creation& creation, const std::shared_ptr<SessionEn
          .token_ids = {request.token_ids().data(),
                        static_cast<std::size_t>(request.token_ids_size())},
          .tenant_secret = tenant.prefix_secret(),
-         .model_fingerprint = request.model_fingerprint()}));
+         .model_fingerprint = request.model_fingerprint(),
+         .whole = options_.whole_sessions}));
   } catch (const Error& error) {
     note_fault(error, *entry->model);
     throw;

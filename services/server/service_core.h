@@ -44,6 +44,7 @@ struct ServiceCoreOptions {
   TenantLimits default_limits;  ///< Of the one tenant when none is configured.
   PageStoreOptions pages;       ///< Without `lease_ttl` and `now`, which are those below.
   std::size_t max_sessions = 16000;
+  bool whole_sessions = false;  ///< `SessionConfig::whole` of every session that is created.
   /// Requests and replies of calls that are queued or executed.
   std::int64_t max_inflight_bytes = std::int64_t{256} << 20;
   /// What sessions hold beside the pages of their engines: tables, first and last tokens, last

@@ -235,6 +235,51 @@ TEST_P(MemoryTest, StepsGiveTheSameWithTheDefaultRowCache) {
             without.stats().cumulative.bytes_host_to_device);
 }
 
+TEST_P(MemoryTest, WholeSessionsAreOpenedWhereTheyFit) {
+  Config config = this->config();
+  const std::int64_t tokens = config.memory.max_session_tokens;
+  config.memory.device_bytes = device_bytes_for(config, GetParam(), tokens, 2);
+  Engine engine(config);
+  std::optional<Session> first = engine.open({.whole = true});
+  Session second = engine.open({.whole = true});
+  const Stats::Snapshot before = engine.stats().snapshot;
+  const std::optional<Error> error = error_of([&] { (void)engine.open({.whole = true}); });
+
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  EXPECT_THAT(
+      error->what(),
+      HasSubstr("a session of 3000 tokens: expected 4.4 MiB of pages for all of them, found "
+                "0 bytes of 8.8 MiB; it takes 4.4 MiB of pages in host memory, "));
+  EXPECT_THAT(error->what(), HasSubstr(" of row cache on the device"));
+  const Stats::Snapshot after = engine.stats().snapshot;
+  EXPECT_EQ(after.sessions, before.sessions);
+  EXPECT_EQ(after.device_bytes, before.device_bytes);
+
+  // What was promised is there, although others took pages meanwhile as long as there were any.
+  fill(second, config.model, tokens);
+  Session plain = engine.open();
+  first.reset();
+  Session shorter = engine.open({.capacity_tokens = 1500, .whole = true});
+  fill(plain, config.model, 64);
+  EXPECT_TRUE(error_of([&] { (void)engine.open({.whole = true}); }));
+  fill(shorter, config.model, 1500);
+}
+
+TEST_P(MemoryTest, WhatPlainSessionsHoldIsNotPromised) {
+  Config config = this->config();
+  Engine engine(config);
+  {
+    Session plain = engine.open();
+    fill(plain, config.model, config.memory.max_session_tokens);
+    Session fits = engine.open({.whole = true});
+    EXPECT_TRUE(error_of([&] { (void)engine.open({.capacity_tokens = 64, .whole = true}); }));
+    plain.truncate(0);
+    Session again = engine.open({.capacity_tokens = 64, .whole = true});
+  }
+  Session first = engine.open({.whole = true}), second = engine.open({.whole = true});
+}
+
 TEST(MemoryErrorsTest, BadInputIsExplained) {
   const Config config = small_config(Backend::kCpu);
   Config invalid = config;

@@ -72,6 +72,27 @@ TEST_F(CoreLimitsTest, QuotaOfSessionsIsMetExactly) {
   EXPECT_EQ(create(create_request(), response).reason(), "OK");
 }
 
+TEST_F(CoreLimitsTest, WholeSessionsAreCreatedWhereTheyFit) {
+  ServiceCoreOptions options = small_options();
+  options.whole_sessions = true;
+  // Two pages of 64 tokens in each of two layers, twice.
+  options.models.memory.host_bytes = std::size_t{2 * 2 * 2 * 64} * kKvHeads * kHeadDim * 4;
+  make_core(options);
+  v1::CreateSessionRequest request = create_request();
+  request.set_capacity_tokens(128);
+  v1::CreateSessionResponse first, response;
+  ASSERT_EQ(create(request, first).reason(), "OK");
+  ASSERT_EQ(create(request, response).reason(), "OK");
+
+  const Ending ending = create(request, response);
+
+  ASSERT_TRUE(ending.error.has_value());
+  EXPECT_EQ(ending.error->code(), Code::kResourceExhausted);
+  EXPECT_THAT(ending.error->what(), ::testing::HasSubstr("a session of 128 tokens: expected "));
+  ASSERT_EQ(release(first.session().name()).reason(), "OK");
+  EXPECT_EQ(create(request, response).reason(), "OK");
+}
+
 TEST_F(CoreLimitsTest, QuotaOfBytesRefusesWithoutStoring) {
   make_core(small_options());
   const std::string name = open();
