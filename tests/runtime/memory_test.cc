@@ -1,6 +1,7 @@
 #include "kvtier/memory.h"
 
 #include "runtime/engine_fixture.h"
+#include "runtime/spill_fixture.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
