@@ -7,8 +7,6 @@ namespace kvtier::runtime {
 
 namespace {
 
-constexpr std::size_t kMaxBlocks = 64;  // tensors of one chunk
-
 /// The last dimension's length; `[tokens, heads]` tensors count as `[tokens, heads, 1]`.
 std::int64_t inner(const TensorView& tensor) { return tensor.rank >= 3 ? tensor.shape[2] : 1; }
 
@@ -36,9 +34,7 @@ void for_each_run(const TensorView& tensor, std::int64_t begin, std::int64_t cou
 }  // namespace
 
 HostStaging::HostStaging(transfer::Device& device)
-    : device_(&device), in_place_(device.backend() == Backend::kCpu) {
-  blocks_.reserve(kMaxBlocks);
-}
+    : device_(&device), in_place_(device.backend() == Backend::kCpu) {}
 
 HostStaging::Block& HostStaging::take(std::size_t bytes) {
   const std::size_t wanted = std::max<std::size_t>(bytes, 256);

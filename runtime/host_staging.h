@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 namespace kvtier::runtime {
@@ -57,7 +58,7 @@ class HostStaging {
 
   transfer::Device* device_;
   bool in_place_;
-  std::vector<Block> blocks_;
+  std::deque<Block> blocks_;  // `pending_` points to them while they grow in number
   std::size_t used_ = 0;
   std::vector<Pending> pending_;
 };

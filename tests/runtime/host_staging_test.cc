@@ -113,6 +113,22 @@ TEST_F(HostStagingTest, BuffersAreKeptAndGrow) {
   EXPECT_EQ(stage_once(), bytes);
 }
 
+/// As a batch of many sequences has: what comes later moves nothing that came before.
+TEST_F(HostStagingTest, HoldsAnyNumberOfTensors) {
+  constexpr std::size_t kCount = 300;
+  std::vector<Strided> tensors(kCount);
+  std::vector<float*> slices;
+  for (Strided& tensor : tensors) {
+    (void)staging_.input(*stream_, tensor.view(), 0, 1);
+    slices.push_back(static_cast<float*>(staging_.output(tensor.view(), 3, 1).data));
+  }
+  for (std::size_t i = 0; i < kCount; ++i) slices[i][0] = -1.0F - static_cast<float>(i);
+  staging_.finish(*stream_);
+  for (std::size_t i = 0; i < kCount; ++i) {
+    EXPECT_EQ(tensors[i].values[30], -1.0F - static_cast<float>(i)) << i;
+  }
+}
+
 /// A call that ends by an error half-way leaves its tensors to the caller, who may free them.
 TEST_F(HostStagingTest, AnAbandonedCallIsForgotten) {
   auto gone = std::make_unique<Strided>();
