@@ -132,7 +132,7 @@ enum class Found {
 /// rows and ids. A warp's, except for `look_for_all`.
 template <typename Rows, Found kFound>
 class SetGather {
-  static constexpr bool kPrefetched = kFound == Found::kStays;
+  static constexpr bool kPrefetches = kFound == Found::kStays;
 
  public:
   __device__ SetGather(const KvGeometry& geometry, const RowCacheGather& gather, int set, int head,
@@ -146,7 +146,7 @@ class SetGather {
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
         slots_(slots_of(geometry, gather, set, head, sequence)),
-        open_(set_of(gather, set, head, sequence), gather.shape.policy, kPrefetched) {}
+        open_(set_of(gather, set, head, sequence), gather.shape.policy, kPrefetches) {}
 
   /// Called by all threads of the block.
   __device__ void look_for_all(Tile& tile) {
@@ -158,7 +158,7 @@ class SetGather {
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    if constexpr (!kPrefetched) sums_[kPrefetchedUseful] += open_.count_uses();
+    if constexpr (!kPrefetches) sums_[kPrefetchedUseful] += open_.count_uses();
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
@@ -166,12 +166,12 @@ class SetGather {
       bool evicts = false;
       const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
       if (way < 0) continue;
-      if (lane_ == (kPrefetched ? num_kept : i)) missing_slot_ = slot(way);
-      if (kPrefetched && lane_ == num_kept) missing_ = {source(token), nullptr};
+      if (lane_ == (kPrefetches ? num_kept : i)) missing_slot_ = slot(way);
+      if (kPrefetches && lane_ == num_kept) missing_ = {source(token), nullptr};
       ++num_kept;
       if (evicts) ++sums_[kEvictions];
     }
-    if constexpr (kPrefetched) {
+    if constexpr (kPrefetches) {
       sums_[kPrefetched] += static_cast<unsigned>(num_kept);
       num_missing_ = num_kept;  // no other is read
     } else {
@@ -231,9 +231,9 @@ class SetGather {
     const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
     const int selected = selection.counts[list];
     const int count =
-        kPrefetched ? selected
+        kPrefetches ? selected
                     : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (!kPrefetched && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
+    if (!kPrefetches && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
@@ -252,7 +252,7 @@ class SetGather {
         const ListedRow& row = tile.rows[first + __ffs(static_cast<int>(found)) - 1];
         found &= found - 1;
         const auto heads = static_cast<std::uint32_t>(__popc(row.mask));
-        if constexpr (kPrefetched) {
+        if constexpr (kPrefetches) {
           look_up_prefetched(row.token, heads);
         } else {
           const std::int64_t at = entry + row.place;

@@ -162,7 +162,7 @@ class Frame {
     }
     if (const double ahead = sum("kvtier_pages_prefetched_total", {{"event", "restored"}});
         ahead > 0) {
-      text += (text.empty() ? "" : "  ") + ("pages ahead " + count(ahead)) + "  useful " +
+      text += (text.empty() ? "" : "  ") + ("pages prefetched " + count(ahead)) + "  useful " +
               share(sum("kvtier_pages_prefetched_total", {{"event", "useful"}}), ahead);
     }
     if (!text.empty()) line(text);

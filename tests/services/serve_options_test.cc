@@ -91,7 +91,7 @@ TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
 
 TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
   const std::string file = (folder_ / "serve.toml").string();
-  std::ofstream(file) << "page-policy = \"s3_fifo\"\nhot-policy = \"lru\"\n";
+  std::ofstream(file) << "page-policy = \"s3_fifo\"\nrow-cache-policy = \"lru\"\n";
   ::setenv("KVTIER_ROW_CACHE_POLICY", "clock", 1);
 
   const MemoryConfig made = memory({"--config", file});
