@@ -7,7 +7,7 @@
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
 `name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`), and DATE-h100-kvtier-bench.json,
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
-model`), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
+model`), DATE-h100-host.json (`kvtier-llama bench` with KV in host memory), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
 may be missing. Python's standard library is enough.
 """
 
@@ -449,6 +449,21 @@ def whole_model(_):
             + table(head, rows))
 
 
+def host_model(_):
+    """Whole models with KV in host memory; dense rows of the same shape on the GPU."""
+    run = Run(newest("host", "h100"))
+    shown = []
+    for row in [row for row in run.rows if row["attention"] != "none"]:
+        dense = row["attention"] == "cudnn"
+        attended = "all" if dense else f"k = {row['k']}" if "k" in row else f"{row['sparsity']:g}x"
+        pages = "GPU" if dense or row["placement"] == "device" else f"host, {row['kv_dtype']}"
+        cached = f"{row['row_cache_rows']:,}: {row['found']:.2f}" if row.get("row_cache_rows") else ""
+        shown.append((f"{row['layers']}", f"{row['tokens']:,}", str(row["batch"]), attended, pages, cached, f"{row['us'] / 1000:.2f}", f"{row['us_p99'] / 1000:.2f}",
+                      number(row["tokens_per_second"]), f"{row['gpu_bytes'] / 1e9:.1f}"))
+    head = ["layers", "context", "sequences", "attended", "KV", "rows cached: found", "ms", "ms, p99", "tokens/s", "GPU GB"]
+    return f"`benchmarks/results/{run.path.name}`, {run.date}, by `" + "`; `".join(run.command) + "`.\n\n" + table(head, shown)
+
+
 def ttft(_):
     run = Run(newest("ttft"))
     rows = [(row["with"], number(row["us"] / 1000, 4), f"{100 * row['overhead']:.2f} %" if "overhead" in row else "")
@@ -481,7 +496,7 @@ def resident(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, graphs, targets, step_targets, other_card, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, ttft, resident, service, service_block, tiers, tiers_block)}
+           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, service, service_block, tiers, tiers_block)}
 
 
 def document(run):
