@@ -114,45 +114,47 @@ def with_table(text, name, lines):
     return head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
 
 
-def draw(rows):
+def draw(path, xlabel, ticks, columns, lines_of):
+    """A panel for each kind of text; `lines_of(kind)` gives the lines: xs, ys, label, style."""
     sys.path.insert(0, str(Path(__file__).parent))
     import plots  # pylint: disable=import-outside-toplevel
     pyplot = plots.plotting()
     figure, every = pyplot.subplots(1, len(KINDS), figsize=(13, 5.5), sharey=True)
     for axes, kind in zip(every, KINDS):
-        for rule, code in METHODS:
-            found = [pick(rows, kind=kind, sparsity=s, selection="per_kv_head", rule=rule, code=code) for s in SPARSITIES]
-            axes.plot([taken(rows, row) for row in found], [row["kl"] for row in found], marker="o", markersize=4,
-                      label=method_of(rule, code), linestyle="-" if rule == "priority" else "--")
-        points = [(taken(own, found[KINDS.index(kind)]), found[KINDS.index(kind)]["kl"]) for _, own, found in target_rows()]
-        axes.plot(*zip(*points), marker="s", markersize=4, label="priority, scalar, error target", linestyle=":")
-        axes.set(xscale="log", yscale="log", title=kind, xlabel="rows taken by score, a set per KV head")
-        axes.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        for xs, ys, label, style in lines_of(kind):
+            axes.plot(xs, ys, label=label, markersize=4, **style)
+        axes.set(xscale="log", yscale="log", title=kind, xlabel=xlabel)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     every[0].set_ylabel("KL divergence from dense attention")
-    figure.legend(*every[0].get_legend_handles_labels(), loc="lower center", ncols=5, fontsize=8, frameon=False)
-    plots.save(pyplot, figure, PLOT)
+    figure.legend(*every[0].get_legend_handles_labels(), loc="lower center", ncols=columns, fontsize=8, frameon=False)
+    plots.save(pyplot, figure, path)
+
+
+def draw_rows(rows):
+    def lines_of(kind):
+        for rule, code in METHODS:
+            found = [pick(rows, kind=kind, sparsity=s, selection="per_kv_head", rule=rule, code=code) for s in SPARSITIES]
+            yield ([taken(rows, row) for row in found], [row["kl"] for row in found], method_of(rule, code),
+                   {"marker": "o", "linestyle": "-" if rule == "priority" else "--"})
+        targets = [(taken(own, found[KINDS.index(kind)]), found[KINDS.index(kind)]["kl"]) for _, own, found in target_rows()]
+        yield (*zip(*targets), "priority, scalar, error target", {"marker": "s", "linestyle": ":"})
+
+    draw(PLOT, "rows taken by score, a set per KV head", TICKS, 5, lines_of)
 
 
 def draw_bits():
-    import plots  # pylint: disable=import-outside-toplevel
-    pyplot = plots.plotting()
     rows = read(BITS)["cases"]
-    figure, every = pyplot.subplots(1, len(KINDS), figsize=(13, 5.5), sharey=True)
-    for axes, kind in zip(every, KINDS):
+
+    def lines_of(kind):
         for selection, sets in SETS.items():
             for rule, code in METHODS[2:] if selection == "per_query_head" else METHODS:
                 found = [pick(rows, kind=kind, sketch_bits=bits, selection=selection, rule=rule, code=code) for bits in KEY_BITS]
-                axes.plot(KEY_BITS, [row["kl"] for row in found], marker="o", markersize=4, label=f"{method_of(rule, code)}, {sets}",
-                          linestyle={"top_k": "--"}.get(rule, "-" if selection == "per_kv_head" else ":"))
-        axes.set(xscale="log", yscale="log", title=kind, xlabel="bits of a key, at 33x")
-        axes.set_xticks(KEY_BITS, [str(bits) for bits in KEY_BITS])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    every[0].set_ylabel("KL divergence from dense attention")
-    figure.legend(*every[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
-    plots.save(pyplot, figure, BITS_PLOT)
+                style = "--" if rule == "top_k" else "-" if selection == "per_kv_head" else ":"
+                yield KEY_BITS, [row["kl"] for row in found], f"{method_of(rule, code)}, {sets}", {"marker": "o", "linestyle": style}
+
+    draw(BITS_PLOT, "bits of a key, at 33x", KEY_BITS, 3, lines_of)
 
 
 def main():
@@ -170,7 +172,7 @@ def main():
             sys.exit("docs/method.md: expected the tables of benchmarks/results; run benchmarks/quality/real_model.py")
         return
     DOCUMENT.write_text(new)
-    draw(rows)
+    draw_rows(rows)
     draw_bits()
 
 
