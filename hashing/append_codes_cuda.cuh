@@ -23,6 +23,8 @@ struct CodeShared : Books {
   alignas(16) std::byte pool[kPoolBytes];  // the parts of the keys, then groups of planes
   float sums[kWorkerWarps][kTileRows];
 };
+/// What a kernel may have without a request for more.
+static_assert(sizeof(CodeShared) <= 48 * 1024);
 
 /// Where a block has the keys of a tile and the rotation of scalar codes, as many groups of 32
 /// planes at once as fit: one per warp, two or one of head_dim 256.

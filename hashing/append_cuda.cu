@@ -59,7 +59,7 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   const std::int64_t length = sequence.counters->length;
   const std::int64_t stored = transfer::tokens_stored(*sequence.counters, item.tokens);
   const std::int64_t token = length + row.token;
-  target.token = token;
+  if (norms) target.token = token;
   if (row.token >= stored) return target;
   std::byte* block = args.blocks[row.item][token / kBlockTokens];
   const auto in_block = static_cast<int>(token % kBlockTokens);

@@ -47,9 +47,11 @@ struct RowTarget {
   transfer::PageRow<std::byte, float> page;
   std::byte* sink;
   std::byte* ring;
-  std::byte* sketch;   // its word of the sketch; the first one of a scalar code
-  std::byte* norms;    // its key norm
-  std::int64_t token;  // in the sequence
+  union {
+    std::byte* sketch;   // in blocks that sketch: its word, the first one of a scalar code
+    std::int64_t token;  // in blocks that store: its number in the sequence
+  };
+  std::byte* norms;  // its key norm
 };
 
 /// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.
