@@ -104,7 +104,7 @@ class Panel:
             yield f'<circle cx="{self.x(n):.1f}" cy="{self.y(value):.1f}" r="3" fill="{color}"/>'
 
     def end(self, points, tokens, color):
-        """Where the line's memory ends: a stub towards the first context that does not fit."""
+        """Where the line's memory ends: a short line towards the first context that does not fit."""
         n, value = points[-1]
         to = self.x(n) + 0.4 * (self.x(tokens) - self.x(n))
         y = self.y(value)

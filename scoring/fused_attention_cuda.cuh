@@ -20,7 +20,8 @@ using AttendTile = attention::cuda::TileLayout<kAttendDim>;
 /// What the kernel that selects is told about attention.
 struct FusedAttention {
   attention::AttendTargets targets;
-  int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: nobody attends.
+  int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: attention is not
+              ///< fused.
 };
 
 /// Dynamic shared memory, once the choice is made; the tiles follow.

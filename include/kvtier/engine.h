@@ -158,7 +158,7 @@ class KVTIER_EXPORT Engine {
 
   /// Opens a session, empty but for a stored prefix of `config.token_ids`. Throws
   /// `kResourceExhausted` when its tables do not fit, and where `SessionConfig::whole` says so.
-  /// `session_memory` (kvtier/memory.h) tells before what it takes.
+  /// `session_memory` (kvtier/memory.h) returns what it takes.
   [[nodiscard]] Session open(const SessionConfig& config = {});
 
   /// Limits the bytes of pages that the sessions of a tenant may hold together, now and later:

@@ -1,4 +1,4 @@
-"""kvtier.hf.graphed: replays of single-token passes against passes that run as ever. Most of it needs a GPU.
+"""kvtier.hf.graphed: replays of single-token passes against eager passes. Most of it needs a GPU.
 
 Skipped without torch, transformers and kvtier-engine; KVTIER_TORCH_PYTHON names a Python that has
 them.
@@ -43,7 +43,7 @@ class CudaTest(HfTest):
 
     def assert_same_steps(self, model: Any, caches: Any, ids: Any, **more: Any) -> None:
         """Passes of one column each of `ids`, within the block of the first cache: those of the
-        second run as ever."""
+        second run eagerly."""
         cache, other = caches
         for column in ids.split(1, dim=1):
             expected = model(column, past_key_values=other, **more).logits

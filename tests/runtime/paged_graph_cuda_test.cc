@@ -99,7 +99,7 @@ TEST_P(PagedGraphTest, ReplaysGiveWhatCallsGive) {
                 download<float>(of_calls.lse.data, count));
     }
     EXPECT_NO_THROW(replayed.check());
-    // What a replay meets in a table is told by the next call.
+    // The next call throws what a replay met in a table.
     const auto outside = static_cast<std::int32_t>(config.num_blocks);
     overwrite(batch.blocks, &outside, 1);
     graph.launch(stream);

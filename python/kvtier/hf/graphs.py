@@ -30,15 +30,15 @@ class graphed:
             model.generate(ids, past_key_values=cache, max_new_tokens=1000)
 
     The host then launches one graph for a token instead of all of its kernels. Within the block
-    `model.forward` is replaced. The first pass of one token behind a past runs as ever, the second
+    `model.forward` is replaced. The first pass of one token behind a past runs eagerly, the second
     is captured; a replay returns copies of the outputs. Captured again: after 1,024 tokens, after
     passes with other arguments, and when rows of the cache have changed (`crop`, beams, `reset`,
-    copies). All other passes run as ever: prompts, drafts, other caches, hidden states, labels.
+    copies). All other passes run eagerly: prompts, drafts, other caches, hidden states, labels.
 
     `model`: on one GPU, not changed within the block; `cache`: its engine is there. A pass that
     cannot be captured, since it waits for the GPU or depends on values of tensors, raises
     `FailedPreconditionError` and changes nothing. Replays go to torch's current stream. A NaN or
-    infinity in keys, values or queries of replays raises in a later pass that runs as ever.
+    infinity in keys, values or queries of replays raises in a later pass that runs eagerly.
 
     A graph has room for the tokens that it was captured for: with a page tier, pages of the
     sessions stay in host memory."""
