@@ -60,7 +60,7 @@ void flush_append(EngineState::SubmissionScope& scope, EngineState& engine, int 
                        engine.config.memory.placement == KvPlacement::kDevice);
   engine.staging->finish(stream);
   timer.stop();
-  if (scope.capturing()) return;  // replays append, and `advance` tells of them
+  if (scope.capturing()) return;  // replays append, and `advance` reports them
   for (int j = 0; j < batch.count; ++j) {
     engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
     LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);

@@ -41,7 +41,7 @@ struct WorkspacePlan {
 /// leaves attention half of the blocks. H200, 1,048,576 tokens, .8 found, against copying: 180 us
 /// and 188 for 2,048 rows, 885 and 850 for 31,776.
 inline constexpr std::int64_t kMostPlacedRows = 8192;
-/// Tells whether cached rows are attended where they are.
+/// Returns whether cached rows are attended where they are.
 [[nodiscard]] bool places_rows(const Config& config, Backend backend,
                                const WorkspacePlan& workspace);
 

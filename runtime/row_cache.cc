@@ -17,7 +17,7 @@ void forget_from(transfer::Stream& stream, const EngineState& engine, const Laye
                                 .flags = engine.step_flags(0)});
 }
 
-/// Takes memory for the layers' cached rows; tells whether any has it.
+/// Takes memory for the layers' cached rows; returns whether any has it.
 bool take_any(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch) {
   if (!fetch.capturing) {
     for (LayerState* layer : fetch.layers) take_row_cache(stream, engine, *layer);

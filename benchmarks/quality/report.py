@@ -279,12 +279,10 @@ def rules_section(report, plot):
     case = rows[0]["case"]
     dense = next(row for row in rows if row["method"] == "dense")
     sparsities = sorted({row["sparsity"] for row in rows if row["sparsity"]})
+    drawn = f" The plot has other bits, too.\n\n![rules and codes of {case}](quality/{plot.name})" if plot.exists() else ""
     parts = [f"\n## Rules and codes, answers of needle-llama, {case}\n\nNorm-aware scores, {report['sequences']} sequences, the first "
              f"{report['sink_tokens']} and the last {report['recent_tokens']} tokens of the context always attended. A cell is the share of questions "
-             f"wholly right ({number(dense['exact'])} with dense attention), and the KL divergence from dense attention. CUDA backend, run on {report['date']} on {report['hardware']}.\n"]
-    if plot.exists():
-        parts.append(f" The plot has other bits, too.\n\n![rules and codes of {case}](quality/{plot.name})\n")
-        parts[0] = parts[0].rstrip()
+             f"wholly right ({number(dense['exact'])} with dense attention), and the KL divergence from dense attention. CUDA backend, run on {report['date']} on {report['hardware']}.{drawn}\n"]
     parts.append("\n| sets | rule, code | bits | " + " | ".join(f"{s:g}x" for s in sparsities) + " |\n|---|---|---|" + "---|" * len(sparsities) + "\n")
     for (selection, name, code, bits), found in methods_of(rows).items():
         if bits not in (128, 256):

@@ -99,7 +99,7 @@ class graphed:
         key = self._key_of(given, kwargs)
         length = self._cache.get_seq_length()
         if key != self._key or self._changes != self._cache.changes:
-            # As ever: what is made when a kernel first runs is not made in a capture.
+            # Eagerly: what is made when a kernel first runs is not made in a capture.
             result = self._forward(*args, **kwargs)
             self._forget()
             self._key, self._changes = key, self._cache.changes
