@@ -120,10 +120,13 @@ TEST_F(UnreadTest, RepliesAreInFlightUntilTheirClientHasThem) {
   const std::int64_t before = kvtier::testing::status_kib("RssAnon");
   ASSERT_TRUE(kvtier::testing::reset_peak());
   const std::uint64_t calls = counted();
-  for (int i = 0; i < 100; ++i) fetch();
+  // 2 MiB each, twice: three are in flight, and the others refused. The three come first, since the
+  // requests of a hundred at once would leave room for two replies only.
+  for (int i = 0; i < 3; ++i) fetch();
+  ASSERT_TRUE(eventually([&] { return inflight() > kThree; }));
+  for (int i = 3; i < 100; ++i) fetch();
   ASSERT_TRUE(eventually([&] { return counted() == calls + 100; }));
 
-  // 2 MiB each, twice: three are in flight, and the others refused.
   EXPECT_TRUE(eventually([&] { return inflight() > kThree && inflight() <= kLimit; }));
   EXPECT_LT(kvtier::testing::status_kib("VmHWM") - before, 128 << 10);
 }
