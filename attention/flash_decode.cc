@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "attention/flash_decode_kernels.h"
-#include "transfer/with_cuda.h"
+#include "transfer/device/with_cuda.h"
 
 #include <algorithm>
 #include <cassert>

@@ -1,11 +1,11 @@
 #pragma once
 
 #include "attention/softmax_state.h"
-#include "transfer/batch.h"
-#include "transfer/device.h"
-#include "transfer/row_cache_places.h"
-#include "transfer/rows.h"
-#include "transfer/sequence.h"
+#include "transfer/device/batch.h"
+#include "transfer/device/device.h"
+#include "transfer/kv/rows.h"
+#include "transfer/kv/sequence.h"
+#include "transfer/row_cache/row_cache_places.h"
 
 #include <cstdint>
 #include <span>
@@ -43,13 +43,13 @@ struct AttendRequest {
   transfer::StepFlags* flags = nullptr;
   bool pages_on_device = false;  ///< On which link rows read in place are counted.
   /// Whether every count of the selection is `num_to_select` of its row, and the kernel before this
-  /// one lets it start only after its own wait (transfer/launch_cuda.cuh): which rows there are is
-  /// then found out before the selection is there.
+  /// one lets it start only after its own wait (transfer/device/launch_cuda.cuh): which rows there
+  /// are is then found out before the selection is there.
   bool k_known = false;
   int top_k = 0;  ///< Of `num_to_select`.
   double sparsity = 0.0;
   /// Where the staged entries are, when the kernel before this one is the gather that says it
-  /// (transfer/row_cache.h): rows that it has found are attended while the others come.
+  /// (transfer/row_cache/row_cache.h): rows that it has found are attended while the others come.
   transfer::RowCachePlaces places;
 };
 

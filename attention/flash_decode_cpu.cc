@@ -1,8 +1,8 @@
 #include "attention/flash_decode_kernels.h"
 #include "attention/flash_decode_simd.h"
-#include "transfer/float16.h"
-#include "transfer/page_rows.h"
-#include "transfer/parallel.h"
+#include "transfer/device/float16.h"
+#include "transfer/device/parallel.h"
+#include "transfer/kv/page_rows.h"
 
 #include <algorithm>
 #include <array>

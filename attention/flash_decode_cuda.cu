@@ -2,10 +2,10 @@
 #include "attention/parts.cuh"
 #include "attention/row_set.cuh"
 #include "attention/warp_attention.cuh"
-#include "transfer/bulk_copy.cuh"
-#include "transfer/head_dim_cuda.cuh"
-#include "transfer/launch_cuda.cuh"
-#include "transfer/row_cache_places_cuda.cuh"
+#include "transfer/device/bulk_copy.cuh"
+#include "transfer/device/head_dim_cuda.cuh"
+#include "transfer/device/launch_cuda.cuh"
+#include "transfer/row_cache/row_cache_places_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,6 +1,6 @@
 #include "attention/flash_decode_simd.h"
 
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
 
 #include <bit>
 #include <cassert>

@@ -1,7 +1,7 @@
 #include "attention/flash_decode_kernels.h"
 #include "attention/store_output.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cuda_runtime.h>
 

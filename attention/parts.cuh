@@ -2,7 +2,7 @@
 
 #include "attention/row_set.cuh"
 #include "attention/store_output.cuh"
-#include "transfer/bulk_copy.cuh"
+#include "transfer/device/bulk_copy.cuh"
 
 #include <cuda_runtime.h>
 

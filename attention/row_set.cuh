@@ -2,7 +2,7 @@
 
 #include "attention/flash_decode.h"
 #include "attention/warp_attention.cuh"
-#include "transfer/sequence.h"
+#include "transfer/kv/sequence.h"
 
 #include <cuda_runtime.h>
 

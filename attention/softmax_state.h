@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/host_device.h"
+#include "transfer/device/host_device.h"
 
 #include <cmath>
 

@@ -1,9 +1,9 @@
 #pragma once
 
 #include "attention/softmax_state.h"
-#include "transfer/bulk_copy.cuh"
-#include "transfer/float8_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/bulk_copy.cuh"
+#include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/float8_cuda.cuh"
 
 #include <cuda_runtime.h>
 

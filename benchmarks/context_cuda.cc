@@ -1,7 +1,7 @@
 #include "benchmarks/context_cuda.h"
 
 #include "services/stress/threads.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <array>

@@ -5,7 +5,7 @@
 #include "benchmarks/harness_cuda.h"
 #include "services/stress/needles.h"
 #include "services/stress/synthetic.h"
-#include "transfer/device.h"
+#include "transfer/device/device.h"
 
 #include <cstdint>
 #include <memory>

@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "benchmarks/shared_library.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cuda_runtime.h>
 

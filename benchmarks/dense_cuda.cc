@@ -4,7 +4,7 @@
 #include "benchmarks/cudnn_attention_cuda.h"
 #include "benchmarks/steps_cuda.h"
 #include "formats/float16.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,7 @@
 #include "kvtier/engine.h"
 
 #include "benchmarks/benchmarks.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <chrono>

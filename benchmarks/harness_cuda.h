@@ -2,7 +2,7 @@
 
 #include "kvtier/tensor.h"
 
-#include "transfer/device.h"
+#include "transfer/device/device.h"
 
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>

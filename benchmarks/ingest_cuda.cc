@@ -1,7 +1,7 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/layers_cuda.h"
 #include "hashing/append.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 namespace kvtier::bench {
 

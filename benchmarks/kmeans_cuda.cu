@@ -1,5 +1,5 @@
 #include "benchmarks/kmeans_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <vector>
 

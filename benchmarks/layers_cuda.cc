@@ -1,6 +1,6 @@
 #include "benchmarks/layers_cuda.h"
 
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cmath>

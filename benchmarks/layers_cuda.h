@@ -4,8 +4,8 @@
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "scoring/selector.h"
-#include "transfer/rows.h"
-#include "transfer/sequence.h"
+#include "transfer/kv/rows.h"
+#include "transfer/kv/sequence.h"
 
 #include <cstdint>
 #include <memory>

@@ -7,7 +7,7 @@
 #include "benchmarks/decoder_cuda.h"
 #include "benchmarks/model_rows_cuda.h"
 #include "services/stress/memory.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,5 @@
 #include "benchmarks/model_kernels_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 namespace kvtier::bench {
 namespace {

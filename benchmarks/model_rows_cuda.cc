@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "benchmarks/cudnn_attention_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cmath>

@@ -3,7 +3,7 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/gemm_rate_cuda.h"
 #include "benchmarks/layers_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 

@@ -1,8 +1,8 @@
 #include "attention/flash_decode.h"
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/layers_cuda.h"
-#include "transfer/cuda_check.h"
-#include "transfer/rows.h"
+#include "transfer/device/cuda_check.h"
+#include "transfer/kv/rows.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,7 +2,7 @@
 #include "benchmarks/layers_cuda.h"
 #include "scoring/estimator.h"
 #include "scoring/selector.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/steps_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <array>

@@ -5,7 +5,7 @@
 #include "benchmarks/cudnn_attention_cuda.h"
 #include "benchmarks/kmeans_cuda.h"
 #include "benchmarks/model_kernels_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <utility>

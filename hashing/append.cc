@@ -1,7 +1,7 @@
 #include "hashing/append.h"
 
 #include "hashing/append_kernels.h"
-#include "transfer/with_cuda.h"
+#include "transfer/device/with_cuda.h"
 
 #include <cassert>
 

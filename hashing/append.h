@@ -1,7 +1,7 @@
 #pragma once
 
 #include "hashing/sketch.h"
-#include "transfer/rows.h"
+#include "transfer/kv/rows.h"
 
 #include <cstddef>
 #include <cstdint>

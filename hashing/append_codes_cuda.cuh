@@ -2,7 +2,7 @@
 
 #include "hashing/append_cuda.cuh"
 #include "hashing/sketch_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -2,10 +2,10 @@
 #include "hashing/append_cuda.cuh"
 #include "hashing/append_kernels.h"
 #include "hashing/sketch_cuda.cuh"
-#include "transfer/convert_cuda.cuh"
-#include "transfer/float8_cuda.cuh"
-#include "transfer/launch_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/launch_cuda.cuh"
+#include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/convert_cuda.cuh"
+#include "transfer/kv/float8_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -2,9 +2,9 @@
 
 #include "hashing/append_kernels.h"
 #include "hashing/sketch_cuda.cuh"
-#include "transfer/convert_cuda.cuh"
-#include "transfer/page_rows.h"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/convert_cuda.cuh"
+#include "transfer/kv/page_rows.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

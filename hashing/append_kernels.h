@@ -3,7 +3,7 @@
 #include "hashing/append.h"
 
 /// The kernels behind hashing/append.h for few tokens and for prompts; other appends, and those on
-/// the CPU, are made of the kernels of transfer/rows.h and hashing/sketch.h.
+/// the CPU, are made of the kernels of transfer/kv/rows.h and hashing/sketch.h.
 namespace kvtier::hashing {
 
 /// The batch's tokens, and where one sketch of them goes.

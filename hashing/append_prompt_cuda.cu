@@ -1,10 +1,10 @@
 #include "hashing/append_kernels.h"
 #include "hashing/sketch_cuda.cuh"
 #include "hashing/sketch_prefill_cuda.h"
-#include "transfer/convert_cuda.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/float8_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/convert_cuda.cuh"
+#include "transfer/kv/float8_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -2,7 +2,7 @@
 
 #include "hashing/philox.h"
 #include "hashing/scalar_code.h"
-#include "transfer/float16.h"
+#include "transfer/device/float16.h"
 
 #include <algorithm>
 #include <array>

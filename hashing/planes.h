@@ -2,8 +2,8 @@
 
 #include "kvtier/config.h"
 
-#include "transfer/device.h"
-#include "transfer/host_device.h"
+#include "transfer/device/device.h"
+#include "transfer/device/host_device.h"
 
 #include <cstdint>
 #include <vector>

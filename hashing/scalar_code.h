@@ -2,7 +2,7 @@
 
 #include "kvtier/config.h"
 
-#include "transfer/host_device.h"
+#include "transfer/device/host_device.h"
 
 #include <cmath>
 #include <cstdint>

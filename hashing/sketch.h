@@ -1,11 +1,11 @@
 #pragma once
 
 #include "hashing/planes.h"
-#include "transfer/batch.h"
-#include "transfer/device.h"
-#include "transfer/host_device.h"
-#include "transfer/rows.h"
-#include "transfer/sequence.h"
+#include "transfer/device/batch.h"
+#include "transfer/device/device.h"
+#include "transfer/device/host_device.h"
+#include "transfer/kv/rows.h"
+#include "transfer/kv/sequence.h"
 
 #include <cstddef>
 #include <cstdint>

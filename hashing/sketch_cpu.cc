@@ -1,8 +1,8 @@
 #include "hashing/scalar_code.h"
 #include "hashing/sketch_kernels.h"
-#include "transfer/float16.h"
-#include "transfer/parallel.h"
-#include "transfer/simd.h"
+#include "transfer/device/float16.h"
+#include "transfer/device/parallel.h"
+#include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>

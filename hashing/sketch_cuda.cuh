@@ -2,7 +2,7 @@
 
 #include "hashing/scalar_code.h"
 #include "hashing/sketch.h"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

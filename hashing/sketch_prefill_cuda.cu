@@ -1,8 +1,8 @@
 #include "hashing/sketch_cuda.cuh"
 #include "hashing/sketch_prefill_cuda.cuh"
 #include "hashing/sketch_prefill_cuda.h"
-#include "transfer/cuda_check.h"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -7,10 +7,10 @@
 /// Products of a warpgroup on compute capability 9.0: C[64 x 128] += A[64 x 16] B[16 x 128], bf16
 /// with fp32 sums, A in registers and B in shared memory. Empty in code for other processors.
 ///
-/// A warp of the group has 16 rows of A and C, with the fragments of transfer/tensor_core.cuh; C
-/// has 16 of them, c[4 n ..] for columns 8 n .. 8 n + 7. B is stored as rows n of 64 values of the
-/// depth, 128 bytes, 8 rows in 1,024 aligned bytes; the 16-byte pieces of row n are permuted by
-/// exclusive or with n % 8.
+/// A warp of the group has 16 rows of A and C, with the fragments of
+/// transfer/device/tensor_core.cuh; C has 16 of them, c[4 n ..] for columns 8 n .. 8 n + 7. B is
+/// stored as rows n of 64 values of the depth, 128 bytes, 8 rows in 1,024 aligned bytes; the
+/// 16-byte pieces of row n are permuted by exclusive or with n % 8.
 namespace kvtier::hashing::cuda {
 
 inline constexpr int kProductColumns = 128;

@@ -1,7 +1,7 @@
 #include "scoring/agreement_sums.cuh"
 #include "scoring/collision_heads.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <cstdint>
 

@@ -1,6 +1,6 @@
 #include "scoring/collision_heads.cuh"
-#include "transfer/launch_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/launch_cuda.cuh"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cstdint>
 

@@ -2,7 +2,7 @@
 #include "scoring/recall_cuda.cuh"
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
 

@@ -3,7 +3,7 @@
 #include "hashing/scalar_code.h"
 #include "scoring/estimator_kernels.h"
 #include "scoring/score_math.h"
-#include "transfer/with_cuda.h"
+#include "transfer/device/with_cuda.h"
 
 #include <algorithm>
 #include <cassert>

@@ -3,9 +3,9 @@
 #include "kvtier/config.h"
 
 #include "hashing/planes.h"
-#include "transfer/device.h"
-#include "transfer/host_device.h"
-#include "transfer/rows.h"
+#include "transfer/device/device.h"
+#include "transfer/device/host_device.h"
+#include "transfer/kv/rows.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "scoring/estimator_kernels.h"
-#include "transfer/parallel.h"
-#include "transfer/simd.h"
+#include "transfer/device/parallel.h"
+#include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>

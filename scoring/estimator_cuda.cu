@@ -2,7 +2,7 @@
 #include "scoring/estimator_cuda.cuh"
 #include "scoring/estimator_kernels.h"
 #include "scoring/score_math.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "scoring/filter_candidates_cuda.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <cstdint>
 

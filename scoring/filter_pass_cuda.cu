@@ -1,7 +1,7 @@
 #include "scoring/filter_walk.cuh"
 #include "scoring/sign_tile.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

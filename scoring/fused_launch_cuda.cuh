@@ -2,7 +2,7 @@
 
 #include "scoring/fused_attention_cuda.cuh"
 #include "scoring/fused_tables_cuda.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cstddef>

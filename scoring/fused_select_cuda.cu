@@ -7,8 +7,8 @@
 #include "scoring/fused_tables_cuda.cuh"
 #include "scoring/selection_plan.h"
 #include "scoring/stream_select_cuda.h"
-#include "transfer/cuda_check.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include "scoring/filter_cuda.cuh"
 #include "scoring/filter_search_cuda.cuh"
 #include "scoring/sign_tile.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "scoring/block_exchange_cuda.cuh"
-#include "transfer/convert_cuda.cuh"
+#include "transfer/kv/convert_cuda.cuh"
 
 #include <cstdint>
 

@@ -2,7 +2,7 @@
 
 #include "scoring/simd_math.h"
 #include "scoring/top_k_cpu.h"
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
 
 namespace kvtier::scoring::cpu {
 

@@ -2,9 +2,9 @@
 #include "scoring/estimator_cuda.cuh"
 #include "scoring/estimator_kernels.h"
 #include "scoring/score_math.h"
-#include "transfer/convert_cuda.cuh"
-#include "transfer/launch_cuda.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/launch_cuda.cuh"
+#include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/convert_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

@@ -3,8 +3,8 @@
 #include "scoring/miss_tolerance.h"
 #include "scoring/simd_math.h"
 #include "scoring/top_k_cpu.h"
-#include "transfer/page_rows.h"
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
+#include "transfer/kv/page_rows.h"
 
 #include <algorithm>
 #include <cassert>

@@ -2,7 +2,7 @@
 
 #include "scoring/recall_params.h"
 #include "scoring/selector.h"
-#include "transfer/sequence.h"
+#include "transfer/kv/sequence.h"
 
 #include <cstdint>
 #include <vector>

@@ -1,6 +1,6 @@
 #include "scoring/miss_tolerance.h"
 #include "scoring/recall_cuda.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cstddef>
 #include <cstdint>

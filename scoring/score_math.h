@@ -2,7 +2,7 @@
 
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
-#include "transfer/host_device.h"
+#include "transfer/device/host_device.h"
 
 #include <bit>
 #include <cmath>

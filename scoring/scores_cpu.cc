@@ -2,7 +2,7 @@
 
 #include "scoring/sign_sums_cpu.h"
 #include "scoring/simd_math.h"
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>

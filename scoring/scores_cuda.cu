@@ -1,5 +1,5 @@
 #include "scoring/scores_cuda.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cassert>

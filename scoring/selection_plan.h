@@ -1,13 +1,13 @@
 #pragma once
 
 #include "scoring/selector.h"
-#include "transfer/device.h"
+#include "transfer/device/device.h"
 
 namespace kvtier::scoring {
 
 /// Tells whether it is known how many tokens `Selector::select` will select of each row, before it
 /// has: `transfer::num_to_select`. On CUDA the last kernel of such a selection lets the next one
-/// start only after its own wait (transfer/launch_cuda.cuh): that one may read all but the
+/// start only after its own wait (transfer/device/launch_cuda.cuh): that one may read all but the
 /// selection and the queries before it waits for it.
 [[nodiscard]] bool k_known_on_host(const transfer::Stream& stream, const SelectRequest& request);
 

@@ -4,7 +4,7 @@
 #include "scoring/selection_plan.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/two_phase.h"
-#include "transfer/with_cuda.h"
+#include "transfer/device/with_cuda.h"
 
 #include <algorithm>
 #include <cassert>

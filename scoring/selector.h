@@ -4,9 +4,9 @@
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "scoring/exchange_lease.h"
-#include "transfer/device.h"
-#include "transfer/sequence.h"
-#include "transfer/slots.h"
+#include "transfer/device/device.h"
+#include "transfer/kv/sequence.h"
+#include "transfer/kv/slots.h"
 
 #include <cstdint>
 

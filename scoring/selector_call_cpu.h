@@ -2,7 +2,7 @@
 
 #include "scoring/scores_cpu.h"
 #include "scoring/selector_kernels.h"
-#include "transfer/parallel.h"
+#include "transfer/device/parallel.h"
 
 #include <algorithm>
 #include <array>

@@ -2,7 +2,7 @@
 #include "scoring/filter_cuda.cuh"
 #include "scoring/selector_cuda.h"
 #include "scoring/two_phase_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <cstddef>

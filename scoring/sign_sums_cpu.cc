@@ -1,6 +1,6 @@
 #include "scoring/sign_sums_cpu.h"
 
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>

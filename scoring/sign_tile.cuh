@@ -1,7 +1,7 @@
 #pragma once
 
 #include "scoring/sign_products.cuh"
-#include "transfer/tensor_core.cuh"
+#include "transfer/device/tensor_core.cuh"
 
 #include <cstddef>
 #include <cstdint>

@@ -1,8 +1,8 @@
 #include "hashing/append.h"
 #include "scoring/collision_choice_cuda.cuh"
 #include "scoring/collision_tiles.cuh"
-#include "transfer/cuda_check.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

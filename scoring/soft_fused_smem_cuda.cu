@@ -4,7 +4,7 @@
 #include "scoring/fused_choice_cuda.cuh"
 #include "scoring/fused_launch_cuda.cuh"
 #include "scoring/selection_plan.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "scoring/recall_cuda.cuh"
-#include "transfer/convert_cuda.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
+#include "transfer/kv/convert_cuda.cuh"
 
 #include <cstdint>
 

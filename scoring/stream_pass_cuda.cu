@@ -2,7 +2,7 @@
 #include "scoring/fused_launch_cuda.cuh"
 #include "scoring/stream_cuda.cuh"
 #include "scoring/stream_select_cuda.h"
-#include "transfer/launch_cuda.cuh"
+#include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "scoring/top_k_cpu.h"
 
-#include "transfer/simd.h"
+#include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>

@@ -3,7 +3,7 @@
 #include "scoring/score_math.h"
 #include "scoring/selector_cuda.h"
 #include "scoring/tile_range.cuh"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
 

@@ -3,7 +3,7 @@
 #include "scoring/tile_range.cuh"
 #include "scoring/two_phase.h"
 #include "scoring/two_phase_cuda.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
 

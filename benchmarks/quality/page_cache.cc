@@ -1,6 +1,6 @@
 #include "benchmarks/quality/page_cache.h"
 
-#include "runtime/page_policy.h"
+#include "runtime/paging/page_policy.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -374,7 +374,7 @@ def budget_section(report, first):
 def rows_section(report):
     parts = ["\n## A cache of rows\n\nOf the tokens that a step selects many were selected by steps before, so a cache of rows on the GPU would spare reads "
              "from host memory. Here the selected tokens of recorded dense decoding are looked up in one cache per layer and KV head, empty at first. It has sets "
-             "of 32 slots (`transfer/row_cache_set.h`) and one of three policies of replacement (`transfer/row_cache_policy.h`). A cell is the share of rows "
+             "of 32 slots (`transfer/row_cache/row_cache_set.h`) and one of three policies of replacement (`transfer/row_cache/row_cache_policy.h`). A cell is the share of rows "
              "found, and that share over the one of Belady's optimum. That is a cache which knows all later steps, and after each keeps in any slots "
              f"what is best of the rows that it had and of those of the step. Norm-aware, {report['bits']} planes, one set {report['selection'].replace('_', ' ')}, at {report['sparsity']:g}x. The "
              f"first {report['sink_tokens']} and the last {report['recent_tokens']} tokens are always attended and not counted. *overlap*: share of a step's "
@@ -399,7 +399,7 @@ def pages_section(report):
     policies = [policy["policy"] for policy in replays[0]["pages"]["rows"][0]["policies"]]
     page_tokens = replays[0]["pages"]["page_tokens"]
     parts = [f"\n## A pool of pages\n\nThe pages of {page_tokens} tokens that the same steps read, layer by layer, are looked up in a pool that has frames for a share of them. "
-             "The columns are the orders in which pages are evicted (`runtime/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
+             "The columns are the orders in which pages are evicted (`runtime/paging/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
              "A cell is the share of pages found, and that share over the one of Belady's optimum. The layers go round: what was used the longest ago is "
              "needed next, which is the worst for a clock and for LRU. A pool that the pages of one call do not fit in is left out.\n"
              "\n| trace | pages | of a call | frames | Belady | " + " | ".join(policies) + " |\n|---|---|---|---|---|" + "---|" * len(policies) + "\n"]

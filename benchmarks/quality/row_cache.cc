@@ -2,7 +2,7 @@
 
 #include "kvtier/engine.h"
 
-#include "transfer/row_cache_set.h"
+#include "transfer/row_cache/row_cache_set.h"
 
 #include <algorithm>
 #include <cstring>

@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "services/replay/trace.h"
-#include "transfer/row_cache_policy.h"
+#include "transfer/row_cache/row_cache_policy.h"
 
 #include <cstdint>
 #include <vector>
@@ -25,8 +25,8 @@ using SelectedSteps = std::vector<std::vector<std::int32_t>>;
 /// Number of ids in all steps.
 [[nodiscard]] std::int64_t num_selected(const SelectedSteps& steps);
 
-/// Hits of the cached rows of one KV head, empty at first (transfer/row_cache_set.h): `capacity`
-/// rows, rounded up to whole sets. `heads`: query heads that choose each row.
+/// Hits of the cached rows of one KV head, empty at first (transfer/row_cache/row_cache_set.h):
+/// `capacity` rows, rounded up to whole sets. `heads`: query heads that choose each row.
 [[nodiscard]] std::int64_t policy_hits(const SelectedSteps& steps, int capacity,
                                        RowCachePolicy policy, std::uint32_t heads);
 

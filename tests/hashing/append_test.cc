@@ -2,7 +2,7 @@
 
 #include "support/fake_device.h"
 #include "support/oracle.h"
-#include "transfer/rows_fixture.h"
+#include "transfer/kv/rows_fixture.h"
 
 #include <memory>
 #include <utility>

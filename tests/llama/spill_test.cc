@@ -10,7 +10,7 @@
 #include "tests/llama/tiny_tasks.h"
 #include "tests/llama/twins.h"
 #include "tests/support/open_segments.h"
-#include "tests/transfer/remote_servers.h"
+#include "tests/transfer/tiers/remote_servers.h"
 
 #include <gtest/gtest.h>
 

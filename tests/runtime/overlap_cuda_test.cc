@@ -1,5 +1,5 @@
 #include "runtime/graph_fixture_cuda.h"
-#include "transfer/kernel_overlap.h"
+#include "transfer/device/kernel_overlap.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 #include "runtime/engine_fixture.h"
 #include "runtime/rejection_fixture.h"
 #include "runtime/spill_fixture.h"
-#include "transfer/float8.h"
+#include "transfer/kv/float8.h"
 
 #include <gtest/gtest.h>
 

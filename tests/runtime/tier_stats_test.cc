@@ -1,4 +1,4 @@
-#include "runtime/page_tiers.h"
+#include "runtime/paging/page_tiers.h"
 #include "runtime/spill_fixture.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 #include "hashing/planes.h"
 #include "scoring/estimator.h"
 #include "support/retrieval.h"
-#include "transfer/rows_fixture.h"
+#include "transfer/kv/rows_fixture.h"
 
 #include <optional>
 #include <utility>

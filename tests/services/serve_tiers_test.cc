@@ -1,6 +1,6 @@
 #include "tests/services/serve_fixture.h"
 #include "tests/support/open_segments.h"
-#include "tests/transfer/remote_servers.h"
+#include "tests/transfer/tiers/remote_servers.h"
 
 #include <cstdint>
 #include <numeric>

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "transfer/device.h"
+#include "transfer/device/device.h"
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "support/backend_fixture.h"
-#include "transfer/cuda_check.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>

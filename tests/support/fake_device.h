@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transfer/device.h"
+#include "transfer/device/device.h"
 
 #include <cstddef>
 #include <deque>

@@ -13,12 +13,16 @@ using Modules = std::set<std::string, std::less<>>;
 // "api" is include/kvtier. A module may always include itself; tests and benchmarks anything.
 const std::map<std::string, Modules, std::less<>> kArrows{
     {"api", {}},
-    {"transfer", {"api"}},
-    {"hashing", {"transfer", "api"}},
-    {"scoring", {"attention", "hashing", "transfer", "api"}},
-    {"attention", {"transfer", "api"}},
-    {"runtime", {"attention", "scoring", "hashing", "transfer", "transfer/tiers", "api"}},
+    {"transfer/device", {"api"}},
+    {"transfer/kv", {"transfer/device", "api"}},
+    {"transfer/row_cache", {"transfer/kv", "transfer/device", "api"}},
     {"transfer/tiers", {"api"}},
+    {"hashing", {"transfer/kv", "transfer/device", "api"}},
+    {"attention", {"transfer/row_cache", "transfer/kv", "transfer/device", "api"}},
+    {"scoring", {"attention", "hashing", "transfer/kv", "transfer/device", "api"}},
+    {"runtime",
+     {"attention", "scoring", "hashing", "transfer/row_cache", "transfer/kv", "transfer/device",
+      "transfer/tiers", "api"}},
     {"formats", {"api"}},
     {"proto", {}},
     {"services", {"api", "formats", "proto", "transfer/tiers"}},
@@ -30,9 +34,12 @@ std::string first_component(std::string_view path) {
   return std::string(path.substr(0, path.find('/')));
 }
 
-// A folder inside a module may be a module of its own.
+// The rooms of a folder are modules of their own.
 std::string module_of_path(std::string_view path) {
-  return path.starts_with("transfer/tiers/") ? "transfer/tiers" : first_component(path);
+  std::string first = first_component(path);
+  const std::string_view rest = path.substr(std::min(path.size(), first.size() + 1));
+  const std::string room = first + "/" + first_component(rest);
+  return kArrows.contains(room) ? room : first;
 }
 
 std::string module_of_file(std::string_view file) {
@@ -65,7 +72,7 @@ bool is_cuda_header(const std::string& target) {
 
 bool may_see_cuda(const std::string& file) {
   static const std::regex pattern(R"(.*_cuda(_test)?\.[a-z]+|.*\.cuh)");
-  return file == "transfer/cuda_check.h" || std::regex_match(file, pattern);
+  return file == "transfer/device/cuda_check.h" || std::regex_match(file, pattern);
 }
 
 bool is_tbb_header(std::string_view target) {
@@ -99,8 +106,8 @@ std::string include_problem(std::string_view file, const Include& include, const
   }
   if (kUnrestricted.contains(from)) return {};
   if (!kArrows.contains(from)) return "file outside every module: " + path;
-  if (is_tbb_header(include.target) && path != "transfer/parallel.cc") {
-    return "TBB outside transfer/parallel.cc: " + include.target;
+  if (is_tbb_header(include.target) && path != "transfer/device/parallel.cc") {
+    return "TBB outside transfer/device/parallel.cc: " + include.target;
   }
 
   const std::string to = module_of_include(file, include.target, exists);

@@ -21,59 +21,63 @@ std::string problem(std::string_view file, const std::string& target, bool quote
 }
 
 TEST(IncludeRules, AcceptTheArrowsOfTheArchitecture) {
-  EXPECT_THAT(problem("transfer/rows.cc", "transfer/rows.h"), IsEmpty());
-  EXPECT_THAT(problem("transfer/rows.cc", "kvtier/error.h"), IsEmpty());
-  EXPECT_THAT(problem("hashing/sketch.h", "transfer/device.h"), IsEmpty());
+  EXPECT_THAT(problem("transfer/kv/rows.cc", "transfer/kv/rows.h"), IsEmpty());
+  EXPECT_THAT(problem("transfer/kv/rows.cc", "kvtier/error.h"), IsEmpty());
+  EXPECT_THAT(problem("hashing/sketch.h", "transfer/device/device.h"), IsEmpty());
   EXPECT_THAT(problem("services/serve/serve.cc", "transfer/tiers/page_tier.h"), IsEmpty());
   EXPECT_THAT(problem("scoring/selector.h", "hashing/sketch.h"), IsEmpty());
-  EXPECT_THAT(problem("runtime/step.cc", "attention/flash_decode.h"), IsEmpty());
+  EXPECT_THAT(problem("runtime/step/step.cc", "attention/flash_decode.h"), IsEmpty());
   EXPECT_THAT(problem("services/wire.cc", "kvtier/v1/session.pb.h"), IsEmpty());
   EXPECT_THAT(problem("examples/llama/weights.cc", "formats/safetensors.h"), IsEmpty());
-  EXPECT_THAT(problem("tests/runtime/step_test.cc", "runtime/step.h"), IsEmpty());
+  EXPECT_THAT(problem("tests/runtime/step_test.cc", "runtime/step/step.h"), IsEmpty());
   EXPECT_THAT(problem("benchmarks/attention.cc", "attention/flash_decode.h"), IsEmpty());
 }
 
 TEST(IncludeRules, FindAPlantedUpwardInclude) {
-  EXPECT_THAT(problem("transfer/rows.cc", "hashing/sketch.h"),
-              HasSubstr("transfer must not include hashing"));
-  EXPECT_THAT(problem("transfer/tiers/page_tier.cc", "transfer/rows.h"),
-              HasSubstr("transfer/tiers must not include transfer"));
-  EXPECT_THAT(problem("transfer/rows.cc", "transfer/tiers/page_tier.h"),
-              HasSubstr("transfer must not include transfer/tiers"));
+  EXPECT_THAT(problem("transfer/kv/rows.cc", "hashing/sketch.h"),
+              HasSubstr("transfer/kv must not include hashing"));
+  EXPECT_THAT(problem("transfer/tiers/page_tier.cc", "transfer/kv/rows.h"),
+              HasSubstr("transfer/tiers must not include transfer/kv"));
+  EXPECT_THAT(problem("transfer/kv/rows.cc", "transfer/tiers/page_tier.h"),
+              HasSubstr("transfer/kv must not include transfer/tiers"));
+  EXPECT_THAT(problem("transfer/kv/rows.cc", "transfer/row_cache/row_cache.h"),
+              HasSubstr("transfer/kv must not include transfer/row_cache"));
+  EXPECT_THAT(problem("transfer/device/device.cc", "transfer/kv/rows.h"),
+              HasSubstr("transfer/device must not include transfer/kv"));
   EXPECT_THAT(problem("hashing/sketch.cc", "scoring/selector.h"),
               HasSubstr("hashing must not include scoring"));
   EXPECT_THAT(problem("attention/flash_decode.cc", "scoring/selector.h"),
               HasSubstr("attention must not include scoring"));
-  EXPECT_THAT(problem("services/server.cc", "runtime/session.h"),
+  EXPECT_THAT(problem("services/server.cc", "runtime/engine/session.h"),
               HasSubstr("services must not include runtime"));
-  EXPECT_THAT(problem("services/server.cc", "runtime/session.h", false),
+  EXPECT_THAT(problem("services/server.cc", "runtime/engine/session.h", false),
               HasSubstr("services must not include runtime"));
-  EXPECT_THAT(problem("examples/llama/model.cc", "transfer/parallel.h"),
-              HasSubstr("examples must not include transfer"));
-  EXPECT_THAT(problem("formats/safetensors.cc", "transfer/device.h"),
-              HasSubstr("formats must not include transfer"));
-  EXPECT_THAT(problem("include/kvtier/engine.h", "transfer/device.h"),
-              HasSubstr("api must not include transfer"));
-  EXPECT_THAT(problem("runtime/engine.cc", "tests/support/oracle.h"),
+  EXPECT_THAT(problem("examples/llama/model.cc", "transfer/device/parallel.h"),
+              HasSubstr("examples must not include transfer/device"));
+  EXPECT_THAT(problem("formats/safetensors.cc", "transfer/device/device.h"),
+              HasSubstr("formats must not include transfer/device"));
+  EXPECT_THAT(problem("include/kvtier/engine.h", "transfer/device/device.h"),
+              HasSubstr("api must not include transfer/device"));
+  EXPECT_THAT(problem("runtime/api/engine.cc", "tests/support/oracle.h"),
               HasSubstr("runtime must not include tests"));
 }
 
 TEST(IncludeRules, FindCudaAboveTheSeam) {
   for (const char* header : {"cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda.h",
                              "cub/cub.cuh", "mma.h", "cublas_v2.h", "cuda/std/atomic"}) {
-    EXPECT_THAT(problem("runtime/step.cc", header, false), HasSubstr("CUDA header")) << header;
+    EXPECT_THAT(problem("runtime/step/step.cc", header, false), HasSubstr("CUDA header")) << header;
     EXPECT_THAT(problem("tests/runtime/step_test.cc", header, false), HasSubstr("CUDA header"));
     EXPECT_THAT(problem("scoring/selector_cuda.cu", header, false), IsEmpty()) << header;
-    EXPECT_THAT(problem("transfer/device_cuda.cc", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("transfer/device/device_cuda.cc", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("attention/row_loads.cuh", header, false), IsEmpty()) << header;
-    EXPECT_THAT(problem("transfer/cuda_check.h", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("transfer/device/cuda_check.h", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("tests/runtime/graph_cuda_test.cc", header, false), IsEmpty()) << header;
   }
 }
 
 TEST(IncludeRules, KeepTbbInOneFile) {
   EXPECT_THAT(problem("hashing/sketch_cpu.cc", "tbb/parallel_for.h", false), HasSubstr("TBB"));
-  EXPECT_THAT(problem("transfer/parallel.cc", "tbb/parallel_for.h", false), IsEmpty());
+  EXPECT_THAT(problem("transfer/device/parallel.cc", "tbb/parallel_for.h", false), IsEmpty());
 }
 
 TEST(IncludeRules, KeepTheApiToTheStandardLibrary) {

@@ -1,0 +1,139 @@
+#include "kvtier/memory.h"
+
+#include "kvtier/error.h"
+
+#include "hashing/sketch.h"
+#include "runtime/engine/memory_plan.h"
+#include "runtime/sequence/sequence_memory.h"
+#include "transfer/kv/rows.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvtier {
+namespace {
+
+void check_config(const Config& config) {
+  const std::vector<std::string> problems = config.validate();
+  if (!problems.empty()) throw Error(ErrorCode::kInvalidArgument, problems.front());
+}
+
+void check_backend(Backend backend) {
+  if (backend == Backend::kCpu || backend == Backend::kCuda) return;
+  throw Error(ErrorCode::kInvalidArgument, "backend: expected cpu or cuda, found auto");
+}
+
+void check_tokens(const Config& config, std::int64_t tokens) {
+  if (tokens >= 1 && tokens <= config.memory.max_session_tokens) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "tokens: expected 1.." + std::to_string(config.memory.max_session_tokens) +
+                  " (memory.max_session_tokens), found " + std::to_string(tokens));
+}
+
+std::size_t bytes_of(std::int64_t tokens, std::size_t each) {
+  return static_cast<std::size_t>(tokens) * each;
+}
+
+/// Tokens of a layer for which there are pages, those in a disk cache included.
+std::int64_t tokens_of_pages(const Config& config, const transfer::KvGeometry& kv) {
+  const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
+  if (config.memory.placement == KvPlacement::kDevice) return 0;
+  const std::size_t pages =
+      config.memory.host_bytes / page_bytes + config.memory.disk_cache_bytes / page_bytes;
+  return static_cast<std::int64_t>(pages) * kv.page_tokens;
+}
+
+/// Bytes of the checks of rows that CUDA keeps on the device.
+std::size_t check_bytes(const Config& config, Backend backend, const transfer::KvGeometry& kv) {
+  if (!kv.row_checks || backend != Backend::kCuda) return 0;
+  const std::size_t pages = config.memory.host_bytes / static_cast<std::size_t>(kv.page_bytes());
+  return sizeof(std::uint32_t) * pages * static_cast<std::size_t>(kv.kv_heads * kv.page_tokens);
+}
+
+/// Tokens of the slabs that hold `tokens` tokens in all layers.
+std::int64_t slab_tokens(const Config& config, std::int64_t tokens) {
+  return config.model.layers * runtime::ceil_div(tokens, hashing::kBlockTokens) *
+         hashing::kBlockTokens;
+}
+
+}  // namespace
+
+SessionMemory session_memory(const Config& config, std::int64_t tokens, int row_cache_rows) {
+  check_config(config);
+  check_tokens(config, tokens);
+  const transfer::KvGeometry kv = runtime::geometry_of(config);
+  const auto layers = static_cast<std::size_t>(config.model.layers);
+  const std::size_t num_sketches = runtime::carried_sketches(config).size();
+  SessionMemory memory{.tokens = tokens};
+  memory.pages = layers * bytes_of(runtime::ceil_div(tokens, kv.page_tokens),
+                                   static_cast<std::size_t>(kv.page_bytes()));
+  memory.sketches = bytes_of(slab_tokens(config, tokens), runtime::sketch_token_bytes(config));
+  memory.tables = layers * runtime::LayerBytes(kv, num_sketches, tokens).total;
+  if (row_cache_rows > 0) {
+    memory.row_cache =
+        bytes_of(runtime::num_sparse_layers(config),
+                 transfer::row_cache_bytes(kv, transfer::row_cache_sets(row_cache_rows)));
+  }
+  return memory;
+}
+
+EngineMemory engine_memory(const Config& config, Backend backend) {
+  check_config(config);
+  check_backend(backend);
+  const transfer::KvGeometry kv = runtime::geometry_of(config);
+  const runtime::WorkspacePlan workspace = runtime::plan_workspace(config, backend);
+  const std::size_t checks = check_bytes(config, backend, kv);
+  const bool keeps_checks = checks <= (config.memory.device_bytes - workspace.bytes) / 2;
+  const runtime::DevicePools pools =
+      runtime::plan_pools(config, backend, workspace, workspace.bytes + (keeps_checks ? checks : 0),
+                          tokens_of_pages(config, kv));
+  return {.workspace = workspace.bytes,
+          .sketches = bytes_of(pools.sketch_tokens, runtime::sketch_token_bytes(config)),
+          .pages = bytes_of(pools.page_tokens / kv.page_tokens,
+                            static_cast<std::size_t>(kv.page_bytes())),
+          .row_cache = pools.row_cache_bytes,
+          .row_cache_rows = pools.row_cache_rows};
+}
+
+std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t tokens,
+                             int sessions) {
+  check_config(given);
+  check_backend(backend);
+  check_tokens(given, tokens);
+  if (sessions < 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "sessions: expected at least 1, found " + std::to_string(sessions));
+  }
+  Config config = given;
+  config.memory.device_bytes = SIZE_MAX / 2;
+  const transfer::KvGeometry kv = runtime::geometry_of(config);
+  const runtime::WorkspacePlan workspace = runtime::plan_workspace(config, backend);
+  const runtime::DevicePools pools =
+      runtime::plan_pools(config, backend, workspace, workspace.bytes, tokens_of_pages(config, kv));
+  std::size_t token_bytes = runtime::sketch_token_bytes(config);
+  if (config.memory.placement == KvPlacement::kDevice) {
+    token_bytes += static_cast<std::size_t>(kv.page_bytes() / kv.page_tokens);
+  }
+  const std::int64_t kept = std::max(pools.first_tokens, sessions * slab_tokens(config, tokens));
+  const std::size_t checks = check_bytes(config, backend, kv);
+  const std::size_t bytes =
+      workspace.bytes + checks + bytes_of(kept, token_bytes) + pools.row_cache_budget;
+  // The workspace takes at most half, and checks are kept where they take at most half of the rest.
+  return std::max({bytes, 2 * scoring::Selector::workspace_bytes(workspace.selector),
+                   workspace.bytes + 2 * checks});
+}
+
+std::string describe(const SessionMemory& memory, KvPlacement placement) {
+  using runtime::show_bytes;
+  const bool host = placement == KvPlacement::kHost;
+  std::string text = show_bytes(memory.pages) + " of pages in " + (host ? "host" : "device") +
+                     " memory, " + show_bytes(memory.sketches) + " of sketches";
+  text += memory.row_cache > 0 ? ", " + show_bytes(memory.tables) + " of tables and " +
+                                     show_bytes(memory.row_cache) + " of row cache"
+                               : " and " + show_bytes(memory.tables) + " of tables";
+  return text + " on the device";
+}
+
+}  // namespace kvtier

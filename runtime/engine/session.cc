@@ -1,0 +1,500 @@
+#include "runtime/engine/session.h"
+
+#include "kvtier/memory.h"
+
+#include "runtime/sequence/prefix_store.h"
+#include "runtime/sequence/row_cache.h"
+#include "runtime/step/tiered_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <string>
+
+namespace kvtier::runtime {
+
+namespace {
+
+/// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
+/// until there are enough.
+template <typename Take>
+bool take_by_eviction(EngineState& engine, transfer::Stream& stream, bool evicts,
+                      std::int64_t count, Take take) {
+  // What can never be had is not worth a write.
+  if (evicts && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
+  while (!take()) {
+    if (evicts && engine.page_pool->evict(stream, static_cast<std::size_t>(count)) > 0) continue;
+    if (!engine.prefixes->evict_one(stream)) return false;
+  }
+  return true;
+}
+
+/// Likewise, and while another call waits for pages, those that it needs may go when it has gone
+/// on.
+template <typename Take>
+bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
+              std::int64_t count, Take take) {
+  const bool evicts = &pool == engine.page_pool;
+  do {
+    if (take_by_eviction(engine, stream, evicts, count, take)) return true;
+  } while (evicts && engine.page_pool->wait_for_lease());
+  return false;
+}
+
+/// Ends an account with the submission scope when what it is made for fails.
+class WithinTurn {
+ public:
+  explicit WithinTurn(std::unique_ptr<PageAccount>& account) : account_(account) {}
+  WithinTurn(const WithinTurn&) = delete;  // ends it once
+  WithinTurn& operator=(const WithinTurn&) = delete;
+  ~WithinTurn() {
+    if (std::uncaught_exceptions() > before_) account_.reset();
+  }
+
+ private:
+  std::unique_ptr<PageAccount>& account_;
+  int before_ = std::uncaught_exceptions();
+};
+
+std::string eviction_failure_reason(const EngineState& engine) {
+  return engine.page_pool != nullptr ? engine.page_pool->eviction_failure_reason() : std::string();
+}
+
+/// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
+void grow_blocks(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
+                 std::int64_t count) {
+  for (transfer::PageTable& blocks : layer.blocks) {
+    const std::int64_t more = count - blocks.size();
+    const transfer::FramePool& pool = blocks.pool();
+    if (evicting(engine, stream, pool, more, [&] { return blocks.grow(stream, count); })) continue;
+    throw Error(ErrorCode::kResourceExhausted,
+                "sketch blocks: expected " + std::to_string(more) + " free for layer " +
+                    std::to_string(index) + ", found " +
+                    std::to_string(pool.num_frames() - pool.num_used()) + " of " +
+                    std::to_string(pool.num_frames()) + " (memory.device_bytes)");
+  }
+}
+
+}  // namespace
+
+SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionConfig& config)
+    : engine_(std::move(engine)),
+      max_tokens_(config.capacity_tokens > 0 ? config.capacity_tokens
+                                             : engine_->config.memory.max_session_tokens) {
+  const std::int64_t limit = engine_->config.memory.max_session_tokens;
+  if (config.capacity_tokens < 0 || config.capacity_tokens > limit) {
+    throw Error(ErrorCode::kInvalidArgument, "capacity_tokens: expected 0.." +
+                                                 std::to_string(limit) +
+                                                 " (memory.max_session_tokens), found " +
+                                                 std::to_string(config.capacity_tokens));
+  }
+  EngineState::SubmissionScope scope(*engine_, {});
+  engine_->collect_retired();
+  account_ = std::make_unique<PageAccount>(*engine_->quotas, config.tenant, config.max_page_bytes);
+  const WithinTurn account_within_turn(account_);
+  if (config.whole) take_whole();
+  // A local until nothing can fail any more: it is to be destroyed within a submission scope.
+  auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+  register_session(scope.stream());
+  try {
+    memory->clear(scope.stream());
+    root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
+    find_prefix(scope, config.token_ids);
+    account_->add(keys_.size() * memory->layers().size());
+    engine_->prefixes->attach(scope.stream(), keys_, *memory);
+  } catch (...) {
+    memory->release(scope.stream());  // what was enqueued may be under way
+    unregister_session(scope.stream());
+    throw;
+  }
+  memory_ = std::move(memory);
+  scope.finish();
+}
+
+SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
+                           std::shared_ptr<SequenceMemory> memory)
+    : engine_(parent.engine_),
+      max_tokens_(parent.max_tokens_),
+      root_key_(parent.root_key_),
+      keys_(parent.keys_),
+      owns_memory_(false) {
+  std::size_t pages = 0;
+  for (const LayerState& layer : memory->layers()) {
+    pages += static_cast<std::size_t>(layer.pages.size());
+  }
+  account_ = std::make_unique<PageAccount>(*parent.account_, pages);
+  register_session(scope.stream());
+  memory_ = std::move(memory);
+}
+
+void SessionState::take_whole() {
+  const EngineState& engine = *engine_;
+  const int rows =
+      engine.row_cache == nullptr ? 0 : engine.row_cache_shape.num_sets * transfer::kSetWays;
+  const SessionMemory wanted = session_memory(engine.config, max_tokens_, rows);
+  const auto check = [&](std::size_t needed, std::size_t all, std::size_t taken, const char* what) {
+    const std::size_t left = all - std::min(all, taken);
+    if (needed <= left) return;
+    throw Error(ErrorCode::kResourceExhausted,
+                "a session of " + std::to_string(max_tokens_) + " tokens: expected " +
+                    show_bytes(needed) + " of " + what + " for all of them, found " +
+                    show_bytes(left) + " of " + show_bytes(all) + "; it takes " +
+                    describe(wanted, engine.config.memory.placement));
+  };
+  const std::size_t page = engine.quotas->page_bytes();
+  const auto all = static_cast<std::size_t>(engine.tokens_of_pages() / engine.kv.page_tokens);
+  check(wanted.pages, all * page, engine.quotas->committed_pages() * page, "pages");
+  std::size_t slabs = 0;
+  for (const SketchStore& sketch : engine.sketches) {
+    slabs += sketch.blocks->num_frames() * sketch.blocks->frame_bytes();
+  }
+  check(wanted.sketches, slabs, engine.quotas->promised_sketches(), "sketches");
+  account_->promise(wanted.pages / page, wanted.sketches);
+}
+
+void SessionState::find_prefix(EngineState::SubmissionScope& scope,
+                               std::span<const std::int32_t> token_ids) {
+  const auto most = static_cast<std::size_t>(max_tokens_);
+  const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
+                                                 token_ids.first(std::min(token_ids.size(), most)));
+  bool found = false;
+  while (!found) {
+    keys_ = asked;
+    const std::size_t room =
+        account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
+    keys_.resize(std::min(engine_->prefixes->longest(keys_), room));
+    try {
+      found = engine_->prefixes->ensure_sinks_resident(scope.stream(), keys_);
+      // What is stored may be less by now.
+      if (scope.workspace_lost()) {
+        found = false;
+        continue;
+      }
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInternal) throw;
+      // A page that is lost ends the prefix: the next look finds the one before it.
+      if (error.code() == ErrorCode::kDataLoss) continue;
+      engine_->log(LogLevel::kWarning, std::string("a stored prefix is left out: ") + error.what());
+    }
+    if (!found) keys_.clear();
+    found = true;
+  }
+  engine_->prefix_tokens_asked += token_ids.size();
+  engine_->prefix_tokens_attached +=
+      keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
+}
+
+void SessionState::publish(EngineState::SubmissionScope& scope,
+                           std::span<const std::int32_t> token_ids) {
+  std::vector<PrefixKey> keys = page_keys(root_key_, engine_->kv.page_tokens, token_ids);
+  const std::size_t known = std::min(keys.size(), keys_.size());
+  if (!std::equal(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(known), keys_.begin())) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "token_ids: expected those that the session was opened with or that were published "
+                "before, found others");
+  }
+  engine_->prefixes->publish(scope.stream(), keys, *memory_);
+  if (keys.size() > keys_.size()) keys_ = std::move(keys);
+}
+
+void SessionState::register_session(transfer::Stream& stream) {
+  engine_->live_flags.reserve(engine_->live_flags.size() + 1);
+  std::byte* frame = nullptr;
+  if (!engine_->session_flags->take_all({&frame, 1}, &stream)) {
+    const std::string most = std::to_string(engine_->session_flags->num_frames());
+    throw Error(ErrorCode::kResourceExhausted,
+                "sessions: expected at most " + most + " open, found " + most);
+  }
+  flags_ = new (frame) transfer::StepFlags{};
+  engine_->live_flags.push_back(flags_);
+  ++engine_->num_sessions;
+}
+
+void SessionState::unregister_session(transfer::Stream& stream) {
+  engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
+  engine_->closed_corrupt += load(flags_->rows_corrupt);
+  std::erase(engine_->live_flags, flags_);
+  --engine_->num_sessions;
+  std::byte* frame = reinterpret_cast<std::byte*>(flags_);
+  engine_->session_flags->give_back({&frame, 1}, stream.record());
+}
+
+SessionState::~SessionState() {
+  // Frames and memory go back with the event of the last enqueued use, so nothing is waited for.
+  try {
+    const std::lock_guard lock(engine_->mutex);
+    account_.reset();
+    transfer::Stream& stream = *engine_->main;
+    stream.wait(last_use_);
+    engine_->wait_for_submissions(stream);  // other holders' uses of shared frames
+    drop(stream, std::move(memory_));
+    unregister_session(stream);
+    engine_->collect_retired();
+  } catch (...) {
+    // The device has failed; its memory dies with the engine.
+  }
+}
+
+void SessionState::check_room(int index, std::int64_t more) const {
+  const std::int64_t length = layer(index).length;
+  if (more <= max_tokens_ - length) return;
+  throw Error(ErrorCode::kResourceExhausted,
+              "layer " + std::to_string(index) + ": expected at most " +
+                  std::to_string(max_tokens_) + " tokens (the session's capacity), found " +
+                  std::to_string(length) + " and " + std::to_string(more) + " more");
+}
+
+std::size_t SessionState::pages_lacking(const LayerState& layer, std::int64_t more) const {
+  const std::int64_t pages = ceil_div(layer.length + more, engine_->kv.page_tokens);
+  return static_cast<std::size_t>(std::max<std::int64_t>(pages - layer.pages.size(), 0));
+}
+
+void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64_t more) {
+  check_room(index, more);
+  LayerState& layer = this->layer(index);
+  account_->check(pages_lacking(layer, more));
+  grow_blocks(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
+}
+
+void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
+  LayerState& layer = this->layer(index);
+  if (engine_->page_pool != nullptr && more > 0) make_tail_writable(stream, layer);
+  if (more <= layer.capacity - layer.length) return;
+  check_room(index, more);
+  const std::int64_t tokens = layer.length + more;
+  const std::int64_t page_tokens = engine_->kv.page_tokens;
+  const std::int64_t num_pages = ceil_div(tokens, page_tokens);
+  const std::int64_t old_pages = layer.pages.size();
+  const auto grow = [&] { return layer.pages.grow(stream, num_pages); };
+  PageAccount::Addition addition(*account_, pages_lacking(layer, more));
+  if (!evicting(*engine_, stream, *engine_->pages, std::max<std::int64_t>(num_pages - old_pages, 0),
+                grow)) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "page pool: expected " + std::to_string(num_pages - old_pages) +
+                    " free pages for layer " + std::to_string(index) + ", found " +
+                    std::to_string(engine_->pages->num_frames() - engine_->pages->num_used()) +
+                    " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
+                    eviction_failure_reason(*engine_));
+  }
+  addition.keep();
+  if (memory_->captured()) memory_->keep_pages(layer, old_pages);
+  try {
+    grow_blocks(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
+    unshare_tail(stream, index);
+  } catch (const Error&) {
+    shrink(stream, layer, old_pages * page_tokens);
+    throw;
+  }
+  layer.capacity = memory_->room(layer);
+  memory_->set_length(stream, layer);
+}
+
+void SessionState::unshare_tail(transfer::Stream& stream, int index) {
+  struct Tail {
+    transfer::PageTable* table;
+    std::int64_t i;
+    bool paged;
+    std::byte* fresh;
+  };
+  LayerState& layer = this->layer(index);
+  std::vector<Tail> tails;
+  tails.reserve(1 + layer.blocks.size());
+  const auto look_at = [&](transfer::PageTable& table, std::int64_t unit, bool paged) {
+    const std::int64_t i = layer.length / unit;
+    if (layer.length % unit == 0 || !table.shared(i)) return;
+    std::byte* fresh = nullptr;
+    const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
+    if (!evicting(*engine_, stream, table.pool(), 1, take)) {
+      for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
+      throw Error(ErrorCode::kResourceExhausted,
+                  std::string(paged ? "page pool" : "sketch blocks") +
+                      ": expected a free one for the copy of a shared one in layer " +
+                      std::to_string(index) + ", found 0 of " +
+                      std::to_string(table.pool().num_frames()) +
+                      (paged ? " (memory.host_bytes)" + eviction_failure_reason(*engine_)
+                             : " (memory.device_bytes)"));
+    }
+    tails.push_back({&table, i, paged, fresh});
+  };
+  look_at(layer.pages, engine_->kv.page_tokens, true);
+  for (transfer::PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
+
+  for (const Tail& tail : tails) {
+    const transfer::FramePool& pool = tail.table->pool();
+    const transfer::CopyRun run{pool.address(tail.fresh), tail.table->address(tail.i),
+                                pool.frame_bytes()};
+    if (tail.paged) {
+      engine_->copy_page(stream, run);
+    } else {
+      stream.copy({&run, 1});
+    }
+    tail.table->replace(stream, tail.i, tail.fresh);
+    if (tail.paged && memory_->captured()) memory_->keep_pages(layer, tail.i);
+  }
+}
+
+void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& layer) {
+  PagePool& pool = *engine_->page_pool;
+  pool.unprotect_all();
+  const std::int64_t page_tokens = engine_->kv.page_tokens;
+  if (layer.length % page_tokens == 0) return;
+  std::byte* const tail = layer.pages.frame(layer.length / page_tokens);
+  if (!pool.sealed(tail)) return;  // as ever: a page is sealed and has room after a truncation
+  if (!pool.ensure_resident(stream, {&tail, 1})) {
+    throw Error(ErrorCode::kResourceExhausted,
+                "page pool: expected a frame for a page that is appended to, found 0 of " +
+                    std::to_string(pool.num_frames()) + " (memory.host_bytes)" +
+                    pool.eviction_failure_reason());
+  }
+  (void)layer.pages.sync_addresses(stream);
+  if (!pool.shared(tail)) pool.make_writable(tail);
+}
+
+void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t pages) {
+  LayerState& layer = this->layer(index);
+  if (layer.pages.size() > pages) shrink(stream, layer, pages * engine_->kv.page_tokens);
+}
+
+void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens) {
+  const std::int64_t before = layer.pages.size();
+  layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
+  account_->remove(static_cast<std::size_t>(before - layer.pages.size()));
+  for (transfer::PageTable& blocks : layer.blocks) {
+    blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
+  }
+  layer.capacity = memory_->room(layer);
+  memory_->set_length(stream, layer);
+}
+
+SessionState::ForkSnapshot::ForkSnapshot(SessionState& parent, transfer::Stream& stream)
+    : stream_(stream) {
+  if (!parent.owns_memory_) {
+    memory_ = parent.memory_;
+    return;
+  }
+  memory_ = std::make_shared<SequenceMemory>(*parent.engine_, parent.max_tokens_);
+  memory_->share(stream, *parent.memory_);
+}
+
+SessionState::ForkSnapshot::~ForkSnapshot() {
+  try {
+    drop(stream_, std::move(memory_));
+  } catch (...) {
+    // The device has failed; its memory dies with the engine.
+  }
+}
+
+void SessionState::own_memory(EngineState::SubmissionScope& scope) {
+  if (!owns_memory_) {
+    if (scope.capturing()) {
+      throw Error(
+          ErrorCode::kFailedPrecondition,
+          "graph capture: expected a session that has been used, found a child of a fork that "
+          "has not; call reserve before the capture");
+    }
+    if (memory_.use_count() > 1) {
+      auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+      own->share(scope.stream(), *memory_);
+      drop(scope.stream(), std::exchange(memory_, std::move(own)));
+    }
+    owns_memory_ = true;
+  }
+  if (scope.capturing() && engine_->page_pool != nullptr) memory_->capture();
+}
+
+void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {
+  if (memory && memory.use_count() == 1) memory->release(stream);
+}
+
+void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
+  std::vector<std::int64_t> before;
+  before.reserve(memory_->layers().size());
+  try {
+    for (int i = 0; i < num_layers(); ++i) {
+      before.push_back(layer(i).pages.size());
+      ensure_capacity(stream, i, tokens);
+    }
+    // For a capture that may follow.
+    for (int i = 0; engine_->row_cache != nullptr && i < num_layers(); ++i) {
+      const std::vector<LayerConfig>& options = engine_->config.model.layer_options;
+      const bool sparse =
+          options.empty() || options[static_cast<std::size_t>(i)].mode == LayerMode::kSparse;
+      if (sparse) take_row_cache(stream, *engine_, layer(i));
+    }
+    // Also pages, if they fit.
+    if (engine_->device->backend() == Backend::kCuda) {
+      (void)ensure_all_resident(stream, *engine_, memory_->layers());
+    }
+  } catch (...) {
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      restore_capacity(stream, static_cast<int>(i), before[i]);
+    }
+    throw;
+  }
+}
+
+void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t length,
+                               std::int64_t pages) {
+  LayerState& layer = this->layer(index);
+  engine_->tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
+  layer.length = length;
+  shrink(stream, layer, pages * engine_->kv.page_tokens);
+}
+
+void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end) {
+  const auto whole_pages = static_cast<std::size_t>(tokens / engine_->kv.page_tokens);
+  keys_.resize(std::min(keys_.size(), whole_pages));
+  for (int i = first; i < end; ++i) {
+    LayerState& layer = this->layer(i);
+    if (tokens >= layer.length) continue;
+    layer.length = tokens;
+    shrink(stream, layer, tokens);
+  }
+}
+
+std::uint64_t SessionState::take_corrupt() noexcept {
+  const std::uint64_t corrupt = load(flags_->rows_corrupt);
+  return corrupt - std::exchange(seen_corrupt_, corrupt);
+}
+
+void SessionState::check_flags() {
+  if (const std::uint64_t corrupt = take_corrupt(); corrupt > 0) {
+    throw Error(ErrorCode::kDataLoss,
+                "an earlier call on this session: expected rows in host memory as they were "
+                "written, found " +
+                    std::to_string(corrupt) + " changed, whose heads have NaN in the output");
+  }
+  if (!engine_->config.reject_nonfinite) return;
+  const std::uint64_t tokens = load(flags_->nonfinite_tokens);
+  const std::uint64_t queries = load(flags_->nonfinite_queries);
+  const std::uint64_t new_tokens = tokens - std::exchange(seen_nonfinite_, tokens);
+  const std::uint64_t new_queries = queries - std::exchange(seen_nonfinite_queries_, queries);
+  if (new_tokens == 0 && new_queries == 0) return;
+  const std::uint64_t first =
+      std::atomic_ref(flags_->first_nonfinite).exchange(transfer::NonfinitePlace::kNone);
+  // None: a call under way counts here what the error before has named.
+  if (first != transfer::NonfinitePlace::kNone) {
+    first_nonfinite_ = transfer::NonfinitePlace::of(first);
+  }
+  const auto& [token, layer, in_query] = first_nonfinite_;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      "an earlier call on this session: expected finite tensors, found NaN or infinity in " +
+          std::to_string(new_tokens) + " (token, KV head) pairs and " +
+          std::to_string(new_queries) + " query tokens, the first in " +
+          (in_query ? "the query" : "keys or values") + " of token " + std::to_string(token) +
+          " of layer " + std::to_string(layer) + "; truncate the session or close it");
+}
+
+void SessionState::begin_use(EngineState::SubmissionScope& scope) {
+  if (scope.capturing()) return;
+  if (last_stream_ != &scope.stream()) scope.stream().wait(last_use_);
+}
+
+void SessionState::end_use(EngineState::SubmissionScope& scope) {
+  if (scope.capturing()) return;
+  last_use_ = scope.stream().record();
+  last_stream_ = &scope.stream();
+}
+
+}  // namespace kvtier::runtime

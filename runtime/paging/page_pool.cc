@@ -1,0 +1,421 @@
+#include "runtime/paging/page_pool.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <cassert>
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+/// Pages that go together: enough for a disk to be busy, a small part of the pool.
+constexpr std::size_t kBatchPages = 64;
+constexpr std::size_t kBatchShare = 8;
+
+}  // namespace
+
+PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
+                   const transfer::PinOptions& options, PageTiers& tiers, Waits waits,
+                   PagePolicy policy)
+    : FramePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
+      tiers_(tiers),
+      waits_(std::move(waits)),
+      in_frame_(num_frames(), nullptr),
+      order_(make_page_order(policy, num_frames())) {}
+
+PagePool::Page& PagePool::new_page() {
+  if (free_pages_.empty()) {
+    free_pages_.reserve(pages_.size() + 1);  // so that giving back does not fail
+    Page& page = pages_.emplace_back();
+    page.version.page = pages_.size();
+    return page;
+  }
+  Page& page = *free_pages_.back();
+  free_pages_.pop_back();
+  return page;
+}
+
+template <typename Change>
+void PagePool::update(Page& page, Change change) {
+  const bool before = page.movable();
+  change();
+  if (page.movable() == before) return;
+  before ? --num_movable_ : ++num_movable_;
+}
+
+void PagePool::end_version(Page& page) {
+  if (std::exchange(page.stored, false)) ended_.push_back(page.version);
+  ++page.version.generation;
+  page.lost = false;
+}
+
+void PagePool::remove_ended() {
+  tiers_.remove(ended_);
+  ended_.clear();
+}
+
+void PagePool::enter(Page& page, std::byte* frame) {
+  order_->enter(page.version.page);
+  update(page, [&] { page.frame = frame; });
+  in_frame_[index_of(frame)] = &page;
+}
+
+bool PagePool::take_all(std::span<std::byte*> pages, transfer::Stream* stream) {
+  std::vector<std::byte*> frames(pages.size());
+  if (!FramePool::take_all(frames, stream)) return false;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    Page& page = new_page();
+    page.holders = 1;
+    page.needed_by = 0;
+    page.rows = 0;
+    enter(page, frames[i]);
+    pages[i] = reinterpret_cast<std::byte*>(&page);
+  }
+  return true;
+}
+
+void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last_use) {
+  std::vector<std::byte*> frames;
+  frames.reserve(pages.size());
+  for (std::byte* name : pages) {
+    Page& page = page_of(name);
+    assert(page.holders > 0);
+    if (--page.holders == 1) --num_shared_;
+    if (page.holders > 0) continue;
+    if (page.frame != nullptr) {
+      in_frame_[index_of(page.frame)] = nullptr;
+      frames.push_back(page.frame);
+    } else {
+      --num_evicted_;
+    }
+    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
+    end_version(page);
+    order_->forget(page.version.page);
+    update(page, [&] {
+      page.frame = nullptr;
+      page.sealed = page.pinned = false;
+    });
+    free_pages_.push_back(&page);
+  }
+  FramePool::give_back(frames, std::move(last_use));
+}
+
+void PagePool::share(std::span<std::byte* const> pages) {
+  for (std::byte* name : pages) {
+    if (++page_of(name).holders == 2) ++num_shared_;
+  }
+}
+
+bool PagePool::shared(const std::byte* page) const { return page_of(page).holders > 1; }
+
+std::byte* PagePool::address(std::byte* page) const { return page_of(page).frame; }
+
+void PagePool::seal(std::byte* name) {
+  Page& page = page_of(name);
+  update(page, [&] { page.sealed = true; });
+}
+
+bool PagePool::sealed(const std::byte* page) const { return page_of(page).sealed; }
+
+void PagePool::make_writable(std::byte* name) {
+  Page& page = page_of(name);
+  assert(page.frame != nullptr && page.holders == 1);
+  update(page, [&] { page.sealed = false; });
+  end_version(page);
+}
+
+void PagePool::pin(std::byte* name) {
+  Page& page = page_of(name);
+  assert(page.frame != nullptr);
+  update(page, [&] { page.pinned = true; });
+}
+
+bool PagePool::discard(std::byte* name) {
+  Page& page = page_of(name);
+  if (!page.movable() || !page.stored) return false;
+  evict_page(page);
+  return true;
+}
+
+bool PagePool::lost(const std::byte* page) const { return page_of(page).lost; }
+
+std::size_t PagePool::num_movable() const { return num_movable_ + (num_frames() - num_used()); }
+
+std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
+  const auto page_of_id = [this](PageOrder::Id id) -> Page& { return pages_[id - 1]; };
+  std::vector<Page*> chosen;
+  for (const PageOrder::Id id : order_->choose(count, [&](PageOrder::Id candidate) {
+         const Page& page = page_of_id(candidate);
+         return page.movable() && page.needed_by != call_;
+       })) {
+    chosen.push_back(&page_of_id(id));
+  }
+  return chosen;
+}
+
+void PagePool::evict_page(Page& page) {
+  std::byte* const frame = page.frame;
+  if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
+  order_->leave(page.version.page);
+  update(page, [&] { page.frame = nullptr; });
+  in_frame_[index_of(frame)] = nullptr;
+  ++num_moves_;
+  ++num_evicted_;
+  ++counters_.evicted;
+  FramePool::give_back({&frame, 1}, transfer::Event());
+}
+
+std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
+  refused_ = false;
+  if (num_movable_ == 0) return 0;
+  waits_.for_work(stream);  // nobody reads or writes a page from here on
+  const std::size_t batch = std::clamp<std::size_t>(num_frames() / kBatchShare, 1, kBatchPages);
+  const std::vector<Page*> chosen = choose(std::max(count, batch));
+  std::vector<Page*> to_write;
+  std::size_t freed = 0;
+  for (Page* page : chosen) {
+    if (!page->stored) {
+      to_write.push_back(page);
+    } else if (freed < count) {
+      evict_page(*page);
+      ++freed;
+    }
+  }
+  if (freed >= count || to_write.empty()) return freed;
+
+  remove_ended();
+  for (std::size_t at = 0; at < to_write.size(); at += batch) {
+    const std::size_t size = std::min(batch, to_write.size() - at);
+    std::vector<PageOut> out(size);
+    for (std::size_t i = 0; i < size; ++i) {
+      const Page& page = *to_write[at + i];
+      out[i].version = page.version;
+      out[i].bytes = {page.frame, frame_bytes()};
+    }
+    tiers_.write(out);
+    for (std::size_t i = 0; i < size; ++i) {
+      Page& page = *to_write[at + i];
+      if (!out[i].stored) {
+        refused_ = true;
+        order_->use(page.version.page, 0);
+        continue;
+      }
+      page.crc = out[i].crc;
+      page.stored = true;
+      evict_page(page);
+      ++freed;
+    }
+    if (refused_) break;
+  }
+  return freed;
+}
+
+std::string PagePool::eviction_failure_reason() const {
+  if (refused_) return "; " + tiers_.describe_refusal();
+  return "; " + std::to_string(num_used() - num_movable_) +
+         " pages are being written or belong to captured graphs and stay in memory";
+}
+
+void PagePool::record_rows_read(std::byte* page, std::uint32_t rows) { page_of(page).rows += rows; }
+
+PagePool::Protected PagePool::protect(std::span<std::byte* const> pages) {
+  ++call_;
+  Protected needed;
+  for (std::byte* name : pages) {
+    Page& page = page_of(name);
+    if (page.needed_by == call_) continue;
+    page.needed_by = call_;
+    order_->use(page.version.page, std::max(std::exchange(page.rows, 0U), 1U));
+    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_useful;
+    needed.names.push_back(name);
+    if (page.lost) fail_read(1, 0);
+    if (page.frame == nullptr) needed.missing.push_back(&page);
+    if (page.frame != nullptr && !page.movable()) ++needed.unmovable;
+  }
+  return needed;
+}
+
+std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::size_t count) {
+  std::vector<std::byte*> frames(count);
+  while (!FramePool::take_all(frames, &stream)) {
+    const std::size_t have = num_frames() - num_used();
+    if (evict(stream, count - std::min(have, count - 1)) > 0) continue;
+    throw Error(ErrorCode::kResourceExhausted,
+                "page pool: expected " + std::to_string(count) +
+                    " frames for pages that a call needs, found " + std::to_string(have) + " of " +
+                    std::to_string(num_frames()) + " free (memory.host_bytes)" +
+                    eviction_failure_reason());
+  }
+  return frames;
+}
+
+void PagePool::lease(std::span<std::byte* const> names) {
+  share(names);
+  for (std::byte* name : names) {
+    Page& page = page_of(name);
+    update(page, [&] { page.leased = true; });
+  }
+  const std::lock_guard lock(lease_mutex_);
+  leased_ = true;
+}
+
+void PagePool::end_lease(std::span<std::byte* const> names) {
+  ++call_;
+  for (std::byte* name : names) {
+    Page& page = page_of(name);
+    update(page, [&] { page.leased = false; });
+    page.needed_by = call_;
+  }
+  give_back(names, transfer::Event());
+  {
+    const std::lock_guard lock(lease_mutex_);
+    leased_ = false;
+  }
+  lease_ended_.notify_all();
+}
+
+bool PagePool::wait_for_lease() {
+  {
+    const std::lock_guard lock(lease_mutex_);
+    if (!leased_) return false;
+  }
+  waits_.unlocked([this] {
+    std::unique_lock lock(lease_mutex_);
+    lease_ended_.wait(lock, [this] { return !leased_; });
+  });
+  return true;
+}
+
+bool PagePool::ensure_resident(transfer::Stream& stream, std::span<std::byte* const> pages,
+                               bool keep_lock) {
+  Protected needed = protect(pages);
+  while (!needed.missing.empty() && !keep_lock && wait_for_lease()) needed = protect(pages);
+  if (needed.missing.empty()) return true;
+  if (needed.names.size() - needed.unmovable > num_movable()) return false;
+
+  const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
+  waits_.for_work(stream);  // the frames' last readers
+  if (keep_lock) {
+    std::vector<PageIn> in = reads_of(needed.missing, frames);
+    tiers_.read(in);
+    place(needed.missing, in);
+    return true;
+  }
+  const std::exception_ptr failure = read_unlocked(needed.names, needed.missing, frames);
+  if (failure) std::rethrow_exception(failure);
+  return true;
+}
+
+std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
+                                       std::span<std::byte* const> frames) const {
+  std::vector<PageIn> in(frames.size());
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    in[i].version = missing[i]->version;
+    in[i].bytes = {frames[i], frame_bytes()};
+    in[i].crc = missing[i]->crc;
+  }
+  return in;
+}
+
+std::exception_ptr PagePool::read_unlocked(std::span<std::byte* const> names,
+                                           std::span<Page* const> missing,
+                                           std::span<std::byte* const> frames, bool prefetched) {
+  std::vector<PageIn> in = reads_of(missing, frames);
+  lease(names);
+  std::exception_ptr failure;
+  try {
+    waits_.unlocked([&] { tiers_.read(in); });
+  } catch (...) {
+    for (PageIn& page : in) page.outcome = PageIn::Outcome::kUnavailable;
+    failure = std::current_exception();
+  }
+  try {
+    place(missing, in);
+  } catch (...) {
+    if (!failure) failure = std::current_exception();
+  }
+  for (Page* page : missing) {
+    if (!prefetched || page->frame == nullptr) continue;
+    page->prefetched = true;
+    ++counters_.prefetched;
+  }
+  end_lease(names);
+  return failure;
+}
+
+void PagePool::evict_unused(std::size_t count) {
+  for (std::size_t i = 0; i < in_frame_.size() && num_frames() - num_used() < count; ++i) {
+    Page* const page = in_frame_[next_idle_];
+    next_idle_ = (next_idle_ + 1) % in_frame_.size();
+    if (page == nullptr || !page->movable() || !page->stored) continue;
+    if (order_->idle(page->version.page)) evict_page(*page);
+  }
+}
+
+void PagePool::prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets) {
+  {
+    const std::lock_guard lock(lease_mutex_);
+    if (leased_) return;
+  }
+  std::vector<std::byte*> names;
+  std::vector<Page*> missing;
+  for (const Ticket& ticket : tickets) {
+    Page& page = page_of(ticket.page);
+    const bool same = page.holders > 0 && page.version == ticket.version;
+    if (!same || page.frame != nullptr || page.lost) continue;
+    names.push_back(ticket.page);
+    missing.push_back(&page);
+  }
+  if (missing.empty()) return;
+  waits_.for_work(stream);  // the last readers of frames and of pages that leave
+  evict_unused(missing.size());
+  const std::size_t count = std::min(missing.size(), num_frames() - num_used());
+  if (count == 0) return;
+  names.resize(count);
+  missing.resize(count);
+  std::vector<std::byte*> frames(count);
+  if (!FramePool::take_all(frames, &stream)) return;
+  waits_.for_work(stream);
+  const std::exception_ptr failure = read_unlocked(names, missing, frames, /*ahead=*/true);
+  if (failure) std::rethrow_exception(failure);
+}
+
+void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
+  std::size_t num_lost = 0;
+  std::size_t num_unavailable = 0;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    Page& page = *pages[i];
+    std::byte* const frame = in[i].bytes.data();
+    const PageIn::Outcome outcome = in[i].outcome;
+    if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
+      enter(page, frame);
+      if (waits_.arrived) waits_.arrived(frame);
+      if (outcome == PageIn::Outcome::kRepaired) end_version(page);
+      ++num_moves_;
+      --num_evicted_;
+      ++counters_.restored;
+      continue;
+    }
+    FramePool::give_back({&frame, 1}, transfer::Event());
+    page.lost = outcome == PageIn::Outcome::kLost;
+    ++(page.lost ? num_lost : num_unavailable);
+  }
+  if (num_lost + num_unavailable > 0) fail_read(num_lost, num_unavailable);
+}
+
+void PagePool::fail_read(std::size_t num_lost, std::size_t num_unavailable) const {
+  const std::string where = tiers_.all().front()->describe();
+  if (num_lost > 0) {
+    throw Error(ErrorCode::kDataLoss, "pages of the session: expected as they were written to " +
+                                          where + ", found " + std::to_string(num_lost) +
+                                          " missing or changed, and no copy elsewhere");
+  }
+  throw Error(ErrorCode::kUnavailable, "pages of the session: expected them from " + where +
+                                           " within memory.tier_deadline, found " +
+                                           std::to_string(num_unavailable) + " not answered");
+}
+
+}  // namespace kvtier::runtime

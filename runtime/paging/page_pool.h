@@ -1,0 +1,197 @@
+#pragma once
+
+#include "runtime/paging/page_policy.h"
+#include "runtime/paging/page_tiers.h"
+#include "transfer/device/device.h"
+#include "transfer/kv/frame_pool.h"
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+namespace kvtier::runtime {
+
+/// A page pool with more pages than frames of host memory: cold pages are evicted to a tier, and
+/// restored when they are needed. A page is named by the address of its record, which stays; its
+/// holders ask for the address of its bytes.
+///
+/// What goes is the first in a `PageOrder` that has been written to its end (sealed), that the call
+/// under way does not need, and that no captured graph reads. What has come back and was not
+/// written to since is still in the tier, and goes again without being written. A page is written
+/// there in one state of its contents, which `make_writable` ends.
+///
+/// Called with the engine's mutex held. Blocks on tiers: with the mutex while pages go, without it
+/// while they come. Pages of one call come at a time; another call that lacks some waits for that
+/// one. All that a call needs is leased to it until it has the mutex again: it stays where it is.
+class PagePool final : public transfer::FramePool {
+ public:
+  struct Waits {
+    /// Makes the host wait until all work that uses pages is done.
+    std::function<void(transfer::Stream&)> for_work;
+    /// Unlocks the mutex, runs its argument, and locks it again.
+    std::function<void(const std::function<void()>&)> unlocked;
+    /// Told of a page that has come to this frame; or nobody is.
+    std::function<void(const std::byte*)> arrived{};
+  };
+
+  PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
+           const transfer::PinOptions& options, PageTiers& tiers, Waits waits,
+           PagePolicy policy = PagePolicy::kClock);
+
+  [[nodiscard]] bool take_all(std::span<std::byte*> pages, transfer::Stream* stream) override;
+  void give_back(std::span<std::byte* const> pages, transfer::Event last_use) override;
+  void share(std::span<std::byte* const> pages) override;
+  [[nodiscard]] bool shared(const std::byte* page) const override;
+  [[nodiscard]] std::byte* address(std::byte* page) const override;
+  [[nodiscard]] std::uint64_t num_moves() const override { return num_moves_; }
+  [[nodiscard]] std::size_t num_shared() const override { return num_shared_; }
+
+  /// Says that a page has been written to its end.
+  void seal(std::byte* page);
+  /// Tells whether `make_writable` has something to do.
+  [[nodiscard]] bool sealed(const std::byte* page) const;
+  /// Says that a resident page, held once, is about to be written: copies in tiers are no longer
+  /// valid.
+  void make_writable(std::byte* page);
+  /// Pins a page in its frame for as long as it is held: a captured graph uses its address.
+  void pin(std::byte* page);
+  /// Says that the bytes of a page in its frame are wrong, while nobody uses them: the copy that a
+  /// tier has takes their place when a call needs the page. Returns false, nothing changed, when
+  /// there is none, or a captured graph uses the frame.
+  [[nodiscard]] bool discard(std::byte* page);
+  /// Tells whether a page was lost by every tier. It is so until it is given back.
+  [[nodiscard]] bool lost(const std::byte* page) const;
+
+  /// Frees at least one frame, and more towards `count`, by evicting pages to the tier. Returns
+  /// how many. 0: no page may be evicted, or the tier takes none; `eviction_failure_reason` says
+  /// which.
+  std::size_t evict(transfer::Stream& stream, std::size_t count);
+  [[nodiscard]] std::string eviction_failure_reason() const;
+
+  /// Says that the call which asks for pages next reads `rows` rows of this one, beside what was
+  /// said before.
+  void record_rows_read(std::byte* page, std::uint32_t rows);
+  /// Restores these pages, repeated or not, and protects them from eviction until the next call of
+  /// it or of `unprotect_all`. Returns false, nothing changed, when they are more than can be
+  /// resident at once. Throws `kDataLoss` when one is lost, `kUnavailable` when a tier does not
+  /// answer in time, `kResourceExhausted` when the tier does not take the pages in whose place they
+  /// come.
+  ///
+  /// May unlock the engine while it waits: afterwards everything that the mutex guards may have
+  /// changed, except what the caller holds. Not with `keep_lock`, which only follows a call that
+  /// has found them too many.
+  bool ensure_resident(transfer::Stream& stream, std::span<std::byte* const> pages,
+                       bool keep_lock = false);
+  /// Names a page as it is now, to be found again or not.
+  struct Ticket {
+    std::byte* page = nullptr;
+    PageVersion version;
+  };
+  [[nodiscard]] static Ticket ticket(std::byte* page) { return {page, page_of(page).version}; }
+  /// Restores pages that are still those, evicted and held, into frames that are free or have an
+  /// idle page that the tier has: as many as there are, none while another call waits for pages.
+  /// Throws as `ensure_resident`; pages that came are resident.
+  void prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets);
+
+  /// Waits, with others going on, until a call that pages are coming for has them. Returns false
+  /// when there is none.
+  bool wait_for_lease();
+  /// Ends what the last `ensure_resident` said.
+  void unprotect_all() noexcept { ++call_; }
+  /// Most pages that `ensure_resident` can have resident at once.
+  [[nodiscard]] std::size_t num_movable() const;
+
+  struct Counters {
+    std::uint64_t evicted = 0;   ///< Pages that left their frame.
+    std::uint64_t restored = 0;  ///< Pages restored.
+    // Of those, prefetched: needed by a call since, and evicted again before.
+    std::uint64_t prefetched = 0, prefetched_useful = 0, prefetched_wasted = 0;
+  };
+  [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
+  [[nodiscard]] std::size_t num_evicted() const noexcept { return num_evicted_; }
+
+ private:
+  struct Page {
+    std::byte* frame = nullptr;  ///< Null: evicted, or not held.
+    std::uint32_t holders = 0;
+    std::uint32_t crc = 0;  ///< Of what the tiers have.
+    PageVersion version;
+    std::uint64_t needed_by = 0;  ///< The last call that needed it.
+    std::uint32_t rows = 0;       ///< That the next call reads of it.
+    bool sealed = false;
+    bool pinned = false;
+    bool stored = false;  ///< The first tier has this version.
+    bool lost = false;
+    bool leased = false;      ///< To a call that waits.
+    bool prefetched = false;  ///< Prefetched, and no call has needed it yet.
+
+    [[nodiscard]] bool movable() const { return frame != nullptr && sealed && !pinned && !leased; }
+  };
+  static Page& page_of(std::byte* name) { return *reinterpret_cast<Page*>(name); }
+  static const Page& page_of(const std::byte* name) { return *reinterpret_cast<const Page*>(name); }
+  Page& new_page();
+  /// Puts a page into a frame.
+  void enter(Page& page, std::byte* frame);
+  /// Forgets what tiers have of a page.
+  void end_version(Page& page);
+  void remove_ended();
+  /// Changes whether a page may go, and counts it.
+  template <typename Change>
+  void update(Page& page, Change change);
+  /// Chooses up to `count` pages to go.
+  [[nodiscard]] std::vector<Page*> choose(std::size_t count);
+  void evict_page(Page& page);
+  /// Finds what a call needs and marks it so.
+  struct Protected {
+    std::vector<std::byte*> names;  ///< Each once.
+    std::vector<Page*> missing;
+    std::size_t unmovable = 0;  ///< Resident, and not movable anyway.
+  };
+  [[nodiscard]] Protected protect(std::span<std::byte* const> pages);
+  /// Takes as many frames.
+  [[nodiscard]] std::vector<std::byte*> take_frames(transfer::Stream& stream, std::size_t count);
+  /// Keeps pages, and keeps them held, or ends that.
+  void lease(std::span<std::byte* const> names);
+  void end_lease(std::span<std::byte* const> names);
+  /// Reads pages into frames, without the mutex, while `names` are leased. Returns what failed.
+  [[nodiscard]] std::exception_ptr read_unlocked(std::span<std::byte* const> names,
+                                                 std::span<Page* const> missing,
+                                                 std::span<std::byte* const> frames,
+                                                 bool prefetched = false);
+  [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
+                                             std::span<std::byte* const> frames) const;
+  /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.
+  void evict_unused(std::size_t count);
+  /// Puts pages that were read into their frames; gives back those of pages that did not come.
+  /// Throws what `ensure_resident` throws of those.
+  void place(std::span<Page* const> pages, std::span<const PageIn> in);
+  [[noreturn]] void fail_read(std::size_t num_lost, std::size_t num_unavailable) const;
+
+  PageTiers& tiers_;
+  Waits waits_;
+  std::deque<Page> pages_;  ///< Records; their addresses stay.
+  std::vector<Page*> free_pages_;
+  std::vector<Page*> in_frame_;  ///< By frame.
+  std::vector<PageVersion> ended_;
+  std::unique_ptr<PageOrder> order_;
+  std::size_t next_idle_ = 0;  ///< The frame from which on idle pages are looked for.
+  std::uint64_t call_ = 1;
+  std::uint64_t num_moves_ = 1;
+  std::size_t num_shared_ = 0;
+  std::size_t num_movable_ = 0;
+  std::size_t num_evicted_ = 0;
+  bool refused_ = false;    ///< The tier took none of the last that were to go.
+  std::mutex lease_mutex_;  // guards leased_, which changes with the engine's mutex held, too
+  std::condition_variable lease_ended_;
+  bool leased_ = false;
+  Counters counters_;
+};
+
+}  // namespace kvtier::runtime

@@ -1,0 +1,293 @@
+#include "runtime/paging/page_tiers.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/tiers/crc32c.h"
+#include "transfer/tiers/file_tier.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+/// SplitMix64's finaliser: keys begin with well-mixed bits, which tiers use as a hash.
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27U)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31U);
+}
+
+/// Segments that a disk cache is made of: space comes back a segment at a time, and each is an open
+/// file.
+constexpr std::uint64_t kCacheSegments = 256;
+constexpr std::uint64_t kMinSegmentPages = 16;
+
+std::shared_ptr<PageTier> make_disk_cache(const MemoryConfig& config, std::uint64_t page_bytes) {
+  constexpr std::uint64_t kBlock = 4096;
+  const std::uint64_t record = (page_bytes + kBlock - 1) / kBlock * kBlock + kBlock;
+  const std::uint64_t least = kMinSegmentPages * record + 2 * kBlock;
+  const std::uint64_t segment = std::max(config.disk_cache_bytes / kCacheSegments, least);
+  tiers::FileTierOptions options;
+  options.folder = config.disk_cache;
+  options.capacity_bytes = config.disk_cache_bytes;
+  options.segment_bytes = segment / kBlock * kBlock;
+  options.max_page_bytes = page_bytes;
+  options.sync = false;  // nothing in it outlives the process
+  options.retain = true;
+  return std::make_shared<tiers::FileTier>(options);
+}
+
+std::uint64_t random_nonce() {
+  std::random_device device;
+  return (std::uint64_t{device()} << 32U) ^ device();
+}
+
+}  // namespace
+
+/// Adds the time until the end of its scope to that which calls have waited.
+class PageTiers::Clock {
+ public:
+  explicit Clock(PageTiers& tiers) : tiers_(tiers) {}
+  ~Clock() {
+    const auto spent = std::chrono::steady_clock::now() - start_;
+    const std::lock_guard lock(tiers_.mutex_);
+    tiers_.counters_.wait_nanoseconds += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+  }
+  Clock(const Clock&) = delete;  // adds once
+  Clock& operator=(const Clock&) = delete;
+
+ private:
+  PageTiers& tiers_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t page_bytes,
+                     std::chrono::milliseconds deadline, Log log)
+    : tiers_(std::move(tiers)),
+      deadline_(deadline),
+      log_(std::move(log)),
+      nonce_(random_nonce()),
+      uses_(tiers_.size()) {
+  if (!tiers_.front()->retains()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "memory.tiers: expected the first to keep what it has accepted, found " +
+                    tiers_.front()->describe());
+  }
+  for (const auto& tier : tiers_) {
+    if (tier->max_page_bytes() >= page_bytes) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "memory.tiers: expected pages of " + std::to_string(page_bytes) +
+                    " bytes to be taken, found at most " + std::to_string(tier->max_page_bytes()) +
+                    " by " + tier->describe());
+  }
+}
+
+std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config, std::size_t page_bytes,
+                                           const PageTiers::Log& log) {
+  std::vector<std::shared_ptr<PageTier>> all = config.tiers;
+  if (!config.disk_cache.empty()) all.insert(all.begin(), make_disk_cache(config, page_bytes));
+  if (all.empty()) return nullptr;
+  return std::make_unique<PageTiers>(std::move(all), page_bytes, config.tier_deadline, log);
+}
+
+std::size_t PageTiers::capacity_pages(std::size_t page_bytes) const {
+  const std::uint64_t capacity = tiers_.front()->stats().capacity;
+  return capacity == 0 ? std::numeric_limits<std::uint32_t>::max() : capacity / page_bytes;
+}
+
+PageKey PageTiers::key_of(const PageVersion& version) const {
+  const std::uint64_t words[] = {mixed(version.page ^ mixed(version.generation ^ nonce_)), nonce_,
+                                 version.page, version.generation};
+  PageKey key;
+  static_assert(sizeof(words) == sizeof(key));
+  std::memcpy(key.data(), words, sizeof(words));
+  return key;
+}
+
+void PageTiers::write(std::span<PageOut> pages) {
+  if (pages.empty()) return;
+  const Clock clock(*this);
+  std::vector<TierPut> puts;
+  puts.reserve(pages.size());
+  for (PageOut& page : pages) {
+    page.crc = crc32c(page.bytes);
+    puts.push_back({.key = key_of(page.version), .bytes = page.bytes});
+  }
+  put(0, puts);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    pages[i].stored = puts[i].status == TierStatus::kOk;
+    const std::lock_guard lock(mutex_);
+    ++(pages[i].stored ? counters_.written : counters_.refused);
+    if (!pages[i].stored) last_refusal_ = puts[i].status;
+  }
+  report_refusal(!pages.back().stored);
+  std::erase_if(puts, [](const TierPut& put) { return put.status != TierStatus::kOk; });
+  // A copy that is not taken is missed only if the first tier fails.
+  if (puts.empty()) return;
+  for (std::size_t i = 1; i < tiers_.size(); ++i) put(i, puts);
+}
+
+void PageTiers::report_refusal(bool refuses) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (refuses == std::exchange(refusing_, refuses)) return;
+  }
+  say(refuses ? LogLevel::kWarning : LogLevel::kInfo,
+      refuses ? describe_refusal() : tiers_.front()->describe() + ": takes pages again");
+}
+
+void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
+  const PageTier::Deadline until = deadline();
+  const auto start = std::chrono::steady_clock::now();
+  tiers_[tier]->put(pages, until);
+  const auto end = std::chrono::steady_clock::now();
+  count_put(tier, pages, end - start, end >= until);
+}
+
+void PageTiers::count_put(std::size_t tier, std::span<const TierPut> pages,
+                          std::chrono::nanoseconds time, bool late) {
+  const std::lock_guard lock(mutex_);
+  Stats::Tier& use = uses_[tier];
+  use.put_time.add(time);
+  use.puts += pages.size();
+  for (const TierPut& page : pages) {
+    switch (page.status) {
+      case TierStatus::kOk:
+        ++use.stored;
+        use.bytes_written += page.bytes.size();
+        break;
+      case TierStatus::kFull:
+        ++use.refused;
+        break;
+      default:
+        ++(late ? use.put_timeouts : use.put_failures);
+    }
+  }
+}
+
+bool PageTiers::get(std::size_t tier, std::span<TierGet> pages) {
+  const PageTier::Deadline until = deadline();
+  const auto start = std::chrono::steady_clock::now();
+  tiers_[tier]->get(pages, until);
+  const auto end = std::chrono::steady_clock::now();
+  const std::lock_guard lock(mutex_);
+  uses_[tier].get_time.add(end - start);
+  uses_[tier].gets += pages.size();
+  return end >= until;
+}
+
+std::vector<Stats::Tier> PageTiers::uses() const {
+  std::vector<Stats::Tier> uses;
+  {
+    const std::lock_guard lock(mutex_);
+    uses = uses_;
+  }
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    const TierStats now = tiers_[i]->stats();
+    uses[i].kind = tiers_[i]->kind();
+    uses[i].evicted = now.evicted;
+    uses[i].capacity_bytes = now.capacity;
+    uses[i].used_bytes = now.bytes;
+    uses[i].servers = now.servers;
+    uses[i].servers_open = now.servers_open;
+    uses[i].servers_probing = now.servers_probing;
+  }
+  return uses;
+}
+
+PageTierCounters PageTiers::counters() const {
+  const std::lock_guard lock(mutex_);
+  return counters_;
+}
+
+std::string PageTiers::describe_refusal() const {
+  const std::lock_guard lock(mutex_);
+  return tiers_.front()->describe() + ": expected pages to be taken, found \"" +
+         std::string(tier_status_name(last_refusal_)) + "\"";
+}
+
+bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late) {
+  TierStatus status = got.status;
+  if (status == TierStatus::kOk && (got.crc ? *got.crc : crc32c(got.bytes)) != wanted.crc) {
+    status = TierStatus::kCorrupt;
+    tiers_[tier]->remove({&got.key, 1}, deadline());
+  }
+  count_get(tier, status, got.bytes.size(), late);
+  if (status == TierStatus::kCorrupt) {
+    say(LogLevel::kError, tiers_[tier]->describe() + ": a page is not as it was written");
+  }
+  return status == TierStatus::kOk;
+}
+
+void PageTiers::count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late) {
+  const std::lock_guard lock(mutex_);
+  Stats::Tier& use = uses_[tier];
+  switch (status) {
+    case TierStatus::kOk:
+      ++counters_.hits;
+      if (tier > 0) ++counters_.repaired;
+      ++use.hits;
+      use.bytes_read += bytes;
+      break;
+    case TierStatus::kCorrupt:
+      ++counters_.corrupt;
+      ++use.corrupt;
+      break;
+    case TierStatus::kMiss:
+    case TierStatus::kFull:
+      ++counters_.misses;
+      ++use.misses;
+      break;
+    case TierStatus::kUnavailable:
+      ++(late ? use.get_timeouts : use.get_failures);
+      break;
+  }
+}
+
+void PageTiers::read(std::span<PageIn> pages) {
+  const Clock clock(*this);
+  std::vector<std::size_t> left(pages.size());
+  for (std::size_t i = 0; i < pages.size(); ++i) left[i] = i;
+  for (PageIn& page : pages) page.outcome = PageIn::Outcome::kLost;
+
+  std::vector<TierGet> gets;
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    if (left.empty()) return;
+    gets.clear();
+    for (const std::size_t i : left) {
+      gets.push_back({.key = key_of(pages[i].version), .bytes = pages[i].bytes});
+    }
+    const bool late = get(tier, gets);
+    std::vector<std::size_t> missing;
+    for (std::size_t j = 0; j < left.size(); ++j) {
+      PageIn& page = pages[left[j]];
+      if (accept(tier, gets[j], page, late)) {
+        page.outcome = tier == 0 ? PageIn::Outcome::kRead : PageIn::Outcome::kRepaired;
+        continue;
+      }
+      if (gets[j].status == TierStatus::kUnavailable) page.outcome = PageIn::Outcome::kUnavailable;
+      missing.push_back(left[j]);
+    }
+    left = std::move(missing);
+  }
+  const std::lock_guard lock(mutex_);
+  for (const std::size_t i : left) {
+    ++(pages[i].outcome == PageIn::Outcome::kLost ? counters_.lost : counters_.unavailable);
+  }
+}
+
+void PageTiers::remove(std::span<const PageVersion> pages) {
+  if (pages.empty()) return;
+  const Clock clock(*this);
+  std::vector<PageKey> keys;
+  keys.reserve(pages.size());
+  for (const PageVersion& page : pages) keys.push_back(key_of(page));
+  for (const auto& tier : tiers_) tier->remove(keys, deadline());
+}
+
+}  // namespace kvtier::runtime

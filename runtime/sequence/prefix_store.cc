@@ -1,0 +1,168 @@
+#include "runtime/sequence/prefix_store.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvtier::runtime {
+
+void PrefixStore::hold(const Entry& entry) {
+  engine_.pages->share(entry.pages);
+  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
+    engine_.sketches[j].blocks->share(entry.blocks[j]);
+  }
+}
+
+void PrefixStore::let_go(transfer::Stream& stream, const Entry& entry) {
+  engine_.pages->give_back(entry.pages, stream.record());
+  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
+    engine_.sketches[j].blocks->give_back(entry.blocks[j], stream.record());
+  }
+}
+
+void PrefixStore::touch(std::span<const PrefixKey> keys) {
+  for (std::size_t i = keys.size(); i-- > 0;) {
+    order_.splice(order_.begin(), order_, entry(keys[i]).order);
+  }
+}
+
+bool PrefixStore::has_lost(const Entry& entry) const {
+  const PagePool* pool = engine_.page_pool;
+  return pool != nullptr && std::any_of(entry.pages.begin(), entry.pages.end(),
+                                        [&](const std::byte* page) { return pool->lost(page); });
+}
+
+std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
+  const auto missing = std::find_if(keys.begin(), keys.end(), [this](const PrefixKey& key) {
+    const auto found = entries_.find(key);
+    return found == entries_.end() || has_lost(found->second);
+  });
+  return static_cast<std::size_t>(missing - keys.begin());
+}
+
+bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys) {
+  if (engine_.page_pool == nullptr) return true;
+  const auto unit = static_cast<std::size_t>(engine_.kv.page_tokens);
+  const std::size_t count = (static_cast<std::size_t>(engine_.kv.sink_capacity) + unit - 1) / unit;
+  std::vector<std::byte*> pages;
+  for (const PrefixKey& key : keys.first(std::min(count, keys.size()))) {
+    const Entry& stored = entry(key);
+    pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
+  }
+  PagePool& pool = *engine_.page_pool;
+  pool.share(pages);  // others may let go of the entries while the call waits
+  try {
+    const bool resident = pool.ensure_resident(stream, pages);
+    pool.give_back(pages, transfer::Event());
+    return resident;
+  } catch (...) {
+    pool.give_back(pages, transfer::Event());
+    throw;
+  }
+}
+
+void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                         SequenceMemory& memory) {
+  if (keys.empty()) return;
+  touch(keys);
+  std::vector<const Entry*> entries;
+  entries.reserve(keys.size());
+  for (const PrefixKey& key : keys) entries.push_back(&entry(key));
+  std::vector<std::byte*> frames;
+  for (std::size_t l = 0; l < memory.layers().size(); ++l) {
+    LayerState& layer = memory.layers()[l];
+    frames.clear();
+    for (const Entry* stored : entries) frames.push_back(stored->pages[l]);
+    layer.pages.share(stream, frames);
+    for (std::size_t j = 0; j < layer.blocks.size(); ++j) {
+      frames.clear();
+      for (std::size_t i = 0; i < keys.size(); ++i) {
+        // The last page in a block, or of the prefix, has a block with all that is needed.
+        if (i + 1 < keys.size() && block_of(i) == block_of(i + 1)) continue;
+        frames.push_back(entries[i]->blocks[j][l]);
+      }
+      layer.blocks[j].share(stream, frames);
+    }
+  }
+  memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * engine_.kv.page_tokens);
+}
+
+std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                                 SequenceMemory& memory) {
+  const std::size_t known = longest(keys);
+  adopt(stream, keys.first(known), memory);
+  for (std::size_t page = known; page < keys.size(); ++page) {
+    forget(stream, keys[page]);  // pages that a tier has lost, and those after them
+    add(stream, keys, page, memory);
+  }
+  touch(keys);
+  memory.limit_room(stream);
+  return keys.size() - known;
+}
+
+void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> stored,
+                        SequenceMemory& memory) {
+  const auto exchange = [&](transfer::PageTable& table, std::size_t at, std::byte* frame) {
+    const auto i = static_cast<std::int64_t>(at);
+    if (table.frame(i) == frame) return;
+    table.pool().share({&frame, 1});
+    table.replace(stream, i, frame);
+  };
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    const Entry& known = entry(stored[i]);
+    const bool ends_block = block_of(i) != block_of(i + 1);
+    for (std::size_t l = 0; l < memory.layers().size(); ++l) {
+      LayerState& layer = memory.layers()[l];
+      // A captured graph reads the page where it is: a stored one must be resident, and stay.
+      const bool captured = memory.captured();
+      if (!captured || engine_.pages->address(known.pages[l]) != nullptr) {
+        exchange(layer.pages, i, known.pages[l]);
+        if (captured) engine_.page_pool->pin(known.pages[l]);
+      }
+      for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
+        exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);
+      }
+    }
+  }
+}
+
+void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,
+                      SequenceMemory& memory) {
+  Entry fresh;
+  fresh.blocks.resize(engine_.sketches.size());
+  for (const LayerState& layer : memory.layers()) {
+    fresh.pages.push_back(layer.pages.frame(static_cast<std::int64_t>(page)));
+    for (std::size_t j = 0; j < fresh.blocks.size(); ++j) {
+      fresh.blocks[j].push_back(layer.blocks[j].frame(static_cast<std::int64_t>(block_of(page))));
+    }
+  }
+  // The pages before it in the block need no older copy of the block.
+  for (std::size_t i = page; i-- > 0 && block_of(i) == block_of(page);) {
+    Entry& before = entry(keys[i]);
+    if (before.blocks == fresh.blocks) continue;
+    const Entry newer{.pages = {}, .blocks = fresh.blocks, .order = {}};
+    hold(newer);
+    let_go(stream, Entry{.pages = {}, .blocks = before.blocks, .order = {}});
+    before.blocks = fresh.blocks;
+  }
+  hold(fresh);
+  order_.push_front(keys[page]);
+  fresh.order = order_.begin();
+  entries_.emplace(keys[page], std::move(fresh));
+}
+
+bool PrefixStore::evict_one(transfer::Stream& stream) {
+  if (order_.empty()) return false;
+  forget(stream, PrefixKey(order_.back()));
+  ++evicted_;
+  return true;
+}
+
+void PrefixStore::forget(transfer::Stream& stream, const PrefixKey& key) {
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return;
+  let_go(stream, found->second);
+  order_.erase(found->second.order);
+  entries_.erase(found);
+}
+
+}  // namespace kvtier::runtime

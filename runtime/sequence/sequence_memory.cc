@@ -1,0 +1,164 @@
+#include "runtime/sequence/sequence_memory.h"
+
+#include "kvtier/error.h"
+
+#include "runtime/sequence/row_cache.h"
+#include "transfer/kv/page_rows.h"
+
+#include <algorithm>
+#include <cassert>
+#include <string>
+#include <utility>
+
+namespace kvtier::runtime {
+namespace {
+
+/// Tells whether the frame that token `length` will be written to is held and shared.
+bool tail_shared(const transfer::PageTable& table, std::int64_t length, std::int64_t unit) {
+  return length % unit != 0 && table.shared(length / unit);
+}
+
+}  // namespace
+
+SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
+    : engine_(engine), max_tokens_(max_tokens) {
+  const LayerBytes bytes(engine.kv, engine.sketches.size(), max_tokens);
+  const auto num_layers = static_cast<std::size_t>(engine.config.model.layers);
+  buffer_ = engine.device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
+
+  layers_.reserve(num_layers);
+  std::byte* at = buffer_.data();
+  const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
+  for (std::size_t i = 0; i < num_layers; ++i) {
+    auto** page_addresses = reinterpret_cast<std::byte**>(carve(bytes.page_table));
+    LayerState layer{.pages = transfer::PageTable(*engine.pages, page_addresses,
+                                                  ceil_div(max_tokens, engine.kv.page_tokens)),
+                     .blocks = {},
+                     .view = {}};
+    layer.blocks.reserve(engine.sketches.size());
+    for (const SketchStore& sketch : engine.sketches) {
+      auto** block_addresses = reinterpret_cast<std::byte**>(carve(bytes.block_table));
+      layer.blocks.emplace_back(*sketch.blocks, block_addresses,
+                                ceil_div(max_tokens, hashing::kBlockTokens));
+    }
+    layer.view.pages = layer.pages.device_addresses();
+    layer.view.counters = reinterpret_cast<transfer::SequenceCounters*>(carve(bytes.counters));
+    layer.view.sink_rows = carve(bytes.sinks);
+    layer.view.recent_rows = carve(bytes.ring);
+    layers_.push_back(std::move(layer));
+  }
+}
+
+void SequenceMemory::clear(transfer::Stream& stream) {
+  engine_.session_device_bytes += buffer_.bytes();
+  for (LayerState& layer : layers_) {
+    stream.fill(layer.view.counters, 0, sizeof(transfer::SequenceCounters));
+  }
+}
+
+void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
+  assert(buffer_.bytes() == other.buffer_.bytes());
+  engine_.session_device_bytes += buffer_.bytes();
+  try {
+    const transfer::CopyRun run{buffer_.data(), other.buffer_.data(), buffer_.bytes()};
+    stream.copy({&run, 1});
+    for (std::size_t i = 0; i < layers_.size(); ++i)
+      share_layer(stream, other.layers_[i], layers_[i]);
+    other.limit_room(stream);
+  } catch (...) {
+    release(stream);  // the copy may be under way
+    throw;
+  }
+}
+
+void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& from,
+                                 LayerState& to) const {
+  to.length = from.length;
+  to.pages.share(from.pages, ceil_div(from.length, engine_.kv.page_tokens));
+  for (std::size_t j = 0; j < to.blocks.size(); ++j) {
+    to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
+  }
+  to.capacity = room(to);
+  set_length(stream, to);
+}
+
+void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& layer) const {
+  transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
+  forget_cached_rows(stream, engine_, layer);
+}
+
+void SequenceMemory::limit_room(transfer::Stream& stream) {
+  for (LayerState& layer : layers_) {
+    const std::int64_t tokens = room(layer);
+    if (tokens == layer.capacity) continue;  // as ever, when the memory is frozen
+    layer.capacity = tokens;
+    set_length(stream, layer);
+  }
+}
+
+void SequenceMemory::capture() {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    if (layers_[i].pages.addresses_current()) continue;
+    throw Error(ErrorCode::kFailedPrecondition,
+                "graph capture: expected the session's pages in host memory, found that pages of "
+                "layer " +
+                    std::to_string(i) + " have been in a tier; call reserve before the capture");
+  }
+  if (std::exchange(captured_, true)) return;
+  for (LayerState& layer : layers_) keep_pages(layer, 0);
+}
+
+void SequenceMemory::keep_pages(LayerState& layer, std::int64_t begin) {
+  for (std::int64_t i = begin; i < layer.pages.size(); ++i) {
+    engine_.page_pool->pin(layer.pages.frame(i));
+  }
+}
+
+void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
+  const transfer::KvGeometry& kv = engine_.kv;
+  const std::int64_t sinks = std::min<std::int64_t>(tokens, kv.sink_capacity);
+  std::vector<transfer::CopyRun> runs;
+  for (LayerState& layer : layers_) {
+    layer.length = tokens;
+    layer.capacity = room(layer);
+    // The ring is empty: its first token becomes the smaller of this and the length.
+    stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
+    set_length(stream, layer);
+    if (kv.float8_pages) {
+      transfer::read_sinks(stream, kv, layer.view, sinks);
+      continue;
+    }
+    for (std::int64_t head = 0; head < kv.kv_heads; ++head) {
+      for (std::int64_t token = 0; token < sinks; token += kv.page_tokens) {
+        const std::int64_t count = std::min<std::int64_t>(kv.page_tokens, sinks - token);
+        runs.push_back(
+            {layer.view.sink_rows + (head * kv.sink_capacity + token) * kv.row_bytes(),
+             layer.pages.address(token / kv.page_tokens) + head * kv.page_tokens * kv.row_bytes(),
+             static_cast<std::size_t>(count * kv.row_bytes())});
+      }
+    }
+  }
+  stream.copy(runs);
+}
+
+void SequenceMemory::release(transfer::Stream& stream) {
+  for (LayerState& layer : layers_) {
+    layer.pages.shrink(stream, 0);
+    for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
+    give_back_row_cache(stream, engine_, layer);
+  }
+  engine_.session_device_bytes -= buffer_.bytes();
+  engine_.retire(stream.record(), std::move(buffer_));
+}
+
+std::int64_t SequenceMemory::room(const LayerState& layer) const {
+  std::int64_t tokens = std::min(layer.pages.size() * engine_.kv.page_tokens, max_tokens_);
+  bool shared = tail_shared(layer.pages, layer.length, engine_.kv.page_tokens);
+  for (const transfer::PageTable& blocks : layer.blocks) {
+    tokens = std::min(tokens, blocks.size() * hashing::kBlockTokens);
+    shared = shared || tail_shared(blocks, layer.length, hashing::kBlockTokens);
+  }
+  return shared ? layer.length : tokens;
+}
+
+}  // namespace kvtier::runtime

@@ -1,0 +1,88 @@
+#pragma once
+
+#include "runtime/engine/engine_state.h"
+#include "runtime/paging/page_table.h"
+#include "transfer/device/device.h"
+#include "transfer/kv/sequence.h"
+#include "transfer/row_cache/row_cache.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvtier::runtime {
+
+/// Pages or blocks of `b` tokens that hold `a`.
+[[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) noexcept {
+  return (a + b - 1) / b;
+}
+
+/// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
+/// own are in `view.counters`.
+struct LayerState {
+  transfer::PageTable pages;
+  std::vector<transfer::PageTable> blocks;  ///< One per sketch of the engine.
+  transfer::SequenceView view;
+  std::int64_t length = 0;
+  /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
+  /// `length` apart: appends up to there write in place.
+  std::int64_t capacity = 0;
+  std::vector<std::int64_t>
+      needed{};  ///< Pages that the last launch read; with page prefetch only.
+  std::byte* row_cache_frame =
+      nullptr;  ///< See runtime/sequence/row_cache.h; none until a step has fetched.
+  transfer::RowCache row_cache{};    ///< In it.
+  bool may_hold_prefetched = false;  ///< Rows may have been prefetched.
+};
+
+/// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
+/// with its tables, counters, sinks and rings. Called with the engine's mutex held.
+///
+/// Whoever lets go of it calls `release` first; frames would otherwise go back with no event.
+class SequenceMemory {
+ public:
+  /// Allocates the buffer of a sequence of at most `max_tokens` tokens; enqueues nothing. Throws
+  /// `kResourceExhausted`.
+  SequenceMemory(EngineState& engine, std::int64_t max_tokens);
+  SequenceMemory(const SequenceMemory&) = delete;  // holds frames
+  SequenceMemory& operator=(const SequenceMemory&) = delete;
+
+  /// Enqueues what makes it an empty sequence.
+  void clear(transfer::Stream& stream);
+  /// Makes it the sequence that `other`, of the same capacity, is: its buffer is copied, its pages
+  /// and blocks are held by both from then on. The part-filled last page and block are among them,
+  /// so that neither sequence has room until it has copied them.
+  void share(transfer::Stream& stream, SequenceMemory& other);
+  /// Gives everything back, reused after the work enqueued on `stream` so far.
+  void release(transfer::Stream& stream);
+
+  /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
+  /// whole pages that others have written; those of the sinks are resident.
+  void begin_at(transfer::Stream& stream, std::int64_t tokens);
+  /// Tells the device a layer's length and capacity. Cached rows past the length are forgotten:
+  /// other tokens may come there.
+  void set_length(transfer::Stream& stream, const LayerState& layer) const;
+  /// Ends each layer's room where it has none of its own, after frames have become shared.
+  void limit_room(transfer::Stream& stream);
+  /// Tokens up to which a layer can be written in place.
+  [[nodiscard]] std::int64_t room(const LayerState& layer) const;
+
+  /// Says that a graph is being captured that uses the memory: its pages stay where they are, those
+  /// that it takes later, too. Throws `kFailedPrecondition` when some are evicted or have moved.
+  void capture();
+  [[nodiscard]] bool captured() const noexcept { return captured_; }
+  void keep_pages(LayerState& layer, std::int64_t begin);
+
+  [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
+  [[nodiscard]] int page_tokens() const noexcept { return engine_.kv.page_tokens; }
+
+ private:
+  void share_layer(transfer::Stream& stream, const LayerState& from, LayerState& to) const;
+
+  EngineState& engine_;
+  std::int64_t max_tokens_;
+  transfer::Buffer buffer_;
+  std::vector<LayerState> layers_;
+  bool captured_ = false;
+};
+
+}  // namespace kvtier::runtime

@@ -1,0 +1,42 @@
+#include "runtime/step/step.h"
+
+#include <cmath>
+#include <limits>
+
+namespace kvtier::runtime {
+
+bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
+  return rule == other.rule && params == other.params && recall_params == other.recall_params &&
+         softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap;
+}
+
+ResolvedOptions resolve_options(const EngineState& engine, int layer,
+                                const AttendOptions& options) {
+  const ModelConfig& model = engine.config.model;
+  const LayerConfig defaults = model.layer_options.empty()
+                                   ? LayerConfig{}
+                                   : model.layer_options[static_cast<std::size_t>(layer)];
+  const RetrievalConfig& retrieval =
+      options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
+  ResolvedOptions resolved;
+  const float default_scale = 1.0F / std::sqrt(static_cast<float>(model.head_dim));
+  resolved.softmax_scale =
+      options.softmax_scale.value_or(defaults.softmax_scale.value_or(default_scale));
+  resolved.logit_softcap = options.logit_softcap.value_or(defaults.logit_softcap);
+  resolved.dense_from = options.dense_from.value_or(std::numeric_limits<std::int64_t>::max());
+  resolved.tokens_after = options.tokens_after;
+  resolved.rule = {.mode = options.mode.value_or(defaults.mode),
+                   .sink_tokens = retrieval.sink_tokens,
+                   .recent_tokens = retrieval.recent_tokens,
+                   .window_tokens = defaults.window_tokens};
+  resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale, layer);
+  return resolved;
+}
+
+std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length) {
+  const transfer::AttendedSpans everything{
+      .sink_end = 0, .eligible_end = length, .tail_begin = length, .visible = length};
+  return transfer::num_to_select(params.top_k, params.sparsity, everything);
+}
+
+}  // namespace kvtier::runtime

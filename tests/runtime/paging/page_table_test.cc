@@ -1,0 +1,377 @@
+#include "runtime/paging/page_table.h"
+
+#include "support/fake_device.h"
+#include "support/model_calls.h"
+#include "transfer/kv/rows.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvtier::transfer {
+namespace {
+
+using testing::FakeDevice;
+
+constexpr std::size_t kTableFrameBytes = 64;
+
+class PageTableTest : public ::testing::Test {
+ protected:
+  std::vector<std::byte*> mirror_ = std::vector<std::byte*>(1000, nullptr);
+  FakeDevice device_;
+  std::unique_ptr<Stream> stream_ = device_.make_stream();
+};
+
+TEST_F(PageTableTest, MirrorsItsFramesOnTheDevice) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 1000 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 1000);
+
+  // One, past one patch, and past two.
+  for (const std::int64_t count : {1, kMaxTablePatch + 2, 3 * kMaxTablePatch, 1000}) {
+    ASSERT_TRUE(table.grow(*stream_, count));
+    device_.run_all();
+    ASSERT_EQ(table.size(), count);
+    for (std::int64_t i = 0; i < count; ++i) {
+      ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.frame(i)) << "entry " << i;
+    }
+  }
+  EXPECT_EQ(pool.num_used(), 1000U);
+}
+
+TEST_F(PageTableTest, WorkEnqueuedEarlierReadsTheOldAddresses) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 4);
+
+  ASSERT_TRUE(table.grow(*stream_, 2));
+
+  EXPECT_EQ(mirror_[0], nullptr);
+  device_.run_all();
+  EXPECT_EQ(mirror_[1], table.frame(1));
+  EXPECT_EQ(mirror_[2], nullptr);
+}
+
+TEST_F(PageTableTest, GrowBeyondCapacityChangesNothing) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 10 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 4);
+  ASSERT_TRUE(table.grow(*stream_, 3));
+  device_.run_all();
+
+  EXPECT_FALSE(table.grow(*stream_, 5));
+
+  EXPECT_EQ(table.size(), 3);
+  EXPECT_EQ(pool.num_used(), 3U);
+  EXPECT_EQ(device_.pending(*stream_), 0U);
+}
+
+TEST_F(PageTableTest, GrowBeyondThePoolChangesNothing) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 8);
+  ASSERT_TRUE(table.grow(*stream_, 3));
+  device_.run_all();
+
+  EXPECT_FALSE(table.grow(*stream_, 5));
+
+  EXPECT_EQ(table.size(), 3);
+  EXPECT_EQ(pool.num_used(), 3U);
+  EXPECT_EQ(device_.pending(*stream_), 0U);
+  EXPECT_TRUE(table.grow(*stream_, 4));
+}
+
+TEST_F(PageTableTest, GrowToFewerKeepsAll) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 4);
+  ASSERT_TRUE(table.grow(*stream_, 3));
+
+  EXPECT_TRUE(table.grow(*stream_, 1));
+  EXPECT_TRUE(table.grow(*stream_, 0));
+  table.shrink(*stream_, 3);
+  table.shrink(*stream_, 10);
+
+  EXPECT_EQ(table.size(), 3);
+}
+
+TEST_F(PageTableTest, ShrunkFramesAreReusedAfterTheStreamHasPassed) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 2);
+  ASSERT_TRUE(table.grow(*stream_, 2));
+  std::byte* const second = table.frame(1);
+
+  table.shrink(*stream_, 1);
+
+  std::byte* taken = nullptr;
+  EXPECT_EQ(table.size(), 1);
+  EXPECT_EQ(pool.num_used(), 1U);
+  EXPECT_FALSE(pool.take_all({&taken, 1}));
+  device_.run_all();
+  EXPECT_TRUE(pool.take_all({&taken, 1}));
+  EXPECT_EQ(taken, second);
+}
+
+TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 5 * kTableFrameBytes);
+  PageTable parent(pool, mirror_.data(), 8), child(pool, mirror_.data() + 8, 8);
+  ASSERT_TRUE(parent.grow(*stream_, 4));
+  child.share(parent, 3);
+  EXPECT_EQ(child.size(), 3);
+  EXPECT_EQ(pool.num_used(), 4U);
+  EXPECT_TRUE(parent.shared(2) && child.shared(2));
+  EXPECT_FALSE(parent.shared(3));
+
+  std::byte* fresh = nullptr;
+  ASSERT_TRUE(pool.take_all({&fresh, 1}, stream_.get()));
+  std::byte* const old = parent.frame(2);
+  child.replace(*stream_, 2, fresh);
+  EXPECT_EQ(child.frame(2), fresh);
+  EXPECT_EQ(parent.frame(2), old);
+  EXPECT_FALSE(parent.shared(2) || child.shared(2));
+  device_.run_all();
+  EXPECT_EQ(mirror_[8 + 2], fresh);
+  EXPECT_EQ(mirror_[2], old);
+
+  parent.shrink(*stream_, 0);
+  EXPECT_EQ(pool.num_used(), 3U);
+  child.shrink(*stream_, 0);
+  EXPECT_EQ(pool.num_used(), 0U);
+}
+
+TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
+  constexpr std::int64_t kCount = kMaxTablePatch + 3;
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 400 * kTableFrameBytes);
+  PageTable other(pool, mirror_.data(), 400), table(pool, mirror_.data() + 400, 400);
+  ASSERT_TRUE(other.grow(*stream_, kCount));
+  ASSERT_TRUE(table.grow(*stream_, 2));
+  std::vector<std::byte*> frames;
+  for (std::int64_t i = kCount; i-- > 0;) frames.push_back(other.frame(i));
+  table.share(*stream_, frames);
+  device_.run_all();
+
+  ASSERT_EQ(table.size(), 2 + kCount);
+  EXPECT_FALSE(table.shared(1));
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    EXPECT_TRUE(table.shared(2 + i));
+    ASSERT_EQ(table.frame(2 + i), other.frame(kCount - 1 - i));
+    ASSERT_EQ(mirror_[static_cast<std::size_t>(402 + i)], table.frame(2 + i)) << "entry " << i;
+  }
+  EXPECT_EQ(pool.num_shared(), static_cast<std::size_t>(kCount));
+  other.shrink(*stream_, 0);
+  table.shrink(*stream_, 0);
+}
+
+TEST_F(PageTableTest, MoveLeavesTheFramesToOneOwner) {
+  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  {
+    PageTable table(pool, mirror_.data(), 4);
+    ASSERT_TRUE(table.grow(*stream_, 3));
+    const PageTable moved(std::move(table));
+    EXPECT_EQ(moved.size(), 3);
+    EXPECT_EQ(moved.device_addresses(), mirror_.data());
+    EXPECT_EQ(pool.num_used(), 3U);
+  }
+  EXPECT_EQ(pool.num_used(), 0U);
+}
+
+/// Tables on streams of their own, grown and shrunk at random while their streams run at random
+/// speed. The model keeps the readers of each frame that may still run; a frame that a table
+/// gets is written only when those of its former owners are done.
+class PageTableModel {
+ public:
+  explicit PageTableModel(unsigned seed) : random_(seed) {
+    for (std::size_t i = 0; i < kTables; ++i) {
+      mirrors_.emplace_back(static_cast<std::size_t>(kCapacity), nullptr);
+      streams_.push_back(device_.make_stream());
+      tables_.emplace_back(pool_, mirrors_.back().data(), kCapacity);
+    }
+  }
+
+  void run(int operations) {
+    for (int i = 0; i < operations && !::testing::Test::HasFatalFailure(); ++i) {
+      const std::size_t which = pick(kTables);
+      switch (pick(5)) {
+        case 0:
+        case 1:
+          grow(which);
+          break;
+        case 2:
+          shrink(which);
+          break;
+        default:
+          for (std::size_t steps = pick(200); steps > 0; --steps) device_.step(*streams_[which]);
+          break;
+      }
+      check_conservation();
+    }
+  }
+
+  /// Every frame comes back, and nothing is held.
+  void finish() {
+    for (std::size_t i = 0; i < kTables; ++i) tables_[i].shrink(*streams_[i], 0);
+    device_.run_all();
+    std::vector<std::byte*> all(kFrames);
+    EXPECT_TRUE(pool_.take_all(all));
+    EXPECT_EQ(std::set<std::byte*>(all.begin(), all.end()).size(), kFrames);
+    pool_.give_back(all, Event());
+    tables_.clear();
+    streams_.clear();
+    EXPECT_EQ(device_.live_events(), 0U);
+  }
+
+ private:
+  static constexpr std::size_t kTables = 5;
+  static constexpr std::size_t kFrames = 97;
+  static constexpr std::int64_t kCapacity = 40;
+
+  std::size_t pick(std::size_t n) {
+    return std::uniform_int_distribution<std::size_t>(0, n - 1)(random_);
+  }
+
+  void grow(std::size_t which) {
+    PageTable& table = tables_[which];
+    const auto count = static_cast<std::int64_t>(pick(kCapacity + 5));
+    const std::int64_t old_size = table.size();
+    const std::size_t old_used = used();
+    const bool fits =
+        count <= kCapacity &&
+        old_used + static_cast<std::size_t>(std::max<std::int64_t>(count - old_size, 0)) <= kFrames;
+    ASSERT_EQ(table.grow(*streams_[which], count), fits);
+    ASSERT_EQ(table.size(), fits ? std::max(count, old_size) : old_size);
+    for (std::int64_t i = old_size; i < table.size(); ++i) {
+      std::byte* frame = table.frame(i);
+      ASSERT_TRUE(owned_.insert(frame).second) << "a frame with two owners";
+      // Written as soon as the stream comes to it: the readers of former owners have to be done.
+      streams_[which]->run([readers = readers_[frame]] {
+        for (const auto& done : readers) EXPECT_TRUE(*done) << "a frame reused too early";
+      });
+    }
+    const std::byte* const* mirror = table.device_addresses();
+    std::vector<std::byte*> expected;
+    for (std::int64_t i = 0; i < table.size(); ++i) expected.push_back(table.frame(i));
+    // What the stream sees at this point of its order, however late it runs.
+    streams_[which]->run([mirror, frames = std::move(expected)] {
+      EXPECT_TRUE(std::equal(frames.begin(), frames.end(), mirror));
+    });
+  }
+
+  void shrink(std::size_t which) {
+    PageTable& table = tables_[which];
+    const auto count = static_cast<std::int64_t>(pick(kCapacity + 5));
+    for (std::int64_t i = count; i < table.size(); ++i) {
+      auto done = std::make_shared<bool>(false);
+      std::vector<std::shared_ptr<bool>>& readers = readers_[table.frame(i)];
+      std::erase_if(readers, [](const auto& reader) { return *reader; });
+      readers.push_back(done);
+      streams_[which]->run([done] { *done = true; });  // the last reader
+      owned_.erase(table.frame(i));
+    }
+    const std::int64_t kept = std::min(table.size(), count);
+    table.shrink(*streams_[which], count);
+    ASSERT_EQ(table.size(), kept);
+  }
+
+  [[nodiscard]] std::size_t used() const {
+    std::size_t total = 0;
+    for (const PageTable& table : tables_) total += static_cast<std::size_t>(table.size());
+    return total;
+  }
+
+  void check_conservation() {
+    ASSERT_EQ(pool_.num_used(), used());
+    ASSERT_EQ(owned_.size(), used());
+  }
+
+  std::mt19937 random_;
+  FakeDevice device_;
+  FramePool pool_{device_, Space::kPinnedHost, kTableFrameBytes, kFrames* kTableFrameBytes};
+  std::map<std::byte*, std::vector<std::shared_ptr<bool>>> readers_;
+  std::set<std::byte*> owned_;
+  std::deque<std::vector<std::byte*>> mirrors_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  std::deque<PageTable> tables_;
+};
+
+/// A pool that says where frames are as a test wants.
+class MovingPool final : public FramePool {
+ public:
+  using FramePool::FramePool;
+  [[nodiscard]] std::byte* address(std::byte* frame) const override {
+    const auto moved = moved_.find(frame);
+    return moved == moved_.end() ? frame : moved->second;
+  }
+  [[nodiscard]] std::uint64_t num_moves() const override { return num_moves_; }
+  void move(std::byte* frame, std::byte* to) {
+    moved_[frame] = to;
+    ++num_moves_;
+  }
+
+ private:
+  std::map<std::byte*, std::byte*> moved_;
+  std::uint64_t num_moves_ = 1;
+};
+
+TEST_F(PageTableTest, SyncsAddressesOfFramesThatHaveMoved) {
+  constexpr std::int64_t kCount = 2 * kMaxTablePatch + 5;
+  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kCount * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), kCount);
+  ASSERT_TRUE(table.grow(*stream_, kCount));
+  EXPECT_TRUE(table.addresses_current());
+  std::vector<std::byte> elsewhere(kCount);
+
+  // Away: not current until it is back, and its entry stays as it was.
+  pool.move(table.frame(3), nullptr);
+  EXPECT_FALSE(table.addresses_current());
+  EXPECT_EQ(table.sync_addresses(*stream_), 1);
+  EXPECT_FALSE(table.addresses_current());
+  pool.move(table.frame(3), &elsewhere[3]);
+  for (const std::int64_t i : {0, 1, 299, 300, static_cast<int>(kCount - 1)}) {
+    pool.move(table.frame(i), &elsewhere[static_cast<std::size_t>(i)]);
+  }
+  EXPECT_EQ(table.sync_addresses(*stream_), 0);
+  EXPECT_TRUE(table.addresses_current());
+  device_.run_all();
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.address(i)) << "entry " << i;
+  }
+  EXPECT_EQ(mirror_[3], &elsewhere[3]);
+
+  // What has not moved is not written again.
+  pool.move(table.frame(7), &elsewhere[7]);
+  EXPECT_EQ(table.sync_addresses(*stream_), 0);
+  EXPECT_EQ(device_.pending(*stream_), 1U);
+  device_.run_all();
+  EXPECT_EQ(mirror_[7], &elsewhere[7]);
+}
+
+TEST_F(PageTableTest, AnEvictedFrameKeepsTheTableThatTakesItFromBeingCurrent) {
+  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 8 * kTableFrameBytes);
+  PageTable table(pool, mirror_.data(), 4);
+  PageTable other(pool, mirror_.data() + 4, 4);
+  ASSERT_TRUE(table.grow(*stream_, 2));
+  pool.move(table.frame(1), nullptr);
+  std::byte* const frames[] = {table.frame(0), table.frame(1)};
+
+  other.share(*stream_, frames);
+  EXPECT_FALSE(other.addresses_current());
+  EXPECT_EQ(other.sync_addresses(*stream_), 1);
+  other.shrink(*stream_, 1);
+  EXPECT_EQ(other.sync_addresses(*stream_), 0);
+  EXPECT_TRUE(other.addresses_current());
+}
+
+TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {
+  for (const unsigned seed : {1U, 2U, 3U, 4U}) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    PageTableModel model(seed);
+    model.run(testing::num_model_calls(100'000) / 4);
+    model.finish();
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::transfer

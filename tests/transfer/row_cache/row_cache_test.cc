@@ -1,0 +1,196 @@
+#include "tests/transfer/row_cache/row_cache_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <utility>
+#include <vector>
+
+namespace kvtier::transfer {
+namespace {
+
+KVTIER_INSTANTIATE_BACKENDS(RowCacheTest);
+
+TEST_P(RowCacheTest, KeepsWhatThePlainModelKeepsAndServesTheSameRows) {
+  struct Case {
+    int num_sets;
+    RowCachePolicy policy;
+    int head_dim;
+  };
+  for (const Case& c : {Case{1, RowCachePolicy::kScore, 64}, Case{3, RowCachePolicy::kClock, 96},
+                        Case{8, RowCachePolicy::kLru, 128}, Case{9, RowCachePolicy::kScore, 256},
+                        Case{21, RowCachePolicy::kScore, 128}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const RowCacheShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<CachedSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 700, shape, true));
+    for (int step = 0; step < 12; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      // Two query rows of one sequence, which may want the same missing rows.
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 700, 300), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
+                   400, 250);
+      if (HasFailure()) return;
+      if (step % 4 == 3) forget(g, sequences[0], shape, 500 - 100 * (step / 4));
+    }
+    EXPECT_GT(hits_, 100U);
+    EXPECT_GT(evictions_, 10U);
+  }
+}
+
+TEST_P(RowCacheTest, PrefetchedRowsAreThoseOfThePlainModelAndTheCountersAddUp) {
+  struct Case {
+    int num_sets;
+    RowCachePolicy policy;
+    int head_dim;
+  };
+  for (const Case& c : {Case{9, RowCachePolicy::kScore, 128}, Case{5, RowCachePolicy::kClock, 64},
+                        Case{4, RowCachePolicy::kLru, 256}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const RowCacheShape shape{.num_sets = c.num_sets, .policy = c.policy};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<CachedSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 700, shape, true));
+    prefetched_ = useful_ = wasted_ = 0;
+    for (int step = 0; step < 16; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      // Two query rows of one sequence, which may want the same rows.
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 700, 150), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 700, 90)},
+                   400, step % 2 == 1 ? 250 : 0, step % 2 == 1 ? Way::kStaged : Way::kPrefetched);
+      if (HasFailure()) return;
+      if (step % 8 == 6) forget(g, sequences[0], shape, 500 - 100 * (step / 8));
+    }
+    EXPECT_GT(useful_, 50U);
+    EXPECT_GT(wasted_, 5U);
+    std::uint64_t waiting = 0;
+    for (const CachedSequence& sequence : sequences) {
+      for (const std::vector<ModelSet>& sets : sequence.model) {
+        for (const ModelSet& set : sets)
+          waiting += static_cast<std::uint64_t>(set.num_prefetched());
+      }
+    }
+    EXPECT_EQ(prefetched_, useful_ + wasted_ + waiting);
+    for (CachedSequence& sequence : sequences) forget(g, sequence, shape, 0);
+    EXPECT_EQ(prefetched_, useful_ + wasted_);
+  }
+}
+
+TEST_P(RowCacheTest, SaysWhereRowsAreThatItFinds) {
+  struct Case {
+    int num_sets;
+    int head_dim;
+  };
+  for (const Case& c : {Case{1, 128}, Case{9, 64}, Case{21, 96}, Case{40, 256}}) {
+    const KvGeometry g = geometry(2, c.head_dim, 16, 6, 20);
+    const RowCacheShape shape{.num_sets = c.num_sets};
+    SCOPED_TRACE(describe_geometry(g) + ", sets " + std::to_string(c.num_sets) + ", seed " +
+                 std::to_string(kSeed));
+    std::vector<CachedSequence> sequences;
+    sequences.push_back(make(g, 900, shape, true));
+    sequences.push_back(make(g, 300, shape, false));
+    sequences.push_back(make(g, 1700, shape, true));
+    if (GetParam() == Backend::kCpu) {
+      EXPECT_THROW(
+          check_gather(g, sequences, shape, {random_query(0, 2, 900, 10)}, 10, 10, Way::kPlaced),
+          Error);
+      continue;
+    }
+    for (int step = 0; step < 8; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      check_gather(g, sequences, shape,
+                   {random_query(2, 2, 1700, 900), random_query(0, 2, 900, 130),
+                    random_query(1, 2, 300, 60), random_query(2, 2, 1700, 90)},
+                   1000, 750, step == 5 ? Way::kStaged : Way::kPlaced);
+      if (HasFailure()) return;
+      if (step % 4 == 3) forget(g, sequences[0], shape, 500 - 100 * (step / 4));
+    }
+    EXPECT_GT(hits_, 100U);
+  }
+}
+
+TEST_P(RowCacheTest, LooksThroughListsLongerThanATile) {
+  const KvGeometry g = geometry(1, 64, 64, 8, 8);
+  const RowCacheShape shape{.num_sets = 10};
+  std::vector<CachedSequence> sequences;
+  sequences.push_back(make(g, 6000, shape, true));
+  for (const std::size_t most : {2048U, 2049U, 5000U}) {
+    check_gather(g, sequences, shape, {random_query(0, 1, 6000, most)}, 6000, 5900);
+  }
+}
+
+TEST_P(RowCacheTest, ServesRowsOfAnotherTokenThatCameAfterATruncation) {
+  const KvGeometry g = geometry(1, 64, 16, 4, 8);
+  const RowCacheShape shape{.num_sets = 2};
+  std::vector<CachedSequence> sequences;
+  sequences.push_back(make(g, 100, shape, true));
+  const QueryIds query{.sequence = 0, .ids = {{10, 50, 51}}, .masks = {{1, 1, 1}}};
+
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  EXPECT_EQ(hits_, 3U);
+  forget(g, sequences[0], shape, 51);
+  check_gather(g, sequences, shape, {query}, 8, 8);
+  EXPECT_EQ(hits_, 5U);
+}
+
+TEST_P(RowCacheTest, OfNoRowsOrNoStagingOnlyCounts) {
+  const KvGeometry g = geometry(2, 64, 16, 4, 8);
+  const RowCacheShape shape{.num_sets = 2};
+  std::vector<CachedSequence> sequences;
+  sequences.push_back(make(g, 40, shape, true));
+
+  check_gather(g, sequences, shape, {{.sequence = 0, .ids = {{}, {}}, .masks = {{}, {}}}}, 8, 8);
+  check_gather(g, sequences, shape, {{.sequence = 0, .ids = {{9}, {8, 9}}, .masks = {{1}, {1, 1}}}},
+               8, 0);
+}
+
+TEST_P(RowCacheTest, RefusesWhatDoesNotFit) {
+  const KvGeometry g = geometry(1, 64, 16, 4, 8);
+  RowCacheGather good;
+  good.shape.num_sets = 1;
+  good.totals = totals_.as<RowCacheTotals>();
+  const std::vector<std::pair<const char*, void (*)(RowCacheGather&)>> cases = {
+      {"sets of the row cache", [](RowCacheGather& x) { x.shape.num_sets = 0; }},
+      {"cached rows", [](RowCacheGather& x) { x.row_cache.push({}); }},
+      {"sequence of a row", [](RowCacheGather& x) { x.rows.push({.sequence = 0}); }},
+      {"staged_capacity", [](RowCacheGather& x) { x.selection.staged_capacity = 1; }},
+      {"staged_capacity: expected 0 for row prefetch",
+       [](RowCacheGather& x) {
+         x.prefetched = true;
+         x.selection.capacity = x.selection.staged_capacity = 1;
+       }},
+      {"staged: ",
+       [](RowCacheGather& x) { x.selection.capacity = x.selection.staged_capacity = 1; }},
+      {"totals", [](RowCacheGather& x) { x.totals = nullptr; }},
+      {"places: expected none for row prefetch",
+       [](RowCacheGather& x) {
+         static PlacedList list;
+         x.prefetched = true;
+         x.places.lists = &list;
+       }},
+  };
+  for (const auto& [what, change] : cases) {
+    RowCacheGather bad = good;
+    change(bad);
+    try {
+      gather_cached_rows(*stream_, g, bad);
+      ADD_FAILURE() << what;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_EQ(std::string(error.what()).find(what), 0U) << error.what();
+    }
+  }
+  gather_cached_rows(*stream_, g, good);
+}
+
+}  // namespace
+}  // namespace kvtier::transfer

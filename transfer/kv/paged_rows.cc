@@ -1,0 +1,123 @@
+#include "transfer/kv/paged_rows.h"
+
+#include "transfer/device/parallel.h"
+#include "transfer/device/with_cuda.h"
+#include "transfer/kv/paged_rows_kernels.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtier::transfer {
+
+void read_tables(Stream& stream, const TableInput& input, std::int32_t* blocks, std::int64_t stride,
+                 SequenceCounters* counters, TableFaults* faults) {
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::read_tables(stream.native(), input, blocks, stride, counters, faults);
+    }
+  }
+  stream.run([=] { cpu::read_tables(input, blocks, stride, counters, faults); });
+}
+
+void list_attended(Stream& stream, const SpanRule& rule, const SequenceBatch& sequences,
+                   const QueryBatch& rows, int kv_heads, const SelectionView& selection,
+                   const AttendedList& list) {
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::list_attended(stream.native(), rule, sequences, rows, kv_heads, selection, list);
+    }
+  }
+  stream.run([=] { cpu::list_attended(rule, sequences, rows, kv_heads, selection, list); });
+}
+
+void gather_paged_rows(Stream& stream, const KvGeometry& geometry, const SlotTables& slots,
+                       const PagedRows& cache, const QueryBatch& rows, const SelectionView& list) {
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::gather_paged_rows(stream.native(), geometry, slots, cache, rows, list);
+    }
+  }
+  stream.run([=] { cpu::gather_paged_rows(geometry, slots, cache, rows, list); });
+}
+
+namespace cpu {
+
+void read_tables(const TableInput& input, std::int32_t* blocks, std::int64_t stride,
+                 SequenceCounters* counters, TableFaults* faults) {
+  for (int s = 0; s < input.sequences; ++s) {
+    const std::int64_t given = input.lengths[s * input.length_stride];
+    const std::int64_t length = std::clamp<std::int64_t>(given, 0, input.max_length);
+    if (length != given) ++faults->lengths;
+    counters[s] = {.length = length, .capacity = length};
+    const std::int64_t used = (length + input.block_tokens - 1) / input.block_tokens;
+    for (std::int64_t i = 0; i < used; ++i) {
+      const std::int32_t id = input.blocks[s * input.stride + i];
+      const bool inside = id >= 0 && id < input.num_blocks;
+      if (!inside) ++faults->blocks;
+      blocks[s * stride + i] = inside ? id : 0;
+    }
+  }
+}
+
+void list_attended(const SpanRule& rule, const SequenceBatch& sequences, const QueryBatch& rows,
+                   int kv_heads, const SelectionView& selection, const AttendedList& list) {
+  for (int row = 0; row < rows.count; ++row) {
+    const AttendedSpans spans =
+        attended_spans(rule, sequences[rows[row].sequence].counters->length, rows[row]);
+    for (int head = 0; head < list.heads; ++head) {
+      const std::int64_t from = std::int64_t{row} * kv_heads + head;
+      const AttendedTokens tokens(spans, selection.counts[from]);
+      const std::int64_t count = std::min(tokens.count(), list.n);
+      const std::int64_t to = std::int64_t{row} * list.heads + head;
+      std::int32_t* ids = list.ids + row * list.row_stride + head * list.head_stride;
+      float* bias = list.bias == nullptr
+                        ? nullptr
+                        : list.bias + row * list.bias_row_stride + head * list.bias_head_stride;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t chosen = tokens.chosen(i);
+        const std::int64_t entry = from * selection.capacity + chosen;
+        ids[i] =
+            chosen < 0 ? static_cast<std::int32_t>(tokens.num_static(i)) : selection.ids[entry];
+        if (bias != nullptr) {
+          bias[i] = chosen < 0 || selection.bias == nullptr ? 0.0F : selection.bias[entry];
+        }
+        if (list.head_mask != nullptr) list.head_mask[to * list.n + i] = list.all_heads;
+      }
+      if (list.counts != nullptr) {
+        list.counts[to] = static_cast<std::int32_t>(count);
+        continue;
+      }
+      std::fill(ids + count, ids + list.n, -1);
+      if (bias != nullptr) std::fill(bias + count, bias + list.n, 0.0F);
+    }
+  }
+}
+
+void gather_paged_rows(const KvGeometry& geometry, const SlotTables& slots, const PagedRows& cache,
+                       const QueryBatch& rows, const SelectionView& list) {
+  const std::size_t half_bytes = static_cast<std::size_t>(geometry.row_bytes()) / 2;
+  const auto address = [&](const PagedRows::Half& half, std::int64_t slot, std::int64_t head) {
+    return half.data +
+           2 * (slot / slots.block_tokens * half.block_stride +
+                slot % slots.block_tokens * half.token_stride + head * half.head_stride);
+  };
+  parallel_for(
+      std::int64_t{rows.count} * geometry.kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t lane = begin; lane < end; ++lane) {
+          const auto row = static_cast<int>(lane / geometry.kv_heads);
+          const std::int32_t* table = slots.of(rows[row].sequence);
+          for (std::int64_t i = 0; i < list.counts[lane]; ++i) {
+            const std::int64_t token = list.ids[lane * list.capacity + i];
+            const std::int64_t slot = slot_of(table, slots.block_tokens, token);
+            const std::int64_t head = lane % geometry.kv_heads;
+            std::byte* to = list.staged + (lane * list.staged_capacity + i) * geometry.row_bytes();
+            std::memcpy(to, address(cache.keys, slot, head), half_bytes);
+            std::memcpy(to + half_bytes, address(cache.values, slot, head), half_bytes);
+          }
+        }
+      });
+}
+
+}  // namespace cpu
+
+}  // namespace kvtier::transfer

@@ -1,0 +1,130 @@
+#include "transfer/row_cache/row_cache.h"
+
+#include "kvtier/error.h"
+
+#include "transfer/device/with_cuda.h"
+#include "transfer/row_cache/row_cache_kernels.h"
+
+#include <string>
+
+namespace kvtier::transfer {
+namespace {
+
+constexpr std::size_t kAlign = 256;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+std::size_t set_bytes(const KvGeometry& geometry, int num_sets) {
+  const std::size_t sets =
+      static_cast<std::size_t>(geometry.kv_heads) * static_cast<std::size_t>(num_sets);
+  return aligned(sets * sizeof(RowCacheSet));
+}
+
+std::int64_t all_sets(const KvGeometry& geometry, int num_sets) {
+  return std::int64_t{geometry.kv_heads} * num_sets;
+}
+
+/// Offsets of what `RowCachePlaces` points to; lists are in front.
+struct PlaceOffsets {
+  std::size_t places = 0;
+  std::size_t unordered = 0;
+  std::size_t tickets = 0;
+  std::size_t end = 0;
+};
+
+PlaceOffsets place_offsets(const KvGeometry& geometry, std::int64_t rows,
+                           std::int64_t staged_capacity) {
+  const std::size_t lists = static_cast<std::size_t>(rows * geometry.kv_heads);
+  const std::size_t entries = lists * static_cast<std::size_t>(staged_capacity);
+  PlaceOffsets at;
+  at.places = aligned(lists * sizeof(PlacedList));
+  at.unordered = at.places + aligned(entries * sizeof(RowPlace));
+  at.tickets = at.unordered + aligned(entries * sizeof(FoundRow));
+  at.end = at.tickets + aligned(lists * sizeof(std::uint32_t));
+  return at;
+}
+
+void expect(bool ok, const char* what, std::int64_t found) {
+  if (ok) return;
+  throw Error(ErrorCode::kInvalidArgument, std::string(what) + ", found " + std::to_string(found));
+}
+
+void check(const RowCacheGather& gather) {
+  expect(gather.shape.num_sets >= 1, "sets of the row cache: expected at least 1",
+         gather.shape.num_sets);
+  expect(gather.row_cache.count == gather.sequences.count,
+         "cached rows: expected those of each sequence", gather.row_cache.count);
+  for (int i = 0; i < gather.rows.count; ++i) {
+    const int sequence = gather.rows[i].sequence;
+    expect(sequence >= 0 && sequence < gather.sequences.count,
+           "sequence of a row: expected one of the batch", sequence);
+  }
+  const SelectionView& selection = gather.selection;
+  expect(!gather.prefetched || selection.staged_capacity == 0,
+         "staged_capacity: expected 0 for row prefetch", selection.staged_capacity);
+  expect(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity,
+         "staged_capacity: expected 0 to the capacity", selection.staged_capacity);
+  expect(selection.staged != nullptr || selection.staged_capacity == 0,
+         "staged: expected a staging area for all rows", 0);
+  expect(gather.totals != nullptr, "totals: expected memory for them", 0);
+  expect(gather.places.lists == nullptr || !gather.prefetched,
+         "places: expected none for row prefetch", 1);
+}
+
+}  // namespace
+
+std::size_t row_cache_bytes(const KvGeometry& geometry, int num_sets) {
+  const auto rows = static_cast<std::size_t>(all_sets(geometry, num_sets)) * kSetWays;
+  return set_bytes(geometry, num_sets) + rows * static_cast<std::size_t>(geometry.row_bytes());
+}
+
+RowCache row_cache_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
+  if (memory == nullptr) return {};
+  return {reinterpret_cast<RowCacheSet*>(memory), memory + set_bytes(geometry, num_sets)};
+}
+
+std::size_t row_cache_places_bytes(const KvGeometry& geometry, std::int64_t rows,
+                                   std::int64_t staged_capacity) {
+  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
+  return at.end;
+}
+
+RowCachePlaces row_cache_places_in(const KvGeometry& geometry, std::int64_t rows,
+                                   std::int64_t staged_capacity, std::byte* memory) {
+  if (memory == nullptr) return {};
+  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
+  return {.lists = reinterpret_cast<PlacedList*>(memory),
+          .places = reinterpret_cast<RowPlace*>(memory + at.places),
+          .unordered = reinterpret_cast<FoundRow*>(memory + at.unordered),
+          .tickets = reinterpret_cast<std::uint32_t*>(memory + at.tickets)};
+}
+
+void clear_row_cache(Stream& stream, const KvGeometry& geometry, int num_sets,
+                     const RowCache& row_cache) {
+  stream.fill(row_cache.sets, kEmptySetByte, set_bytes(geometry, num_sets));
+}
+
+void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget) {
+  if (forget.row_cache.sets == nullptr) return;
+  const std::int64_t sets = all_sets(geometry, forget.num_sets);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::forget_cached_rows(stream.native(), forget, sets);
+    }
+  }
+  stream.run([=] { cpu::forget_cached_rows(forget, sets); });
+}
+
+void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather) {
+  check(gather);
+  expect(gather.places.lists == nullptr || stream.native() != nullptr,
+         "places: expected none on the CPU", 1);
+  if constexpr (kWithCuda) {
+    if (stream.native() != nullptr) {
+      return cuda::gather_cached_rows(stream.native(), geometry, gather);
+    }
+  }
+  stream.run([=] { cpu::gather_cached_rows(geometry, gather); });
+}
+
+}  // namespace kvtier::transfer
