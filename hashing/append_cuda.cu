@@ -30,7 +30,7 @@ using transfer::cuda::RawPiece;
 constexpr std::int64_t kMostTokens = 128;
 
 /// Blocks of an SM, for which a thread has 64 registers: then a block of a kernel that selects fits
-/// beside one (scoring/soft_fused_smem_cuda.cu).
+/// beside one (scoring/soft/smem_cuda.cu).
 constexpr int kLeastBlocks = 6;
 /// Blocks worth having before a block is given more than one tile: two per SM of an H200.
 constexpr int kEnoughBlocks = 264;

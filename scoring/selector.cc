@@ -1,6 +1,6 @@
 #include "scoring/selector.h"
 
-#include "scoring/recall_cpu.h"
+#include "scoring/cpu/recall_cpu.h"
 #include "scoring/selection_plan.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/two_phase.h"

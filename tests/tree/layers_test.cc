@@ -67,7 +67,7 @@ TEST(IncludeRules, FindCudaAboveTheSeam) {
                              "cub/cub.cuh", "mma.h", "cublas_v2.h", "cuda/std/atomic"}) {
     EXPECT_THAT(problem("runtime/step/step.cc", header, false), HasSubstr("CUDA header")) << header;
     EXPECT_THAT(problem("tests/runtime/step_test.cc", header, false), HasSubstr("CUDA header"));
-    EXPECT_THAT(problem("scoring/selector_cuda.cu", header, false), IsEmpty()) << header;
+    EXPECT_THAT(problem("scoring/plan/selector_cuda.cu", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("transfer/device/device_cuda.cc", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("attention/row_loads.cuh", header, false), IsEmpty()) << header;
     EXPECT_THAT(problem("transfer/device/cuda_check.h", header, false), IsEmpty()) << header;

@@ -1,0 +1,381 @@
+#pragma once
+
+#include "attention/store_output.cuh"
+#include "attention/warp_attention.cuh"
+#include "scoring/fused/scores_cuda.cuh"
+#include "scoring/fused/tables_cuda.cuh"
+
+#include <cstdint>
+
+/// Attention by the blocks that have chosen a group's tokens. Each posts the ids that it has chosen
+/// at their places in the list; the rows, always-attended tokens first, are then shared out evenly,
+/// wherever the chosen ones lie. Each block posts its part of the result, and merges a share of the
+/// coordinates of all heads.
+namespace kvtier::scoring::cuda {
+
+/// The head dimension that is served.
+inline constexpr int kAttendDim = 128;
+using AttendTile = attention::cuda::TileLayout<kAttendDim>;
+
+/// What the kernel that selects is told about attention.
+struct FusedAttention {
+  attention::AttendTargets targets;
+  int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: attention is not
+              ///< fused.
+};
+
+/// Dynamic shared memory, once the choice is made; the tiles follow.
+struct FusedAttentionShared {
+  static constexpr int kPitch = kAttendDim + 8;  ///< Four heads in four groups of banks.
+
+  alignas(16) float queries[kFusedHeads][kPitch];
+  float2 states[kFusedWarps][kFusedHeads];
+  float weights[kFusedHeads][kFusedWarps];
+};
+static_assert(sizeof(FusedAttentionShared) % 16 == 0 && AttendTile::kBytes % 16 == 0);
+
+inline int __host__ __device__ fused_attention_bytes(int tiles) {
+  return static_cast<int>(sizeof(FusedAttentionShared)) + tiles * AttendTile::kBytes;
+}
+
+/// Words of a block's part: `[heads][kAttendDim]` of the accumulators, then `[heads][2]` of states.
+inline std::int64_t __host__ __device__ fused_part_words(int group) {
+  return std::int64_t{group} * (kAttendDim + 2);
+}
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// The rows that a group attends, in shared memory.
+struct FusedRows {
+  int resident_begin;
+  int sink_end;    ///< Entries [0, sink_end) are these tokens,
+  int tail_begin;  ///< entries [sink_end, num_static) those from here on,
+  int num_static;  ///< entries [num_static, count) the chosen ones.
+  int count;
+
+  /// One thread; a barrier must follow.
+  __device__ void fill(const FilterArgs& args, int row, std::int64_t chosen) {
+    const SelectRequest& request = args.request;
+    const transfer::QueryRow& query = request.rows[row];
+    const transfer::SequenceCounters& counters = *request.sequences[query.sequence].counters;
+    const transfer::AttendedSpans spans =
+        transfer::attended_spans(request.rule, counters.length, query);
+    resident_begin = static_cast<int>(counters.resident_begin);
+    sink_end = static_cast<int>(spans.sink_end);
+    tail_begin = static_cast<int>(spans.tail_begin);
+    num_static = static_cast<int>(spans.num_static());
+    count = num_static + static_cast<int>(chosen);
+  }
+};
+
+/// Where the blocks of a group post the ids that they have chosen, and biases.
+__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
+  return args.filter.fused_ids + 2 * group_index * args.selection.capacity;
+}
+
+/// Where a row is, and what is added to its logits.
+struct FusedRow {
+  const std::byte* address = nullptr;
+  float bias = 0.0F;
+};
+
+/// Finds a row; waits for the block that has chosen it. Divisions are of 32 bits. `biased`: ids are
+/// followed by biases.
+__device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transfer::KvGeometry& kv,
+                                  const transfer::SequenceView& sequence, int kv_head,
+                                  const BlockExchange& peers, const TaggedWord* ids, bool biased) {
+  FusedRow row;
+  int token = entry < rows.sink_end ? entry : entry - rows.sink_end + rows.tail_begin;
+  if (entry >= rows.num_static) {
+    if (biased) {
+      uint2 words[1];
+      peers.fetch<1>(ids + 2 * (entry - rows.num_static), 0, 1, kIdsStage, words);
+      token = static_cast<int>(words[0].x);
+      row.bias = __uint_as_float(words[0].y);
+    } else {
+      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.num_static), kIdsStage));
+    }
+  }
+  constexpr std::int64_t kRowBytes = 4 * kAttendDim;
+  const auto number = static_cast<unsigned>(token);
+  if (token < kv.sink_capacity) {
+    row.address =
+        sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
+  } else if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
+    const unsigned slot = number % static_cast<unsigned>(kv.recent_capacity);
+    row.address =
+        sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
+  } else {
+    const auto page_tokens = static_cast<unsigned>(kv.page_tokens);
+    row.address = sequence.pages[number / page_tokens] +
+                  (std::int64_t{kv_head} * kv.page_tokens + number % page_tokens) * kRowBytes;
+  }
+  return row;
+}
+
+/// A warp starts to copy 16 rows to a tile, a vector a lane: row r from the address of lane `first`
+/// + r, zeros where that is null.
+__device__ inline void copy_rows(std::byte* tile, const std::byte* address, int first) {
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned to = transfer::cuda::shared_address(tile) + lane * 16;
+#pragma unroll
+  for (int r = 0; r < attention::cuda::kTileRows; ++r) {
+    const auto from =
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(address), first + r);
+    transfer::cuda::copy_async_16(to + static_cast<unsigned>(r * AttendTile::kPitch),
+                                  reinterpret_cast<const std::byte*>(from) + lane * 16, from != 0);
+  }
+}
+
+/// Asks for the page addresses that rows of the group may need.
+__device__ inline void prefetch_pages(const FilterArgs& args, int row, std::int64_t tokens) {
+  constexpr unsigned kLine = 128 / sizeof(void*);
+  const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
+  const unsigned pages =
+      static_cast<unsigned>(tokens) / static_cast<unsigned>(args.request.kv.page_tokens) + 1;
+  for (unsigned i = threadIdx.x * kLine; i < pages; i += kFusedThreads * kLine) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(sequence.pages + i)));
+  }
+}
+
+/// Warps that have tiles of `rows` rows.
+__device__ inline int warps_with(int rows) {
+  constexpr int kRows = attention::cuda::kTileRows;
+  return min((rows + kRows - 1) / kRows, kFusedWarps);
+}
+
+/// Attends to the block's share of the rows, which `find` finds: leaves states of the
+/// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
+template <typename T, typename Find>
+__device__ void attend_share(const FusedAttention& attention, const HeadSource& query,
+                             const transfer::cuda::RawPiece& raw_query, int group, int count_rows,
+                             const Find& find, FusedAttentionShared& shared, std::byte* tiles) {
+  constexpr int kRows = attention::cuda::kTileRows;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int of_block = (count_rows + kRows - 1) / kRows;
+  const int count = max(of_block - warp + kFusedWarps - 1, 0) / kFusedWarps;  // tiles of this warp
+  const int stages = warp + kFusedWarps < attention.tiles ? 2 : 1;
+  const auto tile_of = [&](int i) {
+    return tiles + (warp + (stages == 2 ? i % 2 : 0) * kFusedWarps) * AttendTile::kBytes;
+  };
+  // Lane r + 16 i has row r of tile i of a pair.
+  FusedRow row;
+  const auto find_pair = [&](int tile) {
+    const int entry = (warp + (tile + lane / 16) * kFusedWarps) * kRows + lane % 16;
+    row = entry < count_rows ? find(entry) : FusedRow{};
+    __syncwarp();
+  };
+  int started = 0;
+  // One group of copies per call, empty past the end, so that waiting can count groups.
+  const auto start_next = [&] {
+    if (started < count) {
+      const int half = started % 2;
+      std::byte* const tile = tile_of(started);
+      if (lane / 16 == half) {
+        reinterpret_cast<unsigned*>(tile + AttendTile::kMasks)[lane % 16] =
+            row.address != nullptr ? 0xFFFFU : 0U;
+        reinterpret_cast<float*>(tile + AttendTile::kBiases)[lane % 16] = row.bias;
+      }
+      copy_rows(tile, row.address, half * 16);
+      ++started;
+      if (half == 1 && started < count) find_pair(started);
+    }
+    transfer::cuda::copy_async_commit();
+  };
+  if (count > 0) find_pair(0);
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) start_next();
+
+  constexpr int kPieces = kAttendDim / kPiece;
+  if (static_cast<int>(threadIdx.x) / kPieces < group) {
+    float x[kPiece];
+    transfer::cuda::to_floats(raw_query, query.dtype, x);
+    auto* to = reinterpret_cast<float4*>(
+        &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece]);
+    to[0] = {x[0], x[1], x[2], x[3]};
+    to[1] = {x[4], x[5], x[6], x[7]};
+  }
+  __syncthreads();  // the queries are there
+  attention::cuda::QueryFragments<T, kAttendDim, 1> queries;
+  attention::cuda::WarpAttention<T, kAttendDim, 1> warp_attention;
+  if (count > 0) {  // else the others have the pipe of shared memory to themselves
+    queries.load(shared.queries[0], group, attention.targets.softmax_scale, nullptr,
+                 FusedAttentionShared::kPitch);
+    warp_attention.clear();
+  }
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    if (stages == 2) {
+      transfer::cuda::copy_async_wait<1>();
+    } else {
+      transfer::cuda::copy_async_wait<0>();
+    }
+    __syncwarp();  // the copies of all lanes, and masks
+    warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap, {});
+    __syncwarp();  // no lane reads the tile any more when it is overwritten
+    start_next();
+  }
+  static_assert(AttendTile::kBytes >= kFusedHeads * (kAttendDim + 4) * 4);
+  if (count > 0) warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));
+  __syncthreads();  // states and accumulators of the warps that have tiles are there
+}
+
+/// Merges what the first `warps` warps have, and tells the group. Holds a barrier.
+__device__ inline void post_part(int group, int warps, const BlockExchange& peers, TaggedWord* part,
+                                 FusedAttentionShared& shared, const std::byte* tiles) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (warp < group) {
+    float2 state{-INFINITY, 0.0F};
+    if (lane < warps) state = shared.states[lane][warp];
+    float most = state.x;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, distance));
+    }
+    const float weight = state.y > 0.0F ? __expf(state.x - most) : 0.0F;
+    float sum = weight * state.y;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    }
+    if (lane < kFusedWarps) shared.weights[warp][lane] = weight;
+    if (lane == 0) {
+      peers.post_pair(part + group * kAttendDim + 2 * warp, kPartsStage, __float_as_uint(most),
+                      __float_as_uint(sum));
+    }
+  }
+  __syncthreads();  // the weights are there
+  constexpr int kPairs = kAttendDim / 2;
+  const auto pair = static_cast<int>(threadIdx.x);
+  static_assert(kFusedHeads * kPairs <= kFusedThreads);
+  if (pair >= group * kPairs) return;
+  const int head = pair / kPairs;
+  const auto* from =
+      reinterpret_cast<const float*>(tiles) + head * (kAttendDim + 4) + pair % kPairs * 2;
+  float2 sum{};
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
+    const float weight = shared.weights[head][w];
+    const float2 own = *reinterpret_cast<const float2*>(from + w * (AttendTile::kBytes / 4));
+    sum.x += weight * own.x;
+    sum.y += weight * own.y;
+  }
+  peers.post_pair(part + 2 * pair, kPartsStage, __float_as_uint(sum.x), __float_as_uint(sum.y));
+}
+
+/// Merges the block's share of the coordinates: a lane has two of them, of one part.
+__device__ inline void merge_share(const attention::OutputItem& item, int group, int kv_head,
+                                   const BlockExchange& peers, const TaggedWord* parts) {
+  constexpr int kPairs = kAttendDim / 2;
+  constexpr int kAtOnce = kFusedThreads / static_cast<int>(kFusedBlocks);
+  const int pairs = group * kPairs;
+  const int each = (pairs + static_cast<int>(peers.blocks) - 1) / static_cast<int>(peers.blocks);
+  const int first = static_cast<int>(peers.rank) * each;
+  const int last = min(first + each, pairs);
+  const unsigned part = threadIdx.x % kFusedBlocks;
+  const TaggedWord* const from = parts + part * fused_part_words(group);
+#pragma unroll 1
+  for (int base = first; base < last; base += kAtOnce) {
+    const int pair = base + static_cast<int>(threadIdx.x / kFusedBlocks);
+    const bool present = pair < last && part < peers.blocks;
+    const int head = min(pair, pairs - 1) / kPairs;
+    uint2 words[2];  // of the accumulators, of the state
+    peers.fetch<2>(from + 2 * pair, group * kAttendDim + 2 * head - 2 * pair, present ? 2 : 0,
+                   kPartsStage, words);
+    attention::SoftmaxState state;
+    if (present) state = {__uint_as_float(words[1].x), __uint_as_float(words[1].y)};
+    float most = state.max;
+#pragma unroll
+    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, distance));
+    }
+    const float weight = state.sum > 0.0F ? __expf(state.max - most) : 0.0F;
+    attention::SoftmaxState total{most, weight * state.sum};
+    float2 sum{weight * __uint_as_float(words[0].x), weight * __uint_as_float(words[0].y)};
+#pragma unroll
+    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+      total.sum += __shfl_xor_sync(kFullWarp, total.sum, distance);
+      sum.x += __shfl_xor_sync(kFullWarp, sum.x, distance);
+      sum.y += __shfl_xor_sync(kFullWarp, sum.y, distance);
+    }
+    if (pair >= last || part != 0) continue;
+    const int query_head = kv_head * group + head;
+    const int x = pair % kPairs * 2;
+    const std::int64_t at = query_head * item.head_stride + x;
+    const float inverse = total.inverse_sum();
+    attention::cuda::store_output(item.dtype, item.out, at, sum.x * inverse);
+    attention::cuda::store_output(item.dtype, item.out, at + 1, sum.y * inverse);
+    if (x == 0 && item.lse != nullptr) item.lse[query_head * item.lse_stride] = total.lse();
+  }
+}
+
+/// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
+/// threads; begins with a barrier, after which nobody may use `memory` for anything else.
+template <typename T>
+__device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
+                              const FusedAttention& attention, const BlockExchange& peers,
+                              const FusedRows& rows, int row, int kv_head, std::int64_t group_index,
+                              std::byte* memory) {
+  const transfer::KvGeometry& kv = args.request.kv;
+  const int group = kv.group();
+  auto& shared = *reinterpret_cast<FusedAttentionShared*>(memory);
+  std::byte* const tiles = memory + sizeof(FusedAttentionShared);
+  constexpr int kPieces = kAttendDim / kPiece;
+  HeadSource query{};
+  transfer::cuda::RawPiece raw_query{};
+  if (const int head = static_cast<int>(threadIdx.x) / kPieces; head < group) {
+    const transfer::QueryItem& item = input.items[row];
+    query = transfer::cuda::head_source(item.query, item.token, kv_head * group + head);
+    raw_query = transfer::cuda::load_piece(query, static_cast<int>(threadIdx.x) % kPieces);
+  }
+  transfer::cuda::copy_async_wait<0>();  // sketches of a row from which nothing is chosen
+  __syncthreads();                       // the memory is free
+  const int blocks = static_cast<int>(peers.blocks);
+  const int each = (rows.count + blocks - 1) / blocks;
+  const int first = min(static_cast<int>(peers.rank) * each, rows.count);
+  const int own = min(each, rows.count - first);
+  const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
+  const TaggedWord* const ids = posted_ids(args, group_index);
+  const bool biased = args.selection.bias != nullptr;
+  attend_share<T>(
+      attention, query, raw_query, group, own,
+      [&](int entry) {
+        return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
+      },
+      shared, tiles);
+  TaggedWord* const parts =
+      args.filter.fused_parts + group_index * kFusedBlocks * fused_part_words(group);
+  post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
+            tiles);
+  merge_share(attention.targets.outputs[row], group, kv_head, peers, parts);
+}
+
+/// Counts the rows of all groups of a row. One thread of the row.
+__device__ inline void tell_rows(const SelectRequest& request, const FusedRows& rows) {
+  if (request.flags == nullptr) return;
+  const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
+  transfer::cuda::raise(&request.flags->rows_selected,
+                        heads * static_cast<std::uint64_t>(rows.count - rows.num_static));
+  transfer::cuda::raise(&request.flags->rows_resident,
+                        heads * static_cast<std::uint64_t>(rows.count));
+}
+
+/// `attend_chosen` in the format of the pages; one block tells of the rows.
+__device__ inline void attend_row(const FilterArgs& args, const FusedInput& input,
+                                  const FusedAttention& attention, const BlockExchange& peers,
+                                  const FusedRows& rows, int row, int kv_head,
+                                  std::int64_t group_index, std::byte* memory) {
+  if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
+  if (args.request.kv.dtype == DType::kFloat16) {
+    attend_chosen<__half>(args, input, attention, peers, rows, row, kv_head, group_index, memory);
+  } else {
+    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, row, kv_head, group_index,
+                                 memory);
+  }
+}
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

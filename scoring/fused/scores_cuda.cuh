@@ -1,0 +1,395 @@
+#pragma once
+
+#include "scoring/fused/block_exchange_cuda.cuh"
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+/// The first half of a selection on chip: a block copies the sketches of its tokens unit by unit,
+/// and leaves in shared memory the integer sums and the norms of each, and of each head the part of
+/// its normaliser.
+namespace kvtier::scoring::cuda {
+
+/// Addresses of the sketch blocks of a warp's units, which are kFusedWarps apart, so each in the
+/// block after that of the one before. A lane has one of 32 units, and that of the next 32: a load
+/// that is issued after copies returns after them, and nothing may wait for it. Whole warps only.
+class UnitBlocks {
+ public:
+  /// Of `count` units from `first` on.
+  __device__ void start(const std::byte* const* blocks, int first, int count) {
+    static_assert(kFusedWarps * kFusedUnit == hashing::kBlockTokens);
+    blocks_ = blocks + first / kFusedWarps;
+    count_ = count;
+    own_ = load(static_cast<int>(threadIdx.x) % 32);
+    next_ = load(static_cast<int>(threadIdx.x) % 32 + 32);
+  }
+  /// That of unit `i`; one after another.
+  __device__ const std::byte* at(int i) {
+    if (i > 0 && i % 32 == 0) {
+      own_ = next_;
+      next_ = load(i + 32 + static_cast<int>(threadIdx.x) % 32);
+    }
+    return reinterpret_cast<const std::byte*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(own_), i % 32));
+  }
+
+ private:
+  [[nodiscard]] __device__ const std::byte* load(int i) const {
+    return i < count_ ? blocks_[i] : nullptr;
+  }
+
+  const std::byte* const* blocks_ = nullptr;
+  int count_ = 0;
+  const std::byte* own_ = nullptr;
+  const std::byte* next_ = nullptr;
+};
+
+/// The units of one warp on their way through its ring of stages: every kFusedWarps-th of the
+/// block's. Whole warps only.
+class FusedRing {
+ public:
+  __device__ FusedRing(const FilterArgs& args, int kv_head, const FusedShape& shape, int chunks,
+                       std::byte* memory)
+      : memory_(memory +
+                static_cast<int>(threadIdx.x / 32) * shape.stages * fused_unit_bytes(chunks)),
+        policy_(transfer::cuda::read_once_policy()),
+        chunks_(chunks),
+        stages_(shape.stages) {
+    const hashing::SketchGeometry& sketch = args.request.sketch;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    constexpr int kNormLanes = kFusedUnit * 2 / 16;
+    codes_ = sketch.chunk_offset(kv_head, 0, 0) + lane * 16;
+    norms_ = lane < kNormLanes ? sketch.key_norm_offset(kv_head, 0)
+                               : sketch.value_norm_offset(kv_head, 0);
+    norms_ += lane % kNormLanes * 16;
+    copies_norms_ = lane < 2 * kNormLanes;
+  }
+
+  /// Starts to copy the first units. What an earlier call has started has come to nothing.
+  __device__ void start(const std::byte* const* blocks, const FusedShare& share) {
+    transfer::cuda::copy_async_wait<0>();
+    __syncwarp();
+    first_ = share.first + static_cast<int>(threadIdx.x / 32);
+    count_ = max(share.last - first_ + kFusedWarps - 1, 0) / kFusedWarps;
+    next_ = 0;
+    stage_ = 0;
+    blocks_.start(blocks, first_, count_);
+    for (int i = 0; i < stages_; ++i) fill_next();
+  }
+  /// Waits for the next unit and returns it.
+  __device__ const std::byte* wait() {
+    switch (stages_) {
+      case 2:
+        transfer::cuda::copy_async_wait<1>();
+        break;
+      case 3:
+        transfer::cuda::copy_async_wait<2>();
+        break;
+      default:
+        transfer::cuda::copy_async_wait<kFusedStages - 1>();
+    }
+    __syncwarp();  // the copies of all lanes
+    return memory_ + stage_ * fused_unit_bytes(chunks_);
+  }
+  /// Gives the unit's stage to the copies.
+  __device__ void release() {
+    __syncwarp();  // all lanes have read it
+    fill_next();
+  }
+
+ private:
+  /// One group of copies per call, empty past the end, so that waiting can count groups.
+  __device__ void fill_next() {
+    if (next_ < count_) fill();
+    transfer::cuda::copy_async_commit();
+    ++next_;
+    stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
+  }
+  __device__ void fill() {
+    constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
+    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
+    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
+    const std::byte* block = blocks_.at(next_);
+    const int unit = first_ % kUnitsPerBlock;  // of the block, as of every unit of the warp
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned to =
+        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
+        static_cast<unsigned>(lane * 16);
+    const std::byte* codes = block + codes_ + unit * kChunkBytes;
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kChunkBytes / 512; ++i) {
+        transfer::cuda::copy_async_16_once(to + chunk * kChunkBytes + i * 512,
+                                           codes + chunk * kStrideBytes + i * 512, policy_);
+      }
+    }
+    if (copies_norms_) {
+      transfer::cuda::copy_async_16_once(to + chunks_ * kChunkBytes,
+                                         block + norms_ + unit * kFusedUnit * 2, policy_);
+    }
+  }
+
+  std::byte* memory_;
+  std::uint64_t policy_;
+  UnitBlocks blocks_;
+  std::int64_t codes_;  // of the lane's first vector in a block
+  std::int64_t norms_;
+  int chunks_;
+  int stages_;
+  int first_ = 0;  // unit of the warp,
+  int count_ = 0;  // how many it has,
+  int next_ = 0;   // and the next to copy
+  int stage_ = 0;
+  bool copies_norms_;
+};
+
+/// As `QuadColumns`, in shared memory.
+template <int kKnownChunks, int kWeightBits>
+class FusedColumns {
+ public:
+  static constexpr int kBits = kWeightBits;
+  static constexpr int kChunks = kKnownChunks;
+  static constexpr int kProducts = kBits / 2;
+
+  __device__ void load(const std::uint32_t* columns) {
+    columns_ = columns + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kChunks * kProducts; ++i) held_[i] = columns_[i * 32];
+  }
+  __device__ std::uint32_t word(int chunk, int product) const {
+    const int at = chunk * kProducts + product;
+    return kChunks > 0 ? held_[kChunks > 0 ? at : 0] : columns_[at * 32];
+  }
+
+ private:
+  const std::uint32_t* columns_ = nullptr;
+  std::uint32_t held_[kChunks > 0 ? kChunks* kProducts : 1];
+};
+
+/// Base-2 logarithm of a norm, which is no subnormal; -infinity for 0.
+__device__ inline float log2_norm(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// The two norms of a token in one word, 0 for one that is not finite.
+struct PackedNorms {
+  __device__ static std::uint32_t pack(std::uint32_t key, std::uint32_t value) {
+    constexpr std::uint32_t kBad = hashing::kNonfiniteNorm;
+    return key == kBad || value == kBad ? 0U : key | value << 16;
+  }
+  /// `weight`: what the logarithm of the value norm counts, 0 or 1.
+  __device__ static FusedNorms unpack(std::uint32_t packed, float weight) {
+    const float key = norm_value(static_cast<std::uint16_t>(packed));
+    const float log_value =
+        weight * log2_norm(norm_value(static_cast<std::uint16_t>(packed >> 16)));
+    return {key, packed != 0 ? log_value : -INFINITY};
+  }
+};
+
+/// The block's (row, KV head), and its tokens.
+struct FusedWork {
+  RowPlan plan;
+  std::int64_t group_index;
+  int kv_head;
+  int first_token;
+  int count;  // of the block's tokens, in whole units
+  int begin;  // of the eligible ones among them
+  int end;
+
+  __device__ FusedWork(const FilterArgs& args, int row, int kv_head_, unsigned rank,
+                       unsigned blocks)
+      : plan(plan_of_row(args, row)),
+        group_index(std::int64_t{row} * args.request.kv.kv_heads + kv_head_),
+        kv_head(kv_head_) {
+    const FusedShare share(plan.begin, plan.end, rank, blocks);
+    first_token = share.first * kFusedUnit;
+    count = share.units() * kFusedUnit;
+    begin = static_cast<int>(plan.begin - first_token);
+    end = static_cast<int>(min(plan.end - first_token, std::int64_t{count}));
+  }
+  /// Whether the row has nothing to choose from. `plan.k` takes a division of doubles.
+  [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
+};
+
+/// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
+__device__ inline void tell(const FilterArgs& args, const FusedWork& work) {
+  const SelectRequest& request = args.request;
+  const RowPlan& plan = work.plan;
+  if (work.empty()) args.selection.counts[work.group_index] = 0;
+  if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
+              static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
+  }
+}
+
+/// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
+/// each quad. `factors` is of the heads in whole quads.
+template <int kQuads, int kChunks, int kBits>
+__device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const FusedWork& work,
+                             int chunks, const float* factors, const FusedScores& scores,
+                             FusedNorms* norms_memory, FusedQueries& queries) {
+  static_assert(kFusedUnit == 2 * kFusedTile);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
+  FusedNorms* const norms = norms_memory + warp * kFusedUnit;
+  FusedColumns<kChunks, kBits> columns[kQuads];
+  float own_factors[kQuads];
+  int weight_sums[kQuads];
+  FusedSum totals[kQuads];
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+    columns[quad].load(queries.columns + quad * chunks * (kBits / 2) * 32);
+    own_factors[quad] = factors[quad * 4 + lane % 4];
+    weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
+  }
+  const unsigned entry = FusedScores::entry_of(static_cast<unsigned>(lane) * 2);
+  std::uint32_t* packed_to = scores.norms + warp * kFusedUnit + entry;
+  uint2* sums_to = scores.sums + warp * (kFusedUnit / kFusedTile) * kQuads * 32 + lane;
+#pragma unroll 1
+  for (int first = warp * kFusedUnit; first < work.count; first += kFusedWarps * kFusedUnit) {
+    const std::byte* stage = ring.wait();
+    const auto* raw =
+        reinterpret_cast<const std::uint32_t*>(stage + chunks * kFusedUnit * hashing::kChunkBytes) +
+        lane;
+    const std::uint32_t key_pair = raw[0];
+    const std::uint32_t value_pair = raw[kFusedUnit / 2];
+    const std::uint32_t packed[2] = {PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU),
+                                     PackedNorms::pack(key_pair >> 16, value_pair >> 16)};
+    packed_to[0] = packed[0];
+    packed_to[FusedScores::kNextEntry] = packed[1];
+    packed_to += kFusedWarps * kFusedUnit;
+    FusedNorms own[2] = {PackedNorms::unpack(packed[0], weight),
+                         PackedNorms::unpack(packed[1], weight)};
+    if (first < work.begin || first + kFusedUnit > work.end) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = first + lane * 2 + i;
+        if (token < work.begin || token >= work.end) own[i].log_value = -INFINITY;
+      }
+    }
+    *reinterpret_cast<float4*>(norms + lane * 2) =
+        make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
+    __syncwarp();
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      constexpr int kTiles = kFusedUnit / kFusedTile;
+      float values[kTiles][4];
+      float most = totals[quad].most;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        int sums[4];
+        signed_sums<kFusedUnit>(stage + tile * kFusedTile * hashing::kChunkBytes, columns[quad],
+                                chunks, weight_sums[quad], sums);
+        sums_to[(tile * kQuads + quad) * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
+                                                          __byte_perm(sums[2], sums[3], 0x5410));
+#pragma unroll
+        for (int row = 0; row < 4; ++row) {
+          const FusedNorms norm = norms[tile * kFusedTile + row * 8 + lane / 4];
+          values[tile][row] =
+              fmaf(own_factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
+          most = fmaxf(most, values[tile][row]);
+        }
+      }
+      float sum = totals[quad].sum * exp2_fast(totals[quad].most - most);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int row = 0; row < 4; ++row) sum += exp2_fast(values[tile][row] - most);
+      }
+      totals[quad] = {most, sum};
+    }
+    sums_to += kFusedWarps * (kFusedUnit / kFusedTile) * kQuads * 32;
+    ring.release();
+  }
+  transfer::cuda::copy_async_wait<0>();
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      const float most = __shfl_xor_sync(kFullWarp, totals[quad].most, distance);
+      const float sum = __shfl_xor_sync(kFullWarp, totals[quad].sum, distance);
+      totals[quad].add(most, sum);
+    }
+    if (lane < 4) queries.warp_sums[warp][quad * 4 + lane] = {totals[quad].most, totals[quad].sum};
+  }
+}
+
+/// Adds up what the lanes of a warp have; all lanes get next to the same.
+__device__ inline FusedSum sum_lanes(FusedSum total) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float most = __shfl_xor_sync(kFullWarp, total.most, distance);
+    const float sum = __shfl_xor_sync(kFullWarp, total.sum, distance);
+    total.add(most, sum);
+  }
+  return total;
+}
+
+/// The block's sum for a head. A whole warp, after a barrier.
+__device__ inline FusedSum sum_of_block(const FusedQueries& queries, int head) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  FusedSum total;
+  if (lane < kFusedWarps) {
+    const float2 of_warp = queries.warp_sums[lane][head];
+    total = {of_warp.x, of_warp.y};
+  }
+  return sum_lanes(total);
+}
+
+/// Base-2 log-sum-exp.
+__device__ inline float normaliser(const FusedSum& total) {
+  return total.sum > 0.0F ? total.most + __log2f(total.sum) : 0.0F;
+}
+
+/// Exchanges the parts of the normalisers: fills `shared.references`, for heads past the group with
+/// infinity. All threads; begins and ends with a barrier.
+__device__ inline void exchange_sums(const FusedQueries& queries, const BlockExchange& peers,
+                                     int group, int heads, FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  static_assert(kFusedWarps >= kMaxGroup && kFusedBlocks <= 32);
+  __syncthreads();  // the sums of all warps are there, and nobody uses the ring any more
+  if (head < group) {
+    FusedSum total = sum_of_block(queries, head);
+    auto& sums = peers.box.sums;
+    if (lane == 0) {
+      peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(total.most),
+                      __float_as_uint(total.sum));
+    }
+    uint2 bits[1];
+    const bool has = static_cast<unsigned>(lane) < peers.blocks;
+    peers.fetch<1>(sums[has ? lane : 0][head], 0, has ? 1 : 0, kSumsStage, bits);
+    total = {};
+    if (has) total = {__uint_as_float(bits[0].x), __uint_as_float(bits[0].y)};
+    total = sum_lanes(total);
+    if (lane == 0) shared.references[head] = normaliser(total);
+  } else if (head < heads && lane == 0) {
+    shared.references[head] = INFINITY;
+  }
+  __syncthreads();
+}
+
+/// Adds up the parts of the normalisers in memory: fills `shared.references`. Ends with a barrier.
+__device__ inline void read_sums(const float2* partials, int parts, int group, int heads,
+                                 FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  if (head < group) {
+    FusedSum total;
+    for (int part = lane; part < parts; part += 32) {
+      const float2 one = partials[part * group + head];
+      total.add(one.x, one.y);
+    }
+    total = sum_lanes(total);
+    if (lane == 0) shared.references[head] = normaliser(total);
+  } else if (head < heads && lane == 0) {
+    shared.references[head] = INFINITY;
+  }
+  __syncthreads();
+}
+
+}  // namespace kvtier::scoring::cuda

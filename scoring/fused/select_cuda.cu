@@ -1,0 +1,439 @@
+#include "hashing/append.h"
+#include "scoring/fused/attention_cuda.cuh"
+#include "scoring/fused/choice_cuda.cuh"
+#include "scoring/fused/launch_cuda.cuh"
+#include "scoring/fused/scores_cuda.cuh"
+#include "scoring/fused/select_cuda.cuh"
+#include "scoring/fused/tables_cuda.cuh"
+#include "scoring/selection_plan.h"
+#include "scoring/stream/stream_cuda.h"
+#include "transfer/device/cuda_check.h"
+#include "transfer/device/launch_cuda.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+/// Half of an H200's L2 cache: scores that are written there are read back at once.
+constexpr std::int64_t kMostInL2 = std::int64_t{24} << 20;
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// Starts to copy a block's sketches before the wait, when an append under way may or may not have
+/// counted its tokens. All that are eligible were stored by earlier launches: appends that overlap
+/// with this kernel add no more tokens than are recent. Returns the block's share as it was taken.
+__device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int row,
+                                  unsigned rank, FusedRing& ring) {
+  if (!shape.early) return {0, 0, 0, 1};
+  const SelectRequest& request = args.request;
+  const transfer::QueryRow& query = request.rows[row];
+  const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
+  const FusedShare share(spans.sink_end, spans.eligible_end, rank, shape.blocks);
+  ring.start(request.sketches[query.sequence], share);
+  return share;
+}
+
+/// Makes the tables of the group's heads while sketches and an append are under way; ends with
+/// that. Returns the share of which the sketches are copied. `handed_on`: whether the next kernel
+/// uses the queries.
+template <int kBits>
+__device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
+                              const FusedShape& shape, int row, int kv_head, int chunks,
+                              const BlockExchange& peers, FusedRing& ring, FusedTables& tables,
+                              FusedQueries& queries, float* factors, bool handed_on) {
+  const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
+  if (static_cast<int>(threadIdx.x) < share.workers) {
+    post_products(args, input, row, kv_head, chunks, peers, share, tables);
+  }
+  const FusedShare started = start_early(args, shape, row, peers.rank, ring);
+  constexpr int kColumnWords = sizeof(queries.columns) / sizeof(std::uint32_t);
+  for (int i = static_cast<int>(threadIdx.x); i < kColumnWords; i += kFusedThreads) {
+    queries.columns[i] = 0;
+  }
+  if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
+  if (threadIdx.x < kFusedHeads) tables.largest[threadIdx.x] = 0;
+  __syncthreads();  // what is added to is clear
+  fetch_weights<kBits>(args, chunks, peers, tables, queries, factors);
+  if (input.after_append) transfer::cuda::wait_for_previous();
+  // That one may ask L1 for them at once. The others of the group would wait for this block.
+  if (handed_on && peers.rank == 0) __threadfence();
+  transfer::cuda::let_next_start();
+  return started;
+}
+
+/// Everything up to `queries.warp_sums`. All threads; no barrier at the end.
+template <int kQuads, int kChunks, int kBits>
+__device__ void score_share(const FilterArgs& args, const FusedShape& shape, const FusedWork& work,
+                            unsigned rank, const FusedShare& started, FusedRing& ring,
+                            const float* factors, const FusedScores& scores, FusedNorms* norms,
+                            FusedQueries& queries) {
+  const ScoreParams& params = args.request.params;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
+  const FusedShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
+  if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
+  score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms, queries);
+}
+
+#endif
+
+// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. Dynamic
+// shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
+// exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
+// bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
+// next. Then they attend, if that is wanted.
+template <int kQuads, int kChunks, int kBits>
+__global__ __launch_bounds__(kFusedThreads,
+                             1) void select_fused(const __grid_constant__ FilterArgs args,
+                                                  const __grid_constant__ FusedInput input,
+                                                  const __grid_constant__ FusedAttention attention,
+                                                  const __grid_constant__ FusedShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ __align__(16) FusedShared shared;
+  __shared__ __align__(16) FusedQueries queries;
+  __shared__ FusedRows rows;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
+  const auto row = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
+  const unsigned rank = blockIdx.x % shape.blocks;
+  const int group = args.request.kv.group();
+  auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
+  const FusedScores scores{keys, reinterpret_cast<uint2*>(keys + shape.capacity)};
+  std::byte* const after = dynamic + fused_scores_bytes(shape.capacity, kQuads);
+  auto* const norms = reinterpret_cast<FusedNorms*>(after);
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  if (!input.after_append) transfer::cuda::wait_for_previous();
+  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
+                            shape.blocks);
+  FusedRing ring(args, kv_head, shape, chunks,
+                 reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
+  const bool attends = attention.tiles > 0;
+  const FusedShare started =
+      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
+                     *reinterpret_cast<FusedTables*>(dynamic), queries, shared.factors, !attends);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  if (attends) {
+    if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
+    prefetch_pages(args, row, work.plan.end);
+  }
+  if (!work.empty()) {  // as all of the group
+    score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, shared.factors,
+                                        scores, norms, queries);
+    exchange_sums(queries, peers, group, 4 * kQuads, shared);
+    write_keys<kQuads>(args.request.params, work, scores, shared, keys);
+    TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    choose_best<ShareBins>(args, work, peers, keys, posted,
+                           *reinterpret_cast<FusedExchange*>(after), shared);
+  }
+  if (attends) {
+    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+  }
+#endif
+}
+
+// `shape.blocks` blocks per (row, KV head); the scores go to memory, and the parts of the
+// normalisers to `[row, KV head][block][head]`. Dynamic shared memory: the tables while they are
+// made, norms of units, the ring.
+template <int kQuads, int kChunks, int kBits>
+__global__ __launch_bounds__(kFusedThreads,
+                             1) void score_rows(const __grid_constant__ FilterArgs args,
+                                                const __grid_constant__ FusedInput input,
+                                                const __grid_constant__ FusedShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ float factors[kMaxGroup];
+  __shared__ __align__(16) FusedQueries queries;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
+  const auto row = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
+  const unsigned rank = blockIdx.x % shape.blocks;
+  const int group = args.request.kv.group();
+  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic + kFusedTableBytes);
+  if (!input.after_append) transfer::cuda::wait_for_previous();
+  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
+                            shape.blocks);
+  FusedRing ring(args, kv_head, shape, chunks,
+                 reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
+  const FusedShare started =
+      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
+                     *reinterpret_cast<FusedTables*>(dynamic), queries, factors, true);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  if (work.empty()) return;
+  const FusedScores scores =
+      fused_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
+  score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, factors, scores,
+                                      norms, queries);
+  __syncthreads();  // the sums of all warps are there
+  const auto head = static_cast<int>(threadIdx.x / 32);
+  if (head >= group) return;
+  const FusedSum total = sum_of_block(queries, head);
+  if (threadIdx.x % 32 != 0) return;
+  args.filter.fused_sums[(work.group_index * shape.blocks + rank) * group + head] = {total.most,
+                                                                                     total.sum};
+  if (rank == 0) args.filter.fused_factors[work.group_index * kFusedHeads + head] = factors[head];
+#endif
+}
+
+// `shape.blocks` blocks per (row, KV head), which choose among the scores in memory. Dynamic shared
+// memory: keys of the block's tokens, those in question of all blocks. `parts`: blocks that have
+// scored.
+template <int kQuads>
+__global__ __launch_bounds__(kFusedThreads,
+                             2) void choose_fused(const __grid_constant__ FilterArgs args,
+                                                  const __grid_constant__ FusedShape shape,
+                                                  int parts) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ __align__(16) FusedShared shared;
+  const auto row = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
+  const unsigned rank = blockIdx.x % shape.blocks;
+  const int group = args.request.kv.group();
+  auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  // The kernel that scores has let this one start when all before it were done.
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  if (work.empty()) return;  // the whole group
+  const BlockExchange peers(args, work.group_index, rank, shape.blocks);
+  if (threadIdx.x < kMaxGroup) {
+    const auto head = static_cast<int>(threadIdx.x);
+    shared.factors[head] =
+        head < group ? args.filter.fused_factors[work.group_index * kFusedHeads + head] : 0.0F;
+  }
+  read_sums(args.filter.fused_sums + work.group_index * parts * group, parts, group, 4 * kQuads,
+            shared);
+  const FusedScores scores =
+      fused_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
+  write_keys<kQuads>(args.request.params, work, scores, shared, keys);
+  choose_best<ShareBins>(args, work, peers, keys, nullptr,
+                         *reinterpret_cast<FusedExchange*>(keys + shape.capacity), shared);
+  peers.next_epoch();
+#endif
+}
+
+using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
+using ScoreKernel = void (*)(FilterArgs, FusedInput, FusedShape);
+
+/// Bytes of the scores of a (row, KV head) in memory.
+std::int64_t fused_row_bytes(const SelectRequest& request) {
+  return fused_row_tokens(request.max_length) * fused_token_bytes(fused_quads(request.kv.group()));
+}
+
+struct FusedKernels {
+  SelectKernel select;
+  ScoreKernel score;
+  void (*choose)(FilterArgs, FusedShape, int);
+};
+
+template <int kQuads, int kChunks, int kBits>
+FusedKernels kernels_of() {
+  return {select_fused<kQuads, kChunks, kBits>, score_rows<kQuads, kChunks, kBits>,
+          choose_fused<kQuads>};
+}
+
+FusedKernels fused_kernels(const SelectRequest& request) {
+  const int chunks = sign_chunks(request.params);
+  const int bits = request.params.weight_bits();
+  if (fused_quads(request.kv.group()) == 2) {
+    return bits <= 4 ? kernels_of<2, 0, 4>() : kernels_of<2, 0, 8>();
+  }
+  if (chunks == 2) {
+    if (bits <= 4) return kernels_of<1, 2, 4>();
+    return bits <= 6 ? kernels_of<1, 2, 6>() : kernels_of<1, 2, 8>();
+  }
+  if (bits > 4) return kernels_of<1, 0, 8>();
+  return chunks == 1 ? kernels_of<1, 1, 4>() : kernels_of<1, 0, 4>();
+}
+
+/// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
+bool fused_weights_fit(const ScoreParams& params) {
+  constexpr int kMostSum = 32767;
+  constexpr int kPairs = 64;  // projections that a warp fetches at a time, of one head
+  const int planes = params.query_planes();
+  const int levels = (1 << (kFusedQueryBits - 1)) - 1;
+  const int most = levels * planes * ((1 << std::max(params.code_bits, 1)) - 1);
+  return params.query_bits == kFusedQueryBits && params.weight_bits() <= kFusedMostBits &&
+         sign_chunks(params) <= kFusedChunks && most <= kMostSum &&
+         (params.code_bits == 0 || planes % kPairs == 0);
+}
+
+int choose_bytes(const FusedShape& shape) {
+  return shape.capacity * 4 + static_cast<int>(sizeof(FusedExchange));
+}
+
+int select_bytes(const FusedShape& shape, int quads, int chunks) {
+  return fused_scores_bytes(shape.capacity, quads) +
+         std::max(fused_ring_bytes(shape.stages, chunks), static_cast<int>(sizeof(FusedExchange)));
+}
+
+/// How a request is served.
+struct FusedPlan {
+  enum class Way { kNone, kOneKernel, kTwoKernels };
+  Way way = Way::kNone;
+  FusedShape shape{};  ///< Of the kernel that chooses.
+};
+
+/// Finds the most blocks of which the device has room for all groups at once, if these have room
+/// for a row.
+bool plan_one_kernel(const SelectRequest& request, SelectKernel kernel, FusedShape& shape) {
+  const int groups = request.kv.kv_heads * request.rows.count;
+  const int quads = fused_quads(request.kv.group());
+  const int chunks = sign_chunks(request.params);
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  if (groups > processors) return false;
+  // No more than have a unit for each warp.
+  constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedUnit;
+  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
+  shape.blocks = static_cast<unsigned>(
+      std::min({std::int64_t{processors / groups}, useful, std::int64_t{kFusedBlocks}}));
+  shape.capacity = tokens_of_block(request.max_length, shape.blocks);
+  for (shape.stages = 3; shape.stages >= 2; --shape.stages) {
+    const int bytes = select_bytes(shape, quads, chunks);
+    if (bytes > (shape.stages == 2 ? kMostBytes : kRoomyBytes)) continue;
+    if (blocks_at_once(kernel, bytes) >= groups * static_cast<int>(shape.blocks)) return true;
+  }
+  return false;
+}
+
+/// The same for rows of which the scores lie in memory. Blocks may share an SM.
+bool plan_choice(const SelectRequest& request, const FusedKernels& kernels, FusedShape& shape) {
+  const int groups = request.kv.kv_heads * request.rows.count;
+  for (shape.blocks = kFusedBlocks; shape.blocks >= 1; shape.blocks /= 2) {
+    shape.capacity = tokens_of_block(request.max_length, shape.blocks);
+    const int bytes = choose_bytes(shape);
+    if (bytes > kMostBytes) return false;
+    const int room = blocks_at_once(kernels.choose, bytes);
+    if (shape.blocks == 1 || groups * static_cast<int>(shape.blocks) <= room) return true;
+  }
+  return false;
+}
+
+FusedPlan plan_fused(const SelectRequest& request) {
+  const ScoreParams& params = request.params;
+  const int group = request.kv.group();
+  const bool together = params.selection == Selection::kPerKvHead || group == 1;
+  if (!request.may_exchange || params.estimator != Estimator::kNormAware ||
+      params.threshold > 0.0F || !together || group > kFusedHeads || !fused_weights_fit(params) ||
+      request.kv.kv_heads * request.rows.count > kFusedParts) {
+    return {};
+  }
+  const FusedKernels kernels = fused_kernels(request);
+  FusedPlan plan;
+  if (plan_one_kernel(request, kernels.select, plan.shape)) {
+    plan.way = FusedPlan::Way::kOneKernel;
+  } else if (request.kv.kv_heads * request.rows.count * fused_row_bytes(request) <= kMostInL2 &&
+             plan_choice(request, kernels, plan.shape)) {
+    plan.way = FusedPlan::Way::kTwoKernels;
+  }
+  plan.shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
+  return plan;
+}
+
+void launch_two(cudaStream_t stream, const FilterArgs& args, const FusedInput& input,
+                const FusedKernels& kernels, const FusedShape& choice) {
+  const SelectRequest& request = args.request;
+  const int groups = request.kv.kv_heads * request.rows.count;
+  const int chunks = sign_chunks(request.params);
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int parts = std::clamp(std::min(processors, kFusedParts) / groups, 1,
+                               projections_of(request.params, chunks));
+  const auto bytes = [chunks](int stages) {
+    return kFusedTableBytes + fused_ring_bytes(stages, chunks);
+  };
+  FusedShape shape{
+      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
+  while (shape.stages < kFusedStages && bytes(shape.stages + 1) <= kRoomyBytes) ++shape.stages;
+  const auto heads = static_cast<unsigned>(request.kv.kv_heads);
+  const auto rows = static_cast<unsigned>(request.rows.count);
+  allow_shape(kernels.score);
+  allow_shape(kernels.choose);
+  transfer::cuda::launch_overlapping(stream, kernels.score, dim3(heads * shape.blocks, rows),
+                                     kFusedThreads, static_cast<std::size_t>(bytes(shape.stages)),
+                                     args, input, shape);
+  transfer::cuda::launch_overlapping(stream, kernels.choose, dim3(heads * choice.blocks, rows),
+                                     kFusedThreads, static_cast<std::size_t>(choose_bytes(choice)),
+                                     args, choice, parts);
+}
+
+}  // namespace
+
+std::int64_t most_fused_bytes(std::int64_t groups, int group, std::int64_t max_tokens) {
+  if (group > kFusedHeads) return 0;
+  return std::min(kMostInL2,
+                  groups * fused_row_tokens(max_tokens) * fused_token_bytes(fused_quads(group)));
+}
+
+std::size_t mailboxes_bytes(std::int64_t groups) {
+  static_assert(sizeof(Mailbox) % 256 == 0);
+  return static_cast<std::size_t>(std::min<std::int64_t>(groups, kFusedParts)) * sizeof(Mailbox);
+}
+
+std::int64_t fused_parts_words(std::int64_t groups, int group) {
+  if (group > kFusedHeads) return 0;
+  return std::min(groups, kAttendedGroups) * kFusedBlocks * fused_part_words(group);
+}
+
+bool fused_serves(const SelectRequest& request) {
+  return plan_fused(request).way != FusedPlan::Way::kNone;
+}
+
+bool fuses_query_projection(const SelectRequest& request) {
+  return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
+         request.max_length > 0 && filter_serves(request) &&
+         (plan_fused(request).way != FusedPlan::Way::kNone || takes_collision_queries(request));
+}
+
+bool fuses_attention(const SelectRequest& request) {
+  if (request.kv.head_dim != kAttendDim || request.kv.float8_pages ||
+      request.kv.kv_heads * request.rows.count > kAttendedGroups) {
+    return false;
+  }
+  if (fuses_query_projection(request)) {
+    return plan_fused(request).way == FusedPlan::Way::kOneKernel ||
+           takes_collision_queries(request);
+  }
+  return k_known_on_host(request) && stream_fuses_attention(request);
+}
+
+bool k_known_on_host(const SelectRequest& request) {
+  return fuses_query_projection(request) ||
+         (request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
+          request.max_length > 0 && filter_serves(request) &&
+          (stream_serves(request) || k_known_of_collisions(request)));
+}
+
+bool enqueue_fused_select(cudaStream_t stream, const FilterArgs& args) {
+  const SelectRequest& request = args.request;
+  FusedPlan plan = plan_fused(request);
+  if (plan.way == FusedPlan::Way::kNone) return false;
+  const FusedInput input = fused_input(request);
+  const FusedKernels kernels = fused_kernels(request);
+  // After another kernel than an append everything waits for all before.
+  plan.shape.early = plan.shape.early && input.after_append;
+  if (plan.way == FusedPlan::Way::kTwoKernels) {
+    launch_two(stream, args, input, kernels, plan.shape);
+    return true;
+  }
+  const FusedShape& shape = plan.shape;
+  int bytes = select_bytes(shape, fused_quads(request.kv.group()), sign_chunks(request.params));
+  const FusedAttention attention = fused_attention(request, bytes);
+  allow_shape(kernels.select);
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping(stream, kernels.select, grid, kFusedThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     shape);
+  return true;
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,187 @@
+#pragma once
+
+#include "scoring/block/sign_tile.cuh"
+#include "scoring/candidates/search_cuda.cuh"
+#include "scoring/plan/paths_cuda.cuh"
+#include "transfer/device/tensor_core.cuh"
+
+#include <cstddef>
+#include <cstdint>
+
+/// Selection on chip: norm-aware with 4-bit weights and a set per KV head. Blocks that share a
+/// (row, KV head) keep the integer sums of all its tokens, so that nothing is guessed: the
+/// normalisers of the heads are exact, and the k best are found by counting keys by bins until few
+/// are in question, which are compared one by one. Equal scores go to the lower token.
+///
+/// Where the shared memory of a group of blocks holds a row, one kernel does all of it
+/// (`select_fused`, fused/select_cuda.cu). The scores of longer rows go to memory that stays in L2
+/// (`score_rows`), and a second kernel chooses (`choose_fused`). Either way the tables of the
+/// queries are made by the blocks that score, and sketches are copied to shared memory before the
+/// kernel before this one is done.
+///
+/// This header: who has which tokens, and what is in memory.
+namespace kvtier::scoring::cuda {
+
+inline constexpr int kFusedThreads = 512;
+inline constexpr int kFusedWarps = kFusedThreads / 32;
+/// Tokens that a warp copies and scores at a time.
+inline constexpr int kFusedUnit = 64;
+/// Bits of a query weight.
+inline constexpr int kFusedQueryBits = 4;
+/// Most bits of one times the significance of a bit in a scalar code.
+inline constexpr int kFusedMostBits = 8;
+/// Most chunks of 128 planes.
+inline constexpr int kFusedChunks = 4;
+/// Bins of a round of the search.
+inline constexpr int kFusedBins = kFusedThreads;
+/// Bytes for the tables of a group's queries while they are made.
+inline constexpr int kFusedTableBytes = 40 * 1024 + 256;
+/// Candidates of a block that the last round compares one by one.
+inline constexpr int kFusedList = 128;
+
+inline int __host__ __device__ fused_unit_bytes(int chunks) {
+  return chunks * kFusedUnit * hashing::kChunkBytes + 2 * kFusedUnit * 2;
+}
+
+/// Tokens of a tile: what a warp scores at once.
+inline constexpr int kFusedTile = 32;
+
+/// Scores of tokens in whole tiles, in shared or global memory. Token r * 8 + g of a tile is entry
+/// 4 g + r of it: a lane that has the sums of a head and four tokens writes them at once, and a
+/// thread reads those of four tokens at once.
+struct FusedScores {
+  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`
+  uint2* sums;           ///< `[tile][quad][32]`: four tokens' sums of head lane % 4
+
+  /// Those from a token on, the first of a unit.
+  [[nodiscard]] __device__ FusedScores from(int token, int quads) const {
+    return {norms + token, sums + std::int64_t{token} * quads};
+  }
+  __device__ static unsigned entry_of(unsigned token) {
+    return token / kFusedTile * kFusedTile + token % 8 * 4 + token / 8 % 4;
+  }
+  __device__ static unsigned token_of(unsigned entry) {
+    return entry / kFusedTile * kFusedTile + entry % 4 * 8 + entry / 4 % 8;
+  }
+  /// From the entry of an even token to that of the next.
+  static constexpr int kNextEntry = 4;
+};
+inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * quads; }
+
+/// Heads of a group in quads of four.
+inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 2; }
+inline constexpr int kFusedHeads = 8;
+
+/// Tokens of a (row, KV head) in memory.
+inline std::int64_t __host__ __device__ fused_row_tokens(std::int64_t max_tokens) {
+  return (max_tokens + kFusedUnit - 1) / kFusedUnit * kFusedUnit;
+}
+__device__ inline FusedScores fused_scores(const FilterArgs& args, std::int64_t group_index,
+                                           int quads) {
+  const std::int64_t tokens = fused_row_tokens(args.request.max_length);
+  auto* norms = reinterpret_cast<std::uint32_t*>(args.filter.fused_scores +
+                                                 group_index * tokens * fused_token_bytes(quads));
+  return {norms, reinterpret_cast<uint2*>(norms + tokens)};
+}
+
+/// What a launch is told beside the request.
+struct FusedShape {
+  unsigned blocks;  ///< That share a (row, KV head).
+  int capacity;     ///< Tokens of a block, whole units.
+  int stages;       ///< Units that a warp has under way: 2 to kFusedStages.
+  bool early;       ///< Whether sketches may be read before the wait.
+};
+inline constexpr int kFusedStages = 4;
+
+/// What a score needs of a token beside its bits.
+struct alignas(8) FusedNorms {
+  float key;
+  float log_value;  ///< Base 2; -infinity for a token that is not finite or not eligible.
+};
+
+/// Dynamic shared memory of a block that scores: its warps' stages, and norms of their units.
+inline int __host__ __device__ fused_ring_bytes(int stages, int chunks) {
+  return kFusedWarps *
+         (stages * fused_unit_bytes(chunks) + kFusedUnit * static_cast<int>(sizeof(FusedNorms)));
+}
+/// What comes from all blocks, in the place of the ring: counts by bins, and the keys that the
+/// choice comes down to.
+template <typename Count>
+struct ExchangeOf {
+  alignas(16) Count counts[kFusedBlocks][kFusedBins];
+  std::uint32_t finalists[kFusedBlocks * kFusedList];
+};
+using FusedExchange = ExchangeOf<std::uint16_t>;
+/// Where a block may have more than 65,535 tokens.
+using WideExchange = ExchangeOf<std::uint32_t>;
+
+/// Bytes of the scores of a block's tokens, or of what is in their place before.
+inline int __host__ __device__ fused_scores_bytes(int capacity, int quads) {
+  const int bytes = capacity * fused_token_bytes(quads);
+  return bytes < kFusedTableBytes ? kFusedTableBytes : bytes;
+}
+
+/// The units of a row that a block has: those of tokens [first, last) * kFusedUnit.
+struct FusedShare {
+  int first;
+  int last;
+
+  __device__ FusedShare(std::int64_t begin, std::int64_t end, unsigned rank, unsigned blocks) {
+    const int from = static_cast<int>(begin / kFusedUnit);
+    const int to = static_cast<int>((end + kFusedUnit - 1) / kFusedUnit);
+    const int each = (to - from + static_cast<int>(blocks) - 1) / static_cast<int>(blocks);
+    first = min(from + static_cast<int>(rank) * each, to);
+    last = min(first + each, to);
+  }
+  [[nodiscard]] __device__ int units() const { return last - first; }
+  [[nodiscard]] __device__ bool operator==(const FusedShare& other) const {
+    return first == other.first && last == other.last;
+  }
+};
+
+/// Statistics of a head: base-2 log-sum-exp as maximum and sum.
+struct FusedSum {
+  float most = kLowestValue;
+  float sum = 0.0F;
+
+  __device__ void add(float other_most, float other_sum) {
+    const float larger = fmaxf(most, other_most);
+    sum = sum * exp2_fast(most - larger) + other_sum * exp2_fast(other_most - larger);
+    most = larger;
+  }
+};
+
+struct FusedShared {
+  float factors[kMaxGroup];
+  alignas(16) float references[kMaxGroup];
+  alignas(16) std::uint32_t bins[kFusedBins];
+  // The bin of a round that has the k-th best.
+  int bin;
+  std::uint32_t above;          // tokens in better bins
+  std::uint32_t count;          // tokens in it,
+  std::uint32_t most;           // the most that a block has of them,
+  std::uint32_t before;         // and those of earlier blocks
+  std::uint32_t chosen_before;  // of earlier blocks, tokens in better bins of any round
+  // This block's, of the last round.
+  alignas(16) std::uint32_t list[kFusedList];
+  std::uint32_t list_entries[kFusedList];
+  std::uint32_t list_count;
+  // Of all blocks, in the last round: keys in the last bin, the last key that is taken, how many of
+  // those that equal it, and of earlier blocks the better keys and the equal ones.
+  std::uint32_t finalists;
+  std::uint32_t last;
+  std::uint32_t ties;
+  std::uint32_t cut;  ///< Of a selection by priority: the best key that is not taken, or 0.
+  std::uint32_t better_before;
+  std::uint32_t ties_before;
+  std::uint32_t warp_counts[kFusedWarps];
+};
+
+/// What scoring needs in shared memory.
+struct FusedQueries {
+  std::uint32_t columns[2 * kFusedChunks * kFusedMostBits / 2 * 32];
+  int weight_sums[kMaxGroup];
+  float2 warp_sums[kFusedWarps][kMaxGroup];
+};
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,268 @@
+#pragma once
+
+#include "scoring/fused/block_exchange_cuda.cuh"
+#include "transfer/kv/convert_cuda.cuh"
+
+#include <cstdint>
+
+/// The weights of the queries, which the kernels of a selection on chip make for themselves: each
+/// block of a group projects its heads onto a share of the planes, and all get all projections.
+namespace kvtier::scoring::cuda {
+
+/// The queries of a launch.
+struct FusedInput {
+  transfer::QueryItems items;
+  float* queries;     ///< Where they go as fp32; null: they are there.
+  bool after_append;  ///< As in `QueryInput`.
+};
+
+/// Dynamic shared memory, before there are scores.
+struct FusedTables {
+  static constexpr int kMaxHeadDim = 256;
+  static constexpr int kPad = 4;  ///< Heads in different banks.
+  /// Room for the block's planes, or the first of many.
+  static constexpr int kPlaneBytes = 16 * 1024;
+
+  alignas(16) float queries[kFusedHeads][kMaxHeadDim + kPad];
+  alignas(16) std::byte planes[kPlaneBytes];
+  alignas(16) float products[kFusedHeads * kFusedChunks * hashing::kChunkBits];
+  std::uint32_t largest[kFusedHeads];  ///< Bits of the largest magnitude of a head.
+};
+
+static_assert(sizeof(FusedTables) <= kFusedTableBytes);
+
+/// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
+/// a scalar code.
+__host__ __device__ inline int projections_of(const ScoreParams& params, int chunks) {
+  return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
+}
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+using transfer::cuda::HeadSource;
+using transfer::cuda::kPiece;
+
+/// The group's queries on their way to shared memory, a piece per thread.
+class FusedHeads {
+ public:
+  /// Starts to read them; nobody may write them any more, or read `input.queries`.
+  __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int row, int kv_head)
+      : input_(input),
+        row_(row),
+        first_head_(kv_head * args.request.kv.group()),
+        query_heads_(args.request.kv.query_heads),
+        pieces_(args.request.planes.head_dim / kPiece) {
+    static_assert(kFusedHeads * FusedTables::kMaxHeadDim / kPiece <= kFusedThreads);
+    if (head() < args.request.kv.group()) {
+      const transfer::QueryItem& item = input.items[row];
+      source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
+      raw_ = transfer::cuda::load_piece(source_, piece());
+    }
+  }
+  /// A barrier must follow. One block of the group writes them to memory too, and tells of NaN or
+  /// infinity if nobody has told of the row.
+  __device__ void store(FusedTables& tables, const FilterArgs& args,
+                        const BlockExchange& peers) const {
+    if (source_.data == nullptr) return;
+    float x[kPiece];
+    transfer::cuda::to_floats(raw_, source_.dtype, x);
+    const float4 low{x[0], x[1], x[2], x[3]};
+    const float4 high{x[4], x[5], x[6], x[7]};
+    auto* local = reinterpret_cast<float4*>(&tables.queries[head()][piece() * kPiece]);
+    local[0] = low;
+    local[1] = high;
+    if (peers.rank != 0 || input_.queries == nullptr) return;
+    const std::int64_t at = std::int64_t{row_} * query_heads_ + first_head_ + head();
+    auto* global = reinterpret_cast<float4*>(input_.queries + (at * pieces_ + piece()) * kPiece);
+    global[0] = low;
+    global[1] = high;
+    bool bad = false;
+    for (const float value : x) bad |= !isfinite(value);
+    const transfer::QueryItem& item = input_.items[row_];
+    if (!bad || item.flags == nullptr) return;
+    Mailbox& of_row = args.filter.mailboxes[std::int64_t{row_} * args.request.kv.kv_heads];
+    const std::uint32_t epoch = peers.epoch();
+    if (atomicExch(&of_row.bad_epoch, epoch) != epoch) {
+      transfer::cuda::raise_nonfinite(item);
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ int head() const { return static_cast<int>(threadIdx.x) / pieces_; }
+  [[nodiscard]] __device__ int piece() const { return static_cast<int>(threadIdx.x) % pieces_; }
+
+  const FusedInput& input_;
+  int row_;
+  int first_head_;
+  int query_heads_;
+  int pieces_;
+  HeadSource source_{};
+  transfer::cuda::RawPiece raw_{};
+};
+
+/// The block's share of all planes, at least one where there are no more blocks than planes: each
+/// block must post, for the epoch goes on when all have (`BlockExchange`), and one that starts late
+/// would wait for the next. And the first threads, whole warps, that project the heads onto
+/// them: the others have time to start the copies of sketches.
+struct FusedPlanes {
+  int first;
+  int count;
+  int workers;
+
+  __device__ FusedPlanes(const FilterArgs& args, int all, const BlockExchange& peers) {
+    const int blocks = static_cast<int>(peers.blocks);
+    const int rank = static_cast<int>(peers.rank);
+    first = rank * all / blocks;
+    count = (rank + 1) * all / blocks - first;
+    const int group = args.request.kv.group();
+    const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
+    workers = min((most + 31) / 32 * 32, kFusedThreads);
+  }
+};
+
+/// From a plane in shared memory to the next, so that eight lie in eight groups of banks.
+__device__ inline int plane_pitch(int head_dim) { return 2 * head_dim + 16; }
+
+/// The projection of a head onto a plane. Sums in the order of the coordinates, as every backend
+/// does, so that integer weights agree.
+__device__ inline float project(const std::byte* plane, const float* query, int head_dim) {
+  float sum = 0.0F;
+#pragma unroll 4
+  for (int i = 0; i < head_dim / kPiece; ++i) {
+    const uint4 loaded = reinterpret_cast<const uint4*>(plane)[i];
+    const unsigned pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    const float4 low = reinterpret_cast<const float4*>(query)[2 * i];
+    const float4 high = reinterpret_cast<const float4*>(query)[2 * i + 1];
+    const float x[kPiece] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const unsigned pair = pairs[j / 2];
+      sum = fmaf(x[j], __uint_as_float(j % 2 == 0 ? pair << 16 : pair & 0xFFFF0000U), sum);
+    }
+  }
+  return sum;
+}
+
+/// Brings the group's heads to shared memory, and as many of the block's planes as there is room
+/// for. The workers; ends with a barrier of them. Returns how many planes are there.
+__device__ inline int bring_heads(const FilterArgs& args, const FusedInput& input, int row,
+                                  int kv_head, int num_planes, const BlockExchange& peers,
+                                  const FusedPlanes& share, FusedTables& tables) {
+  const hashing::PlanesView& planes = args.request.planes;
+  const int dim = planes.head_dim;
+  const int pitch = plane_pitch(dim);
+  const int pieces = dim / kPiece;
+  const int staged = min(share.count, FusedTables::kPlaneBytes / pitch);
+  const unsigned to = transfer::cuda::shared_address(tables.planes);
+  for (int i = static_cast<int>(threadIdx.x); i < staged * pieces; i += share.workers) {
+    const int plane = share.first + i / pieces;
+    const bool present = plane < num_planes;
+    transfer::cuda::copy_async_16(
+        to + static_cast<unsigned>(i / pieces * pitch + i % pieces * 2 * kPiece),
+        planes.bf16 + (present ? std::int64_t{plane} * dim + i % pieces * kPiece : 0), present);
+  }
+  transfer::cuda::copy_async_commit();
+  const FusedHeads heads(args, input, row, kv_head);
+  heads.store(tables, args, peers);
+  transfer::cuda::copy_async_wait<0>();
+  asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
+  return staged;
+}
+
+/// Projects a head onto a plane of the block's share, of which the first `staged` are in shared
+/// memory; 0 for planes past the last.
+__device__ inline float project(const FilterArgs& args, const FusedPlanes& share, int staged,
+                                int num_planes, int plane, int head, const FusedTables& tables) {
+  const hashing::PlanesView& planes = args.request.planes;
+  const int dim = planes.head_dim;
+  if (plane < staged) {
+    return project(tables.planes + plane * plane_pitch(dim), tables.queries[head], dim);
+  }
+  if (share.first + plane >= num_planes) return 0.0F;
+  const auto* from = planes.bf16 + std::int64_t{share.first + plane} * dim;
+  return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
+}
+
+/// Projects the group's heads onto the block's share of the planes and tells all. The workers.
+__device__ inline void post_products(const FilterArgs& args, const FusedInput& input, int row,
+                                     int kv_head, int chunks, const BlockExchange& peers,
+                                     const FusedPlanes& share, FusedTables& tables) {
+  const int num_planes = args.request.params.query_planes();
+  const int all = projections_of(args.request.params, chunks);
+  const int group = args.request.kv.group();
+  const int staged = bring_heads(args, input, row, kv_head, num_planes, peers, share, tables);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
+    const int plane = i / group;
+    const int head = i % group;
+    const float sum = project(args, share, staged, num_planes, plane, head, tables);
+    peers.post(peers.box.products + head * all + share.first + plane, kProductsStage,
+               __float_as_uint(sum));
+  }
+}
+
+/// Turns the projections into weights, as `read_queries` does, and these into columns, as
+/// `fill_columns` does; a warp takes 32 bits of a head at a time. Fills `queries` and the
+/// factors that turn sums into base-2 logits, 0 past the group. Ends with a barrier.
+template <int kBits>
+__device__ inline void fetch_weights(const FilterArgs& args, int chunks, const BlockExchange& peers,
+                                     FusedTables& tables, FusedQueries& queries, float* factors) {
+  const ScoreParams& params = args.request.params;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int group = args.request.kv.group();
+  const int all = projections_of(params, chunks);
+#pragma unroll 1
+  for (int i = 2 * thread; i < group * all; i += 2 * kFusedThreads) {
+    uint2 bits[1];
+    peers.fetch<1>(peers.box.products + i, 0, 1, kProductsStage, bits);
+    const float2 two = make_float2(__uint_as_float(bits[0].x), __uint_as_float(bits[0].y));
+    *reinterpret_cast<float2*>(tables.products + i) = two;
+    const float magnitude = fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0F);  // 0 for NaN
+    const std::uint32_t most = __reduce_max_sync(kFullWarp, __float_as_uint(magnitude));
+    if (lane == 0) atomicMax(&tables.largest[i / all], most);
+  }
+  __syncthreads();  // the largest are known
+  peers.next_epoch();
+  const float levels = weight_levels(kFusedQueryBits);
+  const int sketch_bits = chunks * hashing::kChunkBits;
+#pragma unroll 1
+  for (int i = thread; i < group * sketch_bits; i += kFusedThreads) {
+    const int head = i / sketch_bits;
+    const int at = i % sketch_bits;
+    const int word = at / 32;
+    const float largest = __uint_as_float(tables.largest[head]);
+    const bool usable = largest > 0.0F && largest <= 3.4028235e38F && at < params.num_planes;
+    int weight = 0;
+    if (usable) {
+      const int plane = params.code_bits > 0 ? at % all : at;
+      weight =
+          static_cast<int>(quantised_weight(tables.products[head * all + plane], largest, levels)) *
+          params.significance(at);
+    }
+    const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
+    int sum = 0;
+#pragma unroll
+    for (int bit = 0; bit < kBits; ++bit) {
+      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
+      sum += plane_weight<kBits>(bit) * __popc(set);
+      const int column = head % kHeadsPerProduct * 2 + bit % 2;
+      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
+      if (lane == 0) {
+        queries.columns[(chunk * (kBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+      }
+    }
+    if (lane == 0) atomicAdd(&queries.weight_sums[head], sum);
+  }
+  if (thread < kMaxGroup) {
+    const float largest = thread < group ? __uint_as_float(tables.largest[thread]) : 0.0F;
+    QueryScalars scalars;
+    scalars.weight_step = largest > 0.0F && largest <= 3.4028235e38F ? largest / levels : 0.0F;
+    factors[thread] = sign_factor(params, scalars) * kLog2E;
+  }
+  __syncthreads();  // columns and factors are there, and nobody needs the projections any more
+}
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,206 @@
+#include "scoring/block/block_cuda.cuh"
+#include "scoring/generic/scores_cuda.cuh"
+#include "scoring/generic/tile_range.cuh"
+#include "scoring/generic/two_phase_cuda.h"
+#include "scoring/two_phase.h"
+#include "transfer/device/cuda_check.h"
+
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+constexpr int kMaxGroup = 16;
+
+struct PhaseArgs {
+  ScoreParams coarse;
+  ScoreParams fine;
+  hashing::SketchGeometry sketch;
+  Scratch scratch;
+  QueryTables coarse_tables;
+  QueryTables fine_tables;
+  transfer::SelectionView selection;
+  transfer::StepFlags* flags;
+  float* order;     // [rows][sets][max_tokens], of the first phase, then of the second
+  float* exported;  // the same, or where scores of one head are exported from
+  float* cuts;      // [rows][query_heads], of the first phase
+  std::int64_t max_tokens;
+  std::int64_t coarse_bytes;  // of a token and KV head
+  int query_heads;
+  int kv_heads;
+  int group;
+  bool per_kv_head;
+
+  [[nodiscard]] __device__ int sets() const { return per_kv_head ? 1 : group; }
+};
+
+// ln p of one token for each set of a KV head, by the planes that `params` has.
+__device__ void score_token(const PhaseArgs& args, const ScoreParams& params,
+                            const QueryTables& tables, std::int64_t row, int kv_head,
+                            std::int64_t token, float (&scores)[kMaxGroup]) {
+  const std::byte* block = args.scratch.plans[row].blocks[token / hashing::kBlockTokens];
+  const int in_block = static_cast<int>(token % hashing::kBlockTokens);
+  const Norms norms = load_norms(args.sketch, block, kv_head, in_block);
+  const std::int64_t first_head = row * args.query_heads + kv_head * args.group;
+  const float* entries = tables.entries + first_head * tables.entries_per_head;
+  float sums[kMaxGroup] = {};
+  for (int begin = 0; begin < params.num_planes; begin += 32) {
+    const int word = begin / 32;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(
+        block + args.sketch.chunk_offset(kv_head, word / kWordsPerChunk, in_block));
+    const std::uint32_t bits = __ldg(words + word % kWordsPerChunk);
+    const int count = min(32, params.num_planes - begin);
+    for (int i = 0; i < count; ++i) {
+      const bool set = ((bits >> (31 - i)) & 1) != 0;
+      for (int h = 0; h < args.group; ++h) {
+        const float weight = __ldg(entries + h * tables.entries_per_head + begin + i);
+        sums[h] += set ? weight : -weight;
+      }
+    }
+  }
+  LogSum exponentials;
+  for (int h = 0; h < args.group; ++h) {
+    scores[h] = norms.finite ? weighted_score(params, tables.scalars[first_head + h], sums[h],
+                                              norms.key, norms.value)
+                             : kLowestScore;
+    if (args.per_kv_head && scores[h] > kLowestScore) {
+      exponentials.add(scores[h] - args.scratch.normalisers[first_head + h]);
+    }
+  }
+  if (!args.per_kv_head || args.group == 1) return;
+  const bool finite = exponentials.sum > 0.0F;
+  scores[0] = finite ? settled_score(exponentials.log() - logf(static_cast<float>(args.group)))
+                     : kLowestScore;
+}
+
+// Scores the candidates by the whole code; what orders a set becomes ln p of this phase and the
+// bias of the first, and all other tokens are lowest. Grid: tiles x KV heads x rows.
+__global__ __launch_bounds__(kTileThreads) void score_candidates(
+    const __grid_constant__ PhaseArgs args) {
+  const std::int64_t row = blockIdx.z;
+  const RowPlan plan = args.scratch.plans[row];
+  const TileRange tiles(plan);
+  if (!tiles.has_block()) return;
+  const int kv_head = static_cast<int>(blockIdx.y);
+  const int sets = args.sets();
+  const int first_set = kv_head * sets;
+  const std::int64_t states = row * args.query_heads + first_set;
+  if (static_cast<int>(threadIdx.x) < sets)
+    args.cuts[states + threadIdx.x] = args.scratch.states[states + threadIdx.x].cut;
+
+  unsigned long long bytes = 0;
+  for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
+    const std::int64_t token =
+        std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
+    if (token < plan.begin || token >= plan.end) continue;
+    bytes += static_cast<unsigned long long>(args.coarse_bytes);
+    float biases[kMaxGroup];
+    unsigned candidate = 0;
+    for (int s = 0; s < sets; ++s) {
+      const std::int64_t set = row * args.kv_heads * sets + first_set + s;
+      const float score = args.order[set * args.max_tokens + token];
+      const float cut = args.scratch.states[states + s].cut;
+      const std::uint32_t key = priority_key(args.coarse, first_set + s);
+      const float u = priority_uniform(key, static_cast<std::uint32_t>(token));
+      biases[s] = priority_bias(cut, score);
+      if (score > kLowestScore && score - logf(u) > cut) candidate |= 1U << s;
+    }
+    float scores[kMaxGroup];
+    if (candidate != 0) {
+      score_token(args, args.fine, args.fine_tables, row, kv_head, token, scores);
+      bytes += static_cast<unsigned long long>(args.sketch.token_bytes());
+    }
+    for (int s = 0; s < sets; ++s) {
+      const bool kept = ((candidate >> s) & 1) != 0 && scores[s] > kLowestScore;
+      const float value = kept ? settled_score(scores[s] + biases[s]) : kLowestScore;
+      const std::int64_t set = row * args.kv_heads * sets + first_set + s;
+      args.order[set * args.max_tokens + token] = value;
+      // A set of one head is ordered by scores that are not normalised; ln p is exported.
+      const bool normalises = args.per_kv_head && args.group == 1 && kept;
+      const float of_head = normalises ? args.scratch.normalisers[states] : 0.0F;
+      args.exported[set * args.max_tokens + token] = settled_score(value - of_head);
+    }
+  }
+  if (args.flags == nullptr || bytes == 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->sketch_bytes), bytes);
+}
+
+// Adds the biases of the first phase to those of the selection. Grid: KV heads x rows.
+__global__ __launch_bounds__(kTileThreads) void add_first_biases(
+    const __grid_constant__ PhaseArgs args) {
+  const int kv_head = static_cast<int>(blockIdx.x);
+  const std::int64_t row = blockIdx.y;
+  const std::int64_t list = row * args.kv_heads + kv_head;
+  const transfer::SelectionView& view = args.selection;
+  const int sets = args.sets();
+  const float* cuts = args.cuts + row * args.query_heads + kv_head * sets;
+  for (std::int64_t i = threadIdx.x; i < view.counts[list]; i += kTileThreads) {
+    const std::int64_t entry = list * view.capacity + i;
+    float scores[kMaxGroup];
+    score_token(args, args.coarse, args.coarse_tables, row, kv_head, view.ids[entry], scores);
+    for (int s = 0; s < sets; ++s) {
+      if (((view.head_mask[entry] >> s) & 1) == 0) continue;
+      view.bias[entry * view.bias_heads + s] += priority_bias(cuts[s], scores[s]);
+    }
+  }
+}
+
+}  // namespace
+
+void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
+                        const SelectorWorkspace& workspace) {
+  SelectRequest first = request, second = request;
+  first.params = coarse_phase(request.params);
+  second.params = fine_phase(request.params);
+  first.flags = second.flags = nullptr;  // tokens are not read as a whole: `sketch_bytes` counts
+  SelectorWorkspace with_coarse = workspace;
+  with_coarse.tables = workspace.coarse_tables;
+  const Scratch scratch = scratch_layout(workspace.limits, workspace.scratch);
+  const Stage coarse{
+      .stream = stream, .request = first, .workspace = with_coarse, .scratch = scratch};
+  const Stage fine{.stream = stream, .request = second, .workspace = workspace, .scratch = scratch};
+
+  enqueue_plan(coarse, PlanPurpose::kScore);
+  if (request.rule.mode != LayerMode::kSparse || request.max_length <= 0) return;
+  enqueue_scores(coarse);
+  if (coarse.shared()) {
+    enqueue_normalisers(coarse);
+    enqueue_combine(coarse);
+  }
+  enqueue_priorities(coarse, false);
+
+  float* order = coarse.order() == workspace.combined ? workspace.combined : workspace.scores;
+  const hashing::SketchGeometry prefix{.kv_heads = request.kv.kv_heads,
+                                       .num_planes = first.params.num_planes};
+  const PhaseArgs args{.coarse = first.params,
+                       .fine = second.params,
+                       .sketch = request.sketch,
+                       .scratch = scratch,
+                       .coarse_tables = workspace.coarse_tables,
+                       .fine_tables = workspace.tables,
+                       .selection = workspace.selection,
+                       .flags = request.flags,
+                       .order = order,
+                       .exported = coarse.shared() ? workspace.combined : workspace.scores,
+                       .cuts = workspace.rest_logs,
+                       .max_tokens = workspace.limits.max_tokens,
+                       .coarse_bytes = prefix.token_bytes(),
+                       .query_heads = request.kv.query_heads,
+                       .kv_heads = request.kv.kv_heads,
+                       .group = request.kv.group(),
+                       .per_kv_head = coarse.shared()};
+  const dim3 tiles(coarse.num_tiles(), static_cast<unsigned>(args.kv_heads),
+                   static_cast<unsigned>(coarse.num_rows()));
+  score_candidates<<<tiles, kTileThreads, 0, stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+
+  enqueue_plan(fine, PlanPurpose::kScore);
+  enqueue_priorities(fine, false);
+  enqueue_marks(fine);
+  enqueue_compact(fine, BiasSource::kPriorities);
+  const dim3 lists(static_cast<unsigned>(args.kv_heads), static_cast<unsigned>(coarse.num_rows()));
+  add_first_biases<<<lists, kTileThreads, 0, stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace kvtier::scoring::cuda

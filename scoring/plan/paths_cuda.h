@@ -1,0 +1,122 @@
+#pragma once
+
+#include "scoring/plan/selector_cuda.h"
+
+#include <cstddef>
+#include <cstdint>
+
+/// Internal to the CUDA half of the selector: selection without a score matrix.
+///
+/// One pass over the sketches keeps only *candidates*, tokens whose score may be among the k best:
+///
+/// 1. `sample`: scores some thousand tokens spread over the row; from them a reference that
+///    normalises each head, and a threshold that a little more than k tokens should reach.
+/// 2. `pass`: scores every eligible token once; writes the tokens that reach the threshold, and
+///    what their heads' exact normalisers need.
+/// 3. `choose`: exact top-k among the candidates, by a cluster of blocks for each (row, KV head),
+///    with a proof that no other token belongs to it. Where the proof fails, it sets a threshold
+///    that cannot fail, and
+/// 4. `pass` and `choose` run once more for those sets; for all others they return at once.
+///
+/// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but
+/// for rounding of scores; and normalisers of soft-collision sets per KV head come in part from the
+/// sample, and from more tokens as far as it takes, so that none moves further than three quarters
+/// of a near-tie (candidates/collision_sums_cuda.cu).
+namespace kvtier::scoring::cuda {
+
+/// Per (row, query head). Values are in the estimator's domain: base-2 logits for logit-like
+/// scores, weighted collisions otherwise.
+struct FilterHead {
+  /// The share of a token with value t is 2^(t - reference + kShareShift), or t * reference.
+  float reference;
+  float threshold;  ///< Per query head: least share of a candidate.
+};
+
+/// Shares are kept this many octaves above 1, so that they do not underflow before 2^-186. One of
+/// more than 2^kShareLimit may stand for itself, for the limit or be infinite: it passes every
+/// threshold, and a sum with it is no normaliser. A share of 0 passes a threshold of 0 only.
+inline constexpr float kShareShift = 60.0F;
+inline constexpr float kShareLimit = 100.0F;
+
+/// Per (row, KV head).
+struct FilterGroup {
+  float threshold;      ///< Per KV head: least sum of shares of a candidate.
+  std::uint32_t again;  ///< 1: the second pass is for this one.
+};
+
+/// What a block of the sample tells, per query head, of its tokens below the threshold.
+struct SampleRest {
+  float count;
+  float sum;     ///< Of shares.
+  float square;  ///< Of differences between the head's share and the mean of its group.
+  float least;   ///< Sums of shares of tokens, of any in the block's sample.
+  float most;
+};
+
+/// Tells whether the filtered path serves a request on the present device.
+[[nodiscard]] bool filter_serves(const SelectRequest& request);
+/// Fills `workspace.selection`. Everything, the plan included.
+void enqueue_filter(const Stage& stage);
+
+/// Bits of the weights that the sample makes columns of and the pass multiplies, 4, 6 or 8; 0: the
+/// weights have more.
+[[nodiscard]] int filter_weight_bits(const ScoreParams& params, int group);
+/// Shared memory, in bytes, that the stages' tables need.
+[[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
+[[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
+/// Bytes for the scores of rows that are chosen from on chip, what limits allow; 0: there are none.
+[[nodiscard]] std::int64_t most_fused_bytes(std::int64_t groups, int group,
+                                            std::int64_t max_tokens);
+/// Bytes of what blocks exchange (fused/block_exchange_cuda.cuh), of all (row, KV head) pairs.
+[[nodiscard]] std::size_t mailboxes_bytes(std::int64_t groups);
+/// Words that the blocks of a selection which attends tell one another of their parts, of groups
+/// of query heads, likewise.
+[[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
+/// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
+/// out all of their rows.
+inline constexpr std::int64_t kAttendedGroups = 16;
+/// Most blocks that choose the tokens of one (row, KV head) together, and wait for one another.
+inline constexpr unsigned kFusedBlocks = 16;
+/// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
+inline constexpr int kFusedParts = 256;
+/// Most blocks of the pass of a selection by a stream of keys (stream/stream_cuda.cuh).
+inline constexpr int kMostStreamBlocks = 256;
+/// Bytes of what it keeps of a (row, KV head).
+[[nodiscard]] std::int64_t stream_group_bytes();
+/// Most bytes of shared memory that tables may have: a block has 227 KiB, and the kernels have
+/// arrays of fixed size too.
+inline constexpr int kMostTableBytes = 208 * 1024;
+
+/// The arguments of the stages.
+struct FilterArgs {
+  SelectRequest request;
+  QueryTables tables;
+  RowPlan* plans;
+  FilterScratch filter;
+  std::int32_t* ids;
+  float* values;
+  transfer::SelectionView selection;
+  std::int64_t max_tokens;
+  std::int64_t segments;
+};
+
+/// Norm-aware sets per KV head of which all scores fit on chip (fused/select_cuda.cuh): everything
+/// in one kernel or two. False where they do not: then nothing is enqueued.
+[[nodiscard]] bool enqueue_fused_select(cudaStream_t stream, const FilterArgs& args);
+/// Returns whether it can.
+[[nodiscard]] bool fused_serves(const SelectRequest& request);
+/// The same for soft collisions of which all values fit on chip, in one kernel
+/// (soft/smem_cuda.cu).
+[[nodiscard]] bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args);
+/// `fuses_query_projection` (selection_plan.h) for these.
+[[nodiscard]] bool takes_collision_queries(const SelectRequest& request);
+/// The same for soft collisions of which all values fit in L2 (soft/l2_cuda.cu).
+[[nodiscard]] bool enqueue_fused_collisions(cudaStream_t stream, const FilterArgs& args);
+/// `k_known_on_host` (selection_plan.h) for these.
+[[nodiscard]] bool k_known_of_collisions(const SelectRequest& request);
+void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
+void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
+void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);
+void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again);
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,343 @@
+#include "scoring/block/block_cuda.cuh"
+#include "scoring/generic/two_phase_cuda.h"
+#include "scoring/plan/paths_cuda.cuh"
+#include "scoring/plan/selector_cuda.h"
+#include "transfer/device/cuda_check.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct PlanArgs {
+  transfer::SpanRule rule;
+  transfer::SequenceBatch sequences;
+  SketchTables sketches;
+  transfer::SlotTables slots;
+  transfer::QueryBatch rows;
+  Scratch scratch;
+  std::int32_t* counts;
+  transfer::StepFlags* flags;
+  PlanPurpose purpose;
+  double sparsity;
+  int top_k;
+  int query_heads;
+  int kv_heads;
+};
+
+// Grid: query heads x rows.
+__global__ void plan_rows(const __grid_constant__ PlanArgs args) {
+  const int row = static_cast<int>(blockIdx.y);
+  const int head = static_cast<int>(blockIdx.x);
+  const std::int64_t set = std::int64_t{row} * args.query_heads + head;
+  std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
+  for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kThreads) {
+    histogram[bin] = 0;
+  }
+  if (threadIdx.x != 0) return;
+
+  const transfer::QueryRow& query = args.rows[row];
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(args.rule, args.sequences[query.sequence].counters->length, query);
+  const std::int64_t k = transfer::num_to_select(args.top_k, args.sparsity, spans);
+  SetState& state = args.scratch.states[set];
+  state.threshold = 0;
+  state.wanted = static_cast<std::uint32_t>(k);
+  state.remaining = state.wanted;
+  state.all_ties = 0;
+  state.ticket = 0;
+  if (head < args.kv_heads) args.counts[std::int64_t{row} * args.kv_heads + head] = 0;
+  if (head != 0) return;
+
+  RowPlan& plan = args.scratch.plans[row];
+  plan.begin = spans.sink_end;
+  plan.end = args.purpose == PlanPurpose::kScore ? spans.eligible_end : spans.tail_begin;
+  plan.k = k;
+  plan.blocks = args.sketches[query.sequence];
+  plan.slots = args.slots.of(query.sequence);
+  if (args.purpose == PlanPurpose::kScore && args.flags != nullptr && spans.num_eligible() > 0) {
+    const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
+  }
+}
+
+struct ExportIdsArgs {
+  transfer::SelectionView selection;
+  IdTensor out;
+  IdFloats bias;
+  int kv_heads;
+  int group;  // of the heads of `out`: query heads per KV head, or 1 when they are KV heads
+};
+
+// Grid: heads of `out` x rows. The block walks the ascending ids, so the order is theirs.
+__global__ __launch_bounds__(kThreads) void export_id_rows(
+    const __grid_constant__ ExportIdsArgs args) {
+  const int head = static_cast<int>(blockIdx.x);
+  const int kv_head = head / args.group;
+  const std::int64_t list = std::int64_t{blockIdx.y} * args.kv_heads + kv_head;
+  const std::int32_t* ids = args.selection.ids + list * args.selection.capacity;
+  const std::uint16_t* masks = args.selection.head_mask + list * args.selection.capacity;
+  const unsigned wanted =
+      args.out.heads == args.kv_heads ? 0xFFFFU : 1U << (head - kv_head * args.group);
+  std::int32_t* out =
+      args.out.data + blockIdx.y * args.out.row_stride + head * args.out.head_stride;
+
+  const int bias_heads = args.selection.bias_heads;
+  const float* biases = args.selection.bias + list * args.selection.capacity * bias_heads +
+                        (bias_heads == 1 ? 0 : head - kv_head * args.group);
+  float* bias_out = args.bias.data == nullptr ? nullptr
+                                              : args.bias.data + blockIdx.y * args.bias.row_stride +
+                                                    head * args.bias.head_stride;
+
+  const std::int64_t count = args.selection.counts[list];
+  std::int64_t written = 0;
+  for (std::int64_t base = 0; base < count; base += kThreads) {
+    const std::int64_t i = base + threadIdx.x;
+    const bool mine = i < count && (masks[i] & wanted) != 0;
+    std::uint32_t total = 0;
+    const std::int64_t position = written + block_exclusive_sum(mine ? 1 : 0, &total);
+    if (mine && position < args.out.n) {
+      out[position] = ids[i];
+      if (bias_out != nullptr) bias_out[position] = biases[i * bias_heads];
+    }
+    written += total;
+  }
+  for (std::int64_t i = written + threadIdx.x; i < args.out.n; i += kThreads) {
+    out[i] = -1;
+    if (bias_out != nullptr) bias_out[i] = 0.0F;
+  }
+}
+
+struct ExportScoresArgs {
+  const RowPlan* plans;
+  const float* scores;  // [rows][score_heads][max_tokens]
+  IdTensor ids;
+  IdFloats out;
+  std::int64_t max_tokens;
+  int score_heads;
+};
+
+// Grid: blocks of ids x heads of `ids` x rows. With fewer heads of ids than of scores, a token's
+// score is the largest of its group; with more, the group's.
+__global__ __launch_bounds__(kThreads) void export_score_rows(
+    const __grid_constant__ ExportScoresArgs args) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= args.ids.n) return;
+  const int head = static_cast<int>(blockIdx.y);
+  const std::int64_t row = blockIdx.z;
+  const std::int32_t id =
+      args.ids.data[row * args.ids.row_stride + head * args.ids.head_stride + i];
+  const int first = static_cast<int>(std::int64_t{head} * args.score_heads / args.ids.heads);
+  const int count = max(1, args.score_heads / args.ids.heads);
+  float best = -std::numeric_limits<float>::infinity();
+  if (id >= args.plans[row].begin && id < args.plans[row].end) {
+    const float* scores = args.scores + (row * args.score_heads + first) * args.max_tokens + id;
+    for (int h = 0; h < count; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
+  }
+  args.out.data[row * args.out.row_stride + head * args.out.head_stride + i] = best;
+}
+
+Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
+  Stage stage{.stream = static_cast<cudaStream_t>(stream),
+              .request = request,
+              .workspace = workspace,
+              .scratch = scratch_layout(workspace.limits, workspace.scratch)};
+  stage.scratch.filter.stream_keys = workspace.token_mask;
+  return stage;
+}
+
+}  // namespace
+
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  int value = 0;
+  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes,
+                       std::size_t* zeroed) {
+  const std::int64_t rows = limits.rows;
+  const std::int64_t sets = rows * limits.query_heads;
+  Scratch scratch{};
+  scratch.tiles = (limits.max_tokens + kTileTokens - 1) / kTileTokens;
+  scratch.segments = scratch.tiles * (kTileTokens / kSegmentTokens);
+
+  std::size_t offset = 0;
+  const auto place = [&]<typename T>(T*& array, std::int64_t count) {
+    array = base == nullptr ? nullptr : reinterpret_cast<T*>(base + offset);
+    constexpr std::size_t kAlignment = 256;
+    const std::size_t size = static_cast<std::size_t>(count) * sizeof(T);
+    offset += (size + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  const std::int64_t groups = rows * limits.kv_heads;
+  scratch.filter.mailboxes = reinterpret_cast<Mailbox*>(base);
+  offset += mailboxes_bytes(groups);
+  const int group = limits.query_heads / limits.kv_heads;
+  place(scratch.filter.fused_parts, fused_parts_words(groups, group));
+  place(scratch.filter.fused_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
+  if (zeroed != nullptr) *zeroed = offset;
+  place(scratch.plans, rows);
+  place(scratch.states, sets);
+  place(scratch.histogram, sets * kRadixBins);
+  place(scratch.ties, sets * scratch.segments);
+  place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
+  place(scratch.partials, sets * scratch.tiles);
+  place(scratch.normalisers, sets);
+  std::byte* estimates = nullptr;
+  place(estimates, static_cast<std::int64_t>(estimates_bytes(sets)));
+  scratch.estimates = reinterpret_cast<HeadEstimate*>(estimates);
+  FilterScratch& filter = scratch.filter;
+  constexpr int kMostChunks = 8;
+  constexpr int kMostProducts = 4;
+  filter.columns_stride = std::int64_t{(group + 3) / 4} * kMostChunks * kMostProducts * 32;
+  place(filter.heads, sets);
+  place(filter.groups, groups);
+  place(filter.counts, groups * scratch.segments);
+  place(filter.partials, sets * scratch.segments);
+  place(filter.others, sets * kSampleBlocks);
+  place(filter.columns, groups * filter.columns_stride);
+  place(filter.weight_sums, sets);
+  // Masses of bins, 8 bytes each, are in the slots: a call has one or the other.
+  place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
+  scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
+  place(filter.ticket, 1);
+  filter.fused_bytes = most_fused_bytes(groups, group, limits.max_tokens);
+  place(filter.fused_scores, filter.fused_bytes);
+  place(filter.fused_factors, groups * kMaxGroup);
+  place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
+  std::byte* stream_groups = nullptr;
+  place(stream_groups, groups * stream_group_bytes());
+  filter.stream_groups = reinterpret_cast<StreamGroup*>(stream_groups);
+  place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);
+  if (bytes != nullptr) *bytes = offset;
+  return scratch;
+}
+
+ExchangeLease lease_exchange() {
+  int device = 0;
+  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
+  constexpr int kMostWaiting = static_cast<int>(kFusedBlocks) - 1;  // blocks of a launch
+  return {device, (device_attribute(cudaDevAttrMultiProcessorCount) - 1) / kMostWaiting};
+}
+
+std::size_t zeroed_bytes(const SelectorLimits& limits) {
+  std::size_t bytes = 0;
+  (void)scratch_layout(limits, nullptr, nullptr, &bytes);
+  return bytes;
+}
+
+std::size_t scratch_bytes(const SelectorLimits& limits) {
+  std::size_t bytes = 0;
+  (void)scratch_layout(limits, nullptr, &bytes);
+  return bytes;
+}
+
+void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
+  const SelectRequest& request = stage.request;
+  const PlanArgs args{.rule = request.rule,
+                      .sequences = request.sequences,
+                      .sketches = request.sketches,
+                      .slots = request.slots,
+                      .rows = request.rows,
+                      .scratch = stage.scratch,
+                      .counts = stage.workspace.selection.counts,
+                      .flags = request.flags,
+                      .purpose = purpose,
+                      .sparsity = request.params.sparsity,
+                      .top_k = request.params.top_k,
+                      .query_heads = request.kv.query_heads,
+                      .kv_heads = request.kv.kv_heads};
+  const dim3 grid(static_cast<unsigned>(args.query_heads), static_cast<unsigned>(stage.num_rows()));
+  plan_rows<<<grid, kThreads, 0, stage.stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+            const RecallParams& recall_params) {
+  if (request.rows.count == 0) return;
+  if (request.params.coarse_bits > 0) {
+    return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
+  }
+  const Stage stage = make_stage(stream, request, workspace);
+  const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
+  const bool thresholds = request.params.threshold > 0.0F;
+  if (scores && !recall_params.active && filter_serves(request)) {
+    enqueue_filter(stage);
+    return;
+  }
+  enqueue_plan(stage, PlanPurpose::kScore);
+  if (!scores) return;
+  enqueue_scores(stage);
+  if (thresholds || recall_params.active) clear_estimates(stage);
+  if (thresholds) enqueue_static(stage, true);
+  if (recall_params.active) {
+    enqueue_estimates(stage, recall_params);
+  } else {
+    if (stage.shared() || thresholds) enqueue_normalisers(stage);
+    if (stage.shared()) enqueue_combine(stage);
+  }
+  if (recall_params.missed > 0.0) enqueue_top_of_recall(stage, recall_params);
+  if (stage.prioritised()) {
+    enqueue_priorities(stage, recall_params.missed > 0.0);
+  } else if (!(recall_params.missed > 0.0)) {
+    enqueue_top_k(stage);
+  }
+  enqueue_marks(stage);
+  enqueue_compact(stage, stage.prioritised() ? BiasSource::kPriorities : BiasSource::kNone);
+}
+
+void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const MissedBatch& batch) {
+  const auto wanted = [](const MissedItem& item) { return item.missed != nullptr; };
+  if (std::none_of(batch.items, batch.items + batch.count, wanted)) return;
+  enqueue_missed(make_stage(stream, request, workspace), batch);
+}
+
+void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+           const IdTensor& ids, const IdFloats& bias) {
+  if (request.rows.count == 0) return;
+  const Stage stage = make_stage(stream, request, workspace);
+  enqueue_plan(stage, PlanPurpose::kAdopt);
+  if (request.max_length <= 0) return;
+  enqueue_adopt(stage, ids, bias);
+  enqueue_compact(stage, bias.data != nullptr ? BiasSource::kGiven : BiasSource::kNone);
+}
+
+void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                const IdTensor& out, const IdFloats& bias) {
+  if (request.rows.count == 0 || out.n == 0) return;
+  const bool per_kv_head = out.heads == request.kv.kv_heads;
+  const ExportIdsArgs args{.selection = workspace.selection,
+                           .out = out,
+                           .bias = bias,
+                           .kv_heads = request.kv.kv_heads,
+                           .group = per_kv_head ? 1 : request.kv.group()};
+  const dim3 grid(static_cast<unsigned>(out.heads), static_cast<unsigned>(request.rows.count));
+  export_id_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
+                   const IdTensor& ids, const IdFloats& out) {
+  if (request.rows.count == 0 || ids.n == 0) return;
+  const Stage stage = make_stage(stream, request, workspace);
+  const ExportScoresArgs args{.plans = stage.scratch.plans,
+                              .scores = stage.shared() ? workspace.combined : workspace.scores,
+                              .ids = ids,
+                              .out = out,
+                              .max_tokens = workspace.limits.max_tokens,
+                              .score_heads = stage.num_sets()};
+  const dim3 grid(static_cast<unsigned>((ids.n + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(ids.heads), static_cast<unsigned>(request.rows.count));
+  export_score_rows<<<grid, kThreads, 0, stage.stream>>>(args);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,174 @@
+#pragma once
+
+#include "scoring/recall_params.h"
+#include "scoring/selector_kernels.h"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+/// Internal to the CUDA half of the selector: the stages of a selection, each a few launches.
+///
+/// Every stage is stream-ordered, allocates nothing and reads nothing on the host. What depends on
+/// a sequence's length is in `RowPlan`, which `enqueue_plan` writes on the device from the
+/// counters; grids cover `request.max_length` and blocks outside a row's range return at once.
+namespace kvtier::scoring::cuda {
+
+/// Tokens that a warp, and a block of 8 warps, handles in the stages after scoring.
+inline constexpr int kSegmentTokens = 256;
+inline constexpr int kTileTokens = 2048;
+inline constexpr int kTileThreads = kTileTokens / kSegmentTokens * 32;
+
+/// Bins of one radix pass over 32-bit keys, of 11, 11 and 10 bits.
+inline constexpr int kRadixBins = 2048;
+
+/// A query row: the tokens [begin, end) that may be selected, how many to select, its sketch
+/// blocks, which are those of all sequences where there are slots.
+struct RowPlan {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t k = 0;
+  const std::byte* const* blocks = nullptr;
+  const std::int32_t* slots = nullptr;  ///< Block table of the sequence, where there are slots.
+};
+
+/// Progress of one set's radix select, and the tickets of the launches over it.
+struct SetState {
+  std::uint32_t threshold;  ///< Bits known so far of the k-th best key.
+  std::uint32_t remaining;  ///< Of the keys that match those bits, how many to take.
+  std::uint32_t all_ties;   ///< 1: every key equal to the threshold is taken.
+  std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
+  std::uint32_t wanted;     ///< Tokens that the set is to have, of those eligible.
+  /// Of a selection by priority: the largest that is not taken, or the threshold.
+  float cut;
+};
+
+/// Per (row, query head), of a selection for a recall target (generic/recall_cuda.cuh).
+struct HeadEstimate;
+
+/// Per (row, query head), of the filtered path (plan/paths_cuda.h).
+struct FilterHead;
+struct FilterGroup;
+struct SampleRest;
+struct Mailbox;
+struct StreamGroup;
+
+/// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
+/// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
+/// `scores` as `[slot][group]`.
+struct FilterScratch {
+  FilterHead* heads;          // [rows][query_heads]
+  FilterGroup* groups;        // [rows][kv_heads]
+  std::uint32_t* counts;      // [rows][kv_heads][segments] candidates of a segment
+  float* partials;            // [rows][kv_heads][segments][group] sums of shares
+  SampleRest* others;         // [rows][query_heads][blocks of a sample]
+  std::uint32_t* columns;     // [rows][kv_heads][columns_stride] column operands of sign products
+  std::int32_t* weight_sums;  // [rows][query_heads]
+  std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
+  std::uint32_t* ticket;  // shares of the first pass taken; 0 when it starts
+  std::int64_t columns_stride;
+  std::byte* fused_scores;  // of rows that are chosen from on chip (fused/select_cuda.cuh)
+  std::int64_t fused_bytes;
+  Mailbox* mailboxes;          // [rows][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
+  std::uint64_t* fused_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
+  std::uint64_t* fused_ids;    // [rows][kv_heads][max_selected][2], zero at first
+  float* fused_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
+  float2* fused_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  // Of a selection by a stream of keys (stream/stream_cuda.cuh):
+  std::uint16_t* stream_keys;  // [rows][kv_heads][max_tokens], in memory of `token_mask`
+  StreamGroup* stream_groups;  // [rows][kv_heads]
+  float2* stream_sums;  // [groups + blocks of the pass][kMaxGroup] parts of normalisers, as maximum
+                        // and sum
+};
+
+/// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
+/// query head; arrays per set have the stride of query heads in both cases.
+struct Scratch {
+  RowPlan* plans;            // [rows]
+  SetState* states;          // [rows][query_heads]
+  std::uint32_t* histogram;  // [rows][query_heads][kRadixBins], zero between launches
+  std::uint32_t* ties;       // [rows][query_heads][segments] counts, then counts before the segment
+  std::uint32_t* chosen;     // [rows][kv_heads][segments] likewise
+  float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
+  float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
+  HeadEstimate* estimates;   // [rows][query_heads]
+  std::uint64_t* masses;     // [rows][query_heads][kRadixBins], in memory of the filtered path
+  FilterScratch filter;
+  std::int64_t segments;
+  std::int64_t tiles;
+};
+
+/// Lays the arrays out in `base`; `bytes`, when given, receives the size of all of them, `zeroed`
+/// that of the first ones, which are zero before the first launch.
+Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes = nullptr,
+                       std::size_t* zeroed = nullptr);
+
+/// The arguments that all stages share.
+struct Stage {
+  cudaStream_t stream;
+  const SelectRequest& request;
+  const SelectorWorkspace& workspace;
+  Scratch scratch;
+
+  int num_rows() const { return request.rows.count; }
+  bool prioritised() const { return request.params.rule == SelectionRule::kPriority; }
+  bool shared() const { return request.params.shared(); }
+  bool per_sequence() const { return request.params.selection == Selection::kPerSequence; }
+  /// The set of a sequence is found once for each KV head, side by side.
+  int num_sets() const { return shared() ? request.kv.kv_heads : request.kv.query_heads; }
+  /// Scores that order the tokens of a set, `[rows][sets][max_tokens]`. Normalising one head keeps
+  /// its order, but not every last bit of it.
+  const float* order() const {
+    const bool combines = per_sequence() || (shared() && request.kv.group() > 1);
+    return combines ? workspace.combined : workspace.scores;
+  }
+  unsigned num_tiles() const {
+    return static_cast<unsigned>((request.max_length + kTileTokens - 1) / kTileTokens);
+  }
+};
+
+/// Bytes of the estimates of so many (row, query head).
+[[nodiscard]] std::size_t estimates_bytes(std::int64_t count);
+
+/// Returns an attribute of the current device.
+[[nodiscard]] int device_attribute(cudaDeviceAttr attribute);
+
+/// What a plan is for: the eligible tokens, counted in `flags->tokens_scored`, or all tokens that
+/// are not always attended, which a sliding window has and a caller may name.
+enum class PlanPurpose { kScore, kAdopt };
+/// Writes the plans and clears the states and the counts of the selection.
+void enqueue_plan(const Stage& stage, PlanPurpose purpose);
+/// Writes the scores of the eligible tokens, per query head.
+void enqueue_scores(const Stage& stage);
+/// Writes the combined scores, per KV head; those of a sequence for each KV head.
+void enqueue_combine(const Stage& stage);
+/// Estimates how much attention the tokens have, and does what `enqueue_combine` does. Then: finds
+/// the least of the fewest best tokens of every set that the recall target wants: instead of
+/// `enqueue_top_k` when it has a share.
+void enqueue_estimates(const Stage& stage, const RecallParams& recall_params);
+void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params);
+/// Finds the least of the k best tokens of every set.
+void enqueue_top_k(const Stage& stage);
+/// By priority, instead of `enqueue_top_k`: the k + 1 best, of which the last is the cut, or what
+/// the threshold lets through. `counted`: as many tokens as `enqueue_top_of_recall` has found.
+void enqueue_priorities(const Stage& stage, bool counted);
+/// Writes the log-sum-exp of the scores of every query head, with the always-attended tokens where
+/// there is a threshold.
+void enqueue_normalisers(const Stage& stage);
+/// Clears the estimates of all heads.
+void clear_estimates(const Stage& stage);
+/// Writes `HeadEstimate::log_static`, with value norms as in the scores or without.
+void enqueue_static(const Stage& stage, bool with_values);
+/// Writes `token_mask` and the counts per segment of what has been found.
+void enqueue_marks(const Stage& stage);
+/// Writes the shares that the selection misses, after `enqueue_estimates`.
+void enqueue_missed(const Stage& stage, const MissedBatch& batch);
+/// Writes `token_mask` and the counts per segment from the caller's ids.
+void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias);
+/// What the biases of a selection are made from.
+enum class BiasSource { kNone, kPriorities, kGiven };
+/// Writes the selection from `token_mask` and the counts per segment.
+void enqueue_compact(const Stage& stage, BiasSource biases);
+
+}  // namespace kvtier::scoring::cuda

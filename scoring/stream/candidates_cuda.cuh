@@ -1,0 +1,241 @@
+#pragma once
+
+#include "scoring/fused/choice_cuda.cuh"
+#include "scoring/stream/stream_cuda.cuh"
+
+#include <cstdint>
+
+/// The second step of a selection by a stream of keys: tokens that may belong to the selection, by
+/// their approximate keys, and their exact keys.
+namespace kvtier::scoring::cuda {
+
+/// Tokens that a block may list in shared memory; longer lists are in global memory.
+inline constexpr int kListed = 8192;
+
+/// Dynamic shared memory, before attention.
+struct ChoiceMemory {
+  WideExchange exchange;
+  alignas(16) FusedNorms norms[kFusedWarps][kFusedUnit];
+  alignas(16) std::uint32_t keys[kListed];
+  std::int32_t tokens[kListed];
+  // The warps' units follow.
+};
+static_assert(sizeof(ChoiceMemory) % 16 == 0);
+
+/// The tokens of a block that may belong to the selection, in order, and their exact keys, at
+/// `FusedScores::entry_of` and 0 past the last.
+struct Candidates {
+  std::uint32_t* keys;
+  std::int32_t* tokens;
+  int count;
+
+  [[nodiscard]] __device__ int padded() const {
+    return (count + kFusedTile - 1) / kFusedTile * kFusedTile;
+  }
+};
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// Lists the tokens with approximate keys of at least `least`. All threads; begins and ends with a
+/// barrier.
+__device__ inline Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
+                                             const std::uint16_t* approximate, int least,
+                                             ChoiceMemory& memory, FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
+  const int all = work.count / 8;
+  const int of_lane = (all + kFusedThreads - 1) / kFusedThreads;
+  const int begin = min(warp * of_lane * 32, all);
+  const int end = min(begin + of_lane * 32, all);
+  // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
+  auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
+  constexpr int kKept = sizeof(memory.keys);
+  const auto votes_of = [&](const uint4& loaded) {
+    unsigned votes = 0;
+    const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (static_cast<int>(words[i] & 0xFFFFU) >= least) votes |= 1U << (2 * i);
+      if (static_cast<int>(words[i] >> 16) >= least) votes |= 2U << (2 * i);
+    }
+    return votes;
+  };
+  constexpr int kAtOnce = 4;
+  __syncthreads();
+  int mine = 0;
+#pragma unroll 1
+  for (int base = begin + lane; base < end; base += kAtOnce * 32) {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * 32;
+      loaded[j] = i < end ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const unsigned votes = votes_of(loaded[j]);
+      const int i = base + j * 32;
+      if (i < end && i < kKept) kept[i] = static_cast<std::uint8_t>(votes);
+      mine += __popc(votes);
+    }
+  }
+  mine = static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(mine)));
+  if (lane == 0) shared.warp_counts[warp] = static_cast<std::uint32_t>(mine);
+  if (threadIdx.x == 0) shared.chosen_before = 0;  // of the keys that are exact
+  __syncthreads();                                 // the counts of all warps are there
+  const unsigned of_warp = lane < kFusedWarps ? shared.warp_counts[lane] : 0;
+  Candidates found;
+  found.count = static_cast<int>(__reduce_add_sync(kFullWarp, of_warp));
+  auto at = static_cast<int>(__reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0));
+  const bool listed = found.padded() <= kListed;
+  const std::int64_t global = work.group_index * args.max_tokens + work.first_token;
+  found.keys = listed ? memory.keys : reinterpret_cast<std::uint32_t*>(args.values) + global;
+  found.tokens = listed ? memory.tokens : args.ids + global;
+  // A lane lists the tokens of neighbouring vectors.
+  const int first = min(begin + lane * of_lane, end);
+  const int last = min(first + of_lane, end);
+  const auto votes_at = [&](int vector) -> unsigned {
+    return vector < kKept ? kept[vector] : votes_of(__ldcg(vectors + vector));
+  };
+  int count = 0;
+#pragma unroll 4
+  for (int i = first; i < last; ++i) count += __popc(votes_at(i));
+  int through = count;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int up = __shfl_up_sync(kFullWarp, through, distance);
+    if (lane >= distance) through += up;
+  }
+  at += through - count;
+#pragma unroll 1
+  for (int i = first; count > 0 && i < last; ++i) {
+    for (unsigned votes = votes_at(i); votes != 0; votes &= votes - 1) {
+      found.tokens[at++] = work.first_token + i * 8 + __ffs(static_cast<int>(votes)) - 1;
+    }
+  }
+  __syncthreads();  // the list is complete
+  return found;
+}
+
+/// Starts to copy the sketches of listed tokens, those of `tiles` tiles from `base` on, to a unit.
+/// A whole warp.
+__device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work,
+                                   const Candidates& found, int base, int tiles, int chunks,
+                                   std::byte* unit) {
+  const hashing::SketchGeometry& sketch = args.request.sketch;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned codes = transfer::cuda::shared_address(unit);
+  auto* const norms =
+      reinterpret_cast<std::uint16_t*>(unit + chunks * kFusedUnit * hashing::kChunkBytes);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = half * 32 + lane;
+    std::uint16_t key = 0;
+    std::uint16_t value = 0;
+    if (half < tiles && base + i < found.count) {
+      const int token = found.tokens[base + i];
+      const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
+      const int in_block = token % hashing::kBlockTokens;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        transfer::cuda::copy_async_16(
+            codes + static_cast<unsigned>((chunk * kFusedUnit + i) * hashing::kChunkBytes),
+            block + sketch.chunk_offset(work.kv_head, chunk, in_block), true);
+      }
+      key = __ldg(reinterpret_cast<const std::uint16_t*>(
+          block + sketch.key_norm_offset(work.kv_head, in_block)));
+      value = __ldg(reinterpret_cast<const std::uint16_t*>(
+          block + sketch.value_norm_offset(work.kv_head, in_block)));
+    }
+    norms[i] = key;
+    norms[kFusedUnit + i] = value;
+  }
+  transfer::cuda::copy_async_commit();
+}
+
+/// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
+/// `shared.bins`. Returns how many the thread has counted. No barrier at the end.
+template <int kQuads, int kChunks, int kBits>
+__device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& work,
+                                     const Candidates& found, std::uint32_t least,
+                                     const StreamQueries& queries, ChoiceMemory& memory,
+                                     FusedShared& shared) {
+  const ScoreParams& params = args.request.params;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::byte* const unit =
+      reinterpret_cast<std::byte*>(&memory + 1) + warp * fused_unit_bytes(chunks);
+  UnitScorer<kQuads, kChunks, kBits> scorer(params, queries, chunks, memory.norms[warp]);
+  const FusedPriorities priorities(params, work.kv_head);
+  float references[kQuads];
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad)
+    references[quad] = shared.references[quad * 4 + lane % 4];
+  const auto sum_of = [](float a, float b) { return a + b; };
+  unsigned counted = 0;
+  // Of few tokens a tile for each warp, so that all have some.
+  const int tiles = found.count <= kFusedWarps * kFusedTile ? 1 : kUnitTiles;
+  const int step = tiles * kFusedTile;
+#pragma unroll 1
+  for (int base = warp * step; base < found.count; base += kFusedWarps * step) {
+    gather_unit(args, work, found, base, tiles, chunks, unit);
+    transfer::cuda::copy_async_wait<0>();
+    __syncwarp();  // the copies and norms of all lanes
+    scorer.begin_unit(unit, 0, kFusedUnit);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      __syncwarp();  // binary products take whole warps
+      float shares[4] = {};
+      float most[4] = {kLowestValue, kLowestValue, kLowestValue, kLowestValue};
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        float values[4];
+        scorer.score(quad, tile, values);
+#pragma unroll
+        for (int row = 0; row < 4; ++row) {
+          const float value = values[row] - references[quad];
+          shares[row] += exp2_fast(value);
+          most[row] = fmaxf(most[row], value);
+        }
+      }
+      const float sum = reduce_heads(shares, sum_of);
+      const int i = base + tile * kFusedTile + own_token();
+      const bool present = i < found.count;
+      const int token = present ? found.tokens[i] : 0;
+      const float uniform = priorities.used ? priorities.uniform(token) : 1.0F;
+      std::uint32_t key = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
+      if (__any_sync(kFullWarp, present && !(sum >= kLeastSum))) {
+        // Sums that may have underflowed, relative to the largest of the heads.
+        const float largest =
+            fmaxf(reduce_heads(most, [](float a, float b) { return fmaxf(a, b); }), kLowestValue);
+        float above[4] = {};
+        for (int row = 0; row < 4; ++row)
+          most[row] = __shfl_sync(kFullWarp, largest, lane / 4 * 4 + row);
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          float values[4];
+          scorer.score(quad, tile, values);
+#pragma unroll
+          for (int row = 0; row < 4; ++row) {
+            above[row] += exp2_fast(values[row] - references[quad] - most[row]);
+          }
+        }
+        const float low = largest + log2_norm(reduce_heads(above, sum_of)) - log2_norm(uniform);
+        if (!(sum >= kLeastSum)) key = key_of_log(low);
+      }
+      if (!present || key < least) key = 0;
+      if (key != 0) {
+        atomicAdd(&shared.bins[first_bin_of<ShareBins>(key)], 1U);
+        ++counted;
+      }
+      found.keys[base + tile * kFusedTile + lane] = key;  // at entry_of(i)
+    }
+    __syncwarp();  // all lanes have read the unit
+  }
+  return counted;
+}
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

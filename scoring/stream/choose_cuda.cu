@@ -1,0 +1,412 @@
+#include "scoring/fused/attention_cuda.cuh"
+#include "scoring/fused/choice_cuda.cuh"
+#include "scoring/fused/launch_cuda.cuh"
+#include "scoring/stream/candidates_cuda.cuh"
+#include "scoring/stream/stream_cuda.h"
+#include "transfer/device/launch_cuda.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+/// Blocks per (row, KV head).
+struct ChoiceShape {
+  unsigned blocks;
+};
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// Of approximate keys: 1/8 octaves from 2^-44 to 2^20; what is below counts in the first, what is
+/// above in the last.
+struct StreamBins {
+  static constexpr int kBase = 256 * static_cast<int>(kKeySteps);
+  static constexpr int kShift = 4;
+
+  __device__ static int of(unsigned key) {
+    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kFusedBins - 1);
+  }
+  /// The least key of a bin but the first.
+  __device__ static int least(int bin) { return kBase + (bin << kShift); }
+};
+
+/// Natural logarithms of the masses of the always-attended tokens, each times its value norm as the
+/// weighting says, merged into the base-2 normalisers of `shared.references`. All threads; begins
+/// and ends with a barrier. `memory`: room for the group's queries and the warps' sums.
+__device__ void add_static(const FilterArgs& args, int row, int kv_head, float* memory,
+                           FusedShared& shared) {
+  const SelectRequest& request = args.request;
+  const transfer::KvGeometry& kv = request.kv;
+  const int group = kv.group();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  float* const queries = memory;
+  auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * FusedTables::kMaxHeadDim);
+  const std::int64_t first_head = std::int64_t{row} * kv.query_heads + kv_head * group;
+  __syncthreads();
+  for (int i = thread; i < group * kv.head_dim; i += kFusedThreads) {
+    queries[i] = request.queries[first_head * kv.head_dim + i];
+  }
+  __syncthreads();  // the queries are there
+  const transfer::QueryRow& query = request.rows[row];
+  const transfer::SequenceView& sequence = request.sequences[query.sequence];
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(request.rule, sequence.counters->length, query);
+  const std::byte* const* blocks = request.sketches[query.sequence];
+  const std::int64_t resident_begin = sequence.counters->resident_begin;
+#pragma unroll 1
+  for (int head = 0; head < group; ++head) {
+    LogSum mine;
+#pragma unroll 1
+    for (std::int64_t i = thread; i < spans.num_static(); i += kFusedThreads) {
+      const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
+      const auto* key = reinterpret_cast<const uint4*>(
+          transfer::row_address(kv, sequence, resident_begin, kv_head, token));
+      float product = 0.0F;
+#pragma unroll 4
+      for (int x = 0; x < kv.head_dim / kPiece; ++x) {
+        const uint4 piece = key[x];
+        const unsigned pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 two = transfer::cuda::widen_pair(pairs[j], kv.dtype);
+          const float2 q =
+              *reinterpret_cast<const float2*>(queries + head * kv.head_dim + x * kPiece + 2 * j);
+          product = fmaf(q.x, two.x, fmaf(q.y, two.y, product));
+        }
+      }
+      float logit = product * request.params.logit_scale;
+      if (request.params.weighting != ValueWeighting::kNone) {
+        logit += logf(load_norms(request.sketch, blocks[token / hashing::kBlockTokens], kv_head,
+                                 static_cast<int>(token % hashing::kBlockTokens))
+                          .value);
+      }
+      if (isfinite(logit)) mine.add(logit);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      LogSum other;
+      other.max = __shfl_xor_sync(kFullWarp, mine.max, distance);
+      other.sum = __shfl_xor_sync(kFullWarp, mine.sum, distance);
+      // The same order of both in every lane.
+      if ((lane & distance) != 0) {
+        other.merge(mine);
+        mine = other;
+      } else {
+        mine.merge(other);
+      }
+    }
+    if (lane == 0) sums[head * kFusedWarps + warp] = make_float2(mine.max, mine.sum);
+  }
+  __syncthreads();  // the sums of all warps are there
+  if (thread < group) {
+    FusedSum total;
+    total.add(shared.references[thread], 1.0F);
+    for (int w = 0; w < kFusedWarps; ++w) {
+      const float2 of_warp = sums[thread * kFusedWarps + w];
+      if (of_warp.y > 0.0F) total.add(of_warp.x * kLog2E, of_warp.y);
+    }
+    shared.references[thread] = normaliser(total);
+  }
+  __syncthreads();
+}
+
+/// Least and largest of what approximate keys exceed the exact ones by, base 2.
+struct KeyError {
+  float least;
+  float most;
+};
+
+/// Adds up the parts of the normalisers: fills `shared.references`, for heads past the group with
+/// infinity. All threads; ends with a barrier.
+__device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index,
+                                FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  const StreamGroup& of_group = args.filter.stream_groups[group_index];
+  static_assert(kFusedWarps >= kMaxGroup);
+  if (head < args.request.kv.group()) {
+    const int last = __ldcg(&of_group.last_block);
+    FusedSum total;
+    for (int block = __ldcg(&of_group.first_block) + lane; block <= last; block += 32) {
+      const float2 part =
+          __ldcg(args.filter.stream_sums + (group_index + block) * kMaxGroup + head);
+      total.add(part.x, part.y);
+    }
+    total = sum_lanes(total);
+    if (lane == 0) shared.references[head] = normaliser(total);
+  } else if (head < kMaxGroup && lane == 0) {
+    shared.references[head] = INFINITY;
+  }
+  __syncthreads();
+}
+
+__device__ KeyError key_error(int group, const StreamQueries& queries, const FusedShared& shared) {
+  KeyError error{INFINITY, -INFINITY};
+  for (int head = 0; head < group; ++head) {
+    // Keys are logarithms of shares, from which a larger reference subtracts.
+    const float off = shared.references[head] - queries.references[head];
+    error.least = fminf(error.least, off);
+    error.most = fmaxf(error.most, off);
+  }
+  return error;
+}
+
+/// The least approximate key of a token whose exact key, base 2, may be `exact` or more.
+__device__ int least_approximate(float exact, const KeyError& error) {
+  constexpr float kRounding = 2.0F;  // steps
+  const float bound = exact + error.least;
+  if (!(bound >= kLeastLogSum) || !(error.most < kMostLogShare)) return 1;
+  const float steps = floorf((bound + kKeyOffset) * kKeySteps) - kRounding;
+  return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
+}
+
+/// The least approximate key of tokens that may be among the `wanted` best. All threads; begins and
+/// ends with a barrier.
+__device__ int least_of_best(const FusedWork& work, const std::uint16_t* approximate,
+                             std::uint32_t wanted, const KeyError& error,
+                             const BlockExchange& peers, ChoiceMemory& memory,
+                             FusedShared& shared) {
+  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
+  constexpr int kAtOnce = 8;
+#pragma unroll 1
+  for (int base = static_cast<int>(threadIdx.x); base < work.count / 8;
+       base += kAtOnce * kFusedThreads) {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = base + j * kFusedThreads;
+      loaded[j] = i < work.count / 8 ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const unsigned words[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+#pragma unroll
+      for (const unsigned word : words) {
+        if ((word & 0xFFFFU) != 0) atomicAdd(&shared.bins[StreamBins::of(word & 0xFFFFU)], 1U);
+        if (word >> 16 != 0) atomicAdd(&shared.bins[StreamBins::of(word >> 16)], 1U);
+      }
+    }
+  }
+  find_bin(wanted, 0, peers, memory.exchange, shared);
+  if (shared.bin == 0) return 1;
+  // As many tokens have approximate keys of at least this one, so exact keys of at least that.
+  const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
+  return least_approximate(least - error.most, error);
+}
+
+/// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
+__device__ void write_listed(const FilterArgs& args, const FusedWork& work,
+                             const BlockExchange& peers, const FusedCut& found_cut,
+                             const Candidates& found, TaggedWord* posted, FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int each = (found.padded() / kFusedTile + kFusedWarps - 1) / kFusedWarps * kFusedTile;
+  const int begin = min(warp * each, found.padded());
+  const int end = min(begin + each, found.padded());
+  const std::uint32_t* const keys = found.keys + FusedScores::entry_of(static_cast<unsigned>(lane));
+  __syncthreads();  // the keys are final
+  unsigned mine = 0;
+#pragma unroll 4
+  for (int base = begin; base < end; base += kFusedTile) mine += keys[base] > found_cut.cut ? 1 : 0;
+  mine = __reduce_add_sync(kFullWarp, mine);
+  if (lane == 0) shared.warp_counts[warp] = mine;
+  __syncthreads();  // the counts of all warps are there
+  std::int64_t at = std::int64_t{shared.chosen_before} + found_cut.before +
+                    __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
+  const ChosenTokens chosen(args, work, peers, posted, shared.cut);
+#pragma unroll 2
+  for (int base = begin; base < end; base += kFusedTile) {
+    const std::uint32_t key = keys[base];
+    const unsigned votes = __ballot_sync(kFullWarp, key > found_cut.cut);
+    if (key > found_cut.cut) {
+      chosen.write(at + __popc(votes & ((1U << lane) - 1)), found.tokens[base + lane], key);
+    }
+    at += __popc(votes);
+  }
+}
+
+/// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
+/// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
+__device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const BlockExchange& peers,
+                                         FusedShared& shared) {
+  std::uint32_t own = 0;
+  (void)block_exclusive_sum(of_thread, &own);
+  if (peers.alone()) return own;
+  auto& counts = peers.box.counts[round & 1];
+  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+  const unsigned lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    if (lane == 0) peers.post_pair(&counts[peers.rank][0], stage, own, 0);
+    uint2 of_block[1];
+    const bool has = lane < peers.blocks;
+    peers.fetch<1>(&counts[has ? lane : 0][0], 0, has ? 1 : 0, stage, of_block);
+    const unsigned total = __reduce_add_sync(kFullWarp, of_block[0].x);
+    const unsigned earlier = __reduce_add_sync(kFullWarp, lane < peers.rank ? of_block[0].x : 0);
+    if (lane == 0) {
+      shared.count = total;
+      shared.chosen_before = earlier;
+    }
+  }
+  __syncthreads();
+  return shared.count;
+}
+
+/// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
+template <int kQuads, int kChunks, int kBits>
+__device__ int choose(const FilterArgs& args, const FusedWork& work, int row,
+                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
+                      StreamQueries& queries, FusedShared& shared) {
+  const ScoreParams& params = args.request.params;
+  const int group = args.request.kv.group();
+  const bool prioritised = params.rule == SelectionRule::kPriority;
+  const bool limited = work.plan.k < work.plan.end - work.plan.begin;
+  sum_normalisers(args, work.group_index, shared);
+  const bool bounded = prioritised && params.threshold > 0.0F;
+  if (bounded) add_static(args, row, work.kv_head, reinterpret_cast<float*>(&memory), shared);
+  const KeyError error = key_error(group, queries, shared);
+  const std::uint16_t* approximate =
+      args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token;
+  int least = 1;
+  std::uint32_t least_key = 1;
+  if (bounded) {
+    // A priority of p / u, where p is the mean of the heads' shares.
+    const float least_sum = params.threshold * static_cast<float>(group);
+    least = least_approximate(log2_norm(least_sum), error);
+    least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
+  } else if (limited) {
+    const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
+    least = least_of_best(work, approximate, wanted, error, peers, memory, shared);
+  }
+  const Candidates found = list_candidates(args, work, approximate, least, memory, shared);
+  const unsigned counted = write_exact_keys<kQuads, kChunks, kBits>(args, work, found, least_key,
+                                                                    queries, memory, shared);
+  auto chosen = static_cast<std::uint32_t>(work.plan.k);
+  int rounds = 1;
+  bool all = false;
+  if (bounded) {
+    const std::uint32_t total = exchange_counts(counted, rounds++, peers, shared);
+    all = total <= chosen;
+    if (all) chosen = total;
+    __syncthreads();  // everyone has the count
+    if (threadIdx.x == 0) {
+      shared.cut = least_key;
+      if (!all) shared.chosen_before = 0;
+    }
+  }
+  FusedCut cut;
+  if (!all) {
+    FusedWork listed = work;
+    listed.count = found.padded();
+    cut = find_best<ShareBins>(args, listed, peers, rounds, found.keys, memory.exchange, shared);
+  }
+  write_listed(args, work, peers, cut, found, posted, shared);
+  if (peers.rank == 0 && threadIdx.x == 0) {
+    args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
+  }
+  return static_cast<int>(chosen);
+}
+
+#endif
+
+// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
+// exchange counts by bins of approximate keys, then those of exact keys and the keys of the last
+// bin; each waits for all the others' part before it posts the next. Then they attend, if that is
+// wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works.
+template <int kQuads, int kChunks, int kBits>
+__global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
+    const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
+    const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ __align__(16) FusedShared shared;
+  __shared__ __align__(16) StreamQueries queries;
+  __shared__ FusedRows rows;
+  const auto row = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
+  const unsigned rank = blockIdx.x % shape.blocks;
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  // Of a row of which nothing is eligible it is of no use.
+  args.filter.stream_groups[std::int64_t{row} * args.request.kv.kv_heads + kv_head].load(queries);
+  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  // There are fewer boxes than groups only where no group has two blocks, and none is used.
+  const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
+                            shape.blocks);
+  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  const bool attends = attention.tiles > 0;
+  if (attends) {
+    if (threadIdx.x == 0) rows.fill(args, row, 0);
+    prefetch_pages(args, row, work.plan.end);
+  }
+  if (!work.empty()) {  // as all of the group
+    TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
+    const int chosen =
+        choose<kQuads, kChunks, kBits>(args, work, row, peers, posted, memory, queries, shared);
+    if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
+  }
+  if (attends) {
+    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+  }
+  if (work.empty() && !attends) return;  // nothing was posted
+  __syncthreads();                       // all have posted: this block has read from all
+  if (attends || !peers.alone()) peers.next_epoch();
+#endif
+}
+
+}  // namespace
+
+bool stream_serves(const SelectRequest& request) {
+  const ScoreParams& params = request.params;
+  const bool together = params.selection == Selection::kPerKvHead || request.kv.group() == 1;
+  // Of rows in fp8 that have no copies in 16 bits, `row_address` knows nothing.
+  const bool reads_static = params.threshold > 0.0F;
+  const bool readable = !request.kv.float8_pages || request.kv.sink_capacity > 0;
+  // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
+  // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
+  // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
+  const bool faster = request.kv.group() > kFusedHeads ||
+                      request.kv.kv_heads * request.rows.count > kAttendedGroups;
+  return request.may_exchange && params.estimator == Estimator::kNormAware &&
+         params.query_bits > 0 && together && params.weight_bits() <= kFusedMostBits &&
+         sign_chunks(params) <= kFusedChunks && (reads_static ? readable : faster);
+}
+
+bool stream_fuses_attention(const SelectRequest& request) {
+  return stream_serves(request) && request.kv.group() <= kFusedHeads;
+}
+
+void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args) {
+  const SelectRequest& request = args.request;
+  const int groups = request.kv.kv_heads * request.rows.count;
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  constexpr std::int64_t kLeastTokens = 2048;
+  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
+  const ChoiceShape shape{
+      .blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
+          std::min<std::int64_t>(processors / groups, useful), 1, kFusedBlocks))};
+  int bytes = static_cast<int>(sizeof(ChoiceMemory)) +
+              kFusedWarps * fused_unit_bytes(sign_chunks(request.params));
+  const FusedInput input = fused_input(request);
+  const FusedAttention attention = fused_attention(request, bytes);
+  const auto kernel = visit_stream_shape(
+      request, [](auto made) { return choose_from_stream<made.kQuads, made.kChunks, made.kBits>; });
+  allow_shape(kernel, bytes);
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     shape);
+}
+
+void enqueue_stream_select(cudaStream_t stream, const FilterArgs& args) {
+  enqueue_stream_pass(stream, args);
+  enqueue_stream_choice(stream, args);
+}
+
+}  // namespace kvtier::scoring::cuda

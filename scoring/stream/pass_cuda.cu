@@ -1,0 +1,482 @@
+#include "hashing/append.h"
+#include "scoring/fused/launch_cuda.cuh"
+#include "scoring/stream/stream_cuda.cuh"
+#include "scoring/stream/stream_cuda.h"
+#include "transfer/device/launch_cuda.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtier::scoring::cuda {
+namespace {
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// What a block scores of one (row, KV head): `references` units that are spread over the row, the
+/// same in every block, then its own.
+struct StreamWork {
+  RowPlan plan;
+  std::int64_t group_index;
+  int kv_head;
+  int first_of_row;  ///< First unit of the row,
+  int of_row;        ///< how many it has.
+  int references;
+  int first;  ///< First unit of the block,
+  int count;  ///< how many it has.
+  int each;   ///< Units of every block.
+
+  static constexpr int kUnitsPerReference = 4096;
+  static constexpr int kFewestReferences = 2 * kFusedWarps;
+  static constexpr int kMostReferences = 8 * kFusedWarps;
+
+  StreamWork() = default;
+  __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int end,
+                        int of_block)
+      : each(of_block) {
+    const int row = units.row_of(at);
+    const int in_row = at - units.before[row];
+    of_row = units.count[row];
+    kv_head = in_row / of_row;
+    const int in_head = in_row - kv_head * of_row;
+    plan = plan_of_row(args, row);
+    group_index = std::int64_t{row} * args.request.kv.kv_heads + kv_head;
+    first_of_row = units.first[row];
+    first = first_of_row + in_head;
+    count = min(of_row - in_head, end - at);
+    const int wanted = (of_row + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
+    references = min(min(max(wanted, kFewestReferences), kMostReferences), of_row);
+  }
+  /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
+  [[nodiscard]] __device__ int begin_in(int token) const {
+    return static_cast<int>(plan.begin) - token;
+  }
+  [[nodiscard]] __device__ int end_in(int token) const {
+    return static_cast<int>(plan.end) - token;
+  }
+  [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_row; }
+  /// The last block that has units of the group, of which `block` has the first `count`.
+  [[nodiscard]] __device__ int last_block(int block) const {
+    return block + (of_row - count + each - 1) / each;
+  }
+  /// Whether the same units are copied for both.
+  [[nodiscard]] __device__ bool copies_same(const StreamWork& other) const {
+    return group_index == other.group_index && first == other.first && count == other.count &&
+           first_of_row == other.first_of_row && of_row == other.of_row;
+  }
+  /// Units of a warp that give references; the others follow.
+  [[nodiscard]] __device__ int warp_references(int warp) const {
+    return max(references - warp + kFusedWarps - 1, 0) / kFusedWarps;
+  }
+  [[nodiscard]] __device__ int warp_units(int warp) const {
+    return max(count - warp + kFusedWarps - 1, 0) / kFusedWarps;
+  }
+  /// The warp's unit i of those that give references.
+  [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
+    return first_of_row + (warp + i * kFusedWarps) * of_row / references;
+  }
+  [[nodiscard]] __device__ int unit(int warp, int i) const {
+    return first + warp + i * kFusedWarps;
+  }
+};
+
+/// Units that a warp has under way.
+constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
+
+/// The units of a warp on their way through its ring of stages. Whole warps only.
+template <int kChunks>
+class StreamRing {
+ public:
+  static constexpr int kStages = stages_of(kChunks);
+
+  __device__ StreamRing(const FilterArgs& args, int chunks, std::byte* memory)
+      : sketch_(args.request.sketch),
+        chunks_(kChunks > 0 ? kChunks : chunks),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        memory_(memory + warp_ * kStages * fused_unit_bytes(chunks_)),
+        policy_(transfer::cuda::read_once_policy()),
+        copies_norms_(static_cast<int>(threadIdx.x) % 32 < 2 * kNormLanes) {}
+
+  /// Starts to copy the first units. What an earlier call has started has come to nothing.
+  __device__ void start(const StreamWork& work) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    transfer::cuda::copy_async_wait<0>();
+    __syncwarp();
+    codes_ = sketch_.chunk_offset(work.kv_head, 0, 0) + lane * 16;
+    norms_ = lane < kNormLanes ? sketch_.key_norm_offset(work.kv_head, 0)
+                               : sketch_.value_norm_offset(work.kv_head, 0);
+    norms_ += lane % kNormLanes * 16;
+    references_ = work.warp_references(warp_);
+    end_ = references_ + work.warp_units(warp_);
+    first_ = work.unit(warp_, 0);
+    // A lane has one of the units that give references.
+    static_assert(StreamWork::kMostReferences <= 32 * kFusedWarps);
+    if (lane < references_) {
+      reference_ = work.reference_unit(warp_, lane);
+      reference_block_ = work.plan.blocks[reference_ / kUnitsPerBlock];
+    }
+    blocks_.start(work.plan.blocks, first_, end_ - references_);
+    next_ = 0;
+    stage_ = 0;
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) fill_next();
+  }
+  /// Waits for the next unit and returns it.
+  __device__ const std::byte* wait() {
+    transfer::cuda::copy_async_wait<kStages - 1>();
+    __syncwarp();  // the copies of all lanes
+    return memory_ + stage_ * fused_unit_bytes(chunks_);
+  }
+  /// Gives the unit's stage to the copies.
+  __device__ void release() {
+    __syncwarp();  // all lanes have read it
+    fill_next();
+  }
+
+ private:
+  /// One group of copies per call, empty past the end, so that waiting can count groups.
+  __device__ void fill_next() {
+    if (next_ < references_) {
+      const auto block = reinterpret_cast<unsigned long long>(reference_block_);
+      fill(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, block, next_)),
+           __shfl_sync(kFullWarp, reference_, next_));
+    } else if (next_ < end_) {
+      fill(blocks_.at(next_ - references_), first_);
+    }
+    transfer::cuda::copy_async_commit();
+    ++next_;
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+  }
+  /// Copies a unit of `block`, in the place of `unit` in its own.
+  __device__ void fill(const std::byte* block, int unit) {
+    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
+    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
+    const int in_block = unit % kUnitsPerBlock;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned to =
+        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
+        static_cast<unsigned>(lane * 16);
+    const std::byte* codes = block + codes_ + in_block * kChunkBytes;
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kChunkBytes / 512; ++i) {
+        copy(to + chunk * kChunkBytes + i * 512, codes + chunk * kStrideBytes + i * 512);
+      }
+    }
+    if (copies_norms_) {
+      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kFusedUnit * 2);
+    }
+  }
+  __device__ void copy(unsigned to, const std::byte* from) const {
+    // nvcc 13.0 makes an illegal instruction of the policy where the number of chunks is not known.
+    if constexpr (kChunks > 0) {
+      transfer::cuda::copy_async_16_once(to, from, policy_);
+    } else {
+      transfer::cuda::copy_async_16(to, from);
+    }
+  }
+
+  static constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
+  static constexpr int kNormLanes = kFusedUnit * 2 / 16;
+
+  const hashing::SketchGeometry& sketch_;
+  int chunks_;
+  int warp_;
+  std::byte* memory_;
+  std::uint64_t policy_;
+  bool copies_norms_;
+  std::int64_t codes_ = 0;  // of the lane's first vector in a block
+  std::int64_t norms_ = 0;
+  int references_ = 0;
+  int end_ = 0;
+  int first_ = 0;  // of the units that are the warp's own
+  int next_ = 0;
+  int stage_ = 0;
+  UnitBlocks blocks_;
+  int reference_ = 0;
+  const std::byte* reference_block_ = nullptr;
+};
+
+/// Parts of the heads' normalisers that the lanes of a warp have. A lane has one head of each quad.
+template <int kQuads>
+struct LaneSums {
+  FusedSum heads[kQuads];
+
+  __device__ void add(int quad, const float (&values)[kUnitTiles][4]) {
+    float most = heads[quad].most;
+    for (const auto& tile : values) {
+      for (const float value : tile) most = fmaxf(most, value);
+    }
+    float sum = heads[quad].sum * exp2_fast(heads[quad].most - most);
+    for (const auto& tile : values) {
+      for (const float value : tile) sum += exp2_fast(value - most);
+    }
+    heads[quad] = {most, sum};
+  }
+  /// Writes the warp's sums.
+  __device__ void store(StreamQueries& queries) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        const float most = __shfl_xor_sync(kFullWarp, heads[quad].most, distance);
+        const float sum = __shfl_xor_sync(kFullWarp, heads[quad].sum, distance);
+        heads[quad].add(most, sum);
+      }
+      if (lane < 4) {
+        queries.warp_sums[threadIdx.x / 32][quad * 4 + lane] = {heads[quad].most, heads[quad].sum};
+      }
+    }
+  }
+};
+
+/// The block's sum for a head. A whole warp, after a barrier.
+__device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  FusedSum total;
+  if (lane < kFusedWarps) {
+    const float2 of_warp = queries.warp_sums[lane][head];
+    total = {of_warp.x, of_warp.y};
+  }
+  return sum_lanes(total);
+}
+
+/// Turns the warps' sums into references. All threads; begins and ends with a barrier.
+__device__ inline void make_references(const FilterArgs& args, const StreamWork& work,
+                                       StreamQueries& queries) {
+  const int group = args.request.kv.group();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  static_assert(kFusedWarps >= kMaxGroup);
+  __syncthreads();  // the sums of all warps are there
+  if (head < kMaxGroup) {
+    float reference = INFINITY;
+    if (head < group) reference = normaliser(block_sum(queries, head));
+    if (lane == 0) {
+      queries.references[head] = reference;
+      if (work.first_of_group()) {
+        args.filter.stream_groups[work.group_index].references[head] = reference;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+/// The approximate key of an eligible token with this sum of shares.
+__device__ inline std::uint16_t approximate_key(float sum, float log_uniform) {
+  const float steps = fmaf(log2_norm(sum) - log_uniform, kKeySteps, kKeyOffset * kKeySteps);
+  return static_cast<std::uint16_t>(fminf(fmaxf(steps, 1.0F), 65535.0F));
+}
+
+/// Scores the units that give references, and makes these. All threads; ends with a barrier.
+template <int kQuads, int kChunks, int kBits>
+__device__ void find_references(const FilterArgs& args, const StreamWork& work,
+                                StreamRing<kChunks>& ring,
+                                UnitScorer<kQuads, kChunks, kBits>& scorer,
+                                StreamQueries& queries) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  LaneSums<kQuads> sums;
+#pragma unroll 1
+  for (int i = 0; i < work.warp_references(warp); ++i) {
+    const int first = work.reference_unit(warp, i) * kFusedUnit;
+    scorer.begin_unit(ring.wait(), work.begin_in(first), work.end_in(first));
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      float values[kUnitTiles][4];
+#pragma unroll
+      for (int tile = 0; tile < kUnitTiles; ++tile) scorer.score(quad, tile, values[tile]);
+      sums.add(quad, values);
+    }
+    ring.release();
+  }
+  sums.store(queries);
+  make_references(args, work, queries);
+}
+
+/// Writes the approximate keys of the block's units, and its parts of the normalisers.
+template <int kQuads, int kChunks, int kBits>
+__device__ void write_approximate_keys(const FilterArgs& args, const StreamWork& work,
+                                       StreamRing<kChunks>& ring,
+                                       UnitScorer<kQuads, kChunks, kBits>& scorer,
+                                       StreamQueries& queries) {
+  // Shares that add up to more than this are summed with a maximum of their own.
+  constexpr float kMostPart = 0x1p60F;
+  const ScoreParams& params = args.request.params;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const bool prioritised = params.rule == SelectionRule::kPriority;
+  const std::uint32_t set = priority_key(params, work.kv_head);
+  std::uint16_t* const keys =
+      args.filter.stream_keys + work.group_index * args.max_tokens + own_token();
+  float references[kQuads];
+  float parts[kQuads];  // relative to the references
+  LaneSums<kQuads> far;
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+    references[quad] = queries.references[quad * 4 + lane % 4];
+    parts[quad] = 0.0F;
+  }
+  const int units = work.warp_units(warp);
+#pragma unroll 1
+  for (int i = 0; i < units; ++i) {
+    const int first = work.unit(warp, i) * kFusedUnit;
+    const int begin = work.begin_in(first);
+    const int end = work.end_in(first);
+    scorer.begin_unit(ring.wait(), begin, end);
+    float shares[kUnitTiles][4];
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      float values[kUnitTiles][4];
+      float part = 0.0F;
+#pragma unroll
+      for (int tile = 0; tile < kUnitTiles; ++tile) {
+        scorer.score(quad, tile, values[tile]);
+#pragma unroll
+        for (int row = 0; row < 4; ++row) {
+          const float share = exp2_fast(values[tile][row] - references[quad]);
+          shares[tile][row] = quad == 0 ? share : shares[tile][row] + share;
+          part += share;
+        }
+      }
+      if (part < kMostPart) {
+        parts[quad] += part;
+      } else {
+        far.add(quad, values);
+      }
+      __syncwarp();  // binary products take whole warps
+    }
+    ring.release();
+#pragma unroll
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+      const float sum = reduce_heads(shares[tile], [](float a, float b) { return a + b; });
+      float log_uniform = 0.0F;
+      if (prioritised) {
+        const int token = first + tile * kFusedTile + own_token();
+        log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
+      }
+      keys[first + tile * kFusedTile] = approximate_key(sum, log_uniform);
+    }
+    if (begin > 0 || end < kFusedUnit) {
+      for (int tile = 0; tile < kUnitTiles; ++tile) {
+        const int token = tile * kFusedTile + own_token();
+        if (token < begin || token >= end) keys[first + tile * kFusedTile] = 0;
+      }
+    }
+  }
+#pragma unroll
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if (parts[quad] > 0.0F) far.heads[quad].add(references[quad], parts[quad]);
+  }
+  far.store(queries);
+  __syncthreads();  // the sums of all warps are there
+  const int head = warp;
+  if (head < args.request.kv.group()) {
+    const FusedSum total = block_sum(queries, head);
+    if (lane == 0) {
+      // Pairs of a group and a block that has units of it, in order, differ in this sum.
+      const std::int64_t part = work.group_index + blockIdx.x;
+      args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
+    }
+  }
+}
+
+/// `started`: whether the ring has started to copy the units.
+template <int kQuads, int kChunks, int kBits>
+__device__ void score_work(const FilterArgs& args, const StreamWork& work, bool started,
+                           StreamRing<kChunks>& ring, FusedNorms* norms, StreamQueries& queries) {
+  const ScoreParams& params = args.request.params;
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
+  // Before the copies: loads that are issued after them return after them.
+  fill_queries<kQuads, kBits>(args, chunks, work.group_index, queries);
+  if (!started) ring.start(work);
+  if (work.first_of_group()) {
+    args.filter.stream_groups[work.group_index].keep(queries, static_cast<int>(blockIdx.x),
+                                                     work.last_block(static_cast<int>(blockIdx.x)));
+  }
+  UnitScorer<kQuads, kChunks, kBits> scorer(
+      params, queries, chunks, norms + static_cast<int>(threadIdx.x) / 32 * kFusedUnit);
+  find_references(args, work, ring, scorer, queries);
+  write_approximate_keys(args, work, ring, scorer, queries);
+  transfer::cuda::copy_async_wait<0>();
+  __syncthreads();  // all warps have used the queries
+}
+
+/// Units of a block: those that it has from `at` to `end` in the order of rows, KV heads and
+/// tokens.
+struct StreamShare {
+  int each;
+  int at;
+  int end;
+
+  __device__ StreamShare(const StreamUnits& units, int blocks)
+      : each(units.of_block(blocks)),
+        at(static_cast<int>(blockIdx.x) * each),
+        end(min(at + each, units.total())) {}
+};
+
+#endif
+
+// Blocks have runs of (unit, KV head) pairs, which may be of several (row, KV head). Dynamic shared
+// memory: the warps' norms, then their rings. `shape.early`: copies start before the wait.
+template <int kQuads, int kChunks, int kBits>
+__global__ __launch_bounds__(kFusedThreads,
+                             1) void stream_pass(const __grid_constant__ FilterArgs args,
+                                                 const __grid_constant__ StreamShape shape) {
+#if defined(KVTIER_HAS_CLUSTERS)
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ StreamUnits units;
+  __shared__ __align__(16) StreamQueries queries;
+  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic);
+  StreamRing<kChunks> ring(args, sign_chunks(args.request.params),
+                           dynamic + kFusedWarps * kFusedUnit * sizeof(FusedNorms));
+  StreamWork early{};
+  if (shape.early) {
+    // An append under way may or may not have counted its tokens; all that are eligible were stored
+    // by earlier launches.
+    units.fill(args);
+    const StreamShare share(units, shape.blocks);
+    if (share.at < share.end) {
+      early = StreamWork(args, units, share.at, share.end, share.each);
+      ring.start(early);
+    }
+    __syncthreads();  // everyone has read the units
+  }
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  units.fill(args);
+  StreamShare share(units, shape.blocks);
+#pragma unroll 1
+  while (share.at < share.end) {
+    const StreamWork work(args, units, share.at, share.end, share.each);
+    score_work<kQuads, kChunks, kBits>(args, work, work.copies_same(early), ring, norms, queries);
+    early = {};
+    share.at += work.count;
+  }
+  transfer::cuda::copy_async_wait<0>();
+#endif
+}
+
+}  // namespace
+
+void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
+  const SelectRequest& request = args.request;
+  // After another kernel than `read_queries` beside an append everything waits for all before.
+  const StreamShape shape{.blocks = stream_blocks(),
+                          .early = request.after_append &&
+                                   request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
+  visit_stream_shape(request, [&](auto made) {
+    const auto kernel = stream_pass<made.kQuads, made.kChunks, made.kBits>;
+    const int bytes = fused_ring_bytes(stages_of(made.kChunks), sign_chunks(request.params));
+    allow_shape(kernel, bytes);
+    transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(shape.blocks)),
+                                       kFusedThreads, static_cast<std::size_t>(bytes), args, shape);
+  });
+}
+
+std::int64_t stream_group_bytes() { return sizeof(StreamGroup); }
+
+int stream_blocks() {
+  return std::min(device_attribute(cudaDevAttrMultiProcessorCount), kMostStreamBlocks);
+}
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,295 @@
+#pragma once
+
+#include "scoring/fused/scores_cuda.cuh"
+
+#include <cstdint>
+
+/// Selection by a stream of keys: norm-aware with integer weights and a set per KV head, of any
+/// length, number of rows and group of query heads.
+///
+/// 1. `stream_pass` (stream/pass_cuda.cu) reads every sketch once. The units of all (row, KV head)
+///    pairs are shared out evenly among the blocks. Of each token it writes a 16-bit *approximate
+///    key*, the combined score with *reference* normalisers that a few units give, and it sums the
+///    exact normalisers.
+/// 2. `choose_from_stream` (stream/choose_cuda.cu) finds the approximate key of the k-th best. With
+///    the exact normalisers it knows how far approximate keys can be off. It scores again, exactly,
+///    the tokens that may belong to the k best, and chooses among them; where the rows are on the
+///    device it can attend to them, too.
+///
+/// The bound of step 2 is a proof, so the selection is exact whatever the references are: bad ones
+/// make more tokens be scored again.
+namespace kvtier::scoring::cuda {
+
+/// Approximate keys are 1/128 octaves above 2^-300, 1 the least of an eligible token, 0 of others.
+inline constexpr float kKeySteps = 128.0F;
+inline constexpr float kKeyOffset = 300.0F;
+/// Sums of shares below this one, base 2, may have underflowed: bounds below it take every token.
+inline constexpr float kLeastLogSum = -110.0F;
+/// References further below the exact normalisers than this may have let shares overflow.
+inline constexpr float kMostLogShare = 64.0F;
+
+/// Units of the eligible tokens of all rows, each once for every KV head.
+struct StreamUnits {
+  int first[transfer::kMaxBatch];       ///< First unit of a row,
+  int count[transfer::kMaxBatch];       ///< how many it has, 0 where nothing is eligible,
+  int before[transfer::kMaxBatch + 1];  ///< and (unit, KV head) pairs of the rows before it.
+
+  /// All threads of a block of at least kMaxBatch; ends with a barrier.
+  __device__ void fill(const FilterArgs& args) {
+    const SelectRequest& request = args.request;
+    const auto row = static_cast<int>(threadIdx.x);
+    if (row < request.rows.count) {
+      const transfer::QueryRow& query = request.rows[row];
+      const transfer::AttendedSpans spans = transfer::attended_spans(
+          request.rule, __ldcg(&request.sequences[query.sequence].counters->length), query);
+      first[row] = static_cast<int>(spans.sink_end / kFusedUnit);
+      const auto last = static_cast<int>((spans.eligible_end + kFusedUnit - 1) / kFusedUnit);
+      count[row] = spans.num_eligible() > 0 ? last - first[row] : 0;
+    }
+    __syncthreads();  // the counts are there
+    if (threadIdx.x < 32) {
+      constexpr int kRowsOfLane = transfer::kMaxBatch / 32;
+      static_assert(kRowsOfLane == 2);
+      const int lane = static_cast<int>(threadIdx.x);
+      int own[kRowsOfLane];
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        const int at = lane * kRowsOfLane + i;
+        own[i] = at < request.rows.count ? count[at] * request.kv.kv_heads : 0;
+      }
+      int through = own[0] + own[1];
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int up = __shfl_up_sync(kFullWarp, through, distance);
+        if (lane >= distance) through += up;
+      }
+      before[lane * kRowsOfLane + 1] = through - own[1];
+      before[lane * kRowsOfLane + 2] = through;
+      if (lane == 0) before[0] = 0;
+    }
+    __syncthreads();
+  }
+  [[nodiscard]] __device__ int total() const { return before[transfer::kMaxBatch]; }
+  /// (unit, KV head) pairs of each block.
+  [[nodiscard]] __device__ int of_block(int blocks) const {
+    return (total() + blocks - 1) / blocks;
+  }
+  /// The row that has pair `at`.
+  [[nodiscard]] __device__ int row_of(int at) const {
+    int row = 0;
+    for (int step = transfer::kMaxBatch / 2; step > 0; step /= 2) {
+      if (before[row + step] <= at) row += step;
+    }
+    return row;
+  }
+};
+
+inline constexpr int kUnitTiles = kFusedUnit / kFusedTile;
+
+/// A launch of the pass.
+struct StreamShape {
+  int blocks;
+  bool early;  ///< Whether sketches may be read before the wait.
+};
+
+inline constexpr int kStreamColumns = kMaxGroup / 4 * kFusedChunks * kFusedMostBits / 2 * 32;
+
+/// What scoring needs in shared memory, of the heads of one group.
+struct StreamQueries {
+  alignas(16) std::uint32_t columns[kStreamColumns];
+  int weight_sums[kMaxGroup];
+  alignas(16) float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
+  alignas(16) float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
+  float2 warp_sums[kFusedWarps][kMaxGroup];
+};
+
+/// What the pass leaves of a (row, KV head) of which something is eligible.
+struct StreamGroup {
+  alignas(16) std::uint32_t columns[kStreamColumns];
+  int weight_sums[kMaxGroup];
+  float factors[kMaxGroup];
+  float references[kMaxGroup];
+  int first_block;  ///< Blocks of the pass that have units of it.
+  int last_block;
+
+  /// All threads of a block; nothing of `queries` may change before a barrier.
+  __device__ void keep(const StreamQueries& queries, int first, int last) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
+      reinterpret_cast<uint4*>(columns)[i] = reinterpret_cast<const uint4*>(queries.columns)[i];
+    }
+    if (thread < kMaxGroup) {
+      weight_sums[thread] = queries.weight_sums[thread];
+      factors[thread] = queries.factors[thread];
+    }
+    if (thread == 0) {
+      first_block = first;
+      last_block = last;
+    }
+  }
+  /// The same the other way, without a barrier.
+  __device__ void load(StreamQueries& queries) const {
+    const auto thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
+      reinterpret_cast<uint4*>(queries.columns)[i] =
+          __ldcg(reinterpret_cast<const uint4*>(columns) + i);
+    }
+    if (thread < kMaxGroup) {
+      queries.weight_sums[thread] = __ldcg(weight_sums + thread);
+      queries.factors[thread] = __ldcg(factors + thread);
+      queries.references[thread] = __ldcg(references + thread);
+    }
+  }
+};
+
+/// Fills columns, weight sums and factors from the tables of the queries. All threads; ends with a
+/// barrier.
+template <int kQuads, int kBits>
+__device__ void fill_queries(const FilterArgs& args, int chunks, std::int64_t group_index,
+                             StreamQueries& queries) {
+  const ScoreParams& params = args.request.params;
+  const int group = args.request.kv.group();
+  const auto thread = static_cast<int>(threadIdx.x);
+  if (thread < kMaxGroup) {
+    queries.factors[thread] =
+        thread < group
+            ? sign_factor(params, args.tables.scalars[group_index * group + thread]) * kLog2E
+            : 0.0F;
+  }
+  fill_columns<kBits, kFusedThreads>(args.tables, params.num_planes, group_index * group, group,
+                                     chunks, kQuads, queries.columns, queries.weight_sums);
+}
+
+/// Scores of units of 64 tokens in shared memory, by a warp. Lane 4 g + t has tokens r * 8 + g of
+/// each tile, r = 0 .. 3, and head t of each quad.
+template <int kQuads, int kChunks, int kBits>
+class UnitScorer {
+ public:
+  /// `norms`: room for the norms of a unit, of this warp.
+  __device__ UnitScorer(const ScoreParams& params, const StreamQueries& queries, int chunks,
+                        FusedNorms* norms)
+      : norms_(norms),
+        chunks_(kChunks > 0 ? kChunks : chunks),
+        weight_(params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      columns_[quad].load(queries.columns + quad * chunks_ * (kBits / 2) * 32);
+      factors_[quad] = queries.factors[quad * 4 + lane % 4];
+      offsets_[quad] = kExact + static_cast<float>(queries.weight_sums[quad * 4 + lane % 4]);
+    }
+  }
+  /// Takes the norms of a unit; those of tokens outside [begin, end) of it are left out.
+  __device__ void begin_unit(const std::byte* unit, int begin, int end) {
+    unit_ = unit;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto* raw =
+        reinterpret_cast<const std::uint32_t*>(unit + chunks_ * kFusedUnit * hashing::kChunkBytes) +
+        lane;
+    const std::uint32_t key_pair = raw[0];
+    const std::uint32_t value_pair = raw[kFusedUnit / 2];
+    FusedNorms own[2] = {
+        PackedNorms::unpack(PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU), weight_),
+        PackedNorms::unpack(PackedNorms::pack(key_pair >> 16, value_pair >> 16), weight_)};
+    if (begin > 0 || end < kFusedUnit) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = lane * 2 + i;
+        if (token < begin || token >= end) own[i].log_value = -INFINITY;
+      }
+    }
+    __syncwarp();  // all lanes have read those of the unit before
+    *reinterpret_cast<float4*>(norms_ + lane * 2) =
+        make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
+    __syncwarp();
+  }
+  /// Base-2 logits of the lane's tokens of a tile, of its head of a quad.
+  __device__ void score(int quad, int tile, float (&values)[4]) const {
+    int counts[2][kBits / 2][4];
+    count_planes<kFusedUnit>(unit_ + tile * kFusedTile * hashing::kChunkBytes, columns_[quad],
+                             chunks_, counts);
+    const FusedNorms* norms = norms_ + tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      // The bits of kExact + n are those of kExact, and n.
+      int bits = __float_as_int(kExact);
+#pragma unroll
+      for (int bit = 0; bit < kBits; ++bit) {
+        bits += 2 * plane_weight<kBits>(bit) * counts[row / 2][bit / 2][row % 2 * 2 + bit % 2];
+      }
+      const float sum = __int_as_float(bits) - offsets_[quad];
+      const FusedNorms norm = norms[row * 8];
+      values[row] = fmaf(factors_[quad] * sum, norm.key, norm.log_value);
+    }
+  }
+
+ private:
+  /// Integers of up to 22 bits, added to it, are exact.
+  static constexpr float kExact = 0x1.8p23F;
+
+  const std::byte* unit_ = nullptr;
+  FusedNorms* norms_;
+  int chunks_;
+  float weight_;
+  FusedColumns<kChunks, kBits> columns_[kQuads];
+  float factors_[kQuads];
+  float offsets_[kQuads];  // of the sum of a head's weights, which clear bits subtract
+};
+
+/// Token of a tile that a lane has after `reduce_heads`.
+__device__ inline int own_token() {
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  return lane % 4 * 8 + lane / 4;
+}
+
+/// Reduces over the lanes of a quad what each has of four tokens; lane t gets the result of token
+/// t * 8 + g.
+template <typename Combine>
+__device__ float reduce_heads(const float (&values)[4], const Combine& combine) {
+  const bool odd = (threadIdx.x & 1U) != 0;
+  const bool high = (threadIdx.x & 2U) != 0;
+  const float low_pair = __shfl_xor_sync(kFullWarp, odd ? values[0] : values[1], 1);
+  const float high_pair = __shfl_xor_sync(kFullWarp, odd ? values[2] : values[3], 1);
+  const float first = combine(odd ? values[1] : values[0], low_pair);
+  const float second = combine(odd ? values[3] : values[2], high_pair);
+  const float other = __shfl_xor_sync(kFullWarp, high ? first : second, 2);
+  return combine(high ? second : first, other);
+}
+
+/// Bits of the weights that the kernels multiply, for so many chunks.
+[[nodiscard]] inline int stream_weight_bits(const ScoreParams& params) {
+  const int bits = params.weight_bits();
+  if (bits <= 4) return 4;
+  return bits <= 6 && sign_chunks(params) == 2 ? 6 : 8;
+}
+
+/// What the kernels are made for: quads of heads, chunks of planes (0: any), bits of a weight.
+template <int kQuadsOf, int kChunksOf, int kBitsOf>
+struct StreamKernel {
+  static constexpr int kQuads = kQuadsOf;
+  static constexpr int kChunks = kChunksOf;
+  static constexpr int kBits = kBitsOf;
+};
+
+/// Calls `visit` with the `StreamKernel` that serves a request, and returns what it returns.
+template <typename Visit>
+auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
+  const int quads = (request.kv.group() + 3) / 4;
+  const int chunks = sign_chunks(request.params);
+  const int bits = stream_weight_bits(request.params);
+  if (quads == 1) {
+    if (bits == 4 && chunks == 1) return visit(StreamKernel<1, 1, 4>{});
+    if (bits == 4 && chunks == 2) return visit(StreamKernel<1, 2, 4>{});
+    if (bits == 4) return visit(StreamKernel<1, 0, 4>{});
+    if (bits == 6) return visit(StreamKernel<1, 2, 6>{});
+    return visit(StreamKernel<1, 0, 8>{});
+  }
+  if (quads == 2) {
+    if (bits == 4 && chunks == 2) return visit(StreamKernel<2, 2, 4>{});
+    if (bits == 6) return visit(StreamKernel<2, 2, 6>{});
+    return visit(StreamKernel<2, 0, 8>{});
+  }
+  if (bits == 4 && chunks == 2) return visit(StreamKernel<4, 2, 4>{});
+  if (bits == 6) return visit(StreamKernel<4, 2, 6>{});
+  return visit(StreamKernel<4, 0, 8>{});
+}
+
+}  // namespace kvtier::scoring::cuda
