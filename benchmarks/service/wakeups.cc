@@ -1,6 +1,6 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
-#include "services/dataplane/descriptor.h"
+#include "services/wire/descriptor.h"
 
 #include <array>
 #include <cerrno>

@@ -28,7 +28,7 @@ READS_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 class Arena:
-    """A tenant's pages, mapped for reading (services/page_cache/page_layout.h)."""
+    """A tenant's pages, mapped for reading (services/wire/page_layout.h)."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         if len(data) < _UNIT:

@@ -1,6 +1,6 @@
 #include "services/client/channel_pool.h"
 
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 
 #include <grpcpp/client_context.h>
 

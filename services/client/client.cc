@@ -3,7 +3,7 @@
 #include "services/client/client_impl.h"
 #include "services/client/decode_stream.h"
 #include "services/client/request_tensors.h"
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>

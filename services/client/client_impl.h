@@ -5,7 +5,7 @@
 #include "services/client/channel_pool.h"
 #include "services/client/connection.h"
 #include "services/client/request_tensors.h"
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 
 #include <algorithm>
 #include <chrono>

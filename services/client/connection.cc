@@ -2,8 +2,8 @@
 
 #include "services/client/error_details.h"
 #include "services/client/peer.h"
-#include "services/grpc_lifetime.h"
-#include "services/grpc_time.h"
+#include "services/wire/grpc_lifetime.h"
+#include "services/wire/grpc_time.h"
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>

@@ -4,9 +4,9 @@
 #include "kvtier/v1/status.pb.h"
 
 #include "services/client/data_socket.h"
-#include "services/dataplane/frame.h"
-#include "services/dataplane/shared_region.h"
-#include "services/page_cache/page_layout.h"
+#include "services/wire/frame.h"
+#include "services/wire/page_layout.h"
+#include "services/wire/shared_region.h"
 
 #include <chrono>
 #include <cstddef>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/dataplane/descriptor.h"
+#include "services/wire/descriptor.h"
 
 #include <chrono>
 #include <cstddef>

@@ -1,6 +1,6 @@
 #include "services/client/decode_stream.h"
 
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 
 namespace kvtier::services {
 

@@ -3,7 +3,7 @@
 #include "kvtier/v1/transfer.pb.h"
 
 #include "services/client/pages.h"
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
 

@@ -1,7 +1,7 @@
 #include "services/client/pages.h"
 
 #include "services/client/page_streams.h"
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
 

@@ -1,7 +1,7 @@
 #include "services/dataplane/attachments.h"
 
-#include "services/dataplane/frame.h"
-#include "services/server/paging.h"
+#include "services/base/paging.h"
+#include "services/wire/frame.h"
 
 #include <array>
 #include <openssl/rand.h>

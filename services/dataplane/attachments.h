@@ -2,10 +2,10 @@
 
 #include "kvtier/v1/shared_memory.pb.h"
 
-#include "services/server/handle.h"
-#include "services/server/service_error.h"
-#include "services/server/session_table.h"
-#include "services/server/tenants.h"
+#include "services/base/handle.h"
+#include "services/base/service_error.h"
+#include "services/base/tenants.h"
+#include "services/core/session_table.h"
 
 #include <atomic>
 #include <chrono>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "services/dataplane/attachments.h"
-#include "services/dataplane/descriptor.h"
+#include "services/wire/descriptor.h"
 
 #include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/ssl/context.hpp>

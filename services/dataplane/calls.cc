@@ -1,6 +1,6 @@
 #include "services/dataplane/calls.h"
 
-#include "services/server/wire.h"
+#include "services/base/from_message.h"
 #include "services/wire/each_tensor.h"
 
 #include <google/protobuf/io/coded_stream.h>

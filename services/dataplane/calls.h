@@ -2,8 +2,8 @@
 
 #include "kvtier/v1/status.pb.h"
 
-#include "services/dataplane/frame.h"
-#include "services/server/service_core.h"
+#include "services/core/service_core.h"
+#include "services/wire/frame.h"
 
 #include <cstddef>
 #include <functional>

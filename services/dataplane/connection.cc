@@ -1,7 +1,7 @@
 #include "services/dataplane/connection.h"
 
+#include "services/base/from_message.h"
 #include "services/dataplane/page_jobs.h"
-#include "services/server/wire.h"
 
 #include <boost/asio/post.hpp>
 

@@ -1,14 +1,14 @@
 #pragma once
 
+#include "services/base/minimum_rate.h"
+#include "services/core/service_core.h"
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/byte_stream.h"
 #include "services/dataplane/calls.h"
-#include "services/dataplane/frame.h"
 #include "services/dataplane/incoming_frame.h"
 #include "services/dataplane/page_jobs.h"
-#include "services/dataplane/shared_region.h"
-#include "services/server/minimum_rate.h"
-#include "services/server/service_core.h"
+#include "services/wire/frame.h"
+#include "services/wire/shared_region.h"
 
 #include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/steady_timer.hpp>

@@ -1,6 +1,6 @@
 #include "services/dataplane/data_plane.h"
 
-#include "services/server/listener.h"
+#include "services/base/listener.h"
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>

@@ -2,12 +2,12 @@
 
 #include "kvtier/device_memory.h"
 
+#include "services/base/bound_sockets.h"
+#include "services/base/endpoint.h"
+#include "services/base/tls_identity.h"
+#include "services/core/service_core.h"
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/connection.h"
-#include "services/dataplane/tls_identity.h"
-#include "services/server/bound_sockets.h"
-#include "services/server/endpoint.h"
-#include "services/server/service_core.h"
 
 #include <chrono>
 #include <cstddef>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/dataplane/frame.h"
-#include "services/server/admission.h"
+#include "services/base/admission.h"
+#include "services/wire/frame.h"
 
 #include <cstddef>
 #include <memory>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "services/dataplane/frame.h"
+#include "services/base/tenants.h"
 #include "services/page_cache/page_store.h"
-#include "services/server/tenants.h"
+#include "services/wire/frame.h"
 
 #include <cstddef>
 #include <cstdint>

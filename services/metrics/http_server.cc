@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/server/listener.h"
+#include "services/base/listener.h"
 
 #include <boost/asio/generic/stream_protocol.hpp>
 #include <boost/asio/io_context.hpp>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/server/bound_sockets.h"
-#include "services/server/endpoint.h"
+#include "services/base/bound_sockets.h"
+#include "services/base/endpoint.h"
 
 #include <chrono>
 #include <cstddef>

@@ -1,8 +1,8 @@
 #pragma once
 
+#include "services/base/service_core_observer.h"
 #include "services/metrics/families.h"
 #include "services/metrics/rpc_metrics.h"
-#include "services/server/service_core_observer.h"
 
 #include <array>
 #include <functional>

@@ -1,6 +1,6 @@
 #include "services/page_cache/page_arena.h"
 
-#include "services/server/service_error.h"
+#include "services/base/service_error.h"
 
 #include <cassert>
 #include <cerrno>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/page_cache/page_layout.h"
+#include "services/wire/page_layout.h"
 
 #include <chrono>
 #include <cstddef>

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/page_cache/page_layout.h"
+#include "services/wire/page_layout.h"
 #include "transfer/tiers/hmac_sha256.h"
 #include "transfer/tiers/sealed_file_tier.h"
 

@@ -2,8 +2,8 @@
 
 #include "kvtier/page_tier.h"
 
+#include "services/base/tenants.h"
 #include "services/page_cache/page_slots.h"
-#include "services/server/tenants.h"
 
 #include <array>
 #include <cstddef>

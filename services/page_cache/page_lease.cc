@@ -1,6 +1,6 @@
 #include "services/page_cache/page_lease.h"
 
-#include "services/server/service_error.h"
+#include "services/base/service_error.h"
 
 namespace kvtier::services {
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "services/server/executor.h"
-#include "services/server/handle_table.h"
-#include "services/server/tenants.h"
+#include "services/base/executor.h"
+#include "services/base/handle_table.h"
+#include "services/base/tenants.h"
 
 #include <atomic>
 #include <cstddef>

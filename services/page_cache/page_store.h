@@ -1,14 +1,14 @@
 #pragma once
 
+#include "services/base/handle.h"
+#include "services/base/service_error.h"
+#include "services/base/tenants.h"
 #include "services/page_cache/page_arena.h"
 #include "services/page_cache/page_backing.h"
 #include "services/page_cache/page_lease.h"
 #include "services/page_cache/page_slots.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/page_cache/transfer_counts.h"
-#include "services/server/handle.h"
-#include "services/server/service_error.h"
-#include "services/server/tenants.h"
 
 #include <array>
 #include <atomic>

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/server/wire.h"
+#include "services/base/from_message.h"
 
 #include <algorithm>
 #include <limits>

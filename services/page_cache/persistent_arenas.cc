@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/server/service_error.h"
+#include "services/base/service_error.h"
 
 #include <new>
 #include <openssl/rand.h>

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "services/base/service_core_observer.h"
 #include "services/console/log.h"
-#include "services/server/service_core_observer.h"
 
 namespace kvtier::services {
 

@@ -1,6 +1,6 @@
 #include "services/server/grpc_call.h"
 
-#include "services/grpc_time.h"
+#include "services/wire/grpc_time.h"
 
 #include <grpc/grpc_security_constants.h>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/server/service_core.h"
+#include "services/core/service_core.h"
 
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/status.h>

@@ -5,9 +5,9 @@
 #include "kvtier/v1/session.grpc.pb.h"
 
 #include "services/metrics/server_metrics.h"
+#include "services/metrics/status.h"
 #include "services/server/grpc_answer.h"
 #include "services/server/grpc_pages.h"
-#include "services/server/status.h"
 
 namespace kvtier::services {
 namespace {

@@ -2,7 +2,7 @@
 
 #include "kvtier/config.h"
 
-#include "services/server/service_core.h"
+#include "services/core/service_core.h"
 
 #include <functional>
 #include <memory>

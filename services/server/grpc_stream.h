@@ -1,7 +1,7 @@
 #pragma once
 
+#include "services/base/minimum_rate.h"
 #include "services/server/grpc_call.h"
-#include "services/server/minimum_rate.h"
 #include "services/server/unary_call.h"
 
 #include <grpcpp/support/byte_buffer.h>

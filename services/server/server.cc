@@ -2,24 +2,24 @@
 
 #include "kvtier/error.h"
 
-#include "services/dataplane/grpc_service.h"
-#include "services/dataplane/plane_metrics.h"
-#include "services/grpc_lifetime.h"
-#include "services/grpc_time.h"
+#include "services/base/executor.h"
+#include "services/base/http2_limits.h"
+#include "services/base/listener.h"
+#include "services/metrics/core_metrics.h"
 #include "services/metrics/http_server.h"
+#include "services/metrics/plane_metrics.h"
 #include "services/metrics/server_metrics.h"
-#include "services/server/core_metrics.h"
-#include "services/server/executor.h"
+#include "services/metrics/status.h"
+#include "services/server/grpc_dataplane.h"
 #include "services/server/grpc_metrics.h"
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"
 #include "services/server/grpc_threads.h"
-#include "services/server/http2_limits.h"
-#include "services/server/listener.h"
 #include "services/server/open_calls.h"
-#include "services/server/status.h"
 #include "services/server/tls_credentials.h"
 #include "services/server/watched_sockets.h"
+#include "services/wire/grpc_lifetime.h"
+#include "services/wire/grpc_time.h"
 
 #include <google/protobuf/stubs/logging.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>

@@ -1,10 +1,10 @@
 #pragma once
 
+#include "services/base/endpoint.h"
+#include "services/base/minimum_rate.h"
+#include "services/base/tls_identity.h"
+#include "services/core/service_core.h"
 #include "services/dataplane/data_plane.h"
-#include "services/dataplane/tls_identity.h"
-#include "services/server/endpoint.h"
-#include "services/server/minimum_rate.h"
-#include "services/server/service_core.h"
 
 #include <chrono>
 #include <functional>

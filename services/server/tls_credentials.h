@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/dataplane/tls_identity.h"
+#include "services/base/tls_identity.h"
 
 #include <cstdint>
 #include <memory>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/server/admission.h"
+#include "services/base/admission.h"
 
 #include <grpcpp/support/server_callback.h>
 

@@ -1,6 +1,6 @@
 #include "services/server/watched_sockets.h"
 
-#include "services/server/http2_limits.h"
+#include "services/base/http2_limits.h"
 
 #include <algorithm>
 #include <atomic>

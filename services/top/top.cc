@@ -1,7 +1,7 @@
 #include "services/top/top.h"
 
+#include "services/base/endpoint.h"
 #include "services/metrics/metrics_reading.h"
-#include "services/server/endpoint.h"
 #include "services/top/terminal.h"
 #include "services/top/top_frame.h"
 #include "services/top/top_source.h"

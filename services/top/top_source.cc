@@ -3,10 +3,10 @@
 #include "kvtier/error.h"
 #include "kvtier/v1/admin.grpc.pb.h"
 
-#include "services/grpc_lifetime.h"
-#include "services/grpc_time.h"
+#include "services/base/endpoint.h"
 #include "services/metrics/http_get.h"
-#include "services/server/endpoint.h"
+#include "services/wire/grpc_lifetime.h"
+#include "services/wire/grpc_time.h"
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>

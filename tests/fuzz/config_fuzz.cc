@@ -3,9 +3,9 @@
 
 #include "kvtier/error.h"
 
+#include "services/base/endpoint.h"
+#include "services/base/tenants.h"
 #include "services/serve/serve.h"
-#include "services/server/endpoint.h"
-#include "services/server/tenants.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <CLI/CLI.hpp>

@@ -1,9 +1,9 @@
 #include "kvtier/error.h"
 
+#include "services/base/executor.h"
+#include "services/core/service_core.h"
 #include "services/dataplane/calls.h"
-#include "services/dataplane/frame.h"
-#include "services/server/executor.h"
-#include "services/server/service_core.h"
+#include "services/wire/frame.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <cstdlib>

@@ -1,6 +1,6 @@
 // Handles: none that the server has not made is ever valid.
 
-#include "services/server/handle.h"
+#include "services/base/handle.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <cstring>

@@ -2,8 +2,8 @@
 // ends once, with a reply or an error that tells nothing it should not; one that fails has changed
 // nothing; at the end nothing is left.
 
-#include "services/server/executor.h"
-#include "services/server/service_core.h"
+#include "services/base/executor.h"
+#include "services/core/service_core.h"
 #include "services/wire/each_tensor.h"
 #include "tests/fuzz/fuzz.h"
 

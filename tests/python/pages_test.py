@@ -265,7 +265,7 @@ class SharedPagesTest(ServerTest):
 
 
 class ArenaTest(unittest.TestCase):
-    """Memory laid out as services/page_cache/page_layout.h says."""
+    """Memory laid out as services/wire/page_layout.h says."""
 
     UNITS = 8
 

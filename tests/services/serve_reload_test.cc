@@ -1,5 +1,5 @@
+#include "tests/services/base/certificates.h"
 #include "tests/services/serve_fixture.h"
-#include "tests/services/server/certificates.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -2,8 +2,8 @@
 #include "kvtier/client.h"
 #include "kvtier/v1/transfer.pb.h"
 
+#include "tests/services/base/certificates.h"
 #include "tests/services/serve_fixture.h"
-#include "tests/services/server/certificates.h"
 #include "tests/support/eventually.h"
 
 #include <gmock/gmock.h>

@@ -1,8 +1,8 @@
 #include "kvtier/client.h"
 
 #include "services/serve/supervisor.h"
+#include "tests/services/base/certificates.h"
 #include "tests/services/serve_fixture.h"
-#include "tests/services/server/certificates.h"
 #include "tests/support/eventually.h"
 
 #include <algorithm>

@@ -81,7 +81,7 @@ TEST(Files, ReadTheClockOfTheWallToShowItAndForNothingElse) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
   const std::set<std::string> shown{"examples/llama/report.cc", "services/console/log.cc",
-                                    "services/console/log.h", "services/server/status.cc",
+                                    "services/console/log.h", "services/metrics/status.cc",
                                     "services/top/top_frame.cc"};
   std::vector<std::string> folders = source_folders();
   std::erase(folders, "tests");

@@ -1,5 +1,5 @@
+#include "tests/services/base/certificates.h"
 #include "tests/services/dataplane/plane_fixture.h"
-#include "tests/services/server/certificates.h"
 
 #include <gmock/gmock.h>
 

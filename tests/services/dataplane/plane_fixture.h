@@ -3,7 +3,7 @@
 #include "services/client/data_channel.h"
 #include "services/dataplane/data_plane.h"
 #include "services/page_cache/page_store.h"
-#include "tests/services/server/core_fixture.h"
+#include "tests/services/core/core_fixture.h"
 #include "tests/support/eventually.h"
 
 #include <array>

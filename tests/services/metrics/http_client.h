@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/server/endpoint.h"
+#include "services/base/endpoint.h"
 
 #include <memory>
 #include <string>

@@ -1,7 +1,7 @@
+#include "services/metrics/core_metrics.h"
 #include "services/metrics/server_metrics.h"
-#include "services/server/core_metrics.h"
+#include "tests/services/core/core_fixture.h"
 #include "tests/services/metrics/exposition.h"
-#include "tests/services/server/core_fixture.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

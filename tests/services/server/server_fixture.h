@@ -1,7 +1,7 @@
 #pragma once
 
 #include "services/server/server.h"
-#include "tests/services/server/core_fixture.h"
+#include "tests/services/core/core_fixture.h"
 
 #include <filesystem>
 #include <memory>

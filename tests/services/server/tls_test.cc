@@ -2,7 +2,7 @@
 
 #include "services/metrics/server_metrics.h"
 #include "services/server/watched_sockets.h"
-#include "tests/services/server/certificates.h"
+#include "tests/services/base/certificates.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 

@@ -1,0 +1,41 @@
+#pragma once
+
+#include "services/base/endpoint.h"
+
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Sockets that are listened on, and the right to their paths. Who connects while nobody accepts
+/// waits, so that a server may end and another take its place.
+class BoundSockets {
+ public:
+  BoundSockets() = default;
+  ~BoundSockets();
+  BoundSockets(const BoundSockets&) = delete;  // owns sockets
+  BoundSockets& operator=(const BoundSockets&) = delete;
+
+  /// Listens on `endpoint`; a Unix socket is made for this user alone. Sets the port that the
+  /// system chose. Throws as `SocketLock`, and `kUnavailable`.
+  void add(Endpoint& endpoint);
+  /// Returns another descriptor of the socket of `endpoint`, which becomes the caller's. Throws
+  /// `kUnavailable` when there is none.
+  [[nodiscard]] int take(const Endpoint& endpoint) const;
+  /// Closes the sockets here; the paths stay this object's.
+  void stop_listening() noexcept;
+  /// Closes the sockets and removes their paths.
+  void close() noexcept;
+  /// In a forked process: leaves the paths to the one that it was forked from.
+  void leave_locks() noexcept;
+
+ private:
+  struct Socket {
+    std::string name;
+    int fd;
+  };
+  std::vector<SocketLock> locks_;
+  std::vector<Socket> sockets_;
+};
+
+}  // namespace kvtier::services

@@ -1,0 +1,408 @@
+#include "services/base/from_message.h"
+
+#include "services/wire/to_message.h"
+
+#include <cmath>
+#include <limits>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kMaxLayers = 1024;
+constexpr int kMaxHeads = 1024;
+/// Kernels read and write device memory in vectors of this many bytes.
+constexpr std::int64_t kDeviceAlignment = 16;
+
+std::optional<DType> dtype_of(v1::DataType type) {
+  switch (type) {
+    case v1::DATA_TYPE_FLOAT32:
+      return DType::kFloat32;
+    case v1::DATA_TYPE_FLOAT16:
+      return DType::kFloat16;
+    case v1::DATA_TYPE_BFLOAT16:
+      return DType::kBFloat16;
+    case v1::DATA_TYPE_INT32:
+      return DType::kInt32;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::string shape_text(const v1::Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.shape_size() && i < kMaxTensorRank + 1; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(tensor.shape(i));
+  }
+  return text + (tensor.shape_size() > kMaxTensorRank ? ", ...]" : "]");
+}
+
+/// Proto3 keeps numbers that it does not know: none of them is taken for a default.
+ServiceError unknown(const std::string& field, const std::string& known, int found) {
+  return ServiceError::invalid(field, known, std::to_string(found));
+}
+
+int in_range(int value, int low, int high, const std::string& field) {
+  if (value < low || value > high) {
+    throw ServiceError::invalid(field, std::to_string(low) + " to " + std::to_string(high),
+                                std::to_string(value));
+  }
+  return value;
+}
+
+std::optional<LayerMode> mode_of(v1::LayerMode mode, const std::string& field) {
+  switch (mode) {
+    case v1::LAYER_MODE_UNSPECIFIED:
+      return std::nullopt;
+    case v1::LAYER_MODE_SPARSE:
+      return LayerMode::kSparse;
+    case v1::LAYER_MODE_DENSE:
+      return LayerMode::kDense;
+    case v1::LAYER_MODE_SLIDING_WINDOW:
+      return LayerMode::kSlidingWindow;
+    default:
+      throw unknown(field, "a LayerMode", mode);
+  }
+}
+
+PlaneKind plane_kind_of(v1::PlaneKind kind, const std::string& field) {
+  if (kind == v1::PLANE_KIND_GAUSSIAN) return PlaneKind::kGaussian;
+  if (kind == v1::PLANE_KIND_ORTHOGONAL) return PlaneKind::kOrthogonal;
+  throw unknown(field, "a PlaneKind", kind);
+}
+
+SketchCode code_of(v1::SketchCode code, const std::string& field) {
+  if (code == v1::SKETCH_CODE_SIGN) return SketchCode::kSign;
+  if (code == v1::SKETCH_CODE_SCALAR) return SketchCode::kScalar;
+  throw unknown(field, "a SketchCode", code);
+}
+
+SelectionRule rule_of(v1::SelectionRule rule, const std::string& field) {
+  if (rule == v1::SELECTION_RULE_TOP_K) return SelectionRule::kTopK;
+  if (rule == v1::SELECTION_RULE_PRIORITY) return SelectionRule::kPriority;
+  throw unknown(field, "a SelectionRule", rule);
+}
+
+Estimator estimator_of(v1::Estimator estimator, const std::string& field) {
+  switch (estimator) {
+    case v1::ESTIMATOR_SOFT_COLLISION:
+      return Estimator::kSoftCollision;
+    case v1::ESTIMATOR_HARD_COLLISION:
+      return Estimator::kHardCollision;
+    case v1::ESTIMATOR_NORM_AWARE:
+      return Estimator::kNormAware;
+    default:
+      throw unknown(field, "an Estimator", estimator);
+  }
+}
+
+ValueWeighting weighting_of(v1::ValueWeighting weighting, const std::string& field) {
+  switch (weighting) {
+    case v1::VALUE_WEIGHTING_LINEAR:
+      return ValueWeighting::kLinear;
+    case v1::VALUE_WEIGHTING_CALIBRATED:
+      return ValueWeighting::kCalibrated;
+    case v1::VALUE_WEIGHTING_LOGIT:
+      return ValueWeighting::kLogit;
+    case v1::VALUE_WEIGHTING_NONE:
+      return ValueWeighting::kNone;
+    default:
+      throw unknown(field, "a ValueWeighting", weighting);
+  }
+}
+
+/// A tensor's dtype, shape and dense strides, without its memory.
+struct Described {
+  TensorView view;
+  std::int64_t bytes = 0;
+};
+
+Described describe(const v1::Tensor& tensor, const std::string& field) {
+  const std::optional<DType> dtype = dtype_of(tensor.dtype());
+  if (!dtype) throw unknown(field + ".dtype", "a DataType", tensor.dtype());
+  const int rank = tensor.shape_size();
+  if (rank < 1 || rank > kMaxTensorRank) {
+    throw ServiceError::invalid(field + ".shape", "1 to 4 extents", std::to_string(rank));
+  }
+  std::optional<std::int64_t> bytes = static_cast<std::int64_t>(dtype_bytes(*dtype));
+  for (int i = 0; i < rank && bytes; ++i) bytes = checked_product(*bytes, tensor.shape(i));
+  if (!bytes) {
+    throw ServiceError::invalid(field + ".shape", "extents of at least 0 whose product is a size",
+                                shape_text(tensor));
+  }
+  Described described{.view = TensorView(nullptr, *dtype, {}), .bytes = *bytes};
+  TensorView& view = described.view;
+  view.rank = rank;
+  // An empty tensor may have extents whose partial products do not fit: no one follows its strides.
+  std::optional<std::int64_t> stride = 1;
+  for (int i = rank; i-- > 0;) {
+    const auto dim = static_cast<std::size_t>(i);
+    view.shape[dim] = tensor.shape(i);
+    view.strides[dim] = stride.value_or(0);
+    if (stride) stride = checked_product(*stride, tensor.shape(i));
+  }
+  return described;
+}
+
+LayerConfig layer_of(const v1::LayerOptions& options, const std::string& field) {
+  LayerConfig layer;
+  layer.mode = mode_of(options.mode(), field + ".mode").value_or(LayerMode::kSparse);
+  layer.window_tokens = options.window_tokens();
+  if (options.has_softmax_scale()) layer.softmax_scale = options.softmax_scale();
+  layer.logit_softcap = options.logit_softcap();
+  return layer;
+}
+
+}  // namespace
+
+std::optional<std::int64_t> checked_product(std::int64_t a, std::int64_t b) noexcept {
+  std::int64_t product = 0;
+  if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &product)) return std::nullopt;
+  return product;
+}
+
+TensorView view_of(const v1::Tensor& tensor, const std::string& field) {
+  Described found = describe(tensor, field);
+  if (static_cast<std::uint64_t>(found.bytes) != tensor.data().size()) {
+    throw ServiceError::invalid(field + ".data",
+                                std::to_string(found.bytes) + " bytes of " + shape_text(tensor),
+                                std::to_string(tensor.data().size()));
+  }
+  found.view.data = tensor.data().data();
+  return found.view;
+}
+
+std::uint64_t bytes_of(const v1::Tensor& tensor, const std::string& field) {
+  if (!tensor.has_memory()) return tensor.data().size();
+  return static_cast<std::uint64_t>(describe(tensor, field).bytes);
+}
+
+std::byte* UsedRegions::at(const v1::DeviceMemory& place, std::int64_t bytes,
+                           const std::string& field) {
+  std::shared_ptr<const DeviceRegion> region = regions_.find(place.region());
+  const std::int64_t offset = place.offset();
+  const auto size = static_cast<std::int64_t>(region->bytes);
+  if (offset < 0 || offset % kDeviceAlignment != 0 || offset > size || bytes > size - offset) {
+    throw ServiceError::invalid(
+        field + ".offset",
+        "a multiple of 16, with " + std::to_string(bytes) + " bytes behind it within the region",
+        std::to_string(offset));
+  }
+  used_.push_back(std::move(region));
+  return used_.back()->memory.get() + offset;
+}
+
+TensorView view_of(const v1::Tensor& tensor, const std::string& field, UsedRegions& regions) {
+  if (!tensor.has_memory()) return view_of(tensor, field);
+  if (!tensor.data().empty()) throw ServiceError::invalid(field, "data or memory", "both");
+  Described found = describe(tensor, field);
+  found.view.data = regions.at(tensor.memory(), found.bytes, field + ".memory");
+  found.view.space = MemorySpace::kDevice;
+  return found.view;
+}
+
+TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads, int head_dim,
+                     std::int64_t max_tokens, UsedRegions& regions) {
+  const TensorView view = view_of(tensor, field, regions);
+  if (view.dtype == DType::kInt32) {
+    throw ServiceError::invalid(field + ".dtype", "fp32, fp16 or bf16", "int32");
+  }
+  if (view.rank != 3 || view.shape[1] != heads || view.shape[2] != head_dim) {
+    throw ServiceError::invalid(
+        field + ".shape",
+        "[tokens, " + std::to_string(heads) + ", " + std::to_string(head_dim) + "]",
+        shape_text(tensor));
+  }
+  if (view.shape[0] < 1 || view.shape[0] > max_tokens) {
+    throw ServiceError::invalid(field + ".shape", "1 to " + std::to_string(max_tokens) + " tokens",
+                                std::to_string(view.shape[0]));
+  }
+  return view;
+}
+
+TensorView ids_of(const v1::Tensor& tensor, const std::string& field, int heads) {
+  const TensorView view = view_of(tensor, field);
+  if (view.dtype != DType::kInt32) {
+    throw ServiceError::invalid(field + ".dtype", "int32", std::string(dtype_name(view.dtype)));
+  }
+  if (view.rank != 2 || view.shape[0] != heads || view.shape[1] < 1) {
+    throw ServiceError::invalid(field + ".shape",
+                                "[" + std::to_string(heads) + ", n] with n of at least 1",
+                                shape_text(tensor));
+  }
+  return view;
+}
+
+MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
+                              std::initializer_list<std::int64_t> shape) {
+  tensor.set_dtype(data_type_of(dtype));
+  std::size_t bytes = dtype_bytes(dtype);
+  for (const std::int64_t extent : shape) {
+    tensor.add_shape(extent);
+    bytes *= static_cast<std::size_t>(extent);
+  }
+  tensor.mutable_data()->resize(bytes);
+  return {tensor.mutable_data()->data(), dtype, shape};
+}
+
+MutableTensorView place_tensor(v1::Tensor& tensor, const v1::DeviceMemory& place, DType dtype,
+                               std::initializer_list<std::int64_t> shape, const std::string& field,
+                               UsedRegions& regions) {
+  auto bytes = static_cast<std::int64_t>(dtype_bytes(dtype));
+  for (const std::int64_t extent : shape) bytes *= extent;
+  void* const data = regions.at(place, bytes, field);
+  tensor.set_dtype(data_type_of(dtype));
+  for (const std::int64_t extent : shape) tensor.add_shape(extent);
+  *tensor.mutable_memory() = place;
+  return {data, dtype, shape, MemorySpace::kDevice};
+}
+
+ModelConfig model_of(const v1::Geometry& geometry, const std::string& field) {
+  ModelConfig model;
+  model.layers = in_range(geometry.layers(), 1, kMaxLayers, field + ".layers");
+  model.query_heads = in_range(geometry.query_heads(), 1, kMaxHeads, field + ".query_heads");
+  model.kv_heads = in_range(geometry.kv_heads(), 1, kMaxHeads, field + ".kv_heads");
+  model.head_dim = geometry.head_dim();
+  switch (geometry.kv_dtype()) {
+    case v1::DATA_TYPE_UNSPECIFIED:
+    case v1::DATA_TYPE_BFLOAT16:
+      model.kv_dtype = DType::kBFloat16;
+      break;
+    case v1::DATA_TYPE_FLOAT16:
+      model.kv_dtype = DType::kFloat16;
+      break;
+    default:
+      throw unknown(field + ".kv_dtype", "bfloat16 or float16", geometry.kv_dtype());
+  }
+  if (geometry.layer_options_size() != 0 && geometry.layer_options_size() != model.layers) {
+    throw ServiceError::invalid(field + ".layer_options",
+                                "none, or " + std::to_string(model.layers),
+                                std::to_string(geometry.layer_options_size()));
+  }
+  for (int i = 0; i < geometry.layer_options_size(); ++i) {
+    model.layer_options.push_back(
+        layer_of(geometry.layer_options(i), field + ".layer_options[" + std::to_string(i) + "]"));
+  }
+  return model;
+}
+
+SketchConfig sketch_of(const v1::Sketch& sketch, const std::string& field) {
+  return {.kind = plane_kind_of(sketch.kind(), field + ".kind"),
+          .num_planes = in_range(sketch.num_planes(), 1, 1024, field + ".num_planes"),
+          .seed = sketch.seed(),
+          .code = sketch.code() == v1::SKETCH_CODE_UNSPECIFIED
+                      ? SketchCode::kSign
+                      : code_of(sketch.code(), field + ".code")};
+}
+
+RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const RetrievalConfig& base,
+                             const std::string& field) {
+  RetrievalConfig result = base;
+  if (options.estimator() != v1::ESTIMATOR_UNSPECIFIED) {
+    result.estimator = estimator_of(options.estimator(), field + ".estimator");
+    result.value_weighting = ValueWeighting::kDefault;
+    result.plane_kind.reset();
+    result.rule = SelectionRule::kTopK;
+    result.code = SketchCode::kSign;
+    result.error_target = 0.0;
+    result.coarse_bits = 0;
+  }
+  if (options.value_weighting() != v1::VALUE_WEIGHTING_UNSPECIFIED) {
+    result.value_weighting = weighting_of(options.value_weighting(), field + ".value_weighting");
+  }
+  switch (options.selection()) {
+    case v1::SELECTION_UNSPECIFIED:
+      break;
+    case v1::SELECTION_PER_QUERY_HEAD:
+      result.selection = Selection::kPerQueryHead;
+      break;
+    case v1::SELECTION_PER_KV_HEAD:
+      result.selection = Selection::kPerKvHead;
+      break;
+    case v1::SELECTION_PER_SEQUENCE:
+      result.selection = Selection::kPerSequence;
+      break;
+    default:
+      throw unknown(field + ".selection", "a Selection", options.selection());
+  }
+  switch (options.size().size_case()) {
+    case v1::SelectionSize::kTopK:
+      result.top_k = options.size().top_k();
+      result.sparsity = 0.0;
+      break;
+    case v1::SelectionSize::kSparsity:
+      if (!(options.size().sparsity() >= 1.0 && std::isfinite(options.size().sparsity()))) {
+        throw ServiceError::invalid(field + ".size.sparsity", "a finite number of at least 1",
+                                    std::to_string(options.size().sparsity()));
+      }
+      result.sparsity = options.size().sparsity();
+      break;
+    case v1::SelectionSize::SIZE_NOT_SET:
+      break;
+  }
+  if (options.plane_kind() != v1::PLANE_KIND_UNSPECIFIED) {
+    result.plane_kind = plane_kind_of(options.plane_kind(), field + ".plane_kind");
+  }
+  if (options.rule() != v1::SELECTION_RULE_UNSPECIFIED) {
+    result.rule = rule_of(options.rule(), field + ".rule");
+  }
+  if (options.code() != v1::SKETCH_CODE_UNSPECIFIED) {
+    result.code = code_of(options.code(), field + ".code");
+  }
+  if (options.has_error_target()) result.error_target = options.error_target();
+  if (options.has_coarse_bits()) result.coarse_bits = options.coarse_bits();
+  if (options.has_candidates()) result.candidates = options.candidates();
+  if (options.has_tau()) result.tau = options.tau();
+  if (options.has_query_bits()) result.query_bits = options.query_bits();
+  if (options.has_seed()) result.seed = options.seed();
+  if (options.has_planes_per_table()) result.planes_per_table = options.planes_per_table();
+  if (options.has_tables()) result.tables = options.tables();
+  if (options.has_num_planes()) result.num_planes = options.num_planes();
+  if (options.has_sink_tokens()) result.sink_tokens = options.sink_tokens();
+  if (options.has_recent_tokens()) result.recent_tokens = options.recent_tokens();
+
+  const std::vector<std::string> problems = result.validate();
+  if (!problems.empty()) {
+    std::string found = std::to_string(problems.size()) + " problems";
+    for (const std::string& problem : problems) found += "\n  " + problem;
+    throw ServiceError::invalid(field, "settings that go together", found);
+  }
+  return result;
+}
+
+CallOptions::CallOptions(const v1::AttendOptions& message, const RetrievalConfig& session_default)
+    : retrieval(retrieval_of(message.retrieval(), session_default, "options.retrieval")) {
+  options.retrieval = &retrieval;
+  options.mode = mode_of(message.mode(), "options.mode");
+  if (message.has_softmax_scale()) options.softmax_scale = message.softmax_scale();
+  if (message.has_logit_softcap()) options.logit_softcap = message.logit_softcap();
+  if (message.has_dense_from()) options.dense_from = message.dense_from();
+  if (!message.has_recall_target()) return;
+  const v1::RecallTarget& given = message.recall_target();
+  RecallTarget& target = options.recall_target.emplace();
+  if (given.has_recall()) target.recall = given.recall();
+  if (given.has_min_top_k()) target.min_top_k = given.min_top_k();
+  if (given.has_noise_share()) target.noise_share = given.noise_share();
+}
+
+void check_request_id(const std::string& text) {
+  if (text.empty()) return;
+  bool is_uuid = text.size() == 36;
+  for (std::size_t i = 0; i < text.size() && is_uuid; ++i) {
+    const bool dash = i == 8 || i == 13 || i == 18 || i == 23;
+    const char c = text[i];
+    const bool hex = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
+    is_uuid = dash ? c == '-' : hex;
+  }
+  if (!is_uuid) {
+    throw ServiceError::invalid("request_id", "a UUID of 36 characters",
+                                std::to_string(text.size()) + " characters that are none");
+  }
+}
+
+void set_status(const ServiceError& error, v1::ItemStatus& status) {
+  status.set_code(static_cast<int>(error.code()));
+  status.set_reason(error.reason());
+  status.set_message(sanitized_message(error));
+}
+
+}  // namespace kvtier::services

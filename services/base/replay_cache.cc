@@ -1,0 +1,77 @@
+#include "services/base/replay_cache.h"
+
+#include "services/base/service_error.h"
+
+#include <google/protobuf/message.h>
+
+#include <algorithm>
+#include <array>
+#include <openssl/sha.h>
+
+namespace kvtier::services {
+
+std::optional<std::string> ReplayCache::begin(const std::string& id, const std::string& body) {
+  const std::lock_guard lock(mutex_);
+  if (const auto it = entries_.find(id); it != entries_.end()) {
+    if (it->second.body != body) {
+      throw ServiceError(Code::kInvalidArgument, "REQUEST_ID_CONFLICT",
+                         "request_id: expected the request that it was used for, found another");
+    }
+    if (!it->second.reply) {
+      throw ServiceError(Code::kAborted, "REQUEST_IN_PROGRESS",
+                         "request_id: the first request with it is not answered yet");
+    }
+    return it->second.reply;
+  }
+  if (entries_.size() >= capacity_) {
+    const auto done = std::find_if(by_age_.begin(), by_age_.end(), [this](const std::string& old) {
+      return entries_.at(old).reply.has_value();
+    });
+    if (done == by_age_.end()) {
+      throw ServiceError::overloaded("TOO_MANY_REQUESTS", "too many requests are in progress");
+    }
+    bytes_ -= entries_.at(*done).reply->size();
+    entries_.erase(*done);
+    by_age_.erase(done);
+  }
+  by_age_.push_back(id);
+  try {
+    entries_.emplace(id, Entry{body, std::nullopt, std::prev(by_age_.end())});
+  } catch (...) {
+    by_age_.pop_back();
+    throw;
+  }
+  return std::nullopt;
+}
+
+void ReplayCache::finish(const std::string& id, std::string reply) {
+  const std::lock_guard lock(mutex_);
+  bytes_ += reply.size();
+  entries_.at(id).reply = std::move(reply);
+  for (auto it = by_age_.begin(); it != by_age_.end() && bytes_ > max_bytes_;) {
+    const auto entry = entries_.find(*it);
+    if (*it == id || !entry->second.reply) {
+      ++it;
+      continue;
+    }
+    bytes_ -= entry->second.reply->size();
+    entries_.erase(entry);
+    it = by_age_.erase(it);
+  }
+}
+
+void ReplayCache::abandon(const std::string& id) {
+  const std::lock_guard lock(mutex_);
+  const auto it = entries_.find(id);
+  by_age_.erase(it->second.age);
+  entries_.erase(it);
+}
+
+std::string body_digest(const google::protobuf::Message& request) {
+  const std::string bytes = request.GetTypeName() + ' ' + request.SerializeAsString();
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest.data());
+  return {digest.begin(), digest.end()};
+}
+
+}  // namespace kvtier::services

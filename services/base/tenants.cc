@@ -1,0 +1,313 @@
+#include "services/base/tenants.h"
+
+#include "services/base/service_error.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <openssl/rand.h>
+#include <openssl/sha.h>
+#include <set>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kMaxTenants = 4096;
+constexpr std::size_t kMaxToken = 4096;
+
+bool all_in(std::string_view text, std::string_view alphabet) {
+  return text.find_first_not_of(alphabet) == std::string_view::npos;
+}
+
+bool is_name(std::string_view text) {
+  return !text.empty() && text.size() <= 64 &&
+         all_in(text, "abcdefghijklmnopqrstuvwxyz0123456789_.-");
+}
+
+std::string digest_of(std::string_view token) {
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
+  constexpr std::string_view kHex = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : digest) {
+    text += kHex[byte >> 4U];
+    text += kHex[byte & 15U];
+  }
+  return text;
+}
+
+[[noreturn]] void bad(const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, "tenants: " + what);
+}
+
+ServiceError unauthenticated() {
+  return {Code::kUnauthenticated, "UNAUTHENTICATED", "expected the credentials of a tenant"};
+}
+
+std::int64_t limit_of(const nlohmann::json& value, const std::string& key) {
+  if (!value.is_number_integer() || value.get<std::int64_t>() < 0) {
+    bad(key + ": expected an integer of at least 0");
+  }
+  return value.get<std::int64_t>();
+}
+
+std::string text_of(const nlohmann::json& value, const std::string& key) {
+  if (!value.is_string()) bad(key + ": expected a string");
+  return value.get<std::string>();
+}
+
+/// Returns where the limits have what `key` names, or null.
+std::int64_t* share_of(TenantLimits& limits, const std::string& key) {
+  constexpr std::array<std::pair<std::string_view, Shared>, 4> kKeys{
+      {{"max_leases", Shared::kLeases},
+       {"max_attachments", Shared::kAttachments},
+       {"max_session_memory_bytes", Shared::kSessionMemory},
+       {"max_models", Shared::kEngines}}};
+  for (const auto& [name, what] : kKeys) {
+    if (name == key) return &limits.shares[static_cast<std::size_t>(what)];
+  }
+  return nullptr;
+}
+
+TenantConfig tenant_of(const nlohmann::json& entry) {
+  if (!entry.is_object()) bad("expected objects in the list");
+  TenantConfig tenant;
+  for (const auto& [key, value] : entry.items()) {
+    if (key == "name") {
+      tenant.name = text_of(value, key);
+    } else if (key == "token_sha256") {
+      tenant.token_sha256 = text_of(value, key);
+    } else if (key == "certificate") {
+      tenant.certificate = text_of(value, key);
+    } else if (key == "max_sessions") {
+      tenant.limits.max_sessions = limit_of(value, key);
+    } else if (key == "max_kv_bytes") {
+      tenant.limits.max_kv_bytes = limit_of(value, key);
+    } else if (key == "max_inflight_bytes") {
+      tenant.limits.max_inflight_bytes = limit_of(value, key);
+    } else if (key == "weight") {
+      tenant.limits.weight = limit_of(value, key);
+      if (tenant.limits.weight < 1 || tenant.limits.weight > 100) {
+        bad("weight: expected 1 to 100, found " + std::to_string(tenant.limits.weight));
+      }
+    } else if (std::int64_t* share = share_of(tenant.limits, key)) {
+      *share = limit_of(value, key);
+      if (*share < 1) bad(key + ": expected at least 1, found " + std::to_string(*share));
+    } else {
+      bad("expected a known key, found " + key);
+    }
+  }
+  return tenant;
+}
+
+/// Throws as the constructor of `Tenants`.
+void check_tenants(const std::vector<TenantConfig>& configs) {
+  if (configs.size() > kMaxTenants) bad("expected at most " + std::to_string(kMaxTenants));
+  std::set<std::string> seen;
+  const auto once = [&seen](const std::string& kind, const std::string& value) {
+    if (!seen.insert(kind + " " + value).second) bad(kind + ": two tenants share one");
+  };
+  for (const TenantConfig& config : configs) {
+    if (!is_name(config.name)) bad("name: expected 1 to 64 of a-z, 0-9, _, . and -");
+    once("name", config.name);
+    if (config.token_sha256.empty() && config.certificate.empty()) {
+      bad(config.name + ": expected token_sha256 or certificate, found neither");
+    }
+    if (!config.token_sha256.empty()) {
+      if (config.token_sha256.size() != 64 || !all_in(config.token_sha256, "0123456789abcdef")) {
+        bad(config.name + ": token_sha256: expected 64 hex digits, lower case");
+      }
+      once("token_sha256", config.token_sha256);
+    }
+    if (!config.certificate.empty()) once("certificate", config.certificate);
+  }
+}
+
+/// Parses, and refuses a key that stands twice in an object: the last would win.
+nlohmann::json parse_once(const std::string& text) {
+  using Event = nlohmann::json::parse_event_t;
+  std::vector<std::set<std::string>> keys;
+  std::string twice;
+  auto root = nlohmann::json::parse(
+      text,
+      [&](int /*depth*/, Event event, nlohmann::json& parsed) {
+        if (event == Event::object_start) keys.emplace_back();
+        if (event == Event::object_end) keys.pop_back();
+        if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
+          twice = parsed.get<std::string>();
+        }
+        return true;
+      },
+      false);
+  if (!twice.empty()) bad("expected each key once, found " + twice + " twice");
+  return root;
+}
+
+/// Adds `amount` unless the sum would pass `limit`.
+bool add_below(std::atomic<std::int64_t>& sum, std::int64_t amount, std::int64_t limit) noexcept {
+  std::int64_t now = sum.load();
+  while (amount <= limit && now <= limit - amount) {
+    if (sum.compare_exchange_weak(now, now + amount)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Tenant::Tenant(std::uint32_t index, const TenantConfig& config, std::size_t num_tenants)
+    : index_(index),
+      name_(config.name),
+      num_tenants_(static_cast<std::int64_t>(num_tenants)),
+      shares_(config.limits.shares),
+      max_sessions_(config.limits.max_sessions),
+      max_kv_bytes_(config.limits.max_kv_bytes),
+      max_inflight_(config.limits.max_inflight_bytes),
+      weight_(static_cast<int>(config.limits.weight)) {
+  if (RAND_bytes(reinterpret_cast<unsigned char*>(prefix_secret_.data()),
+                 static_cast<int>(prefix_secret_.size())) != 1) {
+    throw Error(ErrorCode::kUnavailable,
+                "tenants: expected random bytes from the system, found none");
+  }
+}
+
+TenantLimits Tenant::limits() const noexcept {
+  return {.max_sessions = max_sessions_,
+          .max_kv_bytes = max_kv_bytes_,
+          .max_inflight_bytes = max_inflight_,
+          .weight = weight_,
+          .shares = shares_};
+}
+
+void Tenant::set_quota(std::int64_t max_sessions, std::int64_t max_kv_bytes) noexcept {
+  max_sessions_ = max_sessions;
+  max_kv_bytes_ = max_kv_bytes;
+}
+
+void Tenant::set_limits(const TenantLimits& limits) noexcept {
+  set_quota(limits.max_sessions, limits.max_kv_bytes);
+  max_inflight_ = limits.max_inflight_bytes;
+}
+
+void Tenant::charge_session() {
+  const std::int64_t limit = max_sessions_;
+  if (!add_below(sessions_, 1, limit)) {
+    throw ServiceError::quota(
+        "sessions", "the tenant may hold " + std::to_string(limit) + " sessions and holds as many");
+  }
+}
+
+void Tenant::charge_kv(std::int64_t bytes) {
+  const std::int64_t limit = max_kv_bytes_;
+  if (!add_below(kv_bytes_, bytes, limit)) {
+    throw ServiceError::quota("kv_bytes", "the tenant may hold " + std::to_string(limit) +
+                                              " bytes: " + std::to_string(bytes) +
+                                              " more do not fit");
+  }
+}
+
+std::int64_t Tenant::part_of(Shared what, std::int64_t whole) const noexcept {
+  const std::int64_t own = shares_[index_of(what)];
+  return own > 0 ? own : std::min(whole, std::max<std::int64_t>(whole / num_tenants_, 1));
+}
+
+bool Tenant::take(Shared what, std::int64_t amount, std::int64_t whole) noexcept {
+  return add_below(held_[index_of(what)], amount, part_of(what, whole));
+}
+
+bool Tenant::take_inflight(std::int64_t bytes, std::int64_t whole) noexcept {
+  const std::int64_t own = max_inflight_;
+  const std::int64_t part = std::min(whole, std::max(whole / num_tenants_, kLeastInflight));
+  return add_below(inflight_, bytes, own < kUnlimitedBytes ? own : part);
+}
+
+Tenants::Tenants(const std::vector<TenantConfig>& configs, const TenantLimits& default_limits)
+    : configs_(configs) {
+  if (configs.empty()) {
+    all_.push_back(std::make_unique<Tenant>(0, TenantConfig{"default", "", "", default_limits}));
+    return;
+  }
+  check_tenants(configs);
+  for (const TenantConfig& config : configs_) {
+    all_.push_back(
+        std::make_unique<Tenant>(static_cast<std::uint32_t>(all_.size()), config, configs_.size()));
+  }
+}
+
+void Tenants::replace(const std::vector<TenantConfig>& configs) {
+  check_tenants(configs);
+  std::vector<TenantConfig> fresh;
+  for (const auto& tenant : all_) fresh.push_back({tenant->name(), "", "", tenant->limits()});
+  for (const TenantConfig& config : configs) {
+    const auto place = std::ranges::find(fresh, config.name, &TenantConfig::name);
+    if (place == fresh.end()) {
+      bad("expected tenants of the start, found " + config.name + ": a new one needs a restart");
+    }
+    *place = config;
+  }
+  const std::unique_lock lock(mutex_);
+  configs_ = std::move(fresh);
+  for (std::size_t i = 0; i < all_.size(); ++i) all_[i]->set_limits(configs_[i].limits);
+  ++version_;
+}
+
+void Tenants::revoke(std::shared_ptr<const RevocationList> revoked) {
+  const std::unique_lock lock(mutex_);
+  revoked_ = std::move(revoked);
+  ++version_;
+}
+
+std::time_t Tenants::revocations_end() const {
+  const std::shared_lock lock(mutex_);
+  return revoked_ ? revoked_->next_update() : 0;
+}
+
+Tenant& Tenants::authenticate(const Credentials& credentials) const {
+  const std::shared_lock lock(mutex_);
+  if (revoked_ && !credentials.certificate.empty() && revoked_->has(credentials.certificate)) {
+    throw unauthenticated();
+  }
+  if (configs_.empty()) return *all_.front();
+  const bool has_token =
+      !credentials.bearer_token.empty() && credentials.bearer_token.size() <= kMaxToken;
+  const std::string digest = has_token ? digest_of(credentials.bearer_token) : std::string();
+  Tenant* found = nullptr;
+  for (std::size_t i = 0; i < configs_.size(); ++i) {
+    const TenantConfig& config = configs_[i];
+    const bool by_token = has_token && config.token_sha256 == digest;
+    const auto& names = credentials.certificate_names;
+    const bool by_certificate =
+        !config.certificate.empty() &&
+        std::find(names.begin(), names.end(), config.certificate) != names.end();
+    if (!by_token && !by_certificate) continue;
+    if (found != nullptr) throw unauthenticated();
+    found = all_[i].get();
+  }
+  const bool unknown_token = !credentials.bearer_token.empty() &&
+                             std::none_of(configs_.begin(), configs_.end(), [&](const auto& c) {
+                               return has_token && c.token_sha256 == digest;
+                             });
+  if (found == nullptr || unknown_token) throw unauthenticated();
+  return *found;
+}
+
+Tenant& Tenants::by_name(const std::string& name) const {
+  for (const auto& tenant : all_) {
+    if (tenant->name() == name) return *tenant;
+  }
+  throw ServiceError(Code::kNotFound, "NOT_FOUND", "no such tenant");
+}
+
+std::vector<TenantConfig> parse_tenants(const std::string& json) {
+  const nlohmann::json root = parse_once(json);
+  if (!root.is_object() || root.size() != 1 || !root.contains("tenants") ||
+      !root["tenants"].is_array()) {
+    bad("expected {\"tenants\": [...]}, found something else");
+  }
+  std::vector<TenantConfig> tenants;
+  for (const auto& entry : root["tenants"]) tenants.push_back(tenant_of(entry));
+  if (tenants.empty()) bad("expected at least one, found none");
+  return tenants;
+}
+
+}  // namespace kvtier::services

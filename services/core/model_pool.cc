@@ -1,0 +1,340 @@
+#include "services/core/model_pool.h"
+
+#include "kvtier/error.h"
+#include "kvtier/page_tier.h"
+
+#include "services/base/service_error.h"
+#include "transfer/tiers/file_tier.h"
+
+#include <algorithm>
+#include <sstream>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+/// Folders of engines in that of the disk caches.
+constexpr const char* kCachePrefix = "engine-";
+
+void write_sketch(std::ostream& out, const SketchConfig& sketch) {
+  out << ' ' << static_cast<int>(sketch.kind) << ':' << static_cast<int>(sketch.code) << ':'
+      << sketch.num_planes << ':' << sketch.seed;
+}
+
+std::string key_of(const ModelSpec& spec) {
+  std::ostringstream key;
+  key.precision(9);
+  const ModelConfig& model = spec.model;
+  key << model.layers << ' ' << model.query_heads << ' ' << model.kv_heads << ' ' << model.head_dim
+      << ' ' << static_cast<int>(model.kv_dtype) << ' ' << spec.retrieval.sink_tokens << ' '
+      << spec.retrieval.recent_tokens;
+  for (const LayerConfig& layer : model.layer_options) {
+    key << " l" << static_cast<int>(layer.mode) << ':' << layer.window_tokens << ':'
+        << layer.softmax_scale.value_or(0.0F) << ':' << layer.logit_softcap;
+  }
+  write_sketch(key, spec.retrieval.sketch(model.head_dim));
+  std::vector<SketchConfig> extra = spec.extra_sketches;
+  std::sort(extra.begin(), extra.end(), [](const SketchConfig& a, const SketchConfig& b) {
+    return std::tie(a.kind, a.code, a.num_planes, a.seed) <
+           std::tie(b.kind, b.code, b.num_planes, b.seed);
+  });
+  for (const SketchConfig& sketch : extra) write_sketch(key, sketch);
+  return key.str();
+}
+
+void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
+  to.tokens_appended += from.tokens_appended;
+  to.queries += from.queries;
+  to.rows_selected += from.rows_selected;
+  to.rows_attended += from.rows_attended;
+  to.bytes_host_to_device += from.bytes_host_to_device;
+  to.bytes_device_to_host += from.bytes_device_to_host;
+  to.bytes_device_resident += from.bytes_device_resident;
+  to.bytes_sketch_read += from.bytes_sketch_read;
+  to.nonfinite_tokens += from.nonfinite_tokens;
+  to.pages_evicted += from.pages_evicted;
+  to.pages_restored += from.pages_restored;
+  to.tier_bytes_written += from.tier_bytes_written;
+  to.tier_bytes_read += from.tier_bytes_read;
+  to.tier_hits += from.tier_hits;
+  to.tier_misses += from.tier_misses;
+  to.tier_corrupt += from.tier_corrupt;
+  to.tier_refused += from.tier_refused;
+  to.tier_unavailable += from.tier_unavailable;
+  to.pages_lost += from.pages_lost;
+  to.pages_repaired += from.pages_repaired;
+  to.cold_steps += from.cold_steps;
+  to.tier_nanoseconds += from.tier_nanoseconds;
+  to.pages_prefetched += from.pages_prefetched;
+  to.pages_prefetched_useful += from.pages_prefetched_useful;
+  to.pages_prefetched_wasted += from.pages_prefetched_wasted;
+  to.prefix_tokens_asked += from.prefix_tokens_asked;
+  to.prefix_tokens_attached += from.prefix_tokens_attached;
+  to.prefix_tokens_evicted += from.prefix_tokens_evicted;
+  to.row_cache_hits += from.row_cache_hits;
+  to.row_cache_misses += from.row_cache_misses;
+  to.row_cache_admissions += from.row_cache_admissions;
+  to.row_cache_evictions += from.row_cache_evictions;
+  to.rows_corrupt += from.rows_corrupt;
+}
+
+void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
+  to.sessions += from.sessions;
+  to.host_page_bytes += from.host_page_bytes;
+  to.host_page_bytes_used += from.host_page_bytes_used;
+  to.device_bytes += from.device_bytes;
+  to.sketch_bytes_used += from.sketch_bytes_used;
+  to.pages += from.pages;
+  to.pages_used += from.pages_used;
+  to.pages_shared += from.pages_shared;
+  to.pages_in_tiers += from.pages_in_tiers;
+  to.pages_prefetched_waiting += from.pages_prefetched_waiting;
+  to.prefix_tokens += from.prefix_tokens;
+  to.row_cache_bytes += from.row_cache_bytes;
+  to.row_cache_bytes_used += from.row_cache_bytes_used;
+}
+
+/// Adds what an engine has asked of its tiers, which are those of all engines in the same order.
+void add(std::vector<Stats::Tier>& to, const std::vector<Stats::Tier>& from) {
+  for (std::size_t i = 0; i < std::min(to.size(), from.size()); ++i) {
+    Stats::Tier& sum = to[i];
+    const Stats::Tier& one = from[i];
+    sum.gets += one.gets;
+    sum.hits += one.hits;
+    sum.misses += one.misses;
+    sum.corrupt += one.corrupt;
+    sum.get_timeouts += one.get_timeouts;
+    sum.get_failures += one.get_failures;
+    sum.puts += one.puts;
+    sum.stored += one.stored;
+    sum.refused += one.refused;
+    sum.put_timeouts += one.put_timeouts;
+    sum.put_failures += one.put_failures;
+    sum.bytes_read += one.bytes_read;
+    sum.bytes_written += one.bytes_written;
+    sum.get_time += one.get_time;
+    sum.put_time += one.put_time;
+    if (sum.servers > 0) continue;  // shared by all engines: what it says of itself is there
+    sum.evicted += one.evicted;
+    sum.capacity_bytes += one.capacity_bytes;
+    sum.used_bytes += one.used_bytes;
+  }
+}
+
+/// Makes the folder, for this user alone, if it is not there. Throws `kFailedPrecondition` for one
+/// in which others could put or rename something.
+void check_folder(const std::filesystem::path& folder) {
+  const auto refuse = [&](const std::string& expected, const std::string& found) {
+    throw Error(ErrorCode::kFailedPrecondition,
+                "disk cache " + folder.string() + ": expected " + expected + ", found " + found);
+  };
+  (void)::mkdir(folder.c_str(), 0700);
+  struct stat status {};
+  if (::stat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    throw Error(ErrorCode::kUnavailable,
+                "disk cache " + folder.string() + ": expected a folder, found none");
+  }
+  if (status.st_uid != ::geteuid()) {
+    refuse("a folder of user " + std::to_string(::geteuid()),
+           "one of user " + std::to_string(status.st_uid));
+  }
+  if ((status.st_mode & 022U) != 0)
+    refuse("a folder that others cannot write", "one that they can");
+}
+
+/// A failed engine throws; what it counted is lost with it.
+Stats stats_of(const Model& model) {
+  try {
+    return model.engine.stats();
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+ModelPool::ModelPool(ModelPoolOptions options) : options_(std::move(options)) {
+  namespace fs = std::filesystem;
+  if (options_.disk_cache.empty()) return;
+  std::error_code error;
+  const fs::path parent = options_.disk_cache.parent_path();
+  if (!parent.empty()) fs::create_directories(parent, error);
+  check_folder(options_.disk_cache);
+  std::vector<fs::path> stale;
+  for (fs::directory_iterator it(options_.disk_cache, error), end; !error && it != end;
+       it.increment(error)) {
+    if (it->path().filename().string().starts_with(kCachePrefix)) stale.push_back(it->path());
+  }
+  if (error) {
+    throw Error(ErrorCode::kUnavailable, "disk cache " + options_.disk_cache.string() +
+                                             ": expected a folder, found " + error.message());
+  }
+  for (const fs::path& folder : stale) {
+    tiers::FileTierOptions cache;
+    cache.folder = folder;
+    cache.capacity_bytes = 2 * cache.segment_bytes;
+    cache.retain = true;
+    const tiers::FileTier emptied(cache);  // takes the folder, or throws
+  }
+}
+
+std::filesystem::path ModelPool::free_disk_cache() const {
+  for (int i = 0;; ++i) {
+    const std::filesystem::path folder = options_.disk_cache / (kCachePrefix + std::to_string(i));
+    const bool taken = std::any_of(models_.begin(), models_.end(), [&](const auto& model) {
+      return model->engine.config().memory.disk_cache == folder;
+    });
+    if (!taken) return folder;
+  }
+}
+
+bool Model::carries(const RetrievalConfig& retrieval) const {
+  const Config& config = engine.config();
+  const SketchConfig wanted = retrieval.sketch(config.model.head_dim);
+  const auto fits = [&wanted](const SketchConfig& have) { return have.serves(wanted); };
+  return fits(config.retrieval.sketch(config.model.head_dim)) ||
+         std::any_of(config.extra_sketches.begin(), config.extra_sketches.end(), fits);
+}
+
+std::shared_ptr<Model> ModelPool::find_locked(const std::string& key) {
+  const auto it = std::find_if(models_.begin(), models_.end(), [&key](const auto& model) {
+    return !model->failed && model->key() == key;
+  });
+  if (it == models_.end()) return nullptr;
+  std::rotate(it, it + 1, models_.end());
+  return models_.back();
+}
+
+std::shared_ptr<Model> ModelPool::find(const ModelSpec& spec) {
+  const std::string key = key_of(spec);
+  const std::lock_guard lock(mutex_);
+  return find_locked(key);
+}
+
+std::optional<std::size_t> ModelPool::place_for(const Tenant* owner) const {
+  const auto whole = static_cast<std::int64_t>(options_.max_models);
+  std::int64_t owned = 0;
+  std::optional<std::size_t> idle, own_idle;  // the least recently acquired
+  for (std::size_t i = models_.size(); i-- > 0;) {
+    const bool is_idle = models_[i].use_count() == 1;
+    if (is_idle) idle = i;
+    if (owner == nullptr || models_[i]->owner() != owner) continue;
+    ++owned;
+    if (is_idle) own_idle = i;
+  }
+  const bool has_share = owner != nullptr && owned >= owner->part_of(Shared::kEngines, whole);
+  if (!has_share && models_.size() < options_.max_models) return {};
+  const std::optional<std::size_t> gives_way = has_share ? own_idle : idle;
+  if (gives_way) return gives_way;
+  throw ServiceError::overloaded(
+      "TOO_MANY_MODELS", has_share ? "all models that the tenant may have made have sessions"
+                                   : "all " + std::to_string(options_.max_models) +
+                                         " models that the server may hold have sessions");
+}
+
+std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec, const Tenant* owner) {
+  const std::string key = key_of(spec);
+  const std::lock_guard one_at_a_time(building_);
+  std::vector<std::shared_ptr<Model>> retired;  // ends without the mutex: it takes a while
+  {
+    const std::lock_guard lock(mutex_);
+    retired.reserve(models_.size());
+    for (std::size_t i = models_.size(); i-- > 0;) {
+      if (models_[i]->failed) retired.push_back(retire(i));
+    }
+    if (std::shared_ptr<Model> found = find_locked(key)) return found;
+    if (const auto gives_way = place_for(owner)) retired.push_back(retire(*gives_way));
+  }
+  retired.clear();
+  Config config;
+  config.model = spec.model;
+  config.memory = options_.memory;
+  if (spec.model.kv_dtype != DType::kBFloat16) config.memory.page_format = PageFormat::kModel;
+  if (!options_.disk_cache.empty()) config.memory.disk_cache = free_disk_cache();
+  config.retrieval = spec.retrieval;
+  config.extra_sketches = spec.extra_sketches;
+  config.backend = options_.backend;
+  config.log = options_.log;
+  config.on_tier_wait = options_.on_tier_wait;
+  std::shared_ptr<Model> model;
+  try {
+    model = std::make_shared<Model>(config, key, owner);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInternal) {
+      if (device_served_) {
+        lose_device();
+      } else {
+        device_lost_ = true;
+      }
+    }
+    throw;
+  }
+  device_lost_ = false;
+  device_served_ = true;
+  const std::lock_guard lock(mutex_);
+  models_.push_back(model);
+  return model;
+}
+
+void ModelPool::lose_device() {
+  device_lost_ = true;
+  if (options_.on_device_lost) options_.on_device_lost();
+}
+
+std::shared_ptr<Model> ModelPool::retire(std::size_t index) {
+  std::shared_ptr<Model> model = models_[index];
+  Stats last = stats_of(*model);
+  for (Stats::Tier& tier : last.tiers) tier.capacity_bytes = tier.used_bytes = 0;
+  add(retired_, last.cumulative);
+  if (retired_tiers_.empty()) retired_tiers_ = unused_tiers();
+  add(retired_tiers_, last.tiers);
+  models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+  return model;
+}
+
+std::vector<Stats::Tier> ModelPool::unused_tiers() const {
+  std::vector<Stats::Tier> tiers;
+  if (!options_.disk_cache.empty()) tiers.emplace_back().kind = "file";
+  for (const auto& shared : options_.memory.tiers) {
+    const TierStats now = shared->stats();
+    Stats::Tier& tier = tiers.emplace_back();
+    tier.kind = shared->kind();
+    tier.servers = now.servers;
+    tier.servers_open = now.servers_open;
+    tier.servers_probing = now.servers_probing;
+  }
+  return tiers;
+}
+
+std::size_t ModelPool::size() const {
+  const std::lock_guard lock(mutex_);
+  return models_.size();
+}
+
+bool ModelPool::any_failed() const {
+  const std::lock_guard lock(mutex_);
+  return device_lost_ || std::any_of(models_.begin(), models_.end(),
+                                     [](const auto& model) { return model->failed.load(); });
+}
+
+Stats ModelPool::stats() const {
+  std::vector<std::shared_ptr<Model>> models;
+  Stats sum;
+  {
+    const std::lock_guard lock(mutex_);
+    models = models_;
+    sum.cumulative = retired_;
+    sum.tiers = unused_tiers();
+    add(sum.tiers, retired_tiers_);
+  }
+  for (const auto& model : models) {
+    const Stats stats = stats_of(*model);
+    add(sum.cumulative, stats.cumulative);
+    add(sum.snapshot, stats.snapshot);
+    add(sum.tiers, stats.tiers);
+  }
+  return sum;
+}
+
+}  // namespace kvtier::services
