@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <map>
+#include <regex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,6 +55,10 @@ TEST(IncludeRules, FindAPlantedUpwardInclude) {
               HasSubstr("services must not include runtime"));
   EXPECT_THAT(problem("services/server.cc", "runtime/engine/session.h", false),
               HasSubstr("services must not include runtime"));
+  EXPECT_THAT(problem("services/core/service_core.cc", "services/server/server.h"),
+              HasSubstr("services/core must not include services/server"));
+  EXPECT_THAT(problem("services/client/client.cc", "services/base/tenants.h"),
+              HasSubstr("services/client must not include services/base"));
   EXPECT_THAT(problem("examples/llama/model.cc", "transfer/device/parallel.h"),
               HasSubstr("examples must not include transfer/device"));
   EXPECT_THAT(problem("formats/safetensors.cc", "transfer/device/device.h"),
@@ -128,6 +135,33 @@ TEST(Layers, EveryIncludeFollowsTheArrows) {
     }
   }
   EXPECT_GT(num_includes, 100U) << "the scan found next to nothing in " << root;
+}
+
+TEST(Layers, EachFolderOfTheServiceIsOneTarget) {
+  const std::filesystem::path root = source_root();
+  if (!std::filesystem::exists(root)) GTEST_SKIP() << "no source tree on this machine";
+  const std::regex statement(R"((?:add_library|add_executable|target_sources)\(\s*(\w+)([^)]*)\))");
+  const std::regex source(R"([\w./]+\.(?:cc|h)\b)");
+  std::map<std::string, std::set<std::string>> targets_of, folders_of;
+
+  for (const SourceFile& file : read_tree(root, {"services"}, {".txt"})) {
+    std::string text;
+    for (const std::string& line : file.lines) text += line + '\n';
+    for (std::sregex_iterator it(text.begin(), text.end(), statement), end; it != end; ++it) {
+      const std::string target = (*it)[1], list = (*it)[2];
+      for (std::sregex_iterator name(list.begin(), list.end(), source); name != end; ++name) {
+        const auto path = std::filesystem::path(file.path).parent_path() / name->str();
+        const std::string folder = path.lexically_normal().parent_path();
+        if (folder == "services") continue;  // main, and the command line as a library
+        targets_of[folder].insert(target);
+        folders_of[target].insert(folder);
+      }
+    }
+  }
+
+  EXPECT_GT(targets_of.size(), 10U);
+  for (const auto& [folder, targets] : targets_of) EXPECT_EQ(targets.size(), 1U) << folder;
+  for (const auto& [target, folders] : folders_of) EXPECT_EQ(folders.size(), 1U) << target;
 }
 
 }  // namespace
