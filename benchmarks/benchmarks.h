@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "benchmarks/harness_cuda.h"
-#include "services/stress/options.h"
+#include "services/tools/stress/options.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "benchmarks/context_cuda.h"
 
-#include "services/stress/threads.h"
+#include "services/evaluation/threads.h"
 #include "transfer/device/cuda_check.h"
 
 #include <algorithm>

@@ -3,8 +3,8 @@
 #include "kvtier/engine.h"
 
 #include "benchmarks/harness_cuda.h"
-#include "services/stress/needles.h"
-#include "services/stress/synthetic.h"
+#include "services/evaluation/synthetic.h"
+#include "services/tools/stress/needles.h"
 #include "transfer/device/device.h"
 
 #include <cstdint>

@@ -60,7 +60,7 @@ endforeach()
 if(TARGET kvtier_cli)
   install(FILES ${PROJECT_SOURCE_DIR}/services/systemd/kvtier.service
     DESTINATION lib/systemd/user COMPONENT tools)
-  install(DIRECTORY ${KVTIER_MANUAL_DIR}/ DESTINATION ${CMAKE_INSTALL_DATADIR} COMPONENT tools)
+  install(DIRECTORY $<TARGET_FILE_DIR:kvtier_cli>/manual/ DESTINATION ${CMAKE_INSTALL_DATADIR} COMPONENT tools)
 endif()
 if(TARGET kvtier_llama)
   set(kvtier_llama_page ${PROJECT_BINARY_DIR}/package/kvtier-llama.1)

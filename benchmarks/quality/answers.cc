@@ -5,8 +5,8 @@
 #include "benchmarks/quality/answer_plans.h"
 #include "formats/float16.h"
 #include "llama/runtime_options.h"
-#include "services/stress/synthetic.h"
-#include "services/stress/threads.h"
+#include "services/evaluation/synthetic.h"
+#include "services/evaluation/threads.h"
 
 #include <algorithm>
 #include <atomic>

@@ -4,9 +4,9 @@
 
 #include "benchmarks/quality/evaluate.h"
 #include "llama/runtime_options.h"
-#include "services/replay/dense_reference.h"
-#include "services/replay/replay_metrics.h"
-#include "services/stress/threads.h"
+#include "services/evaluation/dense_reference.h"
+#include "services/evaluation/replay_metrics.h"
+#include "services/evaluation/threads.h"
 
 #include <algorithm>
 #include <cmath>

@@ -5,7 +5,7 @@
 #include "llama/decoder.h"
 #include "llama/eval.h"
 #include "llama/tasks.h"
-#include "services/replay/trace.h"
+#include "services/evaluation/trace.h"
 
 #include <cstdint>
 #include <string>

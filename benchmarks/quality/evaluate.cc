@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "services/replay/replay_metrics.h"
-#include "services/stress/threads.h"
+#include "services/evaluation/replay_metrics.h"
+#include "services/evaluation/threads.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "benchmarks/quality/selector.h"
-#include "services/replay/replay.h"
-#include "services/replay/trace.h"
+#include "services/evaluation/replay_metrics.h"
+#include "services/evaluation/trace.h"
 
 #include <cstdint>
 #include <functional>

@@ -1,6 +1,6 @@
 #include "benchmarks/quality/origin.h"
 
-#include "services/stress/threads.h"
+#include "services/evaluation/threads.h"
 
 #include <array>
 #include <cmath>

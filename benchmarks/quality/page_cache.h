@@ -3,7 +3,7 @@
 #include "kvtier/config.h"
 
 #include "benchmarks/quality/row_cache.h"
-#include "services/replay/selection_trace.h"
+#include "services/evaluation/selection_trace.h"
 
 #include <cstdint>
 #include <utility>

@@ -5,7 +5,7 @@
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
 #include "services/console/atomic_file.h"
-#include "services/replay/trace.h"
+#include "services/evaluation/trace.h"
 
 #include <CLI/CLI.hpp>
 

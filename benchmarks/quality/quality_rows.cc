@@ -7,7 +7,7 @@
 #include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
 #include "services/console/atomic_file.h"
-#include "services/replay/selection_trace.h"
+#include "services/evaluation/selection_trace.h"
 
 #include <CLI/CLI.hpp>
 

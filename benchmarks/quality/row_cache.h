@@ -2,7 +2,7 @@
 
 #include "kvtier/config.h"
 
-#include "services/replay/trace.h"
+#include "services/evaluation/trace.h"
 #include "transfer/row_cache/row_cache_policy.h"
 
 #include <cstdint>

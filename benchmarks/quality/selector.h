@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/replay/dense_reference.h"
+#include "services/evaluation/dense_reference.h"
 
 #include <cstdint>
 #include <memory>

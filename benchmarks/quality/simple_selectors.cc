@@ -1,6 +1,6 @@
 #include "benchmarks/quality/simple_selectors.h"
 
-#include "services/stress/random.h"
+#include "services/evaluation/random.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,6 @@
 #include "kvtier/error.h"
 
 #include "services/serve/serve.h"
-#include "services/top/top.h"
 
 #include <CLI/CLI.hpp>
 
@@ -14,15 +13,6 @@ void add_serve(CLI::App& program, ServeCommand& /*command*/) {
 int run_serve(const ServeCommand& /*command*/, const Console& /*console*/, Log& /*log*/) {
   throw Error(ErrorCode::kUnimplemented,
               "serve: expected a build with KVTIER_BUILD_SERVER=ON, found one without");
-}
-
-void add_top(CLI::App& program, TopCommand& /*command*/) {
-  program.add_subcommand("top", "Not in this build")->allow_extras();
-}
-
-void run_top(const TopCommand& /*command*/, const Console& /*console*/) {
-  throw Error(ErrorCode::kUnimplemented,
-              "top: expected a build with KVTIER_BUILD_SERVER=ON, found one without");
 }
 
 }  // namespace kvtier::services

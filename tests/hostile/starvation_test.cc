@@ -1,4 +1,4 @@
-#include "tests/services/serve_fixture.h"
+#include "tests/services/serve/serve_fixture.h"
 
 #include <algorithm>
 #include <array>

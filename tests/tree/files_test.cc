@@ -82,7 +82,7 @@ TEST(Files, ReadTheClockOfTheWallToShowItAndForNothingElse) {
 
   const std::set<std::string> shown{"examples/llama/report.cc", "services/console/log.cc",
                                     "services/console/log.h", "services/metrics/status.cc",
-                                    "services/top/top_frame.cc"};
+                                    "services/tools/top/top_frame.cc"};
   std::vector<std::string> folders = source_folders();
   std::erase(folders, "tests");
   std::erase(folders, "benchmarks");

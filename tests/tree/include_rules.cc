@@ -10,7 +10,8 @@ namespace {
 
 using Modules = std::set<std::string, std::less<>>;
 
-// "api" is include/kvtier. A module may always include itself; tests and benchmarks anything.
+// "api" is include/kvtier. A folder inside a module may be a module of its own. A module may always
+// include itself; tests and benchmarks anything.
 const std::map<std::string, Modules, std::less<>> kArrows{
     {"api", {}},
     {"transfer/device", {"api"}},
@@ -37,23 +38,28 @@ const std::map<std::string, Modules, std::less<>> kArrows{
      {"services/metrics", "services/dataplane", "services/core", "services/page_cache",
       "services/base", "services/wire", "api", "proto"}},
     {"services/client", {"services/wire", "api", "proto", "transfer/tiers"}},
-    {"services",
+    {"services/console", {"api"}},
+    {"services/evaluation", {"api", "formats"}},
+    {"services/serve",
      {"services/server", "services/metrics", "services/page_cache", "services/base",
-      "services/wire", "api", "formats", "proto", "transfer/tiers"}},
+      "services/wire", "services/console", "api", "proto", "transfer/tiers"}},
+    {"services/tools",
+     {"services/metrics", "services/base", "services/wire", "services/console",
+      "services/evaluation", "api", "formats", "proto"}},
+    {"services/program",
+     {"services/console", "services/evaluation", "services/serve", "services/tools", "api"}},
+    {"services", {"api", "proto"}},
     {"examples", {"api", "formats", "proto"}},
 };
 const Modules kUnrestricted{"tests", "benchmarks"};
 
-std::string first_component(std::string_view path) {
-  return std::string(path.substr(0, path.find('/')));
-}
-
-// The rooms of a folder are modules of their own.
 std::string module_of_path(std::string_view path) {
-  std::string first = first_component(path);
-  const std::string_view rest = path.substr(std::min(path.size(), first.size() + 1));
-  const std::string room = first + "/" + first_component(rest);
-  return kArrows.contains(room) ? room : first;
+  std::string folder(path);
+  while (folder.find('/') != std::string::npos) {
+    folder.resize(folder.rfind('/'));
+    if (kArrows.contains(folder)) return folder;
+  }
+  return folder;
 }
 
 std::string module_of_file(std::string_view file) {

@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "services/replay/replay.h"
-#include "tests/services/trace_fixture.h"
+#include "services/tools/replay/replay.h"
+#include "tests/services/evaluation/trace_fixture.h"
 
 #include <gmock/gmock.h>
 

@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "tests/services/trace_fixture.h"
+#include "tests/services/evaluation/trace_fixture.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

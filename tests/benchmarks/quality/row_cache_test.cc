@@ -1,6 +1,6 @@
 #include "benchmarks/quality/row_cache.h"
 
-#include "tests/services/trace_fixture.h"
+#include "tests/services/evaluation/trace_fixture.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,57 @@
+#include "services/tools/manual/command_line.h"
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+namespace kvtier::services {
+namespace {
+
+std::string one_line(std::string text) {
+  std::ranges::replace(text, '\n', ' ');
+  return text;
+}
+
+/// Parts "TEXT:{a,b}", as CLI11 writes a type with what its validators take.
+void read_type(std::string_view type, OptionText& option) {
+  const std::size_t open = type.find('{');
+  option.type = type.substr(0, type.find_first_of(":{ "));
+  if (option.type.empty()) option.type = "TEXT";
+  if (open == std::string_view::npos) return;
+  std::string_view list = type.substr(open + 1, type.find('}', open) - open - 1);
+  while (!list.empty()) {
+    const std::size_t comma = std::min(list.find(','), list.size());
+    option.values.emplace_back(list.substr(0, comma));
+    list.remove_prefix(std::min(comma + 1, list.size()));
+  }
+}
+
+OptionText option_text(const CLI::Option& from) {
+  OptionText option;
+  for (const std::string& name : from.get_snames()) option.flags.push_back("-" + name);
+  for (const std::string& name : from.get_lnames()) option.flags.push_back("--" + name);
+  if (option.flags.empty()) option.name = from.get_name(true);
+  option.description = one_line(from.get_description());
+  option.environment = from.get_envname();
+  option.default_value = from.get_default_str();
+  if (from.get_items_expected_max() > 0) read_type(from.get_type_name(), option);
+  return option;
+}
+
+}  // namespace
+
+CommandText command_text(const CLI::App& app) {
+  CommandText command{.name = app.get_name(),
+                      .description = one_line(app.get_description()),
+                      .options = {},
+                      .commands = {}};
+  for (const CLI::Option* option : app.get_options([](const CLI::Option*) { return true; })) {
+    command.options.push_back(option_text(*option));
+  }
+  for (const CLI::App* child : app.get_subcommands([](const CLI::App*) { return true; })) {
+    command.commands.push_back(command_text(*child));
+  }
+  return command;
+}
+
+}  // namespace kvtier::services

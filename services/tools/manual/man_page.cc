@@ -1,0 +1,97 @@
+#include "services/tools/manual/man_page.h"
+
+#include "kvtier/error.h"
+
+#include <algorithm>
+#include <cctype>
+#include <string_view>
+
+namespace kvtier::services {
+namespace {
+
+/// Returns text in which roff sees no request and no hyphen that it may change.
+std::string roff(std::string_view text) {
+  std::string result;
+  for (const char c : text) {
+    if (c == '\\') {
+      result += "\\e";
+    } else if (c == '-') {
+      result += "\\-";
+    } else {
+      result += c;
+    }
+  }
+  if (result.starts_with('.') || result.starts_with('\'')) result.insert(0, "\\&");
+  return result;
+}
+
+std::string upper(std::string text) {
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::toupper(c); });
+  return text;
+}
+
+std::string tag(const OptionText& option) {
+  std::string text;
+  for (const std::string& flag : option.flags) {
+    text += (text.empty() ? "\\fB" : ", \\fB") + roff(flag) + "\\fR";
+  }
+  if (option.flags.empty()) return "\\fI" + roff(option.name) + "\\fR";
+  if (!option.type.empty()) text += " \\fI" + roff(option.type) + "\\fR";
+  return text;
+}
+
+void add_option(const OptionText& option, std::string& text) {
+  text += ".TP\n" + tag(option) + '\n' + roff(option.description);
+  if (!option.values.empty()) {
+    std::string list;
+    for (const std::string& value : option.values) list += (list.empty() ? "" : ", ") + value;
+    text += "\n.br\nOne of: " + roff(list) + '.';
+  }
+  if (!option.default_value.empty()) text += "\n.br\nDefault: " + roff(option.default_value) + '.';
+  if (!option.environment.empty()) text += "\n.br\nEnvironment: " + roff(option.environment) + '.';
+  text += '\n';
+}
+
+}  // namespace
+
+std::string man_page(const CommandText& program, const std::string& command,
+                     const std::string& version) {
+  const CommandText* page = &program;
+  if (!command.empty()) {
+    const auto found = std::ranges::find(program.commands, command, &CommandText::name);
+    if (found == program.commands.end()) {
+      throw Error(ErrorCode::kNotFound, "man: expected a command, found " + command);
+    }
+    page = &*found;
+  }
+  const std::string name = command.empty() ? program.name : program.name + "-" + command;
+  std::string text = ".TH " + upper(name) + " 1 \"\" \"" + version +
+                     "\" \"User Commands\"\n.SH NAME\n" + roff(name) + " \\- " +
+                     roff(page->description) + "\n.SH SYNOPSIS\n.B " + program.name +
+                     (command.empty() ? "" : " " + command) + "\n[\\fIOPTION\\fR]...";
+  if (!page->commands.empty()) text += " \\fICOMMAND\\fR [\\fIARGUMENT\\fR]...";
+  for (const OptionText& option : page->options) {
+    if (option.flags.empty()) text += " \\fI" + roff(option.name) + "\\fR";
+  }
+  text += '\n';
+  if (!page->commands.empty()) {
+    text += ".SH COMMANDS\n";
+    for (const CommandText& child : page->commands) {
+      text += ".TP\n\\fB" + roff(child.name) + "\\fR\n" + roff(child.description) + '\n';
+    }
+  }
+  text += ".SH OPTIONS\n";
+  for (const OptionText& option : page->options) add_option(option, text);
+  text +=
+      ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\". 2: a command "
+      "line "
+      "that is not understood. 130: interrupted.\n.SH SEE ALSO\n";
+  std::string others;
+  if (!command.empty()) others += ".BR " + roff(program.name) + " (1)\n";
+  for (const CommandText& child : page->commands) {
+    others += ".BR " + roff(program.name + "-" + child.name) + " (1)\n";
+  }
+  return text + others;
+}
+
+}  // namespace kvtier::services

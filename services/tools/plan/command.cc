@@ -1,0 +1,114 @@
+#include "services/console/enum_names.h"
+#include "services/console/named_option.h"
+#include "services/tools/plan/plan.h"
+#include "services/tools/stress/size_option.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <string>
+
+namespace kvtier::services {
+namespace {
+
+std::string line(const char* name, const std::string& value, const std::string& note) {
+  std::string text = "  " + std::string(name);
+  text.resize(18, ' ');
+  return text + value + (note.empty() ? "" : "  " + note) + "\n";
+}
+
+std::string bytes(std::size_t count) { return show_bytes(static_cast<double>(count)); }
+
+std::string number(double value, const char* format) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), format, value);
+  return text.data();
+}
+
+}  // namespace
+
+void add_plan(CLI::App& program, PlanCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "plan", "Compute the memory of a model at a length, its largest context, and its speed");
+  StressOptions& options = command.options;
+  options.estimator = Estimator::kNormAware;
+  app.add_option("--model", command.model, "A config.json of Hugging Face, or its folder")
+      ->required();
+  add_size(app, "--tokens", "Tokens of context, for example 64K or 1M (default 64K)",
+           [&options](std::int64_t size) { options.tokens = size; });
+  add_size(app, "--gpu", "Memory of the GPU, for example 80G", [&command](std::int64_t size) {
+    command.gpu_bytes = static_cast<std::size_t>(size);
+  })->required();
+  add_size(app, "--host", "Memory of the host for KV (default: any)",
+           [&command](std::int64_t size) { command.host_bytes = static_cast<std::size_t>(size); });
+  add_size(
+      app, "--weights", "Bytes of the weights on the GPU (default: of the files at --model)",
+      [&command](std::int64_t size) { command.weight_bytes = static_cast<std::size_t>(size); });
+  app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
+  app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
+  app.add_option("--bits", options.bits, "Bits of a key")->capture_default_str();
+  add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
+            "Rows in pages: model (bf16) or fp8 (default model)");
+  add_named(app, "--backend", kBackendNames, options.backend,
+            "Whose workspace counts (default auto)");
+  app.add_option("--calibration", command.calibration,
+                 "File of kvtier calibrate, for the time of the fetches");
+  app.add_option("--device-gbps", command.device_gb_per_s,
+                 "GB/s at which the GPU reads its memory, for the time of weights and sketches")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--hits", command.hits, "Share of selected rows that are on the GPU already")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+}
+
+void run_plan(const PlanCommand& command, const Console& console) {
+  const Plan plan = make_plan(command);
+  const StressOptions& options = plan.options;
+  const MemoryNeed& need = plan.need;
+  std::ostream& out = console.out;
+  out << *options.layers << " layers, " << *options.query_heads << " query heads, "
+      << *options.kv_heads << " KV heads, head_dim " << *options.head_dim << "; " << options.tokens
+      << " tokens, " << options.batch << (options.batch == 1 ? " sequence" : " sequences")
+      << ", k = " << options.top_k << ", "
+      << options.retrieval().sketch(*options.head_dim).num_planes << " bits\n";
+  const char* const weights =
+      plan.weights == 0 ? "not counted: no files, no --weights" : "on the GPU";
+  const char* const backend =
+      need.backend == Backend::kCuda ? "on the GPU" : "on the GPU, as of the CPU backend";
+  if (plan.windows.layers > 0) {
+    out << line("windows", std::to_string(plan.windows.tokens) + " tokens",
+                "read in " + std::to_string(plan.windows.layers) + " of " +
+                    std::to_string(*options.layers) + " layers; their KV is kept whole");
+  }
+  out << line("KV", bytes(need.pages), "host memory")
+      << line("weights", bytes(plan.weights), weights)
+      << line("sketches", bytes(need.sketches), "on the GPU")
+      << line("tables", bytes(need.tables), "on the GPU")
+      << line("workspace", bytes(need.workspace), backend)
+      << line("row cache", bytes(plan.row_cache), "on the GPU, of what is left")
+      << line("GPU in all",
+              bytes(need.device() + plan.weights + plan.row_cache) + " of " +
+                  bytes(command.gpu_bytes),
+              plan.fits ? "fits" : "does not fit");
+  out << line("largest context",
+              plan.largest_tokens == 0 ? "none" : std::to_string(plan.largest_tokens) + " tokens",
+              command.host_bytes ? "" : "with as much host memory as it takes");
+  if (plan.fetch_seconds) {
+    out << line("fetches", number(*plan.fetch_seconds * 1e3, "%.2f ms"), "a token, over the link");
+  }
+  if (plan.read_seconds) {
+    out << line("reads", number(*plan.read_seconds * 1e3, "%.2f ms"),
+                "a token, weights and sketches of each sequence");
+  }
+  if (!plan.fetch_seconds && !plan.read_seconds) return;
+  const double seconds = plan.fetch_seconds.value_or(0.0) + plan.read_seconds.value_or(0.0);
+  const bool both = plan.fetch_seconds && plan.read_seconds;
+  out << line(
+      "speed",
+      (both ? "about " : "at most ") + number(1.0 / std::max(seconds, 1e-9), "%.1f") + " tokens/s",
+      "of one sequence; attention over the fetched rows is not counted");
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,95 @@
+#pragma once
+
+#include "kvtier/config.h"
+
+#include "services/evaluation/replay_metrics.h"
+#include "services/evaluation/trace.h"
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace kvtier::services {
+
+/// Which selectors a replay compares: every estimator with every value weighting, selection, rule,
+/// size, and, of norm-aware, code and number of bits. Fields left out take the estimator's
+/// defaults.
+struct ReplayGrid {
+  std::vector<Estimator> estimators = {Estimator::kSoftCollision, Estimator::kHardCollision,
+                                       Estimator::kNormAware};
+  std::vector<ValueWeighting> weightings = {ValueWeighting::kDefault};
+  std::vector<Selection> selections = {Selection::kPerKvHead};
+  std::vector<SelectionRule> rules;                      ///< Empty: the estimator's.
+  std::vector<SketchCode> codes;                         ///< Empty: the estimator's.
+  std::vector<double> sparsities = {10.0, 33.0, 100.0};  ///< Ignored when `top_ks` is not empty.
+  std::vector<int> top_ks;
+
+  std::optional<PlaneKind> plane_kind;
+  std::optional<int> planes_per_table;  ///< Default 10, for hard collision 2.
+  std::optional<int> tables;            ///< Default 60, for hard collision 300.
+  std::vector<int> bits = {0};          ///< Of a key, of norm-aware; 0: `RetrievalConfig`'s.
+  int query_bits = 4;
+  float tau = 0.4F;
+  std::uint64_t seed = 0;
+  double error_target = 0.0;  ///< Of the rows with the priority rule.
+  int coarse_bits = 0;        ///< Of those over a scalar code.
+  int candidates = RetrievalConfig{}.candidates;
+  int sink = RetrievalConfig{}.sink_tokens;
+  int window = RetrievalConfig{}.recent_tokens;
+
+  /// Replaces what `RetrievalConfig::socket` sets.
+  void set_socket();
+  /// Returns one configuration per row, without the exact selector's. Throws `kInvalidArgument`
+  /// with every problem; an estimator and a weighting that do not fit are named together.
+  [[nodiscard]] std::vector<RetrievalConfig> expand() const;
+};
+
+/// One selector at one size. The exact selector takes the top-k by q.k, or, with one selection per
+/// KV head, by the mean over its query heads of the softmax weight among the eligible.
+struct ReplayRow {
+  bool exact = false;
+  RetrievalConfig retrieval;  ///< Of the exact selector: selection, size, sink and window.
+  ReplayMetrics mean;
+  std::vector<ReplayMetrics> layers;
+};
+
+/// Relative difference ||y - o|| / ||o|| of kvtier's dense output y to the recorded o, over query
+/// heads and steps.
+struct DenseError {
+  double mean = 0;
+  double max = 0;
+};
+
+struct ReplayReport {
+  Backend backend = Backend::kCpu;
+  std::int64_t steps = 0;  ///< Steps replayed.
+  DenseError dense;
+  std::vector<DenseError> dense_layers;
+  double append_seconds = 0;        ///< Of all tokens in all layers.
+  double bytes_device_to_host = 0;  ///< Written by the appends.
+  std::vector<ReplayRow> rows;
+};
+
+struct ReplayOptions {
+  Backend backend = Backend::kAuto;
+  PageFormat page_format = PageFormat::kModel;  ///< fp8: of traces in bf16 and fp32.
+  ReplayGrid grid;
+  /// Steps to replay; 0: all. With S recorded, the i-th of N is `first_step` + floor(i S / N).
+  std::int64_t steps = 0;
+  std::int64_t first_step = 0;
+  std::function<void(LogLevel, std::string_view)> log;
+  /// Called with the tokens, rising, that a row of the grid selects: layer by layer, of these step
+  /// by step, of these head by head (KV heads, or query heads where each has its own).
+  std::function<void(std::span<const std::int32_t> ids)> selected;
+  std::function<void(double)> progress;  ///< Called with the share of the work done.
+};
+
+/// Replays a trace: appends its keys and values, decodes its queries with every selector of the
+/// grid, and measures each against dense attention in double. One prefill serves all selectors.
+/// Throws `kInvalidArgument` for options that do not fit the trace, and what `Engine` throws.
+[[nodiscard]] ReplayReport replay(const Trace& trace, const ReplayOptions& options);
+
+}  // namespace kvtier::services

@@ -1,0 +1,112 @@
+#include "services/tools/stress/command.h"
+
+#include "services/console/enum_names.h"
+#include "services/console/json_report.h"
+#include "services/console/named_option.h"
+#include "services/tools/stress/interrupt.h"
+#include "services/tools/stress/progress.h"
+#include "services/tools/stress/report.h"
+#include "services/tools/stress/size_option.h"
+#include "services/tools/stress/stress.h"
+
+#include <CLI/CLI.hpp>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+constexpr int kExitInterrupted = 130;
+
+constexpr std::array<std::pair<std::string_view, DriftModel>, 2> kDriftNames{
+    {{"smollm2", DriftModel::kSmolLm2}, {"needle-llama", DriftModel::kNeedleLlama}}};
+
+}  // namespace
+
+void add_stress(CLI::App& program, StressCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "stress", "Decode over a long synthetic context and measure speed, memory and recall");
+  StressOptions& options = command.options;
+  std::vector<std::string> presets;
+  for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
+  app.add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
+      ->check(CLI::IsMember(presets));
+  add_size(app, "--tokens", "Tokens of context, for example 64K or 1M (default 64K)",
+           [&options](std::int64_t size) { options.tokens = size; });
+  app.add_option("--layers", options.layers, "Layers (default 1)");
+  app.add_option("--kv-heads", options.kv_heads, "KV heads (default 8)");
+  app.add_option("--query-heads", options.query_heads, "Query heads (default 32)");
+  app.add_option("--head-dim", options.head_dim, "64, 96, 128 or 256 (default 128)");
+  app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
+  app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
+  add_size(
+      app, "--device-budget", "Most bytes of device memory (default: what is needed)",
+      [&options](std::int64_t size) { options.device_budget = static_cast<std::size_t>(size); });
+  add_size(app, "--host-budget", "Most bytes of KV pages (default: what is needed)",
+           [&options](std::int64_t size) { options.host_budget = static_cast<std::size_t>(size); });
+  add_named(app, "--estimator", kEstimatorNames, options.estimator,
+            "How tokens are scored (default norm_aware)");
+  app.add_option("--bits", options.bits,
+                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)");
+  add_named(
+      app, "--rule", kRuleNames, options.rule,
+      "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)");
+  add_named(app, "--code", kCodeNames, options.code,
+            "How bits are made from a key (default: scalar with norm_aware, else sign)");
+  app.add_option("--error-target", options.error_target,
+                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
+                 "none")
+      ->capture_default_str();
+  app.add_option("--coarse-bits", options.coarse_bits,
+                 "Of priority over a scalar code: bits of a coordinate that are read of every "
+                 "token; 0: all")
+      ->capture_default_str();
+  app.add_option("--candidates", options.candidates,
+                 "With --coarse-bits: tokens over k whose whole code is read")
+      ->capture_default_str();
+  app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
+  app.add_option("--seed", options.seed, "Seed of the data")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
+  add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
+            "Rows in pages: model (bf16) or fp8 (default model)");
+  app.add_option(
+      "--row-cache-rows", options.row_cache_rows,
+      "Fetched rows kept on the device per KV head, layer and sequence; 0: none (default: "
+      "four times k on a GPU)");
+  app.add_option("--overlap", options.step_overlap,
+                 "Share of the best tokens at N/33 that successive steps have in common (default: "
+                 "that of --drift)");
+  add_named(app, "--drift", kDriftNames, options.drift,
+            "Model whose queries set how much successive steps have in common: smollm2 over text, "
+            "or needle-llama (default smollm2)");
+  app.add_flag("--compare-dense", options.compare_dense,
+               "Measure dense attention over one layer's KV on the device as well");
+  app.add_option("--json", command.json, "Write the report to this file; -: standard output");
+}
+
+int run_stress(const StressCommand& command, const Console& console,
+               const std::function<void(LogLevel, std::string_view)>& log) {
+  JsonReport json(command.json, console);
+  const InterruptFlag interrupt;
+  ProgressWriter progress(console.err, console.err_is_terminal);
+  StressRun run(command.options,
+                {.log = log,
+                 .progress = [&progress](const StressProgress& now) { progress.show(now); },
+                 .interrupted = InterruptFlag::raised});
+  run.run();
+  progress.finish();
+  write_report(json.text(), run.options(), run.report());
+  if (json.is_wanted()) json.commit(to_json(run.options(), run.report()));
+  run.release([&console](std::string_view what, double bytes) {
+    console.err << "freeing " << what << ", " << show_bytes(bytes) << std::endl;
+  });
+  return run.report().interrupted ? kExitInterrupted : 0;
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,241 @@
+#include "services/tools/stress/memory.h"
+
+#include "kvtier/engine.h"
+#include "kvtier/error.h"
+#include "kvtier/memory.h"
+
+#include "services/tools/stress/ingest.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+namespace kvtier::services {
+namespace {
+
+constexpr std::size_t kSpareDeviceBytes = 512 * MiB;  // context and kernels of a GPU
+
+Config base_config(const StressOptions& options) {
+  Config config;
+  config.model = options.model();
+  config.retrieval = options.retrieval();
+  config.backend = options.backend;
+  config.memory.page_format = options.page_format;
+  config.memory.max_session_tokens = session_tokens(options);
+  config.memory.max_batch_rows = options.batch;
+  if (options.row_cache_rows.value_or(0) > 0)
+    config.memory.staging_rows = options.top_k;  // on any backend
+  return config;
+}
+
+/// What a session takes at its full length, with so many rows in the row cache.
+SessionMemory session_need(const StressOptions& options, int rows = 0) {
+  return session_memory(base_config(options), session_tokens(options), rows);
+}
+
+/// Adds what the children take of which every row is fetched: of each layer the pages that the
+/// steps write to, and the page, the sketch block and the next that they are in.
+void add_children(const StressOptions& options, MemoryNeed& need) {
+  const auto sequences = static_cast<std::size_t>(options.batch);
+  const Config config = base_config(options);
+  const auto taken = [&](std::int64_t tokens) {
+    return session_memory(config, std::min(tokens, config.memory.max_session_tokens));
+  };
+  const std::int64_t page = config.memory.page_tokens;
+  need.pages += sequences * taken(kWarmupSteps + options.steps + page).pages;
+  const std::size_t slab = taken(1).sketches;
+  need.sketches += 2 * sequences * slab;
+  need.tables *= 2;
+}
+
+/// The backend of an engine, which is tried where it is automatic.
+Backend backend_in_use(Backend wanted) {
+  if (wanted != Backend::kAuto) return wanted;
+  Config smallest;
+  smallest.memory.host_bytes = 0;
+  smallest.memory.max_session_tokens = 1;
+  smallest.memory.max_batch_rows = 1;
+  return Engine(smallest).backend();
+}
+
+/// Returns the workspace of an engine for the run's shape, within a budget. One that leaves no room
+/// for it counts as used up.
+std::size_t workspace_bytes(const StressOptions& options, std::size_t budget, Backend backend) {
+  Config config = base_config(options);
+  config.memory.row_cache_bytes = 0;
+  config.memory.device_bytes = budget;
+  return engine_memory(config, backend).workspace;
+}
+
+std::string counted(std::int64_t number, const char* noun) {
+  return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
+}
+
+[[noreturn]] void refuse(const char* what, std::size_t wanted, std::size_t found,
+                         const StressOptions& options, const MemoryNeed& need) {
+  throw Error(ErrorCode::kResourceExhausted,
+              std::string(what) + ": expected at least " + show_bytes(static_cast<double>(wanted)) +
+                  ", found " + show_bytes(static_cast<double>(found)) + "\n" +
+                  show_memory(options, need));
+}
+
+/// Returns the number that a file holds, or that follows `key` in it.
+std::optional<std::size_t> read_number(const std::filesystem::path& path,
+                                       const std::string& key = "") {
+  std::ifstream file(path);
+  std::string word;
+  while (!key.empty() && file >> word) {
+    if (word == key) break;
+  }
+  std::size_t number = 0;
+  if (file >> number) return number;
+  return {};
+}
+
+}  // namespace
+
+SyntheticShape synthetic_shape(const StressOptions& options) {
+  const ModelConfig model = options.model();
+  return {.query_heads = model.query_heads,
+          .kv_heads = model.kv_heads,
+          .head_dim = model.head_dim,
+          .tokens = options.tokens,
+          .seed = options.seed};
+}
+
+std::int64_t session_tokens(const StressOptions& options) {
+  return options.tokens + kWarmupSteps + options.steps;
+}
+
+Config engine_config(const StressOptions& options, const MemoryNeed& need) {
+  Config config = base_config(options);
+  config.memory.host_bytes = need.pages;
+  // Half of the budget bounds the workspace, so a small model's budget is twice that.
+  config.memory.device_bytes =
+      options.device_budget.value_or(std::max(need.sketches + need.workspace, 2 * need.workspace));
+  if (options.device_budget)
+    config.memory.device_bytes -= need.tables + need.row_cache + need.dense;
+  config.memory.row_cache_bytes = need.row_cache;
+  config.memory.row_cache_rows = options.rows_kept(need.backend);
+  return config;
+}
+
+Config dense_config(const StressOptions& options, const MemoryNeed& need) {
+  Config config = base_config(options);
+  config.model.layers = 1;
+  config.memory.placement = KvPlacement::kDevice;
+  config.memory.device_bytes = need.dense;
+  return config;
+}
+
+MemoryNeed stored_need(const StressOptions& options) {
+  const SessionMemory one = session_need(options);
+  const auto sequences = static_cast<std::size_t>(options.batch);
+  MemoryNeed need;
+  need.pages = sequences * one.pages;
+  need.sketches = sequences * one.sketches;
+  need.tables = sequences * one.tables;
+  return need;
+}
+
+std::size_t most_row_cache(const StressOptions& options) {
+  Config config = base_config(options);
+  config.memory.staging_rows = options.top_k;  // as a GPU has it
+  config.memory.device_bytes = SIZE_MAX / 2;
+  const int rows = engine_memory(config, Backend::kCpu).row_cache_rows;
+  return static_cast<std::size_t>(options.batch) * session_need(options, rows).row_cache;
+}
+
+MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
+  MemoryNeed need = stored_need(options);
+  const auto layers = static_cast<std::size_t>(*options.layers);
+  const auto sequences = static_cast<std::size_t>(options.batch);
+  need.source = ingest_buffer_bytes(options) +
+                layers * sequences * LayerSource::bytes(synthetic_shape(options));
+
+  backend = backend_in_use(options.backend);
+  need.workspace = workspace_bytes(options, SIZE_MAX / 2, backend);
+  if (options.device_budget) {
+    need.workspace =
+        std::min(need.workspace, workspace_bytes(options, *options.device_budget, backend));
+  }
+  need.backend = backend;
+  need.row_cache = sequences * session_need(options, options.rows_kept(backend)).row_cache;
+  if (options.compare_dense) {
+    need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;
+  }
+  if (need.row_cache > 0) add_children(options, need);
+  return need;
+}
+
+void check_memory(const StressOptions& options, const MemoryNeed& need, Backend backend,
+                  const MemoryAvailable& available) {
+  if (options.host_budget && *options.host_budget < need.pages) {
+    refuse("host budget", need.pages, *options.host_budget, options, need);
+  }
+  if (options.device_budget && *options.device_budget < need.device()) {
+    refuse("device budget", need.device(), *options.device_budget, options, need);
+  }
+  const std::size_t device =
+      std::max(need.device(), options.device_budget.value_or(0)) + kSpareDeviceBytes;
+  if (backend == Backend::kCuda && available.device && *available.device < device) {
+    refuse("free device memory", device, *available.device, options, need);
+  }
+  const std::size_t host = need.host() + (backend == Backend::kCpu ? need.device() : 0);
+  if (available.host && *available.host < host) {
+    refuse("available host memory", host, *available.host, options, need);
+  }
+}
+
+std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
+  const ModelConfig model = options.model();
+  const std::string shape = counted(session_tokens(options), "token") + " x " +
+                            counted(model.kv_heads, "KV head") + " x ";
+  const std::string times =
+      " x " + counted(model.layers, "layer") + " x " + counted(options.batch, "sequence");
+  const auto line = [](const char* name, std::size_t bytes, const std::string& how) {
+    std::string text = "  " + std::string(name);
+    text.resize(14, ' ');
+    return text + show_bytes(static_cast<double>(bytes)) + (how.empty() ? "" : " = " + how) + "\n";
+  };
+  const bool fp8 = options.page_format == PageFormat::kFloat8;
+  const std::int64_t row = fp8 ? 2 * model.head_dim + 8 : 4 * model.head_dim;
+  const SessionMemory one = session_need(options);
+  const std::int64_t slabs = (session_tokens(options) + 1023) / 1024 * 1024;
+  const std::size_t sketch =
+      one.sketches / static_cast<std::size_t>(slabs * model.layers * model.kv_heads);
+  std::string text =
+      line("KV, host", need.pages,
+           shape + std::to_string(row) + " B" + times + ", in whole pages (" +
+               (fp8 ? "fp8)" : "16 bit)")) +
+      line("data, host", need.source, "generator, and chunks on their way into the cache") +
+      line("sketches", need.sketches,
+           shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +
+      line("workspace", need.workspace, "scores and staged rows of one step, on the device") +
+      line("tables", need.tables, "page tables, first and last tokens, on the device");
+  if (need.row_cache > 0)
+    text += line("cached rows", need.row_cache, "fetched rows that stay on the device");
+  if (need.dense > 0) {
+    text += line("dense", need.dense, "one layer's KV and a workspace again, on the device");
+  }
+  text.pop_back();
+  return text;
+}
+
+std::optional<std::size_t> available_host_bytes(const std::filesystem::path& root) {
+  const std::optional<std::size_t> kibibytes =
+      read_number(root / "proc" / "meminfo", "MemAvailable:");
+  std::optional<std::size_t> available;
+  if (kibibytes) available = *kibibytes * KiB;
+  const std::filesystem::path group = root / "sys" / "fs" / "cgroup";
+  const auto limit = read_number(group / "memory.max");  // "max" is no number
+  const auto used = read_number(group / "memory.current");
+  if (!limit || !used) return available;
+  const std::size_t cached = read_number(group / "memory.stat", "inactive_file").value_or(0);
+  const std::size_t taken = *used - std::min(*used, cached);
+  const std::size_t left = *limit - std::min(*limit, taken);
+  return std::min(left, available.value_or(left));
+}
+
+}  // namespace kvtier::services

@@ -1,0 +1,73 @@
+#pragma once
+
+#include "services/evaluation/synthetic.h"
+#include "services/tools/stress/options.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+namespace kvtier::services {
+
+/// What a run takes, in bytes; and how that came about, one line each.
+struct MemoryNeed {
+  std::size_t pages = 0;      ///< KV rows, in host memory.
+  std::size_t sketches = 0;   ///< On the device.
+  std::size_t workspace = 0;  ///< On the device.
+  std::size_t tables = 0;     ///< On the device: page tables, sinks and recent tokens of sessions.
+  std::size_t row_cache = 0;  ///< On the device: cached rows.
+  std::size_t dense = 0;      ///< On the device: one layer's KV again, for the dense comparison.
+  std::size_t source = 0;     ///< In host memory: the data under way.
+  Backend backend = Backend::kCpu;  ///< That it was computed for.
+
+  [[nodiscard]] std::size_t host() const { return pages + source; }
+  [[nodiscard]] std::size_t device() const {
+    return sketches + workspace + tables + row_cache + dense;
+  }
+};
+
+/// Returns the shape of the data of a run.
+[[nodiscard]] SyntheticShape synthetic_shape(const StressOptions& options);
+
+/// Tokens that a session must hold: the context, and one per decode step.
+[[nodiscard]] std::int64_t session_tokens(const StressOptions& options);
+
+/// Returns the engine's configuration for a run, with memory for exactly what it needs, or the
+/// device budget where one is given. `options` are resolved.
+[[nodiscard]] Config engine_config(const StressOptions& options, const MemoryNeed& need);
+
+/// Returns the configuration of the engine of the dense comparison: one layer, KV on the device.
+[[nodiscard]] Config dense_config(const StressOptions& options, const MemoryNeed& need);
+
+/// Computes what the tokens of a run take alone: pages, sketches and tables.
+[[nodiscard]] MemoryNeed stored_need(const StressOptions& options);
+
+/// Returns the row cache of the sequences of a run at its largest by the rule of docs/memory.md.
+[[nodiscard]] std::size_t most_row_cache(const StressOptions& options);
+
+/// Computes the need of a run by `kvtier/memory.h`. `backend` is set to the one in use, for which a
+/// small engine is started where that is automatic.
+[[nodiscard]] MemoryNeed memory_need(const StressOptions& options, Backend& backend);
+
+/// Memory that is there; nothing where it is not known.
+struct MemoryAvailable {
+  std::optional<std::size_t> host;
+  std::optional<std::size_t> device;
+};
+
+/// Throws `kResourceExhausted` with the arithmetic when a run does not fit the budgets or the
+/// machine.
+void check_memory(const StressOptions& options, const MemoryNeed& need, Backend backend,
+                  const MemoryAvailable& available);
+
+/// Returns the arithmetic of a run, one line per tier.
+[[nodiscard]] std::string show_memory(const StressOptions& options, const MemoryNeed& need);
+
+/// Returns the host memory that can be had without swapping: the kernel's estimate, or less where
+/// a control group limits it. Files are looked up below `root`.
+[[nodiscard]] std::optional<std::size_t> available_host_bytes(
+    const std::filesystem::path& root = "/");
+
+}  // namespace kvtier::services

@@ -1,0 +1,347 @@
+#include "tests/services/evaluation/trace_fixture.h"
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+#include <fstream>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+class CliTest : public FolderTest {
+ protected:
+  CliResult replay_small(std::vector<std::string> options, bool terminal = false) {
+    write_trace(file("trace.safetensors"), make_layer({}, 1));
+    options.insert(options.begin(),
+                   {"replay", file("trace.safetensors").string(), "--backend", "cpu"});
+    return run_kvtier(std::move(options), terminal);
+  }
+};
+
+TEST_F(CliTest, PrintsItsVersion) {
+  const CliResult result = run_kvtier({"--version"});
+
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.out, StartsWith("kvtier 0."));
+  EXPECT_EQ(result.err, "");
+}
+
+TEST_F(CliTest, PrintsHelp) {
+  const CliResult program = run_kvtier({"--help"});
+  EXPECT_EQ(program.code, 0);
+  EXPECT_THAT(program.out, HasSubstr("replay"));
+  const CliResult result = run_kvtier({"replay", "--help"});
+  EXPECT_EQ(result.code, 0);
+  for (const char* option : {"--backend",     "--estimator",  "--value-weighting",
+                             "--selection",   "--plane-kind", "--planes-per-table",
+                             "--tables",      "--bits",       "--query-bits",
+                             "--tau",         "--sparsity",   "--k",
+                             "--sink",        "--window",     "--seed",
+                             "--steps",       "--first-step", "--json",
+                             "--record-ids",  "--rule",       "--code",
+                             "--coarse-bits", "--candidates", "--error-target",
+                             "--preset"}) {
+    EXPECT_THAT(result.out, HasSubstr(option));
+  }
+}
+
+TEST_F(CliTest, PrintsManualPages) {
+  const CliResult program = run_kvtier({"man"});
+  EXPECT_EQ(program.code, 0);
+  EXPECT_THAT(program.out, StartsWith(".TH KVTIER 1 \"\" \"kvtier 0."));
+  EXPECT_THAT(program.out, HasSubstr(".BR kvtier\\-replay (1)\n"));
+
+  const CliResult command = run_kvtier({"man", "replay"});  // no second command
+  EXPECT_EQ(command.code, 0);
+  EXPECT_THAT(command.out, HasSubstr("\n\\fB\\-\\-estimator\\fR "));
+  EXPECT_THAT(command.out, HasSubstr("[\\fIOPTION\\fR]... \\fITRACE\\fR\n"));
+  EXPECT_THAT(command.out, HasSubstr("\nOne of: soft_collision, "));
+
+  const CliResult unknown = run_kvtier({"man", "replya"});
+  EXPECT_EQ(unknown.code, 1);
+  EXPECT_THAT(unknown.err, HasSubstr("expected a command, found replya"));
+}
+
+TEST_F(CliTest, PrintsCompletionsForShells) {
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const CliResult result = run_kvtier({"completion", shell});
+    EXPECT_EQ(result.code, 0);
+    for (const char* word : {"replay", "completion", "soft_collision", "error-target"}) {
+      EXPECT_THAT(result.out, HasSubstr(word)) << shell;
+    }
+  }
+  const CliResult unknown = run_kvtier({"completion", "tcsh"});
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_THAT(unknown.err, HasSubstr("tcsh"));
+  EXPECT_EQ(unknown.out, "");
+}
+
+TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
+  const std::string trace = recorded_trace().string();
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{}, "expected a subcommand"},
+      {{"replya"}, "replya"},
+      {{"--loud"}, "--loud"},
+      {{"replay"}, "TRACE"},
+      {{"replay", trace, "--sparsty", "3"}, "--sparsty"},
+      {{"replay", trace, "another"}, "another"},
+      {{"replay", trace, "--estimator", "softest"}, "softest"},
+      {{"replay", trace, "--value-weighting", "linear,heavy"}, "heavy"},
+      {{"replay", trace, "--selection", "all"}, "all"},
+      {{"replay", trace, "--plane-kind", "paper"}, "paper"},
+      {{"replay", trace, "--rule", "chance"}, "chance"},
+      {{"replay", trace, "--code", "ternary"}, "ternary"},
+      {{"replay", trace, "--preset", "quest"}, "quest"},
+      {{"replay", trace, "--preset", "socket", "--rule", "priority"}, "excludes"},
+      {{"replay", trace, "--backend", "gpu"}, "gpu"},
+      {{"replay", trace, "--tau", "warm"}, "warm"},
+      {{"replay", trace, "--k", "3.5"}, "3.5"},
+      {{"replay", trace, "--k", "8", "--sparsity", "3"}, "excludes"},
+      {{"--log-level", "all", "replay", trace}, "all"}};
+  for (const auto& [arguments, message] : cases) {
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(CliTest, PrintsErrorsWithTheirCode) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--estimator", "norm_aware", "--value-weighting", "linear"},
+       "error: INVALID_ARGUMENT: replay options:\n  estimator norm_aware does not go with value "
+       "weighting linear"},
+      {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
+      {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: num_planes"},
+      {{"--rule", "priority"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
+      {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
+       "error: INVALID_ARGUMENT: "},
+      {{"--rule", "top_k", "--error-target", "0.1"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: error_target: expected 0 "
+       "without the priority rule"},
+      {{"--steps", "6"}, "error: INVALID_ARGUMENT: steps: expected 0..5, found 6"},
+      {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "}};
+  for (const auto& [options, message] : cases) {
+    const CliResult result = replay_small(options);
+    EXPECT_EQ(result.code, 1) << message;
+    EXPECT_THAT(result.err, StartsWith(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
+  EXPECT_THAT(run_kvtier({"replay", file("none").string()}).err, StartsWith("error: NOT_FOUND: "));
+  std::ofstream(file("short")) << "abc";
+  EXPECT_THAT(run_kvtier({"replay", file("short").string()}).err, StartsWith("error: DATA_LOSS: "));
+  TraceValues tensors = make_layer({}, 1);
+  tensors.erase("o");
+  write_trace(file("trace.safetensors"), tensors);
+  const CliResult result = run_kvtier({"replay", file("trace.safetensors").string()});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, StartsWith("error: NOT_FOUND: "));
+  tensors = make_layer({.head_dim = 80}, 1);
+  write_trace(file("trace.safetensors"), tensors);
+  EXPECT_THAT(run_kvtier({"replay", file("trace.safetensors").string()}).err,
+              HasSubstr("head_dim"));
+}
+
+TEST_F(CliTest, ChecksTheJsonPlaceBeforeItOpensTheTrace) {
+  const CliResult result = run_kvtier(
+      {"replay", file("none").string(), "--json", (folder_ / "missing" / "a.json").string()});
+
+  EXPECT_THAT(result.err, StartsWith("error: UNAVAILABLE: "));
+}
+
+TEST_F(CliTest, RecordsTheIdsOfOneSelectorOnly) {
+  const CliResult result = replay_small({"--record-ids", file("ids.safetensors").string()});
+
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("--record-ids: expected one selector"));
+  EXPECT_FALSE(std::filesystem::exists(file("ids.safetensors")));
+}
+
+TEST_F(CliTest, LeavesNoJsonAfterAnError) {
+  std::ofstream(file("report.json")) << "former";
+  EXPECT_EQ(replay_small({"--steps", "6", "--json", file("report.json").string()}).code, 1);
+
+  EXPECT_EQ(read_text(file("report.json")), "former");
+  EXPECT_EQ(listing(), (std::vector<std::string>{"report.json", "trace.safetensors"}));
+}
+
+TEST_F(CliTest, TakesListsBetweenOtherArguments) {
+  write_trace(file("trace.safetensors"), make_layer({}, 1));
+  const CliResult result =
+      run_kvtier({"replay", "--estimator", "norm_aware", "--estimator", "hard_collision", "--k",
+                  "8,16", "--backend", "cpu", file("trace.safetensors").string()});
+
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("norm_aware"));
+  EXPECT_THAT(result.out, HasSubstr("hard_collision"));
+  EXPECT_THAT(result.out, Not(HasSubstr("soft_collision")));
+  EXPECT_THAT(result.out, HasSubstr("k=16"));
+}
+
+TEST_F(CliTest, ReplaysRulesCodesAndBits) {
+  const CliResult result =
+      run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                  "--estimator", "norm_aware", "--rule", "top_k,priority", "--code", "sign,scalar",
+                  "--bits", "128,256", "--sparsity", "10", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("256 scalar"));
+  const nlohmann::json report = nlohmann::json::parse(read_text(file("report.json")));
+  ASSERT_EQ(report["rows"].size(), 1U + 8U);
+  std::map<std::string, double> error;
+  for (const nlohmann::json& row : report["rows"]) {
+    if (row["estimator"] == "exact") continue;
+    error[row["rule"].get<std::string>() + " " + row["code"].get<std::string>() + " " +
+          std::to_string(row["bits"].get<int>())] = row["mean"]["output_error"].get<double>();
+  }
+  ASSERT_EQ(error.size(), 8U);
+  for (const char* rule : {"top_k", "priority"}) {
+    const std::string name = rule;
+    EXPECT_LT(error[name + " scalar 256"], error[name + " sign 256"]);
+    EXPECT_LT(error[name + " sign 256"], error[name + " sign 128"]);
+  }
+  EXPECT_LT(error["priority scalar 256"], error["top_k scalar 256"]);
+}
+
+TEST_F(CliTest, ReplaysEachEstimatorByItsOwnRuleAndCode) {
+  const CliResult result = replay_small({"--k", "8", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 4U);
+  for (std::size_t i = 1; i < 4; ++i) {
+    const bool norm_aware = rows[i]["estimator"] == "norm_aware";
+    EXPECT_EQ(rows[i]["rule"], norm_aware ? "priority" : "top_k");
+    EXPECT_EQ(rows[i]["code"], norm_aware ? "scalar" : "sign");
+    if (!norm_aware) continue;
+    EXPECT_EQ(rows[i]["bits"], 256);
+  }
+}
+
+TEST_F(CliTest, TwoPhasesReadLessAndStayNear) {
+  const CliResult result =
+      run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                  "--estimator", "norm_aware", "--bits", "512", "--coarse-bits", "2",
+                  "--candidates", "4", "--sparsity", "33", "--json", file("two.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  ASSERT_EQ(run_kvtier({"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4",
+                        "--estimator", "norm_aware", "--bits", "512", "--sparsity", "33", "--json",
+                        file("one.json").string()})
+                .code,
+            0);
+  const nlohmann::json two = nlohmann::json::parse(read_text(file("two.json")))["rows"][1];
+  const nlohmann::json one = nlohmann::json::parse(read_text(file("one.json")))["rows"][1];
+  EXPECT_EQ(two["coarse_bits"], 2);
+  EXPECT_EQ(two["candidates"], 4);
+  EXPECT_FALSE(one.contains("coarse_bits"));
+  EXPECT_LT(two["mean"]["bytes_sketch_read"].get<double>(),
+            0.75 * one["mean"]["bytes_sketch_read"].get<double>());
+  EXPECT_LT(two["mean"]["output_error"].get<double>(),
+            1.5 * one["mean"]["output_error"].get<double>());
+}
+
+TEST_F(CliTest, AnErrorTargetTakesFewer) {
+  const CliResult result = run_kvtier(
+      {"replay", recorded_trace().string(), "--backend", "cpu", "--steps", "4", "--estimator",
+       "norm_aware", "--rule", "top_k,priority", "--code", "scalar", "--error-target", "0.2",
+       "--sparsity", "10", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_FALSE(rows[1].contains("error_target"));
+  EXPECT_EQ(rows[2]["error_target"], 0.2);
+  EXPECT_LT(rows[2]["mean"]["attended_rows"], rows[1]["mean"]["attended_rows"]);
+}
+
+TEST_F(CliTest, HasThePresetOfThePaper) {
+  const CliResult result =
+      replay_small({"--preset", "socket", "--k", "8", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json rows = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+  ASSERT_EQ(rows.size(), 2U);
+  const nlohmann::json& row = rows[1];
+  EXPECT_EQ(row["estimator"], "soft_collision");
+  EXPECT_EQ(row["value_weighting"], "linear");
+  EXPECT_EQ(row["selection"], "per_query_head");
+  EXPECT_EQ(row["plane_kind"], "gaussian");
+  EXPECT_EQ(row["rule"], "top_k");
+  EXPECT_EQ(row["code"], "sign");
+  EXPECT_EQ(row["planes_per_table"], 10);
+  EXPECT_EQ(row["tables"], 60);
+}
+
+TEST_F(CliTest, ShowsProgressOnATerminalOnly) {
+  EXPECT_EQ(replay_small({"--k", "16"}).err, "");
+  EXPECT_THAT(replay_small({"--k", "16"}, true).err, HasSubstr("[####"));
+}
+
+TEST_F(CliTest, LogsWhatTheLibrarySaysWhenAsked) {
+  write_trace(file("trace.safetensors"), make_layer({}, 1));
+  const CliResult result = run_kvtier(
+      {"--log-level", "info", "replay", "--backend", "cpu", file("trace.safetensors").string()});
+
+  EXPECT_THAT(result.err, HasSubstr("info: engine ready on CPU"));
+}
+
+TEST_F(CliTest, ReplaysTheRecordedTrace) {
+  const std::filesystem::path json_file = file("report.json");
+  const CliResult result = run_kvtier({"replay",      recorded_trace().string(),
+                                       "--backend",   "cpu",
+                                       "--steps",     "4",
+                                       "--selection", "per_query_head,per_kv_head",
+                                       "--rule",      "top_k",
+                                       "--code",      "sign",
+                                       "--sink",      "128",
+                                       "--window",    "128",
+                                       "--sparsity",  "10,33",
+                                       "--json",      json_file.string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json report = nlohmann::json::parse(read_text(json_file));
+
+  EXPECT_EQ(report["backend"], "cpu");
+  EXPECT_EQ(report["steps_replayed"], 4);
+  EXPECT_EQ(report["trace"]["context_tokens"], 3072);
+  EXPECT_EQ(report["trace"]["layers"], nlohmann::json::array({"2"}));
+  // The recorded output is rounded to bf16: at most 2^-8 of each element.
+  EXPECT_LT(report["dense"]["mean"]["max_relative_error"].get<double>(), 0x1p-8);
+  ASSERT_EQ(report["rows"].size(), 4U + 12U);
+  std::map<std::string, double> mass;
+  for (const nlohmann::json& row : report["rows"]) {
+    const nlohmann::json& mean = row["mean"];
+    EXPECT_EQ(mean["attention_mass"], row["layers"]["2"]["attention_mass"]);
+    for (const char* share : {"attention_mass", "precision", "jaccard", "ndcg"}) {
+      EXPECT_GT(mean[share].get<double>(), 0.0) << share;
+      EXPECT_LE(mean[share].get<double>(), 1.0 + 1e-12) << share;
+    }
+    EXPECT_LE(mean["jaccard"], mean["precision"]);
+    const double sparsity = row["sparsity"].get<double>();
+    EXPECT_LT(mean["effective_sparsity"].get<double>(), sparsity);
+    EXPECT_NEAR(mean["attended_rows"].get<double>(), 256 + 3090 / sparsity, 3.0);
+    EXPECT_GT(mean["bytes_host_to_device"].get<double>(), 0.0);
+    if (row["selection"] == "per_query_head" && sparsity == 33.0) {
+      mass[row["estimator"].get<std::string>()] = mean["attention_mass"].get<double>();
+    }
+  }
+  EXPECT_GT(mass["exact"], mass["norm_aware"]);
+  EXPECT_GT(mass["norm_aware"], mass["soft_collision"]);
+  EXPECT_GT(mass["soft_collision"], mass["hard_collision"]);
+}
+
+TEST_F(CliTest, WritesNullForMetricsThatNothingMeasured) {
+  const CliResult result =
+      replay_small({"--window", "400", "--k", "4", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json report = nlohmann::json::parse(read_text(file("report.json")));
+
+  EXPECT_TRUE(report["rows"][0]["mean"]["precision"].is_null());
+  EXPECT_EQ(report["rows"][0]["mean"]["attention_mass"], 1.0);
+}
+
+}  // namespace
+}  // namespace kvtier::services

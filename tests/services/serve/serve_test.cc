@@ -1,0 +1,493 @@
+#include "kvtier/admin.h"
+#include "kvtier/client.h"
+#include "kvtier/v1/transfer.pb.h"
+
+#include "tests/services/base/certificates.h"
+#include "tests/services/serve/serve_fixture.h"
+#include "tests/support/eventually.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <span>
+#include <sstream>
+#include <string>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+using kvtier::testing::eventually;
+
+TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
+  const auto server = serve({});
+  const std::string address = "unix:" + (folder_ / "kvtier" / "kvtier.sock").string();
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  {
+    Client client({.server = address});
+    const RemoteSession session = open(client);
+    EXPECT_EQ(session.length(), 0);
+  }
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "kvtier" / "admin.sock"));
+
+  server->signal(SIGTERM);
+
+  EXPECT_EQ(server->wait(), 0) << err();
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "kvtier" / "kvtier.sock"));
+}
+
+TEST_F(ServeTest, HasAnAdminSocketBesideItsFirstUnixSocket) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  EXPECT_EQ(server->read_line(), "admin on " + address + ".admin");
+  EXPECT_EQ(AdminClient({.server = address + ".admin"}).stats().service.sessions_created, 0U);
+}
+
+TEST_F(ServeTest, SecondServerIsRefusedAndADeadOnesSocketReplaced) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto first = serve({"--listen", address});
+  ASSERT_EQ(first->read_line(), "listening on " + address) << err();
+
+  const auto second = serve({"--listen", address});
+  EXPECT_EQ(second->read_line(), "");
+  EXPECT_EQ(second->wait(), 1);
+  EXPECT_THAT(err(), HasSubstr("FAILED_PRECONDITION"));
+  EXPECT_THAT(err(), HasSubstr("another server listens there"));
+
+  first->signal(SIGKILL);
+  (void)first->wait();
+  ASSERT_TRUE(std::filesystem::exists(folder_ / "x.sock"));
+  const auto third = serve({"--listen", address});
+  EXPECT_EQ(third->read_line(), "listening on " + address) << err();
+}
+
+TEST_F(ServeTest, KilledEndsAReadOverSeveralConnections) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  Client client({.server = address, .attempts = 1, .data_plane = false, .page_streams = 2});
+  constexpr std::size_t kBytes = 1 << 20;
+  constexpr std::size_t kPages = 32;
+  const std::vector<std::byte> bytes(kBytes, std::byte{7});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = kBytes});
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  std::vector<std::byte> read(kPages * kBytes);
+  std::vector<RemotePages::Get> gets;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    gets.push_back({handle, std::span(read).subspan(i * kBytes, kBytes)});
+  }
+  std::atomic<int> reads{0};
+  auto end = std::async(std::launch::async, [&] {
+    for (;;) {
+      try {
+        for (const RemotePages::Result& result : pages.get(gets)) {
+          if (!result.ok()) return result.code;
+        }
+        if (std::ranges::count(read, std::byte{7}) != std::ssize(read)) return ErrorCode::kDataLoss;
+      } catch (const ClientError& error) {
+        return error.code();
+      }
+      ++reads;
+      std::ranges::fill(read, std::byte{0});
+    }
+  });
+  while (reads < 3 && end.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    std::this_thread::yield();
+  }
+  server->signal(SIGKILL);
+  EXPECT_EQ(end.get(), ErrorCode::kUnavailable);
+}
+
+TEST_F(ServeTest, KilledWithItsMemoryMappedLeavesClientsUnharmed) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto first = serve({"--listen", address});
+  ASSERT_EQ(first->read_line(), "listening on " + address) << err();
+  Client client({.server = address, .timeout = std::chrono::seconds(5), .attempts = 1});
+  constexpr std::size_t kBytes = 64 << 10;
+  const std::vector<std::byte> bytes(kBytes, std::byte{7});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = kBytes});
+  RemoteSession session = open(client);
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  std::vector<std::byte> read(kBytes);
+  const std::vector<RemotePages::Get> gets{{handle, read}};
+  ASSERT_TRUE(pages.get(gets)[0].ok());
+  ASSERT_EQ(read, bytes);
+  const auto reason_of = [](const auto& call) {
+    try {
+      call();
+    } catch (const ClientError& error) {
+      return std::string(error_code_name(error.code()));
+    }
+    return std::string("OK");
+  };
+  const auto get = [&] {
+    const RemotePages::Result result = pages.get(gets)[0];
+    if (!result.ok()) throw ClientError(result.code, result.reason, result.reason);
+  };
+
+  first->signal(SIGKILL);
+  (void)first->wait();
+  EXPECT_EQ(reason_of(get), "UNAVAILABLE");
+  EXPECT_EQ(reason_of([&] { session.refresh(); }), "UNAVAILABLE");
+
+  const auto second = serve({"--listen", address});
+  ASSERT_EQ(second->read_line(), "listening on " + address) << err();
+  Client again({.server = address});
+  RemotePages anew = again.open_pages({.model = "m", .page_bytes = kBytes});
+  EXPECT_EQ(anew.get(gets)[0].reason, "SERVER_EPOCH");
+  const int layer = 0;
+  const std::string hash = "h";
+  EXPECT_TRUE(anew.lookup({&hash, 1}, {&layer, 1}).empty());
+  ASSERT_TRUE(anew.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].ok());
+}
+
+TEST_F(ServeTest, HangupReadsTheCertificatesAgain) {
+  const testing::Authority authority(folder_, "ca");
+  const testing::Certificate own = authority.issue("localhost");
+  const auto server = serve({"--listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate,
+                             "--tls-key", own.key, "--tls-client-ca", authority.certificate()},
+                            {}, {"--log-level=info"});
+  ASSERT_THAT(server->read_line(), HasSubstr("listening on tcp:127.0.0.1:")) << err();
+  const auto hang_up_until = [&](const std::string& said) {
+    server->signal(SIGHUP);
+    ASSERT_TRUE(eventually([&] { return err().find(said) != std::string::npos; })) << err();
+  };
+
+  std::filesystem::rename(own.key, own.key + ".away");
+  hang_up_until("the former ones stay: tls-key: expected a readable file");
+  std::filesystem::rename(own.key + ".away", own.key);
+  hang_up_until("new connections see the new certificate");
+
+  server->signal(SIGTERM);
+  EXPECT_EQ(server->wait(), 0) << err();
+}
+
+TEST_F(ServeTest, FlagGoesBeforeEnvironmentBeforeFile) {
+  const auto address = [this](const std::string& name) {
+    return "unix:" + (folder_ / name).string();
+  };
+  const std::string file =
+      write("serve.toml", "listen = \"" + address("file") + "\"\nmax-sessions = 1\n");
+  {
+    const auto server = serve({"--config", file});
+    ASSERT_EQ(server->read_line(), "listening on " + address("file")) << err();
+    Client client({.server = address("file"), .attempts = 1});
+    const RemoteSession session = open(client);
+    try {
+      (void)open(client);
+      FAIL() << "a second session";
+    } catch (const ClientError& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted);
+    }
+  }
+  {
+    const auto server = serve({}, {"KVTIER_CONFIG=" + file, "KVTIER_LISTEN=" + address("env")});
+    EXPECT_EQ(server->read_line(), "listening on " + address("env")) << err();
+  }
+  const auto server = serve({"--listen", address("flag")},
+                            {"KVTIER_CONFIG=" + file, "KVTIER_LISTEN=" + address("env")});
+  EXPECT_EQ(server->read_line(), "listening on " + address("flag")) << err();
+}
+
+TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
+  const std::string tenants = write("tenants.json", "{\"tenants\": [{\"name\": \"../x\"}]}");
+  struct Case {
+    std::vector<std::string> arguments;
+    int code;
+    std::string message;
+  };
+  for (const Case& c : std::vector<Case> {
+         {{"--config", write("a.toml", "lsiten = \"x\"\n")}, 2, "found lsiten"},
+             {{"--config", write("b.toml", "[section]\nlisten = \"x\"\n")}, 2, "section.listen"},
+             {{"--config", write("c.toml", "max-sessions = 0\n")}, 2, "max-sessions"},
+             {{"--config", "/no/such/file"}, 2, "readable file"},
+             {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
+             {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
+             {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
+             {{"--listen", "http://x"}, 1, "unix:PATH or tcp:HOST:PORT"},
+             {{"--listen", "unix:relative"}, 1, "ABSOLUTE"},
+             {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 1, "together"},
+             {{"--tenants", "/no/such/file"}, 1, "readable file"},
+             {{"--tenants", tenants}, 1, "a-z"}, {{"--backend", "tpu"}, 2, "--backend"},
+             {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
+             {{"--config", write("d.toml", "page-prefetch = \"soon\"\n")}, 2, "page-prefetch"},
+             {{"--page-policy", "fifo"}, 2, "--page-policy"},
+             {{"--config", folder_.string()}, 2, "found the folder"},
+             {{"--tenants", folder_.string()}, 1, "found the folder"},
+             {{"--config", write("f.toml", "\npage-prefetch = 7\n")}, 2, "f.toml:2: page-prefetch"},
+             {{"--config", write("g.toml", "max-models = \"x\"\n")}, 2, "g.toml:1: "},
+             {{"--memcached", "a b:1"}, 2, "white space"},
+             {{"--disk-cache", ""}, 2, "expected a folder"},
+             {{"--calibration", "/no/such/file"}, 2, "does not exist"},
+             {{"--prefetch-rows", "--row-cache-mib", "0"},
+              1,
+              "row-cache-mib and row-cache-rows above 0"},
+             {{"--row-cache-rows", "-2"}, 2, "row-cache-rows"},
+#if !defined(KVTIER_WITH_CUDA)
+             {{"--backend", "cuda"}, 1, "expected a build with CUDA"},
+#endif
+             {{"--config", write("e.toml", "row-cache-policy = \"s3_fifo\"\n")},
+              2,
+              "row-cache-policy"},
+             {{"--remote-ttl-seconds", "0"}, 2, "--remote-ttl-seconds"},
+             {{"--lease-seconds", "-1"}, 2, "--lease-seconds"}, {
+           {"--drain-seconds", "nan"}, 2, "expected 0 to 3600, found nan"
+         }
+       }) {
+    const auto server = serve(c.arguments);
+    EXPECT_EQ(server->read_line(), "") << c.message;
+    EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();
+    EXPECT_THAT(err(), HasSubstr(c.message));
+  }
+}
+
+/// Connections that say nothing, closed at the end.
+class Flood {
+ public:
+  explicit Flood(const std::string& path) : path_(path) {}
+  ~Flood() {
+    for (const int fd : sockets_) ::close(fd);
+  }
+  Flood(const Flood&) = delete;  // owns sockets
+  Flood& operator=(const Flood&) = delete;
+
+  void connect(int count) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path_.c_str(), sizeof(address.sun_path) - 1);
+    for (int i = 0; i < count; ++i) {
+      sockets_.push_back(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      ASSERT_EQ(::connect(sockets_.back(), reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+                0);
+    }
+  }
+  /// Returns once the server has closed the last of them.
+  void await_refusal() {
+    char byte = 0;
+    while (::recv(sockets_.back(), &byte, 1, 0) > 0) {
+    }
+  }
+
+ private:
+  std::string path_;
+  std::vector<int> sockets_;
+};
+
+TEST_F(ServeTest, FloodOfConnectionsTakesNoDescriptorThatOthersNeed) {
+  const std::string path = (folder_ / "x.sock").string();
+  Program server(
+      "/bin/sh",
+      {"sh", "-c",
+       "ulimit -n 128; exec " KVTIER_BINARY " serve --backend cpu --listen unix:" + path},
+      {}, folder_ / "err");
+  ASSERT_EQ(server.read_line(), "listening on unix:" + path) << err();
+  Client client({.server = "unix:" + path});
+  RemoteSession session = open(client);
+  {
+    Flood flood(path);
+    flood.connect(300);
+    flood.await_refusal();
+    session.refresh();  // served amid the flood
+  }
+  // Until the server has seen the ends of those, it may refuse more.
+  Client another({.server = "unix:" + path, .attempts = 60});
+  EXPECT_EQ(open(another).length(), 0);
+}
+
+TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  for (int round = 0; round < 10; ++round) {
+    const auto server = serve({"--listen", address, "--backend", "cpu"});
+    ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+    std::promise<void> busy;
+    std::thread load([&] {
+      Client client({.server = address, .attempts = 1});
+      try {
+        RemoteSession session = open(client);
+        for (int i = 0;; ++i) {
+          session.refresh();
+          if (i == 10) busy.set_value();
+        }
+      } catch (const ClientError& error) {
+        EXPECT_TRUE(error.code() == ErrorCode::kUnavailable ||
+                    error.code() == ErrorCode::kCancelled)
+            << error.what();
+      }
+    });
+    busy.get_future().wait();
+    server->signal(SIGTERM);
+    EXPECT_EQ(server->wait(), 0) << err();
+    load.join();
+  }
+}
+
+/// A client of HTTP/2 that asks for a page and reads no more of it than its beginning.
+class StalledReader {
+ public:
+  StalledReader(const std::string& path, const std::string& lease, const std::string& handle)
+      : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
+    EXPECT_EQ(::connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    v1::ReadPagesRequest request;
+    request.set_lease(lease);
+    request.add_handles(handle);
+    const std::string message = request.SerializeAsString();
+    send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, "") +
+         frame(1, 4, 1,
+               field(":method", "POST") + field(":scheme", "http") +
+                   field(":path", "/kvtier.v1.TransferService/ReadPages") +
+                   field(":authority", "x") + field("content-type", "application/grpc") +
+                   field("te", "trailers")) +
+         frame(0, 1, 1, std::string(4, '\0') + static_cast<char>(message.size()) + message));
+  }
+  ~StalledReader() { ::close(socket_); }
+  StalledReader(const StalledReader&) = delete;  // owns a socket
+  StalledReader& operator=(const StalledReader&) = delete;
+
+  /// Returns once the server has sent some of the page.
+  void await_data() {
+    for (;;) {
+      const std::string head = receive(9);
+      if (head.size() < 9) return ADD_FAILURE() << "no page";
+      std::size_t size = 0;
+      for (const char byte : head.substr(0, 3))
+        size = size << 8U | static_cast<unsigned char>(byte);
+      (void)receive(size);
+      if (head[3] == 0) return;
+    }
+  }
+
+ private:
+  static std::string frame(char type, char flags, char stream, const std::string& payload) {
+    std::string bytes;
+    for (int shift = 16; shift >= 0; shift -= 8) {
+      bytes += static_cast<char>(payload.size() >> shift);
+    }
+    return bytes + type + flags + std::string(3, '\0') + stream + payload;
+  }
+  static std::string field(const std::string& name, const std::string& value) {
+    return std::string("\0", 1) + static_cast<char>(name.size()) + name +
+           static_cast<char>(value.size()) + value;
+  }
+  void send(const std::string& bytes) const {
+    EXPECT_EQ(::send(socket_, bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  [[nodiscard]] std::string receive(std::size_t size) const {
+    std::string bytes(size, '\0');
+    const ssize_t count = ::recv(socket_, bytes.data(), size, MSG_WAITALL);
+    bytes.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
+    return bytes;
+  }
+
+  const int socket_;
+};
+
+TEST_F(ServeTest, SecondSignalEndsADrainThatWaits) {
+  const std::string path = (folder_ / "x.sock").string();
+  const auto server =
+      serve({"--listen", "unix:" + path, "--drain-seconds", "3600"}, {}, {"--log-level=info"});
+  ASSERT_EQ(server->read_line(), "listening on unix:" + path) << err();
+  Client client({.server = "unix:" + path, .data_plane = false});
+  RemotePages pages = client.open_pages({.model = "m", .page_bytes = 1 << 20});
+  const std::vector<std::byte> bytes(1 << 20);
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, bytes}})[0].handle;
+  StalledReader reader(path, pages.name(), handle);
+  reader.await_data();
+
+  server->signal(SIGTERM);
+  ASSERT_TRUE(eventually([&] { return err().find("draining") != std::string::npos; })) << err();
+  server->signal(SIGINT);
+
+  EXPECT_EQ(server->wait(), 130) << err();
+}
+
+TEST_F(ServeTest, MetricsAddressThatIsNotOfThisMachineIsRefused) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const auto server = serve({"--listen", address, "--metrics", "tcp:0.0.0.0:0"});
+  EXPECT_EQ(server->read_line(), "");
+  EXPECT_EQ(server->wait(), 1);
+  EXPECT_THAT(err(), HasSubstr("metrics: expected a loopback address"));
+}
+
+TEST_F(ServeTest, LogOfJsonIsOneObjectALine) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  Program server(KVTIER_BINARY,
+                 {"kvtier", "--log-format", "json", "--log-level", "info", "serve", "--backend",
+                  "cpu", "--listen", address},
+                 {}, folder_ / "err");
+  ASSERT_EQ(server.read_line(), "listening on " + address) << err();
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait(), 0);
+  std::istringstream lines(err());
+  std::vector<std::string> events;
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_TRUE(line.starts_with("{\"time\":\"20") && line.ends_with("\"}")) << line;
+    const std::size_t at = line.find("\"event\":\"") + 9;
+    events.push_back(line.substr(at, line.find('"', at) - at));
+  }
+  EXPECT_THAT(events, ::testing::ElementsAre("serving", "draining", "ended"));
+}
+
+TEST_F(ServeTest, TokensTellTenantsApart) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  const std::string tenants =
+      write("tenants.json",
+            // sha256 of "secret"
+            "{\"tenants\": [{\"name\": \"one\", \"max_sessions\": 1, \"token_sha256\": "
+            "\"2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b\"}]}");
+  const auto server = serve({"--listen", address, "--tenants", tenants}, {}, {"--log-level=debug"});
+  ASSERT_EQ(server->read_line(), "listening on " + address) << err();
+  Client known({.server = address, .token = "secret", .attempts = 1});
+  Client unknown({.server = address, .token = "Secret", .attempts = 1});
+
+  const RemoteSession session = open(known);
+
+  for (const auto& [client, reason] : std::vector<std::pair<Client*, std::string>>{
+           {&known, "QUOTA_EXCEEDED"}, {&unknown, "UNAUTHENTICATED"}}) {
+    try {
+      (void)open(*client);
+      ADD_FAILURE() << "opened, without " << reason;
+    } catch (const ClientError& error) {
+      EXPECT_EQ(error.reason(), reason);
+    }
+  }
+  ASSERT_TRUE(eventually([&] { return err().find("QUOTA_EXCEEDED") != std::string::npos; }))
+      << err();
+  for (const std::string& secret : {std::string("ecret"), session.name()}) {
+    EXPECT_THAT(err(), ::testing::Not(HasSubstr(secret)));
+  }
+}
+
+TEST_F(ServeTest, LogThatCannotBeWrittenStopsNothing) {
+  const std::string address = "unix:" + (folder_ / "x.sock").string();
+  Program server(KVTIER_BINARY, {"kvtier", "--log-level", "debug", "serve", "--listen", address},
+                 {}, "/dev/full");
+  ASSERT_EQ(server.read_line(), "listening on " + address);
+  {
+    Client client({.server = address});
+    for (int i = 0; i < 100; ++i) (void)open(client);  // each of them a line
+  }
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait(), 0);
+}
+
+}  // namespace
+}  // namespace kvtier::services

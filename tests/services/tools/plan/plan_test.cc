@@ -1,0 +1,221 @@
+#include "services/tools/plan/plan.h"
+
+#include "kvtier/calibration.h"
+
+#include "tests/services/evaluation/trace_fixture.h"
+
+#include <gmock/gmock.h>
+
+#include <cmath>
+#include <fstream>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr const char* kShape =
+    R"({"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})";
+
+class PlanTest : public FolderTest {
+ protected:
+  std::string write(const std::string& name, const std::string& text) {
+    std::ofstream(file(name)) << text;
+    return file(name).string();
+  }
+
+  /// A context of 64K tokens of a small model.
+  PlanCommand command() {
+    PlanCommand command;
+    command.model = write("config.json", kShape);
+    command.gpu_bytes = GiB;
+    command.options.backend = Backend::kCpu;
+    command.options.top_k = 512;
+    return command;
+  }
+
+  template <typename Call>
+  std::string refusal(ErrorCode code, Call call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code);
+      return error.what();
+    }
+    ADD_FAILURE() << "expected an error";
+    return "";
+  }
+};
+
+TEST_F(PlanTest, ReadsTheShapeOfTheDecoder) {
+  StressOptions options;
+  read_shape(
+      write("nested.json", std::string(R"({"hidden_size": 1, "text_config": )") + kShape + "}"),
+      options);
+  EXPECT_EQ(options.layers, 4);
+  EXPECT_EQ(options.query_heads, 8);
+  EXPECT_EQ(options.kv_heads, 2);
+  EXPECT_EQ(options.head_dim, 64);
+
+  StressOptions derived;
+  read_shape(write("derived.json",
+                   R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 512,
+                       "num_key_value_heads": null, "head_dim": null})"),
+             derived);
+  EXPECT_EQ(derived.kv_heads, 4);
+  EXPECT_EQ(derived.head_dim, 128);
+}
+
+TEST_F(PlanTest, FindsTheLayersWithAWindow) {
+  const auto windows = [&](const std::string& more) {
+    const std::string shape = kShape;  // of 4 layers
+    const std::string path =
+        write("windows.json", shape.substr(0, shape.size() - 1) + ", " + more + "}");
+    const WindowLayers found = read_windows(path);
+    return std::pair{found.layers, found.tokens};
+  };
+  const std::string window = R"("sliding_window": 512)";
+  EXPECT_EQ(windows(R"("sliding_window": null)"), std::pair(0, 0));
+  EXPECT_EQ(windows(window), std::pair(4, 512));  // Mistral
+  EXPECT_EQ(windows(window + R"(, "layer_types": ["sliding_attention", "full_attention",
+                                 "full_attention", "sliding_attention"])"),
+            std::pair(2, 512));
+  // Qwen2, which has a window that it does not use.
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": false, "max_window_layers": 1)"),
+            std::pair(0, 0));
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": true, "max_window_layers": 1)"),
+            std::pair(3, 512));
+  EXPECT_EQ(windows(window + R"(, "use_sliding_window": true, "max_window_layers": 9)"),
+            std::pair(0, 512));
+  EXPECT_EQ(windows(window + R"(, "model_type": "gemma2")"), std::pair(2, 512));
+  EXPECT_EQ(windows(window + R"(, "model_type": "gemma3_text")"), std::pair(4, 512));
+  EXPECT_EQ(windows(window + R"(, "sliding_window_pattern": 3)"), std::pair(3, 512));
+  EXPECT_THAT(refusal(ErrorCode::kInvalidArgument, [&] { windows(R"("sliding_window": "wide")"); }),
+              HasSubstr("sliding_window: expected 1 to 1048576, found \"wide\""));
+}
+
+TEST_F(PlanTest, RefusesConfigurationsThatDoNotSay) {
+  StressOptions options;
+  const auto read = [&](const std::string& text) {
+    const std::string path = write("bad.json", text);
+    return refusal(ErrorCode::kInvalidArgument, [&] { read_shape(path, options); });
+  };
+  EXPECT_THAT(read("[]"), HasSubstr("expected an object of JSON"));
+  EXPECT_THAT(read("{"), HasSubstr("expected an object of JSON"));
+  EXPECT_THAT(read(R"({"num_attention_heads": 4})"), HasSubstr("expected num_hidden_layers"));
+  EXPECT_THAT(read(R"({"num_attention_heads": "4"})"),
+              HasSubstr("num_attention_heads: expected 1 to 1048576, found \"4\""));
+  EXPECT_THAT(refusal(ErrorCode::kNotFound, [&] { read_shape(file("none"), options); }),
+              HasSubstr("--model: expected a file"));
+}
+
+TEST_F(PlanTest, CountsTheWeightsBesideTheConfiguration) {
+  const std::string config = write("config.json", kShape);
+  EXPECT_EQ(weight_bytes_beside(config), 0U);
+  write("a.safetensors", std::string(1000, 'x'));
+  write("b.safetensors", std::string(500, 'x'));
+  EXPECT_EQ(weight_bytes_beside(config), 1500U);
+  write("model.safetensors.index.json", R"({"metadata": {"total_size": 1234}})");
+  EXPECT_EQ(weight_bytes_beside(config), 1234U);
+}
+
+TEST_F(PlanTest, FollowsTheFormulasOfTheManual) {
+  PlanCommand wanted = command();
+  wanted.weight_bytes = 100 * MiB;
+  const Plan plan = make_plan(wanted);
+  // docs/memory.md: tokens with the steps of a run, in whole pages and blocks.
+  constexpr std::size_t kTokens = 65536 + kWarmupSteps + 1;
+  EXPECT_EQ(plan.need.pages, 4U * 2 * 4 * 64 * ((kTokens + 63) / 64 * 64));
+  EXPECT_EQ(plan.need.sketches, 4U * 2 * 36 * 1024 * (kTokens / 1024 + 1));
+  EXPECT_TRUE(plan.fits);
+  EXPECT_FALSE(plan.fetch_seconds || plan.read_seconds);
+}
+
+TEST_F(PlanTest, FindsTheLargestContext) {
+  PlanCommand wanted = command();
+  wanted.weight_bytes = 900 * MiB;
+  const std::int64_t largest = make_plan(wanted).largest_tokens;
+  EXPECT_GT(largest, 0);
+  wanted.options.tokens = largest;
+  EXPECT_TRUE(make_plan(wanted).fits);
+  wanted.options.tokens = largest + 1024;
+  EXPECT_FALSE(make_plan(wanted).fits);
+
+  wanted.host_bytes = 64 * MiB;  // pages of 2 KiB a token
+  wanted.options.tokens = 65536;
+  EXPECT_FALSE(make_plan(wanted).fits);
+  EXPECT_EQ(make_plan(wanted).largest_tokens, 31 * 1024);
+  wanted.weight_bytes = 2 * GiB;
+  EXPECT_EQ(make_plan(wanted).largest_tokens, 0);
+}
+
+TEST_F(PlanTest, TakesRatesFromTheCalibration) {
+  Calibration calibration;
+  calibration.device = "a GPU";
+  calibration.region_bytes = GiB;
+  calibration.best = HostAllocation::kRegistered;
+  calibration.entries = {{.allocation = HostAllocation::kHugePages, .gb_per_s = {90, 90, 90}},
+                         {.allocation = HostAllocation::kRegistered, .gb_per_s = {20, 30, 40}}};
+  PlanCommand wanted = command();
+  wanted.calibration = write("calibration", to_text(calibration));
+  wanted.options.top_k = 4096;  // 8,192 rows a gather: nearest in ratio to 4,096
+  wanted.hits = 0.25;           // 6,144
+  wanted.device_gb_per_s = 1000.0;
+  wanted.weight_bytes = 500'000'000;
+  const Plan plan = make_plan(wanted);
+  ASSERT_TRUE(plan.fetch_seconds && plan.read_seconds);
+  EXPECT_NEAR(*plan.fetch_seconds, 4 * 6144 * 256 / 20e9, 1e-12);
+  const auto read = static_cast<double>(500'000'000 + plan.need.sketches);
+  EXPECT_NEAR(*plan.read_seconds, read / 1e12, 1e-12);
+
+  wanted.options.page_format = PageFormat::kFloat8;
+  EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 4 * 6144 * 136 / 20e9, 1e-12);
+}
+
+TEST_F(PlanTest, LayersWithAWindowReadThatAlone) {
+  Calibration calibration;
+  calibration.device = "a GPU";
+  calibration.region_bytes = GiB;
+  calibration.best = HostAllocation::kRegistered;
+  calibration.entries = {{.allocation = HostAllocation::kRegistered, .gb_per_s = {20, 30, 40}}};
+  PlanCommand wanted = command();
+  wanted.calibration = write("calibration", to_text(calibration));
+  wanted.options.top_k = 4096;
+  wanted.device_gb_per_s = 1000.0;
+  const Plan full = make_plan(wanted);
+  const std::string shape = kShape;
+  wanted.model = write("windows.json", shape.substr(0, shape.size() - 1) + R"(,
+    "sliding_window": 1088, "layer_types": ["sliding_attention", "sliding_attention",
+    "sliding_attention", "full_attention"]})");
+  const Plan plan = make_plan(wanted);
+  EXPECT_EQ(plan.need.pages, full.need.pages);
+  EXPECT_EQ(plan.need.sketches, full.need.sketches);
+  // 64 of the window are on the GPU.
+  EXPECT_NEAR(*plan.fetch_seconds, 256 * (8192 / 20e9 + 3 * 2048 / 20e9), 1e-12);
+  EXPECT_NEAR(*plan.read_seconds, *full.read_seconds / 4, 1e-12);
+  wanted.options.tokens = 1024;
+  wanted.options.top_k = 512;
+  EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 256 * (1024 / 20e9 + 3 * 1920 / 20e9), 1e-12);
+}
+
+TEST_F(PlanTest, IsACommand) {
+  const std::string config = write("config.json", kShape);
+  const CliResult result =
+      run_kvtier({"plan", "--model", file("").string(), "--tokens", "16K", "--gpu", "1G"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("4 layers, 8 query heads, 2 KV heads, head_dim 64; 16384"));
+  EXPECT_THAT(result.out, HasSubstr("256 bits\n"));
+  EXPECT_THAT(result.out, HasSubstr("not counted"));
+  EXPECT_THAT(result.out, HasSubstr("largest context"));
+
+  EXPECT_EQ(run_kvtier({"plan", "--model", config}).code, 2);
+  const CliResult size = run_kvtier({"plan", "--model", config, "--gpu", "80 GB"});
+  EXPECT_EQ(size.code, 2);
+  EXPECT_THAT(size.err, HasSubstr("expected a whole number, or one with K, M or G, found 80 GB"));
+  const CliResult k = run_kvtier({"plan", "--model", config, "--gpu", "1G", "--k", "0"});
+  EXPECT_EQ(k.code, 1);
+  EXPECT_THAT(k.err, HasSubstr("k: expected 1"));
+}
+
+}  // namespace
+}  // namespace kvtier::services

@@ -1,0 +1,308 @@
+#include "tests/services/evaluation/trace_fixture.h"
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace kvtier::services {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+const std::vector<std::string> kSmall = {
+    "stress", "--tokens",  "4K", "--layers",      "2", "--k",    "256", "--kv-heads",
+    "2",      "--steps",   "3",  "--query-heads", "4", "--seed", "9",   "--head-dim",
+    "64",     "--backend", "cpu"};
+
+class StressCommandTest : public FolderTest {
+ protected:
+  static CliResult run(const std::vector<std::string>& more, bool terminal = false) {
+    std::vector<std::string> arguments = kSmall;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run_kvtier(std::move(arguments), terminal);
+  }
+};
+
+TEST_F(StressCommandTest, ListsItsOptions) {
+  const CliResult result = run_kvtier({"stress", "--help"});
+
+  EXPECT_EQ(result.code, 0);
+  for (const char* option : {"--preset",        "--tokens",         "--layers",       "--kv-heads",
+                             "--query-heads",   "--head-dim",       "--batch",        "--k",
+                             "--device-budget", "--host-budget",    "--estimator",    "--bits",
+                             "--steps",         "--seed",           "--backend",      "--json",
+                             "--compare-dense", "--row-cache-rows", "--overlap",      "--kv-dtype",
+                             "--rule",          "--code",           "--error-target", "--drift",
+                             "--coarse-bits",   "--candidates"}) {
+    EXPECT_THAT(result.out, HasSubstr(option));
+  }
+}
+
+TEST_F(StressCommandTest, WritesJsonToStandardOutput) {
+  const CliResult result = run({"--json", "-"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(nlohmann::json::parse(result.out)["options"]["tokens"], 4096);
+  EXPECT_NE(result.err.find("tokens"), std::string::npos) << "the text";
+  EXPECT_FALSE(std::filesystem::exists("-"));
+}
+
+TEST_F(StressCommandTest, WritesTheReportAsTextAndJson) {
+  const CliResult result = run({"--json", file("a.json").string(), "--compare-dense"});
+  ASSERT_EQ(result.code, 0) << result.err;
+
+  for (const char* line : {"shape    4096 tokens, 2 layer(s)", "tokens per second", "needles  ",
+                           "overlap  ", "links    ", "memory   host pages", "dense    "}) {
+    EXPECT_THAT(result.out, HasSubstr(line));
+  }
+  const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+  EXPECT_EQ(json["options"]["tokens"], 4096);
+  EXPECT_EQ(json["options"]["k"], 256);
+  EXPECT_EQ(json["options"]["bits"], 256);
+  EXPECT_EQ(json["options"]["rule"], "priority");
+  EXPECT_EQ(json["options"]["code"], "scalar");
+  EXPECT_EQ(json["drift"]["model"], "smollm2");
+  EXPECT_EQ(json["options"]["error_target"], 0.0);
+  EXPECT_TRUE(json["options"]["preset"].is_null());
+  EXPECT_EQ(json["backend"], "cpu");
+  EXPECT_EQ(json["interrupted"], false);
+  EXPECT_EQ(json["steps_measured"], 3);
+  EXPECT_EQ(json["needles"], 3 * 2 * 2);
+  EXPECT_GE(json["needle_recall"], 0.0);
+  EXPECT_LE(json["needle_recall"], 1.0);
+  EXPECT_GT(json["tokens_per_second"], 0.0);
+  EXPECT_GT(json["device_bytes"], json["sketch_bytes"]);
+  EXPECT_EQ(json["host_bytes"], json["host_bytes_used"]);
+  EXPECT_EQ(json["host_bytes"], 65 * 64 * 2 * 256 * 2);
+  EXPECT_EQ(json["options"]["kv_dtype"], "model");
+  double before = 0.0;
+  for (const char* time : {"min", "p50", "p90", "p99", "max"}) {
+    EXPECT_GE(json["step_seconds"][time], before) << time;
+    before = json["step_seconds"][time];
+  }
+  EXPECT_EQ(json["row_cache"]["rows"], 0);
+  EXPECT_TRUE(json["row_cache"]["share"].is_null());
+  EXPECT_EQ(json["row_cache"]["bytes"], 0);
+  EXPECT_TRUE(json["hit_ratios"].empty());
+  EXPECT_GT(json["links"]["host_to_device_bytes_per_second"], 0.0);
+  EXPECT_GT(json["dense"]["layer_seconds"]["p50"], 0.0);
+  EXPECT_GT(json["dense"]["output_error"], 0.0);
+}
+
+TEST_F(StressCommandTest, ReportsTheRealHitRatioAndImposedOnes) {
+  const CliResult result = run({"--json", file("a.json").string(), "--row-cache-rows", "1024"});
+  ASSERT_EQ(result.code, 0) << result.err;
+
+  for (const char* line : {"cache    0.", "hits     real     0.",
+                           "hits       0 %    0.000 found: ", "hits      80 %    0."}) {
+    EXPECT_THAT(result.out, HasSubstr(line));
+  }
+  const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+  EXPECT_EQ(json["row_cache"]["rows"], 1024);
+  EXPECT_GT(json["row_cache"]["bytes"], 0);
+  const nlohmann::json& rows = json["hit_ratios"];
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_TRUE(rows[0]["imposed"].is_null());
+  EXPECT_EQ(rows[0]["found"], json["row_cache"]["share"]);
+  EXPECT_EQ(rows[0]["tokens_per_second"], json["tokens_per_second"]);
+  EXPECT_EQ(rows[1]["imposed"], 0.0);
+  EXPECT_EQ(rows[2]["imposed"], 0.8);
+  for (const nlohmann::json& row : rows) {
+    EXPECT_GT(row["tokens_per_second"], 0.0);
+    EXPECT_GT(row["step_seconds"]["p99"], 0.0);
+  }
+}
+
+TEST_F(StressCommandTest, KeepsRowsInFp8) {
+  const CliResult result = run({"--json", file("a.json").string(), "--kv-dtype", "fp8"});
+  ASSERT_EQ(result.code, 0) << result.err;
+
+  const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+  EXPECT_EQ(json["options"]["kv_dtype"], "fp8");
+  EXPECT_EQ(json["host_bytes"], 65 * 64 * 2 * (128 + 8) * 2);
+  EXPECT_EQ(json["host_bytes"], json["host_bytes_used"]);
+}
+
+TEST_F(StressCommandTest, FreesInOrderAndSaysSo) {
+  const std::string err = run({}).err;
+
+  EXPECT_LT(err.find("freeing sessions"), err.find("freeing host pages and device memory"));
+  EXPECT_NE(err.find("freeing host pages and device memory"), std::string::npos);
+}
+
+TEST_F(StressCommandTest, ShowsABarOnATerminalAndLinesElsewhere) {
+  const std::string bar = run({}, true).err;
+  EXPECT_THAT(bar, HasSubstr("\ringest [####"));
+  EXPECT_THAT(bar, HasSubstr("] 100 %"));
+  const std::string lines = run({}).err;
+  EXPECT_THAT(lines, Not(HasSubstr("\r")));
+  EXPECT_THAT(lines, HasSubstr("ingest: 100 %"));
+  EXPECT_THAT(lines, HasSubstr("\ndecode: step 3 of 3"));
+}
+
+TEST_F(StressCommandTest, RejectsCommandLinesItDoesNotUnderstand) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--tokens", "1.5M"}, "--tokens: expected a whole number, or one with K, M or G"},
+      {{"--tokens", "-1"}, "--tokens"},
+      {{"--host-budget", "lots"}, "--host-budget"},
+      {{"--preset", "gpt-2"}, "llama-3.1-8b"},
+      {{"--estimator", "best"}, "norm_aware"},
+      {{"--rule", "chance"}, "priority"},
+      {{"--code", "ternary"}, "scalar"},
+      {{"--steps", "many"}, "--steps"},
+      {{"--seed", "-1"}, "--seed"},
+      {{"--backend", "gpu"}, "gpu"}};
+  for (const auto& [options, message] : cases) {
+    std::vector<std::string> arguments = {"stress"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--steps", "0"}, "error: INVALID_ARGUMENT: stress options:\n  steps: expected 1.."},
+      {{"--tokens", "1023"}, "error: INVALID_ARGUMENT: stress options:\n  tokens: expected 1024.."},
+      {{"--tokens", "8589934591G"}, "error: INVALID_ARGUMENT: stress options:\n  tokens"},
+      {{"--k", "0"}, "error: INVALID_ARGUMENT: stress options:\n  k: expected 1..65536"},
+      {{"--head-dim", "80"}, "error: INVALID_ARGUMENT: stress options:\n  model.head_dim"},
+      {{"--bits", "32"}, "error: INVALID_ARGUMENT: stress options:\n  retrieval.num_planes"},
+      {{"--code", "scalar", "--bits", "192"},
+       "error: INVALID_ARGUMENT: stress options:\n  retrieval"},
+      {{"--rule", "top_k", "--error-target", "0.1"},
+       "error: INVALID_ARGUMENT: stress options:\n  retrieval.error_target"},
+      {{"--host-budget", "64M"}, "error: RESOURCE_EXHAUSTED: host budget: expected at least "},
+      {{"--tokens", "512M", "--preset", "llama-3.1-70b"}, "error: RESOURCE_EXHAUSTED: "},
+      {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "},
+      {{"--json", folder_.string()}, "error: UNAVAILABLE: "}};
+  for (const auto& [options, message] : cases) {
+    std::vector<std::string> arguments = {"stress", "--backend", "cpu"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 1) << message;
+    EXPECT_THAT(result.err, StartsWith(message));
+    EXPECT_EQ(result.out, "");
+  }
+  EXPECT_TRUE(listing().empty());
+}
+
+/// The program as a process of its own, its streams in pipes.
+class Child {
+ public:
+  explicit Child(std::vector<std::string> arguments) {
+    const char* program = std::getenv("KVTIER_PROGRAM");
+    EXPECT_NE(program, nullptr);
+    if (program == nullptr) return;
+    arguments.insert(arguments.begin(), program);
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    std::array<int, 2> out{};
+    std::array<int, 2> err{};
+    EXPECT_EQ(::pipe(out.data()), 0);
+    EXPECT_EQ(::pipe(err.data()), 0);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, out[1], 1);
+    posix_spawn_file_actions_adddup2(&actions, err[1], 2);
+    for (const int end : {out[0], out[1], err[0], err[1]}) {
+      posix_spawn_file_actions_addclose(&actions, end);
+    }
+    EXPECT_EQ(posix_spawn(&pid_, program, &actions, nullptr, argv.data(), environ), 0);
+    posix_spawn_file_actions_destroy(&actions);
+    ::close(out[1]);
+    ::close(err[1]);
+    out_ = ::fdopen(out[0], "r");
+    err_ = ::fdopen(err[0], "r");
+  }
+  Child(const Child&) = delete;  // owns the process
+  Child& operator=(const Child&) = delete;
+  ~Child() {
+    if (out_ != nullptr) std::fclose(out_);
+    if (err_ != nullptr) std::fclose(err_);
+  }
+
+  /// Reads stderr until a line begins with `text`. Returns false at its end.
+  [[nodiscard]] bool wait_for_line(const std::string& text) {
+    std::array<char, 4096> line{};
+    while (err_ != nullptr && std::fgets(line.data(), line.size(), err_) != nullptr) {
+      if (std::string_view(line.data()).starts_with(text)) return true;
+    }
+    return false;
+  }
+  void send(int signal) const { EXPECT_EQ(::kill(pid_, signal), 0); }
+
+  /// Reads both streams to their ends, and returns what the process left.
+  [[nodiscard]] CliResult finish() {
+    CliResult result;
+    result.err = rest(err_);  // little enough to fit the other pipe meanwhile
+    result.out = rest(out_);
+    int status = 0;
+    EXPECT_EQ(::waitpid(pid_, &status, 0), pid_);
+    result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+    return result;
+  }
+
+ private:
+  static std::string rest(FILE* stream) {
+    std::string text;
+    for (int c = std::fgetc(stream); c != EOF; c = std::fgetc(stream)) {
+      text.push_back(static_cast<char>(c));
+    }
+    return text;
+  }
+
+  pid_t pid_ = -1;
+  FILE* out_ = nullptr;
+  FILE* err_ = nullptr;
+};
+
+/// A run that would go on for minutes.
+std::vector<std::string> long_run(const std::string& json) {
+  return {"stress", "--tokens", "4K", "--kv-heads", "1",  "--query-heads",
+          "1",      "--k",      "64", "--head-dim", "64", "--steps",
+          "200000", "--json",   json, "--backend",  "cpu"};
+}
+
+TEST_F(StressCommandTest, WritesWhatWasMeasuredAfterAnInterruption) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    Child child(long_run(file("a.json").string()));
+    ASSERT_TRUE(child.wait_for_line("decode: step 1 of 200000"));
+    child.send(signal);
+    const CliResult result = child.finish();
+
+    EXPECT_EQ(result.code, 130);
+    EXPECT_THAT(result.out, StartsWith("interrupted: what was measured until then\n"));
+    EXPECT_THAT(result.out, HasSubstr("tokens per second"));
+    EXPECT_THAT(result.err, HasSubstr("freeing host pages and device memory"));
+    const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
+    EXPECT_EQ(json["interrupted"], true);
+    EXPECT_GE(json["steps_measured"], 1);
+    EXPECT_LT(json["steps_measured"], 200000);
+    EXPECT_EQ(listing(), std::vector<std::string>{"a.json"});
+  }
+}
+
+TEST_F(StressCommandTest, StopsDuringIngest) {
+  Child child(long_run(file("a.json").string()));
+  ASSERT_TRUE(child.wait_for_line("ingest: "));
+  child.send(SIGINT);
+  const CliResult result = child.finish();
+
+  EXPECT_EQ(result.code, 130);
+  EXPECT_THAT(result.out, StartsWith("interrupted: "));
+}
+
+}  // namespace
+}  // namespace kvtier::services
