@@ -83,7 +83,7 @@ EngineState::EngineState(const Config& config_in)
   std::vector<SketchConfig> carried;
   for (const SketchStore& sketch : sketches) carried.push_back(sketch.config);
   prefix_key = engine_key(config, kv, carried);
-  if (config.memory.page_prefetch && page_pool != nullptr) {
+  if (config.memory.page_prefetch && pages->has_tiers()) {
     page_prefetch = std::make_unique<PagePrefetch>(*this);
   }
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
@@ -105,25 +105,18 @@ EngineState::~EngineState() {
 void EngineState::make_pages() {
   const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
   tiers = make_page_tiers(config.memory, page_bytes, config.log);
-  if (tiers == nullptr) {
-    pages = std::make_unique<transfer::FramePool>(*device, transfer::Space::kPinnedHost, page_bytes,
-                                                  config.memory.host_bytes, page_pool_options());
-    return;
-  }
-  auto pool = std::make_unique<PagePool>(
-      *device, page_bytes, config.memory.host_bytes, page_pool_options(), *tiers,
-      PagePool::Waits{
-          .for_work = [this](transfer::Stream& stream) { wait(stream); },
-          .unlocked = [this](const auto& work) { scope_->run_unlocked(work); },
-          .arrived =
-              [this](const std::byte* frame) {
-                if (frame_checks.checks == nullptr) return;
-                transfer::load_frame_checks(scope_->stream(), kv, frame_checks, frame);
-              },
-      },
-      config.memory.page_policy);
-  page_pool = pool.get();
-  pages = std::move(pool);
+  PagePool::Owner& owner = *this;
+  pages = tiers == nullptr
+              ? std::make_unique<PagePool>(*device, transfer::Space::kPinnedHost, page_bytes,
+                                           config.memory.host_bytes, page_pool_options())
+              : std::make_unique<PagePool>(*device, page_bytes, config.memory.host_bytes,
+                                           page_pool_options(), *tiers, owner,
+                                           config.memory.page_policy);
+}
+
+void EngineState::restored(const std::byte* frame) {
+  if (frame_checks.checks == nullptr) return;
+  transfer::load_frame_checks(scope_->stream(), kv, frame_checks, frame);
 }
 
 void EngineState::make_frame_checks() {
@@ -138,7 +131,7 @@ void EngineState::make_frame_checks() {
   }
   frame_check_memory_ = device->allocate(transfer::Space::kDevice, bytes);
   fixed_device_bytes_ += bytes;
-  frame_checks = {pages->first(), frame_check_memory_.as<std::uint32_t>()};
+  frame_checks = {pages->first_frame(), frame_check_memory_.as<std::uint32_t>()};
 }
 
 transfer::PinOptions EngineState::page_pool_options() const {
@@ -168,7 +161,7 @@ transfer::PinOptions EngineState::page_pool_options() const {
 
 std::int64_t EngineState::tokens_of_pages() const {
   std::size_t most = pages->num_frames();
-  if (tiers) most += tiers->capacity_pages(pages->frame_bytes());
+  if (tiers) most += tiers->capacity_pages(pages->page_bytes());
   return static_cast<std::int64_t>(most) * kv.page_tokens;
 }
 
@@ -193,10 +186,10 @@ void EngineState::make_sketches(const DevicePools& pools) {
   const std::size_t left = config.memory.device_bytes - fixed_device_bytes_;
   if (!pages) {
     const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
-    pages = std::make_unique<transfer::FramePool>(
+    pages = std::make_unique<PagePool>(
         *device, transfer::Space::kDevice, page_bytes,
         static_cast<std::size_t>(pools.page_tokens / kv.page_tokens) * page_bytes);
-    fixed_device_bytes_ += pages->num_frames() * pages->frame_bytes();
+    fixed_device_bytes_ += pages->num_frames() * pages->page_bytes();
   }
   const auto blocks = static_cast<std::size_t>(pools.sketch_tokens / hashing::kBlockTokens);
   if (blocks < 1) {
@@ -209,8 +202,8 @@ void EngineState::make_sketches(const DevicePools& pools) {
   }
   for (SketchStore& sketch : sketches) {
     const auto block_bytes = static_cast<std::size_t>(sketch.geometry.block_bytes());
-    sketch.blocks = std::make_unique<transfer::FramePool>(*device, transfer::Space::kDevice,
-                                                          block_bytes, blocks * block_bytes);
+    sketch.blocks = std::make_unique<PagePool>(*device, transfer::Space::kDevice, block_bytes,
+                                               blocks * block_bytes);
     fixed_device_bytes_ += blocks * block_bytes;
   }
 }
@@ -310,10 +303,10 @@ std::size_t EngineState::fitting_sketch(const RetrievalConfig& retrieval) const 
 void EngineState::add_tier_stats(Stats& stats) const {
   Stats::Cumulative& sum = stats.cumulative;
   const PageTierCounters counted = tiers->counters();
-  sum.pages_evicted = page_pool->counters().evicted;
-  sum.pages_restored = page_pool->counters().restored;
-  sum.tier_bytes_written = counted.written * pages->frame_bytes();
-  sum.tier_bytes_read = counted.hits * pages->frame_bytes();
+  sum.pages_evicted = pages->counters().evicted;
+  sum.pages_restored = pages->counters().restored;
+  sum.tier_bytes_written = counted.written * pages->page_bytes();
+  sum.tier_bytes_read = counted.hits * pages->page_bytes();
   sum.tier_hits = counted.hits;
   sum.tier_misses = counted.misses;
   sum.tier_corrupt = counted.corrupt;
@@ -322,14 +315,14 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.pages_lost = counted.lost;
   sum.pages_repaired = counted.repaired;
   sum.cold_steps = cold_steps;
-  const PagePool::Counters& moved = page_pool->counters();
+  const PagePool::Counters& moved = pages->counters();
   sum.pages_prefetched = moved.prefetched;
   sum.pages_prefetched_useful = moved.prefetched_useful;
   sum.pages_prefetched_wasted = moved.prefetched_wasted;
   stats.snapshot.pages_prefetched_waiting =
       moved.prefetched - moved.prefetched_useful - moved.prefetched_wasted;
   sum.tier_nanoseconds = counted.wait_nanoseconds;
-  stats.snapshot.pages_in_tiers = page_pool->num_evicted();
+  stats.snapshot.pages_in_tiers = pages->num_evicted();
   stats.tiers = tiers->uses();
 }
 
@@ -396,15 +389,15 @@ Stats EngineState::stats() const {
   now.pages_used = pages->num_used();
   now.pages_shared = pages->num_shared();
   if (config.memory.placement == KvPlacement::kHost) {
-    now.host_page_bytes = now.pages * pages->frame_bytes();
-    now.host_page_bytes_used = now.pages_used * pages->frame_bytes();
+    now.host_page_bytes = now.pages * pages->page_bytes();
+    now.host_page_bytes_used = now.pages_used * pages->page_bytes();
   }
   stats.tenants = quotas->stats();
   if (tiers) add_tier_stats(stats);
   if (row_cache) add_row_cache_stats(stats);
   now.device_bytes = fixed_device_bytes_ + session_device_bytes;
   for (const SketchStore& sketch : sketches) {
-    now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->frame_bytes();
+    now.sketch_bytes_used += sketch.blocks->num_used() * sketch.blocks->page_bytes();
   }
   return stats;
 }

@@ -46,7 +46,7 @@ struct SketchStore {
   SketchConfig config;
   hashing::Planes planes;
   hashing::SketchGeometry geometry;
-  std::unique_ptr<transfer::FramePool> blocks;
+  std::unique_ptr<PagePool> blocks;
 };
 
 /// Everything that sessions share: the device, the pools, the planes, and the workspace of one
@@ -56,10 +56,10 @@ struct SketchStore {
 /// orders them on the device by an event, on the host by the mutex. A step under graph capture
 /// takes no part in that order: its replays must be ordered with other calls of the engine by the
 /// caller. A call that waits for pages in a tier unlocks the engine meanwhile.
-class EngineState {
+class EngineState : private PagePool::Owner {
  public:
   explicit EngineState(const Config& config_in);
-  ~EngineState();
+  ~EngineState() override;
   EngineState(const EngineState&) = delete;  // sessions point to it
   EngineState& operator=(const EngineState&) = delete;
 
@@ -139,8 +139,7 @@ class EngineState {
   std::unique_ptr<transfer::Stream> main;  ///< For calls without a stream.
   std::vector<SketchStore> sketches;
   std::unique_ptr<PageTiers> tiers;  ///< None: every page is in the pool.
-  std::unique_ptr<transfer::FramePool> pages;
-  PagePool* page_pool = nullptr;       ///< `pages`, when there are tiers.
+  std::unique_ptr<PagePool> pages;
   transfer::FrameChecks frame_checks;  ///< Of `pages`; none without checks of rows.
   std::unique_ptr<transfer::FramePool>
       row_cache;  ///< Cached rows, a frame per layer and session; or none.
@@ -200,6 +199,9 @@ class EngineState {
   }
 
  private:
+  void wait_for_work(transfer::Stream& stream) override { wait(stream); }
+  void run_unlocked(const std::function<void()>& work) override { scope_->run_unlocked(work); }
+  void restored(const std::byte* frame) override;
   void make_workspace(const WorkspacePlan& plan);
   void make_pages();
   void make_frame_checks();

@@ -28,12 +28,12 @@ PagePrefetch::~PagePrefetch() {
 
 void PagePrefetch::attended(const SessionState& session, int layer) {
   const LayerState& next = session.layer((layer + 1) % session.num_layers());
-  const transfer::PageTable& pages = next.pages;
+  const PageTable& pages = next.pages;
   if (pages.addresses_current()) return;
   std::vector<PagePool::Ticket> tickets;
   for (const std::int64_t i : next.needed) {
     if (i < pages.size() && pages.address(i) == nullptr) {
-      tickets.push_back(PagePool::ticket(pages.frame(i)));
+      tickets.push_back(PagePool::ticket(pages.page(i)));
     }
   }
   if (tickets.empty()) return;
@@ -55,7 +55,7 @@ void PagePrefetch::work() {
     lock.unlock();
     try {
       EngineState::SubmissionScope scope(engine_, {});
-      engine_.page_pool->prefetch_pages(scope.stream(), tickets);
+      engine_.pages->prefetch_pages(scope.stream(), tickets);
     } catch (const std::exception& error) {
       // The call that needs the pages fails with its own error.
       engine_.log(LogLevel::kDebug, std::string("pages were not prefetched: ") + error.what());

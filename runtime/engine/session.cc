@@ -18,12 +18,12 @@ namespace {
 /// Tries to take `count` frames of `pool`: pages go to the tier below, and then stored prefixes go,
 /// until there are enough.
 template <typename Take>
-bool take_by_eviction(EngineState& engine, transfer::Stream& stream, bool evicts,
+bool take_by_eviction(EngineState& engine, transfer::Stream& stream, PagePool& pool,
                       std::int64_t count, Take take) {
-  // What can never be had is not worth a write.
-  if (evicts && static_cast<std::size_t>(count) > engine.page_pool->num_movable()) return false;
+  // Fail early: even evicting everything would not free `count` frames.
+  if (pool.has_tiers() && static_cast<std::size_t>(count) > pool.num_movable()) return false;
   while (!take()) {
-    if (evicts && engine.page_pool->evict(stream, static_cast<std::size_t>(count)) > 0) continue;
+    if (pool.evict(stream, static_cast<std::size_t>(count)) > 0) continue;
     if (!engine.prefixes->evict_one(stream)) return false;
   }
   return true;
@@ -32,12 +32,11 @@ bool take_by_eviction(EngineState& engine, transfer::Stream& stream, bool evicts
 /// Likewise, and while another call waits for pages, those that it needs may go when it has gone
 /// on.
 template <typename Take>
-bool evicting(EngineState& engine, transfer::Stream& stream, const transfer::FramePool& pool,
-              std::int64_t count, Take take) {
-  const bool evicts = &pool == engine.page_pool;
+bool evicting(EngineState& engine, transfer::Stream& stream, PagePool& pool, std::int64_t count,
+              Take take) {
   do {
-    if (take_by_eviction(engine, stream, evicts, count, take)) return true;
-  } while (evicts && engine.page_pool->wait_for_lease());
+    if (take_by_eviction(engine, stream, pool, count, take)) return true;
+  } while (pool.wait_for_lease());
   return false;
 }
 
@@ -56,21 +55,16 @@ class WithinTurn {
   int before_ = std::uncaught_exceptions();
 };
 
-std::string eviction_failure_reason(const EngineState& engine) {
-  return engine.page_pool != nullptr ? engine.page_pool->eviction_failure_reason() : std::string();
-}
-
 /// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
 void grow_blocks(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
                  std::int64_t count) {
-  for (transfer::PageTable& blocks : layer.blocks) {
+  for (PageTable& blocks : layer.blocks) {
     const std::int64_t more = count - blocks.size();
-    const transfer::FramePool& pool = blocks.pool();
+    PagePool& pool = blocks.pool();
     if (evicting(engine, stream, pool, more, [&] { return blocks.grow(stream, count); })) continue;
     throw Error(ErrorCode::kResourceExhausted,
                 "sketch blocks: expected " + std::to_string(more) + " free for layer " +
-                    std::to_string(index) + ", found " +
-                    std::to_string(pool.num_frames() - pool.num_used()) + " of " +
+                    std::to_string(index) + ", found " + std::to_string(pool.num_free()) + " of " +
                     std::to_string(pool.num_frames()) + " (memory.device_bytes)");
   }
 }
@@ -146,7 +140,7 @@ void SessionState::take_whole() {
   check(wanted.pages, all * page, engine.quotas->committed_pages() * page, "pages");
   std::size_t slabs = 0;
   for (const SketchStore& sketch : engine.sketches) {
-    slabs += sketch.blocks->num_frames() * sketch.blocks->frame_bytes();
+    slabs += sketch.blocks->num_frames() * sketch.blocks->page_bytes();
   }
   check(wanted.sketches, slabs, engine.quotas->promised_sketches(), "sketches");
   account_->promise(wanted.pages / page, wanted.sketches);
@@ -258,7 +252,7 @@ void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64
 
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
-  if (engine_->page_pool != nullptr && more > 0) make_tail_writable(stream, layer);
+  if (engine_->pages->has_tiers() && more > 0) make_tail_writable(stream, layer);
   if (more <= layer.capacity - layer.length) return;
   check_room(index, more);
   const std::int64_t tokens = layer.length + more;
@@ -272,9 +266,9 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(num_pages - old_pages) +
                     " free pages for layer " + std::to_string(index) + ", found " +
-                    std::to_string(engine_->pages->num_frames() - engine_->pages->num_used()) +
-                    " of " + std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
-                    eviction_failure_reason(*engine_));
+                    std::to_string(engine_->pages->num_free()) + " of " +
+                    std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
+                    engine_->pages->eviction_failure_reason());
   }
   addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
@@ -291,18 +285,18 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
 
 void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   struct Tail {
-    transfer::PageTable* table;
+    PageTable* table;
     std::int64_t i;
     bool paged;
-    std::byte* fresh;
+    Page* fresh;
   };
   LayerState& layer = this->layer(index);
   std::vector<Tail> tails;
   tails.reserve(1 + layer.blocks.size());
-  const auto look_at = [&](transfer::PageTable& table, std::int64_t unit, bool paged) {
+  const auto look_at = [&](PageTable& table, std::int64_t unit, bool paged) {
     const std::int64_t i = layer.length / unit;
     if (layer.length % unit == 0 || !table.shared(i)) return;
-    std::byte* fresh = nullptr;
+    Page* fresh = nullptr;
     const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
     if (!evicting(*engine_, stream, table.pool(), 1, take)) {
       for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
@@ -311,35 +305,34 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
                       ": expected a free one for the copy of a shared one in layer " +
                       std::to_string(index) + ", found 0 of " +
                       std::to_string(table.pool().num_frames()) +
-                      (paged ? " (memory.host_bytes)" + eviction_failure_reason(*engine_)
+                      (paged ? " (memory.host_bytes)" + table.pool().eviction_failure_reason()
                              : " (memory.device_bytes)"));
     }
     tails.push_back({&table, i, paged, fresh});
   };
   look_at(layer.pages, engine_->kv.page_tokens, true);
-  for (transfer::PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
+  for (PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
 
   for (const Tail& tail : tails) {
-    const transfer::FramePool& pool = tail.table->pool();
-    const transfer::CopyRun run{pool.address(tail.fresh), tail.table->address(tail.i),
-                                pool.frame_bytes()};
+    const transfer::CopyRun run{PagePool::address(*tail.fresh), tail.table->address(tail.i),
+                                tail.table->pool().page_bytes()};
     if (tail.paged) {
       engine_->copy_page(stream, run);
     } else {
       stream.copy({&run, 1});
     }
-    tail.table->replace(stream, tail.i, tail.fresh);
+    tail.table->replace(stream, tail.i, *tail.fresh);
     if (tail.paged && memory_->captured()) memory_->keep_pages(layer, tail.i);
   }
 }
 
 void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& layer) {
-  PagePool& pool = *engine_->page_pool;
+  PagePool& pool = *engine_->pages;
   pool.unprotect_all();
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   if (layer.length % page_tokens == 0) return;
-  std::byte* const tail = layer.pages.frame(layer.length / page_tokens);
-  if (!pool.sealed(tail)) return;  // as ever: a page is sealed and has room after a truncation
+  Page* const tail = &layer.pages.page(layer.length / page_tokens);
+  if (!PagePool::sealed(*tail)) return;  // a page is sealed and has room after a truncation only
   if (!pool.ensure_resident(stream, {&tail, 1})) {
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected a frame for a page that is appended to, found 0 of " +
@@ -347,7 +340,7 @@ void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& laye
                     pool.eviction_failure_reason());
   }
   (void)layer.pages.sync_addresses(stream);
-  if (!pool.shared(tail)) pool.make_writable(tail);
+  if (!PagePool::shared(*tail)) pool.make_writable(*tail);
 }
 
 void SessionState::restore_capacity(transfer::Stream& stream, int index, std::int64_t pages) {
@@ -359,7 +352,7 @@ void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int6
   const std::int64_t before = layer.pages.size();
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
   account_->remove(static_cast<std::size_t>(before - layer.pages.size()));
-  for (transfer::PageTable& blocks : layer.blocks) {
+  for (PageTable& blocks : layer.blocks) {
     blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
   }
   layer.capacity = memory_->room(layer);
@@ -399,7 +392,7 @@ void SessionState::own_memory(EngineState::SubmissionScope& scope) {
     }
     owns_memory_ = true;
   }
-  if (scope.capturing() && engine_->page_pool != nullptr) memory_->capture();
+  if (scope.capturing() && engine_->pages->has_tiers()) memory_->capture();
 }
 
 void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {

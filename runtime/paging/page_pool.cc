@@ -17,16 +17,20 @@ constexpr std::size_t kBatchShare = 8;
 
 }  // namespace
 
+PagePool::PagePool(transfer::Device& device, transfer::Space space, std::size_t page_bytes,
+                   std::size_t bytes, const transfer::PinOptions& options)
+    : frames_(device, space, page_bytes, bytes, options) {}
+
 PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-                   const transfer::PinOptions& options, PageTiers& tiers, Waits waits,
+                   const transfer::PinOptions& options, PageTiers& tiers, Owner& owner,
                    PagePolicy policy)
-    : FramePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
-      tiers_(tiers),
-      waits_(std::move(waits)),
+    : frames_(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
+      tiers_(&tiers),
+      owner_(&owner),
       in_frame_(num_frames(), nullptr),
       order_(make_page_order(policy, num_frames())) {}
 
-PagePool::Page& PagePool::new_page() {
+Page& PagePool::new_page() {
   if (free_pages_.empty()) {
     free_pages_.reserve(pages_.size() + 1);  // so that giving back does not fail
     Page& page = pages_.emplace_back();
@@ -53,98 +57,90 @@ void PagePool::end_version(Page& page) {
 }
 
 void PagePool::remove_ended() {
-  tiers_.remove(ended_);
+  tiers_->remove(ended_);
   ended_.clear();
 }
 
 void PagePool::enter(Page& page, std::byte* frame) {
-  order_->enter(page.version.page);
   update(page, [&] { page.frame = frame; });
-  in_frame_[index_of(frame)] = &page;
+  if (!has_tiers()) return;
+  order_->enter(page.version.page);
+  in_frame_[frame_index(frame)] = &page;
 }
 
-bool PagePool::take_all(std::span<std::byte*> pages, transfer::Stream* stream) {
+bool PagePool::take_all(std::span<Page*> pages, transfer::Stream* stream) {
   std::vector<std::byte*> frames(pages.size());
-  if (!FramePool::take_all(frames, stream)) return false;
+  if (!frames_.take_all(frames, stream)) return false;
   for (std::size_t i = 0; i < pages.size(); ++i) {
     Page& page = new_page();
     page.holders = 1;
     page.needed_by = 0;
     page.rows = 0;
     enter(page, frames[i]);
-    pages[i] = reinterpret_cast<std::byte*>(&page);
+    pages[i] = &page;
   }
   return true;
 }
 
-void PagePool::give_back(std::span<std::byte* const> pages, transfer::Event last_use) {
+void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use) {
   std::vector<std::byte*> frames;
   frames.reserve(pages.size());
-  for (std::byte* name : pages) {
-    Page& page = page_of(name);
-    assert(page.holders > 0);
-    if (--page.holders == 1) --num_shared_;
-    if (page.holders > 0) continue;
-    if (page.frame != nullptr) {
-      in_frame_[index_of(page.frame)] = nullptr;
-      frames.push_back(page.frame);
+  for (Page* page : pages) {
+    assert(page->holders > 0);
+    if (--page->holders == 1) --num_shared_;
+    if (page->holders > 0) continue;
+    if (page->frame != nullptr) {
+      frames.push_back(page->frame);
     } else {
       --num_evicted_;
     }
-    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
-    end_version(page);
-    order_->forget(page.version.page);
-    update(page, [&] {
-      page.frame = nullptr;
-      page.sealed = page.pinned = false;
+    if (has_tiers()) leave_tiers(*page);
+    update(*page, [&] {
+      page->frame = nullptr;
+      page->sealed = page->pinned = false;
     });
-    free_pages_.push_back(&page);
+    free_pages_.push_back(page);
   }
-  FramePool::give_back(frames, std::move(last_use));
+  frames_.give_back(frames, std::move(last_use));
 }
 
-void PagePool::share(std::span<std::byte* const> pages) {
-  for (std::byte* name : pages) {
-    if (++page_of(name).holders == 2) ++num_shared_;
+void PagePool::leave_tiers(Page& page) {
+  if (page.frame != nullptr) in_frame_[frame_index(page.frame)] = nullptr;
+  if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
+  end_version(page);
+  order_->forget(page.version.page);
+}
+
+void PagePool::share(std::span<Page* const> pages) {
+  for (Page* page : pages) {
+    if (++page->holders == 2) ++num_shared_;
   }
 }
 
-bool PagePool::shared(const std::byte* page) const { return page_of(page).holders > 1; }
-
-std::byte* PagePool::address(std::byte* page) const { return page_of(page).frame; }
-
-void PagePool::seal(std::byte* name) {
-  Page& page = page_of(name);
-  update(page, [&] { page.sealed = true; });
+void PagePool::seal(Page& page) {
+  if (has_tiers()) update(page, [&] { page.sealed = true; });
 }
 
-bool PagePool::sealed(const std::byte* page) const { return page_of(page).sealed; }
-
-void PagePool::make_writable(std::byte* name) {
-  Page& page = page_of(name);
+void PagePool::make_writable(Page& page) {
   assert(page.frame != nullptr && page.holders == 1);
   update(page, [&] { page.sealed = false; });
   end_version(page);
 }
 
-void PagePool::pin(std::byte* name) {
-  Page& page = page_of(name);
+void PagePool::pin(Page& page) {
   assert(page.frame != nullptr);
   update(page, [&] { page.pinned = true; });
 }
 
-bool PagePool::discard(std::byte* name) {
-  Page& page = page_of(name);
+bool PagePool::discard(Page& page) {
   if (!page.movable() || !page.stored) return false;
   evict_page(page);
   return true;
 }
 
-bool PagePool::lost(const std::byte* page) const { return page_of(page).lost; }
+std::size_t PagePool::num_movable() const { return num_movable_ + num_free(); }
 
-std::size_t PagePool::num_movable() const { return num_movable_ + (num_frames() - num_used()); }
-
-std::vector<PagePool::Page*> PagePool::choose(std::size_t count) {
+std::vector<Page*> PagePool::choose(std::size_t count) {
   const auto page_of_id = [this](PageOrder::Id id) -> Page& { return pages_[id - 1]; };
   std::vector<Page*> chosen;
   for (const PageOrder::Id id : order_->choose(count, [&](PageOrder::Id candidate) {
@@ -161,17 +157,17 @@ void PagePool::evict_page(Page& page) {
   if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
   order_->leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
-  in_frame_[index_of(frame)] = nullptr;
+  in_frame_[frame_index(frame)] = nullptr;
   ++num_moves_;
   ++num_evicted_;
   ++counters_.evicted;
-  FramePool::give_back({&frame, 1}, transfer::Event());
+  frames_.give_back({&frame, 1}, transfer::Event());
 }
 
 std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
   refused_ = false;
   if (num_movable_ == 0) return 0;
-  waits_.for_work(stream);  // nobody reads or writes a page from here on
+  owner_->wait_for_work(stream);  // nobody reads or writes a page from here on
   const std::size_t batch = std::clamp<std::size_t>(num_frames() / kBatchShare, 1, kBatchPages);
   const std::vector<Page*> chosen = choose(std::max(count, batch));
   std::vector<Page*> to_write;
@@ -193,9 +189,9 @@ std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
     for (std::size_t i = 0; i < size; ++i) {
       const Page& page = *to_write[at + i];
       out[i].version = page.version;
-      out[i].bytes = {page.frame, frame_bytes()};
+      out[i].bytes = {page.frame, page_bytes()};
     }
-    tiers_.write(out);
+    tiers_->write(out);
     for (std::size_t i = 0; i < size; ++i) {
       Page& page = *to_write[at + i];
       if (!out[i].stored) {
@@ -214,34 +210,32 @@ std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
 }
 
 std::string PagePool::eviction_failure_reason() const {
-  if (refused_) return "; " + tiers_.describe_refusal();
+  if (!has_tiers()) return {};
+  if (refused_) return "; " + tiers_->describe_refusal();
   return "; " + std::to_string(num_used() - num_movable_) +
          " pages are being written or belong to captured graphs and stay in memory";
 }
 
-void PagePool::record_rows_read(std::byte* page, std::uint32_t rows) { page_of(page).rows += rows; }
-
-PagePool::Protected PagePool::protect(std::span<std::byte* const> pages) {
+PagePool::Protected PagePool::protect(std::span<Page* const> pages) {
   ++call_;
   Protected needed;
-  for (std::byte* name : pages) {
-    Page& page = page_of(name);
-    if (page.needed_by == call_) continue;
-    page.needed_by = call_;
-    order_->use(page.version.page, std::max(std::exchange(page.rows, 0U), 1U));
-    if (std::exchange(page.prefetched, false)) ++counters_.prefetched_useful;
-    needed.names.push_back(name);
-    if (page.lost) fail_read(1, 0);
-    if (page.frame == nullptr) needed.missing.push_back(&page);
-    if (page.frame != nullptr && !page.movable()) ++needed.unmovable;
+  for (Page* page : pages) {
+    if (page->needed_by == call_) continue;
+    page->needed_by = call_;
+    order_->use(page->version.page, std::max(std::exchange(page->rows, 0U), 1U));
+    if (std::exchange(page->prefetched, false)) ++counters_.prefetched_useful;
+    needed.pages.push_back(page);
+    if (page->lost) fail_read(1, 0);
+    if (page->frame == nullptr) needed.missing.push_back(page);
+    if (page->frame != nullptr && !page->movable()) ++needed.unmovable;
   }
   return needed;
 }
 
 std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::size_t count) {
   std::vector<std::byte*> frames(count);
-  while (!FramePool::take_all(frames, &stream)) {
-    const std::size_t have = num_frames() - num_used();
+  while (!frames_.take_all(frames, &stream)) {
+    const std::size_t have = num_free();
     if (evict(stream, count - std::min(have, count - 1)) > 0) continue;
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(count) +
@@ -252,24 +246,20 @@ std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::siz
   return frames;
 }
 
-void PagePool::lease(std::span<std::byte* const> names) {
-  share(names);
-  for (std::byte* name : names) {
-    Page& page = page_of(name);
-    update(page, [&] { page.leased = true; });
-  }
+void PagePool::lease(std::span<Page* const> pages) {
+  share(pages);
+  for (Page* page : pages) update(*page, [&] { page->leased = true; });
   const std::lock_guard lock(lease_mutex_);
   leased_ = true;
 }
 
-void PagePool::end_lease(std::span<std::byte* const> names) {
+void PagePool::end_lease(std::span<Page* const> pages) {
   ++call_;
-  for (std::byte* name : names) {
-    Page& page = page_of(name);
-    update(page, [&] { page.leased = false; });
-    page.needed_by = call_;
+  for (Page* page : pages) {
+    update(*page, [&] { page->leased = false; });
+    page->needed_by = call_;
   }
-  give_back(names, transfer::Event());
+  give_back(pages, transfer::Event());
   {
     const std::lock_guard lock(lease_mutex_);
     leased_ = false;
@@ -282,29 +272,29 @@ bool PagePool::wait_for_lease() {
     const std::lock_guard lock(lease_mutex_);
     if (!leased_) return false;
   }
-  waits_.unlocked([this] {
+  owner_->run_unlocked([this] {
     std::unique_lock lock(lease_mutex_);
     lease_ended_.wait(lock, [this] { return !leased_; });
   });
   return true;
 }
 
-bool PagePool::ensure_resident(transfer::Stream& stream, std::span<std::byte* const> pages,
+bool PagePool::ensure_resident(transfer::Stream& stream, std::span<Page* const> pages,
                                bool keep_lock) {
   Protected needed = protect(pages);
   while (!needed.missing.empty() && !keep_lock && wait_for_lease()) needed = protect(pages);
   if (needed.missing.empty()) return true;
-  if (needed.names.size() - needed.unmovable > num_movable()) return false;
+  if (needed.pages.size() - needed.unmovable > num_movable()) return false;
 
   const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
-  waits_.for_work(stream);  // the frames' last readers
+  owner_->wait_for_work(stream);  // the frames' last readers
   if (keep_lock) {
     std::vector<PageIn> in = reads_of(needed.missing, frames);
-    tiers_.read(in);
+    tiers_->read(in);
     place(needed.missing, in);
     return true;
   }
-  const std::exception_ptr failure = read_unlocked(needed.names, needed.missing, frames);
+  const std::exception_ptr failure = read_unlocked(needed.pages, needed.missing, frames);
   if (failure) std::rethrow_exception(failure);
   return true;
 }
@@ -314,20 +304,20 @@ std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
   std::vector<PageIn> in(frames.size());
   for (std::size_t i = 0; i < in.size(); ++i) {
     in[i].version = missing[i]->version;
-    in[i].bytes = {frames[i], frame_bytes()};
+    in[i].bytes = {frames[i], page_bytes()};
     in[i].crc = missing[i]->crc;
   }
   return in;
 }
 
-std::exception_ptr PagePool::read_unlocked(std::span<std::byte* const> names,
+std::exception_ptr PagePool::read_unlocked(std::span<Page* const> needed,
                                            std::span<Page* const> missing,
                                            std::span<std::byte* const> frames, bool prefetched) {
   std::vector<PageIn> in = reads_of(missing, frames);
-  lease(names);
+  lease(needed);
   std::exception_ptr failure;
   try {
-    waits_.unlocked([&] { tiers_.read(in); });
+    owner_->run_unlocked([&] { tiers_->read(in); });
   } catch (...) {
     for (PageIn& page : in) page.outcome = PageIn::Outcome::kUnavailable;
     failure = std::current_exception();
@@ -342,12 +332,12 @@ std::exception_ptr PagePool::read_unlocked(std::span<std::byte* const> names,
     page->prefetched = true;
     ++counters_.prefetched;
   }
-  end_lease(names);
+  end_lease(needed);
   return failure;
 }
 
 void PagePool::evict_unused(std::size_t count) {
-  for (std::size_t i = 0; i < in_frame_.size() && num_frames() - num_used() < count; ++i) {
+  for (std::size_t i = 0; i < in_frame_.size() && num_free() < count; ++i) {
     Page* const page = in_frame_[next_idle_];
     next_idle_ = (next_idle_ + 1) % in_frame_.size();
     if (page == nullptr || !page->movable() || !page->stored) continue;
@@ -360,26 +350,22 @@ void PagePool::prefetch_pages(transfer::Stream& stream, std::span<const Ticket> 
     const std::lock_guard lock(lease_mutex_);
     if (leased_) return;
   }
-  std::vector<std::byte*> names;
   std::vector<Page*> missing;
   for (const Ticket& ticket : tickets) {
-    Page& page = page_of(ticket.page);
-    const bool same = page.holders > 0 && page.version == ticket.version;
-    if (!same || page.frame != nullptr || page.lost) continue;
-    names.push_back(ticket.page);
-    missing.push_back(&page);
+    Page* const page = ticket.page;
+    const bool same = page->holders > 0 && page->version == ticket.version;
+    if (same && page->frame == nullptr && !page->lost) missing.push_back(page);
   }
   if (missing.empty()) return;
-  waits_.for_work(stream);  // the last readers of frames and of pages that leave
+  owner_->wait_for_work(stream);  // the last readers of frames and of pages that leave
   evict_unused(missing.size());
-  const std::size_t count = std::min(missing.size(), num_frames() - num_used());
+  const std::size_t count = std::min(missing.size(), num_free());
   if (count == 0) return;
-  names.resize(count);
   missing.resize(count);
   std::vector<std::byte*> frames(count);
-  if (!FramePool::take_all(frames, &stream)) return;
-  waits_.for_work(stream);
-  const std::exception_ptr failure = read_unlocked(names, missing, frames, /*ahead=*/true);
+  if (!frames_.take_all(frames, &stream)) return;
+  owner_->wait_for_work(stream);
+  const std::exception_ptr failure = read_unlocked(missing, missing, frames, /*prefetched=*/true);
   if (failure) std::rethrow_exception(failure);
 }
 
@@ -392,14 +378,14 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
     const PageIn::Outcome outcome = in[i].outcome;
     if (outcome == PageIn::Outcome::kRead || outcome == PageIn::Outcome::kRepaired) {
       enter(page, frame);
-      if (waits_.arrived) waits_.arrived(frame);
+      owner_->restored(frame);
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
       ++num_moves_;
       --num_evicted_;
       ++counters_.restored;
       continue;
     }
-    FramePool::give_back({&frame, 1}, transfer::Event());
+    frames_.give_back({&frame, 1}, transfer::Event());
     page.lost = outcome == PageIn::Outcome::kLost;
     ++(page.lost ? num_lost : num_unavailable);
   }
@@ -407,7 +393,7 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
 }
 
 void PagePool::fail_read(std::size_t num_lost, std::size_t num_unavailable) const {
-  const std::string where = tiers_.all().front()->describe();
+  const std::string where = tiers_->all().front()->describe();
   if (num_lost > 0) {
     throw Error(ErrorCode::kDataLoss, "pages of the session: expected as they were written to " +
                                           where + ", found " + std::to_string(num_lost) +

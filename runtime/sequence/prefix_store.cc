@@ -26,9 +26,9 @@ void PrefixStore::touch(std::span<const PrefixKey> keys) {
 }
 
 bool PrefixStore::has_lost(const Entry& entry) const {
-  const PagePool* pool = engine_.page_pool;
-  return pool != nullptr && std::any_of(entry.pages.begin(), entry.pages.end(),
-                                        [&](const std::byte* page) { return pool->lost(page); });
+  return engine_.pages->has_tiers() &&
+         std::any_of(entry.pages.begin(), entry.pages.end(),
+                     [](const Page* page) { return PagePool::lost(*page); });
 }
 
 std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
@@ -40,15 +40,15 @@ std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
 }
 
 bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys) {
-  if (engine_.page_pool == nullptr) return true;
+  if (!engine_.pages->has_tiers()) return true;
   const auto unit = static_cast<std::size_t>(engine_.kv.page_tokens);
   const std::size_t count = (static_cast<std::size_t>(engine_.kv.sink_capacity) + unit - 1) / unit;
-  std::vector<std::byte*> pages;
+  std::vector<Page*> pages;
   for (const PrefixKey& key : keys.first(std::min(count, keys.size()))) {
     const Entry& stored = entry(key);
     pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
   }
-  PagePool& pool = *engine_.page_pool;
+  PagePool& pool = *engine_.pages;
   pool.share(pages);  // others may let go of the entries while the call waits
   try {
     const bool resident = pool.ensure_resident(stream, pages);
@@ -67,20 +67,20 @@ void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> ke
   std::vector<const Entry*> entries;
   entries.reserve(keys.size());
   for (const PrefixKey& key : keys) entries.push_back(&entry(key));
-  std::vector<std::byte*> frames;
+  std::vector<Page*> held;
   for (std::size_t l = 0; l < memory.layers().size(); ++l) {
     LayerState& layer = memory.layers()[l];
-    frames.clear();
-    for (const Entry* stored : entries) frames.push_back(stored->pages[l]);
-    layer.pages.share(stream, frames);
+    held.clear();
+    for (const Entry* stored : entries) held.push_back(stored->pages[l]);
+    layer.pages.share(stream, held);
     for (std::size_t j = 0; j < layer.blocks.size(); ++j) {
-      frames.clear();
+      held.clear();
       for (std::size_t i = 0; i < keys.size(); ++i) {
         // The last page in a block, or of the prefix, has a block with all that is needed.
         if (i + 1 < keys.size() && block_of(i) == block_of(i + 1)) continue;
-        frames.push_back(entries[i]->blocks[j][l]);
+        held.push_back(entries[i]->blocks[j][l]);
       }
-      layer.blocks[j].share(stream, frames);
+      layer.blocks[j].share(stream, held);
     }
   }
   memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * engine_.kv.page_tokens);
@@ -101,11 +101,11 @@ std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const Prefi
 
 void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> stored,
                         SequenceMemory& memory) {
-  const auto exchange = [&](transfer::PageTable& table, std::size_t at, std::byte* frame) {
+  const auto exchange = [&](PageTable& table, std::size_t at, Page* page) {
     const auto i = static_cast<std::int64_t>(at);
-    if (table.frame(i) == frame) return;
-    table.pool().share({&frame, 1});
-    table.replace(stream, i, frame);
+    if (&table.page(i) == page) return;
+    table.pool().share({&page, 1});
+    table.replace(stream, i, *page);
   };
   for (std::size_t i = 0; i < stored.size(); ++i) {
     const Entry& known = entry(stored[i]);
@@ -114,9 +114,9 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
       LayerState& layer = memory.layers()[l];
       // A captured graph reads the page where it is: a stored one must be resident, and stay.
       const bool captured = memory.captured();
-      if (!captured || engine_.pages->address(known.pages[l]) != nullptr) {
+      if (!captured || PagePool::address(*known.pages[l]) != nullptr) {
         exchange(layer.pages, i, known.pages[l]);
-        if (captured) engine_.page_pool->pin(known.pages[l]);
+        if (captured) engine_.pages->pin(*known.pages[l]);
       }
       for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
         exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);
@@ -130,9 +130,9 @@ void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys,
   Entry fresh;
   fresh.blocks.resize(engine_.sketches.size());
   for (const LayerState& layer : memory.layers()) {
-    fresh.pages.push_back(layer.pages.frame(static_cast<std::int64_t>(page)));
+    fresh.pages.push_back(&layer.pages.page(static_cast<std::int64_t>(page)));
     for (std::size_t j = 0; j < fresh.blocks.size(); ++j) {
-      fresh.blocks[j].push_back(layer.blocks[j].frame(static_cast<std::int64_t>(block_of(page))));
+      fresh.blocks[j].push_back(&layer.blocks[j].page(static_cast<std::int64_t>(block_of(page))));
     }
   }
   // The pages before it in the block need no older copy of the block.

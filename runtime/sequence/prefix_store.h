@@ -56,8 +56,8 @@ class PrefixStore {
     }
   };
   struct Entry {
-    std::vector<std::byte*> pages;                ///< Per layer.
-    std::vector<std::vector<std::byte*>> blocks;  ///< Per sketch and layer: those of its tokens.
+    std::vector<Page*> pages;                ///< Per layer.
+    std::vector<std::vector<Page*>> blocks;  ///< Per sketch and layer: those of its tokens.
     std::list<PrefixKey>::iterator order;
   };
 

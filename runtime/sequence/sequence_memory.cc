@@ -14,7 +14,7 @@ namespace kvtier::runtime {
 namespace {
 
 /// Tells whether the frame that token `length` will be written to is held and shared.
-bool tail_shared(const transfer::PageTable& table, std::int64_t length, std::int64_t unit) {
+bool tail_shared(const PageTable& table, std::int64_t length, std::int64_t unit) {
   return length % unit != 0 && table.shared(length / unit);
 }
 
@@ -31,8 +31,8 @@ SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
   const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
   for (std::size_t i = 0; i < num_layers; ++i) {
     auto** page_addresses = reinterpret_cast<std::byte**>(carve(bytes.page_table));
-    LayerState layer{.pages = transfer::PageTable(*engine.pages, page_addresses,
-                                                  ceil_div(max_tokens, engine.kv.page_tokens)),
+    LayerState layer{.pages = PageTable(*engine.pages, page_addresses,
+                                        ceil_div(max_tokens, engine.kv.page_tokens)),
                      .blocks = {},
                      .view = {}};
     layer.blocks.reserve(engine.sketches.size());
@@ -110,7 +110,7 @@ void SequenceMemory::capture() {
 
 void SequenceMemory::keep_pages(LayerState& layer, std::int64_t begin) {
   for (std::int64_t i = begin; i < layer.pages.size(); ++i) {
-    engine_.page_pool->pin(layer.pages.frame(i));
+    engine_.pages->pin(layer.pages.page(i));
   }
 }
 
@@ -144,7 +144,7 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
 void SequenceMemory::release(transfer::Stream& stream) {
   for (LayerState& layer : layers_) {
     layer.pages.shrink(stream, 0);
-    for (transfer::PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
+    for (PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
     give_back_row_cache(stream, engine_, layer);
   }
   engine_.session_device_bytes -= buffer_.bytes();
@@ -154,7 +154,7 @@ void SequenceMemory::release(transfer::Stream& stream) {
 std::int64_t SequenceMemory::room(const LayerState& layer) const {
   std::int64_t tokens = std::min(layer.pages.size() * engine_.kv.page_tokens, max_tokens_);
   bool shared = tail_shared(layer.pages, layer.length, engine_.kv.page_tokens);
-  for (const transfer::PageTable& blocks : layer.blocks) {
+  for (const PageTable& blocks : layer.blocks) {
     tokens = std::min(tokens, blocks.size() * hashing::kBlockTokens);
     shared = shared || tail_shared(blocks, layer.length, hashing::kBlockTokens);
   }

@@ -19,8 +19,8 @@ namespace kvtier::runtime {
 /// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
 /// own are in `view.counters`.
 struct LayerState {
-  transfer::PageTable pages;
-  std::vector<transfer::PageTable> blocks;  ///< One per sketch of the engine.
+  PageTable pages;
+  std::vector<PageTable> blocks;  ///< One per sketch of the engine.
   transfer::SequenceView view;
   std::int64_t length = 0;
   /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below

@@ -16,10 +16,10 @@ namespace {
 
 /// Frames that an append needs for the part-filled last page: one if it is shared, for the copy,
 /// and one if it may be evicted or go.
-std::int64_t tail_frames(const PagePool& pool, const LayerState& state, std::int64_t page_tokens) {
+std::int64_t tail_frames(const LayerState& state, std::int64_t page_tokens) {
   if (state.length % page_tokens == 0) return 0;
   const std::int64_t i = state.length / page_tokens;
-  return (state.pages.shared(i) ? 1 : 0) + (pool.sealed(state.pages.frame(i)) ? 1 : 0);
+  return (state.pages.shared(i) ? 1 : 0) + (PagePool::sealed(state.pages.page(i)) ? 1 : 0);
 }
 
 TensorView slice(TensorView tensor, std::int64_t begin, std::int64_t count) {
@@ -34,7 +34,7 @@ TensorView slice(TensorView tensor, std::int64_t begin, std::int64_t count) {
 void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin) {
   const std::int64_t page_tokens = engine.kv.page_tokens;
   for (std::int64_t i = begin / page_tokens; i < layer.length / page_tokens; ++i) {
-    engine.page_pool->seal(layer.pages.frame(i));
+    engine.pages->seal(layer.pages.page(i));
   }
 }
 
@@ -65,7 +65,7 @@ void flush_append(EngineState::SubmissionScope& scope, EngineState& engine, int 
     engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
     LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
     state.length += batch[j].tokens;
-    if (engine.page_pool != nullptr) seal_pages(engine, state, state.length - batch[j].tokens);
+    seal_pages(engine, state, state.length - batch[j].tokens);
   }
 }
 
@@ -156,8 +156,8 @@ void Append::make_room(const AppendPart& part) {
 }
 
 bool Append::at_once() const {
-  const PagePool* pool = engine_.page_pool;
-  if (pool == nullptr || scope_.capturing() || pool->num_movable() == 0) return true;
+  const PagePool& pool = *engine_.pages;
+  if (!pool.has_tiers() || scope_.capturing() || pool.num_movable() == 0) return true;
   std::int64_t needed = 0;
   for (const AppendPart& part : parts_) {
     // Its pages stay, however many pieces they come in.
@@ -165,19 +165,19 @@ bool Append::at_once() const {
     const LayerState& state = part.session->layer(layer_);
     const std::int64_t page_tokens = engine_.kv.page_tokens;
     const std::int64_t pages = ceil_div(state.length + part.keys.shape[0], page_tokens);
-    needed += std::max<std::int64_t>(pages - state.pages.size(), 0) +
-              tail_frames(*pool, state, page_tokens);
+    needed +=
+        std::max<std::int64_t>(pages - state.pages.size(), 0) + tail_frames(state, page_tokens);
   }
-  return needed <= static_cast<std::int64_t>(pool->num_movable());
+  return needed <= static_cast<std::int64_t>(pool.num_movable());
 }
 
 std::int64_t Append::piece_tokens(const LayerState& state) const {
-  const PagePool& pool = *engine_.page_pool;
+  const PagePool& pool = *engine_.pages;
   const std::int64_t page_tokens = engine_.kv.page_tokens;
   const auto movable = static_cast<std::int64_t>(pool.num_movable());
   // Half of what can be had, so that a piece does not drive out all that others use.
   const std::int64_t fresh =
-      std::max<std::int64_t>(movable / 2, 1) - tail_frames(pool, state, page_tokens);
+      std::max<std::int64_t>(movable / 2, 1) - tail_frames(state, page_tokens);
   const std::int64_t pages = state.pages.size() + std::max<std::int64_t>(fresh, 0);
   return pages * page_tokens - state.length;
 }

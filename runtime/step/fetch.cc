@@ -144,7 +144,7 @@ void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer
   int tries = 0;
   for (std::int64_t first = 0; first < n; first += count) {
     count = std::min(most, n - first);
-    if (engine.page_pool != nullptr) {
+    if (engine.pages->has_tiers()) {
       count = ensure_some_resident(scope, engine, session.layer(layer), tokens, first, count);
     }
     piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, first, count);

@@ -28,12 +28,10 @@ std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& la
   const std::int64_t unit = engine.kv.page_tokens;
   std::size_t num_lost = 0;
   for (std::int64_t i = 0; i < ceil_div(layer.length, unit); ++i) {
-    const std::byte* page = engine.pages->address(layer.pages.frame(i));
+    const std::byte* page = layer.pages.address(i);
     if (page == nullptr) continue;  // in a tier
     if (is_whole(engine.kv, page, i * unit, std::min((i + 1) * unit, layer.length))) continue;
-    const bool has_copy =
-        engine.page_pool != nullptr && engine.page_pool->discard(layer.pages.frame(i));
-    if (!has_copy) ++num_lost;
+    if (!engine.pages->discard(layer.pages.page(i))) ++num_lost;
   }
   return num_lost;
 }

@@ -67,7 +67,7 @@ class AttendLaunch {
       return finish();
     }
     const bool reads_static = options().recall_params.active || options().params.threshold > 0.0F;
-    if (reads_static && engine_.page_pool != nullptr && !scope_.capturing()) {
+    if (reads_static && engine_.pages->has_tiers() && !scope_.capturing()) {
       ensure_static_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
@@ -229,7 +229,7 @@ class AttendLaunch {
 
   /// Whether one kernel selects and attends. Stages that are timed apart run apart.
   [[nodiscard]] bool attends_as_it_chooses() const {
-    return chooses() && !options().recall_params.active && engine_.page_pool == nullptr &&
+    return chooses() && !options().recall_params.active && !engine_.pages->has_tiers() &&
            !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
            scoring::fuses_attention(scope_.stream(), select_request());
   }
@@ -267,7 +267,7 @@ class AttendLaunch {
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }
-    if (engine_.page_pool != nullptr && !scope_.capturing()) {
+    if (engine_.pages->has_tiers() && !scope_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();
       if (!TieredLaunch::all_resident(stream, layers)) {
         StageTimer timer(scope_, engine_, engine_.seconds.fetch);
@@ -302,7 +302,7 @@ class AttendLaunch {
 
   /// Rows are fetched ahead only where nothing has to be waited for.
   [[nodiscard]] bool prefetches() {
-    return engine_.page_pool == nullptr || scope_.capturing() ||
+    return !engine_.pages->has_tiers() || scope_.capturing() ||
            TieredLaunch::all_resident(scope_.stream(), layers_of_slices());
   }
 

@@ -48,7 +48,7 @@ class ReadBack {
 }  // namespace
 
 void fail_too_many(const EngineState& engine, std::size_t needed) {
-  const PagePool& pool = *engine.page_pool;
+  const PagePool& pool = *engine.pages;
   throw Error(ErrorCode::kResourceExhausted,
               "page pool: expected room for the " + std::to_string(needed) +
                   " pages that one call reads at once, found " +
@@ -59,12 +59,12 @@ void fail_too_many(const EngineState& engine, std::size_t needed) {
 
 bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
                          std::span<LayerState> layers) {
-  if (engine.page_pool == nullptr) return true;
-  std::vector<std::byte*> pages;
+  if (!engine.pages->has_tiers()) return true;
+  std::vector<Page*> pages;
   for (const LayerState& layer : layers) {
-    for (std::int64_t i = 0; i < layer.pages.size(); ++i) pages.push_back(layer.pages.frame(i));
+    for (std::int64_t i = 0; i < layer.pages.size(); ++i) pages.push_back(&layer.pages.page(i));
   }
-  if (!engine.page_pool->ensure_resident(stream, pages)) return false;
+  if (!engine.pages->ensure_resident(stream, pages)) return false;
   for (LayerState& layer : layers) (void)layer.pages.sync_addresses(stream);
   return true;
 }
@@ -72,14 +72,14 @@ bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
 bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, LayerState& layer,
                             std::span<const std::int32_t> tokens) {
   if (layer.pages.addresses_current()) return true;
-  std::vector<std::byte*> pages;
+  std::vector<Page*> pages;
   pages.reserve(tokens.size());
   for (const std::int32_t token : tokens) {
-    pages.push_back(layer.pages.frame(token / engine.kv.page_tokens));
+    pages.push_back(&layer.pages.page(token / engine.kv.page_tokens));
   }
-  const std::uint64_t before = engine.page_pool->counters().restored;
-  if (!engine.page_pool->ensure_resident(stream, pages)) return false;
-  if (engine.page_pool->counters().restored != before) ++engine.cold_steps;
+  const std::uint64_t before = engine.pages->counters().restored;
+  if (!engine.pages->ensure_resident(stream, pages)) return false;
+  if (engine.pages->counters().restored != before) ++engine.cold_steps;
   (void)layer.pages.sync_addresses(stream);
   return true;
 }
@@ -126,11 +126,11 @@ void TieredLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end
   for (std::int64_t page = begin / unit; page <= (end - 1) / unit; ++page) {
     const auto i = static_cast<std::size_t>(page);
     const std::int64_t rows = std::min(end, (page + 1) * unit) - std::max(begin, page * unit);
-    engine_.page_pool->record_rows_read(layers_[s]->pages.frame(page),
-                                        static_cast<std::uint32_t>(rows));
+    Page& read = layers_[s]->pages.page(page);
+    PagePool::record_rows_read(read, static_cast<std::uint32_t>(rows));
     if (marked_[s][i]) continue;
     marked_[s][i] = true;
-    needed_.push_back(layers_[s]->pages.frame(page));
+    needed_.push_back(&read);
   }
 }
 
@@ -159,9 +159,9 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
     }
   }
   if (engine_.page_prefetch != nullptr) remember();
-  const std::uint64_t before = engine_.page_pool->counters().restored;
-  const bool together = engine_.page_pool->ensure_resident(stream_, needed_);
-  if (!together || engine_.page_pool->counters().restored != before) ++engine_.cold_steps;
+  const std::uint64_t before = engine_.pages->counters().restored;
+  const bool together = engine_.pages->ensure_resident(stream_, needed_);
+  if (!together || engine_.pages->counters().restored != before) ++engine_.cold_steps;
   sync_addresses();
   return together;
 }
@@ -181,7 +181,7 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   for (auto& marks : marked_) std::fill(marks.begin(), marks.end(), false);
   for (const std::int64_t token : tokens) add_needed(sequence, token, token + 1);
   // Others cannot go on: the workspace has what is attended to.
-  if (!engine_.page_pool->ensure_resident(stream_, needed_, /*keep_lock=*/true)) {
+  if (!engine_.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) {
     if (tokens.size() == 1) fail_too_many(engine_, 1);
     return false;
   }
@@ -201,15 +201,15 @@ void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
 }
 
 std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageIndex> pages) {
-  std::size_t count = std::clamp<std::size_t>(engine_.page_pool->num_movable(), 1, pages.size());
+  std::size_t count = std::clamp<std::size_t>(engine_.pages->num_movable(), 1, pages.size());
   while (true) {
     needed_.clear();
     for (const WindowedAttention::PageIndex& index : pages.first(count)) {
       const LayerState& layer = *layers_[static_cast<std::size_t>(index.sequence)];
-      needed_.push_back(layer.pages.frame(index.page));
+      needed_.push_back(&layer.pages.page(index.page));
     }
     // Others cannot go on: the workspace has what is attended to.
-    if (engine_.page_pool->ensure_resident(stream_, needed_, /*keep_lock=*/true)) break;
+    if (engine_.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) break;
     if (count == 1) fail_too_many(engine_, 1);
     count /= 2;
   }

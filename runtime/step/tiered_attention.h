@@ -76,7 +76,7 @@ class TieredLaunch final : private attention::RowSource {
   std::vector<transfer::SequenceCounters> counters_;  ///< By sequence.
   std::vector<std::int32_t> counts_;                  ///< Of the selection, `[rows][kv_heads]`.
   std::vector<std::vector<std::int32_t>> ids_;        ///< Likewise.
-  std::vector<std::byte*> needed_;
+  std::vector<Page*> needed_;
   std::vector<std::vector<bool>> marked_;  ///< Pages in `needed_`, by sequence.
 };
 

@@ -37,7 +37,6 @@ FramePool::FramePool(Device& device, Space space, std::size_t frame_bytes, std::
   std::byte* const first = whole_pages ? align_up(memory_.data(), kFrameAlignment) : memory_.data();
   first_ = first;
   host_writes_ = space == Space::kPinnedHost || device.backend() == Backend::kCpu;
-  holders_.resize(num_frames_);
   free_.resize(num_frames_);
   for (std::size_t i = 0; i < num_frames_; ++i) {
     free_[num_frames_ - 1 - i] = first + i * frame_bytes;  // taken from the back: lowest first
@@ -59,10 +58,6 @@ bool FramePool::take_all(std::span<std::byte*> frames, Stream* stream) {
     for (std::size_t i = 0; i < from_free; ++i) {
       frames[i] = free_.back();
       free_.pop_back();
-      holders_[index_of(frames[i])] = 1;
-    }
-    for (const Retiring& batch : borrowed) {
-      for (const std::byte* frame : batch.frames) holders_[index_of(frame)] = 1;
     }
     num_used_ += frames.size();
   }
@@ -80,52 +75,20 @@ bool FramePool::take_all(std::span<std::byte*> frames, Stream* stream) {
 void FramePool::give_back(std::span<std::byte* const> frames, Event last_use) {
   if (frames.empty()) return;
   const std::lock_guard lock(mutex_);
-  std::vector<std::byte*> last;  // frames whose last holder this is
-  last.reserve(frames.size());
-  for (std::byte* frame : frames) {
-    std::uint32_t& count = holders_[index_of(frame)];
-    assert(count > 0);
-    if (--count == 0) last.push_back(frame);
-    if (count == 1) --num_shared_;
-  }
-  num_used_ -= last.size();
-  if (last.empty()) return;
+  assert(frames.size() <= num_used_);
+  std::vector<std::byte*> given(frames.begin(), frames.end());
+  num_used_ -= given.size();
   if (last_use.state() == nullptr) {
-    std::ranges::reverse(last);
-    free_locked(last);
+    std::ranges::reverse(given);
+    free_locked(given);
   } else {
-    retiring_.push_back({std::make_shared<Event>(std::move(last_use)), std::move(last)});
+    retiring_.push_back({std::make_shared<Event>(std::move(last_use)), std::move(given)});
   }
-}
-
-void FramePool::share(std::span<std::byte* const> frames) {
-  const std::lock_guard lock(mutex_);
-  for (const std::byte* frame : frames) {
-    std::uint32_t& count = holders_[index_of(frame)];
-    assert(count > 0);
-    if (++count == 2) ++num_shared_;
-  }
-}
-
-bool FramePool::shared(const std::byte* frame) const {
-  const std::lock_guard lock(mutex_);
-  return holders_[index_of(frame)] > 1;
-}
-
-std::size_t FramePool::index_of(const std::byte* frame) const {
-  const auto offset = static_cast<std::size_t>(frame - first_);
-  assert(offset % frame_bytes_ == 0 && offset / frame_bytes_ < num_frames_);
-  return offset / frame_bytes_;
 }
 
 std::size_t FramePool::num_used() const {
   const std::lock_guard lock(mutex_);
   return num_used_;
-}
-
-std::size_t FramePool::num_shared() const {
-  const std::lock_guard lock(mutex_);
-  return num_shared_;
 }
 
 void FramePool::free_locked(std::span<std::byte* const> frames) {
@@ -170,11 +133,9 @@ std::vector<FramePool::Retiring> FramePool::borrow_locked(std::size_t count) {
 void FramePool::return_frames(std::span<std::byte* const> free, std::vector<Retiring> borrowed) {
   const std::lock_guard lock(mutex_);
   num_used_ -= free.size();
-  for (const std::byte* frame : free) holders_[index_of(frame)] = 0;
   free_.insert(free_.end(), free.rbegin(), free.rend());
   for (Retiring& batch : borrowed) {
     num_used_ -= batch.frames.size();
-    for (const std::byte* frame : batch.frames) holders_[index_of(frame)] = 0;
     retiring_.push_back(std::move(batch));
   }
 }

@@ -25,7 +25,6 @@ namespace kvtier::runtime {
 namespace {
 
 using testing::FaultTier;
-using transfer::PageTable;
 
 constexpr std::size_t kFrames = 24;
 constexpr std::size_t kPageBytes = 4096;
@@ -59,18 +58,15 @@ struct Case {
   PagePolicy policy = PagePolicy::kClock;
 };
 
-class Calls {
+class Calls : private PagePool::Owner {
  public:
   Calls(const Case& what, std::uint64_t seed, const std::filesystem::path& folder)
       : case_(what),
         random_(seed),
         tiers_(make_tiers(folder), kPageBytes, std::chrono::seconds(60), {}),
-        pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_,
-              {.for_work = [this](transfer::Stream&) { device_.run_all(); },
-               .unlocked = [](const std::function<void()>& work) { work(); }},
-              what.policy),
+        pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_, *this, what.policy),
         stream_(device_.make_stream()) {}
-  ~Calls() {
+  ~Calls() override {
     while (!sequences_.empty()) close(0);
     device_.run_all();
   }
@@ -109,10 +105,10 @@ class Calls {
       ASSERT_EQ(static_cast<std::size_t>(sequence.table.size()), sequence.pages.size());
       for (std::size_t p = 0; p < sequence.pages.size(); ++p) {
         const ModelPage& page = *sequence.pages[p];
-        std::byte* const name = sequence.table.frame(static_cast<std::int64_t>(p));
-        const std::byte* const bytes = pool_.address(name);
-        ASSERT_EQ(pool_.shared(name), sequence.pages[p].use_count() > 1);
-        ASSERT_EQ(pool_.sealed(name), page.sealed);
+        const Page& name = sequence.table.page(static_cast<std::int64_t>(p));
+        const std::byte* const bytes = PagePool::address(name);
+        ASSERT_EQ(PagePool::shared(name), sequence.pages[p].use_count() > 1);
+        ASSERT_EQ(PagePool::sealed(name), page.sealed);
         if (!page.sealed || page.kept) {
           ASSERT_NE(bytes, nullptr) << "an open page, or one of a graph, is evicted";
         }
@@ -140,6 +136,8 @@ class Calls {
   [[nodiscard]] std::uint64_t num_lost() const { return num_lost_; }
 
  private:
+  void wait_for_work(transfer::Stream& /*stream*/) override { device_.run_all(); }
+  void run_unlocked(const std::function<void()>& work) override { work(); }
   std::vector<std::shared_ptr<PageTier>> make_tiers(const std::filesystem::path& folder) {
     if (!case_.on_disk) return {first_, copies_};
     tiers::FileTierOptions options;
@@ -224,7 +222,7 @@ class Calls {
     return true;
   }
   /// Brings pages in; false when the call was refused, as it may be.
-  bool ensure_resident(const std::vector<std::byte*>& names, std::size_t distinct) {
+  bool ensure_resident(const std::vector<Page*>& names, std::size_t distinct) {
     try {
       if (pool_.ensure_resident(*stream_, names)) return true;
       EXPECT_GT(distinct, pool_.num_movable()) << "pages that fit are refused";
@@ -247,7 +245,7 @@ class Calls {
     std::size_t found = 0;
     for (const Sequence& sequence : sequences_) {
       for (std::size_t p = 0; p < sequence.pages.size(); ++p) {
-        const bool lost = pool_.lost(sequence.table.frame(static_cast<std::int64_t>(p)));
+        const bool lost = PagePool::lost(sequence.table.page(static_cast<std::int64_t>(p)));
         EXPECT_TRUE(lost || !sequence.pages[p]->lost);
         if (lost && !std::exchange(sequence.pages[p]->lost, true)) ++num_lost_;
         if (lost) ++found;
@@ -290,18 +288,18 @@ class Calls {
     if (sequence.length % kRows == 0) return true;
     std::shared_ptr<ModelPage>& page = sequence.pages.back();
     const auto last = static_cast<std::int64_t>(sequence.pages.size()) - 1;
-    std::byte* const name = sequence.table.frame(last);
-    if (!ensure_resident({name}, 1)) return false;
+    Page& name = sequence.table.page(last);
+    if (!ensure_resident({&name}, 1)) return false;
     (void)sequence.table.sync_addresses(*stream_);
     if (page.use_count() > 1) {
-      std::byte* fresh = nullptr;
+      Page* fresh = nullptr;
       if (!evicting(1, [&] { return pool_.take_all({&fresh, 1}, stream_.get()); })) {
         EXPECT_TRUE(!fits(page.get(), 1) || failing() || case_.on_disk);
         return false;
       }
       device_.run_all();
-      std::memcpy(pool_.address(fresh), pool_.address(name), kPageBytes);
-      sequence.table.replace(*stream_, last, fresh);
+      std::memcpy(PagePool::address(*fresh), PagePool::address(name), kPageBytes);
+      sequence.table.replace(*stream_, last, *fresh);
       auto copy = std::make_shared<ModelPage>(*page);
       copy->sealed = copy->kept = false;
       page = std::move(copy);
@@ -315,22 +313,22 @@ class Calls {
   void seal_full(Sequence& sequence) {
     for (std::size_t p = 0; p < sequence.length / kRows; ++p) {
       if (std::exchange(sequence.pages[p]->sealed, true)) continue;
-      pool_.seal(sequence.table.frame(static_cast<std::int64_t>(p)));
+      pool_.seal(sequence.table.page(static_cast<std::int64_t>(p)));
     }
   }
 
   /// Some pages of one sequence or more.
   void read() {
-    std::vector<std::byte*> names;
+    std::vector<Page*> names;
     std::vector<const ModelPage*> pages;
     const std::size_t most = 1 + pick(2 * kFrames);
     for (Sequence& sequence : sequences_) {
       if (pick(2) == 0) continue;
       for (std::size_t p = 0; p < sequence.pages.size() && names.size() < most; ++p) {
         if (pick(3) == 0) continue;
-        names.push_back(sequence.table.frame(static_cast<std::int64_t>(p)));
+        names.push_back(&sequence.table.page(static_cast<std::int64_t>(p)));
         if (pick(2) == 0)
-          pool_.record_rows_read(names.back(), static_cast<std::uint32_t>(pick(100)));
+          PagePool::record_rows_read(*names.back(), static_cast<std::uint32_t>(pick(100)));
         pages.push_back(sequence.pages[p].get());
       }
     }
@@ -340,8 +338,8 @@ class Calls {
     if (!ensure_resident(names, distinct.size())) return;
     for (std::size_t i = 0; i < names.size(); ++i) {
       ASSERT_FALSE(pages[i]->lost);
-      ASSERT_NE(pool_.address(names[i]), nullptr);
-      expect_rows(*pages[i], pool_.address(names[i]));
+      ASSERT_NE(PagePool::address(*names[i]), nullptr);
+      expect_rows(*pages[i], PagePool::address(*names[i]));
     }
     for (Sequence& sequence : sequences_) {
       std::int64_t evicted = sequence.table.sync_addresses(*stream_);
@@ -372,7 +370,7 @@ class Calls {
       if (sequence.table.address(p) == nullptr) return;
     }
     for (std::int64_t p = 0; p < sequence.table.size(); ++p) {
-      pool_.pin(sequence.table.frame(p));
+      pool_.pin(sequence.table.page(p));
       sequence.pages[static_cast<std::size_t>(p)]->kept = true;
     }
   }

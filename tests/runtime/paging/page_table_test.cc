@@ -1,13 +1,16 @@
 #include "runtime/paging/page_table.h"
 
 #include "support/fake_device.h"
+#include "support/fault_tier.h"
 #include "support/model_calls.h"
 #include "transfer/kv/rows.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -16,10 +19,14 @@
 #include <utility>
 #include <vector>
 
-namespace kvtier::transfer {
+namespace kvtier::runtime {
 namespace {
 
 using testing::FakeDevice;
+using transfer::Event;
+using transfer::kMaxTablePatch;
+using transfer::Space;
+using transfer::Stream;
 
 constexpr std::size_t kTableFrameBytes = 64;
 
@@ -31,7 +38,7 @@ class PageTableTest : public ::testing::Test {
 };
 
 TEST_F(PageTableTest, MirrorsItsFramesOnTheDevice) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 1000 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 1000 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 1000);
 
   // One, past one patch, and past two.
@@ -40,26 +47,26 @@ TEST_F(PageTableTest, MirrorsItsFramesOnTheDevice) {
     device_.run_all();
     ASSERT_EQ(table.size(), count);
     for (std::int64_t i = 0; i < count; ++i) {
-      ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.frame(i)) << "entry " << i;
+      ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.address(i)) << "entry " << i;
     }
   }
   EXPECT_EQ(pool.num_used(), 1000U);
 }
 
 TEST_F(PageTableTest, WorkEnqueuedEarlierReadsTheOldAddresses) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
 
   ASSERT_TRUE(table.grow(*stream_, 2));
 
   EXPECT_EQ(mirror_[0], nullptr);
   device_.run_all();
-  EXPECT_EQ(mirror_[1], table.frame(1));
+  EXPECT_EQ(mirror_[1], table.address(1));
   EXPECT_EQ(mirror_[2], nullptr);
 }
 
 TEST_F(PageTableTest, GrowBeyondCapacityChangesNothing) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 10 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 10 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
   ASSERT_TRUE(table.grow(*stream_, 3));
   device_.run_all();
@@ -72,7 +79,7 @@ TEST_F(PageTableTest, GrowBeyondCapacityChangesNothing) {
 }
 
 TEST_F(PageTableTest, GrowBeyondThePoolChangesNothing) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 8);
   ASSERT_TRUE(table.grow(*stream_, 3));
   device_.run_all();
@@ -86,7 +93,7 @@ TEST_F(PageTableTest, GrowBeyondThePoolChangesNothing) {
 }
 
 TEST_F(PageTableTest, GrowToFewerKeepsAll) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 4);
   ASSERT_TRUE(table.grow(*stream_, 3));
 
@@ -99,24 +106,24 @@ TEST_F(PageTableTest, GrowToFewerKeepsAll) {
 }
 
 TEST_F(PageTableTest, ShrunkFramesAreReusedAfterTheStreamHasPassed) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kTableFrameBytes);
   PageTable table(pool, mirror_.data(), 2);
   ASSERT_TRUE(table.grow(*stream_, 2));
-  std::byte* const second = table.frame(1);
+  std::byte* const second = table.address(1);
 
   table.shrink(*stream_, 1);
 
-  std::byte* taken = nullptr;
+  Page* taken = nullptr;
   EXPECT_EQ(table.size(), 1);
   EXPECT_EQ(pool.num_used(), 1U);
   EXPECT_FALSE(pool.take_all({&taken, 1}));
   device_.run_all();
   EXPECT_TRUE(pool.take_all({&taken, 1}));
-  EXPECT_EQ(taken, second);
+  EXPECT_EQ(PagePool::address(*taken), second);
 }
 
 TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 5 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 5 * kTableFrameBytes);
   PageTable parent(pool, mirror_.data(), 8), child(pool, mirror_.data() + 8, 8);
   ASSERT_TRUE(parent.grow(*stream_, 4));
   child.share(parent, 3);
@@ -125,16 +132,16 @@ TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
   EXPECT_TRUE(parent.shared(2) && child.shared(2));
   EXPECT_FALSE(parent.shared(3));
 
-  std::byte* fresh = nullptr;
+  Page* fresh = nullptr;
   ASSERT_TRUE(pool.take_all({&fresh, 1}, stream_.get()));
-  std::byte* const old = parent.frame(2);
-  child.replace(*stream_, 2, fresh);
-  EXPECT_EQ(child.frame(2), fresh);
-  EXPECT_EQ(parent.frame(2), old);
+  const Page* const old = &parent.page(2);
+  child.replace(*stream_, 2, *fresh);
+  EXPECT_EQ(&child.page(2), fresh);
+  EXPECT_EQ(&parent.page(2), old);
   EXPECT_FALSE(parent.shared(2) || child.shared(2));
   device_.run_all();
-  EXPECT_EQ(mirror_[8 + 2], fresh);
-  EXPECT_EQ(mirror_[2], old);
+  EXPECT_EQ(mirror_[8 + 2], PagePool::address(*fresh));
+  EXPECT_EQ(mirror_[2], PagePool::address(*old));
 
   parent.shrink(*stream_, 0);
   EXPECT_EQ(pool.num_used(), 3U);
@@ -144,21 +151,21 @@ TEST_F(PageTableTest, SharesItsFramesAndReplacesOneByAFreshOne) {
 
 TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
   constexpr std::int64_t kCount = kMaxTablePatch + 3;
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 400 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 400 * kTableFrameBytes);
   PageTable other(pool, mirror_.data(), 400), table(pool, mirror_.data() + 400, 400);
   ASSERT_TRUE(other.grow(*stream_, kCount));
   ASSERT_TRUE(table.grow(*stream_, 2));
-  std::vector<std::byte*> frames;
-  for (std::int64_t i = kCount; i-- > 0;) frames.push_back(other.frame(i));
-  table.share(*stream_, frames);
+  std::vector<Page*> pages;
+  for (std::int64_t i = kCount; i-- > 0;) pages.push_back(&other.page(i));
+  table.share(*stream_, pages);
   device_.run_all();
 
   ASSERT_EQ(table.size(), 2 + kCount);
   EXPECT_FALSE(table.shared(1));
   for (std::int64_t i = 0; i < kCount; ++i) {
     EXPECT_TRUE(table.shared(2 + i));
-    ASSERT_EQ(table.frame(2 + i), other.frame(kCount - 1 - i));
-    ASSERT_EQ(mirror_[static_cast<std::size_t>(402 + i)], table.frame(2 + i)) << "entry " << i;
+    ASSERT_EQ(&table.page(2 + i), &other.page(kCount - 1 - i));
+    ASSERT_EQ(mirror_[static_cast<std::size_t>(402 + i)], table.address(2 + i)) << "entry " << i;
   }
   EXPECT_EQ(pool.num_shared(), static_cast<std::size_t>(kCount));
   other.shrink(*stream_, 0);
@@ -166,7 +173,7 @@ TEST_F(PageTableTest, SharesAnyFramesAfterItsOwn) {
 }
 
 TEST_F(PageTableTest, MoveLeavesTheFramesToOneOwner) {
-  FramePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
+  PagePool pool(device_, Space::kPinnedHost, kTableFrameBytes, 4 * kTableFrameBytes);
   {
     PageTable table(pool, mirror_.data(), 4);
     ASSERT_TRUE(table.grow(*stream_, 3));
@@ -214,9 +221,11 @@ class PageTableModel {
   void finish() {
     for (std::size_t i = 0; i < kTables; ++i) tables_[i].shrink(*streams_[i], 0);
     device_.run_all();
-    std::vector<std::byte*> all(kFrames);
+    std::vector<Page*> all(kFrames);
     EXPECT_TRUE(pool_.take_all(all));
-    EXPECT_EQ(std::set<std::byte*>(all.begin(), all.end()).size(), kFrames);
+    std::set<std::byte*> addresses;
+    for (const Page* page : all) addresses.insert(PagePool::address(*page));
+    EXPECT_EQ(addresses.size(), kFrames);
     pool_.give_back(all, Event());
     tables_.clear();
     streams_.clear();
@@ -243,7 +252,7 @@ class PageTableModel {
     ASSERT_EQ(table.grow(*streams_[which], count), fits);
     ASSERT_EQ(table.size(), fits ? std::max(count, old_size) : old_size);
     for (std::int64_t i = old_size; i < table.size(); ++i) {
-      std::byte* frame = table.frame(i);
+      std::byte* frame = table.address(i);
       ASSERT_TRUE(owned_.insert(frame).second) << "a frame with two owners";
       // Written as soon as the stream comes to it: the readers of former owners have to be done.
       streams_[which]->run([readers = readers_[frame]] {
@@ -252,7 +261,7 @@ class PageTableModel {
     }
     const std::byte* const* mirror = table.device_addresses();
     std::vector<std::byte*> expected;
-    for (std::int64_t i = 0; i < table.size(); ++i) expected.push_back(table.frame(i));
+    for (std::int64_t i = 0; i < table.size(); ++i) expected.push_back(table.address(i));
     // What the stream sees at this point of its order, however late it runs.
     streams_[which]->run([mirror, frames = std::move(expected)] {
       EXPECT_TRUE(std::equal(frames.begin(), frames.end(), mirror));
@@ -264,11 +273,11 @@ class PageTableModel {
     const auto count = static_cast<std::int64_t>(pick(kCapacity + 5));
     for (std::int64_t i = count; i < table.size(); ++i) {
       auto done = std::make_shared<bool>(false);
-      std::vector<std::shared_ptr<bool>>& readers = readers_[table.frame(i)];
+      std::vector<std::shared_ptr<bool>>& readers = readers_[table.address(i)];
       std::erase_if(readers, [](const auto& reader) { return *reader; });
       readers.push_back(done);
       streams_[which]->run([done] { *done = true; });  // the last reader
-      owned_.erase(table.frame(i));
+      owned_.erase(table.address(i));
     }
     const std::int64_t kept = std::min(table.size(), count);
     table.shrink(*streams_[which], count);
@@ -288,7 +297,7 @@ class PageTableModel {
 
   std::mt19937 random_;
   FakeDevice device_;
-  FramePool pool_{device_, Space::kPinnedHost, kTableFrameBytes, kFrames* kTableFrameBytes};
+  PagePool pool_{device_, Space::kPinnedHost, kTableFrameBytes, kFrames* kTableFrameBytes};
   std::map<std::byte*, std::vector<std::shared_ptr<bool>>> readers_;
   std::set<std::byte*> owned_;
   std::deque<std::vector<std::byte*>> mirrors_;
@@ -296,67 +305,83 @@ class PageTableModel {
   std::deque<PageTable> tables_;
 };
 
-/// A pool that says where frames are as a test wants.
-class MovingPool final : public FramePool {
- public:
-  using FramePool::FramePool;
-  [[nodiscard]] std::byte* address(std::byte* frame) const override {
-    const auto moved = moved_.find(frame);
-    return moved == moved_.end() ? frame : moved->second;
+/// A pool with a tier, whose pages a test evicts and moves one by one.
+class MovingPagesTest : public PageTableTest, private PagePool::Owner {
+ protected:
+  static constexpr std::int64_t kCount = 2 * kMaxTablePatch + 5;
+
+  void evict(Page& page) {
+    pool_.seal(page);
+    EXPECT_EQ(pool_.evict(*stream_, 1), 1U) << "no other page is sealed";
   }
-  [[nodiscard]] std::uint64_t num_moves() const override { return num_moves_; }
-  void move(std::byte* frame, std::byte* to) {
-    moved_[frame] = to;
-    ++num_moves_;
+  /// Restores an evicted page into another frame than it had, and to one that no page had.
+  void restore_elsewhere(Page& page) {
+    Page* taken = nullptr;  // the frame that it left
+    EXPECT_TRUE(pool_.take_all({&taken, 1}));
+    Page* const pages[] = {&page};
+    EXPECT_TRUE(pool_.ensure_resident(*stream_, pages));
+    pool_.make_writable(page);
+    pool_.unprotect_all();
+    others_.push_back(taken);
   }
+  void move(Page& page) {
+    evict(page);
+    restore_elsewhere(page);
+  }
+  void TearDown() override { pool_.give_back(others_, Event()); }
 
  private:
-  std::map<std::byte*, std::byte*> moved_;
-  std::uint64_t num_moves_ = 1;
+  void wait_for_work(Stream& /*stream*/) override { device_.run_all(); }
+  void run_unlocked(const std::function<void()>& work) override { work(); }
+
+  PageTiers tiers_{
+      {std::make_shared<testing::FaultTier>()}, kTableFrameBytes, std::chrono::seconds(60), {}};
+  std::vector<Page*> others_;
+
+ protected:
+  PagePool pool_{device_, kTableFrameBytes, 2 * kCount* kTableFrameBytes, {}, tiers_, *this};
 };
 
-TEST_F(PageTableTest, SyncsAddressesOfFramesThatHaveMoved) {
-  constexpr std::int64_t kCount = 2 * kMaxTablePatch + 5;
-  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 2 * kCount * kTableFrameBytes);
-  PageTable table(pool, mirror_.data(), kCount);
+TEST_F(MovingPagesTest, SyncsAddressesOfPagesThatHaveMoved) {
+  PageTable table(pool_, mirror_.data(), kCount);
   ASSERT_TRUE(table.grow(*stream_, kCount));
+  device_.run_all();
+  const std::vector<std::byte*> before = mirror_;
   EXPECT_TRUE(table.addresses_current());
-  std::vector<std::byte> elsewhere(kCount);
 
-  // Away: not current until it is back, and its entry stays as it was.
-  pool.move(table.frame(3), nullptr);
+  // Evicted: not current until it is restored, and its entry stays as it was.
+  evict(table.page(3));
   EXPECT_FALSE(table.addresses_current());
   EXPECT_EQ(table.sync_addresses(*stream_), 1);
   EXPECT_FALSE(table.addresses_current());
-  pool.move(table.frame(3), &elsewhere[3]);
-  for (const std::int64_t i : {0, 1, 299, 300, static_cast<int>(kCount - 1)}) {
-    pool.move(table.frame(i), &elsewhere[static_cast<std::size_t>(i)]);
-  }
+  restore_elsewhere(table.page(3));
+  for (const std::int64_t i : {0, 1, 299, 300, static_cast<int>(kCount - 1)}) move(table.page(i));
   EXPECT_EQ(table.sync_addresses(*stream_), 0);
   EXPECT_TRUE(table.addresses_current());
   device_.run_all();
   for (std::int64_t i = 0; i < kCount; ++i) {
     ASSERT_EQ(mirror_[static_cast<std::size_t>(i)], table.address(i)) << "entry " << i;
   }
-  EXPECT_EQ(mirror_[3], &elsewhere[3]);
+  for (const std::size_t i : {0U, 1U, 3U, 299U, 300U}) EXPECT_NE(mirror_[i], before[i]);
 
   // What has not moved is not written again.
-  pool.move(table.frame(7), &elsewhere[7]);
+  move(table.page(7));
   EXPECT_EQ(table.sync_addresses(*stream_), 0);
   EXPECT_EQ(device_.pending(*stream_), 1U);
   device_.run_all();
-  EXPECT_EQ(mirror_[7], &elsewhere[7]);
+  EXPECT_EQ(mirror_[7], table.address(7));
+  EXPECT_NE(mirror_[7], before[7]);
+  table.shrink(*stream_, 0);
 }
 
-TEST_F(PageTableTest, AnEvictedFrameKeepsTheTableThatTakesItFromBeingCurrent) {
-  MovingPool pool(device_, Space::kPinnedHost, kTableFrameBytes, 8 * kTableFrameBytes);
-  PageTable table(pool, mirror_.data(), 4);
-  PageTable other(pool, mirror_.data() + 4, 4);
+TEST_F(MovingPagesTest, AnEvictedPageKeepsTheTableThatTakesItFromBeingCurrent) {
+  PageTable table(pool_, mirror_.data(), 4);
+  PageTable other(pool_, mirror_.data() + 4, 4);
   ASSERT_TRUE(table.grow(*stream_, 2));
-  pool.move(table.frame(1), nullptr);
-  std::byte* const frames[] = {table.frame(0), table.frame(1)};
+  evict(table.page(1));
+  Page* const pages[] = {&table.page(0), &table.page(1)};
 
-  other.share(*stream_, frames);
+  other.share(*stream_, pages);
   EXPECT_FALSE(other.addresses_current());
   EXPECT_EQ(other.sync_addresses(*stream_), 1);
   other.shrink(*stream_, 1);
@@ -374,4 +399,4 @@ TEST(PageTableModelTest, FramesAreConservedAndNeverReusedUnderAReader) {
 }
 
 }  // namespace
-}  // namespace kvtier::transfer
+}  // namespace kvtier::runtime

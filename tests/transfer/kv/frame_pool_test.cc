@@ -126,17 +126,16 @@ TEST_F(FramePoolTest, PoisonsWhatIsFreeInDebugBuildsAndNotBefore) {
   FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 4 * kFrameBytes);
   const Frames frames = take(pool, 3);
   for (std::byte* frame : frames) std::fill_n(frame, kFrameBytes, kRow);
-  pool.share({&frames[2], 1});
 
   pool.give_back({&frames[0], 1}, Event());
-  pool.give_back({&frames[1], 2}, reader_->record());
+  pool.give_back({&frames[1], 1}, reader_->record());
 
   EXPECT_TRUE(all_are(frames[0], kAfter));
   EXPECT_TRUE(all_are(frames[1], kRow));  // its reader runs
   device_.run_all();
   (void)take(pool, 3);
   EXPECT_TRUE(all_are(frames[1], kAfter));
-  EXPECT_TRUE(all_are(frames[2], kRow));  // held by another
+  EXPECT_TRUE(all_are(frames[2], kRow));  // not given back
 }
 
 TEST_F(FramePoolTest, HoldsFrameBackWhileItsReaderRuns) {
@@ -243,33 +242,6 @@ TEST_F(FramePoolTest, EventsGoBackThoughFramesArePlenty) {
   }
 
   EXPECT_LT(device_.live_events(), 100U);
-}
-
-TEST_F(FramePoolTest, SharedFrameIsFreeWhenItsLastHolderHasGivenItBack) {
-  FramePool pool(device_, Space::kPinnedHost, kFrameBytes, 3 * kFrameBytes);
-  const Frames frames = take(pool, 2);
-  pool.share({frames.data(), 1});
-  pool.share({frames.data(), 1});
-  EXPECT_EQ(pool.num_used(), 2U);
-  EXPECT_EQ(pool.num_shared(), 1U);
-  EXPECT_TRUE(pool.shared(frames[0]));
-  EXPECT_FALSE(pool.shared(frames[1]));
-
-  pool.give_back(frames, {});
-  EXPECT_EQ(pool.num_used(), 1U);
-  EXPECT_TRUE(pool.shared(frames[0])) << "two holders are left";
-  pool.give_back({frames.data(), 1}, {});
-  EXPECT_FALSE(pool.shared(frames[0]));
-  EXPECT_EQ(pool.num_shared(), 0U);
-  Frames rest = take(pool, 2);
-  EXPECT_FALSE(pool.take_all({rest.data(), 1})) << "the last holder still has it";
-
-  reader_->run([] {});
-  pool.give_back({frames.data(), 1}, reader_->record());
-  EXPECT_FALSE(pool.take_all({rest.data(), 1})) << "its reader has not run";
-  device_.run_all();
-  EXPECT_EQ(take(pool, 1), Frames{frames[0]});
-  EXPECT_FALSE(pool.shared(frames[0])) << "a new holder begins alone";
 }
 
 TEST_F(FramePoolTest, ThreadsNeverShareAFrame) {
