@@ -282,7 +282,8 @@ void check_options(const EngineState& engine, int layer, const AttendOptions& op
     if (selects) check_estimate(resolve_options(engine, layer, options), "recall_target");
   }
   if (selects) {
-    (void)engine.fitting_sketch(options.retrieval ? *options.retrieval : engine.config.retrieval);
+    (void)engine.pools.fitting_sketch(options.retrieval ? *options.retrieval
+                                                        : engine.config.retrieval);
   }
 }
 

@@ -34,20 +34,20 @@ namespace {
 using runtime::AttendPart;
 using runtime::EngineState;
 using runtime::SessionState;
+using runtime::SubmissionScope;
 
 /// A session's use by one submission: ordered after the uses before it, and marked when it ends,
 /// also by an error, because work may have been enqueued by then.
 class SessionUse {
  public:
   /// Throws, with nothing changed, when a child of a fork cannot make its memory its own.
-  SessionUse(SessionState& session, EngineState::SubmissionScope& scope)
-      : session_(&session), scope_(&scope) {
+  SessionUse(SessionState& session, SubmissionScope& scope) : session_(&session), scope_(&scope) {
     session.begin_use(scope);
     session.own_memory(scope);
   }
   /// For a use that leaves the memory as it is.
   struct Shared {};
-  SessionUse(SessionState& session, EngineState::SubmissionScope& scope, Shared)
+  SessionUse(SessionState& session, SubmissionScope& scope, Shared)
       : session_(&session), scope_(&scope) {
     session.begin_use(scope);
   }
@@ -65,12 +65,42 @@ class SessionUse {
 
  private:
   SessionState* session_;
-  EngineState::SubmissionScope* scope_;
+  SubmissionScope* scope_;
 };
+
+/// One call on a session: `body` enqueues its work within a submission scope, and the call returns
+/// with its outputs written when it has no stream.
+template <typename Body>
+void submit(SessionState& session, StreamRef stream, Body body) {
+  SubmissionScope scope(session.engine().submission, stream);
+  {
+    const SessionUse use(session, scope);
+    body(scope);
+  }
+  scope.finish();
+}
+
+/// `submit` of a call that no graph may contain.
+template <typename Body>
+void submit_uncaptured(const char* call, SessionState& session, StreamRef stream, Body body) {
+  SubmissionScope scope(session.engine().submission, stream);
+  scope.refuse_capture(call);
+  {
+    const SessionUse use(session, scope);
+    body(scope);
+  }
+  scope.finish();
+}
+
+/// Checks what every call on a layer of a session needs.
+void check_call(SessionState& session, int layer) {
+  runtime::check_layer(session.engine(), layer);
+  session.check_flags();
+}
 
 /// Appends and then attends, for all parts or none: when a page that attention reads cannot be had,
 /// the appends are taken back.
-void append_and_attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void append_and_attend(SubmissionScope& scope, EngineState& engine, int layer,
                        std::span<const runtime::AppendPart> appends,
                        std::span<const AttendPart> attends) {
   std::vector<SessionUse> uses;
@@ -89,9 +119,9 @@ void append_and_attend(EngineState::SubmissionScope& scope, EngineState& engine,
 /// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
 /// its stream: rows that its queries, which the workspace has, would choose beyond its own enter
 /// the row cache.
-void prefetch_after_step(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void prefetch_after_step(SubmissionScope& scope, EngineState& engine, int layer,
                          std::span<const AttendPart> parts) {
-  if (!engine.config.memory.prefetch_rows || engine.row_cache == nullptr || scope.capturing())
+  if (!engine.config.memory.prefetch_rows || engine.pools.row_cache == nullptr || scope.capturing())
     return;
   constexpr double kMore = 1.5;
   const auto heads = std::int64_t{engine.kv.query_heads};
@@ -101,9 +131,9 @@ void prefetch_after_step(EngineState::SubmissionScope& scope, EngineState& engin
   std::vector<AttendPart> next_parts;
   for (const AttendPart& part : parts) {
     const bool last = part.inputs.query.shape[0] == 1 && part.options.tokens_after == 0;
-    if (!last || !runtime::can_batch_with(part, parts, engine.batch_rows)) return;
+    if (!last || !runtime::can_batch_with(part, parts, engine.workspace.batch_queries)) return;
     const float* query =
-        engine.queries.as<float>() + static_cast<std::int64_t>(next_parts.size()) * row;
+        engine.workspace.queries.as<float>() + static_cast<std::int64_t>(next_parts.size()) * row;
     AttendPart& next = next_parts.emplace_back();
     next.session = part.session;
     next.inputs.query = {query, DType::kFloat32, {1, heads, engine.kv.head_dim}, space};
@@ -126,6 +156,15 @@ void prefetch_after_step(EngineState::SubmissionScope& scope, EngineState& engin
   }
 }
 
+/// The decode step of one layer of all parts, from the append to the row prefetch.
+void decode_parts(EngineState& engine, int layer, std::span<const runtime::AppendPart> appends,
+                  std::span<const AttendPart> attends, StreamRef stream) {
+  SubmissionScope scope(engine.submission, stream);
+  append_and_attend(scope, engine, layer, appends, attends);
+  scope.finish();
+  prefetch_after_step(scope, engine, layer, attends);
+}
+
 AttendInputs attended(const DecodeInputs& inputs) {
   return {.query = inputs.query, .selected = inputs.selected, .bias = inputs.bias};
 }
@@ -143,7 +182,7 @@ AttendPart attend_part(SessionState& session, int layer, const AttendInputs& inp
   if (!scores) return part;
   const RetrievalConfig& retrieval =
       options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
-  part.sketch = engine.fitting_sketch(retrieval);
+  part.sketch = engine.pools.fitting_sketch(retrieval);
   if (options.recall_target || !outputs.missed.empty()) {
     part.options.recall_params = scoring::make_recall_params(
         retrieval, engine.config.model.head_dim, part.options.softmax_scale, options.recall_target);
@@ -189,8 +228,8 @@ void Engine::set_quota(std::string_view tenant, std::size_t page_bytes) {
   if (tenant.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "tenant: expected a name, found none");
   }
-  const std::lock_guard lock(impl_->mutex);
-  impl_->quotas->set(tenant, page_bytes);
+  const std::lock_guard lock(impl_->submission.mutex());
+  impl_->quotas.set(tenant, page_bytes);
 }
 
 void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef stream) {
@@ -236,10 +275,7 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
         attend_part(session, layer, attended(item.inputs), item.outputs, item.options));
   }
 
-  EngineState::SubmissionScope scope(*impl_, stream);
-  append_and_attend(scope, *impl_, layer, appends, attends);
-  scope.finish();
-  prefetch_after_step(scope, *impl_, layer, attends);
+  decode_parts(*impl_, layer, appends, attends, stream);
 }
 
 void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& result,
@@ -265,8 +301,8 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
     check_partial(part.lse, "parts.lse", 2, like_lse);
   }
 
-  EngineState::SubmissionScope scope(*impl_, stream);
-  runtime::HostStaging& staging = *impl_->staging;
+  SubmissionScope scope(impl_->submission, stream);
+  runtime::HostStaging& staging = impl_->workspace.staging;
   for (const PartialResult& part : parts) {
     batch.push(
         {static_cast<const float*>(staging.input(scope.stream(), part.out, 0, tokens).data),
@@ -293,17 +329,13 @@ Session& Session::operator=(Session&&) noexcept = default;
 void Session::append(int layer, const TensorView& keys, const TensorView& values,
                      StreamRef stream) {
   EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   (void)runtime::check_append(engine, keys, values, stream);
 
-  EngineState::SubmissionScope scope(engine, stream);
-  {
-    const SessionUse use(*impl_, scope);
+  submit(*impl_, stream, [&](SubmissionScope& scope) {
     const runtime::AppendPart part{impl_.get(), keys, values};
     (void)runtime::Append(scope, engine, layer, {&part, 1}).enqueue();
-  }
-  scope.finish();
+  });
 }
 
 void Session::reserve(std::int64_t tokens, StreamRef stream) {
@@ -311,44 +343,30 @@ void Session::reserve(std::int64_t tokens, StreamRef stream) {
     throw Error(ErrorCode::kInvalidArgument,
                 "tokens: expected at least 0, found " + std::to_string(tokens));
   }
-  EngineState::SubmissionScope scope(impl_->engine(), stream);
-  if (scope.capturing()) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                "reserve: expected a stream that is not being captured, found a capture");
-  }
-  {
-    const SessionUse use(*impl_, scope);
-    impl_->reserve(scope.stream(), tokens);
-  }
-  scope.finish();
+  submit_uncaptured("reserve", *impl_, stream,
+                    [&](SubmissionScope& scope) { impl_->reserve(scope.stream(), tokens); });
 }
 
 void Session::select(int layer, const TensorView& query, const SelectOutputs& outputs,
                      StreamRef stream, const AttendOptions& options) {
-  EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   runtime::check_select(*impl_, layer, query, outputs, stream, options);
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.select = outputs;
-  EngineState::SubmissionScope scope(engine, stream);
-  {
-    const SessionUse use(*impl_, scope);
-    runtime::attend(scope, engine, layer, {&part, 1});
-  }
-  scope.finish();
+  submit(*impl_, stream, [&](SubmissionScope& scope) {
+    runtime::attend(scope, impl_->engine(), layer, {&part, 1});
+  });
 }
 
 void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
                      StreamRef stream, const AttendOptions& options) {
   EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   runtime::check_attend(*impl_, layer, inputs, outputs, 0, stream, options);
 
   const AttendPart part = attend_part(*impl_, layer, inputs, outputs, options);
-  EngineState::SubmissionScope scope(engine, stream);
+  SubmissionScope scope(engine.submission, stream);
   {
     const SessionUse use(*impl_, scope);
     runtime::attend_finite(scope, engine, layer, {&part, 1});
@@ -360,50 +378,36 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
 void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
                      StreamRef stream, const AttendOptions& options) {
   EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   const std::int64_t tokens = runtime::check_append(engine, inputs.key, inputs.value, stream);
   const AttendInputs attend_inputs = attended(inputs);
   runtime::check_attend(*impl_, layer, attend_inputs, outputs, tokens, stream, options);
 
   const AttendPart part = attend_part(*impl_, layer, attend_inputs, outputs, options);
   const runtime::AppendPart append_part{impl_.get(), inputs.key, inputs.value};
-  EngineState::SubmissionScope scope(engine, stream);
-  append_and_attend(scope, engine, layer, {&append_part, 1}, {&part, 1});
-  scope.finish();
-  prefetch_after_step(scope, engine, layer, {&part, 1});
+  decode_parts(engine, layer, {&append_part, 1}, {&part, 1}, stream);
 }
 
 void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
                        const AttendOptions& options) {
   EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   runtime::check_prefetch(*impl_, layer, query, stream, options);
-  if (engine.row_cache == nullptr) return;
+  if (engine.pools.row_cache == nullptr) return;
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.prefetches = true;
-  EngineState::SubmissionScope scope(engine, stream);
-  {
-    const SessionUse use(*impl_, scope);
+  submit(*impl_, stream, [&](SubmissionScope& scope) {
     runtime::attend(scope, engine, layer, {&part, 1});
-  }
-  scope.finish();
+  });
 }
 
 void Session::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
-  EngineState& engine = impl_->engine();
-  runtime::check_layer(engine, layer);
-  impl_->check_flags();
+  check_call(*impl_, layer);
   runtime::check_fetch(*impl_, layer, tokens, outputs);
 
-  EngineState::SubmissionScope scope(engine, {});
-  {
-    const SessionUse use(*impl_, scope);
-    runtime::fetch(scope, *impl_, layer, tokens, outputs);
-  }
-  scope.finish();
+  submit(*impl_, {},
+         [&](SubmissionScope& scope) { runtime::fetch(scope, *impl_, layer, tokens, outputs); });
 }
 
 std::int64_t Session::length(int layer) const {
@@ -431,16 +435,9 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
                                                  " (the longest layer), found " +
                                                  std::to_string(tokens));
   }
-  EngineState::SubmissionScope scope(impl_->engine(), stream);
-  if (scope.capturing()) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                "truncate: expected a stream that is not being captured, found a capture");
-  }
-  {
-    const SessionUse use(*impl_, scope);
+  submit_uncaptured("truncate", *impl_, stream, [&](SubmissionScope& scope) {
     impl_->truncate(scope.stream(), tokens, layer.value_or(0), end);
-  }
-  scope.finish();
+  });
 }
 
 void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
@@ -450,21 +447,13 @@ void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream)
                     " (the session's length), found " + std::to_string(token_ids.size()));
   }
   impl_->check_flags();
-  EngineState::SubmissionScope scope(impl_->engine(), stream);
-  if (scope.capturing()) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                "publish: expected a stream that is not being captured, found a capture");
-  }
-  {
-    const SessionUse use(*impl_, scope);
-    impl_->publish(scope, token_ids);
-  }
-  scope.finish();
+  submit_uncaptured("publish", *impl_, stream,
+                    [&](SubmissionScope& scope) { impl_->publish(scope, token_ids); });
 }
 
 std::vector<Session> Session::fork(int count, StreamRef stream) {
   EngineState& engine = impl_->engine();
-  const auto most = static_cast<std::int64_t>(engine.session_flags->num_frames());
+  const auto most = static_cast<std::int64_t>(engine.statistics.max_sessions());
   if (count < 1 || count > most) {
     throw Error(ErrorCode::kInvalidArgument,
                 "count: expected 1.." + std::to_string(most) + ", found " + std::to_string(count));
@@ -472,11 +461,8 @@ std::vector<Session> Session::fork(int count, StreamRef stream) {
   impl_->check_flags();
   std::vector<Session> children;  // destroyed after the scope, when something fails
   children.reserve(static_cast<std::size_t>(count));
-  EngineState::SubmissionScope scope(engine, stream);
-  if (scope.capturing()) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                "fork: expected a stream that is not being captured, found a capture");
-  }
+  SubmissionScope scope(engine.submission, stream);
+  scope.refuse_capture("fork");
   {
     const SessionUse use(*impl_, scope, SessionUse::Shared{});
     const SessionState::ForkSnapshot snapshot(*impl_, scope.stream());
@@ -497,7 +483,7 @@ void Session::advance(int layer, std::int64_t tokens) {
                     " (reserved beyond the length), found " + std::to_string(tokens));
   }
   state.length += tokens;
-  impl_->engine().tokens_appended += static_cast<std::uint64_t>(tokens);
+  impl_->engine().statistics.tokens_appended += static_cast<std::uint64_t>(tokens);
 }
 
 }  // namespace kvtier

@@ -23,13 +23,6 @@ constexpr std::int64_t kMaxCachedRows = std::int64_t{1} << 20;
 /// Part-filled slabs for which there is room before the row cache: of so many sessions in each
 /// layer for each that the pages hold at full length, and at least so many tokens.
 constexpr std::int64_t kSpareSlabs = 4, kSpareTokens = 64 * 1024;
-constexpr std::size_t kRegionAlign = 256;
-
-std::size_t whole_regions(std::size_t bytes) {
-  return (bytes + kRegionAlign - 1) / kRegionAlign * kRegionAlign;
-}
-
-std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 bool pages_on_host(const Config& config) { return config.memory.placement == KvPlacement::kHost; }
 
@@ -208,20 +201,6 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
   pools.sketch_tokens = whole_slabs(
       std::min((left - pools.row_cache_budget) / token_bytes, static_cast<std::size_t>(most)));
   return pools;
-}
-
-LayerBytes::LayerBytes(const transfer::KvGeometry& kv, std::size_t num_sketches,
-                       std::int64_t tokens) {
-  const auto row = static_cast<std::size_t>(kv.row_bytes() * kv.kv_heads);
-  const auto entries = [](std::int64_t count) {
-    return whole_regions(static_cast<std::size_t>(count) * sizeof(std::byte*));
-  };
-  page_table = entries(div_up(tokens, kv.page_tokens));
-  block_table = entries(div_up(tokens, hashing::kBlockTokens));
-  counters = whole_regions(sizeof(transfer::SequenceCounters));
-  sinks = whole_regions(row * static_cast<std::size_t>(kv.sink_capacity));
-  ring = whole_regions(row * static_cast<std::size_t>(kv.recent_capacity));
-  total = page_table + block_table * num_sketches + counters + sinks + ring;
 }
 
 std::string show_mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }

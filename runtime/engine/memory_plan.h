@@ -63,12 +63,6 @@ struct DevicePools {
                                      const WorkspacePlan& workspace, std::size_t fixed,
                                      std::int64_t host_tokens);
 
-/// Sizes of one layer's regions in the buffer of a session.
-struct LayerBytes {
-  LayerBytes(const transfer::KvGeometry& kv, std::size_t num_sketches, std::int64_t tokens);
-  std::size_t page_table, block_table, counters, sinks, ring, total;
-};
-
 /// "9.0 GiB"
 [[nodiscard]] std::string show_bytes(std::size_t bytes);
 /// "9216 MiB"

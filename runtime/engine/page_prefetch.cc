@@ -54,8 +54,8 @@ void PagePrefetch::work() {
     wanted_.pop_front();
     lock.unlock();
     try {
-      EngineState::SubmissionScope scope(engine_, {});
-      engine_.pages->prefetch_pages(scope.stream(), tickets);
+      SubmissionScope scope(engine_.submission, {});
+      engine_.pools.pages->prefetch_pages(scope.stream(), tickets);
     } catch (const std::exception& error) {
       // The call that needs the pages fails with its own error.
       engine_.log(LogLevel::kDebug, std::string("pages were not prefetched: ") + error.what());

@@ -4,7 +4,6 @@
 
 #include "runtime/sequence/prefix_store.h"
 #include "runtime/sequence/row_cache.h"
-#include "runtime/step/tiered_attention.h"
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +23,7 @@ bool take_by_eviction(EngineState& engine, transfer::Stream& stream, PagePool& p
   if (pool.has_tiers() && static_cast<std::size_t>(count) > pool.num_movable()) return false;
   while (!take()) {
     if (pool.evict(stream, static_cast<std::size_t>(count)) > 0) continue;
-    if (!engine.prefixes->evict_one(stream)) return false;
+    if (!engine.prefixes.evict_one(stream)) return false;
   }
   return true;
 }
@@ -41,12 +40,12 @@ bool evicting(EngineState& engine, transfer::Stream& stream, PagePool& pool, std
 }
 
 /// Ends an account with the submission scope when what it is made for fails.
-class WithinTurn {
+class AccountWithinScope {
  public:
-  explicit WithinTurn(std::unique_ptr<PageAccount>& account) : account_(account) {}
-  WithinTurn(const WithinTurn&) = delete;  // ends it once
-  WithinTurn& operator=(const WithinTurn&) = delete;
-  ~WithinTurn() {
+  explicit AccountWithinScope(std::unique_ptr<PageAccount>& account) : account_(account) {}
+  AccountWithinScope(const AccountWithinScope&) = delete;  // ends it once
+  AccountWithinScope& operator=(const AccountWithinScope&) = delete;
+  ~AccountWithinScope() {
     if (std::uncaught_exceptions() > before_) account_.reset();
   }
 
@@ -55,13 +54,13 @@ class WithinTurn {
   int before_ = std::uncaught_exceptions();
 };
 
-/// Holds `count` blocks of every sketch. Throws `kResourceExhausted` with some of them taken.
-void grow_blocks(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
-                 std::int64_t count) {
-  for (PageTable& blocks : layer.blocks) {
-    const std::int64_t more = count - blocks.size();
-    PagePool& pool = blocks.pool();
-    if (evicting(engine, stream, pool, more, [&] { return blocks.grow(stream, count); })) continue;
+/// Holds `count` slabs of every sketch. Throws `kResourceExhausted` with some of them taken.
+void grow_slabs(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
+                std::int64_t count) {
+  for (PageTable& slabs : layer.slabs) {
+    const std::int64_t more = count - slabs.size();
+    PagePool& pool = slabs.pool();
+    if (evicting(engine, stream, pool, more, [&] { return slabs.grow(stream, count); })) continue;
     throw Error(ErrorCode::kResourceExhausted,
                 "sketch blocks: expected " + std::to_string(more) + " free for layer " +
                     std::to_string(index) + ", found " + std::to_string(pool.num_free()) + " of " +
@@ -82,30 +81,30 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
                                                  " (memory.max_session_tokens), found " +
                                                  std::to_string(config.capacity_tokens));
   }
-  EngineState::SubmissionScope scope(*engine_, {});
-  engine_->collect_retired();
-  account_ = std::make_unique<PageAccount>(*engine_->quotas, config.tenant, config.max_page_bytes);
-  const WithinTurn account_within_turn(account_);
+  SubmissionScope scope(engine_->submission, {});
+  engine_->pools.collect_retired();
+  account_ = std::make_unique<PageAccount>(engine_->quotas, config.tenant, config.max_page_bytes);
+  const AccountWithinScope account_within_scope(account_);
   if (config.whole) take_whole();
   // A local until nothing can fail any more: it is to be destroyed within a submission scope.
-  auto memory = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
-  register_session(scope.stream());
+  auto memory = std::make_shared<SequenceMemory>(engine_->pools, max_tokens_);
+  flags_ = engine_->statistics.open_session(scope.stream());
   try {
     memory->clear(scope.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
     find_prefix(scope, config.token_ids);
     account_->add(keys_.size() * memory->layers().size());
-    engine_->prefixes->attach(scope.stream(), keys_, *memory);
+    engine_->prefixes.attach(scope.stream(), keys_, *memory);
   } catch (...) {
     memory->release(scope.stream());  // what was enqueued may be under way
-    unregister_session(scope.stream());
+    engine_->statistics.close_session(flags_, scope.stream());
     throw;
   }
   memory_ = std::move(memory);
   scope.finish();
 }
 
-SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
+SessionState::SessionState(SubmissionScope& scope, const SessionState& parent,
                            std::shared_ptr<SequenceMemory> memory)
     : engine_(parent.engine_),
       max_tokens_(parent.max_tokens_),
@@ -117,14 +116,15 @@ SessionState::SessionState(EngineState::SubmissionScope& scope, const SessionSta
     pages += static_cast<std::size_t>(layer.pages.size());
   }
   account_ = std::make_unique<PageAccount>(*parent.account_, pages);
-  register_session(scope.stream());
+  flags_ = engine_->statistics.open_session(scope.stream());
   memory_ = std::move(memory);
 }
 
 void SessionState::take_whole() {
   const EngineState& engine = *engine_;
-  const int rows =
-      engine.row_cache == nullptr ? 0 : engine.row_cache_shape.num_sets * transfer::kSetWays;
+  const int rows = engine.pools.row_cache == nullptr
+                       ? 0
+                       : engine.pools.row_cache->shape.num_sets * transfer::kSetWays;
   const SessionMemory wanted = session_memory(engine.config, max_tokens_, rows);
   const auto check = [&](std::size_t needed, std::size_t all, std::size_t taken, const char* what) {
     const std::size_t left = all - std::min(all, taken);
@@ -135,19 +135,18 @@ void SessionState::take_whole() {
                     show_bytes(left) + " of " + show_bytes(all) + "; it takes " +
                     describe(wanted, engine.config.memory.placement));
   };
-  const std::size_t page = engine.quotas->page_bytes();
+  const std::size_t page = engine.quotas.page_bytes();
   const auto all = static_cast<std::size_t>(engine.tokens_of_pages() / engine.kv.page_tokens);
-  check(wanted.pages, all * page, engine.quotas->committed_pages() * page, "pages");
+  check(wanted.pages, all * page, engine.quotas.committed_pages() * page, "pages");
   std::size_t slabs = 0;
-  for (const SketchStore& sketch : engine.sketches) {
-    slabs += sketch.blocks->num_frames() * sketch.blocks->page_bytes();
+  for (const SketchStore& sketch : engine.pools.sketches) {
+    slabs += sketch.slabs->num_frames() * sketch.slabs->page_bytes();
   }
-  check(wanted.sketches, slabs, engine.quotas->promised_sketches(), "sketches");
+  check(wanted.sketches, slabs, engine.quotas.promised_sketches(), "sketches");
   account_->promise(wanted.pages / page, wanted.sketches);
 }
 
-void SessionState::find_prefix(EngineState::SubmissionScope& scope,
-                               std::span<const std::int32_t> token_ids) {
+void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int32_t> token_ids) {
   const auto most = static_cast<std::size_t>(max_tokens_);
   const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
                                                  token_ids.first(std::min(token_ids.size(), most)));
@@ -156,9 +155,9 @@ void SessionState::find_prefix(EngineState::SubmissionScope& scope,
     keys_ = asked;
     const std::size_t room =
         account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
-    keys_.resize(std::min(engine_->prefixes->longest(keys_), room));
+    keys_.resize(std::min(engine_->prefixes.longest(keys_), room));
     try {
-      found = engine_->prefixes->ensure_sinks_resident(scope.stream(), keys_);
+      found = engine_->prefixes.ensure_sinks_resident(scope.stream(), keys_);
       // What is stored may be less by now.
       if (scope.workspace_lost()) {
         found = false;
@@ -173,13 +172,12 @@ void SessionState::find_prefix(EngineState::SubmissionScope& scope,
     if (!found) keys_.clear();
     found = true;
   }
-  engine_->prefix_tokens_asked += token_ids.size();
-  engine_->prefix_tokens_attached +=
+  engine_->statistics.prefix_tokens_asked += token_ids.size();
+  engine_->statistics.prefix_tokens_attached +=
       keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
 }
 
-void SessionState::publish(EngineState::SubmissionScope& scope,
-                           std::span<const std::int32_t> token_ids) {
+void SessionState::publish(SubmissionScope& scope, std::span<const std::int32_t> token_ids) {
   std::vector<PrefixKey> keys = page_keys(root_key_, engine_->kv.page_tokens, token_ids);
   const std::size_t known = std::min(keys.size(), keys_.size());
   if (!std::equal(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(known), keys_.begin())) {
@@ -187,43 +185,21 @@ void SessionState::publish(EngineState::SubmissionScope& scope,
                 "token_ids: expected those that the session was opened with or that were published "
                 "before, found others");
   }
-  engine_->prefixes->publish(scope.stream(), keys, *memory_);
+  engine_->prefixes.publish(scope.stream(), keys, *memory_);
   if (keys.size() > keys_.size()) keys_ = std::move(keys);
-}
-
-void SessionState::register_session(transfer::Stream& stream) {
-  engine_->live_flags.reserve(engine_->live_flags.size() + 1);
-  std::byte* frame = nullptr;
-  if (!engine_->session_flags->take_all({&frame, 1}, &stream)) {
-    const std::string most = std::to_string(engine_->session_flags->num_frames());
-    throw Error(ErrorCode::kResourceExhausted,
-                "sessions: expected at most " + most + " open, found " + most);
-  }
-  flags_ = new (frame) transfer::StepFlags{};
-  engine_->live_flags.push_back(flags_);
-  ++engine_->num_sessions;
-}
-
-void SessionState::unregister_session(transfer::Stream& stream) {
-  engine_->closed_nonfinite += load(flags_->nonfinite_tokens);
-  engine_->closed_corrupt += load(flags_->rows_corrupt);
-  std::erase(engine_->live_flags, flags_);
-  --engine_->num_sessions;
-  std::byte* frame = reinterpret_cast<std::byte*>(flags_);
-  engine_->session_flags->give_back({&frame, 1}, stream.record());
 }
 
 SessionState::~SessionState() {
   // Frames and memory go back with the event of the last enqueued use, so nothing is waited for.
   try {
-    const std::lock_guard lock(engine_->mutex);
+    const std::lock_guard lock(engine_->submission.mutex());
     account_.reset();
-    transfer::Stream& stream = *engine_->main;
+    transfer::Stream& stream = engine_->submission.main();
     stream.wait(last_use_);
-    engine_->wait_for_submissions(stream);  // other holders' uses of shared frames
+    engine_->workspace.wait_for_last_use(stream);  // other holders' uses of shared frames
     drop(stream, std::move(memory_));
-    unregister_session(stream);
-    engine_->collect_retired();
+    engine_->statistics.close_session(flags_, stream);
+    engine_->pools.collect_retired();
   } catch (...) {
     // The device has failed; its memory dies with the engine.
   }
@@ -243,16 +219,16 @@ std::size_t SessionState::pages_lacking(const LayerState& layer, std::int64_t mo
   return static_cast<std::size_t>(std::max<std::int64_t>(pages - layer.pages.size(), 0));
 }
 
-void SessionState::ensure_blocks(transfer::Stream& stream, int index, std::int64_t more) {
+void SessionState::ensure_slabs(transfer::Stream& stream, int index, std::int64_t more) {
   check_room(index, more);
   LayerState& layer = this->layer(index);
   account_->check(pages_lacking(layer, more));
-  grow_blocks(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
+  grow_slabs(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
 }
 
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
   LayerState& layer = this->layer(index);
-  if (engine_->pages->has_tiers() && more > 0) make_tail_writable(stream, layer);
+  if (engine_->pools.pages->has_tiers() && more > 0) make_tail_writable(stream, layer);
   if (more <= layer.capacity - layer.length) return;
   check_room(index, more);
   const std::int64_t tokens = layer.length + more;
@@ -261,19 +237,19 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   const std::int64_t old_pages = layer.pages.size();
   const auto grow = [&] { return layer.pages.grow(stream, num_pages); };
   PageAccount::Addition addition(*account_, pages_lacking(layer, more));
-  if (!evicting(*engine_, stream, *engine_->pages, std::max<std::int64_t>(num_pages - old_pages, 0),
-                grow)) {
+  if (!evicting(*engine_, stream, *engine_->pools.pages,
+                std::max<std::int64_t>(num_pages - old_pages, 0), grow)) {
     throw Error(ErrorCode::kResourceExhausted,
                 "page pool: expected " + std::to_string(num_pages - old_pages) +
                     " free pages for layer " + std::to_string(index) + ", found " +
-                    std::to_string(engine_->pages->num_free()) + " of " +
-                    std::to_string(engine_->pages->num_frames()) + " (memory.host_bytes)" +
-                    engine_->pages->eviction_failure_reason());
+                    std::to_string(engine_->pools.pages->num_free()) + " of " +
+                    std::to_string(engine_->pools.pages->num_frames()) + " (memory.host_bytes)" +
+                    engine_->pools.pages->eviction_failure_reason());
   }
   addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
   try {
-    grow_blocks(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
+    grow_slabs(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
     unshare_tail(stream, index);
   } catch (const Error&) {
     shrink(stream, layer, old_pages * page_tokens);
@@ -292,7 +268,7 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   };
   LayerState& layer = this->layer(index);
   std::vector<Tail> tails;
-  tails.reserve(1 + layer.blocks.size());
+  tails.reserve(1 + layer.slabs.size());
   const auto look_at = [&](PageTable& table, std::int64_t unit, bool paged) {
     const std::int64_t i = layer.length / unit;
     if (layer.length % unit == 0 || !table.shared(i)) return;
@@ -311,7 +287,7 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
     tails.push_back({&table, i, paged, fresh});
   };
   look_at(layer.pages, engine_->kv.page_tokens, true);
-  for (PageTable& blocks : layer.blocks) look_at(blocks, hashing::kBlockTokens, false);
+  for (PageTable& slabs : layer.slabs) look_at(slabs, hashing::kBlockTokens, false);
 
   for (const Tail& tail : tails) {
     const transfer::CopyRun run{PagePool::address(*tail.fresh), tail.table->address(tail.i),
@@ -327,7 +303,7 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
 }
 
 void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& layer) {
-  PagePool& pool = *engine_->pages;
+  PagePool& pool = *engine_->pools.pages;
   pool.unprotect_all();
   const std::int64_t page_tokens = engine_->kv.page_tokens;
   if (layer.length % page_tokens == 0) return;
@@ -352,8 +328,8 @@ void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int6
   const std::int64_t before = layer.pages.size();
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
   account_->remove(static_cast<std::size_t>(before - layer.pages.size()));
-  for (PageTable& blocks : layer.blocks) {
-    blocks.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
+  for (PageTable& slabs : layer.slabs) {
+    slabs.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
   }
   layer.capacity = memory_->room(layer);
   memory_->set_length(stream, layer);
@@ -365,7 +341,7 @@ SessionState::ForkSnapshot::ForkSnapshot(SessionState& parent, transfer::Stream&
     memory_ = parent.memory_;
     return;
   }
-  memory_ = std::make_shared<SequenceMemory>(*parent.engine_, parent.max_tokens_);
+  memory_ = std::make_shared<SequenceMemory>(parent.engine_->pools, parent.max_tokens_);
   memory_->share(stream, *parent.memory_);
 }
 
@@ -377,7 +353,7 @@ SessionState::ForkSnapshot::~ForkSnapshot() {
   }
 }
 
-void SessionState::own_memory(EngineState::SubmissionScope& scope) {
+void SessionState::own_memory(SubmissionScope& scope) {
   if (!owns_memory_) {
     if (scope.capturing()) {
       throw Error(
@@ -386,13 +362,13 @@ void SessionState::own_memory(EngineState::SubmissionScope& scope) {
           "has not; call reserve before the capture");
     }
     if (memory_.use_count() > 1) {
-      auto own = std::make_shared<SequenceMemory>(*engine_, max_tokens_);
+      auto own = std::make_shared<SequenceMemory>(engine_->pools, max_tokens_);
       own->share(scope.stream(), *memory_);
       drop(scope.stream(), std::exchange(memory_, std::move(own)));
     }
     owns_memory_ = true;
   }
-  if (scope.capturing() && engine_->pages->has_tiers()) memory_->capture();
+  if (scope.capturing() && engine_->pools.pages->has_tiers()) memory_->capture();
 }
 
 void SessionState::drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory) {
@@ -408,15 +384,15 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
       ensure_capacity(stream, i, tokens);
     }
     // For a capture that may follow.
-    for (int i = 0; engine_->row_cache != nullptr && i < num_layers(); ++i) {
+    for (int i = 0; engine_->pools.row_cache != nullptr && i < num_layers(); ++i) {
       const std::vector<LayerConfig>& options = engine_->config.model.layer_options;
       const bool sparse =
           options.empty() || options[static_cast<std::size_t>(i)].mode == LayerMode::kSparse;
-      if (sparse) take_row_cache(stream, *engine_, layer(i));
+      if (sparse) take_row_cache(stream, engine_->pools, layer(i));
     }
     // Also pages, if they fit.
     if (engine_->device->backend() == Backend::kCuda) {
-      (void)ensure_all_resident(stream, *engine_, memory_->layers());
+      (void)memory_->ensure_resident(stream);
     }
   } catch (...) {
     for (std::size_t i = 0; i < before.size(); ++i) {
@@ -429,7 +405,7 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
 void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t length,
                                std::int64_t pages) {
   LayerState& layer = this->layer(index);
-  engine_->tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
+  engine_->statistics.tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
   layer.length = length;
   shrink(stream, layer, pages * engine_->kv.page_tokens);
 }
@@ -479,12 +455,12 @@ void SessionState::check_flags() {
           " of layer " + std::to_string(layer) + "; truncate the session or close it");
 }
 
-void SessionState::begin_use(EngineState::SubmissionScope& scope) {
+void SessionState::begin_use(SubmissionScope& scope) {
   if (scope.capturing()) return;
   if (last_stream_ != &scope.stream()) scope.stream().wait(last_use_);
 }
 
-void SessionState::end_use(EngineState::SubmissionScope& scope) {
+void SessionState::end_use(SubmissionScope& scope) {
   if (scope.capturing()) return;
   last_use_ = scope.stream().record();
   last_stream_ = &scope.stream();

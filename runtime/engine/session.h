@@ -17,50 +17,50 @@ namespace kvtier::runtime {
 /// All state of one sequence. Sketches and KV grow, shrink and vanish together.
 ///
 /// The children of a fork begin with one frozen copy of their parent's memory, which holds the
-/// parent's pages and blocks as well. Each makes its own of it when it is first used, still holding
-/// the same pages and blocks; a part-filled last page or block is copied by the first append of
+/// parent's pages and slabs as well. Each makes its own of it when it is first used, still holding
+/// the same pages and slabs; a part-filled last page or slab is copied by the first append of
 /// each of its holders but the last.
 class SessionState {
  public:
   SessionState(std::shared_ptr<EngineState> engine, const SessionConfig& config);
   /// A child of a fork, within a submission scope: `memory` is the snapshot that `parent` has made.
-  SessionState(EngineState::SubmissionScope& scope, const SessionState& parent,
+  SessionState(SubmissionScope& scope, const SessionState& parent,
                std::shared_ptr<SequenceMemory> memory);
   ~SessionState();
   SessionState(const SessionState&) = delete;  // owns frames of the engine's pools
   SessionState& operator=(const SessionState&) = delete;
 
-  /// Holds pages and blocks for `tokens` more tokens of a layer, and makes a shared last page or
-  /// block its own. Pages go to the tier below, and then stored prefixes go, where there is too
+  /// Holds pages and slabs for `tokens` more tokens of a layer, and makes a shared last page or
+  /// slab its own. Pages go to the tier below, and then stored prefixes go, where there is too
   /// little. Throws `kResourceExhausted`, or what `PagePool::ensure_resident` throws of a last page
   /// that is evicted, with nothing else changed. Enqueues the new capacity.
   void ensure_capacity(transfer::Stream& stream, int layer, std::int64_t tokens);
-  /// Holds blocks for `tokens` more tokens of a layer, and checks that the session may have so
-  /// many. Throws `kResourceExhausted`; blocks taken stay until pages are given back.
-  void ensure_blocks(transfer::Stream& stream, int layer, std::int64_t tokens);
-  /// Gives back the pages and blocks that `ensure_capacity` took since the layer had `pages` pages.
-  /// A copy that it made of a shared page or block stays.
+  /// Holds slabs for `tokens` more tokens of a layer, and checks that the session may have so
+  /// many. Throws `kResourceExhausted`; slabs taken stay until pages are given back.
+  void ensure_slabs(transfer::Stream& stream, int layer, std::int64_t tokens);
+  /// Gives back the pages and slabs that `ensure_capacity` took since the layer had `pages` pages.
+  /// A copy that it made of a shared page or slab stays.
   void restore_capacity(transfer::Stream& stream, int layer, std::int64_t pages);
   /// Takes back what a call has appended since the layer had `length` tokens and `pages` pages.
   void undo_append(transfer::Stream& stream, int layer, std::int64_t length, std::int64_t pages);
-  /// Holds pages and blocks for `tokens` more tokens of every layer; as `ensure_capacity`, for all
+  /// Holds pages and slabs for `tokens` more tokens of every layer; as `ensure_capacity`, for all
   /// layers or none.
   void reserve(transfer::Stream& stream, std::int64_t tokens);
   /// Drops tokens from index `tokens` on, in layers [first, end).
   void truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end);
   /// Makes a child's memory its own; nothing to do when it is. Throws `kResourceExhausted` when the
   /// device has no memory for it, `kFailedPrecondition` in a capture, nothing changed.
-  void own_memory(EngineState::SubmissionScope& scope);
+  void own_memory(SubmissionScope& scope);
   /// Throws `kInvalidArgument` once when an earlier call stored non-finite device data, with the
   /// layer and the token of the first.
   void check_flags();
   /// Marks the session's memory as used by the work enqueued on `stream`; makes `stream` wait for
   /// the uses before.
-  void begin_use(EngineState::SubmissionScope& scope);
-  void end_use(EngineState::SubmissionScope& scope);
+  void begin_use(SubmissionScope& scope);
+  void end_use(SubmissionScope& scope);
 
   /// Stores the whole pages of the first tokens under their ids.
-  void publish(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  void publish(SubmissionScope& scope, std::span<const std::int32_t> token_ids);
   /// What the children of a fork begin with, made within a submission scope: a copy of the parent's
   /// memory that holds the same frames, or the parent's own while that is frozen.
   class ForkSnapshot {
@@ -93,15 +93,11 @@ class SessionState {
  private:
   /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
   /// restored.
-  void find_prefix(EngineState::SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  void find_prefix(SubmissionScope& scope, std::span<const std::int32_t> token_ids);
   /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing
   /// promised, where other sessions hold it or have been promised it.
   void take_whole();
-  /// Takes a frame for the session's flags and counts it as open.
-  void register_session(transfer::Stream& stream);
-  /// Takes that back, once the work enqueued on `stream` is done.
-  void unregister_session(transfer::Stream& stream);
-  /// Gives back the pages and blocks past those that `tokens` tokens need.
+  /// Gives back the pages and slabs past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
   /// Throws `kResourceExhausted` unless a layer may have so many more tokens.
   void check_room(int layer, std::int64_t more) const;
@@ -109,7 +105,7 @@ class SessionState {
   [[nodiscard]] std::size_t pages_lacking(const LayerState& layer, std::int64_t more) const;
   /// Restores a part-filled last page; its copies in tiers are no longer valid.
   void make_tail_writable(transfer::Stream& stream, LayerState& layer);
-  /// Copies the part-filled last page and blocks of a layer, where they are shared.
+  /// Copies the part-filled last page and slabs of a layer, where they are shared.
   void unshare_tail(transfer::Stream& stream, int layer);
   /// Lets go of `memory`, which is released when nobody else holds it.
   static void drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory);

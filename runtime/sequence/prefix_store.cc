@@ -6,16 +6,16 @@
 namespace kvtier::runtime {
 
 void PrefixStore::hold(const Entry& entry) {
-  engine_.pages->share(entry.pages);
-  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
-    engine_.sketches[j].blocks->share(entry.blocks[j]);
+  pools_.pages->share(entry.pages);
+  for (std::size_t j = 0; j < entry.slabs.size(); ++j) {
+    pools_.sketches[j].slabs->share(entry.slabs[j]);
   }
 }
 
 void PrefixStore::let_go(transfer::Stream& stream, const Entry& entry) {
-  engine_.pages->give_back(entry.pages, stream.record());
-  for (std::size_t j = 0; j < entry.blocks.size(); ++j) {
-    engine_.sketches[j].blocks->give_back(entry.blocks[j], stream.record());
+  pools_.pages->give_back(entry.pages, stream.record());
+  for (std::size_t j = 0; j < entry.slabs.size(); ++j) {
+    pools_.sketches[j].slabs->give_back(entry.slabs[j], stream.record());
   }
 }
 
@@ -26,7 +26,7 @@ void PrefixStore::touch(std::span<const PrefixKey> keys) {
 }
 
 bool PrefixStore::has_lost(const Entry& entry) const {
-  return engine_.pages->has_tiers() &&
+  return pools_.pages->has_tiers() &&
          std::any_of(entry.pages.begin(), entry.pages.end(),
                      [](const Page* page) { return PagePool::lost(*page); });
 }
@@ -40,15 +40,15 @@ std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
 }
 
 bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys) {
-  if (!engine_.pages->has_tiers()) return true;
-  const auto unit = static_cast<std::size_t>(engine_.kv.page_tokens);
-  const std::size_t count = (static_cast<std::size_t>(engine_.kv.sink_capacity) + unit - 1) / unit;
+  if (!pools_.pages->has_tiers()) return true;
+  const auto unit = static_cast<std::size_t>(pools_.kv.page_tokens);
+  const std::size_t count = (static_cast<std::size_t>(pools_.kv.sink_capacity) + unit - 1) / unit;
   std::vector<Page*> pages;
   for (const PrefixKey& key : keys.first(std::min(count, keys.size()))) {
     const Entry& stored = entry(key);
     pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
   }
-  PagePool& pool = *engine_.pages;
+  PagePool& pool = *pools_.pages;
   pool.share(pages);  // others may let go of the entries while the call waits
   try {
     const bool resident = pool.ensure_resident(stream, pages);
@@ -73,17 +73,17 @@ void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> ke
     held.clear();
     for (const Entry* stored : entries) held.push_back(stored->pages[l]);
     layer.pages.share(stream, held);
-    for (std::size_t j = 0; j < layer.blocks.size(); ++j) {
+    for (std::size_t j = 0; j < layer.slabs.size(); ++j) {
       held.clear();
       for (std::size_t i = 0; i < keys.size(); ++i) {
         // The last page in a block, or of the prefix, has a block with all that is needed.
-        if (i + 1 < keys.size() && block_of(i) == block_of(i + 1)) continue;
-        held.push_back(entries[i]->blocks[j][l]);
+        if (i + 1 < keys.size() && slab_of(i) == slab_of(i + 1)) continue;
+        held.push_back(entries[i]->slabs[j][l]);
       }
-      layer.blocks[j].share(stream, held);
+      layer.slabs[j].share(stream, held);
     }
   }
-  memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * engine_.kv.page_tokens);
+  memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * pools_.kv.page_tokens);
 }
 
 std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
@@ -109,17 +109,17 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
   };
   for (std::size_t i = 0; i < stored.size(); ++i) {
     const Entry& known = entry(stored[i]);
-    const bool ends_block = block_of(i) != block_of(i + 1);
+    const bool ends_slab = slab_of(i) != slab_of(i + 1);
     for (std::size_t l = 0; l < memory.layers().size(); ++l) {
       LayerState& layer = memory.layers()[l];
       // A captured graph reads the page where it is: a stored one must be resident, and stay.
       const bool captured = memory.captured();
       if (!captured || PagePool::address(*known.pages[l]) != nullptr) {
         exchange(layer.pages, i, known.pages[l]);
-        if (captured) engine_.pages->pin(*known.pages[l]);
+        if (captured) pools_.pages->pin(*known.pages[l]);
       }
-      for (std::size_t j = 0; ends_block && j < layer.blocks.size(); ++j) {
-        exchange(layer.blocks[j], block_of(i), known.blocks[j][l]);
+      for (std::size_t j = 0; ends_slab && j < layer.slabs.size(); ++j) {
+        exchange(layer.slabs[j], slab_of(i), known.slabs[j][l]);
       }
     }
   }
@@ -128,21 +128,21 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
 void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,
                       SequenceMemory& memory) {
   Entry fresh;
-  fresh.blocks.resize(engine_.sketches.size());
+  fresh.slabs.resize(pools_.sketches.size());
   for (const LayerState& layer : memory.layers()) {
     fresh.pages.push_back(&layer.pages.page(static_cast<std::int64_t>(page)));
-    for (std::size_t j = 0; j < fresh.blocks.size(); ++j) {
-      fresh.blocks[j].push_back(&layer.blocks[j].page(static_cast<std::int64_t>(block_of(page))));
+    for (std::size_t j = 0; j < fresh.slabs.size(); ++j) {
+      fresh.slabs[j].push_back(&layer.slabs[j].page(static_cast<std::int64_t>(slab_of(page))));
     }
   }
   // The pages before it in the block need no older copy of the block.
-  for (std::size_t i = page; i-- > 0 && block_of(i) == block_of(page);) {
+  for (std::size_t i = page; i-- > 0 && slab_of(i) == slab_of(page);) {
     Entry& before = entry(keys[i]);
-    if (before.blocks == fresh.blocks) continue;
-    const Entry newer{.pages = {}, .blocks = fresh.blocks, .order = {}};
+    if (before.slabs == fresh.slabs) continue;
+    const Entry newer{.pages = {}, .slabs = fresh.slabs, .order = {}};
     hold(newer);
-    let_go(stream, Entry{.pages = {}, .blocks = before.blocks, .order = {}});
-    before.blocks = fresh.blocks;
+    let_go(stream, Entry{.pages = {}, .slabs = before.slabs, .order = {}});
+    before.slabs = fresh.slabs;
   }
   hold(fresh);
   order_.push_front(keys[page]);

@@ -14,13 +14,13 @@
 
 namespace kvtier::runtime {
 
-/// Pages of sequences, found by what their tokens are: a tree of pages, each with the sketch blocks
+/// Pages of sequences, found by what their tokens are: a tree of pages, each with the sketch slabs
 /// that its tokens are in. Holds the frames like any sequence, until a sequence needs them: then
 /// the page at the end of a prefix that was used the longest ago goes. Called with the engine's
 /// mutex held.
 class PrefixStore {
  public:
-  explicit PrefixStore(EngineState& engine) : engine_(engine) {}
+  explicit PrefixStore(Pools& pools) : pools_(pools) {}
   PrefixStore(const PrefixStore&) = delete;  // holds frames
   PrefixStore& operator=(const PrefixStore&) = delete;
 
@@ -31,7 +31,7 @@ class PrefixStore {
   /// false when they cannot be resident at once. Throws what `PagePool::ensure_resident` throws.
   bool ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys);
   /// Makes an empty sequence begin with these pages, all stored and the sinks' resident: it holds
-  /// them and their blocks as well.
+  /// them and their slabs as well.
   void attach(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
 
   /// Stores the pages of a sequence that has at least these tokens in every layer. Where a page is
@@ -56,8 +56,8 @@ class PrefixStore {
     }
   };
   struct Entry {
-    std::vector<Page*> pages;                ///< Per layer.
-    std::vector<std::vector<Page*>> blocks;  ///< Per sketch and layer: those of its tokens.
+    std::vector<Page*> pages;               ///< Per layer.
+    std::vector<std::vector<Page*>> slabs;  ///< Per sketch and layer: those of its tokens.
     std::list<PrefixKey>::iterator order;
   };
 
@@ -69,10 +69,10 @@ class PrefixStore {
   /// Puts the pages before all others, the first of them foremost.
   void touch(std::span<const PrefixKey> keys);
   Entry& entry(const PrefixKey& key) { return entries_.at(key); }
-  [[nodiscard]] std::size_t block_of(std::size_t page) const {
-    return page * static_cast<std::size_t>(engine_.kv.page_tokens) / hashing::kBlockTokens;
+  [[nodiscard]] std::size_t slab_of(std::size_t page) const {
+    return page * static_cast<std::size_t>(pools_.kv.page_tokens) / hashing::kBlockTokens;
   }
-  /// Puts stored pages, and blocks that they fill, in the place of the sequence's own.
+  /// Puts stored pages, and slabs that they fill, in the place of the sequence's own.
   void adopt(transfer::Stream& stream, std::span<const PrefixKey> stored, SequenceMemory& memory);
   /// Lets go of a page, if it is stored.
   void forget(transfer::Stream& stream, const PrefixKey& key);
@@ -80,7 +80,7 @@ class PrefixStore {
   void add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,
            SequenceMemory& memory);
 
-  EngineState& engine_;
+  Pools& pools_;
   std::unordered_map<PrefixKey, Entry, KeyHash> entries_;
   std::list<PrefixKey> order_;  ///< Latest use first; a page comes before those that follow it.
   std::uint64_t evicted_ = 0;

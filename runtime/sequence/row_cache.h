@@ -1,6 +1,6 @@
 #pragma once
 
-#include "runtime/engine/engine_state.h"
+#include "runtime/sequence/pools.h"
 #include "runtime/sequence/sequence_memory.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/row_checks.h"
@@ -13,12 +13,11 @@ namespace kvtier::runtime {
 
 /// Takes memory for the row cache of a layer, none of which is there yet; nothing happens when the
 /// layer has it, when the engine has none left, or no row cache at all.
-void take_row_cache(transfer::Stream& stream, const EngineState& engine, LayerState& layer);
+void take_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& layer);
 /// Gives it back, reused after the work enqueued on `stream` so far.
-void give_back_row_cache(transfer::Stream& stream, const EngineState& engine, LayerState& layer);
+void give_back_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& layer);
 /// Forgets the cached rows of the tokens past the layer's length: other tokens may come there.
-void forget_cached_rows(transfer::Stream& stream, const EngineState& engine,
-                        const LayerState& layer);
+void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const LayerState& layer);
 
 /// Rows to be fetched for one launch.
 struct Fetch {
@@ -32,10 +31,10 @@ struct Fetch {
 /// cached ones from their slots. On CUDA these may stay there: then returns where rows are, for
 /// attention, which must be the next launch. With checks of rows, those that the launch reads are
 /// compared, and nothing stays.
-transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const EngineState& engine,
+transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools,
                                     const Fetch& fetch);
 /// Enqueues that the selected rows enter the row cache, those that are not yet and find a slot,
 /// where the layers' pages are all resident.
-void enqueue_row_prefetch(transfer::Stream& stream, const EngineState& engine, const Fetch& fetch);
+void enqueue_row_prefetch(transfer::Stream& stream, const Pools& pools, const Fetch& fetch);
 
 }  // namespace kvtier::runtime

@@ -18,28 +18,47 @@ bool tail_shared(const PageTable& table, std::int64_t length, std::int64_t unit)
   return length % unit != 0 && table.shared(length / unit);
 }
 
+std::size_t whole_regions(std::size_t bytes) {
+  constexpr std::size_t kAlign = 256;
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
 }  // namespace
 
-SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
-    : engine_(engine), max_tokens_(max_tokens) {
-  const LayerBytes bytes(engine.kv, engine.sketches.size(), max_tokens);
-  const auto num_layers = static_cast<std::size_t>(engine.config.model.layers);
-  buffer_ = engine.device->allocate(transfer::Space::kDevice, bytes.total * num_layers);
+LayerBytes::LayerBytes(const transfer::KvGeometry& kv, std::size_t num_sketches,
+                       std::int64_t tokens) {
+  const auto row = static_cast<std::size_t>(kv.row_bytes() * kv.kv_heads);
+  const auto entries = [](std::int64_t count) {
+    return whole_regions(static_cast<std::size_t>(count) * sizeof(std::byte*));
+  };
+  page_table = entries(ceil_div(tokens, kv.page_tokens));
+  slab_table = entries(ceil_div(tokens, hashing::kBlockTokens));
+  counters = whole_regions(sizeof(transfer::SequenceCounters));
+  sinks = whole_regions(row * static_cast<std::size_t>(kv.sink_capacity));
+  ring = whole_regions(row * static_cast<std::size_t>(kv.recent_capacity));
+  total = page_table + slab_table * num_sketches + counters + sinks + ring;
+}
+
+SequenceMemory::SequenceMemory(Pools& pools, std::int64_t max_tokens)
+    : pools_(pools), max_tokens_(max_tokens) {
+  const LayerBytes bytes(pools.kv, pools.sketches.size(), max_tokens);
+  const auto num_layers = static_cast<std::size_t>(pools.layers);
+  buffer_ = pools.device.allocate(transfer::Space::kDevice, bytes.total * num_layers);
 
   layers_.reserve(num_layers);
   std::byte* at = buffer_.data();
   const auto carve = [&at](std::size_t size) { return std::exchange(at, at + size); };
   for (std::size_t i = 0; i < num_layers; ++i) {
     auto** page_addresses = reinterpret_cast<std::byte**>(carve(bytes.page_table));
-    LayerState layer{.pages = PageTable(*engine.pages, page_addresses,
-                                        ceil_div(max_tokens, engine.kv.page_tokens)),
-                     .blocks = {},
+    LayerState layer{.pages = PageTable(*pools.pages, page_addresses,
+                                        ceil_div(max_tokens, pools.kv.page_tokens)),
+                     .slabs = {},
                      .view = {}};
-    layer.blocks.reserve(engine.sketches.size());
-    for (const SketchStore& sketch : engine.sketches) {
-      auto** block_addresses = reinterpret_cast<std::byte**>(carve(bytes.block_table));
-      layer.blocks.emplace_back(*sketch.blocks, block_addresses,
-                                ceil_div(max_tokens, hashing::kBlockTokens));
+    layer.slabs.reserve(pools.sketches.size());
+    for (const SketchStore& sketch : pools.sketches) {
+      auto** slab_addresses = reinterpret_cast<std::byte**>(carve(bytes.slab_table));
+      layer.slabs.emplace_back(*sketch.slabs, slab_addresses,
+                               ceil_div(max_tokens, hashing::kBlockTokens));
     }
     layer.view.pages = layer.pages.device_addresses();
     layer.view.counters = reinterpret_cast<transfer::SequenceCounters*>(carve(bytes.counters));
@@ -49,8 +68,19 @@ SequenceMemory::SequenceMemory(EngineState& engine, std::int64_t max_tokens)
   }
 }
 
+bool SequenceMemory::ensure_resident(transfer::Stream& stream) {
+  if (!pools_.pages->has_tiers()) return true;
+  std::vector<Page*> pages;
+  for (const LayerState& layer : layers_) {
+    for (std::int64_t i = 0; i < layer.pages.size(); ++i) pages.push_back(&layer.pages.page(i));
+  }
+  if (!pools_.pages->ensure_resident(stream, pages)) return false;
+  for (LayerState& layer : layers_) (void)layer.pages.sync_addresses(stream);
+  return true;
+}
+
 void SequenceMemory::clear(transfer::Stream& stream) {
-  engine_.session_device_bytes += buffer_.bytes();
+  pools_.session_bytes += buffer_.bytes();
   for (LayerState& layer : layers_) {
     stream.fill(layer.view.counters, 0, sizeof(transfer::SequenceCounters));
   }
@@ -58,7 +88,7 @@ void SequenceMemory::clear(transfer::Stream& stream) {
 
 void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
   assert(buffer_.bytes() == other.buffer_.bytes());
-  engine_.session_device_bytes += buffer_.bytes();
+  pools_.session_bytes += buffer_.bytes();
   try {
     const transfer::CopyRun run{buffer_.data(), other.buffer_.data(), buffer_.bytes()};
     stream.copy({&run, 1});
@@ -74,9 +104,9 @@ void SequenceMemory::share(transfer::Stream& stream, SequenceMemory& other) {
 void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& from,
                                  LayerState& to) const {
   to.length = from.length;
-  to.pages.share(from.pages, ceil_div(from.length, engine_.kv.page_tokens));
-  for (std::size_t j = 0; j < to.blocks.size(); ++j) {
-    to.blocks[j].share(from.blocks[j], ceil_div(from.length, hashing::kBlockTokens));
+  to.pages.share(from.pages, ceil_div(from.length, pools_.kv.page_tokens));
+  for (std::size_t j = 0; j < to.slabs.size(); ++j) {
+    to.slabs[j].share(from.slabs[j], ceil_div(from.length, hashing::kBlockTokens));
   }
   to.capacity = room(to);
   set_length(stream, to);
@@ -84,7 +114,7 @@ void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& fro
 
 void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& layer) const {
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
-  forget_cached_rows(stream, engine_, layer);
+  forget_cached_rows(stream, pools_, layer);
 }
 
 void SequenceMemory::limit_room(transfer::Stream& stream) {
@@ -110,12 +140,12 @@ void SequenceMemory::capture() {
 
 void SequenceMemory::keep_pages(LayerState& layer, std::int64_t begin) {
   for (std::int64_t i = begin; i < layer.pages.size(); ++i) {
-    engine_.pages->pin(layer.pages.page(i));
+    pools_.pages->pin(layer.pages.page(i));
   }
 }
 
 void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
-  const transfer::KvGeometry& kv = engine_.kv;
+  const transfer::KvGeometry& kv = pools_.kv;
   const std::int64_t sinks = std::min<std::int64_t>(tokens, kv.sink_capacity);
   std::vector<transfer::CopyRun> runs;
   for (LayerState& layer : layers_) {
@@ -144,19 +174,19 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
 void SequenceMemory::release(transfer::Stream& stream) {
   for (LayerState& layer : layers_) {
     layer.pages.shrink(stream, 0);
-    for (PageTable& blocks : layer.blocks) blocks.shrink(stream, 0);
-    give_back_row_cache(stream, engine_, layer);
+    for (PageTable& slabs : layer.slabs) slabs.shrink(stream, 0);
+    give_back_row_cache(stream, pools_, layer);
   }
-  engine_.session_device_bytes -= buffer_.bytes();
-  engine_.retire(stream.record(), std::move(buffer_));
+  pools_.session_bytes -= buffer_.bytes();
+  pools_.retire(stream.record(), std::move(buffer_));
 }
 
 std::int64_t SequenceMemory::room(const LayerState& layer) const {
-  std::int64_t tokens = std::min(layer.pages.size() * engine_.kv.page_tokens, max_tokens_);
-  bool shared = tail_shared(layer.pages, layer.length, engine_.kv.page_tokens);
-  for (const PageTable& blocks : layer.blocks) {
-    tokens = std::min(tokens, blocks.size() * hashing::kBlockTokens);
-    shared = shared || tail_shared(blocks, layer.length, hashing::kBlockTokens);
+  std::int64_t tokens = std::min(layer.pages.size() * pools_.kv.page_tokens, max_tokens_);
+  bool shared = tail_shared(layer.pages, layer.length, pools_.kv.page_tokens);
+  for (const PageTable& slabs : layer.slabs) {
+    tokens = std::min(tokens, slabs.size() * hashing::kBlockTokens);
+    shared = shared || tail_shared(slabs, layer.length, hashing::kBlockTokens);
   }
   return shared ? layer.length : tokens;
 }

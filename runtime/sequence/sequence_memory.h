@@ -1,7 +1,7 @@
 #pragma once
 
-#include "runtime/engine/engine_state.h"
 #include "runtime/paging/page_table.h"
+#include "runtime/sequence/pools.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/sequence.h"
 #include "transfer/row_cache/row_cache.h"
@@ -11,19 +11,14 @@
 
 namespace kvtier::runtime {
 
-/// Pages or blocks of `b` tokens that hold `a`.
-[[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) noexcept {
-  return (a + b - 1) / b;
-}
-
 /// One layer of a sequence. `length` and `capacity` are what the host has enqueued; the device's
 /// own are in `view.counters`.
 struct LayerState {
   PageTable pages;
-  std::vector<PageTable> blocks;  ///< One per sketch of the engine.
+  std::vector<PageTable> slabs;  ///< One per sketch of the engine.
   transfer::SequenceView view;
   std::int64_t length = 0;
-  /// Tokens for which pages and blocks are held that nobody else holds, the shared ones below
+  /// Tokens for which pages and slabs are held that nobody else holds, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
   std::vector<std::int64_t>
@@ -34,6 +29,12 @@ struct LayerState {
   bool may_hold_prefetched = false;  ///< Rows may have been prefetched.
 };
 
+/// Sizes of one layer's regions in the buffer of a session.
+struct LayerBytes {
+  LayerBytes(const transfer::KvGeometry& kv, std::size_t num_sketches, std::int64_t tokens);
+  std::size_t page_table, slab_table, counters, sinks, ring, total;
+};
+
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
 /// with its tables, counters, sinks and rings. Called with the engine's mutex held.
 ///
@@ -42,20 +43,23 @@ class SequenceMemory {
  public:
   /// Allocates the buffer of a sequence of at most `max_tokens` tokens; enqueues nothing. Throws
   /// `kResourceExhausted`.
-  SequenceMemory(EngineState& engine, std::int64_t max_tokens);
+  SequenceMemory(Pools& pools, std::int64_t max_tokens);
   SequenceMemory(const SequenceMemory&) = delete;  // holds frames
   SequenceMemory& operator=(const SequenceMemory&) = delete;
 
+  /// Restores all pages of all layers, or none and returns false when they are too many. Throws
+  /// what `PagePool::ensure_resident` throws.
+  bool ensure_resident(transfer::Stream& stream);
   /// Enqueues what makes it an empty sequence.
   void clear(transfer::Stream& stream);
   /// Makes it the sequence that `other`, of the same capacity, is: its buffer is copied, its pages
-  /// and blocks are held by both from then on. The part-filled last page and block are among them,
+  /// and slabs are held by both from then on. The part-filled last page and block are among them,
   /// so that neither sequence has room until it has copied them.
   void share(transfer::Stream& stream, SequenceMemory& other);
   /// Gives everything back, reused after the work enqueued on `stream` so far.
   void release(transfer::Stream& stream);
 
-  /// Makes the first `tokens` tokens of every layer those of the pages and blocks that it holds,
+  /// Makes the first `tokens` tokens of every layer those of the pages and slabs that it holds,
   /// whole pages that others have written; those of the sinks are resident.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
   /// Tells the device a layer's length and capacity. Cached rows past the length are forgotten:
@@ -73,12 +77,12 @@ class SequenceMemory {
   void keep_pages(LayerState& layer, std::int64_t begin);
 
   [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
-  [[nodiscard]] int page_tokens() const noexcept { return engine_.kv.page_tokens; }
+  [[nodiscard]] int page_tokens() const noexcept { return pools_.kv.page_tokens; }
 
  private:
   void share_layer(transfer::Stream& stream, const LayerState& from, LayerState& to) const;
 
-  EngineState& engine_;
+  Pools& pools_;
   std::int64_t max_tokens_;
   transfer::Buffer buffer_;
   std::vector<LayerState> layers_;

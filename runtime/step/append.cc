@@ -34,35 +34,35 @@ TensorView slice(TensorView tensor, std::int64_t begin, std::int64_t count) {
 void seal_pages(EngineState& engine, const LayerState& layer, std::int64_t begin) {
   const std::int64_t page_tokens = engine.kv.page_tokens;
   for (std::int64_t i = begin / page_tokens; i < layer.length / page_tokens; ++i) {
-    engine.pages->seal(layer.pages.page(i));
+    engine.pools.pages->seal(layer.pages.page(i));
   }
 }
 
 /// Enqueues one append of at most `kMaxBatch` sequences.
-void flush_append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void flush_append(SubmissionScope& scope, EngineState& engine, int layer,
                   const transfer::AppendBatch& batch, std::span<SessionState* const> sessions,
                   const hashing::PackedRows& packed) {
   transfer::Stream& stream = scope.stream();
-  StageTimer timer(scope, engine, engine.seconds.append);
+  StageTimer timer(scope, engine, engine.statistics.seconds.append);
   std::vector<hashing::SketchTarget> targets;
-  targets.reserve(engine.sketches.size());
-  for (const SketchStore& store : engine.sketches) {
+  targets.reserve(engine.pools.sketches.size());
+  for (const SketchStore& store : engine.pools.sketches) {
     const std::size_t i = targets.size();
     targets.push_back({.planes = store.planes.view(), .geometry = store.geometry, .blocks = {}});
     for (SessionState* session : sessions) {
-      targets.back().blocks.push(session->layer(layer).blocks[i].device_addresses());
+      targets.back().blocks.push(session->layer(layer).slabs[i].device_addresses());
     }
   }
   if (engine.kv.row_checks) {
-    transfer::write_row_checks(stream, engine.kv, batch, engine.frame_checks);
+    transfer::write_row_checks(stream, engine.kv, batch, engine.pools.frame_checks);
   }
   hashing::append_rows(stream, engine.kv, batch, targets, packed,
                        engine.config.memory.placement == KvPlacement::kDevice);
-  engine.staging->finish(stream);
+  engine.workspace.staging.finish(stream);
   timer.stop();
   if (scope.capturing()) return;  // replays append, and `advance` reports them
   for (int j = 0; j < batch.count; ++j) {
-    engine.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
+    engine.statistics.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
     LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
     state.length += batch[j].tokens;
     seal_pages(engine, state, state.length - batch[j].tokens);
@@ -71,7 +71,7 @@ void flush_append(EngineState::SubmissionScope& scope, EngineState& engine, int 
 
 }  // namespace
 
-bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+bool append(SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AppendPart> parts) {
   transfer::AppendBatch batch;
   std::vector<SessionState*> sessions;
@@ -87,9 +87,10 @@ bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
     packed_tokens = 0;
   };
   const auto item_of = [&](const AppendPart& part, std::int64_t begin, std::int64_t count) {
-    const HostStaging::Slice keys = engine.staging->input(scope.stream(), part.keys, begin, count);
+    const HostStaging::Slice keys =
+        engine.workspace.staging.input(scope.stream(), part.keys, begin, count);
     const HostStaging::Slice values =
-        engine.staging->input(scope.stream(), part.values, begin, count);
+        engine.workspace.staging.input(scope.stream(), part.values, begin, count);
     return transfer::AppendItem{.sequence = part.session->layer(layer).view,
                                 .keys = keys.tokens(part.keys.dtype),
                                 .values = values.tokens(part.values.dtype),
@@ -109,31 +110,33 @@ bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
         part.keys.space == MemorySpace::kDevice && part.values.space == MemorySpace::kDevice;
     for (std::int64_t begin = 0; begin < tokens;) {
       // A launch writes at each sequence's length, so a sequence is in it once.
-      if (begin > 0 || batch.count == transfer::kMaxBatch || packed_tokens == engine.append_tokens)
-        flush(engine.packed_rows());
+      if (begin > 0 || batch.count == transfer::kMaxBatch ||
+          packed_tokens == engine.workspace.append_tokens)
+        flush(engine.workspace.packed_rows());
       if (on_device) {
         // As much as can be at a time: other work on the device gives way to each launch.
         transfer::AppendItem item =
-            item_of(part, begin, std::min(tokens - begin, engine.given_tokens()));
+            item_of(part, begin, std::min(tokens - begin, engine.workspace.given_tokens()));
         if (hashing::takes_as_given(scope.stream(), engine.kv, item)) {
-          flush(engine.packed_rows());
+          flush(engine.workspace.packed_rows());
           item.packed_offset = 0;
           push(part, item);
-          flush(engine.given_rows());
+          flush(engine.workspace.given_rows());
           begin += item.tokens;
           continue;
         }
       }
-      const std::int64_t count = std::min(tokens - begin, engine.append_tokens - packed_tokens);
+      const std::int64_t count =
+          std::min(tokens - begin, engine.workspace.append_tokens - packed_tokens);
       push(part, item_of(part, begin, count));
       begin += count;
     }
   }
-  flush(engine.packed_rows());
+  flush(engine.workspace.packed_rows());
   return enqueued;
 }
 
-Append::Append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+Append::Append(SubmissionScope& scope, EngineState& engine, int layer,
                std::span<const AppendPart> parts)
     : scope_(scope), engine_(engine), layer_(layer), parts_(parts) {
   before_.reserve(parts.size());
@@ -156,7 +159,7 @@ void Append::make_room(const AppendPart& part) {
 }
 
 bool Append::at_once() const {
-  const PagePool& pool = *engine_.pages;
+  const PagePool& pool = *engine_.pools.pages;
   if (!pool.has_tiers() || scope_.capturing() || pool.num_movable() == 0) return true;
   std::int64_t needed = 0;
   for (const AppendPart& part : parts_) {
@@ -172,7 +175,7 @@ bool Append::at_once() const {
 }
 
 std::int64_t Append::piece_tokens(const LayerState& state) const {
-  const PagePool& pool = *engine_.pages;
+  const PagePool& pool = *engine_.pools.pages;
   const std::int64_t page_tokens = engine_.kv.page_tokens;
   const auto movable = static_cast<std::int64_t>(pool.num_movable());
   // Half of what can be had, so that a piece does not drive out all that others use.
@@ -184,7 +187,7 @@ std::int64_t Append::piece_tokens(const LayerState& state) const {
 
 bool Append::in_pieces(const AppendPart& part) {
   const std::int64_t tokens = part.keys.shape[0];
-  part.session->ensure_blocks(scope_.stream(), layer_, tokens);
+  part.session->ensure_slabs(scope_.stream(), layer_, tokens);
   bool enqueued = false;
   for (std::int64_t begin = 0; begin < tokens;) {
     const std::int64_t count = std::min(tokens - begin, piece_tokens(part.session->layer(layer_)));

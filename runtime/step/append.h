@@ -11,15 +11,14 @@ namespace kvtier::runtime {
 
 /// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
 /// graph is being captured. Tells whether anything was enqueued.
-bool append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+bool append(SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AppendPart> parts);
 
 /// The append of one call to a layer of several sessions, for all or none. The sessions are in use
 /// by the submission scope.
 class Append {
  public:
-  Append(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
-         std::span<const AppendPart> parts);
+  Append(SubmissionScope& scope, EngineState& engine, int layer, std::span<const AppendPart> parts);
 
   /// Makes room and enqueues the append. With tiers, what needs more pages than there are frames
   /// goes in pieces of whole pages, between which pages leave for the tier. Returns what
@@ -41,7 +40,7 @@ class Append {
   /// Most tokens of the next piece of an append.
   [[nodiscard]] std::int64_t piece_tokens(const LayerState& state) const;
 
-  EngineState::SubmissionScope& scope_;
+  SubmissionScope& scope_;
   EngineState& engine_;
   int layer_;
   std::span<const AppendPart> parts_;

@@ -28,9 +28,9 @@ class Piece {
         counts_(static_cast<std::size_t>(kv.kv_heads)),
         rows_(static_cast<std::size_t>(kv.kv_heads * max_count * kv.row_bytes())) {}
 
-  void gather(EngineState::SubmissionScope& scope, EngineState& engine,
-              const transfer::SequenceView& sequence, transfer::StepFlags* flags,
-              const TensorView& tokens, std::int64_t first, std::int64_t count) {
+  void gather(SubmissionScope& scope, EngineState& engine, const transfer::SequenceView& sequence,
+              transfer::StepFlags* flags, const TensorView& tokens, std::int64_t first,
+              std::int64_t count) {
     first_ = first;
     count_ = count;
     for (std::int64_t head = 0; head < kv_.kv_heads; ++head) {
@@ -41,7 +41,7 @@ class Piece {
     }
     std::fill(counts_.begin(), counts_.end(), static_cast<std::int32_t>(count));
 
-    HostStaging& staging = *engine.staging;
+    HostStaging& staging = engine.workspace.staging;
     const std::int64_t heads = kv_.kv_heads;
     const HostStaging::Slice ids =
         staging.input(scope.stream(), {ids_.data(), DType::kInt32, {1, heads, count}}, 0, 1);
@@ -64,7 +64,7 @@ class Piece {
                                    .rows = query,
                                    .selection = selection,
                                    .rule = {},
-                                   .frames = engine.frame_checks};
+                                   .frames = engine.pools.frame_checks};
       reading.flags.push(flags);
       transfer::gather_whole_rows(scope.stream(), kv_, reading, nullptr);
     } else {
@@ -115,8 +115,8 @@ class Piece {
 
 /// Restores the pages of tokens [first, first + count) of each KV head, or of as many of them as
 /// can be had at once, and returns how many. Throws `kResourceExhausted` when that is none.
-std::int64_t ensure_some_resident(EngineState::SubmissionScope& scope, EngineState& engine,
-                                  LayerState& layer, const TensorView& tokens, std::int64_t first,
+std::int64_t ensure_some_resident(SubmissionScope& scope, EngineState& engine, LayerState& layer,
+                                  const TensorView& tokens, std::int64_t first,
                                   std::int64_t count) {
   std::vector<std::int32_t> ids;
   for (;; count /= 2) {
@@ -133,8 +133,8 @@ std::int64_t ensure_some_resident(EngineState::SubmissionScope& scope, EngineSta
 
 }  // namespace
 
-void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer,
-           const TensorView& tokens, const FetchOutputs& outputs) {
+void fetch(SubmissionScope& scope, SessionState& session, int layer, const TensorView& tokens,
+           const FetchOutputs& outputs) {
   EngineState& engine = session.engine();
   const std::int64_t n = tokens.shape[1];
   const std::int64_t token_bytes = engine.kv.row_bytes() * engine.kv.kv_heads;
@@ -144,7 +144,7 @@ void fetch(EngineState::SubmissionScope& scope, SessionState& session, int layer
   int tries = 0;
   for (std::int64_t first = 0; first < n; first += count) {
     count = std::min(most, n - first);
-    if (engine.pages->has_tiers()) {
+    if (engine.pools.pages->has_tiers()) {
       count = ensure_some_resident(scope, engine, session.layer(layer), tokens, first, count);
     }
     piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, first, count);

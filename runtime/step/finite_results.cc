@@ -27,11 +27,11 @@ bool finite(const EngineState& engine, const MutableTensorView& out, std::int64_
 
 }  // namespace
 
-void attend_finite(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend_finite(SubmissionScope& scope, EngineState& engine, int layer,
                    std::span<const AttendPart> parts, bool after_append) {
   attend_verified(scope, engine, layer, parts, after_append);
   if (!engine.config.reject_nonfinite || !scope.synchronous() || scope.capturing()) return;
-  engine.wait(scope.stream());
+  engine.submission.wait(scope.stream());
   for (const AttendPart& part : parts) {
     const MutableTensorView& out = part.outputs.out;
     if (!readable(engine, out) || finite(engine, out, 0, out.shape[0])) continue;

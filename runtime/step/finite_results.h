@@ -10,7 +10,7 @@ namespace kvtier::runtime {
 /// `kInvalidArgument` with the layer and the token of the query when an `out` that the host can
 /// read has NaN or infinity. Finite tensors have such results where a sum of their products is
 /// beyond fp32. With `Config::reject_nonfinite` off, `attend_verified` alone.
-void attend_finite(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend_finite(SubmissionScope& scope, EngineState& engine, int layer,
                    std::span<const AttendPart> parts, bool after_append = false);
 
 }  // namespace kvtier::runtime

@@ -24,14 +24,14 @@ bool is_whole(const transfer::KvGeometry& kv, const std::byte* page, std::int64_
 
 /// Lets copies in a tier take the place of a layer's changed pages. Returns how many have none.
 std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& layer) {
-  give_back_row_cache(stream, engine, layer);
+  give_back_row_cache(stream, engine.pools, layer);
   const std::int64_t unit = engine.kv.page_tokens;
   std::size_t num_lost = 0;
   for (std::int64_t i = 0; i < ceil_div(layer.length, unit); ++i) {
     const std::byte* page = layer.pages.address(i);
     if (page == nullptr) continue;  // in a tier
     if (is_whole(engine.kv, page, i * unit, std::min((i + 1) * unit, layer.length))) continue;
-    if (!engine.pages->discard(layer.pages.page(i))) ++num_lost;
+    if (!engine.pools.pages->discard(layer.pages.page(i))) ++num_lost;
   }
   return num_lost;
 }
@@ -55,12 +55,12 @@ bool verify_after_read(transfer::Stream& stream, SessionState& session, bool las
                                         std::to_string(num_lost) + " pages");
 }
 
-void attend_verified(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend_verified(SubmissionScope& scope, EngineState& engine, int layer,
                      std::span<const AttendPart> parts, bool after_append) {
   attend(scope, engine, layer, parts, after_append);
   if (!engine.kv.row_checks || !scope.synchronous() || scope.capturing()) return;
   for (const bool last : {false, true}) {
-    engine.wait(scope.stream());
+    engine.submission.wait(scope.stream());
     bool whole = true;
     for (const AttendPart& part : parts) {
       whole = verify_after_read(scope.stream(), *part.session, last) && whole;

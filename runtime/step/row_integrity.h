@@ -12,7 +12,7 @@ namespace kvtier::runtime {
 /// submission that waits for its work, pages with changed rows are taken from a tier and the work
 /// is done again. Throws `kDataLoss` where there is no whole copy. Without `verify_rows`, `attend`
 /// alone.
-void attend_verified(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend_verified(SubmissionScope& scope, EngineState& engine, int layer,
                      std::span<const AttendPart> parts, bool after_append = false);
 
 /// After a session's rows have been read, while its stream is idle: tells whether they were all

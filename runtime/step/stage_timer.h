@@ -9,7 +9,7 @@ namespace kvtier::runtime {
 /// Adds host-clock time of a stage to `total`, waiting for the stage, when stages are timed.
 class StageTimer {
  public:
-  StageTimer(EngineState::SubmissionScope& scope, const EngineState& engine, double& total)
+  StageTimer(SubmissionScope& scope, const EngineState& engine, double& total)
       : scope_(scope), active_(engine.config.time_stages && scope.synchronous()), total_(total) {
     if (active_) start_ = std::chrono::steady_clock::now();
   }
@@ -20,7 +20,7 @@ class StageTimer {
   }
 
  private:
-  EngineState::SubmissionScope& scope_;
+  SubmissionScope& scope_;
   bool active_;
   double& total_;
   std::chrono::steady_clock::time_point start_;

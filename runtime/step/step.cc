@@ -32,8 +32,7 @@ bool has_ids(const AttendPart& part) {
 /// One launch of every attend kernel over at most `batch_rows` query rows.
 class AttendLaunch {
  public:
-  AttendLaunch(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
-               bool after_append)
+  AttendLaunch(SubmissionScope& scope, EngineState& engine, int layer, bool after_append)
       : scope_(scope), engine_(engine), layer_(layer), after_append_(after_append) {}
 
   [[nodiscard]] int rows() const noexcept { return rows_.count; }
@@ -54,7 +53,7 @@ class AttendLaunch {
                   .dense_from = slice.part->options.dense_from});
     }
     sequences_.push(state.view);
-    sketches_.push(sparse(*slice.part) ? state.blocks[slice.part->sketch].device_addresses()
+    sketches_.push(sparse(*slice.part) ? state.slabs[slice.part->sketch].device_addresses()
                                        : nullptr);
     max_length_ = std::max(max_length_, scope_.capturing() ? state.capacity : state.length);
     slices_.push_back(slice);
@@ -67,7 +66,7 @@ class AttendLaunch {
       return finish();
     }
     const bool reads_static = options().recall_params.active || options().params.threshold > 0.0F;
-    if (reads_static && engine_.pages->has_tiers() && !scope_.capturing()) {
+    if (reads_static && engine_.pools.pages->has_tiers() && !scope_.capturing()) {
       ensure_static_resident(scope_.stream(), engine_, layers_of_slices(), options().rule, rows_);
       after_append_ = false;
     }
@@ -78,13 +77,14 @@ class AttendLaunch {
       (void)choose();
       export_ids(slices_.front().part->select);
     }
-    if (!scope_.capturing()) engine_.query_tokens += static_cast<std::uint64_t>(rows_.count);
+    if (!scope_.capturing())
+      engine_.statistics.query_tokens += static_cast<std::uint64_t>(rows_.count);
     finish();
   }
 
  private:
   void finish() {
-    engine_.staging->finish(scope_.stream());
+    engine_.workspace.staging.finish(scope_.stream());
     slices_.clear();
     input_.reset();
     tables_after_append_ = false;
@@ -98,7 +98,7 @@ class AttendLaunch {
   [[nodiscard]] const ResolvedOptions& options() const { return slices_.front().part->options; }
   [[nodiscard]] std::size_t flags_index() const {
     const AttendPart& part = *slices_.front().part;
-    return sparse(part) ? part.sketch : engine_.sketches.size();
+    return sparse(part) ? part.sketch : engine_.pools.sketches.size();
   }
 
   /// Whether the selector chooses the tokens, from tables of the queries.
@@ -111,36 +111,36 @@ class AttendLaunch {
     for (const Slice& slice : slices_) {
       const TensorView& query = slice.part->inputs.query;
       const HostStaging::Slice on_device =
-          engine_.staging->input(scope_.stream(), query, slice.begin, slice.count);
+          engine_.workspace.staging.input(scope_.stream(), query, slice.begin, slice.count);
       for (std::int64_t t = 0; t < slice.count; ++t) {
         items.push({.query = on_device.tokens(query.dtype),
                     .token = static_cast<std::int32_t>(t),
                     .lag = rows_[items.count].lag,
-                    .flags = again_ ? engine_.repeat_flags() : slice.part->session->flags(),
+                    .flags = again_ ? engine_.statistics.repeated() : slice.part->session->flags(),
                     .counters = slice.part->session->layer(layer_).view.counters,
                     .layer = layer_});
       }
     }
-    auto* queries = engine_.queries.as<float>();
+    auto* queries = engine_.workspace.queries.as<float>();
     const bool after_append = std::exchange(after_append_, false);
     if (!chooses()) {
       transfer::pack_queries(scope_.stream(), engine_.kv, items, queries);
       return;
     }
-    const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
+    const SketchStore& store = engine_.pools.sketches[slices_.front().part->sketch];
     const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
     if (!options().recall_params.active &&
         scoring::fuses_query_projection(scope_.stream(), select_request())) {
       input_ = input;
       return;
     }
-    engine_.selector->read_queries(scope_.stream(), options().params, store.planes.view(), input,
-                                   queries);
+    engine_.workspace.selector.read_queries(scope_.stream(), options().params, store.planes.view(),
+                                            input, queries);
     tables_after_append_ = after_append;
   }
 
   [[nodiscard]] scoring::SelectRequest select_request() const {
-    const SketchStore& store = engine_.sketches[slices_.front().part->sketch];
+    const SketchStore& store = engine_.pools.sketches[slices_.front().part->sketch];
     return {.params = options().params,
             .rule = options().rule,
             .kv = engine_.kv,
@@ -149,15 +149,16 @@ class AttendLaunch {
             .sequences = sequences_,
             .sketches = sketches_,
             .rows = rows_,
-            .queries = engine_.queries.as<float>(),
+            .queries = engine_.workspace.queries.as<float>(),
             .max_length = max_length_,
-            .flags = again_ ? engine_.repeat_flags() : engine_.step_flags(flags_index()),
+            .flags = again_ ? engine_.statistics.repeated()
+                            : engine_.statistics.of_sketch(flags_index()),
             .keep_scores = !slices_.front().part->select.scores.empty(),
             .tables_built = chooses(),
             .after_append = tables_after_append_,
-            .may_exchange = engine_.selector->may_exchange(),
+            .may_exchange = engine_.workspace.selector.may_exchange(),
             .input = input_ ? &*input_ : nullptr,
-            .packed = engine_.queries.as<float>()};
+            .packed = engine_.workspace.queries.as<float>()};
   }
 
   [[nodiscard]] scoring::IdTensor id_tensor(const HostStaging::Slice& slice,
@@ -173,22 +174,23 @@ class AttendLaunch {
   transfer::SelectionView choose(const attention::AttendTargets* attend = nullptr) {
     const Slice& first = slices_.front();
     const TensorView& given = first.part->inputs.selected;
-    StageTimer timer(scope_, engine_, engine_.seconds.score);
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.score);
     transfer::SelectionView selection;
     if (given.empty()) {
       scoring::SelectRequest request = select_request();
       request.attend = attend;
-      selection = engine_.selector->select(scope_.stream(), request, options().recall_params);
+      selection =
+          engine_.workspace.selector.select(scope_.stream(), request, options().recall_params);
     } else {
       const HostStaging::Slice ids =
-          engine_.staging->input(scope_.stream(), given, first.begin, first.count);
+          engine_.workspace.staging.input(scope_.stream(), given, first.begin, first.count);
       const TensorView& bias = first.part->inputs.bias;
       HostStaging::Slice biases;
       if (!bias.empty()) {
-        biases = engine_.staging->input(scope_.stream(), bias, first.begin, first.count);
+        biases = engine_.workspace.staging.input(scope_.stream(), bias, first.begin, first.count);
       }
-      selection = engine_.selector->adopt(scope_.stream(), select_request(), id_tensor(ids, given),
-                                          id_floats(biases));
+      selection = engine_.workspace.selector.adopt(scope_.stream(), select_request(),
+                                                   id_tensor(ids, given), id_floats(biases));
     }
     timer.stop();
     return selection;
@@ -204,14 +206,15 @@ class AttendLaunch {
     const Slice& first = slices_.front();
     const auto slice_of = [&](const MutableTensorView& tensor) {
       return tensor.empty() ? HostStaging::Slice{}
-                            : engine_.staging->output(tensor, first.begin, first.count);
+                            : engine_.workspace.staging.output(tensor, first.begin, first.count);
     };
     const scoring::IdTensor ids = id_tensor(slice_of(outputs.ids), outputs.ids);
     const scoring::SelectRequest request = select_request();
-    engine_.selector->export_ids(scope_.stream(), request, ids, id_floats(slice_of(outputs.bias)));
+    engine_.workspace.selector.export_ids(scope_.stream(), request, ids,
+                                          id_floats(slice_of(outputs.bias)));
     if (outputs.scores.empty()) return;
-    engine_.selector->export_scores(scope_.stream(), request, ids,
-                                    id_floats(slice_of(outputs.scores)));
+    engine_.workspace.selector.export_scores(scope_.stream(), request, ids,
+                                             id_floats(slice_of(outputs.scores)));
   }
 
   [[nodiscard]] std::int64_t selected_bound() const {
@@ -229,7 +232,7 @@ class AttendLaunch {
 
   /// Whether one kernel selects and attends. Stages that are timed apart run apart.
   [[nodiscard]] bool attends_as_it_chooses() const {
-    return chooses() && !options().recall_params.active && !engine_.pages->has_tiers() &&
+    return chooses() && !options().recall_params.active && !engine_.pools.pages->has_tiers() &&
            !engine_.config.time_stages && engine_.config.memory.placement == KvPlacement::kDevice &&
            scoring::fuses_attention(scope_.stream(), select_request());
   }
@@ -248,11 +251,11 @@ class AttendLaunch {
         .rule = options().rule,
         .sequences = sequences_,
         .rows = rows_,
-        .queries = engine_.queries.as<float>(),
+        .queries = engine_.workspace.queries.as<float>(),
         .softmax_scale = options().softmax_scale,
         .logit_softcap = options().logit_softcap,
         .max_length = max_length_,
-        .flags = engine_.step_flags(flags_index()),
+        .flags = engine_.statistics.of_sketch(flags_index()),
         .pages_on_device = engine_.config.memory.placement == KvPlacement::kDevice,
         .places = {}};
 
@@ -267,10 +270,10 @@ class AttendLaunch {
       request.top_k = options().params.top_k;
       request.sparsity = options().params.sparsity;
     }
-    if (engine_.pages->has_tiers() && !scope_.capturing()) {
+    if (engine_.pools.pages->has_tiers() && !scope_.capturing()) {
       const std::vector<LayerState*> layers = layers_of_slices();
       if (!TieredLaunch::all_resident(stream, layers)) {
-        StageTimer timer(scope_, engine_, engine_.seconds.fetch);
+        StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
         TieredLaunch tiered(stream, engine_, layers, request);
         const bool together = ensure_resident(tiered, selection);
         if (!together) tiered.attend(selection, max_selected, output_batch(), session_flags());
@@ -279,15 +282,15 @@ class AttendLaunch {
       }
     }
     if (selection.staged_capacity > 0) {
-      StageTimer timer(scope_, engine_, engine_.seconds.fetch);
+      StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
       const std::vector<LayerState*> layers = layers_of_slices();
-      request.places = fetch_rows(stream, engine_, fetch_of(layers, reading_of(selection)));
+      request.places = fetch_rows(stream, engine_.pools, fetch_of(layers, reading_of(selection)));
       timer.stop();
     } else if (engine_.kv.row_checks) {
       transfer::verify_rows(stream, engine_.kv, reading_of(selection));
     }
-    StageTimer timer(scope_, engine_, engine_.seconds.attend);
-    engine_.flash->attend(stream, request, selection, max_selected, output_batch());
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.attend);
+    engine_.workspace.flash.attend(stream, request, selection, max_selected, output_batch());
     timer.stop();
     finish_attend();
   }
@@ -296,13 +299,13 @@ class AttendLaunch {
                                const transfer::RowReading& reading) const {
     return {.layers = layers,
             .reading = reading,
-            .flags = engine_.step_flags(flags_index()),
+            .flags = engine_.statistics.of_sketch(flags_index()),
             .capturing = scope_.capturing()};
   }
 
   /// Rows are fetched ahead only where nothing has to be waited for.
   [[nodiscard]] bool prefetches() {
-    return !engine_.pages->has_tiers() || scope_.capturing() ||
+    return !engine_.pools.pages->has_tiers() || scope_.capturing() ||
            TieredLaunch::all_resident(scope_.stream(), layers_of_slices());
   }
 
@@ -310,8 +313,8 @@ class AttendLaunch {
     read_queries();
     const transfer::SelectionView selection = choose();
     const std::vector<LayerState*> layers = layers_of_slices();
-    StageTimer timer(scope_, engine_, engine_.seconds.fetch);
-    enqueue_row_prefetch(scope_.stream(), engine_, fetch_of(layers, reading_of(selection)));
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
+    enqueue_row_prefetch(scope_.stream(), engine_.pools, fetch_of(layers, reading_of(selection)));
     timer.stop();
   }
 
@@ -343,7 +346,7 @@ class AttendLaunch {
             .rows = rows_,
             .selection = selection,
             .rule = options().rule,
-            .frames = engine_.frame_checks};
+            .frames = engine_.pools.frame_checks};
   }
 
   void finish_attend() {
@@ -367,14 +370,14 @@ class AttendLaunch {
     for (const Slice& slice : slices_) {
       const MutableTensorView& missed = slice.part->outputs.missed;
       HostStaging::Slice to;
-      if (!missed.empty()) to = engine_.staging->output(missed, slice.begin, slice.count);
+      if (!missed.empty()) to = engine_.workspace.staging.output(missed, slice.begin, slice.count);
       for (std::int64_t t = 0; t < slice.count; ++t, ++row) {
         if (missed.empty()) continue;
         lse_[row].missed = static_cast<float*>(to.data) + t * to.token_stride;
         lse_[row].missed_stride = to.head_stride;
       }
     }
-    engine_.selector->export_missed(scope_.stream(), select_request(), lse_);
+    engine_.workspace.selector.export_missed(scope_.stream(), select_request(), lse_);
   }
 
   [[nodiscard]] attention::OutputBatch output_batch() {
@@ -383,9 +386,9 @@ class AttendLaunch {
     for (const Slice& slice : slices_) {
       const MutableTensorView& out = slice.part->outputs.out;
       const MutableTensorView& lse = slice.part->outputs.lse;
-      const HostStaging::Slice to = engine_.staging->output(out, slice.begin, slice.count);
+      const HostStaging::Slice to = engine_.workspace.staging.output(out, slice.begin, slice.count);
       HostStaging::Slice lse_to;
-      if (!lse.empty()) lse_to = engine_.staging->output(lse, slice.begin, slice.count);
+      if (!lse.empty()) lse_to = engine_.workspace.staging.output(lse, slice.begin, slice.count);
       const auto element = static_cast<std::int64_t>(dtype_bytes(out.dtype));
       for (std::int64_t t = 0; t < slice.count; ++t) {
         attention::OutputItem item{
@@ -396,7 +399,7 @@ class AttendLaunch {
           item.lse = static_cast<float*>(lse_to.data) + t * lse_to.token_stride;
           item.lse_stride = lse_to.head_stride;
         } else if (!slice.part->outputs.missed.empty()) {
-          item.lse = engine_.selector->lse(outputs.count);
+          item.lse = engine_.workspace.selector.lse(outputs.count);
           item.lse_stride = 1;
         }
         lse_.push({.lse = item.lse, .lse_stride = item.lse_stride});
@@ -406,7 +409,7 @@ class AttendLaunch {
     return outputs;
   }
 
-  EngineState::SubmissionScope& scope_;
+  SubmissionScope& scope_;
   EngineState& engine_;
   int layer_;
   bool after_append_;                 ///< Until the first launch.
@@ -434,18 +437,18 @@ bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts, i
          (!has_ids(part) && first.sketch == part.sketch && first.options.same_launch(part.options));
 }
 
-void attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend(SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append) {
   AttendLaunch launch(scope, engine, layer, after_append);
   for (const AttendPart& part : parts) {
     const std::int64_t tokens = part.inputs.query.shape[0];
     for (std::int64_t begin = 0; begin < tokens;) {
-      if (!launch.accepts(part) || launch.rows() == engine.batch_rows ||
+      if (!launch.accepts(part) || launch.rows() == engine.workspace.batch_queries ||
           (begin > 0 && has_ids(part))) {
         launch.enqueue();
       }
       const std::int64_t count =
-          std::min<std::int64_t>(tokens - begin, engine.batch_rows - launch.rows());
+          std::min<std::int64_t>(tokens - begin, engine.workspace.batch_queries - launch.rows());
       launch.add({&part, begin, count});
       begin += count;
     }

@@ -60,7 +60,7 @@ struct AttendPart {
 
 /// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
 /// `append` (runtime/step/append.h) returned, when it is what the scope enqueued just before.
-void attend(EngineState::SubmissionScope& scope, EngineState& engine, int layer,
+void attend(SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AttendPart> parts, bool after_append = false);
 
 }  // namespace kvtier::runtime

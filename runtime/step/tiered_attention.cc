@@ -20,18 +20,16 @@ class ReadBack {
   void read() {
     std::size_t bytes = 0;
     for (const transfer::CopyRun& run : wanted_) bytes += run.bytes;
-    if (engine_.read_back.bytes() < bytes) {
-      engine_.read_back = engine_.device->allocate(transfer::Space::kPinnedHost, 2 * bytes);
-    }
     std::vector<transfer::CopyRun> runs;
-    std::byte* at = engine_.read_back.data();
+    std::byte* const staged = engine_.workspace.read_back(bytes);
+    std::byte* at = staged;
     for (const transfer::CopyRun& run : wanted_) {
       runs.push_back({at, run.from, run.bytes});
       at += run.bytes;
     }
     stream_.copy(runs);
-    engine_.wait(stream_);
-    at = engine_.read_back.data();
+    engine_.submission.wait(stream_);
+    at = staged;
     for (const transfer::CopyRun& run : wanted_) {
       std::memcpy(run.to, at, run.bytes);
       at += run.bytes;
@@ -48,25 +46,13 @@ class ReadBack {
 }  // namespace
 
 void fail_too_many(const EngineState& engine, std::size_t needed) {
-  const PagePool& pool = *engine.pages;
+  const PagePool& pool = *engine.pools.pages;
   throw Error(ErrorCode::kResourceExhausted,
               "page pool: expected room for the " + std::to_string(needed) +
                   " pages that one call reads at once, found " +
                   std::to_string(pool.num_movable()) + " of " + std::to_string(pool.num_frames()) +
                   " frames that can be had (memory.host_bytes); the others are being written or "
                   "belong to captured graphs");
-}
-
-bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
-                         std::span<LayerState> layers) {
-  if (!engine.pages->has_tiers()) return true;
-  std::vector<Page*> pages;
-  for (const LayerState& layer : layers) {
-    for (std::int64_t i = 0; i < layer.pages.size(); ++i) pages.push_back(&layer.pages.page(i));
-  }
-  if (!engine.pages->ensure_resident(stream, pages)) return false;
-  for (LayerState& layer : layers) (void)layer.pages.sync_addresses(stream);
-  return true;
 }
 
 bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, LayerState& layer,
@@ -77,9 +63,9 @@ bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, Layer
   for (const std::int32_t token : tokens) {
     pages.push_back(&layer.pages.page(token / engine.kv.page_tokens));
   }
-  const std::uint64_t before = engine.pages->counters().restored;
-  if (!engine.pages->ensure_resident(stream, pages)) return false;
-  if (engine.pages->counters().restored != before) ++engine.cold_steps;
+  const std::uint64_t before = engine.pools.pages->counters().restored;
+  if (!engine.pools.pages->ensure_resident(stream, pages)) return false;
+  if (engine.pools.pages->counters().restored != before) ++engine.statistics.cold_steps;
   (void)layer.pages.sync_addresses(stream);
   return true;
 }
@@ -159,9 +145,10 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
     }
   }
   if (engine_.page_prefetch != nullptr) remember();
-  const std::uint64_t before = engine_.pages->counters().restored;
-  const bool together = engine_.pages->ensure_resident(stream_, needed_);
-  if (!together || engine_.pages->counters().restored != before) ++engine_.cold_steps;
+  const std::uint64_t before = engine_.pools.pages->counters().restored;
+  const bool together = engine_.pools.pages->ensure_resident(stream_, needed_);
+  if (!together || engine_.pools.pages->counters().restored != before)
+    ++engine_.statistics.cold_steps;
   sync_addresses();
   return together;
 }
@@ -181,12 +168,12 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   for (auto& marks : marked_) std::fill(marks.begin(), marks.end(), false);
   for (const std::int64_t token : tokens) add_needed(sequence, token, token + 1);
   // Others cannot go on: the workspace has what is attended to.
-  if (!engine_.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) {
+  if (!engine_.pools.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) {
     if (tokens.size() == 1) fail_too_many(engine_, 1);
     return false;
   }
   sync_addresses();
-  engine_.wait(stream_);
+  engine_.submission.wait(stream_);
   return true;
 }
 
@@ -201,7 +188,7 @@ void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
 }
 
 std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageIndex> pages) {
-  std::size_t count = std::clamp<std::size_t>(engine_.pages->num_movable(), 1, pages.size());
+  std::size_t count = std::clamp<std::size_t>(engine_.pools.pages->num_movable(), 1, pages.size());
   while (true) {
     needed_.clear();
     for (const WindowedAttention::PageIndex& index : pages.first(count)) {
@@ -209,7 +196,7 @@ std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageInde
       needed_.push_back(&layer.pages.page(index.page));
     }
     // Others cannot go on: the workspace has what is attended to.
-    if (engine_.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) break;
+    if (engine_.pools.pages->ensure_resident(stream_, needed_, /*keep_lock=*/true)) break;
     if (count == 1) fail_too_many(engine_, 1);
     count /= 2;
   }
@@ -257,14 +244,14 @@ void TieredLaunch::attend_in_windows(const transfer::SelectionView& selection,
 void TieredLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,
                           const attention::OutputBatch& outputs,
                           const transfer::Batch<transfer::StepFlags*>& session_flags) {
-  engine_.wait(stream_);
+  engine_.submission.wait(stream_);
   if (engine_.device->backend() == Backend::kCuda) {
     return attend_in_windows(selection, outputs, session_flags);
   }
   transfer::SelectionView in_place = selection;
   in_place.staged = nullptr;
   in_place.staged_capacity = 0;
-  engine_.flash->attend_in_parts(request_, in_place, max_selected, outputs, *this);
+  engine_.workspace.flash.attend_in_parts(request_, in_place, max_selected, outputs, *this);
 }
 
 }  // namespace kvtier::runtime

@@ -19,10 +19,6 @@ namespace kvtier::runtime {
 /// Throws `kResourceExhausted` for pages that cannot be in host memory at once.
 [[noreturn]] void fail_too_many(const EngineState& engine, std::size_t needed);
 
-/// Restores all pages of all layers, or none and returns false when they are too many.
-bool ensure_all_resident(transfer::Stream& stream, EngineState& engine,
-                         std::span<LayerState> layers);
-
 /// Restores the pages of the tokens that `rows` always attend, because a recall target weighs these
 /// before it selects. `layers`: those of the rows' sequences, in their order. Throws
 /// `kResourceExhausted` when they are too many.

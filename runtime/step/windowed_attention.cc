@@ -77,8 +77,8 @@ WindowedAttention::WindowedAttention(transfer::Stream& stream, EngineState& engi
       whole_(request),
       reading_(reading),
       session_flags_(session_flags),
-      memory_(engine.packed.data()),
-      bytes_left_(engine.packed.bytes()) {
+      memory_(engine.workspace.packed.data()),
+      bytes_left_(engine.workspace.packed.bytes()) {
   request_.rule = {};
   request_.flags = nullptr;  // `count_rows` does
   request_.k_known = false;
@@ -162,7 +162,7 @@ void WindowedAttention::attend(const attention::OutputBatch& outputs, const Hold
     attend_until(ends);
   }
   write(outputs);
-  if (own_.bytes() > 0) engine_.wait(stream_);
+  if (own_.bytes() > 0) engine_.submission.wait(stream_);
 }
 
 void WindowedAttention::attend_until(std::span<const std::int64_t> ends) {
@@ -179,7 +179,7 @@ void WindowedAttention::attend_until(std::span<const std::int64_t> ends) {
                                request_.kv.head_dim, sum_.out, DType::kFloat32, sum_.lse);
     }
     begun_ = true;
-    engine_.wait(stream_);  // then the lists are written anew, and pages leave
+    engine_.submission.wait(stream_);  // then the lists are written anew, and pages leave
   }
 }
 
@@ -201,12 +201,10 @@ transfer::SelectionView WindowedAttention::next_lists(std::span<const std::int64
   const std::int64_t entries = lists * selection.capacity;
   const std::size_t bytes = static_cast<std::size_t>(entries) * entry_bytes(reading_) +
                             static_cast<std::size_t>(lists) * sizeof(std::int32_t);
-  if (engine_.read_back.bytes() < bytes) {
-    engine_.read_back = engine_.device->allocate(transfer::Space::kPinnedHost, 2 * bytes);
-  }
+  std::byte* const staged = engine_.workspace.read_back(bytes);
   // Of the widest elements first, so that all are aligned.
   const int bias_heads = reading_.biases.empty() ? 0 : reading_.bias_heads;
-  auto* const biases = reinterpret_cast<float*>(engine_.read_back.data());
+  auto* const biases = reinterpret_cast<float*>(staged);
   auto* const ids = reinterpret_cast<std::int32_t*>(biases + entries * bias_heads);
   auto* const list_counts = ids + entries;
   auto* const masks = reinterpret_cast<std::uint16_t*>(list_counts + lists);
@@ -220,7 +218,7 @@ transfer::SelectionView WindowedAttention::next_lists(std::span<const std::int64
       list.write_bias(list.done, bias_heads, biases + (first + j) * bias_heads);
     }
   }
-  const transfer::CopyRun run{memory_, engine_.read_back.data(), bytes};
+  const transfer::CopyRun run{memory_, staged, bytes};
   stream_.copy({&run, 1});
   if (bias_heads > 0) {
     selection.bias = reinterpret_cast<float*>(memory_);
@@ -240,7 +238,7 @@ void WindowedAttention::launch(const transfer::SelectionView& selection, const R
                            .rows = request_.rows,
                            .selection = selection,
                            .rule = request_.rule,
-                           .frames = engine_.frame_checks});
+                           .frames = engine_.pools.frame_checks});
   }
   attention::OutputBatch outputs;
   const std::int64_t heads = request_.kv.query_heads;
@@ -251,7 +249,7 @@ void WindowedAttention::launch(const transfer::SelectionView& selection, const R
                   .lse = to.lse + r * heads,
                   .lse_stride = 1});
   }
-  engine_.flash->attend(stream_, request_, selection, selection.capacity, outputs);
+  engine_.workspace.flash.attend(stream_, request_, selection, selection.capacity, outputs);
 }
 
 void WindowedAttention::write(const attention::OutputBatch& outputs) {
