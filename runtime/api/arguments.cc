@@ -1,7 +1,7 @@
 #include "runtime/api/arguments.h"
 
 #include "hashing/scalar_code.h"
-#include "runtime/step/step.h"
+#include "runtime/step/resolved_options.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 #include "runtime/engine/session.h"
 #include "runtime/step/append.h"
 #include "runtime/step/fetch.h"
-#include "runtime/step/finite_results.h"
+#include "runtime/step/result_checks.h"
 #include "runtime/step/step.h"
 #include "scoring/recall_params.h"
 
@@ -109,7 +109,8 @@ void append_and_attend(SubmissionScope& scope, EngineState& engine, int layer,
   runtime::Append append(scope, engine, layer, appends);
   const bool appended = append.enqueue();
   try {
-    runtime::attend_finite(scope, engine, layer, attends, appended);
+    runtime::attend(scope, engine, layer, attends, appended);
+    runtime::check_results(scope, engine, layer, attends);
   } catch (...) {
     if (!scope.capturing()) append.undo();
     throw;
@@ -369,7 +370,8 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
   SubmissionScope scope(engine.submission, stream);
   {
     const SessionUse use(*impl_, scope);
-    runtime::attend_finite(scope, engine, layer, {&part, 1});
+    runtime::attend(scope, engine, layer, {&part, 1});
+    runtime::check_results(scope, engine, layer, {&part, 1});
   }
   scope.finish();
   prefetch_after_step(scope, engine, layer, {&part, 1});

@@ -6,7 +6,7 @@
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "runtime/api/paged_arguments.h"
-#include "runtime/step/step.h"
+#include "runtime/step/resolved_options.h"
 #include "scoring/selector.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/paged_rows.h"

@@ -1,4 +1,4 @@
-#include "runtime/step/step.h"
+#include "runtime/step/resolved_options.h"
 
 #include <cmath>
 #include <limits>
