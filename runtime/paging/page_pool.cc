@@ -32,7 +32,8 @@ PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t
 
 Page& PagePool::new_page() {
   if (free_pages_.empty()) {
-    free_pages_.reserve(pages_.size() + 1);  // so that giving back does not fail
+    if (free_pages_.capacity() <= pages_.size())
+      free_pages_.reserve(2 * pages_.size() + 1);  // giving back cannot fail
     Page& page = pages_.emplace_back();
     page.version.page = pages_.size();
     return page;

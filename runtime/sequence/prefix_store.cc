@@ -76,7 +76,7 @@ void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> ke
     for (std::size_t j = 0; j < layer.slabs.size(); ++j) {
       held.clear();
       for (std::size_t i = 0; i < keys.size(); ++i) {
-        // The last page in a block, or of the prefix, has a block with all that is needed.
+        // The last page in a slab, or of the prefix, has a slab with all that is needed.
         if (i + 1 < keys.size() && slab_of(i) == slab_of(i + 1)) continue;
         held.push_back(entries[i]->slabs[j][l]);
       }
@@ -135,7 +135,7 @@ void PrefixStore::add(transfer::Stream& stream, std::span<const PrefixKey> keys,
       fresh.slabs[j].push_back(&layer.slabs[j].page(static_cast<std::int64_t>(slab_of(page))));
     }
   }
-  // The pages before it in the block need no older copy of the block.
+  // The pages before it in the slab need no older copy of the slab.
   for (std::size_t i = page; i-- > 0 && slab_of(i) == slab_of(page);) {
     Entry& before = entry(keys[i]);
     if (before.slabs == fresh.slabs) continue;

@@ -53,7 +53,7 @@ class SequenceMemory {
   /// Enqueues what makes it an empty sequence.
   void clear(transfer::Stream& stream);
   /// Makes it the sequence that `other`, of the same capacity, is: its buffer is copied, its pages
-  /// and slabs are held by both from then on. The part-filled last page and block are among them,
+  /// and slabs are held by both from then on. The part-filled last page and slab are among them,
   /// so that neither sequence has room until it has copied them.
   void share(transfer::Stream& stream, SequenceMemory& other);
   /// Gives everything back, reused after the work enqueued on `stream` so far.

@@ -74,8 +74,14 @@ TEST(IncludeRules, FindAPlantedUpwardInclude) {
               HasSubstr("formats must not include transfer/device"));
   EXPECT_THAT(problem("include/kvtier/engine.h", "transfer/device/device.h"),
               HasSubstr("api must not include transfer/device"));
+  EXPECT_THAT(problem("runtime/sequence/pools.cc", "runtime/engine/engine_state.h"),
+              HasSubstr("runtime/sequence must not include runtime/engine"));
+  EXPECT_THAT(problem("runtime/engine/session.cc", "runtime/step/step.h"),
+              HasSubstr("runtime/engine must not include runtime/step"));
+  EXPECT_THAT(problem("runtime/c_api/c_api.cc", "runtime/engine/session.h"),
+              HasSubstr("runtime/c_api must not include runtime/engine"));
   EXPECT_THAT(problem("runtime/api/engine.cc", "tests/support/oracle.h"),
-              HasSubstr("runtime must not include tests"));
+              HasSubstr("runtime/api must not include tests"));
 }
 
 TEST(IncludeRules, FindCudaAboveTheSeam) {

@@ -42,7 +42,7 @@ class OutsideCapture {
 inline cudaStream_t stream_of(void* native) noexcept { return static_cast<cudaStream_t>(native); }
 
 /// Tells whether the current device can run the kernels of this build; the reason if not.
-/// Defined beside the kernels of transfer.
+/// Defined in launch_cuda.cu.
 [[nodiscard]] bool has_kernel_image(std::string& why_not);
 
 }  // namespace kvtier::transfer::cuda

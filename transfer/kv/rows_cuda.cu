@@ -326,24 +326,6 @@ dim3 append_grid(const KvGeometry& geometry, const AppendBatch& batch) {
 
 namespace cuda {
 
-bool has_kernel_image(std::string& why_not) {
-  cudaFuncAttributes attributes;
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, set_length_kernel);
-  if (status == cudaSuccess) return true;
-  static_cast<void>(cudaGetLastError());
-  why_not = cudaGetErrorString(status);
-  return false;
-}
-
-bool overlaps_kernels() {
-  constexpr int kFirstMajor = 9;
-  int device = 0;
-  int major = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  KVTIER_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= kFirstMajor;
-}
-
 void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
                std::byte* packed, RowSquares* squares) {
   if (batch.count == 0) return;
