@@ -1,29 +1,77 @@
 #pragma once
 
-#include "scoring/selector.h"
-#include "transfer/device/device.h"
+#include "scoring/estimator.h"
+#include "transfer/kv/sequence.h"
+
+#include <cstdint>
 
 namespace kvtier::scoring {
 
-/// Tells whether it is known how many tokens `Selector::select` will select of each row, before it
-/// has: `transfer::num_to_select`. On CUDA the last kernel of such a selection lets the next one
-/// start only after its own wait (transfer/device/launch_cuda.cuh): that one may read all but the
-/// selection and the queries before it waits for it.
-[[nodiscard]] bool k_known_on_host(const transfer::Stream& stream, const SelectRequest& request);
+/// What a `SelectionPlan` depends on: the shape of a `SelectRequest`, without its memory.
+struct SelectShape {
+  ScoreParams params;
+  transfer::SpanRule rule;
+  int kv_heads = 0;
+  int group = 0;            ///< Query heads of a KV head.
+  int head_dim = 0;         ///< Of rows and queries.
+  int plane_dim = 0;        ///< Of the planes.
+  bool fp8_rows = false;    ///< Rows of pages are in fp8,
+  bool fp16_sinks = false;  ///< always-attended ones have copies in 16 bits.
+  int rows = 0;
+  std::int64_t max_length = 0;  ///< In whole sketch slabs, so that growing tokens keep a plan.
+  bool keep_scores = false;
+  bool recall = false;  ///< With a recall target, or missed mass wanted.
 
-/// Tells whether `Selector::select` can read the caller's queries of such a request itself: then it
-/// may be given them as `SelectRequest::input`, and needs no tables.
-[[nodiscard]] bool fuses_query_projection(const transfer::Stream& stream,
-                                          const SelectRequest& request);
+  friend bool operator==(const SelectShape&, const SelectShape&) = default;
+};
 
-/// Tells whether `Selector::select` can attend as well, where it is told `SelectRequest::attend`:
-/// the rows must then lie where `row_address` says, in device memory.
-[[nodiscard]] bool fuses_attention(const transfer::Stream& stream, const SelectRequest& request);
+/// Which kernels select. docs: scoring/README.md has the decision tree.
+enum class SelectionPath {
+  kGeneric,     ///< Scores in memory; on the CPU always.
+  kFused,       ///< One kernel, sums in shared memory (fused/).
+  kFusedInL2,   ///< Two kernels, sums in L2 (fused/).
+  kStream,      ///< A key per token (stream/).
+  kSoft,        ///< Soft collision, one kernel (soft/).
+  kSoftInL2,    ///< Soft collision, values in L2 (soft/).
+  kCandidates,  ///< A pass that keeps candidates (candidates/).
+};
+
+/// How `Selector::select` serves a shape.
+struct SelectionPlan {
+  SelectionPath path = SelectionPath::kGeneric;
+  /// Whether it reads the caller's queries itself: then it may be given them as
+  /// `SelectRequest::input`, and needs no tables.
+  bool reads_queries = false;
+  /// Whether it can attend as well, where it is given `SelectRequest::attend`: the rows must then
+  /// lie where `row_address` says, in device memory.
+  bool attends = false;
+  /// Whether it selects `transfer::num_to_select` tokens of each row, and its last kernel lets the
+  /// next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may read all but
+  /// the selection and the queries before it waits for it.
+  bool k_known = false;
+
+  // The launch, of paths whose blocks share a (row, KV head).
+  unsigned blocks = 0;  ///< Of a (row, KV head), that choose.
+  unsigned parts = 0;   ///< Of a (row, KV head), that score, where others choose.
+  int capacity = 0;     ///< Tokens of a block that chooses, whole units.
+  int stages = 0;       ///< Units that a warp has under way.
+  int bytes = 0;        ///< Dynamic shared memory of a block that chooses.
+};
+
+/// What a plan depends on of a CUDA device, from its attributes.
+struct DeviceLimits {
+  int processors = 0;
+  int major = 0;  ///< Compute capability.
+  std::int64_t l2_bytes = 0;
+  int block_bytes = 0;  ///< Most shared memory of a block.
+};
 
 namespace cuda {
-[[nodiscard]] bool k_known_on_host(const SelectRequest& request);
-[[nodiscard]] bool fuses_query_projection(const SelectRequest& request);
-[[nodiscard]] bool fuses_attention(const SelectRequest& request);
+/// Of the current device.
+[[nodiscard]] DeviceLimits device_limits();
+/// `may_exchange`: whether kernels may be used whose blocks wait for one another.
+[[nodiscard]] SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& device,
+                                           bool may_exchange);
 }  // namespace cuda
 
 }  // namespace kvtier::scoring

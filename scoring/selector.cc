@@ -1,7 +1,6 @@
 #include "scoring/selector.h"
 
 #include "scoring/cpu/recall_cpu.h"
-#include "scoring/selection_plan.h"
 #include "scoring/selector_kernels.h"
 #include "scoring/two_phase.h"
 #include "transfer/device/with_cuda.h"
@@ -91,6 +90,23 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
   static_cast<void>(limits);
 }
 
+[[maybe_unused]] SelectShape shape_of(const SelectRequest& request, bool recall) {
+  const std::int64_t slabs =
+      (request.max_length + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
+  return {.params = request.params,
+          .rule = request.rule,
+          .kv_heads = request.kv.kv_heads,
+          .group = request.kv.group(),
+          .head_dim = request.kv.head_dim,
+          .plane_dim = request.planes.head_dim,
+          .fp8_rows = request.kv.float8_pages,
+          .fp16_sinks = request.kv.sink_capacity > 0,
+          .rows = request.rows.count,
+          .max_length = slabs * hashing::kBlockTokens,
+          .keep_scores = request.keep_scores,
+          .recall = recall};
+}
+
 }  // namespace
 
 Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
@@ -116,6 +132,7 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   if constexpr (transfer::kWithCuda) {
     if (device.backend() != Backend::kCuda) return;
     exchange_ = cuda::lease_exchange();
+    device_ = cuda::device_limits();
     const std::unique_ptr<transfer::Stream> stream = device.make_stream();
     stream->fill(scratch_, 0, cuda::zeroed_bytes(limits_));
     stream->synchronize();
@@ -158,6 +175,19 @@ transfer::SelectionView Selector::biased_selection(bool per_query_head) const {
   return view;
 }
 
+const SelectionPlan& Selector::plan(const SelectRequest& request, bool recall) {
+  if constexpr (transfer::kWithCuda) {
+    if (device_.processors > 0) {
+      const SelectShape shape = shape_of(request, recall);
+      if (!(shape == planned_)) {
+        plan_ = cuda::plan_selection(shape, device_, exchange_.held());
+        planned_ = shape;
+      }
+    }
+  }
+  return plan_;
+}
+
 void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
                             const hashing::PlanesView& planes, const QueryInput& input,
                             float* queries) {
@@ -174,7 +204,8 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
                                          const RecallParams& recall_params) {
   check(request, limits_);
   if (request.input != nullptr) transfer::check_queries(request.kv, request.input->items);
-  if (!request.tables_built && (recall_params.active || !fuses_query_projection(stream, request))) {
+  const SelectionPlan& how = plan(request, recall_params.active);
+  if (!request.tables_built && !how.reads_queries) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
                        request.kv.query_heads, entries_, scalars_);
   }
@@ -187,7 +218,7 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   }
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      cuda::select(stream.native(), request, space, recall_params);
+      cuda::select(stream.native(), request, space, recall_params, how);
       return space.selection;
     }
   }
@@ -206,27 +237,6 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
   stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
     cpu::export_missed(batch, heads, rest_logs);
   });
-}
-
-bool fuses_query_projection(const transfer::Stream& stream, const SelectRequest& request) {
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::fuses_query_projection(request);
-  }
-  return false;
-}
-
-bool k_known_on_host(const transfer::Stream& stream, const SelectRequest& request) {
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::k_known_on_host(request);
-  }
-  return false;
-}
-
-bool fuses_attention(const transfer::Stream& stream, const SelectRequest& request) {
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) return cuda::fuses_attention(request);
-  }
-  return false;
 }
 
 transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRequest& request,

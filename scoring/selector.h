@@ -4,6 +4,7 @@
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "scoring/exchange_lease.h"
+#include "scoring/selection_plan.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/sequence.h"
 #include "transfer/kv/slots.h"
@@ -39,16 +40,13 @@ struct SelectRequest {
   /// True when the work enqueued before is an append and then `read_queries` with its
   /// `after_append`: sketches may then be read before these are done (hashing/append.h).
   bool after_append = false;
-  /// Whether kernels may be used whose blocks wait for one another (exchange_lease.h).
-  bool may_exchange = true;
-  /// The caller's queries, of a request that `fuses_query_projection` (selection_plan.h) is true
-  /// of, or nullptr; `packed` then receives them as fp32, as `read_queries` would. Its tensors must
-  /// stay valid until the stream has passed the selection.
+  /// The caller's queries, where the plan says `reads_queries`, or nullptr; `packed` then receives
+  /// them as fp32, as `read_queries` would. Its tensors must stay valid until the stream has passed
+  /// the selection.
   const QueryInput* input = nullptr;
   float* packed = nullptr;
-  /// Where attention over the always-attended tokens and the selection goes, of a request that
-  /// `fuses_attention` (selection_plan.h) is true of; or nullptr. Rows are counted as
-  /// `FlashDecode::attend` does.
+  /// Where attention over the always-attended tokens and the selection goes, where the plan says
+  /// `attends`; or nullptr. Rows are counted as `FlashDecode::attend` does.
   const attention::AttendTargets* attend = nullptr;
 };
 
@@ -105,6 +103,10 @@ class Selector {
   /// Bytes that `Selector` allocates for these limits.
   [[nodiscard]] static std::size_t workspace_bytes(const SelectorLimits& limits);
 
+  /// How `select` will serve such a request, of which the memory may still be missing; `recall`:
+  /// with active recall parameters. The plan of the last shape is kept: asking again costs nothing.
+  const SelectionPlan& plan(const SelectRequest& request, bool recall = false);
+
   /// Converts the caller's queries to fp32 `queries` and builds their tables for the next `select`.
   void read_queries(transfer::Stream& stream, const ScoreParams& params,
                     const hashing::PlanesView& planes, const QueryInput& input, float* queries);
@@ -118,8 +120,6 @@ class Selector {
   /// with a recall target.
   void export_missed(transfer::Stream& stream, const SelectRequest& request,
                      const MissedBatch& batch);
-  /// For `SelectRequest::may_exchange`.
-  [[nodiscard]] bool may_exchange() const noexcept { return exchange_.held(); }
   /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
   [[nodiscard]] float* lse(int row) const { return lse_ + std::int64_t{row} * limits_.query_heads; }
 
@@ -147,6 +147,9 @@ class Selector {
 
   SelectorLimits limits_;
   ExchangeLease exchange_;
+  DeviceLimits device_;
+  SelectShape planned_;  // what `plan_` is the plan of
+  SelectionPlan plan_;
   transfer::Buffer memory_;
   // Regions of memory_, in this order; selector_kernels.h gives the shapes.
   float* entries_ = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]

@@ -42,7 +42,7 @@ namespace cuda {  // `stream` is a cudaStream_t
 /// A lease of the current device, of as many as leave an SM free (docs/decisions/0013).
 [[nodiscard]] ExchangeLease lease_exchange();
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-            const RecallParams& recall_params);
+            const RecallParams& recall_params, const SelectionPlan& plan);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                    const MissedBatch& batch);
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

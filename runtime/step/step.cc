@@ -5,7 +5,6 @@
 #include "runtime/sequence/row_cache.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/tiered_attention.h"
-#include "scoring/selection_plan.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/rows.h"
 
@@ -57,6 +56,7 @@ struct QueriesRead {
   std::optional<scoring::QueryInput> unread{};  ///< The selector reads them itself.
   bool tables_after_append = false;  ///< Nothing but the tables was enqueued since the append.
   bool repeated = false;             ///< What is done has been counted.
+  scoring::SelectionPlan plan{};     ///< Nothing is fused where the selector does not choose.
 };
 
 /// Where attention writes.
@@ -97,7 +97,7 @@ class Step {
 
   // The stages, in their order.
   QueriesRead read_queries(const Launch& launch, bool after_append, bool repeated = false);
-  [[nodiscard]] bool selection_attends(const Launch& launch, const QueriesRead& read) const;
+  [[nodiscard]] bool selection_attends(const QueriesRead& read) const;
   transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
                                  const attention::AttendTargets* attend = nullptr);
   bool ensure_resident(const Launch& launch, TieredLaunch& tiered, QueriesRead& read,
@@ -175,7 +175,7 @@ void Step::select(const Launch& launch, bool after_append) {
 void Step::attend(const Launch& launch, bool after_append) {
   const ResolvedOptions& options = launch.options();
   QueriesRead read = read_queries(launch, after_append);
-  if (selection_attends(launch, read)) {
+  if (selection_attends(read)) {
     Outputs outputs = make_outputs(launch);
     const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
                                            .logit_softcap = options.logit_softcap,
@@ -200,9 +200,7 @@ void Step::attend(const Launch& launch, bool after_append) {
   if (is_sparse(launch.first())) {
     selection = choose(launch, read);
     most = max_selected(launch);
-    request.k_known = launch.scores() && !options.recall_params.active &&
-                      options.params.threshold == 0.0F &&
-                      scoring::k_known_on_host(stream(), select_request(launch, read));
+    request.k_known = read.plan.k_known;
     request.top_k = options.params.top_k;
     request.sparsity = options.params.sparsity;
   }
@@ -260,7 +258,6 @@ scoring::SelectRequest Step::select_request(const Launch& launch, const QueriesR
           .keep_scores = !launch.first().select.scores.empty(),
           .tables_built = launch.scores(),
           .after_append = read.tables_after_append,
-          .may_exchange = workspace_.selector.may_exchange(),
           .input = read.unread ? &*read.unread : nullptr,
           .packed = workspace_.queries.as<float>()};
 }
@@ -310,8 +307,9 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
     return read;
   }
   const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
-  if (!launch.options().recall_params.active &&
-      scoring::fuses_query_projection(stream(), select_request(launch, read))) {
+  read.plan =
+      workspace_.selector.plan(select_request(launch, read), launch.options().recall_params.active);
+  if (read.plan.reads_queries) {
     read.unread = input;
     return read;
   }
@@ -323,11 +321,9 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
 }
 
 /// Whether one kernel selects and attends. Stages that are timed apart run apart.
-bool Step::selection_attends(const Launch& launch, const QueriesRead& read) const {
-  return launch.scores() && !launch.options().recall_params.active &&
-         !engine_.pools.pages->has_tiers() && !engine_.config.time_stages &&
-         engine_.pools.pages_on_device &&
-         scoring::fuses_attention(stream(), select_request(launch, read));
+bool Step::selection_attends(const QueriesRead& read) const {
+  return read.plan.attends && !engine_.pools.pages->has_tiers() && !engine_.config.time_stages &&
+         engine_.pools.pages_on_device;
 }
 
 scoring::IdTensor id_tensor(const HostStaging::Slice& slice, const TensorView& tensor) {

@@ -136,8 +136,9 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool ag
                                                              : collision_heads_pass(p10_l60);
   const int shared = collision_pass_bytes(params, group);
   if (!hard) {
-    KVTIER_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
+    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        most_table_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
   }
   const int blocks = choose_blocks(args.request);
   transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),

@@ -358,8 +358,9 @@ void enqueue_sample(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
   const SampleKernel kernel = sample_kernel(request);
   const int shared = sample_bytes(request.params, request.kv.group());
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostTableBytes));
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      most_table_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
   const dim3 grid(kSampleBlocks, static_cast<unsigned>(request.kv.kv_heads),
                   static_cast<unsigned>(request.rows.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kSampleThreads,

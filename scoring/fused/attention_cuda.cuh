@@ -14,7 +14,6 @@
 namespace kvtier::scoring::cuda {
 
 /// The head dimension that is served.
-inline constexpr int kAttendDim = 128;
 using AttendTile = attention::cuda::TileLayout<kAttendDim>;
 
 /// What the kernel that selects is told about attention.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "hashing/append.h"
 #include "scoring/fused/attention_cuda.cuh"
 #include "scoring/fused/tables_cuda.cuh"
 #include "transfer/device/cuda_check.h"
@@ -7,52 +8,48 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <tuple>
 
 /// Host functions for launches of the kernels that select on chip.
 namespace kvtier::scoring::cuda {
 
-/// Shared memory of a block that leaves room for one of the kernels before, an append of scalar
-/// codes with 48 KiB too, so that sketches are read while those run.
-inline constexpr int kRoomyBytes = 177 * 1024;
-inline constexpr int kMostBytes = 216 * 1024;
+/// Most bytes of dynamic shared memory of a block, beside the static arrays of these kernels.
+inline int most_bytes(int block_bytes) { return block_bytes - 11 * 1024; }
+/// The same, with room for a block of one of the kernels before, an append of scalar codes with 48
+/// KiB too, so that sketches are read while those run.
+inline int roomy_bytes(int block_bytes) { return block_bytes - 50 * 1024; }
+/// Of the present device.
+inline int most_bytes() {
+  return most_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
 
+/// Lets the kernel have as much shared memory as any of its launches may want.
 template <typename Kernel>
-void allow_shape(Kernel kernel, int bytes = kMostBytes) {
+void allow_shape(Kernel kernel, int bytes) {
   KVTIER_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
 }
 
-/// Blocks of the kernel that the device runs at a time. Asked once: every step needs it.
-template <typename Kernel>
-int blocks_at_once(Kernel kernel, int bytes) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, std::uintptr_t, int>, int> known;
-  int device = 0;
-  KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  const std::tuple key(device, reinterpret_cast<std::uintptr_t>(kernel), bytes);
-  const std::lock_guard lock(mutex);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
-  allow_shape(kernel);
-  int blocks = 0;
-  KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kFusedThreads,
-                                                                  static_cast<std::size_t>(bytes)));
-  blocks *= device_attribute(cudaDevAttrMultiProcessorCount);
-  known.emplace(key, blocks);
-  return blocks;
-}
-
+/// Tokens of a block, in whole units; at most more than any block has room for.
 inline int tokens_of_block(std::int64_t tokens, unsigned blocks) {
+  constexpr std::int64_t kTooMany = std::int64_t{1} << 20;
   const std::int64_t units = (tokens + kFusedUnit - 1) / kFusedUnit;
-  const std::int64_t each = (units + blocks - 1) / blocks * kFusedUnit;
-  return static_cast<int>(std::min<std::int64_t>(each, kMostBytes));
+  return static_cast<int>(std::min((units + blocks - 1) / blocks * kFusedUnit, kTooMany));
 }
 
-/// The queries of a request, as fp32 where nobody has given others.
+/// The launch of a plan. Sketches may be read before the wait where the plan's rule allows it and
+/// the kernel before is an append: after another one everything waits for all before.
+inline FusedShape fused_shape(const FilterArgs& args, const FusedInput& input,
+                              const SelectionPlan& plan) {
+  const bool early = args.request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
+  return {.blocks = plan.blocks,
+          .capacity = plan.capacity,
+          .stages = plan.stages,
+          .early = early && input.after_append};
+}
+
+/// The queries of a request, as fp32 where none are given as the caller has them.
 inline FusedInput fused_input(const SelectRequest& request) {
   if (request.input != nullptr) {
     return {.items = request.input->items,

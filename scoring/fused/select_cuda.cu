@@ -5,8 +5,6 @@
 #include "scoring/fused/scores_cuda.cuh"
 #include "scoring/fused/select_cuda.cuh"
 #include "scoring/fused/tables_cuda.cuh"
-#include "scoring/selection_plan.h"
-#include "scoring/stream/stream_cuda.h"
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/launch_cuda.cuh"
 
@@ -16,7 +14,8 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Half of an H200's L2 cache: scores that are written there are read back at once.
+/// Half of the L2 cache of an H100 or H200, a little less: scores that are written there are read
+/// back at once. The workspace has as much on every device.
 constexpr std::int64_t kMostInL2 = std::int64_t{24} << 20;
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -225,8 +224,8 @@ using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape
 using ScoreKernel = void (*)(FilterArgs, FusedInput, FusedShape);
 
 /// Bytes of the scores of a (row, KV head) in memory.
-std::int64_t fused_row_bytes(const SelectRequest& request) {
-  return fused_row_tokens(request.max_length) * fused_token_bytes(fused_quads(request.kv.group()));
+std::int64_t fused_row_bytes(std::int64_t max_length, int group) {
+  return fused_row_tokens(max_length) * fused_token_bytes(fused_quads(group));
 }
 
 struct FusedKernels {
@@ -241,10 +240,10 @@ FusedKernels kernels_of() {
           choose_fused<kQuads>};
 }
 
-FusedKernels fused_kernels(const SelectRequest& request) {
-  const int chunks = sign_chunks(request.params);
-  const int bits = request.params.weight_bits();
-  if (fused_quads(request.kv.group()) == 2) {
+FusedKernels fused_kernels(const ScoreParams& params, int group) {
+  const int chunks = sign_chunks(params);
+  const int bits = params.weight_bits();
+  if (fused_quads(group) == 2) {
     return bits <= 4 ? kernels_of<2, 0, 4>() : kernels_of<2, 0, 8>();
   }
   if (chunks == 2) {
@@ -267,110 +266,56 @@ bool fused_weights_fit(const ScoreParams& params) {
          (params.code_bits == 0 || planes % kPairs == 0);
 }
 
-int choose_bytes(const FusedShape& shape) {
-  return shape.capacity * 4 + static_cast<int>(sizeof(FusedExchange));
+int choose_bytes(int capacity) { return capacity * 4 + static_cast<int>(sizeof(FusedExchange)); }
+
+int select_bytes(const SelectionPlan& plan, int quads, int chunks) {
+  return fused_scores_bytes(plan.capacity, quads) +
+         std::max(fused_ring_bytes(plan.stages, chunks), static_cast<int>(sizeof(FusedExchange)));
 }
 
-int select_bytes(const FusedShape& shape, int quads, int chunks) {
-  return fused_scores_bytes(shape.capacity, quads) +
-         std::max(fused_ring_bytes(shape.stages, chunks), static_cast<int>(sizeof(FusedExchange)));
-}
-
-/// How a request is served.
-struct FusedPlan {
-  enum class Way { kNone, kOneKernel, kTwoKernels };
-  Way way = Way::kNone;
-  FusedShape shape{};  ///< Of the kernel that chooses.
-};
-
-/// Finds the most blocks of which the device has room for all groups at once, if these have room
-/// for a row.
-bool plan_one_kernel(const SelectRequest& request, SelectKernel kernel, FusedShape& shape) {
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int quads = fused_quads(request.kv.group());
-  const int chunks = sign_chunks(request.params);
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  if (groups > processors) return false;
+/// Gives every (row, KV head) an equal part of the device, if that has room for a row. A block has
+/// an SM of its own.
+bool plan_one_kernel(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  const int groups = shape.kv_heads * shape.rows;
+  if (groups > device.processors) return false;
   // No more than have a unit for each warp.
   constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedUnit;
-  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
-  shape.blocks = static_cast<unsigned>(
-      std::min({std::int64_t{processors / groups}, useful, std::int64_t{kFusedBlocks}}));
-  shape.capacity = tokens_of_block(request.max_length, shape.blocks);
-  for (shape.stages = 3; shape.stages >= 2; --shape.stages) {
-    const int bytes = select_bytes(shape, quads, chunks);
-    if (bytes > (shape.stages == 2 ? kMostBytes : kRoomyBytes)) continue;
-    if (blocks_at_once(kernel, bytes) >= groups * static_cast<int>(shape.blocks)) return true;
+  const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
+  plan.blocks = static_cast<unsigned>(
+      std::min({std::int64_t{device.processors / groups}, useful, std::int64_t{kFusedBlocks}}));
+  plan.capacity = tokens_of_block(shape.max_length, plan.blocks);
+  for (plan.stages = 3; plan.stages >= 2; --plan.stages) {
+    plan.bytes = select_bytes(plan, fused_quads(shape.group), sign_chunks(shape.params));
+    const int most =
+        plan.stages == 2 ? most_bytes(device.block_bytes) : roomy_bytes(device.block_bytes);
+    if (plan.bytes <= most) return true;
   }
   return false;
 }
 
 /// The same for rows of which the scores lie in memory. Blocks may share an SM.
-bool plan_choice(const SelectRequest& request, const FusedKernels& kernels, FusedShape& shape) {
-  const int groups = request.kv.kv_heads * request.rows.count;
-  for (shape.blocks = kFusedBlocks; shape.blocks >= 1; shape.blocks /= 2) {
-    shape.capacity = tokens_of_block(request.max_length, shape.blocks);
-    const int bytes = choose_bytes(shape);
-    if (bytes > kMostBytes) return false;
-    const int room = blocks_at_once(kernels.choose, bytes);
-    if (shape.blocks == 1 || groups * static_cast<int>(shape.blocks) <= room) return true;
+bool plan_choice(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  const int groups = shape.kv_heads * shape.rows;
+  const auto kernel = fused_kernels(shape.params, shape.group).choose;
+  for (plan.blocks = kFusedBlocks; plan.blocks >= 1; plan.blocks /= 2) {
+    plan.capacity = tokens_of_block(shape.max_length, plan.blocks);
+    plan.bytes = choose_bytes(plan.capacity);
+    if (plan.bytes > most_bytes(device.block_bytes)) return false;
+    if (plan.blocks == 1) return true;
+    allow_shape(kernel, most_bytes());
+    int of_processor = 0;
+    KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &of_processor, kernel, kFusedThreads, static_cast<std::size_t>(plan.bytes)));
+    if (groups * static_cast<int>(plan.blocks) <= of_processor * device.processors) return true;
   }
   return false;
-}
-
-FusedPlan plan_fused(const SelectRequest& request) {
-  const ScoreParams& params = request.params;
-  const int group = request.kv.group();
-  const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (!request.may_exchange || params.estimator != Estimator::kNormAware ||
-      params.threshold > 0.0F || !together || group > kFusedHeads || !fused_weights_fit(params) ||
-      request.kv.kv_heads * request.rows.count > kFusedParts) {
-    return {};
-  }
-  const FusedKernels kernels = fused_kernels(request);
-  FusedPlan plan;
-  if (plan_one_kernel(request, kernels.select, plan.shape)) {
-    plan.way = FusedPlan::Way::kOneKernel;
-  } else if (request.kv.kv_heads * request.rows.count * fused_row_bytes(request) <= kMostInL2 &&
-             plan_choice(request, kernels, plan.shape)) {
-    plan.way = FusedPlan::Way::kTwoKernels;
-  }
-  plan.shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
-  return plan;
-}
-
-void launch_two(cudaStream_t stream, const FilterArgs& args, const FusedInput& input,
-                const FusedKernels& kernels, const FusedShape& choice) {
-  const SelectRequest& request = args.request;
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int chunks = sign_chunks(request.params);
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int parts = std::clamp(std::min(processors, kFusedParts) / groups, 1,
-                               projections_of(request.params, chunks));
-  const auto bytes = [chunks](int stages) {
-    return kFusedTableBytes + fused_ring_bytes(stages, chunks);
-  };
-  FusedShape shape{
-      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
-  while (shape.stages < kFusedStages && bytes(shape.stages + 1) <= kRoomyBytes) ++shape.stages;
-  const auto heads = static_cast<unsigned>(request.kv.kv_heads);
-  const auto rows = static_cast<unsigned>(request.rows.count);
-  allow_shape(kernels.score);
-  allow_shape(kernels.choose);
-  transfer::cuda::launch_overlapping(stream, kernels.score, dim3(heads * shape.blocks, rows),
-                                     kFusedThreads, static_cast<std::size_t>(bytes(shape.stages)),
-                                     args, input, shape);
-  transfer::cuda::launch_overlapping(stream, kernels.choose, dim3(heads * choice.blocks, rows),
-                                     kFusedThreads, static_cast<std::size_t>(choose_bytes(choice)),
-                                     args, choice, parts);
 }
 
 }  // namespace
 
 std::int64_t most_fused_bytes(std::int64_t groups, int group, std::int64_t max_tokens) {
   if (group > kFusedHeads) return 0;
-  return std::min(kMostInL2,
-                  groups * fused_row_tokens(max_tokens) * fused_token_bytes(fused_quads(group)));
+  return std::min(kMostInL2, groups * fused_row_bytes(max_tokens, group));
 }
 
 std::size_t mailboxes_bytes(std::int64_t groups) {
@@ -383,57 +328,67 @@ std::int64_t fused_parts_words(std::int64_t groups, int group) {
   return std::min(groups, kAttendedGroups) * kFusedBlocks * fused_part_words(group);
 }
 
-bool fused_serves(const SelectRequest& request) {
-  return plan_fused(request).way != FusedPlan::Way::kNone;
-}
-
-bool fuses_query_projection(const SelectRequest& request) {
-  return request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
-         request.max_length > 0 && filter_serves(request) &&
-         (plan_fused(request).way != FusedPlan::Way::kNone || takes_collision_queries(request));
-}
-
-bool fuses_attention(const SelectRequest& request) {
-  if (request.kv.head_dim != kAttendDim || request.kv.float8_pages ||
-      request.kv.kv_heads * request.rows.count > kAttendedGroups) {
+bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.rows;
+  if (shape.params.estimator != Estimator::kNormAware || shape.params.threshold > 0.0F ||
+      !one_set(shape) || shape.group > kFusedHeads || !fused_weights_fit(shape.params) ||
+      groups > kFusedParts) {
     return false;
   }
-  if (fuses_query_projection(request)) {
-    return plan_fused(request).way == FusedPlan::Way::kOneKernel ||
-           takes_collision_queries(request);
+  SelectionPlan found;
+  if (plan_one_kernel(shape, device, found)) {
+    found.path = SelectionPath::kFused;
+  } else if (groups * fused_row_bytes(shape.max_length, shape.group) <= kMostInL2 &&
+             plan_choice(shape, device, found)) {
+    found.path = SelectionPath::kFusedInL2;
+  } else {
+    return false;
   }
-  return k_known_on_host(request) && stream_fuses_attention(request);
-}
-
-bool k_known_on_host(const SelectRequest& request) {
-  return fuses_query_projection(request) ||
-         (request.rows.count > 0 && request.rule.mode == LayerMode::kSparse &&
-          request.max_length > 0 && filter_serves(request) &&
-          (stream_serves(request) || k_known_of_collisions(request)));
-}
-
-bool enqueue_fused_select(cudaStream_t stream, const FilterArgs& args) {
-  const SelectRequest& request = args.request;
-  FusedPlan plan = plan_fused(request);
-  if (plan.way == FusedPlan::Way::kNone) return false;
-  const FusedInput input = fused_input(request);
-  const FusedKernels kernels = fused_kernels(request);
-  // After another kernel than an append everything waits for all before.
-  plan.shape.early = plan.shape.early && input.after_append;
-  if (plan.way == FusedPlan::Way::kTwoKernels) {
-    launch_two(stream, args, input, kernels, plan.shape);
-    return true;
-  }
-  const FusedShape& shape = plan.shape;
-  int bytes = select_bytes(shape, fused_quads(request.kv.group()), sign_chunks(request.params));
-  const FusedAttention attention = fused_attention(request, bytes);
-  allow_shape(kernels.select);
-  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
-                  static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping(stream, kernels.select, grid, kFusedThreads,
-                                     static_cast<std::size_t>(bytes), args, input, attention,
-                                     shape);
+  plan = found;
   return true;
+}
+
+void enqueue_fused_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
+  const SelectRequest& request = args.request;
+  const int groups = request.kv.kv_heads * request.rows.count;
+  const int chunks = sign_chunks(request.params);
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int parts = std::clamp(std::min(processors, kFusedParts) / groups, 1,
+                               projections_of(request.params, chunks));
+  const auto bytes = [chunks](int stages) {
+    return kFusedTableBytes + fused_ring_bytes(stages, chunks);
+  };
+  const FusedInput input = fused_input(request);
+  const FusedKernels kernels = fused_kernels(request.params, request.kv.group());
+  const FusedShape choice = fused_shape(args, input, plan);
+  FusedShape shape{
+      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
+  const int roomy = roomy_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  while (shape.stages < kFusedStages && bytes(shape.stages + 1) <= roomy) ++shape.stages;
+  const auto heads = static_cast<unsigned>(request.kv.kv_heads);
+  const auto rows = static_cast<unsigned>(request.rows.count);
+  allow_shape(kernels.score, most_bytes());
+  allow_shape(kernels.choose, most_bytes());
+  transfer::cuda::launch_overlapping(stream, kernels.score, dim3(heads * shape.blocks, rows),
+                                     kFusedThreads, static_cast<std::size_t>(bytes(shape.stages)),
+                                     args, input, shape);
+  transfer::cuda::launch_overlapping(stream, kernels.choose, dim3(heads * choice.blocks, rows),
+                                     kFusedThreads, static_cast<std::size_t>(plan.bytes), args,
+                                     choice, parts);
+}
+
+void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
+  const SelectRequest& request = args.request;
+  const FusedInput input = fused_input(request);
+  int bytes = plan.bytes;
+  const FusedAttention attention = fused_attention(request, bytes);
+  const SelectKernel kernel = fused_kernels(request.params, request.kv.group()).select;
+  allow_shape(kernel, most_bytes());
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
+                  static_cast<unsigned>(request.rows.count));
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     fused_shape(args, input, plan));
 }
 
 }  // namespace kvtier::scoring::cuda

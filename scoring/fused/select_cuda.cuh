@@ -70,7 +70,6 @@ inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * qua
 
 /// Heads of a group in quads of four.
 inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 2; }
-inline constexpr int kFusedHeads = 8;
 
 /// Tokens of a (row, KV head) in memory.
 inline std::int64_t __host__ __device__ fused_row_tokens(std::int64_t max_tokens) {

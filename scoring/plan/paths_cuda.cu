@@ -2,6 +2,27 @@
 #include "scoring/stream/stream_cuda.h"
 
 namespace kvtier::scoring::cuda {
+namespace {
+
+/// Whether a kernel that selects can attend to rows of this shape on the device.
+bool may_attend(const SelectShape& shape) {
+  return shape.head_dim == kAttendDim && !shape.fp8_rows &&
+         shape.kv_heads * shape.rows <= kAttendedGroups;
+}
+
+bool candidates_serve(const SelectShape& shape, const DeviceLimits& device) {
+  const ScoreParams& params = shape.params;
+  const bool norm_aware = params.estimator == Estimator::kNormAware;
+  const bool has_kernels =
+      !norm_aware || (params.query_bits > 0 && filter_weight_bits(params, shape.group) > 0);
+  const bool ordered = params.rule == SelectionRule::kTopK ||
+                       (norm_aware && one_set(shape) && params.threshold == 0.0F);
+  const int most = most_table_bytes(device.block_bytes);
+  return ordered && has_kernels && sample_bytes(params, shape.group) <= most &&
+         (norm_aware || collision_pass_bytes(params, shape.group) <= most);
+}
+
+}  // namespace
 
 int filter_weight_bits(const ScoreParams& params, int group) {
   const int bits = params.weight_bits();
@@ -11,29 +32,39 @@ int filter_weight_bits(const ScoreParams& params, int group) {
   return bits <= 8 ? 8 : 0;
 }
 
-bool filter_serves(const SelectRequest& request) {
-  // The kernels copy in bulk, asynchronously, and in clusters.
+SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& device,
+                             bool may_exchange) {
+  // The kernels of all paths but the generic one copy in bulk, asynchronously, and in clusters.
   constexpr int kMajorWithClusters = 9;
-  const ScoreParams& params = request.params;
-  const int group = request.kv.group();
-  const bool norm_aware = params.estimator == Estimator::kNormAware;
-  const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (request.keep_scores || params.coarse_bits > 0 ||
-      params.selection == Selection::kPerSequence ||
-      device_attribute(cudaDevAttrComputeCapabilityMajor) < kMajorWithClusters) {
-    return false;
+  const ScoreParams& params = shape.params;
+  SelectionPlan plan;
+  if (shape.rows == 0 || shape.max_length == 0 || shape.rule.mode != LayerMode::kSparse ||
+      shape.keep_scores || shape.recall || params.coarse_bits > 0 ||
+      params.selection == Selection::kPerSequence || device.major < kMajorWithClusters) {
+    return plan;
   }
-  if (stream_serves(request)) return true;
-  const bool has_kernels =
-      !norm_aware || (params.query_bits > 0 && filter_weight_bits(params, group) > 0);
-  const bool ordered =
-      params.rule == SelectionRule::kTopK || (norm_aware && together && params.threshold == 0.0F);
-  const bool fits = sample_bytes(params, group) <= kMostTableBytes &&
-                    (norm_aware || collision_pass_bytes(params, group) <= kMostTableBytes);
-  return ordered && has_kernels && fits;
+  const bool counts = params.threshold == 0.0F;
+  if (may_exchange && plan_fused(shape, device, plan)) {
+    plan.reads_queries = plan.k_known = true;
+    plan.attends = plan.path == SelectionPath::kFused && may_attend(shape);
+  } else if (may_exchange && stream_serves(shape)) {
+    plan_stream(shape, device, plan);
+    plan.k_known = counts;
+    plan.attends = shape.group <= kFusedHeads && may_attend(shape);
+  } else if (!candidates_serve(shape, device)) {
+    return plan;
+  } else if (may_exchange && plan_soft(shape, device, plan)) {
+    plan.reads_queries = plan.k_known = true;
+    plan.attends = may_attend(shape);
+  } else if (plan_soft_in_l2(shape, device, plan)) {
+    plan.k_known = one_set(shape);
+  } else {
+    plan.path = SelectionPath::kCandidates;
+  }
+  return plan;
 }
 
-void enqueue_filter(const Stage& stage) {
+void enqueue_path(const Stage& stage, const SelectionPlan& plan) {
   const SelectorWorkspace& workspace = stage.workspace;
   const FilterArgs args{.request = stage.request,
                         .tables = workspace.tables,
@@ -44,10 +75,21 @@ void enqueue_filter(const Stage& stage) {
                         .selection = workspace.selection,
                         .max_tokens = workspace.limits.max_tokens,
                         .segments = stage.scratch.segments};
-  if (enqueue_fused_select(stage.stream, args)) return;
-  if (stream_serves(stage.request)) return enqueue_stream_select(stage.stream, args);
-  if (enqueue_collision_select(stage.stream, args)) return;
-  if (enqueue_fused_collisions(stage.stream, args)) return;
+  switch (plan.path) {
+    case SelectionPath::kFused:
+      return enqueue_fused(stage.stream, args, plan);
+    case SelectionPath::kFusedInL2:
+      return enqueue_fused_in_l2(stage.stream, args, plan);
+    case SelectionPath::kStream:
+      return enqueue_stream(stage.stream, args, plan);
+    case SelectionPath::kSoft:
+      return enqueue_soft(stage.stream, args, plan);
+    case SelectionPath::kSoftInL2:
+      return enqueue_soft_in_l2(stage.stream, args, plan);
+    case SelectionPath::kGeneric:
+    case SelectionPath::kCandidates:
+      break;
+  }
   const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;
   enqueue_sample(stage.stream, args);
   for (const bool again : {false, true}) {

@@ -53,10 +53,9 @@ struct SampleRest {
   float most;
 };
 
-/// Tells whether the filtered path serves a request on the present device.
-[[nodiscard]] bool filter_serves(const SelectRequest& request);
-/// Fills `workspace.selection`. Everything, the plan included.
-void enqueue_filter(const Stage& stage);
+/// Fills `workspace.selection` by a path that is not the generic one. Everything, the plan of the
+/// rows included.
+void enqueue_path(const Stage& stage, const SelectionPlan& plan);
 
 /// Bits of the weights that the sample makes columns of and the pass multiplies, 4, 6 or 8; 0: the
 /// weights have more.
@@ -72,9 +71,13 @@ void enqueue_filter(const Stage& stage);
 /// Words that the blocks of a selection which attends tell one another of their parts, of groups
 /// of query heads, likewise.
 [[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
+/// head_dim of such a selection.
+inline constexpr int kAttendDim = 128;
 /// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
 /// out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
+/// Most query heads of a KV head of it, and of one whose scores stay on chip.
+inline constexpr int kFusedHeads = 8;
 /// Most blocks that choose the tokens of one (row, KV head) together, and wait for one another.
 inline constexpr unsigned kFusedBlocks = 16;
 /// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
@@ -83,9 +86,10 @@ inline constexpr int kFusedParts = 256;
 inline constexpr int kMostStreamBlocks = 256;
 /// Bytes of what it keeps of a (row, KV head).
 [[nodiscard]] std::int64_t stream_group_bytes();
-/// Most bytes of shared memory that tables may have: a block has 227 KiB, and the kernels have
-/// arrays of fixed size too.
-inline constexpr int kMostTableBytes = 208 * 1024;
+/// Most bytes that the static shared memory of a kernel has which takes what a block may have.
+inline constexpr int kStaticBytes = 19 * 1024;
+/// Most bytes of dynamic shared memory of such a kernel.
+inline int most_table_bytes(int block_bytes) { return block_bytes - kStaticBytes; }
 
 /// The arguments of the stages.
 struct FilterArgs {
@@ -100,20 +104,26 @@ struct FilterArgs {
   std::int64_t segments;
 };
 
-/// Norm-aware sets per KV head of which all scores fit on chip (fused/select_cuda.cuh): everything
-/// in one kernel or two. False where they do not: then nothing is enqueued.
-[[nodiscard]] bool enqueue_fused_select(cudaStream_t stream, const FilterArgs& args);
-/// Returns whether it can.
-[[nodiscard]] bool fused_serves(const SelectRequest& request);
+/// Whether the heads of a group share a set.
+[[nodiscard]] inline bool one_set(const SelectShape& shape) {
+  return shape.params.selection == Selection::kPerKvHead || shape.group == 1;
+}
+
+/// Norm-aware sets per KV head of which all scores fit in shared memory, or in L2: all of it in one
+/// kernel, or two (fused/select_cuda.cuh). Writes the plan and returns true if it serves a shape.
+[[nodiscard]] bool plan_fused(const SelectShape& shape, const DeviceLimits& device,
+                              SelectionPlan& plan);
+void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
+void enqueue_fused_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 /// The same for soft collisions of which all values fit on chip, in one kernel
 /// (soft/smem_cuda.cu).
-[[nodiscard]] bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args);
-/// `fuses_query_projection` (selection_plan.h) for these.
-[[nodiscard]] bool takes_collision_queries(const SelectRequest& request);
+[[nodiscard]] bool plan_soft(const SelectShape& shape, const DeviceLimits& device,
+                             SelectionPlan& plan);
+void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 /// The same for soft collisions of which all values fit in L2 (soft/l2_cuda.cu).
-[[nodiscard]] bool enqueue_fused_collisions(cudaStream_t stream, const FilterArgs& args);
-/// `k_known_on_host` (selection_plan.h) for these.
-[[nodiscard]] bool k_known_of_collisions(const SelectRequest& request);
+[[nodiscard]] bool plan_soft_in_l2(const SelectShape& shape, const DeviceLimits& device,
+                                   SelectionPlan& plan);
+void enqueue_soft_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
 void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);

@@ -161,6 +161,13 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+DeviceLimits device_limits() {
+  return {.processors = device_attribute(cudaDevAttrMultiProcessorCount),
+          .major = device_attribute(cudaDevAttrComputeCapabilityMajor),
+          .l2_bytes = device_attribute(cudaDevAttrL2CacheSize),
+          .block_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+}
+
 Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes,
                        std::size_t* zeroed) {
   const std::int64_t rows = limits.rows;
@@ -260,7 +267,7 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 }
 
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-            const RecallParams& recall_params) {
+            const RecallParams& recall_params, const SelectionPlan& plan) {
   if (request.rows.count == 0) return;
   if (request.params.coarse_bits > 0) {
     return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
@@ -268,10 +275,7 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
   const bool thresholds = request.params.threshold > 0.0F;
-  if (scores && !recall_params.active && filter_serves(request)) {
-    enqueue_filter(stage);
-    return;
-  }
+  if (plan.path != SelectionPath::kGeneric) return enqueue_path(stage, plan);
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);

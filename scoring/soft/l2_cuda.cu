@@ -203,6 +203,12 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
 
 using CollisionKernel = void (*)(FilterArgs, CollisionShape);
 
+CollisionKernel choose_kernel(bool together) {
+  return together ? choose_collisions<1> : choose_collisions<kValueHeads>;
+}
+
+int quads_of(int group) { return (group + kValueHeads - 1) / kValueHeads; }
+
 /// Tells whether the device runs `clusters` clusters of the kernel at a time.
 bool clusters_fit(CollisionKernel kernel, int clusters, unsigned blocks, int bytes) {
   cudaLaunchAttribute cluster{};
@@ -221,87 +227,70 @@ bool clusters_fit(CollisionKernel kernel, int clusters, unsigned blocks, int byt
   return active >= clusters;
 }
 
-struct CollisionPlan {
-  bool serves = false;
-  CollisionKernel score = nullptr;
-  CollisionKernel choose = nullptr;
-  int quads = 0;
-  CollisionShape shape{};
-  std::size_t choose_bytes = 0;
-};
-
-bool one_set(const SelectRequest& request) {
-  return request.params.selection == Selection::kPerKvHead || request.kv.group() == 1;
-}
-
-CollisionPlan plan_collisions(const SelectRequest& request) {
-  const ScoreParams& params = request.params;
-  const int group = request.kv.group();
-  const TableShape tables(params);
-  const bool together = one_set(request);
-  if (params.estimator != Estimator::kSoftCollision || params.logit_like() || !tables.p10_l60() ||
-      (!together && group > kValueHeads)) {
-    return {};
-  }
-  const int groups = request.kv.kv_heads * request.rows.count;
-  // Half of an H200's L2 cache: what is written there is read back at once.
-  constexpr std::int64_t kMostBytes = std::int64_t{40} << 20;
-  if (request.max_length * groups * group * std::int64_t{sizeof(float)} > kMostBytes) return {};
-  CollisionPlan plan{.serves = true,
-                     .score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>,
-                     .choose = together ? choose_collisions<1> : choose_collisions<kValueHeads>,
-                     .quads = (group + kValueHeads - 1) / kValueHeads};
-  constexpr int kMostShared = 200 * 1024;
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(plan.choose, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared));
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  CollisionShape& shape = plan.shape;
-  shape.parts =
-      static_cast<unsigned>(std::max(std::min(processors, kFusedParts) / (groups * plan.quads), 1));
-  shape.early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
-  const std::int64_t units = (request.max_length + kFusedUnit - 1) / kFusedUnit;
-  const auto resize = [&](unsigned blocks) {
-    shape.blocks = blocks;
-    const std::int64_t capacity = (units + blocks - 1) / blocks * kFusedUnit;
-    constexpr std::int64_t kMostTokens = 65535;  // counts have 16 bits
-    shape.capacity = static_cast<int>(std::min(capacity, kMostTokens + 1));
-    plan.choose_bytes =
-        static_cast<std::size_t>(capacity) * (together ? 5 : 1) + sizeof(SetExchange);
-    return plan.choose_bytes <= kMostShared && capacity <= kMostTokens;
-  };
-  if (!resize(kSetBlocks)) return {};
-  // Fewer blocks where not all clusters run at a time, as long as they have room.
-  while (shape.blocks > 2 &&
-         !clusters_fit(plan.choose, groups, shape.blocks, static_cast<int>(plan.choose_bytes))) {
-    const unsigned blocks = shape.blocks;
-    if (resize(blocks / 2)) continue;
-    resize(blocks);
-    break;
-  }
-  return plan;
+void allow_choice(CollisionKernel kernel, int block_bytes) {
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         most_table_bytes(block_bytes)));
 }
 
 }  // namespace
 
-bool k_known_of_collisions(const SelectRequest& request) {
-  return one_set(request) && plan_collisions(request).serves;
+bool plan_soft_in_l2(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  const ScoreParams& params = shape.params;
+  const bool together = one_set(shape);
+  if (params.estimator != Estimator::kSoftCollision || params.logit_like() ||
+      !TableShape(params).p10_l60() || (!together && shape.group > kValueHeads)) {
+    return false;
+  }
+  const int groups = shape.kv_heads * shape.rows;
+  // What is written to four fifths of the L2 cache is read back at once.
+  const std::int64_t most = device.l2_bytes / 5 * 4;
+  if (shape.max_length * groups * shape.group * std::int64_t{sizeof(float)} > most) return false;
+  SelectionPlan found{.path = SelectionPath::kSoftInL2};
+  const CollisionKernel kernel = choose_kernel(together);
+  allow_choice(kernel, device.block_bytes);
+  found.parts = static_cast<unsigned>(
+      std::max(std::min(device.processors, kFusedParts) / (groups * quads_of(shape.group)), 1));
+  const std::int64_t units = (shape.max_length + kFusedUnit - 1) / kFusedUnit;
+  const auto resize = [&](unsigned blocks) {
+    constexpr std::int64_t kMostTokens = 65535;  // counts have 16 bits
+    const std::int64_t capacity = (units + blocks - 1) / blocks * kFusedUnit;
+    found.blocks = blocks;
+    found.capacity = static_cast<int>(std::min(capacity, kMostTokens + 1));
+    found.bytes = found.capacity * (together ? 5 : 1) + static_cast<int>(sizeof(SetExchange));
+    return found.bytes <= most_table_bytes(device.block_bytes) && capacity <= kMostTokens;
+  };
+  if (!resize(kSetBlocks)) return false;
+  // Fewer blocks where not all clusters run at a time, as long as they have room.
+  while (found.blocks > 2 && !clusters_fit(kernel, groups, found.blocks, found.bytes)) {
+    const unsigned blocks = found.blocks;
+    if (resize(blocks / 2)) continue;
+    resize(blocks);
+    break;
+  }
+  plan = found;
+  return true;
 }
 
-bool enqueue_fused_collisions(cudaStream_t stream, const FilterArgs& args) {
+void enqueue_soft_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
   const SelectRequest& request = args.request;
-  const CollisionPlan plan = plan_collisions(request);
-  if (!plan.serves) return false;
+  const int group = request.kv.group();
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto rows = static_cast<unsigned>(request.rows.count);
-  const CollisionShape& shape = plan.shape;
+  const auto score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
+  const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
+  const CollisionKernel choose = choose_kernel(together);
+  allow_choice(choose, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  const CollisionShape shape{.parts = plan.parts,
+                             .blocks = plan.blocks,
+                             .capacity = plan.capacity,
+                             .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
   constexpr int kScoreBytes = kPairWords * 4;
-  const dim3 scorers(static_cast<unsigned>(plan.quads) * shape.parts, rows, heads);
-  transfer::cuda::launch_overlapping(stream, plan.score, scorers, kPassThreads,
-                                     std::size_t{kScoreBytes}, args, shape);
-  transfer::cuda::launch_overlapping_clusters(stream, plan.choose, dim3(heads * shape.blocks, rows),
-                                              shape.blocks, kSetThreads, plan.choose_bytes, args,
-                                              shape);
-  return true;
+  const dim3 scorers(static_cast<unsigned>(quads_of(group)) * shape.parts, rows, heads);
+  transfer::cuda::launch_overlapping(stream, score, scorers, kPassThreads, std::size_t{kScoreBytes},
+                                     args, shape);
+  transfer::cuda::launch_overlapping_clusters(stream, choose, dim3(heads * shape.blocks, rows),
+                                              shape.blocks, kSetThreads,
+                                              static_cast<std::size_t>(plan.bytes), args, shape);
 }
 
 }  // namespace kvtier::scoring::cuda

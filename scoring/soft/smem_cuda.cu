@@ -1,7 +1,6 @@
 #include "hashing/append.h"
 #include "scoring/fused/choice_cuda.cuh"
 #include "scoring/fused/launch_cuda.cuh"
-#include "scoring/selection_plan.h"
 #include "scoring/soft/queries_cuda.cuh"
 #include "scoring/soft/tiles.cuh"
 #include "transfer/device/launch_cuda.cuh"
@@ -241,76 +240,59 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
 
 using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
 
-struct SelectPlan {
-  SelectKernel kernel = nullptr;  ///< None: other kernels serve the request.
-  FusedShape shape{};
-  int bytes = 0;
-};
-
 template <int kHeads>
 SelectKernel select_kernel(bool attends) {
   return attends ? select_collisions<kHeads, true> : select_collisions<kHeads, false>;
 }
 
-SelectPlan plan_select(const SelectRequest& request) {
-  const ScoreParams& params = request.params;
-  const int group = request.kv.group();
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const bool together = params.selection == Selection::kPerKvHead || group == 1;
-  if (!request.may_exchange || params.estimator != Estimator::kSoftCollision ||
-      params.logit_like() || !TableShape(params).p10_l60() || !together || group > kPairHeads ||
-      request.planes.head_dim > FusedTables::kMaxHeadDim ||
-      groups > std::min(processors, kFusedParts)) {
-    return {};
-  }
-  // No more blocks than have a tile for each warp.
-  constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedTile;
-  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
-  const int heads = group <= 2 ? 2 : kPairHeads;
-  const bool attends = request.attend != nullptr;
-  SelectPlan plan{
-      .kernel = group <= 2 ? select_kernel<2>(attends) : select_kernel<kPairHeads>(attends),
-      .shape = {.blocks = static_cast<unsigned>(std::min(
-                    {std::int64_t{processors / groups}, useful, std::int64_t{kFusedBlocks}})),
-                .capacity = 0,
-                .stages = 0,
-                .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens},
-      .bytes = 0};
-  // Of few groups all blocks together are a part of the device. Then the kernels that score with
-  // all of it are faster, where that saves a block more tokens than it scores in 10 us.
-  constexpr std::int64_t kTokensOfLaunches = 2048;
-  plan.shape.capacity = tokens_of_block(request.max_length, plan.shape.blocks);
-  if (plan.shape.capacity > request.max_length * groups / processors + kTokensOfLaunches) return {};
-  plan.bytes = table_bytes(heads) + value_bytes(plan.shape.capacity, value_stride(heads, group));
-  if (plan.bytes > kMostBytes ||
-      blocks_at_once(plan.kernel, plan.bytes) < groups * static_cast<int>(plan.shape.blocks)) {
-    return {};
-  }
-  return plan;
-}
+int heads_of(int group) { return group <= 2 ? 2 : kPairHeads; }
 
 }  // namespace
 
-bool takes_collision_queries(const SelectRequest& request) {
-  return plan_select(request).kernel != nullptr;
+bool plan_soft(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  const ScoreParams& params = shape.params;
+  const int groups = shape.kv_heads * shape.rows;
+  if (params.estimator != Estimator::kSoftCollision || params.logit_like() ||
+      !TableShape(params).p10_l60() || !one_set(shape) || shape.group > kPairHeads ||
+      shape.plane_dim > FusedTables::kMaxHeadDim ||
+      groups > std::min(device.processors, kFusedParts)) {
+    return false;
+  }
+  // No more blocks than have a tile for each warp.
+  constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedTile;
+  const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
+  SelectionPlan found{.path = SelectionPath::kSoft};
+  found.blocks = static_cast<unsigned>(
+      std::min({std::int64_t{device.processors / groups}, useful, std::int64_t{kFusedBlocks}}));
+  found.capacity = tokens_of_block(shape.max_length, found.blocks);
+  // Of few groups all blocks together are a part of the device. Then the kernels that score with
+  // all of it are faster, where that saves a block more tokens than it scores in 10 us.
+  constexpr std::int64_t kTokensOfLaunches = 2048;
+  if (found.capacity > shape.max_length * groups / device.processors + kTokensOfLaunches) {
+    return false;
+  }
+  const int heads = heads_of(shape.group);
+  found.bytes = table_bytes(heads) + value_bytes(found.capacity, value_stride(heads, shape.group));
+  if (found.bytes > most_bytes(device.block_bytes)) return false;
+  plan = found;
+  return true;
 }
 
-bool enqueue_collision_select(cudaStream_t stream, const FilterArgs& args) {
+void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
   const SelectRequest& request = args.request;
-  SelectPlan plan = plan_select(request);
-  if (plan.kernel == nullptr) return false;
+  const bool attends = request.attend != nullptr;
+  const SelectKernel kernel = heads_of(request.kv.group()) == 2
+                                  ? select_kernel<2>(attends)
+                                  : select_kernel<kPairHeads>(attends);
   const FusedInput input = fused_input(request);
-  // After another kernel than an append everything waits for all before.
-  plan.shape.early = plan.shape.early && input.after_append;
-  const FusedAttention attention = fused_attention(request, plan.bytes);
-  allow_shape(plan.kernel);
-  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.shape.blocks,
+  int bytes = plan.bytes;
+  const FusedAttention attention = fused_attention(request, bytes);
+  allow_shape(kernel, most_bytes());
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.rows.count));
-  transfer::cuda::launch_overlapping(stream, plan.kernel, grid, kFusedThreads,
-                                     static_cast<std::size_t>(plan.bytes), args, input, attention,
-                                     plan.shape);
-  return true;
+  transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
+                                     static_cast<std::size_t>(bytes), args, input, attention,
+                                     fused_shape(args, input, plan));
 }
 
 }  // namespace kvtier::scoring::cuda

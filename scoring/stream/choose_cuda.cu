@@ -361,52 +361,49 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
 
 }  // namespace
 
-bool stream_serves(const SelectRequest& request) {
-  const ScoreParams& params = request.params;
-  const bool together = params.selection == Selection::kPerKvHead || request.kv.group() == 1;
+bool stream_serves(const SelectShape& shape) {
+  const ScoreParams& params = shape.params;
   // Of rows in fp8 that have no copies in 16 bits, `row_address` knows nothing.
   const bool reads_static = params.threshold > 0.0F;
-  const bool readable = !request.kv.float8_pages || request.kv.sink_capacity > 0;
+  const bool readable = !shape.fp8_rows || shape.fp16_sinks;
   // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
   // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
   // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
-  const bool faster = request.kv.group() > kFusedHeads ||
-                      request.kv.kv_heads * request.rows.count > kAttendedGroups;
-  return request.may_exchange && params.estimator == Estimator::kNormAware &&
-         params.query_bits > 0 && together && params.weight_bits() <= kFusedMostBits &&
-         sign_chunks(params) <= kFusedChunks && (reads_static ? readable : faster);
+  const bool faster = shape.group > kFusedHeads || shape.kv_heads * shape.rows > kAttendedGroups;
+  return params.estimator == Estimator::kNormAware && params.query_bits > 0 && one_set(shape) &&
+         params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks &&
+         (reads_static ? readable : faster);
 }
 
-bool stream_fuses_attention(const SelectRequest& request) {
-  return stream_serves(request) && request.kv.group() <= kFusedHeads;
-}
-
-void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args) {
-  const SelectRequest& request = args.request;
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+void plan_stream(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   constexpr std::int64_t kLeastTokens = 2048;
-  const std::int64_t useful = (request.max_length + kLeastTokens - 1) / kLeastTokens;
-  const ChoiceShape shape{
-      .blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
-          std::min<std::int64_t>(processors / groups, useful), 1, kFusedBlocks))};
-  int bytes = static_cast<int>(sizeof(ChoiceMemory)) +
-              kFusedWarps * fused_unit_bytes(sign_chunks(request.params));
+  const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
+  const int groups = shape.kv_heads * shape.rows;
+  plan.path = SelectionPath::kStream;
+  plan.blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
+      std::min<std::int64_t>(device.processors / groups, useful), 1, kFusedBlocks));
+  plan.bytes = static_cast<int>(sizeof(ChoiceMemory)) +
+               kFusedWarps * fused_unit_bytes(sign_chunks(shape.params));
+}
+
+void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
+  const SelectRequest& request = args.request;
+  int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
   const FusedAttention attention = fused_attention(request, bytes);
   const auto kernel = visit_stream_shape(
       request, [](auto made) { return choose_from_stream<made.kQuads, made.kChunks, made.kBits>; });
   allow_shape(kernel, bytes);
-  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * shape.blocks,
+  const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.rows.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
-                                     shape);
+                                     ChoiceShape{.blocks = plan.blocks});
 }
 
-void enqueue_stream_select(cudaStream_t stream, const FilterArgs& args) {
+void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
   enqueue_stream_pass(stream, args);
-  enqueue_stream_choice(stream, args);
+  enqueue_stream_choice(stream, args, plan);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -1,4 +1,3 @@
-#include "scoring/selection_plan.h"
 #include "selector_fixture.h"
 
 #include <cmath>
@@ -78,7 +77,7 @@ class GivenQueriesTest : public SelectorTest {
     request.keep_scores = false;
     Selector selector(*device_, make_limits(problem, problem.config.top_k));
     const QueryInput input = input_of(request, problem, given.as<float>(), after_append);
-    if (fuses_query_projection(*stream_, request)) {
+    if (selector.plan(request).reads_queries) {
       request.input = &input;
       request.packed = packed.as<float>();
     } else {
