@@ -13,7 +13,6 @@
 /// 16-byte pieces of row n are permuted by exclusive or with n % 8.
 namespace kvtier::hashing::cuda {
 
-inline constexpr int kProductColumns = 128;
 inline constexpr int kProductDepth = 16;
 /// Bytes of a row of B, and of 8 rows.
 inline constexpr int kOperandRowBytes = 128;

@@ -1,4 +1,3 @@
-#include "scoring/candidates/agreement_sums.cuh"
 #include "scoring/candidates/collision_heads.cuh"
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/launch_cuda.cuh"
@@ -36,54 +35,6 @@ __global__ __launch_bounds__(kPassThreads,
   });
 }
 
-/// Hard collisions. kPairs: see `PairQuery`.
-template <bool kPairs>
-struct HardCollisions {
-  static constexpr bool kHeld = kPairs;
-  static constexpr int kHeads = kPairs ? 4 : kMaxGroup;
-  const AgreementQuery& query;
-  const PairQuery& pairs;
-  const ScoreParams& params;
-  int group;
-
-  [[nodiscard]] __device__ static float scale() { return 1.0F; }
-  __device__ void sums(const P10L60Code& code, float (&values)[kHeads]) const {
-    pair_agreements(pairs, params.tables, code, values);
-  }
-  __device__ void sums(const uint4* chunks, float (&values)[kHeads]) const {
-    any_agreements(query, params, group, chunks, values);
-  }
-};
-
-template <bool kPairs>
-__global__ __launch_bounds__(kPassThreads,
-                             1) void agreement_pass(const __grid_constant__ FilterArgs args,
-                                                    int tile_segments, bool again) {
-  __shared__ SpanShared spans;
-  __shared__ GroupState state;
-  __shared__ AgreementQuery query;
-  __shared__ PairQuery pairs;
-  transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-  const SelectRequest& request = args.request;
-  const int group = request.kv.group();
-  for_each_span(args, spans, tile_segments, again, [&](const Span& span) {
-    __syncthreads();  // the query of the span before is no longer read
-    const std::int64_t first_head = span.group_index * group;
-    open_group(args, first_head, group, state);
-    const RowPlan plan = args.plans[span.row];
-    const Start<kPairs> first(request.sketch, plan, span);
-    fill_agreement(args.tables, request.params, first_head, group, query);
-    if constexpr (kPairs) fill_pair_query(query, pairs);
-    head_segments(args, state, span, plan, first,
-                  HardCollisions<kPairs>{query, pairs, request.params, group});
-  });
-}
-
-CollisionPass agreement_pass_of(const ScoreParams& params, int group) {
-  return pairs_serve(params, group) ? agreement_pass<true> : agreement_pass<false>;
-}
-
 /// Segments of a tile: no fewer than blocks need to have equal shares.
 int choose_tile(const SelectRequest& request, int blocks) {
   const std::int64_t segments = (request.max_length + kSegmentTokens - 1) / kSegmentTokens;
@@ -117,7 +68,6 @@ CollisionPass collision_heads_pass(bool p10_l60) {
 }
 
 int collision_pass_bytes(const ScoreParams& params, int group) {
-  if (params.estimator == Estimator::kHardCollision) return 0;
   const TableShape shape(params);
   const bool p10_l60 = shape.p10_l60() && group <= 4;
   const int pairs = stored_pairs(shape, group) * shape.entries() * 4;
@@ -130,16 +80,12 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool ag
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool p10_l60 = TableShape(params).p10_l60() && group <= 4;
-  const bool hard = params.estimator == Estimator::kHardCollision;
-  const CollisionPass kernel = hard                          ? agreement_pass_of(params, group)
-                               : sums_suffice(params, group) ? collision_sums_pass(p10_l60)
-                                                             : collision_heads_pass(p10_l60);
+  const CollisionPass kernel =
+      sums_suffice(params, group) ? collision_sums_pass(p10_l60) : collision_heads_pass(p10_l60);
   const int shared = collision_pass_bytes(params, group);
-  if (!hard) {
-    KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-        most_table_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
-  }
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      most_table_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
   const int blocks = choose_blocks(args.request);
   transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                      kPassThreads, static_cast<std::size_t>(shared), args,

@@ -328,20 +328,14 @@ SampleKernel sample_kernel(const SelectRequest& request) {
     if (bits == 4) return take_sample<SignScorer<4>>;
     return bits == 6 ? take_sample<SignScorer<6>> : take_sample<SignScorer<8>>;
   }
-  if (params.estimator == Estimator::kHardCollision) return take_sample<AgreementScorer>;
   const bool p10_l60 = TableShape(params).p10_l60() && request.kv.group() <= 4;
   return p10_l60 ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
 }
 
 int table_words(const ScoreParams& params, int group) {
   const TableShape shape(params);
-  switch (params.estimator) {
-    case Estimator::kNormAware:
-      return (group + 3) / 4 * sign_chunks(params) * (filter_weight_bits(params, group) / 2) * 32;
-    case Estimator::kHardCollision:
-      return static_cast<int>(sizeof(AgreementQuery) / 4);
-    case Estimator::kSoftCollision:
-      break;
+  if (params.estimator == Estimator::kNormAware) {
+    return (group + 3) / 4 * sign_chunks(params) * (filter_weight_bits(params, group) / 2) * 32;
   }
   return stored_pairs(shape, group) * shape.entries();
 }

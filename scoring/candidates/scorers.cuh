@@ -1,7 +1,6 @@
 #pragma once
 
 #include "scoring/block/sign_products.cuh"
-#include "scoring/candidates/agreement_sums.cuh"
 #include "scoring/soft/tables.cuh"
 
 #include <cstdint>
@@ -253,35 +252,6 @@ struct CollisionScorer {
                 : kLowestValue;
       }
       place = next;
-    }
-  }
-};
-
-struct AgreementScorer {
-  struct Early {
-    __device__ Early(const QueryTables&, std::int64_t, int) {}
-  };
-
-  __device__ static void score(const FilterArgs& args, const Early&, const Sample& sample,
-                               SampleShared&, std::uint32_t* tables, float* values) {
-    const SelectRequest& request = args.request;
-    const ScoreParams& params = request.params;
-    const int group = request.kv.group();
-    auto& query = *reinterpret_cast<AgreementQuery*>(tables);
-    fill_agreement(args.tables, params, sample.first_head, group, query);
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < sample.per_block; i += kSampleThreads) {
-      const SketchPlace place(request, sample, i);
-      const Norms norms = load_norms(request.sketch, place.block, sample.kv_head, place.in_block);
-      float sums[kMaxGroup];
-      any_agreements(query, params, group, place.chunks, sums);
-#pragma unroll
-      for (int h = 0; h < kMaxGroup; ++h) {
-        if (h >= group) break;
-        values[h * kSamplesPerBlock + i] =
-            norms.finite ? collision_value(params, {}, sums[h], norms.key, norms.value)
-                         : kLowestValue;
-      }
     }
   }
 };

@@ -14,7 +14,8 @@ bool candidates_serve(const SelectShape& shape, const DeviceLimits& device) {
   const ScoreParams& params = shape.params;
   const bool norm_aware = params.estimator == Estimator::kNormAware;
   const bool has_kernels =
-      !norm_aware || (params.query_bits > 0 && filter_weight_bits(params, shape.group) > 0);
+      params.estimator == Estimator::kSoftCollision ||
+      (norm_aware && params.query_bits > 0 && filter_weight_bits(params, shape.group) > 0);
   const bool ordered = params.rule == SelectionRule::kTopK ||
                        (norm_aware && one_set(shape) && params.threshold == 0.0F);
   const int most = most_table_bytes(device.block_bytes);
