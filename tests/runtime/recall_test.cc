@@ -13,13 +13,12 @@ namespace {
 constexpr std::int64_t kTokens = 700;
 constexpr int kSink = 5;
 constexpr int kRecent = 9;
-constexpr int kEligible = 700 - kSink - kRecent;
 
 /// A sequence of one layer whose keys differ in length and whose values differ in norm.
 struct Stored {
-  explicit Stored(const ModelConfig& model)
-      : keys(HostTensor::random(kTokens, model.kv_heads, model.head_dim, model.kv_dtype, 11)),
-        values(HostTensor::random(kTokens, model.kv_heads, model.head_dim, model.kv_dtype, 12)) {
+  Stored(const ModelConfig& model, std::int64_t tokens)
+      : keys(HostTensor::random(tokens, model.kv_heads, model.head_dim, model.kv_dtype, 11)),
+        values(HostTensor::random(tokens, model.kv_heads, model.head_dim, model.kv_dtype, 12)) {
     std::mt19937_64 random(13);
     std::uniform_real_distribution<float> factor(0.5F, 2.0F);
     const auto row = static_cast<std::size_t>(model.head_dim);
@@ -50,13 +49,15 @@ struct Case {
   ValueWeighting weighting = ValueWeighting::kLogit;
   PlaneKind planes = PlaneKind::kOrthogonal;
   int num_planes = 128;
+  int query_bits = 0;
+  std::int64_t tokens = kTokens;
 };
 
 std::string name_of(const Case& c) {
   return std::string(c.selection == Selection::kPerKvHead ? "per KV head" : "per query head") +
          (c.weighting == ValueWeighting::kNone ? ", no value norm" : ", value norm") +
          (c.planes == PlaneKind::kGaussian ? ", gaussian " : ", orthogonal ") +
-         std::to_string(c.num_planes);
+         std::to_string(c.num_planes) + ", query bits " + std::to_string(c.query_bits);
 }
 
 const std::vector<Case>& cases() {
@@ -65,7 +66,12 @@ const std::vector<Case>& cases() {
       {.selection = Selection::kPerKvHead},
       {.weighting = ValueWeighting::kNone},
       {.selection = Selection::kPerKvHead, .planes = PlaneKind::kGaussian},
-      {.num_planes = 160}};
+      {.num_planes = 160},
+      {.selection = Selection::kPerKvHead, .query_bits = 4},
+      {.selection = Selection::kPerKvHead,
+       .weighting = ValueWeighting::kNone,
+       .num_planes = 256,
+       .query_bits = 4}};
   return all;
 }
 
@@ -80,20 +86,21 @@ class RecallTest : public EngineTest {
     config.retrieval.value_weighting = c.weighting;
     config.retrieval.plane_kind = c.planes;
     config.retrieval.num_planes = c.num_planes;
-    config.retrieval.query_bits = 0;
-    config.retrieval.top_k = kEligible;
+    config.retrieval.query_bits = c.query_bits;
+    tokens_ = c.tokens;
+    config.retrieval.top_k = static_cast<int>(eligible());
     config.retrieval.sink_tokens = kSink;
     config.retrieval.recent_tokens = kRecent;
     config_ = config;
     engine_.emplace(config);
     session_.emplace(engine_->open());
-    stored_.emplace(config.model);
+    stored_.emplace(config.model, tokens_);
     session_->append(0, stored_->keys.view(), stored_->values.view());
     query_ = HostTensor::random(1, 6, config.model.head_dim, DType::kFloat32, 17, 1.5F);
   }
 
   [[nodiscard]] double scale() const { return 1.0 / std::sqrt(config_.model.head_dim); }
-  [[nodiscard]] std::int64_t eligible() const { return kTokens - kSink - kRecent; }
+  [[nodiscard]] std::int64_t eligible() const { return tokens_ - kSink - kRecent; }
   [[nodiscard]] bool shared() const { return config_.retrieval.selection == Selection::kPerKvHead; }
   [[nodiscard]] oracle::KvView kv(int kv_head) const {
     return kv_view(stored_->keys.values(), stored_->values.values(), config_.model.kv_heads,
@@ -160,17 +167,17 @@ class RecallTest : public EngineTest {
     return result;
   }
 
-  [[nodiscard]] static std::vector<std::int64_t> static_tokens_of() {
+  [[nodiscard]] std::vector<std::int64_t> static_tokens_of() const {
     std::vector<std::int64_t> tokens;
     for (std::int64_t t = 0; t < kSink; ++t) tokens.push_back(t);
-    for (std::int64_t t = kTokens - kRecent; t < kTokens; ++t) tokens.push_back(t);
+    for (std::int64_t t = tokens_ - kRecent; t < tokens_; ++t) tokens.push_back(t);
     return tokens;
   }
 
   /// Ids of every head under a target.
-  HostIds select(const RecallTarget& target, int top_k = kEligible) {
+  HostIds select(const RecallTarget& target, std::optional<int> top_k = {}) {
     RetrievalConfig retrieval = config_.retrieval;
-    retrieval.top_k = top_k;
+    if (top_k) retrieval.top_k = *top_k;
     HostIds ids(1, shared() ? 2 : 6, eligible());
     session_->select(0, query_.view(), {.ids = ids.view()}, {},
                      {.retrieval = &retrieval, .recall_target = target});
@@ -200,7 +207,7 @@ class RecallTest : public EngineTest {
     ASSERT_GE(k, target.min_top_k);
     const auto may_miss = [&](std::int64_t tokens) {
       return (1.0 - target.recall) *
-             std::min(1.0, static_cast<double>(tokens) / static_cast<double>(kEligible / 2));
+             std::min(1.0, static_cast<double>(tokens) / static_cast<double>(eligible() / 2));
     };
     const std::vector<double> order = scores(config_.retrieval.selection, head);
     std::vector<std::int64_t> best = oracle::top_k(order, k);
@@ -215,6 +222,7 @@ class RecallTest : public EngineTest {
   }
 
   Config config_;
+  std::int64_t tokens_ = kTokens;
   std::optional<Engine> engine_;
   std::optional<Session> session_;
   std::optional<Stored> stored_;
@@ -235,6 +243,19 @@ TEST_P(RecallTest, TakesTheFewestTokensThatReachTheTarget) {
           expect_fewest(ids.ids(0, head), head, target);
         }
       }
+    }
+  }
+}
+
+// Longer than what any part of a selection takes its references from.
+TEST_P(RecallTest, TakesTheFewestOfManyTokens) {
+  open({.selection = Selection::kPerKvHead, .num_planes = 256, .query_bits = 4, .tokens = 4'000});
+  for (const double recall : {0.5, 0.9}) {
+    const RecallTarget target{.recall = recall, .min_top_k = 1};
+    const HostIds ids = select(target);
+    for (int head = 0; head < 2; ++head) {
+      SCOPED_TRACE(::testing::Message() << "recall " << recall << " head " << head);
+      expect_fewest(ids.ids(0, head), head, target);
     }
   }
 }

@@ -55,14 +55,14 @@ std::vector<std::int64_t> best_tokens(const std::vector<double>& scores, std::si
   return tokens;
 }
 
-SyntheticShape small_shape(std::uint64_t seed) {
+SyntheticShape needle_shape(std::uint64_t seed) {
   return {.query_heads = 8, .kv_heads = 2, .head_dim = 64, .tokens = 8192, .seed = seed};
 }
 
 class StressNeedles : public ::testing::TestWithParam<std::uint64_t> {};
 
 TEST_P(StressNeedles, RankBetweenAnEighthAndAHalfOfK) {
-  const SyntheticShape shape = small_shape(GetParam());
+  const SyntheticShape shape = needle_shape(GetParam());
   LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   const QueryDrift drift{.correlation = 0.55, .norm = 14.0};
   plant_needles(
@@ -103,7 +103,7 @@ TEST_P(StressNeedles, RankBetweenAnEighthAndAHalfOfK) {
 }
 
 TEST_P(StressNeedles, DriftOverlapsAsText) {
-  const SyntheticShape shape = small_shape(GetParam());
+  const SyntheticShape shape = needle_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kSmolLm2);
   const StepOverlap text = overlap_of(DriftModel::kSmolLm2);
@@ -112,7 +112,7 @@ TEST_P(StressNeedles, DriftOverlapsAsText) {
 }
 
 TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
-  const SyntheticShape shape = small_shape(GetParam());
+  const SyntheticShape shape = needle_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   const StepOverlap trace = overlap_of(DriftModel::kNeedleLlama);
   const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kNeedleLlama);
@@ -149,7 +149,7 @@ TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
 }
 
 TEST_P(StressNeedles, DriftOverlapsAsAskedFor) {
-  const SyntheticShape shape = small_shape(GetParam());
+  const SyntheticShape shape = needle_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   EXPECT_NEAR(calibrate_drift(shape, source, 2, DriftModel::kSmolLm2, 0.8).overlap.per_33, 0.8,
               0.01);
@@ -158,7 +158,7 @@ TEST_P(StressNeedles, DriftOverlapsAsAskedFor) {
 INSTANTIATE_TEST_SUITE_P(Seeds, StressNeedles, ::testing::Values(1, 2, 3));
 
 TEST(StressNeedlesEdges, PlantNoneWithoutRoomOrWhenInterrupted) {
-  const SyntheticShape shape = small_shape(1);
+  const SyntheticShape shape = needle_shape(1);
   LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   NeedleRequest request;
   request.steps = 5;
