@@ -176,7 +176,7 @@ void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t re
   const bool together = source == nullptr || source->hold(sequence_index, tokens);
   for (const std::int64_t& token : tokens) {
     if (!together) (void)source->hold(sequence_index, {&token, 1});
-    if (kv.float8_pages) {
+    if (kv.int8_pages) {
       transfer::cpu::read_row(kv, sequence, resident_begin, kv_head, token, to);
     } else {
       widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, token), width, to);

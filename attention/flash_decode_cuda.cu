@@ -170,8 +170,8 @@ __device__ void prefetch_queries(const AttendRequest& request, const RowSet& set
 
 /// A block attends to its share of the tiles of all sets, one set after another; its warps take
 /// tiles in turn, each at its own pace, with `num_stages` tiles in shared memory. The last block to
-/// finish a set merges it. `kFloat8`: pages are of fp8.
-template <typename T, int D, int NT, bool kFloat8>
+/// finish a set merges it. `kInt8`: pages are of int8.
+template <typename T, int D, int NT, bool kInt8>
 __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     attend_kernel(const __grid_constant__ AttendRequest request,
                   const __grid_constant__ SelectionView selection,
@@ -240,8 +240,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     const bool whole = first == 0 && last == static_cast<int>(set.tiles());
     const Parts parts(plan, set);
     const cuda::TileOrder order(set.tiles(), parts.count);
-    RowFinder<D, kWarps, kFloat8> rows(request, selection, set, order, workspace.no_row,
-                                       first + warp, last);
+    RowFinder<D, kWarps, kInt8> rows(request, selection, set, order, workspace.no_row, first + warp,
+                                     last);
     int startable = count;
     if (placed) {
       startable = order.num_below(cuda::tiles_not_missing(request, selection, set), first + warp,
@@ -255,9 +255,9 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       if (lane / 16 == half) {
         reinterpret_cast<unsigned*>(tile + Layout::kMasks)[lane % 16] = rows.row().mask;
         reinterpret_cast<unsigned*>(tile + Layout::kBiases)[lane % 16] = rows.row().bias;
-        if constexpr (kFloat8) cuda::row_scales<D>(tile, lane % 16) = rows.row().scales;
+        if constexpr (kInt8) cuda::row_scales<D>(tile, lane % 16) = rows.row().scales;
       }
-      if constexpr (kFloat8) {
+      if constexpr (kInt8) {
         barriers[warp][stage_in].template start_row_ends<4 * D, Layout::kPitch>(
             tile, rows.row().address(), rows.row().bytes(), half * 16);
       } else {
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       }
       barriers[warp][stage_out].wait(parity);
       __syncwarp();  // masks are written
-      if constexpr (kFloat8) cuda::widen_float8<D>(stages + stage_out * Layout::kBytes);
+      if constexpr (kInt8) cuda::widen_int8<D>(stages + stage_out * Layout::kBytes);
       attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap,
                        rows.bias());
       __syncwarp();  // no lane reads the tile any more when it is overwritten
@@ -372,11 +372,11 @@ int num_stages(int stage_bytes, int fixed_bytes) {
   return std::clamp(stages >= 2 ? stages : alone, 1, kMaxStages);
 }
 
-template <typename T, int D, int NT, bool kFloat8>
+template <typename T, int D, int NT, bool kInt8>
 void launch_attend(void* stream, const AttendRequest& request, const SelectionView& selection,
                    const OutputBatch& outputs, const Workspace& workspace) {
   using Shape = BlockShape<T, D, NT>;
-  const auto kernel = attend_kernel<T, D, NT, kFloat8>;
+  const auto kernel = attend_kernel<T, D, NT, kInt8>;
   const int stages = num_stages(Shape::kStageBytes, Shape::kQueryBytes);
   const int per_sm = request.places.lists != nullptr ? kBlocksPerSmBeside : kBlocksPerSm;
   const int blocks = std::min(per_sm * attribute(cudaDevAttrMultiProcessorCount), kMaxBlocks);
@@ -389,12 +389,12 @@ void launch_attend(void* stream, const AttendRequest& request, const SelectionVi
                                      workspace, stages);
 }
 
-template <typename T, bool kFloat8, typename... Args>
+template <typename T, bool kInt8, typename... Args>
 void launch_shape(const transfer::KvGeometry& kv, const Args&... args) {
   assert(kv.group() <= kMaxGroup);
   transfer::cuda::with_head_dim(kv.head_dim, [&](auto head_dim) {
-    if (kv.group() > 8) return launch_attend<T, head_dim(), 2, kFloat8>(args...);
-    launch_attend<T, head_dim(), 1, kFloat8>(args...);
+    if (kv.group() > 8) return launch_attend<T, head_dim(), 2, kInt8>(args...);
+    launch_attend<T, head_dim(), 1, kInt8>(args...);
   });
 }
 
@@ -415,7 +415,7 @@ void attend(void* stream, const AttendRequest& request, const SelectionView& sel
   if (request.kv.dtype == DType::kFloat16) {
     return launch_shape<__half, false>(request.kv, stream, request, selection, outputs, workspace);
   }
-  if (request.kv.float8_pages) {
+  if (request.kv.int8_pages) {
     return launch_shape<__nv_bfloat16, true>(request.kv, stream, request, selection, outputs,
                                              workspace);
   }

@@ -284,8 +284,8 @@ class TileOrder {
 
 /// Finds the rows of one warp's tiles in a set, two tiles at a time, lane r + 16 i being row r of
 /// tile i. Ids are loaded two pairs ahead and page addresses one pair ahead, so that neither load
-/// is waited for. `kFloat8`: pages are of fp8.
-template <int D, int kWarps, bool kFloat8>
+/// is waited for. `kInt8`: pages are of int8.
+template <int D, int kWarps, bool kInt8>
 class RowFinder {
  public:
   struct Row {
@@ -293,14 +293,12 @@ class RowFinder {
     int index = 0;
     unsigned mask = 0;
     unsigned bias = 0;  ///< As `RowBias` has it.
-    float2 scales{};    ///< Of fp8; 0: the row has 16-bit elements.
+    float2 scales{};    ///< Of int8; 0: the row has 16-bit elements.
 
     [[nodiscard]] __device__ const std::byte* address() const {
       return base + std::int64_t{index} * bytes();
     }
-    [[nodiscard]] __device__ int bytes() const {
-      return kFloat8 && scales.x != 0.0F ? 2 * D : 4 * D;
-    }
+    [[nodiscard]] __device__ int bytes() const { return kInt8 && scales.x != 0.0F ? 2 * D : 4 * D; }
   };
 
   /// The tiles in places `begin`, `begin + kWarps`, ... below `end` of the order. `no_row` is read
@@ -409,7 +407,7 @@ class RowFinder {
     Row row{sequence_.pages[number / page_tokens],
             set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask,
             entry.bias};
-    if constexpr (kFloat8) {
+    if constexpr (kInt8) {
       const std::byte* scales = row.base + std::int64_t{kv_.kv_heads} * kv_.page_tokens * (2 * D);
       row.scales = reinterpret_cast<const float2*>(scales)[row.index];
     }

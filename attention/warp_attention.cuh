@@ -3,7 +3,7 @@
 #include "attention/softmax_state.h"
 #include "transfer/device/bulk_copy.cuh"
 #include "transfer/device/tensor_core.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 
 #include <cuda_runtime.h>
 
@@ -45,15 +45,15 @@ struct RowBias {
   }
 };
 
-/// Behind each row of a tile in which rows may be of fp8: its scales, 0 where it has 16 bits.
+/// Behind each row of a tile in which rows may be of int8: its scales, 0 where it has 16 bits.
 template <int D>
 __device__ float2& row_scales(std::byte* tile, int row) {
   return *reinterpret_cast<float2*>(tile + row * TileLayout<D>::kPitch + 4 * D);
 }
 
-/// Makes rows of fp8, which lie at the end of their places, rows of bf16. The warp calls it.
+/// Makes rows of int8, which lie at the end of their places, rows of bf16. The warp calls it.
 template <int D>
-__device__ void widen_float8(std::byte* tile) {
+__device__ void widen_int8(std::byte* tile) {
   constexpr int kUnits = D / 4;  // of eight elements, in a row
   constexpr int kTogether = 4;
   static_assert(kTileRows * kUnits % (32 * kTogether) == 0);
@@ -79,7 +79,7 @@ __device__ void widen_float8(std::byte* tile) {
       const int unit = (first + 32 * i + lane) % kUnits;
       if (scale[i] == 0.0F) continue;
       reinterpret_cast<uint4*>(tile + row * TileLayout<D>::kPitch)[unit] =
-          transfer::cuda::from_float8(narrow[i].x, narrow[i].y, scale[i]);
+          transfer::cuda::from_int8(narrow[i].x, narrow[i].y, scale[i]);
     }
   }
   transfer::cuda::release_to_copies();

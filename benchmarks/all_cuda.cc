@@ -172,7 +172,7 @@ std::vector<StepCase> others() {
   cases.push_back(step_of("1M", priority(256, 2048)));
   cases.back().placement = KvPlacement::kHost;
   cases.push_back(cases.back());
-  cases.back().page_format = PageFormat::kFloat8;
+  cases.back().page_format = PageFormat::kInt8;
   return cases;
 }
 
@@ -216,7 +216,7 @@ void kernels(const Suite& suite) {
   });
   suite.attempt("gather", {{"placement", "host"}}, [&] {
     bench_gather(run, {512, 2048, 8192}, KvPlacement::kHost, 64, PageFormat::kModel);
-    bench_gather(run, {2048}, KvPlacement::kHost, 32, PageFormat::kFloat8);
+    bench_gather(run, {2048}, KvPlacement::kHost, 32, PageFormat::kInt8);
   });
   for (const std::int64_t rows : {256, 2048, 8192}) {
     suite.attempt("flash_decode", {{"rows", 8 * rows}},

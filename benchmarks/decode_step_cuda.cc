@@ -103,7 +103,7 @@ json step_parameters(const StepCase& step, int layers) {
     values.update(retrieval_parameters(step.retrieval, step.head_dim));
     if (step.recall > 0) values["recall"] = step.recall;
   }
-  if (step.page_format == PageFormat::kFloat8) values["kv_dtype"] = "fp8";
+  if (step.page_format == PageFormat::kInt8) values["kv_dtype"] = "int8";
   if (step.verify_rows) values["verify_rows"] = true;
   return values;
 }

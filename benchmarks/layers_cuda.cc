@@ -117,7 +117,7 @@ transfer::KvGeometry Layers::kv() const {
           .sink_capacity = kResident,
           .recent_capacity = kResident,
           .dtype = DType::kBFloat16,
-          .float8_pages = shape_.page_format == PageFormat::kFloat8};
+          .int8_pages = shape_.page_format == PageFormat::kInt8};
 }
 
 transfer::SequenceView Layers::sequence(int layer, int item) const {

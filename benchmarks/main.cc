@@ -127,8 +127,8 @@ int main(int argc, char** argv) {
         ->check(CLI::IsMember({"device", "host"}));
   }
   for (auto* command : {decode, cached, prefetch, gather}) {
-    command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or fp8")
-        ->check(CLI::IsMember({"model", "fp8"}));
+    command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or int8")
+        ->check(CLI::IsMember({"model", "int8"}));
   }
   for (auto* command : {decode, cached}) {
     command->add_flag("--verify-rows", step.verify_rows, "rows on the host have checksums");
@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
     for (const std::string& shape : shapes) step_shapes.push_back(parse_shape(shape));
     Run run(file, command, cuda_libs, replays);
     step.placement = placement == "host" ? KvPlacement::kHost : KvPlacement::kDevice;
-    step.page_format = kv_dtype == "fp8" ? PageFormat::kFloat8 : PageFormat::kModel;
+    step.page_format = kv_dtype == "int8" ? PageFormat::kInt8 : PageFormat::kModel;
     step.retrieval = retrieval.resolve();
     if (*decode) {
       if (step_shapes.empty()) step_shapes.push_back(step.shape());

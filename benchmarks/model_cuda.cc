@@ -217,7 +217,7 @@ class SparseTokens {
     const double tokens = run_.replays();
     json measured = retrieval_parameters(retrieval, shape_.head_dim);
     measured["placement"] = name_of(variant_.placement);
-    measured["kv_dtype"] = shape_.page_format == PageFormat::kFloat8 ? "fp8" : "bf16";
+    measured["kv_dtype"] = shape_.page_format == PageFormat::kInt8 ? "int8" : "bf16";
     measured["context_kv"] = "appended, not computed by a prefill";
     measured["locality"] = context_.describe();
     measured["weight_bytes"] = model_.weight_bytes();

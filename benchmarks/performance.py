@@ -19,6 +19,7 @@ import sys
 from figures import K, M, ROOT, context, fraction, load, newest, number, percent, table, times
 from host_figures import service, service_block, tiers, tiers_block
 
+NARROW = ("int8", "fp8")  # rows in pages of 8 bits; the latter until 2026-11-26
 SHAPE = {"batch": 1, "query_heads": 32, "kv_heads": 8}
 NORM_AWARE = {"estimator": "norm_aware", "bits": 256, "selection": "per_kv_head", "placement": "device"}
 SOFT = {"estimator": "soft_collision", "bits": 600, "selection": "per_kv_head", "placement": "device"}
@@ -254,8 +255,8 @@ def selector_name(row):
     code = ", scalar" if row.get("code") == "scalar" else ""
     per_head = ", a set per query head" if row["selection"] == "per_query_head" else ""
     recall = f" at most, recall target {row['recall']:g}" if "recall" in row else ""
-    fp8 = ", fp8 rows" if row.get("kv_dtype") == "fp8" else ""
-    return f"{names[row['estimator']]} {row['bits']} bits{rule}{code}, {rows}{recall}{per_head}{fp8}"
+    narrow = f", {row['kv_dtype']} rows" if row.get("kv_dtype") in NARROW else ""
+    return f"{names[row['estimator']]} {row['bits']} bits{rule}{code}, {rows}{recall}{per_head}{narrow}"
 
 
 def selections(run):
@@ -287,8 +288,8 @@ def kernels(run):
         what = row["what"]
         if what == "gather":
             where = "device memory" if row["placement"] == "device" else "pinned memory"
-            fp8 = " fp8" if row.get("kv_dtype") == "fp8" else ""
-            rows.append((f"gather of {row['rows']:,} random{fp8} rows from {where} ({row['region_gib']} GiB)",
+            narrow = f" {row['kv_dtype']}" if row.get("kv_dtype") in NARROW else ""
+            rows.append((f"gather of {row['rows']:,} random{narrow} rows from {where} ({row['region_gib']} GiB)",
                          number(row["us"]), rate(row)))
         elif what == "flash_decode":
             rows.append((f"flash-decode over {row['rows']:,} rows, {row['order']}", number(row["us"]), rate(row)))

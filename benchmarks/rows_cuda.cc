@@ -70,8 +70,8 @@ void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPl
                   std::int64_t region_gib, PageFormat format) {
   constexpr std::int64_t kTokens = 1 << 20;
   constexpr int kSets = 32;
-  const bool float8 = format == PageFormat::kFloat8;
-  const std::int64_t layer_gib = float8 ? 2 : 4;
+  const bool int8 = format == PageFormat::kInt8;
+  const std::int64_t layer_gib = int8 ? 2 : 4;
   const bool host = placement == KvPlacement::kHost;
   const int num_layers = static_cast<int>(std::max<std::int64_t>(region_gib / layer_gib, 1));
   const Layers layers(run,
@@ -101,7 +101,7 @@ void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPl
                        {"placement", name_of(placement)},
                        {"region_gib", layer_gib * num_layers},
                        {"row_sets", kSets}};
-    if (float8) parameters["kv_dtype"] = "fp8";
+    if (int8) parameters["kv_dtype"] = "int8";
     run.add_bytes("gather", parameters, times, bytes, measured);
   }
 }

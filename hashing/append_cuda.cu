@@ -5,7 +5,7 @@
 #include "transfer/device/launch_cuda.cuh"
 #include "transfer/device/tensor_core.cuh"
 #include "transfer/kv/convert_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -266,14 +266,14 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
           (i < pieces ? key_sums[j] : value_sums[j]) += sum;
         }
         float scale = 0.0F;
-        if (args.kv.float8_pages) {
-          scale = transfer::cuda::float8_scale_of_lanes(stored, present ? i / pieces : 2);
+        if (args.kv.int8_pages) {
+          scale = transfer::cuda::int8_scale_of_lanes(stored, present ? i / pieces : 2);
         }
         if (!present) continue;
         const RowTarget& to = shared.targets[base + warp + j * kWorkerWarps];
         if (to.page.bytes == nullptr) continue;
-        if (args.kv.float8_pages) {
-          stored = transfer::cuda::store_float8(to.page, stored, i, pieces, scale);
+        if (args.kv.int8_pages) {
+          stored = transfer::cuda::store_int8(to.page, stored, i, pieces, scale);
         } else {
           reinterpret_cast<uint4*>(to.page.bytes)[i] = stored;
         }

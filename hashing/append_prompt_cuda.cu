@@ -4,7 +4,7 @@
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/tensor_core.cuh"
 #include "transfer/kv/convert_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -33,7 +33,7 @@ constexpr int kHostBlocks = 16;
 /// Places of one token and KV head; null where it does not go.
 struct Places {
   unsigned long long page = 0;
-  unsigned long long scales = 0;  ///< Of a page of fp8.
+  unsigned long long scales = 0;  ///< Of a page of int8.
   unsigned long long sink = 0;
   unsigned long long ring = 0;
 };
@@ -69,7 +69,7 @@ template <int kHalf>
 __device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int row, int in_row,
                                const uint4& value) {
   const unsigned long long page = __shfl_sync(kFullWarp, places.page, row);
-  if (!kv.float8_pages) {
+  if (!kv.int8_pages) {
     store_vector(page, in_row, value);
     return value;
   }
@@ -79,9 +79,9 @@ __device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int r
   }
   const unsigned long long scales = __shfl_sync(kFullWarp, places.scales, row);
   if (page == 0) return value;
-  return transfer::cuda::store_float8(
+  return transfer::cuda::store_int8(
       {reinterpret_cast<std::byte*>(page), reinterpret_cast<float*>(scales)}, value, in_row, kHalf,
-      transfer::cuda::float8_scale_of(largest));
+      transfer::cuda::int8_scale_of(largest));
 }
 
 /// A warp takes `kLoads` loads' rows of one KV head at a time; blockIdx.y is the item. Tokens are

@@ -15,7 +15,7 @@ struct SelectShape {
   int group = 0;            ///< Query heads of a KV head.
   int head_dim = 0;         ///< Of rows and queries.
   int plane_dim = 0;        ///< Of the planes.
-  bool fp8_rows = false;    ///< Rows of pages are in fp8,
+  bool int8_rows = false;   ///< Rows of pages are in int8,
   bool fp16_sinks = false;  ///< always-attended ones have copies in 16 bits.
   int rows = 0;
   std::int64_t max_length = 0;  ///< In whole sketch slabs, so that growing tokens keep a plan.
@@ -46,8 +46,8 @@ struct SelectionPlan {
   /// lie where `row_address` says, in device memory.
   bool attends = false;
   /// Whether it selects `transfer::num_to_select` tokens of each row, and its last kernel lets the
-  /// next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may read all but
-  /// the selection and the queries before it waits for it.
+  /// next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may read
+  /// all but the selection and the queries before it waits for it.
   bool k_known = false;
 
   // The launch, of paths whose blocks share a (row, KV head).

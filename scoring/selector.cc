@@ -99,7 +99,7 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
           .group = request.kv.group(),
           .head_dim = request.kv.head_dim,
           .plane_dim = request.planes.head_dim,
-          .fp8_rows = request.kv.float8_pages,
+          .int8_rows = request.kv.int8_pages,
           .fp16_sinks = request.kv.sink_capacity > 0,
           .rows = request.rows.count,
           .max_length = slabs * hashing::kBlockTokens,

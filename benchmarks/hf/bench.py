@@ -66,7 +66,7 @@ SHAPES: dict[str, Any] = {
         },
     ),
 }
-CACHES = ("none", "sdpa", "offloaded", "kvtier-device", "kvtier-host", "kvtier-host-fp8")
+CACHES = ("none", "sdpa", "offloaded", "kvtier-device", "kvtier-host", "kvtier-host-int8")
 FILL_TOKENS = 8192  # random keys and values made at a time
 WARMUP_STEPS = 4
 SPLIT_STEPS = 8
@@ -174,10 +174,10 @@ class Bench:
                 device_bytes=memory.device_bytes + pages,
                 host_bytes=0,
             )
-        if name == "kvtier-host-fp8":
+        if name == "kvtier-host-int8":
             row = 2 * shape.head_dim * 2
             pages = pages // row * (row // 2 + 8)
-            memory = replace(memory, host_bytes=pages, page_format=kvtier.PageFormat.FLOAT8)
+            memory = replace(memory, host_bytes=pages, page_format=kvtier.PageFormat.INT8)
         if own.row_cache_rows and name != "kvtier-device":
             sets = -(-own.row_cache_rows // 32) * shape.kv_heads
             layer = sets * (32 * (4 * shape.head_dim + 8) + 16) + 256

@@ -32,13 +32,13 @@ void plan_seeds(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::ranges::move(added, std::back_inserter(plans));
 }
 
-/// What rows in fp8 change: dense attention, and norm-aware rows that are planned already.
-void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
+/// What rows in int8 change: dense attention, and norm-aware rows that are planned already.
+void plan_int8(const AnswerOptions& options, std::vector<Plan>& plans) {
   std::vector<Plan> added;
   if (wanted(options, "dense")) {
     Plan dense;
     dense.row.name = "dense";
-    dense.row.settings = "fp8 rows";
+    dense.row.settings = "int8 rows";
     dense.row.selection = "all";
     dense.own = Method{.dense = true, .sparsity = 1.0, .retrieval = {}};
     added.push_back(std::move(dense));
@@ -46,10 +46,10 @@ void plan_float8(const AnswerOptions& options, std::vector<Plan>& plans) {
   for (const Plan& plan : plans) {
     if (plan.row.name != "norm_aware" || plan.own->retrieval.seed != 0) continue;
     added.push_back(plan);
-    added.back().row.settings += ", fp8 rows";
+    added.back().row.settings += ", int8 rows";
   }
   for (Plan& plan : added) {
-    plan.float8 = true;
+    plan.int8 = true;
     plans.push_back(std::move(plan));
   }
 }
@@ -125,7 +125,7 @@ std::vector<Plan> make_plans(const AnswerOptions& options) {
   plan_own(options, plans);
   if (!options.other_planes) {
     plan_seeds(options, plans);
-    plan_float8(options, plans);
+    plan_int8(options, plans);
   }
   const std::vector<NamedSelector> all = make_selectors(1, options.variants);
   for (std::size_t i = 0; i < all.size(); ++i) {

@@ -13,7 +13,7 @@ namespace kvtier::quality {
 struct Plan {
   AnswerRow row;
   std::optional<llama::Method> own{};
-  bool float8 = false;  ///< Of its own: in the engine whose pages have rows in fp8.
+  bool int8 = false;  ///< Of its own: in the engine whose pages have rows in int8.
   std::size_t selector = 0;
 };
 

@@ -240,12 +240,12 @@ class SequenceRun {
         tail_(tokens_.subspan(static_cast<std::size_t>(task.context))),
         cache_(decoder.config(), task.length) {}
 
-  /// `float8`: an engine of such pages, nullptr when no plan is for one.
-  void run(Engine& engine, Engine* float8, std::vector<Plan>& plans, AnswerRow& dense_row) {
+  /// `int8`: an engine of such pages, nullptr when no plan is for one.
+  void run(Engine& engine, Engine* int8, std::vector<Plan>& plans, AnswerRow& dense_row) {
     Session session = engine.open({.capacity_tokens = task_.length});
     llama::PassOptions pass;
     std::optional<Session> narrow;  // of the same keys and values
-    if (float8 != nullptr) narrow.emplace(float8->open({.capacity_tokens = task_.length}));
+    if (int8 != nullptr) narrow.emplace(int8->open({.capacity_tokens = task_.length}));
     const auto store = [&](const LayerStep& step) {
       cache_.store(step);
       if (!narrow) return;
@@ -276,7 +276,7 @@ class SequenceRun {
         options_.progress(plan.row.name + ", " + plan.row.settings + ", " +
                           std::to_string(std::lround(plan.row.sparsity)) + "x");
       }
-      Session& own = plan.float8 ? *narrow : session;
+      Session& own = plan.int8 ? *narrow : session;
       own.truncate(task_.context);
       plan.own ? run_own(own, plan, share) : run_rival(session, plan, share);
     }
@@ -358,17 +358,17 @@ std::vector<AnswerRow> answer(Decoder& decoder, const llama::TaskFile& tasks,
   llama::RuntimeOptions runtime;
   runtime.backend = Backend::kCpu;
   Engine engine(llama::engine_config(decoder.config(), runtime, methods, task.length));
-  std::optional<Engine> float8;
-  if (std::ranges::any_of(plans, &Plan::float8)) {
-    runtime.page_format = PageFormat::kFloat8;
-    float8.emplace(llama::engine_config(decoder.config(), runtime, methods, task.length));
+  std::optional<Engine> int8;
+  if (std::ranges::any_of(plans, &Plan::int8)) {
+    runtime.page_format = PageFormat::kInt8;
+    int8.emplace(llama::engine_config(decoder.config(), runtime, methods, task.length));
   }
   AnswerRow dense;
   dense.name = "dense";
   dense.selection = "all";
   for (std::int64_t sequence = 0; sequence < options.sequences; ++sequence) {
     SequenceRun(decoder, task, options, options.first_sequence + sequence)
-        .run(engine, float8 ? &*float8 : nullptr, plans, dense);
+        .run(engine, int8 ? &*int8 : nullptr, plans, dense);
   }
   std::vector<AnswerRow> rows = {dense};
   for (Plan& plan : plans) rows.push_back(std::move(plan.row));

@@ -28,7 +28,7 @@ GROUPS = (("pqcache", 6), ("dense,norm_aware", 2), ("quest,streaming,random", 6)
           ("exact", 3), ("magicpig", 3), ("rabitq", 3), ("hard_lsh", 6), ("soft_collision", 1), ("soft_collision --other-planes", 1),
           ("norm_aware --other-planes", 3))
 GROUPS_OF_OTHERS = (("dense,norm_aware", 2), ("soft_collision", 2), ("exact", 2))
-ORDER = ("dense", "soft_collision", "norm_aware", "hard_lsh", "dense, fp8 rows", "norm_aware, fp8 rows", "exact", "magicpig", "quest",
+ORDER = ("dense", "soft_collision", "norm_aware", "hard_lsh", "dense, 8-bit rows", "norm_aware, 8-bit rows", "exact", "magicpig", "quest",
          "double_sparsity", "pqcache", "rabitq", "vattention", "h2o", "streaming", "random")
 MEANS = ("rows_attended", "exact", "first_token", "fwe", "kl", "kl_answers")  # over sequences
 
@@ -91,8 +91,8 @@ def run(options, pieces):
 
 def rank(row):
     name = row["selector"]
-    if row["settings"].endswith("fp8 rows"):
-        name += ", fp8 rows"
+    if row["settings"].endswith(("int8 rows", "fp8 rows")):
+        name += ", 8-bit rows"
     return ORDER.index(name)
 
 

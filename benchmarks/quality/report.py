@@ -61,7 +61,8 @@ What to know about the rows (`benchmarks/quality/*_selectors.h` says the rest):
 - *pqcache* runs k-means over the keys of the context, the cost of which is not in this table.
 - *vattention* takes half of its budget by exact q.k and samples the others.
 - *h2o* sums attention over the recorded steps, or the tokens after the context, only, and nothing is evicted for good.
-- *fp8 rows* are kvtier's over pages of `PageFormat::kFloat8`, which hold the keys and values of the context that the others have in bf16.
+- *fp8 rows* are kvtier's over pages that hold the keys and values of the context in e4m3, where the others have bf16. Pages of 8 bits hold integers now, which are
+  nearer ([algorithm.md](algorithm.md#4-attend)).
 - HashAttention is missing: its mapping has to be learned for each model.
 """
 
@@ -426,7 +427,7 @@ def of_seeds(report, planes):
 def pairs_table(report, dense):
     parts = ["| selector | lost | gained | difference | standard error | p | KL |\n|---|---|---|---|---|---|---|\n"]
     for row in report["rows"]:
-        if not row["sparsity"] or row["selection"] != "per_query_head" or row["settings"].endswith("fp8 rows"):
+        if not row["sparsity"] or row["selection"] != "per_query_head" or row["settings"].endswith(("int8 rows", "fp8 rows")):
             continue
         difference, error, lost, gained = paired(row, dense)
         parts.append(f"| {cell(row)} | {lost} | {gained} | {signed([difference])} | {number(error)} | {number(sign_test(lost, gained), 2)} | "

@@ -273,7 +273,7 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
 
   result.place = store->place();
   const auto d = static_cast<std::size_t>(config.model.head_dim);
-  result.row_bytes = config.memory.page_format == PageFormat::kFloat8 ? 2 * d + 8 : 4 * d;
+  result.row_bytes = config.memory.page_format == PageFormat::kInt8 ? 2 * d + 8 : 4 * d;
   result.sketches.push_back(config.retrieval.sketch(config.model.head_dim));
   result.head_dim = config.model.head_dim;
   result.sketches.insert(result.sketches.end(), config.extra_sketches.begin(),

@@ -51,8 +51,8 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
                  "Folder of this program alone for pages that find no room in memory");
-  app.add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16) or fp8")
-      ->check(CLI::IsMember({"model", "fp8"}))
+  app.add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16) or int8")
+      ->check(CLI::IsMember({"model", "int8"}))
       ->capture_default_str();
   app.add_option("--memcached", runtime.remote.memcached,
                  "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
@@ -230,8 +230,8 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   bench->add_option("--threads", options.threads, "Of the decoder on the CPU; 0: all")
       ->check(CLI::NonNegativeNumber);
   bench->add_option("--json", options.json, "File for the figures");
-  bench->add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16), bf16 or fp8")
-      ->check(CLI::IsMember({"model", "bf16", "fp8"}))
+  bench->add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16), bf16 or int8")
+      ->check(CLI::IsMember({"model", "bf16", "int8"}))
       ->capture_default_str();
   bench
       ->add_option_function<std::vector<std::string>>(
@@ -305,7 +305,7 @@ std::unique_ptr<Compute> make_compute(Arguments& a) {
                 "--disk-cache, --memcached, --redis: expected none with --kv, found " +
                     (runtime.disk_cache.empty() ? std::string("servers") : runtime.disk_cache));
   }
-  if (a.kv_dtype == "fp8") runtime.page_format = PageFormat::kFloat8;
+  if (a.kv_dtype == "int8") runtime.page_format = PageFormat::kInt8;
   if (a.kv_dtype != "model" && !runtime.kv.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 "--kv-dtype: expected model with --kv, found " + a.kv_dtype);
@@ -401,7 +401,7 @@ int main(int argc, char** argv) {
     }
     if (bench->parsed()) {
       a.bench.command = command;
-      if (a.kv_dtype == "fp8") a.bench.page_format = PageFormat::kFloat8;
+      if (a.kv_dtype == "int8") a.bench.page_format = PageFormat::kInt8;
       run_bench(std::cout, a.bench);
     } else if (eval->parsed()) {
       run_eval(a, command);

@@ -202,11 +202,11 @@ enum class KvPlacement : std::uint8_t {
 /// How rows lie in pages, in every tier.
 enum class PageFormat : std::uint8_t {
   kModel,  ///< As `ModelConfig::kv_dtype` says.
-  /// fp8 (e4m3), with a power of two in fp32 for each row's keys and one for its values: half of
-  /// the memory and 8 bytes, on the link too. Rows are rounded as they are appended, to the same
-  /// bits on every backend, and read as bf16, which `kv_dtype` has to be; sketches are those of
-  /// what was given.
-  kFloat8,
+  /// Integers of -127 to 127, with a factor in fp32 for each row's keys and one for its values:
+  /// half of the memory and 8 bytes, on the link too. Rows are rounded as they are appended, to the
+  /// same bits on every backend, and read as bf16, which `kv_dtype` has to be; sketches are those
+  /// of what was given.
+  kInt8,
 };
 
 /// How the page pool's pinned memory is obtained on the CUDA backend; the CPU backend has one way

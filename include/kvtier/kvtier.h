@@ -112,7 +112,7 @@ typedef enum kvtier_placement { KVTIER_PLACE_HOST = 0, KVTIER_PLACE_DEVICE = 1 }
 
 typedef enum kvtier_page_format {
   KVTIER_PAGES_MODEL = 0,
-  KVTIER_PAGES_FLOAT8 = 1
+  KVTIER_PAGES_INT8 = 1
 } kvtier_page_format;
 
 typedef enum kvtier_host_allocation {

@@ -35,11 +35,11 @@ class KvPlacement(enum.Enum):
 
 
 class PageFormat(enum.Enum):
-    """How rows lie in pages. `MODEL`: as `ModelConfig.kv_dtype`. `FLOAT8`: e4m3 with a factor for
-    each row, half of the memory; `kv_dtype` has to be bfloat16."""
+    """How rows lie in pages. `MODEL`: as `ModelConfig.kv_dtype`. `INT8`: integers with a factor
+    for each row, half of the memory; `kv_dtype` has to be bfloat16."""
 
     MODEL = "model"
-    FLOAT8 = "float8"
+    INT8 = "int8"
 
 
 class HostAllocation(enum.Enum):

@@ -157,8 +157,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.device_bytes = c.device_bytes;
   config.memory.host_bytes = c.host_bytes;
   config.memory.placement = checked<KvPlacement>(c.placement, KVTIER_PLACE_DEVICE, "placement");
-  config.memory.page_format =
-      checked<PageFormat>(c.page_format, KVTIER_PAGES_FLOAT8, "page_format");
+  config.memory.page_format = checked<PageFormat>(c.page_format, KVTIER_PAGES_INT8, "page_format");
   config.memory.page_tokens = c.page_tokens;
   config.memory.max_session_tokens = c.max_session_tokens;
   config.memory.max_batch_rows = c.max_batch_rows;

@@ -172,8 +172,8 @@ std::vector<std::string> Config::validate() const {
                    "64, 96, 128 or 256", d);
   problems.require(model.kv_dtype == DType::kBFloat16 || model.kv_dtype == DType::kFloat16,
                    "model.kv_dtype", "bf16 or fp16", std::string(dtype_name(model.kv_dtype)));
-  problems.require(memory.page_format != PageFormat::kFloat8 || model.kv_dtype == DType::kBFloat16,
-                   "model.kv_dtype", "bf16 with memory.page_format kFloat8",
+  problems.require(memory.page_format != PageFormat::kInt8 || model.kv_dtype == DType::kBFloat16,
+                   "model.kv_dtype", "bf16 with memory.page_format kInt8",
                    std::string(dtype_name(model.kv_dtype)));
   problems.require(model.layer_options.empty() ||
                        model.layer_options.size() == static_cast<std::size_t>(model.layers),
@@ -185,7 +185,7 @@ std::vector<std::string> Config::validate() const {
                     check_layer(model.layer_options[i]));
   }
 
-  problems.require(memory.page_format <= PageFormat::kFloat8, "memory.page_format", "an enumerator",
+  problems.require(memory.page_format <= PageFormat::kInt8, "memory.page_format", "an enumerator",
                    static_cast<int>(memory.page_format));
   const int p = memory.page_tokens;
   problems.require(p == 16 || p == 32 || p == 64 || p == 128 || p == 256, "memory.page_tokens",

@@ -81,7 +81,7 @@ transfer::KvGeometry geometry_of(const Config& config) {
       .sink_capacity = host ? config.retrieval.sink_tokens : 0,
       .recent_capacity = host ? config.retrieval.recent_tokens + config.memory.max_batch_rows : 0,
       .dtype = config.model.kv_dtype,
-      .float8_pages = config.memory.page_format == PageFormat::kFloat8,
+      .int8_pages = config.memory.page_format == PageFormat::kInt8,
       .row_checks = host && config.memory.verify_rows};
 }
 

@@ -97,7 +97,7 @@ PrefixKey engine_key(const Config& config, const transfer::KvGeometry& kv,
   Sha256 hash;
   hash.update(kFormat);
   const int dtype =
-      static_cast<int>(kv.dtype) + (kv.float8_pages ? 256 : 0) + (kv.row_checks ? 512 : 0);
+      static_cast<int>(kv.dtype) + (kv.int8_pages ? 1024 : 0) + (kv.row_checks ? 512 : 0);
   for (const int number : {config.model.layers, kv.kv_heads, kv.head_dim, kv.page_tokens, dtype}) {
     hash.update(static_cast<std::uint64_t>(number));
   }

@@ -154,7 +154,7 @@ void SequenceMemory::begin_at(transfer::Stream& stream, std::int64_t tokens) {
     // The ring is empty: its first token becomes the smaller of this and the length.
     stream.fill(&layer.view.counters->resident_begin, 0x7F, sizeof(std::int64_t));
     set_length(stream, layer);
-    if (kv.float8_pages) {
+    if (kv.int8_pages) {
       transfer::read_sinks(stream, kv, layer.view, sinks);
       continue;
     }

@@ -6,7 +6,7 @@ namespace {
 
 /// Whether a kernel that selects can attend to rows of this shape on the device.
 bool may_attend(const SelectShape& shape) {
-  return shape.head_dim == kAttendDim && !shape.fp8_rows &&
+  return shape.head_dim == kAttendDim && !shape.int8_rows &&
          shape.kv_heads * shape.rows <= kAttendedGroups;
 }
 

@@ -43,7 +43,7 @@ inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHos
      {"numa_node", HostAllocation::kNumaNode}}};
 
 inline constexpr std::array<std::pair<std::string_view, PageFormat>, 2> kPageFormatNames{
-    {{"model", PageFormat::kModel}, {"fp8", PageFormat::kFloat8}}};
+    {{"model", PageFormat::kModel}, {"int8", PageFormat::kInt8}}};
 
 inline constexpr std::array<std::pair<std::string_view, RowCachePolicy>, 3> kRowCachePolicyNames{
     {{"clock", RowCachePolicy::kClock},

@@ -50,7 +50,7 @@ class Model {
 struct ModelPoolOptions {
   Backend backend = Backend::kAuto;
   std::size_t max_models = 4;
-  /// Of each engine, but pages of fp8 for models in bf16 only.
+  /// Of each engine, but pages of int8 for models in bf16 only.
   MemoryConfig memory;
   /// A folder with one for each engine in it, as `MemoryConfig::disk_cache`; empty: none.
   std::filesystem::path disk_cache;

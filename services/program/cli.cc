@@ -72,7 +72,7 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   add_named(app, "--backend", kBackendNames, command.options.backend,
             "Where kernels run (default auto)");
   add_named(app, "--kv-dtype", kPageFormatNames, command.options.page_format,
-            "Rows in pages: model, as the trace has them, or fp8 (default model)");
+            "Rows in pages: model, as the trace has them, or int8 (default model)");
   add_named_list(app, "--estimator", kEstimatorNames, grid.estimators,
                  "Estimators to compare (default all)");
   add_named_list(app, "--value-weighting", kWeightingNames, grid.weightings,

@@ -285,7 +285,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_named("--backend", kBackendNames, command.backend,
             "Where kernels run: auto, cpu, cuda (default auto)");
   add_named("--kv-dtype", kPageFormatNames, command.page_format,
-            "Rows in pages: model, or fp8 for models in bf16 (default model)");
+            "Rows in pages: model, or int8 for models in bf16 (default model)");
   with_environment(app->add_flag("--verify-rows", command.verify_rows,
                                  "Compare rows in host memory with checksums as they are read"));
   with_environment(

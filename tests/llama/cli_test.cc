@@ -130,7 +130,7 @@ TEST_F(CliTest, TimesAModelWithRandomWeights) {
 
 TEST_F(CliTest, TimesSparseTokensAlone) {
   ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 1 --context 2048 --steps 3 "
-                "--backend cpu --kv-dtype fp8 --no-dense"),
+                "--backend cpu --kv-dtype int8 --no-dense"),
             0)
       << err();
 
@@ -148,7 +148,7 @@ TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
       {"--random-weights --steps 0", "--steps"},
       {"--random-weights --sparsity 0.5", "--sparsity"},
       {"--random-weights --k 64 --sparsity 20", "excludes --"},
-      {"--random-weights --kv-dtype int8", "--kv-dtype"},
+      {"--random-weights --kv-dtype int4", "--kv-dtype"},
       {"--random-weights --placement disk", "--placement"},
       {"--random-weights --locality text", "--locality"},
       {"--random-weights --row-cache-rows -1", "--row-cache-rows"},

@@ -197,10 +197,10 @@ TEST_F(EvalTest, BeginsWithTheSequenceAskedFor) {
   EXPECT_EQ(second.logits[0].logits, both.logits[1].logits);
 }
 
-TEST_F(EvalTest, KeepsRowsInFp8) {
+TEST_F(EvalTest, KeepsRowsInInt8) {
   options_.retrieval.sparsities = {0, 10};
   const EvalResult model = run();
-  options_.runtime.page_format = PageFormat::kFloat8;
+  options_.runtime.page_format = PageFormat::kInt8;
   const EvalResult narrow = run();
 
   EXPECT_EQ(model.row_bytes, 256U);

@@ -51,7 +51,7 @@ class MemoryTest : public EngineTest {
 KVTIER_INSTANTIATE_BACKENDS(MemoryTest);
 
 TEST_P(MemoryTest, ASessionTakesWhatIsPlanned) {
-  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
     for (const std::int64_t tokens : {1, 64, 1024, 1025, 3000}) {
       SCOPED_TRACE(tokens);
       Config config = this->config();

@@ -1,7 +1,7 @@
 #include "runtime/engine_fixture.h"
 #include "runtime/rejection_fixture.h"
 #include "runtime/spill_fixture.h"
-#include "transfer/kv/float8.h"
+#include "transfer/kv/int8.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-/// Pages with rows in fp8. An engine that is given rows which fp8 has rounded already, and keeps
+/// Pages with rows in int8. An engine that is given rows which int8 has rounded already, and keeps
 /// bf16, is what they are compared with: both attend to the same numbers.
 namespace kvtier::testing {
 namespace {
@@ -26,9 +26,9 @@ HostTensor rounded(const HostTensor& given) {
     for (std::size_t x = begin; x < begin + d; ++x) {
       largest = std::max(largest, std::fabs(given.values()[x]));
     }
-    const float scale = transfer::float8_scale(largest);
+    const float scale = transfer::int8_scale(largest);
     for (std::size_t x = begin; x < begin + d; ++x) {
-      result.set(x, transfer::Float8::from_float(given.values()[x] / scale).to_float() * scale);
+      result.set(x, transfer::to_int8(given.values()[x], 1.0F / scale) * scale);
     }
   }
   return result;
@@ -36,15 +36,15 @@ HostTensor rounded(const HostTensor& given) {
 
 class PageFormatTest : public EngineTest {
  protected:
-  [[nodiscard]] Config float8() const {
+  [[nodiscard]] Config int8() const {
     Config config = this->config();
-    config.memory.page_format = PageFormat::kFloat8;
+    config.memory.page_format = PageFormat::kInt8;
     config.retrieval.sink_tokens = 5;
     config.retrieval.recent_tokens = 20;
     return config;
   }
   [[nodiscard]] Config plain() const {
-    Config config = float8();
+    Config config = int8();
     config.memory.page_format = PageFormat::kModel;
     return config;
   }
@@ -63,7 +63,7 @@ class PageFormatTest : public EngineTest {
 };
 
 TEST_P(PageFormatTest, RowsAreThoseThatWereRounded) {
-  Engine engine(float8()), twin(plain());
+  Engine engine(int8()), twin(plain());
   Session session = engine.open(), other = twin.open();
   const Rows rows = rows_of(engine.config().model, 3);
   append(session, rows);
@@ -75,7 +75,7 @@ TEST_P(PageFormatTest, RowsAreThoseThatWereRounded) {
 TEST_P(PageFormatTest, EveryAppendRoundsAsTheCpuDoes) {
   for (const int head_dim : {64, 96, 128, 256}) {
     SCOPED_TRACE(head_dim);
-    Config here = float8();
+    Config here = int8();
     here.model.head_dim = head_dim;
     here.reject_nonfinite = false;
     Config there = here;
@@ -86,7 +86,7 @@ TEST_P(PageFormatTest, EveryAppendRoundsAsTheCpuDoes) {
     for (const std::int64_t tokens : {1, 5, 130, 2100, 1, 7}) {
       Rows rows = rows_of(here.model, ++seed, tokens);
       const auto d = static_cast<std::size_t>(head_dim);
-      for (std::size_t x = 0; x < d; ++x) {  // of one key: numbers that fp8 has as subnormals
+      for (std::size_t x = 0; x < d; ++x) {  // of one key: numbers that become 0
         rows.keys.set(x, rows.keys.values()[x] * (x % 2 == 0 ? 0x1p-9F : 300.0F));
       }
       if (tokens > 4) {
@@ -106,7 +106,7 @@ TEST_P(PageFormatTest, AttendsToRoundedRowsOfEveryShape) {
   for (const int head_dim : {64, 96, 128, 256}) {
     for (const int group : {1, 4, 12}) {
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + ", group " + std::to_string(group));
-      Config narrow = float8();
+      Config narrow = int8();
       narrow.model.head_dim = head_dim;
       narrow.model.query_heads = group * narrow.model.kv_heads;
       narrow.memory.placement = group == 1 ? KvPlacement::kHost : KvPlacement::kDevice;
@@ -137,7 +137,7 @@ TEST_P(PageFormatTest, AttendsToRoundedRowsOfEveryShape) {
 TEST_P(PageFormatTest, AttendsToRoundedRowsInEveryPlace) {
   for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
     for (const int staging_rows : {0, 7, 1000}) {
-      Config narrow = float8(), wide = plain();
+      Config narrow = int8(), wide = plain();
       for (Config* config : {&narrow, &wide}) {
         config->memory.placement = placement;
         config->memory.staging_rows = staging_rows;
@@ -169,7 +169,7 @@ TEST_P(PageFormatTest, AttendsToRoundedRowsInEveryPlace) {
 }
 
 TEST_P(PageFormatTest, CachedRowsAreTheSameNumbers) {
-  Config cached = float8();
+  Config cached = int8();
   cached.memory.staging_rows = 1000;
   Config cold = cached;
   cached.memory.row_cache_bytes = 8 * MiB;
@@ -189,7 +189,7 @@ TEST_P(PageFormatTest, CachedRowsAreTheSameNumbers) {
 }
 
 TEST_P(PageFormatTest, SelectsByTheRowsThatWereGiven) {
-  Engine engine(float8()), twin(plain());
+  Engine engine(int8()), twin(plain());
   Session session = engine.open(), other = twin.open();
   const ModelConfig& model = engine.config().model;
   const Rows rows = rows_of(model, 4);
@@ -202,7 +202,7 @@ TEST_P(PageFormatTest, SelectsByTheRowsThatWereGiven) {
 }
 
 TEST_P(PageFormatTest, ForksAndStoredPrefixesHaveTheSameRows) {
-  Engine engine(float8());
+  Engine engine(int8());
   const ModelConfig& model = engine.config().model;
   const Rows rows = rows_of(model, 5);
   std::vector<std::int32_t> ids(kStored);
@@ -227,7 +227,7 @@ TEST_P(PageFormatTest, EvictedPagesAreRestoredTheSame) {
   auto tier = std::make_shared<FaultTier>();
   Config small = tiered_config(GetParam(), 40, tier);
   Config large = tiered_config(GetParam(), kPlenty, nullptr);
-  small.memory.page_format = large.memory.page_format = PageFormat::kFloat8;
+  small.memory.page_format = large.memory.page_format = PageFormat::kInt8;
   Engine engine(small), twin(large);
   const ModelConfig& model = engine.config().model;
   Session a = engine.open(), b = twin.open();
@@ -244,7 +244,7 @@ TEST_P(PageFormatTest, EvictedPagesAreRestoredTheSame) {
 }
 
 TEST_P(PageFormatTest, TakesHalfOfTheMemory) {
-  Engine engine(float8()), twin(plain());
+  Engine engine(int8()), twin(plain());
   Session session = engine.open(), other = twin.open();
   const Rows rows = rows_of(engine.config().model, 6);
   append(session, rows);

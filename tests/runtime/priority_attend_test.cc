@@ -92,8 +92,8 @@ TEST_P(PriorityAttendTest, CountsEachTokenAsItsBiasSaysWhereverItsRowIs) {
   };
   for (const Case& c : {Case{}, Case{.staging_rows = 0}, Case{.staging_rows = 16, .group = 1},
                         Case{.dtype = DType::kFloat16, .staging_rows = 512},
-                        Case{.format = PageFormat::kFloat8, .group = 8},
-                        Case{.format = PageFormat::kFloat8, .staging_rows = 512},
+                        Case{.format = PageFormat::kInt8, .group = 8},
+                        Case{.format = PageFormat::kInt8, .staging_rows = 512},
                         Case{.placement = KvPlacement::kDevice}}) {
     for (RetrievalConfig retrieval : priority_methods()) {
       for (const Selection selection : kinds_of_sets(retrieval)) {
@@ -186,7 +186,7 @@ TEST_P(PriorityAttendTest, GivenBiasesNeedNoPriorityRule) {
 TEST_P(PriorityAttendTest, WithRoomForAllEqualsDenseAttention) {
   for (const auto& [dtype, format] : {std::pair{DType::kBFloat16, PageFormat::kModel},
                                       std::pair{DType::kFloat16, PageFormat::kModel},
-                                      std::pair{DType::kBFloat16, PageFormat::kFloat8}}) {
+                                      std::pair{DType::kBFloat16, PageFormat::kInt8}}) {
     for (RetrievalConfig retrieval : priority_methods()) {
       for (const Selection selection : kinds_of_sets(retrieval)) {
         for (const SelectionRule rule : {SelectionRule::kTopK, SelectionRule::kPriority}) {

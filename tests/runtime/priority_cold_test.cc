@@ -34,13 +34,13 @@ TEST_P(PrioritySpillTest, StepsOverMorePagesThanFramesGiveTheSame) {
     Config small = with_frames(14);
     Config large = twin();
     // Formats and staging in turn: windows copy biases in each.
-    const bool fp8 = at % 3 == 1;
+    const bool int8 = at % 3 == 1;
     const int staging = at % 2 == 0 ? -1 : 16;
     ++at;
     for (Config* config : {&small, &large}) {
       config->retrieval = retrieval;
       config->retrieval.top_k = 100;
-      config->memory.page_format = fp8 ? PageFormat::kFloat8 : PageFormat::kModel;
+      config->memory.page_format = int8 ? PageFormat::kInt8 : PageFormat::kModel;
       config->memory.staging_rows = staging;
     }
     Engine engine(small);

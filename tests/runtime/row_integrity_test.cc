@@ -27,7 +27,7 @@ class RowIntegrityTest : public EngineTest {
     config.memory.page_format = format;
     config.memory.verify_rows = true;
     // As many frames of the size that pages have.
-    const std::size_t row = format == PageFormat::kFloat8 ? 128 + 8 + 4 : 256 + 4;
+    const std::size_t row = format == PageFormat::kInt8 ? 128 + 8 + 4 : 256 + 4;
     config.memory.host_bytes = frames * row * 2 * kPageTokens;
     Config large = tiered_config(GetParam(), kPlenty, nullptr);
     large.memory.page_format = format;
@@ -83,7 +83,7 @@ class RowIntegrityTest : public EngineTest {
 KVTIER_INSTANTIATE_BACKENDS(RowIntegrityTest);
 
 TEST_P(RowIntegrityTest, WholeRowsAreServed) {
-  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
     start(format, kPlenty);
     expect_same_dense();
     CallTensors mine(model(), 1, 43), theirs(model(), 1, 43);
@@ -95,7 +95,7 @@ TEST_P(RowIntegrityTest, WholeRowsAreServed) {
 }
 
 TEST_P(RowIntegrityTest, ChangedRowsAreTakenFromATier) {
-  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
     start(format, 110);
     evicted_and_restored();
     turn_bits();
@@ -126,7 +126,7 @@ TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
 }
 
 TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
-  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
     start(format, 110, 256);
     evicted_and_restored();
     turn_bits();
@@ -165,7 +165,7 @@ TEST_P(RowIntegrityTest, ChangedRowsThatArePrefetchedAreNotServed) {
 
 // Part-filled pages that are copied, and pages that leave and come while others have their frames.
 TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
-  for (const PageFormat format : {PageFormat::kModel, PageFormat::kFloat8}) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
     start(format, 130);
     std::vector<Session> mine = a_->fork(2), theirs = b_->fork(2);
     for (int round = 0; round < 3; ++round) {

@@ -60,7 +60,7 @@ TEST_P(SpillTest, AttendsDenselyOverMoreThanTheFramesHold) {
   EXPECT_GT(stats.cumulative.cold_steps, 0U);
 }
 
-/// Rows of every kind: of query heads that choose apart, in fp8, with checks, in sinks and ring.
+/// Rows of every kind: of query heads that choose apart, in int8, with checks, in sinks and ring.
 TEST_P(SpillTest, StepsOfEveryKindReadMorePagesThanThereAreFrames) {
   struct Case {
     Selection selection = Selection::kPerKvHead;
@@ -69,8 +69,8 @@ TEST_P(SpillTest, StepsOfEveryKindReadMorePagesThanThereAreFrames) {
     int staging_rows = -1;
   };
   for (const Case& c :
-       {Case{}, Case{.selection = Selection::kPerQueryHead}, Case{.format = PageFormat::kFloat8},
-        Case{.verify_rows = true}, Case{.format = PageFormat::kFloat8, .verify_rows = true},
+       {Case{}, Case{.selection = Selection::kPerQueryHead}, Case{.format = PageFormat::kInt8},
+        Case{.verify_rows = true}, Case{.format = PageFormat::kInt8, .verify_rows = true},
         Case{.staging_rows = 16}, Case{.staging_rows = 0}}) {
     SCOPED_TRACE(::testing::Message() << "selection " << static_cast<int>(c.selection) << " format "
                                       << static_cast<int>(c.format) << " checks " << c.verify_rows

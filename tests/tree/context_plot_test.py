@@ -18,7 +18,7 @@ def row(attention, tokens, rate, **fields):
 
 
 def on_host(tokens, rate, **fields):
-    return row("kvtier, pages on the host", tokens, rate, **{"placement": "host", "kv_dtype": "fp8", "k": 2048, **fields})
+    return row("kvtier, pages on the host", tokens, rate, **{"placement": "host", "kv_dtype": "int8", "k": 2048, **fields})
 
 
 class ContextPlotTest(unittest.TestCase):
@@ -45,8 +45,8 @@ class ContextPlotTest(unittest.TestCase):
         lines = done.stdout.splitlines()
         self.assertEqual(lines[0], "| tokens/s (GPU memory) | 32K | 128K | 512K |")
         self.assertIn("| dense, KV on the GPU | 90.0 (20.0 GB) | 50.0 (20.0 GB) | does not fit |", lines)
-        self.assertIn("| kvtier, fp8 on the host, k 2048 | 85.0 (20.0 GB) |  | 70.0 (20.0 GB) |", lines)
-        self.assertIn("| kvtier, fp8 on the host, k 512 |  |  | 77.0 (20.0 GB) |", lines)
+        self.assertIn("| kvtier, int8 on the host, k 2048 | 85.0 (20.0 GB) |  | 70.0 (20.0 GB) |", lines)
+        self.assertIn("| kvtier, int8 on the host, k 512 |  |  | 77.0 (20.0 GB) |", lines)
         self.assertIn("| transformers, OffloadedCache |  | 1.75 (21.0 GB) |  |", lines)
         self.assertEqual(len(lines), 6)
         texts = [text.text for text in xml.etree.ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]

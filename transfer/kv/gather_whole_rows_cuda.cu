@@ -86,10 +86,10 @@ void gather_whole_rows(void* stream, const KvGeometry& geometry, const RowReadin
     kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, reading, flags);
   };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {
-    using Float8 = Float8Rows<head_dim()>;
+    using Int8 = Int8Rows<head_dim()>;
     using Plain = PlainRows<head_dim()>;
-    if (geometry.float8_pages) {
-      return launch(gather_whole_rows_kernel<Float8>, Float8::FetchFlight::kRows);
+    if (geometry.int8_pages) {
+      return launch(gather_whole_rows_kernel<Int8>, Int8::FetchFlight::kRows);
     }
     launch(gather_whole_rows_kernel<Plain>, Plain::FetchFlight::kRows);
   });

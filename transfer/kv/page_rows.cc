@@ -3,7 +3,7 @@
 #include "transfer/device/float16.h"
 #include "transfer/device/simd.h"
 #include "transfer/device/with_cuda.h"
-#include "transfer/kv/float8.h"
+#include "transfer/kv/int8.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/row_convert.h"
 #include "transfer/kv/rows_kernels.h"
@@ -17,7 +17,7 @@ namespace kvtier::transfer {
 
 void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& sequence,
                 std::int64_t tokens) {
-  assert(geometry.float8_pages && tokens <= geometry.sink_capacity);
+  assert(geometry.int8_pages && tokens <= geometry.sink_capacity);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::read_sinks(stream.native(), geometry, sequence, tokens);
@@ -28,6 +28,12 @@ void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& 
 
 namespace cpu {
 namespace {
+
+/// The bits of a number that is a finite one or the NaN of a factor, rounded half to even to bf16.
+[[gnu::always_inline]] inline std::uint16_t bf16_bits(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+}
 
 KVTIER_SIMD_CLONES float largest_of(const std::uint16_t* from, std::int64_t n) {
   // Bits of magnitudes order as these do; NaN comes last.
@@ -40,38 +46,36 @@ KVTIER_SIMD_CLONES float largest_of(const std::uint16_t* from, std::int64_t n) {
   return std::bit_cast<float>(largest << 16);
 }
 
-KVTIER_SIMD_CLONES void to_float8(const std::uint16_t* from, std::int64_t n, float inverse,
-                                  std::uint8_t* to) {
+KVTIER_SIMD_CLONES void round_half(const std::uint16_t* from, std::int64_t n, float inverse,
+                                   std::int8_t* to) {
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
-    const float x = std::bit_cast<float>(static_cast<std::uint32_t>(from[i]) << 16);
-    to[i] = Float8::from_float(x * inverse).bits;
+    to[i] = to_int8(std::bit_cast<float>(static_cast<std::uint32_t>(from[i]) << 16), inverse);
   }
 }
 
-KVTIER_SIMD_CLONES void from_float8(const std::uint8_t* from, std::int64_t n, float scale,
-                                    float* to) {
+/// Reads a half of a row: as bf16, or as the floats of those.
+KVTIER_SIMD_CLONES void widen_half(const std::int8_t* from, std::int64_t n, float scale,
+                                   std::uint16_t* to) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = Float8{from[i]}.to_float() * scale;
+  for (std::int64_t i = 0; i < n; ++i) to[i] = bf16_bits(static_cast<float>(from[i]) * scale);
 }
-
-// A power of two times a number of 4 bits: the upper half of the fp32 is all of it.
-KVTIER_SIMD_CLONES void from_float8(const std::uint8_t* from, std::int64_t n, float scale,
-                                    std::uint16_t* to) {
+KVTIER_SIMD_CLONES void widen_half(const std::int8_t* from, std::int64_t n, float scale,
+                                   float* to) {
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
-    const auto bits = std::bit_cast<std::uint32_t>(Float8{from[i]}.to_float() * scale);
-    to[i] = static_cast<std::uint16_t>(bits >> 16);
+    const std::uint32_t bits = bf16_bits(static_cast<float>(from[i]) * scale);
+    to[i] = std::bit_cast<float>(bits << 16);
   }
 }
 
 template <typename Element>
-void read_float8(const KvGeometry& g, const std::byte* page, std::int64_t kv_head,
-                 std::int64_t token, Element* to) {
+void read_int8(const KvGeometry& g, const std::byte* page, std::int64_t kv_head, std::int64_t token,
+               Element* to) {
   const auto place = page_row<const float>(g, page, kv_head, token);
-  const auto* from = reinterpret_cast<const std::uint8_t*>(place.bytes);
+  const auto* from = reinterpret_cast<const std::int8_t*>(place.bytes);
   for (std::int64_t half = 0; half < 2; ++half) {
-    from_float8(from + half * g.head_dim, g.head_dim, place.scales[half], to + half * g.head_dim);
+    widen_half(from + half * g.head_dim, g.head_dim, place.scales[half], to + half * g.head_dim);
   }
 }
 
@@ -89,22 +93,22 @@ void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv
                     std::int64_t token, const std::byte* row, std::byte* kept) {
   const auto place = page_row<float>(geometry, page, kv_head, token);
   const auto bytes = static_cast<std::size_t>(geometry.row_bytes());
-  if (!geometry.float8_pages) {
+  if (!geometry.int8_pages) {
     std::memcpy(place.bytes, row, bytes);
     std::memcpy(kept, row, bytes);
     return store_check(geometry, page, kv_head, token, kept);
   }
   const std::int64_t d = geometry.head_dim;
   const auto* from = reinterpret_cast<const std::uint16_t*>(row);
-  auto* to = reinterpret_cast<std::uint8_t*>(place.bytes);
+  auto* to = reinterpret_cast<std::int8_t*>(place.bytes);
   for (std::int64_t half = 0; half < 2; ++half) {
-    const float scale = float8_scale(largest_of(from + half * d, d));
+    const float scale = int8_scale(largest_of(from + half * d, d));
     place.scales[half] = scale;
     // Of a NaN, which what is read has from the scale, no number is made.
     if (std::isnan(scale)) {
       std::memset(to + half * d, 0, static_cast<std::size_t>(d));
     } else {
-      to_float8(from + half * d, d, 1.0F / scale, to + half * d);
+      round_half(from + half * d, d, 1.0F / scale, to + half * d);
     }
   }
   read_page_row(geometry, page, kv_head, token, kept);
@@ -113,8 +117,8 @@ void store_page_row(const KvGeometry& geometry, std::byte* page, std::int64_t kv
 
 void read_page_row(const KvGeometry& geometry, const std::byte* page, std::int64_t kv_head,
                    std::int64_t token, std::byte* row) {
-  if (geometry.float8_pages) {
-    return read_float8(geometry, page, kv_head, token, reinterpret_cast<std::uint16_t*>(row));
+  if (geometry.int8_pages) {
+    return read_int8(geometry, page, kv_head, token, reinterpret_cast<std::uint16_t*>(row));
   }
   std::memcpy(row, page_row<const float>(geometry, page, kv_head, token).bytes,
               static_cast<std::size_t>(geometry.row_bytes()));
@@ -122,7 +126,7 @@ void read_page_row(const KvGeometry& geometry, const std::byte* page, std::int64
 
 void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t resident_begin,
               int kv_head, std::int64_t token, std::byte* row) {
-  if (geometry.float8_pages && !row_is_resident(geometry, resident_begin, token)) {
+  if (geometry.int8_pages && !row_is_resident(geometry, resident_begin, token)) {
     return read_page_row(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token,
                          row);
   }
@@ -132,8 +136,8 @@ void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int
 
 void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t resident_begin,
               int kv_head, std::int64_t token, float* row) {
-  if (geometry.float8_pages && !row_is_resident(geometry, resident_begin, token)) {
-    return read_float8(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token, row);
+  if (geometry.int8_pages && !row_is_resident(geometry, resident_begin, token)) {
+    return read_int8(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token, row);
   }
   (void)convert_to_float(row_address(geometry, sequence, resident_begin, kv_head, token),
                          geometry.dtype, row, std::int64_t{2} * geometry.head_dim);

@@ -9,7 +9,7 @@
 /// Rows in pages of any format.
 namespace kvtier::transfer {
 
-/// A row in its page: its bytes and, of fp8, the factors of its keys and of its values.
+/// A row in its page: its bytes and, of int8, the factors of its keys and of its values.
 template <typename Byte, typename Float>
 struct PageRow {
   Byte* bytes = nullptr;
@@ -22,12 +22,12 @@ KVTIER_HOST_DEVICE PageRow<Byte, Float> page_row(const KvGeometry& geometry, Byt
   const std::int64_t index = kv_head * geometry.page_tokens + token % geometry.page_tokens;
   const std::int64_t rows = std::int64_t{geometry.kv_heads} * geometry.page_tokens;
   const std::int64_t bytes = geometry.page_row_bytes();
-  return {page + index * bytes, geometry.float8_pages
+  return {page + index * bytes, geometry.int8_pages
                                     ? reinterpret_cast<Float*>(page + rows * bytes) + 2 * index
                                     : nullptr};
 }
 
-/// Fills the sink buffer of a sequence with its first `tokens` rows, from pages of fp8. Enqueued.
+/// Fills the sink buffer of a sequence with its first `tokens` rows, from pages of int8. Enqueued.
 void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& sequence,
                 std::int64_t tokens);
 

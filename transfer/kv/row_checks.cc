@@ -140,7 +140,7 @@ std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page, int k
   const auto count = static_cast<std::uint32_t>(geometry.head_dim);
   std::memcpy(words, row, std::size_t{4} * count);
   std::uint32_t check = check_of_place(token, kv_head) + check_of_words(words, count);
-  if (geometry.float8_pages) {
+  if (geometry.int8_pages) {
     const float* scales = page_row<const float>(geometry, page, kv_head, token).scales;
     check += check_of_word(std::bit_cast<std::uint32_t>(scales[0]), count);
     check += check_of_word(std::bit_cast<std::uint32_t>(scales[1]), count + 1);

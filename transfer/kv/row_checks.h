@@ -13,22 +13,22 @@
 /// pinned memory is found before anybody attends to it.
 ///
 /// The check of a row is the sum, modulo 2^32, of a mixed word for its token and KV head, and one
-/// for each 32-bit word of the row as it is read: its 16-bit elements and, of fp8, the two factors.
-/// A word and its place are mixed by a bijection of 32 bits (the finaliser of MurmurHash3), so that
-/// whatever happens within one word changes the sum; changes of several words escape with
-/// probability 2^-32. Sums can be taken by any number of lanes in any order.
+/// for each 32-bit word of the row as it is read: its 16-bit elements and, of int8, the two
+/// factors. A word and its place are mixed by a bijection of 32 bits (the finaliser of
+/// MurmurHash3), so that whatever happens within one word changes the sum; changes of several words
+/// escape with probability 2^-32. Sums can be taken by any number of lanes in any order.
 namespace kvtier::transfer {
 
 /// The check of a row with NaN or infinity that a GPU has stored, which is not compared: kernels
 /// keep a NaN in different ways.
 inline constexpr std::uint32_t kNotChecked = 0xFFFFFFFFU;
 
-/// Where the check of a row lies: behind all rows of the page, and behind the factors of fp8.
+/// Where the check of a row lies: behind all rows of the page, and behind the factors of int8.
 template <typename Check, typename Byte>
 KVTIER_HOST_DEVICE Check* check_in_page(const KvGeometry& geometry, Byte* page, int kv_head,
                                         std::int64_t token) {
   const std::int64_t rows = std::int64_t{geometry.kv_heads} * geometry.page_tokens;
-  const std::int64_t factors = geometry.float8_pages ? 8 : 0;
+  const std::int64_t factors = geometry.int8_pages ? 8 : 0;
   return reinterpret_cast<Check*>(page + rows * (geometry.page_row_bytes() + factors)) +
          std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens;
 }
@@ -94,7 +94,7 @@ void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowRead
                                 std::int64_t token);
 
 namespace cpu {
-/// The check of a row: `row` as it is read, and of fp8 its factors in the page.
+/// The check of a row: `row` as it is read, and of int8 its factors in the page.
 [[nodiscard]] std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page,
                                       int kv_head, std::int64_t token, const std::byte* row);
 void verify_rows(const KvGeometry& geometry, const RowReading& reading);

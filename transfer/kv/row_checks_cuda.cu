@@ -1,6 +1,6 @@
 #include "transfer/device/cuda_check.h"
 #include "transfer/kv/convert_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 #include "transfer/kv/row_checks_cuda.cuh"
 
 #include <cuda_runtime.h>
@@ -35,10 +35,10 @@ __device__ std::uint32_t check_of_new_row(const KvGeometry& geometry, const Appe
       piece = cuda::store_piece(cuda::load_piece(source, at % pieces), source.dtype, geometry.dtype,
                                 nonfinite);
     }
-    if (geometry.float8_pages) {
-      const float scale = cuda::float8_scale_of_lanes(piece, present ? at / pieces : 2);
-      const uint2 bits = cuda::to_float8(piece, scale);
-      piece = cuda::from_float8(bits.x, bits.y, scale);
+    if (geometry.int8_pages) {
+      const float scale = cuda::int8_scale_of_lanes(piece, present ? at / pieces : 2);
+      const uint2 bits = cuda::to_int8(piece, scale);
+      piece = cuda::from_int8(bits.x, bits.y, scale);
       if (at == 0) sum += cuda::check_of_scale(geometry.head_dim, 0, scale);
       if (at == pieces) sum += cuda::check_of_scale(geometry.head_dim, 1, scale);
     }

@@ -2,7 +2,7 @@
 
 #include "transfer/kv/check_sums_cuda.cuh"
 #include "transfer/kv/convert_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 #include "transfer/kv/row_checks.h"
 
 #include <cuda_runtime.h>
@@ -94,7 +94,7 @@ __device__ inline Reading reading_at(const KvGeometry& geometry, const RowReadin
   if (row_is_resident(geometry, sequence.counters->resident_begin, reading.token)) return reading;
   reading.page = sequence.pages[reading.token / geometry.page_tokens];
   reading.check = *nearest_check(geometry, rows.frames, reading.page, head, reading.token);
-  if (geometry.float8_pages) {
+  if (geometry.int8_pages) {
     const float* scales = page_row<const float>(geometry, reading.page, head, reading.token).scales;
     reading.scales = {scales[0], scales[1]};
   }
@@ -110,12 +110,12 @@ __device__ inline std::uint32_t check_of_row(const KvGeometry& geometry, const R
   std::uint32_t sum = 0;
   if (lane == 0) {
     sum = check_of_place(reading.token, head);
-    if (geometry.float8_pages) {
+    if (geometry.int8_pages) {
       sum += check_of_scale(geometry.head_dim, 0, reading.scales.x) +
              check_of_scale(geometry.head_dim, 1, reading.scales.y);
     }
   }
-  const bool narrow = geometry.float8_pages && reading.staged == nullptr;
+  const bool narrow = geometry.int8_pages && reading.staged == nullptr;
   const std::byte* row = reading.staged;
   if (row == nullptr) {
     row = page_row<const float>(geometry, reading.page, head, reading.token).bytes;
@@ -124,7 +124,7 @@ __device__ inline std::uint32_t check_of_row(const KvGeometry& geometry, const R
     uint4 piece{};
     if (narrow) {
       const uint2 bits = reinterpret_cast<const uint2*>(row)[at];
-      piece = from_float8(bits.x, bits.y, at < pieces ? reading.scales.x : reading.scales.y);
+      piece = from_int8(bits.x, bits.y, at < pieces ? reading.scales.x : reading.scales.y);
     } else {
       piece = reinterpret_cast<const uint4*>(row)[at];
     }

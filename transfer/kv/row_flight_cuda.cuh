@@ -1,7 +1,7 @@
 #pragma once
 
 #include "transfer/kv/check_sums_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 #include "transfer/kv/sequence.h"
 
 #include <cuda_runtime.h>
@@ -109,17 +109,17 @@ struct PlainRows {
   }
 };
 
-/// Rows of fp8 in pages, and of 16 bits in slots, sinks and rings.
+/// Rows of int8 in pages, and of 16 bits in slots, sinks and rings.
 template <int HeadDim>
-struct Float8Rows {
+struct Int8Rows {
   using Source = RowSource;
-  using CachedFlight = Float8Flight<HeadDim, 4>;
-  using FetchFlight = Float8Flight<HeadDim, 2>;
+  using CachedFlight = Int8Flight<HeadDim, 4>;
+  using FetchFlight = Int8Flight<HeadDim, 2>;
 
   static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
   static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
                                     std::int64_t resident_begin, int head, std::int64_t token) {
-    return float8_source(geometry, sequence, resident_begin, head, token);
+    return int8_source(geometry, sequence, resident_begin, head, token);
   }
 };
 

@@ -21,8 +21,8 @@ void check_geometry(const KvGeometry& g) {
   if (g.dtype != DType::kBFloat16 && g.dtype != DType::kFloat16) {
     reject("KV dtype: expected bf16 or fp16, found " + std::string(dtype_name(g.dtype)));
   }
-  if (g.float8_pages && g.dtype != DType::kBFloat16) {
-    reject("KV dtype: expected bf16 with pages of fp8, found " + std::string(dtype_name(g.dtype)));
+  if (g.int8_pages && g.dtype != DType::kBFloat16) {
+    reject("KV dtype: expected bf16 with pages of int8, found " + std::string(dtype_name(g.dtype)));
   }
   if (g.kv_heads < 1 || g.query_heads < 1 || g.query_heads % g.kv_heads != 0) {
     reject("heads: expected query_heads a multiple of kv_heads, found " +

@@ -2,8 +2,8 @@
 #include "transfer/device/head_dim_cuda.cuh"
 #include "transfer/device/launch_cuda.cuh"
 #include "transfer/kv/convert_cuda.cuh"
-#include "transfer/kv/float8_cuda.cuh"
 #include "transfer/kv/gather_count_cuda.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 #include "transfer/kv/rows_kernels.h"
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ using cuda::kMaxBlocks;
 /// Selected rows that one warp has in flight. Reading host memory, any launch of 32 blocks and more
 /// runs at the link's speed (H200, managed pages: 46 to 51 GB/s for 4K to 64K rows), with 1 to 8.
 constexpr int kGatherRows = 4;
-/// Loads of a lane that gathers rows of fp8: eight rows of 128 + 128 in a warp.
-constexpr int kFloat8Loads = 4;
+/// Loads of a lane that gathers rows of int8: eight rows of 128 + 128 in a warp.
+constexpr int kInt8Loads = 4;
 
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
@@ -136,12 +136,12 @@ __global__ void __launch_bounds__(kThreads)
       const bool present = i < 2 * pieces;
       uint4 value = present ? row[i] : uint4{};
       float scale = 0.0F;
-      if (geometry.float8_pages) {
-        scale = cuda::float8_scale_of_lanes(value, present ? i / pieces : 2);
+      if (geometry.int8_pages) {
+        scale = cuda::int8_scale_of_lanes(value, present ? i / pieces : 2);
       }
       if (!present) continue;
-      if (geometry.float8_pages) {
-        value = cuda::store_float8(page, value, i, pieces, scale);
+      if (geometry.int8_pages) {
+        value = cuda::store_int8(page, value, i, pieces, scale);
       } else {
         copy_row(page.bytes, value, i);
       }
@@ -237,9 +237,9 @@ __global__ void __launch_bounds__(kThreads)
 /// Warps of the blocks x of a grid copy `count` rows to `to`, one after the other: row i from
 /// `source(i)`.
 template <int HeadDim, typename Source>
-__device__ void copy_float8_rows(std::int64_t count, unsigned blocks, const Source& source,
-                                 std::byte* to) {
-  using Flight = cuda::Float8Flight<HeadDim, kFloat8Loads>;
+__device__ void copy_int8_rows(std::int64_t count, unsigned blocks, const Source& source,
+                               std::byte* to) {
+  using Flight = cuda::Int8Flight<HeadDim, kInt8Loads>;
   const int lane = static_cast<int>(lane_id());
   for (std::int64_t first = (std::int64_t{blockIdx.x} * kWarps + warp_id()) * Flight::kRows;
        first < count; first += std::int64_t{blocks} * kWarps * Flight::kRows) {
@@ -250,14 +250,14 @@ __device__ void copy_float8_rows(std::int64_t count, unsigned blocks, const Sour
   }
 }
 
-/// `gather_rows_kernel` for pages of fp8.
+/// `gather_rows_kernel` for pages of int8.
 template <int HeadDim>
 __global__ void __launch_bounds__(kThreads)
-    gather_float8_rows_kernel(const __grid_constant__ KvGeometry geometry,
-                              const __grid_constant__ SequenceBatch sequences,
-                              const __grid_constant__ QueryBatch rows,
-                              const __grid_constant__ SelectionView selection, bool pages_on_device,
-                              StepFlags* flags) {
+    gather_int8_rows_kernel(const __grid_constant__ KvGeometry geometry,
+                            const __grid_constant__ SequenceBatch sequences,
+                            const __grid_constant__ QueryBatch rows,
+                            const __grid_constant__ SelectionView selection, bool pages_on_device,
+                            StepFlags* flags) {
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
@@ -270,10 +270,10 @@ __global__ void __launch_bounds__(kThreads)
   const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int32_t* ids = selection.ids + list * selection.capacity;
-  copy_float8_rows<HeadDim>(
+  copy_int8_rows<HeadDim>(
       cuda::num_gathered(selection, list), copying_blocks,
       [&](std::int64_t i) {
-        return cuda::float8_source(geometry, sequence, resident_begin, head, ids[i]);
+        return cuda::int8_source(geometry, sequence, resident_begin, head, ids[i]);
       },
       selection.staged + list * selection.staged_capacity * geometry.row_bytes());
 }
@@ -284,9 +284,9 @@ __global__ void __launch_bounds__(kThreads)
     read_sinks_kernel(const __grid_constant__ KvGeometry geometry,
                       const __grid_constant__ SequenceView sequence, std::int64_t tokens) {
   const int head = static_cast<int>(blockIdx.y);
-  copy_float8_rows<HeadDim>(
+  copy_int8_rows<HeadDim>(
       tokens, gridDim.x,
-      [&](std::int64_t token) { return cuda::float8_page_source(geometry, sequence, head, token); },
+      [&](std::int64_t token) { return cuda::int8_page_source(geometry, sequence, head, token); },
       sequence.sink_rows + head * geometry.sink_capacity * geometry.row_bytes());
 }
 
@@ -368,9 +368,8 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
   const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
   const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
   if (lanes == 0 || (most <= 0 && flags == nullptr)) return;
-  const std::int64_t together = geometry.float8_pages
-                                    ? kFloat8Loads * std::int64_t{kWarp} * 8 / geometry.head_dim
-                                    : kGatherRows;
+  const std::int64_t together =
+      geometry.int8_pages ? kInt8Loads * std::int64_t{kWarp} * 8 / geometry.head_dim : kGatherRows;
   const std::int64_t wanted = (most + kWarps * together - 1) / (kWarps * together);
   const std::int64_t blocks = std::min(std::max<std::int64_t>(kMaxBlocks / lanes, 1), wanted);
   const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
@@ -380,7 +379,7 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
                                                      pages_on_device, flags);
   };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {
-    if (geometry.float8_pages) return launch(gather_float8_rows_kernel<head_dim()>);
+    if (geometry.int8_pages) return launch(gather_int8_rows_kernel<head_dim()>);
     launch(gather_rows_kernel<head_dim()>);
   });
   KVTIER_CUDA_CHECK(cudaGetLastError());

@@ -13,7 +13,7 @@ namespace kvtier::transfer {
 /// Shape of the stored KV. A *row* is K then V of one (token, KV head), `2 * head_dim` 16-bit
 /// elements, a multiple of 64 bytes for every head_dim supported. A *page* holds `page_tokens` rows
 /// of each head: `[kv_heads, page_tokens, row]`, so that neighbours of one head are one run.
-/// With `float8_pages` a row in a page has 8-bit elements, and behind the rows are the factors of
+/// With `int8_pages` a row in a page has 8-bit elements, and behind the rows are the factors of
 /// their halves, fp32 `[kv_heads, page_tokens, 2]`; sink buffer and ring have the same numbers in
 /// 16 bits. Of such pages `row_address` knows nothing (transfer/kv/page_rows.h).
 /// With `row_checks` the checks of all rows, 32 bits `[kv_heads, page_tokens]`, end the page
@@ -26,16 +26,16 @@ struct KvGeometry {
   int sink_capacity = 0;    ///< Rows per head of the resident sink buffer.
   int recent_capacity = 0;  ///< Rows per head of the resident ring.
   DType dtype = DType::kBFloat16;
-  bool float8_pages = false;
+  bool int8_pages = false;
   bool row_checks = false;
 
   KVTIER_HOST_DEVICE int group() const { return query_heads / kv_heads; }
   KVTIER_HOST_DEVICE std::int64_t row_bytes() const { return std::int64_t{4} * head_dim; }
   KVTIER_HOST_DEVICE std::int64_t page_row_bytes() const {
-    return float8_pages ? std::int64_t{2} * head_dim : row_bytes();
+    return int8_pages ? std::int64_t{2} * head_dim : row_bytes();
   }
   KVTIER_HOST_DEVICE std::int64_t page_bytes() const {
-    return (page_row_bytes() + (float8_pages ? 8 : 0) + (row_checks ? 4 : 0)) * kv_heads *
+    return (page_row_bytes() + (int8_pages ? 8 : 0) + (row_checks ? 4 : 0)) * kv_heads *
            page_tokens;
   }
 };

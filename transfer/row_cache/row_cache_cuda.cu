@@ -15,7 +15,7 @@
 namespace kvtier::transfer {
 namespace {
 
-using cuda::Float8Rows;
+using cuda::Int8Rows;
 using cuda::PlainRows;
 using cuda::WarpSet;
 
@@ -480,8 +480,8 @@ void gather_cached_rows(void* stream, const KvGeometry& geometry, const RowCache
   const dim3 grid((sets + kWarps - 1) / kWarps, static_cast<unsigned>(geometry.kv_heads),
                   static_cast<unsigned>(gather.sequences.count));
   with_head_dim(geometry.head_dim, [&](auto head_dim) {
-    if (geometry.float8_pages)
-      return launch_gather<Float8Rows<head_dim()>>(stream, geometry, gather, grid);
+    if (geometry.int8_pages)
+      return launch_gather<Int8Rows<head_dim()>>(stream, geometry, gather, grid);
     launch_gather<PlainRows<head_dim()>>(stream, geometry, gather, grid);
   });
 }

@@ -167,7 +167,7 @@ kvtier::MemoryConfig memory_of(nb::handle object) {
   fields.read("placement", c.placement,
               {{"HOST", KvPlacement::kHost}, {"DEVICE", KvPlacement::kDevice}});
   fields.read("page_format", c.page_format,
-              {{"MODEL", PageFormat::kModel}, {"FLOAT8", PageFormat::kFloat8}});
+              {{"MODEL", PageFormat::kModel}, {"INT8", PageFormat::kInt8}});
   fields.read("verify_rows", c.verify_rows);
   fields.read("page_tokens", c.page_tokens);
   fields.read("max_session_tokens", c.max_session_tokens);

@@ -50,7 +50,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
   app.add_option("--bits", options.bits, "Bits of a key")->capture_default_str();
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
-            "Rows in pages: model (bf16) or fp8 (default model)");
+            "Rows in pages: model (bf16) or int8 (default model)");
   add_named(app, "--backend", kBackendNames, options.backend,
             "Whose workspace counts (default auto)");
   app.add_option("--calibration", command.calibration,

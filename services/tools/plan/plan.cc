@@ -106,7 +106,7 @@ double gather_rate(const Calibration& calibration, double rows) {
 
 std::size_t row_bytes(const StressOptions& options) {
   const auto bytes = static_cast<std::size_t>(*options.head_dim) * 4;
-  return options.page_format == PageFormat::kFloat8 ? bytes / 2 + 2 * sizeof(float) : bytes;
+  return options.page_format == PageFormat::kInt8 ? bytes / 2 + 2 * sizeof(float) : bytes;
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ struct ReplayReport {
 
 struct ReplayOptions {
   Backend backend = Backend::kAuto;
-  PageFormat page_format = PageFormat::kModel;  ///< fp8: of traces in bf16 and fp32.
+  PageFormat page_format = PageFormat::kModel;  ///< int8: of traces in bf16 and fp32.
   ReplayGrid grid;
   /// Steps to replay; 0: all. With S recorded, the i-th of N is `first_step` + floor(i S / N).
   std::int64_t steps = 0;

@@ -74,7 +74,7 @@ void add_stress(CLI::App& program, StressCommand& command) {
       ->capture_default_str();
   add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
-            "Rows in pages: model (bf16) or fp8 (default model)");
+            "Rows in pages: model (bf16) or int8 (default model)");
   app.add_option(
       "--row-cache-rows", options.row_cache_rows,
       "Fetched rows kept on the device per KV head, layer and sequence; 0: none (default: "

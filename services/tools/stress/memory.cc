@@ -199,8 +199,8 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
     text.resize(14, ' ');
     return text + show_bytes(static_cast<double>(bytes)) + (how.empty() ? "" : " = " + how) + "\n";
   };
-  const bool fp8 = options.page_format == PageFormat::kFloat8;
-  const std::int64_t row = fp8 ? 2 * model.head_dim + 8 : 4 * model.head_dim;
+  const bool int8 = options.page_format == PageFormat::kInt8;
+  const std::int64_t row = int8 ? 2 * model.head_dim + 8 : 4 * model.head_dim;
   const SessionMemory one = session_need(options);
   const std::int64_t slabs = (session_tokens(options) + 1023) / 1024 * 1024;
   const std::size_t sketch =
@@ -208,7 +208,7 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
   std::string text =
       line("KV, host", need.pages,
            shape + std::to_string(row) + " B" + times + ", in whole pages (" +
-               (fp8 ? "fp8)" : "16 bit)")) +
+               (int8 ? "int8)" : "16 bit)")) +
       line("data, host", need.source, "generator, and chunks on their way into the cache") +
       line("sketches", need.sketches,
            shape + std::to_string(sketch) + " B" + times + ", in whole blocks, on the device") +

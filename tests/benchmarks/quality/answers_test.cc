@@ -55,7 +55,7 @@ TEST_F(AnswersTest, IsDenseWhenEverythingIsSelected) {
   for (const AnswerRow& row : rows) {
     // MagicPIG and vAttention sample, and let the sample stand for the others.
     if (row.name == "magicpig" || row.name == "vattention") continue;
-    if (row.settings.ends_with("fp8 rows")) {
+    if (row.settings.ends_with("int8 rows")) {
       EXPECT_GT(row.scores.kl, 1e-6) << row.name << ", " << row.settings;
       EXPECT_LT(row.scores.kl, 0.1) << row.name << ", " << row.settings;
       continue;
@@ -86,7 +86,7 @@ TEST_F(AnswersTest, CountsRowsByTheProtocol) {
   }
 }
 
-TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInFp8) {
+TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInInt8) {
   options_.only = {"norm_aware"};
   const std::vector<AnswerRow> rows = run();
 
@@ -95,7 +95,7 @@ TEST_F(AnswersTest, OwnSelectorsRunForBothSelectionsAndRowsInFp8) {
   EXPECT_EQ(std::ranges::count(rows, "per_kv_head", &AnswerRow::selection), 4);
   EXPECT_EQ(rows[1].bits_per_token, 160.0);
   for (std::size_t i = 1; i < 5; ++i) {
-    EXPECT_EQ(rows[i + 4].settings, rows[i].settings + ", fp8 rows");
+    EXPECT_EQ(rows[i + 4].settings, rows[i].settings + ", int8 rows");
     EXPECT_NE(rows[i + 4].scores.kl, rows[i].scores.kl);
   }
 }

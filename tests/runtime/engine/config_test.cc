@@ -57,10 +57,10 @@ std::vector<Case> single_problems() {
       {"model.layer_options[0].logit_softcap: expected 0 or a finite number above, "
        "found -1.000000",
        [](Config& c) { c.model.layer_options = {{.softmax_scale = {}, .logit_softcap = -1.0F}}; }},
-      {"model.kv_dtype: expected bf16 with memory.page_format kFloat8, found fp16",
+      {"model.kv_dtype: expected bf16 with memory.page_format kInt8, found fp16",
        [](Config& c) {
          c.model.kv_dtype = DType::kFloat16;
-         c.memory.page_format = PageFormat::kFloat8;
+         c.memory.page_format = PageFormat::kInt8;
        }},
       {"memory.page_format: expected an enumerator, found 2",
        [](Config& c) { c.memory.page_format = static_cast<PageFormat>(2); }},

@@ -61,14 +61,14 @@ TEST_F(ModelPoolTest, EachEngineHasADiskCacheOfItsOwn) {
   EXPECT_EQ(cache_of(*pool.acquire(spec(4))), folder_ / "cache" / "engine-0");
 }
 
-TEST_F(ModelPoolTest, KeepsRowsOfModelsInBf16InFp8) {
+TEST_F(ModelPoolTest, KeepsRowsOfModelsInBf16InInt8) {
   ModelPoolOptions narrow = options();
-  narrow.memory.page_format = PageFormat::kFloat8;
+  narrow.memory.page_format = PageFormat::kInt8;
   ModelPool pool(narrow);
   ModelSpec half = spec(1);
   half.model.kv_dtype = DType::kFloat16;
 
-  EXPECT_EQ(pool.acquire(spec(1))->engine.config().memory.page_format, PageFormat::kFloat8);
+  EXPECT_EQ(pool.acquire(spec(1))->engine.config().memory.page_format, PageFormat::kInt8);
   EXPECT_EQ(pool.acquire(half)->engine.config().memory.page_format, PageFormat::kModel);
 }
 

@@ -1,7 +1,7 @@
 #include "transfer/kv/page_rows.h"
 
 #include "support/oracle.h"
-#include "transfer/kv/float8.h"
+#include "transfer/kv/int8.h"
 
 #include <gtest/gtest.h>
 
@@ -15,86 +15,48 @@
 namespace kvtier::transfer {
 namespace {
 
-/// What a pattern means, by its definition: 1.mmm * 2^(eeee - 7), or 0.mmm * 2^-6.
-double float8_value(unsigned bits) {
-  const int exponent = static_cast<int>(bits >> 3 & 15U);
-  const double mantissa = (bits & 7U) / 8.0;
-  const double magnitude =
-      exponent == 0 ? mantissa * 0x1p-6 : (1.0 + mantissa) * std::ldexp(1.0, exponent - 7);
-  return (bits & 0x80U) != 0 ? -magnitude : magnitude;
-}
-
-/// The nearest of all patterns, the even one of two.
-double nearest_float8(double x) {
-  double best = 0.0;
-  unsigned best_bits = 0;
-  double gap = std::numeric_limits<double>::infinity();
-  for (unsigned bits = 0; bits < 0x7F; ++bits) {
-    const double value = float8_value(bits);
-    const double distance = std::fabs(std::fabs(x) - value);
-    if (distance < gap || (distance == gap && bits % 2 == 0 && best_bits % 2 == 1)) {
-      best = value;
-      best_bits = bits;
-      gap = distance;
-    }
-  }
-  return std::copysign(best, x);
-}
-
-TEST(Float8, WidensEveryNumber) {
-  for (unsigned bits = 0; bits < 256; ++bits) {
-    if ((bits & 0x7FU) == 0x7FU) continue;  // NaN
-    EXPECT_EQ(static_cast<double>(Float8{static_cast<std::uint8_t>(bits)}.to_float()),
-              float8_value(bits))
-        << bits;
+TEST(Int8, RoundsHalfToEven) {
+  for (int x = -127; x <= 127; ++x) {
+    const auto whole = static_cast<float>(x);
+    EXPECT_EQ(to_int8(whole, 1.0F), x);
+    if (x == 127) continue;
+    EXPECT_EQ(to_int8(whole + 0.5F, 1.0F), x % 2 == 0 ? x : x + 1);
+    EXPECT_EQ(to_int8(whole + 0.498F, 1.0F), x);
+    EXPECT_EQ(to_int8(whole + 0.502F, 1.0F), x + 1);
   }
 }
 
-TEST(Float8, RoundsToTheNearestHalfToEven) {
-  std::vector<float> values = {0.0F,    -0.0F,    448.0F,    -448.0F,
-                               0x1p-9F, 0x1p-10F, 0x1.8p-9F, 0x1p-30F};
-  for (unsigned bits = 0; bits < 0x7E; ++bits) {
-    const auto low = static_cast<float>(float8_value(bits));
-    const auto high = static_cast<float>(float8_value(bits + 1));
-    const float middle = (low + high) / 2.0F;
-    values.insert(values.end(), {low, -low, middle, -middle, std::nextafter(middle, low),
-                                 std::nextafter(middle, high)});
-  }
+TEST(Int8, KeepsTheLargestMagnitudeOfAnyBf16) {
   std::mt19937_64 random(3);
-  std::normal_distribution<float> normal(0.0F, 60.0F);
-  for (int i = 0; i < 2000; ++i) values.push_back(std::clamp(normal(random), -448.0F, 448.0F));
-  for (const float x : values) {
-    const float found = Float8::from_float(x).to_float();
-    ASSERT_EQ(static_cast<double>(found), nearest_float8(static_cast<double>(x)))
-        << std::hexfloat << x;
-    ASSERT_EQ(std::signbit(found), std::signbit(x));
+  std::uniform_int_distribution<unsigned> magnitudes(0x0D80, 0x7F7F);  // from 2^-100 on
+  for (int i = 0; i < 20'000; ++i) {
+    const auto bits = static_cast<std::uint16_t>(magnitudes(random));
+    const auto largest = static_cast<float>(oracle::from_bf16(bits));
+    const float scale = int8_scale(largest);
+    ASSERT_EQ(to_int8(largest, 1.0F / scale), 127) << std::hexfloat << largest;
+    ASSERT_EQ(to_int8(-largest, 1.0F / scale), -127) << std::hexfloat << largest;
+    ASSERT_EQ(oracle::to_bf16(127.0 * static_cast<double>(scale)), bits);
   }
 }
 
-TEST(Float8, ScalesByTheLeastPowerOfTwoThatFits) {
-  for (const float largest : {448.0F, 449.0F, 224.0F, 225.0F, 1.0F, 3.4e38F, 1e-20F}) {
-    const float scale = float8_scale(largest);
-    int exponent = 0;
-    EXPECT_EQ(std::frexp(scale, &exponent), 0.5F) << largest;
-    EXPECT_LE(largest / scale, 448.0F) << largest;
-    EXPECT_GT(largest / scale, 224.0F) << largest;
-  }
-  EXPECT_EQ(float8_scale(0.0F), 0x1p-110F);
-  EXPECT_EQ(float8_scale(1e-38F), 0x1p-110F);
-  EXPECT_TRUE(std::isnan(float8_scale(std::numeric_limits<float>::infinity())));
-  EXPECT_TRUE(std::isnan(float8_scale(std::numeric_limits<float>::quiet_NaN())));
+TEST(Int8, HasAFactorForEveryRow) {
+  EXPECT_EQ(int8_scale(254.0F), 2.0F);
+  EXPECT_EQ(int8_scale(0.0F), 0x1p-100F / 127.0F);
+  EXPECT_EQ(int8_scale(1e-38F), 0x1p-100F / 127.0F);
+  EXPECT_TRUE(std::isnan(int8_scale(std::numeric_limits<float>::infinity())));
+  EXPECT_TRUE(std::isnan(int8_scale(std::numeric_limits<float>::quiet_NaN())));
 }
 
 constexpr int kDim = 96;
 
 /// Rows of two heads in one page, and what reads them.
 struct Page {
-  explicit Page(bool float8)
+  explicit Page(bool int8)
       : kv{.kv_heads = 2,
            .query_heads = 2,
            .head_dim = kDim,
            .page_tokens = 16,
-           .float8_pages = float8},
+           .int8_pages = int8},
         bytes(static_cast<std::size_t>(kv.page_bytes()), std::byte{0xEE}),
         address(bytes.data()),
         sequence{&address, nullptr, nullptr, nullptr} {}
@@ -112,15 +74,15 @@ std::vector<std::uint16_t> random_row(std::mt19937_64& random, double scale) {
   return row;
 }
 
-TEST(PageRows, AreHalfAsLargeInFloat8) {
+TEST(PageRows, AreHalfAsLargeInInt8) {
   EXPECT_EQ(Page(false).kv.page_bytes(), 2 * 16 * 4 * kDim);
   EXPECT_EQ(Page(true).kv.page_bytes(), 2 * 16 * (2 * kDim + 8));
   EXPECT_EQ(Page(true).kv.row_bytes(), 4 * kDim) << "of rows that are not in pages";
 }
 
 TEST(PageRows, AreReadAsTheyAreKept) {
-  for (const bool float8 : {false, true}) {
-    Page page(float8);
+  for (const bool int8 : {false, true}) {
+    Page page(int8);
     std::mt19937_64 random(5);
     std::vector<std::vector<std::uint16_t>> rows, kept;
     for (int head = 0; head < 2; ++head) {
@@ -135,7 +97,7 @@ TEST(PageRows, AreReadAsTheyAreKept) {
     for (int head = 0; head < 2; ++head) {
       for (int token = 0; token < 16; ++token) {
         const std::size_t i = static_cast<std::size_t>(head * 16 + token);
-        if (!float8) {
+        if (!int8) {
           EXPECT_EQ(kept[i], rows[i]);
         }
         std::vector<std::uint16_t> bits(2 * kDim);
@@ -169,13 +131,31 @@ TEST(PageRows, AreRoundedByTheirOwnFactors) {
     for (std::size_t x = half * kDim; x < (half + 1) * kDim; ++x) {
       largest = std::max(largest, std::fabs(oracle::from_bf16(row[x])));
     }
-    double scale = 1.0;
-    while (largest > 448.0 * scale) scale *= 2.0;
-    while (largest <= 224.0 * scale) scale /= 2.0;
+    const double scale = largest / 127.0;
     for (std::size_t x = half * kDim; x < (half + 1) * kDim; ++x) {
-      const double value = oracle::from_bf16(row[x]);
-      ASSERT_EQ(oracle::from_bf16(kept[x]), nearest_float8(value / scale) * scale) << x;
+      const double value = oracle::from_bf16(row[x]), found = oracle::from_bf16(kept[x]);
+      // Half a step, and the rounding of the product to bf16.
+      ASSERT_LE(std::fabs(found - value), 0.50001 * scale + 0x1p-9 * std::fabs(value)) << x;
+      if (std::fabs(value) == largest) {
+        ASSERT_EQ(kept[x], row[x]);
+      }
     }
+  }
+}
+
+TEST(PageRows, AreTheSameWhenTheyAreStoredAgain) {
+  Page page(true);
+  std::mt19937_64 random(8);
+  for (int token = 0; token < 16; ++token) {
+    const std::vector<std::uint16_t> row = random_row(random, std::pow(10.0, token - 8));
+    std::vector<std::uint16_t> once(row.size()), twice(row.size());
+    cpu::store_page_row(page.kv, page.bytes.data(), 0, token,
+                        reinterpret_cast<const std::byte*>(row.data()),
+                        reinterpret_cast<std::byte*>(once.data()));
+    cpu::store_page_row(page.kv, page.bytes.data(), 1, token,
+                        reinterpret_cast<const std::byte*>(once.data()),
+                        reinterpret_cast<std::byte*>(twice.data()));
+    EXPECT_EQ(twice, once);
   }
 }
 

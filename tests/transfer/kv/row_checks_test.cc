@@ -19,9 +19,9 @@ constexpr std::int64_t kRecent = 8;
 /// A sequence whose rows have checks, and readings of all that are in its pages.
 class RowChecksTest : public RowsTest {
  protected:
-  void fill(int head_dim, bool float8) {
+  void fill(int head_dim, bool int8) {
     g_ = geometry(2, head_dim, 16, kSinks, kRecent);
-    g_.float8_pages = float8;
+    g_.int8_pages = int8;
     g_.row_checks = true;
     s_ = make_sequence(g_, kTokens + 5);
     flags_ = make_flags();
@@ -115,13 +115,13 @@ class RowChecksTest : public RowsTest {
     const auto row = page_row<float>(g_, page(token), head, token);
     if (i < g_.page_row_bytes()) return row.bytes[i];
     i -= g_.page_row_bytes();
-    if (g_.float8_pages && i < 8) return reinterpret_cast<std::byte*>(row.scales)[i];
-    if (g_.float8_pages) i -= 8;
+    if (g_.int8_pages && i < 8) return reinterpret_cast<std::byte*>(row.scales)[i];
+    if (g_.int8_pages) i -= 8;
     return reinterpret_cast<std::byte*>(
         check_in_page<std::uint32_t>(g_, page(token), head, token))[i];
   }
   [[nodiscard]] std::int64_t bytes_of_row() const {
-    return g_.page_row_bytes() + (g_.float8_pages ? 8 : 0) + 4;
+    return g_.page_row_bytes() + (g_.int8_pages ? 8 : 0) + 4;
   }
   std::int64_t any(std::int64_t end) {
     return std::uniform_int_distribution<std::int64_t>(0, end - 1)(random_);
@@ -141,9 +141,9 @@ KVTIER_INSTANTIATE_BACKENDS(RowChecksTest);
 
 TEST_P(RowChecksTest, RowsThatWereWrittenAreWhole) {
   for (const int head_dim : {64, 96, 128, 256}) {
-    for (const bool float8 : {false, true}) {
-      SCOPED_TRACE(std::to_string(head_dim) + (float8 ? ", fp8" : ""));
-      fill(head_dim, float8);
+    for (const bool int8 : {false, true}) {
+      SCOPED_TRACE(std::to_string(head_dim) + (int8 ? ", int8" : ""));
+      fill(head_dim, int8);
       for (const std::int64_t staged : {std::int64_t{0}, std::int64_t{7}, listed()}) {
         EXPECT_EQ(verify(staged), 0U);
         const std::vector<std::uint16_t> expected = staged_rows();
@@ -163,9 +163,9 @@ TEST_P(RowChecksTest, RowsThatWereWrittenAreWhole) {
 // 10,000 turned bits: each is found, in staging and in place, and none is in a staged row.
 TEST_P(RowChecksTest, EveryTurnedBitIsFoundAndNoneServed) {
   constexpr int kRounds = 25, kRowsOfRound = 200;
-  for (const bool float8 : {false, true}) {
-    SCOPED_TRACE(float8 ? "fp8" : "bf16");
-    fill(128, float8);
+  for (const bool int8 : {false, true}) {
+    SCOPED_TRACE(int8 ? "int8" : "bf16");
+    fill(128, int8);
     ASSERT_EQ(verify(listed()), 0U);
     const std::vector<std::uint16_t> whole = staged_rows();
     const auto elements = static_cast<std::size_t>(g_.row_bytes() / 2);
@@ -201,8 +201,8 @@ TEST_P(RowChecksTest, EveryTurnedBitIsFoundAndNoneServed) {
 }
 
 TEST_P(RowChecksTest, RowsInThePlaceOfOthersAreFound) {
-  for (const bool float8 : {false, true}) {
-    fill(64, float8);
+  for (const bool int8 : {false, true}) {
+    fill(64, int8);
     for (std::int64_t i = 0; i < bytes_of_row(); ++i) {
       byte_of(20, 1, i) = byte_of(21, 1, i);  // another token, its check too
       byte_of(30, 0, i) = byte_of(30, 1, i);  // another head
@@ -215,9 +215,9 @@ TEST_P(RowChecksTest, RowsInThePlaceOfOthersAreFound) {
 // A GPU compares with the copies on the device; what has come to a frame otherwise brings its own.
 TEST_P(RowChecksTest, ChecksOfFramesAreOfTheirRows) {
   keep_checks_of_frames();
-  for (const bool float8 : {false, true}) {
-    SCOPED_TRACE(float8 ? "fp8" : "bf16");
-    fill(128, float8);
+  for (const bool int8 : {false, true}) {
+    SCOPED_TRACE(int8 ? "int8" : "bf16");
+    fill(128, int8);
     EXPECT_EQ(verify(7), 0U);
     EXPECT_EQ(gather_whole(listed()), 0U);
     for (const std::int64_t token : {std::int64_t{4}, std::int64_t{77}, std::int64_t{291}}) {

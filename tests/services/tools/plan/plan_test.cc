@@ -168,7 +168,7 @@ TEST_F(PlanTest, TakesRatesFromTheCalibration) {
   const auto read = static_cast<double>(500'000'000 + plan.need.sketches);
   EXPECT_NEAR(*plan.read_seconds, read / 1e12, 1e-12);
 
-  wanted.options.page_format = PageFormat::kFloat8;
+  wanted.options.page_format = PageFormat::kInt8;
   EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 4 * 6144 * 136 / 20e9, 1e-12);
 }
 

@@ -334,11 +334,11 @@ TEST_F(ReplayTest, CountsBytesOfRowsAndSketches) {
   EXPECT_NEAR(found.bytes_sketch_read, 2 * eligible * (256 / 8 + 4), 2 * 64 * 36);
 }
 
-TEST_F(ReplayTest, RowsInFp8AreFetchedInHalfTheBytesAndChangeTheOutputOnly) {
+TEST_F(ReplayTest, RowsInInt8AreFetchedInHalfTheBytesAndChangeTheOutputOnly) {
   const TraceShape shape{.context = 1000, .steps = 2};
   ReplayOptions options = small_options({Estimator::kNormAware}, Selection::kPerKvHead, 50);
   const ReplayReport model = replay_values(make_layer(shape, 9), options);
-  options.page_format = PageFormat::kFloat8;
+  options.page_format = PageFormat::kInt8;
   const ReplayReport narrow = replay_values(make_layer(shape, 9), options);
 
   EXPECT_EQ(narrow.rows[1].mean.attention_mass, model.rows[1].mean.attention_mass);

@@ -121,12 +121,12 @@ TEST_F(StressCommandTest, ReportsTheRealHitRatioAndImposedOnes) {
   }
 }
 
-TEST_F(StressCommandTest, KeepsRowsInFp8) {
-  const CliResult result = run({"--json", file("a.json").string(), "--kv-dtype", "fp8"});
+TEST_F(StressCommandTest, KeepsRowsInInt8) {
+  const CliResult result = run({"--json", file("a.json").string(), "--kv-dtype", "int8"});
   ASSERT_EQ(result.code, 0) << result.err;
 
   const nlohmann::json json = nlohmann::json::parse(read_text(file("a.json")));
-  EXPECT_EQ(json["options"]["kv_dtype"], "fp8");
+  EXPECT_EQ(json["options"]["kv_dtype"], "int8");
   EXPECT_EQ(json["host_bytes"], 65 * 64 * 2 * (128 + 8) * 2);
   EXPECT_EQ(json["host_bytes"], json["host_bytes_used"]);
 }

@@ -3,13 +3,12 @@
 #include "transfer/kv/check_sums_cuda.cuh"
 #include "transfer/kv/page_rows.h"
 
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-/// Rows of fp8 on a GPU, bit for bit those of transfer/kv/page_rows.h. For `*_cuda.*` files only.
+/// Rows of int8 on a GPU, bit for bit those of transfer/kv/page_rows.h. For `*_cuda.*` files only.
 namespace kvtier::transfer::cuda {
 
 /// The largest magnitude of eight bf16 numbers, as the bits of one; NaN comes last.
@@ -20,67 +19,70 @@ __device__ inline unsigned largest_magnitude(const uint4& piece) {
   return max(most & 0xFFFFU, most >> 16);
 }
 
-/// `float8_scale` of the bits of a magnitude in bf16.
-__device__ inline float float8_scale_of(unsigned magnitude) {
-  constexpr int kLeast = -110;
-  const int exponent = static_cast<int>(magnitude >> 7);  // biased by 127
-  if (exponent == 255) return __int_as_float(0x7FC00000);
-  // 1.75 * 2^8 is 448: mantissas above need the next power of two.
-  const int scale = exponent - 135 + ((magnitude & 0x7FU) > 0x60U ? 1 : 0);
-  return __int_as_float((max(scale, kLeast) + 127) << 23);
+/// `int8_scale` of the bits of a magnitude in bf16.
+__device__ inline float int8_scale_of(unsigned magnitude) {
+  if (magnitude >= 0x7F80U) return __uint_as_float(0x7FC00000U);
+  return __fdiv_rn(fmaxf(__uint_as_float(magnitude << 16), 0x1p-100F), 127.0F);
 }
 
-/// Eight bf16 numbers over their scale, in fp8; zeros where that is NaN.
-__device__ inline uint2 to_float8(const uint4& piece, float scale) {
+/// Eight bf16 numbers over their scale, in int8; zeros where that is NaN.
+__device__ inline uint2 to_int8(const uint4& piece, float scale) {
   if (isnan(scale)) return {0U, 0U};
-  const float inverse = __uint_as_float((254U << 23) - __float_as_uint(scale));
-  const auto pair = [inverse](unsigned bf16) {
-    const float2 x{__uint_as_float(bf16 << 16) * inverse,
-                   __uint_as_float(bf16 & 0xFFFF0000U) * inverse};
-    return static_cast<unsigned>(__nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3));
+  const float inverse = __frcp_rn(scale);
+  // Adding 1.5 * 2^23 leaves the integer, rounded half to even, in the lowest byte.
+  const auto low_byte = [inverse](unsigned bf16) {
+    return __float_as_uint(__fadd_rn(__fmul_rn(__uint_as_float(bf16), inverse), 12582912.0F));
   };
-  return {pair(piece.x) | pair(piece.y) << 16, pair(piece.z) | pair(piece.w) << 16};
+  const auto four = [&](unsigned a, unsigned b) {
+    return __byte_perm(__byte_perm(low_byte(a << 16), low_byte(a & 0xFFFF0000U), 0x0040),
+                       __byte_perm(low_byte(b << 16), low_byte(b & 0xFFFF0000U), 0x0040), 0x5410);
+  };
+  return {four(piece.x, piece.y), four(piece.z, piece.w)};
 }
 
-/// Two fp8 numbers, the lower 16 bits, times their scale, in bf16: exact, for a power of two times
-/// a number of 4 bits is all in the upper half of the fp32.
-__device__ inline unsigned from_float8_pair(unsigned bits, float scale) {
-  const __half2_raw wide =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits), __NV_E4M3);
-  const float2 x = __half22float2(__half2(wide));
-  return __byte_perm(__float_as_uint(x.x * scale), __float_as_uint(x.y * scale), 0x7632);
+/// Four int8 numbers times their scale, in bf16, rounded half to even.
+__device__ inline uint2 from_int8(unsigned bits, float scale) {
+  const unsigned above = bits ^ 0x80808080U;  // each plus 128
+  const auto number = [=](unsigned which) {
+    // 2^23 plus an integer below 256 has that integer in its lowest byte.
+    return (__uint_as_float(__byte_perm(above, 0x4B000000U, 0x7440U + which)) - 8388736.0F) * scale;
+  };
+  const auto pair = [](float low, float high) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&both);
+  };
+  return {pair(number(0), number(1)), pair(number(2), number(3))};
 }
 
-/// Eight fp8 numbers times their scale, in bf16.
-__device__ inline uint4 from_float8(unsigned low, unsigned high, float scale) {
+/// Eight int8 numbers times their scale, in bf16.
+__device__ inline uint4 from_int8(unsigned low, unsigned high, float scale) {
   const bool is_nan = isnan(scale);  // of zeros
   const unsigned nan = is_nan ? 0x7FC07FC0U : 0U;
   const float factor = is_nan ? 0.0F : scale;
-  return {from_float8_pair(low & 0xFFFFU, factor) | nan, from_float8_pair(low >> 16, factor) | nan,
-          from_float8_pair(high & 0xFFFFU, factor) | nan,
-          from_float8_pair(high >> 16, factor) | nan};
+  const uint2 first = from_int8(low, factor), second = from_int8(high, factor);
+  return {first.x | nan, first.y | nan, second.x | nan, second.y | nan};
 }
 
 /// The scale of this lane's half of a row, of which lanes of a warp have pieces: of its keys with
 /// `half` 0, of its values with 1, none with 2. A half is not spread over two calls. All lanes call
 /// it.
-__device__ inline float float8_scale_of_lanes(const uint4& piece, int half) {
+__device__ inline float int8_scale_of_lanes(const uint4& piece, int half) {
   constexpr unsigned kAllLanes = 0xFFFFFFFFU;
   const unsigned magnitude = half == 2 ? 0U : largest_magnitude(piece);
   const unsigned key = __reduce_max_sync(kAllLanes, half == 0 ? magnitude : 0U);
   const unsigned value = __reduce_max_sync(kAllLanes, half == 1 ? magnitude : 0U);
-  return float8_scale_of(half == 0 ? key : value);
+  return int8_scale_of(half == 0 ? key : value);
 }
 
 /// Writes piece `index` of a row, eight bf16 numbers, of which a half has `pieces`, to its page.
 /// Returns what will be read there. The first piece of a half writes the scale too.
-__device__ inline uint4 store_float8(const PageRow<std::byte, float>& row, const uint4& piece,
-                                     int index, int pieces, float scale) {
-  const uint2 bits = to_float8(piece, scale);
+__device__ inline uint4 store_int8(const PageRow<std::byte, float>& row, const uint4& piece,
+                                   int index, int pieces, float scale) {
+  const uint2 bits = to_int8(piece, scale);
   reinterpret_cast<uint2*>(row.bytes)[index] = bits;
   if (index == 0) row.scales[0] = scale;
   if (index == pieces) row.scales[1] = scale;
-  return from_float8(bits.x, bits.y, scale);
+  return from_int8(bits.x, bits.y, scale);
 }
 
 /// Where the elements of a row are read; `scales` null: they have 16 bits.
@@ -89,23 +91,23 @@ struct RowSource {
   const float* scales = nullptr;
 };
 
-/// The row of a token in its page of fp8.
-__device__ inline RowSource float8_page_source(const KvGeometry& geometry,
-                                               const SequenceView& sequence, int kv_head,
-                                               std::int64_t token) {
+/// The row of a token in its page of int8.
+__device__ inline RowSource int8_page_source(const KvGeometry& geometry,
+                                             const SequenceView& sequence, int kv_head,
+                                             std::int64_t token) {
   const std::byte* page = sequence.pages[token / geometry.page_tokens];
   const auto row = page_row<const float>(geometry, page, kv_head, token);
   return {row.bytes, row.scales};
 }
 
 /// The row of a token, wherever it is.
-__device__ inline RowSource float8_source(const KvGeometry& geometry, const SequenceView& sequence,
-                                          std::int64_t resident_begin, int kv_head,
-                                          std::int64_t token) {
+__device__ inline RowSource int8_source(const KvGeometry& geometry, const SequenceView& sequence,
+                                        std::int64_t resident_begin, int kv_head,
+                                        std::int64_t token) {
   if (row_is_resident(geometry, resident_begin, token)) {
     return {row_address(geometry, sequence, resident_begin, kv_head, token), nullptr};
   }
-  return float8_page_source(geometry, sequence, kv_head, token);
+  return int8_page_source(geometry, sequence, kv_head, token);
 }
 
 /// The pointer that a lane of the warp holds.
@@ -118,7 +120,7 @@ template <typename T>
 /// Up to `kRows` rows in the registers of a warp, of those whose places lanes hold: read as they
 /// lie, written as bf16. A lane has `Loads` pieces of sixteen elements.
 template <int HeadDim, int Loads>
-class Float8Flight {
+class Int8Flight {
   static constexpr int kPieces = HeadDim / 8;
 
  public:
@@ -191,7 +193,7 @@ class Float8Flight {
 
  private:
   struct Piece {
-    uint4 low;    ///< Sixteen fp8 numbers, or eight of 16 bits
+    uint4 low;    ///< Sixteen int8 numbers, or eight of 16 bits
     uint4 high;   ///< and eight more.
     float scale;  ///< 0: of 16 bits; no scale is.
   };
@@ -208,8 +210,8 @@ class Float8Flight {
   }
   static __device__ Piece widened(const Piece& piece) {
     if (piece.scale == 0.0F) return piece;
-    return {from_float8(piece.low.x, piece.low.y, piece.scale),
-            from_float8(piece.low.z, piece.low.w, piece.scale), piece.scale};
+    return {from_int8(piece.low.x, piece.low.y, piece.scale),
+            from_int8(piece.low.z, piece.low.w, piece.scale), piece.scale};
   }
   /// Past L1, issued where it stands.
   static __device__ uint4 load_once(const std::byte* from) {
