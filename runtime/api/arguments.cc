@@ -1,6 +1,7 @@
 #include "runtime/api/arguments.h"
 
 #include "hashing/scalar_code.h"
+#include "include/types/failure.h"
 #include "runtime/step/resolved_options.h"
 #include "transfer/kv/rows.h"
 
@@ -11,12 +12,6 @@
 namespace kvtier::runtime {
 
 namespace {
-
-[[noreturn]] void invalid(std::string_view name, const std::string& expected,
-                          const std::string& found) {
-  throw Error(ErrorCode::kInvalidArgument,
-              std::string(name) + ": expected " + expected + ", found " + found);
-}
 
 bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
@@ -30,17 +25,17 @@ std::string shape3(std::int64_t tokens, int heads, const std::string& last) {
 /// Host memory is read and written only by calls that wait; the CPU backend has no streams to take.
 void check_space(std::string_view name, const TensorView& tensor, StreamRef stream) {
   if (stream.given() && tensor.space == MemorySpace::kHost) {
-    invalid(name, "device memory in a call with a stream", "host memory");
+    throw_invalid(name, "device memory in a call with a stream", "host memory");
   }
 }
 
 void check_last_stride(std::string_view name, const TensorView& tensor, std::size_t dim) {
   if (tensor.shape[dim] > 1 && tensor.strides[dim] != 1) {
-    invalid(name, "last stride 1", "last stride " + std::to_string(tensor.strides[dim]));
+    throw_invalid(name, "last stride 1", join("last stride ", tensor.strides[dim]));
   }
   for (std::size_t i = 0; i < dim; ++i) {
     if (tensor.strides[i] < 0) {
-      invalid(name, "strides of at least 0", "stride " + std::to_string(tensor.strides[i]));
+      throw_invalid(name, "strides of at least 0", join("stride ", tensor.strides[i]));
     }
   }
 }
@@ -56,12 +51,12 @@ void check_finite(std::string_view name, const EngineState& engine, const Tensor
   const int head_dim = engine.config.model.head_dim;
   if (transfer::all_finite(tokens, tensor.shape[0], heads, head_dim, storage)) return;
   if (!transfer::all_finite(tokens, tensor.shape[0], heads, head_dim)) {
-    invalid(name, "finite elements", "NaN or infinity");
+    throw_invalid(name, "finite elements", "NaN or infinity");
   }
-  invalid(name,
-          "elements of at most " + std::string(storage == DType::kFloat16 ? "65504" : "3.3895e38") +
-              " in magnitude, which " + std::string(dtype_name(storage)) + " holds",
-          "a larger one");
+  throw_invalid(name,
+                join("elements of at most ", storage == DType::kFloat16 ? "65504" : "3.3895e38",
+                     " in magnitude, which ", dtype_name(storage), " holds"),
+                "a larger one");
 }
 
 /// Checks an int32 or fp32 tensor `[tokens, heads, n]` with `n >= min_n` and heads = either count,
@@ -69,7 +64,7 @@ void check_finite(std::string_view name, const EngineState& engine, const Tensor
 void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std::int64_t tokens,
                const EngineState& engine, std::int64_t min_n, bool same_ids, StreamRef stream) {
   if (tensor.dtype != dtype) {
-    invalid(name, std::string(dtype_name(dtype)), std::string(dtype_name(tensor.dtype)));
+    throw_invalid(name, dtype_name(dtype), dtype_name(tensor.dtype));
   }
   const int query_heads = engine.kv.query_heads;
   const int kv_heads = engine.kv.kv_heads;
@@ -77,11 +72,10 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
       tensor.rank == 3 && (tensor.shape[1] == query_heads || tensor.shape[1] == kv_heads ||
                            (same_ids && tensor.shape[1] == 1));
   if (!heads_fit || tensor.shape[0] != tokens || tensor.shape[2] < min_n) {
-    invalid(name,
-            shape3(tokens, query_heads, "n") + " or " + shape3(tokens, kv_heads, "n") +
-                (same_ids ? " or " + shape3(tokens, 1, "n") : "") +
-                " with n >= " + std::to_string(min_n),
-            describe(tensor));
+    throw_invalid(name,
+                  join(shape3(tokens, query_heads, "n"), " or ", shape3(tokens, kv_heads, "n"),
+                       (same_ids ? " or " + shape3(tokens, 1, "n") : ""), " with n >= ", min_n),
+                  describe(tensor));
   }
   check_last_stride(name, tensor, 2);
   check_space(name, tensor, stream);
@@ -90,16 +84,16 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
 /// Checks what an estimate of attention needs, and says `who` wants it.
 void check_estimate(const ResolvedOptions& resolved, std::string_view who) {
   if (resolved.params.estimator != Estimator::kNormAware) {
-    invalid(who, "a norm-aware estimator", "another");
+    throw_invalid(who, "a norm-aware estimator", "another");
   }
   if (resolved.params.coarse_bits > 0) {
-    invalid(who, "coarse_bits 0", std::to_string(resolved.params.coarse_bits));
+    throw_invalid(who, "coarse_bits 0", resolved.params.coarse_bits);
   }
   if (resolved.params.selection == Selection::kPerSequence) {
-    invalid(who, "selection per_kv_head or per_query_head", "per_sequence");
+    throw_invalid(who, "selection per_kv_head or per_query_head", "per_sequence");
   }
   if (resolved.logit_softcap > 0.0F) {
-    invalid(who, "logit_softcap 0", std::to_string(resolved.logit_softcap));
+    throw_invalid(who, "logit_softcap 0", resolved.logit_softcap);
   }
 }
 
@@ -108,8 +102,7 @@ void check_per_head(std::string_view name, const MutableTensorView& tensor, std:
                     int heads, StreamRef stream) {
   if (tensor.dtype != DType::kFloat32 || tensor.rank != 2 || tensor.shape[0] != tokens ||
       tensor.shape[1] != heads) {
-    invalid(name, "fp32 [" + std::to_string(tokens) + ", " + std::to_string(heads) + "]",
-            describe(tensor));
+    throw_invalid(name, join("fp32 [", tokens, ", ", heads, "]"), describe(tensor));
   }
   check_last_stride(name, tensor, 1);
   check_space(name, tensor, stream);
@@ -118,9 +111,9 @@ void check_per_head(std::string_view name, const MutableTensorView& tensor, std:
 /// Checks biases: finite and not negative, where the host can read them.
 void check_bias(const EngineState& engine, const TensorView& bias, const TensorView& ids,
                 StreamRef stream) {
-  if (ids.empty()) invalid("bias", "none without selected ids", describe(bias));
+  if (ids.empty()) throw_invalid("bias", "none without selected ids", describe(bias));
   if (bias.dtype != DType::kFloat32 || bias.rank != 3 || bias.shape != ids.shape) {
-    invalid("bias", "fp32 of the shape of selected, " + describe(ids), describe(bias));
+    throw_invalid("bias", join("fp32 of the shape of selected, ", describe(ids)), describe(bias));
   }
   check_last_stride("bias", bias, 2);
   check_space("bias", bias, stream);
@@ -131,9 +124,8 @@ void check_bias(const EngineState& engine, const TensorView& bias, const TensorV
           static_cast<const float*>(bias.data) + token * bias.strides[0] + head * bias.strides[1];
       for (std::int64_t i = 0; i < bias.shape[2]; ++i) {
         if (std::isfinite(values[i]) && values[i] >= 0.0F) continue;
-        invalid("bias[" + std::to_string(token) + ", " + std::to_string(head) + ", " +
-                    std::to_string(i) + "]",
-                "a finite number of at least 0", std::to_string(values[i]));
+        throw_invalid(join("bias[", token, ", ", head, ", ", i, "]"),
+                      "a finite number of at least 0", values[i]);
       }
     }
   }
@@ -152,8 +144,8 @@ std::int64_t max_selected(const EngineState& engine, int layer, const AttendOpti
 
 void check_not_empty(int layer, std::int64_t length) {
   if (length > 0) return;
-  throw Error(ErrorCode::kFailedPrecondition,
-              "layer " + std::to_string(layer) + ": expected stored tokens, found an empty layer");
+  throw_error(ErrorCode::kFailedPrecondition, "layer ", layer,
+              ": expected stored tokens, found an empty layer");
 }
 
 /// Checks a host tensor `[kv_heads, n]` or `[kv_heads, n, head_dim]` of a fetch.
@@ -166,10 +158,10 @@ void check_rows(std::string_view name, const TensorView& tensor, DType dtype,
   std::copy(shape.begin(), shape.end(), expected.shape.begin());
   if (tensor.empty() || tensor.dtype != dtype || tensor.rank != expected.rank ||
       !std::equal(shape.begin(), shape.end(), tensor.shape.begin())) {
-    invalid(name, describe(expected), tensor.empty() ? "none" : describe(tensor));
+    throw_invalid(name, describe(expected), tensor.empty() ? "none" : describe(tensor));
   }
   check_last_stride(name, tensor, static_cast<std::size_t>(tensor.rank) - 1);
-  if (tensor.space != MemorySpace::kHost) invalid(name, "host memory", "device memory");
+  if (tensor.space != MemorySpace::kHost) throw_invalid(name, "host memory", "device memory");
 }
 
 void check_query(const SessionState& session, int layer, const TensorView& query,
@@ -180,14 +172,14 @@ void check_query(const SessionState& session, int layer, const TensorView& query
   const std::int64_t length = session.layer(layer).length + key_tokens;
   check_not_empty(layer, length);
   if (options.tokens_after < 0 || options.tokens_after > length) {
-    invalid("tokens_after", "0.." + std::to_string(length) + " (the layer's length)",
-            std::to_string(options.tokens_after));
+    throw_invalid("tokens_after", join("0..", length, " (the layer's length)"),
+                  options.tokens_after);
   }
   if (tokens > length - options.tokens_after) {
-    invalid("query",
-            "at most " + std::to_string(length - options.tokens_after) +
-                " tokens (the layer's length, less tokens_after)",
-            std::to_string(tokens));
+    throw_invalid("query",
+                  join("at most ", length - options.tokens_after,
+                       " tokens (the layer's length, less tokens_after)"),
+                  tokens);
   }
 }
 
@@ -197,9 +189,8 @@ void check_selection(const char* call, const SessionState& session, int layer,
   const EngineState& engine = session.engine();
   check_query(session, layer, query, 0, stream, options);
   if (resolve_options(engine, layer, options).rule.mode != LayerMode::kSparse) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                std::string(call) + ": expected a sparse layer, found layer " +
-                    std::to_string(layer) + " dense or sliding-window");
+    throw_error(ErrorCode::kFailedPrecondition, call, ": expected a sparse layer, found layer ",
+                layer, " dense or sliding-window");
   }
   check_options(engine, layer, options, true);
 }
@@ -208,34 +199,34 @@ void check_selection(const char* call, const SessionState& session, int layer,
 
 void check_layer(const EngineState& engine, int layer) {
   if (layer < 0 || layer >= engine.config.model.layers) {
-    invalid("layer", "0.." + std::to_string(engine.config.model.layers - 1), std::to_string(layer));
+    throw_invalid("layer", join("0..", engine.config.model.layers - 1), layer);
   }
 }
 
 std::int64_t check_tokens(const EngineState& engine, std::string_view name,
                           const TensorView& tensor, int heads, StreamRef stream) {
-  if (tensor.empty()) invalid(name, "a tensor", "none");
+  if (tensor.empty()) throw_invalid(name, "a tensor", "none");
   if (!is_float(tensor.dtype)) {
-    invalid(name, "fp32, fp16 or bf16", std::string(dtype_name(tensor.dtype)));
+    throw_invalid(name, "fp32, fp16 or bf16", dtype_name(tensor.dtype));
   }
   const int head_dim = engine.config.model.head_dim;
   if (tensor.rank != 3 || tensor.shape[0] < 1 || tensor.shape[1] != heads ||
       tensor.shape[2] != head_dim) {
-    invalid(name, shape3(-1, heads, std::to_string(head_dim)) + " with tokens >= 1",
-            describe(tensor));
+    throw_invalid(name, join(shape3(-1, heads, std::to_string(head_dim)), " with tokens >= 1"),
+                  describe(tensor));
   }
   check_last_stride(name, tensor, 2);
   check_space(name, tensor, stream);
   return tensor.shape[0];
 }
 
-std::int64_t check_append(const EngineState& engine, const TensorView& keys,
-                          const TensorView& values, StreamRef stream) {
+std::int64_t check_keys_and_values(const EngineState& engine, const TensorView& keys,
+                                   const TensorView& values, StreamRef stream) {
   const int heads = engine.kv.kv_heads;
   const std::int64_t tokens = check_tokens(engine, "keys", keys, heads, stream);
   const std::int64_t value_tokens = check_tokens(engine, "values", values, heads, stream);
   if (tokens != value_tokens) {
-    invalid("values", std::to_string(tokens) + " tokens, as in keys", std::to_string(value_tokens));
+    throw_invalid("values", join(tokens, " tokens, as in keys"), value_tokens);
   }
   check_finite("keys", engine, keys, heads, engine.config.model.kv_dtype);
   check_finite("values", engine, values, heads, engine.config.model.kv_dtype);
@@ -246,14 +237,14 @@ void check_options(const EngineState& engine, int layer, const AttendOptions& op
                    bool selects) {
   if (options.softmax_scale &&
       !(std::isfinite(*options.softmax_scale) && *options.softmax_scale > 0)) {
-    invalid("softmax_scale", "a finite number above 0", std::to_string(*options.softmax_scale));
+    throw_invalid("softmax_scale", "a finite number above 0", *options.softmax_scale);
   }
   if (options.logit_softcap &&
       !(std::isfinite(*options.logit_softcap) && *options.logit_softcap >= 0)) {
-    invalid("logit_softcap", "0 or a finite number above", std::to_string(*options.logit_softcap));
+    throw_invalid("logit_softcap", "0 or a finite number above", *options.logit_softcap);
   }
   if (options.dense_from && *options.dense_from < 0) {
-    invalid("dense_from", "at least 0", std::to_string(*options.dense_from));
+    throw_invalid("dense_from", "at least 0", *options.dense_from);
   }
   if (options.retrieval != nullptr) {
     std::vector<std::string> problems = options.retrieval->validate();
@@ -270,14 +261,14 @@ void check_options(const EngineState& engine, int layer, const AttendOptions& op
   if (options.recall_target) {
     const RecallTarget& target = *options.recall_target;
     if (!(target.recall > 0.0 && target.recall < 1.0)) {
-      invalid("recall_target.recall", "above 0 and below 1", std::to_string(target.recall));
+      throw_invalid("recall_target.recall", "above 0 and below 1", target.recall);
     }
     if (target.min_top_k < 1) {
-      invalid("recall_target.min_top_k", "at least 1", std::to_string(target.min_top_k));
+      throw_invalid("recall_target.min_top_k", "at least 1", target.min_top_k);
     }
     if (!(std::isfinite(target.noise_share) && target.noise_share >= 0.0F)) {
-      invalid("recall_target.noise_share", "a finite number of at least 0",
-              std::to_string(target.noise_share));
+      throw_invalid("recall_target.noise_share", "a finite number of at least 0",
+                    target.noise_share);
     }
     if (selects) check_estimate(resolve_options(engine, layer, options), "recall_target");
   }
@@ -296,28 +287,29 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
   const bool sparse = resolved.rule.mode == LayerMode::kSparse;
   check_options(engine, layer, options, sparse && inputs.selected.empty());
   if (resolved.rule.mode == LayerMode::kSlidingWindow && resolved.rule.window_tokens < 1) {
-    invalid("mode", "sliding window only in a layer configured with window_tokens",
-            "window_tokens 0");
+    throw_invalid("mode", "sliding window only in a layer configured with window_tokens",
+                  "window_tokens 0");
   }
   const std::int64_t tokens = inputs.query.shape[0];
   const int heads = engine.kv.query_heads;
   const std::int64_t out_tokens = check_tokens(engine, "out", outputs.out, heads, stream);
   if (out_tokens != tokens) {
-    invalid("out", std::to_string(tokens) + " tokens, as in query", std::to_string(out_tokens));
+    throw_invalid("out", join(tokens, " tokens, as in query"), out_tokens);
   }
   if (!outputs.lse.empty()) check_per_head("lse", outputs.lse, tokens, heads, stream);
   if (!outputs.missed.empty()) {
     check_per_head("missed", outputs.missed, tokens, heads, stream);
     if (!sparse || !inputs.selected.empty()) {
-      invalid("missed", "a sparse layer that selects by score",
-              sparse ? "selected ids" : "a dense or sliding-window layer");
+      throw_invalid("missed", "a sparse layer that selects by score",
+                    sparse ? "selected ids" : "a dense or sliding-window layer");
     }
     check_estimate(resolved, "missed");
   }
   if (!inputs.selected.empty()) {
     check_ids("selected", inputs.selected, DType::kInt32, tokens, engine, 0, true, stream);
     if (!sparse) {
-      invalid("selected", "none in a dense or sliding-window layer", describe(inputs.selected));
+      throw_invalid("selected", "none in a dense or sliding-window layer",
+                    describe(inputs.selected));
     }
   }
   if (!inputs.bias.empty()) check_bias(engine, inputs.bias, inputs.selected, stream);
@@ -340,7 +332,7 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
   const EngineState& engine = session.engine();
   check_selection("select", session, layer, query, stream, options);
   const std::int64_t tokens = query.shape[0];
-  if (outputs.ids.empty()) invalid("ids", "a tensor", "none");
+  if (outputs.ids.empty()) throw_invalid("ids", "a tensor", "none");
   const std::int64_t min_n =
       max_selected(engine, layer, options, session.layer(layer).length, outputs.ids.shape[1]);
   const scoring::ScoreParams params = resolve_options(engine, layer, options).params;
@@ -349,20 +341,21 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
   if (!outputs.scores.empty()) {
     check_ids("scores", outputs.scores, DType::kFloat32, tokens, engine, 0, per_sequence, stream);
     if (outputs.scores.shape != outputs.ids.shape) {
-      invalid("scores", "the shape of ids, " + describe(outputs.ids), describe(outputs.scores));
+      throw_invalid("scores", join("the shape of ids, ", describe(outputs.ids)),
+                    describe(outputs.scores));
     }
   }
   if (!outputs.bias.empty()) {
     if (params.rule != SelectionRule::kPriority) {
-      invalid("bias (output)", "none without the priority rule", describe(outputs.bias));
+      throw_invalid("bias (output)", "none without the priority rule", describe(outputs.bias));
     }
     const int heads = engine.config.model.num_sets(params.selection);
     check_ids("bias (output)", outputs.bias, DType::kFloat32, tokens, engine, 0, per_sequence,
               stream);
     if (outputs.bias.shape != outputs.ids.shape || outputs.ids.shape[1] != heads) {
-      invalid("bias (output)",
-              "the shape of ids with a head for each set (" + std::to_string(heads) + ")",
-              describe(outputs.bias) + " beside ids " + describe(outputs.ids));
+      throw_invalid("bias (output)",
+                    join("the shape of ids with a head for each set (", heads, ")"),
+                    join(describe(outputs.bias), " beside ids ", describe(outputs.ids)));
     }
   }
 }
@@ -379,8 +372,8 @@ void check_fetch(const SessionState& session, int layer, const TensorView& token
   const std::int64_t length = session.layer(layer).length;
   check_not_empty(layer, length);
   if (tokens.empty() || tokens.rank != 2 || tokens.shape[1] < 1) {
-    invalid("tokens", "[" + std::to_string(heads) + ", n] with n >= 1",
-            tokens.empty() ? "none" : describe(tokens));
+    throw_invalid("tokens", join("[", heads, ", n] with n >= 1"),
+                  tokens.empty() ? "none" : describe(tokens));
   }
   const std::int64_t n = tokens.shape[1];
   check_rows("tokens", tokens, DType::kInt32, {heads, n});
@@ -390,8 +383,7 @@ void check_fetch(const SessionState& session, int layer, const TensorView& token
     const auto* ids = static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0];
     for (std::int64_t i = 0; i < n; ++i) {
       if (ids[i] >= -1 && ids[i] < length) continue;
-      invalid("tokens[" + std::to_string(head) + ", " + std::to_string(i) + "]",
-              "-1 or 0.." + std::to_string(length - 1), std::to_string(ids[i]));
+      throw_invalid(join("tokens[", head, ", ", i, "]"), join("-1 or 0..", length - 1), ids[i]);
     }
   }
 }

@@ -20,8 +20,8 @@ std::int64_t check_tokens(const EngineState& engine, std::string_view name,
 
 /// Checks keys and values of an append: equal token counts, finite when they are host tensors.
 /// Returns the tokens.
-std::int64_t check_append(const EngineState& engine, const TensorView& keys,
-                          const TensorView& values, StreamRef stream);
+std::int64_t check_keys_and_values(const EngineState& engine, const TensorView& keys,
+                                   const TensorView& values, StreamRef stream);
 
 /// Checks the query, the ids and the outputs of an attend. `key_tokens` is the tokens appended by
 /// the same call, 0 for none.

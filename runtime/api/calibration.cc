@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
@@ -183,22 +184,21 @@ CalibrationEntry beyond_device_memory(transfer::Device& device, HostAllocation a
 
 void check(const CalibrationOptions& options) {
   if (options.region_bytes < kMinRegion) {
-    throw Error(ErrorCode::kInvalidArgument, "region_bytes: expected at least " +
-                                                 std::to_string(kMinRegion) + ", found " +
-                                                 std::to_string(options.region_bytes));
+    throw_error(ErrorCode::kInvalidArgument, "region_bytes: expected at least ", kMinRegion,
+                ", found ", options.region_bytes);
   }
   if (options.pin_threads < 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "pin_threads: expected at least 0, found " + std::to_string(options.pin_threads));
+    throw_error(ErrorCode::kInvalidArgument, "pin_threads: expected at least 0, found ",
+                options.pin_threads);
   }
   for (auto it = options.allocations.begin(); it != options.allocations.end(); ++it) {
     const bool known =
         std::find(kAllocations.begin(), kAllocations.end(), *it) != kAllocations.end();
     if (!known || std::find(options.allocations.begin(), it, *it) != it) {
-      throw Error(ErrorCode::kInvalidArgument,
+      throw_error(ErrorCode::kInvalidArgument,
                   "allocations: expected managed, registered, huge_pages, driver and numa_node, "
-                  "each once at most, found " +
-                      std::string(host_allocation_name(*it)) + (known ? " again" : ""));
+                  "each once at most, found ",
+                  host_allocation_name(*it), (known ? " again" : ""));
     }
   }
 }
@@ -240,9 +240,8 @@ Calibration calibrate(transfer::Device& device, const CalibrationOptions& option
     calibration.entries.push_back(std::move(entry));
   }
   if (!measured) {
-    throw Error(ErrorCode::kResourceExhausted, "calibration: expected an allocation of " +
-                                                   std::to_string(options.region_bytes) +
-                                                   " bytes, found that all are refused:" + reasons);
+    throw_error(ErrorCode::kResourceExhausted, "calibration: expected an allocation of ",
+                options.region_bytes, " bytes, found that all are refused:", reasons);
   }
   calibration.best = best_allocation(calibration.entries);
   return calibration;

@@ -1,6 +1,7 @@
 #include "kvtier/engine.h"
 
 #include "attention/flash_decode.h"
+#include "include/types/failure.h"
 #include "runtime/api/arguments.h"
 #include "runtime/engine/engine_state.h"
 #include "runtime/engine/session.h"
@@ -202,16 +203,15 @@ void check_partial(const TensorView& tensor, std::string_view name, int rank,
     dense *= tensor.shape[dim];
   }
   if (tensor.empty() || !same || tensor.space != like.space) {
-    throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": expected contiguous " +
-                                                 describe(like) + " in the same memory, found " +
-                                                 describe(tensor));
+    throw_error(ErrorCode::kInvalidArgument, name, ": expected contiguous ", describe(like),
+                " in the same memory, found ", describe(tensor));
   }
 }
 
 void check_fp32(const TensorView& tensor, std::string_view name) {
   if (tensor.dtype == DType::kFloat32) return;
-  throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": expected fp32, found " +
-                                               std::string(dtype_name(tensor.dtype)));
+  throw_error(ErrorCode::kInvalidArgument, name, ": expected fp32, found ",
+              dtype_name(tensor.dtype));
 }
 
 }  // namespace
@@ -239,28 +239,27 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
     const BatchItem& item = items[i];
     const auto where = "items[" + std::to_string(i) + "]: ";
     if (item.session == nullptr || item.session->impl_ == nullptr) {
-      throw Error(ErrorCode::kInvalidArgument, where + "expected an open session, found none");
+      throw_error(ErrorCode::kInvalidArgument, where, "expected an open session, found none");
     }
     SessionState& session = *item.session->impl_;
     if (&session.engine() != impl_.get()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  where + "expected a session of this engine, found another engine's");
+      throw_error(ErrorCode::kInvalidArgument, where,
+                  "expected a session of this engine, found another engine's");
     }
     const bool twice =
         std::any_of(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(i),
                     [&](const BatchItem& other) { return other.session == item.session; });
     if (twice) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  where + "expected each session once, found it twice");
+      throw_error(ErrorCode::kInvalidArgument, where, "expected each session once, found it twice");
     }
     try {
       session.check_flags();
       const std::int64_t tokens =
-          runtime::check_append(*impl_, item.inputs.key, item.inputs.value, stream);
+          runtime::check_keys_and_values(*impl_, item.inputs.key, item.inputs.value, stream);
       runtime::check_attend(session, layer, attended(item.inputs), item.outputs, tokens, stream,
                             item.options);
     } catch (const Error& error) {
-      throw Error(error.code(), where + error.what());
+      throw_error(error.code(), where, error.what());
     }
   }
   if (items.empty()) return;
@@ -284,8 +283,8 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
   attention::MergeBatch batch;
   constexpr std::size_t kMaxParts = sizeof(batch.items) / sizeof(batch.items[0]);
   if (parts.empty() || parts.size() > kMaxParts) {
-    throw Error(ErrorCode::kInvalidArgument, "parts: expected 1.." + std::to_string(kMaxParts) +
-                                                 ", found " + std::to_string(parts.size()));
+    throw_error(ErrorCode::kInvalidArgument, "parts: expected 1..", kMaxParts, ", found ",
+                parts.size());
   }
   const int heads = impl_->kv.query_heads;
   const std::int64_t tokens = runtime::check_tokens(*impl_, "out", result.out, heads, stream);
@@ -331,7 +330,7 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
                      StreamRef stream) {
   EngineState& engine = impl_->engine();
   check_call(*impl_, layer);
-  (void)runtime::check_append(engine, keys, values, stream);
+  (void)runtime::check_keys_and_values(engine, keys, values, stream);
 
   submit(*impl_, stream, [&](SubmissionScope& scope) {
     const runtime::AppendPart part{impl_.get(), keys, values};
@@ -341,8 +340,7 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
 
 void Session::reserve(std::int64_t tokens, StreamRef stream) {
   if (tokens < 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "tokens: expected at least 0, found " + std::to_string(tokens));
+    throw_error(ErrorCode::kInvalidArgument, "tokens: expected at least 0, found ", tokens);
   }
   submit_uncaptured("reserve", *impl_, stream,
                     [&](SubmissionScope& scope) { impl_->reserve(scope.stream(), tokens); });
@@ -381,7 +379,8 @@ void Session::decode(int layer, const DecodeInputs& inputs, const AttendOutputs&
                      StreamRef stream, const AttendOptions& options) {
   EngineState& engine = impl_->engine();
   check_call(*impl_, layer);
-  const std::int64_t tokens = runtime::check_append(engine, inputs.key, inputs.value, stream);
+  const std::int64_t tokens =
+      runtime::check_keys_and_values(engine, inputs.key, inputs.value, stream);
   const AttendInputs attend_inputs = attended(inputs);
   runtime::check_attend(*impl_, layer, attend_inputs, outputs, tokens, stream, options);
 
@@ -433,9 +432,8 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
     longest = std::max(longest, impl_->layer(i).length);
   }
   if (tokens < 0 || tokens > longest) {
-    throw Error(ErrorCode::kInvalidArgument, "tokens: expected 0.." + std::to_string(longest) +
-                                                 " (the longest layer), found " +
-                                                 std::to_string(tokens));
+    throw_error(ErrorCode::kInvalidArgument, "tokens: expected 0..", longest,
+                " (the longest layer), found ", tokens);
   }
   submit_uncaptured("truncate", *impl_, stream, [&](SubmissionScope& scope) {
     impl_->truncate(scope.stream(), tokens, layer.value_or(0), end);
@@ -444,9 +442,8 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
 
 void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
   if (static_cast<std::int64_t>(token_ids.size()) > length()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "token_ids: expected at most " + std::to_string(length()) +
-                    " (the session's length), found " + std::to_string(token_ids.size()));
+    throw_error(ErrorCode::kInvalidArgument, "token_ids: expected at most ", length(),
+                " (the session's length), found ", token_ids.size());
   }
   impl_->check_flags();
   submit_uncaptured("publish", *impl_, stream,
@@ -457,8 +454,7 @@ std::vector<Session> Session::fork(int count, StreamRef stream) {
   EngineState& engine = impl_->engine();
   const auto most = static_cast<std::int64_t>(engine.statistics.max_sessions());
   if (count < 1 || count > most) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "count: expected 1.." + std::to_string(most) + ", found " + std::to_string(count));
+    throw_error(ErrorCode::kInvalidArgument, "count: expected 1..", most, ", found ", count);
   }
   impl_->check_flags();
   std::vector<Session> children;  // destroyed after the scope, when something fails
@@ -480,9 +476,8 @@ void Session::advance(int layer, std::int64_t tokens) {
   runtime::check_layer(impl_->engine(), layer);
   runtime::LayerState& state = impl_->layer(layer);
   if (tokens < 0 || tokens > state.capacity - state.length) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "tokens: expected 0.." + std::to_string(state.capacity - state.length) +
-                    " (reserved beyond the length), found " + std::to_string(tokens));
+    throw_error(ErrorCode::kInvalidArgument, "tokens: expected 0..", state.capacity - state.length,
+                " (reserved beyond the length), found ", tokens);
   }
   state.length += tokens;
   impl_->engine().statistics.tokens_appended += static_cast<std::uint64_t>(tokens);

@@ -5,6 +5,7 @@
 #include "attention/flash_decode.h"
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
+#include "include/types/failure.h"
 #include "runtime/api/paged_arguments.h"
 #include "runtime/step/resolved_options.h"
 #include "scoring/selector.h"
@@ -25,16 +26,6 @@ namespace kvtier {
 namespace {
 
 constexpr std::int64_t kPackedTokens = 1024;  // of a launch of `store`
-
-PagedConfig validated(const PagedConfig& config) {
-  const std::vector<std::string> problems = config.validate();
-  if (problems.empty()) return config;
-  std::string message = "configuration: expected valid values, found " +
-                        std::to_string(problems.size()) +
-                        (problems.size() == 1 ? " problem" : " problems");
-  for (const std::string& problem : problems) message += "\n  " + problem;
-  throw Error(ErrorCode::kInvalidArgument, message);
-}
 
 transfer::TokenTensor tokens_of(const TensorView& tensor) {
   return {tensor.data, tensor.dtype, tensor.strides[0], tensor.strides[1]};
@@ -393,14 +384,13 @@ class PagedSketches::Impl {
     const std::uint64_t lengths = now.lengths - seen_.lengths;
     seen_ = now;
     if (blocks > 0) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "blocks: expected ids in 0.." + std::to_string(config_.num_blocks - 1) +
-                      ", found " + std::to_string(blocks) + " others, which were read as block 0");
+      throw_error(ErrorCode::kInvalidArgument, "blocks: expected ids in 0..",
+                  config_.num_blocks - 1, ", found ", blocks,
+                  " others, which were read as block 0");
     }
     if (lengths > 0) {
-      throw Error(ErrorCode::kInvalidArgument, "lengths: expected 0 up to max_length, found " +
-                                                   std::to_string(lengths) +
-                                                   " others, which were clamped");
+      throw_error(ErrorCode::kInvalidArgument, "lengths: expected 0 up to max_length, found ",
+                  lengths, " others, which were clamped");
     }
   }
 

@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "hashing/sketch.h"
+#include "include/types/failure.h"
 
 #include <bit>
 #include <limits>
@@ -58,11 +59,6 @@ namespace kvtier::runtime {
 
 namespace {
 
-[[noreturn]] void invalid(const std::string& name, const std::string& expected,
-                          const std::string& found) {
-  throw Error(ErrorCode::kInvalidArgument, name + ": expected " + expected + ", found " + found);
-}
-
 bool is_float(DType dtype) { return dtype != DType::kInt32; }
 
 std::string shape_text(std::initializer_list<std::int64_t> shape) {
@@ -85,18 +81,19 @@ void check_tensor(const PagedShape& paged, const std::string& name, const Tensor
     ++dim;
   }
   if (!same) {
-    invalid(name, dtypes + " " + shape_text(shape), tensor.empty() ? "none" : describe(tensor));
+    throw_invalid(name, join(dtypes, " ", shape_text(shape)),
+                  tensor.empty() ? "none" : describe(tensor));
   }
   if (tensor.shape[dim - 1] > 1 && tensor.strides[dim - 1] != 1) {
-    invalid(name, "last stride 1", "last stride " + std::to_string(tensor.strides[dim - 1]));
+    throw_invalid(name, "last stride 1", join("last stride ", tensor.strides[dim - 1]));
   }
   for (std::size_t i = 0; i + 1 < dim; ++i) {
     if (tensor.strides[i] < 0) {
-      invalid(name, "strides of at least 0", "stride " + std::to_string(tensor.strides[i]));
+      throw_invalid(name, "strides of at least 0", join("stride ", tensor.strides[i]));
     }
   }
   if (paged.backend == Backend::kCuda && tensor.space != MemorySpace::kDevice) {
-    invalid(name, "device memory", "host memory");
+    throw_invalid(name, "device memory", "host memory");
   }
 }
 
@@ -116,13 +113,13 @@ void check_cache(const PagedShape& paged, const std::string& name, const TensorV
               {paged.config.num_blocks, paged.config.block_tokens, model.kv_heads, model.head_dim});
   const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
   if (address % 16 != 0) {
-    invalid(name, "an address that is a multiple of 16 bytes",
-            std::to_string(address % 16) + " beyond one");
+    throw_invalid(name, "an address that is a multiple of 16 bytes",
+                  join(address % 16, " beyond one"));
   }
   for (std::size_t i = 0; i < 3; ++i) {
     if (tensor.strides[i] % 8 != 0) {
-      invalid(name, "strides that are multiples of 8 elements",
-              "stride " + std::to_string(tensor.strides[i]));
+      throw_invalid(name, "strides that are multiples of 8 elements",
+                    join("stride ", tensor.strides[i]));
     }
   }
 }
@@ -131,12 +128,12 @@ void check_cache(const PagedShape& paged, const std::string& name, const TensorV
 
 void PagedShape::check_layer(int layer) const {
   if (layer >= 0 && layer < config.model.layers) return;
-  invalid("layer", "0.." + std::to_string(config.model.layers - 1), std::to_string(layer));
+  throw_invalid("layer", join("0..", config.model.layers - 1), layer);
 }
 
 void PagedShape::check_stream(StreamRef stream) const {
   if (stream.given() && backend == Backend::kCpu) {
-    invalid("stream", "none on the CPU backend", "a stream");
+    throw_invalid("stream", "none on the CPU backend", "a stream");
   }
 }
 
@@ -151,8 +148,7 @@ std::int64_t PagedShape::check_store(const TensorView& keys, const TensorView& v
 
 std::int64_t PagedShape::check_batch(const PagedBatch& batch, const TensorView& query) const {
   if (batch.max_length < 0 || batch.max_length > config.max_tokens) {
-    invalid("max_length", "0.." + std::to_string(config.max_tokens) + " (max_tokens)",
-            std::to_string(batch.max_length));
+    throw_invalid("max_length", join("0..", config.max_tokens, " (max_tokens)"), batch.max_length);
   }
   check_floats(*this, "query", query, {-1, config.model.query_heads, config.model.head_dim});
   const std::int64_t sequences = query.shape[0];
@@ -161,10 +157,9 @@ std::int64_t PagedShape::check_batch(const PagedBatch& batch, const TensorView& 
   const std::int64_t length = max_length(batch);
   const std::int64_t least = (length + config.block_tokens - 1) / config.block_tokens;
   if (batch.blocks.shape[1] < least) {
-    invalid("blocks",
-            std::to_string(least) + " ids or more a sequence, for " + std::to_string(length) +
-                " tokens (max_length)",
-            std::to_string(batch.blocks.shape[1]));
+    throw_invalid("blocks",
+                  join(least, " ids or more a sequence, for ", length, " tokens (max_length)"),
+                  batch.blocks.shape[1]);
   }
   return sequences;
 }
@@ -174,12 +169,12 @@ void PagedShape::check_select(std::int64_t sequences, const PagedSelectOutputs& 
   const std::int64_t heads = config.model.num_sets(config.retrieval.selection);
   check_exact(*this, "ids", outputs.ids, DType::kInt32, {sequences, heads, -1});
   if (outputs.ids.shape[2] < bound) {
-    invalid("ids", std::to_string(bound) + " or more a set, which a query may attend",
-            std::to_string(outputs.ids.shape[2]));
+    throw_invalid("ids", join(bound, " or more a set, which a query may attend"),
+                  outputs.ids.shape[2]);
   }
   if (outputs.bias.empty()) return;
   if (config.retrieval.rule != SelectionRule::kPriority) {
-    invalid("bias", "none without the priority rule", describe(outputs.bias));
+    throw_invalid("bias", "none without the priority rule", describe(outputs.bias));
   }
   check_exact(*this, "bias", outputs.bias, DType::kFloat32,
               {sequences, heads, outputs.ids.shape[2]});

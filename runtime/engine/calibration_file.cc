@@ -1,6 +1,8 @@
 #include "kvtier/calibration.h"
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <charconv>
 #include <cmath>
 #include <filesystem>
@@ -36,9 +38,8 @@ struct Line {
   std::string_view text{};
 
   [[noreturn]] void fail(std::string_view expected, std::string_view found) const {
-    throw Error(ErrorCode::kInvalidArgument,
-                std::string(file) + ", line " + std::to_string(number) + ": expected " +
-                    std::string(expected) + ", found \"" + std::string(found) + "\"");
+    throw_error(ErrorCode::kInvalidArgument, file, ", line ", number, ": expected ", expected,
+                ", found \"", found, "\"");
   }
 };
 
@@ -198,8 +199,8 @@ Calibration read_calibration(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
   if (!std::filesystem::is_regular_file(path) || !(text << file.rdbuf())) {
-    throw Error(ErrorCode::kNotFound,
-                "calibration file: expected one that can be read, found " + path);
+    throw_error(ErrorCode::kNotFound, "calibration file: expected one that can be read, found ",
+                path);
   }
   return parse_calibration(text.str(), path);
 }

@@ -3,6 +3,7 @@
 #include "kvtier/calibration.h"
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "runtime/engine/page_prefetch.h"
 
 #include <algorithm>
@@ -15,17 +16,7 @@ namespace kvtier::runtime {
 
 namespace {
 
-constexpr std::size_t kLargePool = 4 * GiB;  // the log tells how far it is
-
-const Config& validated(const Config& config) {
-  const std::vector<std::string> problems = config.validate();
-  if (problems.empty()) return config;
-  std::string message = "configuration: expected valid values, found " +
-                        std::to_string(problems.size()) + " problem" +
-                        (problems.size() == 1 ? "" : "s");
-  for (const std::string& problem : problems) message += "\n  " + problem;
-  throw Error(ErrorCode::kInvalidArgument, message);
-}
+constexpr std::size_t kLargePool = 4 * GiB;  // the log shows how far it is
 
 /// Returns a configuration whose messages come one at a time: calls that wait for pages, and
 /// threads that do, have some beside the call under way.
@@ -138,9 +129,9 @@ transfer::PinOptions EngineState::page_pool_options() const {
 
   const Calibration calibration = read_calibration(memory.calibration_file);
   if (calibration.device != device->name()) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                memory.calibration_file + ": expected a calibration of this machine's " +
-                    std::string(device->name()) + ", found one of " + calibration.device);
+    throw_error(ErrorCode::kFailedPrecondition, memory.calibration_file,
+                ": expected a calibration of this machine's ", device->name(), ", found one of ",
+                calibration.device);
   }
   options.allocation = calibration.best;
   return options;
@@ -169,12 +160,11 @@ void EngineState::make_sketches(const DevicePools& sizes) {
   }
   const auto slabs = static_cast<std::size_t>(sizes.sketch_tokens / hashing::kBlockTokens);
   if (slabs < 1) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "memory.device_bytes: expected room for at least one sketch block (" +
-                    std::to_string(sketch_token_bytes(config) * hashing::kBlockTokens) +
-                    " bytes) beside the workspace of " + show_mebibytes(fixed_device_bytes_) +
-                    ", found " + std::to_string(left) + " bytes of " +
-                    show_mebibytes(config.memory.device_bytes));
+    throw_error(ErrorCode::kResourceExhausted,
+                "memory.device_bytes: expected room for at least one sketch block (",
+                sketch_token_bytes(config) * hashing::kBlockTokens,
+                " bytes) beside the workspace of ", show_mebibytes(fixed_device_bytes_), ", found ",
+                left, " bytes of ", show_mebibytes(config.memory.device_bytes));
   }
   for (SketchStore& sketch : pools.sketches) {
     const auto slab_bytes = static_cast<std::size_t>(sketch.geometry.block_bytes());

@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "hashing/sketch.h"
+#include "include/types/failure.h"
 #include "runtime/engine/memory_plan.h"
 #include "runtime/sequence/sequence_memory.h"
 #include "transfer/kv/rows.h"
@@ -27,9 +28,8 @@ void check_backend(Backend backend) {
 
 void check_tokens(const Config& config, std::int64_t tokens) {
   if (tokens >= 1 && tokens <= config.memory.max_session_tokens) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              "tokens: expected 1.." + std::to_string(config.memory.max_session_tokens) +
-                  " (memory.max_session_tokens), found " + std::to_string(tokens));
+  throw_error(ErrorCode::kInvalidArgument, "tokens: expected 1..", config.memory.max_session_tokens,
+              " (memory.max_session_tokens), found ", tokens);
 }
 
 std::size_t bytes_of(std::int64_t tokens, std::size_t each) {
@@ -103,8 +103,7 @@ std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t 
   check_backend(backend);
   check_tokens(given, tokens);
   if (sessions < 1) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "sessions: expected at least 1, found " + std::to_string(sessions));
+    throw_error(ErrorCode::kInvalidArgument, "sessions: expected at least 1, found ", sessions);
   }
   Config config = given;
   config.memory.device_bytes = SIZE_MAX / 2;

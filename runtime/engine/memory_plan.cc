@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "hashing/sketch.h"
+#include "include/types/failure.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
@@ -58,10 +59,9 @@ void give_row_cache(const Config& config, const WorkspacePlan& workspace, std::s
   const std::size_t layer_bytes = transfer::row_cache_bytes(kv, sets);
   std::size_t frames = room / layer_bytes;
   if (frames == 0 && all) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "memory.row_cache_bytes: expected at least " + std::to_string(layer_bytes) +
-                    " for the row cache of one layer of a session (memory.row_cache_rows), found " +
-                    std::to_string(room));
+    throw_error(
+        ErrorCode::kResourceExhausted, "memory.row_cache_bytes: expected at least ", layer_bytes,
+        " for the row cache of one layer of a session (memory.row_cache_rows), found ", room);
   }
   if (!all) frames = std::min(frames, static_cast<std::size_t>(layers));
   if (frames == 0) return;
@@ -148,11 +148,10 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
                attention::FlashDecode::workspace_bytes(backend, plan.flash) + plan.packed_bytes +
                plan.query_bytes;
   if (plan.bytes <= config.memory.device_bytes) return plan;
-  throw Error(ErrorCode::kResourceExhausted,
-              "memory.device_bytes: expected at least " + show_mebibytes(plan.bytes + MiB - 1) +
-                  " for the workspace of one query over " + std::to_string(max_tokens) +
-                  " tokens (memory.max_session_tokens) and the sketches beside it, found " +
-                  show_mebibytes(config.memory.device_bytes));
+  throw_error(ErrorCode::kResourceExhausted, "memory.device_bytes: expected at least ",
+              show_mebibytes(plan.bytes + MiB - 1), " for the workspace of one query over ",
+              max_tokens, " tokens (memory.max_session_tokens) and the sketches beside it, found ",
+              show_mebibytes(config.memory.device_bytes));
 }
 
 bool places_rows(const Config& config, Backend backend, const WorkspacePlan& workspace) {

@@ -2,6 +2,7 @@
 
 #include "kvtier/memory.h"
 
+#include "include/types/failure.h"
 #include "runtime/sequence/prefix_store.h"
 #include "runtime/sequence/row_cache.h"
 
@@ -28,8 +29,8 @@ bool take_by_eviction(EngineState& engine, transfer::Stream& stream, PagePool& p
   return true;
 }
 
-/// Likewise, and while another call waits for pages, those that it needs may go when it has gone
-/// on.
+/// As `take_by_eviction`; while another call waits for pages, waits for that call too, whose pages
+/// may be evicted after it.
 template <typename Take>
 bool evicting(EngineState& engine, transfer::Stream& stream, PagePool& pool, std::int64_t count,
               Take take) {
@@ -61,10 +62,9 @@ void grow_slabs(EngineState& engine, transfer::Stream& stream, int index, LayerS
     const std::int64_t more = count - slabs.size();
     PagePool& pool = slabs.pool();
     if (evicting(engine, stream, pool, more, [&] { return slabs.grow(stream, count); })) continue;
-    throw Error(ErrorCode::kResourceExhausted,
-                "sketch blocks: expected " + std::to_string(more) + " free for layer " +
-                    std::to_string(index) + ", found " + std::to_string(pool.num_free()) + " of " +
-                    std::to_string(pool.num_frames()) + " (memory.device_bytes)");
+    throw_error(ErrorCode::kResourceExhausted, "sketch blocks: expected ", more, " free for layer ",
+                index, ", found ", pool.num_free(), " of ", pool.num_frames(),
+                " (memory.device_bytes)");
   }
 }
 
@@ -76,10 +76,8 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
                                              : engine_->config.memory.max_session_tokens) {
   const std::int64_t limit = engine_->config.memory.max_session_tokens;
   if (config.capacity_tokens < 0 || config.capacity_tokens > limit) {
-    throw Error(ErrorCode::kInvalidArgument, "capacity_tokens: expected 0.." +
-                                                 std::to_string(limit) +
-                                                 " (memory.max_session_tokens), found " +
-                                                 std::to_string(config.capacity_tokens));
+    throw_error(ErrorCode::kInvalidArgument, "capacity_tokens: expected 0..", limit,
+                " (memory.max_session_tokens), found ", config.capacity_tokens);
   }
   SubmissionScope scope(engine_->submission, {});
   engine_->pools.collect_retired();
@@ -129,11 +127,10 @@ void SessionState::take_whole() {
   const auto check = [&](std::size_t needed, std::size_t all, std::size_t taken, const char* what) {
     const std::size_t left = all - std::min(all, taken);
     if (needed <= left) return;
-    throw Error(ErrorCode::kResourceExhausted,
-                "a session of " + std::to_string(max_tokens_) + " tokens: expected " +
-                    show_bytes(needed) + " of " + what + " for all of them, found " +
-                    show_bytes(left) + " of " + show_bytes(all) + "; it takes " +
-                    describe(wanted, engine.config.memory.placement));
+    throw_error(ErrorCode::kResourceExhausted, "a session of ", max_tokens_, " tokens: expected ",
+                show_bytes(needed), " of ", what, " for all of them, found ", show_bytes(left),
+                " of ", show_bytes(all), "; it takes ",
+                describe(wanted, engine.config.memory.placement));
   };
   const std::size_t page = engine.quotas.page_bytes();
   const auto all = static_cast<std::size_t>(engine.tokens_of_pages() / engine.kv.page_tokens);
@@ -208,10 +205,8 @@ SessionState::~SessionState() {
 void SessionState::check_room(int index, std::int64_t more) const {
   const std::int64_t length = layer(index).length;
   if (more <= max_tokens_ - length) return;
-  throw Error(ErrorCode::kResourceExhausted,
-              "layer " + std::to_string(index) + ": expected at most " +
-                  std::to_string(max_tokens_) + " tokens (the session's capacity), found " +
-                  std::to_string(length) + " and " + std::to_string(more) + " more");
+  throw_error(ErrorCode::kResourceExhausted, "layer ", index, ": expected at most ", max_tokens_,
+              " tokens (the session's capacity), found ", length, " and ", more, " more");
 }
 
 std::size_t SessionState::pages_lacking(const LayerState& layer, std::int64_t more) const {
@@ -239,12 +234,10 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   PageAccount::Addition addition(*account_, pages_lacking(layer, more));
   if (!evicting(*engine_, stream, *engine_->pools.pages,
                 std::max<std::int64_t>(num_pages - old_pages, 0), grow)) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "page pool: expected " + std::to_string(num_pages - old_pages) +
-                    " free pages for layer " + std::to_string(index) + ", found " +
-                    std::to_string(engine_->pools.pages->num_free()) + " of " +
-                    std::to_string(engine_->pools.pages->num_frames()) + " (memory.host_bytes)" +
-                    engine_->pools.pages->eviction_failure_reason());
+    throw_error(ErrorCode::kResourceExhausted, "page pool: expected ", num_pages - old_pages,
+                " free pages for layer ", index, ", found ", engine_->pools.pages->num_free(),
+                " of ", engine_->pools.pages->num_frames(), " (memory.host_bytes)",
+                engine_->pools.pages->eviction_failure_reason());
   }
   addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
@@ -276,13 +269,11 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
     const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
     if (!evicting(*engine_, stream, table.pool(), 1, take)) {
       for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
-      throw Error(ErrorCode::kResourceExhausted,
-                  std::string(paged ? "page pool" : "sketch blocks") +
-                      ": expected a free one for the copy of a shared one in layer " +
-                      std::to_string(index) + ", found 0 of " +
-                      std::to_string(table.pool().num_frames()) +
-                      (paged ? " (memory.host_bytes)" + table.pool().eviction_failure_reason()
-                             : " (memory.device_bytes)"));
+      throw_error(ErrorCode::kResourceExhausted, paged ? "page pool" : "sketch blocks",
+                  ": expected a free one for the copy of a shared one in layer ", index,
+                  ", found 0 of ", table.pool().num_frames(),
+                  (paged ? " (memory.host_bytes)" + table.pool().eviction_failure_reason()
+                         : " (memory.device_bytes)"));
     }
     tails.push_back({&table, i, paged, fresh});
   };
@@ -310,10 +301,9 @@ void SessionState::make_tail_writable(transfer::Stream& stream, LayerState& laye
   Page* const tail = &layer.pages.page(layer.length / page_tokens);
   if (!PagePool::sealed(*tail)) return;  // a page is sealed and has room after a truncation only
   if (!pool.ensure_resident(stream, {&tail, 1})) {
-    throw Error(ErrorCode::kResourceExhausted,
-                "page pool: expected a frame for a page that is appended to, found 0 of " +
-                    std::to_string(pool.num_frames()) + " (memory.host_bytes)" +
-                    pool.eviction_failure_reason());
+    throw_error(ErrorCode::kResourceExhausted,
+                "page pool: expected a frame for a page that is appended to, found 0 of ",
+                pool.num_frames(), " (memory.host_bytes)", pool.eviction_failure_reason());
   }
   (void)layer.pages.sync_addresses(stream);
   if (!PagePool::shared(*tail)) pool.make_writable(*tail);
@@ -428,10 +418,10 @@ std::uint64_t SessionState::take_corrupt() noexcept {
 
 void SessionState::check_flags() {
   if (const std::uint64_t corrupt = take_corrupt(); corrupt > 0) {
-    throw Error(ErrorCode::kDataLoss,
+    throw_error(ErrorCode::kDataLoss,
                 "an earlier call on this session: expected rows in host memory as they were "
-                "written, found " +
-                    std::to_string(corrupt) + " changed, whose heads have NaN in the output");
+                "written, found ",
+                corrupt, " changed, whose heads have NaN in the output");
   }
   if (!engine_->config.reject_nonfinite) return;
   const std::uint64_t tokens = load(flags_->nonfinite_tokens);
@@ -446,13 +436,11 @@ void SessionState::check_flags() {
     first_nonfinite_ = transfer::NonfinitePlace::of(first);
   }
   const auto& [token, layer, in_query] = first_nonfinite_;
-  throw Error(
-      ErrorCode::kInvalidArgument,
-      "an earlier call on this session: expected finite tensors, found NaN or infinity in " +
-          std::to_string(new_tokens) + " (token, KV head) pairs and " +
-          std::to_string(new_queries) + " query tokens, the first in " +
-          (in_query ? "the query" : "keys or values") + " of token " + std::to_string(token) +
-          " of layer " + std::to_string(layer) + "; truncate the session or close it");
+  throw_error(ErrorCode::kInvalidArgument,
+              "an earlier call on this session: expected finite tensors, found NaN or infinity in ",
+              new_tokens, " (token, KV head) pairs and ", new_queries,
+              " query tokens, the first in ", (in_query ? "the query" : "keys or values"),
+              " of token ", token, " of layer ", layer, "; truncate the session or close it");
 }
 
 void SessionState::begin_use(SubmissionScope& scope) {

@@ -66,7 +66,7 @@ class SessionState {
   class ForkSnapshot {
    public:
     ForkSnapshot(SessionState& parent, transfer::Stream& stream);
-    ForkSnapshot(const ForkSnapshot&) = delete;  // lets go once
+    ForkSnapshot(const ForkSnapshot&) = delete;  // releases once
     ForkSnapshot& operator=(const ForkSnapshot&) = delete;
     ~ForkSnapshot();
     [[nodiscard]] const std::shared_ptr<SequenceMemory>& memory() const noexcept { return memory_; }
@@ -84,7 +84,7 @@ class SessionState {
     return static_cast<int>(memory_->layers().size());
   }
   [[nodiscard]] std::int64_t max_tokens() const noexcept { return max_tokens_; }
-  /// Tells whether a captured graph uses the session: its pages stay where they are.
+  /// Returns whether a captured graph uses the session: its pages stay where they are.
   [[nodiscard]] bool captured() const noexcept { return memory_->captured(); }
   [[nodiscard]] transfer::StepFlags* flags() const noexcept { return flags_; }
   /// Readings of changed rows since the last call, by work that is done.
@@ -107,7 +107,7 @@ class SessionState {
   void make_tail_writable(transfer::Stream& stream, LayerState& layer);
   /// Copies the part-filled last page and slabs of a layer, where they are shared.
   void unshare_tail(transfer::Stream& stream, int layer);
-  /// Lets go of `memory`, which is released when nobody else holds it.
+  /// Ends a hold of `memory`, which is released with the last.
   static void drop(transfer::Stream& stream, std::shared_ptr<SequenceMemory> memory);
 
   std::shared_ptr<EngineState> engine_;

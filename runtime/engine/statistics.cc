@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <new>
 #include <string>
 
@@ -28,8 +30,8 @@ transfer::StepFlags* Statistics::open_session(transfer::Stream& stream) {
   std::byte* frame = nullptr;
   if (!session_flags_.take_all({&frame, 1}, &stream)) {
     const std::string most = std::to_string(max_sessions());
-    throw Error(ErrorCode::kResourceExhausted,
-                "sessions: expected at most " + most + " open, found " + most);
+    throw_error(ErrorCode::kResourceExhausted, "sessions: expected at most ", most, " open, found ",
+                most);
   }
   open_.push_back(new (frame) transfer::StepFlags{});
   return open_.back();

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <exception>
 
 namespace kvtier::runtime {
@@ -20,7 +22,7 @@ void Submission::wait(transfer::Stream& stream) {
 }
 
 void Submission::check_alive() const {
-  if (!failure_.empty()) throw Error(ErrorCode::kInternal, "the engine has failed: " + failure_);
+  if (!failure_.empty()) throw_error(ErrorCode::kInternal, "the engine has failed: ", failure_);
 }
 
 transfer::Stream* Submission::adopted(StreamRef stream) {
@@ -60,9 +62,8 @@ void SubmissionScope::end_use() {
 
 void SubmissionScope::refuse_capture(const char* call) const {
   if (!capturing_) return;
-  throw Error(
-      ErrorCode::kFailedPrecondition,
-      std::string(call) + ": expected a stream that is not being captured, found a capture");
+  throw_error(ErrorCode::kFailedPrecondition, call,
+              ": expected a stream that is not being captured, found a capture");
 }
 
 void SubmissionScope::finish() {

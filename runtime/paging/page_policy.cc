@@ -18,7 +18,7 @@ State& grown(std::vector<State>& states, Id page) {
   return states[page];
 }
 
-/// Tells by a count of uses which page nobody has needed for as many as there are frames.
+/// Finds by a count of uses which page no call has needed for as many as there are frames.
 class Uses {
  public:
   explicit Uses(std::size_t num_frames) : num_frames_(num_frames) {}

@@ -10,9 +10,9 @@
 
 namespace kvtier::runtime {
 
-/// Which pages leave their frames first. Told what happens to every page, asked when frames are
-/// wanted. It knows nothing of what may not go (`MayGo` says that), and moves nothing: a page that
-/// it has chosen has left once `leave` says so. Ids are small numbers. Nothing but `enter` and
+/// Which pages leave their frames first. Notified of what happens to every page, asked when frames
+/// are wanted. It knows nothing of what may not go (`MayGo` says that), and moves nothing: a page
+/// that it has chosen has left once `leave` says so. Ids are small numbers. Nothing but `enter` and
 /// `use` of an id seen for the first time allocates.
 class PageOrder {
  public:
@@ -35,7 +35,7 @@ class PageOrder {
   /// Returns up to `count` pages that may go, the first to go first; all of them, when there are
   /// not as many.
   [[nodiscard]] virtual std::vector<Id> choose(std::size_t count, const MayGo& may_go) = 0;
-  /// Tells whether a page has not been needed for so long that a guess may have its frame.
+  /// Returns whether a page has not been needed for so long that a guess may have its frame.
   [[nodiscard]] virtual bool idle(Id page) const = 0;
 };
 

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <cassert>
 #include <exception>
@@ -168,7 +170,7 @@ void PagePool::evict_page(Page& page) {
 std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
   refused_ = false;
   if (num_movable_ == 0) return 0;
-  owner_->wait_for_work(stream);  // nobody reads or writes a page from here on
+  owner_->wait_for_work(stream);  // no work reads or writes a page from here on
   const std::size_t batch = std::clamp<std::size_t>(num_frames() / kBatchShare, 1, kBatchPages);
   const std::vector<Page*> chosen = choose(std::max(count, batch));
   std::vector<Page*> to_write;
@@ -238,11 +240,9 @@ std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::siz
   while (!frames_.take_all(frames, &stream)) {
     const std::size_t have = num_free();
     if (evict(stream, count - std::min(have, count - 1)) > 0) continue;
-    throw Error(ErrorCode::kResourceExhausted,
-                "page pool: expected " + std::to_string(count) +
-                    " frames for pages that a call needs, found " + std::to_string(have) + " of " +
-                    std::to_string(num_frames()) + " free (memory.host_bytes)" +
-                    eviction_failure_reason());
+    throw_error(ErrorCode::kResourceExhausted, "page pool: expected ", count,
+                " frames for pages that a call needs, found ", have, " of ", num_frames(),
+                " free (memory.host_bytes)", eviction_failure_reason());
   }
   return frames;
 }
@@ -396,13 +396,11 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
 void PagePool::fail_read(std::size_t num_lost, std::size_t num_unavailable) const {
   const std::string where = tiers_->all().front()->describe();
   if (num_lost > 0) {
-    throw Error(ErrorCode::kDataLoss, "pages of the session: expected as they were written to " +
-                                          where + ", found " + std::to_string(num_lost) +
-                                          " missing or changed, and no copy elsewhere");
+    throw_error(ErrorCode::kDataLoss, "pages of the session: expected as they were written to ",
+                where, ", found ", num_lost, " missing or changed, and no copy elsewhere");
   }
-  throw Error(ErrorCode::kUnavailable, "pages of the session: expected them from " + where +
-                                           " within memory.tier_deadline, found " +
-                                           std::to_string(num_unavailable) + " not answered");
+  throw_error(ErrorCode::kUnavailable, "pages of the session: expected them from ", where,
+              " within memory.tier_deadline, found ", num_unavailable, " not answered");
 }
 
 }  // namespace kvtier::runtime

@@ -93,11 +93,11 @@ class PagePool {
   void give_back(std::span<Page* const> pages, transfer::Event last_use);
   /// Adds a holder to each of these pages, which gives them back like any other.
   void share(std::span<Page* const> pages);
-  /// Tells whether a page has more than one holder.
+  /// Returns whether a page has more than one holder.
   [[nodiscard]] static bool shared(const Page& page) { return page.holders > 1; }
   /// Returns where the bytes of a page are now; nullptr when they are evicted.
   [[nodiscard]] static std::byte* address(const Page& page) { return page.frame; }
-  /// Tells how often an address has changed.
+  /// Returns how often an address has changed.
   [[nodiscard]] std::uint64_t num_moves() const noexcept { return num_moves_; }
 
   [[nodiscard]] bool has_tiers() const noexcept { return tiers_ != nullptr; }
@@ -113,18 +113,18 @@ class PagePool {
 
   /// Says that a page has been written to its end. Without tiers it does nothing.
   void seal(Page& page);
-  /// Tells whether `make_writable` has something to do.
+  /// Returns whether `make_writable` has something to do.
   [[nodiscard]] static bool sealed(const Page& page) { return page.sealed; }
   /// Says that a resident page, held once, is about to be written: copies in tiers are no longer
   /// valid.
   void make_writable(Page& page);
   /// Pins a page in its frame for as long as it is held: a captured graph uses its address.
   void pin(Page& page);
-  /// Says that the bytes of a page in its frame are wrong, while nobody uses them: the copy that a
+  /// Says that the bytes of a page in its frame are wrong, while no work uses them: the copy that a
   /// tier has takes their place when a call needs the page. Returns false, nothing changed, when
   /// there is none, or a captured graph uses the frame.
   [[nodiscard]] bool discard(Page& page);
-  /// Tells whether a page was lost by every tier. It is so until it is given back.
+  /// Returns whether a page was lost by every tier. It is so until it is given back.
   [[nodiscard]] static bool lost(const Page& page) { return page.lost; }
 
   /// Frees at least one frame, and more towards `count`, by evicting pages to the tier. Returns
@@ -182,7 +182,7 @@ class PagePool {
   void enter(Page& page, std::byte* frame);
   /// Forgets what tiers have of a page.
   void end_version(Page& page);
-  /// Forgets a page that nobody holds any more.
+  /// Forgets a page without holders.
   void leave_tiers(Page& page);
   void remove_ended();
   /// Changes whether a page may go, and counts it.
@@ -210,7 +210,7 @@ class PagePool {
                                                  bool prefetched = false);
   [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
                                              std::span<std::byte* const> frames) const;
-  /// Makes free frames of pages that the tier has and nobody needs now, up to `count` in all.
+  /// Frees frames of idle pages that the tier has, up to `count` free ones in all.
   void evict_unused(std::size_t count);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
   /// Throws what `ensure_resident` throws of those.

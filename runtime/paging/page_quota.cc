@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <cassert>
 
@@ -80,11 +82,11 @@ void PageAccount::check(std::size_t pages) const {
   const std::size_t unit = quotas_.page_bytes();
   const std::size_t limit = own ? max_pages_ : tenant_->second.max_pages;
   const std::size_t held = own ? pages_ : tenant_->second.pages;
-  throw Error(ErrorCode::kResourceExhausted,
+  throw_error(ErrorCode::kResourceExhausted,
               (own ? "quota of the session (max_page_bytes)"
-                   : "quota of tenant \"" + tenant_->first + "\" (Engine::set_quota)") +
-                  ": expected at most " + std::to_string(limit * unit) + " bytes of pages, found " +
-                  std::to_string(held * unit) + " and " + std::to_string(pages * unit) + " more");
+                   : "quota of tenant \"" + tenant_->first + "\" (Engine::set_quota)"),
+              ": expected at most ", limit * unit, " bytes of pages, found ", held * unit, " and ",
+              pages * unit, " more");
 }
 
 void PageAccount::add(std::size_t pages) {

@@ -48,7 +48,7 @@ class PageQuotas {
 /// The pages of all layers that one session holds, each counted in every session that holds it.
 class PageAccount {
  public:
-  /// `max_bytes` 0: no limit of the session's own. `tenant` empty: nobody's.
+  /// `max_bytes` 0: no limit of the session's own. `tenant` empty: of no tenant.
   PageAccount(PageQuotas& quotas, std::string_view tenant, std::size_t max_bytes);
   /// One of a session that starts as `other`'s is.
   PageAccount(const PageAccount& other, std::size_t pages);

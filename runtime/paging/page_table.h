@@ -37,9 +37,9 @@ class PageTable {
   void share(const PageTable& other, std::int64_t count);
   /// Holds these pages as well, after those it has; writes their addresses too.
   void share(transfer::Stream& stream, std::span<Page* const> pages);
-  /// Tells whether page `i` has other holders.
+  /// Returns whether page `i` has other holders.
   [[nodiscard]] bool shared(std::int64_t i) const { return PagePool::shared(page(i)); }
-  /// Tells whether every page is where the device array says. One comparison.
+  /// Returns whether every page is where the device array says. One comparison.
   [[nodiscard]] bool addresses_current() const { return moves_ == pool_->num_moves(); }
   /// Writes the addresses that have changed. Returns how many pages are evicted; their addresses
   /// are those of other pages now, and not to be read.

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_tier.h"
 
@@ -74,16 +75,15 @@ PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t p
       nonce_(random_nonce()),
       uses_(tiers_.size()) {
   if (!tiers_.front()->retains()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "memory.tiers: expected the first to keep what it has accepted, found " +
-                    tiers_.front()->describe());
+    throw_error(ErrorCode::kInvalidArgument,
+                "memory.tiers: expected the first to keep what it has accepted, found ",
+                tiers_.front()->describe());
   }
   for (const auto& tier : tiers_) {
     if (tier->max_page_bytes() >= page_bytes) continue;
-    throw Error(ErrorCode::kInvalidArgument,
-                "memory.tiers: expected pages of " + std::to_string(page_bytes) +
-                    " bytes to be taken, found at most " + std::to_string(tier->max_page_bytes()) +
-                    " by " + tier->describe());
+    throw_error(ErrorCode::kInvalidArgument, "memory.tiers: expected pages of ", page_bytes,
+                " bytes to be taken, found at most ", tier->max_page_bytes(), " by ",
+                tier->describe());
   }
 }
 

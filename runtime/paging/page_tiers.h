@@ -38,7 +38,7 @@ struct PageOut {
 struct PageIn {
   enum class Outcome : std::uint8_t {
     kRead,         ///< Whole: of the length and with the checksum of the page that was written.
-    kRepaired,     ///< Likewise, but from a copy: the first tier does not have it.
+    kRepaired,     ///< Whole, from a copy: the first tier does not have it.
     kLost,         ///< No tier has it.
     kUnavailable,  ///< A tier that may have it did not answer in time.
   };
@@ -92,7 +92,7 @@ class PageTiers {
  private:
   void count_put(std::size_t tier, std::span<const TierPut> pages, std::chrono::nanoseconds time,
                  bool late);
-  /// Tells, once, that the first tier has begun to refuse pages, or to take them again.
+  /// Logs, once, that the first tier has begun to refuse pages, or to take them again.
   void report_refusal(bool refuses);
   class Clock;
   [[nodiscard]] PageKey key_of(const PageVersion& version) const;
@@ -103,7 +103,7 @@ class PageTiers {
   void put(std::size_t tier, std::span<TierPut> pages);
   /// Returns whether the deadline had passed when it answered.
   bool get(std::size_t tier, std::span<TierGet> pages);
-  /// Tells whether a get brought the page that was written; counts it.
+  /// Returns whether a get brought the page that was written; counts it.
   bool accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late);
   void count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late);
   void say(LogLevel level, const std::string& message) const {

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <string>
 
 namespace kvtier::runtime {
@@ -22,8 +24,8 @@ std::size_t Pools::fitting_sketch(const RetrievalConfig& retrieval) const {
     if (sketches[i].config.serves(wanted)) return i;
     found += (found.empty() ? "" : "; ") + describe_sketch(sketches[i].config);
   }
-  throw Error(ErrorCode::kFailedPrecondition, "sketch: expected one that the estimator can read (" +
-                                                  describe_sketch(wanted) + "), found " + found);
+  throw_error(ErrorCode::kFailedPrecondition, "sketch: expected one that the estimator can read (",
+              describe_sketch(wanted), "), found ", found);
 }
 
 }  // namespace kvtier::runtime

@@ -49,7 +49,7 @@ bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<cons
     pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
   }
   PagePool& pool = *pools_.pages;
-  pool.share(pages);  // others may let go of the entries while the call waits
+  pool.share(pages);  // other calls may drop the entries while this one waits
   try {
     const bool resident = pool.ensure_resident(stream, pages);
     pool.give_back(pages, transfer::Event());

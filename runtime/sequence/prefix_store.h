@@ -40,7 +40,7 @@ class PrefixStore {
   std::size_t publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
                       SequenceMemory& memory);
 
-  /// Lets go of one page and what goes with it. Returns false when there is none.
+  /// Drops one page of every layer and its slabs. Returns false when there is none.
   bool evict_one(transfer::Stream& stream);
 
   /// Pages of all layers together count once.
@@ -61,7 +61,7 @@ class PrefixStore {
     std::list<PrefixKey>::iterator order;
   };
 
-  /// Tells whether a tier has lost a page of the entry.
+  /// Returns whether a tier has lost a page of the entry.
   [[nodiscard]] bool has_lost(const Entry& entry) const;
   /// Lets the entry hold its frames, or gives them back.
   void hold(const Entry& entry);
@@ -74,7 +74,7 @@ class PrefixStore {
   }
   /// Puts stored pages, and slabs that they fill, in the place of the sequence's own.
   void adopt(transfer::Stream& stream, std::span<const PrefixKey> stored, SequenceMemory& memory);
-  /// Lets go of a page, if it is stored.
+  /// Drops a page, if it is stored.
   void forget(transfer::Stream& stream, const PrefixKey& key);
   /// Stores the page `page` of these, after all before it.
   void add(transfer::Stream& stream, std::span<const PrefixKey> keys, std::size_t page,

@@ -8,7 +8,7 @@
 #include <span>
 
 /// Which layers of which sessions have cached rows (transfer/row_cache/row_cache.h), and a step's
-/// fetch by way of them. Called with the engine's mutex held.
+/// fetch through them. Called with the engine's mutex held.
 namespace kvtier::runtime {
 
 /// Takes memory for the row cache of a layer, none of which is there yet; nothing happens when the

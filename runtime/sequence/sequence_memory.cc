@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "runtime/sequence/row_cache.h"
 #include "transfer/kv/page_rows.h"
 
@@ -13,7 +14,7 @@
 namespace kvtier::runtime {
 namespace {
 
-/// Tells whether the frame that token `length` will be written to is held and shared.
+/// Returns whether the frame that token `length` will be written to is held and shared.
 bool tail_shared(const PageTable& table, std::int64_t length, std::int64_t unit) {
   return length % unit != 0 && table.shared(length / unit);
 }
@@ -120,7 +121,7 @@ void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& laye
 void SequenceMemory::limit_room(transfer::Stream& stream) {
   for (LayerState& layer : layers_) {
     const std::int64_t tokens = room(layer);
-    if (tokens == layer.capacity) continue;  // as ever, when the memory is frozen
+    if (tokens == layer.capacity) continue;  // always so when the memory is frozen
     layer.capacity = tokens;
     set_length(stream, layer);
   }
@@ -129,10 +130,10 @@ void SequenceMemory::limit_room(transfer::Stream& stream) {
 void SequenceMemory::capture() {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (layers_[i].pages.addresses_current()) continue;
-    throw Error(ErrorCode::kFailedPrecondition,
+    throw_error(ErrorCode::kFailedPrecondition,
                 "graph capture: expected the session's pages in host memory, found that pages of "
-                "layer " +
-                    std::to_string(i) + " have been in a tier; call reserve before the capture");
+                "layer ",
+                i, " have been in a tier; call reserve before the capture");
   }
   if (std::exchange(captured_, true)) return;
   for (LayerState& layer : layers_) keep_pages(layer, 0);

@@ -18,7 +18,7 @@ struct LayerState {
   std::vector<PageTable> slabs;  ///< One per sketch of the engine.
   transfer::SequenceView view;
   std::int64_t length = 0;
-  /// Tokens for which pages and slabs are held that nobody else holds, the shared ones below
+  /// Tokens for which pages and slabs are held by this layer alone, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
   std::vector<std::int64_t>
@@ -38,7 +38,7 @@ struct LayerBytes {
 /// What a sequence holds in all layers: frames of the engine's pools, and one buffer on the device
 /// with its tables, counters, sinks and rings. Called with the engine's mutex held.
 ///
-/// Whoever lets go of it calls `release` first; frames would otherwise go back with no event.
+/// The last owner calls `release` first; frames would otherwise go back with no event.
 class SequenceMemory {
  public:
   /// Allocates the buffer of a sequence of at most `max_tokens` tokens; enqueues nothing. Throws
@@ -62,7 +62,7 @@ class SequenceMemory {
   /// Makes the first `tokens` tokens of every layer those of the pages and slabs that it holds,
   /// whole pages that others have written; those of the sinks are resident.
   void begin_at(transfer::Stream& stream, std::int64_t tokens);
-  /// Tells the device a layer's length and capacity. Cached rows past the length are forgotten:
+  /// Writes a layer's length and capacity to the device. Cached rows past the length are forgotten:
   /// other tokens may come there.
   void set_length(transfer::Stream& stream, const LayerState& layer) const;
   /// Ends each layer's room where it has none of its own, after frames have become shared.

@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "hashing/append.h"
+#include "include/types/failure.h"
 #include "runtime/sequence/sequence_memory.h"
 #include "runtime/step/stage_timer.h"
 #include "transfer/kv/row_checks.h"
@@ -151,10 +152,9 @@ void Append::make_room(const AppendPart& part) {
   const LayerState& state = part.session->layer(layer_);
   if (!scope_.capturing()) return part.session->ensure_capacity(scope_.stream(), layer_, tokens);
   if (tokens > state.capacity - state.length) {
-    throw Error(ErrorCode::kFailedPrecondition,
-                "graph capture: expected room for " + std::to_string(state.length + tokens) +
-                    " tokens in layer " + std::to_string(layer_) + ", found " +
-                    std::to_string(state.capacity) + "; call reserve before the capture");
+    throw_error(ErrorCode::kFailedPrecondition, "graph capture: expected room for ",
+                state.length + tokens, " tokens in layer ", layer_, ", found ", state.capacity,
+                "; call reserve before the capture");
   }
 }
 

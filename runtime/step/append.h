@@ -10,7 +10,7 @@
 namespace kvtier::runtime {
 
 /// Enqueues an append to one layer; capacity has been ensured. The hosts' lengths grow, unless a
-/// graph is being captured. Tells whether anything was enqueued.
+/// graph is being captured. Returns whether anything was enqueued.
 bool append(SubmissionScope& scope, EngineState& engine, int layer,
             std::span<const AppendPart> parts);
 

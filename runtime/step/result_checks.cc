@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "runtime/sequence/row_cache.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/rows.h"
@@ -12,7 +13,7 @@
 namespace kvtier::runtime {
 namespace {
 
-/// Tells whether the stored rows of a page are those that were written.
+/// Returns whether the stored rows of a page are those that were written.
 bool is_whole(const transfer::KvGeometry& kv, const std::byte* page, std::int64_t begin,
               std::int64_t end) {
   for (int head = 0; head < kv.kv_heads; ++head) {
@@ -77,10 +78,9 @@ void check_finite(SubmissionScope& scope, EngineState& engine, int layer,
     while (finite(engine, out, first, 1)) ++first;
     const std::int64_t after = out.shape[0] + part.options.tokens_after - first;
     const std::int64_t token = part.session->layer(layer).length - after;
-    throw Error(ErrorCode::kInvalidArgument,
-                "layer " + std::to_string(layer) + ": expected finite results, found NaN or " +
-                    "infinity in out of token " + std::to_string(token) +
-                    ", since sums of products of these tensors are beyond fp32");
+    throw_error(ErrorCode::kInvalidArgument, "layer ", layer,
+                ": expected finite results, found NaN or ", "infinity in out of token ", token,
+                ", since sums of products of these tensors are beyond fp32");
   }
 }
 
@@ -97,10 +97,8 @@ bool verify_after_read(transfer::Stream& stream, SessionState& session, bool las
     num_lost += repair(stream, engine, session.layer(i));
   }
   if (num_lost == 0 && !last) return false;
-  throw Error(ErrorCode::kDataLoss, "rows in host memory: expected as they were written, found " +
-                                        std::to_string(corrupt) +
-                                        " changed, and no other copy of " +
-                                        std::to_string(num_lost) + " pages");
+  throw_error(ErrorCode::kDataLoss, "rows in host memory: expected as they were written, found ",
+              corrupt, " changed, and no other copy of ", num_lost, " pages");
 }
 
 void check_results(SubmissionScope& scope, EngineState& engine, int layer,

@@ -45,7 +45,7 @@ struct Launch {
   /// The part whose options are those of all.
   [[nodiscard]] const AttendPart& first() const { return *slices.front().part; }
   [[nodiscard]] const ResolvedOptions& options() const { return first().options; }
-  /// Tells whether the selector chooses the tokens, from tables of the queries.
+  /// Returns whether the selector chooses the tokens, from tables of the queries.
   [[nodiscard]] bool scores() const {
     return is_sparse(first()) && first().inputs.selected.empty();
   }
@@ -77,7 +77,7 @@ class Step {
 
  private:
   [[nodiscard]] transfer::Stream& stream() const { return scope_.stream(); }
-  /// Tells whether the launch may find pages evicted.
+  /// Returns whether the launch may find pages evicted.
   [[nodiscard]] bool pages_may_be_evicted() const {
     return engine_.pools.pages->has_tiers() && !scope_.capturing();
   }

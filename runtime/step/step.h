@@ -32,7 +32,7 @@ struct AttendPart {
   std::size_t sketch = 0;  ///< Index of the sketch to score with.
 };
 
-/// Tells whether a part that selects by score is in one launch with all of `parts`, of one query
+/// Returns whether a part that selects by score is in one launch with all of `parts`, of one query
 /// token each, so that the queries of the parts lie in the workspace one behind the other.
 [[nodiscard]] bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts,
                                   int batch_queries);

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -47,12 +49,11 @@ class ReadBack {
 
 void fail_too_many(const EngineState& engine, std::size_t needed) {
   const PagePool& pool = *engine.pools.pages;
-  throw Error(ErrorCode::kResourceExhausted,
-              "page pool: expected room for the " + std::to_string(needed) +
-                  " pages that one call reads at once, found " +
-                  std::to_string(pool.num_movable()) + " of " + std::to_string(pool.num_frames()) +
-                  " frames that can be had (memory.host_bytes); the others are being written or "
-                  "belong to captured graphs");
+  throw_error(ErrorCode::kResourceExhausted, "page pool: expected room for the ", needed,
+              " pages that one call reads at once, found ", pool.num_movable(), " of ",
+              pool.num_frames(),
+              " frames that can be had (memory.host_bytes); the others are being written or "
+              "belong to captured graphs");
 }
 
 bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, LayerState& layer,

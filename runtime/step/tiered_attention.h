@@ -35,7 +35,8 @@ class TieredLaunch final : private attention::RowSource {
   TieredLaunch(transfer::Stream& stream, EngineState& engine, std::span<LayerState* const> layers,
                const attention::AttendRequest& request);
 
-  /// Tells whether no page of the layers is evicted, and enqueues where those are that have moved.
+  /// Returns whether no page of the layers is evicted, and enqueues where those are that have
+  /// moved.
   [[nodiscard]] static bool all_resident(transfer::Stream& stream,
                                          std::span<LayerState* const> layers);
   /// Waits for the selection and for the pages that the launch reads. Returns false when they are
@@ -71,7 +72,7 @@ class TieredLaunch final : private attention::RowSource {
   const attention::AttendRequest& request_;
   std::vector<transfer::SequenceCounters> counters_;  ///< By sequence.
   std::vector<std::int32_t> counts_;                  ///< Of the selection, `[rows][kv_heads]`.
-  std::vector<std::vector<std::int32_t>> ids_;        ///< Likewise.
+  std::vector<std::vector<std::int32_t>> ids_;        ///< By (query, KV head).
   std::vector<Page*> needed_;
   std::vector<std::vector<bool>> marked_;  ///< Pages in `needed_`, by sequence.
 };

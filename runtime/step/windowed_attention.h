@@ -60,7 +60,7 @@ class WindowedAttention {
 
     [[nodiscard]] std::int64_t size() const;
     [[nodiscard]] std::int64_t token(std::int64_t i) const;
-    /// Tells whether query head h of the group attends the token in bit h.
+    /// Returns whether query head h of the group attends the token in bit h.
     [[nodiscard]] std::uint16_t mask(std::int64_t i) const;
     /// Writes what is added to the logits of the token, for each head that has its own.
     void write_bias(std::int64_t i, int heads, float* to) const;

@@ -83,7 +83,7 @@ std::string module_of_include(std::string_view file, std::string_view target,
                               const Exists& exists) {
   if (target.starts_with("kvtier/v1/")) return "proto";
   std::string first = module_of_path(target);
-  if (first == "kvtier") return "api";
+  if (first == "kvtier" || first == "include") return "api";
   if (is_module(first) || kUnrestricted.contains(first)) return first;
   // Beside the including file, or below one of the folders above it.
   for (std::string folder(file); folder.find('/') != std::string::npos;) {

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/device/parallel.h"
 
 #include <atomic>
@@ -287,10 +288,9 @@ class CpuDevice final : public Device {
   }
   [[noreturn]] void fail(Space space, std::size_t bytes) const {
     const MemoryInfo info = memory();
-    throw Error(ErrorCode::kResourceExhausted,
-                std::string(space == Space::kDevice ? "device" : "host") + " memory: wanted " +
-                    std::to_string(bytes) + " bytes, found " + std::to_string(info.free_bytes) +
-                    " free of " + std::to_string(info.total_bytes));
+    throw_error(ErrorCode::kResourceExhausted, space == Space::kDevice ? "device" : "host",
+                " memory: wanted ", bytes, " bytes, found ", info.free_bytes, " free of ",
+                info.total_bytes);
   }
 
   EventPool events_;

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/pinned_cuda.h"
 #include "transfer/device/pinned_pages.h"
@@ -217,10 +218,8 @@ class CudaDevice final : public Device {
         bytes > info.total_bytes ? cudaErrorMemoryAllocation : cudaMalloc(&data, bytes);
     if (status == cudaErrorMemoryAllocation) {
       static_cast<void>(cudaGetLastError());
-      throw Error(ErrorCode::kResourceExhausted, "device memory: wanted " + std::to_string(bytes) +
-                                                     " bytes, found " +
-                                                     std::to_string(info.free_bytes) + " free of " +
-                                                     std::to_string(info.total_bytes));
+      throw_error(ErrorCode::kResourceExhausted, "device memory: wanted ", bytes, " bytes, found ",
+                  info.free_bytes, " free of ", info.total_bytes);
     }
     check(status, "cudaMalloc(&data, bytes)");
     return {static_cast<std::byte*>(data), bytes, free_device, nullptr};
@@ -287,7 +286,7 @@ std::unique_ptr<Device> make_cuda_device(std::string& why_not) {
   const UsableDevice found = find_usable_device(why_not);
   if (found.index < 0) {
     if (!made_before) return nullptr;
-    throw Error(ErrorCode::kInternal, "a GPU that this process has used is lost: " + why_not);
+    throw_error(ErrorCode::kInternal, "a GPU that this process has used is lost: ", why_not);
   }
   auto device = std::make_unique<CudaDevice>(found);
   made_before = true;

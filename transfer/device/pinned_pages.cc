@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -138,10 +140,8 @@ Buffer first_pinned(std::span<const PinMethod> methods, std::size_t bytes,
                                   refusal.why + "); trying " + std::string(methods[i + 1].name));
     }
   }
-  throw Error(ErrorCode::kResourceExhausted, "pinned memory: wanted " + std::to_string(bytes) +
-                                                 " bytes, found " +
-                                                 std::to_string(physical_bytes()) +
-                                                 " of physical memory and a refusal: " + reasons);
+  throw_error(ErrorCode::kResourceExhausted, "pinned memory: wanted ", bytes, " bytes, found ",
+              physical_bytes(), " of physical memory and a refusal: ", reasons);
 }
 
 Buffer pinned_pages(Pinner& pinner, PageKind kind, int node, std::size_t bytes,

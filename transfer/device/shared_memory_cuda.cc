@@ -1,5 +1,6 @@
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/device_cuda.h"
 #include "transfer/device/driver_cuda.h"
@@ -39,11 +40,11 @@ Buffer open_shared(const DeviceMemoryHandle& handle, std::size_t bytes) {
   std::string why_not;
   const UsableDevice device = find_usable_device(why_not);
   if (device.index < 0) {
-    throw Error(ErrorCode::kUnimplemented, "device memory: no usable GPU: " + why_not);
+    throw_error(ErrorCode::kUnimplemented, "device memory: no usable GPU: ", why_not);
   }
   if (device.uuid != handle.device) {
-    throw Error(ErrorCode::kNotFound,
-                "device memory: expected that of " + device.name + ", found that of another GPU");
+    throw_error(ErrorCode::kNotFound, "device memory: expected that of ", device.name,
+                ", found that of another GPU");
   }
   const OutsideCapture guard;
   cudaIpcMemHandle_t ipc;
@@ -52,17 +53,16 @@ Buffer open_shared(const DeviceMemoryHandle& handle, std::size_t bytes) {
   const cudaError_t status = cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess);
   if (status != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
-    throw Error(ErrorCode::kFailedPrecondition,
-                std::string("device memory: expected a handle of another process's cudaMalloc, "
-                            "found one that CUDA refuses: ") +
-                    cudaGetErrorName(status));
+    throw_error(ErrorCode::kFailedPrecondition,
+                "device memory: expected a handle of another process's cudaMalloc, "
+                "found one that CUDA refuses: ",
+                cudaGetErrorName(status));
   }
   Buffer memory(static_cast<std::byte*>(data), bytes, close_shared, nullptr);
   const std::size_t found = bytes_behind(memory.data());
   if (found < bytes) {
-    throw Error(ErrorCode::kInvalidArgument, "device memory: expected an allocation of " +
-                                                 std::to_string(bytes) + " bytes, found " +
-                                                 std::to_string(found));
+    throw_error(ErrorCode::kInvalidArgument, "device memory: expected an allocation of ", bytes,
+                " bytes, found ", found);
   }
   return memory;
 }

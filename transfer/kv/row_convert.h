@@ -15,7 +15,7 @@ bool convert_to_storage(const void* in, DType in_dtype, std::uint16_t* out, DTyp
 /// Converts `n` elements to fp32. Returns whether one is NaN or infinite.
 bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n);
 
-/// Tells whether one of `n` elements is NaN or infinite.
+/// Returns whether one of `n` elements is NaN or infinite.
 [[nodiscard]] bool any_nonfinite(const void* in, DType dtype, std::int64_t n);
 /// Likewise, as `storage` has them after rounding.
 [[nodiscard]] bool any_unstorable(const void* in, DType dtype, DType storage, std::int64_t n);

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/device/with_cuda.h"
 #include "transfer/kv/rows_kernels.h"
 
@@ -10,42 +11,42 @@
 namespace kvtier::transfer {
 namespace {
 
-[[noreturn]] void reject(const std::string& message) {
-  throw Error(ErrorCode::kInvalidArgument, message);
-}
-
 void check_geometry(const KvGeometry& g) {
   if (g.head_dim != 64 && g.head_dim != 96 && g.head_dim != 128 && g.head_dim != 256) {
-    reject("head_dim: expected 64, 96, 128 or 256, found " + std::to_string(g.head_dim));
+    throw_error(ErrorCode::kInvalidArgument, "head_dim: expected 64, 96, 128 or 256, found ",
+                g.head_dim);
   }
   if (g.dtype != DType::kBFloat16 && g.dtype != DType::kFloat16) {
-    reject("KV dtype: expected bf16 or fp16, found " + std::string(dtype_name(g.dtype)));
+    throw_error(ErrorCode::kInvalidArgument, "KV dtype: expected bf16 or fp16, found ",
+                dtype_name(g.dtype));
   }
   if (g.int8_pages && g.dtype != DType::kBFloat16) {
-    reject("KV dtype: expected bf16 with pages of int8, found " + std::string(dtype_name(g.dtype)));
+    throw_error(ErrorCode::kInvalidArgument, "KV dtype: expected bf16 with pages of int8, found ",
+                dtype_name(g.dtype));
   }
   if (g.kv_heads < 1 || g.query_heads < 1 || g.query_heads % g.kv_heads != 0) {
-    reject("heads: expected query_heads a multiple of kv_heads, found " +
-           std::to_string(g.query_heads) + " and " + std::to_string(g.kv_heads));
+    throw_error(ErrorCode::kInvalidArgument,
+                "heads: expected query_heads a multiple of kv_heads, found ", g.query_heads,
+                " and ", g.kv_heads);
   }
   if (g.page_tokens < 1 || g.sink_capacity < 0 || g.recent_capacity < 0) {
-    reject("page_tokens, sink_capacity, recent_capacity: expected at least 1, 0, 0, found " +
-           std::to_string(g.page_tokens) + ", " + std::to_string(g.sink_capacity) + ", " +
-           std::to_string(g.recent_capacity));
+    throw_error(ErrorCode::kInvalidArgument,
+                "page_tokens, sink_capacity, recent_capacity: expected at least 1, 0, 0, found ",
+                g.page_tokens, ", ", g.sink_capacity, ", ", g.recent_capacity);
   }
 }
 
 void check_count(const char* what, std::int64_t found, std::int64_t most) {
   if (found < 0 || found > most) {
-    reject(std::string(what) + ": expected 0 to " + std::to_string(most) + ", found " +
-           std::to_string(found));
+    throw_error(ErrorCode::kInvalidArgument, what, ": expected 0 to ", most, ", found ", found);
   }
 }
 
 void check_tensor(const char* what, const TokenTensor& tensor) {
-  if (tensor.data == nullptr) reject(std::string(what) + ": expected a tensor, found none");
+  if (tensor.data == nullptr)
+    throw_error(ErrorCode::kInvalidArgument, what, ": expected a tensor, found none");
   if (tensor.dtype == DType::kInt32) {
-    reject(std::string(what) + ": expected fp32, fp16 or bf16, found int32");
+    throw_error(ErrorCode::kInvalidArgument, what, ": expected fp32, fp16 or bf16, found int32");
   }
 }
 
@@ -54,8 +55,9 @@ void check_items(const KvGeometry& geometry, const AppendBatch& batch) {
   check_count("items of an append", batch.count, kMaxBatch);
   for (int i = 0; i < batch.count; ++i) {
     if (batch[i].tokens < 0 || batch[i].packed_offset < 0) {
-      reject("tokens and packed_offset: expected at least 0, found " +
-             std::to_string(batch[i].tokens) + " and " + std::to_string(batch[i].packed_offset));
+      throw_error(ErrorCode::kInvalidArgument,
+                  "tokens and packed_offset: expected at least 0, found ", batch[i].tokens, " and ",
+                  batch[i].packed_offset);
     }
   }
 }
@@ -64,7 +66,9 @@ void check_sequence(const KvGeometry& geometry, const SequenceView& sequence) {
   if (sequence.counters == nullptr || sequence.pages == nullptr ||
       (sequence.sink_rows == nullptr && geometry.sink_capacity > 0) ||
       (sequence.recent_rows == nullptr && geometry.recent_capacity > 0)) {
-    reject("sequence: expected counters, pages, sink rows and recent rows, found a null pointer");
+    throw_error(
+        ErrorCode::kInvalidArgument,
+        "sequence: expected counters, pages, sink rows and recent rows, found a null pointer");
   }
 }
 
@@ -111,7 +115,8 @@ void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& b
 void append_done(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch) {
   check_items(geometry, batch);
   for (int i = 0; i < batch.count; ++i) {
-    if (batch[i].sequence.counters == nullptr) reject("counters: expected a pointer, found null");
+    if (batch[i].sequence.counters == nullptr)
+      throw_error(ErrorCode::kInvalidArgument, "counters: expected a pointer, found null");
   }
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) return cuda::append_done(stream.native(), geometry, batch);
@@ -121,10 +126,12 @@ void append_done(Stream& stream, const KvGeometry& geometry, const AppendBatch& 
 
 void set_length(Stream& stream, SequenceCounters* counters, std::int64_t length,
                 std::int64_t capacity) {
-  if (counters == nullptr) reject("counters: expected a pointer, found null");
+  if (counters == nullptr)
+    throw_error(ErrorCode::kInvalidArgument, "counters: expected a pointer, found null");
   if (length < 0 || capacity < length) {
-    reject("length and capacity: expected 0 <= length <= capacity, found " +
-           std::to_string(length) + " and " + std::to_string(capacity));
+    throw_error(ErrorCode::kInvalidArgument,
+                "length and capacity: expected 0 <= length <= capacity, found ", length, " and ",
+                capacity);
   }
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
@@ -137,7 +144,8 @@ void set_length(Stream& stream, SequenceCounters* counters, std::int64_t length,
 void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
                  int count) {
   check_count("entries of a patch", count, kMaxTablePatch);
-  if (begin < 0) reject("begin: expected at least 0, found " + std::to_string(begin));
+  if (begin < 0)
+    throw_error(ErrorCode::kInvalidArgument, "begin: expected at least 0, found ", begin);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::patch_table(stream.native(), table, begin, patch, count);
@@ -158,7 +166,7 @@ void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch
   }
   check_count("staged_capacity", selection.staged_capacity, selection.capacity);
   if (selection.staged == nullptr && selection.staged_capacity > 0) {
-    reject("staged: expected a staging area, found null");
+    throw_error(ErrorCode::kInvalidArgument, "staged: expected a staging area, found null");
   }
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
@@ -176,7 +184,8 @@ void check_queries(const KvGeometry& geometry, const QueryItems& items) {
   for (int i = 0; i < items.count; ++i) {
     check_tensor("query", items[i].query);
     if (items[i].token < 0) {
-      reject("token: expected at least 0, found " + std::to_string(items[i].token));
+      throw_error(ErrorCode::kInvalidArgument, "token: expected at least 0, found ",
+                  items[i].token);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/device/with_cuda.h"
 #include "transfer/row_cache/row_cache_kernels.h"
 
@@ -46,7 +47,7 @@ PlaceOffsets place_offsets(const KvGeometry& geometry, std::int64_t rows,
 
 void expect(bool ok, const char* what, std::int64_t found) {
   if (ok) return;
-  throw Error(ErrorCode::kInvalidArgument, std::string(what) + ", found " + std::to_string(found));
+  throw_error(ErrorCode::kInvalidArgument, what, ", found ", found);
 }
 
 void check(const RowCacheGather& gather) {

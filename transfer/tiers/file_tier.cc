@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_tier_state.h"
 #include "transfer/tiers/segment_scan.h"
@@ -40,7 +41,7 @@ RecordHeader header_of(const PageKey& key, const PagePlace& place) {
 
 FileTierOptions validated(const FileTierOptions& options) {
   const auto expect = [](bool fine, const std::string& what) {
-    if (!fine) throw Error(ErrorCode::kInvalidArgument, "file tier: " + what);
+    if (!fine) throw_error(ErrorCode::kInvalidArgument, "file tier: ", what);
   };
   expect(!options.folder.empty(), "folder: expected a path, found none");
   expect(

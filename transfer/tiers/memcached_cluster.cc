@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <libmemcached/memcached.h>
@@ -37,8 +39,8 @@ void add(memcached_st* servers, const RemoteEndpoint& endpoint) {
       endpoint.path.empty() ? memcached_server_add(servers, endpoint.host.c_str(), endpoint.port)
                             : memcached_server_add_unix_socket(servers, endpoint.path.c_str());
   if (result != MEMCACHED_SUCCESS) {
-    throw Error(ErrorCode::kInvalidArgument, "memcached: expected a server to add, found " +
-                                                 std::string(memcached_strerror(servers, result)));
+    throw_error(ErrorCode::kInvalidArgument, "memcached: expected a server to add, found ",
+                memcached_strerror(servers, result));
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 namespace kvtier::tiers {
 namespace {
 
@@ -10,9 +12,8 @@ void check(std::span<const Page> pages, std::size_t max_bytes) {
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const std::size_t size = pages[i].bytes.size();
     if (size >= 1 && size <= max_bytes) continue;
-    throw Error(ErrorCode::kInvalidArgument,
-                "page " + std::to_string(i) + " of a batch: expected 1 to " +
-                    std::to_string(max_bytes) + " bytes, found " + std::to_string(size));
+    throw_error(ErrorCode::kInvalidArgument, "page ", i, " of a batch: expected 1 to ", max_bytes,
+                " bytes, found ", size);
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -284,14 +286,14 @@ class OneServer final : public RemoteRouter {
 std::shared_ptr<RemoteCluster> make_redis_cluster(const RedisOptions& options) {
   const bool by_sentinel = !options.sentinels.empty();
   if (options.server.empty() != by_sentinel || options.master.empty() == by_sentinel) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "redis: expected a server, or sentinels and a master's name, found server '" +
-                    options.server + "', " + std::to_string(options.sentinels.size()) +
-                    " sentinels, master '" + options.master + "'");
+    throw_error(ErrorCode::kInvalidArgument,
+                "redis: expected a server, or sentinels and a master's name, found server '",
+                options.server, "', ", options.sentinels.size(), " sentinels, master '",
+                options.master, "'");
   }
   if (!options.user.empty() && options.password.empty()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "redis: expected a password with user '" + options.user + "', found none");
+    throw_error(ErrorCode::kInvalidArgument, "redis: expected a password with user '", options.user,
+                "', found none");
   }
   if (!by_sentinel) (void)RemoteEndpoint::parse(options.server);
   std::string name = by_sentinel ? options.master + " by" : options.server;

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <charconv>
 #include <condition_variable>
@@ -18,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kOpsPerJob = 64;
 
 [[noreturn]] void reject(const std::string& what) {
-  throw Error(ErrorCode::kInvalidArgument, "remote tier: " + what);
+  throw_error(ErrorCode::kInvalidArgument, "remote tier: ", what);
 }
 
 /// What one caller waits for.

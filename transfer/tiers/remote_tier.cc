@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -18,9 +20,8 @@ RemoteTier::RemoteTier(std::shared_ptr<RemoteCluster> cluster, const RemoteTierO
       max_page_bytes_(options.max_page_bytes),
       part_bytes_(cluster_->options().value_limit - PageSealer::kOverhead) {
   if (max_page_bytes_ < 1 || max_page_bytes_ > (std::size_t{1} << 30)) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "remote tier: max_page_bytes: expected 1 to 1073741824, found " +
-                    std::to_string(max_page_bytes_));
+    throw_error(ErrorCode::kInvalidArgument,
+                "remote tier: max_page_bytes: expected 1 to 1073741824, found ", max_page_bytes_);
   }
 }
 

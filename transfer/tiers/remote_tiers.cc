@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/tiers/memcached_cluster.h"
 #include "transfer/tiers/redis_cluster.h"
 #include "transfer/tiers/remote_tier.h"
@@ -20,8 +21,8 @@ constexpr std::size_t kMaxFileBytes = 4096;
 void expect(bool good, const std::string& what, const std::string& expected,
             const std::string& found) {
   if (good) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              "remote tiers: " + what + ": expected " + expected + ", found " + found);
+  throw_error(ErrorCode::kInvalidArgument, "remote tiers: ", what, ": expected ", expected,
+              ", found ", found);
 }
 
 /// Returns the contents of a small file.
@@ -30,8 +31,8 @@ std::string read_small(const std::string& what, const std::string& path) {
   std::string text(kMaxFileBytes + 1, '\0');
   in.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (in.bad() || (in.fail() && !in.eof())) {
-    throw Error(ErrorCode::kNotFound,
-                "remote tiers: " + what + ": expected a readable file, found " + path);
+    throw_error(ErrorCode::kNotFound, "remote tiers: ", what, ": expected a readable file, found ",
+                path);
   }
   text.resize(static_cast<std::size_t>(in.gcount()));
   expect(text.size() <= kMaxFileBytes, what, "at most " + std::to_string(kMaxFileBytes) + " bytes",

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
 #include "transfer/tiers/hmac_sha256.h"
 
 #include <algorithm>
@@ -66,8 +67,8 @@ Header header_of(const PagePart& part, const Generation& generation) {
 }
 
 [[noreturn]] void fail(const char* what) {
-  throw Error(ErrorCode::kUnavailable,
-              std::string("sealed pages: expected ") + what + " from OpenSSL, found none");
+  throw_error(ErrorCode::kUnavailable, "sealed pages: expected ", what,
+              " from OpenSSL, found none");
 }
 
 void derive(std::string_view tenant, std::string_view purpose, std::span<const std::byte> secret,
@@ -163,9 +164,8 @@ PageSealer::PageSealer(std::string_view tenant, std::span<const std::byte> secre
     throw Error(ErrorCode::kInvalidArgument, "sealed pages: expected a tenant's name, found none");
   }
   if (secret.size() < kMinSecretBytes) {
-    throw Error(ErrorCode::kInvalidArgument, "sealed pages: expected a secret of at least " +
-                                                 std::to_string(kMinSecretBytes) +
-                                                 " bytes, found " + std::to_string(secret.size()));
+    throw_error(ErrorCode::kInvalidArgument, "sealed pages: expected a secret of at least ",
+                kMinSecretBytes, " bytes, found ", secret.size());
   }
   SecretDigest key;
   derive(tenant, "names", secret, key.bytes);
