@@ -1,6 +1,6 @@
 #include "attention/flash_decode_kernels.h"
 #include "attention/flash_decode_simd.h"
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 #include "transfer/device/parallel.h"
 #include "transfer/kv/page_rows.h"
 
@@ -294,7 +294,7 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
 }
 
 void store(DType dtype, const float* values, int count, void* out, std::int64_t offset) {
-  transfer::with_float_type(dtype, [&](auto type) {
+  with_float_type(dtype, [&](auto type) {
     using Stored = decltype(type);
     std::byte* to =
         static_cast<std::byte*>(out) + offset * static_cast<std::int64_t>(sizeof(Stored));

@@ -2,7 +2,7 @@
 
 #include "hashing/philox.h"
 #include "hashing/scalar_code.h"
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 
 #include <algorithm>
 #include <array>
@@ -108,9 +108,8 @@ std::vector<std::uint16_t> generate_planes(const SketchConfig& config, int head_
     }
   }
   std::vector<std::uint16_t> bits(rows.size());
-  std::transform(rows.begin(), rows.end(), bits.begin(), [](double x) {
-    return transfer::BFloat16::from_float(static_cast<float>(x)).bits;
-  });
+  std::transform(rows.begin(), rows.end(), bits.begin(),
+                 [](double x) { return BFloat16::from_float(static_cast<float>(x)).bits; });
   return bits;
 }
 
@@ -122,7 +121,7 @@ Planes::Planes(transfer::Device& device, const SketchConfig& config, int head_di
   std::vector<float> transposed(dim * stride, 0.0F);
   Fnv1a hash;
   for (std::size_t i = 0; i < host_.size(); ++i) {
-    transposed[i % dim * stride + i / dim] = transfer::BFloat16{host_[i]}.to_float();
+    transposed[i % dim * stride + i / dim] = BFloat16{host_[i]}.to_float();
     hash.add(host_[i], 2);
   }
   hash.add(static_cast<std::uint32_t>(head_dim), 4);

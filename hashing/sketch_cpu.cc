@@ -1,6 +1,6 @@
 #include "hashing/scalar_code.h"
 #include "hashing/sketch_kernels.h"
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 #include "transfer/device/parallel.h"
 #include "transfer/device/simd.h"
 
@@ -114,7 +114,7 @@ float widen(DType dtype, const std::uint16_t* from, int count, float* to) {
 }
 
 std::uint16_t norm_bits(float norm) {
-  return transfer::Float16::from_float(std::clamp(norm, 0x1p-24F, 65504.0F)).bits;
+  return Float16::from_float(std::clamp(norm, 0x1p-24F, 65504.0F)).bits;
 }
 
 // Reads one row; a token that is not finite gets a zero key, so that it cannot disturb the others.

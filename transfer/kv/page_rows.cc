@@ -1,6 +1,6 @@
 #include "transfer/kv/page_rows.h"
 
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 #include "transfer/device/simd.h"
 #include "transfer/device/with_cuda.h"
 #include "transfer/kv/int8.h"

@@ -1,6 +1,6 @@
 #include "transfer/kv/row_convert.h"
 
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 #include "transfer/device/simd.h"
 
 #include <bit>

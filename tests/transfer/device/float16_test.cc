@@ -1,4 +1,4 @@
-#include "transfer/device/float16.h"
+#include "include/types/float16.h"
 
 #include "tests/transfer/device/reference_round.h"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 /// 16-bit floats of the host code. Kernels use the types of cuda_fp16.h and cuda_bf16.h.
-namespace kvtier::transfer {
+namespace kvtier {
 
 /// bfloat16 bits. Conversion from float rounds to nearest even and keeps NaN a NaN.
 struct BFloat16 {
@@ -86,4 +86,4 @@ decltype(auto) with_float_type(DType dtype, F&& f) {
   return f(Float32{});
 }
 
-}  // namespace kvtier::transfer
+}  // namespace kvtier
