@@ -37,8 +37,4 @@ nlohmann::json origin(const std::string& hardware, const std::string& command) {
   return {{"date", date.data()}, {"hardware", hardware}, {"command", command}, {"backend", "cpu"}};
 }
 
-nlohmann::json number(double value) {
-  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
-}
-
 }  // namespace kvtier::quality

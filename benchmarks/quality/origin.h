@@ -1,5 +1,7 @@
 #pragma once
 
+#include "services/console/json_report.h"
+
 #include <nlohmann/json.hpp>
 
 #include <string>
@@ -15,7 +17,6 @@ namespace kvtier::quality {
 /// Returns what every report says of itself: date, hardware and command.
 [[nodiscard]] nlohmann::json origin(const std::string& hardware, const std::string& command);
 
-/// Returns a number, or null when it is none.
-[[nodiscard]] nlohmann::json number(double value);
+using services::number;
 
 }  // namespace kvtier::quality

@@ -3,12 +3,20 @@
 #include "services/console/atomic_file.h"
 #include "services/console/console.h"
 
+#include <nlohmann/json.hpp>
+
+#include <cmath>
 #include <optional>
 #include <ostream>
 #include <string>
 #include <string_view>
 
 namespace kvtier::services {
+
+/// Returns a number, or null when it is none.
+[[nodiscard]] inline nlohmann::json number(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
 
 /// Where `--json FILE` puts a report; "-" is standard output, and the text for people then goes to
 /// standard error.

@@ -31,4 +31,34 @@ CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& name
       ->check(CLI::IsMember(names_in(names)));
 }
 
+/// As `add_named`, for several values; those parsed take the place of all in `to`.
+template <typename Names, typename Enum>
+CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names& names,
+                            std::vector<Enum>& to, const std::string& description) {
+  return app
+      .add_option_function<std::vector<std::string>>(
+          flag,
+          [&names, &to](const std::vector<std::string>& texts) {
+            to.clear();
+            for (const std::string& text : texts) {
+              for (const auto& [name, value] : names) {
+                if (name == text) to.push_back(value);
+              }
+            }
+          },
+          description)
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(names_in(names)));
+}
+
+/// Adds an option that takes sizes such as 64K or 1G (2^10, 2^30), in any case.
+template <typename Number>
+CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
+                      const std::string& description) {
+  return app.add_option(flag, to, description)
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::NonNegativeNumber);
+}
+
 }  // namespace kvtier::services

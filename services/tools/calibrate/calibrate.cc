@@ -3,10 +3,14 @@
 #include "kvtier/error.h"
 
 #include "services/console/atomic_file.h"
+#include "services/console/enum_names.h"
+#include "services/console/named_option.h"
+#include "services/console/text.h"
+
+#include <CLI/CLI.hpp>
 
 #include <cstdlib>
 #include <iomanip>
-#include <sstream>
 #include <system_error>
 
 namespace kvtier::services {
@@ -14,12 +18,6 @@ namespace {
 
 constexpr int kNameWidth = 12;
 constexpr int kNumberWidth = 10;
-
-std::string fixed(double value, int digits) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(digits) << value;
-  return text.str();
-}
 
 void write_head(std::ostream& out, const CalibrationOptions& options) {
   out << "gathers of 512-byte rows from " << (options.region_bytes >> 20)
@@ -36,8 +34,8 @@ void write_line(std::ostream& out, const CalibrationEntry& entry) {
     out << "  refused: " << entry.refused << '\n' << std::flush;
     return;
   }
-  out << std::setw(kNumberWidth) << fixed(entry.obtain_seconds, 2) + " s";
-  for (const double rate : entry.gb_per_s) out << std::setw(kNumberWidth) << fixed(rate, 1);
+  out << std::setw(kNumberWidth) << format("%.2f s", entry.obtain_seconds);
+  for (const double rate : entry.gb_per_s) out << std::setw(kNumberWidth) << format("%.1f", rate);
   out << '\n' << std::flush;
 }
 
@@ -54,6 +52,25 @@ void make_folder(const std::filesystem::path& file) {
 }
 
 }  // namespace
+
+void add_calibrate(CLI::App& program, CalibrateCommand& command) {
+  CLI::App& app = *program.add_subcommand(
+      "calibrate",
+      "Measure how fast this machine's GPU gathers rows from host memory, by how the memory is "
+      "obtained, and keep the answer for MemoryConfig::calibration_file");
+  add_size(app, "--region", command.options.region_bytes,
+           "Memory to spread the rows over, such as 8G or 512M (default 8G)");
+  add_named_list(app, "--allocation", kHostAllocationNames, command.options.allocations,
+                 "Ways to obtain memory (default all)");
+  add_named(app, "--backend", kBackendNames, command.options.backend,
+            "Where gathers run (default cuda)");
+  app.add_option("--pin-threads", command.options.pin_threads,
+                 "Threads that touch the memory; 0: all")
+      ->capture_default_str();
+  app.add_option("--output", command.output,
+                 "File to write (default $XDG_CONFIG_HOME/kvtier/calibration, or "
+                 "~/.config/kvtier/calibration)");
+}
 
 std::filesystem::path default_calibration_path() {
   constexpr const char* kFile = "kvtier/calibration";

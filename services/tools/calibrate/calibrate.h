@@ -5,14 +5,22 @@
 #include "services/console/console.h"
 
 #include <filesystem>
+#include <string>
+
+namespace CLI {
+class App;
+}
 
 namespace kvtier::services {
 
-/// What `kvtier calibrate` was asked for.
+/// The subcommand `calibrate`.
 struct CalibrateCommand {
   CalibrationOptions options;
   std::string output;  ///< Empty: `default_calibration_path()`.
 };
+
+/// Adds the subcommand and its options to a program.
+void add_calibrate(CLI::App& program, CalibrateCommand& command);
 
 /// Returns kvtier/calibration under $XDG_CONFIG_HOME when that is an absolute path, else under
 /// $HOME/.config. Throws `kInvalidArgument` where neither is set.

@@ -1,13 +1,11 @@
 #include "services/console/enum_names.h"
 #include "services/console/named_option.h"
+#include "services/console/text.h"
 #include "services/tools/plan/plan.h"
-#include "services/tools/stress/size_option.h"
 
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <string>
 
 namespace kvtier::services {
@@ -21,12 +19,6 @@ std::string line(const char* name, const std::string& value, const std::string& 
 
 std::string bytes(std::size_t count) { return show_bytes(static_cast<double>(count)); }
 
-std::string number(double value, const char* format) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), format, value);
-  return text.data();
-}
-
 }  // namespace
 
 void add_plan(CLI::App& program, PlanCommand& command) {
@@ -36,16 +28,12 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   options.estimator = Estimator::kNormAware;
   app.add_option("--model", command.model, "A config.json of Hugging Face, or its folder")
       ->required();
-  add_size(app, "--tokens", "Tokens of context, for example 64K or 1M (default 64K)",
-           [&options](std::int64_t size) { options.tokens = size; });
-  add_size(app, "--gpu", "Memory of the GPU, for example 80G", [&command](std::int64_t size) {
-    command.gpu_bytes = static_cast<std::size_t>(size);
-  })->required();
-  add_size(app, "--host", "Memory of the host for KV (default: any)",
-           [&command](std::int64_t size) { command.host_bytes = static_cast<std::size_t>(size); });
-  add_size(
-      app, "--weights", "Bytes of the weights on the GPU (default: of the files at --model)",
-      [&command](std::int64_t size) { command.weight_bytes = static_cast<std::size_t>(size); });
+  add_size(app, "--tokens", options.tokens,
+           "Tokens of context, for example 64K or 1M (default 64K)");
+  add_size(app, "--gpu", command.gpu_bytes, "Memory of the GPU, for example 80G")->required();
+  add_size(app, "--host", command.host_bytes, "Memory of the host for KV (default: any)");
+  add_size(app, "--weights", command.weight_bytes,
+           "Bytes of the weights on the GPU (default: of the files at --model)");
   app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
   app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
   app.add_option("--bits", options.bits, "Bits of a key")->capture_default_str();
@@ -96,10 +84,10 @@ void run_plan(const PlanCommand& command, const Console& console) {
               plan.largest_tokens == 0 ? "none" : std::to_string(plan.largest_tokens) + " tokens",
               command.host_bytes ? "" : "with as much host memory as it takes");
   if (plan.fetch_seconds) {
-    out << line("fetches", number(*plan.fetch_seconds * 1e3, "%.2f ms"), "a token, over the link");
+    out << line("fetches", format("%.2f ms", *plan.fetch_seconds * 1e3), "a token, over the link");
   }
   if (plan.read_seconds) {
-    out << line("reads", number(*plan.read_seconds * 1e3, "%.2f ms"),
+    out << line("reads", format("%.2f ms", *plan.read_seconds * 1e3),
                 "a token, weights and sketches of each sequence");
   }
   if (!plan.fetch_seconds && !plan.read_seconds) return;
@@ -107,7 +95,7 @@ void run_plan(const PlanCommand& command, const Console& console) {
   const bool both = plan.fetch_seconds && plan.read_seconds;
   out << line(
       "speed",
-      (both ? "about " : "at most ") + number(1.0 / std::max(seconds, 1e-9), "%.1f") + " tokens/s",
+      (both ? "about " : "at most ") + format("%.1f", 1.0 / std::max(seconds, 1e-9)) + " tokens/s",
       "of one sequence; attention over the fetched rows is not counted");
 }
 

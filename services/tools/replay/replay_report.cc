@@ -1,36 +1,24 @@
 #include "services/tools/replay/replay_report.h"
 
 #include "services/console/enum_names.h"
+#include "services/console/json_report.h"
+#include "services/console/text.h"
 
 #include <nlohmann/json.hpp>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
 std::string fixed(double value, int digits) {
-  if (std::isnan(value)) return "-";
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%.*f", digits, value);
-  return text.data();
-}
-
-std::string scientific(double value) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%.2e", value);
-  return text.data();
+  return std::isnan(value) ? "-" : format("%.*f", digits, value);
 }
 
 std::string size_name(const RetrievalConfig& retrieval) {
   if (retrieval.sparsity <= 0.0) return "k=" + std::to_string(retrieval.top_k);
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%gx", retrieval.sparsity);
-  return text.data();
+  return format("%gx", retrieval.sparsity);
 }
 
 std::string_view estimator_name(const ReplayRow& row) {
@@ -76,27 +64,6 @@ Cells cells_of(const ReplayRow& row, int head_dim) {
           fixed(m.score_seconds * 1e3, 3),
           fixed(m.fetch_seconds * 1e3, 3),
           fixed(m.attend_seconds * 1e3, 3)};
-}
-
-void write_aligned(std::ostream& out, const std::vector<Cells>& lines) {
-  constexpr std::size_t kTextColumns = 5;  // left-aligned; the others are numbers
-  std::vector<std::size_t> widths(lines[0].size(), 0);
-  for (const Cells& cells : lines) {
-    for (std::size_t i = 0; i < cells.size(); ++i) widths[i] = std::max(widths[i], cells[i].size());
-  }
-  for (const Cells& cells : lines) {
-    std::string line;
-    for (std::size_t i = 0; i < cells.size(); ++i) {
-      const std::string padding(widths[i] - cells[i].size(), ' ');
-      line += (i == 0 ? "" : "  ");
-      line += i < kTextColumns ? cells[i] + padding : padding + cells[i];
-    }
-    out << line << '\n';
-  }
-}
-
-nlohmann::json number(double value) {
-  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
 }
 
 nlohmann::json to_json(const ReplayMetrics& m) {
@@ -160,12 +127,13 @@ void write_table(std::ostream& out, const Trace& trace, const ReplayReport& repo
       << " KV heads, head_dim " << trace.head_dim() << '\n'
       << "backend " << name_of(kBackendNames, report.backend) << ", sink " << any.sink_tokens
       << ", window " << any.recent_tokens << "; bytes and times per step and layer\n"
-      << "dense output against the trace: relative error mean " << scientific(report.dense.mean)
-      << ", max " << scientific(report.dense.max) << "\n\n";
+      << "dense output against the trace: relative error mean " << format("%.2e", report.dense.mean)
+      << ", max " << format("%.2e", report.dense.max) << "\n\n";
   std::vector<Cells> lines = {heading()};
   for (const ReplayRow& row : report.rows)
     lines.push_back(cells_of(row, static_cast<int>(trace.head_dim())));
-  write_aligned(out, lines);
+  constexpr std::size_t kTextColumns = 5;
+  for (const std::string& line : aligned(lines, kTextColumns)) out << line << '\n';
 }
 
 std::string to_json(const Trace& trace, const ReplayOptions& options, const ReplayReport& report) {

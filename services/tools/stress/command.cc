@@ -3,10 +3,10 @@
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/named_option.h"
+#include "services/console/retrieval_options.h"
 #include "services/tools/stress/interrupt.h"
 #include "services/tools/stress/progress.h"
 #include "services/tools/stress/report.h"
-#include "services/tools/stress/size_option.h"
 #include "services/tools/stress/stress.h"
 
 #include <CLI/CLI.hpp>
@@ -35,39 +35,24 @@ void add_stress(CLI::App& program, StressCommand& command) {
   for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
   app.add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
       ->check(CLI::IsMember(presets));
-  add_size(app, "--tokens", "Tokens of context, for example 64K or 1M (default 64K)",
-           [&options](std::int64_t size) { options.tokens = size; });
+  add_size(app, "--tokens", options.tokens,
+           "Tokens of context, for example 64K or 1M (default 64K)");
   app.add_option("--layers", options.layers, "Layers (default 1)");
   app.add_option("--kv-heads", options.kv_heads, "KV heads (default 8)");
   app.add_option("--query-heads", options.query_heads, "Query heads (default 32)");
   app.add_option("--head-dim", options.head_dim, "64, 96, 128 or 256 (default 128)");
   app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
   app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
-  add_size(
-      app, "--device-budget", "Most bytes of device memory (default: what is needed)",
-      [&options](std::int64_t size) { options.device_budget = static_cast<std::size_t>(size); });
-  add_size(app, "--host-budget", "Most bytes of KV pages (default: what is needed)",
-           [&options](std::int64_t size) { options.host_budget = static_cast<std::size_t>(size); });
+  add_size(app, "--device-budget", options.device_budget,
+           "Most bytes of device memory (default: what is needed)");
+  add_size(app, "--host-budget", options.host_budget,
+           "Most bytes of KV pages (default: what is needed)");
   add_named(app, "--estimator", kEstimatorNames, options.estimator,
             "How tokens are scored (default norm_aware)");
-  app.add_option("--bits", options.bits,
-                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)");
-  add_named(
-      app, "--rule", kRuleNames, options.rule,
-      "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)");
-  add_named(app, "--code", kCodeNames, options.code,
-            "How bits are made from a key (default: scalar with norm_aware, else sign)");
-  app.add_option("--error-target", options.error_target,
-                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
-                 "none")
-      ->capture_default_str();
-  app.add_option("--coarse-bits", options.coarse_bits,
-                 "Of priority over a scalar code: bits of a coordinate that are read of every "
-                 "token; 0: all")
-      ->capture_default_str();
-  app.add_option("--candidates", options.candidates,
-                 "With --coarse-bits: tokens over k whose whole code is read")
-      ->capture_default_str();
+  app.add_option("--bits", options.bits, kBitsText);
+  add_named(app, "--rule", kRuleNames, options.rule, kRuleText);
+  add_named(app, "--code", kCodeNames, options.code, kCodeText);
+  add_priority(app, options);
   app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of the data")
       ->check(CLI::NonNegativeNumber)

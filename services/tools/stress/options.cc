@@ -2,12 +2,10 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/text.h"
+
 #include <algorithm>
 #include <array>
-#include <cctype>
-#include <charconv>
-#include <cstdio>
-#include <limits>
 
 namespace kvtier::services {
 namespace {
@@ -103,24 +101,6 @@ ModelConfig StressOptions::model() const {
           .head_dim = head_dim.value_or(128)};
 }
 
-std::optional<std::int64_t> parse_size(std::string_view text) {
-  int shift = 0;
-  if (!text.empty()) {
-    constexpr std::string_view kSuffixes = "KMG";
-    const std::size_t suffix =
-        kSuffixes.find(static_cast<char>(std::toupper(static_cast<unsigned char>(text.back()))));
-    if (suffix != std::string_view::npos) {
-      shift = 10 * static_cast<int>(suffix + 1);
-      text.remove_suffix(1);
-    }
-  }
-  std::int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (text.empty() || error != std::errc{} || end != text.data() + text.size()) return {};
-  if (value < 0 || value > (std::numeric_limits<std::int64_t>::max() >> shift)) return {};
-  return value << shift;
-}
-
 std::string show_bytes(double bytes) {
   constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   std::size_t unit = 0;
@@ -128,9 +108,7 @@ std::string show_bytes(double bytes) {
     bytes /= 1024.0;
     ++unit;
   }
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.1f %s", bytes, kUnits[unit]);
-  return text.data();
+  return format(unit == 0 ? "%.0f %s" : "%.1f %s", bytes, kUnits[unit]);
 }
 
 }  // namespace kvtier::services

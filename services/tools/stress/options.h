@@ -80,10 +80,6 @@ inline constexpr std::array kImposedShares = {0.0, 0.8};
 /// Most measured steps whose selection is looked at: each has a needle per KV head and layer.
 inline constexpr int kMaxProbes = 16;
 
-/// Parses a whole number with an optional suffix K, M or G (2^10, 2^20, 2^30). Returns nothing for
-/// anything else, and for what does not fit.
-[[nodiscard]] std::optional<std::int64_t> parse_size(std::string_view text);
-
 /// Returns, for example, "4.2 GiB".
 [[nodiscard]] std::string show_bytes(double bytes);
 

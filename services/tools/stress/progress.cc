@@ -1,8 +1,8 @@
 #include "services/tools/stress/progress.h"
 
+#include "services/console/text.h"
+
 #include <algorithm>
-#include <array>
-#include <cstdio>
 
 namespace kvtier::services {
 namespace {
@@ -13,17 +13,13 @@ constexpr auto kBarInterval = std::chrono::milliseconds(100);
 /// `rate`: of what `progress` counts, per second.
 std::string describe(const StressProgress& progress, double rate) {
   const double left = rate > 0.0 ? (progress.total - progress.done) / rate : 0.0;
-  std::array<char, 96> text{};
-  const double percent = 100.0 * progress.done / progress.total;
-  int length = progress.bytes ? std::snprintf(text.data(), text.size(), "%.0f %%", percent)
-                              : std::snprintf(text.data(), text.size(), "step %.0f of %.0f",
-                                              progress.done, progress.total);
+  std::string text = progress.bytes ? format("%.0f %%", 100.0 * progress.done / progress.total)
+                                    : format("step %.0f of %.0f", progress.done, progress.total);
   if (rate > 0.0 && left > 0.0) {
-    std::snprintf(text.data() + length, text.size() - static_cast<std::size_t>(length),
-                  progress.bytes ? ", %.2f GB/s, %.0f s left" : ", %.2f steps/s, %.0f s left",
-                  progress.bytes ? rate / 1e9 : rate, left);
+    text += format(progress.bytes ? ", %.2f GB/s, %.0f s left" : ", %.2f steps/s, %.0f s left",
+                   progress.bytes ? rate / 1e9 : rate, left);
   }
-  return text.data();
+  return text;
 }
 
 }  // namespace

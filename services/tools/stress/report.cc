@@ -1,13 +1,13 @@
 #include "services/tools/stress/report.h"
 
 #include "services/console/enum_names.h"
+#include "services/console/json_report.h"
+#include "services/console/text.h"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <numeric>
 
@@ -15,13 +15,6 @@ namespace kvtier::services {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-template <typename... Values>
-std::string format(const char* pattern, Values... values) {
-  std::array<char, 256> text{};
-  std::snprintf(text.data(), text.size(), pattern, values...);
-  return text.data();
-}
 
 double ratio(double part, double whole) { return whole > 0.0 ? part / whole : kNaN; }
 
@@ -59,10 +52,6 @@ Figures figures_of(const StressOptions& options, const StressReport& report) {
   f.row_cache_evictions = ratio(static_cast<double>(report.moved.row_cache_evictions), steps);
   f.ingest = ratio(report.ingested_bytes, report.append_seconds);
   return f;
-}
-
-nlohmann::json number(double value) {
-  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
 }
 
 nlohmann::json to_json(const StepTimes& t) {

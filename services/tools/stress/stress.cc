@@ -2,15 +2,14 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/text.h"
 #include "services/evaluation/threads.h"
 #include "services/tools/stress/decoder.h"
 #include "services/tools/stress/ingest.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <iterator>
 #include <limits>
 #include <span>
@@ -274,8 +273,7 @@ void StressRun::impose_shares() {
 
 void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share) {
   for (Session& session : sessions) session.reserve(kWarmupSteps + options_.steps);
-  std::array<char, 32> phase{};
-  std::snprintf(phase.data(), phase.size(), "decode, %.0f %% found", 100.0 * share.wanted);
+  const std::string phase = format("decode, %.0f %% found", 100.0 * share.wanted);
   Decoder decoder = decoder_of(*engine_, sessions, *options_.layers);
   // Queries that the real steps have not had: their rows are not there from then.
   decoder.skip_queries(kWarmupSteps + options_.steps);
@@ -299,7 +297,7 @@ void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share
     if (step < kWarmupSteps) continue;
     add(share.moved, moved);
     share.step_seconds.push_back(seconds);
-    progress({.phase = phase.data(),
+    progress({.phase = phase,
               .done = static_cast<double>(share.step_seconds.size()),
               .total = static_cast<double>(options_.steps)});
   }

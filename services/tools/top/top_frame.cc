@@ -1,9 +1,9 @@
 #include "services/tools/top/top_frame.h"
 
+#include "services/console/text.h"
+
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <ctime>
 #include <optional>
 
@@ -24,10 +24,8 @@ std::string scaled(Number value, double base, const std::vector<const char*>& un
     left /= base;
     ++unit;
   }
-  std::array<char, 32> text{};
   const int digits = left >= 100 || left == std::floor(left) ? 0 : left >= 10 ? 1 : 2;
-  std::snprintf(text.data(), text.size(), "%.*f%s", digits, left, units[unit]);
-  return text.data();
+  return format("%.*f%s", digits, left, units[unit]);
 }
 std::string bytes(Number value) {
   return scaled(value, 1024, {" B", " KiB", " MiB", " GiB", " TiB"});
@@ -42,17 +40,12 @@ std::string duration(Number seconds) {
   return scaled(*seconds * 1e6, 1000, {" us", " ms", " s"});
 }
 std::string share(double part, double whole) {
-  if (whole <= 0) return kNone;
-  std::array<char, 16> text{};
-  std::snprintf(text.data(), text.size(), "%.1f %%", 100 * part / whole);
-  return text.data();
+  return whole <= 0 ? kNone : format("%.1f %%", 100 * part / whole);
 }
 std::string uptime(double seconds) {
   const auto s = static_cast<long>(std::max(0.0, seconds));
-  std::array<char, 48> text{};
-  std::snprintf(text.data(), text.size(), "%ld d %02ld:%02ld:%02ld", s / 86400, s / 3600 % 24,
-                s / 60 % 60, s % 60);
-  const std::string all = text.data();
+  const std::string all =
+      format("%ld d %02ld:%02ld:%02ld", s / 86400, s / 3600 % 24, s / 60 % 60, s % 60);
   return all.starts_with("0 d ") ? all.substr(4) : all;
 }
 std::string bar(double part, double whole) {
@@ -96,25 +89,13 @@ class Frame {
       shown = std::string("\033[") + color + "m" + shown + "\033[0m";
     lines_.push_back(std::move(shown));
   }
-  /// Columns as wide as their widest cell, the first to the left, others to the right.
-  void table(const Row& titles, const std::vector<Row>& rows) {
-    if (rows.empty()) return;
-    std::vector<std::size_t> widths;
-    for (std::size_t i = 0; i < titles.size(); ++i) {
-      widths.push_back(titles[i].size());
-      for (const Row& row : rows) widths[i] = std::max(widths[i], row[i].size());
-    }
-    const auto text_of = [&widths](const Row& row) {
-      std::string text;
-      for (std::size_t i = 0; i < row.size(); ++i) {
-        const std::string pad(widths[i] - row[i].size(), ' ');
-        text += i == 0 ? row[i] + pad : "  " + pad + row[i];
-      }
-      return text;
-    };
+  /// Of `rows` the first has the titles.
+  void table(const std::vector<Row>& rows) {
+    if (rows.size() == 1) return;
+    const std::vector<std::string> lines = aligned(rows, 1);
     line("");
-    line(text_of(titles), "1");
-    for (const Row& row : rows) line(text_of(row));
+    line(lines.front(), "1");
+    for (std::size_t i = 1; i < lines.size(); ++i) line(lines[i]);
   }
 
   void head() {
@@ -168,7 +149,8 @@ class Frame {
     if (!text.empty()) line(text);
   }
   void tiers() {
-    std::vector<Row> rows;
+    std::vector<Row> rows{
+        {"TIER", "USED", "OF", "SHARE", "", "READ", "WRITTEN", "HITS", "FAULTS", "OPEN"}};
     std::vector<std::string> tiers = in_.now.values("kvtier_tier_capacity_bytes", "tier");
     for (const std::string& tier : in_.now.values("kvtier_tier_gets_total", "tier")) {
       if (std::find(tiers.begin(), tiers.end(), tier) == tiers.end()) tiers.push_back(tier);
@@ -186,7 +168,7 @@ class Frame {
                       moved("kvtier_tier_write_bytes_total"), hits(tier), faults(tier),
                       open_servers(tier)});
     }
-    table({"TIER", "USED", "OF", "SHARE", "", "READ", "WRITTEN", "HITS", "FAULTS", "OPEN"}, rows);
+    table(rows);
   }
   [[nodiscard]] std::string hits(const std::string& tier) const {
     if (tier == "pages") {
@@ -217,7 +199,7 @@ class Frame {
   }
   void methods() {
     const std::string name = "kvtier_operation_seconds";
-    std::vector<Row> rows;
+    std::vector<Row> rows{{"METHOD", "/S", "P50 <=", "P99 <=", "FAILED/S", "IN FLIGHT", "TOTAL"}};
     for (const std::string& method : in_.now.values(name + "_count", "method")) {
       const LabelSet labels{{"method", method}};
       if (sum(name + "_count", labels) == 0) continue;
@@ -230,11 +212,11 @@ class Frame {
                       count(sum("kvtier_rpc_inflight", labels)),
                       count(sum(name + "_count", labels))});
     }
-    table({"METHOD", "/S", "P50 <=", "P99 <=", "FAILED/S", "IN FLIGHT", "TOTAL"}, rows);
+    table(rows);
   }
   void tenants() {
     constexpr double kNoQuota = 1125899906842624.0;  // the default of TenantLimits
-    std::vector<Row> rows;
+    std::vector<Row> rows{{"TENANT", "SESSIONS", "USED", "QUOTA", "REFUSED"}};
     for (const std::string& tenant : in_.now.values("kvtier_tenant_used_bytes", "tenant")) {
       const LabelSet labels{{"tenant", tenant}};
       const double quota = sum("kvtier_tenant_quota_bytes", labels);
@@ -243,7 +225,7 @@ class Frame {
                       quota >= kNoQuota ? "none" : bytes(quota),
                       count(sum("kvtier_tenant_rejected_total", labels))});
     }
-    table({"TENANT", "SESSIONS", "USED", "QUOTA", "REFUSED"}, rows);
+    table(rows);
   }
 
   const TopInterval& in_;

@@ -1,6 +1,7 @@
 #include "services/tools/plan/plan.h"
 
 #include "kvtier/calibration.h"
+#include "kvtier/error.h"
 
 #include "tests/services/evaluation/trace_fixture.h"
 
@@ -209,9 +210,9 @@ TEST_F(PlanTest, IsACommand) {
   EXPECT_THAT(result.out, HasSubstr("largest context"));
 
   EXPECT_EQ(run_kvtier({"plan", "--model", config}).code, 2);
-  const CliResult size = run_kvtier({"plan", "--model", config, "--gpu", "80 GB"});
+  const CliResult size = run_kvtier({"plan", "--model", config, "--gpu", "80 apples"});
   EXPECT_EQ(size.code, 2);
-  EXPECT_THAT(size.err, HasSubstr("expected a whole number, or one with K, M or G, found 80 GB"));
+  EXPECT_THAT(size.err, HasSubstr("apples unit not recognized"));
   const CliResult k = run_kvtier({"plan", "--model", config, "--gpu", "1G", "--k", "0"});
   EXPECT_EQ(k.code, 1);
   EXPECT_THAT(k.err, HasSubstr("k: expected 1"));

@@ -150,7 +150,11 @@ TEST_F(StressCommandTest, ShowsABarOnATerminalAndLinesElsewhere) {
 
 TEST_F(StressCommandTest, RejectsCommandLinesItDoesNotUnderstand) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{"--tokens", "1.5M"}, "--tokens: expected a whole number, or one with K, M or G"},
+      {{"--tokens", "1.5M"}, "--tokens: Value 1.5"},
+      {{"--tokens", "1KK"}, "--tokens"},
+      {{"--tokens", "-1K"}, "--tokens"},
+      {{"--host-budget", "-1"}, "--host-budget"},
+      {{"--host-budget", "16777216T"}, "--host-budget"},
       {{"--tokens", "-1"}, "--tokens"},
       {{"--host-budget", "lots"}, "--host-budget"},
       {{"--preset", "gpt-2"}, "llama-3.1-8b"},

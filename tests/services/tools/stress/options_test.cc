@@ -21,24 +21,6 @@ std::string problem_of(StressOptions options, ErrorCode code) {
   return "no error";
 }
 
-TEST(StressOptions, ParsesSizes) {
-  EXPECT_EQ(parse_size("0"), 0);
-  EXPECT_EQ(parse_size("1000"), 1000);
-  EXPECT_EQ(parse_size("64K"), 65536);
-  EXPECT_EQ(parse_size("1M"), 1048576);
-  EXPECT_EQ(parse_size("256k"), 262144);
-  EXPECT_EQ(parse_size("2g"), std::int64_t{2} << 30);
-  EXPECT_EQ(parse_size("3G"), std::int64_t{3} << 30);
-  EXPECT_EQ(parse_size("8589934591G"), std::int64_t{8589934591} << 30);
-}
-
-TEST(StressOptions, RejectsWhatIsNoSize) {
-  for (const char* text : {"", "K", "-1", "-1K", "1.5M", "1KK", "1 K", " 1", "1MB", "0x10",
-                           "8589934592G", "9223372036854775808"}) {
-    EXPECT_FALSE(parse_size(text).has_value()) << text;
-  }
-}
-
 TEST(StressOptions, ShowsBytes) {
   EXPECT_EQ(show_bytes(0), "0 B");
   EXPECT_EQ(show_bytes(1023), "1023 B");
