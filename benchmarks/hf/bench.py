@@ -179,9 +179,9 @@ class Bench:
             pages = pages // row * (row // 2 + 8)
             memory = replace(memory, host_bytes=pages, page_format=kvtier.PageFormat.INT8)
         if own.row_cache_rows and name != "kvtier-device":
-            sets = -(-own.row_cache_rows // 32) * shape.kv_heads
-            layer = sets * (32 * (4 * shape.head_dim + 8) + 16) + 256
-            memory = replace(memory, row_cache_rows=own.row_cache_rows, row_cache_bytes=layer * shape.layers)
+            own_rows = {"row_cache_rows": own.row_cache_rows}
+            cache = kvtier.session_memory(shape, capacity, retrieval, memory, **own_rows).row_cache
+            memory = replace(memory, row_cache_bytes=cache, **own_rows)
         if name != "kvtier-device" and pages > available_host_bytes():
             raise DoesNotFit(f"host memory: expected {pages} bytes")
         return kvtier.hf.KvtierCache(config, retrieval, memory=memory, max_tokens=capacity)

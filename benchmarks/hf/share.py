@@ -92,9 +92,9 @@ class Share:
                 host_bytes=0,
             )
         elif self.own.row_cache_rows:
-            sets = -(-self.own.row_cache_rows // 32) * shape.kv_heads
-            layer = sets * (32 * (4 * shape.head_dim + 8) + 16) + 256
-            memory = replace(memory, row_cache_rows=self.own.row_cache_rows, row_cache_bytes=layer * shape.layers)
+            own_rows = {"row_cache_rows": self.own.row_cache_rows}
+            cache = kvtier.session_memory(shape, capacity, retrieval, memory, **own_rows).row_cache
+            memory = replace(memory, row_cache_bytes=cache, **own_rows)
         cache = kvtier.hf.KvtierCache(self.model.config, retrieval, memory=memory, max_tokens=capacity)
         for layer in range(shape.layers):
             for first in range(0, tokens, FILL_TOKENS):

@@ -81,10 +81,21 @@ if TYPE_CHECKING:
     from kvtier_engine import Engine as Engine
     from kvtier_engine import PagedSketches as PagedSketches
     from kvtier_engine import Session as Session
+    from kvtier_engine import SessionMemory as SessionMemory
+    from kvtier_engine import device_bytes_for as device_bytes_for
+    from kvtier_engine import session_memory as session_memory
 
 __version__ = "0.1.0"
 
-_OF_THE_ENGINE = ("BatchItem", "Engine", "PagedSketches", "Session")
+_OF_THE_ENGINE = (
+    "BatchItem",
+    "Engine",
+    "PagedSketches",
+    "Session",
+    "SessionMemory",
+    "device_bytes_for",
+    "session_memory",
+)
 
 __all__ = [
     "AbortedError",

@@ -397,6 +397,59 @@ class SequenceTest(EngineTest):
             kvtier.Engine(model(), NORM_AWARE, memory()).close()
 
 
+class MemoryTest(unittest.TestCase):
+    def test_a_session_takes_what_the_document_says(self) -> None:
+        tokens, rows_kept = 3000, 100
+        found = kvtier.session_memory(
+            model(), tokens, NORM_AWARE, memory(), row_cache_rows=rows_kept
+        )
+        heads = LAYERS * KV_HEADS
+        planes = NORM_AWARE.sketch(HEAD_DIM).num_planes
+        self.assertEqual(found.tokens, tokens)
+        self.assertEqual(found.pages, heads * 4 * HEAD_DIM * 47 * 64)
+        self.assertEqual(found.sketches, heads * (-(-planes // 128) * 16 + 4) * 3 * 1024)
+        row_cache = heads * 4 * (32 * (4 * HEAD_DIM + 8) + 16)
+        self.assertIn(found.row_cache - row_cache, range(LAYERS * 256))  # each layer's is aligned
+
+    def test_an_engine_has_room_for_the_sessions_that_it_was_sized_for(self) -> None:
+        tokens, sessions = 2048, 3
+        sizes = memory(max_session_tokens=tokens)
+        pages = kvtier.session_memory(model(), tokens, NORM_AWARE, sizes).pages
+        sizes = dataclasses.replace(
+            sizes,
+            host_bytes=sessions * pages,
+            device_bytes=kvtier.device_bytes_for(
+                model(), tokens, sessions, NORM_AWARE, sizes, backend=kvtier.Backend.CPU
+            ),
+        )
+        with kvtier.Engine(model(), NORM_AWARE, sizes, backend=kvtier.Backend.CPU) as engine:
+            opened = [engine.open() for _ in range(sessions)]
+            for session in opened:
+                for layer in range(LAYERS):
+                    session.append(layer, rows(1, tokens, KV_HEADS), rows(2, tokens, KV_HEADS))
+            with self.assertRaises(kvtier.ResourceExhaustedError):
+                engine.open().append(0, rows(1, 64, KV_HEADS), rows(2, 64, KV_HEADS))
+
+    def test_a_whole_session_is_opened_only_where_all_of_it_fits(self) -> None:
+        sizes = memory(max_session_tokens=2048)
+        pages = kvtier.session_memory(model(), 2048, NORM_AWARE, sizes).pages
+        sizes = dataclasses.replace(sizes, host_bytes=pages + pages // 2)
+        with kvtier.Engine(model(), NORM_AWARE, sizes, backend=kvtier.Backend.CPU) as engine:
+            with engine.open(whole=True):
+                with self.assertRaisesRegex(kvtier.ResourceExhaustedError, "MiB of pages"):
+                    engine.open(whole=True)
+                engine.open(capacity_tokens=1024, whole=True).close()
+            engine.open(whole=True).close()
+
+    def test_refuses_what_no_engine_takes(self) -> None:
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "tokens: expected 1..4096"):
+            kvtier.session_memory(model(), 4097, NORM_AWARE, memory())
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "backend: expected cpu or cuda"):
+            kvtier.device_bytes_for(
+                model(), 64, 1, NORM_AWARE, memory(), backend=kvtier.Backend.AUTO
+            )
+
+
 class BadInputTest(EngineTest):
     def test_names_what_it_expected_and_found_and_changes_nothing(self) -> None:
         session, keys, values = self.filled(100)

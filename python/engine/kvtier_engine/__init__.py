@@ -5,6 +5,7 @@ Settings and errors are those of the package kvtier, which offers these names as
 
 from kvtier_engine._native import version as __version__
 from kvtier_engine.engine import BatchItem, Engine, Stats
+from kvtier_engine.memory import SessionMemory, device_bytes_for, session_memory
 from kvtier_engine.paged import PagedAttendResult, PagedSelectResult, PagedSketches
 from kvtier_engine.session import AttendResult, SelectResult, Session
 
@@ -17,6 +18,9 @@ __all__ = [
     "PagedSketches",
     "SelectResult",
     "Session",
+    "SessionMemory",
     "Stats",
     "__version__",
+    "device_bytes_for",
+    "session_memory",
 ]

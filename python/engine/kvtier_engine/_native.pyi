@@ -10,6 +10,27 @@ class Backend:
     @property
     def name(self) -> str: ...
 
+def session_memory(
+    model: ModelConfig,
+    memory: MemoryConfig,
+    retrieval: RetrievalConfig,
+    extra_sketches: Sequence[SketchConfig],
+    backend: BackendChoice,
+    tokens: int,
+    row_cache_rows: int,
+    /,
+) -> tuple[int, int, int, int, int]: ...
+def device_bytes_for(
+    model: ModelConfig,
+    memory: MemoryConfig,
+    retrieval: RetrievalConfig,
+    extra_sketches: Sequence[SketchConfig],
+    backend: BackendChoice,
+    tokens: int,
+    sessions: int,
+    /,
+) -> int: ...
+
 class Options:
     def __init__(self, options: AttendOptions, tokens_after: int, /) -> None: ...
 
@@ -135,6 +156,7 @@ class Engine:
         model_fingerprint: str,
         max_page_bytes: int,
         tenant: str,
+        whole: bool,
         /,
     ) -> Session: ...
     def set_quota(self, tenant: str, page_bytes: Optional[int], /) -> None: ...

@@ -91,18 +91,21 @@ class Engine(Closing):
         model_fingerprint: str = "",
         max_page_bytes: int = 0,
         tenant: str = "",
+        whole: bool = False,
     ) -> Session:
         """Opens a session. `capacity_tokens` 0: `MemoryConfig.max_session_tokens`.
 
         `token_ids`: ids of the first tokens. The session begins with the longest run of whole pages
         of them that is stored (`Session.publish`) under the same secret and fingerprint, as
         `length` tells. `max_page_bytes`: most bytes of its pages, 0: no limit. `tenant`: whose
-        quota (`set_quota`) they count against as well."""
+        quota (`set_quota`) they count against as well. `whole`: the session is opened only where all
+        that it takes at its capacity (`session_memory`) is there, and then has it; else
+        `ResourceExhaustedError` has the arithmetic."""
         return Session(
             self,
             self._native.open(
                 *(capacity_tokens, check_ids(token_ids), tenant_secret, model_fingerprint),
-                *(max_page_bytes, tenant),
+                *(max_page_bytes, tenant, whole),
             ),
         )
 

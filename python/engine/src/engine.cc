@@ -128,7 +128,7 @@ Engine::Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::ha
 
 Session* Engine::open(std::int64_t capacity_tokens, const std::vector<std::int32_t>& token_ids,
                       const nb::bytes& tenant_secret, const std::string& model_fingerprint,
-                      std::size_t max_page_bytes, const std::string& tenant) {
+                      std::size_t max_page_bytes, const std::string& tenant, bool whole) {
   kvtier::SessionConfig config;
   config.capacity_tokens = capacity_tokens;
   config.token_ids = token_ids;
@@ -136,6 +136,7 @@ Session* Engine::open(std::int64_t capacity_tokens, const std::vector<std::int32
   config.model_fingerprint = model_fingerprint;
   config.max_page_bytes = max_page_bytes;
   config.tenant = tenant;
+  config.whole = whole;
   const std::shared_ptr<kvtier::Engine> engine = open_engine();
   const nb::gil_scoped_release release;
   return new Session(engine->open(config), backend_);  // Python takes it

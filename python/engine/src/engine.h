@@ -28,7 +28,7 @@ class Engine {
   /// `max_page_bytes` 0: no limit.
   Session* open(std::int64_t capacity_tokens, const std::vector<std::int32_t>& token_ids,
                 const nb::bytes& tenant_secret, const std::string& model_fingerprint,
-                std::size_t max_page_bytes, const std::string& tenant);
+                std::size_t max_page_bytes, const std::string& tenant, bool whole);
   /// `page_bytes` None: no limit.
   void set_quota(const std::string& tenant, std::optional<std::size_t> page_bytes);
   /// `items`: tuples of the arguments of `Session::decode` after `layer` and without `stream`, each

@@ -2,6 +2,7 @@
 #include "kvtier/version.h"
 
 #include "engine.h"
+#include "memory.h"
 #include "paged.h"
 
 #include <exception>
@@ -11,10 +12,12 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using kvtier_engine::device_bytes_for;
 using kvtier_engine::Engine;
 using kvtier_engine::Options;
 using kvtier_engine::PagedSketches;
 using kvtier_engine::Session;
+using kvtier_engine::session_memory;
 
 namespace {
 
@@ -41,6 +44,10 @@ NB_MODULE(_native, m) {
       .value("AUTO", kvtier::Backend::kAuto)
       .value("CPU", kvtier::Backend::kCpu)
       .value("CUDA", kvtier::Backend::kCuda);
+  m.def("session_memory", &session_memory, "model"_a, "memory"_a, "retrieval"_a, "extra_sketches"_a,
+        "backend"_a, "tokens"_a, "row_cache_rows"_a);
+  m.def("device_bytes_for", &device_bytes_for, "model"_a, "memory"_a, "retrieval"_a,
+        "extra_sketches"_a, "backend"_a, "tokens"_a, "sessions"_a);
   nb::class_<Options>(m, "Options").def(nb::init<nb::handle, std::int64_t>());
   nb::class_<Session>(m, "Session")
       .def("append", &Session::append, "layer"_a, "keys"_a, "values"_a, "stream"_a.none())
@@ -76,7 +83,8 @@ NB_MODULE(_native, m) {
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, bool, bool>())
       .def("open", &Engine::open, "capacity_tokens"_a, "token_ids"_a, "tenant_secret"_a,
-           "model_fingerprint"_a, "max_page_bytes"_a, "tenant"_a, nb::rv_policy::take_ownership)
+           "model_fingerprint"_a, "max_page_bytes"_a, "tenant"_a, "whole"_a,
+           nb::rv_policy::take_ownership)
       .def("set_quota", &Engine::set_quota, "tenant"_a, "page_bytes"_a.none())
       .def("decode", &Engine::decode, "layer"_a, "items"_a, "stream"_a.none())
       .def("decode_rows", &Engine::decode_rows, "layer"_a, "sessions"_a, "query"_a, "key"_a,

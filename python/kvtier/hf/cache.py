@@ -77,7 +77,7 @@ class KvtierCache(Cache):
             if memory is None:
                 tokens = decoder.max_position_embeddings if max_tokens is None else max_tokens
                 rows = batch_rows(decoder, max_batch_size)
-                memory = memory_config(shape, retrieval, max_batch_size, tokens, rows)
+                memory = memory_config(shape, retrieval, max_batch_size, tokens, rows, backend)
             engine = kvtier.Engine(shape, retrieval, memory, backend=backend)
         _check_fit(engine.model, shape)
         self.config = config

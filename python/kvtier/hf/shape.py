@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+import kvtier
 from kvtier.config import (
     DType,
     Estimator,
@@ -14,13 +18,11 @@ from kvtier.config import (
     SelectionRule,
     SketchCode,
 )
-from kvtier.engine_config import MemoryConfig
+from kvtier.engine_config import Backend, MemoryConfig
 from kvtier.errors import invalid
 
-_MIB = 1 << 20
 _BLOCK_TOKENS = 1024  # of sketches, the unit in which a session takes them
 _MAX_PLANES = 1024
-_CACHED_ROWS = 4  # of the row cache, for each that a step selects
 
 
 def default_retrieval(head_dim: int) -> RetrievalConfig:
@@ -88,42 +90,25 @@ def model_config(decoder: Any, dense: bool, kv_dtype: DType) -> ModelConfig:
 
 
 def memory_config(
-    model: ModelConfig, retrieval: RetrievalConfig, sessions: int, tokens: int, rows: int
+    model: ModelConfig,
+    retrieval: RetrievalConfig,
+    sessions: int,
+    tokens: int,
+    rows: int,
+    backend: Backend = Backend.AUTO,
 ) -> MemoryConfig:
-    """Returns memory for so many sessions of so many tokens: whole pages, and two more for each
-    layer, of which forks write one; sketches in whole blocks; scores of `rows` queries at a time
-    beside a fixed share for the rest; and the row cache of a GPU by docs/memory.md."""
-    base = MemoryConfig(max_batch_rows=rows)
-    pages = -(-tokens // base.page_tokens) + 2
-    page_bytes = base.page_tokens * model.kv_heads * model.head_dim * 4
-    blocks = -(-tokens // _BLOCK_TOKENS) + 1
-    sketch_bytes = retrieval.sketch(model.head_dim).num_planes // 8 + 16
-    scores = tokens * base.max_batch_rows * model.query_heads * 16
-    per_session = model.layers * blocks * _BLOCK_TOKENS * model.kv_heads * sketch_bytes
-    return MemoryConfig(
-        host_bytes=sessions * model.layers * pages * page_bytes,
-        device_bytes=sessions * per_session
-        + scores
-        + 256 * _MIB
-        + row_cache_bytes(model, retrieval, sessions, tokens),
-        max_session_tokens=tokens,
-        max_batch_rows=rows,
+    """Returns memory for so many sessions of so many tokens, by docs/memory.md: for each layer two
+    pages and a block of sketches more, of which forks write one, and scores of `rows` queries at a
+    time."""
+    if backend == Backend.AUTO:
+        backend = Backend.CUDA if torch.cuda.is_available() else Backend.CPU
+    memory = MemoryConfig(max_session_tokens=tokens + _BLOCK_TOKENS, max_batch_rows=rows)
+    session = kvtier.session_memory(model, tokens + 2 * memory.page_tokens, retrieval, memory)
+    memory = replace(memory, host_bytes=sessions * session.pages)
+    device_bytes = kvtier.device_bytes_for(
+        model, tokens + _BLOCK_TOKENS, sessions, retrieval, memory, backend=backend
     )
-
-
-def row_cache_bytes(
-    model: ModelConfig, retrieval: RetrievalConfig, sessions: int, tokens: int
-) -> int:
-    """Returns what the row cache takes of `device_bytes` (docs/memory.md), with the part-filled
-    blocks of sketches that come before it."""
-    layers = [layer.mode for layer in model.layer_options]
-    sparse = layers.count(LayerMode.SPARSE) if layers else model.layers
-    selected = int(tokens / retrieval.sparsity) if retrieval.sparsity else retrieval.top_k
-    sets = -(-min(_CACHED_ROWS * selected, tokens) // 32) * model.kv_heads
-    cache = sets * (32 * (4 * model.head_dim + 8) + 16)
-    spare = max(64 * _BLOCK_TOKENS, 4 * _BLOCK_TOKENS * model.layers * sessions)
-    sketch_bytes = retrieval.sketch(model.head_dim).num_planes // 8 + 16
-    return sessions * sparse * (cache + 256) + spare * model.kv_heads * sketch_bytes
+    return replace(memory, device_bytes=device_bytes, max_session_tokens=tokens)
 
 
 def batch_rows(decoder: Any, sessions: int) -> int:
