@@ -14,7 +14,7 @@ constexpr int kTokensPerBlock = 4096;
 
 struct Arrays {
   float* centroids;  // [spaces][kCentroids][kDim]
-  float* sums;       // likewise
+  float* sums;       // as well
   float* counts;     // [spaces][kCentroids]
   float* squares;    // [spaces]
 };

@@ -30,7 +30,7 @@ struct AnswerOptions {
   bool variants = false;
   /// Names of selectors to run; empty: all.
   std::vector<std::string> only;
-  std::function<void(const std::string&)> progress;  ///< Told what begins.
+  std::function<void(const std::string&)> progress;  ///< Called with what begins.
 };
 
 /// One selector at one sparsity, averaged over sequences; `scores.right` has the questions of all.

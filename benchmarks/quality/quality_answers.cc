@@ -51,7 +51,7 @@ int run(int argc, char** argv) {
       "Of kvtier's own selectors: soft collision with orthogonal planes, norm-aware with 64 "
       "and 600, in place of the usual ones");
   app.add_flag("--variants", options.variants,
-               "Also what tells where a sketch of 128 planes loses: exact scores and signs of a "
+               "Also what shows where a sketch of 128 planes loses: exact scores and signs of a "
                "rotation, with other weights of ln |v| and other corrections");
   app.add_option("--planes", options.planes, "Of norm-aware, only rows with this many planes");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();

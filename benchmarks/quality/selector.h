@@ -89,7 +89,7 @@ struct NamedSelector {
 };
 
 /// Returns every selector of the comparison, ready for `build`. `capacity`: tokens that they will
-/// hold. `variants`: after them those that tell what a sketch of 128 planes loses, and where.
+/// hold. `variants`: after them those that show what a sketch of 128 planes loses, and where.
 [[nodiscard]] std::vector<NamedSelector> make_selectors(std::int64_t capacity,
                                                         bool variants = false);
 

@@ -30,7 +30,7 @@ struct Settings {
 /// Decoder steps over the data plane, and over gRPC, against an engine in this process.
 [[nodiscard]] nlohmann::json decode_rows(const ServerProcess& server, const Settings& settings);
 
-/// How well the time of a lookup tells hashes that another tenant has stored from hashes that
+/// How well the time of a lookup separates hashes that another tenant has stored from hashes that
 /// nobody has, and, to show that the probe works, the same of the tenant's own.
 [[nodiscard]] nlohmann::json isolation_rows(const ServerProcess& server, const Settings& settings);
 

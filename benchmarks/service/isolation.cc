@@ -25,8 +25,8 @@ constexpr std::size_t kStored = 1000;
 constexpr std::size_t kPrefix = 8;        // hashes of a lookup, as of a prompt of so many pages
 constexpr std::size_t kSamples = 10'000;  // of each kind
 
-/// How well the times of lookups tell one kind of hash from another: the probability that one of
-/// the first kind takes longer than one of the second, and the interval of 95 % around it.
+/// How well the times of lookups separate one kind of hash from another: the probability that one
+/// of the first kind takes longer than one of the second, and the interval of 95 % around it.
 struct Separation {
   double auc = 0, half_width = 0;
   double first_p50 = 0, second_p50 = 0;  ///< Seconds.

@@ -25,7 +25,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kFrameHead = 9;
-constexpr std::uint32_t kOwnWindow = std::uint32_t{1} << 30;  // for replies that nobody counts
+constexpr std::uint32_t kOwnWindow = std::uint32_t{1} << 30;  // for replies that are not counted
 constexpr std::int64_t kFirstWindow = 65535;
 constexpr std::size_t kMostStreams = 100;  ///< Of a connection: below the server's limit.
 constexpr std::chrono::milliseconds kGather{1};
@@ -173,7 +173,7 @@ class RawLoad::Connection {
         if (calls_.erase(stream) > 0) outcomes.failure = "a stream that was reset";
         break;
       case kGoAway:
-        throw std::runtime_error("expected a server that serves on, found one that sends away");
+        throw std::runtime_error("expected a server that goes on, found one that sends GOAWAY");
       default:
         break;
     }

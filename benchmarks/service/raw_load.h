@@ -41,7 +41,7 @@ class RawLoad {
   class Connection;
   using Clock = std::chrono::steady_clock;
 
-  /// Makes calls until `end`, and ends when all are answered. `due` is told how many were made and
+  /// Makes calls until `end`, and ends when all are answered. `due` receives how many were made and
   /// how they ended, and says when the next is due; `max()`: not before another has ended. Sleeps
   /// for `pause` after each look at the connections.
   template <typename Due>

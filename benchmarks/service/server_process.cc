@@ -39,7 +39,7 @@ constexpr std::size_t kLargePage = 2 << 20;
 constexpr std::size_t kPiecesPerWrite = 62;  // as many pages as the data plane puts in a frame
 
 /// Sends pages as chunks in messages, of 1 MiB as ReadPages does. Like there the client compares
-/// their checksums, so nobody does here.
+/// their checksums, so there are none here.
 class MessageWriter final : public grpc::ServerWriteReactor<v1::ReadPagesResponse> {
  public:
   MessageWriter(PageStore& pages, const Tenant& tenant, const v1::ReadPagesRequest& request)
@@ -84,7 +84,7 @@ class MessageWriter final : public grpc::ServerWriteReactor<v1::ReadPagesRespons
   int index_ = 0;
 };
 
-/// Sends bytes that are looked at and copied by nobody but gRPC.
+/// Sends bytes that only gRPC looks at and copies.
 class BareWriter final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
   explicit BareWriter(const v1::ReadPagesRequest& request) : left_(request.handles_size()) {

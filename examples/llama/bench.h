@@ -90,7 +90,7 @@ void run_bench(std::ostream& out, const BenchOptions& options);
 [[nodiscard]] std::vector<BenchRow> bench_on_cpu(const ModelConfig& model,
                                                  const BenchOptions& options, const Method& sparse);
 
-/// Tells whether `bench_on_gpu` can run: a build with CUDA and the benchmarks, and a GPU.
+/// Returns whether `bench_on_gpu` can run: a build with CUDA and the benchmarks, and a GPU.
 [[nodiscard]] bool has_gpu_bench();
 /// bf16 weights, cuBLAS's products, each token a CUDA graph; dense attention by cuDNN, then
 /// kvtier's for each placement and number of rows. Writes the JSON file itself, row by row. Where

@@ -28,7 +28,7 @@ struct EvalOptions {
   RuntimeOptions runtime;
   RetrievalOptions retrieval;
   bool keep_logits = false;  ///< Fill `EvalResult::logits`.
-  /// Told what is being computed and how far it is, 0 to 1.
+  /// Called with what is being computed and how far it is, 0 to 1.
   std::function<void(const std::string&, double)> progress;
 };
 
@@ -57,7 +57,7 @@ struct EvalRow {
   std::size_t host_bytes = 0;       ///< KV pages of the session.
   double pages_restored = 0.0;      ///< Mean per sequence: pages that came back from a tier.
 
-  /// Whether rows and bytes are known; a server does not tell them.
+  /// Whether rows and bytes are known; a server does not report them.
   [[nodiscard]] bool measured() const noexcept { return rows_attended > 0.0; }
 };
 

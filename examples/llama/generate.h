@@ -23,7 +23,7 @@ struct GenerateOptions {
 
 /// Returns the greedy continuation of the prompt: dense prefill of all but its last token, then one
 /// token at a time through kvtier, until an end token (returned too) or `max_tokens`. `on_token` is
-/// told each as it comes.
+/// called with each as it comes.
 std::vector<std::int32_t> generate(Decoder& decoder, const GenerateOptions& options,
                                    const std::function<void(std::int32_t)>& on_token = {});
 

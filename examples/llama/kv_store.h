@@ -28,7 +28,7 @@ class KvStore {
   [[nodiscard]] virtual std::unique_ptr<KvSession> open(std::int64_t capacity_tokens) = 0;
   /// Where the store is, for reports: "cpu", "cuda" or the server's address.
   [[nodiscard]] virtual std::string place() const = 0;
-  /// All zero for a server, which tells its operators alone.
+  /// All zero for a server, which reports them to its operators alone.
   [[nodiscard]] virtual Stats stats() const = 0;
 };
 

@@ -51,7 +51,7 @@ class LogLevel(enum.Enum):
 
 
 def default_admin_server() -> str:
-    """Returns the address of the admin socket of `kvtier serve` when it is told none."""
+    """Returns the address of the admin socket that `kvtier serve` has by default."""
     return f"unix:{default_folder()}/admin.sock"
 
 
@@ -82,7 +82,7 @@ class AdminClient(Closing):
         return found
 
     def metrics(self) -> str:
-        """Returns what the metrics listener tells, in the text format of Prometheus."""
+        """Returns what the metrics listener has, in the text format of Prometheus."""
         return str(self._call("GetMetrics", admin_pb2.GetMetricsRequest()).text)
 
     def drain(self) -> None:
@@ -107,7 +107,7 @@ class AdminClient(Closing):
         return _status_of(self._call("SetTenantQuota", request).tenant)
 
     def evict_tenant(self, tenant: str) -> EvictedPages:
-        """Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the
+        """Deletes the pages of a tenant in the page cache that no client has pinned or used since the
         call began. Its sessions and leases stay. Returns what the last attempt has deleted, where
         the reply of one before was lost."""
         found = self._call("EvictTenant", admin_pb2.EvictTenantRequest(name=tenant))

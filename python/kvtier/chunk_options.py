@@ -66,7 +66,7 @@ class ChunkOptions:
 
     def connect(self) -> Client:
         """Returns a client whose calls are not repeated. Raises for addresses and files that are no
-        use, not for a server that is away."""
+        use, not for a server that cannot be reached."""
         return Client(
             self.server or default_server(),
             token=_token(self.token_file),

@@ -1,7 +1,7 @@
 """Chunks of KV of any size, found by their keys in the page cache of a server.
 
 What connectors to inference engines share. Nothing here raises, or waits longer than its deadline,
-because the server is slow, full, paused, restarted or away: what it does not give in time is a miss.
+because the server is slow, full, paused, restarted or out of reach: what it does not give in time is a miss.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ChunkStore(Closing):
     chunks. Thread-safe."""
 
     def __init__(self, options: ChunkOptions) -> None:
-        """Raises InvalidArgumentError for options that are no use. The server may be away."""
+        """Raises InvalidArgumentError for options that are no use. The server may be out of reach."""
         self._options = options
         self._breaker = CircuitBreaker(options.retry_after)
         self._changing = threading.Lock()
@@ -85,7 +85,7 @@ class ChunkStore(Closing):
     def group(self, identity: str, chunk_bytes: int, segments: int = 1) -> ChunkGroup:
         """Returns the chunks of an identity (`kvtier.identity`) and a size, each in `segments` of
         equal size. Raises what the server has against it, such as a token that it does not know; a
-        server that is away is logged."""
+        server that cannot be reached is logged."""
         group = ChunkGroup(self, identity, chunk_bytes, segments)
         refusal = self.run(group.refusal, None)
         if refusal is not None:
@@ -269,7 +269,7 @@ class ChunkGroup:
 
     def lock(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Keeps stored chunks from eviction until as many `unlock`, or the end of the connection.
-        The future tells which are stored."""
+        The future has which are stored."""
         hashes = [_hash(key) for key in keys]
         return self._store.start(
             lambda: self._store.look_up(

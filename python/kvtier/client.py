@@ -102,7 +102,7 @@ AttendOutcome = Union[AttendResult, ClientError]
 
 
 def default_server() -> str:
-    """Returns the address at which `kvtier serve` listens when it is told none."""
+    """Returns the address at which `kvtier serve` listens by default."""
     return f"unix:{default_folder()}/kvtier.sock"
 
 
@@ -166,7 +166,7 @@ class Client(Caller):
 
         `token_ids`: ids of the first tokens. The session begins with the longest run of whole pages
         of them that was stored (`RemoteSession.publish`) under the same `model_fingerprint`, as
-        `length` tells, and the rest is appended as ever. The fingerprint names the weights and all
+        `length` says, and the rest is appended as ever. The fingerprint names the weights and all
         else that keys and values depend on beside the ids, up to 128 bytes."""
         request = session_pb2.CreateSessionRequest(
             request_id=self.make_request_id(),

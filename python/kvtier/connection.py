@@ -76,7 +76,7 @@ class ClientOptions:
 
 
 def default_folder() -> str:
-    """Returns the folder in which `kvtier serve` has its sockets when it is told none."""
+    """Returns the folder in which `kvtier serve` has its sockets by default."""
     folder = os.environ.get("XDG_RUNTIME_DIR")
     return f"{folder}/kvtier" if folder else f"/tmp/kvtier-{os.getuid()}"
 

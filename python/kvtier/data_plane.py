@@ -63,7 +63,7 @@ class PlaneCall:
 
 class Channel:
     """An attached connection. Used by one thread at a time; broken after an error but one that the
-    server told."""
+    server reported."""
 
     def __init__(self, path: str, token: bytes, timeout: float) -> None:
         self.timeout = timeout

@@ -92,7 +92,7 @@ class SharedDeviceMemory(Closing):
     def tensor(
         self, array: Any = None, *, offset: int = 0, shape: Sequence[int] = (), dtype: str = ""
     ) -> DeviceTensor:
-        """Returns a dense array of this memory, as the server is told of it: `array`, a tensor of
+        """Returns a dense array of this memory, as it is described to the server: `array`, a tensor of
         torch, or any object with `__cuda_array_interface__`; or what `offset`, `shape` and `dtype`
         say. What was written there must have arrived when a call is made
         (`torch.cuda.synchronize()`)."""

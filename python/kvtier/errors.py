@@ -41,7 +41,7 @@ class FieldViolation:
 
 @dataclass(frozen=True)
 class Details:
-    """What the server tells beside code and message."""
+    """What the server says beside code and message."""
 
     #: Such as "QUOTA_EXCEEDED" or "LEASE_EXPIRED"; empty when there was no answer.
     reason: str = ""
@@ -192,7 +192,7 @@ def _details_of(failure: Any) -> Details:
         if key == _STATUS_DETAILS:
             try:
                 status.ParseFromString(value)
-            except Exception:  # protobuf's DecodeError; what cannot be read tells nothing
+            except Exception:  # protobuf's DecodeError; what cannot be read is ignored
                 return Details()
     reason = ""
     metadata: dict[str, str] = {}

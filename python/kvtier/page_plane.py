@@ -62,7 +62,7 @@ def read(
     stale: set[int],
 ) -> None:
     """Fills `found` with the pages, copied to where `room` says by their number; the server has
-    compared their checksums. None stays for one that is missing, has gone meanwhile or is damaged: to ask another way is to be told why. Those that
+    compared their checksums. None stays for one that is missing, has gone meanwhile or is damaged: to ask another way gives the reason. Those that
     had gone from where the server said that they were are in `stale`, by their number."""
     if channel.arena is None or not READS_ARE_ORDERED:
         return

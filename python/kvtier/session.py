@@ -204,7 +204,7 @@ class RemoteSession(Leased):
     of a `with`; one that is dropped without is released by the end of its lease.
 
     `UnavailableError` and `DeadlineExceededError` of an `append` leave open whether it was stored:
-    `refresh` tells.
+    `refresh` reports.
     """
 
     def __init__(self, client: Caller, session: session_pb2.Session) -> None:

@@ -21,7 +21,7 @@ struct SelectionTrace {
   [[nodiscard]] std::int64_t num_lists() const {
     return static_cast<std::int64_t>(lists.size()) / (layers * steps);
   }
-  /// Tells whether a file is one of these. Throws as `SafeTensors::open`.
+  /// Returns whether a file is one of these. Throws as `SafeTensors::open`.
   [[nodiscard]] static bool is_in(const std::filesystem::path& path);
   /// Reads a file. Throws as `SafeTensors::open`, and `kDataLoss` when counts, ids and heads do not
   /// go together.

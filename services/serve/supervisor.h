@@ -10,7 +10,7 @@ class Log;
 
 /// How a worker ends that has lost its device: another is to take its place.
 inline constexpr int kExitDeviceLost = 70;
-/// How a program ends that was told to end twice.
+/// How a program ends that has received two signals to end.
 inline constexpr int kExitForced = 130;
 
 /// How long to wait before a worker that has ended is replaced: not at all after the first fault,
@@ -29,7 +29,7 @@ class RestartDelay {
 };
 
 struct SupervisorOptions {
-  /// Called once the program has been told to end.
+  /// Called once the program has received a signal to end.
   std::function<void()> on_end = [] {};
 };
 
@@ -45,12 +45,12 @@ struct Supervised {
 
 /// Forks a worker, in which this returns at once, and another whenever one is ended by a fault: by
 /// a signal, or with `kExitDeviceLost`, or with an error where others had started. Returns in the
-/// supervisor when a worker has ended otherwise, or the program was told to.
+/// supervisor when a worker has ended otherwise, or the program received a signal to end.
 ///
 /// A worker has everything that the process had, and is killed when the supervisor ends. SIGTERM,
-/// SIGINT and SIGHUP reach the supervisor alone, which passes them on: who signals a whole group of
-/// processes tells the worker once. A second SIGTERM or SIGINT kills the worker. The process must
-/// have one thread. Throws `kUnavailable` when none can be forked.
+/// SIGINT and SIGHUP reach the supervisor alone, which passes them on: a signal to a whole group
+/// of processes reaches the worker once. A second SIGTERM or SIGINT kills the worker. The process
+/// must have one thread. Throws `kUnavailable` when none can be forked.
 [[nodiscard]] Supervised supervise(const SupervisorOptions& options, Log& log);
 
 }  // namespace kvtier::services

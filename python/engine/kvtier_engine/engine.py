@@ -97,7 +97,7 @@ class Engine(Closing):
 
         `token_ids`: ids of the first tokens. The session begins with the longest run of whole pages
         of them that is stored (`Session.publish`) under the same secret and fingerprint, as
-        `length` tells. `max_page_bytes`: most bytes of its pages, 0: no limit. `tenant`: whose
+        `length` says. `max_page_bytes`: most bytes of its pages, 0: no limit. `tenant`: whose
         quota (`set_quota`) they count against as well. `whole`: the session is opened only where all
         that it takes at its capacity (`session_memory`) is there, and then has it; else
         `ResourceExhaustedError` has the arithmetic."""

@@ -49,7 +49,7 @@ class KvtierL2Adapter(L2AdapterInterface):
     within their deadlines, whatever the server does; locks are pins of the server."""
 
     def __init__(self, config: KvtierL2AdapterConfig, l1_memory_desc: Any = None) -> None:
-        """Raises what the server has against the connection; a server that is away is logged."""
+        """Raises what the server has against the connection; a server that cannot be reached is logged."""
         super().__init__()
         self._objects = ObjectStore("lmcache", config.options)
         self._threads = ThreadPoolExecutor(_TASKS, "kvtier-lmcache")

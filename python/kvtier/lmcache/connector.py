@@ -31,7 +31,7 @@ class KvtierConnectorAdapter(ConnectorAdapter):
 
     def create_connector(self, context: Any) -> KvtierConnector:
         """Raises InvalidArgumentError for an option that is unknown or of another type, and what
-        the server has against the connection; a server that is away is logged."""
+        the server has against the connection; a server that cannot be reached is logged."""
         prefix = f"remote_storage_plugin.{context.plugin_name or _PLUGIN}."
         given = {
             name.removeprefix(prefix): value

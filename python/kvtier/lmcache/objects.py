@@ -26,7 +26,7 @@ class ObjectStore(Closing):
 
     def __init__(self, engine: str, options: ChunkOptions) -> None:
         """Raises InvalidArgumentError for options that are no use, and what the server has against
-        the connection; a server that is away is logged."""
+        the connection; a server that cannot be reached is logged."""
         self._store = ChunkStore(options)
         self._identity = make_identity(engine, {"kind": "objects"})
         self._changing = threading.Lock()

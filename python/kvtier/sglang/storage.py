@@ -58,7 +58,7 @@ class KvtierStorage(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the pool of keys and values. Raises what the server has against the connection; a
-        server that is away is logged."""
+        server that cannot be reached is logged."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(PoolName.KV, mem_pool_host)
 

@@ -81,7 +81,7 @@ class KvtierTier(SecondaryTierManager):
         """`primary_kv_view` [rows, row bytes]; `options`: of `ChunkOptions`. With `enable_kv_events`,
         where vLLM publishes events, chunks have one when they are stored, and when found gone. Raises
         InvalidArgumentError for options that are no use, and what the server has against the
-        connection; a server that is away is logged."""
+        connection; a server that cannot be reached is logged."""
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
         rows = np.asarray(primary_kv_view)

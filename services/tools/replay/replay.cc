@@ -217,7 +217,7 @@ class LayerReplay {
   }
 
   void estimator(const RetrievalConfig& retrieval, MetricSums& sums,
-                 const std::function<void(std::span<const std::int32_t>)>& told) {
+                 const std::function<void(std::span<const std::int32_t>)>& on_selected) {
     SelectedIds selected = make_ids(retrieval);
     const AttendOptions options{.retrieval = &retrieval};
     session_.select(layer_, query_, {.ids = selected.ids_view(), .scores = selected.scores_view()},
@@ -229,10 +229,10 @@ class LayerReplay {
     for (std::int64_t t = 0; t < chunk_.steps; ++t) {
       for (std::int64_t head = 0; head < selected.heads; ++head) {
         rankings.push_back(selected.ranking(t, head));
-        if (!told) continue;
+        if (!on_selected) continue;
         std::vector<std::int32_t> ids = rankings.back();
         std::sort(ids.begin(), ids.end());
-        told(ids);
+        on_selected(ids);
       }
     }
     judge(sums, selected.heads, rankings);

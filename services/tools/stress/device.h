@@ -38,7 +38,7 @@ class TensorDevice {
   [[nodiscard]] virtual MemorySpace space() const = 0;
 
   /// Takes the calls of one step. On the GPU they are captured in a graph: each `run` then replays
-  /// it, and the sessions must be told (`Session::advance`).
+  /// it, and the sessions must be advanced (`Session::advance`).
   virtual void set_step(std::function<void()> step) = 0;
   /// Enqueues one step.
   virtual void run_step() = 0;
