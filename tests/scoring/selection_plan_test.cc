@@ -1,0 +1,117 @@
+#include "scoring/selection_plan.h"
+
+#include "hashing/sketch.h"
+#include "transfer/device/with_cuda.h"
+
+#include <gtest/gtest.h>
+
+namespace kvtier::scoring {
+namespace {
+
+/// A device as an H100 says it is.
+constexpr DeviceLimits kDevice{
+    .processors = 132, .major = 9, .l2_bytes = 50 << 20, .block_bytes = 227 * 1024};
+
+/// Eight KV heads of four query heads, 256 bits of a scalar code, a sample per KV head.
+SelectShape shape_of(std::int64_t tokens) {
+  RetrievalConfig config = RetrievalConfig::of(Estimator::kNormAware);
+  config.code = SketchCode::kScalar;
+  config.rule = SelectionRule::kPriority;
+  config.selection = Selection::kPerKvHead;
+  config.num_planes = 256;
+  config.query_bits = 4;
+  return {.params = score_params(config, 128, 0.088F),
+          .rule = {.mode = LayerMode::kSparse, .sink_tokens = 128, .recent_tokens = 128},
+          .kv_heads = 8,
+          .group = 4,
+          .head_dim = 128,
+          .plane_dim = 128,
+          .rows = 1,
+          .max_length = tokens};
+}
+
+SelectionPlan plan_of(const SelectShape& shape, bool may_exchange = true) {
+  if constexpr (transfer::kWithCuda) return cuda::plan_selection(shape, kDevice, may_exchange);
+  return {};
+}
+
+// Planning asks the device nothing for these shapes, so none is needed.
+class SelectionPlanTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!transfer::kWithCuda) GTEST_SKIP() << "no CUDA in this build";
+  }
+};
+
+TEST_F(SelectionPlanTest, DoesAllInOneKernelWhereScoresFitOnChip) {
+  for (const std::int64_t tokens : {1024, 32 << 10, 128 << 10}) {
+    const SelectionPlan plan = plan_of(shape_of(tokens));
+    EXPECT_EQ(plan.path, SelectionPath::kFused) << tokens;
+    EXPECT_TRUE(plan.reads_queries && plan.attends && plan.k_known) << tokens;
+    EXPECT_LE(plan.bytes, kDevice.block_bytes);
+    EXPECT_GE(std::int64_t{plan.capacity} * plan.blocks, tokens);
+  }
+  EXPECT_EQ(plan_of(shape_of(128 << 10), false).path, SelectionPath::kCandidates);
+}
+
+TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
+  SelectShape shape = shape_of(32 << 10);
+  shape.int8_rows = true;
+  EXPECT_FALSE(plan_of(shape).attends);
+  shape = shape_of(32 << 10);
+  shape.head_dim = shape.plane_dim = 64;
+  EXPECT_FALSE(plan_of(shape).attends);
+  shape = shape_of(32 << 10);
+  shape.rows = 3;  // more than 16 pairs of a row and a KV head
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kFused);
+  EXPECT_FALSE(plan_of(shape).attends);
+}
+
+TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToOtherPaths) {
+  EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kCandidates);
+  SelectShape shape = shape_of(128 << 10);
+  shape.rows = 8;
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kStream);
+  shape = shape_of(128 << 10);
+  shape.group = 16;
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kStream);
+}
+
+TEST_F(SelectionPlanTest, DoesNotKnowTheCountUnderAThreshold) {
+  SelectShape shape = shape_of(32 << 10);
+  shape.params.threshold = 0.001F;
+  const SelectionPlan plan = plan_of(shape);
+  EXPECT_EQ(plan.path, SelectionPath::kStream);
+  EXPECT_FALSE(plan.k_known || plan.reads_queries);
+  EXPECT_TRUE(plan.attends);
+  shape.int8_rows = true;  // always-attended rows have no copies in 16 bits
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
+}
+
+TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
+  const auto path_with = [](auto change) {
+    SelectShape shape = shape_of(32 << 10);
+    change(shape);
+    return plan_of(shape).path;
+  };
+  EXPECT_EQ(path_with([](SelectShape& s) { s.keep_scores = true; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.params.coarse_bits = 1; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.params.selection = Selection::kPerSequence; }),
+            SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.params.query_bits = 0; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.recall = true; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) {
+              s.params.estimator = Estimator::kHardCollision;
+              s.params.rule = SelectionRule::kTopK;
+            }),
+            SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.rows = 0; }), SelectionPath::kGeneric);
+  if constexpr (transfer::kWithCuda) {
+    DeviceLimits older = kDevice;
+    older.major = 8;
+    EXPECT_EQ(cuda::plan_selection(shape_of(32 << 10), older, true).path, SelectionPath::kGeneric);
+  }
+}
+
+}  // namespace
+}  // namespace kvtier::scoring
