@@ -10,6 +10,9 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
+/// Units that a warp has under way.
+constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// What a block scores of one (row, KV head): `references` units that are spread over the row, the
@@ -78,9 +81,6 @@ struct StreamWork {
     return first + warp + i * kFusedWarps;
   }
 };
-
-/// Units that a warp has under way.
-constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
 
 /// The units of a warp on their way through its ring of stages. Whole warps only.
 template <int kChunks>
