@@ -1,6 +1,6 @@
 #include "kvtier/admin.h"
 
-#include "kvtier/v1/admin.grpc.pb.h"
+#include "kvtier/v1/admin.pb.h"
 
 #include "services/client/connection.h"
 
@@ -169,35 +169,9 @@ TenantStatus status_of(const v1::Tenant& from) {
 
 }  // namespace
 
-class AdminClient::Impl {
+class AdminClient::Impl : public services::Connection {
  public:
-  explicit Impl(const ClientOptions& options)
-      : connection_(options),
-        stub_(v1::AdminService::NewStub(connection_.channel().shared_from_this())) {}
-
-  /// Makes a call that may be repeated.
-  template <typename Response, typename Request>
-  [[nodiscard]] Response call(grpc::Status (v1::AdminService::Stub::*rpc)(grpc::ClientContext*,
-                                                                          const Request&,
-                                                                          Response*),
-                              const Request& request) {
-    Response response;
-    connection_.call([&](grpc::ClientContext& context) {
-      return (stub_.get()->*rpc)(&context, request, &response);
-    });
-    return response;
-  }
-
-  void drain() {
-    connection_.call_once([&](grpc::ClientContext& context) {
-      v1::DrainResponse response;
-      return stub_->Drain(&context, {}, &response);
-    });
-  }
-
- private:
-  services::Connection connection_;
-  std::unique_ptr<v1::AdminService::Stub> stub_;
+  using Connection::Connection;
 };
 
 AdminClient::AdminClient(const ClientOptions& options) : impl_(std::make_unique<Impl>(options)) {}
@@ -206,8 +180,7 @@ AdminClient::AdminClient(AdminClient&&) noexcept = default;
 AdminClient& AdminClient::operator=(AdminClient&&) noexcept = default;
 
 ServerInfo AdminClient::info() {
-  const v1::GetServerInfoResponse found =
-      impl_->call(&v1::AdminService::Stub::GetServerInfo, v1::GetServerInfoRequest());
+  const auto found = impl_->call<v1::GetServerInfoResponse>(v1::GetServerInfoRequest());
   return {.version = found.version(),
           .epoch = found.server_epoch(),
           .draining = found.state() == v1::SERVER_STATE_DRAINING,
@@ -215,8 +188,7 @@ ServerInfo AdminClient::info() {
 }
 
 ServerStats AdminClient::stats() {
-  const v1::GetStatsResponse found =
-      impl_->call(&v1::AdminService::Stub::GetStats, v1::GetStatsRequest());
+  const auto found = impl_->call<v1::GetStatsResponse>(v1::GetStatsRequest());
   ServerStats stats;
   stats.engines.cumulative = cumulative_of(found.cumulative());
   stats.engines.snapshot = snapshot_of(found.snapshot());
@@ -227,16 +199,18 @@ ServerStats AdminClient::stats() {
 }
 
 std::string AdminClient::metrics() {
-  return impl_->call(&v1::AdminService::Stub::GetMetrics, v1::GetMetricsRequest()).text();
+  return impl_->call<v1::GetMetricsResponse>(v1::GetMetricsRequest()).text();
 }
 
-void AdminClient::drain() { impl_->drain(); }
+void AdminClient::drain() {
+  static_cast<void>(impl_->call_once<v1::DrainResponse>(v1::DrainRequest()));
+}
 
 std::vector<TenantStatus> AdminClient::tenants() {
   std::vector<TenantStatus> tenants;
   v1::ListTenantsRequest request;
   do {
-    const v1::ListTenantsResponse page = impl_->call(&v1::AdminService::Stub::ListTenants, request);
+    const auto page = impl_->call<v1::ListTenantsResponse>(request);
     for (const v1::Tenant& tenant : page.tenants()) tenants.push_back(status_of(tenant));
     request.set_page_token(page.next_page_token());
   } while (!request.page_token().empty());
@@ -249,20 +223,20 @@ TenantStatus AdminClient::set_quota(std::string_view tenant, std::int64_t max_se
   request.set_name(std::string(tenant));
   request.mutable_quota()->set_max_sessions(max_sessions);
   request.mutable_quota()->set_max_kv_bytes(max_kv_bytes);
-  return status_of(impl_->call(&v1::AdminService::Stub::SetTenantQuota, request).tenant());
+  return status_of(impl_->call<v1::SetTenantQuotaResponse>(request).tenant());
 }
 
 EvictedPages AdminClient::evict_tenant(std::string_view tenant) {
   v1::EvictTenantRequest request;
   request.set_name(std::string(tenant));
-  const v1::EvictTenantResponse found = impl_->call(&v1::AdminService::Stub::EvictTenant, request);
+  const auto found = impl_->call<v1::EvictTenantResponse>(request);
   return {.pages = found.pages(), .bytes = found.bytes()};
 }
 
 void AdminClient::set_log_level(std::optional<LogLevel> level) {
   v1::SetLogLevelRequest request;
   request.set_level(message_of(level));
-  static_cast<void>(impl_->call(&v1::AdminService::Stub::SetLogLevel, request));
+  static_cast<void>(impl_->call<v1::SetLogLevelResponse>(request));
 }
 
 }  // namespace kvtier

@@ -1,9 +1,5 @@
 #include "services/client/channel_pool.h"
 
-#include "services/wire/grpc_time.h"
-
-#include <grpcpp/client_context.h>
-
 #include <algorithm>
 #include <unistd.h>
 
@@ -59,16 +55,10 @@ void ChannelPool::give_back(std::unique_ptr<DataChannel> channel) {
 ChannelPool::Attached ChannelPool::attach(std::int64_t staging_bytes) const {
   if (!connection_.options().data_plane) return {};
   try {
-    grpc::ClientContext context;
-    context.set_deadline(grpc_deadline(connection_.options().timeout));
-    connection_.authorize(context);
     v1::CreateAttachmentRequest request;
     request.set_process_id(::getpid());
     request.set_staging_bytes(staging_bytes);
-    v1::CreateAttachmentResponse response;
-    if (!connection_.shared_memory().CreateAttachment(&context, request, &response).ok()) {
-      return {};
-    }
+    const auto response = connection_.call_once<v1::CreateAttachmentResponse>(request);
     const ClientOptions& options = connection_.options();
     const std::string endpoint = endpoint_of(response);
     if (endpoint.empty()) return {};

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/v1/shared_memory.pb.h"
+
 #include "services/client/connection.h"
 #include "services/client/data_channel.h"
 

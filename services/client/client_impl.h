@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvtier/client.h"
+#include "kvtier/v1/session.grpc.pb.h"
 
 #include "services/client/channel_pool.h"
 #include "services/client/connection.h"
@@ -10,11 +11,11 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 namespace kvtier {
@@ -23,7 +24,10 @@ namespace kvtier {
 class Client::Impl {
  public:
   explicit Impl(const ClientOptions& options)
-      : connection(options), channels(connection), renewer_([this] { renew_now_and_then(); }) {}
+      : connection(options),
+        channels(connection),
+        sessions_(v1::SessionService::NewStub(connection.channel().shared_from_this())),
+        renewer_([this] { renew_now_and_then(); }) {}
   ~Impl() {
     {
       const std::lock_guard lock(mutex_);
@@ -55,33 +59,22 @@ class Client::Impl {
   }
 
   /// Makes a call that may be repeated, over the data plane or over gRPC.
-  template <typename Request, typename Response>
-  void run(services::Method method, const Request& request, const services::RequestTensors& tensors,
-           Response& response,
-           grpc::Status (v1::AttentionService::Stub::*rpc)(grpc::ClientContext*, const Request&,
-                                                           Response*)) {
-    run(method, request, tensors, response, [&](grpc::ClientContext& context) {
-      return (connection.attention().*rpc)(&context, request, &response);
-    });
-  }
-  /// The same, where `over_grpc` makes the call with its context.
-  template <typename Request, typename Response, typename OverGrpc>
-  requires std::is_invocable_v<OverGrpc, grpc::ClientContext&>
-  void run(services::Method method, const Request& request, const services::RequestTensors& tensors,
-           Response& response, OverGrpc over_grpc) {
-    if (run_over_plane(method, request, tensors, response)) return;
+  template <typename Response, typename Request>
+  [[nodiscard]] Response run(const Request& request, const services::RequestTensors& tensors) {
+    Response response;
+    if (run_over_plane(request, tensors, response)) return response;
     tensors.fill();
-    connection.call(over_grpc);
+    return connection.call<Response>(request);
   }
   /// Returns false when the call must be made over gRPC, which is safe for one that may be
   /// repeated: there was no channel, the tensors did not fit, or the server could not take it.
   template <typename Request, typename Response>
-  [[nodiscard]] bool run_over_plane(services::Method method, const Request& request,
-                                    const services::RequestTensors& tensors, Response& response) {
+  [[nodiscard]] bool run_over_plane(const Request& request, const services::RequestTensors& tensors,
+                                    Response& response) {
     const services::ChannelPool::Lent channel = channels.borrow();
     if (!channel) return false;
     try {
-      return services::call_over(*channel, method, request, tensors, response);
+      return services::call_over(*channel, request, tensors, response);
     } catch (const ClientError& error) {
       if (error.code() == ErrorCode::kUnavailable ||
           error.code() == ErrorCode::kResourceExhausted || error.reason() == "REPLY_TOO_LARGE") {
@@ -97,6 +90,8 @@ class Client::Impl {
 
  private:
   static constexpr std::size_t kNamesPerRenewal = 1024;
+
+  const std::unique_ptr<v1::SessionService::Stub> sessions_;  ///< For the stream of renewals.
 
   void renew_now_and_then() {
     std::unique_lock lock(mutex_);
@@ -118,7 +113,7 @@ class Client::Impl {
   void renew(grpc::ClientContext& context, const std::vector<std::string>& names) {
     context.set_deadline(services::grpc_deadline(connection.options().timeout));
     connection.authorize(context);
-    const auto stream = connection.sessions().KeepAlive(&context);
+    const auto stream = sessions_->KeepAlive(&context);
     for (std::size_t first = 0; first < names.size(); first += kNamesPerRenewal) {
       v1::KeepAliveRequest request;
       const std::size_t end = std::min(names.size(), first + kNamesPerRenewal);

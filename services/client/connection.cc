@@ -3,9 +3,11 @@
 #include "services/client/error_details.h"
 #include "services/client/peer.h"
 #include "services/wire/grpc_lifetime.h"
-#include "services/wire/grpc_time.h"
 
 #include <grpcpp/create_channel.h>
+#include <grpcpp/impl/client_unary_call.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/impl/rpc_method.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
 
@@ -128,12 +130,7 @@ const ClientOptions& checked(const ClientOptions& options) {
 }  // namespace
 
 Connection::Connection(const ClientOptions& options)
-    : options_(checked(options)), credentials_(credentials_of(options)), channel_(make_channel()) {
-  sessions_ = v1::SessionService::NewStub(channel_);
-  attention_ = v1::AttentionService::NewStub(channel_);
-  pages_ = v1::PageService::NewStub(channel_);
-  shared_memory_ = v1::SharedMemoryService::NewStub(channel_);
-}
+    : options_(checked(options)), credentials_(credentials_of(options)), channel_(make_channel()) {}
 
 std::shared_ptr<grpc::Channel> Connection::make_channel() const {
   keep_grpc();
@@ -169,6 +166,15 @@ void Connection::authorize(grpc::ClientContext& context) const {
 void Connection::prepare(grpc::ClientContext& context) const {
   context.set_deadline(grpc_deadline(options_.timeout));
   authorize(context);
+}
+
+grpc::Status Connection::start(const std::string& path, grpc::ClientContext& context,
+                               const google::protobuf::MessageLite& request,
+                               google::protobuf::MessageLite& response) const {
+  using google::protobuf::MessageLite;
+  using grpc::internal::RpcMethod;
+  return grpc::internal::BlockingUnaryCall<MessageLite, MessageLite>(
+      channel_.get(), RpcMethod(path.c_str(), RpcMethod::NORMAL_RPC), &context, request, &response);
 }
 
 void Connection::retry(const std::function<grpc::Status()>& attempt) const {

@@ -1,12 +1,13 @@
 #pragma once
 
 #include "kvtier/client.h"
-#include "kvtier/v1/attention.grpc.pb.h"
-#include "kvtier/v1/page.grpc.pb.h"
-#include "kvtier/v1/session.grpc.pb.h"
-#include "kvtier/v1/shared_memory.grpc.pb.h"
+#include "kvtier/v1/status.pb.h"
+
+#include "services/wire/grpc_time.h"
+#include "services/wire/rpc.h"
 
 #include <google/protobuf/duration.pb.h>
+#include <google/protobuf/message_lite.h>
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/security/credentials.h>
@@ -39,11 +40,6 @@ class Connection {
   explicit Connection(const ClientOptions& options);
 
   [[nodiscard]] const ClientOptions& options() const noexcept { return options_; }
-  [[nodiscard]] v1::SessionService::Stub& sessions() noexcept { return *sessions_; }
-  [[nodiscard]] v1::AttentionService::Stub& attention() noexcept { return *attention_; }
-  [[nodiscard]] v1::SharedMemoryService::Stub& shared_memory() noexcept { return *shared_memory_; }
-
-  [[nodiscard]] v1::PageService::Stub& pages() noexcept { return *pages_; }
   [[nodiscard]] grpc::Channel& channel() noexcept { return *channel_; }
   /// Returns channels for `most` streams at a time, a connection each: that of all calls, and those
   /// of the others that are connected; the rest begin to connect, for the next time. They live as
@@ -53,6 +49,34 @@ class Connection {
   /// Adds the token.
   void authorize(grpc::ClientContext& context) const;
 
+  /// Makes a call with one response, until it is taken or the attempts are used up. Throws
+  /// `ClientError`.
+  template <typename Response, typename Request>
+  [[nodiscard]] Response call(const Request& request) const {
+    Response response;
+    call([&](grpc::ClientContext& context) {
+      return start(rpc_path<Request>(), context, request, response);
+    });
+    return response;
+  }
+  /// As `call`, of a call that must not be repeated.
+  template <typename Response, typename Request>
+  [[nodiscard]] Response call_once(const Request& request) const {
+    Response response;
+    call_once([&](grpc::ClientContext& context) {
+      return start(rpc_path<Request>(), context, request, response);
+    });
+    return response;
+  }
+  /// Ends a session or a lease, waiting a second at most. When this fails, it runs out.
+  template <typename Response, typename Request>
+  void end(const Request& request) const {
+    grpc::ClientContext context;
+    context.set_deadline(grpc_deadline(kCloseTime));
+    authorize(context);
+    Response response;
+    (void)start(rpc_path<Request>(), context, request, response);
+  }
   /// Makes a call, whose context is ready, until it is taken or the attempts are used up. Throws
   /// `ClientError`.
   void call(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const;
@@ -63,6 +87,9 @@ class Connection {
 
  private:
   void prepare(grpc::ClientContext& context) const;
+  [[nodiscard]] grpc::Status start(const std::string& path, grpc::ClientContext& context,
+                                   const google::protobuf::MessageLite& request,
+                                   google::protobuf::MessageLite& response) const;
   [[nodiscard]] std::shared_ptr<grpc::Channel> make_channel() const;
 
   const ClientOptions options_;
@@ -70,10 +97,6 @@ class Connection {
   const std::shared_ptr<grpc::Channel> channel_;
   std::mutex more_mutex_;
   std::vector<std::shared_ptr<grpc::Channel>> more_channels_;  ///< Guarded by the mutex.
-  std::unique_ptr<v1::SessionService::Stub> sessions_;
-  std::unique_ptr<v1::AttentionService::Stub> attention_;
-  std::unique_ptr<v1::PageService::Stub> pages_;
-  std::unique_ptr<v1::SharedMemoryService::Stub> shared_memory_;
 };
 
 /// Throws what `status` says, unless it is OK.

@@ -24,7 +24,7 @@ grpc::Status DecodeStream::exchange(const v1::DecodeRequest& request,
   if (active_ == nullptr) {
     active_ = std::make_unique<Active>();
     connection_.authorize(active_->context);
-    active_->call = connection_.attention().PrepareAsyncDecode(&active_->context, &active_->queue);
+    active_->call = stub_->PrepareAsyncDecode(&active_->context, &active_->queue);
     active_->call->StartCall(this);
     ok = wait(deadline);
   }

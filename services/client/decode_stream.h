@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kvtier/v1/attention.grpc.pb.h"
+
 #include "services/client/connection.h"
 
 #include <grpc/support/time.h>
@@ -14,7 +16,9 @@ namespace kvtier::services {
 /// step, and anew after one that failed. Used by one thread at a time.
 class DecodeStream {
  public:
-  explicit DecodeStream(Connection& connection) : connection_(connection) {}
+  explicit DecodeStream(Connection& connection)
+      : connection_(connection),
+        stub_(v1::AttentionService::NewStub(connection.channel().shared_from_this())) {}
   ~DecodeStream() { close(); }
   DecodeStream(const DecodeStream&) = delete;  // owns a call
   DecodeStream& operator=(const DecodeStream&) = delete;
@@ -24,6 +28,8 @@ class DecodeStream {
                                       v1::DecodeResponse& response);
   /// Ends the stream.
   void close();
+  /// The stub of the service, for its other stream.
+  [[nodiscard]] v1::AttentionService::Stub& stub() noexcept { return *stub_; }
 
  private:
   /// One call, with the queue on which its operations end.
@@ -49,6 +55,7 @@ class DecodeStream {
   bool wait(gpr_timespec deadline);
 
   Connection& connection_;
+  const std::unique_ptr<v1::AttentionService::Stub> stub_;
   std::unique_ptr<Active> active_;
   bool timed_out_ = false;
 };

@@ -1,7 +1,6 @@
 #include "services/client/pages.h"
 
 #include "services/client/page_streams.h"
-#include "services/wire/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -43,39 +42,8 @@ RemotePages::Result result_of(const v1::ItemStatus& status) {
   return result;
 }
 
-v1::LookupPrefixResponse PageCalls::lookup(std::span<const std::string> hashes,
-                                           std::span<const int> layers, bool pin) {
-  v1::LookupPrefixRequest request;
-  request.set_lease(name());
-  for (const std::string& hash : hashes) request.add_hashes(hash);
-  for (const int layer : layers) request.add_layers(layer);
-  request.set_pin(pin);
-  if (pin) request.set_request_id(make_request_id());
-  v1::LookupPrefixResponse response;
-  connection_.call([&](grpc::ClientContext& context) {
-    return connection_.pages().LookupPrefix(&context, request, &response);
-  });
-  return response;
-}
-
-v1::BatchReservePagesResponse PageCalls::reserve(std::span<const RemotePages::Put> pages) {
-  v1::BatchReservePagesRequest request;
-  request.set_lease(name());
-  request.set_request_id(make_request_id());
-  for (const RemotePages::Put& page : pages) {
-    v1::PageKey& key = *request.add_keys();
-    key.set_hash(page.hash);
-    key.set_layer(page.layer);
-  }
-  v1::BatchReservePagesResponse response;
-  connection_.call([&](grpc::ClientContext& context) {
-    return connection_.pages().BatchReservePages(&context, request, &response);
-  });
-  return response;
-}
-
-v1::WritePagesResponse PageCalls::write(std::span<const RemotePages::Put> pages,
-                                        std::span<const std::string> handles) {
+v1::WritePagesResponse LeasedPages::write(std::span<const RemotePages::Put> pages,
+                                          std::span<const std::string> handles) {
   const std::size_t chunk_bytes =
       static_cast<std::size_t>(limits_.max_transfer_bytes()) - kHeadBytes;
   v1::WritePagesResponse response;
@@ -107,15 +75,15 @@ v1::WritePagesResponse PageCalls::write(std::span<const RemotePages::Put> pages,
   return response;
 }
 
-void PageCalls::read(std::span<const RemotePages::Get> pages,
-                     std::span<RemotePages::Result> results, VerifiedBy verified_by,
-                     std::size_t stale_reads) {
+void LeasedPages::read(std::span<const RemotePages::Get> pages,
+                       std::span<RemotePages::Result> results, VerifiedBy verified_by,
+                       std::size_t stale_reads) {
   const PagesToRead read{name(), pages, verified_by == VerifiedBy::kBoth, stale_reads};
   connection_.retry([&] { return read_pages(connection_, read, results); });
 }
 
-void PageCalls::read(std::span<const RemotePages::Get> pages,
-                     std::span<RemotePages::Result> results, std::size_t stale_reads) {
+void LeasedPages::read(std::span<const RemotePages::Get> pages,
+                       std::span<RemotePages::Result> results, std::size_t stale_reads) {
   read(pages, results, VerifiedBy::kClient, stale_reads);
   std::vector<RemotePages::Get> differing;
   std::vector<std::size_t> places;
@@ -128,41 +96,6 @@ void PageCalls::read(std::span<const RemotePages::Get> pages,
   std::vector<RemotePages::Result> again(differing.size());
   read(differing, again, VerifiedBy::kBoth);
   for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = std::move(again[i]);
-}
-
-v1::BatchUnpinPagesResponse PageCalls::unpin(std::span<const std::string> handles) {
-  v1::BatchUnpinPagesRequest request;
-  request.set_lease(name());
-  request.set_request_id(make_request_id());
-  for (const std::string& handle : handles) request.add_handles(handle);
-  v1::BatchUnpinPagesResponse response;
-  connection_.call([&](grpc::ClientContext& context) {
-    return connection_.pages().BatchUnpinPages(&context, request, &response);
-  });
-  return response;
-}
-
-v1::BatchDeletePagesResponse PageCalls::remove(std::span<const std::string> handles) {
-  v1::BatchDeletePagesRequest request;
-  request.set_lease(name());
-  request.set_request_id(make_request_id());
-  for (const std::string& handle : handles) request.add_handles(handle);
-  v1::BatchDeletePagesResponse response;
-  connection_.call([&](grpc::ClientContext& context) {
-    return connection_.pages().BatchDeletePages(&context, request, &response);
-  });
-  return response;
-}
-
-void PageCalls::close() noexcept {
-  grpc::ClientContext context;
-  context.set_deadline(grpc_deadline(kCloseTime));
-  connection_.authorize(context);
-  v1::CloseLeaseRequest request;
-  request.set_name(name());
-  v1::CloseLeaseResponse response;
-  // When this fails, the lease runs out.
-  (void)connection_.pages().CloseLease(&context, request, &response);
 }
 
 }  // namespace kvtier::services

@@ -14,11 +14,11 @@
 
 namespace kvtier::services {
 
-/// The calls of PageService and TransferService on one lease. Thread-safe, as its connection is.
-class PageCalls {
+/// A lease, and the streams of TransferService on it. Thread-safe, as its connection is.
+class LeasedPages {
  public:
   /// `connection` must outlive this.
-  PageCalls(Connection& connection, const v1::OpenLeaseResponse& opened)
+  LeasedPages(Connection& connection, const v1::OpenLeaseResponse& opened)
       : connection_(connection), lease_(opened.lease()), limits_(opened.limits()) {}
 
   [[nodiscard]] const std::string& name() const noexcept { return lease_.name(); }
@@ -27,9 +27,6 @@ class PageCalls {
     return static_cast<std::size_t>(limits_.max_batch_pages());
   }
 
-  [[nodiscard]] v1::LookupPrefixResponse lookup(std::span<const std::string> hashes,
-                                                std::span<const int> layers, bool pin);
-  [[nodiscard]] v1::BatchReservePagesResponse reserve(std::span<const RemotePages::Put> pages);
   /// Writes the pages that have a handle.
   [[nodiscard]] v1::WritePagesResponse write(std::span<const RemotePages::Put> pages,
                                              std::span<const std::string> handles);
@@ -38,10 +35,6 @@ class PageCalls {
   /// `stale_reads` of them were stale in shared memory.
   void read(std::span<const RemotePages::Get> pages, std::span<RemotePages::Result> results,
             std::size_t stale_reads);
-  [[nodiscard]] v1::BatchUnpinPagesResponse unpin(std::span<const std::string> handles);
-  [[nodiscard]] v1::BatchDeletePagesResponse remove(std::span<const std::string> handles);
-  /// Closes the lease, waiting a second at most.
-  void close() noexcept;
 
  private:
   enum class VerifiedBy : bool { kClient, kBoth };

@@ -19,26 +19,34 @@ constexpr std::int64_t kCallBytes = std::int64_t{64} << 20;
 class RemotePages::Impl {
  public:
   Impl(std::shared_ptr<Client::Impl> client, const v1::OpenLeaseResponse& opened)
-      : client_(std::move(client)), calls_(client_->connection, opened) {
-    client_->add(calls_.name(), services::milliseconds_of(opened.lease().ttl()));
+      : client_(std::move(client)), lease_(client_->connection, opened) {
+    client_->add(lease_.name(), services::milliseconds_of(opened.lease().ttl()));
   }
   ~Impl() {
-    client_->remove(calls_.name());
-    calls_.close();
+    client_->remove(lease_.name());
+    v1::CloseLeaseRequest request;
+    request.set_name(lease_.name());
+    client_->connection.end<v1::CloseLeaseResponse>(request);
   }
   Impl(const Impl&) = delete;  // owns a lease
   Impl& operator=(const Impl&) = delete;
 
-  [[nodiscard]] const services::PageCalls& calls() const noexcept { return calls_; }
+  [[nodiscard]] const services::LeasedPages& lease() const noexcept { return lease_; }
 
   std::vector<Found> lookup(std::span<const std::string> hashes, std::span<const int> layers,
                             bool pin) {
     std::vector<Found> found;
-    const std::size_t per_call = layers.empty() ? 1 : calls_.batch_pages() / layers.size();
+    const std::size_t per_call = layers.empty() ? 1 : lease_.batch_pages() / layers.size();
     for (std::size_t first = 0; first < hashes.size() && !layers.empty();) {
       const auto part = hashes.subspan(
           first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
-      const v1::LookupPrefixResponse response = calls_.lookup(part, layers, pin);
+      v1::LookupPrefixRequest request;
+      request.set_lease(lease_.name());
+      request.mutable_hashes()->Add(part.begin(), part.end());
+      request.mutable_layers()->Add(layers.begin(), layers.end());
+      request.set_pin(pin);
+      if (pin) request.set_request_id(services::make_request_id());
+      const auto response = client_->connection.call<v1::LookupPrefixResponse>(request);
       for (const v1::Page& page : response.pages()) found.push_back(found_of(page));
       if (response.hits() < static_cast<int>(part.size())) break;
       first += part.size();
@@ -75,9 +83,9 @@ class RemotePages::Impl {
 
   std::vector<Result> put(std::span<const Put> pages) {
     for (const Put& page : pages) {
-      if (static_cast<std::int64_t>(page.bytes.size()) == calls_.page_bytes()) continue;
+      if (static_cast<std::int64_t>(page.bytes.size()) == lease_.page_bytes()) continue;
       throw Error(ErrorCode::kInvalidArgument,
-                  "bytes: expected pages of " + std::to_string(calls_.page_bytes()) +
+                  "bytes: expected pages of " + std::to_string(lease_.page_bytes()) +
                       " bytes, found " + std::to_string(page.bytes.size()));
     }
     std::vector<Result> results;
@@ -106,7 +114,7 @@ class RemotePages::Impl {
       const auto stale =
           std::ranges::count_if(std::span(places).subspan(first, count),
                                 [&](std::size_t place) { return read[place].stale; });
-      calls_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
+      lease_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
                   static_cast<std::size_t>(stale));
     }
     for (std::size_t i = 0; i < left.size(); ++i) {
@@ -118,28 +126,24 @@ class RemotePages::Impl {
 
   std::vector<Result> pin(std::span<const std::string> handles) {
     std::vector<Result> results;
-    for (std::size_t first = 0; first < handles.size(); first += calls_.batch_pages()) {
-      v1::BatchPinPagesRequest request;
-      request.set_lease(calls_.name());
-      request.set_request_id(services::make_request_id());
-      const std::size_t count = std::min(calls_.batch_pages(), handles.size() - first);
-      for (const std::string& handle : handles.subspan(first, count)) request.add_handles(handle);
-      v1::BatchPinPagesResponse response;
-      client_->connection.call([&](grpc::ClientContext& context) {
-        return client_->connection.pages().BatchPinPages(&context, request, &response);
-      });
-      for (const v1::PageResult& item : response.items()) {
-        take(item, results.emplace_back());
-        results.back().existed = false;
-      }
-    }
+    each_part<v1::BatchPinPagesRequest, v1::BatchPinPagesResponse>(
+        handles, [&](const v1::BatchPinPagesResponse& response) {
+          for (const v1::PageResult& item : response.items()) {
+            take(item, results.emplace_back());
+            results.back().existed = false;
+          }
+        });
     return results;
   }
-  std::vector<Result> unpin(std::span<const std::string> handles) {
-    return statuses(handles, [this](auto part) { return calls_.unpin(part); });
-  }
-  std::vector<Result> remove(std::span<const std::string> handles) {
-    return statuses(handles, [this](auto part) { return calls_.remove(part); });
+  template <typename Request, typename Response>
+  std::vector<Result> statuses(std::span<const std::string> handles) {
+    std::vector<Result> results;
+    each_part<Request, Response>(handles, [&](const Response& response) {
+      for (const v1::ItemStatus& status : response.statuses()) {
+        results.push_back(services::result_of(status));
+      }
+    });
+    return results;
   }
 
  private:
@@ -147,29 +151,39 @@ class RemotePages::Impl {
     return {.handle = page.handle(), .bytes = page.length(), .crc32c = page.crc32c()};
   }
 
+  /// Calls with handles, a batch at a time.
+  template <typename Request, typename Response, typename Take>
+  void each_part(std::span<const std::string> handles, Take take) {
+    for (std::size_t first = 0; first < handles.size(); first += lease_.batch_pages()) {
+      const auto part =
+          handles.subspan(first, std::min(lease_.batch_pages(), handles.size() - first));
+      Request request;
+      request.set_lease(lease_.name());
+      request.set_request_id(services::make_request_id());
+      request.mutable_handles()->Add(part.begin(), part.end());
+      take(client_->connection.call<Response>(request));
+    }
+  }
+
   /// Asks for hashes in parts of a batch, over the data plane where there is one.
   template <typename Take>
   void each_lookup(v1::BatchLookupPagesRequest& request, std::span<const std::string> hashes,
                    std::span<const int> layers, Take take) {
-    if (layers.empty() || layers.size() > calls_.batch_pages()) {
+    if (layers.empty() || layers.size() > lease_.batch_pages()) {
       throw Error(ErrorCode::kInvalidArgument, "layers: expected 1 to " +
-                                                   std::to_string(calls_.batch_pages()) +
+                                                   std::to_string(lease_.batch_pages()) +
                                                    ", found " + std::to_string(layers.size()));
     }
-    request.set_lease(calls_.name());
-    for (const int layer : layers) request.add_layers(layer);
-    const std::size_t per_call = calls_.batch_pages() / layers.size();
+    request.set_lease(lease_.name());
+    request.mutable_layers()->Add(layers.begin(), layers.end());
+    const std::size_t per_call = lease_.batch_pages() / layers.size();
     for (std::size_t first = 0; first < hashes.size(); first += per_call) {
       const auto part = hashes.subspan(first, std::min(per_call, hashes.size() - first));
       request.clear_hashes();
-      for (const std::string& hash : part) request.add_hashes(hash);
+      request.mutable_hashes()->Add(part.begin(), part.end());
       if (request.pin()) request.set_request_id(services::make_request_id());
-      v1::BatchLookupPagesResponse response;
-      client_->run(
-          services::Method::kBatchLookupPages, request, services::RequestTensors(client_->memories),
-          response, [&](grpc::ClientContext& context) {
-            return client_->connection.pages().BatchLookupPages(&context, request, &response);
-          });
+      const auto response = client_->run<v1::BatchLookupPagesResponse>(
+          request, services::RequestTensors(client_->memories));
       const auto hits = static_cast<std::size_t>(std::ranges::count(response.hits(), true));
       if (static_cast<std::size_t>(response.hits_size()) != part.size() ||
           static_cast<std::size_t>(response.pages_size()) !=
@@ -195,12 +209,20 @@ class RemotePages::Impl {
   }
 
   [[nodiscard]] std::size_t pages_per_call() const {
-    const auto by_bytes = static_cast<std::size_t>(kCallBytes / calls_.page_bytes());
-    return std::clamp<std::size_t>(by_bytes, 1, calls_.batch_pages());
+    const auto by_bytes = static_cast<std::size_t>(kCallBytes / lease_.page_bytes());
+    return std::clamp<std::size_t>(by_bytes, 1, lease_.batch_pages());
   }
 
   std::vector<Result> put_part(std::span<const Put> pages) {
-    const v1::BatchReservePagesResponse reserved = calls_.reserve(pages);
+    v1::BatchReservePagesRequest request;
+    request.set_lease(lease_.name());
+    request.set_request_id(services::make_request_id());
+    for (const Put& page : pages) {
+      v1::PageKey& key = *request.add_keys();
+      key.set_hash(page.hash);
+      key.set_layer(page.layer);
+    }
+    const auto reserved = client_->connection.call<v1::BatchReservePagesResponse>(request);
     std::vector<Result> results(pages.size());
     std::vector<std::string> handles(pages.size());  // of those to be written
     std::vector<std::size_t> written;
@@ -214,7 +236,7 @@ class RemotePages::Impl {
     put_existed(pages, put_shared(pages, handles, results), results);
     std::erase_if(written, [&](std::size_t i) { return handles[i].empty(); });
     if (written.empty()) return results;
-    const v1::WritePagesResponse response = calls_.write(pages, handles);
+    const v1::WritePagesResponse response = lease_.write(pages, handles);
     for (std::size_t i = 0; i < written.size(); ++i) {
       if (static_cast<int>(i) < response.items_size()) {
         take(response.items(static_cast<int>(i)), results[written[i]]);
@@ -236,7 +258,7 @@ class RemotePages::Impl {
     }
     if (const auto channel = client_->channels.borrow()) {
       try {
-        services::write_shared(*channel, calls_.name(), writes);
+        services::write_shared(*channel, lease_.name(), writes);
       } catch (const ClientError&) {
         // To write a page that is committed again, the other way, is to be told of it.
       }
@@ -272,22 +294,8 @@ class RemotePages::Impl {
     result.durable = item.page().durable();
   }
 
-  template <typename Calls>
-  std::vector<Result> statuses(std::span<const std::string> handles, Calls call) {
-    std::vector<Result> results;
-    for (std::size_t first = 0; first < handles.size(); first += calls_.batch_pages()) {
-      const auto part =
-          handles.subspan(first, std::min(calls_.batch_pages(), handles.size() - first));
-      const auto response = call(part);
-      for (const v1::ItemStatus& status : response.statuses()) {
-        results.push_back(services::result_of(status));
-      }
-    }
-    return results;
-  }
-
   std::shared_ptr<Client::Impl> client_;
-  services::PageCalls calls_;
+  services::LeasedPages lease_;
 };
 
 RemotePages Client::open_pages(const RemotePagesConfig& config) {
@@ -295,10 +303,7 @@ RemotePages Client::open_pages(const RemotePagesConfig& config) {
   request.set_request_id(services::make_request_id());
   request.set_model(config.model);
   request.set_page_bytes(config.page_bytes);
-  v1::OpenLeaseResponse response;
-  impl_->connection.call([&](grpc::ClientContext& context) {
-    return impl_->connection.pages().OpenLease(&context, request, &response);
-  });
+  const auto response = impl_->connection.call<v1::OpenLeaseResponse>(request);
   return RemotePages(std::make_unique<RemotePages::Impl>(impl_, response));
 }
 
@@ -307,7 +312,7 @@ RemotePages::~RemotePages() = default;
 RemotePages::RemotePages(RemotePages&&) noexcept = default;
 RemotePages& RemotePages::operator=(RemotePages&&) noexcept = default;
 
-const std::string& RemotePages::name() const noexcept { return impl_->calls().name(); }
+const std::string& RemotePages::name() const noexcept { return impl_->lease().name(); }
 std::vector<RemotePages::Found> RemotePages::lookup(std::span<const std::string> hashes,
                                                     std::span<const int> layers, bool pin) {
   return impl_->lookup(hashes, layers, pin);
@@ -331,10 +336,10 @@ std::vector<RemotePages::Result> RemotePages::pin(std::span<const std::string> h
   return impl_->pin(handles);
 }
 std::vector<RemotePages::Result> RemotePages::unpin(std::span<const std::string> handles) {
-  return impl_->unpin(handles);
+  return impl_->statuses<v1::BatchUnpinPagesRequest, v1::BatchUnpinPagesResponse>(handles);
 }
 std::vector<RemotePages::Result> RemotePages::remove(std::span<const std::string> handles) {
-  return impl_->remove(handles);
+  return impl_->statuses<v1::BatchDeletePagesRequest, v1::BatchDeletePagesResponse>(handles);
 }
 
 }  // namespace kvtier

@@ -6,6 +6,7 @@
 #include "services/client/data_call.h"
 #include "services/client/device_memories.h"
 #include "services/wire/each_tensor.h"
+#include "services/wire/rpc.h"
 
 #include <cstdint>
 #include <string>
@@ -110,9 +111,9 @@ class RequestTensors {
 /// Makes a call over the data plane; the reply is filled as that of gRPC. Returns false, with
 /// nothing sent, when the tensors do not fit, and throws as `DataChannel`.
 template <typename Request, typename Response>
-[[nodiscard]] bool call_over(DataChannel& channel, Method method, const Request& request,
+[[nodiscard]] bool call_over(DataChannel& channel, const Request& request,
                              const RequestTensors& tensors, Response& response) {
-  DataCall call(channel, method);
+  DataCall call(channel, method_of<Request>());
   if (!tensors.add_to(call) || !call.run(request, response)) return false;
   each_tensor(response, [&call](v1::Tensor& tensor) {
     if (tensor.has_memory()) return;

@@ -57,23 +57,15 @@ class SharedDeviceMemory::Impl {
     request.set_cuda_ipc_handle(text_of(memory.handle.ipc));
     request.set_device_uuid(text_of(memory.handle.device));
     request.set_bytes(static_cast<std::int64_t>(memory.bytes));
-    v1::ShareDeviceMemoryResponse response;
-    client_->connection.call_once([&](grpc::ClientContext& context) {
-      return client_->connection.shared_memory().ShareDeviceMemory(&context, request, &response);
-    });
-    return response.region();
+    return client_->connection.call_once<v1::ShareDeviceMemoryResponse>(request).region();
   }
 
   /// Waits until the server has let the memory go: its end of the connection would do so later.
   void end() noexcept {
     if (attached_.channel == nullptr) return;
-    grpc::ClientContext context;
-    context.set_deadline(services::grpc_deadline(services::kCloseTime));
-    client_->connection.authorize(context);
     v1::DeleteAttachmentRequest request;
     request.set_name(attached_.attachment);
-    v1::DeleteAttachmentResponse response;
-    (void)client_->connection.shared_memory().DeleteAttachment(&context, request, &response);
+    client_->connection.end<v1::DeleteAttachmentResponse>(request);
     attached_.channel.reset();
   }
 

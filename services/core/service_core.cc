@@ -1,12 +1,18 @@
 #include "services/core/service_core.h"
 
+#include "kvtier/error.h"
+#include "kvtier/version.h"
+
 #include "services/base/from_message.h"
 #include "services/base/paging.h"
 #include "services/core/replay_once.h"
+#include "services/core/stats_message.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
+#include <chrono>
 #include <new>
+#include <unordered_set>
 
 namespace kvtier::services {
 namespace {
@@ -144,8 +150,8 @@ void ServiceCore::renew_for_client(SessionEntry& entry) const {
   renew(entry);
 }
 
-bool ServiceCore::execute(const Call& call, SessionEntry& entry, const Work& work,
-                          std::shared_ptr<CallInPieces>& pieces) const {
+bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& work,
+                           std::shared_ptr<CallInPieces>& pieces) const {
   const TimePoint now = options_.now();
   std::optional<BusyMark> mark;
   if (entry.model->engine.backend() == options_.watched_backend) mark.emplace(entry, now);
@@ -193,7 +199,7 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
                                if (!started) started = options_.now();
                                std::optional<ServiceError> failure;
                                try {
-                                 if (!execute(queued, *entry, work, pieces)) return false;
+                                 if (!do_piece(queued, *entry, work, pieces)) return false;
                                } catch (...) {
                                  failure = to_service_error(std::current_exception());
                                }
@@ -218,9 +224,9 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
   }
 }
 
-void ServiceCore::create_session(const Call& call, const v1::CreateSessionRequest& request,
-                                 v1::CreateSessionResponse& response, Done done) {
-  const CallRecord arrival = arrive(call, "SessionService/CreateSession");
+void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
+                      v1::CreateSessionResponse& response, Done done) {
+  const CallRecord arrival = arrive(call, rpc_name<v1::CreateSessionRequest>());
   std::shared_ptr<InflightReservation> grant;
   Tenant& tenant = *call.tenant;
   const std::string& id = request.request_id();
@@ -448,9 +454,7 @@ void ServiceCore::describe(SessionEntry& entry, v1::Session& session) const {
   *session.mutable_geometry() = geometry_of(model);
   session.mutable_layer_lengths()->Resize(model.layers, 0);
   session.set_capacity_tokens(entry.capacity_tokens);
-  const auto ttl = options_.lease_ttl.count();
-  session.mutable_lease_ttl()->set_seconds(ttl / 1000);
-  session.mutable_lease_ttl()->set_nanos(static_cast<int>(ttl % 1000 * 1'000'000));
+  fill(options_.lease_ttl, *session.mutable_lease_ttl());
   describe_length(entry, session);
 }
 
@@ -459,6 +463,374 @@ void ServiceCore::describe_length(SessionEntry& entry, v1::Session& session) noe
     session.set_layer_lengths(layer, entry.session->length(layer));
   }
   session.set_kv_bytes(entry.charged_bytes - entry.base_bytes);
+}
+
+void ServiceCore::run(const Call& call, const v1::ReleaseSessionRequest& request,
+                      v1::ReleaseSessionResponse& /*response*/, Done done) {
+  const CallRecord arrival = arrive(call, rpc_name<v1::ReleaseSessionRequest>());
+  std::shared_ptr<SessionEntry> entry;
+  try {
+    check_request_id(request.request_id());
+    ReplayCache& replies = call.tenant->replies();
+    const std::string& id = request.request_id();
+    if (!id.empty() && replies.begin(id, body_digest(request))) {
+      ++admitted_;
+      finish(arrival, {}, nullptr, done);
+      return;
+    }
+    try {
+      entry = sessions_.remove(*call.tenant, request.name());
+    } catch (...) {
+      if (!id.empty()) replies.abandon(id);
+      throw;
+    }
+    if (!id.empty()) keep_reply(replies, id, v1::ReleaseSessionResponse());
+  } catch (...) {
+    refuse(arrival, done);
+    return;
+  }
+  ++admitted_;
+  ++released_;
+  try {
+    entry->strand->post([this, arrival, entry, done] {
+      const TimePoint started = options_.now();
+      entry->close();
+      finish(arrival, started, nullptr, done);
+    });
+  } catch (const std::bad_alloc&) {
+    finish(arrival, {}, nullptr, done);  // it ends with the last of its tasks
+  }
+}
+
+void ServiceCore::answer(SessionEntry& entry, const v1::GetSessionRequest& /*request*/,
+                         v1::GetSessionResponse& response) const {
+  describe(entry, *response.mutable_session());
+}
+
+void ServiceCore::answer(SessionEntry& entry, const v1::TruncateSessionRequest& request,
+                         v1::TruncateSessionResponse& response) const {
+  execute_once(entry.tenant.replies(), request, response, [&] {
+    describe(entry, *response.mutable_session());  // what may fail comes first
+    truncate_to(entry, request.tokens());
+    describe_length(entry, *response.mutable_session());
+  });
+}
+
+void ServiceCore::answer(SessionEntry& entry, const v1::ForkSessionRequest& request,
+                         v1::ForkSessionResponse& response) {
+  execute_once(entry.tenant.replies(), request, response, [&] {
+    const std::vector<std::shared_ptr<SessionEntry>> children = fork(entry, request.count());
+    std::size_t inserted = 0;
+    try {
+      for (const auto& child : children) {
+        sessions_.insert(child);
+        ++inserted;
+        describe(*child, *response.add_sessions());
+      }
+    } catch (...) {
+      for (std::size_t i = 0; i < inserted; ++i) {
+        static_cast<void>(sessions_.remove(entry.tenant, children[i]->name));
+      }
+      throw;
+    }
+    created_ += children.size();
+  });
+}
+
+void ServiceCore::list_sessions(const Call& call, const v1::ListSessionsRequest& request,
+                                v1::ListSessionsResponse& response) {
+  check_serving();
+  const auto [names, next] =
+      sessions_.list(*call.tenant, page_start_of(request.page_token()),
+                     static_cast<std::size_t>(page_size_of(request.page_size())));
+  for (const std::string& name : names) response.add_names(name);
+  if (next) response.set_next_page_token(std::to_string(*next));
+}
+
+void ServiceCore::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
+                             v1::KeepAliveResponse& response) {
+  check_serving();
+  if (request.names_size() > kMaxBatchItems) {
+    throw ServiceError::invalid("names", "at most " + std::to_string(kMaxBatchItems),
+                                std::to_string(request.names_size()));
+  }
+  for (const std::string& name : request.names()) {
+    v1::ItemStatus& status = *response.add_statuses();
+    try {
+      if (std::string_view(name).starts_with("leases/")) {
+        static_cast<void>(pages_.find(*call.tenant, name));  // renews it
+      } else {
+        renew_for_client(*sessions_.find(*call.tenant, name));
+      }
+    } catch (const ServiceError& error) {
+      set_status(error, status);
+    }
+  }
+}
+
+template <typename Request, typename Response>
+void ServiceCore::batch(const Call& call, const Request& request, Response& response, Done done) {
+  const int count = request.items_size();
+  if (count > kMaxBatchItems) {
+    const ServiceError error = ServiceError::invalid(
+        "items", "at most " + std::to_string(kMaxBatchItems), std::to_string(count));
+    done(&error);
+    return;
+  }
+  struct Join {
+    explicit Join(std::shared_ptr<InflightReservation> grant)
+        : budget(kReplyBytes, std::move(grant)) {}
+    ReplyBudget budget;
+    Done done{};
+    std::atomic<int> left{0};
+  };
+  // One more than there are items, so that the last of them cannot end the call before all are
+  // queued.
+  std::shared_ptr<Join> join;
+  try {
+    join = std::make_shared<Join>(call.grant);
+    for (int i = 0; i < count; ++i) response.add_items();
+  } catch (...) {
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  join->left = count + 1;
+  join->done = std::move(done);
+  const auto arrive = [join] {
+    if (--join->left == 0) join->done(nullptr);
+  };
+  std::unordered_set<std::string_view> queued;  // sessions
+  for (int i = 0; i < count; ++i) {
+    auto& item = *response.mutable_items(i);
+    const auto end = [&item, arrive](const ServiceError* error) {
+      if (error != nullptr) {
+        item.clear_response();
+        set_status(*error, *item.mutable_status());
+      }
+      arrive();
+    };
+    Done told;
+    try {
+      told = end;
+    } catch (...) {
+      const ServiceError error = to_service_error(std::current_exception());
+      end(&error);
+      continue;
+    }
+    const std::string& session = request.items(i).session();
+    const bool is_first = !queued.contains(session);
+    const bool is_queued = on_session(
+        call, rpc_name<Request>(), session, request.items(i).ByteSizeLong(),
+        [&request, i, &item, join](SessionEntry& entry) {
+          return execute(entry, request.items(i), join->budget, *item.mutable_response());
+        },
+        std::move(told), {.counts = is_first});
+    if (!is_first || !is_queued) continue;
+    try {
+      queued.insert(session);
+    } catch (const std::bad_alloc&) {
+      // The next item counts as a call of its own.
+    }
+  }
+  arrive();
+}
+
+template void ServiceCore::batch(const Call&, const v1::BatchSelectRequest&,
+                                 v1::BatchSelectResponse&, Done);
+template void ServiceCore::batch(const Call&, const v1::BatchAttendRequest&,
+                                 v1::BatchAttendResponse&, Done);
+template void ServiceCore::batch(const Call&, const v1::BatchDecodeRequest&,
+                                 v1::BatchDecodeResponse&, Done);
+template void ServiceCore::batch(const Call&, const v1::BatchFetchRequest&, v1::BatchFetchResponse&,
+                                 Done);
+
+void ServiceCore::queue_on_lease(const Call& call, std::string_view method, const std::string& name,
+                                 std::size_t bytes, std::function<void(PageLease&)> work,
+                                 Done done) {
+  const CallRecord arrival = arrive(call, method);
+  try {
+    const std::shared_ptr<PageLease> found = lease(call, name);
+    std::shared_ptr<InflightReservation> grant = admit_call(call, bytes);
+    Call queued = call;
+    if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
+      --found->queued;
+      throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this lease are waiting");
+    }
+    queued.deadline = deadline_of(call);
+    ++admitted_;
+    try {
+      found->strand->post([this, arrival, found, done, grant = std::move(grant),
+                           queued = std::move(queued), work = std::move(work)]() mutable {
+        const TimePoint started = options_.now();
+        std::optional<ServiceError> failure;
+        try {
+          if (started > queued.deadline) {
+            throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
+          }
+          if (queued.cancelled && queued.cancelled()) {
+            throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
+          }
+          work(*found);
+        } catch (...) {
+          failure = to_service_error(std::current_exception());
+        }
+        --found->queued;
+        grant.reset();
+        finish(arrival, started, failure ? &*failure : nullptr, done);
+      });
+    } catch (...) {
+      --admitted_;
+      --found->queued;
+      throw;
+    }
+  } catch (...) {
+    refuse(arrival, done);
+  }
+}
+
+template <typename Act>
+void ServiceCore::answer_now(Act act, const Done& done) {
+  ++received_;
+  std::optional<ServiceError> failure;
+  try {
+    act();
+  } catch (...) {
+    failure = to_service_error(std::current_exception());
+  }
+  ++(failure ? rejected_ : admitted_);
+  done(failure ? &*failure : nullptr);
+}
+
+void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
+                      v1::OpenLeaseResponse& response, Done done) {
+  const auto open = [&] {
+    check_serving();
+    const std::shared_ptr<InflightReservation> grant = admit_call(call, request.ByteSizeLong());
+    execute_once(call.tenant->replies(), request, response, [&] {
+      const auto opened = pages_.open(
+          *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
+          executor_.make_strand());
+      v1::PageLease& lease = *response.mutable_lease();
+      lease.set_name(opened->name);
+      lease.set_page_bytes(opened->config.page_bytes);
+      fill(options_.lease_ttl, *lease.mutable_ttl());
+      v1::PageLimits& limits = *response.mutable_limits();
+      limits.set_max_batch_pages(kMaxBatchPages);
+      limits.set_max_hash_bytes(kMaxPageHash);
+      limits.set_max_transfer_bytes(kMaxTransferBytes);
+      fill(pages_.options().reservation_ttl, *limits.mutable_reservation_ttl());
+      response.set_server_epoch(pages_.epoch());
+    });
+  };
+  answer_now(open, done);
+}
+
+void ServiceCore::run(const Call& call, const v1::CloseLeaseRequest& request,
+                      v1::CloseLeaseResponse& response, Done done) {
+  const auto close = [&] {
+    execute_once(call.tenant->replies(), request, response,
+                 [&] { pages_.close(*call.tenant, request.name()); });
+  };
+  answer_now(close, done);
+}
+
+std::shared_ptr<InflightReservation> ServiceCore::admit(Tenant& tenant, std::size_t bytes) {
+  return std::make_shared<InflightReservation>(inflight_, options_.max_inflight_bytes, tenant,
+                                               2 * static_cast<std::int64_t>(bytes));
+}
+
+std::shared_ptr<InflightReservation> ServiceCore::admit_call(const Call& call, std::size_t bytes) {
+  if (!call.grant) return admit(*call.tenant, bytes);
+  call.grant->take(2 * static_cast<std::int64_t>(bytes));
+  return call.grant;
+}
+
+std::shared_ptr<PageLease> ServiceCore::lease(const Call& call, const std::string& name) {
+  check_serving();
+  return pages_.find(*call.tenant, name);
+}
+
+void ServiceCore::get_stats(v1::GetStatsResponse& response) const {
+  fill(models_.stats(), response);
+  fill(pages_.stats(), *response.mutable_page_cache());
+  response.mutable_page_cache()->set_leases(pages_.num_leases());
+  v1::ServiceStats& service = *response.mutable_service();
+  service.set_models(models_.size());
+  service.set_sessions_created(created_);
+  service.set_sessions_released(released_);
+  service.set_leases_expired(expired_);
+  service.set_received(received_);
+  service.set_admitted(admitted_);
+  service.set_rejected(rejected_);
+  service.set_inflight_bytes(static_cast<std::uint64_t>(inflight_.load()));
+  service.set_inflight_bytes_limit(static_cast<std::uint64_t>(options_.max_inflight_bytes));
+}
+
+void ServiceCore::get_server_info(v1::GetServerInfoResponse& response) const {
+  response.set_version(KVTIER_VERSION);
+  response.set_server_epoch(sessions_.epoch());
+  response.set_state(draining_ ? v1::SERVER_STATE_DRAINING : v1::SERVER_STATE_SERVING);
+  const auto uptime =
+      std::chrono::duration_cast<std::chrono::seconds>(options_.now() - started_).count();
+  response.mutable_uptime()->set_seconds(uptime);
+}
+
+void ServiceCore::list_tenants(const v1::ListTenantsRequest& request,
+                               v1::ListTenantsResponse& response) const {
+  const auto count = static_cast<std::size_t>(page_size_of(request.page_size()));
+  const auto& all = tenants_.all();
+  std::size_t i = page_start_of(request.page_token());
+  for (; i < all.size() && static_cast<std::size_t>(response.tenants_size()) < count; ++i) {
+    fill(*all[i], *response.add_tenants());
+  }
+  if (i < all.size()) response.set_next_page_token(std::to_string(i));
+}
+
+void ServiceCore::set_tenant_quota(const v1::SetTenantQuotaRequest& request,
+                                   v1::SetTenantQuotaResponse& response) {
+  const v1::TenantQuota& quota = request.quota();
+  if (!request.has_quota() || quota.max_sessions() < 0 || quota.max_kv_bytes() < 0) {
+    throw ServiceError::invalid("quota", "numbers of at least 0", "none, or below 0");
+  }
+  Tenant& tenant = tenants_.by_name(request.name());
+  tenant.set_quota(quota.max_sessions(), quota.max_kv_bytes());
+  fill(tenant, *response.mutable_tenant());
+}
+
+void ServiceCore::evict_tenant(const v1::EvictTenantRequest& request,
+                               v1::EvictTenantResponse& response) {
+  const RemovedPages removed = pages_.remove_unpinned(tenants_.by_name(request.name()));
+  response.set_pages(removed.pages);
+  response.set_bytes(removed.bytes);
+}
+
+void ServiceCore::note_fault(const Error& error, Model& model) const {
+  if (error.code() == ErrorCode::kInternal) give_up(model);
+}
+
+bool ServiceCore::give_up(Model& model) const {
+  if (model.failed.exchange(true)) return false;
+  for (ServiceCoreObserver* observer : options_.observers) observer->device_failed();
+  return true;
+}
+
+void ServiceCore::sweep() {
+  const TimePoint now = options_.now();
+  for (auto& entry : sessions_.remove_expired(now)) {
+    ++expired_;
+    Strand& strand = *entry->strand;
+    strand.post([entry = std::move(entry)] { entry->close(); });
+  }
+  for (const auto& entry : sessions_.at_work_since(now - options_.device_timeout)) {
+    if (give_up(*entry->model)) models_.lose_device();
+  }
+  short_of_memory_ = !room_.has(MemoryUse::kSessions, 0);
+  pages_.sweep();
+}
+
+void ServiceCore::check_serving() const {
+  if (draining_) throw ServiceError::draining();
 }
 
 }  // namespace kvtier::services

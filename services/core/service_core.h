@@ -11,9 +11,11 @@
 #include "services/base/tenants.h"
 #include "services/core/group_memory.h"
 #include "services/core/model_pool.h"
+#include "services/core/page_verbs.h"
 #include "services/core/session_table.h"
 #include "services/core/session_verbs.h"
 #include "services/page_cache/page_store.h"
+#include "services/wire/rpc.h"
 
 #include <atomic>
 #include <chrono>
@@ -23,6 +25,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace kvtier::services {
@@ -32,8 +36,8 @@ inline constexpr std::int64_t kMaxMessageBytes = std::int64_t{4} << 20;
 inline constexpr int kMaxBatchItems = 1024;
 /// Most children of one fork.
 inline constexpr int kMaxForks = 64;
-/// Likewise of batches of pages.
-inline constexpr int kMaxBatchPages = 4096;
+/// What is left of a message for the tensors of a reply.
+inline constexpr std::int64_t kReplyBytes = kMaxMessageBytes - (std::int64_t{64} << 10);
 /// Most bytes of a message of TransferService.
 inline constexpr std::int64_t kMaxTransferBytes = std::int64_t{1} << 20;
 
@@ -111,17 +115,46 @@ class ServiceCore {
     tenants_.revoke(std::move(revoked));
   }
 
-  void create_session(const Call& call, const v1::CreateSessionRequest& request,
-                      v1::CreateSessionResponse& response, Done done);
-  void get_session(const Call& call, const v1::GetSessionRequest& request,
-                   v1::GetSessionResponse& response, Done done);
-  void truncate_session(const Call& call, const v1::TruncateSessionRequest& request,
-                        v1::TruncateSessionResponse& response, Done done);
-  void fork_session(const Call& call, const v1::ForkSessionRequest& request,
-                    v1::ForkSessionResponse& response, Done done);
-  void publish_prefix(const Call& call, const v1::PublishPrefixRequest& request,
-                      v1::PublishPrefixResponse& response, Done done);
-  void release_session(const Call& call, const v1::ReleaseSessionRequest& request, Done done);
+  void run(const Call& call, const v1::CreateSessionRequest& request,
+           v1::CreateSessionResponse& response, Done done);
+  void run(const Call& call, const v1::ReleaseSessionRequest& request,
+           v1::ReleaseSessionResponse& response, Done done);
+  void run(const Call& call, const v1::OpenLeaseRequest& request, v1::OpenLeaseResponse& response,
+           Done done);
+  void run(const Call& call, const v1::CloseLeaseRequest& request, v1::CloseLeaseResponse& response,
+           Done done);
+  /// All other requests with one response that name a session, a lease, or a session an item; and
+  /// one chunk of an append, one step of a decode. What they do to a session is `answer`, or in
+  /// session_verbs.h, to a lease in page_verbs.h.
+  template <typename Request, typename Response>
+  void run(const Call& call, const Request& request, Response& response, Done done) {
+    if constexpr (requires { request.items(0).session(); }) {
+      batch(call, request, response, std::move(done));
+    } else if constexpr (requires { request.lease(); }) {
+      on_lease(call, request, response, std::move(done));
+    } else if constexpr (requires { request.session(); }) {
+      run_in(request.session(), call, request, response, std::move(done));
+    } else {
+      run_in(request.name(), call, request, response, std::move(done));
+    }
+  }
+  /// As `run`, where `session` replaces the name in the request.
+  template <typename Request, typename Response>
+  void run_in(const std::string& session, const Call& call, const Request& request,
+              Response& response, Done done) {
+    constexpr bool kReadsOnly = std::is_same_v<Request, v1::GetSessionRequest>;
+    on_session(call, rpc_name<Request>(), session, request.ByteSizeLong(),
+               [this, &request, &response, grant = call.grant](SessionEntry& entry) {
+                 if constexpr (requires { answer(entry, request, response); }) {
+                   answer(entry, request, response);
+                 } else {
+                   ReplyBudget budget(kReplyBytes, grant);
+                   return execute(entry, request, budget, response);
+                 }
+               },
+               std::move(done),
+               {.start = kReadsOnly ? Strand::Start::kNowIfIdle : Strand::Start::kQueued});
+  }
   /// Throws `ServiceError`.
   void list_sessions(const Call& call, const v1::ListSessionsRequest& request,
                      v1::ListSessionsResponse& response);
@@ -129,46 +162,6 @@ class ServiceCore {
   void keep_alive(const Call& call, const v1::KeepAliveRequest& request,
                   v1::KeepAliveResponse& response);
 
-  /// Stores one chunk. `session` replaces the name in the request.
-  void append(const Call& call, const std::string& session, const v1::AppendRequest& request,
-              v1::AppendResponse& response, Done done);
-  void select(const Call& call, const v1::SelectRequest& request, v1::SelectResponse& response,
-              Done done);
-  void attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response,
-              Done done);
-  /// One step. `session` replaces the name in the request.
-  void decode(const Call& call, const std::string& session, const v1::DecodeRequest& request,
-              v1::DecodeResponse& response, Done done);
-  void batch_select(const Call& call, const v1::BatchSelectRequest& request,
-                    v1::BatchSelectResponse& response, Done done);
-  void batch_attend(const Call& call, const v1::BatchAttendRequest& request,
-                    v1::BatchAttendResponse& response, Done done);
-  void batch_decode(const Call& call, const v1::BatchDecodeRequest& request,
-                    v1::BatchDecodeResponse& response, Done done);
-  void fetch(const Call& call, const v1::FetchRequest& request, v1::FetchResponse& response,
-             Done done);
-  void batch_fetch(const Call& call, const v1::BatchFetchRequest& request,
-                   v1::BatchFetchResponse& response, Done done);
-
-  void open_lease(const Call& call, const v1::OpenLeaseRequest& request,
-                  v1::OpenLeaseResponse& response, Done done);
-  void close_lease(const Call& call, const v1::CloseLeaseRequest& request, Done done);
-  void batch_lookup_pages(const Call& call, const v1::BatchLookupPagesRequest& request,
-                          v1::BatchLookupPagesResponse& response, Done done);
-  void lookup_prefix(const Call& call, const v1::LookupPrefixRequest& request,
-                     v1::LookupPrefixResponse& response, Done done);
-  void batch_reserve_pages(const Call& call, const v1::BatchReservePagesRequest& request,
-                           v1::BatchReservePagesResponse& response, Done done);
-  void batch_commit_pages(const Call& call, const v1::BatchCommitPagesRequest& request,
-                          v1::BatchCommitPagesResponse& response, Done done);
-  void batch_abort_pages(const Call& call, const v1::BatchAbortPagesRequest& request,
-                         v1::BatchAbortPagesResponse& response, Done done);
-  void batch_delete_pages(const Call& call, const v1::BatchDeletePagesRequest& request,
-                          v1::BatchDeletePagesResponse& response, Done done);
-  void batch_pin_pages(const Call& call, const v1::BatchPinPagesRequest& request,
-                       v1::BatchPinPagesResponse& response, Done done);
-  void batch_unpin_pages(const Call& call, const v1::BatchUnpinPagesRequest& request,
-                         v1::BatchUnpinPagesResponse& response, Done done);
   /// For calls that move pages: returns the tenant's own lease, renewed. Throws `ServiceError`.
   [[nodiscard]] std::shared_ptr<PageLease> lease(const Call& call, const std::string& name);
   /// Charges a request of `bytes`, and a reply as large, until the result is destroyed. Throws
@@ -258,8 +251,8 @@ class ServiceCore {
                         std::size_t bytes, Work work, Done done, SessionTurn turn);
   /// Does a piece of a call and returns whether it was the last. `pieces` is what is left of the
   /// call, null at first and after the last.
-  bool execute(const Call& call, SessionEntry& entry, const Work& work,
-               std::shared_ptr<CallInPieces>& pieces) const;
+  bool do_piece(const Call& call, SessionEntry& entry, const Work& work,
+                std::shared_ptr<CallInPieces>& pieces) const;
   /// An engine that met a fault of its device answers nothing more.
   void note_fault(const Error& error, Model& model) const;
   /// Returns whether it was not known before.
@@ -290,13 +283,38 @@ class ServiceCore {
   /// Writes what a truncation changes of a description.
   static void describe_length(SessionEntry& entry, v1::Session& session) noexcept;
 
-  /// Finds, admits and queues; `verb(lease)` runs on the lease's strand.
-  template <typename Request, typename Verb>
-  void on_lease(const Call& call, const Request& request, Verb verb, Done done);
+  // What requests do to a session beside those of session_verbs.h; called on its strand.
+  void answer(SessionEntry& entry, const v1::GetSessionRequest& request,
+              v1::GetSessionResponse& response) const;
+  void answer(SessionEntry& entry, const v1::TruncateSessionRequest& request,
+              v1::TruncateSessionResponse& response) const;
+  void answer(SessionEntry& entry, const v1::ForkSessionRequest& request,
+              v1::ForkSessionResponse& response);
 
-  template <typename Request, typename Response, typename Verb>
-  void batch(const Call& call, std::string_view method, const Request& request, Response& response,
-             Verb verb, Done done);
+  /// Queues every item on the strand of its session.
+  template <typename Request, typename Response>
+  void batch(const Call& call, const Request& request, Response& response, Done done);
+
+  /// Finds, admits and queues; the request is executed on the lease's strand.
+  template <typename Request, typename Response>
+  void on_lease(const Call& call, const Request& request, Response& response, Done done) {
+    std::function<void(PageLease&)> work;
+    try {
+      work = [this, &request, &response](PageLease& lease) {
+        execute(pages_, lease, request, response);
+      };
+    } catch (...) {
+      refuse(arrive(call, rpc_name<Request>()), done);
+      return;
+    }
+    queue_on_lease(call, rpc_name<Request>(), request.lease(), request.ByteSizeLong(),
+                   std::move(work), std::move(done));
+  }
+  void queue_on_lease(const Call& call, std::string_view method, const std::string& name,
+                      std::size_t bytes, std::function<void(PageLease&)> work, Done done);
+  /// Answers on the calling thread with what `act` fills, or throws.
+  template <typename Act>
+  void answer_now(Act act, const Done& done);
 
   const ServiceCoreOptions options_;
   const TimePoint started_;

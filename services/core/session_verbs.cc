@@ -343,8 +343,8 @@ class Decoding final : public Attending {
 
 }  // namespace
 
-void append_to(SessionEntry& entry, const v1::AppendRequest& request,
-               v1::AppendResponse& response) {
+void execute(SessionEntry& entry, const v1::AppendRequest& request, ReplyBudget& /*budget*/,
+             v1::AppendResponse& response) {
   const int layer = checked_layer(entry, request.layer());
   UsedRegions regions(entry.tenant.regions());
   const KeyValue tensors = key_value_of(entry, request, regions);
@@ -358,8 +358,8 @@ void append_to(SessionEntry& entry, const v1::AppendRequest& request,
   }
 }
 
-std::unique_ptr<CallInPieces> select_in(SessionEntry& entry, const v1::SelectRequest& request,
-                                        ReplyBudget& budget, v1::SelectResponse& response) {
+std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::SelectRequest& request,
+                                      ReplyBudget& budget, v1::SelectResponse& response) {
   class Selecting final : public QueryInPieces {
    public:
     using QueryInPieces::QueryInPieces;
@@ -400,8 +400,8 @@ std::unique_ptr<CallInPieces> select_in(SessionEntry& entry, const v1::SelectReq
   return call;
 }
 
-std::unique_ptr<CallInPieces> attend_in(SessionEntry& entry, const v1::AttendRequest& request,
-                                        ReplyBudget& budget, v1::AttendResponse& response) {
+std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::AttendRequest& request,
+                                      ReplyBudget& budget, v1::AttendResponse& response) {
   const int layer = checked_layer(entry, request.layer());
   auto call = std::make_unique<Attending>(entry, layer, request.options());
   AttendInputs& inputs = call->inputs;
@@ -413,8 +413,8 @@ std::unique_ptr<CallInPieces> attend_in(SessionEntry& entry, const v1::AttendReq
   return call;
 }
 
-std::unique_ptr<CallInPieces> decode_in(SessionEntry& entry, const v1::DecodeRequest& request,
-                                        ReplyBudget& budget, v1::DecodeResponse& response) {
+std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::DecodeRequest& request,
+                                      ReplyBudget& budget, v1::DecodeResponse& response) {
   const int layer = checked_layer(entry, request.layer());
   if (request.step() < 0) {
     throw ServiceError::invalid("step", "at least 0", std::to_string(request.step()));
@@ -439,8 +439,8 @@ std::unique_ptr<CallInPieces> decode_in(SessionEntry& entry, const v1::DecodeReq
   return call;
 }
 
-void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
-              v1::FetchResponse& response) {
+void execute(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
+             v1::FetchResponse& response) {
   const int layer = checked_layer(entry, request.layer());
   const ModelConfig& model = model_of(entry);
   const TensorView tokens = ids_of(request.tokens(), "tokens", model.kv_heads);
@@ -461,8 +461,8 @@ void charge_stored(SessionEntry& entry) {
   charge.keep();
 }
 
-void publish_from(SessionEntry& entry, const v1::PublishPrefixRequest& request,
-                  v1::PublishPrefixResponse& response) {
+void execute(SessionEntry& entry, const v1::PublishPrefixRequest& request, ReplyBudget& /*budget*/,
+             v1::PublishPrefixResponse& response) {
   if (!entry.has_fingerprint) {
     throw ServiceError(Code::kFailedPrecondition, "NO_FINGERPRINT",
                        "expected a session created with a model_fingerprint, found none");

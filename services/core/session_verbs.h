@@ -29,26 +29,27 @@ class CallInPieces {
 };
 
 /// Fills `layer_lengths`.
-void append_to(SessionEntry& entry, const v1::AppendRequest& request, v1::AppendResponse& response);
-[[nodiscard]] std::unique_ptr<CallInPieces> select_in(SessionEntry& entry,
-                                                      const v1::SelectRequest& request,
-                                                      ReplyBudget& budget,
-                                                      v1::SelectResponse& response);
-[[nodiscard]] std::unique_ptr<CallInPieces> attend_in(SessionEntry& entry,
-                                                      const v1::AttendRequest& request,
-                                                      ReplyBudget& budget,
-                                                      v1::AttendResponse& response);
+void execute(SessionEntry& entry, const v1::AppendRequest& request, ReplyBudget& budget,
+             v1::AppendResponse& response);
+[[nodiscard]] std::unique_ptr<CallInPieces> execute(SessionEntry& entry,
+                                                    const v1::SelectRequest& request,
+                                                    ReplyBudget& budget,
+                                                    v1::SelectResponse& response);
+[[nodiscard]] std::unique_ptr<CallInPieces> execute(SessionEntry& entry,
+                                                    const v1::AttendRequest& request,
+                                                    ReplyBudget& budget,
+                                                    v1::AttendResponse& response);
 /// A repeated (layer, step) is answered at once with the stored reply.
-[[nodiscard]] std::unique_ptr<CallInPieces> decode_in(SessionEntry& entry,
-                                                      const v1::DecodeRequest& request,
-                                                      ReplyBudget& budget,
-                                                      v1::DecodeResponse& response);
-void fetch_in(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
-              v1::FetchResponse& response);
+[[nodiscard]] std::unique_ptr<CallInPieces> execute(SessionEntry& entry,
+                                                    const v1::DecodeRequest& request,
+                                                    ReplyBudget& budget,
+                                                    v1::DecodeResponse& response);
+void execute(SessionEntry& entry, const v1::FetchRequest& request, ReplyBudget& budget,
+             v1::FetchResponse& response);
 /// Charges the tenant for the tokens that a new session begins with.
 void charge_stored(SessionEntry& entry);
-void publish_from(SessionEntry& entry, const v1::PublishPrefixRequest& request,
-                  v1::PublishPrefixResponse& response);
+void execute(SessionEntry& entry, const v1::PublishPrefixRequest& request, ReplyBudget& budget,
+             v1::PublishPrefixResponse& response);
 void truncate_to(SessionEntry& entry, std::int64_t tokens);
 
 }  // namespace kvtier::services

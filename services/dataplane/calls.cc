@@ -126,9 +126,9 @@ struct Job {
   }
 };
 
-template <typename Request, typename Response, typename Start>
-void run(const Call& call, const CallBody& body, CallMemory memory,
-         std::function<void(CallOutcome)> done, Start start) {
+template <typename Request, typename Response>
+void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory memory,
+         std::function<void(CallOutcome)> done) {
   auto job = std::make_shared<Job<Request, Response>>();
   job->place = body.output;
   job->memory = std::move(memory);
@@ -154,7 +154,8 @@ void run(const Call& call, const CallBody& body, CallMemory memory,
     return;
   }
   if (call.grant) call.grant->give(tensors);  // the core counts them
-  start(job->request, job->response, [job](const ServiceError* error) { job->end(error); });
+  core.run(call, job->request, job->response,
+           [job](const ServiceError* error) { job->end(error); });
 }
 
 }  // namespace
@@ -181,68 +182,12 @@ std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory) {
 
 void run_call(ServiceCore& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done) {
-  switch (body.method) {
-    case Method::kAppend:
-      return run<v1::AppendRequest, v1::AppendResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.append(call, request.session(), request, response, end);
-          });
-    case Method::kSelect:
-      return run<v1::SelectRequest, v1::SelectResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.select(call, request, response, end);
-          });
-    case Method::kAttend:
-      return run<v1::AttendRequest, v1::AttendResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.attend(call, request, response, end);
-          });
-    case Method::kDecode:
-      return run<v1::DecodeRequest, v1::DecodeResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.decode(call, request.session(), request, response, end);
-          });
-    case Method::kBatchDecode:
-      return run<v1::BatchDecodeRequest, v1::BatchDecodeResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.batch_decode(call, request, response, end);
-          });
-    case Method::kBatchAttend:
-      return run<v1::BatchAttendRequest, v1::BatchAttendResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.batch_attend(call, request, response, end);
-          });
-    case Method::kFetch:
-      return run<v1::FetchRequest, v1::FetchResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.fetch(call, request, response, end);
-          });
-    case Method::kBatchSelect:
-      return run<v1::BatchSelectRequest, v1::BatchSelectResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.batch_select(call, request, response, end);
-          });
-    case Method::kBatchFetch:
-      return run<v1::BatchFetchRequest, v1::BatchFetchResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.batch_fetch(call, request, response, end);
-          });
-    case Method::kBatchLookupPages:
-      return run<v1::BatchLookupPagesRequest, v1::BatchLookupPagesResponse>(
-          call, body, std::move(memory), std::move(done),
-          [&](const auto& request, auto& response, const Done& end) {
-            core.batch_lookup_pages(call, request, response, end);
-          });
-  }
+  each_plane_rpc([&](auto rpc, Method method) {
+    using Rpc = decltype(rpc);
+    if (method != body.method) return;
+    run<typename Rpc::Request, typename Rpc::Response>(core, call, body, std::move(memory),
+                                                       std::move(done));
+  });
 }
 
 }  // namespace kvtier::services

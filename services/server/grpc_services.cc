@@ -1,19 +1,62 @@
 #include "services/server/grpc_services.h"
 
-#include "kvtier/v1/admin.grpc.pb.h"
-#include "kvtier/v1/attention.grpc.pb.h"
-#include "kvtier/v1/session.grpc.pb.h"
+#include "kvtier/v1/admin.pb.h"
+#include "kvtier/v1/attention.pb.h"
+#include "kvtier/v1/page.pb.h"
+#include "kvtier/v1/session.pb.h"
+#include "kvtier/v1/shared_memory.pb.h"
 
+#include "services/dataplane/data_plane.h"
 #include "services/metrics/server_metrics.h"
 #include "services/metrics/status.h"
 #include "services/server/grpc_answer.h"
-#include "services/server/grpc_pages.h"
+#include "services/server/grpc_transfer.h"
+#include "services/server/rpc_service.h"
 
 namespace kvtier::services {
 namespace {
 
 using grpc::CallbackServerContext;
-using grpc::ServerUnaryReactor;
+
+// The calls with one request and one response, which the core executes.
+using SessionRpcs = std::tuple<Rpc<v1::CreateSessionRequest, v1::CreateSessionResponse>,
+                               Rpc<v1::GetSessionRequest, v1::GetSessionResponse>,
+                               Rpc<v1::TruncateSessionRequest, v1::TruncateSessionResponse>,
+                               Rpc<v1::ForkSessionRequest, v1::ForkSessionResponse>,
+                               Rpc<v1::PublishPrefixRequest, v1::PublishPrefixResponse>,
+                               Rpc<v1::ReleaseSessionRequest, v1::ReleaseSessionResponse>>;
+using AttentionRpcs = std::tuple<Rpc<v1::SelectRequest, v1::SelectResponse>,
+                                 Rpc<v1::BatchSelectRequest, v1::BatchSelectResponse>,
+                                 Rpc<v1::AttendRequest, v1::AttendResponse>,
+                                 Rpc<v1::BatchAttendRequest, v1::BatchAttendResponse>,
+                                 Rpc<v1::BatchDecodeRequest, v1::BatchDecodeResponse>,
+                                 Rpc<v1::FetchRequest, v1::FetchResponse>,
+                                 Rpc<v1::BatchFetchRequest, v1::BatchFetchResponse>>;
+using PageRpcs = std::tuple<Rpc<v1::OpenLeaseRequest, v1::OpenLeaseResponse>,
+                            Rpc<v1::CloseLeaseRequest, v1::CloseLeaseResponse>,
+                            Rpc<v1::LookupPrefixRequest, v1::LookupPrefixResponse>,
+                            Rpc<v1::BatchLookupPagesRequest, v1::BatchLookupPagesResponse>,
+                            Rpc<v1::BatchReservePagesRequest, v1::BatchReservePagesResponse>,
+                            Rpc<v1::BatchCommitPagesRequest, v1::BatchCommitPagesResponse>,
+                            Rpc<v1::BatchAbortPagesRequest, v1::BatchAbortPagesResponse>,
+                            Rpc<v1::BatchDeletePagesRequest, v1::BatchDeletePagesResponse>,
+                            Rpc<v1::BatchPinPagesRequest, v1::BatchPinPagesResponse>,
+                            Rpc<v1::BatchUnpinPagesRequest, v1::BatchUnpinPagesResponse>>;
+
+/// Adds the calls of a list.
+template <typename Rpcs>
+void add_core_calls(RpcService& service, ServiceCore& core, StreamRegistry& registry) {
+  const auto add = [&](auto rpc) {
+    service.add_unary<decltype(rpc)>(
+        [&core, &registry](CallbackServerContext* context, const auto* request, auto* response) {
+          return unary(core, registry, *context, response,
+                       [&core, request, response](const Call& call, Done done) {
+                         core.run(call, *request, *response, std::move(done));
+                       });
+        });
+  };
+  std::apply([&add](auto... rpc) { (add(rpc), ...); }, Rpcs());
+}
 
 /// The session that a stream is about: the first message names it, later ones must agree.
 class StreamSession {
@@ -31,188 +74,92 @@ class StreamSession {
   std::string name_;
 };
 
-class SessionService final : public v1::SessionService::CallbackService {
- public:
-  SessionService(ServiceCore& core, StreamRegistry& registry) : core_(core), registry_(registry) {}
+/// Runs a message of a stream, on the session of the stream. A stream's deadline is the transport's
+/// business; each of its messages has a call's time.
+template <typename Request, typename Response>
+void run_message(ServiceCore& core, Call call, StreamSession& session, const Request& request,
+                 Response& response, const Done& done) {
+  call.deadline = TimePoint::max();
+  const std::string* name = nullptr;
+  try {
+    name = &session.name_in(request.session());
+  } catch (...) {
+    const ServiceError error = to_service_error(std::current_exception());
+    done(&error);
+    return;
+  }
+  core.run_in(*name, call, request, response, done);
+}
 
-  ServerUnaryReactor* CreateSession(CallbackServerContext* context,
-                                    const v1::CreateSessionRequest* request,
-                                    v1::CreateSessionResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.create_session(call, *request, *response, std::move(done));
+/// Adds a call whose requests and responses alternate, with `make_work(call)` for each stream.
+template <typename Rpc, typename MakeWork>
+void add_alternating(RpcService& service, ServiceCore& core, StreamRegistry& registry,
+                     MakeWork make_work) {
+  using Request = typename Rpc::Request;
+  using Response = typename Rpc::Response;
+  using Reactor = grpc::ServerBidiReactor<Request, Response>;
+  service.add_alternating<Rpc>([&core, &registry, make_work](CallbackServerContext* context) {
+    return stream<Reactor>(core, *context, [&](Call call) -> Reactor* {
+      call.grant = core.admit(*call.tenant, 0);
+      return new AlternatingStream<Request, Response>(registry, *context, call.grant,
+                                                      make_work(call));
     });
-  }
-  ServerUnaryReactor* GetSession(CallbackServerContext* context,
-                                 const v1::GetSessionRequest* request,
-                                 v1::GetSessionResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.get_session(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* ListSessions(CallbackServerContext* context,
-                                   const v1::ListSessionsRequest* request,
-                                   v1::ListSessionsResponse* response) override {
-    return unary_now(core_, registry_, *context, response, [=, this](const Call& call) {
-      core_.list_sessions(call, *request, *response);
-    });
-  }
-  ServerUnaryReactor* TruncateSession(CallbackServerContext* context,
-                                      const v1::TruncateSessionRequest* request,
-                                      v1::TruncateSessionResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.truncate_session(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* ForkSession(CallbackServerContext* context,
-                                  const v1::ForkSessionRequest* request,
-                                  v1::ForkSessionResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.fork_session(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* PublishPrefix(CallbackServerContext* context,
-                                    const v1::PublishPrefixRequest* request,
-                                    v1::PublishPrefixResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.publish_prefix(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* ReleaseSession(CallbackServerContext* context,
-                                     const v1::ReleaseSessionRequest* request,
-                                     v1::ReleaseSessionResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.release_session(call, *request, std::move(done));
-    });
-  }
-  grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>* KeepAlive(
-      CallbackServerContext* context) override {
-    using Reactor = grpc::ServerBidiReactor<v1::KeepAliveRequest, v1::KeepAliveResponse>;
-    return stream<Reactor>(core_, *context, [&](Call call) -> Reactor* {
-      call.grant = core_.admit(*call.tenant, 0);
-      return new AlternatingStream<v1::KeepAliveRequest, v1::KeepAliveResponse>(
-          registry_, *context, call.grant,
-          [this, call](const auto& request, auto& response, const Done& done) {
-            try {
-              core_.keep_alive(call, request, response);
-            } catch (...) {
-              const ServiceError error = to_service_error(std::current_exception());
-              done(&error);
-              return;
-            }
-            done(nullptr);
-          });
-    });
-  }
+  });
+}
 
- private:
-  ServiceCore& core_;
-  StreamRegistry& registry_;
-};
+std::unique_ptr<grpc::Service> make_session_service(ServiceCore& core, StreamRegistry& registry) {
+  auto service = std::make_unique<RpcService>();
+  add_core_calls<SessionRpcs>(*service, core, registry);
+  service->add_unary<Rpc<v1::ListSessionsRequest, v1::ListSessionsResponse>>(
+      [&](CallbackServerContext* context, const auto* request, auto* response) {
+        return unary_now(core, registry, *context, response,
+                         [&](const Call& call) { core.list_sessions(call, *request, *response); });
+      });
+  add_alternating<Rpc<v1::KeepAliveRequest, v1::KeepAliveResponse>>(
+      *service, core, registry, [&core](const Call& call) {
+        return [&core, call](const auto& request, auto& response, const Done& done) {
+          std::optional<ServiceError> failure;
+          try {
+            core.keep_alive(call, request, response);
+          } catch (...) {
+            failure = to_service_error(std::current_exception());
+          }
+          done(failure ? &*failure : nullptr);
+        };
+      });
+  return service;
+}
 
-class AttentionService final : public v1::AttentionService::CallbackService {
- public:
-  AttentionService(ServiceCore& core, StreamRegistry& registry)
-      : core_(core), registry_(registry) {}
+std::unique_ptr<grpc::Service> make_attention_service(ServiceCore& core, StreamRegistry& registry) {
+  auto service = std::make_unique<RpcService>();
+  add_core_calls<AttentionRpcs>(*service, core, registry);
+  service->add_reading<v1::AppendRequest, v1::AppendRequest, v1::AppendResponse>(
+      [&](CallbackServerContext* context, v1::AppendResponse* response) {
+        using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
+        return stream<Reactor>(core, *context, [&](const Call& call) -> Reactor* {
+          return new CollectingStream<v1::AppendRequest>(
+              registry, *context,
+              [&core, call, response, session = StreamSession()](const auto& request,
+                                                                 const Done& done) mutable {
+                run_message(core, call, session, request, *response, done);
+              });
+        });
+      });
+  add_alternating<Rpc<v1::DecodeRequest, v1::DecodeResponse>>(
+      *service, core, registry, [&core](const Call& call) {
+        return [&core, call, session = StreamSession()](const auto& request, auto& response,
+                                                        const Done& done) mutable {
+          run_message(core, call, session, request, response, done);
+        };
+      });
+  return service;
+}
 
-  grpc::ServerReadReactor<v1::AppendRequest>* Append(CallbackServerContext* context,
-                                                     v1::AppendResponse* response) override {
-    using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
-    return stream<Reactor>(core_, *context, [&](const Call& call) -> Reactor* {
-      return new CollectingStream<v1::AppendRequest>(
-          registry_, *context,
-          [this, call = unlimited(call), response, session = StreamSession()](const auto& request,
-                                                                              Done done) mutable {
-            with_session(session, request, done, [&](const std::string& name) {
-              core_.append(call, name, request, *response, done);
-            });
-          });
-    });
-  }
-  ServerUnaryReactor* Select(CallbackServerContext* context, const v1::SelectRequest* request,
-                             v1::SelectResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.select(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* BatchSelect(CallbackServerContext* context,
-                                  const v1::BatchSelectRequest* request,
-                                  v1::BatchSelectResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.batch_select(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* Attend(CallbackServerContext* context, const v1::AttendRequest* request,
-                             v1::AttendResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.attend(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* BatchAttend(CallbackServerContext* context,
-                                  const v1::BatchAttendRequest* request,
-                                  v1::BatchAttendResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.batch_attend(call, *request, *response, std::move(done));
-    });
-  }
-  grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* Decode(
-      CallbackServerContext* context) override {
-    using Reactor = grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>;
-    return stream<Reactor>(core_, *context, [&](Call call) -> Reactor* {
-      call.grant = core_.admit(*call.tenant, 0);
-      return new AlternatingStream<v1::DecodeRequest, v1::DecodeResponse>(
-          registry_, *context, call.grant,
-          [this, call = unlimited(call), session = StreamSession()](
-              const auto& request, auto& response, Done done) mutable {
-            with_session(session, request, done, [&](const std::string& name) {
-              core_.decode(call, name, request, response, done);
-            });
-          });
-    });
-  }
-  ServerUnaryReactor* BatchDecode(CallbackServerContext* context,
-                                  const v1::BatchDecodeRequest* request,
-                                  v1::BatchDecodeResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.batch_decode(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* Fetch(CallbackServerContext* context, const v1::FetchRequest* request,
-                            v1::FetchResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.fetch(call, *request, *response, std::move(done));
-    });
-  }
-  ServerUnaryReactor* BatchFetch(CallbackServerContext* context,
-                                 const v1::BatchFetchRequest* request,
-                                 v1::BatchFetchResponse* response) override {
-    return unary(core_, registry_, *context, response, [=, this](const Call& call, Done done) {
-      core_.batch_fetch(call, *request, *response, std::move(done));
-    });
-  }
-
- private:
-  /// A stream's deadline is the transport's business; each of its messages has a call's time.
-  static Call unlimited(Call call) {
-    call.deadline = TimePoint::max();
-    return call;
-  }
-  template <typename Request, typename Run>
-  static void with_session(StreamSession& session, const Request& request, const Done& done,
-                           Run run) {
-    const std::string* name = nullptr;
-    try {
-      name = &session.name_in(request.session());
-    } catch (...) {
-      const ServiceError error = to_service_error(std::current_exception());
-      done(&error);
-      return;
-    }
-    run(*name);
-  }
-
-  ServiceCore& core_;
-  StreamRegistry& registry_;
-};
+std::unique_ptr<grpc::Service> make_page_service(ServiceCore& core, StreamRegistry& registry) {
+  auto service = std::make_unique<RpcService>();
+  add_core_calls<PageRpcs>(*service, core, registry);
+  return service;
+}
 
 /// Nothing: no level.
 std::optional<LogLevel> log_level_of(v1::LogLevel level) {
@@ -232,88 +179,98 @@ std::optional<LogLevel> log_level_of(v1::LogLevel level) {
   }
 }
 
-class AdminService final : public v1::AdminService::CallbackService {
- public:
-  AdminService(ServiceCore& core, const ServerMetrics& metrics, AdminActions actions)
-      : core_(core), metrics_(metrics), actions_(std::move(actions)) {}
-
-  ServerUnaryReactor* GetServerInfo(CallbackServerContext* context,
-                                    const v1::GetServerInfoRequest* /*request*/,
-                                    v1::GetServerInfoResponse* response) override {
-    return answer(*context, [=, this] { core_.get_server_info(*response); });
-  }
-  ServerUnaryReactor* GetStats(CallbackServerContext* context,
-                               const v1::GetStatsRequest* /*request*/,
-                               v1::GetStatsResponse* response) override {
-    return answer(*context, [=, this] { core_.get_stats(*response); });
-  }
-  ServerUnaryReactor* GetMetrics(CallbackServerContext* context,
-                                 const v1::GetMetricsRequest* request,
-                                 v1::GetMetricsResponse* response) override {
-    return answer(*context, [=, this] {
-      if (request->format() == v1::METRICS_FORMAT_UNSPECIFIED) {
-        response->set_text(metrics_.text());
-      } else if (request->format() == v1::METRICS_FORMAT_JSON) {
-        response->set_text(status_json(metrics_));
-      } else {
-        throw ServiceError::invalid("format", "a format of metrics",
-                                    std::to_string(request->format()));
-      }
-    });
-  }
-  ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::DrainRequest* /*request*/,
-                            v1::DrainResponse* /*response*/) override {
-    return answer(*context, actions_.drain);
-  }
-  ServerUnaryReactor* ListTenants(CallbackServerContext* context,
-                                  const v1::ListTenantsRequest* request,
-                                  v1::ListTenantsResponse* response) override {
-    return answer(*context, [=, this] { core_.list_tenants(*request, *response); });
-  }
-  ServerUnaryReactor* SetTenantQuota(CallbackServerContext* context,
-                                     const v1::SetTenantQuotaRequest* request,
-                                     v1::SetTenantQuotaResponse* response) override {
-    return answer(*context, [=, this] { core_.set_tenant_quota(*request, *response); });
-  }
-  ServerUnaryReactor* EvictTenant(CallbackServerContext* context,
-                                  const v1::EvictTenantRequest* request,
-                                  v1::EvictTenantResponse* response) override {
-    return answer(*context, [=, this] { core_.evict_tenant(*request, *response); });
-  }
-  ServerUnaryReactor* SetLogLevel(CallbackServerContext* context,
-                                  const v1::SetLogLevelRequest* request,
-                                  v1::SetLogLevelResponse* /*response*/) override {
-    return answer(*context, [=, this] {
-      const std::optional<LogLevel> level = log_level_of(request->level());
-      if (!actions_.set_log_level) {
-        throw ServiceError(Code::kFailedPrecondition, "NO_LOG", "the server keeps no log");
-      }
-      actions_.set_log_level(level);
-    });
-  }
-
- private:
-  ServiceCore& core_;
-  const ServerMetrics& metrics_;
-  const AdminActions actions_;
-};
+/// Adds a call of operators, which `work(request, response)` answers on the spot, or throws.
+template <typename Request, typename Response, typename Work>
+void add_answer(RpcService& service, Work work) {
+  service.add_unary<Rpc<Request, Response>>(
+      [work](CallbackServerContext* context, const Request* request, Response* response) {
+        return answer(*context, [&] { work(*request, *response); });
+      });
+}
 
 }  // namespace
 
 std::vector<std::unique_ptr<grpc::Service>> make_client_services(ServiceCore& core,
                                                                  StreamRegistry& registry) {
   std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(std::make_unique<SessionService>(core, registry));
-  services.push_back(std::make_unique<AttentionService>(core, registry));
-  add_page_services(core, registry, services);
+  services.push_back(make_session_service(core, registry));
+  services.push_back(make_attention_service(core, registry));
+  services.push_back(make_page_service(core, registry));
+  services.push_back(make_transfer_service(core, registry));
   return services;
+}
+
+std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
+                                                          StreamRegistry& registry,
+                                                          DataPlane& plane) {
+  auto service = std::make_unique<RpcService>();
+  const auto add = [&](auto rpc, auto work) {
+    service->add_unary<decltype(rpc)>([&core, &registry, work](CallbackServerContext* context,
+                                                               const auto* request,
+                                                               auto* response) {
+      return unary_now(core, registry, *context, response,
+                       [&](const Call& call) { work(*call.tenant, *request, *response); });
+    });
+  };
+  add(Rpc<v1::CreateAttachmentRequest, v1::CreateAttachmentResponse>(),
+      [&](Tenant& tenant, const auto& request, auto& response) {
+        core.check_serving();
+        plane.create_attachment(tenant, request, response);
+      });
+  add(Rpc<v1::ListAttachmentsRequest, v1::ListAttachmentsResponse>(),
+      [&](Tenant& tenant, const auto& request, auto& response) {
+        plane.attachments().list(tenant, request, response);
+      });
+  add(Rpc<v1::DeleteAttachmentRequest, v1::DeleteAttachmentResponse>(),
+      [&](Tenant& tenant, const auto& request, auto& /*response*/) {
+        plane.attachments().remove(tenant, request.name());
+      });
+  add(Rpc<v1::ShareDeviceMemoryRequest, v1::ShareDeviceMemoryResponse>(),
+      [&](Tenant& tenant, const auto& request, auto& response) {
+        core.check_serving();
+        plane.share_device_memory(tenant, request, response);
+      });
+  return service;
 }
 
 std::vector<std::unique_ptr<grpc::Service>> make_admin_services(ServiceCore& core,
                                                                 const ServerMetrics& metrics,
                                                                 AdminActions actions) {
+  auto service = std::make_unique<RpcService>();
+  add_answer<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      *service, [&](const auto& /*request*/, auto& response) { core.get_server_info(response); });
+  add_answer<v1::GetStatsRequest, v1::GetStatsResponse>(
+      *service, [&](const auto& /*request*/, auto& response) { core.get_stats(response); });
+  add_answer<v1::GetMetricsRequest, v1::GetMetricsResponse>(
+      *service, [&](const auto& request, auto& response) {
+        if (request.format() == v1::METRICS_FORMAT_UNSPECIFIED) {
+          response.set_text(metrics.text());
+        } else if (request.format() == v1::METRICS_FORMAT_JSON) {
+          response.set_text(status_json(metrics));
+        } else {
+          throw ServiceError::invalid("format", "a format of metrics",
+                                      std::to_string(request.format()));
+        }
+      });
+  add_answer<v1::DrainRequest, v1::DrainResponse>(
+      *service, [drain = actions.drain](const auto& /*request*/, auto& /*response*/) { drain(); });
+  add_answer<v1::ListTenantsRequest, v1::ListTenantsResponse>(
+      *service, [&](const auto& request, auto& response) { core.list_tenants(request, response); });
+  add_answer<v1::SetTenantQuotaRequest, v1::SetTenantQuotaResponse>(
+      *service,
+      [&](const auto& request, auto& response) { core.set_tenant_quota(request, response); });
+  add_answer<v1::EvictTenantRequest, v1::EvictTenantResponse>(
+      *service, [&](const auto& request, auto& response) { core.evict_tenant(request, response); });
+  add_answer<v1::SetLogLevelRequest, v1::SetLogLevelResponse>(
+      *service, [set = actions.set_log_level](const auto& request, auto& /*response*/) {
+        const std::optional<LogLevel> level = log_level_of(request.level());
+        if (!set) {
+          throw ServiceError(Code::kFailedPrecondition, "NO_LOG", "the server keeps no log");
+        }
+        set(level);
+      });
   std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(std::make_unique<AdminService>(core, metrics, std::move(actions)));
+  services.push_back(std::move(service));
   return services;
 }
 

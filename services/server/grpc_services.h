@@ -15,12 +15,18 @@ class Service;
 
 namespace kvtier::services {
 
+class DataPlane;
 class ServerMetrics;
 class StreamRegistry;
 
 /// The services of clients, over `core`. Core and registry must outlive the calls.
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_client_services(
     ServiceCore& core, StreamRegistry& registry);
+
+/// SharedMemoryService over a data plane. All three must outlive it.
+[[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
+                                                                        StreamRegistry& registry,
+                                                                        DataPlane& plane);
 
 /// What the services of operators ask of whoever runs the server. Must not block.
 struct AdminActions {

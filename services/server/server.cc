@@ -10,7 +10,6 @@
 #include "services/metrics/plane_metrics.h"
 #include "services/metrics/server_metrics.h"
 #include "services/metrics/status.h"
-#include "services/server/grpc_dataplane.h"
 #include "services/server/grpc_metrics.h"
 #include "services/server/grpc_services.h"
 #include "services/server/grpc_stream.h"

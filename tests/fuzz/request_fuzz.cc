@@ -102,16 +102,16 @@ class Service {
       if (name == name_) continue;
       v1::ReleaseSessionRequest request;
       request.set_name(name);
-      require(call([&](Done done) { core_.release_session(caller(), request, std::move(done)); }),
+      v1::ReleaseSessionResponse released;
+      require(call([&](Done done) { core_.run(caller(), request, released, std::move(done)); }),
               "a session can be released");
     }
     if (lengths().empty()) open();  // a call has released it
     v1::TruncateSessionRequest empty;
     empty.set_name(name_);
     v1::TruncateSessionResponse emptied;
-    require(
-        call([&](Done done) { core_.truncate_session(caller(), empty, emptied, std::move(done)); }),
-        "a session can be emptied");
+    require(call([&](Done done) { core_.run(caller(), empty, emptied, std::move(done)); }),
+            "a session can be emptied");
     fill();
     require(core_.num_sessions() == 1, "released sessions are gone");
     // A last reply that is kept may add to it.
@@ -129,9 +129,7 @@ class Service {
     sketch.set_kind(v1::PLANE_KIND_ORTHOGONAL);
     sketch.set_num_planes(kPlanes);
     v1::CreateSessionResponse response;
-    require(call([&](Done done) {
-              core_.create_session(caller(), request, response, std::move(done));
-            }),
+    require(call([&](Done done) { core_.run(caller(), request, response, std::move(done)); }),
             "a session can be created");
     name_ = response.session().name();
   }
@@ -150,7 +148,7 @@ class Service {
       }
       v1::AppendResponse stored;
       require(
-          call([&](Done done) { core_.append(caller(), name_, chunk, stored, std::move(done)); }),
+          call([&](Done done) { core_.run_in(name_, caller(), chunk, stored, std::move(done)); }),
           "tokens can be stored");
     }
   }
@@ -185,7 +183,7 @@ class Service {
     request.set_name(name_);
     v1::GetSessionResponse response;
     const bool there =
-        call([&](Done done) { core_.get_session(caller(), request, response, std::move(done)); });
+        call([&](Done done) { core_.run(caller(), request, response, std::move(done)); });
     if (!there) return {};
     return {response.session().layer_lengths().begin(), response.session().layer_lengths().end()};
   }
@@ -263,22 +261,22 @@ bool Service::dispatch(std::size_t kind, std::string_view bytes) {
     case 0:
       return make<v1::CreateSessionRequest, v1::CreateSessionResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.create_session(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 1:
       return make<v1::GetSessionRequest, v1::GetSessionResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.get_session(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 2:
       return make<v1::TruncateSessionRequest, v1::TruncateSessionResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.truncate_session(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 3:
       return make<v1::ReleaseSessionRequest, v1::ReleaseSessionResponse>(
-          bytes, [&](auto& request, auto& /*response*/, Done done) {
-            core_.release_session(caller, request, std::move(done));
+          bytes, [&](auto& request, auto& response, Done done) {
+            core_.run(caller, request, response, std::move(done));
           });
     case 4:
       return make<v1::ListSessionsRequest, v1::ListSessionsResponse>(
@@ -293,57 +291,57 @@ bool Service::dispatch(std::size_t kind, std::string_view bytes) {
     case 6:
       return make<v1::AppendRequest, v1::AppendResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.append(caller, request.session(), request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 7:
       return make<v1::SelectRequest, v1::SelectResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.select(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 8:
       return make<v1::AttendRequest, v1::AttendResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.attend(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 9:
       return make<v1::DecodeRequest, v1::DecodeResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.decode(caller, request.session(), request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 10:
       return make<v1::BatchSelectRequest, v1::BatchSelectResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.batch_select(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 11:
       return make<v1::BatchAttendRequest, v1::BatchAttendResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.batch_attend(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 14:
       return make<v1::FetchRequest, v1::FetchResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.fetch(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 15:
       return make<v1::BatchFetchRequest, v1::BatchFetchResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.batch_fetch(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 16:
       return make<v1::PublishPrefixRequest, v1::PublishPrefixResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.publish_prefix(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     case 12:
       return make<v1::ForkSessionRequest, v1::ForkSessionResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.fork_session(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
     default:
       return make<v1::BatchDecodeRequest, v1::BatchDecodeResponse>(
           bytes, [&](auto& request, auto& response, Done done) {
-            core_.batch_decode(caller, request, response, std::move(done));
+            core_.run(caller, request, response, std::move(done));
           });
   }
 }

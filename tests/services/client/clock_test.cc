@@ -50,8 +50,8 @@ class TurningClockTest : public ServerTest, public ::testing::WithParamInterface
     v1::CreateSessionResponse response;
     std::promise<bool> ok;
     ServiceCore& core = server_->core();
-    core.create_session({.tenant = core.tenants().all()[0].get()}, request, response,
-                        [&ok](const ServiceError* error) { ok.set_value(error == nullptr); });
+    core.run({.tenant = core.tenants().all()[0].get()}, request, response,
+             [&ok](const ServiceError* error) { ok.set_value(error == nullptr); });
     EXPECT_TRUE(ok.get_future().get());
     return response;
   }

@@ -145,7 +145,7 @@ class CoreAllocationsTest : public CoreTest {
     request.set_tokens(tokens);
     v1::TruncateSessionResponse response;
     Ending ending;
-    core_->truncate_session(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     ASSERT_EQ(ending.reason(), "OK");
   }
@@ -163,7 +163,7 @@ TEST_F(CoreAllocationsTest, OfACreationFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->create_session(call(), request, response, done);
+        core_->run(call(), request, response, done);
       },
       [&] {
         ASSERT_EQ(release(response.session().name()).reason(), "OK");
@@ -177,7 +177,7 @@ TEST_F(CoreAllocationsTest, OfAnAppendFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->append(call(), name_, request, response, done);
+        core_->run_in(name_, call(), request, response, done);
       },
       [&] { truncate(70); });
 }
@@ -188,7 +188,7 @@ TEST_F(CoreAllocationsTest, OfAStepFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->decode(call(), name_, request, response, done);
+        core_->run_in(name_, call(), request, response, done);
       },
       [&] { truncate(70); });
 }
@@ -200,7 +200,7 @@ TEST_F(CoreAllocationsTest, OfABatchFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->batch_decode(call(), request, response, [&](const ServiceError* error) {
+        core_->run(call(), request, response, [&](const ServiceError* error) {
           if (error == nullptr && response.items(0).status().code() != 0) {
             const ServiceError item(Code::kResourceExhausted, response.items(0).status().reason(),
                                     "");
@@ -220,7 +220,7 @@ TEST_F(CoreAllocationsTest, OfReadingCallsFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         selected.Clear();
-        core_->select(call(), select, selected, done);
+        core_->run(call(), select, selected, done);
       },
       [] {});
   v1::AttendRequest attend;
@@ -230,7 +230,7 @@ TEST_F(CoreAllocationsTest, OfReadingCallsFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         attended.Clear();
-        core_->attend(call(), attend, attended, done);
+        core_->run(call(), attend, attended, done);
       },
       [] {});
   v1::GetSessionRequest get;
@@ -239,7 +239,7 @@ TEST_F(CoreAllocationsTest, OfReadingCallsFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         got.Clear();
-        core_->get_session(call(), get, got, done);
+        core_->run(call(), get, got, done);
       },
       [] {});
 }
@@ -258,7 +258,7 @@ TEST_F(CoreAllocationsTest, OfATruncationFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->truncate_session(call(), request, response, done);
+        core_->run(call(), request, response, done);
       },
       lengthen);
 }
@@ -272,7 +272,7 @@ TEST_F(CoreAllocationsTest, OfAForkFailInTurn) {
   fail_each_allocation(
       [&](const Done& done) {
         response.Clear();
-        core_->fork_session(call(), request, response, done);
+        core_->run(call(), request, response, done);
       },
       [&] {
         for (const v1::Session& child : response.sessions()) {

@@ -83,13 +83,13 @@ class CoreAttentionTest : public CoreTest {
   }
   Ending select(const v1::SelectRequest& request, v1::SelectResponse& response) {
     Ending ending;
-    core_->select(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
   Ending attend(const v1::AttendRequest& request, v1::AttendResponse& response) {
     Ending ending;
-    core_->attend(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -273,7 +273,7 @@ TEST_F(CoreAttentionTest, BatchAnswersEveryItemInOrder) {
   *request.add_items() = decode_request(name_, 0, 2, 5);
   v1::BatchDecodeResponse response;
   Ending ending;
-  core_->batch_decode(call(), request, response, ending.listener());
+  core_->run(call(), request, response, ending.listener());
   executor_.run_all();
 
   ASSERT_EQ(ending.reason(), "OK");
@@ -293,13 +293,13 @@ TEST_F(CoreAttentionTest, BatchOfNoneIsAnsweredAndOfTooManyRefused) {
   v1::BatchAttendRequest request;
   v1::BatchAttendResponse response;
   Ending none;
-  core_->batch_attend(call(), request, response, none.listener());
+  core_->run(call(), request, response, none.listener());
   EXPECT_EQ(none.reason(), "OK");
   EXPECT_EQ(response.items_size(), 0);
 
   for (int i = 0; i <= kMaxBatchItems; ++i) request.add_items();
   Ending many;
-  core_->batch_attend(call(), request, response, many.listener());
+  core_->run(call(), request, response, many.listener());
   EXPECT_EQ(many.reason(), "INVALID_ARGUMENT");
   EXPECT_EQ(many.error->field(), "items");
 }
@@ -320,7 +320,7 @@ TEST_F(CoreAttentionTest, RepliesBeyondTheLimitOfAMessageAreRefusedBeforeTheWork
   v1::BatchSelectResponse replies;
   Ending ending;
   ServiceCoreOptions options = small_options();
-  core_->batch_select(call(), batch, replies, ending.listener());
+  core_->run(call(), batch, replies, ending.listener());
   executor_.run_all();
   ASSERT_EQ(ending.reason(), "OK");
   EXPECT_LE(replies.ByteSizeLong(), static_cast<std::size_t>(kMaxMessageBytes));

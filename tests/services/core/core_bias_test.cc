@@ -55,13 +55,13 @@ class CoreBiasTest : public CoreTest {
   }
   Ending attend(const v1::AttendRequest& request, v1::AttendResponse& response) {
     Ending ending;
-    core_->attend(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
   Ending select(const v1::SelectRequest& request, v1::SelectResponse& response) {
     Ending ending;
-    core_->select(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }

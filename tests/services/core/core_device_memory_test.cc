@@ -114,8 +114,8 @@ TEST_F(CoreDeviceMemory, AppendsSelectsAndAttends) {
     }
     Ending selected;
     Ending attended;
-    core_->select(call(), select, ids[i], selected.listener());
-    core_->attend(call(), attend, outs[i], attended.listener());
+    core_->run(call(), select, ids[i], selected.listener());
+    core_->run(call(), attend, outs[i], attended.listener());
     executor_.run_all();
     ASSERT_EQ(selected.reason() + attended.reason(), "OKOK");
   }

@@ -62,7 +62,7 @@ class CoreFetchTest : public CoreTest {
   }
   Ending fetch(const v1::FetchRequest& request, v1::FetchResponse& response) {
     Ending ending;
-    core_->fetch(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -96,7 +96,7 @@ TEST_F(CoreFetchTest, BatchAnswersEveryItemInOrder) {
   *request.add_items() = fetch_request(name_, 1, {5, -1});
   v1::BatchFetchResponse response;
   Ending ending;
-  core_->batch_fetch(call(), request, response, ending.listener());
+  core_->run(call(), request, response, ending.listener());
   executor_.run_all();
 
   ASSERT_EQ(ending.reason(), "OK");
@@ -124,7 +124,7 @@ TEST_F(CoreFetchTest, RepliesBeyondTheLimitOfAMessageAreRefusedBeforeTheWork) {
   for (int i = 0; i < 3; ++i) *batch.add_items() = fetch_request(name_, 1, fit);
   v1::BatchFetchResponse replies;
   Ending ending;
-  core_->batch_fetch(call(), batch, replies, ending.listener());
+  core_->run(call(), batch, replies, ending.listener());
   executor_.run_all();
   ASSERT_EQ(ending.reason(), "OK");
   EXPECT_EQ(replies.items(0).status().code(), 0);

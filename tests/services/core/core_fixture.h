@@ -173,7 +173,7 @@ class CoreTest : public ::testing::Test {
   Ending create(const v1::CreateSessionRequest& request, v1::CreateSessionResponse& response,
                 std::size_t tenant = 0) {
     Ending ending;
-    core_->create_session(call(tenant), request, response, ending.listener());
+    core_->run(call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -188,7 +188,7 @@ class CoreTest : public ::testing::Test {
     v1::GetSessionRequest request;
     request.set_name(name);
     Ending ending;
-    core_->get_session(call(tenant), request, response, ending.listener());
+    core_->run(call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -199,13 +199,13 @@ class CoreTest : public ::testing::Test {
   Ending append(const std::string& name, const v1::AppendRequest& request, std::size_t tenant = 0) {
     v1::AppendResponse response;
     Ending ending;
-    core_->append(call(tenant), name, request, response, ending.listener());
+    core_->run_in(name, call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
   Ending decode(const v1::DecodeRequest& request, v1::DecodeResponse& response) {
     Ending ending;
-    core_->decode(call(), request.session(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -214,8 +214,9 @@ class CoreTest : public ::testing::Test {
     v1::ReleaseSessionRequest request;
     request.set_name(name);
     request.set_request_id(request_id);
+    v1::ReleaseSessionResponse response;
     Ending ending;
-    core_->release_session(call(tenant), request, ending.listener());
+    core_->run(call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }

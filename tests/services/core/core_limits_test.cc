@@ -44,7 +44,7 @@ TEST_F(CoreLimitsTest, LeaseDoesNotEndASessionAtWork) {
   const v1::AppendRequest request = append_request(0, 1, 1);
   v1::AppendResponse response;
   Ending ending;
-  core_->append(call(), name, request, response, ending.listener());
+  core_->run_in(name, call(), request, response, ending.listener());
   now_ += std::chrono::seconds(29);  // within the call's time
   core_->sweep();
   now_ += std::chrono::hours(1);
@@ -149,7 +149,7 @@ TEST_F(CoreLimitsTest, BytesInFlightAreBounded) {
   std::vector<Ending> endings(4);
   std::vector<v1::AppendResponse> responses(4);
   for (std::size_t i = 0; i < endings.size(); ++i) {
-    core_->append(call(), name, request, responses[i], endings[i].listener());
+    core_->run_in(name, call(), request, responses[i], endings[i].listener());
   }
 
   EXPECT_FALSE(endings[0].done);
@@ -175,7 +175,7 @@ TEST_F(CoreLimitsTest, OneTenantsFloodLeavesTheOtherItsShare) {
   std::vector<Ending> endings(10);
   std::vector<v1::AppendResponse> responses(10);
   for (std::size_t i = 0; i < endings.size(); ++i) {
-    core_->append(call(0), flooding, request, responses[i], endings[i].listener());
+    core_->run_in(flooding, call(0), request, responses[i], endings[i].listener());
   }
   for (std::size_t i = 1; i < endings.size(); ++i) {
     EXPECT_EQ(endings[i].reason(), "TENANT_OVERLOADED");
@@ -206,7 +206,7 @@ TEST_F(CoreLimitsTest, BatchIsOneCallInTheQueueOfASession) {
     return found;
   };
   for (std::size_t i = 0; i < endings.size(); ++i) {
-    core_->batch_decode(call(), requests[i], responses[i], endings[i].listener());
+    core_->run(call(), requests[i], responses[i], endings[i].listener());
   }
   EXPECT_EQ(endings[2].reason(), "OK");
   EXPECT_THAT(reasons(2), Each(std::string("QUEUE_FULL")));
@@ -218,7 +218,7 @@ TEST_F(CoreLimitsTest, BatchIsOneCallInTheQueueOfASession) {
 
   Ending again;
   v1::BatchDecodeResponse response;
-  core_->batch_decode(call(), requests[2], response, again.listener());
+  core_->run(call(), requests[2], response, again.listener());
   executor_.run_all();
   EXPECT_EQ(again.reason(), "OK");
   EXPECT_THAT(lengths(name), ElementsAre(15, 0));
@@ -234,7 +234,7 @@ TEST_F(CoreLimitsTest, QueueOfASessionIsBounded) {
   std::vector<Ending> endings(3);
   std::vector<v1::GetSessionResponse> responses(3);
   for (std::size_t i = 0; i < endings.size(); ++i) {
-    core_->get_session(call(), request, responses[i], endings[i].listener());
+    core_->run(call(), request, responses[i], endings[i].listener());
   }
 
   EXPECT_EQ(endings[2].reason(), "QUEUE_FULL");
@@ -256,8 +256,8 @@ TEST_F(CoreLimitsTest, CallsOfCancelledAndLateCallersChangeNothing) {
   call_gone.cancelled = [&gone] { return gone; };
   Call call_late = call();
   call_late.deadline = now_ + std::chrono::seconds(1);
-  core_->append(call_gone, name, request, response, cancelled.listener());
-  core_->append(call_late, name, request, response, late.listener());
+  core_->run_in(name, call_gone, request, response, cancelled.listener());
+  core_->run_in(name, call_late, request, response, late.listener());
   gone = true;
   now_ += std::chrono::seconds(2);
 
@@ -277,12 +277,13 @@ TEST_F(CoreLimitsTest, CallsQueuedBehindAReleaseFindNothing) {
   v1::ReleaseSessionRequest release_request;
   release_request.set_name(name);
   v1::GetSessionResponse response;
+  v1::ReleaseSessionResponse release_response;
   Ending before;
   Ending released;
   Ending after;
-  core_->get_session(call(), get_request, response, before.listener());
-  core_->release_session(call(), release_request, released.listener());
-  core_->get_session(call(), get_request, response, after.listener());
+  core_->run(call(), get_request, response, before.listener());
+  core_->run(call(), release_request, release_response, released.listener());
+  core_->run(call(), get_request, response, after.listener());
 
   executor_.run_all();
 
@@ -435,7 +436,7 @@ TEST_F(CoreLimitsTest, DrainingRefusesNewCallsAndFinishesQueuedOnes) {
   const v1::AppendRequest request = append_request(0, 4, 1);
   v1::AppendResponse response;
   Ending queued;
-  core_->append(call(), name, request, response, queued.listener());
+  core_->run_in(name, call(), request, response, queued.listener());
 
   core_->drain();
 

@@ -25,12 +25,9 @@ class CorePagesTest : public CoreTest {
   }
 
   template <typename Request, typename Response>
-  using Method = void (ServiceCore::*)(const Call&, const Request&, Response&, Done);
-  template <typename Request, typename Response>
-  Ending run(Method<Request, Response> method, const Request& request, Response& response,
-             std::size_t tenant = 0) {
+  Ending run(const Request& request, Response& response, std::size_t tenant = 0) {
     Ending ending;
-    ((*core_).*method)(call(tenant), request, response, ending.listener());
+    core_->run(call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -42,11 +39,11 @@ class CorePagesTest : public CoreTest {
   }
   std::string reason_of(const v1::OpenLeaseRequest& request) {
     v1::OpenLeaseResponse response;
-    return run(&ServiceCore::open_lease, request, response).reason();
+    return run(request, response).reason();
   }
   std::string open_lease(std::size_t tenant = 0) {
     v1::OpenLeaseResponse response;
-    EXPECT_TRUE(run(&ServiceCore::open_lease, lease_request(), response, tenant).ok());
+    EXPECT_TRUE(run(lease_request(), response, tenant).ok());
     EXPECT_EQ(response.lease().page_bytes(), kPageBytes);
     return response.lease().name();
   }
@@ -58,7 +55,7 @@ class CorePagesTest : public CoreTest {
     request.set_request_id(id);
     for (const std::string& hash : hashes) request.add_keys()->set_hash(hash);
     v1::BatchReservePagesResponse response;
-    EXPECT_EQ(run(&ServiceCore::batch_reserve_pages, request, response).reason(), "OK");
+    EXPECT_EQ(run(request, response).reason(), "OK");
     return response;
   }
   /// Reserves, writes and commits; returns the handles.
@@ -74,7 +71,7 @@ class CorePagesTest : public CoreTest {
       request.add_items()->set_handle(handles.back());
     }
     v1::BatchCommitPagesResponse response;
-    EXPECT_TRUE(run(&ServiceCore::batch_commit_pages, request, response).ok());
+    EXPECT_TRUE(run(request, response).ok());
     for (const auto& item : response.items()) EXPECT_EQ(item.status().code(), 0);
     return handles;
   }
@@ -98,7 +95,7 @@ TEST_F(CorePagesTest, GeometryThatIsNoneIsRefused) {
   EXPECT_EQ(reason_of(request), "INVALID_ARGUMENT") << "no dtype";
   geometry.set_dtype(v1::DATA_TYPE_BFLOAT16);
   v1::OpenLeaseResponse response;
-  EXPECT_TRUE(run(&ServiceCore::open_lease, request, response).ok());
+  EXPECT_TRUE(run(request, response).ok());
   EXPECT_EQ(response.lease().page_bytes(), 2 * 2 * 64 * 16 * 2);
   geometry.set_dtype(static_cast<v1::DataType>(9999));
   EXPECT_EQ(reason_of(request), "INVALID_ARGUMENT");
@@ -123,8 +120,8 @@ TEST_F(CorePagesTest, RepeatedRequestsAreAnsweredNotExecuted) {
   request.set_request_id(kUuid);
   v1::OpenLeaseResponse first;
   v1::OpenLeaseResponse again;
-  EXPECT_TRUE(run(&ServiceCore::open_lease, request, first).ok());
-  EXPECT_TRUE(run(&ServiceCore::open_lease, request, again).ok());
+  EXPECT_TRUE(run(request, first).ok());
+  EXPECT_TRUE(run(request, again).ok());
   EXPECT_EQ(first.lease().name(), again.lease().name());
   request.set_model("other");
   EXPECT_EQ(reason_of(request), "REQUEST_ID_CONFLICT");
@@ -148,7 +145,7 @@ TEST_F(CorePagesTest, PrefixIsFoundPinnedAndGivenBack) {
   request.set_request_id(kUuid);
   for (int i = 0; i < 2; ++i) {
     v1::LookupPrefixResponse response;
-    ASSERT_TRUE(run(&ServiceCore::lookup_prefix, request, response).ok());
+    ASSERT_TRUE(run(request, response).ok());
     EXPECT_EQ(response.hits(), 2);
     ASSERT_EQ(response.pages_size(), 2);
     EXPECT_EQ(response.pages(1).handle(), handles[1]);
@@ -156,7 +153,7 @@ TEST_F(CorePagesTest, PrefixIsFoundPinnedAndGivenBack) {
   EXPECT_EQ(core_->pages().stats().pinned_pages, 2U);
   auto unpin = of_handles<v1::BatchUnpinPagesRequest>(lease, handles);
   v1::BatchUnpinPagesResponse unpinned;
-  ASSERT_TRUE(run(&ServiceCore::batch_unpin_pages, unpin, unpinned).ok());
+  ASSERT_TRUE(run(unpin, unpinned).ok());
   EXPECT_EQ(unpinned.statuses(0).code(), 0);
   EXPECT_EQ(unpinned.statuses(1).code(), 0);
   EXPECT_EQ(unpinned.statuses(2).reason(), "NOT_PINNED");
@@ -172,26 +169,26 @@ TEST_F(CorePagesTest, HashesAreFoundEachForItself) {
   request.add_layers(0);
   request.set_hits_only(true);
   v1::BatchLookupPagesResponse response;
-  ASSERT_TRUE(run(&ServiceCore::batch_lookup_pages, request, response).ok());
+  ASSERT_TRUE(run(request, response).ok());
   EXPECT_EQ(std::vector<bool>(response.hits().begin(), response.hits().end()),
             (std::vector<bool>{false, true, false, true}));
   EXPECT_EQ(response.pages_size(), 0);
 
   request.set_pin(true);
   request.set_request_id(kUuid);
-  EXPECT_EQ(run(&ServiceCore::batch_lookup_pages, request, response).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(run(request, response).reason(), "INVALID_ARGUMENT");
   EXPECT_EQ(core_->pages().stats().pinned_pages, 0U);
   request.set_hits_only(false);
   for (int i = 0; i < 2; ++i) {
     response.Clear();
-    ASSERT_TRUE(run(&ServiceCore::batch_lookup_pages, request, response).ok());
+    ASSERT_TRUE(run(request, response).ok());
     ASSERT_EQ(response.pages_size(), 2);
     EXPECT_EQ(response.pages(0).handle(), handles[1]);
     EXPECT_EQ(response.pages(1).handle(), handles[2]);
   }
   auto unpin = of_handles<v1::BatchUnpinPagesRequest>(lease, {handles[1], handles[1]});
   v1::BatchUnpinPagesResponse unpinned;
-  ASSERT_TRUE(run(&ServiceCore::batch_unpin_pages, unpin, unpinned).ok());
+  ASSERT_TRUE(run(unpin, unpinned).ok());
   EXPECT_EQ(unpinned.statuses(0).code(), 0);
   EXPECT_EQ(unpinned.statuses(1).reason(), "NOT_PINNED") << "pinned once by one request";
 
@@ -199,7 +196,7 @@ TEST_F(CorePagesTest, HashesAreFoundEachForItself) {
   many.set_lease(lease);
   many.add_layers(0);
   for (int i = 0; i <= kMaxBatchPages; ++i) many.add_hashes("x");
-  EXPECT_EQ(run(&ServiceCore::batch_lookup_pages, many, response).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(run(many, response).reason(), "INVALID_ARGUMENT");
 }
 
 TEST_F(CorePagesTest, BatchesAnswerItemByItem) {
@@ -208,22 +205,16 @@ TEST_F(CorePagesTest, BatchesAnswerItemByItem) {
   handles.push_back("forged");
   handles.push_back(reserve(lease, {"r"}).items(0).page().handle());
   v1::BatchPinPagesResponse pinned;
-  ASSERT_TRUE(run(&ServiceCore::batch_pin_pages,
-                  of_handles<v1::BatchPinPagesRequest>(lease, handles), pinned)
-                  .ok());
+  ASSERT_TRUE(run(of_handles<v1::BatchPinPagesRequest>(lease, handles), pinned).ok());
   EXPECT_EQ(pinned.items(0).page().handle(), handles[0]);
   EXPECT_EQ(pinned.items(2).status().reason(), "NOT_FOUND");
   EXPECT_EQ(pinned.items(3).status().reason(), "NOT_COMMITTED");
   v1::BatchAbortPagesResponse aborted;
-  ASSERT_TRUE(run(&ServiceCore::batch_abort_pages,
-                  of_handles<v1::BatchAbortPagesRequest>(lease, handles), aborted)
-                  .ok());
+  ASSERT_TRUE(run(of_handles<v1::BatchAbortPagesRequest>(lease, handles), aborted).ok());
   EXPECT_EQ(aborted.statuses(0).reason(), "NOT_RESERVED");
   EXPECT_EQ(aborted.statuses(3).code(), 0);
   v1::BatchDeletePagesResponse deleted;
-  ASSERT_TRUE(run(&ServiceCore::batch_delete_pages,
-                  of_handles<v1::BatchDeletePagesRequest>(lease, handles), deleted)
-                  .ok());
+  ASSERT_TRUE(run(of_handles<v1::BatchDeletePagesRequest>(lease, handles), deleted).ok());
   EXPECT_EQ(deleted.statuses(0).code(), 0);
   EXPECT_EQ(deleted.statuses(3).reason(), "PAGE_GONE");
 }
@@ -231,23 +222,19 @@ TEST_F(CorePagesTest, BatchesAnswerItemByItem) {
 TEST_F(CorePagesTest, BatchesAreBoundedAndEmptyOnesFine) {
   const std::string lease = open_lease();
   v1::BatchPinPagesResponse response;
-  EXPECT_TRUE(
-      run(&ServiceCore::batch_pin_pages, of_handles<v1::BatchPinPagesRequest>(lease, {}), response)
-          .ok());
+  EXPECT_TRUE(run(of_handles<v1::BatchPinPagesRequest>(lease, {}), response).ok());
   const std::vector<std::string> many(kMaxBatchPages + 1, "x");
-  EXPECT_EQ(run(&ServiceCore::batch_pin_pages, of_handles<v1::BatchPinPagesRequest>(lease, many),
-                response)
-                .reason(),
+  EXPECT_EQ(run(of_handles<v1::BatchPinPagesRequest>(lease, many), response).reason(),
             "INVALID_ARGUMENT");
   v1::LookupPrefixRequest lookup;
   lookup.set_lease(lease);
   for (int i = 0; i < 65; ++i) lookup.add_hashes("h");
   for (int i = 0; i < 64; ++i) lookup.add_layers(i);
   v1::LookupPrefixResponse found;
-  EXPECT_EQ(run(&ServiceCore::lookup_prefix, lookup, found).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(run(lookup, found).reason(), "INVALID_ARGUMENT");
   lookup.mutable_layers()->Clear();
   lookup.add_layers(-1);
-  EXPECT_EQ(run(&ServiceCore::lookup_prefix, lookup, found).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(run(lookup, found).reason(), "INVALID_ARGUMENT");
 }
 
 TEST_F(CorePagesTest, ReservationsNameEachKeyOnce) {
@@ -256,10 +243,10 @@ TEST_F(CorePagesTest, ReservationsNameEachKeyOnce) {
   request.add_keys()->set_hash("a");
   request.add_keys()->set_hash("a");
   v1::BatchReservePagesResponse response;
-  EXPECT_EQ(run(&ServiceCore::batch_reserve_pages, request, response).reason(), "INVALID_ARGUMENT");
+  EXPECT_EQ(run(request, response).reason(), "INVALID_ARGUMENT");
   EXPECT_EQ(core_->pages().stats().reserved_pages, 0U);
   request.mutable_keys(1)->set_layer(1);
-  EXPECT_TRUE(run(&ServiceCore::batch_reserve_pages, request, response).ok());
+  EXPECT_TRUE(run(request, response).ok());
   EXPECT_EQ(core_->pages().stats().reserved_pages, 2U);
 }
 
@@ -282,13 +269,13 @@ TEST_F(CorePagesTest, LeasesOfOthersAreAsGoodAsUnknown) {
   request.add_hashes("a");
   request.add_layers(0);
   v1::LookupPrefixResponse response;
-  const Ending foreign = run(&ServiceCore::lookup_prefix, request, response, 1);
+  const Ending foreign = run(request, response, 1);
   request.set_lease("leases/unknown");
-  const Ending unknown = run(&ServiceCore::lookup_prefix, request, response, 1);
+  const Ending unknown = run(request, response, 1);
   EXPECT_EQ(foreign.reason(), "NOT_FOUND");
   EXPECT_STREQ(foreign.error->what(), unknown.error->what());
   request.set_lease(open_lease(1));
-  ASSERT_TRUE(run(&ServiceCore::lookup_prefix, request, response, 1).ok());
+  ASSERT_TRUE(run(request, response, 1).ok());
   EXPECT_EQ(response.hits(), 0);
 }
 
@@ -316,7 +303,8 @@ TEST_F(CorePagesTest, LeaseLivesAsLongAsItIsNamed) {
   close.set_request_id(kUuid);
   for (int i = 0; i < 2; ++i) {
     Ending ending;
-    core_->close_lease(call(), close, ending.listener());
+    v1::CloseLeaseResponse closed;
+    core_->run(call(), close, closed, ending.listener());
     EXPECT_TRUE(ending.ok());
   }
   EXPECT_EQ(core_->pages().num_leases(), 0U);
@@ -329,7 +317,7 @@ TEST_F(CorePagesTest, DrainRefusesNewCalls) {
   v1::LookupPrefixRequest request;
   request.set_lease(lease);
   v1::LookupPrefixResponse response;
-  EXPECT_EQ(run(&ServiceCore::lookup_prefix, request, response).reason(), "DRAINING");
+  EXPECT_EQ(run(request, response).reason(), "DRAINING");
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ class CorePiecesTest : public CoreTest {
   }
   Ending attend(const Call& call, const v1::AttendRequest& request, v1::AttendResponse& response) {
     Ending ending;
-    core_->attend(call, request, response, ending.listener());
+    core_->run(call, request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -71,7 +71,7 @@ TEST_F(CorePiecesTest, GiveTheBitsOfTheWholeCall) {
     select.set_with_scores(true);
     v1::SelectResponse ids;
     Ending ending;
-    core_->select(call(), select, ids, ending.listener());
+    core_->run(call(), select, ids, ending.listener());
     executor_.run_all();
     ASSERT_EQ(ending.reason(), "OK");
     selected.push_back(ids.SerializeAsString());
@@ -110,7 +110,7 @@ TEST_F(CorePiecesTest, EndWithTheCallersDeadlineAndChangeNothing) {
   v1::DecodeResponse decoded;
   Ending ending;
   const v1::DecodeRequest request = long_decode_request(name, 0);
-  core_->decode(slow, name, request, decoded, ending.listener());
+  core_->run_in(name, slow, request, decoded, ending.listener());
   executor_.run_all();
   EXPECT_EQ(ending.reason(), "QUEUE_TIMEOUT");
   EXPECT_EQ(lengths(name), (std::vector<std::int64_t>{kStored, kStored}));
@@ -189,11 +189,11 @@ class CoreFairTest : public ::testing::Test {
     *request.mutable_geometry() = small_geometry();
     request.mutable_geometry()->set_layers(layers);
     v1::CreateSessionResponse response;
-    run([&](Done done) { core_.create_session(call(tenant), request, response, std::move(done)); });
+    run([&](Done done) { core_.run(call(tenant), request, response, std::move(done)); });
     const std::string name = response.session().name();
     const v1::AppendRequest tokens = append_request(0, kStored, 1);
     v1::AppendResponse appended;
-    run([&](Done done) { core_.append(call(tenant), name, tokens, appended, std::move(done)); });
+    run([&](Done done) { core_.run_in(name, call(tenant), tokens, appended, std::move(done)); });
     return name;
   }
   /// Returns how many pieces of a long call of tenant 1 begin between the arrival of one of tenant
@@ -208,7 +208,7 @@ class CoreFairTest : public ::testing::Test {
     Call heavy = call(1);
     heavy.cancelled = [&] {
       if (++pieces == 3) {
-        core_.decode(call(0), mine, step, stepped, [&](const ServiceError* error) {
+        core_.run_in(mine, call(0), step, stepped, [&](const ServiceError* error) {
           EXPECT_EQ(error, nullptr);
           answered = true;
           done.set_value();
@@ -220,7 +220,7 @@ class CoreFairTest : public ::testing::Test {
     };
     const v1::AttendRequest request = attend_request(others, kQueries);
     v1::AttendResponse response;
-    run([&](Done ended) { core_.attend(heavy, request, response, std::move(ended)); });
+    run([&](Done ended) { core_.run(heavy, request, response, std::move(ended)); });
     EXPECT_EQ(pieces, kQueries);
     EXPECT_EQ(done.get_future().wait_for(kPatience), std::future_status::ready);
     return after_arrival;
@@ -264,19 +264,19 @@ TEST_F(CoreParkedTest, CallsThatWaitForAnEngineTakeNoThread) {
   };
   const v1::AttendRequest request = attend_request(first, 1);
   v1::AttendResponse response;
-  core_.attend(holder, request, response,
-               [&](const ServiceError* error) { ended.set_value(error ? error->reason() : "OK"); });
+  core_.run(holder, request, response,
+            [&](const ServiceError* error) { ended.set_value(error ? error->reason() : "OK"); });
   ASSERT_EQ(holds.get_future().wait_for(kPatience), std::future_status::ready);
   std::vector<v1::AttendRequest> requests;
   for (const std::string& name : waiting) requests.push_back(attend_request(name, 1));
   std::vector<v1::AttendResponse> responses(waiting.size());
   std::atomic<std::size_t> answered{0};
   for (std::size_t i = 0; i < waiting.size(); ++i) {
-    core_.attend(call(1), requests[i], responses[i], [&](const ServiceError*) { ++answered; });
+    core_.run(call(1), requests[i], responses[i], [&](const ServiceError*) { ++answered; });
   }
   const v1::DecodeRequest step = decode_request(mine, 0, 0, 3);
   v1::DecodeResponse stepped;
-  run([&](Done done) { core_.decode(call(0), mine, step, stepped, std::move(done)); });
+  run([&](Done done) { core_.run_in(mine, call(0), step, stepped, std::move(done)); });
   EXPECT_EQ(answered, 0U);
   go.set_value();
   auto result = ended.get_future();

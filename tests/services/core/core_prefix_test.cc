@@ -52,7 +52,7 @@ class CorePrefixTest : public CoreTest {
     request.set_name(name);
     request.mutable_token_ids()->Add(ids.begin(), ids.end());
     Ending ending;
-    core_->publish_prefix(call(tenant), request, published_, ending.listener());
+    core_->run(call(tenant), request, published_, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -84,7 +84,7 @@ class CorePrefixTest : public CoreTest {
     }
     v1::FetchResponse response;
     Ending ending;
-    core_->fetch(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     EXPECT_EQ(ending.reason(), "OK");
     return response.key().data() + response.value().data();
@@ -226,7 +226,7 @@ TEST_F(CorePrefixTest, ForksPublishAsTheirParent) {
   request.set_count(1);
   v1::ForkSessionResponse response;
   Ending ending;
-  core_->fork_session(call(), request, response, ending.listener());
+  core_->run(call(), request, response, ending.listener());
   executor_.run_all();
   ASSERT_EQ(ending.reason(), "OK");
 

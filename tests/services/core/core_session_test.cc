@@ -17,7 +17,7 @@ class CoreSessionTest : public CoreTest {
   void SetUp() override { make_core(small_options()); }
   Ending fork(const v1::ForkSessionRequest& request, v1::ForkSessionResponse& response) {
     Ending ending;
-    core_->fork_session(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -51,7 +51,7 @@ TEST_F(CoreSessionTest, StoresTruncatesAndForgets) {
   request.set_tokens(8);
   v1::TruncateSessionResponse response;
   Ending ending;
-  core_->truncate_session(call(), request, response, ending.listener());
+  core_->run(call(), request, response, ending.listener());
   executor_.run_all();
 
   EXPECT_EQ(ending.reason(), "OK");
@@ -214,9 +214,9 @@ TEST_F(CoreSessionTest, RequestInProgressIsAborted) {
   v1::CreateSessionResponse second;
   Ending first_ending;
   Ending second_ending;
-  core_->create_session(call(), request, first, first_ending.listener());
+  core_->run(call(), request, first, first_ending.listener());
 
-  core_->create_session(call(), request, second, second_ending.listener());
+  core_->run(call(), request, second, second_ending.listener());
 
   EXPECT_EQ(second_ending.reason(), "REQUEST_IN_PROGRESS");
   executor_.run_all();
@@ -236,7 +236,7 @@ TEST_F(CoreSessionTest, TruncationRepeatedDropsNothingMore) {
   for (int i = 0; i < 2; ++i) {
     v1::TruncateSessionResponse response;
     Ending ending;
-    core_->truncate_session(call(), request, response, ending.listener());
+    core_->run(call(), request, response, ending.listener());
     executor_.run_all();
     EXPECT_EQ(ending.reason(), "OK");
     EXPECT_THAT(response.session().layer_lengths(), ElementsAre(5, 5));
@@ -436,7 +436,7 @@ TEST_F(CoreSessionTest, EngineThatDoesNotComeToTheEndOfACallIsGivenUp) {
     v1::AppendResponse response;
     Ending ending;
     slow.deadline = now_ + std::chrono::hours(1);
-    core_->append(slow, name, request, response, ending.listener());
+    core_->run_in(name, slow, request, response, ending.listener());
     executor_.run_all();
     return ending.reason();
   };

@@ -29,21 +29,22 @@ class CoreThreadsTest : public ::testing::Test {
     *request.mutable_geometry() = small_geometry();
     v1::CreateSessionResponse response;
     Waiting waiting;
-    core_.create_session(call(), request, response, waiting.listener());
+    core_.run(call(), request, response, waiting.listener());
     EXPECT_EQ(waiting.reason(), "OK");
     return response.session().name();
   }
   std::string append(const std::string& name, const v1::AppendRequest& request) {
     v1::AppendResponse response;
     Waiting waiting;
-    core_.append(call(), name, request, response, waiting.listener());
+    core_.run_in(name, call(), request, response, waiting.listener());
     return waiting.reason();
   }
   std::string release(const std::string& name) {
     v1::ReleaseSessionRequest request;
     request.set_name(name);
+    v1::ReleaseSessionResponse response;
     Waiting waiting;
-    core_.release_session(call(), request, waiting.listener());
+    core_.run(call(), request, response, waiting.listener());
     return waiting.reason();
   }
 
@@ -67,7 +68,7 @@ TEST_F(CoreThreadsTest, SessionsOfManyThreadsDoNotMix) {
         get.set_name(name);
         v1::GetSessionResponse response;
         Waiting waiting;
-        core_.get_session(call(), get, response, waiting.listener());
+        core_.run(call(), get, response, waiting.listener());
         EXPECT_EQ(waiting.reason(), "OK");
         EXPECT_EQ(response.session().layer_lengths(0), 2 * tokens);
         EXPECT_EQ(release(name), "OK");
@@ -130,7 +131,7 @@ TEST_F(CoreThreadsTest, BatchOverManySessionsIsJoined) {
   }
   v1::BatchDecodeResponse response;
   Waiting waiting;
-  core_.batch_decode(call(), request, response, waiting.listener());
+  core_.run(call(), request, response, waiting.listener());
 
   ASSERT_EQ(waiting.reason(), "OK");
   for (const auto& item : response.items()) EXPECT_EQ(item.status().code(), 0);

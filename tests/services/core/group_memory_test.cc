@@ -226,7 +226,7 @@ TEST_F(CoreMemoryTest, SessionsAreRefusedAndThoseThatThereAreGoOn) {
   fork.set_count(1);
   v1::ForkSessionResponse forked;
   testing::Ending ending;
-  core_->fork_session(call(), fork, forked, ending.listener());
+  core_->run(call(), fork, forked, ending.listener());
   executor_.run_all();
   EXPECT_EQ(ending.reason(), "OUT_OF_MEMORY");
   EXPECT_EQ(core_->num_sessions(), 1U);

@@ -49,7 +49,7 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
   void append_directly(const std::string& session, const v1::AppendRequest& request) {
     v1::AppendResponse response;
     wait([&](const Done& done) {
-      core_->append({.tenant = &tenant()}, session, request, response, done);
+      core_->run_in(session, {.tenant = &tenant()}, request, response, done);
     });
   }
   template <typename Start>
@@ -75,9 +75,7 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
     v1::GetSessionRequest request;
     request.set_name(session);
     v1::GetSessionResponse response;
-    wait([&](const Done& done) {
-      core_->get_session({.tenant = &tenant()}, request, response, done);
-    });
+    wait([&](const Done& done) { core_->run({.tenant = &tenant()}, request, response, done); });
     return response.session().layer_lengths(0);
   }
 
@@ -104,7 +102,7 @@ TEST_P(PlaneCalls, DecodeToTheBitsOfTheCore) {
     ASSERT_TRUE(call.run(request, response));
     v1::DecodeResponse expected;
     wait([&](const Done& done) {
-      core_->decode({.tenant = &tenant()}, theirs_, original, expected, done);
+      core_->run_in(theirs_, {.tenant = &tenant()}, original, expected, done);
     });
 
     EXPECT_EQ(text_of(call.next_tensor()), expected.out().data());
@@ -135,7 +133,7 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   ASSERT_TRUE(call.run(request, response));
   original.set_session(theirs_);
   v1::SelectResponse expected;
-  wait([&](const Done& done) { core_->select({.tenant = &tenant()}, original, expected, done); });
+  wait([&](const Done& done) { core_->run({.tenant = &tenant()}, original, expected, done); });
   EXPECT_EQ(text_of(call.next_tensor()), expected.ids().data());
   EXPECT_EQ(text_of(call.next_tensor()), expected.scores().data());
 
@@ -151,7 +149,7 @@ TEST_P(PlaneCalls, SelectAndAttendToTheBitsOfTheCore) {
   direct.set_session(theirs_);
   *direct.mutable_query() = original.query();
   v1::AttendResponse expected_out;
-  wait([&](const Done& done) { core_->attend({.tenant = &tenant()}, direct, expected_out, done); });
+  wait([&](const Done& done) { core_->run({.tenant = &tenant()}, direct, expected_out, done); });
   EXPECT_EQ(text_of(attended.next_tensor()), expected_out.out().data());
   EXPECT_EQ(text_of(attended.next_tensor()), expected_out.lse().data());
 }
@@ -173,7 +171,7 @@ TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   *original.mutable_tokens() = request.tokens();
   original.mutable_tokens()->set_data(ids.data(), ids.size() * sizeof(ids[0]));
   v1::FetchResponse expected;
-  wait([&](const Done& done) { core_->fetch({.tenant = &tenant()}, original, expected, done); });
+  wait([&](const Done& done) { core_->run({.tenant = &tenant()}, original, expected, done); });
 
   EXPECT_EQ(text_of(call.next_tensor()), expected.key().data());
   EXPECT_EQ(text_of(call.next_tensor()), expected.value().data());
@@ -230,9 +228,7 @@ TEST_P(PlaneCalls, BatchesOfSelectionsAnswerAsTheCore) {
   ASSERT_TRUE(call.reserve_output(1 << 16));
   v1::BatchSelectResponse response, expected;
   ASSERT_TRUE(call.run(request, response));
-  wait([&](const Done& done) {
-    core_->batch_select({.tenant = &tenant()}, original, expected, done);
-  });
+  wait([&](const Done& done) { core_->run({.tenant = &tenant()}, original, expected, done); });
 
   ASSERT_EQ(response.items_size(), 3);
   EXPECT_EQ(response.items(1).status().reason(), "NOT_FOUND");
@@ -261,9 +257,7 @@ TEST_P(PlaneCalls, BatchesOfFetchesAnswerAsTheCore) {
   ASSERT_TRUE(call.reserve_output(1 << 14));
   v1::BatchFetchResponse response, expected;
   ASSERT_TRUE(call.run(request, response));
-  wait([&](const Done& done) {
-    core_->batch_fetch({.tenant = &tenant()}, original, expected, done);
-  });
+  wait([&](const Done& done) { core_->run({.tenant = &tenant()}, original, expected, done); });
 
   ASSERT_EQ(response.items_size(), 3);
   EXPECT_EQ(response.items(1).status().reason(), "INVALID_ARGUMENT");

@@ -14,7 +14,7 @@ class CoreSharesTest : public CoreTest {
     v1::OpenLeaseRequest request;
     request.set_page_bytes(4096);
     Ending ending;
-    core_->open_lease(call(tenant), request, response, ending.listener());
+    core_->run(call(tenant), request, response, ending.listener());
     executor_.run_all();
     return ending;
   }
@@ -43,8 +43,9 @@ TEST_F(CoreSharesTest, OneTenantCannotHoldAllLeases) {
 
   v1::CloseLeaseRequest close;
   close.set_name(response.lease().name());
+  v1::CloseLeaseResponse closed;
   Ending ending;
-  core_->close_lease(call(0), close, ending.listener());
+  core_->run(call(0), close, closed, ending.listener());
   executor_.run_all();
   EXPECT_EQ(ending.reason(), "OK");
   EXPECT_EQ(open_lease(0, response).reason(), "OK");
@@ -106,8 +107,8 @@ TEST_F(CoreSharesTest, CreationThatWaitsForAnEngineKeepsNoOtherWaiting) {
   unknown.mutable_geometry()->set_layers(kLayers + 1);
   v1::CreateSessionResponse first, second;
   Ending made, opened;
-  core_->create_session(call(1), unknown, first, made.listener());
-  core_->create_session(call(0), known, second, opened.listener());
+  core_->run(call(1), unknown, first, made.listener());
+  core_->run(call(0), known, second, opened.listener());
   EXPECT_EQ(executor_.num_waiting(), 2U);
   ASSERT_TRUE(executor_.run_last());  // the engine is not there yet
   EXPECT_EQ(opened.reason(), "OK");

@@ -74,7 +74,7 @@ class PlaneCudaMemory : public PlaneTest {
       return;
     }
     std::promise<std::string> reason;
-    core_->append({.tenant = &tenant()}, session, request, response,
+    core_->run_in(session, {.tenant = &tenant()}, request, response,
                   [&](const ServiceError* error) {
                     reason.set_value(error == nullptr ? "OK" : error->what());
                   });
@@ -83,10 +83,9 @@ class PlaneCudaMemory : public PlaneTest {
   v1::DecodeResponse decode_here(v1::DecodeRequest request) {
     v1::DecodeResponse response;
     std::promise<std::string> reason;
-    core_->decode({.tenant = &tenant()}, request.session(), request, response,
-                  [&](const ServiceError* error) {
-                    reason.set_value(error == nullptr ? "OK" : error->what());
-                  });
+    core_->run({.tenant = &tenant()}, request, response, [&](const ServiceError* error) {
+      reason.set_value(error == nullptr ? "OK" : error->what());
+    });
     EXPECT_EQ(reason.get_future().get(), "OK");
     return response;
   }

@@ -114,10 +114,9 @@ class PlaneTest : public ::testing::Test {
     request.mutable_retrieval()->set_estimator(estimator);
     v1::CreateSessionResponse response;
     std::promise<std::string> reason;
-    core_->create_session({.tenant = &tenant(index)}, request, response,
-                          [&](const ServiceError* error) {
-                            reason.set_value(error == nullptr ? "OK" : error->reason());
-                          });
+    core_->run({.tenant = &tenant(index)}, request, response, [&](const ServiceError* error) {
+      reason.set_value(error == nullptr ? "OK" : error->reason());
+    });
     EXPECT_EQ(reason.get_future().get(), "OK");
     return response.session().name();
   }

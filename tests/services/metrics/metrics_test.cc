@@ -145,8 +145,8 @@ TEST_F(MetricsTest, RefusalsAreCountedByReasonAndTenant) {
   get.set_name(name);
   v1::GetSessionResponse waits, refused;
   testing::Ending waiting, full;
-  core_->get_session(call(1), get, waits, waiting.listener());
-  core_->get_session(call(1), get, refused, full.listener());
+  core_->run(call(1), get, waits, waiting.listener());
+  core_->run(call(1), get, refused, full.listener());
   EXPECT_EQ(full.reason(), "QUEUE_FULL");
   executor_.run_all();
   core_->drain();
@@ -170,7 +170,7 @@ TEST_F(MetricsTest, OperationsAreTimedFromArrivalAndByTheirWait) {
   request.set_name(name);
   v1::GetSessionResponse response;
   testing::Ending ending;
-  core_->get_session(call(), request, response, ending.listener());
+  core_->run(call(), request, response, ending.listener());
   now_ += std::chrono::milliseconds(30);
   executor_.run_all();
 

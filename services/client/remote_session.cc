@@ -1,0 +1,168 @@
+#include "services/client/remote_session.h"
+
+#include <utility>
+
+namespace kvtier {
+
+namespace {
+
+constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
+
+[[noreturn]] void invalid(const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, what);
+}
+
+}  // namespace
+
+void RemoteSession::Impl::append(int layer, const TensorView& keys, const TensorView& values) {
+  services::check_readable({"keys"}, keys, client_->memories);
+  services::check_readable({"values"}, values, client_->memories);
+  if (keys.shape[0] != values.shape[0]) {
+    invalid("values: expected " + std::to_string(keys.shape[0]) + " tokens, found " +
+            std::to_string(values.shape[0]));
+  }
+  const std::int64_t tokens = keys.shape[0];
+  const std::int64_t chunk = chunk_tokens(keys, values);
+  v1::AppendResponse response;
+  if (append_over_plane(layer, keys, values, chunk)) return;
+  client_->connection.call_once([&](grpc::ClientContext& context) {
+    const auto stream = steps_.stub().Append(&context, &response);
+    for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
+      v1::AppendRequest request;
+      services::RequestTensors tensors(client_->memories);
+      start(request, tensors, layer, keys, values, first, std::min(chunk, tokens - first));
+      if (known_layer(layer)) request.set_position(length(layer) + first);
+      tensors.fill();
+      if (!stream->Write(request)) break;
+    }
+    stream->WritesDone();
+    const grpc::Status status = stream->Finish();
+    if (status.ok()) {
+      take_lengths(response);
+    }
+    return status;
+  });
+}
+
+void RemoteSession::Impl::decode(const DecodeItem& item) {
+  v1::DecodeRequest request;
+  services::RequestTensors tensors(client_->memories);
+  start(request, tensors, -1, item);
+  v1::DecodeResponse response;
+  if (!client_->run_over_plane(request, tensors, response)) {
+    tensors.fill();
+    decode_over_grpc(request, response);
+  }
+  take(response, -1, item);
+}
+
+void RemoteSession::Impl::fetch(const FetchItem& item) {
+  const TensorView& tokens = item.tokens;
+  const FetchOutputs& outputs = item.outputs;
+  services::check_fetch(-1, tokens, outputs, client_->memories);
+  const std::int64_t n = tokens.shape[1];
+  const std::int64_t token_bytes = outputs.keys.shape[0] * outputs.keys.shape[2] * 2;
+  const std::int64_t piece = std::max<std::int64_t>(kChunkBytes / token_bytes, 1);
+  for (std::int64_t first = 0; first < n || first == 0; first += piece) {
+    const std::int64_t count = std::min(piece, n - first);
+    call<v1::FetchRequest, v1::FetchResponse>(
+        FetchItem{.layer = item.layer,
+                  .tokens = services::columns_of(tokens, first, count),
+                  .outputs = {.keys = services::columns_of(outputs.keys, first, count),
+                              .values = services::columns_of(outputs.values, first, count)}});
+  }
+}
+
+bool RemoteSession::Impl::append_over_plane(int layer, const TensorView& keys,
+                                            const TensorView& values, std::int64_t chunk) {
+  const services::ChannelPool::Lent channel = client_->channels.borrow();
+  if (!channel) return false;
+  const std::int64_t tokens = keys.shape[0];
+  for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
+    v1::AppendRequest request;
+    services::RequestTensors tensors(client_->memories);
+    start(request, tensors, layer, keys, values, first, std::min(chunk, tokens - first));
+    if (known_layer(layer)) request.set_position(length(layer));
+    v1::AppendResponse response;
+    if (!services::call_over(*channel, request, tensors, response)) {
+      if (first == 0) return false;
+      invalid("keys: expected chunks of equal size");
+    }
+    take_lengths(response);
+  }
+  return true;
+}
+
+void RemoteSession::Impl::decode_over_grpc(const v1::DecodeRequest& request,
+                                           v1::DecodeResponse& response) {
+  client_->connection.retry([&] {
+    grpc::Status status = steps_.exchange(request, response);
+    // The server ends streams that stand still; the session lives on.
+    if (services::reason_of(status) == "STREAM_IDLE") status = steps_.exchange(request, response);
+    return status;
+  });
+}
+
+std::int64_t RemoteSession::Impl::chunk_tokens(const TensorView& keys,
+                                               const TensorView& values) const {
+  constexpr std::int64_t kMaxTokens = 8192;
+  const services::DeviceMemories& memories = client_->memories;
+  if (memories.place_of(keys) && memories.place_of(values)) return kMaxTokens;
+  std::int64_t row = 0;
+  for (const TensorView* view : {&keys, &values}) {
+    auto bytes = static_cast<std::int64_t>(dtype_bytes(view->dtype));
+    for (int i = 1; i < view->rank; ++i) bytes *= view->shape[static_cast<std::size_t>(i)];
+    row += bytes;
+  }
+  return std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row, 1), 1, kMaxTokens);
+}
+
+std::int64_t RemoteSession::Impl::length(int layer) const {
+  if (!known_layer(layer)) {
+    invalid("layer: expected 0.." + std::to_string(lengths_.size() - 1) + ", found " +
+            std::to_string(layer));
+  }
+  return lengths_[static_cast<std::size_t>(layer)];
+}
+
+RemoteSession::RemoteSession(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
+RemoteSession::~RemoteSession() = default;
+RemoteSession::RemoteSession(RemoteSession&&) noexcept = default;
+RemoteSession& RemoteSession::operator=(RemoteSession&&) noexcept = default;
+
+const std::string& RemoteSession::name() const noexcept { return impl_->name(); }
+void RemoteSession::append(int layer, const TensorView& keys, const TensorView& values) {
+  impl_->append(layer, keys, values);
+}
+void RemoteSession::select(int layer, const TensorView& query, const SelectOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->call<v1::SelectRequest, v1::SelectResponse>(
+      SelectItem{this, layer, query, outputs, options});
+}
+void RemoteSession::attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->call<v1::AttendRequest, v1::AttendResponse>(
+      AttendItem{this, layer, inputs, outputs, options});
+}
+void RemoteSession::decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
+                           const AttendOptions& options) {
+  impl_->decode({this, layer, inputs, outputs, options});
+}
+void RemoteSession::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
+  impl_->fetch({this, layer, tokens, outputs});
+}
+void RemoteSession::truncate(std::int64_t tokens) { impl_->truncate(tokens); }
+std::vector<RemoteSession> RemoteSession::fork(int count) {
+  const v1::ForkSessionResponse response = impl_->fork(count);
+  std::vector<RemoteSession> children;
+  for (const v1::Session& child : response.sessions()) {
+    children.push_back(RemoteSession(std::make_unique<Impl>(impl_->client(), child)));
+  }
+  return children;
+}
+void RemoteSession::publish(std::span<const std::int32_t> token_ids) { impl_->publish(token_ids); }
+std::int64_t RemoteSession::length(int layer) const { return impl_->length(layer); }
+std::int64_t RemoteSession::length() const { return impl_->length(); }
+void RemoteSession::refresh() { impl_->refresh(); }
+
+}  // namespace kvtier

@@ -1,0 +1,199 @@
+#include "services/core/page_verbs.h"
+
+#include "services/base/from_message.h"
+#include "services/core/replay_once.h"
+#include "services/page_cache/page_transfer.h"
+
+#include <algorithm>
+#include <set>
+#include <string_view>
+#include <utility>
+
+namespace kvtier::services {
+namespace {
+
+std::int64_t dtype_bytes_of(v1::DataType dtype) {
+  switch (dtype) {
+    case v1::DATA_TYPE_FLOAT32:
+    case v1::DATA_TYPE_INT32:
+      return 4;
+    case v1::DATA_TYPE_FLOAT16:
+    case v1::DATA_TYPE_BFLOAT16:
+      return 2;
+    default:
+      throw ServiceError::invalid("geometry.dtype", "a DataType", std::to_string(dtype));
+  }
+}
+
+void check_count(const char* field, std::int64_t count) {
+  if (count <= kMaxBatchPages) return;
+  throw ServiceError::invalid(field, "at most " + std::to_string(kMaxBatchPages),
+                              std::to_string(count));
+}
+
+std::uint32_t layer_of(std::int32_t layer, const char* field) {
+  if (layer < 0) throw ServiceError::invalid(field, "at least 0", std::to_string(layer));
+  return static_cast<std::uint32_t>(layer);
+}
+
+/// Hashes and layers of a lookup. Valid as long as the request.
+struct Asked {
+  template <typename Request>
+  explicit Asked(const Request& request)
+      : hashes(request.hashes().begin(), request.hashes().end()) {
+    check_count("hashes", request.hashes_size());
+    check_count("layers", request.layers_size());
+    check_count("hashes", std::int64_t{request.hashes_size()} * request.layers_size());
+    for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
+  }
+
+  std::vector<std::string_view> hashes;
+  std::vector<std::uint32_t> layers;
+};
+
+void check_each_once(const v1::BatchReservePagesRequest& request) {
+  std::set<std::pair<std::int32_t, std::string_view>> seen;
+  for (const v1::PageKey& key : request.keys()) {
+    if (key.hash().empty() || seen.emplace(key.layer(), key.hash()).second) continue;
+    throw ServiceError::invalid("keys", "each hash and layer once", "one twice");
+  }
+}
+
+/// Runs `act`, and says in `status` how that ended.
+template <typename Act>
+void attempt(v1::ItemStatus& status, Act act) {
+  try {
+    act();
+  } catch (...) {
+    set_status(to_service_error(std::current_exception()), status);
+  }
+}
+
+/// As `attempt`, of an item with a page; one that succeeds has no status.
+template <typename Act>
+void attempt_page(v1::PageResult& result, Act act) {
+  try {
+    fill_page(act(), *result.mutable_page());
+  } catch (...) {
+    set_status(to_service_error(std::current_exception()), *result.mutable_status());
+  }
+}
+
+}  // namespace
+
+std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request) {
+  if (request.size_case() == v1::OpenLeaseRequest::kPageBytes) return request.page_bytes();
+  if (request.size_case() != v1::OpenLeaseRequest::kGeometry) {
+    throw ServiceError::invalid("size", "geometry or page_bytes", "neither");
+  }
+  const v1::PageGeometry& geometry = request.geometry();
+  const auto at_least_one = [](const char* field, std::int64_t value) {
+    if (value >= 1) return value;
+    throw ServiceError::invalid(field, "at least 1", std::to_string(value));
+  };
+  const std::int64_t heads = at_least_one("geometry.kv_heads", geometry.kv_heads());
+  const std::int64_t dim = at_least_one("geometry.head_dim", geometry.head_dim());
+  const std::int64_t tokens = at_least_one("geometry.page_tokens", geometry.page_tokens());
+  std::optional<std::int64_t> bytes = 2 * dtype_bytes_of(geometry.dtype());
+  for (const std::int64_t factor : {heads, dim, tokens}) {
+    if (bytes) bytes = checked_product(*bytes, factor);
+  }
+  if (!bytes) throw ServiceError::invalid("geometry", "extents whose product is a size", "more");
+  return *bytes;
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::LookupPrefixRequest& request,
+             v1::LookupPrefixResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    const Asked asked(request);
+    const FoundPages found = pages.lookup(
+        lease, {asked.layers, asked.hashes, /*prefix=*/true, request.pin(), /*pages=*/true});
+    for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
+    response.set_hits(static_cast<std::int32_t>(std::ranges::count(found.hits, true)));
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchLookupPagesRequest& request,
+             v1::BatchLookupPagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    if (request.pin() && request.hits_only()) {
+      throw ServiceError::invalid("hits_only", "false for pages that are pinned", "true");
+    }
+    const Asked asked(request);
+    const FoundPages found =
+        pages.lookup(lease, {asked.layers, asked.hashes, /*prefix=*/false, request.pin(),
+                             /*pages=*/!request.hits_only()});
+    for (const bool hit : found.hits) response.add_hits(hit);
+    for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchReservePagesRequest& request,
+             v1::BatchReservePagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_count("keys", request.keys_size());
+    check_each_once(request);
+    for (const v1::PageKey& key : request.keys()) {
+      attempt_page(*response.add_items(), [&] {
+        return pages.reserve(lease,
+                             {.layer = layer_of(key.layer(), "keys.layer"), .hash = key.hash()});
+      });
+    }
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchCommitPagesRequest& request,
+             v1::BatchCommitPagesResponse& response) {
+  check_count("items", request.items_size());
+  for (const auto& item : request.items()) {
+    attempt_page(*response.add_items(), [&] {
+      std::optional<std::uint32_t> crc;
+      if (item.has_crc32c()) crc = item.crc32c();
+      return pages.commit(lease, item.handle(), crc);
+    });
+  }
+  settle_pages(pages, lease.tenant, *response.mutable_items());
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchAbortPagesRequest& request,
+             v1::BatchAbortPagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_count("handles", request.handles_size());
+    for (const std::string& handle : request.handles()) {
+      attempt(*response.add_statuses(), [&] { pages.abort(lease, handle); });
+    }
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchDeletePagesRequest& request,
+             v1::BatchDeletePagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_count("handles", request.handles_size());
+    for (const std::string& handle : request.handles()) {
+      attempt(*response.add_statuses(), [&] { pages.remove(lease, handle); });
+    }
+    pages.settle(lease.tenant);
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchPinPagesRequest& request,
+             v1::BatchPinPagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_count("handles", request.handles_size());
+    for (const std::string& handle : request.handles()) {
+      attempt_page(*response.add_items(), [&] { return pages.pin(lease, handle); });
+    }
+  });
+}
+
+void execute(PageStore& pages, PageLease& lease, const v1::BatchUnpinPagesRequest& request,
+             v1::BatchUnpinPagesResponse& response) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_count("handles", request.handles_size());
+    for (const std::string& handle : request.handles()) {
+      attempt(*response.add_statuses(), [&] { pages.unpin(lease, handle); });
+    }
+  });
+}
+
+}  // namespace kvtier::services

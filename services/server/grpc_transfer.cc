@@ -1,0 +1,156 @@
+#include "services/server/grpc_transfer.h"
+
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/page_cache/page_transfer.h"
+#include "services/server/grpc_answer.h"
+#include "services/server/rpc_service.h"
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvtier::services {
+namespace {
+
+using grpc::ByteBuffer;
+using grpc::CallbackServerContext;
+
+/// What a message may have beside the bytes of pages.
+constexpr std::size_t kOverheadBytes = 64 << 10;
+
+std::vector<grpc::Slice> slices_of(const ByteBuffer& message) {
+  std::vector<grpc::Slice> slices;
+  const grpc::Status status = message.Dump(&slices);
+  if (!status.ok()) throw ServiceError::invalid("message", "bytes", "none that can be read");
+  return slices;
+}
+
+/// Valid as long as `slices`.
+ByteRuns runs_of(const std::vector<grpc::Slice>& slices) {
+  ByteRuns runs;
+  for (const grpc::Slice& slice : slices) {
+    runs.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  return runs;
+}
+
+template <typename Message>
+Message parse(const ByteBuffer& bytes) {
+  std::string text;
+  for (const grpc::Slice& slice : slices_of(bytes)) {
+    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
+  Message message;
+  if (!message.ParseFromString(text)) {
+    throw ServiceError::invalid("message", "a " + message.GetTypeName(), "something else");
+  }
+  return message;
+}
+
+ByteBuffer buffer_of(const google::protobuf::Message& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return {&slice, 1};
+}
+
+/// The bytes of pages stay where they are: their slices hold the pins.
+ByteBuffer buffer_of(const std::vector<ReadPiece>& pieces) {
+  std::vector<grpc::Slice> slices;
+  for (const ReadPiece& piece : pieces) {
+    slices.emplace_back(piece.head);
+    if (piece.data.empty()) continue;
+    using Pin = std::shared_ptr<const PinnedPage>;
+    auto pin = std::make_unique<Pin>(piece.page);
+    slices.emplace_back(
+        const_cast<std::byte*>(piece.data.data()), piece.data.size(),
+        [](void* held) { delete static_cast<Pin*>(held); }, pin.get());
+    static_cast<void>(pin.release());
+  }
+  return {slices.data(), slices.size()};
+}
+
+grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegistry& registry,
+                                                 CallbackServerContext& context,
+                                                 const ByteBuffer& request) {
+  using Reactor = grpc::ServerWriteReactor<ByteBuffer>;
+  return stream<Reactor>(core, context, [&](const Call& call) -> Reactor* {
+    const auto message = parse<v1::ReadPagesRequest>(request);
+    if (message.handles_size() > kMaxBatchPages) {
+      throw ServiceError::invalid("handles", "at most " + std::to_string(kMaxBatchPages),
+                                  std::to_string(message.handles_size()));
+    }
+    static_cast<void>(core.lease(call, message.lease()));
+    auto grant = core.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
+    core.pages().transfers().reread(
+        std::min(message.stale_reads(), static_cast<std::uint32_t>(message.handles_size())));
+    auto reader = std::make_shared<PageReader>(core.pages(), *call.tenant, message);
+    return new ProducingStream<ByteBuffer>(
+        registry, context, [reader, grant = std::move(grant)](ByteBuffer& response) {
+          const std::vector<ReadPiece> pieces =
+              reader->next(static_cast<std::size_t>(kMaxTransferBytes));
+          if (!pieces.empty()) response = buffer_of(pieces);
+          return !pieces.empty();
+        });
+  });
+}
+
+/// Writes the pages of one message; `lease` is that of the stream's first.
+void write(ServiceCore& core, const Call& call, const ByteBuffer& bytes, PageWriter& writer,
+           std::string& lease) {
+  if (bytes.Length() > static_cast<std::size_t>(kMaxTransferBytes) + kOverheadBytes) {
+    throw ServiceError::invalid("message",
+                                "at most " + std::to_string(kMaxTransferBytes) + " bytes",
+                                std::to_string(bytes.Length()));
+  }
+  const auto grant = core.admit(*call.tenant, bytes.Length());
+  const std::vector<grpc::Slice> slices = slices_of(bytes);
+  const WriteMessage message = parse_write_message(runs_of(slices));
+  if (lease.empty()) lease = message.lease;
+  if (!message.lease.empty() && message.lease != lease) {
+    throw ServiceError::invalid("lease", "the lease of the stream's first message", "another");
+  }
+  writer.write(*core.lease(call, lease), message, kMaxBatchPages);
+}
+
+grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegistry& registry,
+                                                 CallbackServerContext& context,
+                                                 ByteBuffer& response) {
+  using Reactor = grpc::ServerReadReactor<ByteBuffer>;
+  return stream<Reactor>(core, context, [&](const Call& call) -> Reactor* {
+    auto writer = std::make_shared<PageWriter>(core.pages());
+    return new CollectingStream<ByteBuffer>(
+        registry, context,
+        [&core, call, writer, lease = std::string()](const ByteBuffer& bytes,
+                                                     const Done& done) mutable {
+          std::optional<ServiceError> failure;
+          try {
+            write(core, call, bytes, *writer, lease);
+          } catch (...) {
+            failure = to_service_error(std::current_exception());
+          }
+          done(failure ? &*failure : nullptr);
+        },
+        [writer, &response] { response = buffer_of(writer->finish()); });
+  });
+}
+
+}  // namespace
+
+std::unique_ptr<grpc::Service> make_transfer_service(ServiceCore& core, StreamRegistry& registry) {
+  auto service = std::make_unique<RpcService>();
+  service->add_writing<v1::ReadPagesRequest, ByteBuffer, ByteBuffer>(
+      [&](CallbackServerContext* context, const ByteBuffer* request) {
+        return read_pages(core, registry, *context, *request);
+      });
+  service->add_reading<v1::WritePagesRequest, ByteBuffer, ByteBuffer>(
+      [&](CallbackServerContext* context, ByteBuffer* response) {
+        return write_pages(core, registry, *context, *response);
+      });
+  return service;
+}
+
+}  // namespace kvtier::services
