@@ -1,6 +1,6 @@
 #include "services/base/from_message.h"
 
-#include "services/wire/to_message.h"
+#include "services/wire/enums.h"
 
 #include <cmath>
 #include <limits>
@@ -13,21 +13,6 @@ constexpr int kMaxHeads = 1024;
 /// Kernels read and write device memory in vectors of this many bytes.
 constexpr std::int64_t kDeviceAlignment = 16;
 
-std::optional<DType> dtype_of(v1::DataType type) {
-  switch (type) {
-    case v1::DATA_TYPE_FLOAT32:
-      return DType::kFloat32;
-    case v1::DATA_TYPE_FLOAT16:
-      return DType::kFloat16;
-    case v1::DATA_TYPE_BFLOAT16:
-      return DType::kBFloat16;
-    case v1::DATA_TYPE_INT32:
-      return DType::kInt32;
-    default:
-      return std::nullopt;
-  }
-}
-
 std::string shape_text(const v1::Tensor& tensor) {
   std::string text = "[";
   for (int i = 0; i < tensor.shape_size() && i < kMaxTensorRank + 1; ++i) {
@@ -37,77 +22,24 @@ std::string shape_text(const v1::Tensor& tensor) {
 }
 
 /// Proto3 keeps numbers that it does not know: none of them is taken for a default.
-ServiceError unknown(const std::string& field, const std::string& known, int found) {
-  return ServiceError::invalid(field, known, std::to_string(found));
+template <typename Enum, typename Message>
+Enum known(Message message, const char* expected, const std::string& field) {
+  if (const std::optional<Enum> value = enum_of<Enum>(message)) return *value;
+  throw ServiceError::invalid(field, expected, std::to_string(message));
 }
 
 int in_range(int value, int low, int high, const std::string& field) {
-  if (value < low || value > high) {
-    throw ServiceError::invalid(field, std::to_string(low) + " to " + std::to_string(high),
-                                std::to_string(value));
-  }
+  check_within(field, value, low, high);
   return value;
 }
 
 std::optional<LayerMode> mode_of(v1::LayerMode mode, const std::string& field) {
-  switch (mode) {
-    case v1::LAYER_MODE_UNSPECIFIED:
-      return std::nullopt;
-    case v1::LAYER_MODE_SPARSE:
-      return LayerMode::kSparse;
-    case v1::LAYER_MODE_DENSE:
-      return LayerMode::kDense;
-    case v1::LAYER_MODE_SLIDING_WINDOW:
-      return LayerMode::kSlidingWindow;
-    default:
-      throw unknown(field, "a LayerMode", mode);
-  }
+  if (mode == v1::LAYER_MODE_UNSPECIFIED) return std::nullopt;
+  return known<LayerMode>(mode, "a LayerMode", field);
 }
 
 PlaneKind plane_kind_of(v1::PlaneKind kind, const std::string& field) {
-  if (kind == v1::PLANE_KIND_GAUSSIAN) return PlaneKind::kGaussian;
-  if (kind == v1::PLANE_KIND_ORTHOGONAL) return PlaneKind::kOrthogonal;
-  throw unknown(field, "a PlaneKind", kind);
-}
-
-SketchCode code_of(v1::SketchCode code, const std::string& field) {
-  if (code == v1::SKETCH_CODE_SIGN) return SketchCode::kSign;
-  if (code == v1::SKETCH_CODE_SCALAR) return SketchCode::kScalar;
-  throw unknown(field, "a SketchCode", code);
-}
-
-SelectionRule rule_of(v1::SelectionRule rule, const std::string& field) {
-  if (rule == v1::SELECTION_RULE_TOP_K) return SelectionRule::kTopK;
-  if (rule == v1::SELECTION_RULE_PRIORITY) return SelectionRule::kPriority;
-  throw unknown(field, "a SelectionRule", rule);
-}
-
-Estimator estimator_of(v1::Estimator estimator, const std::string& field) {
-  switch (estimator) {
-    case v1::ESTIMATOR_SOFT_COLLISION:
-      return Estimator::kSoftCollision;
-    case v1::ESTIMATOR_HARD_COLLISION:
-      return Estimator::kHardCollision;
-    case v1::ESTIMATOR_NORM_AWARE:
-      return Estimator::kNormAware;
-    default:
-      throw unknown(field, "an Estimator", estimator);
-  }
-}
-
-ValueWeighting weighting_of(v1::ValueWeighting weighting, const std::string& field) {
-  switch (weighting) {
-    case v1::VALUE_WEIGHTING_LINEAR:
-      return ValueWeighting::kLinear;
-    case v1::VALUE_WEIGHTING_CALIBRATED:
-      return ValueWeighting::kCalibrated;
-    case v1::VALUE_WEIGHTING_LOGIT:
-      return ValueWeighting::kLogit;
-    case v1::VALUE_WEIGHTING_NONE:
-      return ValueWeighting::kNone;
-    default:
-      throw unknown(field, "a ValueWeighting", weighting);
-  }
+  return known<PlaneKind>(kind, "a PlaneKind", field);
 }
 
 /// A tensor's dtype, shape and dense strides, without its memory.
@@ -117,19 +49,18 @@ struct Described {
 };
 
 Described describe(const v1::Tensor& tensor, const std::string& field) {
-  const std::optional<DType> dtype = dtype_of(tensor.dtype());
-  if (!dtype) throw unknown(field + ".dtype", "a DataType", tensor.dtype());
+  const DType dtype = known<DType>(tensor.dtype(), "a DataType", field + ".dtype");
   const int rank = tensor.shape_size();
   if (rank < 1 || rank > kMaxTensorRank) {
     throw ServiceError::invalid(field + ".shape", "1 to 4 extents", std::to_string(rank));
   }
-  std::optional<std::int64_t> bytes = static_cast<std::int64_t>(dtype_bytes(*dtype));
+  std::optional<std::int64_t> bytes = static_cast<std::int64_t>(dtype_bytes(dtype));
   for (int i = 0; i < rank && bytes; ++i) bytes = checked_product(*bytes, tensor.shape(i));
   if (!bytes) {
     throw ServiceError::invalid(field + ".shape", "extents of at least 0 whose product is a size",
                                 shape_text(tensor));
   }
-  Described described{.view = TensorView(nullptr, *dtype, {}), .bytes = *bytes};
+  Described described{.view = TensorView(nullptr, dtype, {}), .bytes = *bytes};
   TensorView& view = described.view;
   view.rank = rank;
   // An empty tensor may have extents whose partial products do not fit: no one follows its strides.
@@ -212,10 +143,7 @@ TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int hea
         "[tokens, " + std::to_string(heads) + ", " + std::to_string(head_dim) + "]",
         shape_text(tensor));
   }
-  if (view.shape[0] < 1 || view.shape[0] > max_tokens) {
-    throw ServiceError::invalid(field + ".shape", "1 to " + std::to_string(max_tokens) + " tokens",
-                                std::to_string(view.shape[0]));
-  }
+  check_within(field + ".shape", view.shape[0], 1, max_tokens, " tokens");
   return view;
 }
 
@@ -234,7 +162,7 @@ TensorView ids_of(const v1::Tensor& tensor, const std::string& field, int heads)
 
 MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
                               std::initializer_list<std::int64_t> shape) {
-  tensor.set_dtype(data_type_of(dtype));
+  tensor.set_dtype(enum_message(dtype));
   std::size_t bytes = dtype_bytes(dtype);
   for (const std::int64_t extent : shape) {
     tensor.add_shape(extent);
@@ -250,7 +178,7 @@ MutableTensorView place_tensor(v1::Tensor& tensor, const v1::DeviceMemory& place
   auto bytes = static_cast<std::int64_t>(dtype_bytes(dtype));
   for (const std::int64_t extent : shape) bytes *= extent;
   void* const data = regions.at(place, bytes, field);
-  tensor.set_dtype(data_type_of(dtype));
+  tensor.set_dtype(enum_message(dtype));
   for (const std::int64_t extent : shape) tensor.add_shape(extent);
   *tensor.mutable_memory() = place;
   return {data, dtype, shape, MemorySpace::kDevice};
@@ -262,16 +190,12 @@ ModelConfig model_of(const v1::Geometry& geometry, const std::string& field) {
   model.query_heads = in_range(geometry.query_heads(), 1, kMaxHeads, field + ".query_heads");
   model.kv_heads = in_range(geometry.kv_heads(), 1, kMaxHeads, field + ".kv_heads");
   model.head_dim = geometry.head_dim();
-  switch (geometry.kv_dtype()) {
-    case v1::DATA_TYPE_UNSPECIFIED:
-    case v1::DATA_TYPE_BFLOAT16:
-      model.kv_dtype = DType::kBFloat16;
-      break;
-    case v1::DATA_TYPE_FLOAT16:
-      model.kv_dtype = DType::kFloat16;
-      break;
-    default:
-      throw unknown(field + ".kv_dtype", "bfloat16 or float16", geometry.kv_dtype());
+  model.kv_dtype = geometry.kv_dtype() == v1::DATA_TYPE_UNSPECIFIED
+                       ? DType::kBFloat16
+                       : enum_of<DType>(geometry.kv_dtype()).value_or(DType::kInt32);
+  if (model.kv_dtype != DType::kBFloat16 && model.kv_dtype != DType::kFloat16) {
+    throw ServiceError::invalid(field + ".kv_dtype", "bfloat16 or float16",
+                                std::to_string(geometry.kv_dtype()));
   }
   if (geometry.layer_options_size() != 0 && geometry.layer_options_size() != model.layers) {
     throw ServiceError::invalid(field + ".layer_options",
@@ -291,14 +215,14 @@ SketchConfig sketch_of(const v1::Sketch& sketch, const std::string& field) {
           .seed = sketch.seed(),
           .code = sketch.code() == v1::SKETCH_CODE_UNSPECIFIED
                       ? SketchCode::kSign
-                      : code_of(sketch.code(), field + ".code")};
+                      : known<SketchCode>(sketch.code(), "a SketchCode", field + ".code")};
 }
 
 RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const RetrievalConfig& base,
                              const std::string& field) {
   RetrievalConfig result = base;
   if (options.estimator() != v1::ESTIMATOR_UNSPECIFIED) {
-    result.estimator = estimator_of(options.estimator(), field + ".estimator");
+    result.estimator = known<Estimator>(options.estimator(), "an Estimator", field + ".estimator");
     result.value_weighting = ValueWeighting::kDefault;
     result.plane_kind.reset();
     result.rule = SelectionRule::kTopK;
@@ -307,22 +231,11 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     result.coarse_bits = 0;
   }
   if (options.value_weighting() != v1::VALUE_WEIGHTING_UNSPECIFIED) {
-    result.value_weighting = weighting_of(options.value_weighting(), field + ".value_weighting");
+    result.value_weighting = known<ValueWeighting>(options.value_weighting(), "a ValueWeighting",
+                                                   field + ".value_weighting");
   }
-  switch (options.selection()) {
-    case v1::SELECTION_UNSPECIFIED:
-      break;
-    case v1::SELECTION_PER_QUERY_HEAD:
-      result.selection = Selection::kPerQueryHead;
-      break;
-    case v1::SELECTION_PER_KV_HEAD:
-      result.selection = Selection::kPerKvHead;
-      break;
-    case v1::SELECTION_PER_SEQUENCE:
-      result.selection = Selection::kPerSequence;
-      break;
-    default:
-      throw unknown(field + ".selection", "a Selection", options.selection());
+  if (options.selection() != v1::SELECTION_UNSPECIFIED) {
+    result.selection = known<Selection>(options.selection(), "a Selection", field + ".selection");
   }
   switch (options.size().size_case()) {
     case v1::SelectionSize::kTopK:
@@ -343,10 +256,10 @@ RetrievalConfig retrieval_of(const v1::RetrievalOptions& options, const Retrieva
     result.plane_kind = plane_kind_of(options.plane_kind(), field + ".plane_kind");
   }
   if (options.rule() != v1::SELECTION_RULE_UNSPECIFIED) {
-    result.rule = rule_of(options.rule(), field + ".rule");
+    result.rule = known<SelectionRule>(options.rule(), "a SelectionRule", field + ".rule");
   }
   if (options.code() != v1::SKETCH_CODE_UNSPECIFIED) {
-    result.code = code_of(options.code(), field + ".code");
+    result.code = known<SketchCode>(options.code(), "a SketchCode", field + ".code");
   }
   if (options.has_error_target()) result.error_target = options.error_target();
   if (options.has_coarse_bits()) result.coarse_bits = options.coarse_bits();

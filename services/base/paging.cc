@@ -9,9 +9,7 @@ namespace kvtier::services {
 int page_size_of(int asked) {
   constexpr int kDefault = 100;
   constexpr int kMax = 1000;
-  if (asked < 0 || asked > kMax) {
-    throw ServiceError::invalid("page_size", "0 to " + std::to_string(kMax), std::to_string(asked));
-  }
+  check_within("page_size", asked, 0, kMax);
   return asked == 0 ? kDefault : asked;
 }
 

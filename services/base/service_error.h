@@ -3,10 +3,13 @@
 #include "kvtier/error.h"
 
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 
 namespace kvtier::services {
 
@@ -63,6 +66,29 @@ class ServiceError : public std::runtime_error {
   std::string subject_;
   std::chrono::milliseconds retry_after_{0};
 };
+
+/// Throws INVALID_ARGUMENT of `field` unless a number is as expected; `unit` stands behind the
+/// bound in the message. The two below likewise.
+template <std::integral Found, std::integral Most>
+void check_at_most(std::string_view field, Found found, Most most, std::string_view unit = "") {
+  if (std::cmp_less_equal(found, most)) return;
+  throw ServiceError::invalid(std::string(field), ("at most " + std::to_string(most)).append(unit),
+                              std::to_string(found));
+}
+template <std::integral Found>
+void check_at_least(std::string_view field, Found found, std::int64_t least) {
+  if (std::cmp_greater_equal(found, least)) return;
+  throw ServiceError::invalid(std::string(field), "at least " + std::to_string(least),
+                              std::to_string(found));
+}
+template <std::integral Found>
+void check_within(std::string_view field, Found found, std::int64_t least, std::int64_t most,
+                  std::string_view unit = "") {
+  if (std::cmp_greater_equal(found, least) && std::cmp_less_equal(found, most)) return;
+  throw ServiceError::invalid(std::string(field),
+                              (std::to_string(least) + " to " + std::to_string(most)).append(unit),
+                              std::to_string(found));
+}
 
 /// Translates whatever a call threw. What is not meant for clients becomes UNAVAILABLE without its
 /// text.

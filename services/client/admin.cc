@@ -3,6 +3,7 @@
 #include "kvtier/v1/admin.pb.h"
 
 #include "services/client/connection.h"
+#include "services/wire/enums.h"
 
 #include <algorithm>
 
@@ -144,21 +145,6 @@ ServerStats::PageCache page_cache_of(const v1::PageCacheStats& from) {
           .bytes_read = from.bytes_read()};
 }
 
-v1::LogLevel message_of(std::optional<LogLevel> level) {
-  if (!level) return v1::LOG_LEVEL_OFF;
-  switch (*level) {
-    case LogLevel::kDebug:
-      return v1::LOG_LEVEL_DEBUG;
-    case LogLevel::kInfo:
-      return v1::LOG_LEVEL_INFO;
-    case LogLevel::kWarning:
-      return v1::LOG_LEVEL_WARNING;
-    case LogLevel::kError:
-      return v1::LOG_LEVEL_ERROR;
-  }
-  return v1::LOG_LEVEL_UNSPECIFIED;  // the server refuses it
-}
-
 TenantStatus status_of(const v1::Tenant& from) {
   return {.name = from.name(),
           .sessions = from.sessions(),
@@ -235,7 +221,7 @@ EvictedPages AdminClient::evict_tenant(std::string_view tenant) {
 
 void AdminClient::set_log_level(std::optional<LogLevel> level) {
   v1::SetLogLevelRequest request;
-  request.set_level(message_of(level));
+  request.set_level(level ? services::enum_message(*level) : v1::LOG_LEVEL_OFF);
   static_cast<void>(impl_->call<v1::SetLogLevelResponse>(request));
 }
 

@@ -3,6 +3,7 @@
 #include "services/base/from_message.h"
 #include "services/core/replay_once.h"
 #include "services/page_cache/page_transfer.h"
+#include "services/wire/enums.h"
 
 #include <algorithm>
 #include <set>
@@ -12,27 +13,8 @@
 namespace kvtier::services {
 namespace {
 
-std::int64_t dtype_bytes_of(v1::DataType dtype) {
-  switch (dtype) {
-    case v1::DATA_TYPE_FLOAT32:
-    case v1::DATA_TYPE_INT32:
-      return 4;
-    case v1::DATA_TYPE_FLOAT16:
-    case v1::DATA_TYPE_BFLOAT16:
-      return 2;
-    default:
-      throw ServiceError::invalid("geometry.dtype", "a DataType", std::to_string(dtype));
-  }
-}
-
-void check_count(const char* field, std::int64_t count) {
-  if (count <= kMaxBatchPages) return;
-  throw ServiceError::invalid(field, "at most " + std::to_string(kMaxBatchPages),
-                              std::to_string(count));
-}
-
 std::uint32_t layer_of(std::int32_t layer, const char* field) {
-  if (layer < 0) throw ServiceError::invalid(field, "at least 0", std::to_string(layer));
+  check_at_least(field, layer, 0);
   return static_cast<std::uint32_t>(layer);
 }
 
@@ -41,9 +23,10 @@ struct Asked {
   template <typename Request>
   explicit Asked(const Request& request)
       : hashes(request.hashes().begin(), request.hashes().end()) {
-    check_count("hashes", request.hashes_size());
-    check_count("layers", request.layers_size());
-    check_count("hashes", std::int64_t{request.hashes_size()} * request.layers_size());
+    check_at_most("hashes", request.hashes_size(), kMaxBatchPages);
+    check_at_most("layers", request.layers_size(), kMaxBatchPages);
+    check_at_most("hashes", std::int64_t{request.hashes_size()} * request.layers_size(),
+                  kMaxBatchPages);
     for (const std::int32_t layer : request.layers()) layers.push_back(layer_of(layer, "layers"));
   }
 
@@ -87,15 +70,17 @@ std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request) {
     throw ServiceError::invalid("size", "geometry or page_bytes", "neither");
   }
   const v1::PageGeometry& geometry = request.geometry();
-  const auto at_least_one = [](const char* field, std::int64_t value) {
-    if (value >= 1) return value;
-    throw ServiceError::invalid(field, "at least 1", std::to_string(value));
-  };
-  const std::int64_t heads = at_least_one("geometry.kv_heads", geometry.kv_heads());
-  const std::int64_t dim = at_least_one("geometry.head_dim", geometry.head_dim());
-  const std::int64_t tokens = at_least_one("geometry.page_tokens", geometry.page_tokens());
-  std::optional<std::int64_t> bytes = 2 * dtype_bytes_of(geometry.dtype());
-  for (const std::int64_t factor : {heads, dim, tokens}) {
+  check_at_least("geometry.kv_heads", geometry.kv_heads(), 1);
+  check_at_least("geometry.head_dim", geometry.head_dim(), 1);
+  check_at_least("geometry.page_tokens", geometry.page_tokens(), 1);
+  const std::optional<DType> dtype = enum_of<DType>(geometry.dtype());
+  if (!dtype) {
+    throw ServiceError::invalid("geometry.dtype", "a DataType", std::to_string(geometry.dtype()));
+  }
+  std::optional<std::int64_t> bytes = 2 * static_cast<std::int64_t>(dtype_bytes(*dtype));
+  for (const std::int64_t factor :
+       {std::int64_t{geometry.kv_heads()}, std::int64_t{geometry.head_dim()},
+        std::int64_t{geometry.page_tokens()}}) {
     if (bytes) bytes = checked_product(*bytes, factor);
   }
   if (!bytes) throw ServiceError::invalid("geometry", "extents whose product is a size", "more");
@@ -131,7 +116,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchLookupPagesReque
 void execute(PageStore& pages, PageLease& lease, const v1::BatchReservePagesRequest& request,
              v1::BatchReservePagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
-    check_count("keys", request.keys_size());
+    check_at_most("keys", request.keys_size(), kMaxBatchPages);
     check_each_once(request);
     for (const v1::PageKey& key : request.keys()) {
       attempt_page(*response.add_items(), [&] {
@@ -144,7 +129,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchReservePagesRequ
 
 void execute(PageStore& pages, PageLease& lease, const v1::BatchCommitPagesRequest& request,
              v1::BatchCommitPagesResponse& response) {
-  check_count("items", request.items_size());
+  check_at_most("items", request.items_size(), kMaxBatchPages);
   for (const auto& item : request.items()) {
     attempt_page(*response.add_items(), [&] {
       std::optional<std::uint32_t> crc;
@@ -158,7 +143,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchCommitPagesReque
 void execute(PageStore& pages, PageLease& lease, const v1::BatchAbortPagesRequest& request,
              v1::BatchAbortPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
-    check_count("handles", request.handles_size());
+    check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
       attempt(*response.add_statuses(), [&] { pages.abort(lease, handle); });
     }
@@ -168,7 +153,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchAbortPagesReques
 void execute(PageStore& pages, PageLease& lease, const v1::BatchDeletePagesRequest& request,
              v1::BatchDeletePagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
-    check_count("handles", request.handles_size());
+    check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
       attempt(*response.add_statuses(), [&] { pages.remove(lease, handle); });
     }
@@ -179,7 +164,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchDeletePagesReque
 void execute(PageStore& pages, PageLease& lease, const v1::BatchPinPagesRequest& request,
              v1::BatchPinPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
-    check_count("handles", request.handles_size());
+    check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
       attempt_page(*response.add_items(), [&] { return pages.pin(lease, handle); });
     }
@@ -189,7 +174,7 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchPinPagesRequest&
 void execute(PageStore& pages, PageLease& lease, const v1::BatchUnpinPagesRequest& request,
              v1::BatchUnpinPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
-    check_count("handles", request.handles_size());
+    check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
       attempt(*response.add_statuses(), [&] { pages.unpin(lease, handle); });
     }

@@ -36,11 +36,7 @@ void check_prefix(const v1::CreateSessionRequest& request, std::int64_t capacity
                                 "1 to " + std::to_string(kMaxFingerprint) + " bytes with token_ids",
                                 std::to_string(bytes));
   }
-  if (request.token_ids_size() > capacity) {
-    throw ServiceError::invalid("token_ids",
-                                "at most " + std::to_string(capacity) + ", the capacity",
-                                std::to_string(request.token_ids_size()));
-  }
+  check_at_most("token_ids", request.token_ids_size(), capacity, ", the capacity");
 }
 
 PageStoreOptions page_options(const ServiceCoreOptions& options, MemoryRoom& room) {
@@ -380,20 +376,14 @@ void ServiceCore::prepare(Creation& creation) const {
         "retrieval", "at most " + std::to_string(max_tokens) + " sink and recent tokens", "more");
   }
   constexpr int kMaxSketches = 8;
-  if (request.extra_sketches_size() > kMaxSketches) {
-    throw ServiceError::invalid("extra_sketches", "at most " + std::to_string(kMaxSketches),
-                                std::to_string(request.extra_sketches_size()));
-  }
+  check_at_most("extra_sketches", request.extra_sketches_size(), kMaxSketches);
   for (int i = 0; i < request.extra_sketches_size(); ++i) {
     spec.extra_sketches.push_back(
         sketch_of(request.extra_sketches(i), "extra_sketches[" + std::to_string(i) + "]"));
   }
+  check_within("capacity_tokens", request.capacity_tokens(), 0, max_tokens);
   const std::int64_t capacity =
       request.capacity_tokens() == 0 ? max_tokens : request.capacity_tokens();
-  if (capacity < 1 || capacity > max_tokens) {
-    throw ServiceError::invalid("capacity_tokens", "0 to " + std::to_string(max_tokens),
-                                std::to_string(capacity));
-  }
   check_prefix(request, capacity);
   check_room(1);
   creation.capacity = capacity;
@@ -416,10 +406,7 @@ void ServiceCore::charge_base(SessionEntry& entry, std::int64_t capacity_tokens)
 }
 
 std::vector<std::shared_ptr<SessionEntry>> ServiceCore::fork(SessionEntry& parent, int count) {
-  if (count < 1 || count > kMaxForks) {
-    throw ServiceError::invalid("count", "1 to " + std::to_string(kMaxForks),
-                                std::to_string(count));
-  }
+  check_within("count", count, 1, kMaxForks);
   check_room(static_cast<std::size_t>(count));
   const std::int64_t kv_bytes = parent.charged_bytes - parent.base_bytes;
   std::vector<std::shared_ptr<SessionEntry>> entries;
@@ -550,10 +537,7 @@ void ServiceCore::list_sessions(const Call& call, const v1::ListSessionsRequest&
 void ServiceCore::keep_alive(const Call& call, const v1::KeepAliveRequest& request,
                              v1::KeepAliveResponse& response) {
   check_serving();
-  if (request.names_size() > kMaxBatchItems) {
-    throw ServiceError::invalid("names", "at most " + std::to_string(kMaxBatchItems),
-                                std::to_string(request.names_size()));
-  }
+  check_at_most("names", request.names_size(), kMaxBatchItems);
   for (const std::string& name : request.names()) {
     v1::ItemStatus& status = *response.add_statuses();
     try {

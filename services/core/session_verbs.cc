@@ -18,11 +18,7 @@ const ModelConfig& model_of(const SessionEntry& entry) {
 }
 
 int checked_layer(const SessionEntry& entry, int layer) {
-  const int layers = model_of(entry).layers;
-  if (layer < 0 || layer >= layers) {
-    throw ServiceError::invalid("layer", "0 to " + std::to_string(layers - 1),
-                                std::to_string(layer));
-  }
+  check_within("layer", layer, 0, model_of(entry).layers - 1);
   return layer;
 }
 
@@ -416,9 +412,7 @@ std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::AttendReque
 std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::DecodeRequest& request,
                                       ReplyBudget& budget, v1::DecodeResponse& response) {
   const int layer = checked_layer(entry, request.layer());
-  if (request.step() < 0) {
-    throw ServiceError::invalid("step", "at least 0", std::to_string(request.step()));
-  }
+  check_at_least("step", request.step(), 0);
   std::string digest;
   if (request.step() > 0) {
     digest = digest_of(request);
@@ -469,17 +463,14 @@ void execute(SessionEntry& entry, const v1::PublishPrefixRequest& request, Reply
   }
   const auto count = static_cast<std::size_t>(request.token_ids_size());
   const auto length = static_cast<std::size_t>(entry.session->length());
-  if (count > length) {
-    throw ServiceError::invalid("token_ids", "at most " + std::to_string(length) + ", the length",
-                                std::to_string(count));
-  }
+  check_at_most("token_ids", count, length, ", the length");
   entry.session->publish({request.token_ids().data(), count});
   const auto page = static_cast<std::size_t>(entry.model->engine.config().memory.page_tokens);
   response.set_stored_tokens(static_cast<std::int64_t>(count / page * page));
 }
 
 void truncate_to(SessionEntry& entry, std::int64_t tokens) {
-  if (tokens < 0) throw ServiceError::invalid("tokens", "at least 0", std::to_string(tokens));
+  check_at_least("tokens", tokens, 0);
   const std::int64_t before = stored_tokens(entry);
   entry.session->truncate(tokens);
   entry.remember({});

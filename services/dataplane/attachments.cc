@@ -32,14 +32,8 @@ std::string draw_token() {
 
 Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id,
                                          std::int64_t staging_bytes) {
-  if (process_id < 0) {
-    throw ServiceError::invalid("process_id", "at least 0", std::to_string(process_id));
-  }
-  if (staging_bytes < 0 || staging_bytes > limits_.max_staging_bytes) {
-    throw ServiceError::invalid("staging_bytes",
-                                "0 to " + std::to_string(limits_.max_staging_bytes),
-                                std::to_string(staging_bytes));
-  }
+  check_at_least("process_id", process_id, 0);
+  check_within("staging_bytes", staging_bytes, 0, limits_.max_staging_bytes);
   if (staging_bytes == 0) staging_bytes = limits_.default_staging_bytes;
   staging_bytes = (staging_bytes + kUnit - 1) / kUnit * kUnit;
   const std::string token = draw_token();

@@ -27,10 +27,7 @@ void check_items(const std::string& message) {
     if (tag == kItemsTag) ++items;
     if (!google::protobuf::internal::WireFormatLite::SkipField(&in, tag)) return;  // it is none
   }
-  if (items > kMaxBatchItems) {
-    throw ServiceError::invalid("items", "at most " + std::to_string(kMaxBatchItems),
-                                std::to_string(items));
-  }
+  check_at_most("items", items, kMaxBatchItems);
 }
 
 /// Queries of a request: their outputs have their shape.
@@ -172,11 +169,7 @@ std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory) {
     }
     sum += extent.bytes;
   }
-  if (sum > memory.input.size()) {
-    throw ServiceError::invalid("tensors",
-                                "at most " + std::to_string(memory.input.size()) + " bytes in all",
-                                std::to_string(sum));
-  }
+  check_at_most("tensors", sum, memory.input.size(), " bytes in all");
   return sum;
 }
 

@@ -209,9 +209,7 @@ void DataPlane::share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryR
   DeviceMemoryHandle handle;
   take_bytes(request.cuda_ipc_handle(), "cuda_ipc_handle", handle.ipc);
   take_bytes(request.device_uuid(), "device_uuid", handle.device);
-  if (request.bytes() < 1) {
-    throw ServiceError::invalid("bytes", "at least 1", std::to_string(request.bytes()));
-  }
+  check_at_least("bytes", request.bytes(), 1);
   const auto bytes = static_cast<std::size_t>(request.bytes());
   response.set_region(impl_->attachments_.share(tenant, request.attachment(), [&] {
     try {

@@ -75,14 +75,8 @@ TenantPages& PageStore::pages_of(Tenant& tenant) {
 
 std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig& config,
                                            std::unique_ptr<Strand> strand) {
-  if (config.model.size() > kMaxModelName) {
-    throw ServiceError::invalid("model", "at most " + std::to_string(kMaxModelName) + " bytes",
-                                std::to_string(config.model.size()));
-  }
-  if (config.page_bytes < 1 || config.page_bytes > options_.extent_bytes) {
-    throw ServiceError::invalid("page_bytes", "1 to " + std::to_string(options_.extent_bytes),
-                                std::to_string(config.page_bytes));
-  }
+  check_at_most("model", config.model.size(), kMaxModelName, " bytes");
+  check_within("page_bytes", config.page_bytes, 1, options_.extent_bytes);
   auto lease = std::make_shared<PageLease>(tenant, pages_of(tenant), config);
   lease->strand = std::move(strand);
   renew(*lease);

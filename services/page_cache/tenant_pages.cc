@@ -254,10 +254,7 @@ void TenantPages::charge(std::int64_t bytes) {
 }
 
 PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
-  if (key.hash.size() > kMaxPageHash) {
-    throw ServiceError::invalid("hash", "at most " + std::to_string(kMaxPageHash) + " bytes",
-                                std::to_string(key.hash.size()));
-  }
+  check_at_most("hash", key.hash.size(), kMaxPageHash, " bytes");
   std::optional<PageDigest> digest;
   if (!key.hash.empty()) digest = digest_of(lease, key);
   const auto length = static_cast<std::uint64_t>(lease.config.page_bytes);
@@ -329,10 +326,7 @@ void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t
   if (offset != page.written) {
     throw ServiceError::invalid("offset", std::to_string(page.written), std::to_string(offset));
   }
-  if (bytes.size() > page.length - offset) {
-    throw ServiceError::invalid("bytes", "at most " + std::to_string(page.length - offset),
-                                std::to_string(bytes.size()));
-  }
+  check_at_most("bytes", bytes.size(), page.length - offset);
   const std::span<std::byte> to = arena_.page(page.slot, page.length).subspan(offset, bytes.size());
   page.busy = true;
   lock.unlock();

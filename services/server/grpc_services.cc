@@ -12,41 +12,17 @@
 #include "services/server/grpc_answer.h"
 #include "services/server/grpc_transfer.h"
 #include "services/server/rpc_service.h"
+#include "services/wire/enums.h"
 
 namespace kvtier::services {
 namespace {
 
 using grpc::CallbackServerContext;
 
-// The calls with one request and one response, which the core executes.
-using SessionRpcs = std::tuple<Rpc<v1::CreateSessionRequest, v1::CreateSessionResponse>,
-                               Rpc<v1::GetSessionRequest, v1::GetSessionResponse>,
-                               Rpc<v1::TruncateSessionRequest, v1::TruncateSessionResponse>,
-                               Rpc<v1::ForkSessionRequest, v1::ForkSessionResponse>,
-                               Rpc<v1::PublishPrefixRequest, v1::PublishPrefixResponse>,
-                               Rpc<v1::ReleaseSessionRequest, v1::ReleaseSessionResponse>>;
-using AttentionRpcs = std::tuple<Rpc<v1::SelectRequest, v1::SelectResponse>,
-                                 Rpc<v1::BatchSelectRequest, v1::BatchSelectResponse>,
-                                 Rpc<v1::AttendRequest, v1::AttendResponse>,
-                                 Rpc<v1::BatchAttendRequest, v1::BatchAttendResponse>,
-                                 Rpc<v1::BatchDecodeRequest, v1::BatchDecodeResponse>,
-                                 Rpc<v1::FetchRequest, v1::FetchResponse>,
-                                 Rpc<v1::BatchFetchRequest, v1::BatchFetchResponse>>;
-using PageRpcs = std::tuple<Rpc<v1::OpenLeaseRequest, v1::OpenLeaseResponse>,
-                            Rpc<v1::CloseLeaseRequest, v1::CloseLeaseResponse>,
-                            Rpc<v1::LookupPrefixRequest, v1::LookupPrefixResponse>,
-                            Rpc<v1::BatchLookupPagesRequest, v1::BatchLookupPagesResponse>,
-                            Rpc<v1::BatchReservePagesRequest, v1::BatchReservePagesResponse>,
-                            Rpc<v1::BatchCommitPagesRequest, v1::BatchCommitPagesResponse>,
-                            Rpc<v1::BatchAbortPagesRequest, v1::BatchAbortPagesResponse>,
-                            Rpc<v1::BatchDeletePagesRequest, v1::BatchDeletePagesResponse>,
-                            Rpc<v1::BatchPinPagesRequest, v1::BatchPinPagesResponse>,
-                            Rpc<v1::BatchUnpinPagesRequest, v1::BatchUnpinPagesResponse>>;
-
 /// Adds the calls of a list.
 template <typename Rpcs>
 void add_core_calls(RpcService& service, ServiceCore& core, StreamRegistry& registry) {
-  const auto add = [&](auto rpc) {
+  each_rpc<Rpcs>([&](auto rpc) {
     service.add_unary<decltype(rpc)>(
         [&core, &registry](CallbackServerContext* context, const auto* request, auto* response) {
           return unary(core, registry, *context, response,
@@ -54,8 +30,7 @@ void add_core_calls(RpcService& service, ServiceCore& core, StreamRegistry& regi
                          core.run(call, *request, *response, std::move(done));
                        });
         });
-  };
-  std::apply([&add](auto... rpc) { (add(rpc), ...); }, Rpcs());
+  });
 }
 
 /// The session that a stream is about: the first message names it, later ones must agree.
@@ -163,20 +138,9 @@ std::unique_ptr<grpc::Service> make_page_service(ServiceCore& core, StreamRegist
 
 /// Nothing: no level.
 std::optional<LogLevel> log_level_of(v1::LogLevel level) {
-  switch (level) {
-    case v1::LOG_LEVEL_DEBUG:
-      return LogLevel::kDebug;
-    case v1::LOG_LEVEL_INFO:
-      return LogLevel::kInfo;
-    case v1::LOG_LEVEL_WARNING:
-      return LogLevel::kWarning;
-    case v1::LOG_LEVEL_ERROR:
-      return LogLevel::kError;
-    case v1::LOG_LEVEL_OFF:
-      return std::nullopt;
-    default:
-      throw ServiceError::invalid("level", "a level of LogLevel", std::to_string(level));
-  }
+  if (level == v1::LOG_LEVEL_OFF) return std::nullopt;
+  if (const auto known = enum_of<LogLevel>(level)) return known;
+  throw ServiceError::invalid("level", "a level of LogLevel", std::to_string(level));
 }
 
 /// Adds a call of operators, which `work(request, response)` answers on the spot, or throws.

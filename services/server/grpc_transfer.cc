@@ -79,10 +79,7 @@ grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegist
   using Reactor = grpc::ServerWriteReactor<ByteBuffer>;
   return stream<Reactor>(core, context, [&](const Call& call) -> Reactor* {
     const auto message = parse<v1::ReadPagesRequest>(request);
-    if (message.handles_size() > kMaxBatchPages) {
-      throw ServiceError::invalid("handles", "at most " + std::to_string(kMaxBatchPages),
-                                  std::to_string(message.handles_size()));
-    }
+    check_at_most("handles", message.handles_size(), kMaxBatchPages);
     static_cast<void>(core.lease(call, message.lease()));
     auto grant = core.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
     core.pages().transfers().reread(
@@ -102,9 +99,7 @@ grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegist
 void write(ServiceCore& core, const Call& call, const ByteBuffer& bytes, PageWriter& writer,
            std::string& lease) {
   if (bytes.Length() > static_cast<std::size_t>(kMaxTransferBytes) + kOverheadBytes) {
-    throw ServiceError::invalid("message",
-                                "at most " + std::to_string(kMaxTransferBytes) + " bytes",
-                                std::to_string(bytes.Length()));
+    check_at_most("message", bytes.Length(), kMaxTransferBytes, " bytes");
   }
   const auto grant = core.admit(*call.tenant, bytes.Length());
   const std::vector<grpc::Slice> slices = slices_of(bytes);

@@ -1,63 +1,11 @@
 #include "services/wire/to_message.h"
 
+#include "services/wire/enums.h"
+
 #include <cstring>
 
 namespace kvtier::services {
 namespace {
-
-v1::LayerMode message_of(LayerMode mode) {
-  switch (mode) {
-    case LayerMode::kSparse:
-      return v1::LAYER_MODE_SPARSE;
-    case LayerMode::kDense:
-      return v1::LAYER_MODE_DENSE;
-    case LayerMode::kSlidingWindow:
-      break;
-  }
-  return v1::LAYER_MODE_SLIDING_WINDOW;
-}
-
-v1::Estimator message_of(Estimator estimator) {
-  switch (estimator) {
-    case Estimator::kSoftCollision:
-      return v1::ESTIMATOR_SOFT_COLLISION;
-    case Estimator::kHardCollision:
-      return v1::ESTIMATOR_HARD_COLLISION;
-    case Estimator::kNormAware:
-      break;
-  }
-  return v1::ESTIMATOR_NORM_AWARE;
-}
-
-v1::ValueWeighting message_of(ValueWeighting weighting) {
-  switch (weighting) {
-    case ValueWeighting::kDefault:
-      return v1::VALUE_WEIGHTING_UNSPECIFIED;
-    case ValueWeighting::kLinear:
-      return v1::VALUE_WEIGHTING_LINEAR;
-    case ValueWeighting::kCalibrated:
-      return v1::VALUE_WEIGHTING_CALIBRATED;
-    case ValueWeighting::kLogit:
-      return v1::VALUE_WEIGHTING_LOGIT;
-    case ValueWeighting::kNone:
-      break;
-  }
-  return v1::VALUE_WEIGHTING_NONE;
-}
-
-v1::Selection message_of(Selection selection) {
-  if (selection == Selection::kPerSequence) return v1::SELECTION_PER_SEQUENCE;
-  return selection == Selection::kPerKvHead ? v1::SELECTION_PER_KV_HEAD
-                                            : v1::SELECTION_PER_QUERY_HEAD;
-}
-
-v1::PlaneKind message_of(PlaneKind kind) {
-  return kind == PlaneKind::kGaussian ? v1::PLANE_KIND_GAUSSIAN : v1::PLANE_KIND_ORTHOGONAL;
-}
-
-v1::SketchCode message_of(SketchCode code) {
-  return code == SketchCode::kSign ? v1::SKETCH_CODE_SIGN : v1::SKETCH_CODE_SCALAR;
-}
 
 /// Calls `copy(offset in the view, offset in the dense bytes, bytes)` for every run of memory: the
 /// last dimension, with those before it that it is dense in.
@@ -94,30 +42,16 @@ void copy_bytes(const CopyBytes& copy, void* to, const void* from, std::size_t b
 
 }  // namespace
 
-v1::DataType data_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return v1::DATA_TYPE_FLOAT32;
-    case DType::kFloat16:
-      return v1::DATA_TYPE_FLOAT16;
-    case DType::kBFloat16:
-      return v1::DATA_TYPE_BFLOAT16;
-    case DType::kInt32:
-      break;
-  }
-  return v1::DATA_TYPE_INT32;
-}
-
 v1::Geometry geometry_of(const ModelConfig& model) {
   v1::Geometry geometry;
   geometry.set_layers(model.layers);
   geometry.set_query_heads(model.query_heads);
   geometry.set_kv_heads(model.kv_heads);
   geometry.set_head_dim(model.head_dim);
-  geometry.set_kv_dtype(data_type_of(model.kv_dtype));
+  geometry.set_kv_dtype(enum_message(model.kv_dtype));
   for (const LayerConfig& layer : model.layer_options) {
     v1::LayerOptions& options = *geometry.add_layer_options();
-    options.set_mode(message_of(layer.mode));
+    options.set_mode(enum_message(layer.mode));
     options.set_window_tokens(layer.window_tokens);
     if (layer.softmax_scale) options.set_softmax_scale(*layer.softmax_scale);
     options.set_logit_softcap(layer.logit_softcap);
@@ -127,24 +61,24 @@ v1::Geometry geometry_of(const ModelConfig& model) {
 
 v1::Sketch message_of(const SketchConfig& sketch) {
   v1::Sketch message;
-  message.set_kind(message_of(sketch.kind));
+  message.set_kind(enum_message(sketch.kind));
   message.set_num_planes(sketch.num_planes);
   message.set_seed(sketch.seed);
-  message.set_code(message_of(sketch.code));
+  message.set_code(enum_message(sketch.code));
   return message;
 }
 
 v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
   v1::RetrievalOptions message;
-  message.set_estimator(message_of(retrieval.estimator));
-  message.set_value_weighting(message_of(retrieval.value_weighting));
-  message.set_selection(message_of(retrieval.selection));
+  message.set_estimator(enum_message(retrieval.estimator));
+  message.set_value_weighting(enum_message(retrieval.value_weighting));
+  message.set_selection(enum_message(retrieval.selection));
   if (retrieval.sparsity > 0.0) {
     message.mutable_size()->set_sparsity(retrieval.sparsity);
   } else {
     message.mutable_size()->set_top_k(retrieval.top_k);
   }
-  if (retrieval.plane_kind) message.set_plane_kind(message_of(*retrieval.plane_kind));
+  if (retrieval.plane_kind) message.set_plane_kind(enum_message(*retrieval.plane_kind));
   message.set_seed(retrieval.seed);
   message.set_planes_per_table(retrieval.planes_per_table);
   message.set_tables(retrieval.tables);
@@ -153,9 +87,8 @@ v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
   message.set_query_bits(retrieval.query_bits);
   message.set_sink_tokens(retrieval.sink_tokens);
   message.set_recent_tokens(retrieval.recent_tokens);
-  message.set_rule(retrieval.rule == SelectionRule::kTopK ? v1::SELECTION_RULE_TOP_K
-                                                          : v1::SELECTION_RULE_PRIORITY);
-  message.set_code(message_of(retrieval.code));
+  message.set_rule(enum_message(retrieval.rule));
+  message.set_code(enum_message(retrieval.code));
   message.set_error_target(retrieval.error_target);
   message.set_coarse_bits(retrieval.coarse_bits);
   message.set_candidates(retrieval.candidates);
@@ -166,7 +99,7 @@ v1::AttendOptions message_of(const AttendOptions& options) {
   v1::AttendOptions message;
   if (options.softmax_scale) message.set_softmax_scale(*options.softmax_scale);
   if (options.logit_softcap) message.set_logit_softcap(*options.logit_softcap);
-  if (options.mode) message.set_mode(message_of(*options.mode));
+  if (options.mode) message.set_mode(enum_message(*options.mode));
   if (options.dense_from) message.set_dense_from(*options.dense_from);
   if (options.retrieval != nullptr) *message.mutable_retrieval() = message_of(*options.retrieval);
   if (options.recall_target) {
@@ -179,7 +112,7 @@ v1::AttendOptions message_of(const AttendOptions& options) {
 }
 
 std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message) {
-  message.set_dtype(data_type_of(view.dtype));
+  message.set_dtype(enum_message(view.dtype));
   message.clear_shape();
   std::size_t bytes = dtype_bytes(view.dtype);
   for (int i = 0; i < view.rank; ++i) {
@@ -211,7 +144,7 @@ void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v
 
 bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
                const MutableTensorView& view, const CopyBytes& copy) {
-  if (message.dtype() != data_type_of(view.dtype) || message.shape_size() != view.rank)
+  if (message.dtype() != enum_message(view.dtype) || message.shape_size() != view.rank)
     return false;
   std::size_t bytes = dtype_bytes(view.dtype);
   for (int i = 0; i < view.rank; ++i) {

@@ -15,7 +15,6 @@
 /// defaults of the other side.
 namespace kvtier::services {
 
-[[nodiscard]] v1::DataType data_type_of(DType dtype);
 [[nodiscard]] v1::Geometry geometry_of(const ModelConfig& model);
 [[nodiscard]] v1::Sketch message_of(const SketchConfig& sketch);
 [[nodiscard]] v1::RetrievalOptions message_of(const RetrievalConfig& retrieval);
