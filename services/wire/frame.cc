@@ -4,6 +4,7 @@
 
 #include "transfer/tiers/crc32c.h"
 
+#include <array>
 #include <bit>
 #include <cstring>
 #include <type_traits>
@@ -22,24 +23,73 @@ constexpr std::uint32_t kMaxRegions = 8;
               "frame." + field + ": expected " + expected + ", found " + std::to_string(found));
 }
 
+template <typename T, typename Body>
+concept Is = std::is_same_v<std::remove_const_t<T>, Body>;
+
+// The fields of each body in their order, for writing and reading: `io` takes them all.
+void fields(Is<FrameHeader> auto& header, auto& io) {
+  io(header.type, header.flags, header.control_bytes, header.request_id, header.body_bytes,
+     header.control_crc);
+}
+void fields(Is<Extent> auto& extent, auto& io) { io(extent.offset, extent.bytes); }
+void fields(Is<Region> auto& region, auto& io) { io(region.kind, region.bytes); }
+void fields(Is<AttachedBody> auto& body, auto& io) { io(body.layout_version, body.regions); }
+void fields(Is<CallBody> auto& body, auto& io) {
+  io(body.method);
+  io.reserve();
+  io(body.timeout_ms, body.output, body.tensors, body.message);
+}
+void fields(Is<ReplyBody> auto& body, auto& io) { io(body.tensors, body.message); }
+void fields(Is<PageDescriptor> auto& page, auto& io) {
+  io(page.handle, page.offset, page.bytes, page.destination, page.crc);
+}
+void fields(Is<WriteBody> auto& body, auto& io) { io(body.lease, body.pages); }
+void fields(Is<PageOutcome> auto& outcome, auto& io) {
+  io(outcome.code, outcome.crc, outcome.slot, outcome.generation, outcome.offset, outcome.bytes);
+}
+
+/// A number, or bytes, that are copied as they are.
+template <typename T>
+concept Plain = std::is_unsigned_v<T> || std::is_enum_v<T> ||
+    std::is_same_v<T, std::array<char, kPageHandleBytes>>;
+
+/// Bytes of an element of a list, whose fields are plain.
+template <typename T>
+constexpr std::size_t size_of() {
+  T value{};
+  std::size_t bytes = 0;
+  const auto add = [&bytes](const auto&... field) { bytes += (sizeof(field) + ...); };
+  fields(value, add);
+  return bytes;
+}
+
 class Writer {
  public:
+  void operator()(const auto&... values) { (put(values), ...); }
+  void reserve() { put(std::uint16_t{0}); }
+  [[nodiscard]] Bytes take() { return std::move(bytes_); }
+
+ private:
+  void put(const Plain auto& value) { put_bytes(&value, sizeof(value)); }
+  void put(const std::string& text) {
+    put(static_cast<std::uint32_t>(text.size()));
+    put_bytes(text.data(), text.size());
+  }
   template <typename T>
-  void put(T value) {
-    static_assert(std::is_unsigned_v<T>);
-    put_bytes(&value, sizeof(value));
+  void put(std::span<const T> list) {
+    put(static_cast<std::uint32_t>(list.size()));
+    for (const T& element : list) fields(element, *this);
   }
-  void put(const Extent& extent) {
-    put(extent.offset);
-    put(extent.bytes);
+  template <typename T>
+  void put(const std::vector<T>& list) {
+    put(std::span(list));
   }
+  void put(const auto& body) { fields(body, *this); }
   void put_bytes(const void* data, std::size_t size) {
     const auto* bytes = static_cast<const std::byte*>(data);
     bytes_.insert(bytes_.end(), bytes, bytes + size);
   }
-  [[nodiscard]] Bytes take() { return std::move(bytes_); }
 
- private:
   Bytes bytes_;
 };
 
@@ -47,18 +97,40 @@ class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
 
+  void operator()(auto&... values) { (get(values), ...); }
+  void reserve() {
+    std::uint16_t reserved = 0;
+    get(reserved);
+    if (reserved != 0) malformed("reserved", "0", reserved);
+  }
+  void finish() const {
+    if (!bytes_.empty()) malformed("control", "its end", bytes_.size());
+  }
+
+ private:
+  void get(Plain auto& value) {
+    std::memcpy(&value, take(sizeof(value)).data(), sizeof(value));
+    check(value);
+  }
+  void get(std::string& text) {
+    std::uint32_t size = 0;
+    get(size);
+    const std::span<const std::byte> taken = take(size);
+    text.assign(reinterpret_cast<const char*>(taken.data()), taken.size());
+  }
   template <typename T>
-  T get() {
-    T value{};
-    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
-    return value;
+  void get(std::vector<T>& list) {
+    constexpr std::size_t kLimit = std::is_same_v<T, Region> ? kMaxRegions : kMaxDescriptors;
+    std::uint32_t count = 0;
+    get(count);
+    if (count > kLimit) malformed("count", "at most " + std::to_string(kLimit), count);
+    if (count > bytes_.size() / size_of<T>()) {
+      malformed("count", "what the control has bytes for", count);
+    }
+    list.resize(count);
+    for (T& element : list) fields(element, *this);
   }
-  Extent extent() {
-    Extent extent;
-    extent.offset = get<std::uint64_t>();
-    extent.bytes = get<std::uint64_t>();
-    return extent;
-  }
+  void get(auto& body) { fields(body, *this); }
   std::span<const std::byte> take(std::size_t size) {
     if (size > bytes_.size()) {
       malformed("control", std::to_string(size) + " more bytes", bytes_.size());
@@ -67,66 +139,34 @@ class Reader {
     bytes_ = bytes_.subspan(size);
     return taken;
   }
-  /// A number of things of which each has `size` bytes here.
-  std::size_t count(std::size_t size, std::size_t limit) {
-    const auto number = get<std::uint32_t>();
-    if (number > limit) malformed("count", "at most " + std::to_string(limit), number);
-    if (number > bytes_.size() / size) {
-      malformed("count", "what the control has bytes for", number);
-    }
-    return number;
+  static void check(const auto& /*value*/) {}
+  static void check(const RegionKind& kind) {
+    const auto number = static_cast<std::uint32_t>(kind);
+    if (number < 1 || number > 2) malformed("region.kind", "1 or 2", number);
   }
-  std::string text() {
-    const auto size = get<std::uint32_t>();
-    const std::span<const std::byte> taken = take(size);
-    return {reinterpret_cast<const char*>(taken.data()), taken.size()};
-  }
-  void finish() const {
-    if (!bytes_.empty()) malformed("control", "its end", bytes_.size());
+  static void check(const Method& method) {
+    const auto number = static_cast<std::uint16_t>(method);
+    constexpr auto kLast = static_cast<std::uint16_t>(Method::kBatchLookupPages);
+    if (number < 1 || number > kLast) malformed("method", "1 to " + std::to_string(kLast), number);
   }
 
- private:
   std::span<const std::byte> bytes_;
 };
 
-void put_text(Writer& out, const std::string& text) {
-  out.put(static_cast<std::uint32_t>(text.size()));
-  out.put_bytes(text.data(), text.size());
+template <typename Body>
+Bytes written(const Body& body) {
+  Writer out;
+  out(body);
+  return out.take();
 }
 
-void put_extents(Writer& out, const std::vector<Extent>& extents) {
-  out.put(static_cast<std::uint32_t>(extents.size()));
-  for (const Extent& extent : extents) out.put(extent);
-}
-
-std::vector<Extent> get_extents(Reader& in) {
-  std::vector<Extent> extents(in.count(16, kMaxDescriptors));
-  for (Extent& extent : extents) extent = in.extent();
-  return extents;
-}
-
-void put_descriptors(Writer& out, std::span<const PageDescriptor> descriptors) {
-  out.put(static_cast<std::uint32_t>(descriptors.size()));
-  for (const PageDescriptor& descriptor : descriptors) {
-    out.put_bytes(descriptor.handle.data(), descriptor.handle.size());
-    out.put(descriptor.offset);
-    out.put(descriptor.bytes);
-    out.put(descriptor.destination);
-    out.put(descriptor.crc);
-  }
-}
-
-std::vector<PageDescriptor> get_descriptors(Reader& in) {
-  std::vector<PageDescriptor> descriptors(in.count(kPageHandleBytes + 28, kMaxDescriptors));
-  for (PageDescriptor& descriptor : descriptors) {
-    const std::span<const std::byte> handle = in.take(kPageHandleBytes);
-    std::memcpy(descriptor.handle.data(), handle.data(), handle.size());
-    descriptor.offset = in.get<std::uint64_t>();
-    descriptor.bytes = in.get<std::uint64_t>();
-    descriptor.destination = in.get<std::uint64_t>();
-    descriptor.crc = in.get<std::uint32_t>();
-  }
-  return descriptors;
+template <typename Body>
+Body read(std::span<const std::byte> control) {
+  Reader in(control);
+  Body body;
+  in(body);
+  in.finish();
+  return body;
 }
 
 }  // namespace
@@ -134,39 +174,27 @@ std::vector<PageDescriptor> get_descriptors(Reader& in) {
 HeaderBytes encode_header(const FrameHeader& header) noexcept {
   HeaderBytes bytes{};
   std::size_t at = 0;
-  const auto put = [&](auto value) {
-    std::memcpy(bytes.data() + at, &value, sizeof(value));
-    at += sizeof(value);
+  const auto put = [&](const auto&... values) {
+    ((std::memcpy(bytes.data() + at, &values, sizeof(values)), at += sizeof(values)), ...);
   };
-  put(kFrameMagic);
-  put(kFrameVersion);
-  put(static_cast<std::uint16_t>(header.type));
-  put(header.flags);
-  put(header.control_bytes);
-  put(header.request_id);
-  put(header.body_bytes);
-  put(header.control_crc);
+  put(kFrameMagic, kFrameVersion);
+  fields(header, put);
   put(crc32c(std::span(bytes).first(kHeaderCrcAt)));
   return bytes;
 }
 
 FrameHeader decode_header(std::span<const std::byte, kFrameHeaderBytes> bytes) {
   Reader in(bytes);
-  const auto magic = in.get<std::uint32_t>();
-  if (magic != kFrameMagic) malformed("magic", std::to_string(kFrameMagic), magic);
-  const auto version = in.get<std::uint16_t>();
-  if (version != kFrameVersion) malformed("version", std::to_string(kFrameVersion), version);
-  const auto type = in.get<std::uint16_t>();
+  std::uint32_t magic = 0;
+  std::uint16_t version = 0;
   FrameHeader header;
-  header.type = static_cast<FrameType>(type);
-  header.flags = in.get<std::uint32_t>();
-  header.control_bytes = in.get<std::uint32_t>();
-  header.request_id = in.get<std::uint64_t>();
-  header.body_bytes = in.get<std::uint64_t>();
-  header.control_crc = in.get<std::uint32_t>();
-  const auto crc = in.get<std::uint32_t>();
+  std::uint32_t crc = 0;
+  in(magic, version, header, crc);
+  if (magic != kFrameMagic) malformed("magic", std::to_string(kFrameMagic), magic);
+  if (version != kFrameVersion) malformed("version", std::to_string(kFrameVersion), version);
   const std::uint32_t expected = crc32c(bytes.first(kHeaderCrcAt));
   if (crc != expected) malformed("header_crc", std::to_string(expected), crc);
+  const auto type = static_cast<std::uint16_t>(header.type);
   if (type < 1 || type > static_cast<std::uint16_t>(FrameType::kGoAway)) {
     malformed("type", "1 to 9", type);
   }
@@ -205,132 +233,24 @@ FrameHeader make_header(FrameType type, std::uint32_t flags, std::uint64_t reque
           .control_crc = crc32c(control)};
 }
 
-Bytes encode(const AttachedBody& body) {
-  Writer out;
-  out.put(body.layout_version);
-  out.put(static_cast<std::uint32_t>(body.regions.size()));
-  for (const Region& region : body.regions) {
-    out.put(static_cast<std::uint32_t>(region.kind));
-    out.put(region.bytes);
-  }
-  return out.take();
-}
+Bytes encode(const AttachedBody& body) { return written(body); }
+Bytes encode(const CallBody& body) { return written(body); }
+Bytes encode(const ReplyBody& body) { return written(body); }
+Bytes encode(std::span<const PageDescriptor> descriptors) { return written(descriptors); }
+Bytes encode(const WriteBody& body) { return written(body); }
+Bytes encode(std::span<const PageOutcome> outcomes) { return written(outcomes); }
 
 AttachedBody decode_attached(std::span<const std::byte> control) {
-  Reader in(control);
-  AttachedBody body;
-  body.layout_version = in.get<std::uint32_t>();
-  body.regions.resize(in.count(12, kMaxRegions));
-  for (Region& region : body.regions) {
-    const auto kind = in.get<std::uint32_t>();
-    if (kind < 1 || kind > 2) malformed("region.kind", "1 or 2", kind);
-    region.kind = static_cast<RegionKind>(kind);
-    region.bytes = in.get<std::uint64_t>();
-  }
-  in.finish();
-  return body;
+  return read<AttachedBody>(control);
 }
-
-Bytes encode(const CallBody& body) {
-  Writer out;
-  out.put(static_cast<std::uint16_t>(body.method));
-  out.put(std::uint16_t{0});
-  out.put(body.timeout_ms);
-  out.put(body.output);
-  put_extents(out, body.tensors);
-  put_text(out, body.message);
-  return out.take();
-}
-
-CallBody decode_call(std::span<const std::byte> control) {
-  Reader in(control);
-  CallBody body;
-  const auto method = in.get<std::uint16_t>();
-  constexpr auto kLast = static_cast<std::uint16_t>(Method::kBatchLookupPages);
-  if (method < 1 || method > kLast) malformed("method", "1 to " + std::to_string(kLast), method);
-  body.method = static_cast<Method>(method);
-  const auto reserved = in.get<std::uint16_t>();
-  if (reserved != 0) malformed("reserved", "0", reserved);
-  body.timeout_ms = in.get<std::uint32_t>();
-  body.output = in.extent();
-  body.tensors = get_extents(in);
-  body.message = in.text();
-  in.finish();
-  return body;
-}
-
-Bytes encode(const ReplyBody& body) {
-  Writer out;
-  put_extents(out, body.tensors);
-  put_text(out, body.message);
-  return out.take();
-}
-
-ReplyBody decode_reply(std::span<const std::byte> control) {
-  Reader in(control);
-  ReplyBody body;
-  body.tensors = get_extents(in);
-  body.message = in.text();
-  in.finish();
-  return body;
-}
-
-Bytes encode(std::span<const PageDescriptor> descriptors) {
-  Writer out;
-  put_descriptors(out, descriptors);
-  return out.take();
-}
-
+CallBody decode_call(std::span<const std::byte> control) { return read<CallBody>(control); }
+ReplyBody decode_reply(std::span<const std::byte> control) { return read<ReplyBody>(control); }
 std::vector<PageDescriptor> decode_descriptors(std::span<const std::byte> control) {
-  Reader in(control);
-  std::vector<PageDescriptor> descriptors = get_descriptors(in);
-  in.finish();
-  return descriptors;
+  return read<std::vector<PageDescriptor>>(control);
 }
-
-Bytes encode(const WriteBody& body) {
-  Writer out;
-  put_text(out, body.lease);
-  put_descriptors(out, body.pages);
-  return out.take();
-}
-
-WriteBody decode_write(std::span<const std::byte> control) {
-  Reader in(control);
-  WriteBody body;
-  body.lease = in.text();
-  body.pages = get_descriptors(in);
-  in.finish();
-  return body;
-}
-
-Bytes encode(std::span<const PageOutcome> outcomes) {
-  Writer out;
-  out.put(static_cast<std::uint32_t>(outcomes.size()));
-  for (const PageOutcome& outcome : outcomes) {
-    out.put(outcome.code);
-    out.put(outcome.crc);
-    out.put(outcome.slot);
-    out.put(outcome.generation);
-    out.put(outcome.offset);
-    out.put(outcome.bytes);
-  }
-  return out.take();
-}
-
+WriteBody decode_write(std::span<const std::byte> control) { return read<WriteBody>(control); }
 std::vector<PageOutcome> decode_outcomes(std::span<const std::byte> control) {
-  Reader in(control);
-  std::vector<PageOutcome> outcomes(in.count(32, kMaxDescriptors));
-  for (PageOutcome& outcome : outcomes) {
-    outcome.code = in.get<std::uint32_t>();
-    outcome.crc = in.get<std::uint32_t>();
-    outcome.slot = in.get<std::uint32_t>();
-    outcome.generation = in.get<std::uint32_t>();
-    outcome.offset = in.get<std::uint64_t>();
-    outcome.bytes = in.get<std::uint64_t>();
-  }
-  in.finish();
-  return outcomes;
+  return read<std::vector<PageOutcome>>(control);
 }
 
 }  // namespace kvtier::services
