@@ -4,6 +4,7 @@
 
 #include "services/metrics/rpc_metrics.h"
 #include "services/metrics/server_metrics.h"
+#include "services/wire/rpc.h"
 
 #include <google/protobuf/descriptor.h>
 
@@ -15,243 +16,204 @@
 namespace kvtier::services {
 namespace {
 
+constexpr const char* kCapacity = "Bytes that a tier has.";
+constexpr const char* kUsed = "Bytes of a tier that are in use.";
+constexpr const char* kPages = "Page frames, by state.";
+
 std::array<const google::protobuf::FileDescriptor*, 5> service_files() {
   return {v1::CreateSessionRequest::descriptor()->file(), v1::AppendRequest::descriptor()->file(),
           v1::GetStatsRequest::descriptor()->file(), v1::OpenLeaseRequest::descriptor()->file(),
           v1::ReadPagesRequest::descriptor()->file()};
 }
 
-double number(std::uint64_t value) { return static_cast<double>(value); }
-
 void add_sessions(const v1::ServiceStats& stats, std::size_t live, Families& families) {
-  families.gauge("kvtier_sessions", "Sessions that live.", static_cast<double>(live));
+  families.gauge("kvtier_sessions", "Sessions that live.", live);
   families.counter("kvtier_session_created_total", "Sessions that were created.",
-                   number(stats.sessions_created()));
+                   stats.sessions_created());
   const std::string help = "Sessions that ended, by the client's will or with their lease.";
-  families.counter("kvtier_session_ended_total", help, number(stats.sessions_released()),
-                   {{"reason", "released"}});
-  families.counter("kvtier_session_ended_total", help, number(stats.leases_expired()),
-                   {{"reason", "expired"}});
+  families.counters("kvtier_session_ended_total", help, "reason",
+                    {{"released", stats.sessions_released()}, {"expired", stats.leases_expired()}});
   families.counter("kvtier_lease_expirations_total", "Leases that ran out.",
-                   number(stats.leases_expired()));
+                   stats.leases_expired());
 }
 
 void add_engines(const v1::GetStatsResponse& stats, Families& families) {
   const v1::CumulativeStats& sums = stats.cumulative();
   families.gauge("kvtier_models", "Engines, one per geometry and set of sketches.",
-                 number(stats.service().models()));
+                 stats.service().models());
   families.counter("kvtier_tokens_appended_total", "Tokens stored, each once per layer.",
-                   number(sums.tokens_appended()));
+                   sums.tokens_appended());
   families.counter("kvtier_queries_total", "Query tokens attended, each once per layer.",
-                   number(sums.queries()));
-  const std::string rows = "Rows attended, per query token, KV head and layer.";
-  families.counter("kvtier_rows_total", rows, number(sums.rows_selected()),
-                   {{"result", "selected"}});
-  families.counter("kvtier_rows_total", rows, number(sums.rows_attended() - sums.rows_selected()),
-                   {{"result", "always"}});
-  const std::string read = "Bytes of rows that steps read, from host pages or from the device.";
-  families.counter("kvtier_row_read_bytes_total", read, number(sums.bytes_host_to_device()),
-                   {{"source", "host"}});
-  families.counter("kvtier_row_read_bytes_total", read, number(sums.bytes_device_resident()),
-                   {{"source", "device"}});
+                   sums.queries());
+  families.counters("kvtier_rows_total", "Rows attended, per query token, KV head and layer.",
+                    "result",
+                    {{"selected", sums.rows_selected()},
+                     {"always", sums.rows_attended() - sums.rows_selected()}});
+  families.counters(
+      "kvtier_row_read_bytes_total",
+      "Bytes of rows that steps read, from host pages or from the device.", "source",
+      {{"host", sums.bytes_host_to_device()}, {"device", sums.bytes_device_resident()}});
   families.counter("kvtier_sketch_read_bytes_total", "Bytes of sketches that scoring read.",
-                   number(sums.bytes_sketch_read()));
-  const std::string copies = "Bytes of rows between host pages and the device.";
-  families.counter("kvtier_device_copy_bytes_total", copies, number(sums.bytes_host_to_device()),
-                   {{"direction", "host_to_device"}});
-  families.counter("kvtier_device_copy_bytes_total", copies, number(sums.bytes_device_to_host()),
-                   {{"direction", "device_to_host"}});
+                   sums.bytes_sketch_read());
+  families.counters("kvtier_device_copy_bytes_total",
+                    "Bytes of rows between host pages and the device.", "direction",
+                    {{"host_to_device", sums.bytes_host_to_device()},
+                     {"device_to_host", sums.bytes_device_to_host()}});
   families.counter("kvtier_nonfinite_tokens_total", "Keys and values with NaN or infinity.",
-                   number(sums.nonfinite_tokens()));
+                   sums.nonfinite_tokens());
 }
 
 void add_memory(const v1::SnapshotStats& now, Families& families) {
-  const std::string capacity = "Bytes that a tier has.";
-  const std::string used = "Bytes of a tier that are in use.";
-  families.gauge("kvtier_tier_capacity_bytes", capacity, number(now.host_page_bytes()),
-                 {{"tier", "engine_host"}});
-  families.gauge("kvtier_tier_used_bytes", used, number(now.host_page_bytes_used()),
-                 {{"tier", "engine_host"}});
-  families.gauge("kvtier_tier_capacity_bytes", capacity, number(now.device_bytes()),
-                 {{"tier", "engine_device"}});
-  families.gauge("kvtier_tier_used_bytes", used, number(now.sketch_bytes_used()),
-                 {{"tier", "engine_device"}});
-  const std::string pages = "Page frames, by state.";
-  families.gauge("kvtier_pages", pages, number(now.pages_used()),
-                 {{"tier", "engine_host"}, {"state", "committed"}});
-  families.gauge("kvtier_pages", pages, number(now.pages() - now.pages_used()),
-                 {{"tier", "engine_host"}, {"state", "free"}});
+  families.gauges("kvtier_tier_capacity_bytes", kCapacity, "tier",
+                  {{"engine_host", now.host_page_bytes()},
+                   {"engine_device", now.device_bytes()},
+                   {"engine_row_cache", now.row_cache_bytes()}});
+  families.gauges("kvtier_tier_used_bytes", kUsed, "tier",
+                  {{"engine_host", now.host_page_bytes_used()},
+                   {"engine_device", now.sketch_bytes_used()},
+                   {"engine_row_cache", now.row_cache_bytes_used()}});
+  families.gauges("kvtier_pages", kPages, "state",
+                  {{"committed", now.pages_used()}, {"free", now.pages() - now.pages_used()}},
+                  {{"tier", "engine_host"}});
 }
 
 void add_prefixes(const Stats& stats, Families& families) {
-  const std::string help =
-      "Tokens of stored prefixes: asked for by new sessions, attached to them, let go for others.";
-  const auto count = [&](const char* event, std::uint64_t tokens) {
-    families.counter("kvtier_prefix_tokens_total", help, number(tokens), {{"event", event}});
-  };
-  count("asked", stats.cumulative.prefix_tokens_asked);
-  count("attached", stats.cumulative.prefix_tokens_attached);
-  count("evicted", stats.cumulative.prefix_tokens_evicted);
+  families.counters(
+      "kvtier_prefix_tokens_total",
+      "Tokens of stored prefixes: asked for by new sessions, attached to them, let go for others.",
+      "event",
+      {{"asked", stats.cumulative.prefix_tokens_asked},
+       {"attached", stats.cumulative.prefix_tokens_attached},
+       {"evicted", stats.cumulative.prefix_tokens_evicted}});
   families.gauge("kvtier_prefix_stored_tokens", "Tokens of all stored prefixes, each once.",
-                 static_cast<double>(stats.snapshot.prefix_tokens));
+                 stats.snapshot.prefix_tokens);
 }
 
-void add_row_cache(const Stats& stats, Families& families) {
-  const std::string help =
-      "Selected rows looked for among those on the device: hit, miss; of these kept there: "
-      "admission; in the place of another: eviction.";
-  const auto count = [&](const char* event, std::uint64_t rows) {
-    families.counter("kvtier_row_cache_rows_total", help, number(rows), {{"event", event}});
-  };
-  count("hit", stats.cumulative.row_cache_hits);
-  count("miss", stats.cumulative.row_cache_misses);
-  count("admission", stats.cumulative.row_cache_admissions);
-  count("eviction", stats.cumulative.row_cache_evictions);
+void add_row_cache(const Stats::Cumulative& sums, Families& families) {
+  families.counters("kvtier_row_cache_rows_total",
+                    "Selected rows looked for among those on the device: hit, miss; of these kept "
+                    "there: admission; in the place of another: eviction.",
+                    "event",
+                    {{"hit", sums.row_cache_hits},
+                     {"miss", sums.row_cache_misses},
+                     {"admission", sums.row_cache_admissions},
+                     {"eviction", sums.row_cache_evictions}});
   families.counter("kvtier_rows_corrupt_total",
                    "Readings of a row in host memory that was not what had been written.",
-                   number(stats.cumulative.rows_corrupt));
-  families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
-                 static_cast<double>(stats.snapshot.row_cache_bytes),
-                 {{"tier", "engine_row_cache"}});
-  families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
-                 static_cast<double>(stats.snapshot.row_cache_bytes_used),
-                 {{"tier", "engine_row_cache"}});
+                   sums.rows_corrupt);
 }
 
 void add_times(const LatencyHistogram& times, const Labels& labels, Families& families) {
   families.histogram("kvtier_tier_operation_seconds", "Time of calls to a tier.",
-                     duration_buckets(), times.counts, number(times.nanoseconds) / 1e9, labels);
+                     duration_buckets(), times.counts, static_cast<double>(times.nanoseconds) / 1e9,
+                     labels);
 }
 
 /// One store below the page pools of the engines.
 void add_tier(const Stats::Tier& use, Families& families) {
-  const std::string name = "engine_" + use.kind;
-  const Labels tier{{"tier", name}};
-  const auto with = [&tier](std::initializer_list<std::pair<const char*, const char*>> more) {
+  const Labels tier{{"tier", "engine_" + use.kind}};
+  const auto with = [&tier](const char* label, const char* value) {
     Labels labels = tier;
-    for (const auto& [label, value] : more) labels.emplace_back(label, value);
+    labels.emplace_back(label, value);
     return labels;
   };
-  families.counter("kvtier_tier_gets_total", "Pages asked of a tier.", number(use.gets), tier);
-  families.counter("kvtier_pages_restored_total", "Pages that came back from a tier.",
-                   number(use.hits), tier);
-  families.counter("kvtier_tier_puts_total", "Pages offered to a tier.", number(use.puts), tier);
-  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
-                   number(use.bytes_read), tier);
-  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
-                   number(use.bytes_written), tier);
-  families.counter("kvtier_evictions_total", "Pages evicted for others.", number(use.evicted),
+  families.counter("kvtier_tier_gets_total", "Pages asked of a tier.", use.gets, tier);
+  families.counter("kvtier_pages_restored_total", "Pages that came back from a tier.", use.hits,
                    tier);
+  families.counter("kvtier_tier_puts_total", "Pages offered to a tier.", use.puts, tier);
+  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.", use.bytes_read, tier);
+  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.", use.bytes_written,
+                   tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", use.evicted, tier);
   families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
-                   number(use.corrupt), tier);
-  const auto errors = [&](const char* op, const char* kind, std::uint64_t value) {
-    families.counter("kvtier_tier_errors_total",
-                     "Pages that a tier did not take, did not have or did not give in time.",
-                     number(value), with({{"op", op}, {"kind", kind}}));
+                   use.corrupt, tier);
+  const auto errors = [&](const char* op, Families::Series kinds) {
+    families.counters("kvtier_tier_errors_total",
+                      "Pages that a tier did not take, did not have or did not give in time.",
+                      "kind", kinds, with("op", op));
   };
-  errors("get", "miss", use.misses);
-  errors("get", "timeout", use.get_timeouts);
-  errors("get", "unavailable", use.get_failures);
-  errors("put", "refused", use.refused);
-  errors("put", "timeout", use.put_timeouts);
-  errors("put", "unavailable", use.put_failures);
-  add_times(use.get_time, with({{"op", "get"}}), families);
-  add_times(use.put_time, with({{"op", "put"}}), families);
+  errors("get",
+         {{"miss", use.misses}, {"timeout", use.get_timeouts}, {"unavailable", use.get_failures}});
+  errors(
+      "put",
+      {{"refused", use.refused}, {"timeout", use.put_timeouts}, {"unavailable", use.put_failures}});
+  add_times(use.get_time, with("op", "get"), families);
+  add_times(use.put_time, with("op", "put"), families);
   if (use.servers == 0) {
-    families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
-                   number(use.capacity_bytes), tier);
-    families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
-                   number(use.used_bytes), tier);
+    families.gauge("kvtier_tier_capacity_bytes", kCapacity, use.capacity_bytes, tier);
+    families.gauge("kvtier_tier_used_bytes", kUsed, use.used_bytes, tier);
     return;
   }
-  const auto circuit = [&](const char* state, std::uint64_t value) {
-    families.gauge("kvtier_tier_circuit_state",
-                   "Servers of a tier, by whether anything is sent to them.", number(value),
-                   with({{"state", state}}));
-  };
-  circuit("closed", use.servers - use.servers_open - use.servers_probing);
-  circuit("open", use.servers_open);
-  circuit("half_open", use.servers_probing);
+  families.gauges("kvtier_tier_circuit_state",
+                  "Servers of a tier, by whether anything is sent to them.", "state",
+                  {{"closed", use.servers - use.servers_open - use.servers_probing},
+                   {"open", use.servers_open},
+                   {"half_open", use.servers_probing}},
+                  tier);
 }
 
 /// Pages of sessions that are not in host memory.
 void add_tiers(const Stats& stats, Families& families) {
   const Stats::Cumulative& sums = stats.cumulative;
   for (const Stats::Tier& tier : stats.tiers) add_tier(tier, families);
-  families.gauge("kvtier_pages", "Page frames, by state.", number(stats.snapshot.pages_in_tiers),
+  families.gauge("kvtier_pages", kPages, stats.snapshot.pages_in_tiers,
                  {{"tier", "engine_file"}, {"state", "committed"}});
-  families.counter("kvtier_evictions_total", "Pages evicted for others.",
-                   number(sums.pages_evicted), {{"tier", "engine_host"}});
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", sums.pages_evicted,
+                   {{"tier", "engine_host"}});
   families.counter("kvtier_pages_repaired_total",
                    "Pages that came back from a tier in place of one before it.",
-                   number(sums.pages_repaired));
+                   sums.pages_repaired);
   families.counter("kvtier_pages_lost_total", "Pages of sessions that no tier had any more.",
-                   number(sums.pages_lost));
+                   sums.pages_lost);
   families.counter("kvtier_cold_steps_total", "Steps that waited for pages from a tier.",
-                   number(sums.cold_steps));
+                   sums.cold_steps);
   families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
-                   number(sums.tier_nanoseconds) / 1e9);
-  const auto ahead = [&](const char* event, std::uint64_t pages) {
-    families.counter("kvtier_pages_prefetched_total",
-                     "Pages that came back from a tier ahead of a step: restored; of these needed "
-                     "by a step since: useful; gone before one did: wasted.",
-                     number(pages), {{"event", event}});
-  };
-  ahead("restored", sums.pages_prefetched);
-  ahead("useful", sums.pages_prefetched_useful);
-  ahead("wasted", sums.pages_prefetched_wasted);
+                   static_cast<double>(sums.tier_nanoseconds) / 1e9);
+  families.counters("kvtier_pages_prefetched_total",
+                    "Pages that came back from a tier ahead of a step: restored; of these needed "
+                    "by a step since: useful; gone before one did: wasted.",
+                    "event",
+                    {{"restored", sums.pages_prefetched},
+                     {"useful", sums.pages_prefetched_useful},
+                     {"wasted", sums.pages_prefetched_wasted}});
 }
 
 void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& families) {
   const Labels tier{{"tier", "pages"}};
-  const auto with = [&tier](const char* label, const char* value) {
-    Labels labels = tier;
-    labels.emplace_back(label, value);
-    return labels;
-  };
-  families.gauge("kvtier_tier_capacity_bytes", "Bytes that a tier has.",
-                 static_cast<double>(cache.total_bytes), tier);
-  families.gauge("kvtier_tier_used_bytes", "Bytes of a tier that are in use.",
-                 static_cast<double>(cache.total_bytes - cache.free_bytes), tier);
-  const std::string pages = "Page frames, by state.";
-  families.gauge("kvtier_pages", pages, number(cache.reserved_pages), with("state", "reserved"));
-  families.gauge("kvtier_pages", pages, number(cache.committed_pages), with("state", "committed"));
-  families.gauge("kvtier_pages", pages, number(cache.quarantined_pages),
-                 with("state", "quarantined"));
-  families.gauge("kvtier_pages_pinned", "Committed pages that are pinned.",
-                 number(cache.pinned_pages), tier);
-  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.", number(leases));
-  const std::string lookups = "Hashes that were looked up.";
-  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_hits),
-                   {{"result", "hit_pages"}});
-  families.counter("kvtier_lookup_pages_total", lookups, number(cache.lookup_misses),
-                   {{"result", "miss"}});
-  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.",
-                   number(cache.bytes_read), tier);
-  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.",
-                   number(cache.bytes_written), tier);
-  families.counter("kvtier_evictions_total", "Pages evicted for others.", number(cache.evicted),
+  families.gauge("kvtier_tier_capacity_bytes", kCapacity, cache.total_bytes, tier);
+  families.gauge("kvtier_tier_used_bytes", kUsed, cache.total_bytes - cache.free_bytes, tier);
+  families.gauges("kvtier_pages", kPages, "state",
+                  {{"reserved", cache.reserved_pages},
+                   {"committed", cache.committed_pages},
+                   {"quarantined", cache.quarantined_pages}},
+                  tier);
+  families.gauge("kvtier_pages_pinned", "Committed pages that are pinned.", cache.pinned_pages,
+                 tier);
+  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.", leases);
+  families.counters("kvtier_lookup_pages_total", "Hashes that were looked up.", "result",
+                    {{"hit_pages", cache.lookup_hits}, {"miss", cache.lookup_misses}});
+  families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.", cache.bytes_read,
                    tier);
+  families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.", cache.bytes_written,
+                   tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", cache.evicted, tier);
   families.counter("kvtier_evicted_bytes_total", "Bytes of pages evicted for others.",
-                   number(cache.evicted_bytes), tier);
+                   cache.evicted_bytes, tier);
   families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
-                   number(cache.checksum_failures), tier);
-  const auto stored = [&](const char* event, std::uint64_t count) {
-    families.counter("kvtier_stored_pages_total",
-                     "Pages of the page cache by what became of them beside memory: written to the "
-                     "disk, not written although committed, brought back from disk or servers.",
-                     number(count), {{"event", event}});
-  };
-  stored("written", cache.written);
-  stored("unwritten", cache.unwritten);
-  stored("brought", cache.brought);
+                   cache.checksum_failures, tier);
+  families.counters(
+      "kvtier_stored_pages_total",
+      "Pages of the page cache by what became of them beside memory: written to the "
+      "disk, not written although committed, brought back from disk or servers.",
+      "event",
+      {{"written", cache.written}, {"unwritten", cache.unwritten}, {"brought", cache.brought}});
 }
 
 void add_page_losses(const PageStats& pages, Families& families) {
   families.counter("kvtier_pages_quarantined_total",
                    "Places of pages that are not used again: their bytes were found changed, or "
                    "their generations are used up.",
-                   number(pages.quarantined), {{"tier", "pages"}});
+                   pages.quarantined, {{"tier", "pages"}});
   const std::vector<double> bounds(EvictionAges::kBounds.begin(), EvictionAges::kBounds.end());
   const auto ages = [&](const char* cause, const EvictionAges& evicted) {
     families.histogram("kvtier_eviction_age_seconds",
@@ -276,33 +238,33 @@ void add_transfers(const TransferCounts& counts, Families& families) {
       const Labels labels{{"plane", plane_name}, {"direction", name}};
       const TransferSums sums = counts.of(plane, direction);
       families.counter("kvtier_transfer_bytes_total", "Bytes of pages that clients read or wrote.",
-                       number(sums.bytes), labels);
+                       sums.bytes, labels);
       families.histogram(
           "kvtier_transfer_seconds",
           "From the arrival of a request for pages until its last byte is handed on.", seconds,
           sums.by_seconds, sums.seconds, labels);
       families.histogram("kvtier_transfer_batch_pages", "Pages of a request.", pages, sums.by_pages,
-                         number(sums.pages), labels);
+                         static_cast<double>(sums.pages), labels);
     }
   }
   families.counter("kvtier_shm_generation_retries_total",
                    "Pages that clients asked for anew because they changed as they were read in "
                    "shared memory.",
-                   number(counts.num_reread()));
+                   counts.num_reread());
 }
 
 void add_tenants(const ServiceCore& core, Families& families) {
   struct Sums {
-    double sessions = 0, bytes = 0, quota = 0;
+    std::int64_t sessions = 0, bytes = 0, quota = 0;
   };
   std::vector<std::pair<std::string, Sums>> series;
   for (const auto& tenant : core.tenants().all()) {
     const std::string label = tenant_label(*tenant);
     if (series.empty() || series.back().first != label) series.emplace_back(label, Sums{});
     Sums& sums = series.back().second;
-    sums.sessions += static_cast<double>(tenant->sessions());
-    sums.bytes += static_cast<double>(tenant->kv_bytes());
-    sums.quota += static_cast<double>(tenant->limits().max_kv_bytes);
+    sums.sessions += tenant->sessions();
+    sums.bytes += tenant->kv_bytes();
+    sums.quota += tenant->limits().max_kv_bytes;
   }
   for (const auto& [label, sums] : series) {
     families.gauge("kvtier_tenant_sessions", "Sessions of a tenant.", sums.sessions,
@@ -330,14 +292,15 @@ std::vector<std::string> rpc_methods() {
 }
 
 std::vector<std::string> operation_methods() {
-  return {"SessionService/CreateSession",   "SessionService/GetSession",
-          "SessionService/TruncateSession", "SessionService/ForkSession",
-          "SessionService/PublishPrefix",   "SessionService/ReleaseSession",
-          "AttentionService/Append",        "AttentionService/Select",
-          "AttentionService/Attend",        "AttentionService/Decode",
-          "AttentionService/BatchSelect",   "AttentionService/BatchAttend",
-          "AttentionService/BatchDecode",   "AttentionService/Fetch",
-          "AttentionService/BatchFetch"};
+  std::vector<std::string> names;
+  const auto add = [&names](auto rpc) {
+    names.emplace_back(rpc_name<typename decltype(rpc)::Request>());
+  };
+  each_rpc<SessionRpcs>(add);
+  each_rpc<AttentionRpcs>(add);
+  add(Rpc<v1::AppendRequest, v1::AppendResponse>());
+  add(Rpc<v1::DecodeRequest, v1::DecodeResponse>());
+  return names;
 }
 
 std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants) {
@@ -352,14 +315,13 @@ void add_core_metrics(const ServiceCore& core, Families& families) {
   core.get_stats(stats);
   const v1::ServiceStats& service = stats.service();
   add_sessions(service, core.num_sessions(), families);
-  families.counter("kvtier_operations_total", "Operations that arrived.",
-                   number(service.received()));
+  families.counter("kvtier_operations_total", "Operations that arrived.", service.received());
   families.gauge("kvtier_inflight_bytes", "Bytes of requests and replies in flight.",
-                 number(service.inflight_bytes()), {{"plane", "grpc"}});
+                 service.inflight_bytes(), {{"plane", "grpc"}});
   families.gauge("kvtier_inflight_bytes_limit", "Bytes that may be in flight.",
-                 number(service.inflight_bytes_limit()), {{"plane", "grpc"}});
+                 service.inflight_bytes_limit(), {{"plane", "grpc"}});
   families.gauge("kvtier_session_memory_bytes", "Bytes that sessions hold beside their pages.",
-                 static_cast<double>(core.session_memory()));
+                 core.session_memory());
   families.gauge("kvtier_device_up",
                  "1 unless an engine has failed and is still there, or no other can be made.",
                  core.degraded() ? 0 : 1);
@@ -367,7 +329,7 @@ void add_core_metrics(const ServiceCore& core, Families& families) {
   add_memory(stats.snapshot(), families);
   const Stats engines = core.engine_stats();
   add_prefixes(engines, families);
-  add_row_cache(engines, families);
+  add_row_cache(engines.cumulative, families);
   add_tiers(engines, families);
   const PageStats pages = core.page_stats();
   add_page_cache(pages, stats.page_cache().leases(), families);

@@ -4,9 +4,17 @@
 #include <limits>
 
 namespace kvtier::services {
+namespace {
 
-prometheus::ClientMetric& Families::add(const std::string& name, const std::string& help,
-                                        prometheus::MetricType type, const Labels& labels) {
+Labels with(Labels labels, const std::string& label, const std::string& value) {
+  labels.emplace_back(label, value);
+  return labels;
+}
+
+}  // namespace
+
+prometheus::ClientMetric& Families::add(const std::string& name, const std::string& help, Type type,
+                                        const Labels& labels) {
   prometheus::MetricFamily& family = families_[name];
   if (family.name.empty()) {
     family.name = name;
@@ -18,20 +26,20 @@ prometheus::ClientMetric& Families::add(const std::string& name, const std::stri
   return metric;
 }
 
-void Families::counter(const std::string& name, const std::string& help, double value,
-                       const Labels& labels) {
-  add(name, help, prometheus::MetricType::Counter, labels).counter.value = value;
+void Families::counters(const std::string& name, const std::string& help, const std::string& label,
+                        Series values, const Labels& labels) {
+  for (const auto& [of, value] : values) counter(name, help, value, with(labels, label, of));
 }
 
-void Families::gauge(const std::string& name, const std::string& help, double value,
-                     const Labels& labels) {
-  add(name, help, prometheus::MetricType::Gauge, labels).gauge.value = value;
+void Families::gauges(const std::string& name, const std::string& help, const std::string& label,
+                      Series values, const Labels& labels) {
+  for (const auto& [of, value] : values) gauge(name, help, value, with(labels, label, of));
 }
 
 void Families::histogram(const std::string& name, const std::string& help,
                          const std::vector<double>& bounds, std::span<const std::uint64_t> counts,
                          double sum, const Labels& labels) {
-  auto& to = add(name, help, prometheus::MetricType::Histogram, labels).histogram;
+  auto& to = add(name, help, Type::Histogram, labels).histogram;
   to.sample_sum = sum;
   for (std::size_t i = 0; i < counts.size(); ++i) {
     to.sample_count += counts[i];

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <map>
 #include <prometheus/metric_family.h>
+#include <prometheus/metric_type.h>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,10 +20,22 @@ using Labels = std::vector<std::pair<std::string, std::string>>;
 class Families {
  public:
   /// `name` ends in `_total`; the value only grows.
-  void counter(const std::string& name, const std::string& help, double value,
-               const Labels& labels = {});
-  void gauge(const std::string& name, const std::string& help, double value,
-             const Labels& labels = {});
+  template <typename Number>
+  void counter(const std::string& name, const std::string& help, Number value,
+               const Labels& labels = {}) {
+    add(name, help, Type::Counter, labels).counter.value = static_cast<double>(value);
+  }
+  template <typename Number>
+  void gauge(const std::string& name, const std::string& help, Number value,
+             const Labels& labels = {}) {
+    add(name, help, Type::Gauge, labels).gauge.value = static_cast<double>(value);
+  }
+  /// Several values of one family, by that of `label`; each has `labels` too.
+  using Series = std::initializer_list<std::pair<const char*, std::uint64_t>>;
+  void counters(const std::string& name, const std::string& help, const std::string& label,
+                Series values, const Labels& labels = {});
+  void gauges(const std::string& name, const std::string& help, const std::string& label,
+              Series values, const Labels& labels = {});
   /// `counts[i]` are what was at most `bounds[i]` and more than the bound before; one count more
   /// than bounds.
   void histogram(const std::string& name, const std::string& help,
@@ -33,8 +46,9 @@ class Families {
   [[nodiscard]] std::vector<prometheus::MetricFamily> take();
 
  private:
-  prometheus::ClientMetric& add(const std::string& name, const std::string& help,
-                                prometheus::MetricType type, const Labels& labels);
+  using Type = prometheus::MetricType;
+  prometheus::ClientMetric& add(const std::string& name, const std::string& help, Type type,
+                                const Labels& labels);
 
   std::map<std::string, prometheus::MetricFamily> families_;
 };

@@ -276,7 +276,7 @@ class Server::Impl {
                        static_cast<double>(core.max_session_memory + core.max_inflight_bytes +
                                            core.pages.max_bytes));
     families.counter("kvtier_admission_rejected_total", "",
-                     static_cast<double>(streams_.num_ended_idle() + num_slow_connections()),
+                     streams_.num_ended_idle() + num_slow_connections(),
                      {{"reason", "slow_consumer"}});
     families.gauge(
         "kvtier_tls_certificate_expiry_timestamp_seconds",
@@ -284,19 +284,13 @@ class Server::Impl {
         started_ && identity_ ? certificate_expiry(identity_->get().first.certificate) : 0);
     families.gauge("kvtier_tls_client_crl_next_update_timestamp_seconds",
                    "When the first revocation list ends, since 1970; 0 without one.",
-                   static_cast<double>(core_.tenants().revocations_end()));
+                   core_.tenants().revocations_end());
     const WatchedCounts watched = watched_counts();
-    for (const auto& [reason, count] :
-         {std::pair("headers", watched.headers), std::pair("resets", watched.resets)}) {
-      families.counter("kvtier_http2_connections_ended_total",
-                       "Connections of gRPC that sent too many headers or resets.",
-                       static_cast<double>(count), {{"reason", reason}});
-    }
-    for (const auto& [result, count] :
-         {std::pair("ok", reloads_.load()), std::pair("refused", reloads_refused_.load())}) {
-      families.counter("kvtier_tls_reloads_total", "Certificates and revocation lists read anew.",
-                       static_cast<double>(count), {{"result", result}});
-    }
+    families.counters("kvtier_http2_connections_ended_total",
+                      "Connections of gRPC that sent too many headers or resets.", "reason",
+                      {{"headers", watched.headers}, {"resets", watched.resets}});
+    families.counters("kvtier_tls_reloads_total", "Certificates and revocation lists read anew.",
+                      "result", {{"ok", reloads_}, {"refused", reloads_refused_}});
   }
 
   [[nodiscard]] std::uint64_t num_slow_connections() const {
