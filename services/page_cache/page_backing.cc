@@ -4,12 +4,12 @@
 
 #include "services/wire/page_layout.h"
 #include "transfer/tiers/hmac_sha256.h"
+#include "transfer/tiers/key_file.h"
 #include "transfer/tiers/sealed_file_tier.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
 #include <span>
 #include <string_view>
 #include <sys/stat.h>
@@ -18,27 +18,10 @@
 namespace kvtier::services {
 namespace {
 
-constexpr std::size_t kMaxKeyBytes = 4096;
 constexpr std::string_view kSaltPrefix = "kvtier page cache 1";
 
 [[noreturn]] void fail(ErrorCode code, const std::string& what) {
   throw Error(code, "page cache: " + what);
-}
-
-std::vector<std::byte> read_secret(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text(kMaxKeyBytes + 1, '\0');
-  in.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (in.bad() || (in.fail() && !in.eof())) {
-    fail(ErrorCode::kNotFound, "key file: expected a readable file, found " + path);
-  }
-  text.resize(static_cast<std::size_t>(in.gcount()));
-  if (text.size() < tiers::PageSealer::kMinSecretBytes || text.size() > kMaxKeyBytes) {
-    fail(ErrorCode::kInvalidArgument, "key file: expected 16 to 4096 bytes, found " +
-                                          std::to_string(text.size()) + " in " + path);
-  }
-  const auto bytes = std::as_bytes(std::span(text));
-  return {bytes.begin(), bytes.end()};
 }
 
 void make_folder(const std::string& path) {
@@ -94,7 +77,7 @@ kvtier::PageKey PageBacking::key_of(const PageDigest& digest) noexcept {
 }
 
 MakeBacking make_backing(PageBackingOptions options) {
-  std::vector<std::byte> secret = read_secret(options.key_file);
+  std::vector<std::byte> secret = tiers::read_key_file("page cache: key file", options.key_file);
   if (!options.folder.empty()) {
     if (options.capacity_bytes < PageBackingOptions::kLeastCapacity) {
       fail(ErrorCode::kInvalidArgument, "capacity: expected at least 64 MiB, found " +

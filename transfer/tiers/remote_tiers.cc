@@ -3,20 +3,17 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
+#include "transfer/tiers/key_file.h"
 #include "transfer/tiers/memcached_cluster.h"
 #include "transfer/tiers/redis_cluster.h"
 #include "transfer/tiers/remote_tier.h"
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
-#include <fstream>
 #include <string_view>
 
 namespace kvtier {
 namespace {
-
-constexpr std::size_t kMaxFileBytes = 4096;
 
 void expect(bool good, const std::string& what, const std::string& expected,
             const std::string& found) {
@@ -25,41 +22,21 @@ void expect(bool good, const std::string& what, const std::string& expected,
               ", found ", found);
 }
 
-/// Returns the contents of a small file.
-std::string read_small(const std::string& what, const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text(kMaxFileBytes + 1, '\0');
-  in.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (in.bad() || (in.fail() && !in.eof())) {
-    throw_error(ErrorCode::kNotFound, "remote tiers: ", what, ": expected a readable file, found ",
-                path);
-  }
-  text.resize(static_cast<std::size_t>(in.gcount()));
-  expect(text.size() <= kMaxFileBytes, what, "at most " + std::to_string(kMaxFileBytes) + " bytes",
-         "more in " + path);
-  return text;
-}
-
 std::vector<std::byte> secret_of(const RemoteTiersConfig& config) {
-  std::vector<std::byte> secret;
-  if (config.key_file.empty()) {
-    for (int i = 0; i < 2; ++i) {
-      for (const std::uint8_t byte : tiers::draw_generation()) secret.push_back(std::byte{byte});
-    }
-    return secret;
+  if (!config.key_file.empty()) {
+    return tiers::read_key_file("remote tiers: key file", config.key_file);
   }
-  const std::string text = read_small("key file", config.key_file);
-  expect(text.size() >= tiers::PageSealer::kMinSecretBytes, "key file",
-         std::to_string(tiers::PageSealer::kMinSecretBytes) + " bytes or more",
-         std::to_string(text.size()) + " in " + config.key_file);
-  secret.resize(text.size());
-  std::memcpy(secret.data(), text.data(), text.size());
+  std::vector<std::byte> secret;
+  for (int i = 0; i < 2; ++i) {
+    for (const std::uint8_t byte : tiers::draw_generation()) secret.push_back(std::byte{byte});
+  }
   return secret;
 }
 
 std::string password_of(const RemoteTiersConfig& config) {
   if (config.redis_password_file.empty()) return {};
-  const std::string text = read_small("Redis password file", config.redis_password_file);
+  const std::string text =
+      tiers::read_small_file("remote tiers: Redis password file", config.redis_password_file);
   const std::string line = text.substr(0, text.find_first_of("\r\n"));
   expect(!line.empty(), "Redis password file", "a password in its first line",
          "none in " + config.redis_password_file);

@@ -94,7 +94,7 @@ TEST_F(RemoteSetup, SaysWhatWasExpectedAndFound) {
            {{.redis = "r:1", .key_file = folder_.string()}, ErrorCode::kNotFound, "readable file"},
            {{.redis = "r:1", .key_file = file("short", "0123456789abcde")},
             ErrorCode::kInvalidArgument,
-            "expected 16 bytes or more, found 15"},
+            "expected 16 to 4096 bytes, found 15"},
            {{.redis = "r:1", .key_file = file("long", std::string(4097, 'x'))},
             ErrorCode::kInvalidArgument,
             "expected at most 4096 bytes"},
