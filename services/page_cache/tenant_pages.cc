@@ -1,12 +1,14 @@
 #include "services/page_cache/tenant_pages.h"
 
 #include "transfer/tiers/crc32c.h"
+#include "transfer/tiers/sealed_file_tier.h"
 
 #include <algorithm>
 #include <cassert>
 #include <openssl/crypto.h>
 #include <openssl/rand.h>
 #include <openssl/sha.h>
+#include <thread>
 
 namespace kvtier::services {
 namespace {
@@ -16,6 +18,26 @@ void append_number(std::string& text, std::uint64_t value) {
 }
 
 ServiceError gone() { return {Code::kNotFound, "PAGE_GONE", "the page is no longer stored"}; }
+
+bool consists_of(const PageDigest& digest, unsigned char byte) {
+  return std::all_of(digest.begin(), digest.end(), [byte](unsigned char b) { return b == byte; });
+}
+
+using Clock = std::chrono::steady_clock;
+
+/// What a lookup may take to bring pages; those that have not come by then are misses.
+constexpr std::chrono::seconds kBringTime{2};
+constexpr std::chrono::seconds kWriteTime{30};
+constexpr std::chrono::seconds kRemoveTime{2};
+constexpr std::uint64_t kBatchBytes = std::uint64_t{16} << 20;
+constexpr std::size_t kBatchPages = 1024;
+
+/// Pages of so many bytes that go together.
+std::size_t pages_at_once(std::uint64_t bytes) {
+  return std::clamp<std::size_t>(static_cast<std::size_t>(kBatchBytes / bytes), 1, kBatchPages);
+}
+
+constexpr int kRemovedAtOnce = 256;
 
 }  // namespace
 
@@ -471,6 +493,511 @@ void TenantPages::close(PageLease& lease) noexcept {
   while (!lease.reserved.empty()) release(*slots_.at(*lease.reserved.begin()));
   for (const auto& [slot, count] : lease.pins) drop_pins(*slots_.at(slot), count);
   lease.pins.clear();
+}
+
+// ---- lookups
+
+FoundPages TenantPages::lookup(PageLease& lease, const PageQuery& query) {
+  FoundPages found{.hits = std::vector<bool>(query.hashes.size()), .pages = {}};
+  const std::size_t layers = query.layers.size();
+  if (layers == 0) return found;
+  std::vector<PageDigest> digests;
+  digests.reserve(query.hashes.size() * layers);
+  for (const std::string_view hash : query.hashes) {
+    for (const std::uint32_t layer : query.layers) {
+      digests.push_back(digest_of(lease, {.layer = layer, .hash = hash}));
+    }
+  }
+  if (!backing_.empty()) bring(lease, query, digests);
+  const bool wants_pages = query.pages || query.pin;
+  std::vector<PageSlot*> pages(layers);
+  for (std::size_t i = 0; i < query.hashes.size(); ++i) {
+    const Lock lock(mutex_);
+    if (lease.closed) throw lease_ended();
+    bool hit = true;
+    for (std::size_t j = 0; hit && j < layers; ++j) {
+      const PageDigest& digest = digests[i * layers + j];
+      pages[j] = find(digest);
+      hit = pages[j] != nullptr || (!wants_pages && on_disk(digest, lease.config.page_bytes));
+    }
+    if (!hit) {
+      counters_.lookup_misses += query.prefix ? query.hashes.size() - i : 1;
+      if (query.prefix) return found;
+      continue;
+    }
+    ++counters_.lookup_hits;
+    found.hits[i] = true;
+    for (PageSlot* page : pages) {
+      if (page == nullptr) continue;  // on the disk
+      use(*page);
+      if (query.pin) {
+        ++lease.pins[page->slot];
+        add_pin(*page);
+      }
+      if (wants_pages) found.pages.push_back(info_of(*page));
+    }
+  }
+  return found;
+}
+
+// ---- pages that were there before
+
+// The headers say which pages there are, whatever the process that wrote them was about to do: one
+// is published when its bytes and its digest are there, and retracted before they change.
+
+void TenantPages::restore() {
+  try {
+    for (std::uint64_t extent = 0; extent < slots_.num_extents(); ++extent) restore_extent(extent);
+  } catch (...) {
+    tenant_.refund_kv(bytes_of(PageState::kCommitted));
+    throw;
+  }
+}
+
+void TenantPages::restore_extent(std::uint64_t extent) {
+  const std::uint64_t first = extent * slots_.extent_units();
+  const std::uint64_t end = first + slots_.extent_units();
+  if (!arena_.has_headers(first, end - first)) return;
+  std::vector<PageSlots::Restored> pages;
+  std::uint32_t last_generation = 0;
+  std::uint64_t units = 0;
+  for (std::uint64_t unit = first; unit < end; ++unit) {
+    const auto slot = static_cast<std::uint32_t>(unit);
+    const PageHeader& header = arena_.header_of(slot);
+    const std::uint64_t version = header.version.load(std::memory_order_acquire);
+    if (version == 0) continue;
+    const auto generation = static_cast<std::uint32_t>(version / 2);
+    last_generation = std::max(last_generation, generation);
+    const PageDigest& digest = kept_->digest(slot);
+    const bool is_quarantined = consists_of(digest, kQuarantinedDigest);
+    const bool is_found = version % 2 == 0 && !is_quarantined && !consists_of(digest, 0);
+    const std::uint64_t page_units = units_of(header.length);
+    if (units == 0 && (is_found || is_quarantined)) units = page_units;
+    if ((is_found || is_quarantined) && header.length > 0 && page_units == units &&
+        (unit - first) % units == 0 && unit + units <= end) {
+      pages.push_back({slot, generation});
+    } else {
+      arena_.retract(slot, generation);
+    }
+  }
+  if (last_generation == 0) {
+    // Taken ahead of its use by the process before, and charged already.
+    if (arena_.is_populated(first, end - first)) slots_.set_populated(extent);
+    return;
+  }
+  slots_.restore(extent, units, last_generation, pages,
+                 [this](PageSlot& page) { restore_page(page); });
+}
+
+void TenantPages::restore_page(PageSlot& page) {
+  const PageHeader& header = arena_.header_of(page.slot);
+  const PageDigest& digest = kept_->digest(page.slot);
+  page.length = page.written = header.length;
+  page.crc = header.crc32c;
+  page.state = PageState::kFree;  // as it is counted so far
+  if (consists_of(digest, kQuarantinedDigest)) {
+    arena_.retract(page.slot, page.generation);
+    return set_state(page, PageState::kQuarantined);
+  }
+  page.handle =
+      codec_.encode({.tenant = tenant_.index(), .slot = page.slot, .generation = page.generation});
+  page.digest = digest;
+  index_.insert_or_assign(digest, &page);
+  try {
+    tenant_.charge_kv(slot_bytes(page));
+  } catch (const ServiceError&) {
+    unindex(page);
+    return slots_.give(page);
+  }
+  set_state(page, PageState::kCommitted);
+  page.used_at = options_.now();
+  slots_.list(page);
+  page.durable = page.shared = false;
+  if (backing_.empty()) return;
+  add_task({.page = {page.slot, page.generation}});  // the process before may not have come to it
+}
+
+// ---- from the tiers
+
+bool TenantPages::on_disk(const PageDigest& digest, std::int64_t bytes) const {
+  return backing_.disk != nullptr &&
+         backing_.disk->contains(PageBacking::key_of(digest), static_cast<std::size_t>(bytes));
+}
+
+void TenantPages::bring(const PageLease& lease, const PageQuery& query,
+                        std::span<const PageDigest> digests) {
+  const bool wants_pages = query.pages || query.pin;
+  const auto length = static_cast<std::uint64_t>(lease.config.page_bytes);
+  const PageTier::Deadline deadline = Clock::now() + kBringTime;
+  // More would only drive each other out.
+  std::size_t room = static_cast<std::size_t>(options_.arena_bytes) / 2 / length;
+  const std::size_t layers = query.layers.size();
+  const std::size_t step = std::max<std::size_t>(pages_at_once(length) / layers, 1) * layers;
+  for (std::size_t first = 0; first < digests.size(); first += step) {
+    std::vector<PageDigest> missing;
+    {
+      const Lock lock(mutex_);
+      for (const PageDigest& digest :
+           digests.subspan(first, std::min(step, digests.size() - first))) {
+        if (find(digest) == nullptr) missing.push_back(digest);
+      }
+    }
+    if (!wants_pages) {
+      std::erase_if(missing, [&](const PageDigest& digest) {
+        return on_disk(digest, lease.config.page_bytes);
+      });
+    }
+    if (missing.empty()) continue;
+    if (missing.size() > room) missing.resize(room);
+    const std::size_t brought = bring(missing, length, deadline);
+    room -= brought;
+    if (room == 0 || Clock::now() >= deadline || (query.prefix && brought < missing.size())) return;
+  }
+}
+
+std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_t length,
+                               PageTier::Deadline deadline) {
+  std::vector<PageDigest> left(digests.begin(), digests.end());
+  const auto get = [&](PageTier& tier, std::vector<PageDigest> wanted, bool on_disk) {
+    if (wanted.empty()) return;
+    std::vector<std::byte> bytes(wanted.size() * length);
+    std::vector<TierGet> gets;
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      gets.push_back({.key = PageBacking::key_of(wanted[i]),
+                      .bytes = std::span(bytes).subspan(i * length, length)});
+    }
+    tier.get(gets, deadline);
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      if (gets[i].status != TierStatus::kOk) continue;
+      adopt(wanted[i], gets[i].bytes, on_disk);
+      std::erase(left, wanted[i]);
+    }
+  };
+  if (backing_.disk != nullptr) {
+    std::vector<PageDigest> there;
+    std::ranges::copy_if(left, std::back_inserter(there), [&](const PageDigest& digest) {
+      return on_disk(digest, static_cast<std::int64_t>(length));
+    });
+    get(*backing_.disk, std::move(there), /*on_disk=*/true);
+  }
+  for (const auto& tier : backing_.remote) get(*tier, left, /*on_disk=*/false);
+  return digests.size() - left.size();
+}
+
+void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk) {
+  Lock lock(mutex_);
+  if (find(digest) != nullptr) return;
+  PageSlot* taken = nullptr;
+  try {
+    taken = &take(bytes.size());
+  } catch (const ServiceError&) {
+    return;  // no room: a miss
+  }
+  PageSlot& page = *taken;
+  page.busy = true;
+  lock.unlock();
+  const std::uint32_t crc = crc32c_copy(arena_.page(page.slot, page.length), bytes);
+  lock.lock();
+  page.busy = false;
+  if (page.delete_pending || find(digest) != nullptr) return release(page);
+  page.crc = crc;
+  page.written = page.length;
+  page.digest = digest;
+  page.durable = on_disk || backing_.disk == nullptr;
+  page.shared = true;
+  show(page);
+  page.durable = on_disk;
+  ++counters_.brought;
+}
+
+// ---- to the tiers
+
+void TenantPages::add_task(const TierTask& task) {
+  tasks_.push_back(task);
+  ++num_tasks_;
+  task_added_.notify_one();
+}
+
+void TenantPages::keep_writing() {
+  Lock lock(mutex_);
+  for (;;) {
+    task_added_.wait(lock, [this] { return ending_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    switch (tasks_.front().kind) {
+      case TierTask::Kind::kWrite:
+        num_tasks_done_ += write_pages(lock);
+        break;
+      case TierTask::Kind::kRemove:
+        num_tasks_done_ += remove_pages(lock);
+        break;
+      case TierTask::Kind::kClear:
+        num_tasks_done_ += clear_disk(lock);
+        break;
+    }
+    task_done_.notify_all();
+  }
+}
+
+std::size_t TenantPages::write_pages(Lock& lock) {
+  std::vector<PageSlot*> pages;
+  std::size_t taken = 0;
+  for (std::uint64_t bytes = 0; !tasks_.empty() && bytes < kBatchBytes; ++taken) {
+    const TierTask& task = tasks_.front();
+    if (task.kind != TierTask::Kind::kWrite) break;
+    PageSlot* page = slots_.at(task.page.first);
+    if (page != nullptr && page->generation == task.page.second &&
+        page->state == PageState::kCommitted && !page->delete_pending) {
+      pages.push_back(page);
+      add_pin(*page);
+      bytes += page->length;
+    } else {
+      ++counters_.unwritten;
+    }
+    tasks_.pop_front();
+  }
+  write(pages, lock);
+  return taken;
+}
+
+void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
+  std::vector<TierPut> to_disk, to_remote;
+  std::vector<PageSlot*> on_disk;
+  for (PageSlot* page : pages) {
+    if (!verify(*page, lock)) continue;
+    const TierPut put{.key = PageBacking::key_of(*page->digest),
+                      .bytes = arena_.page(page->slot, page->length)};
+    if (backing_.disk != nullptr && !page->durable) {
+      to_disk.push_back(put);
+      on_disk.push_back(page);
+    }
+    if (!backing_.remote.empty() && !page->shared) to_remote.push_back(put);
+  }
+  lock.unlock();
+  try {
+    if (!to_disk.empty()) backing_.disk->put(to_disk, Clock::now() + kWriteTime);
+    for (const auto& tier : backing_.remote) {
+      if (!to_remote.empty()) tier->put(to_remote, Clock::now() + kWriteTime);
+    }
+  } catch (const std::exception&) {
+    // Want of memory or randomness: what was not written has no kOk.
+  }
+  lock.lock();
+  for (std::size_t i = 0; i < on_disk.size(); ++i) {
+    on_disk[i]->durable = to_disk[i].status == TierStatus::kOk;
+    ++(on_disk[i]->durable ? counters_.written : counters_.unwritten);
+  }
+  for (PageSlot* page : pages) {
+    page->shared = true;
+    drop_pins(*page, 1);
+  }
+}
+
+std::size_t TenantPages::remove_pages(Lock& lock) {
+  std::vector<kvtier::PageKey> keys;
+  while (!tasks_.empty() && tasks_.front().kind == TierTask::Kind::kRemove) {
+    keys.push_back(PageBacking::key_of(tasks_.front().digest));
+    tasks_.pop_front();
+  }
+  lock.unlock();
+  if (backing_.disk != nullptr) backing_.disk->remove(keys, Clock::now() + kRemoveTime);
+  for (const auto& tier : backing_.remote) tier->remove(keys, Clock::now() + kRemoveTime);
+  lock.lock();
+  return keys.size();
+}
+
+std::size_t TenantPages::clear_disk(Lock& lock) {
+  tasks_.pop_front();
+  lock.unlock();
+  backing_.disk->clear();
+  lock.lock();
+  for (PageSlot* page = slots_.next(0); page != nullptr; page = slots_.next(page->slot + 1)) {
+    if (page->state != PageState::kCommitted || page->delete_pending || !page->digest) continue;
+    page->durable = false;
+    add_task({.page = {page->slot, page->generation}});
+  }
+  return 1;
+}
+
+void TenantPages::end_writer() noexcept {
+  if (!writer_.joinable()) return;
+  {
+    const Lock lock(mutex_);
+    ending_ = true;
+  }
+  task_added_.notify_all();
+  writer_.join();
+}
+
+void TenantPages::await_tasks() {
+  Lock lock(mutex_);
+  const std::uint64_t last = num_tasks_;
+  task_done_.wait_until(lock, Clock::now() + kWriteTime, [&] { return num_tasks_done_ >= last; });
+}
+
+void TenantPages::settle() {
+  if (!backing_.empty()) await_tasks();
+}
+
+bool TenantPages::is_durable(std::string_view handle) {
+  const Lock lock(mutex_);
+  try {
+    return committed_at(handle).durable;
+  } catch (const ServiceError&) {
+    return false;
+  }
+}
+
+// ---- upkeep
+
+bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
+  const PageSlot* page = slots_.at(reservation.first);
+  return page != nullptr && page->generation == reservation.second &&
+         page->state == PageState::kReserved && !page->delete_pending;
+}
+
+void TenantPages::expire(TimePoint now) {
+  const Lock lock(mutex_);
+  // The oldest come first: one that is being written ends the walk, and is left to the next.
+  for (; !reservations_.empty(); reservations_.pop_front()) {
+    if (!is_waiting(reservations_.front())) continue;
+    PageSlot& page = *slots_.at(reservations_.front().first);
+    if (page.busy || page.reserved_at + options_.reservation_ttl > now) return;
+    ++counters_.expired;
+    release(page);
+  }
+}
+
+bool TenantPages::populate(std::uint64_t first_unit, std::uint64_t count) const {
+  if (options_.may_take && !options_.may_take(count * kUnitBytes)) return false;
+  return arena_.populate(first_unit, count);
+}
+
+void TenantPages::prefault(std::int64_t bytes) {
+  for (std::uint64_t i = 0; i < slots_.num_extents() && bytes > 0; ++i) {
+    {
+      const Lock lock(mutex_);
+      if (slots_.is_populated(i)) continue;
+    }
+    if (!populate(i * slots_.extent_units(), slots_.extent_units())) return;
+    bytes -= options_.extent_bytes;
+    const Lock lock(mutex_);
+    slots_.set_populated(i);
+  }
+}
+
+void TenantPages::scrub(std::int64_t bytes) {
+  bool wrapped = false;
+  while (bytes > 0) {
+    // Under the lock, a page at a time: no reader and no eviction can come between.
+    const Lock lock(mutex_);
+    PageSlot* page = slots_.next(next_scrubbed_);
+    if (page == nullptr) {
+      next_scrubbed_ = 0;
+      if (wrapped) return;
+      wrapped = true;
+      continue;
+    }
+    next_scrubbed_ = page->slot + 1;
+    if (!page->listed) continue;
+    bytes -= static_cast<std::int64_t>(page->length);
+    if (crc32c(arena_.page(page->slot, page->length)) == page->crc) continue;
+    ++counters_.checksum_failures;
+    quarantine(*page);
+  }
+}
+
+RemovedPages TenantPages::remove_unpinned() {
+  const TimePoint began = options_.now();
+  RemovedPages removed;
+  for (bool ended = false; !ended;) {
+    {
+      const Lock lock(mutex_);
+      for (int i = 0; i < kRemovedAtOnce; ++i) {
+        PageSlot* page = slots_.oldest();
+        if (page == nullptr || page->used_at > began) {
+          ended = true;
+          break;
+        }
+        ++removed.pages;
+        removed.bytes += static_cast<std::uint64_t>(slot_bytes(*page));
+        ++counters_.deleted;
+        release(*page);
+      }
+    }
+    std::this_thread::yield();  // to the tenant's calls, which need the lock
+  }
+  if (backing_.disk == nullptr) return removed;
+  {
+    const Lock lock(mutex_);
+    add_task({.kind = TierTask::Kind::kClear});
+  }
+  await_tasks();
+  return removed;
+}
+
+PageStats TenantPages::stats() const {
+  const Lock lock(mutex_);
+  PageStats stats = counters_;
+  const auto pages = [this](PageState state) { return pages_[static_cast<std::size_t>(state)]; };
+  stats.total_bytes = options_.arena_bytes;
+  stats.reserved_bytes = bytes_of(PageState::kReserved);
+  stats.committed_bytes = bytes_of(PageState::kCommitted);
+  stats.quarantined_bytes = bytes_of(PageState::kQuarantined);
+  stats.free_bytes =
+      stats.total_bytes - stats.reserved_bytes - stats.committed_bytes - stats.quarantined_bytes;
+  stats.reserved_pages = pages(PageState::kReserved);
+  stats.committed_pages = pages(PageState::kCommitted);
+  stats.quarantined_pages = pages(PageState::kQuarantined);
+  stats.pinned_pages = pinned_;
+  return stats;
+}
+
+void EvictionAges::add(std::chrono::duration<double> age) noexcept {
+  const auto bound = std::lower_bound(kBounds.begin(), kBounds.end(), age.count());
+  ++counts[static_cast<std::size_t>(bound - kBounds.begin())];
+  seconds += age.count();
+}
+
+EvictionAges& EvictionAges::operator+=(const EvictionAges& other) noexcept {
+  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] += other.counts[i];
+  seconds += other.seconds;
+  return *this;
+}
+
+PageStats& PageStats::operator+=(const PageStats& other) noexcept {
+  total_bytes += other.total_bytes;
+  free_bytes += other.free_bytes;
+  reserved_bytes += other.reserved_bytes;
+  committed_bytes += other.committed_bytes;
+  quarantined_bytes += other.quarantined_bytes;
+  reserved_pages += other.reserved_pages;
+  committed_pages += other.committed_pages;
+  quarantined_pages += other.quarantined_pages;
+  pinned_pages += other.pinned_pages;
+  reserved += other.reserved;
+  committed += other.committed;
+  existed += other.existed;
+  aborted += other.aborted;
+  expired += other.expired;
+  deleted += other.deleted;
+  evicted += other.evicted;
+  evicted_bytes += other.evicted_bytes;
+  quarantined += other.quarantined;
+  evicted_for_room += other.evicted_for_room;
+  evicted_for_quota += other.evicted_for_quota;
+  lookup_hits += other.lookup_hits;
+  lookup_misses += other.lookup_misses;
+  stale_handles += other.stale_handles;
+  checksum_failures += other.checksum_failures;
+  crc_mismatches += other.crc_mismatches;
+  refused_full += other.refused_full;
+  refused_quota += other.refused_quota;
+  bytes_written += other.bytes_written;
+  bytes_read += other.bytes_read;
+  written += other.written;
+  unwritten += other.unwritten;
+  brought += other.brought;
+  return *this;
 }
 
 }  // namespace kvtier::services

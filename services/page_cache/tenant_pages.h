@@ -94,7 +94,7 @@ class TenantPages {
   /// Makes a page whose bytes are there visible, under the key that it has.
   void show(PageSlot& page);
 
-  // Of the tenant's tiers (tenant_tiers.cc).
+  // Of the tenant's tiers.
   /// Brings pages that are not in the arena from the tiers, as far as a query wants them.
   void bring(const PageLease& lease, const PageQuery& query, std::span<const PageDigest> digests);
   /// Brings these pages, and returns how many of them there are now.
