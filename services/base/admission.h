@@ -85,9 +85,11 @@ class SessionMemory {
 /// Bytes that a reply may still grow by, shared by the items of a batch. Thread-safe.
 class ReplyBudget {
  public:
-  /// `grant`, which may be null, is charged for the reply and for what the transport makes of it.
-  explicit ReplyBudget(std::int64_t bytes, std::shared_ptr<InflightReservation> grant = nullptr)
-      : left_(bytes), grant_(std::move(grant)) {}
+  /// `reservation`, which may be null, is charged for the reply and for what the transport makes of
+  /// it.
+  explicit ReplyBudget(std::int64_t bytes,
+                       std::shared_ptr<InflightReservation> reservation = nullptr)
+      : left_(bytes), reservation_(std::move(reservation)) {}
 
   /// Throws INVALID_ARGUMENT (REPLY_TOO_LARGE) when `bytes` do not fit, and RESOURCE_EXHAUSTED.
   void take(std::int64_t bytes) {
@@ -96,12 +98,12 @@ class ReplyBudget {
       throw ServiceError(Code::kInvalidArgument, "REPLY_TOO_LARGE",
                          "the reply would pass the limit of a message: ask for less at once");
     }
-    if (grant_) grant_->take(2 * bytes);
+    if (reservation_) reservation_->take(2 * bytes);
   }
 
  private:
   std::atomic<std::int64_t> left_;
-  const std::shared_ptr<InflightReservation> grant_;
+  const std::shared_ptr<InflightReservation> reservation_;
 };
 
 }  // namespace kvtier::services

@@ -68,7 +68,7 @@ struct ServiceCore::Creation {
   const v1::CreateSessionRequest& request;
   v1::CreateSessionResponse& response;
   const Done done;
-  std::shared_ptr<InflightReservation> grant;
+  std::shared_ptr<InflightReservation> reservation;
   ModelSpec spec;
   std::int64_t capacity = 0;
   bool charged = false;  ///< For a session.
@@ -175,7 +175,7 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
   try {
     check_serving();
     const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
-    std::shared_ptr<InflightReservation> grant = admit_call(call, bytes);
+    std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
     Call queued = call;
     const int counted = turn.counts ? 1 : 0;
     if (turn.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
@@ -187,26 +187,26 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
     ++admitted_;
     ++entry->queued;
     try {
-      entry->strand->enqueue(turn.start,
-                             [this, arrival, entry, counted, done, grant = std::move(grant),
-                              queued = std::move(queued), work = std::move(work),
-                              pieces = std::shared_ptr<CallInPieces>(),
-                              started = std::optional<TimePoint>()]() mutable {
-                               if (!started) started = options_.now();
-                               std::optional<ServiceError> failure;
-                               try {
-                                 if (!do_piece(queued, *entry, work, pieces)) return false;
-                               } catch (...) {
-                                 failure = to_service_error(std::current_exception());
-                               }
-                               pieces.reset();
-                               renew(*entry);
-                               --entry->queued;
-                               entry->calls -= counted;
-                               grant.reset();
-                               finish(arrival, started, failure ? &*failure : nullptr, done);
-                               return true;
-                             });
+      entry->strand->enqueue(
+          turn.start, [this, arrival, entry, counted, done, reservation = std::move(reservation),
+                       queued = std::move(queued), work = std::move(work),
+                       pieces = std::shared_ptr<CallInPieces>(),
+                       started = std::optional<TimePoint>()]() mutable {
+            if (!started) started = options_.now();
+            std::optional<ServiceError> failure;
+            try {
+              if (!do_piece(queued, *entry, work, pieces)) return false;
+            } catch (...) {
+              failure = to_service_error(std::current_exception());
+            }
+            pieces.reset();
+            renew(*entry);
+            --entry->queued;
+            entry->calls -= counted;
+            reservation.reset();
+            finish(arrival, started, failure ? &*failure : nullptr, done);
+            return true;
+          });
     } catch (...) {
       --admitted_;
       --entry->queued;
@@ -223,7 +223,7 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
 void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
                       v1::CreateSessionResponse& response, Done done) {
   const CallRecord arrival = arrive(call, rpc_name<v1::CreateSessionRequest>());
-  std::shared_ptr<InflightReservation> grant;
+  std::shared_ptr<InflightReservation> reservation;
   Tenant& tenant = *call.tenant;
   const std::string& id = request.request_id();
   bool registered = false;
@@ -231,7 +231,7 @@ void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
     Call queued = call;
     check_serving();
     check_request_id(id);
-    grant = admit_call(call, request.ByteSizeLong());
+    reservation = admit_call(call, request.ByteSizeLong());
     if (!id.empty()) {
       if (const auto reply = tenant.replies().begin(id, body_digest(request))) {
         response.ParseFromString(*reply);
@@ -252,7 +252,7 @@ void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
       tenant.give(Shared::kCreations, 1);
       throw;
     }
-    creation->grant = std::move(grant);
+    creation->reservation = std::move(reservation);
     ++admitted_;
     registered = false;
     proceed(*creation, [&] {
@@ -297,7 +297,7 @@ void ServiceCore::begin(Creation& creation) const {
 
 void ServiceCore::end(Creation& creation, const ServiceError* error) {
   creation.arrival.tenant.give(Shared::kCreations, 1);
-  creation.grant.reset();
+  creation.reservation.reset();
   finish(creation.arrival, creation.started, error, creation.done);
 }
 
@@ -562,8 +562,8 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
     return;
   }
   struct Join {
-    explicit Join(std::shared_ptr<InflightReservation> grant)
-        : budget(kReplyBytes, std::move(grant)) {}
+    explicit Join(std::shared_ptr<InflightReservation> reservation)
+        : budget(kReplyBytes, std::move(reservation)) {}
     ReplyBudget budget;
     Done done{};
     std::atomic<int> left{0};
@@ -572,7 +572,7 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
   // queued.
   std::shared_ptr<Join> join;
   try {
-    join = std::make_shared<Join>(call.grant);
+    join = std::make_shared<Join>(call.reservation);
     for (int i = 0; i < count; ++i) response.add_items();
   } catch (...) {
     const ServiceError error = to_service_error(std::current_exception());
@@ -635,7 +635,7 @@ void ServiceCore::queue_on_lease(const Call& call, std::string_view method, cons
   const CallRecord arrival = arrive(call, method);
   try {
     const std::shared_ptr<PageLease> found = lease(call, name);
-    std::shared_ptr<InflightReservation> grant = admit_call(call, bytes);
+    std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
     Call queued = call;
     if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
       --found->queued;
@@ -644,7 +644,7 @@ void ServiceCore::queue_on_lease(const Call& call, std::string_view method, cons
     queued.deadline = deadline_of(call);
     ++admitted_;
     try {
-      found->strand->post([this, arrival, found, done, grant = std::move(grant),
+      found->strand->post([this, arrival, found, done, reservation = std::move(reservation),
                            queued = std::move(queued), work = std::move(work)]() mutable {
         const TimePoint started = options_.now();
         std::optional<ServiceError> failure;
@@ -660,7 +660,7 @@ void ServiceCore::queue_on_lease(const Call& call, std::string_view method, cons
           failure = to_service_error(std::current_exception());
         }
         --found->queued;
-        grant.reset();
+        reservation.reset();
         finish(arrival, started, failure ? &*failure : nullptr, done);
       });
     } catch (...) {
@@ -690,7 +690,8 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
                       v1::OpenLeaseResponse& response, Done done) {
   const auto open = [&] {
     check_serving();
-    const std::shared_ptr<InflightReservation> grant = admit_call(call, request.ByteSizeLong());
+    const std::shared_ptr<InflightReservation> reservation =
+        admit_call(call, request.ByteSizeLong());
     execute_once(call.tenant->replies(), request, response, [&] {
       const auto opened = pages_.open(
           *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
@@ -725,9 +726,9 @@ std::shared_ptr<InflightReservation> ServiceCore::admit(Tenant& tenant, std::siz
 }
 
 std::shared_ptr<InflightReservation> ServiceCore::admit_call(const Call& call, std::size_t bytes) {
-  if (!call.grant) return admit(*call.tenant, bytes);
-  call.grant->take(2 * static_cast<std::int64_t>(bytes));
-  return call.grant;
+  if (!call.reservation) return admit(*call.tenant, bytes);
+  call.reservation->take(2 * static_cast<std::int64_t>(bytes));
+  return call.reservation;
 }
 
 std::shared_ptr<PageLease> ServiceCore::lease(const Call& call, const std::string& name) {

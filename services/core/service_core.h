@@ -81,7 +81,7 @@ struct Call {
   std::function<bool()> cancelled{};
   /// Of the transport, which keeps it until the client has the reply; null: the call is counted
   /// until it is done.
-  std::shared_ptr<InflightReservation> grant{};
+  std::shared_ptr<InflightReservation> reservation{};
 };
 
 /// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
@@ -144,11 +144,11 @@ class ServiceCore {
               Response& response, Done done) {
     constexpr bool kReadsOnly = std::is_same_v<Request, v1::GetSessionRequest>;
     on_session(call, rpc_name<Request>(), session, request.ByteSizeLong(),
-               [this, &request, &response, grant = call.grant](SessionEntry& entry) {
+               [this, &request, &response, reservation = call.reservation](SessionEntry& entry) {
                  if constexpr (requires { answer(entry, request, response); }) {
                    answer(entry, request, response);
                  } else {
-                   ReplyBudget budget(kReplyBytes, grant);
+                   ReplyBudget budget(kReplyBytes, reservation);
                    return execute(entry, request, budget, response);
                  }
                },
@@ -220,8 +220,8 @@ class ServiceCore {
   void refuse(const CallRecord& arrival, const Done& done);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
   void renew(SessionEntry& entry) const;
-  /// Counts a request of `bytes`, and a reply as large, until the call is done or, with a grant of
-  /// the transport, for as long as that lasts. Throws as `admit`.
+  /// Counts a request of `bytes`, and a reply as large, until the call is done or, with a
+  /// reservation of the transport, for as long as that lasts. Throws as `admit`.
   [[nodiscard]] std::shared_ptr<InflightReservation> admit_call(const Call& call,
                                                                 std::size_t bytes);
   /// As `renew`, on behalf of the client.

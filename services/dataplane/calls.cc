@@ -135,7 +135,7 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
   try {
     tensors = static_cast<std::int64_t>(tensor_bytes_of(body, job->memory));
     if constexpr (requires { job->request.items(); }) check_items(body.message);
-    if (call.grant) call.grant->take(tensors + parsed);
+    if (call.reservation) call.reservation->take(tensors + parsed);
     if (!job->request.ParseFromString(body.message)) {
       throw ServiceError::invalid("message", "a request of the method", "bytes that are none");
     }
@@ -150,7 +150,7 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
     job->end(&error);
     return;
   }
-  if (call.grant) call.grant->give(tensors);  // the core counts them
+  if (call.reservation) call.reservation->give(tensors);  // the core counts them
   core.run(call, job->request, job->response,
            [job](const ServiceError* error) { job->end(error); });
 }

@@ -40,8 +40,8 @@ struct CallMemory {
 /// in `memory`, be it because they overlap.
 [[nodiscard]] std::uint64_t tensor_bytes_of(const CallBody& body, const CallMemory& memory);
 
-/// Calls the core as gRPC would, with tensors from `memory`. `call.grant`, if there is one, is
-/// charged before memory is taken. `done` is called once, on any thread, perhaps before this
+/// Calls the core as gRPC would, with tensors from `memory`. `call.reservation`, if there is one,
+/// is charged before memory is taken. `done` is called once, on any thread, perhaps before this
 /// returns.
 void run_call(ServiceCore& core, const Call& call, const CallBody& body, CallMemory memory,
               std::function<void(CallOutcome)> done);

@@ -52,8 +52,8 @@ FrameType reply_type(FrameType request) {
 
 /// Charges a frame for what decoding makes of its control, and for the outcomes of its pages.
 void charge_pages(const IncomingFrame& frame, std::size_t pages) {
-  frame.grant()->take(frame.header().control_bytes +
-                      2 * kOutcomeBytes * static_cast<std::int64_t>(pages));
+  frame.reservation()->take(frame.header().control_bytes +
+                            2 * kOutcomeBytes * static_cast<std::int64_t>(pages));
 }
 
 }  // namespace
@@ -456,8 +456,8 @@ void DataConnection::check_certificate() {
 
 void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {
   const FrameHeader& header = frame->header();
-  const std::shared_ptr<InflightReservation>& grant = frame->grant();
-  grant->take(header.control_bytes);  // for what decoding copies
+  const std::shared_ptr<InflightReservation>& reservation = frame->reservation();
+  reservation->take(header.control_bytes);  // for what decoding copies
   CallBody request = decode_call(frame->control());
   const bool is_inline = (header.flags & kInline) != 0;
   if (!is_inline && !staging_) {
@@ -489,24 +489,24 @@ void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {
                   const auto self = weak.lock();
                   return !self || self->closed();
                 },
-            .grant = grant};
+            .reservation = reservation};
   if (request.timeout_ms > 0) {
     call.deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request.timeout_ms);
   }
-  run_call(
-      context_.core, call, request, std::move(memory),
-      [self = shared_from_this(), id = header.request_id, is_inline, grant](CallOutcome outcome) {
-        if (outcome.error) return self->reply_failed(FrameType::kReply, id, *outcome.error);
-        using Reply = std::pair<std::string, std::shared_ptr<InflightReservation>>;
-        auto reply = std::make_shared<Reply>(std::move(outcome.output), grant);
-        std::vector<iovec> payload;
-        if (!reply->first.empty()) {
-          payload.push_back({reply->first.data(), reply->first.size()});
-        }
-        self->send(make_outgoing(FrameType::kReply, is_inline ? kInline : 0, id,
-                                 encode(outcome.reply), std::move(payload), reply));
-      });
+  run_call(context_.core, call, request, std::move(memory),
+           [self = shared_from_this(), id = header.request_id, is_inline,
+            reservation](CallOutcome outcome) {
+             if (outcome.error) return self->reply_failed(FrameType::kReply, id, *outcome.error);
+             using Reply = std::pair<std::string, std::shared_ptr<InflightReservation>>;
+             auto reply = std::make_shared<Reply>(std::move(outcome.output), reservation);
+             std::vector<iovec> payload;
+             if (!reply->first.empty()) {
+               payload.push_back({reply->first.data(), reply->first.size()});
+             }
+             self->send(make_outgoing(FrameType::kReply, is_inline ? kInline : 0, id,
+                                      encode(outcome.reply), std::move(payload), reply));
+           });
 }
 
 PageRequest DataConnection::page_request(const std::shared_ptr<IncomingFrame>& frame) const {

@@ -15,13 +15,13 @@ void IncomingFrame::grow(std::size_t bytes) {
   const std::size_t wanted =
       std::min<std::size_t>(header_.body_bytes, std::max({bytes, kFirstBytes, 2 * body_.size()}));
   try {
-    if (grant_) grant_->take(static_cast<std::int64_t>(wanted - body_.size()));
+    if (reservation_) reservation_->take(static_cast<std::int64_t>(wanted - body_.size()));
     body_.reserve(wanted);
     body_.resize(wanted);
   } catch (...) {
     refusal_ = to_service_error(std::current_exception());
     body_ = {};
-    if (grant_) grant_->give(grant_->bytes());
+    if (reservation_) reservation_->give(reservation_->bytes());
   }
 }
 

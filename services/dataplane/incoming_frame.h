@@ -14,9 +14,9 @@ namespace kvtier::services {
 /// frame that finds no room is read on, to its end, without being kept. Not thread-safe.
 class IncomingFrame {
  public:
-  /// `grant`, which is charged for the body, is null before there is a tenant.
-  IncomingFrame(const FrameHeader& header, std::shared_ptr<InflightReservation> grant)
-      : header_(header), grant_(std::move(grant)) {}
+  /// `reservation`, which is charged for the body, is null before there is a tenant.
+  IncomingFrame(const FrameHeader& header, std::shared_ptr<InflightReservation> reservation)
+      : header_(header), reservation_(std::move(reservation)) {}
 
   /// Takes the body's part of `bytes`; returns how many they are.
   std::size_t append(std::span<const std::byte> bytes);
@@ -30,8 +30,8 @@ class IncomingFrame {
   [[nodiscard]] const FrameHeader& header() const noexcept { return header_; }
   /// Why it is not kept, if it is not: the body is empty then.
   [[nodiscard]] const std::optional<ServiceError>& refusal() const noexcept { return refusal_; }
-  [[nodiscard]] const std::shared_ptr<InflightReservation>& grant() const noexcept {
-    return grant_;
+  [[nodiscard]] const std::shared_ptr<InflightReservation>& reservation() const noexcept {
+    return reservation_;
   }
   // Of a complete frame that is kept.
   [[nodiscard]] std::span<const std::byte> control() const {
@@ -46,7 +46,7 @@ class IncomingFrame {
   void grow(std::size_t bytes);
 
   const FrameHeader header_;
-  const std::shared_ptr<InflightReservation> grant_;
+  const std::shared_ptr<InflightReservation> reservation_;
   Bytes body_;
   std::size_t received_ = 0;
   std::optional<ServiceError> refusal_;

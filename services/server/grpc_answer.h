@@ -27,8 +27,8 @@ grpc::ServerUnaryReactor* unary(ServiceCore& core, StreamRegistry& registry,
   std::optional<Call> call;
   try {
     call = make_call(core, context);
-    call->grant = core.admit(*call->tenant, 0);
-    reactor->hold(call->grant);
+    call->reservation = core.admit(*call->tenant, 0);
+    reactor->hold(call->reservation);
   } catch (...) {
     reactor->answer(current_status(), 0, registry.now());
     return reactor;

@@ -75,8 +75,8 @@ void add_alternating(RpcService& service, ServiceCore& core, StreamRegistry& reg
   using Reactor = grpc::ServerBidiReactor<Request, Response>;
   service.add_alternating<Rpc>([&core, &registry, make_work](CallbackServerContext* context) {
     return stream<Reactor>(core, *context, [&](Call call) -> Reactor* {
-      call.grant = core.admit(*call.tenant, 0);
-      return new AlternatingStream<Request, Response>(registry, *context, call.grant,
+      call.reservation = core.admit(*call.tenant, 0);
+      return new AlternatingStream<Request, Response>(registry, *context, call.reservation,
                                                       make_work(call));
     });
   });

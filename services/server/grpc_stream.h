@@ -201,8 +201,8 @@ class Stream : public RegisteredStream<Reactor> {
   }
 };
 
-/// A stream of requests and replies that strictly alternate. `grant`, which `work` is to charge, is
-/// held until the reply is written.
+/// A stream of requests and replies that strictly alternate. `reservation`, which `work` is to
+/// charge, is held until the reply is written.
 template <typename Request, typename Response>
 class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, Response>, Request> {
  public:
@@ -210,15 +210,15 @@ class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, R
   using Work = std::function<void(const Request&, Response&, Done)>;
 
   AlternatingStream(StreamRegistry& registry, grpc::CallbackServerContext& context,
-                    std::shared_ptr<InflightReservation> grant, Work work)
+                    std::shared_ptr<InflightReservation> reservation, Work work)
       : Stream<grpc::ServerBidiReactor<Request, Response>, Request>(registry, context),
-        grant_(std::move(grant)),
+        reservation_(std::move(reservation)),
         work_(std::move(work)) {
     this->start();
   }
 
   void OnWriteDone(bool ok) override {
-    grant_->give(grant_->bytes());
+    reservation_->give(reservation_->bytes());
     if (ok) {
       this->read_next();
     } else {
@@ -232,11 +232,11 @@ class AlternatingStream final : public Stream<grpc::ServerBidiReactor<Request, R
     work_(this->request_, response_, std::move(done));
   }
   void go_on() override {
-    grant_->cover(2 * static_cast<std::int64_t>(response_.ByteSizeLong()));
+    reservation_->cover(2 * static_cast<std::int64_t>(response_.ByteSizeLong()));
     this->enter(StreamState::Phase::kWriting, [this] { this->StartWrite(&response_); });
   }
 
-  const std::shared_ptr<InflightReservation> grant_;
+  const std::shared_ptr<InflightReservation> reservation_;
   Work work_;
   Response response_;
 };

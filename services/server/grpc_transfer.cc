@@ -81,12 +81,12 @@ grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegist
     const auto message = parse<v1::ReadPagesRequest>(request);
     check_at_most("handles", message.handles_size(), kMaxBatchPages);
     static_cast<void>(core.lease(call, message.lease()));
-    auto grant = core.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
+    auto reservation = core.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
     core.pages().transfers().reread(
         std::min(message.stale_reads(), static_cast<std::uint32_t>(message.handles_size())));
     auto reader = std::make_shared<PageReader>(core.pages(), *call.tenant, message);
     return new ProducingStream<ByteBuffer>(
-        registry, context, [reader, grant = std::move(grant)](ByteBuffer& response) {
+        registry, context, [reader, reservation = std::move(reservation)](ByteBuffer& response) {
           const std::vector<ReadPiece> pieces =
               reader->next(static_cast<std::size_t>(kMaxTransferBytes));
           if (!pieces.empty()) response = buffer_of(pieces);
@@ -101,7 +101,7 @@ void write(ServiceCore& core, const Call& call, const ByteBuffer& bytes, PageWri
   if (bytes.Length() > static_cast<std::size_t>(kMaxTransferBytes) + kOverheadBytes) {
     check_at_most("message", bytes.Length(), kMaxTransferBytes, " bytes");
   }
-  const auto grant = core.admit(*call.tenant, bytes.Length());
+  const auto reservation = core.admit(*call.tenant, bytes.Length());
   const std::vector<grpc::Slice> slices = slices_of(bytes);
   const WriteMessage message = parse_write_message(runs_of(slices));
   if (lease.empty()) lease = message.lease;

@@ -30,8 +30,8 @@ class UnwrittenReplies {
   std::unordered_set<UnaryCall*> calls_;
 };
 
-/// A unary call whose grant lasts until gRPC has written the reply, or given it up. Deletes itself
-/// when the call is over.
+/// A unary call whose reservation lasts until gRPC has written the reply, or given it up. Deletes
+/// itself when the call is over.
 class UnaryCall final : public grpc::ServerUnaryReactor {
  public:
   using TimePoint = UnwrittenReplies::TimePoint;
@@ -39,11 +39,13 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   UnaryCall(UnwrittenReplies& replies, grpc::CallbackServerContext& context)
       : replies_(replies), context_(context) {}
 
-  void hold(std::shared_ptr<InflightReservation> grant) noexcept { grant_ = std::move(grant); }
+  void hold(std::shared_ptr<InflightReservation> reservation) noexcept {
+    reservation_ = std::move(reservation);
+  }
   /// Answers with a reply of so many bytes.
   void answer(const grpc::Status& status, std::size_t bytes, TimePoint now) {
     // The message itself, and what gRPC makes of it.
-    if (grant_) grant_->cover(2 * static_cast<std::int64_t>(bytes));
+    if (reservation_) reservation_->cover(2 * static_cast<std::int64_t>(bytes));
     answered_ = now;
     replies_.add(*this);
     Finish(status);
@@ -58,7 +60,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
 
   UnwrittenReplies& replies_;
   grpc::CallbackServerContext& context_;
-  std::shared_ptr<InflightReservation> grant_;
+  std::shared_ptr<InflightReservation> reservation_;
   TimePoint answered_{};
 };
 

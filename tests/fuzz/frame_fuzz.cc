@@ -61,8 +61,8 @@ void run_as_call(std::span<const std::byte> control, bool is_inline) {
       if (!lies_within(body.output, shared.size())) return;
       memory.output = std::span(shared).subspan(body.output.offset, body.output.bytes);
     }
-    run_call(core, {.tenant = &tenant, .grant = core.admit(tenant, 0)}, body, std::move(memory),
-             [&](const CallOutcome&) { ++told; });
+    run_call(core, {.tenant = &tenant, .reservation = core.admit(tenant, 0)}, body,
+             std::move(memory), [&](const CallOutcome&) { ++told; });
   } catch (const Error&) {
     return;
   }
