@@ -7,8 +7,8 @@
 
 namespace kvtier::services {
 
-/// Sockets that are listened on, and the right to their paths. Who connects while nobody accepts
-/// waits, so that a server may end and another take its place.
+/// Sockets that are listened on, and the right to their paths. A client that connects while no
+/// server accepts waits, so that a server may end and another take its place.
 class BoundSockets {
  public:
   BoundSockets() = default;

@@ -26,7 +26,7 @@ std::shared_ptr<const DeviceRegion> DeviceRegions::find(const std::string& name)
 }
 
 void DeviceRegions::remove(const std::string& name) {
-  std::shared_ptr<const DeviceRegion> closed;  // by whoever holds it last, without the lock
+  std::shared_ptr<const DeviceRegion> closed;  // by its last holder, without the lock
   const std::lock_guard lock(mutex_);
   const auto found = by_name_.find(name);
   if (found == by_name_.end()) return;

@@ -20,7 +20,7 @@ class Strand {
                  ///< and need no engine.
   };
   /// Does a piece of work and returns whether it was the last; if not, it is called again, after
-  /// what else may run has had its turn.
+  /// what else may run has run.
   using Task = std::function<bool()>;
 
   virtual ~Strand() = default;
@@ -66,7 +66,7 @@ class Executor {
 /// Strands over a pool of `threads` threads. Tasks wait for their engines without a thread. Both
 /// the threads and each engine are shared out by start-time fair queueing over the tenants: next is
 /// the piece of the tenant that has had the least time for its weight, counted from when it came;
-/// strands of one tenant take turns. Destruction runs what was posted, then ends the threads.
+/// strands of one tenant run alternately. Destruction runs what was posted, then ends the threads.
 [[nodiscard]] std::unique_ptr<Executor> make_thread_pool(
     std::size_t threads, std::function<std::chrono::steady_clock::time_point()> now = [] {
       return std::chrono::steady_clock::now();

@@ -13,7 +13,7 @@ struct FairShare {
   std::uint64_t last_start = 0;  ///< Decides between equals.
 };
 
-/// Whose turn it is at something that several share: start-time fair queueing (Goyal, Vin, Cheng
+/// The order in which several share something: start-time fair queueing (Goyal, Vin, Cheng
 /// 1996), with costs that are known when the work is done. One that has not asked for a while is
 /// owed nothing for that time.
 class FairOrder {

@@ -50,7 +50,7 @@ class UsedRegions {
 [[nodiscard]] TensorView view_of(const v1::Tensor& tensor, const std::string& field,
                                  UsedRegions& regions);
 
-/// Likewise, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens.
+/// As `view_of`, of `[tokens, heads, head_dim]` floats with 1 to `max_tokens` tokens.
 [[nodiscard]] TensorView tokens_of(const v1::Tensor& tensor, const std::string& field, int heads,
                                    int head_dim, std::int64_t max_tokens, UsedRegions& regions);
 
@@ -60,7 +60,7 @@ class UsedRegions {
 /// Shapes `tensor` and returns its memory, zeroed. Extents are the server's own.
 [[nodiscard]] MutableTensorView make_tensor(v1::Tensor& tensor, DType dtype,
                                             std::initializer_list<std::int64_t> shape);
-/// Likewise, at `place`, which the tensor then names.
+/// As `make_tensor`, at `place`, which the tensor then names.
 [[nodiscard]] MutableTensorView place_tensor(v1::Tensor& tensor, const v1::DeviceMemory& place,
                                              DType dtype, std::initializer_list<std::int64_t> shape,
                                              const std::string& field, UsedRegions& regions);

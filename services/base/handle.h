@@ -60,7 +60,7 @@ class HandleCodec {
   std::unique_ptr<Mac> mac_;
 };
 
-/// Compares in a time that does not tell where two handles differ.
+/// Compares in constant time, whatever the first difference.
 [[nodiscard]] bool same_handle(std::string_view a, std::string_view b) noexcept;
 
 }  // namespace kvtier::services

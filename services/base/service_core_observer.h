@@ -19,7 +19,7 @@ struct Operation {
   std::chrono::nanoseconds duration{};  ///< From arrival to the end.
 };
 
-/// Told what a core does, on any thread, before the client is. Must not block.
+/// Observes a core. Called on any thread, before the client has the reply. Must not block.
 class ServiceCoreObserver {
  public:
   virtual ~ServiceCoreObserver() = default;

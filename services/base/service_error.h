@@ -26,7 +26,7 @@ enum class Code : std::uint8_t {
   kUnauthenticated = 16,
 };
 
-/// Why a call fails, as the client is told: nothing here may name a path, a pointer or another
+/// Why a call fails, as the client sees it: nothing here may name a path, a pointer or another
 /// tenant.
 class ServiceError : public std::runtime_error {
  public:
@@ -68,7 +68,7 @@ class ServiceError : public std::runtime_error {
 };
 
 /// Throws INVALID_ARGUMENT of `field` unless a number is as expected; `unit` stands behind the
-/// bound in the message. The two below likewise.
+/// bound in the message. So do the two below.
 template <std::integral Found, std::integral Most>
 void check_at_most(std::string_view field, Found found, Most most, std::string_view unit = "") {
   if (std::cmp_less_equal(found, most)) return;

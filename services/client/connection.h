@@ -26,7 +26,7 @@ namespace kvtier::services {
 /// What the end of a session or a lease may take, whose caller does not wait for it to succeed.
 inline constexpr std::chrono::seconds kCloseTime{1};
 
-/// Returns a time that the server has told, rounded towards 0.
+/// Returns a time of a message, rounded towards 0.
 [[nodiscard]] inline std::chrono::milliseconds milliseconds_of(
     const google::protobuf::Duration& duration) {
   return std::chrono::milliseconds(duration.seconds() * 1000 + duration.nanos() / 1'000'000);

@@ -165,7 +165,7 @@ struct Part {
   std::span<const RemotePages::Get> pages;
   std::span<RemotePages::Result> results;
   grpc::Channel* channel = nullptr;
-  std::size_t stale_reads = 0;  ///< As far as they are this part's to tell.
+  std::size_t stale_reads = 0;  ///< Those that this part reports.
 };
 
 /// A ReadPages call, whose only operation under way has this for its tag.

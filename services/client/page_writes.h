@@ -24,7 +24,7 @@ struct PageWrite {
 
 /// Writes pages by way of the staging region of `channel`; without one, none. The server takes one
 /// half of the region while the other is filled. A page that is neither done nor existed does not
-/// fit, or was refused: write it another way, which tells why. Throws `ClientError` when the
+/// fit, or was refused: write it another way, whose error says why. Throws `ClientError` when the
 /// channel breaks or the lease has ended; what is done stays, and what is not may be done.
 void write_shared(DataChannel& channel, const std::string& lease, std::span<PageWrite> pages);
 

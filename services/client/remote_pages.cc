@@ -246,7 +246,7 @@ class RemotePages::Impl {
   }
 
   /// Writes the pages that have a handle through shared memory, as far as that goes: their handles
-  /// are taken away. Returns those of them of which somebody has committed another meanwhile.
+  /// are taken away. Returns those of them of which another client has committed one meanwhile.
   std::vector<std::size_t> put_shared(std::span<const Put> pages, std::vector<std::string>& handles,
                                       std::vector<Result>& results) {
     std::vector<services::PageWrite> writes;
@@ -260,7 +260,7 @@ class RemotePages::Impl {
       try {
         services::write_shared(*channel, lease_.name(), writes);
       } catch (const ClientError&) {
-        // To write a page that is committed again, the other way, is to be told of it.
+        // Writing a committed page again, the other way, returns that it is committed.
       }
     }
     std::vector<std::size_t> existed;

@@ -30,7 +30,7 @@ void check_readable(const Field& field, const TensorView& view, const DeviceMemo
 /// of the query's, and those that are not to be had over a service (`kUnimplemented`).
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
                      const DeviceMemories& memories);
-/// Checks the ids and the outputs of a fetch. The number of rows is told by the ids.
+/// Checks the ids and the outputs of a fetch. The number of rows is that of the ids.
 void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs,
                  const DeviceMemories& memories);
 

@@ -18,7 +18,7 @@ struct GroupMemory {
   std::uint64_t limit = 0;
 };
 
-/// Where the kernel tells of control groups.
+/// Where the kernel publishes control groups.
 struct GroupFiles {
   std::filesystem::path membership = "/proc/self/cgroup";
   std::filesystem::path root = "/sys/fs/cgroup";

@@ -170,15 +170,15 @@ bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& wo
 
 bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
                                    const std::string& name, std::size_t bytes, Work work, Done done,
-                                   SessionTurn turn) {
+                                   QueueOptions queueing) {
   const CallRecord arrival = arrive(call, method);
   try {
     check_serving();
     const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
     std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
     Call queued = call;
-    const int counted = turn.counts ? 1 : 0;
-    if (turn.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
+    const int counted = queueing.counts ? 1 : 0;
+    if (queueing.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
       --entry->calls;
       throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this session are waiting");
     }
@@ -187,26 +187,26 @@ bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
     ++admitted_;
     ++entry->queued;
     try {
-      entry->strand->enqueue(
-          turn.start, [this, arrival, entry, counted, done, reservation = std::move(reservation),
-                       queued = std::move(queued), work = std::move(work),
-                       pieces = std::shared_ptr<CallInPieces>(),
-                       started = std::optional<TimePoint>()]() mutable {
-            if (!started) started = options_.now();
-            std::optional<ServiceError> failure;
-            try {
-              if (!do_piece(queued, *entry, work, pieces)) return false;
-            } catch (...) {
-              failure = to_service_error(std::current_exception());
-            }
-            pieces.reset();
-            renew(*entry);
-            --entry->queued;
-            entry->calls -= counted;
-            reservation.reset();
-            finish(arrival, started, failure ? &*failure : nullptr, done);
-            return true;
-          });
+      entry->strand->enqueue(queueing.start,
+                             [this, arrival, entry, counted, done,
+                              reservation = std::move(reservation), queued = std::move(queued),
+                              work = std::move(work), pieces = std::shared_ptr<CallInPieces>(),
+                              started = std::optional<TimePoint>()]() mutable {
+                               if (!started) started = options_.now();
+                               std::optional<ServiceError> failure;
+                               try {
+                                 if (!do_piece(queued, *entry, work, pieces)) return false;
+                               } catch (...) {
+                                 failure = to_service_error(std::current_exception());
+                               }
+                               pieces.reset();
+                               renew(*entry);
+                               --entry->queued;
+                               entry->calls -= counted;
+                               reservation.reset();
+                               finish(arrival, started, failure ? &*failure : nullptr, done);
+                               return true;
+                             });
     } catch (...) {
       --admitted_;
       --entry->queued;
@@ -594,9 +594,9 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
       }
       arrive();
     };
-    Done told;
+    Done listener;
     try {
-      told = end;
+      listener = end;
     } catch (...) {
       const ServiceError error = to_service_error(std::current_exception());
       end(&error);
@@ -609,7 +609,7 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
         [&request, i, &item, join](SessionEntry& entry) {
           return execute(entry, request.items(i), join->budget, *item.mutable_response());
         },
-        std::move(told), {.counts = is_first});
+        std::move(listener), {.counts = is_first});
     if (!is_first || !is_queued) continue;
     try {
       queued.insert(session);

@@ -68,7 +68,7 @@ struct ServiceCoreOptions {
   std::int64_t piece_work = 0;
   std::function<TimePoint()> now = [] { return std::chrono::steady_clock::now(); };
   /// The memory of control groups, in each of which sessions and pages must find room: asked for
-  /// each piece of an arena, and by `sweep` for sessions; a refusal stands for a while. Empty: not
+  /// each piece of an arena, and by `sweep` for sessions; a negative answer is cached. Empty: not
   /// asked.
   MemoryRoom::Read group_memory{};
   std::vector<ServiceCoreObserver*> observers{};  ///< Must outlive the core.
@@ -84,12 +84,12 @@ struct Call {
   std::shared_ptr<InflightReservation> reservation{};
 };
 
-/// Told how a call ended: null when it succeeded and its reply is filled. Called exactly once, on
-/// any thread, perhaps before the call returns; must not throw.
+/// Receives how a call ended: null when it succeeded and its reply is filled. Called exactly once,
+/// on any thread, perhaps before the call returns; must not throw.
 using Done = std::function<void(const ServiceError*)>;
 
-/// How work comes to its turn in the queue of a session.
-struct SessionTurn {
+/// How a unit of work is queued on a session.
+struct QueueOptions {
   Strand::Start start = Strand::Start::kQueued;
   bool counts = true;  ///< As a call; false: of a batch that has an item there.
 };
@@ -213,7 +213,7 @@ class ServiceCore {
   };
 
   [[nodiscard]] CallRecord arrive(const Call& call, std::string_view method);
-  /// Tells observers, then the client; `started` is when the work began, if it waited.
+  /// Notifies observers, then the client; `started` is when the work began, if it waited.
   void finish(const CallRecord& arrival, std::optional<TimePoint> started,
               const ServiceError* error, const Done& done) const;
   /// Refuses with the exception that is being handled.
@@ -230,7 +230,7 @@ class ServiceCore {
   /// session's strand. Returns whether it is queued.
   template <typename Verb>
   bool on_session(const Call& call, std::string_view method, const std::string& name,
-                  std::size_t bytes, Verb verb, Done done, SessionTurn turn = {}) {
+                  std::size_t bytes, Verb verb, Done done, QueueOptions queueing = {}) {
     Work work;
     try {
       if constexpr (std::is_void_v<std::invoke_result_t<Verb&, SessionEntry&>>) {
@@ -245,10 +245,10 @@ class ServiceCore {
       refuse(arrive(call, method), done);
       return false;
     }
-    return queue_on_session(call, method, name, bytes, std::move(work), std::move(done), turn);
+    return queue_on_session(call, method, name, bytes, std::move(work), std::move(done), queueing);
   }
   bool queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                        std::size_t bytes, Work work, Done done, SessionTurn turn);
+                        std::size_t bytes, Work work, Done done, QueueOptions queueing);
   /// Does a piece of a call and returns whether it was the last. `pieces` is what is left of the
   /// call, null at first and after the last.
   bool do_piece(const Call& call, SessionEntry& entry, const Work& work,

@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kUnit = 4096;
 constexpr std::string_view kPrefix = "attachments/";
 
-/// Tokens are kept and found by digest, so that the time of a look-up tells nothing of them.
+/// Tokens are kept and found by digest, so that the time of a look-up reveals nothing of them.
 std::string digest_of(std::string_view token) {
   std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
   SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());

@@ -35,7 +35,7 @@ struct AttachmentLimits {
 /// Who is at the other end of a connection, as the system has it.
 struct Peer {
   std::optional<uid_t> user;     ///< Of a Unix socket.
-  std::optional<pid_t> process;  ///< Likewise.
+  std::optional<pid_t> process;  ///< As `user`.
   Tenant* tenant = nullptr;      ///< Of a certificate, where the connection has one.
 };
 

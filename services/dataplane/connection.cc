@@ -162,7 +162,7 @@ void DataConnection::consume() {
     }
     return read_more();
   }
-  // Whoever lowers the count after this sees the flag; one that did before is made up for.
+  // A thread that lowers the count after this sees the flag; one that did before is made up for.
   ++context_.counters.pauses;
   paused_ = true;
   if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) resume();
@@ -203,7 +203,7 @@ void DataConnection::end_frame() {
     if (!frame->refusal()) check_control(frame->header(), frame->control());
     dispatch(frame);
   } catch (...) {
-    // What throws here cannot be answered: the frame itself is broken, or it comes out of turn.
+    // What throws here cannot be answered: the frame itself is broken, or out of order.
     ++context_.counters.broken_frames;
     go_away(to_service_error(std::current_exception()));
   }
@@ -255,7 +255,7 @@ void DataConnection::end_if_slow(TimePoint now) {
   const std::lock_guard lock(mutex_);
   if (closed_ || !rate_.too_slow(now, context_.limits.rate)) return;
   ++context_.counters.slow;
-  close_now();  // what would tell it why waits behind what it does not read
+  close_now();  // a frame with the reason would wait behind what it does not read
 }
 
 void DataConnection::send(Outgoing frame) {

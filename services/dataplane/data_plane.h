@@ -47,7 +47,7 @@ class DataPlane {
 
   /// Begins to accept.
   void start();
-  /// Accepts no more; waits for requests in progress until `grace` has passed; tells every client
+  /// Accepts no more; waits for requests in progress until `grace` has passed; sends every client
   /// that the server ends, closes all sockets, and waits for the threads.
   void stop(std::chrono::milliseconds grace);
   /// Forgets tokens that were not used, and ends connections of clients that read too slowly, as

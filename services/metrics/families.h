@@ -14,7 +14,7 @@ namespace kvtier::services {
 
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
-/// Metric families whose values are read when somebody looks, in the order of their names and
+/// Metric families whose values are read with each scrape, in the order of their names and
 /// labels. Values of one family may come from several sources; a family that is merged brings its
 /// help.
 class Families {

@@ -21,7 +21,7 @@ std::vector<std::string> stat_fields() {
   return {std::istream_iterator<std::string>(rest), {}};
 }
 
-/// Seconds since 1970 at which the machine started; 0 when it does not tell.
+/// Seconds since 1970 at which the machine started; 0 when it is not known.
 double boot_time() {
   std::ifstream in("/proc/stat");
   std::string key;

@@ -4,7 +4,7 @@
 
 namespace kvtier::services {
 
-/// Adds what every exporter tells of its process, process_cpu_seconds_total and so on, as /proc has
+/// Adds the standard metrics of a process, process_cpu_seconds_total and so on, as /proc has
 /// it.
 void add_process_stats(Families& families);
 

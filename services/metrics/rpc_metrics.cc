@@ -11,7 +11,7 @@ namespace kvtier::services {
 namespace {
 
 constexpr const char* kOther = "other";
-/// Operators' messages are small and few, their sizes nobody's concern.
+/// Operators' messages are small and few, their sizes are not published.
 constexpr std::string_view kOperators = "AdminService/";
 /// ALREADY_EXISTS, PERMISSION_DENIED and OUT_OF_RANGE are never sent, so they have no series of
 /// their own.
@@ -22,13 +22,13 @@ constexpr std::array<const char*, RpcMetrics::kNumCodes> kCodeNames = {
     "DATA_LOSS", "UNAUTHENTICATED"};
 constexpr std::size_t kUnknown = 2;
 
-/// Whole calls are told apart by powers of a hundred, as there are many methods; operations finely.
+/// Buckets of whole calls are powers of a hundred, as there are many methods; of operations finer.
 const std::vector<double>& call_buckets() {
   static const std::vector<double> buckets = {1e-3, 1e-1, 10};
   return buckets;
 }
 
-/// Waits are told apart by powers of ten.
+/// Buckets of waits are powers of ten.
 const std::vector<double>& queue_buckets() {
   static const std::vector<double> buckets = {1e-4, 1e-3, 1e-2, 1e-1, 1};
   return buckets;

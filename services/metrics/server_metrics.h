@@ -20,8 +20,8 @@ inline constexpr std::size_t kMaxTenantSeries = 64;
 /// Returns the label of the tenant with this index.
 [[nodiscard]] std::string tenant_label(const Tenant& tenant);
 
-/// All that a server tells of itself. What happens is counted here; what there is comes from
-/// sources, which are asked when somebody looks. Thread-safe, once the sources are added.
+/// All metrics of a server. Events are counted here; states come from sources, which are read with
+/// each scrape. Thread-safe, once the sources are added.
 class ServerMetrics final : public ServiceCoreObserver {
  public:
   /// Adds what it knows. Must not throw.

@@ -65,7 +65,7 @@ class PageArena {
   [[nodiscard]] bool has_headers(std::uint64_t first_unit, std::uint64_t count) const noexcept;
   /// Returns whether these units and their headers have memory, all of them.
   [[nodiscard]] bool is_populated(std::uint64_t first_unit, std::uint64_t count) const noexcept;
-  /// Tells readers that the server lives.
+  /// Shows readers that the server lives.
   void beat(std::chrono::steady_clock::time_point now) noexcept;
 
  private:

@@ -73,7 +73,7 @@ struct PageQuery {
 struct PageInfo {
   std::string handle;
   std::uint32_t slot = 0;        ///< In the layout of page_layout.h.
-  std::uint32_t generation = 0;  ///< Likewise.
+  std::uint32_t generation = 0;  ///< As `slot`.
   std::uint64_t length = 0;      ///< Bytes.
   std::uint32_t crc32c = 0;      ///< Of a committed page.
   bool durable = false;          ///< The disk has it, synced: it is found after a restart.
@@ -247,7 +247,7 @@ class PageStore {
   [[nodiscard]] PageStats stats() const;
   [[nodiscard]] PageStats stats(const Tenant& tenant) const;
   [[nodiscard]] std::size_t num_leases() const { return leases_.size(); }
-  /// Told by those who move pages to clients and from them.
+  /// Counted by the code that moves pages to clients and from them.
   [[nodiscard]] TransferCounts& transfers() noexcept { return transfers_; }
   [[nodiscard]] const TransferCounts& transfers() const noexcept { return transfers_; }
 

@@ -38,7 +38,7 @@ class PersistentArena {
  private:
   friend class PersistentArenas;
   struct Book {
-    std::atomic<std::uint64_t> owner;  ///< A tenant's index plus 1; 0: nobody's.
+    std::atomic<std::uint64_t> owner;  ///< A tenant's index plus 1; 0: free.
     std::array<unsigned char, 32> salt;
   };
   [[nodiscard]] Book& book() const noexcept { return *static_cast<Book*>(private_); }
@@ -55,7 +55,7 @@ class PersistentArenas {
   /// Takes address space for `count` arenas, and no memory. Throws as `PersistentArena`.
   PersistentArenas(std::size_t count, std::uint64_t data_bytes);
 
-  /// Returns the arena of a tenant: the one that it had, else one that is nobody's, with a fresh
+  /// Returns the arena of a tenant: the one that it had, else a free one, with a fresh
   /// salt; null when there is none. Throws `kUnavailable` without randomness. One caller at a time.
   [[nodiscard]] const PersistentArena* claim(std::uint32_t tenant) const;
 

@@ -49,7 +49,7 @@ class TenantPages {
   void beat(TimePoint now) noexcept { arena_.beat(now); }
   /// Takes memory for extents that have none, up to `bytes`. One caller at a time.
   void prefault(std::int64_t bytes);
-  /// Checks pages that nobody reads, up to `bytes`, in turn.
+  /// Checks the checksums of pages that no reader pins, up to `bytes`, from the last place on.
   void scrub(std::int64_t bytes);
 
   [[nodiscard]] ArenaFile arena() const noexcept {
@@ -80,7 +80,7 @@ class TenantPages {
   /// Returns the page in any state but free. Throws as `PageStore` says.
   [[nodiscard]] PageSlot& at(std::string_view handle);
   [[nodiscard]] PageSlot& committed_at(std::string_view handle);
-  /// Returns a page that this lease has reserved and nobody writes.
+  /// Returns a page that this lease has reserved and no call writes.
   [[nodiscard]] PageSlot& reserved_at(const PageLease& lease, std::string_view handle);
   /// Returns a page that this lease has committed, or null.
   [[nodiscard]] PageSlot* own_at(const PageLease& lease, std::string_view handle);
@@ -154,7 +154,7 @@ class TenantPages {
   /// In the order in which they were made; some have ended.
   std::deque<Reservation> reservations_;
   std::array<std::int64_t, 4> bytes_{};   ///< By state; of free slots not kept.
-  std::array<std::uint64_t, 4> pages_{};  ///< Likewise.
+  std::array<std::uint64_t, 4> pages_{};  ///< By state.
   std::uint64_t pinned_ = 0;
   std::uint32_t next_scrubbed_ = 0;                   ///< Unit.
   PageStats counters_;                                ///< Its counters alone.

@@ -17,7 +17,7 @@ inline grpc::Status current_status() {
   return to_status(to_service_error(std::current_exception()));
 }
 
-/// Runs `start(call, done)`, which must tell `done` how the call ended. What the call holds is
+/// Runs `start(call, done)`, which must call `done` when the call has ended. What the call holds is
 /// counted until the client has the reply.
 template <typename Response, typename Start>
 grpc::ServerUnaryReactor* unary(ServiceCore& core, StreamRegistry& registry,

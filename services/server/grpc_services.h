@@ -28,7 +28,7 @@ class StreamRegistry;
                                                                         StreamRegistry& registry,
                                                                         DataPlane& plane);
 
-/// What the services of operators ask of whoever runs the server. Must not block.
+/// What the services of operators ask of the program. Must not block.
 struct AdminActions {
   std::function<void()> drain;
   /// Empty where there is no log. Without a level nothing is logged.

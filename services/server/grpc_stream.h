@@ -33,7 +33,7 @@ struct StreamState {
   RateWindow rate;
   std::optional<grpc::Status> end_status;           ///< How to end, decided from outside.
   std::function<void(const grpc::Status&)> finish;  ///< Valid until finished.
-  std::function<void()> cancel;                     ///< Likewise.
+  std::function<void()> cancel;                     ///< As `finish`.
 };
 
 /// The streams there are, so that idle and slow ones, or all of them, can be ended. Thread-safe.
@@ -171,7 +171,7 @@ class Stream : public RegisteredStream<Reactor> {
   /// Called by the constructor of the last class.
   void start() {
     if constexpr (kIsBulk) this->hold_to_rate();
-    this->StartSendInitialMetadata();  // tells the client that its call has arrived
+    this->StartSendInitialMetadata();  // shows the client that its call has arrived
     this->enter(Phase::kReading, [this] { this->StartRead(&request_); });
     this->enlist();
   }
@@ -298,7 +298,7 @@ class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<R
  private:
   static constexpr bool kIsBulk = std::is_same_v<Response, grpc::ByteBuffer>;
 
-  /// Told once by who has written a reply and once by who has made the next; the second of them
+  /// Called once when a reply is written and once when the next is made; the second of them
   /// goes on, and the first must not touch the stream any more, because it may be over.
   bool is_last() { return left_.fetch_sub(1) == 1; }
 

@@ -33,7 +33,8 @@ class RpcService final : public grpc::Service {
         new grpc::internal::CallbackClientStreamingHandler<RequestMessage, ResponseMessage>(
             std::move(start)));
   }
-  /// A stream of responses to one request: `start(context, request)`. Likewise.
+  /// A stream of responses to one request: `start(context, request)`. Its messages may be bytes
+  /// too.
   template <typename Request, typename RequestMessage, typename ResponseMessage, typename Start>
   void add_writing(Start start) {
     add<Request>(

@@ -82,7 +82,7 @@ void set_limits(grpc::ServerBuilder& builder, const ServerOptions& options,
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMilliseconds);
 }
 
-/// Gives reflection to one builder, or takes it away: the library that has it may have added it to
+/// Adds reflection to one builder, or removes it: the library that has it may have added it to
 /// all of the process.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
@@ -128,7 +128,7 @@ class Server::Impl {
     stop_deadlock_search();
     keep_grpc();
     quota_.Resize(static_cast<std::size_t>(grpc_memory()));
-    google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that is none
+    google::protobuf::SetLogHandler(nullptr);  // it would log every malformed message
     grpc::EnableDefaultHealthCheckService(true);
     metrics_->add_source([this](Families& families) { describe(families); });
     if (options_.more_metrics) metrics_->add_source(options_.more_metrics);

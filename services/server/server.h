@@ -40,7 +40,7 @@ struct ServerOptions {
   MinimumRate rate;  ///< Of streams of pages; that of the data plane is in `data.limits`.
   /// Where operators read metrics and the status page, on this machine; none: nowhere.
   std::optional<Endpoint> metrics{};
-  /// Adds metrics of whoever runs the server; must not throw.
+  /// Adds metrics of the program; must not throw.
   std::function<void(Families&)> more_metrics{};
   /// Served beside the others on `listen`: benchmarks have an empty call there. Must outlive the
   /// server.

@@ -18,7 +18,7 @@ class TlsCredentials final : public grpc::ServerCredentials {
   TlsCredentials(const TlsCredentials&) = delete;  // gRPC holds its address
   TlsCredentials& operator=(const TlsCredentials&) = delete;
 
-  /// Tenants are told by certificate and token where calls arrive.
+  /// Tenants are found by certificate and token where calls arrive.
   void SetAuthMetadataProcessor(
       const std::shared_ptr<grpc::AuthMetadataProcessor>& /*processor*/) override {}
 

@@ -10,7 +10,7 @@
 
 /// The frames of the data plane, as bytes: no sockets, no allocation by a number that is not
 /// checked against the bytes at hand. Numbers are little-endian. Decoders throw `Error`
-/// (`kInvalidArgument`) with what was expected and found; whoever reads from a socket then closes
+/// (`kInvalidArgument`) with what was expected and found; the reader of a socket then closes
 /// it.
 ///
 ///     frame   = header, control, payload
@@ -125,7 +125,7 @@ inline constexpr std::uint64_t kTensorAlignment = 64;
 [[nodiscard]] constexpr std::uint64_t output_bytes_for(std::uint64_t query_bytes) noexcept {
   return aligned_bytes(query_bytes) + aligned_bytes(query_bytes / 32);
 }
-/// Likewise of the shares that were missed.
+/// Room for the missed shares of such a query.
 [[nodiscard]] constexpr std::uint64_t missed_bytes_for(std::uint64_t query_bytes) noexcept {
   return aligned_bytes(query_bytes / 32);
 }
@@ -168,7 +168,7 @@ struct WriteBody {
 };
 
 /// Code of a page that was written when another had been committed under its key: that one is kept,
-/// and its handle is told by reserving the key again. ALREADY_EXISTS.
+/// and reserving the key again returns its handle. ALREADY_EXISTS.
 inline constexpr std::uint32_t kPageExisted = 6;
 
 /// The server's disk has the page that was written, synced.

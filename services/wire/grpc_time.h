@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-/// Deadlines of gRPC by the steady clock: nobody turns it.
+/// Deadlines of gRPC by the steady clock, which no change of the wall clock moves.
 namespace kvtier::services {
 
 [[nodiscard]] inline gpr_timespec grpc_deadline(std::chrono::nanoseconds from_now) {

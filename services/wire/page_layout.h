@@ -15,7 +15,7 @@
 ///     data_offset     units of 4096 bytes, num_units of them
 ///
 /// A page occupies whole units from the unit that is its slot; its header is the header of that
-/// unit. The server tells a client slot, generation and length of a page; the client reads the page
+/// unit. A reply gives slot, generation and length of a page; the client reads the page
 /// with `copy_page`, or in place between two looks at the header, or in place under a pin.
 namespace kvtier::services {
 

@@ -9,7 +9,7 @@
 namespace kvtier::services {
 
 /// Anonymous memory that two processes share, mapped here until it is destroyed. The one that makes
-/// it seals its size, so that the other cannot take pages away from under a reader.
+/// it seals its size, so that the other cannot shrink it under a reader.
 class SharedRegion {
  public:
   SharedRegion() = default;
