@@ -18,123 +18,19 @@ constexpr std::int64_t kCallBytes = std::int64_t{64} << 20;
 /// A lease, renewed by the client's thread.
 class RemotePages::Impl {
  public:
-  Impl(std::shared_ptr<Client::Impl> client, const v1::OpenLeaseResponse& opened)
-      : client_(std::move(client)), lease_(client_->connection, opened) {
-    client_->add(lease_.name(), services::milliseconds_of(opened.lease().ttl()));
+  Impl(std::shared_ptr<Client::Impl> client_in, const v1::OpenLeaseResponse& opened)
+      : client(std::move(client_in)), lease(client->connection, opened) {
+    client->add(lease.name(), services::milliseconds_of(opened.lease().ttl()));
   }
   ~Impl() {
-    client_->remove(lease_.name());
+    client->remove(lease.name());
     v1::CloseLeaseRequest request;
-    request.set_name(lease_.name());
-    client_->connection.end<v1::CloseLeaseResponse>(request);
+    request.set_name(lease.name());
+    client->connection.end<v1::CloseLeaseResponse>(request);
   }
   Impl(const Impl&) = delete;  // owns a lease
   Impl& operator=(const Impl&) = delete;
 
-  [[nodiscard]] const services::LeasedPages& lease() const noexcept { return lease_; }
-
-  std::vector<Found> lookup(std::span<const std::string> hashes, std::span<const int> layers,
-                            bool pin) {
-    std::vector<Found> found;
-    const std::size_t per_call = layers.empty() ? 1 : lease_.batch_pages() / layers.size();
-    for (std::size_t first = 0; first < hashes.size() && !layers.empty();) {
-      const auto part = hashes.subspan(
-          first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
-      v1::LookupPrefixRequest request;
-      request.set_lease(lease_.name());
-      request.mutable_hashes()->Add(part.begin(), part.end());
-      request.mutable_layers()->Add(layers.begin(), layers.end());
-      request.set_pin(pin);
-      if (pin) request.set_request_id(services::make_request_id());
-      const auto response = client_->connection.call<v1::LookupPrefixResponse>(request);
-      for (const v1::Page& page : response.pages()) found.push_back(found_of(page));
-      if (response.hits() < static_cast<int>(part.size())) break;
-      first += part.size();
-    }
-    return found;
-  }
-
-  std::vector<std::vector<Found>> find(std::span<const std::string> hashes,
-                                       std::span<const int> layers, bool pin) {
-    std::vector<std::vector<Found>> found;
-    v1::BatchLookupPagesRequest request;
-    request.set_pin(pin);
-    each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
-      int next = 0;
-      for (const bool hit : response.hits()) {
-        found.emplace_back();
-        for (std::size_t i = 0; hit && i < layers.size(); ++i) {
-          found.back().push_back(found_of(response.pages(next++)));
-        }
-      }
-    });
-    return found;
-  }
-
-  std::vector<bool> contains(std::span<const std::string> hashes, std::span<const int> layers) {
-    std::vector<bool> hits;
-    v1::BatchLookupPagesRequest request;
-    request.set_hits_only(true);
-    each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
-      hits.insert(hits.end(), response.hits().begin(), response.hits().end());
-    });
-    return hits;
-  }
-
-  std::vector<Result> put(std::span<const Put> pages) {
-    for (const Put& page : pages) {
-      if (static_cast<std::int64_t>(page.bytes.size()) == lease_.page_bytes()) continue;
-      throw Error(ErrorCode::kInvalidArgument,
-                  "bytes: expected pages of " + std::to_string(lease_.page_bytes()) +
-                      " bytes, found " + std::to_string(page.bytes.size()));
-    }
-    std::vector<Result> results;
-    for (std::size_t first = 0; first < pages.size(); first += pages_per_call()) {
-      const auto part = pages.subspan(first, std::min(pages_per_call(), pages.size() - first));
-      const std::vector<Result> more = put_part(part);
-      results.insert(results.end(), more.begin(), more.end());
-    }
-    return results;
-  }
-
-  std::vector<Result> get(std::span<const Get> pages) {
-    std::vector<Result> results(pages.size());
-    std::vector<Get> left;  // what shared memory does not have, or does not say why
-    std::vector<std::size_t> places;
-    const std::vector<services::PageRead> read = read_shared(pages);
-    for (std::size_t i = 0; i < pages.size(); ++i) {
-      results[i] = {.handle = pages[i].handle, .crc32c = read[i].crc};
-      if (read[i].done) continue;
-      left.push_back(pages[i]);
-      places.push_back(i);
-    }
-    std::vector<Result> asked(left.size());
-    for (std::size_t first = 0; first < left.size(); first += pages_per_call()) {
-      const std::size_t count = std::min(pages_per_call(), left.size() - first);
-      const auto stale =
-          std::ranges::count_if(std::span(places).subspan(first, count),
-                                [&](std::size_t place) { return read[place].stale; });
-      lease_.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
-                  static_cast<std::size_t>(stale));
-    }
-    for (std::size_t i = 0; i < left.size(); ++i) {
-      results[places[i]] = std::move(asked[i]);
-      results[places[i]].handle = left[i].handle;
-    }
-    return results;
-  }
-
-  std::vector<Result> pin(std::span<const std::string> handles) {
-    std::vector<Result> results;
-    each_part<v1::BatchPinPagesRequest, v1::BatchPinPagesResponse>(
-        handles, [&](const v1::BatchPinPagesResponse& response) {
-          for (const v1::PageResult& item : response.items()) {
-            take(item, results.emplace_back());
-            results.back().existed = false;
-          }
-        });
-    return results;
-  }
   template <typename Request, typename Response>
   std::vector<Result> statuses(std::span<const std::string> handles) {
     std::vector<Result> results;
@@ -146,7 +42,6 @@ class RemotePages::Impl {
     return results;
   }
 
- private:
   [[nodiscard]] static Found found_of(const v1::Page& page) {
     return {.handle = page.handle(), .bytes = page.length(), .crc32c = page.crc32c()};
   }
@@ -154,14 +49,14 @@ class RemotePages::Impl {
   /// Calls with handles, a batch at a time.
   template <typename Request, typename Response, typename Take>
   void each_part(std::span<const std::string> handles, Take take) {
-    for (std::size_t first = 0; first < handles.size(); first += lease_.batch_pages()) {
+    for (std::size_t first = 0; first < handles.size(); first += lease.batch_pages()) {
       const auto part =
-          handles.subspan(first, std::min(lease_.batch_pages(), handles.size() - first));
+          handles.subspan(first, std::min(lease.batch_pages(), handles.size() - first));
       Request request;
-      request.set_lease(lease_.name());
+      request.set_lease(lease.name());
       request.set_request_id(services::make_request_id());
       request.mutable_handles()->Add(part.begin(), part.end());
-      take(client_->connection.call<Response>(request));
+      take(client->connection.call<Response>(request));
     }
   }
 
@@ -169,21 +64,21 @@ class RemotePages::Impl {
   template <typename Take>
   void each_lookup(v1::BatchLookupPagesRequest& request, std::span<const std::string> hashes,
                    std::span<const int> layers, Take take) {
-    if (layers.empty() || layers.size() > lease_.batch_pages()) {
+    if (layers.empty() || layers.size() > lease.batch_pages()) {
       throw Error(ErrorCode::kInvalidArgument, "layers: expected 1 to " +
-                                                   std::to_string(lease_.batch_pages()) +
+                                                   std::to_string(lease.batch_pages()) +
                                                    ", found " + std::to_string(layers.size()));
     }
-    request.set_lease(lease_.name());
+    request.set_lease(lease.name());
     request.mutable_layers()->Add(layers.begin(), layers.end());
-    const std::size_t per_call = lease_.batch_pages() / layers.size();
+    const std::size_t per_call = lease.batch_pages() / layers.size();
     for (std::size_t first = 0; first < hashes.size(); first += per_call) {
       const auto part = hashes.subspan(first, std::min(per_call, hashes.size() - first));
       request.clear_hashes();
       request.mutable_hashes()->Add(part.begin(), part.end());
       if (request.pin()) request.set_request_id(services::make_request_id());
-      const auto response = client_->run<v1::BatchLookupPagesResponse>(
-          request, services::RequestTensors(client_->memories));
+      const auto response = client->run<v1::BatchLookupPagesResponse>(
+          request, services::RequestTensors(client->memories));
       const auto hits = static_cast<std::size_t>(std::ranges::count(response.hits(), true));
       if (static_cast<std::size_t>(response.hits_size()) != part.size() ||
           static_cast<std::size_t>(response.pages_size()) !=
@@ -198,7 +93,7 @@ class RemotePages::Impl {
   [[nodiscard]] std::vector<services::PageRead> read_shared(std::span<const Get> pages) {
     std::vector<services::PageRead> reads;
     for (const Get& page : pages) reads.push_back({.handle = page.handle, .to = page.to});
-    if (const auto channel = client_->channels.borrow()) {
+    if (const auto channel = client->channels.borrow()) {
       try {
         services::read_shared(*channel, reads, true);
       } catch (const ClientError&) {
@@ -209,20 +104,20 @@ class RemotePages::Impl {
   }
 
   [[nodiscard]] std::size_t pages_per_call() const {
-    const auto by_bytes = static_cast<std::size_t>(kCallBytes / lease_.page_bytes());
-    return std::clamp<std::size_t>(by_bytes, 1, lease_.batch_pages());
+    const auto by_bytes = static_cast<std::size_t>(kCallBytes / lease.page_bytes());
+    return std::clamp<std::size_t>(by_bytes, 1, lease.batch_pages());
   }
 
   std::vector<Result> put_part(std::span<const Put> pages) {
     v1::BatchReservePagesRequest request;
-    request.set_lease(lease_.name());
+    request.set_lease(lease.name());
     request.set_request_id(services::make_request_id());
     for (const Put& page : pages) {
       v1::PageKey& key = *request.add_keys();
       key.set_hash(page.hash);
       key.set_layer(page.layer);
     }
-    const auto reserved = client_->connection.call<v1::BatchReservePagesResponse>(request);
+    const auto reserved = client->connection.call<v1::BatchReservePagesResponse>(request);
     std::vector<Result> results(pages.size());
     std::vector<std::string> handles(pages.size());  // of those to be written
     std::vector<std::size_t> written;
@@ -236,7 +131,7 @@ class RemotePages::Impl {
     put_existed(pages, put_shared(pages, handles, results), results);
     std::erase_if(written, [&](std::size_t i) { return handles[i].empty(); });
     if (written.empty()) return results;
-    const v1::WritePagesResponse response = lease_.write(pages, handles);
+    const v1::WritePagesResponse response = lease.write(pages, handles);
     for (std::size_t i = 0; i < written.size(); ++i) {
       if (static_cast<int>(i) < response.items_size()) {
         take(response.items(static_cast<int>(i)), results[written[i]]);
@@ -256,9 +151,9 @@ class RemotePages::Impl {
       writes.push_back({.handle = handles[i], .from = pages[i].bytes});
       places.push_back(i);
     }
-    if (const auto channel = client_->channels.borrow()) {
+    if (const auto channel = client->channels.borrow()) {
       try {
-        services::write_shared(*channel, lease_.name(), writes);
+        services::write_shared(*channel, lease.name(), writes);
       } catch (const ClientError&) {
         // Writing a committed page again, the other way, returns that it is committed.
       }
@@ -294,8 +189,8 @@ class RemotePages::Impl {
     result.durable = item.page().durable();
   }
 
-  std::shared_ptr<Client::Impl> client_;
-  services::LeasedPages lease_;
+  const std::shared_ptr<Client::Impl> client;
+  services::LeasedPages lease;
 };
 
 RemotePages Client::open_pages(const RemotePagesConfig& config) {
@@ -312,29 +207,111 @@ RemotePages::~RemotePages() = default;
 RemotePages::RemotePages(RemotePages&&) noexcept = default;
 RemotePages& RemotePages::operator=(RemotePages&&) noexcept = default;
 
-const std::string& RemotePages::name() const noexcept { return impl_->lease().name(); }
+const std::string& RemotePages::name() const noexcept { return impl_->lease.name(); }
 std::vector<RemotePages::Found> RemotePages::lookup(std::span<const std::string> hashes,
                                                     std::span<const int> layers, bool pin) {
-  return impl_->lookup(hashes, layers, pin);
+  std::vector<Found> found;
+  const std::size_t per_call = layers.empty() ? 1 : impl_->lease.batch_pages() / layers.size();
+  for (std::size_t first = 0; first < hashes.size() && !layers.empty();) {
+    const auto part =
+        hashes.subspan(first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
+    v1::LookupPrefixRequest request;
+    request.set_lease(impl_->lease.name());
+    request.mutable_hashes()->Add(part.begin(), part.end());
+    request.mutable_layers()->Add(layers.begin(), layers.end());
+    request.set_pin(pin);
+    if (pin) request.set_request_id(services::make_request_id());
+    const auto response = impl_->client->connection.call<v1::LookupPrefixResponse>(request);
+    for (const v1::Page& page : response.pages()) found.push_back(impl_->found_of(page));
+    if (response.hits() < static_cast<int>(part.size())) break;
+    first += part.size();
+  }
+  return found;
 }
+
 std::vector<std::vector<RemotePages::Found>> RemotePages::find(std::span<const std::string> hashes,
                                                                std::span<const int> layers,
                                                                bool pin) {
-  return impl_->find(hashes, layers, pin);
+  std::vector<std::vector<Found>> found;
+  v1::BatchLookupPagesRequest request;
+  request.set_pin(pin);
+  impl_->each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
+    int next = 0;
+    for (const bool hit : response.hits()) {
+      found.emplace_back();
+      for (std::size_t i = 0; hit && i < layers.size(); ++i) {
+        found.back().push_back(impl_->found_of(response.pages(next++)));
+      }
+    }
+  });
+  return found;
 }
+
 std::vector<bool> RemotePages::contains(std::span<const std::string> hashes,
                                         std::span<const int> layers) {
-  return impl_->contains(hashes, layers);
+  std::vector<bool> hits;
+  v1::BatchLookupPagesRequest request;
+  request.set_hits_only(true);
+  impl_->each_lookup(request, hashes, layers, [&](const v1::BatchLookupPagesResponse& response) {
+    hits.insert(hits.end(), response.hits().begin(), response.hits().end());
+  });
+  return hits;
 }
+
 std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
-  return impl_->put(pages);
+  for (const Put& page : pages) {
+    if (static_cast<std::int64_t>(page.bytes.size()) == impl_->lease.page_bytes()) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "bytes: expected pages of " + std::to_string(impl_->lease.page_bytes()) +
+                    " bytes, found " + std::to_string(page.bytes.size()));
+  }
+  std::vector<Result> results;
+  for (std::size_t first = 0; first < pages.size(); first += impl_->pages_per_call()) {
+    const auto part = pages.subspan(first, std::min(impl_->pages_per_call(), pages.size() - first));
+    const std::vector<Result> more = impl_->put_part(part);
+    results.insert(results.end(), more.begin(), more.end());
+  }
+  return results;
 }
+
 std::vector<RemotePages::Result> RemotePages::get(std::span<const Get> pages) {
-  return impl_->get(pages);
+  std::vector<Result> results(pages.size());
+  std::vector<Get> left;  // what shared memory does not have, or does not say why
+  std::vector<std::size_t> places;
+  const std::vector<services::PageRead> read = impl_->read_shared(pages);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    results[i] = {.handle = pages[i].handle, .crc32c = read[i].crc};
+    if (read[i].done) continue;
+    left.push_back(pages[i]);
+    places.push_back(i);
+  }
+  std::vector<Result> asked(left.size());
+  for (std::size_t first = 0; first < left.size(); first += impl_->pages_per_call()) {
+    const std::size_t count = std::min(impl_->pages_per_call(), left.size() - first);
+    const auto stale = std::ranges::count_if(std::span(places).subspan(first, count),
+                                             [&](std::size_t place) { return read[place].stale; });
+    impl_->lease.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
+                      static_cast<std::size_t>(stale));
+  }
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    results[places[i]] = std::move(asked[i]);
+    results[places[i]].handle = left[i].handle;
+  }
+  return results;
 }
+
 std::vector<RemotePages::Result> RemotePages::pin(std::span<const std::string> handles) {
-  return impl_->pin(handles);
+  std::vector<Result> results;
+  impl_->each_part<v1::BatchPinPagesRequest, v1::BatchPinPagesResponse>(
+      handles, [&](const v1::BatchPinPagesResponse& response) {
+        for (const v1::PageResult& item : response.items()) {
+          impl_->take(item, results.emplace_back());
+          results.back().existed = false;
+        }
+      });
+  return results;
 }
+
 std::vector<RemotePages::Result> RemotePages::unpin(std::span<const std::string> handles) {
   return impl_->statuses<v1::BatchUnpinPagesRequest, v1::BatchUnpinPagesResponse>(handles);
 }
