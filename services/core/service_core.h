@@ -88,6 +88,18 @@ struct Call {
 /// on any thread, perhaps before the call returns; must not throw.
 using Done = std::function<void(const ServiceError*)>;
 
+/// Runs `act`, and reports to `done` how that ended.
+template <typename Act>
+void report(const Done& done, Act act) {
+  std::optional<ServiceError> failure;
+  try {
+    act();
+  } catch (...) {
+    failure = to_service_error(std::current_exception());
+  }
+  done(failure ? &*failure : nullptr);
+}
+
 /// How a unit of work is queued on a session.
 struct QueueOptions {
   Strand::Start start = Strand::Start::kQueued;

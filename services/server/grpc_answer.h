@@ -48,15 +48,8 @@ template <typename Response, typename Work>
 grpc::ServerUnaryReactor* unary_now(ServiceCore& core, StreamRegistry& registry,
                                     grpc::CallbackServerContext& context, const Response* response,
                                     Work work) {
-  return unary(core, registry, context, response, [&work](const Call& call, const auto& done) {
-    std::optional<ServiceError> failure;
-    try {
-      work(call);
-    } catch (...) {
-      failure = to_service_error(std::current_exception());
-    }
-    done(failure ? &*failure : nullptr);
-  });
+  return unary(core, registry, context, response,
+               [&work](const Call& call, const auto& done) { report(done, [&] { work(call); }); });
 }
 
 /// Answers an operator's call on the spot; `reply` throws when it fails. Nothing is charged.

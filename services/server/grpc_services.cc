@@ -93,13 +93,7 @@ std::unique_ptr<grpc::Service> make_session_service(ServiceCore& core, StreamReg
   add_alternating<Rpc<v1::KeepAliveRequest, v1::KeepAliveResponse>>(
       *service, core, registry, [&core](const Call& call) {
         return [&core, call](const auto& request, auto& response, const Done& done) {
-          std::optional<ServiceError> failure;
-          try {
-            core.keep_alive(call, request, response);
-          } catch (...) {
-            failure = to_service_error(std::current_exception());
-          }
-          done(failure ? &*failure : nullptr);
+          report(done, [&] { core.keep_alive(call, request, response); });
         };
       });
   return service;

@@ -121,13 +121,7 @@ grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegist
         registry, context,
         [&core, call, writer, lease = std::string()](const ByteBuffer& bytes,
                                                      const Done& done) mutable {
-          std::optional<ServiceError> failure;
-          try {
-            write(core, call, bytes, *writer, lease);
-          } catch (...) {
-            failure = to_service_error(std::current_exception());
-          }
-          done(failure ? &*failure : nullptr);
+          report(done, [&] { write(core, call, bytes, *writer, lease); });
         },
         [writer, &response] { response = buffer_of(writer->finish()); });
   });

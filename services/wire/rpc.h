@@ -99,7 +99,5 @@ template <typename Request>
   });
   return found;
 }
-static_assert(method_of<v1::AppendRequest>() == Method::kAppend);
-static_assert(method_of<v1::BatchLookupPagesRequest>() == Method::kBatchLookupPages);
 
 }  // namespace kvtier::services

@@ -1,0 +1,76 @@
+#include "services/wire/rpc.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+
+namespace kvtier::services::testing {
+namespace {
+
+using google::protobuf::MethodDescriptor;
+using google::protobuf::ServiceDescriptor;
+
+template <typename Request>
+const ServiceDescriptor& service_of() {
+  return *Request::descriptor()->file()->service(0);
+}
+
+/// Names of the calls with one request and one response.
+std::set<std::string> unary_methods(const ServiceDescriptor& service) {
+  std::set<std::string> names;
+  for (int i = 0; i < service.method_count(); ++i) {
+    const MethodDescriptor& method = *service.method(i);
+    if (!method.client_streaming() && !method.server_streaming()) names.insert(method.name());
+  }
+  return names;
+}
+
+/// Names of the calls of a list, whose types are those of the service's method.
+template <typename Rpcs>
+std::set<std::string> listed_methods(const ServiceDescriptor& service) {
+  std::set<std::string> names;
+  each_rpc<Rpcs>([&](auto rpc) {
+    using Call = decltype(rpc);
+    const std::string name(rpc_name<typename Call::Request>());
+    const MethodDescriptor* method =
+        service.FindMethodByName(name.substr(service.name().size() + 1));
+    ASSERT_NE(method, nullptr) << name;
+    EXPECT_EQ(method->input_type(), Call::Request::descriptor());
+    EXPECT_EQ(method->output_type(), Call::Response::descriptor());
+    names.insert(method->name());
+  });
+  return names;
+}
+
+TEST(Rpc, NamesFollowFromRequests) {
+  EXPECT_EQ(rpc_path<v1::GetSessionRequest>(), "/kvtier.v1.SessionService/GetSession");
+  EXPECT_EQ(rpc_name<v1::BatchLookupPagesRequest>(), "PageService/BatchLookupPages");
+}
+
+TEST(Rpc, ListsHaveEveryCallWithOneRequestAndOneResponse) {
+  const ServiceDescriptor& attention = service_of<v1::SelectRequest>();
+  EXPECT_EQ(listed_methods<AttentionRpcs>(attention), unary_methods(attention));
+  const ServiceDescriptor& pages = service_of<v1::OpenLeaseRequest>();
+  EXPECT_EQ(listed_methods<PageRpcs>(pages), unary_methods(pages));
+  const ServiceDescriptor& sessions = service_of<v1::GetSessionRequest>();
+  std::set<std::string> listed = listed_methods<SessionRpcs>(sessions);
+  listed.insert("ListSessions");  // answered on the calling thread
+  EXPECT_EQ(listed, unary_methods(sessions));
+}
+
+TEST(Rpc, MethodsOfFramesAreThoseOfTheFormat) {
+  EXPECT_EQ(method_of<v1::AppendRequest>(), Method::kAppend);
+  EXPECT_EQ(method_of<v1::SelectRequest>(), Method::kSelect);
+  EXPECT_EQ(method_of<v1::AttendRequest>(), Method::kAttend);
+  EXPECT_EQ(method_of<v1::DecodeRequest>(), Method::kDecode);
+  EXPECT_EQ(method_of<v1::BatchDecodeRequest>(), Method::kBatchDecode);
+  EXPECT_EQ(method_of<v1::BatchAttendRequest>(), Method::kBatchAttend);
+  EXPECT_EQ(method_of<v1::FetchRequest>(), Method::kFetch);
+  EXPECT_EQ(method_of<v1::BatchSelectRequest>(), Method::kBatchSelect);
+  EXPECT_EQ(method_of<v1::BatchFetchRequest>(), Method::kBatchFetch);
+  EXPECT_EQ(method_of<v1::BatchLookupPagesRequest>(), Method::kBatchLookupPages);
+}
+
+}  // namespace
+}  // namespace kvtier::services::testing
