@@ -4,6 +4,7 @@
 
 #include "services/client/connection.h"
 #include "services/wire/enums.h"
+#include "services/wire/stats_fields.h"
 
 #include <algorithm>
 
@@ -27,79 +28,14 @@ LatencyHistogram histogram_of(const v1::LatencyCounts& from) {
   return to;
 }
 
-Stats::Cumulative cumulative_of(const v1::CumulativeStats& from) {
-  Stats::Cumulative to;
-  to.tokens_appended = from.tokens_appended();
-  to.queries = from.queries();
-  to.rows_selected = from.rows_selected();
-  to.rows_attended = from.rows_attended();
-  to.bytes_host_to_device = from.bytes_host_to_device();
-  to.bytes_device_to_host = from.bytes_device_to_host();
-  to.bytes_device_resident = from.bytes_device_resident();
-  to.bytes_sketch_read = from.bytes_sketch_read();
-  to.nonfinite_tokens = from.nonfinite_tokens();
-  to.prefix_tokens_asked = from.prefix_tokens_asked();
-  to.prefix_tokens_attached = from.prefix_tokens_attached();
-  to.prefix_tokens_evicted = from.prefix_tokens_evicted();
-  to.pages_evicted = from.pages_evicted();
-  to.pages_restored = from.pages_restored();
-  to.pages_lost = from.pages_lost();
-  to.pages_repaired = from.pages_repaired();
-  to.cold_steps = from.cold_steps();
-  to.tier_nanoseconds = nanoseconds_of(from.tier_wait());
-  to.pages_prefetched = from.pages_prefetched();
-  to.pages_prefetched_useful = from.pages_prefetched_useful();
-  to.pages_prefetched_wasted = from.pages_prefetched_wasted();
-  to.row_cache_hits = from.row_cache_hits();
-  to.row_cache_misses = from.row_cache_misses();
-  to.row_cache_admissions = from.row_cache_admissions();
-  to.row_cache_evictions = from.row_cache_evictions();
-  to.rows_corrupt = from.rows_corrupt();
-  return to;
-}
-
-Stats::Snapshot snapshot_of(const v1::SnapshotStats& from) {
-  Stats::Snapshot to;
-  to.sessions = from.sessions();
-  to.host_page_bytes = from.host_page_bytes();
-  to.host_page_bytes_used = from.host_page_bytes_used();
-  to.device_bytes = from.device_bytes();
-  to.sketch_bytes_used = from.sketch_bytes_used();
-  to.pages = from.pages();
-  to.pages_used = from.pages_used();
-  to.prefix_tokens = from.prefix_tokens();
-  to.pages_in_tiers = from.pages_in_tiers();
-  to.pages_prefetched_waiting = from.pages_prefetched_waiting();
-  to.pages_shared = from.pages_shared();
-  to.row_cache_bytes = from.row_cache_bytes();
-  to.row_cache_bytes_used = from.row_cache_bytes_used();
-  return to;
-}
-
 Stats::Tier tier_of(const v1::TierStats& from) {
   Stats::Tier to;
   to.kind = from.kind();
-  to.gets = from.gets();
-  to.hits = from.hits();
-  to.misses = from.misses();
-  to.corrupt = from.corrupt();
-  to.get_timeouts = from.get_timeouts();
-  to.get_failures = from.get_failures();
-  to.puts = from.puts();
-  to.stored = from.stored();
-  to.refused = from.refused();
-  to.put_timeouts = from.put_timeouts();
-  to.put_failures = from.put_failures();
-  to.bytes_read = from.bytes_read();
-  to.bytes_written = from.bytes_written();
+  services::read_fields(services::kTierFields, from, to);
+  services::read_fields(services::kTierStateFields, from, to);
+  services::read_fields(services::kTierServerFields, from, to);
   to.get_time = histogram_of(from.get_time());
   to.put_time = histogram_of(from.put_time());
-  to.evicted = from.pages_evicted();
-  to.capacity_bytes = from.capacity_bytes();
-  to.used_bytes = from.used_bytes();
-  to.servers = from.servers();
-  to.servers_open = from.servers_open();
-  to.servers_probing = from.servers_probing();
   return to;
 }
 
@@ -176,8 +112,9 @@ ServerInfo AdminClient::info() {
 ServerStats AdminClient::stats() {
   const auto found = impl_->call<v1::GetStatsResponse>(v1::GetStatsRequest());
   ServerStats stats;
-  stats.engines.cumulative = cumulative_of(found.cumulative());
-  stats.engines.snapshot = snapshot_of(found.snapshot());
+  services::read_fields(services::kCumulativeFields, found.cumulative(), stats.engines.cumulative);
+  stats.engines.cumulative.tier_nanoseconds = nanoseconds_of(found.cumulative().tier_wait());
+  services::read_fields(services::kSnapshotFields, found.snapshot(), stats.engines.snapshot);
   for (const v1::TierStats& tier : found.tiers()) stats.engines.tiers.push_back(tier_of(tier));
   stats.service = service_of(found.service());
   stats.page_cache = page_cache_of(found.page_cache());

@@ -4,6 +4,7 @@
 #include "kvtier/page_tier.h"
 
 #include "services/base/service_error.h"
+#include "services/wire/stats_fields.h"
 #include "transfer/tiers/file_tier.h"
 
 #include <algorithm>
@@ -44,81 +45,18 @@ std::string key_of(const ModelSpec& spec) {
 }
 
 void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
-  to.tokens_appended += from.tokens_appended;
-  to.queries += from.queries;
-  to.rows_selected += from.rows_selected;
-  to.rows_attended += from.rows_attended;
-  to.bytes_host_to_device += from.bytes_host_to_device;
-  to.bytes_device_to_host += from.bytes_device_to_host;
-  to.bytes_device_resident += from.bytes_device_resident;
-  to.bytes_sketch_read += from.bytes_sketch_read;
-  to.nonfinite_tokens += from.nonfinite_tokens;
-  to.pages_evicted += from.pages_evicted;
-  to.pages_restored += from.pages_restored;
-  to.tier_bytes_written += from.tier_bytes_written;
-  to.tier_bytes_read += from.tier_bytes_read;
-  to.tier_hits += from.tier_hits;
-  to.tier_misses += from.tier_misses;
-  to.tier_corrupt += from.tier_corrupt;
-  to.tier_refused += from.tier_refused;
-  to.tier_unavailable += from.tier_unavailable;
-  to.pages_lost += from.pages_lost;
-  to.pages_repaired += from.pages_repaired;
-  to.cold_steps += from.cold_steps;
-  to.tier_nanoseconds += from.tier_nanoseconds;
-  to.pages_prefetched += from.pages_prefetched;
-  to.pages_prefetched_useful += from.pages_prefetched_useful;
-  to.pages_prefetched_wasted += from.pages_prefetched_wasted;
-  to.prefix_tokens_asked += from.prefix_tokens_asked;
-  to.prefix_tokens_attached += from.prefix_tokens_attached;
-  to.prefix_tokens_evicted += from.prefix_tokens_evicted;
-  to.row_cache_hits += from.row_cache_hits;
-  to.row_cache_misses += from.row_cache_misses;
-  to.row_cache_admissions += from.row_cache_admissions;
-  to.row_cache_evictions += from.row_cache_evictions;
-  to.rows_corrupt += from.rows_corrupt;
-}
-
-void add(Stats::Snapshot& to, const Stats::Snapshot& from) {
-  to.sessions += from.sessions;
-  to.host_page_bytes += from.host_page_bytes;
-  to.host_page_bytes_used += from.host_page_bytes_used;
-  to.device_bytes += from.device_bytes;
-  to.sketch_bytes_used += from.sketch_bytes_used;
-  to.pages += from.pages;
-  to.pages_used += from.pages_used;
-  to.pages_shared += from.pages_shared;
-  to.pages_in_tiers += from.pages_in_tiers;
-  to.pages_prefetched_waiting += from.pages_prefetched_waiting;
-  to.prefix_tokens += from.prefix_tokens;
-  to.row_cache_bytes += from.row_cache_bytes;
-  to.row_cache_bytes_used += from.row_cache_bytes_used;
+  add_fields(kCumulativeFields, from, to);
+  add_fields(kUnsentFields, from, to);
 }
 
 /// Adds what an engine has asked of its tiers, which are those of all engines in the same order.
 void add(std::vector<Stats::Tier>& to, const std::vector<Stats::Tier>& from) {
   for (std::size_t i = 0; i < std::min(to.size(), from.size()); ++i) {
-    Stats::Tier& sum = to[i];
-    const Stats::Tier& one = from[i];
-    sum.gets += one.gets;
-    sum.hits += one.hits;
-    sum.misses += one.misses;
-    sum.corrupt += one.corrupt;
-    sum.get_timeouts += one.get_timeouts;
-    sum.get_failures += one.get_failures;
-    sum.puts += one.puts;
-    sum.stored += one.stored;
-    sum.refused += one.refused;
-    sum.put_timeouts += one.put_timeouts;
-    sum.put_failures += one.put_failures;
-    sum.bytes_read += one.bytes_read;
-    sum.bytes_written += one.bytes_written;
-    sum.get_time += one.get_time;
-    sum.put_time += one.put_time;
-    if (sum.servers > 0) continue;  // shared by all engines: what it says of itself is there
-    sum.evicted += one.evicted;
-    sum.capacity_bytes += one.capacity_bytes;
-    sum.used_bytes += one.used_bytes;
+    add_fields(kTierFields, from[i], to[i]);
+    to[i].get_time += from[i].get_time;
+    to[i].put_time += from[i].put_time;
+    if (to[i].servers > 0) continue;  // shared by all engines: what it says of itself is there
+    add_fields(kTierStateFields, from[i], to[i]);
   }
 }
 
@@ -331,7 +269,7 @@ Stats ModelPool::stats() const {
   for (const auto& model : models) {
     const Stats stats = stats_of(*model);
     add(sum.cumulative, stats.cumulative);
-    add(sum.snapshot, stats.snapshot);
+    add_fields(kSnapshotFields, stats.snapshot, sum.snapshot);
     add(sum.tiers, stats.tiers);
   }
   return sum;

@@ -9,6 +9,7 @@
 #include "services/page_cache/page_slots.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/page_cache/transfer_counts.h"
+#include "services/wire/stats_fields.h"
 
 #include <array>
 #include <atomic>
@@ -121,6 +122,36 @@ struct PageStats {
 
   PageStats& operator+=(const PageStats& other) noexcept;
 };
+
+/// The numbers of `PageStats` that PageCacheStats has too.
+inline constexpr auto kPageBytesFields = std::to_array<StatsField<PageStats, std::int64_t>>(
+    {{"total_bytes", &PageStats::total_bytes},
+     {"free_bytes", &PageStats::free_bytes},
+     {"reserved_bytes", &PageStats::reserved_bytes},
+     {"committed_bytes", &PageStats::committed_bytes},
+     {"quarantined_bytes", &PageStats::quarantined_bytes}});
+inline constexpr auto kPageCountFields =
+    std::to_array<StatsField<PageStats>>({{"reserved_pages", &PageStats::reserved_pages},
+                                          {"committed_pages", &PageStats::committed_pages},
+                                          {"quarantined_pages", &PageStats::quarantined_pages},
+                                          {"pinned_pages", &PageStats::pinned_pages},
+                                          {"pages_reserved", &PageStats::reserved},
+                                          {"pages_committed", &PageStats::committed},
+                                          {"pages_existed", &PageStats::existed},
+                                          {"pages_aborted", &PageStats::aborted},
+                                          {"reservations_expired", &PageStats::expired},
+                                          {"pages_deleted", &PageStats::deleted},
+                                          {"pages_evicted", &PageStats::evicted},
+                                          {"bytes_evicted", &PageStats::evicted_bytes},
+                                          {"lookup_hits", &PageStats::lookup_hits},
+                                          {"lookup_misses", &PageStats::lookup_misses},
+                                          {"stale_handles", &PageStats::stale_handles},
+                                          {"checksum_failures", &PageStats::checksum_failures},
+                                          {"crc_mismatches", &PageStats::crc_mismatches},
+                                          {"refused_full", &PageStats::refused_full},
+                                          {"refused_quota", &PageStats::refused_quota},
+                                          {"bytes_written", &PageStats::bytes_written},
+                                          {"bytes_read", &PageStats::bytes_read}});
 
 class TenantPages;
 

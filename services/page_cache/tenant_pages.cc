@@ -965,35 +965,11 @@ EvictionAges& EvictionAges::operator+=(const EvictionAges& other) noexcept {
 }
 
 PageStats& PageStats::operator+=(const PageStats& other) noexcept {
-  total_bytes += other.total_bytes;
-  free_bytes += other.free_bytes;
-  reserved_bytes += other.reserved_bytes;
-  committed_bytes += other.committed_bytes;
-  quarantined_bytes += other.quarantined_bytes;
-  reserved_pages += other.reserved_pages;
-  committed_pages += other.committed_pages;
-  quarantined_pages += other.quarantined_pages;
-  pinned_pages += other.pinned_pages;
-  reserved += other.reserved;
-  committed += other.committed;
-  existed += other.existed;
-  aborted += other.aborted;
-  expired += other.expired;
-  deleted += other.deleted;
-  evicted += other.evicted;
-  evicted_bytes += other.evicted_bytes;
+  add_fields(kPageBytesFields, other, *this);
+  add_fields(kPageCountFields, other, *this);
   quarantined += other.quarantined;
   evicted_for_room += other.evicted_for_room;
   evicted_for_quota += other.evicted_for_quota;
-  lookup_hits += other.lookup_hits;
-  lookup_misses += other.lookup_misses;
-  stale_handles += other.stale_handles;
-  checksum_failures += other.checksum_failures;
-  crc_mismatches += other.crc_mismatches;
-  refused_full += other.refused_full;
-  refused_quota += other.refused_quota;
-  bytes_written += other.bytes_written;
-  bytes_read += other.bytes_read;
   written += other.written;
   unwritten += other.unwritten;
   brought += other.brought;
