@@ -127,6 +127,8 @@ class ServiceCore {
     tenants_.revoke(std::move(revoked));
   }
 
+  /// Executes a call with one request and one response; `SessionRpcs`, `AttentionRpcs` and
+  /// `PageRpcs` list them.
   void run(const Call& call, const v1::CreateSessionRequest& request,
            v1::CreateSessionResponse& response, Done done);
   void run(const Call& call, const v1::ReleaseSessionRequest& request,
@@ -135,9 +137,9 @@ class ServiceCore {
            Done done);
   void run(const Call& call, const v1::CloseLeaseRequest& request, v1::CloseLeaseResponse& response,
            Done done);
-  /// All other requests with one response that name a session, a lease, or a session an item; and
-  /// one chunk of an append, one step of a decode. What they do to a session is `answer`, or in
-  /// session_verbs.h, to a lease in page_verbs.h.
+  /// All other calls, which name a session, a lease, or a session for each item; and one chunk of
+  /// an append, one step of a decode. What they do to a session is in session_verbs.h or `answer`,
+  /// to a lease in page_verbs.h.
   template <typename Request, typename Response>
   void run(const Call& call, const Request& request, Response& response, Done done) {
     if constexpr (requires { request.items(0).session(); }) {
