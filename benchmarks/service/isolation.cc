@@ -1,6 +1,7 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
 #include "services/page_cache/page_store.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
 #include <array>
@@ -80,7 +81,7 @@ Separation probe(PageStore& store, PageLease& prober) {
     }
     const std::vector<std::string_view> wanted(hashes.begin(), hashes.end());
     const double time = seconds_of([&] {
-      static_cast<void>(store.lookup(prober, {{&layer, 1}, wanted, true}));
+      static_cast<void>(prober.pages.lookup(prober, {{&layer, 1}, wanted, true}));
     });
     (is_stored ? stored : unknown).push_back(time);
   }
@@ -104,8 +105,8 @@ nlohmann::json isolation_rows(const ServerProcess& /*server*/, const Settings& /
   for (PageLease* lease : {owners.get(), others.get()}) {
     for (std::size_t i = 0; i < kStored; ++i) {
       const std::string hash = hash_of(lease == owners.get() ? "stored" : "others", i);
-      const std::string handle = store.reserve(*lease, {.hash = hash}).handle;
-      static_cast<void>(store.commit(*lease, handle, bytes));
+      const std::string handle = lease->pages.reserve(*lease, {.hash = hash}).handle;
+      static_cast<void>(lease->pages.commit(*lease, handle, bytes));
     }
   }
   nlohmann::json rows = nlohmann::json::array();

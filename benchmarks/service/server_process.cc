@@ -5,6 +5,7 @@
 #include "benchmarks/service/measure.h"
 #include "benchmarks/service/pipe_text.h"
 #include "services/page_cache/page_store.h"
+#include "services/page_cache/tenant_pages.h"
 #include "services/server/server.h"
 
 #include <google/protobuf/empty.pb.h>
@@ -202,8 +203,8 @@ PageSet store(PageStore& store, Tenant& tenant, std::size_t page_bytes, std::siz
   std::vector<std::byte> page(page_bytes);
   for (std::size_t i = 0; i < count; ++i) {
     fill_page(i, page.data(), page_bytes);
-    const PageInfo reserved = store.reserve(*lease, {});
-    set.handles.push_back(store.commit(*lease, reserved.handle, page).handle);
+    const PageInfo reserved = lease->pages.reserve(*lease, {});
+    set.handles.push_back(lease->pages.commit(*lease, reserved.handle, page).handle);
   }
   return set;
 }

@@ -3,6 +3,7 @@
 #include "services/base/from_message.h"
 #include "services/core/replay_once.h"
 #include "services/page_cache/page_transfer.h"
+#include "services/page_cache/tenant_pages.h"
 #include "services/wire/enums.h"
 
 #include <algorithm>
@@ -87,18 +88,18 @@ std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request) {
   return *bytes;
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::LookupPrefixRequest& request,
+void execute(PageLease& lease, const v1::LookupPrefixRequest& request,
              v1::LookupPrefixResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     const Asked asked(request);
-    const FoundPages found = pages.lookup(
+    const FoundPages found = lease.pages.lookup(
         lease, {asked.layers, asked.hashes, /*prefix=*/true, request.pin(), /*pages=*/true});
     for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
     response.set_hits(static_cast<std::int32_t>(std::ranges::count(found.hits, true)));
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchLookupPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchLookupPagesRequest& request,
              v1::BatchLookupPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     if (request.pin() && request.hits_only()) {
@@ -106,77 +107,77 @@ void execute(PageStore& pages, PageLease& lease, const v1::BatchLookupPagesReque
     }
     const Asked asked(request);
     const FoundPages found =
-        pages.lookup(lease, {asked.layers, asked.hashes, /*prefix=*/false, request.pin(),
-                             /*pages=*/!request.hits_only()});
+        lease.pages.lookup(lease, {asked.layers, asked.hashes, /*prefix=*/false, request.pin(),
+                                   /*pages=*/!request.hits_only()});
     for (const bool hit : found.hits) response.add_hits(hit);
     for (const PageInfo& page : found.pages) fill_page(page, *response.add_pages());
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchReservePagesRequest& request,
+void execute(PageLease& lease, const v1::BatchReservePagesRequest& request,
              v1::BatchReservePagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     check_at_most("keys", request.keys_size(), kMaxBatchPages);
     check_each_once(request);
     for (const v1::PageKey& key : request.keys()) {
       attempt_page(*response.add_items(), [&] {
-        return pages.reserve(lease,
-                             {.layer = layer_of(key.layer(), "keys.layer"), .hash = key.hash()});
+        return lease.pages.reserve(
+            lease, {.layer = layer_of(key.layer(), "keys.layer"), .hash = key.hash()});
       });
     }
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchCommitPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchCommitPagesRequest& request,
              v1::BatchCommitPagesResponse& response) {
   check_at_most("items", request.items_size(), kMaxBatchPages);
   for (const auto& item : request.items()) {
     attempt_page(*response.add_items(), [&] {
       std::optional<std::uint32_t> crc;
       if (item.has_crc32c()) crc = item.crc32c();
-      return pages.commit(lease, item.handle(), crc);
+      return lease.pages.commit(lease, item.handle(), crc);
     });
   }
-  settle_pages(pages, lease.tenant, *response.mutable_items());
+  settle_pages(lease.pages, *response.mutable_items());
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchAbortPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchAbortPagesRequest& request,
              v1::BatchAbortPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { pages.abort(lease, handle); });
+      attempt(*response.add_statuses(), [&] { lease.pages.abort(lease, handle); });
     }
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchDeletePagesRequest& request,
+void execute(PageLease& lease, const v1::BatchDeletePagesRequest& request,
              v1::BatchDeletePagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { pages.remove(lease, handle); });
+      attempt(*response.add_statuses(), [&] { lease.pages.remove(lease, handle); });
     }
-    pages.settle(lease.tenant);
+    lease.pages.settle();
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchPinPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchPinPagesRequest& request,
              v1::BatchPinPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
-      attempt_page(*response.add_items(), [&] { return pages.pin(lease, handle); });
+      attempt_page(*response.add_items(), [&] { return lease.pages.pin(lease, handle); });
     }
   });
 }
 
-void execute(PageStore& pages, PageLease& lease, const v1::BatchUnpinPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
              v1::BatchUnpinPagesResponse& response) {
   execute_once(lease.tenant.replies(), request, response, [&] {
     check_at_most("handles", request.handles_size(), kMaxBatchPages);
     for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { pages.unpin(lease, handle); });
+      attempt(*response.add_statuses(), [&] { lease.pages.unpin(lease, handle); });
     }
   });
 }

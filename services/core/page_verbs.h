@@ -2,7 +2,7 @@
 
 #include "kvtier/v1/page.pb.h"
 
-#include "services/page_cache/page_store.h"
+#include "services/page_cache/page_lease.h"
 
 #include <cstdint>
 
@@ -16,21 +16,21 @@ inline constexpr int kMaxBatchPages = 4096;
 /// Returns the bytes of the pages that a lease is asked for, given as such or by a geometry.
 [[nodiscard]] std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request);
 
-void execute(PageStore& pages, PageLease& lease, const v1::LookupPrefixRequest& request,
+void execute(PageLease& lease, const v1::LookupPrefixRequest& request,
              v1::LookupPrefixResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchLookupPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchLookupPagesRequest& request,
              v1::BatchLookupPagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchReservePagesRequest& request,
+void execute(PageLease& lease, const v1::BatchReservePagesRequest& request,
              v1::BatchReservePagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchCommitPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchCommitPagesRequest& request,
              v1::BatchCommitPagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchAbortPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchAbortPagesRequest& request,
              v1::BatchAbortPagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchDeletePagesRequest& request,
+void execute(PageLease& lease, const v1::BatchDeletePagesRequest& request,
              v1::BatchDeletePagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchPinPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchPinPagesRequest& request,
              v1::BatchPinPagesResponse& response);
-void execute(PageStore& pages, PageLease& lease, const v1::BatchUnpinPagesRequest& request,
+void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
              v1::BatchUnpinPagesResponse& response);
 
 }  // namespace kvtier::services

@@ -314,9 +314,7 @@ class ServiceCore {
   void on_lease(const Call& call, const Request& request, Response& response, Done done) {
     std::function<void(PageLease&)> work;
     try {
-      work = [this, &request, &response](PageLease& lease) {
-        execute(pages_, lease, request, response);
-      };
+      work = [&request, &response](PageLease& lease) { execute(lease, request, response); };
     } catch (...) {
       refuse(arrive(call, rpc_name<Request>()), done);
       return;

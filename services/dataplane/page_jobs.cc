@@ -1,6 +1,7 @@
 #include "services/dataplane/page_jobs.h"
 
 #include "services/dataplane/connection.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
 #include <optional>
@@ -154,10 +155,10 @@ class WriteJob final : public PageJob {
       outcomes_.push_back(outcome_of([&] { return write(page); }));
     }
     if (outcomes_.size() < body_.pages.size()) return false;
-    pages_.settle(lease_->tenant);
+    lease_->pages.settle();
     for (std::size_t i = 0; i < outcomes_.size(); ++i) {
       const bool durable =
-          outcomes_[i].code == 0 && pages_.is_durable(lease_->tenant, handle_of(body_.pages[i]));
+          outcomes_[i].code == 0 && lease_->pages.is_durable(handle_of(body_.pages[i]));
       outcomes_[i].offset = durable ? kDurable : 0;
     }
     connection.send(make_outgoing(FrameType::kWritten, 0, request_id_,
@@ -172,9 +173,9 @@ class WriteJob final : public PageJob {
       throw ServiceError::invalid("bytes", "a whole page within the memory at hand",
                                   std::to_string(page.bytes));
     }
-    const PageInfo info =
-        pages_.commit(*lease_, handle_of(page), source_.subspan(page.destination, page.bytes),
-                      has_sums_ ? std::optional(page.crc) : std::nullopt);
+    const PageInfo info = lease_->pages.commit(*lease_, handle_of(page),
+                                               source_.subspan(page.destination, page.bytes),
+                                               has_sums_ ? std::optional(page.crc) : std::nullopt);
     transfer_.moved(page.bytes);
     return {.code = info.existed ? kPageExisted : 0U,
             .crc = info.crc32c,

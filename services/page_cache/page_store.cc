@@ -99,58 +99,9 @@ void PageStore::close(const Tenant& tenant, const std::string& name) {
   lease->pages.close(*lease);
 }
 
-PageInfo PageStore::reserve(PageLease& lease, const BlobKey& key) {
-  return lease.pages.reserve(lease, key);
-}
-
-void PageStore::write(PageLease& lease, std::string_view handle, std::uint64_t offset,
-                      std::span<const std::byte> bytes) {
-  lease.pages.write(lease, handle, offset, bytes);
-}
-
-PageInfo PageStore::commit(PageLease& lease, std::string_view handle,
-                           std::optional<std::uint32_t> crc) {
-  return lease.pages.commit(lease, handle, crc);
-}
-
-PageInfo PageStore::commit(PageLease& lease, std::string_view handle,
-                           std::span<const std::byte> bytes, std::optional<std::uint32_t> crc) {
-  return lease.pages.commit(lease, handle, bytes, crc);
-}
-
-void PageStore::abort(PageLease& lease, std::string_view handle) {
-  lease.pages.abort(lease, handle);
-}
-
-void PageStore::remove(PageLease& lease, std::string_view handle) {
-  lease.pages.remove(lease, handle);
-}
-
 RemovedPages PageStore::remove_unpinned(const Tenant& tenant) {
   TenantPages* const pages = find_pages(tenant);
   return pages == nullptr ? RemovedPages{} : pages->remove_unpinned();
-}
-
-PageInfo PageStore::pin(PageLease& lease, std::string_view handle) {
-  return lease.pages.pin(lease, handle);
-}
-
-void PageStore::unpin(PageLease& lease, std::string_view handle) {
-  lease.pages.unpin(lease, handle);
-}
-
-FoundPages PageStore::lookup(PageLease& lease, const PageQuery& query) {
-  return lease.pages.lookup(lease, query);
-}
-
-void PageStore::settle(const Tenant& tenant) {
-  if (!options_.waits_for_disk) return;
-  if (TenantPages* pages = find_pages(tenant)) pages->settle();
-}
-
-bool PageStore::is_durable(const Tenant& tenant, std::string_view handle) {
-  TenantPages* pages = find_pages(tenant);
-  return pages != nullptr && pages->is_durable(handle);
 }
 
 PinnedPage PageStore::read(const Tenant& tenant, std::string_view handle, Verify verify) {

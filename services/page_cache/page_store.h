@@ -197,7 +197,8 @@ struct ArenaFile {
 ///
 /// Handles are those of handle.h. A handle that is unknown, foreign or forged is NOT_FOUND; the
 /// tenant's own whose page has gone is NOT_FOUND with reason PAGE_GONE, a miss; one of an earlier
-/// start is ABORTED (SERVER_EPOCH). A call that throws `ServiceError` has changed nothing.
+/// start is ABORTED (SERVER_EPOCH). A call that throws `ServiceError` has changed nothing. What a
+/// lease does to pages is in `TenantPages`, which it has as `pages`.
 class PageStore {
  public:
   /// Throws `kInvalidArgument` for options that do not go together.
@@ -223,48 +224,10 @@ class PageStore {
   /// Gives back what the lease has reserved, and its pins. Committed pages stay.
   void close(const Tenant& tenant, const std::string& name);
 
-  /// Takes a slot for a page of the lease's size and charges the tenant, evicting unpinned pages
-  /// when needed. A page with this key that is committed is returned instead, `existed`, and counts
-  /// as used. Throws RESOURCE_EXHAUSTED (PAGES_FULL, QUOTA_EXCEEDED, OUT_OF_MEMORY).
-  [[nodiscard]] PageInfo reserve(PageLease& lease, const BlobKey& key);
-  /// Writes the next bytes of a reserved page; `offset` is where those before ended. The bytes are
-  /// read once. Throws INVALID_ARGUMENT for others, FAILED_PRECONDITION (NOT_RESERVED) for a page
-  /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes.
-  void write(PageLease& lease, std::string_view handle, std::uint64_t offset,
-             std::span<const std::byte> bytes);
-  /// Makes a wholly written page visible and immutable. With `crc` that differs from the server's
-  /// own (CHECKSUM_MISMATCH) the page stays reserved and must be written anew. When another page
-  /// with its key was first, that one is returned, `existed`, and this one's slot is free again.
-  /// Of a page that this lease has committed: returns it again.
-  PageInfo commit(PageLease& lease, std::string_view handle,
-                  std::optional<std::uint32_t> crc = std::nullopt);
-  /// Writes all of a page, from a client's staging memory say, and commits it: both or nothing.
-  PageInfo commit(PageLease& lease, std::string_view handle, std::span<const std::byte> bytes,
-                  std::optional<std::uint32_t> crc = std::nullopt);
-  /// Gives a reservation back.
-  void abort(PageLease& lease, std::string_view handle);
-  /// Deletes a committed page of the tenant: its handle and key find it no more. Its bytes stay as
-  /// long as it is pinned.
-  void remove(PageLease& lease, std::string_view handle);
   /// Deletes the committed pages of a tenant that are not pinned and have not been used since the
   /// call, and all from the disk but those that stay. Copies on servers elsewhere stay until their
   /// time is over. Other calls of the tenant go on meanwhile.
   RemovedPages remove_unpinned(const Tenant& tenant);
-  /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
-  PageInfo pin(PageLease& lease, std::string_view handle);
-  /// Throws FAILED_PRECONDITION (NOT_PINNED) for a page that the lease has not pinned.
-  void unpin(PageLease& lease, std::string_view handle);
-
-  /// Returns for which hashes the pages of all `layers` are committed, and these pages. They count
-  /// as used. Without layers nothing is found.
-  [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
-
-  /// With `waits_for_disk`: returns when what the tenant has committed until now is on the disk, or
-  /// could not be written, and after half a minute at most. Otherwise at once.
-  void settle(const Tenant& tenant);
-  /// Returns whether the disk has a committed page; `settle` comes before.
-  [[nodiscard]] bool is_durable(const Tenant& tenant, std::string_view handle);
-
   /// Returns the committed page of a tenant. `kYes` compares the checksum first: a page that fails
   /// is quarantined, and DATA_LOSS (CHECKSUM_FAILED) thrown. Counts as a use.
   [[nodiscard]] PinnedPage read(const Tenant& tenant, std::string_view handle,

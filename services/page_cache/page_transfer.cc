@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/base/from_message.h"
+#include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
 #include <limits>
@@ -64,12 +65,11 @@ void fill_page(const PageInfo& from, v1::Page& to) {
   to.set_durable(from.durable);
 }
 
-void settle_pages(PageStore& store, const Tenant& tenant,
-                  google::protobuf::RepeatedPtrField<v1::PageResult>& items) {
-  store.settle(tenant);
+void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items) {
+  pages.settle();
   for (v1::PageResult& item : items) {
     if (item.has_page()) {
-      item.mutable_page()->set_durable(store.is_durable(tenant, item.page().handle()));
+      item.mutable_page()->set_durable(pages.is_durable(item.page().handle()));
     }
   }
 }
@@ -92,7 +92,7 @@ WriteMessage parse_write_message(const ByteRuns& bytes) {
 }
 
 void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pages) {
-  tenant_ = &lease.tenant;
+  pages_ = &lease.pages;
   for (const WriteChunk& chunk : message.chunks) {
     const int count = response_.items_size();
     if (chunk.index != count - 1) {
@@ -123,12 +123,12 @@ void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pa
 void PageWriter::write_chunk(PageLease& lease, const WriteChunk& chunk) {
   auto offset = static_cast<std::uint64_t>(chunk.offset);
   for (const auto& run : chunk.data) {
-    store_.write(lease, handle_, offset, run);
+    lease.pages.write(lease, handle_, offset, run);
     transfer_.moved(run.size());
     offset += run.size();
   }
   if (!chunk.last) return;
-  fill_page(store_.commit(lease, handle_, chunk.crc),
+  fill_page(lease.pages.commit(lease, handle_, chunk.crc),
             *response_.mutable_items(chunk.index)->mutable_page());
   ended_ = true;
 }
@@ -142,7 +142,7 @@ void PageWriter::end_incomplete() {
 v1::WritePagesResponse PageWriter::finish() {
   if (response_.items_size() > 0 && !ended_) end_incomplete();
   ended_ = true;
-  if (tenant_ != nullptr) settle_pages(store_, *tenant_, *response_.mutable_items());
+  if (pages_ != nullptr) settle_pages(*pages_, *response_.mutable_items());
   return std::move(response_);
 }
 

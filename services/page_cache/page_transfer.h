@@ -33,8 +33,7 @@ struct WriteMessage {
 /// Writes what the store knows of a page into its message.
 void fill_page(const PageInfo& from, v1::Page& to);
 /// Settles the tenant's pages, and says of those in `items` whether they are durable.
-void settle_pages(PageStore& store, const Tenant& tenant,
-                  google::protobuf::RepeatedPtrField<v1::PageResult>& items);
+void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items);
 
 /// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument`.
 [[nodiscard]] WriteMessage parse_write_message(const ByteRuns& message);
@@ -43,8 +42,7 @@ void settle_pages(PageStore& store, const Tenant& tenant,
 class PageWriter {
  public:
   explicit PageWriter(PageStore& store)
-      : store_(store),
-        transfer_(store.transfers(), TransferPlane::kGrpc, TransferDirection::kWrite) {}
+      : transfer_(store.transfers(), TransferPlane::kGrpc, TransferDirection::kWrite) {}
 
   /// Writes the chunks of a message. What goes wrong with a page is kept for its result; throws
   /// INVALID_ARGUMENT for indices out of order and more pages than `max_pages`.
@@ -57,12 +55,11 @@ class PageWriter {
   void write_chunk(PageLease& lease, const WriteChunk& chunk);
   void end_incomplete();
 
-  PageStore& store_;
   Transfer transfer_;
   v1::WritePagesResponse response_;
-  const Tenant* tenant_ = nullptr;  ///< Of the lease; null: nothing was written.
-  std::string handle_;              ///< Of the last page.
-  bool ended_ = false;              ///< Committed or failed.
+  TenantPages* pages_ = nullptr;  ///< Of the lease; null: nothing was written.
+  std::string handle_;            ///< Of the last page.
+  bool ended_ = false;            ///< Committed or failed.
 };
 
 /// A piece of a ReadPagesResponse: `head`, then `data`, which `page` keeps in place.

@@ -835,7 +835,7 @@ void TenantPages::await_tasks() {
 }
 
 void TenantPages::settle() {
-  if (!backing_.empty()) await_tasks();
+  if (options_.waits_for_disk && !backing_.empty()) await_tasks();
 }
 
 bool TenantPages::is_durable(std::string_view handle) {

@@ -15,7 +15,8 @@ namespace kvtier::services {
 /// What is thrown for a lease that has been closed.
 [[nodiscard]] ServiceError lease_ended();
 
-/// The pages of one tenant; the verbs are those of `PageStore`. Thread-safe.
+/// The pages of one tenant, and what leases do to them. Functions without a comment are those of
+/// `PageStore`. Thread-safe.
 class TenantPages {
  public:
   /// `options`, `codec` and `kept`, which may be null, must outlive this. The pages in `kept` are
@@ -27,20 +28,43 @@ class TenantPages {
   TenantPages(const TenantPages&) = delete;  // pages hold its address
   TenantPages& operator=(const TenantPages&) = delete;
 
+  /// Takes a slot for a page of the lease's size and charges the tenant, evicting unpinned pages
+  /// when needed. A page with this key that is committed is returned instead, `existed`, and counts
+  /// as used. Throws RESOURCE_EXHAUSTED (PAGES_FULL, QUOTA_EXCEEDED, OUT_OF_MEMORY).
   [[nodiscard]] PageInfo reserve(PageLease& lease, const BlobKey& key);
+  /// Writes the next bytes of a reserved page; `offset` is where those before ended. The bytes are
+  /// read once. Throws INVALID_ARGUMENT for others, FAILED_PRECONDITION (NOT_RESERVED) for a page
+  /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes.
   void write(PageLease& lease, std::string_view handle, std::uint64_t offset,
              std::span<const std::byte> bytes);
-  PageInfo commit(PageLease& lease, std::string_view handle, std::optional<std::uint32_t> crc);
+  /// Makes a wholly written page visible and immutable. With `crc` that differs from the server's
+  /// own (CHECKSUM_MISMATCH) the page stays reserved and must be written anew. When another page
+  /// with its key was first, that one is returned, `existed`, and this one's slot is free again.
+  /// Of a page that this lease has committed: returns it again.
+  PageInfo commit(PageLease& lease, std::string_view handle,
+                  std::optional<std::uint32_t> crc = std::nullopt);
+  /// Writes all of a page, from a client's staging memory say, and commits it: both or nothing.
   PageInfo commit(PageLease& lease, std::string_view handle, std::span<const std::byte> bytes,
-                  std::optional<std::uint32_t> crc);
+                  std::optional<std::uint32_t> crc = std::nullopt);
+  /// Gives a reservation back.
   void abort(PageLease& lease, std::string_view handle);
+  /// Deletes a committed page of the tenant: its handle and key find it no more. Its bytes stay as
+  /// long as it is pinned.
   void remove(PageLease& lease, std::string_view handle);
   RemovedPages remove_unpinned();
+  /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
   PageInfo pin(PageLease& lease, std::string_view handle);
+  /// Throws FAILED_PRECONDITION (NOT_PINNED) for a page that the lease has not pinned.
   void unpin(PageLease& lease, std::string_view handle);
+
+  /// Returns for which hashes the pages of all `layers` are committed, and these pages. They count
+  /// as used. Without layers nothing is found.
   [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
   [[nodiscard]] PinnedPage read(std::string_view handle, Verify verify);
+  /// With `waits_for_disk`: returns when what the tenant has committed until now is on the disk, or
+  /// could not be written, and after half a minute at most. Otherwise at once.
   void settle();
+  /// Returns whether the disk has a committed page; `settle` comes before.
   [[nodiscard]] bool is_durable(std::string_view handle);
   void close(PageLease& lease) noexcept;
 

@@ -3,6 +3,7 @@
 // byte of the arenas is free, reserved or committed.
 
 #include "services/page_cache/page_transfer.h"
+#include "services/page_cache/tenant_pages.h"
 #include "tests/fuzz/fuzz.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -92,7 +93,7 @@ class Cache {
     const Tenant& tenant = *tenants_.all()[who];
     switch (input.number(10)) {
       case 0: {
-        const PageInfo info = store_.reserve(
+        const PageInfo info = lease.pages.reserve(
             lease, {.layer = static_cast<std::uint32_t>(input.number(2)), .hash = input.take(1)});
         if (!info.existed) pages_[info.handle] = {.tenant = who};
         break;
@@ -104,26 +105,26 @@ class Cache {
       }
       case 2: {
         const std::string page(kPageBytes, static_cast<char>(input.number(256)));
-        static_cast<void>(store_.commit(lease, handle, std::as_bytes(std::span(page))));
+        static_cast<void>(lease.pages.commit(lease, handle, std::as_bytes(std::span(page))));
         break;
       }
       case 3: {
         const std::string part(input.number16(), static_cast<char>(input.number(256)));
-        store_.write(lease, handle, input.number16(), std::as_bytes(std::span(part)));
+        lease.pages.write(lease, handle, input.number16(), std::as_bytes(std::span(part)));
         break;
       }
       case 4:
-        static_cast<void>(store_.commit(lease, handle, std::nullopt));
+        static_cast<void>(lease.pages.commit(lease, handle, std::nullopt));
         break;
       case 5:
-        store_.abort(lease, handle);
+        lease.pages.abort(lease, handle);
         break;
       case 6:
-        store_.remove(lease, handle);
+        lease.pages.remove(lease, handle);
         break;
       case 7:
-        input.number(2) == 0 ? static_cast<void>(store_.pin(lease, handle))
-                             : store_.unpin(lease, handle);
+        input.number(2) == 0 ? static_cast<void>(lease.pages.pin(lease, handle))
+                             : lease.pages.unpin(lease, handle);
         break;
       case 8:
         read_message(tenant, who, input);

@@ -1,3 +1,4 @@
+#include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 
 #include <limits>
@@ -67,7 +68,8 @@ class CorePagesTest : public CoreTest {
     const v1::BatchReservePagesResponse reserved = reserve(lease, hashes);
     for (const auto& item : reserved.items()) {
       handles.push_back(item.page().handle());
-      core_->pages().write(*core_->lease(call(), lease), handles.back(), 0, bytes);
+      const auto held = core_->lease(call(), lease);
+      held->pages.write(*held, handles.back(), 0, bytes);
       request.add_items()->set_handle(handles.back());
     }
     v1::BatchCommitPagesResponse response;

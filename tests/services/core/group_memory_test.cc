@@ -1,5 +1,6 @@
 #include "services/core/group_memory.h"
 
+#include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 
 #include <filesystem>
@@ -166,8 +167,8 @@ class CoreMemoryTest : public testing::CoreTest {
   std::string put(int seed) {
     const std::vector<std::byte> bytes(static_cast<std::size_t>(kPageBytes),
                                        static_cast<std::byte>(seed));
-    const PageInfo page = core_->pages().reserve(*lease_, {.hash = std::to_string(seed)});
-    return core_->pages().commit(*lease_, page.handle, bytes).handle;
+    const PageInfo page = lease_->pages.reserve(*lease_, {.hash = std::to_string(seed)});
+    return lease_->pages.commit(*lease_, page.handle, bytes).handle;
   }
   std::string reason_of_creation() {
     v1::CreateSessionResponse response;
@@ -186,8 +187,8 @@ TEST_F(CoreMemoryTest, PagesMakeRoomForEachOtherWhenTheGroupIsShort) {
   put(4);
   EXPECT_EQ(core_->pages().stats().evicted, 1U) << "three quarters of the arena are unused";
   EXPECT_EQ(core_->pages().stats().committed_pages, 4U);
-  for (std::size_t i = 1; i < 4; ++i) core_->pages().pin(*lease_, handles[i]);
-  core_->pages().pin(*lease_, core_->pages().reserve(*lease_, {.hash = "4"}).handle);
+  for (std::size_t i = 1; i < 4; ++i) lease_->pages.pin(*lease_, handles[i]);
+  lease_->pages.pin(*lease_, lease_->pages.reserve(*lease_, {.hash = "4"}).handle);
   try {
     put(5);
     FAIL() << "expected a refusal";

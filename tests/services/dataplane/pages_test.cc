@@ -96,7 +96,7 @@ TEST_F(PlanePages, AreCopiedOutOfTheArenaInBatches) {
     handles.emplace_back(stored.handle.data(), stored.handle.size());
   }
   const auto channel = attach();
-  pages_->remove(*lease_, handles[3]);
+  lease_->pages.remove(*lease_, handles[3]);
   std::string forged = handles[5];
   forged.back() = forged.back() == 'A' ? 'B' : 'A';
   // Few of them stay in the cache, many pass it by; memory for both is not aligned.
@@ -151,7 +151,7 @@ TEST_F(PlanePages, ThatAreDeletedAreNotReadInPlace) {
   const auto channel = attach();
   const PageOutcome page = read(*channel, {descriptor_of(handle)}).at(0);
 
-  pages_->remove(*lease_, handle);
+  lease_->pages.remove(*lease_, handle);
 
   std::vector<std::byte> bytes(kPageBytes);
   EXPECT_FALSE(channel->arena()->copy_page(page.slot, page.generation, bytes));
@@ -211,7 +211,7 @@ TEST_F(PlanePages, AreCountedByTheWayThatTheyTake) {
   (void)read_inline(*channel, wanted, codes);
   EXPECT_TRUE(counted(kUnix, TransferDirection::kRead, 4, 2 * kBytes + 100));
 
-  std::vector<PageDescriptor> written{descriptor_of(pages_->reserve(*lease_, {}).handle),
+  std::vector<PageDescriptor> written{descriptor_of(lease_->pages.reserve(*lease_, {}).handle),
                                       descriptor_of("none")};
   written[0].crc = crc32c(channel->staging().first(kPageBytes));
   (void)write(*channel, written, lease_->name);
@@ -250,7 +250,7 @@ TEST_F(PlanePages, AreWrittenFromStaging) {
     const auto bytes = random_bytes(kPageBytes, 100 + i);
     std::copy(bytes.begin(), bytes.end(),
               channel->staging().begin() + static_cast<std::ptrdiff_t>(i) * kPageBytes);
-    PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+    PageDescriptor page = descriptor_of(lease_->pages.reserve(*lease_, {}).handle);
     page.destination = i * kPageBytes;
     page.crc = crc32c(bytes);
     pages.push_back(page);
@@ -284,10 +284,10 @@ TEST_F(PlanePages, AreWrittenInBatchesThroughHalvesOfStaging) {
   std::vector<std::string> handles;
   for (std::uint64_t i = 0; i < kPages; ++i) {
     bytes.push_back(random_bytes(kPageBytes, i));
-    handles.push_back(pages_->reserve(*lease_, {}).handle);
+    handles.push_back(lease_->pages.reserve(*lease_, {}).handle);
   }
   const std::string unknown = handles[11];
-  pages_->abort(*lease_, unknown);
+  lease_->pages.abort(*lease_, unknown);
   std::vector<PageWrite> writes;
   for (std::size_t i = 0; i < kPages; ++i) {
     writes.push_back({.handle = handles[i], .from = bytes[i]});
@@ -313,7 +313,7 @@ TEST_F(PlanePages, AreSummedByTheServerForClientsThatDoNot) {
   const auto channel = attach();
   const auto bytes = random_bytes(kPageBytes, 1);
   std::ranges::copy(bytes, channel->staging().begin());
-  PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+  PageDescriptor page = descriptor_of(lease_->pages.reserve(*lease_, {}).handle);
   const auto exchange = [&](FrameType type, const Bytes& control) {
     return decode_outcomes(channel->reply_to(channel->send(type, kServerSums, control)).control());
   };
@@ -346,10 +346,10 @@ TEST_F(PlanePages, LargerThanHalfOfStagingAreLeftToOtherWays) {
 TEST_F(PlanePages, WrittenAfterAnothersOfTheirKeyAreToldSo) {
   const BlobKey key{.layer = 3, .hash = "hash"};
   const auto other = open_lease();
-  const std::string ours = pages_->reserve(*lease_, key).handle;
-  const std::string theirs = pages_->reserve(*other, key).handle;
+  const std::string ours = lease_->pages.reserve(*lease_, key).handle;
+  const std::string theirs = other->pages.reserve(*other, key).handle;
   const auto bytes = random_bytes(kPageBytes, 1);
-  (void)pages_->commit(*other, theirs, bytes);
+  (void)other->pages.commit(*other, theirs, bytes);
   const auto channel = attach();
   PageWrite write{.handle = ours, .from = bytes};
 
@@ -358,7 +358,7 @@ TEST_F(PlanePages, WrittenAfterAnothersOfTheirKeyAreToldSo) {
   EXPECT_FALSE(write.done);
   EXPECT_TRUE(write.existed);
   EXPECT_EQ(pages_->stats().reserved_pages, 0U);
-  const PageInfo found = pages_->reserve(*lease_, key);
+  const PageInfo found = lease_->pages.reserve(*lease_, key);
   EXPECT_TRUE(found.existed);
   EXPECT_EQ(found.handle, theirs);
 }
@@ -370,7 +370,7 @@ TEST_F(PlanePages, WrittenWhileTheirClientChangesThemAreWholeOrRefused) {
   };
   std::vector<PageDescriptor> pages;
   for (std::uint64_t i = 0; i < 16; ++i) {
-    PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+    PageDescriptor page = descriptor_of(lease_->pages.reserve(*lease_, {}).handle);
     page.destination = i * kPageBytes;
     page.crc = crc32c(page_of(i));
     pages.push_back(page);
@@ -400,7 +400,7 @@ TEST_F(PlanePages, WrittenWhileTheirClientChangesThemAreWholeOrRefused) {
 TEST_F(PlanePages, AreWrittenByTheirLeaseAlone) {
   const auto other = open_lease(1);
   const auto channel = attach(1);
-  PageDescriptor page = descriptor_of(pages_->reserve(*lease_, {}).handle);
+  PageDescriptor page = descriptor_of(lease_->pages.reserve(*lease_, {}).handle);
   page.crc = crc32c(channel->staging().first(kPageBytes));
 
   EXPECT_EQ(write(*channel, {page}, other->name).at(0).code, kNotFound);

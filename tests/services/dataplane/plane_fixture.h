@@ -3,6 +3,7 @@
 #include "services/client/data_channel.h"
 #include "services/dataplane/data_plane.h"
 #include "services/page_cache/page_store.h"
+#include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 #include "tests/support/eventually.h"
 
@@ -126,8 +127,8 @@ class PlaneTest : public ::testing::Test {
   }
   /// Stores a page of `random_bytes(kPageBytes, seed)` and returns its handle.
   std::string store_page(PageLease& lease, std::uint64_t seed) {
-    const PageInfo info = pages_->reserve(lease, {});
-    return pages_->commit(lease, info.handle, random_bytes(kPageBytes, seed)).handle;
+    const PageInfo info = lease.pages.reserve(lease, {});
+    return lease.pages.commit(lease, info.handle, random_bytes(kPageBytes, seed)).handle;
   }
 
   std::filesystem::path folder_;

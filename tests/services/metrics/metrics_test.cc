@@ -1,5 +1,6 @@
 #include "services/metrics/core_metrics.h"
 #include "services/metrics/server_metrics.h"
+#include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 #include "tests/services/metrics/exposition.h"
 
@@ -327,12 +328,12 @@ TEST_F(MetricsTest, PagesAreThoseOfTheCache) {
   const auto lease =
       core_->pages().open(tenant(), {.model = "m", .page_bytes = 4096}, executor_.make_strand());
   const std::vector<std::byte> bytes(4096);
-  const PageInfo page = core_->pages().reserve(*lease, {.hash = "h"});
-  (void)core_->pages().commit(*lease, page.handle, bytes);
+  const PageInfo page = lease->pages.reserve(*lease, {.hash = "h"});
+  (void)lease->pages.commit(*lease, page.handle, bytes);
   const std::vector<std::string_view> hashes{"h", "other"};
   const std::vector<std::uint32_t> layers{0};
-  (void)core_->pages().lookup(*lease, {.layers = layers, .hashes = hashes, .prefix = true});
-  (void)core_->pages().reserve(*lease, {});
+  (void)lease->pages.lookup(*lease, {.layers = layers, .hashes = hashes, .prefix = true});
+  (void)lease->pages.reserve(*lease, {});
 
   const MetricsReading seen = read();
 
@@ -360,8 +361,8 @@ TEST_F(MetricsTest, AgesOfEvictedPagesAreToldByCause) {
   const std::vector<std::byte> bytes(4096);
   tenant().set_quota(10, 4096);
   for (const char* hash : {"old", "new"}) {
-    const PageInfo page = core_->pages().reserve(*lease, {.hash = hash});
-    (void)core_->pages().commit(*lease, page.handle, bytes);
+    const PageInfo page = lease->pages.reserve(*lease, {.hash = hash});
+    (void)lease->pages.commit(*lease, page.handle, bytes);
     now_ += std::chrono::seconds(25);
   }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "services/page_cache/page_store.h"
+#include "services/page_cache/tenant_pages.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gtest/gtest.h>
@@ -101,9 +102,9 @@ class PageStoreTest : public ::testing::Test {
   /// Reserves, writes and commits a page of random bytes.
   PageInfo put(PageLease& lease, std::string_view hash, std::uint64_t seed,
                std::uint32_t layer = 0) {
-    const PageInfo reserved = store_->reserve(lease, {.layer = layer, .hash = hash});
+    const PageInfo reserved = lease.pages.reserve(lease, {.layer = layer, .hash = hash});
     const PageBytes bytes = bytes_of(seed, lease.config.page_bytes);
-    return store_->commit(lease, reserved.handle, bytes, crc32c(bytes));
+    return lease.pages.commit(lease, reserved.handle, bytes, crc32c(bytes));
   }
   PageInfo put(std::string_view hash, std::uint64_t seed) { return put(*lease_, hash, seed); }
   /// Returns the bytes of a page, or nothing when it is not there.
@@ -121,8 +122,8 @@ class PageStoreTest : public ::testing::Test {
     const std::uint32_t layer = 0;
     std::vector<std::string> handles;
     for (PageInfo& info :
-         store_
-             ->lookup(lease, {.layers = {&layer, 1}, .hashes = hashes, .prefix = true, .pin = pin})
+         lease.pages
+             .lookup(lease, {.layers = {&layer, 1}, .hashes = hashes, .prefix = true, .pin = pin})
              .pages) {
       handles.push_back(std::move(info.handle));
     }

@@ -44,7 +44,7 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
       case 1: {
         const std::string hash = std::to_string(below(12));
         try {
-          const PageInfo info = store_->reserve(lease, {.hash = hash});
+          const PageInfo info = lease.pages.reserve(lease, {.hash = hash});
           if (info.existed) {
             ASSERT_TRUE(pages.at(info.handle).committed);
             ASSERT_EQ(pages.at(info.handle).hash, hash);
@@ -63,7 +63,7 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
       case 2: {
         if (page == nullptr) break;
         const std::string reason = reason_of([&] {
-          const PageInfo info = store_->commit(lease, handle, bytes_of(page->seed));
+          const PageInfo info = lease.pages.commit(lease, handle, bytes_of(page->seed));
           if (info.existed) {
             page->deleted = true;
             EXPECT_EQ(pages.at(info.handle).hash, page->hash);
@@ -82,7 +82,7 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
       }
       case 3: {
         if (page == nullptr) break;
-        const std::string reason = reason_of([&] { return store_->pin(lease, handle); });
+        const std::string reason = reason_of([&] { return lease.pages.pin(lease, handle); });
         if (reason == "OK") {
           ASSERT_TRUE(own && page->committed && !page->deleted);
           ++page->pins;
@@ -92,7 +92,7 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
       case 4: {
         if (page == nullptr || !own) break;
         const std::string reason = reason_of([&] {
-          store_->unpin(lease, handle);
+          lease.pages.unpin(lease, handle);
           return 0;
         });
         ASSERT_EQ(reason == "OK", page->pins > 0);
@@ -103,9 +103,9 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
         if (page == nullptr || below(4) > 0) break;
         const std::string reason = reason_of([&] {
           if (page->committed) {
-            store_->remove(lease, handle);
+            lease.pages.remove(lease, handle);
           } else {
-            store_->abort(lease, handle);
+            lease.pages.abort(lease, handle);
           }
           return 0;
         });

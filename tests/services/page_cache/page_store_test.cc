@@ -24,16 +24,16 @@ TEST_F(PageStoreTest, ReturnsWhatWasCommitted) {
 }
 
 TEST_F(PageStoreTest, ShowsNoPageBeforeItsCommit) {
-  const PageInfo info = store_->reserve(*lease_, {.hash = "a"});
+  const PageInfo info = lease_->pages.reserve(*lease_, {.hash = "a"});
   const auto read = [&] { return store_->read(alpha_, info.handle); };
   EXPECT_EQ(reason_of(read), "NOT_COMMITTED");
-  store_->write(*lease_, info.handle, 0, bytes_of(1));
+  lease_->pages.write(*lease_, info.handle, 0, bytes_of(1));
   EXPECT_EQ(reason_of(read), "NOT_COMMITTED");
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
   const MappedArena arena(store_->arena(alpha_));
   EXPECT_FALSE(arena.view().is_readable(info.slot, info.generation));
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes) << "charged when reserved";
-  store_->commit(*lease_, info.handle);
+  lease_->pages.commit(*lease_, info.handle);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
 }
 
@@ -48,7 +48,7 @@ TEST_F(PageStoreTest, FindsTheLongestPrefixThatAllLayersHave) {
   const std::vector<std::uint32_t> layers{0, 1};
   const std::vector<std::string_view> hashes{"a", "b", "c", "d"};
   const auto found =
-      store_->lookup(*lease_, {.layers = layers, .hashes = hashes, .prefix = true}).pages;
+      lease_->pages.lookup(*lease_, {.layers = layers, .hashes = hashes, .prefix = true}).pages;
   ASSERT_EQ(found.size(), 4U);
   for (std::uint64_t i = 0; i < 4; ++i) EXPECT_EQ(get(alpha_, found[i].handle), bytes_of(i + 1));
   EXPECT_EQ(store_->stats().lookup_hits, 2U);
@@ -64,7 +64,7 @@ TEST_F(PageStoreTest, FindsEachHashForItself) {
   const std::vector<std::uint32_t> layers{0, 1};
   const std::vector<std::string_view> hashes{"a", "b", "c", "d", "b"};
   const PageQuery query{.layers = layers, .hashes = hashes};
-  const FoundPages found = store_->lookup(*lease_, query);
+  const FoundPages found = lease_->pages.lookup(*lease_, query);
   EXPECT_THAT(found.hits, ElementsAre(false, true, false, true, true));
   ASSERT_EQ(found.pages.size(), 6U);
   const std::vector<std::uint64_t> seeds{2, 3, 4, 5, 2, 3};
@@ -76,15 +76,15 @@ TEST_F(PageStoreTest, FindsEachHashForItself) {
 
   PageQuery only_hits = query;
   only_hits.pages = false;
-  EXPECT_EQ(store_->lookup(*lease_, only_hits).hits, found.hits);
-  EXPECT_THAT(store_->lookup(*lease_, only_hits).pages, IsEmpty());
+  EXPECT_EQ(lease_->pages.lookup(*lease_, only_hits).hits, found.hits);
+  EXPECT_THAT(lease_->pages.lookup(*lease_, only_hits).pages, IsEmpty());
   EXPECT_EQ(store_->stats().pinned_pages, 0U);
   PageQuery pins = query;
   pins.pin = true;
-  EXPECT_EQ(store_->lookup(*lease_, pins).pages.size(), 6U);
+  EXPECT_EQ(lease_->pages.lookup(*lease_, pins).pages.size(), 6U);
   EXPECT_EQ(store_->stats().pinned_pages, 4U);
   const PageQuery nothing{.layers = {}, .hashes = hashes};
-  EXPECT_THAT(store_->lookup(*lease_, nothing).hits, Each(false));
+  EXPECT_THAT(lease_->pages.lookup(*lease_, nothing).hits, Each(false));
 }
 
 TEST_F(PageStoreTest, KeepsModelsAndPageSizesApart) {
@@ -96,31 +96,31 @@ TEST_F(PageStoreTest, KeepsModelsAndPageSizesApart) {
 
 TEST_F(PageStoreTest, OneOfTwoWritersOfAKeyWins) {
   const auto second = open(alpha_);
-  const PageInfo first = store_->reserve(*lease_, {.hash = "a"});
-  const PageInfo loser = store_->reserve(*second, {.hash = "a"});
-  store_->commit(*lease_, first.handle, bytes_of(1));
-  const PageInfo info = store_->commit(*second, loser.handle, bytes_of(2));
+  const PageInfo first = lease_->pages.reserve(*lease_, {.hash = "a"});
+  const PageInfo loser = second->pages.reserve(*second, {.hash = "a"});
+  lease_->pages.commit(*lease_, first.handle, bytes_of(1));
+  const PageInfo info = second->pages.commit(*second, loser.handle, bytes_of(2));
   EXPECT_TRUE(info.existed);
   EXPECT_EQ(info.handle, first.handle);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, loser.handle); }), "PAGE_GONE");
-  EXPECT_TRUE(store_->reserve(*second, {.hash = "a"}).existed);
+  EXPECT_TRUE(second->pages.reserve(*second, {.hash = "a"}).existed);
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
 }
 
 TEST_F(PageStoreTest, CommitRepeatedAnswersTheSame) {
   const PageInfo info = put("a", 1);
-  EXPECT_EQ(store_->commit(*lease_, info.handle).handle, info.handle);
-  EXPECT_EQ(store_->commit(*lease_, info.handle, bytes_of(2)).crc32c, info.crc32c);
+  EXPECT_EQ(lease_->pages.commit(*lease_, info.handle).handle, info.handle);
+  EXPECT_EQ(lease_->pages.commit(*lease_, info.handle, bytes_of(2)).crc32c, info.crc32c);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_EQ(store_->stats().committed, 1U);
 }
 
 TEST_F(PageStoreTest, RefusesBytesThatDoNotMakeAPage) {
-  const PageInfo info = store_->reserve(*lease_, {.hash = "a"});
+  const PageInfo info = lease_->pages.reserve(*lease_, {.hash = "a"});
   const auto write = [&](std::uint64_t offset, std::int64_t count) {
     return reason_of([&] {
-      store_->write(*lease_, info.handle, offset, bytes_of(1, count));
+      lease_->pages.write(*lease_, info.handle, offset, bytes_of(1, count));
       return 0;
     });
   };
@@ -128,26 +128,29 @@ TEST_F(PageStoreTest, RefusesBytesThatDoNotMakeAPage) {
   EXPECT_EQ(write(1, 1), "INVALID_ARGUMENT");
   EXPECT_EQ(write(~std::uint64_t{7}, 16), "INVALID_ARGUMENT");
   EXPECT_EQ(write(0, kPageBytes - 1), "OK");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, info.handle); }), "PAGE_INCOMPLETE");
+  EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, info.handle); }),
+            "PAGE_INCOMPLETE");
   EXPECT_EQ(write(kPageBytes - 1, 2), "INVALID_ARGUMENT");
   for (const std::int64_t count :
        {std::int64_t{0}, kPageBytes - 1, kPageBytes + 1, 2 * kPageBytes}) {
-    EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, info.handle, bytes_of(1, count)); }),
-              "INVALID_ARGUMENT");
+    EXPECT_EQ(
+        reason_of([&] { return lease_->pages.commit(*lease_, info.handle, bytes_of(1, count)); }),
+        "INVALID_ARGUMENT");
   }
   EXPECT_EQ(write(kPageBytes - 1, 1), "OK");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, info.handle); }), "OK");
+  EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, info.handle); }), "OK");
   EXPECT_EQ(write(0, 1), "NOT_RESERVED");
 }
 
 TEST_F(PageStoreTest, RefusesAWrongChecksumAndTakesTheBytesAnew) {
-  const PageInfo info = store_->reserve(*lease_, {.hash = "a"});
+  const PageInfo info = lease_->pages.reserve(*lease_, {.hash = "a"});
   const PageBytes bytes = bytes_of(1);
-  EXPECT_EQ(
-      reason_of([&] { return store_->commit(*lease_, info.handle, bytes, crc32c(bytes) ^ 1U); }),
-      "CHECKSUM_MISMATCH");
+  EXPECT_EQ(reason_of([&] {
+              return lease_->pages.commit(*lease_, info.handle, bytes, crc32c(bytes) ^ 1U);
+            }),
+            "CHECKSUM_MISMATCH");
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
-  store_->commit(*lease_, info.handle, bytes, crc32c(bytes));
+  lease_->pages.commit(*lease_, info.handle, bytes, crc32c(bytes));
   EXPECT_EQ(get(alpha_, info.handle), bytes);
   EXPECT_EQ(store_->stats().crc_mismatches, 1U);
 }
@@ -162,8 +165,9 @@ TEST_F(PageStoreTest, RefusesLeasesThatAreTooLarge) {
   EXPECT_EQ(open_with(std::int64_t{1} << 62, 1), "INVALID_ARGUMENT");
   EXPECT_EQ(open_with(4 * kPageBytes, 128), "OK");
   EXPECT_EQ(open_with(1, 129), "INVALID_ARGUMENT");
-  EXPECT_EQ(reason_of([&] { return store_->reserve(*lease_, {.hash = std::string(65, 'h')}); }),
-            "INVALID_ARGUMENT");
+  EXPECT_EQ(
+      reason_of([&] { return lease_->pages.reserve(*lease_, {.hash = std::string(65, 'h')}); }),
+      "INVALID_ARGUMENT");
 }
 
 TEST_F(PageStoreTest, EvictsTheLongestUnused) {
@@ -187,17 +191,17 @@ TEST_F(PageStoreTest, NeverEvictsPinnedOrReservedPages) {
   std::vector<PageInfo> pages;
   for (std::uint64_t i = 0; i < kPages - 1; ++i) {
     pages.push_back(put(std::to_string(i), i));
-    store_->pin(*lease_, pages.back().handle);
+    lease_->pages.pin(*lease_, pages.back().handle);
   }
-  const PageInfo reserved = store_->reserve(*lease_, {.hash = "r"});
-  const auto reserve = [&] { return store_->reserve(*lease_, {.hash = "new"}); };
+  const PageInfo reserved = lease_->pages.reserve(*lease_, {.hash = "r"});
+  const auto reserve = [&] { return lease_->pages.reserve(*lease_, {.hash = "new"}); };
   EXPECT_EQ(reason_of(reserve), "PAGES_FULL");
   for (std::uint64_t i = 0; i < kPages - 1; ++i)
     EXPECT_EQ(get(alpha_, pages[i].handle), bytes_of(i));
-  store_->commit(*lease_, reserved.handle, bytes_of(50));
+  lease_->pages.commit(*lease_, reserved.handle, bytes_of(50));
   EXPECT_EQ(get(alpha_, reserved.handle), bytes_of(50));
 
-  store_->unpin(*lease_, pages[3].handle);
+  lease_->pages.unpin(*lease_, pages[3].handle);
   EXPECT_EQ(reason_of(reserve), "OK") << "the page that was committed last gives way";
   EXPECT_EQ(reason_of(reserve), "OK");
   EXPECT_EQ(reason_of(reserve), "PAGES_FULL");
@@ -206,9 +210,9 @@ TEST_F(PageStoreTest, NeverEvictsPinnedOrReservedPages) {
 
 TEST_F(PageStoreTest, PinnedPageIsInUse) {
   const PageInfo held = put("held", 1);
-  store_->pin(*lease_, held.handle);
+  lease_->pages.pin(*lease_, held.handle);
   now_ += std::chrono::hours(3);
-  store_->unpin(*lease_, held.handle);
+  lease_->pages.unpin(*lease_, held.handle);
   now_ += std::chrono::seconds(5);
   alpha_.set_quota(10, kPageBytes);
   put("new", 2);
@@ -222,14 +226,14 @@ TEST_F(PageStoreTest, PinsAreCountedAndBelongToTheirLease) {
   const PageInfo info = put("a", 1);
   const auto unpin = [&](PageLease& lease) {
     return reason_of([&] {
-      store_->unpin(lease, info.handle);
+      lease.pages.unpin(lease, info.handle);
       return 0;
     });
   };
   const auto other = open(alpha_);
   EXPECT_EQ(unpin(*lease_), "NOT_PINNED");
-  store_->pin(*lease_, info.handle);
-  store_->pin(*lease_, info.handle);
+  lease_->pages.pin(*lease_, info.handle);
+  lease_->pages.pin(*lease_, info.handle);
   EXPECT_EQ(unpin(*other), "NOT_PINNED");
   EXPECT_EQ(store_->stats().pinned_pages, 1U);
   EXPECT_EQ(unpin(*lease_), "OK");
@@ -242,7 +246,7 @@ TEST_F(PageStoreTest, PinsAreCountedAndBelongToTheirLease) {
 TEST_F(PageStoreTest, DeletedPageIsGoneButKeepsItsBytesForThoseWhoPinnedIt) {
   const PageInfo info = put("a", 1);
   std::optional<PinnedPage> page = store_->read(alpha_, info.handle);
-  store_->remove(*lease_, info.handle);
+  lease_->pages.remove(*lease_, info.handle);
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, info.handle); }), "PAGE_GONE");
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) put(std::to_string(i), 10 + i);
@@ -255,9 +259,9 @@ TEST_F(PageStoreTest, DeletedPageIsGoneButKeepsItsBytesForThoseWhoPinnedIt) {
 TEST_F(PageStoreTest, EndOfALeaseGivesBackReservationsAndPins) {
   const auto client = open(alpha_);
   const PageInfo kept = put(*client, "kept", 1);
-  store_->pin(*client, kept.handle);
-  const PageInfo half = store_->reserve(*client, {.hash = "half"});
-  store_->write(*client, half.handle, 0, bytes_of(2, 100));
+  client->pages.pin(*client, kept.handle);
+  const PageInfo half = client->pages.reserve(*client, {.hash = "half"});
+  client->pages.write(*client, half.handle, 0, bytes_of(2, 100));
   now_ += std::chrono::seconds(40);
   static_cast<void>(store_->find(alpha_, lease_->name));  // renews the other
   now_ += std::chrono::seconds(30);
@@ -270,20 +274,21 @@ TEST_F(PageStoreTest, EndOfALeaseGivesBackReservationsAndPins) {
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
   EXPECT_EQ(get(alpha_, kept.handle), bytes_of(1)) << "what was committed stays";
   EXPECT_EQ(reason_of([&] { return store_->find(alpha_, client->name); }), "LEASE_EXPIRED");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*client, half.handle); }), "LEASE_EXPIRED");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, half.handle); }), "PAGE_GONE");
+  EXPECT_EQ(reason_of([&] { return client->pages.commit(*client, half.handle); }), "LEASE_EXPIRED");
+  EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, half.handle); }), "PAGE_GONE");
 }
 
 TEST_F(PageStoreTest, AbandonedReservationComesBackWhileTheLeaseLives) {
-  const PageInfo old = store_->reserve(*lease_, {.hash = "old"});
+  const PageInfo old = lease_->pages.reserve(*lease_, {.hash = "old"});
   now_ += std::chrono::seconds(20);
-  const PageInfo young = store_->reserve(*lease_, {.hash = "young"});
+  const PageInfo young = lease_->pages.reserve(*lease_, {.hash = "young"});
   now_ += std::chrono::seconds(10);
   store_->sweep();
   EXPECT_EQ(store_->stats().expired, 1U);
-  EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, old.handle, bytes_of(1)); }),
+  EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, old.handle, bytes_of(1)); }),
             "PAGE_GONE");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, young.handle, bytes_of(1)); }), "OK");
+  EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, young.handle, bytes_of(1)); }),
+            "OK");
   store_->close(alpha_, lease_->name);
   EXPECT_EQ(store_->stats().reserved_bytes, 0);
 }
@@ -294,10 +299,10 @@ TEST_F(PageStoreTest, StaleGenerationNeverSucceeds) {
     const PageInfo info = put("a", round);
     for (const std::string& old : stale) {
       EXPECT_EQ(get(alpha_, old), std::nullopt);
-      EXPECT_EQ(reason_of([&] { return store_->commit(*lease_, old); }), "PAGE_GONE");
-      EXPECT_EQ(reason_of([&] { return store_->pin(*lease_, old); }), "PAGE_GONE");
+      EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, old); }), "PAGE_GONE");
+      EXPECT_EQ(reason_of([&] { return lease_->pages.pin(*lease_, old); }), "PAGE_GONE");
     }
-    store_->remove(*lease_, info.handle);
+    lease_->pages.remove(*lease_, info.handle);
     stale.push_back(info.handle);
   }
   EXPECT_EQ(alpha_.kv_bytes(), 0);
@@ -354,7 +359,7 @@ TEST_F(PageStoreTest, HundredThousandForgedHandlesReachNothing) {
 TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   alpha_.set_quota(10, 3 * kPageBytes);
   const auto reserve = [&](PageLease& lease, std::string_view hash) {
-    return reason_of([&] { return store_->reserve(lease, {.hash = hash}); });
+    return reason_of([&] { return lease.pages.reserve(lease, {.hash = hash}); });
   };
   const PageInfo first = put("1", 1);
   put("2", 2);
@@ -367,7 +372,7 @@ TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   EXPECT_THAT(stats.evicted_for_quota.counts, ElementsAre(0, 1, 0, 0, 0, 0));  // 10 s
   EXPECT_EQ(stats.evicted_for_quota.seconds, 10.0);
   EXPECT_EQ(stats.evicted_for_room.seconds, 0.0);
-  for (const char* hash : {"2", "3", "4"}) store_->pin(*lease_, find(*lease_, {hash}).at(0));
+  for (const char* hash : {"2", "3", "4"}) lease_->pages.pin(*lease_, find(*lease_, {hash}).at(0));
   EXPECT_EQ(reserve(*lease_, "5"), "QUOTA_EXCEEDED");
   EXPECT_EQ(reserve(*open(beta_), "5"), "OK") << "nobody else's";
   EXPECT_EQ(store_->stats().refused_quota, 1U);
@@ -478,7 +483,7 @@ TEST_F(PageStoreTest, ClientsCanReadTheArenaAndDoNothingElse) {
 TEST_F(PageStoreTest, MappedReaderSeesThatAPageHasGone) {
   const PageInfo info = put("a", 1);
   const MappedArena arena(store_->arena(alpha_));
-  store_->remove(*lease_, info.handle);
+  lease_->pages.remove(*lease_, info.handle);
   PageBytes copy(kPageBytes);
   EXPECT_FALSE(arena.view().copy_page(info.slot, info.generation, copy));
   PageInfo next = put("b", 2);

@@ -22,8 +22,8 @@ std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool
   const std::vector<std::byte> bytes(4096);
   std::vector<std::string> handles;
   for (int i = 0; i < 8; ++i) {
-    const std::string handle = store.reserve(*owners, {.hash = std::to_string(i)}).handle;
-    handles.push_back(store.commit(*owners, handle, bytes).handle);
+    const std::string handle = owners->pages.reserve(*owners, {.hash = std::to_string(i)}).handle;
+    handles.push_back(owners->pages.commit(*owners, handle, bytes).handle);
   }
   std::vector<std::uint64_t> trace;
   const std::uint32_t layer = 0;
@@ -31,12 +31,13 @@ std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool
     const std::string hash = prefix + std::to_string(i);
     const std::string_view wanted = hash;
     for (const bool pin : {false, true}) {
-      trace.push_back(store.lookup(*probers, {{&layer, 1}, {&wanted, 1}, true, pin}).pages.size());
+      trace.push_back(
+          probers->pages.lookup(*probers, {{&layer, 1}, {&wanted, 1}, true, pin}).pages.size());
     }
     try {
-      const PageInfo reserved = store.reserve(*probers, {.hash = hash});
+      const PageInfo reserved = probers->pages.reserve(*probers, {.hash = hash});
       trace.push_back(reserved.existed ? 1 : 0);
-      if (!reserved.existed) store.abort(*probers, reserved.handle);
+      if (!reserved.existed) probers->pages.abort(*probers, reserved.handle);
     } catch (const ServiceError& error) {
       trace.push_back(100 + static_cast<std::uint64_t>(error.code()));
     }
@@ -49,9 +50,9 @@ std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool
                   stats.bytes_read, static_cast<std::uint64_t>(tenant->kv_bytes())});
   }
   // Which of its pages the owner loses next.
-  (void)store.reserve(*owners, {.hash = "new"});
+  (void)owners->pages.reserve(*owners, {.hash = "new"});
   for (const std::string& handle : handles) {
-    trace.push_back(reason_of([&] { return store.pin(*owners, handle); }) == "OK" ? 1 : 0);
+    trace.push_back(reason_of([&] { return owners->pages.pin(*owners, handle); }) == "OK" ? 1 : 0);
   }
   return trace;
 }
@@ -62,10 +63,10 @@ TEST_F(PageStoreTest, KeepsTenantsApart) {
   EXPECT_THAT(find(*other, {"a"}), IsEmpty());
   const auto foreign = [&] { return store_->read(beta_, info.handle); };
   EXPECT_EQ(reason_of(foreign), "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] { return store_->pin(*other, info.handle); }), "NOT_FOUND");
-  EXPECT_EQ(reason_of([&] { return store_->commit(*other, info.handle); }), "NOT_FOUND");
+  EXPECT_EQ(reason_of([&] { return other->pages.pin(*other, info.handle); }), "NOT_FOUND");
+  EXPECT_EQ(reason_of([&] { return other->pages.commit(*other, info.handle); }), "NOT_FOUND");
   EXPECT_EQ(reason_of([&] {
-              store_->remove(*other, info.handle);
+              other->pages.remove(*other, info.handle);
               return 0;
             }),
             "NOT_FOUND");
@@ -91,10 +92,10 @@ TEST_F(PageStoreTest, RemovesWhatNobodyHasPinnedOfOneTenant) {
   make_store(options);
   std::vector<PageInfo> pages;
   for (std::uint64_t i = 0; i < kMany - 1; ++i) pages.push_back(put(std::to_string(i), i));
-  const PageInfo waiting = store_->reserve(*lease_, {.hash = "waiting"});
+  const PageInfo waiting = lease_->pages.reserve(*lease_, {.hash = "waiting"});
   const auto other = open(beta_);
   const PageInfo foreign = put(*other, "0", 5);
-  store_->pin(*lease_, pages[17].handle);
+  lease_->pages.pin(*lease_, pages[17].handle);
   std::optional<PinnedPage> read = store_->read(alpha_, pages[400].handle);
 
   const RemovedPages removed = store_->remove_unpinned(alpha_);
@@ -108,7 +109,7 @@ TEST_F(PageStoreTest, RemovesWhatNobodyHasPinnedOfOneTenant) {
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, pages[0].handle); }), "PAGE_GONE");
   EXPECT_THAT(find(*lease_, {"1"}), IsEmpty());
   EXPECT_EQ(get(beta_, foreign.handle), bytes_of(5));
-  store_->commit(*lease_, waiting.handle, bytes_of(1));
+  lease_->pages.commit(*lease_, waiting.handle, bytes_of(1));
   EXPECT_EQ(find(*lease_, {"waiting"}).size(), 1U);
   EXPECT_EQ(store_->remove_unpinned(alpha_).pages, 1U) << "what was committed since";
   read.reset();

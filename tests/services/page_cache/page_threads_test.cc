@@ -32,20 +32,20 @@ class PageThreadsTest : public PageStoreTest {
         switch (random() % 6) {
           case 0:
           case 1: {
-            const PageInfo info = store_->reserve(lease, {.hash = hash});
+            const PageInfo info = lease.pages.reserve(lease, {.hash = hash});
             if (!info.existed) {
-              store_->commit(lease, info.handle, page_of(number, kPageBytes));
+              lease.pages.commit(lease, info.handle, page_of(number, kPageBytes));
             }
             break;
           }
           case 2: {
-            for (const std::string& handle : find(lease, {hash})) store_->remove(lease, handle);
+            for (const std::string& handle : find(lease, {hash})) lease.pages.remove(lease, handle);
             break;
           }
           case 3: {
             for (std::string& handle : find(lease, {hash}, true)) pinned.push_back(handle);
             if (pinned.size() > 2) {
-              store_->unpin(lease, pinned.front());
+              lease.pages.unpin(lease, pinned.front());
               pinned.erase(pinned.begin());
             }
             break;
@@ -65,7 +65,7 @@ class PageThreadsTest : public PageStoreTest {
         if (reason != "PAGE_GONE" && reason != "PAGES_FULL") ++wrong_;
       }
     }
-    for (const std::string& handle : pinned) store_->unpin(lease, handle);
+    for (const std::string& handle : pinned) lease.pages.unpin(lease, handle);
   }
 
   std::atomic<int> wrong_{0}, read_{0};
@@ -110,11 +110,11 @@ TEST_F(PageThreadsTest, MappedReaderNeverTakesARecycledPageForItsOwn) {
     }
   });
   for (int round = 0; round < 20'000 || copied == 0; ++round) {
-    const PageInfo info = store_->reserve(*lease_, {});
+    const PageInfo info = lease_->pages.reserve(*lease_, {});
     const std::uint64_t word = std::uint64_t{info.slot} << 32U | info.generation;
-    store_->commit(*lease_, info.handle, page_of(word, kPageBytes));
+    lease_->pages.commit(*lease_, info.handle, page_of(word, kPageBytes));
     place = word;
-    if (round % 2 == 0) store_->remove(*lease_, info.handle);
+    if (round % 2 == 0) lease_->pages.remove(*lease_, info.handle);
   }
   ending = true;
   reader.join();

@@ -1,5 +1,6 @@
 #include "services/page_cache/page_transfer.h"
 
+#include "services/page_cache/tenant_pages.h"
 #include "tests/services/page_cache/page_fixture.h"
 
 #include <array>
@@ -28,7 +29,7 @@ class PageTransferTest : public PageStoreTest {
     return chunk;
   }
   std::string reserve(std::string_view hash) {
-    return store_->reserve(*lease_, {.hash = hash}).handle;
+    return lease_->pages.reserve(*lease_, {.hash = hash}).handle;
   }
   v1::WritePagesResponse write(const v1::WritePagesRequest& request) {
     const std::string text = request.SerializeAsString();
@@ -197,7 +198,7 @@ TEST_F(PageTransferTest, FailuresStayWithTheirPage) {
   EXPECT_EQ(response.items(3).status().code(), 0);
   EXPECT_EQ(response.items(4).status().reason(), "INVALID_ARGUMENT");
   EXPECT_EQ(store_->stats().committed_pages, 1U);
-  store_->commit(*lease_, wrong, bytes_of(1));  // it may be written anew
+  lease_->pages.commit(*lease_, wrong, bytes_of(1));  // it may be written anew
 }
 
 TEST_F(PageTransferTest, IndicesGoUpByOneAndHaveALimit) {

@@ -47,9 +47,9 @@ TEST_F(PersistentArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
     (void)put("b", 2);
     (void)find(*lease_, {"a"}, true);  // pinned
     const PageInfo gone = put("c", 3);
-    store_->remove(*lease_, gone.handle);
-    const PageInfo half = store_->reserve(*lease_, {.hash = "d"});
-    store_->write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
+    lease_->pages.remove(*lease_, gone.handle);
+    const PageInfo half = lease_->pages.reserve(*lease_, {.hash = "d"});
+    lease_->pages.write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
     (void)put(*lease_, "", 5);  // found by a handle that is not in use any more
   });
   next_store();
@@ -87,7 +87,7 @@ TEST_F(PersistentArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable
   // The place is never taken for the page that was there.
   const std::vector<std::string> handles = find(*lease_, {"a"});
   ASSERT_EQ(handles.size(), 1U);
-  store_->remove(*lease_, handles[0]);
+  lease_->pages.remove(*lease_, handles[0]);
   EXPECT_FALSE(mapped.view().copy_page(page.slot, page.generation, bytes));
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
     (void)put("n" + std::to_string(i), i);

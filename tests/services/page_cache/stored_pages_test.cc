@@ -70,7 +70,7 @@ class StoredPagesTest : public PageStoreTest {
     ASSERT_EQ(::waitpid(pid, &status, 0), pid);
     ASSERT_EQ(status, 0);
   }
-  void settle() { store_->settle(alpha_); }
+  void settle() { lease_->pages.settle(); }
   /// Returns the bytes of the page that a hash finds, or nothing.
   std::optional<PageBytes> look_up(std::string_view hash) {
     const std::vector<std::string> handles = find(*lease_, {hash});
@@ -78,7 +78,8 @@ class StoredPagesTest : public PageStoreTest {
   }
   std::vector<bool> contains(PageLease& lease, const std::vector<std::string_view>& hashes) {
     const std::uint32_t layer = 0;
-    return store_->lookup(lease, {.layers = {&layer, 1}, .hashes = hashes, .pages = false}).hits;
+    return lease.pages.lookup(lease, {.layers = {&layer, 1}, .hashes = hashes, .pages = false})
+        .hits;
   }
   [[nodiscard]] std::vector<fs::path> segments() const {
     std::vector<fs::path> found;
@@ -103,11 +104,11 @@ TEST_F(StoredPagesTest, HaveTheDurablePagesOfAProcessThatWasKilled) {
     (void)put("b", 2);
     const PageInfo gone = put("c", 3);
     settle();
-    EXPECT_TRUE(store_->is_durable(alpha_, a.handle));
-    store_->remove(*lease_, gone.handle);
+    EXPECT_TRUE(lease_->pages.is_durable(a.handle));
+    lease_->pages.remove(*lease_, gone.handle);
     settle();
-    const PageInfo half = store_->reserve(*lease_, {.hash = "d"});
-    store_->write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
+    const PageInfo half = lease_->pages.reserve(*lease_, {.hash = "d"});
+    lease_->pages.write(*lease_, half.handle, 0, bytes_of(4, kPageBytes / 2));
     (void)put(*lease_, "", 5);  // found by a handle that is not in use any more
     settle();
   });
@@ -119,7 +120,7 @@ TEST_F(StoredPagesTest, HaveTheDurablePagesOfAProcessThatWasKilled) {
   const std::vector<std::string> b = find(*lease_, {"b"}, /*pin=*/true);
   ASSERT_THAT(b, SizeIs(1));
   EXPECT_EQ(get(alpha_, b[0]), bytes_of(2));
-  EXPECT_TRUE(store_->is_durable(alpha_, b[0]));
+  EXPECT_TRUE(lease_->pages.is_durable(b[0]));
   EXPECT_THAT(find(*lease_, {"c"}), IsEmpty());
   EXPECT_THAT(find(*lease_, {"d"}), IsEmpty());
   EXPECT_EQ(store_->stats().brought, 2U);
@@ -319,7 +320,7 @@ TEST_F(StoredPagesTest, EvictedTenantsHaveNothingOnTheDisk) {
   EXPECT_EQ(store_->remove_unpinned(alpha_).pages, 1U);
   settle();
   EXPECT_THAT(contains(*lease_, {"a"}), Each(false));
-  EXPECT_TRUE(store_->is_durable(alpha_, pinned.at(0))) << "written anew";
+  EXPECT_TRUE(lease_->pages.is_durable(pinned.at(0))) << "written anew";
   end_store();
   next_store();
   EXPECT_EQ(look_up("a"), std::nullopt);
@@ -353,7 +354,7 @@ TEST_F(StoredPagesTest, HistoriesWithKillsLoseNoDurablePage) {
           if (!is_deleted) {
             if (there.empty()) (void)put(name_of(number), number);
           } else if (!there.empty()) {
-            store_->remove(*lease_, there[0]);
+            lease_->pages.remove(*lease_, there[0]);
           }
           if (i <= settled) settle();
         }
@@ -379,7 +380,7 @@ TEST_F(StoredPagesTest, StoresThatShareServersFindEachOthersPages) {
   make_store(stored_options(shared));
   (void)put("a", 1);
   settle();
-  EXPECT_FALSE(store_->is_durable(alpha_, find(*lease_, {"a"}).at(0)));
+  EXPECT_FALSE(lease_->pages.is_durable(find(*lease_, {"a"}).at(0)));
 
   Tenant other{0, {"alpha", "", "", {}}};
   {
@@ -388,7 +389,7 @@ TEST_F(StoredPagesTest, StoresThatShareServersFindEachOthersPages) {
     const std::uint32_t layer = 0;
     const std::vector<std::string_view> hashes{"a", "b"};
     const PageQuery query{.layers = {&layer, 1}, .hashes = hashes};
-    const FoundPages found = second.lookup(*lease, query);
+    const FoundPages found = lease->pages.lookup(*lease, query);
     EXPECT_EQ(found.hits, (std::vector<bool>{true, false}));
     const PinnedPage page = second.read(other, found.pages.at(0).handle);
     EXPECT_TRUE(std::ranges::equal(page.bytes(), bytes_of(1)));
@@ -401,7 +402,8 @@ TEST_F(StoredPagesTest, StoresThatShareServersFindEachOthersPages) {
   const auto lease = third.open(other, {.model = "model", .page_bytes = kPageBytes});
   const std::uint32_t layer = 0;
   const std::vector<std::string_view> hashes{"a"};
-  EXPECT_THAT(third.lookup(*lease, {.layers = {&layer, 1}, .hashes = hashes}).hits, Each(false));
+  EXPECT_THAT(lease->pages.lookup(*lease, {.layers = {&layer, 1}, .hashes = hashes}).hits,
+              Each(false));
 }
 
 TEST_F(StoredPagesTest, ADiskThatCannotBeUsedIsRefused) {
