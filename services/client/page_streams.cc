@@ -2,7 +2,6 @@
 
 #include "kvtier/v1/transfer.pb.h"
 
-#include "services/client/pages.h"
 #include "services/wire/grpc_time.h"
 #include "services/wire/message_cursor.h"
 #include "transfer/tiers/crc32c.h"
@@ -10,8 +9,10 @@
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/support/async_stream.h>
 #include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
@@ -173,7 +174,7 @@ class PageStream {
  public:
   PageStream(Connection& connection, gpr_timespec deadline, const PagesToRead& read,
              const Part& part, grpc::CompletionQueue& queue)
-      : method_("/kvtier.v1.TransferService/ReadPages", RpcMethod::SERVER_STREAMING),
+      : method_(rpc_path<v1::ReadPagesRequest>().c_str(), RpcMethod::SERVER_STREAMING),
         arrivals_(part.pages, part.results) {
     context_.set_deadline(deadline);
     connection.authorize(context_);
@@ -314,6 +315,24 @@ grpc::Status run_streams(Connection& connection, gpr_timespec deadline, const Pa
   return failed != nullptr ? failed->status() : grpc::Status::OK;
 }
 
+constexpr std::size_t kHeadBytes = 256;  // of a chunk, at most
+
+/// A message with one chunk; `data` must live as long.
+grpc::ByteBuffer write_message(const std::string& lease, v1::WritePagesRequest::Chunk chunk,
+                               std::span<const std::byte> data) {
+  std::string fields = chunk.SerializeAsString();
+  if (!data.empty()) {
+    append_bytes_head(fields, v1::WritePagesRequest::Chunk::kDataFieldNumber, data.size());
+  }
+  std::string head;
+  append_bytes_head(head, v1::WritePagesRequest::kLeaseFieldNumber, lease.size());
+  head += lease;
+  append_bytes_head(head, v1::WritePagesRequest::kChunksFieldNumber, fields.size() + data.size());
+  head += fields;
+  const std::array<grpc::Slice, 2> slices{grpc::Slice(head), grpc::Slice(data.data(), data.size())};
+  return {slices.data(), data.empty() ? 1U : 2U};
+}
+
 }  // namespace
 
 grpc::Status read_pages(Connection& connection, const PagesToRead& read,
@@ -341,6 +360,49 @@ grpc::Status read_pages(Connection& connection, const PagesToRead& read,
     if (!statuses.front().ok()) return statuses.front();
   }
   return grpc::Status::OK;
+}
+
+RemotePages::Result result_of(const v1::ItemStatus& status) {
+  RemotePages::Result result;
+  if (status.code() == 0) return result;
+  result.code = static_cast<ErrorCode>(status.code());
+  result.reason = status.reason();
+  return result;
+}
+
+v1::WritePagesResponse write_pages(Connection& connection, const v1::OpenLeaseResponse& lease,
+                                   std::span<const RemotePages::Put> pages,
+                                   std::span<const std::string> handles) {
+  const std::size_t chunk_bytes =
+      static_cast<std::size_t>(lease.limits().max_transfer_bytes()) - kHeadBytes;
+  v1::WritePagesResponse response;
+  connection.call_once([&](grpc::ClientContext& context) {
+    const RpcMethod method(rpc_path<v1::WritePagesRequest>().c_str(), RpcMethod::CLIENT_STREAMING);
+    const std::unique_ptr<grpc::ClientWriter<grpc::ByteBuffer>> stream(
+        grpc::internal::ClientWriterFactory<grpc::ByteBuffer>::Create(&connection.channel(), method,
+                                                                      &context, &response));
+    int index = 0;
+    bool open = true;
+    for (std::size_t i = 0; i < pages.size() && open; ++i) {
+      if (handles[i].empty()) continue;
+      const std::span<const std::byte> bytes = pages[i].bytes;
+      for (std::size_t offset = 0; offset < bytes.size() && open; offset += chunk_bytes) {
+        const auto data = bytes.subspan(offset, std::min(chunk_bytes, bytes.size() - offset));
+        v1::WritePagesRequest::Chunk chunk;
+        chunk.set_index(index);
+        if (offset == 0) chunk.set_handle(handles[i]);
+        chunk.set_offset(static_cast<std::int64_t>(offset));
+        chunk.set_last(offset + data.size() == bytes.size());
+        if (chunk.last()) chunk.set_crc32c(crc32c(bytes));
+        open = stream->Write(
+            write_message(offset == 0 && index == 0 ? lease.lease().name() : "", chunk, data));
+      }
+      ++index;
+    }
+    stream->WritesDone();
+    return stream->Finish();
+  });
+  return response;
 }
 
 }  // namespace kvtier::services

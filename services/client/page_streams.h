@@ -1,6 +1,8 @@
 #pragma once
 
 #include "kvtier/client.h"
+#include "kvtier/v1/page.pb.h"
+#include "kvtier/v1/transfer.pb.h"
 
 #include "services/client/connection.h"
 
@@ -30,5 +32,12 @@ struct PagesToRead {
 /// that no server sends.
 [[nodiscard]] grpc::Status read_pages(Connection& connection, const PagesToRead& read,
                                       std::span<RemotePages::Result> results);
+/// Writes the pages that have a handle, over the connection of all calls.
+[[nodiscard]] v1::WritePagesResponse write_pages(Connection& connection,
+                                                 const v1::OpenLeaseResponse& lease,
+                                                 std::span<const RemotePages::Put> pages,
+                                                 std::span<const std::string> handles);
+/// Returns what an item's status says.
+[[nodiscard]] RemotePages::Result result_of(const v1::ItemStatus& status);
 
 }  // namespace kvtier::services

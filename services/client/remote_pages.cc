@@ -1,7 +1,6 @@
 #include "services/client/client_impl.h"
 #include "services/client/page_reads.h"
 #include "services/client/page_writes.h"
-#include "services/client/pages.h"
 
 #include <algorithm>
 #include <utility>
@@ -18,19 +17,23 @@ constexpr std::int64_t kCallBytes = std::int64_t{64} << 20;
 /// A lease, renewed by the client's thread.
 class RemotePages::Impl {
  public:
-  Impl(std::shared_ptr<Client::Impl> client_in, const v1::OpenLeaseResponse& opened)
-      : client(std::move(client_in)), lease(client->connection, opened) {
-    client->add(lease.name(), services::milliseconds_of(opened.lease().ttl()));
+  Impl(std::shared_ptr<Client::Impl> client_in, const v1::OpenLeaseResponse& opened_in)
+      : client(std::move(client_in)), opened(opened_in) {
+    client->add(name(), services::milliseconds_of(opened.lease().ttl()));
   }
   ~Impl() {
-    client->remove(lease.name());
+    client->remove(name());
     v1::CloseLeaseRequest request;
-    request.set_name(lease.name());
+    request.set_name(name());
     client->connection.end<v1::CloseLeaseResponse>(request);
   }
   Impl(const Impl&) = delete;  // owns a lease
   Impl& operator=(const Impl&) = delete;
 
+  [[nodiscard]] const std::string& name() const noexcept { return opened.lease().name(); }
+  [[nodiscard]] std::size_t batch_pages() const noexcept {
+    return static_cast<std::size_t>(opened.limits().max_batch_pages());
+  }
   template <typename Request, typename Response>
   std::vector<Result> statuses(std::span<const std::string> handles) {
     std::vector<Result> results;
@@ -49,11 +52,10 @@ class RemotePages::Impl {
   /// Calls with handles, a batch at a time.
   template <typename Request, typename Response, typename Take>
   void each_part(std::span<const std::string> handles, Take take) {
-    for (std::size_t first = 0; first < handles.size(); first += lease.batch_pages()) {
-      const auto part =
-          handles.subspan(first, std::min(lease.batch_pages(), handles.size() - first));
+    for (std::size_t first = 0; first < handles.size(); first += batch_pages()) {
+      const auto part = handles.subspan(first, std::min(batch_pages(), handles.size() - first));
       Request request;
-      request.set_lease(lease.name());
+      request.set_lease(name());
       request.set_request_id(services::make_request_id());
       request.mutable_handles()->Add(part.begin(), part.end());
       take(client->connection.call<Response>(request));
@@ -64,14 +66,14 @@ class RemotePages::Impl {
   template <typename Take>
   void each_lookup(v1::BatchLookupPagesRequest& request, std::span<const std::string> hashes,
                    std::span<const int> layers, Take take) {
-    if (layers.empty() || layers.size() > lease.batch_pages()) {
+    if (layers.empty() || layers.size() > batch_pages()) {
       throw Error(ErrorCode::kInvalidArgument, "layers: expected 1 to " +
-                                                   std::to_string(lease.batch_pages()) +
-                                                   ", found " + std::to_string(layers.size()));
+                                                   std::to_string(batch_pages()) + ", found " +
+                                                   std::to_string(layers.size()));
     }
-    request.set_lease(lease.name());
+    request.set_lease(name());
     request.mutable_layers()->Add(layers.begin(), layers.end());
-    const std::size_t per_call = lease.batch_pages() / layers.size();
+    const std::size_t per_call = batch_pages() / layers.size();
     for (std::size_t first = 0; first < hashes.size(); first += per_call) {
       const auto part = hashes.subspan(first, std::min(per_call, hashes.size() - first));
       request.clear_hashes();
@@ -90,6 +92,32 @@ class RemotePages::Impl {
     }
   }
 
+  /// Reads pages to their places and compares their checksums; `stale_reads` of them were stale in
+  /// shared memory.
+  void read(std::span<const Get> pages, std::span<Result> results, std::size_t stale_reads,
+            bool server_compares = false) {
+    const services::PagesToRead read{name(), pages, server_compares, stale_reads};
+    client->connection.retry(
+        [&] { return services::read_pages(client->connection, read, results); });
+  }
+  /// As `read`; those that differ are read once more, compared by the server too, which does not
+  /// serve a damaged page again.
+  void read_verified(std::span<const Get> pages, std::span<Result> results,
+                     std::size_t stale_reads) {
+    read(pages, results, stale_reads);
+    std::vector<Get> differing;
+    std::vector<std::size_t> places;
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      if (results[i].code != ErrorCode::kDataLoss) continue;
+      differing.push_back(pages[i]);
+      places.push_back(i);
+    }
+    if (differing.empty()) return;
+    std::vector<Result> again(differing.size());
+    read(differing, again, 0, /*server_compares=*/true);
+    for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = std::move(again[i]);
+  }
+
   [[nodiscard]] std::vector<services::PageRead> read_shared(std::span<const Get> pages) {
     std::vector<services::PageRead> reads;
     for (const Get& page : pages) reads.push_back({.handle = page.handle, .to = page.to});
@@ -104,13 +132,13 @@ class RemotePages::Impl {
   }
 
   [[nodiscard]] std::size_t pages_per_call() const {
-    const auto by_bytes = static_cast<std::size_t>(kCallBytes / lease.page_bytes());
-    return std::clamp<std::size_t>(by_bytes, 1, lease.batch_pages());
+    const auto by_bytes = static_cast<std::size_t>(kCallBytes / opened.lease().page_bytes());
+    return std::clamp<std::size_t>(by_bytes, 1, batch_pages());
   }
 
   std::vector<Result> put_part(std::span<const Put> pages) {
     v1::BatchReservePagesRequest request;
-    request.set_lease(lease.name());
+    request.set_lease(name());
     request.set_request_id(services::make_request_id());
     for (const Put& page : pages) {
       v1::PageKey& key = *request.add_keys();
@@ -131,7 +159,8 @@ class RemotePages::Impl {
     put_existed(pages, put_shared(pages, handles, results), results);
     std::erase_if(written, [&](std::size_t i) { return handles[i].empty(); });
     if (written.empty()) return results;
-    const v1::WritePagesResponse response = lease.write(pages, handles);
+    const v1::WritePagesResponse response =
+        services::write_pages(client->connection, opened, pages, handles);
     for (std::size_t i = 0; i < written.size(); ++i) {
       if (static_cast<int>(i) < response.items_size()) {
         take(response.items(static_cast<int>(i)), results[written[i]]);
@@ -153,7 +182,7 @@ class RemotePages::Impl {
     }
     if (const auto channel = client->channels.borrow()) {
       try {
-        services::write_shared(*channel, lease.name(), writes);
+        services::write_shared(*channel, name(), writes);
       } catch (const ClientError&) {
         // Writing a committed page again, the other way, returns that it is committed.
       }
@@ -190,7 +219,7 @@ class RemotePages::Impl {
   }
 
   const std::shared_ptr<Client::Impl> client;
-  services::LeasedPages lease;
+  const v1::OpenLeaseResponse opened;
 };
 
 RemotePages Client::open_pages(const RemotePagesConfig& config) {
@@ -207,16 +236,16 @@ RemotePages::~RemotePages() = default;
 RemotePages::RemotePages(RemotePages&&) noexcept = default;
 RemotePages& RemotePages::operator=(RemotePages&&) noexcept = default;
 
-const std::string& RemotePages::name() const noexcept { return impl_->lease.name(); }
+const std::string& RemotePages::name() const noexcept { return impl_->name(); }
 std::vector<RemotePages::Found> RemotePages::lookup(std::span<const std::string> hashes,
                                                     std::span<const int> layers, bool pin) {
   std::vector<Found> found;
-  const std::size_t per_call = layers.empty() ? 1 : impl_->lease.batch_pages() / layers.size();
+  const std::size_t per_call = layers.empty() ? 1 : impl_->batch_pages() / layers.size();
   for (std::size_t first = 0; first < hashes.size() && !layers.empty();) {
     const auto part =
         hashes.subspan(first, std::min(std::max<std::size_t>(per_call, 1), hashes.size() - first));
     v1::LookupPrefixRequest request;
-    request.set_lease(impl_->lease.name());
+    request.set_lease(impl_->name());
     request.mutable_hashes()->Add(part.begin(), part.end());
     request.mutable_layers()->Add(layers.begin(), layers.end());
     request.set_pin(pin);
@@ -259,11 +288,12 @@ std::vector<bool> RemotePages::contains(std::span<const std::string> hashes,
 }
 
 std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
+  const std::int64_t page_bytes = impl_->opened.lease().page_bytes();
   for (const Put& page : pages) {
-    if (static_cast<std::int64_t>(page.bytes.size()) == impl_->lease.page_bytes()) continue;
-    throw Error(ErrorCode::kInvalidArgument,
-                "bytes: expected pages of " + std::to_string(impl_->lease.page_bytes()) +
-                    " bytes, found " + std::to_string(page.bytes.size()));
+    if (static_cast<std::int64_t>(page.bytes.size()) == page_bytes) continue;
+    throw Error(ErrorCode::kInvalidArgument, "bytes: expected pages of " +
+                                                 std::to_string(page_bytes) + " bytes, found " +
+                                                 std::to_string(page.bytes.size()));
   }
   std::vector<Result> results;
   for (std::size_t first = 0; first < pages.size(); first += impl_->pages_per_call()) {
@@ -290,8 +320,8 @@ std::vector<RemotePages::Result> RemotePages::get(std::span<const Get> pages) {
     const std::size_t count = std::min(impl_->pages_per_call(), left.size() - first);
     const auto stale = std::ranges::count_if(std::span(places).subspan(first, count),
                                              [&](std::size_t place) { return read[place].stale; });
-    impl_->lease.read(std::span(left).subspan(first, count), std::span(asked).subspan(first, count),
-                      static_cast<std::size_t>(stale));
+    impl_->read_verified(std::span(left).subspan(first, count),
+                         std::span(asked).subspan(first, count), static_cast<std::size_t>(stale));
   }
   for (std::size_t i = 0; i < left.size(); ++i) {
     results[places[i]] = std::move(asked[i]);
