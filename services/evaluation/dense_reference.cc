@@ -1,11 +1,11 @@
 #include "services/evaluation/dense_reference.h"
 
+#include "services/evaluation/threads.h"
+
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 namespace kvtier::services {
 namespace {
@@ -56,16 +56,11 @@ DenseReference::DenseReference(const Trace& trace, const TraceLayer& layer)
 std::vector<HeadReference> DenseReference::step(std::int64_t step, const StepSpans& spans,
                                                 int threads) const {
   std::vector<HeadReference> references(static_cast<std::size_t>(query_heads_));
-  std::atomic<std::int64_t> next{0};
-  const auto work = [&] {
-    for (std::int64_t head = next++; head < query_heads_; head = next++) {
+  for_each_part(threads, query_heads_, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t head = begin; head < end; ++head) {
       compute(head, step, spans, references[static_cast<std::size_t>(head)]);
     }
-  };
-  std::vector<std::jthread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(work);
-  work();
-  others.clear();  // joins
+  });
   return references;
 }
 

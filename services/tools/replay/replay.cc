@@ -4,13 +4,13 @@
 
 #include "services/evaluation/dense_reference.h"
 #include "services/evaluation/replay_metrics.h"
+#include "services/evaluation/threads.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace kvtier::services {
@@ -181,7 +181,7 @@ class LayerReplay {
         session_(session),
         dense_(trace, tensors_),
         group_(trace.query_heads() / trace.kv_heads()),
-        threads_(static_cast<int>(std::max(1U, std::thread::hardware_concurrency()))) {}
+        threads_(num_threads()) {}
 
   /// Appends the tokens up to the chunk's last step and computes its references.
   void begin(const Chunk& chunk) {
