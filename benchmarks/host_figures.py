@@ -96,9 +96,6 @@ def tiers(_):
         if what == "file_tier_over_fio":
             return (f"pages of {size} out of the file tier: share of fio's random reads of the same files", "80 %", "95 %", *rates,
                     spread(row, "share", percent))
-        if what in ("page_prefetch", "read_ahead"):
-            return (f"a step of four layers, 30 % of the pages in memory, with page prefetch ({percent(row['useful'])} of it useful) over without", "", "",
-                    f"{number(row['step_ms'])} ms", f"{number(row['baseline_step_ms'])} ms", spread(row, "ratio", percent))
         if what == "call_restore":
             return (f"pages of {size} that `fetch` brings back from the disk cache, in place of others: share of fio", "", "", *rates,
                     percent(row["share"]))
@@ -108,4 +105,43 @@ def tiers(_):
     path = tiers_path()
     if path is None:
         return ""
-    return table(["what", "must", "aim", "kvtier", "held against", "ratio"], [row(entry) for entry in load(path)["rows"]])
+    return table(["what", "must", "aim", "kvtier", "held against", "ratio"], [row(entry) for entry in load(path)["rows"] if entry["what"] != "read_ahead"])
+
+
+def oversubscription_path():
+    files = sorted(RESULTS.glob("*-cpu-oversubscription.json"))
+    return files[-1] if files else None
+
+
+def oversubscription_block(_):
+    path = oversubscription_path()
+    if path is None:
+        return "Not measured: no run of `kvtier-tier-bench --only oversubscription` is committed."
+    document = load(path)
+    first = document["rows"][0]
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, load average "
+            f"{document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end. Each session has {first['layers']} layers, "
+            f"8 KV heads and {first['context_tokens']:,} tokens.")
+
+
+def oversubscription(_):
+    """Rows of `kvtier-tier-bench --only oversubscription`: a line for each schedule, a column for each number of sessions."""
+    path = oversubscription_path()
+    if path is None:
+        return ""
+    rows = [row for row in load(path)["rows"] if row["budgets"] > 1]
+
+    budgets = sorted({row["budgets"] for row in rows})
+
+    def schedule(row):
+        return (row["turn_tokens"], row["clients"], row["model_mib_per_layer"])
+
+    def line(key, head, field):
+        tokens, clients, model = key
+        found = {row["budgets"]: f"{row[field]:.2f} ({row[field + '_median']:.2f})" for row in rows if schedule(row) == key}
+        return (head, f"{tokens}", f"{clients}", f"{model} MiB" if model else "none", *(found.get(budget, "not run") for budget in budgets))
+
+    schedules = list(dict.fromkeys(schedule(row) for row in rows))
+    lines = [line(key, "over all in memory", "share") for key in schedules]
+    lines += [line(key, "with page prefetch over without", "prefetch_gain") for key in schedules]
+    return table(["tokens/s", "tokens a turn", "threads", "model's reads a layer", *(f"{budget:g}x the budget" for budget in budgets)], lines)

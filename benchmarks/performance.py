@@ -17,7 +17,7 @@ import re
 import sys
 
 from figures import K, M, ROOT, context, fraction, load, newest, number, percent, table, times
-from host_figures import service, service_block, tiers, tiers_block
+from host_figures import oversubscription, oversubscription_block, service, service_block, tiers, tiers_block
 
 NARROW = ("int8", "fp8")  # rows in pages of 8 bits; the latter until 2026-11-26
 SHAPE = {"batch": 1, "query_heads": 32, "kv_heads": 8}
@@ -497,7 +497,7 @@ def resident(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, graphs, targets, step_targets, other_card, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, service, service_block, tiers, tiers_block)}
+           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, oversubscription, oversubscription_block, service, service_block, tiers, tiers_block)}
 
 
 def document(run):

@@ -127,7 +127,7 @@ class FullTier {
 nlohmann::json restore_row(const TierSettings& settings, std::size_t page_bytes) {
   const BenchFolder folder(settings.folder);
   FullTier tier(folder.path() / "tier", page_bytes, settings.bytes);
-  // A virtual disk's rate changes from second to second, so each round is short, and whoever was
+  // A virtual disk's rate changes from second to second, so each round is short, and whichever was
   // second in the last is first in the next.
   const std::size_t slice = settings.bytes / 4;
   FioSettings fio = tier.fio();

@@ -1,20 +1,37 @@
 #include "benchmarks/service/run_report.h"
 #include "benchmarks/tiers/benchmarks.h"
 #include "benchmarks/tiers/fio.h"
+#include "services/console/enum_names.h"
+#include "services/console/named_option.h"
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <exception>
 #include <iostream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 namespace kvtier::bench {
 namespace {
+
+constexpr std::pair<std::string_view, void (*)(const TierSettings&, RunReport&)> kParts[] = {
+    {"checksum", [](const TierSettings& s, RunReport& to) { to.add(checksum_rows(s)); }},
+    {"file",
+     [](const TierSettings& s, RunReport& to) {
+       to.set("fio", fio_version());
+       to.add(file_rows(s));
+     }},
+    {"oversubscription", add_oversubscription}};
 
 int run(int argc, char** argv) {
   CLI::App app("Restores of pages beside fio's reads of the same disk, and what checksums cost");
   TierSettings settings;
   std::size_t mib = 1024;
   std::string output;
+  std::vector<std::string> only;
   app.add_option("--folder", settings.folder, "On the disk that is measured")->required();
   app.add_option("--pages-mib", mib, "Pages stored, MiB")
       ->check(CLI::Range(256, 1 << 20))
@@ -22,14 +39,19 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "Of each comparison")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
+  services::add_named(app, "--page-policy", services::kPagePolicyNames, settings.page_policy,
+                      "Of oversubscription (default score)");
+  app.add_option("--only", only, "Parts to measure (default all)")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"checksum", "file", "oversubscription"}));
   app.add_option("--out", output, "File for the report (default: standard output)");
   CLI11_PARSE(app, argc, argv);
   settings.bytes = mib << 20U;
 
   RunReport report("kvtier-tier-bench", argc, argv);
-  report.set("fio", fio_version());
-  for (const auto rows : {&checksum_rows, &file_rows, &page_prefetch_rows})
-    report.add(rows(settings));
+  for (const auto& [name, add] : kParts) {
+    if (only.empty() || std::ranges::count(only, name) > 0) add(settings, report);
+  }
   report.write(output);
   return 0;
 }
