@@ -67,7 +67,7 @@ std::string hash_of(const char* kind, std::size_t i) {
 }
 
 /// Looks for hashes that the owner has stored, and for others, in an order drawn at random.
-Separation probe(PageStore& store, PageLease& prober) {
+Separation probe(PageLease& prober) {
   std::mt19937_64 random(1);
   std::vector<bool> kinds(2 * kSamples);
   std::fill(kinds.begin(), kinds.begin() + kSamples, true);
@@ -112,7 +112,7 @@ nlohmann::json isolation_rows(const ServerProcess& /*server*/, const Settings& /
   nlohmann::json rows = nlohmann::json::array();
   for (const auto& [by, lease] :
        {std::pair("another tenant", others.get()), std::pair("the same tenant", owners.get())}) {
-    const Separation times = probe(store, *lease);
+    const Separation times = probe(*lease);
     rows.push_back({{"what", "lookup_timing"},
                     {"by", by},
                     {"samples", kSamples},
