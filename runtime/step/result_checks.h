@@ -19,7 +19,7 @@ namespace kvtier::runtime {
 void check_results(SubmissionScope& scope, EngineState& engine, int layer,
                    std::span<const AttendPart> parts);
 
-/// After a session's rows have been read, while its stream is idle: tells whether they were all
+/// After a session's rows have been read, while its stream is idle: returns whether they were all
 /// whole. If not, lets a tier's copies take the place of its changed pages. Throws `kDataLoss` when
 /// one has no copy, and when `last`.
 [[nodiscard]] bool verify_after_read(transfer::Stream& stream, SessionState& session, bool last);

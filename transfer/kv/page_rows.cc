@@ -29,12 +29,6 @@ void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& 
 namespace cpu {
 namespace {
 
-/// The bits of a number that is a finite one or the NaN of a factor, rounded half to even to bf16.
-[[gnu::always_inline]] inline std::uint16_t bf16_bits(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
-}
-
 KVTIER_SIMD_CLONES float largest_of(const std::uint16_t* from, std::int64_t n) {
   // Bits of magnitudes order as these do; NaN comes last.
   std::uint32_t largest = 0;
@@ -58,14 +52,15 @@ KVTIER_SIMD_CLONES void round_half(const std::uint16_t* from, std::int64_t n, fl
 KVTIER_SIMD_CLONES void widen_half(const std::int8_t* from, std::int64_t n, float scale,
                                    std::uint16_t* to) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = bf16_bits(static_cast<float>(from[i]) * scale);
+  for (std::int64_t i = 0; i < n; ++i) {
+    to[i] = BFloat16::from_float(static_cast<float>(from[i]) * scale).bits;
+  }
 }
 KVTIER_SIMD_CLONES void widen_half(const std::int8_t* from, std::int64_t n, float scale,
                                    float* to) {
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::uint32_t bits = bf16_bits(static_cast<float>(from[i]) * scale);
-    to[i] = std::bit_cast<float>(bits << 16);
+    to[i] = BFloat16::from_float(static_cast<float>(from[i]) * scale).to_float();
   }
 }
 
