@@ -1,4 +1,5 @@
 #include "tests/services/base/certificates.h"
+#include "tests/services/dataplane/killed_client.h"
 #include "tests/services/dataplane/plane_fixture.h"
 
 #include <gmock/gmock.h>
@@ -181,13 +182,8 @@ TEST_F(AttachTest, GivesEverythingBackWhenClientsAreKilled) {
   ASSERT_TRUE(all_is_free());
   const std::size_t before = open_descriptors();
   for (int i = 0; i < 10; ++i) {
-    const std::string once = token();
-    const std::string endpoint = plane_->endpoints()[0].text();
-    in_killed_process([&](const auto& be_killed) {
-      DataChannel channel({.endpoint = endpoint, .token = once, .tls = {}});
-      (void)channel.send(FrameType::kReadPages, 0, Bytes(4));  // of which the reply is never read
-      be_killed();
-    });
+    // The reply is never read.
+    ASSERT_NO_FATAL_FAILURE(run_and_kill_client(plane_->endpoints()[0].text(), token()));
   }
   ASSERT_TRUE(all_is_free());
   EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));

@@ -1,4 +1,5 @@
 #include "services/client/data_socket.h"
+#include "tests/services/dataplane/killed_client.h"
 #include "tests/services/dataplane/plane_fixture.h"
 #include "tests/support/memory.h"
 
@@ -196,18 +197,9 @@ TEST_F(HostileFrames, OfClientsKilledAmidThemLeaveNothing) {
   ASSERT_TRUE(all_is_free());
   const std::size_t before = open_descriptors();
   for (int i = 0; i < 10; ++i) {
-    const std::string once = token();
-    in_killed_process([&](const auto& be_killed) {
-      RawSocket raw(endpoint());
-      raw.write_frame(FrameType::kAttach, 0, std::as_bytes(std::span(once)));
-      // A third of a header, or a header and half of its control.
-      const Bytes control(100);
-      const HeaderBytes header =
-          encode_header(make_header(FrameType::kWritePages, 0, 2, control, 0));
-      raw.write(std::span(header).first(i % 2 == 0 ? 13 : kFrameHeaderBytes));
-      if (i % 2 != 0) raw.write(std::span(control).first(50));
-      be_killed();
-    });
+    // A third of a header, or a header and half of its control.
+    const std::size_t bytes = i % 2 == 0 ? 13 : kFrameHeaderBytes + 50;
+    ASSERT_NO_FATAL_FAILURE(run_and_kill_client(endpoint(), token(), {std::to_string(bytes)}));
   }
   EXPECT_TRUE(all_is_free());
   EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));

@@ -40,27 +40,6 @@ inline std::size_t open_descriptors() {
   return static_cast<std::size_t>(std::distance(begin(all), end(all)));
 }
 
-/// Runs `work` in a process of its own, which is killed where `work` calls what it is given.
-template <typename Work>
-void in_killed_process(const Work& work) {
-  std::array<int, 2> ready{};
-  ASSERT_EQ(::pipe2(ready.data(), O_CLOEXEC), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    work([&] {
-      (void)!::write(ready[1], "x", 1);
-      ::pause();
-    });
-    ::_exit(0);
-  }
-  char byte = 0;
-  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-  ::kill(child, SIGKILL);
-  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-  ::close(ready[0]);
-  ::close(ready[1]);
-}
-
 /// A data plane over a core and a page store in this process, without gRPC.
 class PlaneTest : public ::testing::Test {
  protected:
