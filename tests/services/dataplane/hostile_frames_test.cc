@@ -96,9 +96,14 @@ class HostileFrames : public PlaneTest {
  protected:
   void SetUp() override {
     PlaneTest::SetUp();
+    start_with_time(std::chrono::minutes(5));  // none of it passes on a busy machine
+  }
+  /// Starts the plane, anew where there is one, with this time for a token and for a frame.
+  void start_with_time(std::chrono::milliseconds time) {
+    plane_.reset();
     DataPlaneOptions options;
-    options.limits.attach_time = std::chrono::milliseconds(300);
-    options.limits.frame_time = std::chrono::milliseconds(300);
+    options.limits.attach_time = time;
+    options.limits.frame_time = time;
     start(small_options(), options);
   }
   [[nodiscard]] std::string endpoint() const { return plane_->endpoints()[0].text(); }
@@ -166,6 +171,7 @@ TEST_F(HostileFrames, AreRefusedBeforeTheToken) {
 }
 
 TEST_F(HostileFrames, ThatNeverComeAreNotWaitedFor) {
+  start_with_time(std::chrono::milliseconds(300));
   RawSocket silent(endpoint());
   EXPECT_THAT(silent.last_words(), HasSubstr("STREAM_IDLE"));
   RawSocket amid = attached();
@@ -222,13 +228,13 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
   const auto lease = open_lease();
   std::vector<PageDescriptor> descriptors;
   std::vector<std::vector<std::byte>> expected;
-  for (std::uint64_t i = 0; i < 64; ++i) {
+  for (std::uint64_t i = 0; i < 24; ++i) {
     descriptors.push_back(descriptor_of(store_page(*lease, i)));
     expected.push_back(random_bytes(kPageBytes, i));
   }
   const auto channel = attach();
 
-  // 64 MiB of replies, of which none is read.
+  // 24 MiB of replies, of which none is read.
   std::vector<std::uint64_t> ids;
   for (int i = 0; i < 16; ++i) {
     ids.push_back(channel->send(FrameType::kReadPages, kInline, encode(descriptors)));
@@ -237,7 +243,7 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
   const ConnectionLimits limits;
   EXPECT_LE(plane_->counters().queued_bytes,
             limits.max_queued_bytes + static_cast<std::int64_t>(kMaxPayloadBytes));
-  EXPECT_LE(pages_->stats().pinned_pages, 64U);
+  EXPECT_LE(pages_->stats().pinned_pages, descriptors.size());
   const auto other = attach();  // is served meanwhile
   EXPECT_EQ(reason_of([&] {
               (void)other->reply_to(other->send(FrameType::kReadPages, 0, encode(descriptors)));
@@ -252,7 +258,8 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
       const DataChannel::Frame frame = channel->reply_to(id);
       for (const PageOutcome& page : decode_outcomes(frame.control())) {
         const auto bytes = frame.payload().subspan(page.offset, page.bytes);
-        ASSERT_TRUE(std::ranges::equal(bytes, expected.at(seen++)));
+        ASSERT_EQ(bytes.size(), expected.at(seen).size());
+        ASSERT_EQ(std::memcmp(bytes.data(), expected[seen++].data(), bytes.size()), 0);
       }
       more = (frame.header.flags & kMore) != 0;
     }
@@ -264,7 +271,7 @@ TEST_F(HostileFrames, StopBeingReadWhileTheirRepliesAreNot) {
 TEST_F(HostileFrames, OfAClientThatReadsTooSlowlyEndItsConnectionAlone) {
   const auto lease = open_lease();
   std::vector<PageDescriptor> descriptors;
-  for (std::uint64_t i = 0; i < 64; ++i) {
+  for (std::uint64_t i = 0; i < 24; ++i) {
     descriptors.push_back(descriptor_of(store_page(*lease, i)));
   }
   const auto slow = attach();
@@ -272,7 +279,7 @@ TEST_F(HostileFrames, OfAClientThatReadsTooSlowlyEndItsConnectionAlone) {
   const auto ask = [&](DataChannel& channel) {
     return channel.send(FrameType::kReadPages, kInline, encode(descriptors));
   };
-  for (int i = 0; i < 16; ++i) (void)ask(*slow);  // 64 MiB, of which none is read
+  for (int i = 0; i < 16; ++i) (void)ask(*slow);  // 24 MiB, of which none is read
   ASSERT_TRUE(eventually([&] { return plane_->counters().pauses > 0; }));
 
   const TimePoint now = std::chrono::steady_clock::now();

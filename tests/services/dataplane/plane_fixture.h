@@ -7,8 +7,10 @@
 #include "tests/services/core/core_fixture.h"
 #include "tests/support/eventually.h"
 
+#include <algorithm>
 #include <array>
 #include <csignal>
+#include <cstring>
 #include <fcntl.h>
 #include <filesystem>
 #include <future>
@@ -30,7 +32,10 @@ inline constexpr std::int64_t kPageBytes = 64 << 10;
 inline std::vector<std::byte> random_bytes(std::size_t size, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::byte> bytes(size);
-  for (std::byte& byte : bytes) byte = std::byte(random() & 255U);
+  for (std::size_t i = 0; i < size; i += sizeof(std::uint64_t)) {
+    const std::uint64_t word = random();
+    std::memcpy(bytes.data() + i, &word, std::min(sizeof(word), size - i));
+  }
   return bytes;
 }
 

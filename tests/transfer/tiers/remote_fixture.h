@@ -67,7 +67,7 @@ class RemoteTiers : public ::testing::TestWithParam<testing::Engine> {
     std::string pattern = "/tmp/kvtier-remote-XXXXXX";
     folder_ = ::mkdtemp(pattern.data());
     remote_.value_limit = kValueLimit;
-    remote_.io_timeout = std::chrono::milliseconds(300);
+    remote_.io_timeout = std::chrono::seconds(2);  // passes for a paused server alone
     remote_.circuit.failures = 2;
     remote_.circuit.now = [this] {
       return std::chrono::steady_clock::time_point(std::chrono::milliseconds(now_ms_.load()));
