@@ -276,6 +276,26 @@ TEST(Documents, KeepTheReadmeAndTheMapShort) {
   EXPECT_LE(read_source(source_root(), "docs/architecture.md").lines.size(), 120U);
 }
 
+TEST(Documents, MapOnlyFilesThatExist) {
+  if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
+
+  const std::regex row("\\| `([^`*]+?)/?\\*?` \\|(.*: `.*)");
+  const std::regex name("`([^`]+)`");
+  std::size_t count = 0;
+  for (const std::string& line : read_source(source_root(), "docs/architecture.md").lines) {
+    std::smatch found;
+    if (!std::regex_match(line, found, row)) continue;
+    const fs::path folder = source_root() / found[1].str();
+    const std::string files = found[2].str();
+    for (std::sregex_iterator file(files.begin(), files.end(), name), end; file != end; ++file) {
+      const std::string path = (*file)[1].str();
+      EXPECT_TRUE(fs::exists(folder / path) || fs::exists(source_root() / path)) << path << line;
+      ++count;
+    }
+  }
+  EXPECT_GT(count, 100U);
+}
+
 TEST(Documents, GiveTheTwoCommandsInTheReadme) {
   if (!fs::exists(source_root())) GTEST_SKIP() << "no source tree on this machine";
 
