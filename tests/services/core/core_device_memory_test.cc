@@ -35,7 +35,7 @@ class CoreDeviceMemory : public CoreTest {
     }
   }
   std::byte* share(std::size_t index, std::string& name) {
-    std::shared_ptr<std::byte> memory(new std::byte[kBytes], std::default_delete<std::byte[]>());
+    std::shared_ptr<std::byte> memory(new std::byte[kBytes](), std::default_delete<std::byte[]>());
     name = tenant(index).regions().add({memory, kBytes});
     return memory.get();
   }
