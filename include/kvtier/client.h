@@ -2,6 +2,7 @@
 
 #include "kvtier/device_memory.h"
 #include "kvtier/engine.h"
+#include "kvtier/memory.h"
 
 #include <chrono>
 #include <cstddef>
@@ -91,6 +92,7 @@ struct RemoteSessionInfo {
   std::vector<std::int64_t> layer_lengths;  ///< Tokens stored per layer.
   std::int64_t capacity_tokens = 0;
   std::int64_t kv_bytes = 0;           ///< Of keys and values, charged to the tenant.
+  SessionMemory memory{};              ///< Of `capacity_tokens`, on the server.
   std::chrono::milliseconds lease{0};  ///< Without a call for so long, it ends.
 };
 

@@ -19,6 +19,8 @@ struct SessionMemory {
   std::size_t sketches = 0;   ///< On the device, of `device_bytes`.
   std::size_t tables = 0;     ///< On the device, beside `device_bytes`.
   std::size_t row_cache = 0;  ///< On the device, of the row cache, as far as that has it.
+
+  bool operator==(const SessionMemory&) const = default;
 };
 
 /// What an engine takes on the device when it is made.

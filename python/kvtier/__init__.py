@@ -35,6 +35,7 @@ from kvtier.config import (
     RetrievalConfig,
     Selection,
     SelectionRule,
+    SessionMemory,
     SketchCode,
     SketchConfig,
     ValueWeighting,
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from kvtier_engine import Engine as Engine
     from kvtier_engine import PagedSketches as PagedSketches
     from kvtier_engine import Session as Session
-    from kvtier_engine import SessionMemory as SessionMemory
     from kvtier_engine import device_bytes_for as device_bytes_for
     from kvtier_engine import session_memory as session_memory
 
@@ -92,7 +92,6 @@ _OF_THE_ENGINE = (
     "Engine",
     "PagedSketches",
     "Session",
-    "SessionMemory",
     "device_bytes_for",
     "session_memory",
 )
@@ -160,6 +159,7 @@ __all__ = [
     "ServerEpochError",
     "ServerInfo",
     "SessionInfo",
+    "SessionMemory",
     "SharedDeviceMemory",
     "SketchCode",
     "SketchConfig",

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvtier import frames, tensors
 from kvtier.calls import Caller
-from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
+from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SessionMemory, SketchConfig
 from kvtier.connection import ClientOptions, default_folder
 from kvtier.data_plane import PlaneCall
 from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory, end_attachment
@@ -118,6 +118,8 @@ class SessionInfo:
     kv_bytes: int
     #: Seconds without a call after which it ends.
     lease_ttl: float
+    #: Of `capacity_tokens`, on the server.
+    memory: SessionMemory
 
 
 class Client(Caller):
@@ -203,6 +205,13 @@ class Client(Caller):
             capacity_tokens=found.capacity_tokens,
             kv_bytes=found.kv_bytes,
             lease_ttl=found.lease_ttl.seconds + found.lease_ttl.nanos * 1e-9,
+            memory=SessionMemory(
+                tokens=found.capacity_tokens,
+                pages=found.memory.page_bytes,
+                sketches=found.memory.sketch_bytes,
+                tables=found.memory.table_bytes,
+                row_cache=found.memory.row_cache_bytes,
+            ),
         )
 
     def release(self, name: str) -> None:

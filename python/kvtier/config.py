@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.v1 import retrieval_pb2, session_pb2
 
@@ -20,6 +20,7 @@ __all__ = [
     "RetrievalConfig",
     "Selection",
     "SelectionRule",
+    "SessionMemory",
     "SketchCode",
     "SketchConfig",
     "ValueWeighting",
@@ -244,6 +245,20 @@ class ModelConfig:
             kv_dtype=self.kv_dtype.value,
             layer_options=[layer.message() for layer in self.layer_options],
         )
+
+
+class SessionMemory(NamedTuple):
+    """Bytes that one session takes when it has all its tokens, in all layers."""
+
+    tokens: int
+    #: Of the host page pool, or of a tier below it; with `KvPlacement.DEVICE` of `device_bytes`.
+    pages: int
+    #: On the device, of `device_bytes`.
+    sketches: int
+    #: On the device, beside `device_bytes`.
+    tables: int
+    #: On the device, of the row cache, as far as that has it.
+    row_cache: int
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ class InflightReservation {
 };
 
 /// Memory of the server that sessions hold beside the pages of their engines. Thread-safe.
-class SessionMemory {
+class SessionMemoryBudget {
  public:
-  explicit SessionMemory(std::int64_t limit) : limit_(limit) {}
+  explicit SessionMemoryBudget(std::int64_t limit) : limit_(limit) {}
 
   /// Returns whether there is room for `bytes` more, and counts them if so.
   [[nodiscard]] bool take(std::int64_t bytes) noexcept {

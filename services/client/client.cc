@@ -112,10 +112,16 @@ RemoteSessionInfo Client::session_info(const std::string& name) {
   request.set_name(name);
   const auto response = impl_->connection.call<v1::GetSessionResponse>(request);
   const v1::Session& session = response.session();
+  const v1::SessionMemory& memory = session.memory();
   return {.name = session.name(),
           .layer_lengths = {session.layer_lengths().begin(), session.layer_lengths().end()},
           .capacity_tokens = session.capacity_tokens(),
           .kv_bytes = session.kv_bytes(),
+          .memory = {.tokens = session.capacity_tokens(),
+                     .pages = static_cast<std::size_t>(memory.page_bytes()),
+                     .sketches = static_cast<std::size_t>(memory.sketch_bytes()),
+                     .tables = static_cast<std::size_t>(memory.table_bytes()),
+                     .row_cache = static_cast<std::size_t>(memory.row_cache_bytes())},
           .lease = services::milliseconds_of(session.lease_ttl())};
 }
 

@@ -332,7 +332,7 @@ class ServiceCore {
   const TimePoint started_;
   Executor& executor_;
   Tenants tenants_;
-  SessionMemory memory_;
+  SessionMemoryBudget memory_;
   MemoryRoom room_;
   ModelPool models_;
   PageStore pages_;

@@ -28,7 +28,7 @@ struct LastStep {
 /// One session: its engine's session, its queue, and what its tenant is charged for it.
 struct SessionEntry {
   /// The tenant is charged for a session already; `memory` must outlive the entry.
-  SessionEntry(Tenant& tenant_in, SessionMemory& memory_in, std::shared_ptr<Model> model_in,
+  SessionEntry(Tenant& tenant_in, SessionMemoryBudget& memory_in, std::shared_ptr<Model> model_in,
                Executor& executor, std::int64_t piece_work_in)
       : tenant(tenant_in),
         memory(memory_in),
@@ -41,7 +41,7 @@ struct SessionEntry {
   SessionEntry& operator=(const SessionEntry&) = delete;
 
   Tenant& tenant;
-  SessionMemory& memory;
+  SessionMemoryBudget& memory;
   const std::shared_ptr<Model> model;
   const std::unique_ptr<Strand> strand;  ///< Its pieces run one at a time with those of the engine.
   const std::int64_t piece_work;         ///< As `ServiceCoreOptions::piece_work`.

@@ -95,6 +95,15 @@ v1::RetrievalOptions message_of(const RetrievalConfig& retrieval) {
   return message;
 }
 
+v1::SessionMemory message_of(const SessionMemory& memory) {
+  v1::SessionMemory message;
+  message.set_page_bytes(static_cast<std::int64_t>(memory.pages));
+  message.set_sketch_bytes(static_cast<std::int64_t>(memory.sketches));
+  message.set_table_bytes(static_cast<std::int64_t>(memory.tables));
+  message.set_row_cache_bytes(static_cast<std::int64_t>(memory.row_cache));
+  return message;
+}
+
 v1::AttendOptions message_of(const AttendOptions& options) {
   v1::AttendOptions message;
   if (options.softmax_scale) message.set_softmax_scale(*options.softmax_scale);

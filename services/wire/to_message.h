@@ -2,6 +2,7 @@
 
 #include "kvtier/config.h"
 #include "kvtier/engine.h"
+#include "kvtier/memory.h"
 #include "kvtier/tensor.h"
 #include "kvtier/v1/attention.pb.h"
 #include "kvtier/v1/session.pb.h"
@@ -18,6 +19,7 @@ namespace kvtier::services {
 [[nodiscard]] v1::Geometry geometry_of(const ModelConfig& model);
 [[nodiscard]] v1::Sketch message_of(const SketchConfig& sketch);
 [[nodiscard]] v1::RetrievalOptions message_of(const RetrievalConfig& retrieval);
+[[nodiscard]] v1::SessionMemory message_of(const SessionMemory& memory);
 /// What is left out stays left out.
 [[nodiscard]] v1::AttendOptions message_of(const AttendOptions& options);
 

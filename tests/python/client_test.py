@@ -182,6 +182,11 @@ class SessionTest(ServerTest):
             self.assertEqual(info.capacity_tokens, 100)
             self.assertEqual(info.kv_bytes, 2 * case.keys.size * 2)
             self.assertGreater(info.lease_ttl, 0)
+            self.assertEqual(info.memory.tokens, 100)
+            # One page, of the server's own size, holds 100 tokens.
+            self.assertEqual(info.memory.pages % (2 * case.keys[0].size * 2), 0)
+            self.assertGreaterEqual(info.memory.pages, 2 * 2 * case.keys[0].size * 100)
+            self.assertGreater(info.memory.sketches, 0)
             self.client.release(left.name)
             self.assertEqual(set(self.client.list_sessions()), before)
             with self.assertRaises(kvtier.NotFoundError):

@@ -3,9 +3,11 @@
 Settings and errors are those of the package kvtier, which offers these names as `kvtier.Engine`,
 `kvtier.Session` and so on."""
 
+from kvtier.config import SessionMemory
+
 from kvtier_engine._native import version as __version__
 from kvtier_engine.engine import BatchItem, Engine, Stats
-from kvtier_engine.memory import SessionMemory, device_bytes_for, session_memory
+from kvtier_engine.memory import device_bytes_for, session_memory
 from kvtier_engine.paged import PagedAttendResult, PagedSelectResult, PagedSketches
 from kvtier_engine.session import AttendResult, SelectResult, Session
 

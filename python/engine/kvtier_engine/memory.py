@@ -3,26 +3,12 @@ engines size their pools."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from typing import Sequence
 
-from kvtier.config import ModelConfig, RetrievalConfig, SketchConfig
+from kvtier.config import ModelConfig, RetrievalConfig, SessionMemory, SketchConfig
 from kvtier.engine_config import Backend, MemoryConfig
 
 from kvtier_engine import _native
-
-
-class SessionMemory(NamedTuple):
-    """Bytes that one session takes when it has all its tokens, in all layers."""
-
-    tokens: int
-    #: Of the host page pool, or of a tier below it; with `KvPlacement.DEVICE` of `device_bytes`.
-    pages: int
-    #: On the device, of `device_bytes`.
-    sketches: int
-    #: On the device, beside `device_bytes`.
-    tables: int
-    #: On the device, of the row cache, as far as that has it.
-    row_cache: int
 
 
 def session_memory(

@@ -17,7 +17,7 @@ from kvtier.v1 import status_pb2 as kvtier_dot_v1_dot_status__pb2
 from kvtier.v1 import tensor_pb2 as kvtier_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19kvtier/v1/retrieval.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"\x8e\x01\n\x0cLayerOptions\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x15\n\rwindow_tokens\x18\x02 \x01(\x03\x12\x1a\n\rsoftmax_scale\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\rlogit_softcap\x18\x04 \x01(\x02\x42\x10\n\x0e_softmax_scale\"\xaa\x01\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\x05\x12\x13\n\x0bquery_heads\x18\x02 \x01(\x05\x12\x10\n\x08kv_heads\x18\x03 \x01(\x05\x12\x10\n\x08head_dim\x18\x04 \x01(\x05\x12%\n\x08kv_dtype\x18\x05 \x01(\x0e\x32\x13.kvtier.v1.DataType\x12.\n\rlayer_options\x18\x06 \x03(\x0b\x32\x17.kvtier.v1.LayerOptions\"\xae\x01\n\x07Session\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x08geometry\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.Geometry\x12\x15\n\rlayer_lengths\x18\x03 \x03(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\x03\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\"V\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_batch_items\x18\x02 \x01(\x05\x12\x18\n\x10max_chunk_tokens\x18\x03 \x01(\x03\"\xf3\x01\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x08geometry\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.Geometry\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x03 \x01(\x03\x12.\n\tretrieval\x18\x04 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptions\x12)\n\x0e\x65xtra_sketches\x18\x05 \x03(\x0b\x32\x11.kvtier.v1.Sketch\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"x\n\x15\x43reateSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\x12!\n\x06limits\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12\x17\n\x0f\x61ttached_tokens\x18\x03 \x01(\x03\"!\n\x11GetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"9\n\x12GetSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x14ListSessionsResponse\x12\r\n\x05names\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"J\n\x16TruncateSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\">\n\x17TruncateSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\"E\n\x12\x46orkSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x46orkSessionResponse\x12$\n\x08sessions\x18\x01 \x03(\x0b\x32\x12.kvtier.v1.Session\"7\n\x14PublishPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\".\n\x15PublishPrefixResponse\x12\x15\n\rstored_tokens\x18\x01 \x01(\x03\"9\n\x15ReleaseSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x18\n\x16ReleaseSessionResponse\"!\n\x10KeepAliveRequest\x12\r\n\x05names\x18\x01 \x03(\t\"<\n\x11KeepAliveResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus2\x9f\x05\n\x0eSessionService\x12R\n\rCreateSession\x12\x1f.kvtier.v1.CreateSessionRequest\x1a .kvtier.v1.CreateSessionResponse\x12I\n\nGetSession\x12\x1c.kvtier.v1.GetSessionRequest\x1a\x1d.kvtier.v1.GetSessionResponse\x12O\n\x0cListSessions\x12\x1e.kvtier.v1.ListSessionsRequest\x1a\x1f.kvtier.v1.ListSessionsResponse\x12X\n\x0fTruncateSession\x12!.kvtier.v1.TruncateSessionRequest\x1a\".kvtier.v1.TruncateSessionResponse\x12L\n\x0b\x46orkSession\x12\x1d.kvtier.v1.ForkSessionRequest\x1a\x1e.kvtier.v1.ForkSessionResponse\x12R\n\rPublishPrefix\x12\x1f.kvtier.v1.PublishPrefixRequest\x1a .kvtier.v1.PublishPrefixResponse\x12U\n\x0eReleaseSession\x12 .kvtier.v1.ReleaseSessionRequest\x1a!.kvtier.v1.ReleaseSessionResponse\x12J\n\tKeepAlive\x12\x1b.kvtier.v1.KeepAliveRequest\x1a\x1c.kvtier.v1.KeepAliveResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19kvtier/v1/retrieval.proto\x1a\x16kvtier/v1/status.proto\x1a\x16kvtier/v1/tensor.proto\"\x8e\x01\n\x0cLayerOptions\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.kvtier.v1.LayerMode\x12\x15\n\rwindow_tokens\x18\x02 \x01(\x03\x12\x1a\n\rsoftmax_scale\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\rlogit_softcap\x18\x04 \x01(\x02\x42\x10\n\x0e_softmax_scale\"\xaa\x01\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\x05\x12\x13\n\x0bquery_heads\x18\x02 \x01(\x05\x12\x10\n\x08kv_heads\x18\x03 \x01(\x05\x12\x10\n\x08head_dim\x18\x04 \x01(\x05\x12%\n\x08kv_dtype\x18\x05 \x01(\x0e\x32\x13.kvtier.v1.DataType\x12.\n\rlayer_options\x18\x06 \x03(\x0b\x32\x17.kvtier.v1.LayerOptions\"g\n\rSessionMemory\x12\x12\n\npage_bytes\x18\x01 \x01(\x03\x12\x14\n\x0csketch_bytes\x18\x02 \x01(\x03\x12\x13\n\x0btable_bytes\x18\x03 \x01(\x03\x12\x17\n\x0frow_cache_bytes\x18\x04 \x01(\x03\"\xd8\x01\n\x07Session\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x08geometry\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.Geometry\x12\x15\n\rlayer_lengths\x18\x03 \x03(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\x03\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12(\n\x06memory\x18\x07 \x01(\x0b\x32\x18.kvtier.v1.SessionMemory\"V\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_batch_items\x18\x02 \x01(\x05\x12\x18\n\x10max_chunk_tokens\x18\x03 \x01(\x03\"\xf3\x01\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x08geometry\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.Geometry\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x03 \x01(\x03\x12.\n\tretrieval\x18\x04 \x01(\x0b\x32\x1b.kvtier.v1.RetrievalOptions\x12)\n\x0e\x65xtra_sketches\x18\x05 \x03(\x0b\x32\x11.kvtier.v1.Sketch\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"x\n\x15\x43reateSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\x12!\n\x06limits\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12\x17\n\x0f\x61ttached_tokens\x18\x03 \x01(\x03\"!\n\x11GetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"9\n\x12GetSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x14ListSessionsResponse\x12\r\n\x05names\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"J\n\x16TruncateSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\">\n\x17TruncateSessionResponse\x12#\n\x07session\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.Session\"E\n\x12\x46orkSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x46orkSessionResponse\x12$\n\x08sessions\x18\x01 \x03(\x0b\x32\x12.kvtier.v1.Session\"7\n\x14PublishPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\".\n\x15PublishPrefixResponse\x12\x15\n\rstored_tokens\x18\x01 \x01(\x03\"9\n\x15ReleaseSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x18\n\x16ReleaseSessionResponse\"!\n\x10KeepAliveRequest\x12\r\n\x05names\x18\x01 \x03(\t\"<\n\x11KeepAliveResponse\x12\'\n\x08statuses\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.ItemStatus2\x9f\x05\n\x0eSessionService\x12R\n\rCreateSession\x12\x1f.kvtier.v1.CreateSessionRequest\x1a .kvtier.v1.CreateSessionResponse\x12I\n\nGetSession\x12\x1c.kvtier.v1.GetSessionRequest\x1a\x1d.kvtier.v1.GetSessionResponse\x12O\n\x0cListSessions\x12\x1e.kvtier.v1.ListSessionsRequest\x1a\x1f.kvtier.v1.ListSessionsResponse\x12X\n\x0fTruncateSession\x12!.kvtier.v1.TruncateSessionRequest\x1a\".kvtier.v1.TruncateSessionResponse\x12L\n\x0b\x46orkSession\x12\x1d.kvtier.v1.ForkSessionRequest\x1a\x1e.kvtier.v1.ForkSessionResponse\x12R\n\rPublishPrefix\x12\x1f.kvtier.v1.PublishPrefixRequest\x1a .kvtier.v1.PublishPrefixResponse\x12U\n\x0eReleaseSession\x12 .kvtier.v1.ReleaseSessionRequest\x1a!.kvtier.v1.ReleaseSessionResponse\x12J\n\tKeepAlive\x12\x1b.kvtier.v1.KeepAliveRequest\x1a\x1c.kvtier.v1.KeepAliveResponse(\x01\x30\x01\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.session_pb2', globals())
@@ -28,42 +28,44 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _LAYEROPTIONS._serialized_end=288
   _GEOMETRY._serialized_start=291
   _GEOMETRY._serialized_end=461
-  _SESSION._serialized_start=464
-  _SESSION._serialized_end=638
-  _LIMITS._serialized_start=640
-  _LIMITS._serialized_end=726
-  _CREATESESSIONREQUEST._serialized_start=729
-  _CREATESESSIONREQUEST._serialized_end=972
-  _CREATESESSIONRESPONSE._serialized_start=974
-  _CREATESESSIONRESPONSE._serialized_end=1094
-  _GETSESSIONREQUEST._serialized_start=1096
-  _GETSESSIONREQUEST._serialized_end=1129
-  _GETSESSIONRESPONSE._serialized_start=1131
-  _GETSESSIONRESPONSE._serialized_end=1188
-  _LISTSESSIONSREQUEST._serialized_start=1190
-  _LISTSESSIONSREQUEST._serialized_end=1250
-  _LISTSESSIONSRESPONSE._serialized_start=1252
-  _LISTSESSIONSRESPONSE._serialized_end=1314
-  _TRUNCATESESSIONREQUEST._serialized_start=1316
-  _TRUNCATESESSIONREQUEST._serialized_end=1390
-  _TRUNCATESESSIONRESPONSE._serialized_start=1392
-  _TRUNCATESESSIONRESPONSE._serialized_end=1454
-  _FORKSESSIONREQUEST._serialized_start=1456
-  _FORKSESSIONREQUEST._serialized_end=1525
-  _FORKSESSIONRESPONSE._serialized_start=1527
-  _FORKSESSIONRESPONSE._serialized_end=1586
-  _PUBLISHPREFIXREQUEST._serialized_start=1588
-  _PUBLISHPREFIXREQUEST._serialized_end=1643
-  _PUBLISHPREFIXRESPONSE._serialized_start=1645
-  _PUBLISHPREFIXRESPONSE._serialized_end=1691
-  _RELEASESESSIONREQUEST._serialized_start=1693
-  _RELEASESESSIONREQUEST._serialized_end=1750
-  _RELEASESESSIONRESPONSE._serialized_start=1752
-  _RELEASESESSIONRESPONSE._serialized_end=1776
-  _KEEPALIVEREQUEST._serialized_start=1778
-  _KEEPALIVEREQUEST._serialized_end=1811
-  _KEEPALIVERESPONSE._serialized_start=1813
-  _KEEPALIVERESPONSE._serialized_end=1873
-  _SESSIONSERVICE._serialized_start=1876
-  _SESSIONSERVICE._serialized_end=2547
+  _SESSIONMEMORY._serialized_start=463
+  _SESSIONMEMORY._serialized_end=566
+  _SESSION._serialized_start=569
+  _SESSION._serialized_end=785
+  _LIMITS._serialized_start=787
+  _LIMITS._serialized_end=873
+  _CREATESESSIONREQUEST._serialized_start=876
+  _CREATESESSIONREQUEST._serialized_end=1119
+  _CREATESESSIONRESPONSE._serialized_start=1121
+  _CREATESESSIONRESPONSE._serialized_end=1241
+  _GETSESSIONREQUEST._serialized_start=1243
+  _GETSESSIONREQUEST._serialized_end=1276
+  _GETSESSIONRESPONSE._serialized_start=1278
+  _GETSESSIONRESPONSE._serialized_end=1335
+  _LISTSESSIONSREQUEST._serialized_start=1337
+  _LISTSESSIONSREQUEST._serialized_end=1397
+  _LISTSESSIONSRESPONSE._serialized_start=1399
+  _LISTSESSIONSRESPONSE._serialized_end=1461
+  _TRUNCATESESSIONREQUEST._serialized_start=1463
+  _TRUNCATESESSIONREQUEST._serialized_end=1537
+  _TRUNCATESESSIONRESPONSE._serialized_start=1539
+  _TRUNCATESESSIONRESPONSE._serialized_end=1601
+  _FORKSESSIONREQUEST._serialized_start=1603
+  _FORKSESSIONREQUEST._serialized_end=1672
+  _FORKSESSIONRESPONSE._serialized_start=1674
+  _FORKSESSIONRESPONSE._serialized_end=1733
+  _PUBLISHPREFIXREQUEST._serialized_start=1735
+  _PUBLISHPREFIXREQUEST._serialized_end=1790
+  _PUBLISHPREFIXRESPONSE._serialized_start=1792
+  _PUBLISHPREFIXRESPONSE._serialized_end=1838
+  _RELEASESESSIONREQUEST._serialized_start=1840
+  _RELEASESESSIONREQUEST._serialized_end=1897
+  _RELEASESESSIONRESPONSE._serialized_start=1899
+  _RELEASESESSIONRESPONSE._serialized_end=1923
+  _KEEPALIVEREQUEST._serialized_start=1925
+  _KEEPALIVEREQUEST._serialized_end=1958
+  _KEEPALIVERESPONSE._serialized_start=1960
+  _KEEPALIVERESPONSE._serialized_end=2020
+  _SESSIONSERVICE._serialized_start=2023
+  _SESSIONSERVICE._serialized_end=2694
 # @@protoc_insertion_point(module_scope)

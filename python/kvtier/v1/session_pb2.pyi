@@ -158,20 +158,34 @@ class ReleaseSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ["capacity_tokens", "geometry", "kv_bytes", "layer_lengths", "lease_ttl", "name"]
+    __slots__ = ["capacity_tokens", "geometry", "kv_bytes", "layer_lengths", "lease_ttl", "memory", "name"]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAYER_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     capacity_tokens: int
     geometry: Geometry
     kv_bytes: int
     layer_lengths: _containers.RepeatedScalarFieldContainer[int]
     lease_ttl: _duration_pb2.Duration
+    memory: SessionMemory
     name: str
-    def __init__(self, name: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., layer_lengths: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., lease_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., layer_lengths: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., lease_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., memory: _Optional[_Union[SessionMemory, _Mapping]] = ...) -> None: ...
+
+class SessionMemory(_message.Message):
+    __slots__ = ["page_bytes", "row_cache_bytes", "sketch_bytes", "table_bytes"]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SKETCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    page_bytes: int
+    row_cache_bytes: int
+    sketch_bytes: int
+    table_bytes: int
+    def __init__(self, page_bytes: _Optional[int] = ..., sketch_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., row_cache_bytes: _Optional[int] = ...) -> None: ...
 
 class TruncateSessionRequest(_message.Message):
     __slots__ = ["name", "request_id", "tokens"]

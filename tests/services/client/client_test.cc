@@ -190,6 +190,9 @@ TEST_P(ClientTest, SessionsOfOtherClientsAreListedAndReleased) {
   EXPECT_EQ(info.capacity_tokens, 100);
   EXPECT_EQ(info.kv_bytes, std::int64_t{10} * kKvHeads * kHeadDim * 4);
   EXPECT_GT(info.lease.count(), 0);
+  EXPECT_GT(info.memory.pages, 0U);
+  EXPECT_EQ(info.memory,
+            session_memory(engine_->config(), 100, engine_->stats().snapshot.row_cache_rows));
 
   client_->release(left.name());
   EXPECT_THAT(client_->list_sessions(), ::testing::ElementsAre(remote_->name()));

@@ -27,7 +27,7 @@ class PlaneDeviceMemory : public PlaneTest {
       if (failure_) throw Error(*failure_, "expected nothing of it");
       EXPECT_EQ(handle.ipc[63], std::byte{'i'});
       EXPECT_EQ(handle.device[15], std::byte{'d'});
-      std::shared_ptr<std::byte> memory(new std::byte[bytes], std::default_delete<std::byte[]>());
+      std::shared_ptr<std::byte> memory(new std::byte[bytes](), std::default_delete<std::byte[]>());
       opened_ = memory;
       return memory;
     };
