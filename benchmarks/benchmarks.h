@@ -72,8 +72,8 @@ void bench_paged_step(Run& run, const StepCase& step);
 /// the device.
 void bench_row_cache_step(Run& run, const StepCase& step);
 /// One layer's step of a sequence that is all here, by an engine with tiers over the same by one
-/// without, in turn: pages on the device with a row cache allowed, or on the host with a disk cache
-/// and page prefetch. Replays of a graph, and calls.
+/// without, in turn: pages on the device with a row cache allowed, or on the host with a disk
+/// cache. Replays of a graph, and calls.
 void bench_resident_step(Run& run, const StepCase& step);
 /// The steps of `bench_row_cache_step`, timed apart from prefetches after each: of what the step's
 /// own query selects beyond k, and of what guesses of the next query select; and without.

@@ -136,12 +136,10 @@ def oversubscription(_):
     def schedule(row):
         return (row["turn_tokens"], row["clients"], row["model_mib_per_layer"])
 
-    def line(key, head, field):
+    def line(key):
         tokens, clients, model = key
-        found = {row["budgets"]: f"{row[field]:.2f} ({row[field + '_median']:.2f})" for row in rows if schedule(row) == key}
-        return (head, f"{tokens}", f"{clients}", f"{model} MiB" if model else "none", *(found.get(budget, "not run") for budget in budgets))
+        found = {row["budgets"]: f"{row['share']:.2f} ({row['share_median']:.2f})" for row in rows if schedule(row) == key}
+        return (f"{tokens}", f"{clients}", f"{model} MiB" if model else "none", *(found.get(budget, "not run") for budget in budgets))
 
-    schedules = list(dict.fromkeys(schedule(row) for row in rows))
-    lines = [line(key, "over all in memory", "share") for key in schedules]
-    lines += [line(key, "with page prefetch over without", "prefetch_gain") for key in schedules]
-    return table(["tokens/s", "tokens a turn", "threads", "model's reads a layer", *(f"{budget:g}x the budget" for budget in budgets)], lines)
+    lines = [line(key) for key in dict.fromkeys(schedule(row) for row in rows)]
+    return table(["tokens a turn", "threads", "model's reads a layer", *(f"{budget:g}x the budget" for budget in budgets)], lines)

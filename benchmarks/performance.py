@@ -484,7 +484,7 @@ def resident(_):
     append = run.find("prefill_append", tokens=32 * K, placement="host")
     fork = run.find("fork", tokens=M)
     rows = [over_bare("KV on the device, cached rows configured", "device"),
-            over_bare("KV in host memory, with a disk cache and page prefetch", "host"),
+            over_bare("KV in host memory, with a disk cache", "host"),
             ("append of a prompt of 32K tokens, pages in host memory: share of the link's rate to the host", "80 %", "90 %",
              percent(append["share_of_link"])),
             (f"{fork['children']} forks of a session of 1M tokens, {fork['layers']} layers: time; memory, of the parent's, until a child is used",

@@ -206,7 +206,6 @@ void bench_resident_step(Run& run, const StepCase& given) {
   if (step.placement == KvPlacement::kHost) {
     tiered.memory.disk_cache = folder.path() + "/tier";
     tiered.memory.disk_cache_bytes = 16 * GiB;
-    tiered.memory.page_prefetch = true;
   } else {
     tiered.memory.row_cache_bytes = GiB;
   }

@@ -23,7 +23,7 @@ struct TierSettings {
 /// calls of an engine bring back from its disk cache.
 [[nodiscard]] nlohmann::json file_rows(const TierSettings& settings);
 /// Adds tokens/s of sessions that are more than the host budget holds, over those of the same
-/// sessions all in memory, and what page prefetch gains.
+/// sessions all in memory.
 void add_oversubscription(const TierSettings& settings, RunReport& report);
 /// What the checksum of a page costs when it is copied from host memory to host memory.
 [[nodiscard]] nlohmann::json checksum_rows(const TierSettings& settings);

@@ -112,7 +112,7 @@ class Workloads {
   std::vector<std::vector<QuerySource>> queries_;
 };
 
-enum class Memory { kAll, kBudget, kBudgetWithPrefetch };
+enum class Memory { kAll, kBudget };
 
 /// An engine that decodes some sessions, one turn after the other.
 class Decoding {
@@ -188,7 +188,6 @@ class Decoding {
       config.memory.disk_cache_bytes = 2 * all;
     }
     config.memory.page_policy = settings.page_policy;
-    config.memory.page_prefetch = memory == Memory::kBudgetWithPrefetch;
     return config;
   }
 
@@ -226,21 +225,17 @@ void add_oversubscription(const TierSettings& settings, RunReport& report) {
     workloads.prepare(sessions, steps);
     Decoding all(settings, workloads, sessions, steps, Memory::kAll);
     Decoding budget(settings, workloads, sessions, steps, Memory::kBudget);
-    Decoding prefetching(settings, workloads, sessions, steps, Memory::kBudgetWithPrefetch);
     for (const Schedule& schedule : kSchedules) {
-      Rounds in_memory, budgeted, prefetched;
-      Stats::Cumulative before, before_prefetching;
+      Rounds in_memory, budgeted;
+      Stats::Cumulative before;
       for (int round = 0; round <= settings.rounds; ++round) {
         in_memory.seconds.push_back(seconds_of_turns(all, schedule));
         budgeted.seconds.push_back(seconds_of_turns(budget, schedule));
-        prefetched.seconds.push_back(seconds_of_turns(prefetching, schedule));
         if (round > 0) continue;
-        for (Rounds* rounds : {&in_memory, &budgeted, &prefetched}) rounds->seconds.clear();
+        for (Rounds* rounds : {&in_memory, &budgeted}) rounds->seconds.clear();
         before = budget.counted();  // all are warm
-        before_prefetching = prefetching.counted();
       }
       const Stats::Cumulative counted = budget.counted() - before;
-      const Stats::Cumulative with = prefetching.counted() - before_prefetching;
       const double decoded =
           static_cast<double>(schedule.turns() * schedule.turn_tokens) * sessions;
       const auto per_token = [&](std::uint64_t pages) {
@@ -260,11 +255,7 @@ void add_oversubscription(const TierSettings& settings, RunReport& report) {
             {"share_median", median(in_memory.seconds) / median(budgeted.seconds)},
             {"restored_pages_per_token", per_token(counted.pages_restored)},
             {"tier_wait_s_per_token",
-             static_cast<double>(counted.tier_nanoseconds) / 1e9 / decoded / settings.rounds},
-            {"prefetch_gain", budgeted.least() / prefetched.least()},
-            {"prefetch_gain_median", median(budgeted.seconds) / median(prefetched.seconds)},
-            {"prefetched_pages_per_token", per_token(with.pages_prefetched)},
-            {"prefetched_useful_pages_per_token", per_token(with.pages_prefetched_useful)}}}));
+             static_cast<double>(counted.tier_nanoseconds) / 1e9 / decoded / settings.rounds}}}));
     }
   }
 }

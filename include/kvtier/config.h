@@ -289,10 +289,6 @@ struct MemoryConfig {
   std::string disk_cache{};
   std::size_t disk_cache_bytes = 0;
   PagePolicy page_policy = PagePolicy::kScore;
-  /// Whether pages that the last step of a layer has needed, and that have left since, are brought
-  /// back while the layer before it is at work, into frames that nobody needs. Costs a thread and
-  /// reads; what it gains `Stats` counts. No effect without tiers.
-  bool page_prefetch = false;
   /// Whether after a step of one token of each session, while the caller goes on, rows that its
   /// queries would choose beyond its own, half as many again, are put into the row cache for the
   /// next step

@@ -224,7 +224,6 @@ typedef struct kvtier_config {
   int32_t row_cache_rows;   /* -1: automatic; 0: no row cache */
   kvtier_row_cache_policy row_cache_policy;
   kvtier_page_format page_format;
-  int32_t page_prefetch;
   kvtier_page_policy page_policy;
   int32_t verify_rows;   /* not 0: rows in host memory are compared with checksums */
   int32_t prefetch_rows; /* not 0: rows are put into the row cache after each step */
@@ -285,8 +284,6 @@ typedef struct kvtier_stats {
   uint64_t pages_repaired, num_tiers;
   uint64_t row_cache_hits, row_cache_misses, row_cache_admissions, row_cache_evictions,
       row_cache_bytes, row_cache_bytes_used;
-  uint64_t pages_prefetched, pages_prefetched_useful, pages_prefetched_wasted,
-      pages_prefetched_waiting;
   uint64_t rows_corrupt;
   uint64_t rows_prefetched, rows_prefetched_useful, rows_prefetched_wasted;
   uint64_t row_cache_rows; /* per KV head of a session's layer; 0: no row cache */

@@ -63,11 +63,6 @@ struct Stats {
     std::uint64_t pages_repaired = 0;    ///< Of the hits: in place of what a tier before had lost.
     std::uint64_t cold_steps = 0;  ///< Launches of attention and pieces of `fetch` that waited.
     std::uint64_t tier_nanoseconds = 0;  ///< Time that calls waited for tiers.
-    // Pages that were prefetched: those that a call has needed since, and those that were evicted
-    // before. The others are `pages_prefetched_waiting`.
-    std::uint64_t pages_prefetched = 0;
-    std::uint64_t pages_prefetched_useful = 0;
-    std::uint64_t pages_prefetched_wasted = 0;
     // Selected rows that were looked for among cached ones: found, and those that were fetched.
     std::uint64_t row_cache_hits = 0;
     std::uint64_t row_cache_misses = 0;
@@ -93,8 +88,7 @@ struct Stats {
     std::size_t pages_used = 0;
     std::size_t prefix_tokens = 0;   ///< Tokens of all stored prefixes, each once.
     std::size_t pages_in_tiers = 0;  ///< Pages held that only tiers have, beside those used.
-    std::size_t pages_prefetched_waiting = 0;  ///< Of those used: prefetched.
-    std::size_t pages_shared = 0;              ///< Of those used: held by more than one sequence.
+    std::size_t pages_shared = 0;    ///< Of those used: held by more than one sequence.
     std::size_t row_cache_bytes =
         0;  ///< Of `device_bytes`: the row cache, and what is in use of it.
     std::size_t row_cache_bytes_used = 0;

@@ -107,7 +107,6 @@ class MemoryConfig:
     disk_cache: str = ""
     disk_cache_bytes: int = 0
     page_policy: PagePolicy = PagePolicy.SCORE
-    page_prefetch: bool = False
     prefetch_rows: bool = False
     #: Seconds that a call waits for a batch of pages on disk.
     tier_deadline: float = 10.0

@@ -65,7 +65,6 @@ void kvtier_config_init(kvtier_config* config) {
   config->reject_nonfinite = d.reject_nonfinite ? 1 : 0;
   config->tier_deadline_ms = static_cast<std::uint64_t>(d.memory.tier_deadline.count());
   config->row_cache_bytes = d.memory.row_cache_bytes.value_or(KVTIER_ROW_CACHE_BYTES_AUTO);
-  config->page_prefetch = d.memory.page_prefetch ? 1 : 0;
   config->row_cache_rows = d.memory.row_cache_rows;
   config->row_cache_policy = static_cast<kvtier_row_cache_policy>(d.memory.row_cache_policy);
   config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
@@ -155,10 +154,6 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
         .row_cache_evictions = s.cumulative.row_cache_evictions,
         .row_cache_bytes = s.snapshot.row_cache_bytes,
         .row_cache_bytes_used = s.snapshot.row_cache_bytes_used,
-        .pages_prefetched = s.cumulative.pages_prefetched,
-        .pages_prefetched_useful = s.cumulative.pages_prefetched_useful,
-        .pages_prefetched_wasted = s.cumulative.pages_prefetched_wasted,
-        .pages_prefetched_waiting = s.snapshot.pages_prefetched_waiting,
         .rows_corrupt = s.cumulative.rows_corrupt,
         .rows_prefetched = s.cumulative.rows_prefetched,
         .rows_prefetched_useful = s.cumulative.rows_prefetched_useful,

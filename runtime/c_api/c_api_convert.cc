@@ -172,7 +172,6 @@ Config to_config(const kvtier_config& c) {
       std::min<std::uint64_t>(c.tier_deadline_ms, std::numeric_limits<std::int32_t>::max()));
   if (c.row_cache_bytes != KVTIER_ROW_CACHE_BYTES_AUTO)
     config.memory.row_cache_bytes = c.row_cache_bytes;
-  config.memory.page_prefetch = c.page_prefetch != 0;
   config.memory.row_cache_rows = c.row_cache_rows;
   config.memory.verify_rows = c.verify_rows != 0;
   config.memory.prefetch_rows = c.prefetch_rows != 0;

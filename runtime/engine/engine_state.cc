@@ -4,7 +4,6 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
-#include "runtime/engine/page_prefetch.h"
 
 #include <algorithm>
 #include <memory>
@@ -61,9 +60,6 @@ EngineState::EngineState(const Config& config_in)
                                        pools.pages_on_device ? 0 : tokens_of_pages());
   make_sketches(sizes);
   make_row_cache(sizes);
-  if (config.memory.page_prefetch && pools.pages->has_tiers()) {
-    page_prefetch = std::make_unique<PagePrefetch>(*this);
-  }
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pools.pages->num_frames()) + " pages of " +
                            std::to_string(kv.page_bytes() >> 10) + " KiB, " +
@@ -71,7 +67,6 @@ EngineState::EngineState(const Config& config_in)
 }
 
 EngineState::~EngineState() {
-  page_prefetch.reset();  // its thread submits calls
   try {
     submission.main().synchronize();
     for (Pools::Retired& retired : pools.retired) retired.last_use.wait();
@@ -238,9 +233,6 @@ void EngineState::add_tier_stats(Stats& stats) const {
   const PagePool::Counters& moved = pools.pages->counters();
   sum.pages_evicted = moved.evicted;
   sum.pages_restored = moved.restored;
-  sum.pages_prefetched = moved.prefetched;
-  sum.pages_prefetched_useful = moved.prefetched_useful;
-  sum.pages_prefetched_wasted = moved.prefetched_wasted;
   sum.tier_bytes_written = counted.written * pools.pages->page_bytes();
   sum.tier_bytes_read = counted.hits * pools.pages->page_bytes();
   sum.tier_hits = counted.hits;
@@ -251,8 +243,6 @@ void EngineState::add_tier_stats(Stats& stats) const {
   sum.tier_nanoseconds = counted.wait_nanoseconds;
   sum.pages_lost = counted.lost;
   sum.pages_repaired = counted.repaired;
-  stats.snapshot.pages_prefetched_waiting =
-      moved.prefetched - moved.prefetched_useful - moved.prefetched_wasted;
   stats.snapshot.pages_in_tiers = pools.pages->num_evicted();
   stats.tiers = tiers->uses();
 }

@@ -24,8 +24,6 @@
 
 namespace kvtier::runtime {
 
-class PagePrefetch;
-
 /// Everything that sessions share, by what it is for. Steps of different sessions run one after
 /// another, because there is one workspace: `SubmissionScope` orders them on the device by an event
 /// and on the host by a mutex. A call that waits for pages in a tier unlocks the engine meanwhile.
@@ -55,8 +53,7 @@ class EngineState : private PagePool::Owner {
   Pools pools;
   PageQuotas quotas;
   PrefixStore prefixes;
-  std::unique_ptr<PagePrefetch> page_prefetch;  ///< Or none.
-  const PrefixKey prefix_key;                   ///< What keys of stored prefixes begin with.
+  const PrefixKey prefix_key;  ///< What keys of stored prefixes begin with.
 
  private:
   void wait_for_work(transfer::Stream& stream) override { submission.wait(stream); }

@@ -18,12 +18,11 @@ State& grown(std::vector<State>& states, Id page) {
   return states[page];
 }
 
-/// Finds by a count of uses which page no call has needed for as many as there are frames.
+/// Counts the uses of all pages, and when each page was used last.
 class Uses {
  public:
   explicit Uses(std::size_t num_frames) : num_frames_(num_frames) {}
   void add(Id page) { grown(last_, page) = ++count_; }
-  [[nodiscard]] bool idle(Id page) const { return count_ - last_[page] > num_frames_; }
   [[nodiscard]] std::uint64_t last(Id page) const { return last_[page]; }
   /// Uses since the last one of this page, in those of as many pages as there are frames.
   [[nodiscard]] double age(Id page) const {
@@ -96,7 +95,6 @@ class Clock final : public PageOrder {
     for (const Id page : chosen) marks_[page] = Mark::kUnused;
     return chosen;
   }
-  [[nodiscard]] bool idle(Id page) const override { return marks_[page] == Mark::kUnused; }
 
  private:
   enum class Mark : std::uint8_t { kUnused, kUsed, kChosen };
@@ -142,13 +140,8 @@ class Queues {
 
 class Lru final : public PageOrder {
  public:
-  explicit Lru(std::size_t num_frames) : uses_(num_frames) {}
-  void enter(Id page) override {
-    uses_.add(page);
-    queues_.push(here_, page);
-  }
+  void enter(Id page) override { queues_.push(here_, page); }
   void use(Id page, std::uint32_t /*rows*/) override {
-    uses_.add(page);
     if (queues_.of(page) == nullptr) return;
     queues_.remove(page);
     queues_.push(here_, page);
@@ -164,10 +157,8 @@ class Lru final : public PageOrder {
     }
     return chosen;
   }
-  [[nodiscard]] bool idle(Id page) const override { return uses_.idle(page); }
 
  private:
-  Uses uses_;
   Queues queues_;
   Queues::Queue here_;  ///< The one used the longest ago first.
 };
@@ -175,16 +166,14 @@ class Lru final : public PageOrder {
 /// Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 class S3Fifo final : public PageOrder {
  public:
-  explicit S3Fifo(std::size_t num_frames) : num_frames_(num_frames), uses_(num_frames) {}
+  explicit S3Fifo(std::size_t num_frames) : num_frames_(num_frames) {}
   void enter(Id page) override {
-    uses_.add(page);
     const bool seen = queues_.of(page) == &ghosts_;
     if (seen) queues_.remove(page);
     queues_.push(seen ? main_ : small_, page);
     grown(counts_, page) = 0;
   }
   void use(Id page, std::uint32_t /*rows*/) override {
-    uses_.add(page);
     std::uint8_t& count = grown(counts_, page);
     count = std::min<std::uint8_t>(count + 1, kMostCounted);
   }
@@ -229,7 +218,6 @@ class S3Fifo final : public PageOrder {
     }
     return chosen;
   }
-  [[nodiscard]] bool idle(Id page) const override { return uses_.idle(page); }
 
  private:
   static constexpr std::uint8_t kMostCounted = 3;
@@ -242,7 +230,6 @@ class S3Fifo final : public PageOrder {
   }
 
   std::size_t num_frames_;
-  Uses uses_;
   Queues queues_;
   Queues::Queue small_, main_, ghosts_;
   std::vector<std::uint8_t> counts_;  ///< By page: uses since it came or was looked at.
@@ -275,7 +262,6 @@ class Score final : public PageOrder {
     for (auto next = all.begin(); next != end; ++next) chosen.push_back(std::get<2>(*next));
     return chosen;
   }
-  [[nodiscard]] bool idle(Id page) const override { return uses_.idle(page); }
 
  private:
   /// Uses of all pages, in those of as many pages as there are frames, after which half is left.
@@ -307,7 +293,7 @@ std::unique_ptr<PageOrder> make_page_order(PagePolicy policy, std::size_t num_fr
   num_frames = std::max<std::size_t>(num_frames, 1);
   switch (policy) {
     case PagePolicy::kLru:
-      return std::make_unique<Lru>(num_frames);
+      return std::make_unique<Lru>();
     case PagePolicy::kS3Fifo:
       return std::make_unique<S3Fifo>(num_frames);
     case PagePolicy::kScore:

@@ -35,8 +35,6 @@ class PageOrder {
   /// Returns up to `count` pages that may go, the first to go first; all of them, when there are
   /// not as many.
   [[nodiscard]] virtual std::vector<Id> choose(std::size_t count, const MayGo& may_go) = 0;
-  /// Returns whether a page has not been needed for so long that a guess may have its frame.
-  [[nodiscard]] virtual bool idle(Id page) const = 0;
 };
 
 /// Makes the order of a pool of `num_frames` frames.

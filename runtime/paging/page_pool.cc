@@ -29,7 +29,6 @@ PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t
     : frames_(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
       tiers_(&tiers),
       owner_(&owner),
-      in_frame_(num_frames(), nullptr),
       order_(make_page_order(policy, num_frames())) {}
 
 Page& PagePool::new_page() {
@@ -66,9 +65,7 @@ void PagePool::remove_ended() {
 
 void PagePool::enter(Page& page, std::byte* frame) {
   update(page, [&] { page.frame = frame; });
-  if (!has_tiers()) return;
-  order_->enter(page.version.page);
-  in_frame_[frame_index(frame)] = &page;
+  if (has_tiers()) order_->enter(page.version.page);
 }
 
 bool PagePool::take_all(std::span<Page*> pages, transfer::Stream* stream) {
@@ -108,8 +105,6 @@ void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use)
 }
 
 void PagePool::leave_tiers(Page& page) {
-  if (page.frame != nullptr) in_frame_[frame_index(page.frame)] = nullptr;
-  if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
   end_version(page);
   order_->forget(page.version.page);
 }
@@ -157,10 +152,8 @@ std::vector<Page*> PagePool::choose(std::size_t count) {
 
 void PagePool::evict_page(Page& page) {
   std::byte* const frame = page.frame;
-  if (std::exchange(page.prefetched, false)) ++counters_.prefetched_wasted;
   order_->leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
-  in_frame_[frame_index(frame)] = nullptr;
   ++num_moves_;
   ++num_evicted_;
   ++counters_.evicted;
@@ -226,7 +219,6 @@ PagePool::Protected PagePool::protect(std::span<Page* const> pages) {
     if (page->needed_by == call_) continue;
     page->needed_by = call_;
     order_->use(page->version.page, std::max(std::exchange(page->rows, 0U), 1U));
-    if (std::exchange(page->prefetched, false)) ++counters_.prefetched_useful;
     needed.pages.push_back(page);
     if (page->lost) fail_read(1, 0);
     if (page->frame == nullptr) needed.missing.push_back(page);
@@ -295,8 +287,7 @@ bool PagePool::ensure_resident(transfer::Stream& stream, std::span<Page* const> 
     place(needed.missing, in);
     return true;
   }
-  const std::exception_ptr failure = read_unlocked(needed.pages, needed.missing, frames);
-  if (failure) std::rethrow_exception(failure);
+  read_unlocked(needed.pages, needed.missing, frames);
   return true;
 }
 
@@ -311,9 +302,8 @@ std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
   return in;
 }
 
-std::exception_ptr PagePool::read_unlocked(std::span<Page* const> needed,
-                                           std::span<Page* const> missing,
-                                           std::span<std::byte* const> frames, bool prefetched) {
+void PagePool::read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
+                             std::span<std::byte* const> frames) {
   std::vector<PageIn> in = reads_of(missing, frames);
   lease(needed);
   std::exception_ptr failure;
@@ -328,45 +318,7 @@ std::exception_ptr PagePool::read_unlocked(std::span<Page* const> needed,
   } catch (...) {
     if (!failure) failure = std::current_exception();
   }
-  for (Page* page : missing) {
-    if (!prefetched || page->frame == nullptr) continue;
-    page->prefetched = true;
-    ++counters_.prefetched;
-  }
   end_lease(needed);
-  return failure;
-}
-
-void PagePool::evict_unused(std::size_t count) {
-  for (std::size_t i = 0; i < in_frame_.size() && num_free() < count; ++i) {
-    Page* const page = in_frame_[next_idle_];
-    next_idle_ = (next_idle_ + 1) % in_frame_.size();
-    if (page == nullptr || !page->movable() || !page->stored) continue;
-    if (order_->idle(page->version.page)) evict_page(*page);
-  }
-}
-
-void PagePool::prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets) {
-  {
-    const std::lock_guard lock(lease_mutex_);
-    if (leased_) return;
-  }
-  std::vector<Page*> missing;
-  for (const Ticket& ticket : tickets) {
-    Page* const page = ticket.page;
-    const bool same = page->holders > 0 && page->version == ticket.version;
-    if (same && page->frame == nullptr && !page->lost) missing.push_back(page);
-  }
-  if (missing.empty()) return;
-  owner_->wait_for_work(stream);  // the last readers of frames and of pages that leave
-  evict_unused(missing.size());
-  const std::size_t count = std::min(missing.size(), num_free());
-  if (count == 0) return;
-  missing.resize(count);
-  std::vector<std::byte*> frames(count);
-  if (!frames_.take_all(frames, &stream)) return;
-  owner_->wait_for_work(stream);
-  const std::exception_ptr failure = read_unlocked(missing, missing, frames, /*prefetched=*/true);
   if (failure) std::rethrow_exception(failure);
 }
 

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -41,8 +40,7 @@ class Page {
   bool pinned = false;
   bool stored = false;  ///< The first tier has this version.
   bool lost = false;
-  bool leased = false;      ///< To a call that waits.
-  bool prefetched = false;  ///< Prefetched, and no call has needed it yet.
+  bool leased = false;  ///< To a call that waits.
 };
 
 /// Pages in the frames of one allocation: pages of KV rows in host memory, sketch slabs on the
@@ -148,17 +146,6 @@ class PagePool {
   /// has found them too many.
   bool ensure_resident(transfer::Stream& stream, std::span<Page* const> pages,
                        bool keep_lock = false);
-  /// Names a page as it is now, to be found again or not.
-  struct Ticket {
-    Page* page = nullptr;
-    PageVersion version;
-  };
-  [[nodiscard]] static Ticket ticket(Page& page) { return {&page, page.version}; }
-  /// Restores pages that are still those, evicted and held, into frames that are free or have an
-  /// idle page that the tier has: as many as there are, none while another call waits for pages.
-  /// Throws as `ensure_resident`; pages that came are resident.
-  void prefetch_pages(transfer::Stream& stream, std::span<const Ticket> tickets);
-
   /// Waits, with others going on, until a call that pages are coming for has them. Returns false
   /// when there is none.
   bool wait_for_lease();
@@ -170,8 +157,6 @@ class PagePool {
   struct Counters {
     std::uint64_t evicted = 0;   ///< Pages that left their frame.
     std::uint64_t restored = 0;  ///< Pages restored.
-    // Of those, prefetched: needed by a call since, and evicted again before.
-    std::uint64_t prefetched = 0, prefetched_useful = 0, prefetched_wasted = 0;
   };
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
   [[nodiscard]] std::size_t num_evicted() const noexcept { return num_evicted_; }
@@ -203,33 +188,23 @@ class PagePool {
   /// Keeps pages, and keeps them held, or ends that.
   void lease(std::span<Page* const> pages);
   void end_lease(std::span<Page* const> pages);
-  /// Reads pages into frames, without the mutex, while `needed` are leased. Returns what failed.
-  [[nodiscard]] std::exception_ptr read_unlocked(std::span<Page* const> needed,
-                                                 std::span<Page* const> missing,
-                                                 std::span<std::byte* const> frames,
-                                                 bool prefetched = false);
+  /// Reads pages into frames, without the mutex, while `needed` are leased.
+  void read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
+                     std::span<std::byte* const> frames);
   [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
                                              std::span<std::byte* const> frames) const;
-  /// Frees frames of idle pages that the tier has, up to `count` free ones in all.
-  void evict_unused(std::size_t count);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
   /// Throws what `ensure_resident` throws of those.
   void place(std::span<Page* const> pages, std::span<const PageIn> in);
   [[noreturn]] void fail_read(std::size_t num_lost, std::size_t num_unavailable) const;
-
-  [[nodiscard]] std::size_t frame_index(const std::byte* frame) const {
-    return static_cast<std::size_t>(frame - frames_.first()) / frames_.frame_bytes();
-  }
 
   transfer::FramePool frames_;
   PageTiers* tiers_ = nullptr;
   Owner* owner_ = nullptr;
   std::deque<Page> pages_;  ///< Records; their addresses stay.
   std::vector<Page*> free_pages_;
-  std::vector<Page*> in_frame_;  ///< By frame; with tiers only.
   std::vector<PageVersion> ended_;
   std::unique_ptr<PageOrder> order_;  ///< With tiers only.
-  std::size_t next_idle_ = 0;         ///< The frame from which on idle pages are looked for.
   std::uint64_t call_ = 1;
   std::uint64_t num_moves_ = 1;
   std::size_t num_shared_ = 0;

@@ -22,8 +22,6 @@ namespace kvtier::runtime {
 struct PageVersion {
   std::uint64_t page = 0;
   std::uint64_t generation = 0;
-
-  friend bool operator==(const PageVersion&, const PageVersion&) = default;
 };
 
 /// A page on its way out.

@@ -21,8 +21,6 @@ struct LayerState {
   /// Tokens for which pages and slabs are held by this layer alone, the shared ones below
   /// `length` apart: appends up to there write in place.
   std::int64_t capacity = 0;
-  std::vector<std::int64_t>
-      needed{};  ///< Pages that the last launch read; with page prefetch only.
   std::byte* row_cache_frame =
       nullptr;  ///< See runtime/sequence/row_cache.h; none until a step has fetched.
   transfer::RowCache row_cache{};    ///< In it.

@@ -1,7 +1,6 @@
 #include "runtime/step/step.h"
 
 #include "attention/flash_decode.h"
-#include "runtime/engine/page_prefetch.h"
 #include "runtime/sequence/row_cache.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/tiered_attention.h"
@@ -446,7 +445,7 @@ void Step::export_ids(const Launch& launch, const QueriesRead& read, const Selec
   workspace_.selector.export_scores(stream(), request, ids, id_floats(staged(outputs.scores)));
 }
 
-/// What was selected, and how much was missed, when asked for; then pages may be prefetched.
+/// What was selected, and how much was missed, when asked for.
 void Step::finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs) {
   const MutableTensorView& ids = launch.first().outputs.selected;
   if (!ids.empty()) export_ids(launch, read, {.ids = ids});
@@ -465,10 +464,6 @@ void Step::finish_attend(const Launch& launch, const QueriesRead& read, Outputs&
       }
     }
     workspace_.selector.export_missed(stream(), select_request(launch, read), outputs.missed);
-  }
-  if (engine_.page_prefetch == nullptr || scope_.capturing()) return;
-  for (const Slice& slice : launch.slices) {
-    engine_.page_prefetch->attended(*slice.part->session, layer_);
   }
 }
 

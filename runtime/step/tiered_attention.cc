@@ -145,23 +145,12 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
       }
     }
   }
-  if (engine_.page_prefetch != nullptr) remember();
   const std::uint64_t before = engine_.pools.pages->counters().restored;
   const bool together = engine_.pools.pages->ensure_resident(stream_, needed_);
   if (!together || engine_.pools.pages->counters().restored != before)
     ++engine_.statistics.cold_steps;
   sync_addresses();
   return together;
-}
-
-void TieredLaunch::remember() {
-  for (std::size_t s = 0; s < layers_.size(); ++s) {
-    std::vector<std::int64_t>& pages = layers_[s]->needed;
-    pages.clear();
-    for (std::size_t i = 0; i < marked_[s].size(); ++i) {
-      if (marked_[s][i]) pages.push_back(static_cast<std::int64_t>(i));
-    }
-  }
 }
 
 bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {

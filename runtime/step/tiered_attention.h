@@ -58,8 +58,6 @@ class TieredLaunch final : private attention::RowSource {
   void read_back(const transfer::SelectionView& selection);
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void add_needed(int sequence, std::int64_t begin, std::int64_t end);
-  /// Says to the layers which pages are needed.
-  void remember();
   void sync_addresses();
   friend void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                                      std::span<LayerState* const> layers,

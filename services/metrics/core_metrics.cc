@@ -169,13 +169,6 @@ void add_tiers(const Stats& stats, Families& families) {
                    sums.cold_steps);
   families.counter("kvtier_tier_wait_seconds_total", "Time that steps waited for tiers.",
                    static_cast<double>(sums.tier_nanoseconds) / 1e9);
-  families.counters("kvtier_pages_prefetched_total",
-                    "Pages that came back from a tier ahead of a step: restored; of these needed "
-                    "by a step since: useful; gone before one did: wasted.",
-                    "event",
-                    {{"restored", sums.pages_prefetched},
-                     {"useful", sums.pages_prefetched_useful},
-                     {"wasted", sums.pages_prefetched_wasted}});
 }
 
 void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& families) {

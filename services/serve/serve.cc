@@ -211,7 +211,6 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.row_cache_policy = command.row_cache_policy;
   core.models.memory.page_format = command.page_format;
   core.models.memory.verify_rows = command.verify_rows;
-  core.models.memory.page_prefetch = command.page_prefetch;
   core.models.memory.page_policy = command.page_policy;
   core.models.memory.prefetch_rows = command.prefetch_rows;
   core.models.memory.calibration_file = command.calibration_file;
@@ -322,9 +321,6 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
       ->check(CLI::Range(64, 1 << 28))
       ->capture_default_str();
-  with_environment(app->add_flag(
-      "--page-prefetch", command.page_prefetch,
-      "Bring pages back from there before the step that is likely to need them; costs a thread"));
   add_named("--page-policy", kPagePolicyNames, command.page_policy,
             "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
   add_remote_tiers(*app, command);

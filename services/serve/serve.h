@@ -47,7 +47,6 @@ struct ServeCommand {
   RowCachePolicy row_cache_policy = MemoryConfig{}.row_cache_policy;
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
-  bool page_prefetch = false;
   bool prefetch_rows = false;
   PagePolicy page_policy = MemoryConfig{}.page_policy;
   std::string calibration_file;

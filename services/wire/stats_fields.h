@@ -40,9 +40,6 @@ inline constexpr auto kCumulativeFields = std::to_array<StatsField<Stats::Cumula
      {"prefix_tokens_asked", &Stats::Cumulative::prefix_tokens_asked},
      {"prefix_tokens_attached", &Stats::Cumulative::prefix_tokens_attached},
      {"prefix_tokens_evicted", &Stats::Cumulative::prefix_tokens_evicted},
-     {"pages_prefetched", &Stats::Cumulative::pages_prefetched},
-     {"pages_prefetched_useful", &Stats::Cumulative::pages_prefetched_useful},
-     {"pages_prefetched_wasted", &Stats::Cumulative::pages_prefetched_wasted},
      {"row_cache_hits", &Stats::Cumulative::row_cache_hits},
      {"row_cache_misses", &Stats::Cumulative::row_cache_misses},
      {"row_cache_admissions", &Stats::Cumulative::row_cache_admissions},
@@ -68,7 +65,6 @@ inline constexpr auto kSnapshotFields = std::to_array<StatsField<Stats::Snapshot
      {"pages_used", &Stats::Snapshot::pages_used},
      {"pages_shared", &Stats::Snapshot::pages_shared},
      {"pages_in_tiers", &Stats::Snapshot::pages_in_tiers},
-     {"pages_prefetched_waiting", &Stats::Snapshot::pages_prefetched_waiting},
      {"prefix_tokens", &Stats::Snapshot::prefix_tokens},
      {"row_cache_bytes", &Stats::Snapshot::row_cache_bytes},
      {"row_cache_bytes_used", &Stats::Snapshot::row_cache_bytes_used}});

@@ -243,9 +243,6 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_lost = 190,
                             .cold_steps = 200,
                             .tier_nanoseconds = 210,
-                            .pages_prefetched = 260,
-                            .pages_prefetched_useful = 270,
-                            .pages_prefetched_wasted = 280,
                             .row_cache_hits = 220,
                             .row_cache_misses = 230,
                             .row_cache_admissions = 240,
@@ -271,9 +268,6 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .pages_lost = 19,
                             .cold_steps = 20,
                             .tier_nanoseconds = 21,
-                            .pages_prefetched = 26,
-                            .pages_prefetched_useful = 27,
-                            .pages_prefetched_wasted = 28,
                             .row_cache_hits = 22,
                             .row_cache_misses = 23,
                             .row_cache_admissions = 24,
@@ -304,9 +298,6 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   EXPECT_EQ(d.row_cache_misses, 207U);
   EXPECT_EQ(d.row_cache_admissions, 216U);
   EXPECT_EQ(d.row_cache_evictions, 225U);
-  EXPECT_EQ(d.pages_prefetched, 234U);
-  EXPECT_EQ(d.pages_prefetched_useful, 243U);
-  EXPECT_EQ(d.pages_prefetched_wasted, 252U);
 }
 
 KVTIER_INSTANTIATE_BACKENDS(StatsTest);

@@ -195,7 +195,6 @@ kvtier::MemoryConfig memory_of(nb::handle object) {
                {"LRU", PagePolicy::kLru},
                {"S3_FIFO", PagePolicy::kS3Fifo},
                {"SCORE", PagePolicy::kScore}});
-  fields.read("page_prefetch", c.page_prefetch);
   fields.read("prefetch_rows", c.prefetch_rows);
   double seconds = 0.0;
   fields.read("tier_deadline", seconds);

@@ -38,9 +38,6 @@ nb::dict cumulative_of(const kvtier::Stats::Cumulative& c) {
   d["pages_repaired"] = c.pages_repaired;
   d["cold_steps"] = c.cold_steps;
   d["tier_nanoseconds"] = c.tier_nanoseconds;
-  d["pages_prefetched"] = c.pages_prefetched;
-  d["pages_prefetched_useful"] = c.pages_prefetched_useful;
-  d["pages_prefetched_wasted"] = c.pages_prefetched_wasted;
   d["row_cache_hits"] = c.row_cache_hits;
   d["row_cache_misses"] = c.row_cache_misses;
   d["row_cache_admissions"] = c.row_cache_admissions;
@@ -63,7 +60,6 @@ nb::dict snapshot_of(const kvtier::Stats::Snapshot& s) {
   d["pages_used"] = s.pages_used;
   d["prefix_tokens"] = s.prefix_tokens;
   d["pages_in_tiers"] = s.pages_in_tiers;
-  d["pages_prefetched_waiting"] = s.pages_prefetched_waiting;
   d["pages_shared"] = s.pages_shared;
   d["row_cache_bytes"] = s.row_cache_bytes;
   d["row_cache_bytes_used"] = s.row_cache_bytes_used;

@@ -14,19 +14,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\x90\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvtier.v1.ServerState\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\x10GetStatsResponse\x12.\n\ncumulative\x18\x01 \x01(\x0b\x32\x1a.kvtier.v1.CumulativeStats\x12*\n\x08snapshot\x18\x02 \x01(\x0b\x32\x18.kvtier.v1.SnapshotStats\x12(\n\x07service\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.ServiceStats\x12-\n\npage_cache\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.PageCacheStats\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.TierStats\"\xd1\x05\n\x0f\x43umulativeStats\x12\x17\n\x0ftokens_appended\x18\x01 \x01(\x04\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x15\n\rrows_selected\x18\x03 \x01(\x04\x12\x15\n\rrows_attended\x18\x04 \x01(\x04\x12\x1c\n\x14\x62ytes_host_to_device\x18\x05 \x01(\x04\x12\x1c\n\x14\x62ytes_device_to_host\x18\x06 \x01(\x04\x12\x1d\n\x15\x62ytes_device_resident\x18\x07 \x01(\x04\x12\x19\n\x11\x62ytes_sketch_read\x18\x08 \x01(\x04\x12\x18\n\x10nonfinite_tokens\x18\t \x01(\x04\x12\x15\n\rpages_evicted\x18\n \x01(\x04\x12\x16\n\x0epages_restored\x18\x0b \x01(\x04\x12\x16\n\x0epages_repaired\x18\x0c \x01(\x04\x12\x12\n\npages_lost\x18\r \x01(\x04\x12\x12\n\ncold_steps\x18\x0e \x01(\x04\x12,\n\ttier_wait\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x13prefix_tokens_asked\x18\x10 \x01(\x04\x12\x1e\n\x16prefix_tokens_attached\x18\x11 \x01(\x04\x12\x1d\n\x15prefix_tokens_evicted\x18\x12 \x01(\x04\x12\x18\n\x10pages_prefetched\x18\x13 \x01(\x04\x12\x1f\n\x17pages_prefetched_useful\x18\x14 \x01(\x04\x12\x1f\n\x17pages_prefetched_wasted\x18\x15 \x01(\x04\x12\x16\n\x0erow_cache_hits\x18\x16 \x01(\x04\x12\x18\n\x10row_cache_misses\x18\x17 \x01(\x04\x12\x1c\n\x14row_cache_admissions\x18\x18 \x01(\x04\x12\x1b\n\x13row_cache_evictions\x18\x19 \x01(\x04\x12\x14\n\x0crows_corrupt\x18\x1a \x01(\x04\"\xe3\x03\n\tTierStats\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04gets\x18\x02 \x01(\x04\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0e\n\x06misses\x18\x04 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x05 \x01(\x04\x12\x14\n\x0cget_timeouts\x18\x06 \x01(\x04\x12\x14\n\x0cget_failures\x18\x07 \x01(\x04\x12\x0c\n\x04puts\x18\x08 \x01(\x04\x12\x0e\n\x06stored\x18\t \x01(\x04\x12\x0f\n\x07refused\x18\n \x01(\x04\x12\x14\n\x0cput_timeouts\x18\x0b \x01(\x04\x12\x14\n\x0cput_failures\x18\x0c \x01(\x04\x12\x12\n\nbytes_read\x18\r \x01(\x04\x12\x15\n\rbytes_written\x18\x0e \x01(\x04\x12\x15\n\rpages_evicted\x18\x0f \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x10 \x01(\x04\x12\x12\n\nused_bytes\x18\x11 \x01(\x04\x12\x0f\n\x07servers\x18\x12 \x01(\x04\x12\x14\n\x0cservers_open\x18\x13 \x01(\x04\x12\x17\n\x0fservers_probing\x18\x14 \x01(\x04\x12*\n\x08get_time\x18\x15 \x01(\x0b\x32\x18.kvtier.v1.LatencyCounts\x12*\n\x08put_time\x18\x16 \x01(\x0b\x32\x18.kvtier.v1.LatencyCounts\"I\n\rLatencyCounts\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12(\n\x05total\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xca\x02\n\rSnapshotStats\x12\x10\n\x08sessions\x18\x01 \x01(\x04\x12\x17\n\x0fhost_page_bytes\x18\x02 \x01(\x04\x12\x1c\n\x14host_page_bytes_used\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x04 \x01(\x04\x12\x19\n\x11sketch_bytes_used\x18\x05 \x01(\x04\x12\r\n\x05pages\x18\x06 \x01(\x04\x12\x12\n\npages_used\x18\x07 \x01(\x04\x12\x14\n\x0cpages_shared\x18\x08 \x01(\x04\x12\x16\n\x0epages_in_tiers\x18\t \x01(\x04\x12 \n\x18pages_prefetched_waiting\x18\n \x01(\x04\x12\x15\n\rprefix_tokens\x18\x0b \x01(\x04\x12\x17\n\x0frow_cache_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14row_cache_bytes_used\x18\r \x01(\x04\"\xd7\x01\n\x0cServiceStats\x12\x0e\n\x06models\x18\x01 \x01(\x04\x12\x18\n\x10sessions_created\x18\x02 \x01(\x04\x12\x19\n\x11sessions_released\x18\x03 \x01(\x04\x12\x16\n\x0eleases_expired\x18\x04 \x01(\x04\x12\x10\n\x08received\x18\x05 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x06 \x01(\x04\x12\x10\n\x08rejected\x18\x07 \x01(\x04\x12\x16\n\x0einflight_bytes\x18\x08 \x01(\x04\x12\x1c\n\x14inflight_bytes_limit\x18\t \x01(\x04\"\x87\x05\n\x0ePageCacheStats\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_bytes\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x05 \x01(\x04\x12\x16\n\x0ereserved_pages\x18\x06 \x01(\x04\x12\x17\n\x0f\x63ommitted_pages\x18\x07 \x01(\x04\x12\x19\n\x11quarantined_pages\x18\x08 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0epages_reserved\x18\x0b \x01(\x04\x12\x17\n\x0fpages_committed\x18\x0c \x01(\x04\x12\x15\n\rpages_existed\x18\r \x01(\x04\x12\x15\n\rpages_aborted\x18\x0e \x01(\x04\x12\x1c\n\x14reservations_expired\x18\x0f \x01(\x04\x12\x15\n\rpages_deleted\x18\x10 \x01(\x04\x12\x15\n\rpages_evicted\x18\x11 \x01(\x04\x12\x15\n\rbytes_evicted\x18\x12 \x01(\x04\x12\x13\n\x0blookup_hits\x18\x13 \x01(\x04\x12\x15\n\rlookup_misses\x18\x14 \x01(\x04\x12\x15\n\rstale_handles\x18\x15 \x01(\x04\x12\x19\n\x11\x63hecksum_failures\x18\x16 \x01(\x04\x12\x16\n\x0e\x63rc_mismatches\x18\x17 \x01(\x04\x12\x14\n\x0crefused_full\x18\x18 \x01(\x04\x12\x15\n\rrefused_quota\x18\x19 \x01(\x04\x12\x15\n\rbytes_written\x18\x1a \x01(\x04\x12\x12\n\nbytes_read\x18\x1b \x01(\x04\"=\n\x11GetMetricsRequest\x12(\n\x06\x66ormat\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.MetricsFormat\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"9\n\x0bTenantQuota\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x02 \x01(\x03\"a\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05quota\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.TenantQuota\x12\x10\n\x08sessions\x18\x03 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x03\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x13ListTenantsResponse\x12\"\n\x07tenants\x18\x01 \x03(\x0b\x32\x11.kvtier.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"L\n\x15SetTenantQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05quota\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.TenantQuota\";\n\x16SetTenantQuotaResponse\x12!\n\x06tenant\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tenant\"\"\n\x12\x45victTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x13\x45victTenantResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"8\n\x12SetLogLevelRequest\x12\"\n\x05level\x18\x01 \x01(\x0e\x32\x13.kvtier.v1.LogLevel\"\x15\n\x13SetLogLevelResponse*`\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_SERVING\x10\x01\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x02*H\n\rMetricsFormat\x12\x1e\n\x1aMETRICS_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13METRICS_FORMAT_JSON\x10\x01*\x8d\x01\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x12\x11\n\rLOG_LEVEL_OFF\x10\x05\x32\xef\x04\n\x0c\x41\x64minService\x12R\n\rGetServerInfo\x12\x1f.kvtier.v1.GetServerInfoRequest\x1a .kvtier.v1.GetServerInfoResponse\x12\x43\n\x08GetStats\x12\x1a.kvtier.v1.GetStatsRequest\x1a\x1b.kvtier.v1.GetStatsResponse\x12I\n\nGetMetrics\x12\x1c.kvtier.v1.GetMetricsRequest\x1a\x1d.kvtier.v1.GetMetricsResponse\x12:\n\x05\x44rain\x12\x17.kvtier.v1.DrainRequest\x1a\x18.kvtier.v1.DrainResponse\x12L\n\x0bListTenants\x12\x1d.kvtier.v1.ListTenantsRequest\x1a\x1e.kvtier.v1.ListTenantsResponse\x12U\n\x0eSetTenantQuota\x12 .kvtier.v1.SetTenantQuotaRequest\x1a!.kvtier.v1.SetTenantQuotaResponse\x12L\n\x0b\x45victTenant\x12\x1d.kvtier.v1.EvictTenantRequest\x1a\x1e.kvtier.v1.EvictTenantResponse\x12L\n\x0bSetLogLevel\x12\x1d.kvtier.v1.SetLogLevelRequest\x1a\x1e.kvtier.v1.SetLogLevelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\x90\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvtier.v1.ServerState\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\x10GetStatsResponse\x12.\n\ncumulative\x18\x01 \x01(\x0b\x32\x1a.kvtier.v1.CumulativeStats\x12*\n\x08snapshot\x18\x02 \x01(\x0b\x32\x18.kvtier.v1.SnapshotStats\x12(\n\x07service\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.ServiceStats\x12-\n\npage_cache\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.PageCacheStats\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.TierStats\"\xbf\x05\n\x0f\x43umulativeStats\x12\x17\n\x0ftokens_appended\x18\x01 \x01(\x04\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x15\n\rrows_selected\x18\x03 \x01(\x04\x12\x15\n\rrows_attended\x18\x04 \x01(\x04\x12\x1c\n\x14\x62ytes_host_to_device\x18\x05 \x01(\x04\x12\x1c\n\x14\x62ytes_device_to_host\x18\x06 \x01(\x04\x12\x1d\n\x15\x62ytes_device_resident\x18\x07 \x01(\x04\x12\x19\n\x11\x62ytes_sketch_read\x18\x08 \x01(\x04\x12\x18\n\x10nonfinite_tokens\x18\t \x01(\x04\x12\x15\n\rpages_evicted\x18\n \x01(\x04\x12\x16\n\x0epages_restored\x18\x0b \x01(\x04\x12\x16\n\x0epages_repaired\x18\x0c \x01(\x04\x12\x12\n\npages_lost\x18\r \x01(\x04\x12\x12\n\ncold_steps\x18\x0e \x01(\x04\x12,\n\ttier_wait\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x13prefix_tokens_asked\x18\x10 \x01(\x04\x12\x1e\n\x16prefix_tokens_attached\x18\x11 \x01(\x04\x12\x1d\n\x15prefix_tokens_evicted\x18\x12 \x01(\x04\x12\x16\n\x0erow_cache_hits\x18\x16 \x01(\x04\x12\x18\n\x10row_cache_misses\x18\x17 \x01(\x04\x12\x1c\n\x14row_cache_admissions\x18\x18 \x01(\x04\x12\x1b\n\x13row_cache_evictions\x18\x19 \x01(\x04\x12\x14\n\x0crows_corrupt\x18\x1a \x01(\x04J\x04\x08\x13\x10\x16R\x10pages_prefetchedR\x17pages_prefetched_usefulR\x17pages_prefetched_wasted\"\xe3\x03\n\tTierStats\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04gets\x18\x02 \x01(\x04\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0e\n\x06misses\x18\x04 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x05 \x01(\x04\x12\x14\n\x0cget_timeouts\x18\x06 \x01(\x04\x12\x14\n\x0cget_failures\x18\x07 \x01(\x04\x12\x0c\n\x04puts\x18\x08 \x01(\x04\x12\x0e\n\x06stored\x18\t \x01(\x04\x12\x0f\n\x07refused\x18\n \x01(\x04\x12\x14\n\x0cput_timeouts\x18\x0b \x01(\x04\x12\x14\n\x0cput_failures\x18\x0c \x01(\x04\x12\x12\n\nbytes_read\x18\r \x01(\x04\x12\x15\n\rbytes_written\x18\x0e \x01(\x04\x12\x15\n\rpages_evicted\x18\x0f \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x10 \x01(\x04\x12\x12\n\nused_bytes\x18\x11 \x01(\x04\x12\x0f\n\x07servers\x18\x12 \x01(\x04\x12\x14\n\x0cservers_open\x18\x13 \x01(\x04\x12\x17\n\x0fservers_probing\x18\x14 \x01(\x04\x12*\n\x08get_time\x18\x15 \x01(\x0b\x32\x18.kvtier.v1.LatencyCounts\x12*\n\x08put_time\x18\x16 \x01(\x0b\x32\x18.kvtier.v1.LatencyCounts\"I\n\rLatencyCounts\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12(\n\x05total\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc8\x02\n\rSnapshotStats\x12\x10\n\x08sessions\x18\x01 \x01(\x04\x12\x17\n\x0fhost_page_bytes\x18\x02 \x01(\x04\x12\x1c\n\x14host_page_bytes_used\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x04 \x01(\x04\x12\x19\n\x11sketch_bytes_used\x18\x05 \x01(\x04\x12\r\n\x05pages\x18\x06 \x01(\x04\x12\x12\n\npages_used\x18\x07 \x01(\x04\x12\x14\n\x0cpages_shared\x18\x08 \x01(\x04\x12\x16\n\x0epages_in_tiers\x18\t \x01(\x04\x12\x15\n\rprefix_tokens\x18\x0b \x01(\x04\x12\x17\n\x0frow_cache_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14row_cache_bytes_used\x18\r \x01(\x04J\x04\x08\n\x10\x0bR\x18pages_prefetched_waiting\"\xd7\x01\n\x0cServiceStats\x12\x0e\n\x06models\x18\x01 \x01(\x04\x12\x18\n\x10sessions_created\x18\x02 \x01(\x04\x12\x19\n\x11sessions_released\x18\x03 \x01(\x04\x12\x16\n\x0eleases_expired\x18\x04 \x01(\x04\x12\x10\n\x08received\x18\x05 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x06 \x01(\x04\x12\x10\n\x08rejected\x18\x07 \x01(\x04\x12\x16\n\x0einflight_bytes\x18\x08 \x01(\x04\x12\x1c\n\x14inflight_bytes_limit\x18\t \x01(\x04\"\x87\x05\n\x0ePageCacheStats\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_bytes\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x05 \x01(\x04\x12\x16\n\x0ereserved_pages\x18\x06 \x01(\x04\x12\x17\n\x0f\x63ommitted_pages\x18\x07 \x01(\x04\x12\x19\n\x11quarantined_pages\x18\x08 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0epages_reserved\x18\x0b \x01(\x04\x12\x17\n\x0fpages_committed\x18\x0c \x01(\x04\x12\x15\n\rpages_existed\x18\r \x01(\x04\x12\x15\n\rpages_aborted\x18\x0e \x01(\x04\x12\x1c\n\x14reservations_expired\x18\x0f \x01(\x04\x12\x15\n\rpages_deleted\x18\x10 \x01(\x04\x12\x15\n\rpages_evicted\x18\x11 \x01(\x04\x12\x15\n\rbytes_evicted\x18\x12 \x01(\x04\x12\x13\n\x0blookup_hits\x18\x13 \x01(\x04\x12\x15\n\rlookup_misses\x18\x14 \x01(\x04\x12\x15\n\rstale_handles\x18\x15 \x01(\x04\x12\x19\n\x11\x63hecksum_failures\x18\x16 \x01(\x04\x12\x16\n\x0e\x63rc_mismatches\x18\x17 \x01(\x04\x12\x14\n\x0crefused_full\x18\x18 \x01(\x04\x12\x15\n\rrefused_quota\x18\x19 \x01(\x04\x12\x15\n\rbytes_written\x18\x1a \x01(\x04\x12\x12\n\nbytes_read\x18\x1b \x01(\x04\"=\n\x11GetMetricsRequest\x12(\n\x06\x66ormat\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.MetricsFormat\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"9\n\x0bTenantQuota\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x02 \x01(\x03\"a\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05quota\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.TenantQuota\x12\x10\n\x08sessions\x18\x03 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x03\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x13ListTenantsResponse\x12\"\n\x07tenants\x18\x01 \x03(\x0b\x32\x11.kvtier.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"L\n\x15SetTenantQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05quota\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.TenantQuota\";\n\x16SetTenantQuotaResponse\x12!\n\x06tenant\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Tenant\"\"\n\x12\x45victTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x13\x45victTenantResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"8\n\x12SetLogLevelRequest\x12\"\n\x05level\x18\x01 \x01(\x0e\x32\x13.kvtier.v1.LogLevel\"\x15\n\x13SetLogLevelResponse*`\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_SERVING\x10\x01\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x02*H\n\rMetricsFormat\x12\x1e\n\x1aMETRICS_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13METRICS_FORMAT_JSON\x10\x01*\x8d\x01\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x12\x11\n\rLOG_LEVEL_OFF\x10\x05\x32\xef\x04\n\x0c\x41\x64minService\x12R\n\rGetServerInfo\x12\x1f.kvtier.v1.GetServerInfoRequest\x1a .kvtier.v1.GetServerInfoResponse\x12\x43\n\x08GetStats\x12\x1a.kvtier.v1.GetStatsRequest\x1a\x1b.kvtier.v1.GetStatsResponse\x12I\n\nGetMetrics\x12\x1c.kvtier.v1.GetMetricsRequest\x1a\x1d.kvtier.v1.GetMetricsResponse\x12:\n\x05\x44rain\x12\x17.kvtier.v1.DrainRequest\x1a\x18.kvtier.v1.DrainResponse\x12L\n\x0bListTenants\x12\x1d.kvtier.v1.ListTenantsRequest\x1a\x1e.kvtier.v1.ListTenantsResponse\x12U\n\x0eSetTenantQuota\x12 .kvtier.v1.SetTenantQuotaRequest\x1a!.kvtier.v1.SetTenantQuotaResponse\x12L\n\x0b\x45victTenant\x12\x1d.kvtier.v1.EvictTenantRequest\x1a\x1e.kvtier.v1.EvictTenantResponse\x12L\n\x0bSetLogLevel\x12\x1d.kvtier.v1.SetLogLevelRequest\x1a\x1e.kvtier.v1.SetLogLevelResponseb\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.admin_pb2', globals())
 if _descriptor._USE_C_DESCRIPTORS == False:
 
   DESCRIPTOR._options = None
-  _SERVERSTATE._serialized_start=3727
-  _SERVERSTATE._serialized_end=3823
-  _METRICSFORMAT._serialized_start=3825
-  _METRICSFORMAT._serialized_end=3897
-  _LOGLEVEL._serialized_start=3900
-  _LOGLEVEL._serialized_end=4041
+  _SERVERSTATE._serialized_start=3707
+  _SERVERSTATE._serialized_end=3803
+  _METRICSFORMAT._serialized_start=3805
+  _METRICSFORMAT._serialized_end=3877
+  _LOGLEVEL._serialized_start=3880
+  _LOGLEVEL._serialized_end=4021
   _GETSERVERINFOREQUEST._serialized_start=68
   _GETSERVERINFOREQUEST._serialized_end=90
   _GETSERVERINFORESPONSE._serialized_start=93
@@ -36,45 +36,45 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _GETSTATSRESPONSE._serialized_start=259
   _GETSTATSRESPONSE._serialized_end=495
   _CUMULATIVESTATS._serialized_start=498
-  _CUMULATIVESTATS._serialized_end=1219
-  _TIERSTATS._serialized_start=1222
-  _TIERSTATS._serialized_end=1705
-  _LATENCYCOUNTS._serialized_start=1707
-  _LATENCYCOUNTS._serialized_end=1780
-  _SNAPSHOTSTATS._serialized_start=1783
-  _SNAPSHOTSTATS._serialized_end=2113
-  _SERVICESTATS._serialized_start=2116
-  _SERVICESTATS._serialized_end=2331
-  _PAGECACHESTATS._serialized_start=2334
-  _PAGECACHESTATS._serialized_end=2981
-  _GETMETRICSREQUEST._serialized_start=2983
-  _GETMETRICSREQUEST._serialized_end=3044
-  _GETMETRICSRESPONSE._serialized_start=3046
-  _GETMETRICSRESPONSE._serialized_end=3080
-  _DRAINREQUEST._serialized_start=3082
-  _DRAINREQUEST._serialized_end=3096
-  _DRAINRESPONSE._serialized_start=3098
-  _DRAINRESPONSE._serialized_end=3113
-  _TENANTQUOTA._serialized_start=3115
-  _TENANTQUOTA._serialized_end=3172
-  _TENANT._serialized_start=3174
-  _TENANT._serialized_end=3271
-  _LISTTENANTSREQUEST._serialized_start=3273
-  _LISTTENANTSREQUEST._serialized_end=3332
-  _LISTTENANTSRESPONSE._serialized_start=3334
-  _LISTTENANTSRESPONSE._serialized_end=3416
-  _SETTENANTQUOTAREQUEST._serialized_start=3418
-  _SETTENANTQUOTAREQUEST._serialized_end=3494
-  _SETTENANTQUOTARESPONSE._serialized_start=3496
-  _SETTENANTQUOTARESPONSE._serialized_end=3555
-  _EVICTTENANTREQUEST._serialized_start=3557
-  _EVICTTENANTREQUEST._serialized_end=3591
-  _EVICTTENANTRESPONSE._serialized_start=3593
-  _EVICTTENANTRESPONSE._serialized_end=3644
-  _SETLOGLEVELREQUEST._serialized_start=3646
-  _SETLOGLEVELREQUEST._serialized_end=3702
-  _SETLOGLEVELRESPONSE._serialized_start=3704
-  _SETLOGLEVELRESPONSE._serialized_end=3725
-  _ADMINSERVICE._serialized_start=4044
-  _ADMINSERVICE._serialized_end=4667
+  _CUMULATIVESTATS._serialized_end=1201
+  _TIERSTATS._serialized_start=1204
+  _TIERSTATS._serialized_end=1687
+  _LATENCYCOUNTS._serialized_start=1689
+  _LATENCYCOUNTS._serialized_end=1762
+  _SNAPSHOTSTATS._serialized_start=1765
+  _SNAPSHOTSTATS._serialized_end=2093
+  _SERVICESTATS._serialized_start=2096
+  _SERVICESTATS._serialized_end=2311
+  _PAGECACHESTATS._serialized_start=2314
+  _PAGECACHESTATS._serialized_end=2961
+  _GETMETRICSREQUEST._serialized_start=2963
+  _GETMETRICSREQUEST._serialized_end=3024
+  _GETMETRICSRESPONSE._serialized_start=3026
+  _GETMETRICSRESPONSE._serialized_end=3060
+  _DRAINREQUEST._serialized_start=3062
+  _DRAINREQUEST._serialized_end=3076
+  _DRAINRESPONSE._serialized_start=3078
+  _DRAINRESPONSE._serialized_end=3093
+  _TENANTQUOTA._serialized_start=3095
+  _TENANTQUOTA._serialized_end=3152
+  _TENANT._serialized_start=3154
+  _TENANT._serialized_end=3251
+  _LISTTENANTSREQUEST._serialized_start=3253
+  _LISTTENANTSREQUEST._serialized_end=3312
+  _LISTTENANTSRESPONSE._serialized_start=3314
+  _LISTTENANTSRESPONSE._serialized_end=3396
+  _SETTENANTQUOTAREQUEST._serialized_start=3398
+  _SETTENANTQUOTAREQUEST._serialized_end=3474
+  _SETTENANTQUOTARESPONSE._serialized_start=3476
+  _SETTENANTQUOTARESPONSE._serialized_end=3535
+  _EVICTTENANTREQUEST._serialized_start=3537
+  _EVICTTENANTREQUEST._serialized_end=3571
+  _EVICTTENANTRESPONSE._serialized_start=3573
+  _EVICTTENANTRESPONSE._serialized_end=3624
+  _SETLOGLEVELREQUEST._serialized_start=3626
+  _SETLOGLEVELREQUEST._serialized_end=3682
+  _SETLOGLEVELRESPONSE._serialized_start=3684
+  _SETLOGLEVELRESPONSE._serialized_end=3705
+  _ADMINSERVICE._serialized_start=4024
+  _ADMINSERVICE._serialized_end=4647
 # @@protoc_insertion_point(module_scope)

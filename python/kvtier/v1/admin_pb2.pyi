@@ -19,7 +19,7 @@ SERVER_STATE_SERVING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
 
 class CumulativeStats(_message.Message):
-    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "cold_steps", "nonfinite_tokens", "pages_evicted", "pages_lost", "pages_prefetched", "pages_prefetched_useful", "pages_prefetched_wasted", "pages_repaired", "pages_restored", "prefix_tokens_asked", "prefix_tokens_attached", "prefix_tokens_evicted", "queries", "row_cache_admissions", "row_cache_evictions", "row_cache_hits", "row_cache_misses", "rows_attended", "rows_corrupt", "rows_selected", "tier_wait", "tokens_appended"]
+    __slots__ = ["bytes_device_resident", "bytes_device_to_host", "bytes_host_to_device", "bytes_sketch_read", "cold_steps", "nonfinite_tokens", "pages_evicted", "pages_lost", "pages_repaired", "pages_restored", "prefix_tokens_asked", "prefix_tokens_attached", "prefix_tokens_evicted", "queries", "row_cache_admissions", "row_cache_evictions", "row_cache_hits", "row_cache_misses", "rows_attended", "rows_corrupt", "rows_selected", "tier_wait", "tokens_appended"]
     BYTES_DEVICE_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_DEVICE_TO_HOST_FIELD_NUMBER: _ClassVar[int]
     BYTES_HOST_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -28,9 +28,6 @@ class CumulativeStats(_message.Message):
     NONFINITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
     PAGES_LOST_FIELD_NUMBER: _ClassVar[int]
-    PAGES_PREFETCHED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_PREFETCHED_USEFUL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_PREFETCHED_WASTED_FIELD_NUMBER: _ClassVar[int]
     PAGES_REPAIRED_FIELD_NUMBER: _ClassVar[int]
     PAGES_RESTORED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
@@ -54,9 +51,6 @@ class CumulativeStats(_message.Message):
     nonfinite_tokens: int
     pages_evicted: int
     pages_lost: int
-    pages_prefetched: int
-    pages_prefetched_useful: int
-    pages_prefetched_wasted: int
     pages_repaired: int
     pages_restored: int
     prefix_tokens_asked: int
@@ -72,7 +66,7 @@ class CumulativeStats(_message.Message):
     rows_selected: int
     tier_wait: _duration_pb2.Duration
     tokens_appended: int
-    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_restored: _Optional[int] = ..., pages_repaired: _Optional[int] = ..., pages_lost: _Optional[int] = ..., cold_steps: _Optional[int] = ..., tier_wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_attached: _Optional[int] = ..., prefix_tokens_evicted: _Optional[int] = ..., pages_prefetched: _Optional[int] = ..., pages_prefetched_useful: _Optional[int] = ..., pages_prefetched_wasted: _Optional[int] = ..., row_cache_hits: _Optional[int] = ..., row_cache_misses: _Optional[int] = ..., row_cache_admissions: _Optional[int] = ..., row_cache_evictions: _Optional[int] = ..., rows_corrupt: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens_appended: _Optional[int] = ..., queries: _Optional[int] = ..., rows_selected: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_host_to_device: _Optional[int] = ..., bytes_device_to_host: _Optional[int] = ..., bytes_device_resident: _Optional[int] = ..., bytes_sketch_read: _Optional[int] = ..., nonfinite_tokens: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_restored: _Optional[int] = ..., pages_repaired: _Optional[int] = ..., pages_lost: _Optional[int] = ..., cold_steps: _Optional[int] = ..., tier_wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_attached: _Optional[int] = ..., prefix_tokens_evicted: _Optional[int] = ..., row_cache_hits: _Optional[int] = ..., row_cache_misses: _Optional[int] = ..., row_cache_admissions: _Optional[int] = ..., row_cache_evictions: _Optional[int] = ..., rows_corrupt: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = []
@@ -271,13 +265,12 @@ class SetTenantQuotaResponse(_message.Message):
     def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
 
 class SnapshotStats(_message.Message):
-    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_in_tiers", "pages_prefetched_waiting", "pages_shared", "pages_used", "prefix_tokens", "row_cache_bytes", "row_cache_bytes_used", "sessions", "sketch_bytes_used"]
+    __slots__ = ["device_bytes", "host_page_bytes", "host_page_bytes_used", "pages", "pages_in_tiers", "pages_shared", "pages_used", "prefix_tokens", "row_cache_bytes", "row_cache_bytes_used", "sessions", "sketch_bytes_used"]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGE_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_IN_TIERS_FIELD_NUMBER: _ClassVar[int]
-    PAGES_PREFETCHED_WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -290,7 +283,6 @@ class SnapshotStats(_message.Message):
     host_page_bytes_used: int
     pages: int
     pages_in_tiers: int
-    pages_prefetched_waiting: int
     pages_shared: int
     pages_used: int
     prefix_tokens: int
@@ -298,7 +290,7 @@ class SnapshotStats(_message.Message):
     row_cache_bytes_used: int
     sessions: int
     sketch_bytes_used: int
-    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_in_tiers: _Optional[int] = ..., pages_prefetched_waiting: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., row_cache_bytes: _Optional[int] = ..., row_cache_bytes_used: _Optional[int] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., host_page_bytes: _Optional[int] = ..., host_page_bytes_used: _Optional[int] = ..., device_bytes: _Optional[int] = ..., sketch_bytes_used: _Optional[int] = ..., pages: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_in_tiers: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., row_cache_bytes: _Optional[int] = ..., row_cache_bytes_used: _Optional[int] = ...) -> None: ...
 
 class Tenant(_message.Message):
     __slots__ = ["kv_bytes", "name", "quota", "sessions"]

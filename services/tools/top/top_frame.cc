@@ -125,7 +125,7 @@ class Frame {
          bytes(sum("kvtier_memory_budget_bytes")) + "  in flight " +
          bytes(sum("kvtier_inflight_bytes")) + "  files " + count(sum("process_open_fds")) +
          " of " + count(sum("process_max_fds")));
-    prefetches();
+    prefixes();
   }
   /// Bytes over gRPC, over the data plane and through memory that is shared with clients.
   [[nodiscard]] Number moved(const char* by_grpc, const char* direction) const {
@@ -134,19 +134,12 @@ class Frame {
     return *messages + rate("kvtier_data_bytes_total", {{"direction", direction}}).value_or(0) +
            rate("kvtier_shm_tensor_bytes_total", {{"direction", direction}}).value_or(0);
   }
-  /// What was there before it was asked for, where anything is.
-  void prefetches() {
-    std::string text;
-    if (const double asked = sum("kvtier_prefix_tokens_total", {{"event", "asked"}}); asked > 0) {
-      text += "prefix tokens found " +
-              share(sum("kvtier_prefix_tokens_total", {{"event", "attached"}}), asked);
-    }
-    if (const double ahead = sum("kvtier_pages_prefetched_total", {{"event", "restored"}});
-        ahead > 0) {
-      text += (text.empty() ? "" : "  ") + ("pages prefetched " + count(ahead)) + "  useful " +
-              share(sum("kvtier_pages_prefetched_total", {{"event", "useful"}}), ahead);
-    }
-    if (!text.empty()) line(text);
+  /// The share of tokens that stored prefixes had, where any were asked for.
+  void prefixes() {
+    const double asked = sum("kvtier_prefix_tokens_total", {{"event", "asked"}});
+    if (asked == 0) return;
+    line("prefix tokens found " +
+         share(sum("kvtier_prefix_tokens_total", {{"event", "attached"}}), asked));
   }
   void tiers() {
     std::vector<Row> rows{

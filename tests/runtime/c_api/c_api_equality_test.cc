@@ -441,7 +441,6 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.row_cache_bytes, KVTIER_ROW_CACHE_BYTES_AUTO);
   EXPECT_FALSE(d.memory.row_cache_bytes.has_value());
   EXPECT_EQ(c.row_cache_rows, d.memory.row_cache_rows);
-  EXPECT_EQ(c.page_prefetch != 0, d.memory.page_prefetch);
   EXPECT_EQ(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE);
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);

@@ -258,50 +258,6 @@ TEST_F(MetricsTest, PagesOnTheDiskAreCounted) {
   std::filesystem::remove_all(folder);
 }
 
-TEST_F(MetricsTest, PrefetchedPagesAreCounted) {
-  std::string folder = ::testing::TempDir() + "kvtier-metrics-XXXXXX";
-  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
-  ServiceCoreOptions options = options_with_disk(folder);
-  options.models.memory.page_prefetch = true;
-  start(options);
-  EXPECT_THAT(read().values("kvtier_pages_prefetched_total", "event"),
-              ElementsAre("restored", "useful", "wasted"));
-  // Two layers of 12 pages, in 20 frames: each step drives out what the other layer needs.
-  const std::string name = open();
-  for (int layer = 0; layer < 2; ++layer) {
-    EXPECT_EQ(append(name, testing::append_request(layer, 700, 1)).reason(), "OK");
-  }
-  Stats::Cumulative sums;
-  for (int step = 0; step < 60 && sums.pages_prefetched_useful == 0; ++step) {
-    for (int layer = 0; layer < 2; ++layer) {
-      v1::DecodeRequest request = testing::decode_request(name, layer, step + 1, 2);
-      request.mutable_options()->set_dense_from(0);
-      v1::DecodeResponse response;
-      ASSERT_EQ(decode(request, response).reason(), "OK");
-    }
-    sums = core_->engine_stats().cumulative;
-  }
-  ASSERT_GT(sums.pages_prefetched_useful, 0U);
-
-  const MetricsReading seen = read();
-
-  const auto pages = [&seen](const char* event) {
-    return seen.sum("kvtier_pages_prefetched_total", {{"event", event}});
-  };
-  EXPECT_GE(pages("restored"), static_cast<double>(sums.pages_prefetched));
-  EXPECT_GE(pages("useful"), static_cast<double>(sums.pages_prefetched_useful));
-  EXPECT_GE(pages("wasted"), static_cast<double>(sums.pages_prefetched_wasted));
-  EXPECT_GE(pages("restored"), pages("useful") + pages("wasted"));
-  v1::GetStatsResponse stats;
-  core_->get_stats(stats);
-  EXPECT_GE(stats.cumulative().pages_prefetched(), sums.pages_prefetched);
-  EXPECT_GE(stats.cumulative().pages_prefetched_useful(), sums.pages_prefetched_useful);
-  EXPECT_GE(stats.cumulative().pages_prefetched_wasted(), sums.pages_prefetched_wasted);
-  EXPECT_LE(stats.snapshot().pages_prefetched_waiting(), stats.snapshot().pages_used());
-  core_.reset();
-  std::filesystem::remove_all(folder);
-}
-
 TEST_F(MetricsTest, BytesAndRowsAreThoseOfTheEngines) {
   start();
   const std::string name = open();

@@ -121,7 +121,7 @@ TEST_F(ServeTiersTest, OptionsComeFromTheEnvironmentAndFromTheFileToo) {
   const kvtier::testing::RemoteServerProcess redis(
       kvtier::testing::Engine::kRedis, folder_ / "redis", {"--requirepass", "open sesame"});
   const std::string file = write("serve.toml", "memcached = [\"" + a.endpoint() + "\", \"" +
-                                                   b.endpoint() + "\"]\npage-prefetch = true\n");
+                                                   b.endpoint() + "\"]\nverify-rows = true\n");
   const auto server = serve({"--config", file, "--listen", address(), "--backend", "cpu"},
                             {"KVTIER_HOST_MEMORY_MIB=1", "KVTIER_DISK_CACHE=" + cache_.string(),
                              "KVTIER_REDIS=" + redis.endpoint(),

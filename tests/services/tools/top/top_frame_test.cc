@@ -77,7 +77,7 @@ TEST(TopFrame, ShowsRatesQuantilesAndShares) {
   EXPECT_THAT(lines, Each(Not(HasSubstr("\033"))));
 }
 
-TEST(TopFrame, ShowsTheRowCachePrefixesAndPrefetchedPagesWhereThereAreAny) {
+TEST(TopFrame, ShowsTheRowCacheAndPrefixesWhereThereAreAny) {
   const MetricsReading without = reading(1);
   const MetricsReading with = read_exposition(
       "kvtier_tier_capacity_bytes{tier=\"engine_row_cache\"} 1048576\n"
@@ -86,17 +86,14 @@ TEST(TopFrame, ShowsTheRowCachePrefixesAndPrefetchedPagesWhereThereAreAny) {
       "20\n"
       "kvtier_row_cache_rows_total{event=\"admission\"} 15\n"
       "kvtier_prefix_tokens_total{event=\"asked\"} 400\n"
-      "kvtier_prefix_tokens_total{event=\"attached\"} 100\n"
-      "kvtier_pages_prefetched_total{event=\"restored\"} 10\n"
-      "kvtier_pages_prefetched_total{event=\"useful\"} 9\n");
+      "kvtier_prefix_tokens_total{event=\"attached\"} 100\n");
 
   const auto lines = top_frame({with, with, 1.0}, {.columns = 120});
 
   EXPECT_THAT(lines, Contains(::testing::MatchesRegex(
                          "engine_row_cache +512 KiB +1 MiB +50\\.0 % .* 80\\.0 % +- +-")));
-  EXPECT_THAT(lines, Contains("prefix tokens found 25.0 %  pages prefetched 10  useful 90.0 %"));
-  EXPECT_THAT(top_frame({without, without, 1.0}, {}),
-              Each(Not(::testing::AnyOf(HasSubstr("prefix"), HasSubstr("ahead")))));
+  EXPECT_THAT(lines, Contains("prefix tokens found 25.0 %"));
+  EXPECT_THAT(top_frame({without, without, 1.0}, {}), Each(Not(HasSubstr("prefix"))));
 }
 
 TEST(TopFrame, RatesAreUnknownBeforeTwoReadingsAndAfterARestart) {
