@@ -42,31 +42,54 @@ struct TierGet {
   std::optional<std::uint32_t> crc{};
 };
 
-/// What a tier has counted since it was made, and what it holds now. Every page of a batch that
-/// did not throw is counted once, so that at rest
+/// How long something took: `counts[i]` of them at most `bound(i)` and longer than the bound
+/// before; the last, longer than all bounds.
+struct LatencyHistogram {
+  static constexpr std::size_t kBounds = 18;
+  std::array<std::uint64_t, kBounds + 1> counts{};
+  std::uint64_t nanoseconds = 0;  ///< All together.
+
+  /// 50 us, and twice as long each time, up to 6.6 s.
+  [[nodiscard]] static constexpr std::chrono::nanoseconds bound(std::size_t i) noexcept {
+    return std::chrono::nanoseconds(std::int64_t{50'000} << i);
+  }
+  KVTIER_EXPORT void add(std::chrono::nanoseconds time) noexcept;
+  KVTIER_EXPORT LatencyHistogram& operator+=(const LatencyHistogram& other) noexcept;
+  [[nodiscard]] KVTIER_EXPORT std::uint64_t total() const noexcept;
+};
+
+/// What a tier was asked, in pages, and what it answered. Every page of a batch that did not throw
+/// is counted once, so that at rest
 ///
 ///     gets     = hits + misses + corrupt + get_timeouts + get_failures
 ///     puts     = stored + present + refused + put_timeouts + put_failures
+///
+/// `PageTier::stats` counts what all users of the tier have asked since it was made. `Stats::tiers`
+/// counts what one engine has asked, and has from the tier what it says of itself.
 struct TierStats {
-  std::uint64_t pages = 0;     ///< Held now; 0 where only a server knows.
-  std::uint64_t bytes = 0;     ///< Their sizes, without headers and padding; 0 likewise.
-  std::uint64_t capacity = 0;  ///< Bytes that pages, headers and padding may take; 0: not known.
-  std::uint64_t gets = 0;      ///< Pages asked for.
-  std::uint64_t hits = 0;      ///< kOk: whole and verified.
-  std::uint64_t misses = 0;    ///< kMiss.
-  std::uint64_t corrupt = 0;   ///< kCorrupt: a checksum, a seal, a length or a key was wrong.
-  std::uint64_t get_timeouts = 0;     ///< kUnavailable because the deadline passed.
-  std::uint64_t get_failures = 0;     ///< kUnavailable for another reason.
-  std::uint64_t puts = 0;             ///< Pages offered.
-  std::uint64_t stored = 0;           ///< kOk: written.
-  std::uint64_t present = 0;          ///< kOk: was there already, nothing written.
-  std::uint64_t refused = 0;          ///< kFull.
-  std::uint64_t put_timeouts = 0;     ///< kUnavailable because the deadline passed.
-  std::uint64_t put_failures = 0;     ///< kUnavailable for another reason.
+  std::string kind{};              ///< As `PageTier::kind`; of `Stats::tiers` alone.
+  std::uint64_t gets = 0;          ///< Pages asked for.
+  std::uint64_t hits = 0;          ///< kOk: whole and verified.
+  std::uint64_t misses = 0;        ///< kMiss.
+  std::uint64_t corrupt = 0;       ///< kCorrupt: a checksum, a seal, a length or a key was wrong.
+  std::uint64_t get_timeouts = 0;  ///< kUnavailable because the deadline passed.
+  std::uint64_t get_failures = 0;  ///< kUnavailable for another reason.
+  std::uint64_t puts = 0;          ///< Pages offered.
+  std::uint64_t stored = 0;        ///< kOk: written.
+  std::uint64_t present = 0;       ///< kOk, nothing written: was there. Engines count it as stored.
+  std::uint64_t refused = 0;       ///< kFull.
+  std::uint64_t put_timeouts = 0;  ///< kUnavailable because the deadline passed.
+  std::uint64_t put_failures = 0;  ///< kUnavailable for another reason.
+  std::uint64_t bytes_read = 0;    ///< Payload of the hits.
+  std::uint64_t bytes_written = 0;  ///< Payload of what was stored.
+  LatencyHistogram get_time{};      ///< Of calls; of `Stats::tiers` alone.
+  LatencyHistogram put_time{};
+  // What the tier says of itself, of all its users.
   std::uint64_t removed = 0;          ///< Pages that `remove` took out.
   std::uint64_t evicted = 0;          ///< Pages that the tier itself let go, to make room.
-  std::uint64_t read_bytes = 0;       ///< Payload of the hits.
-  std::uint64_t written_bytes = 0;    ///< Payload of what was stored.
+  std::uint64_t pages = 0;            ///< Held now; 0 where only a server knows.
+  std::uint64_t used_bytes = 0;       ///< Their sizes, without headers and padding; 0 likewise.
+  std::uint64_t capacity_bytes = 0;   ///< Of pages, headers and padding; 0: not known.
   std::uint64_t servers = 0;          ///< Of a remote tier, now.
   std::uint64_t servers_open = 0;     ///< Of those: nothing is sent to them, because they fail.
   std::uint64_t servers_probing = 0;  ///< Of those: asked now whether they work again.

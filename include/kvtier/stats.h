@@ -1,31 +1,14 @@
 #pragma once
 
 #include "kvtier/export.h"
+#include "kvtier/page_tier.h"
 
-#include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace kvtier {
-
-/// How long something took: `counts[i]` of them at most `bound(i)` and longer than the bound
-/// before; the last, longer than all bounds.
-struct LatencyHistogram {
-  static constexpr std::size_t kBounds = 18;
-  std::array<std::uint64_t, kBounds + 1> counts{};
-  std::uint64_t nanoseconds = 0;  ///< All together.
-
-  /// 50 us, and twice as long each time, up to 6.6 s.
-  [[nodiscard]] static constexpr std::chrono::nanoseconds bound(std::size_t i) noexcept {
-    return std::chrono::nanoseconds(std::int64_t{50'000} << i);
-  }
-  KVTIER_EXPORT void add(std::chrono::nanoseconds time) noexcept;
-  KVTIER_EXPORT LatencyHistogram& operator+=(const LatencyHistogram& other) noexcept;
-  [[nodiscard]] KVTIER_EXPORT std::uint64_t total() const noexcept;
-};
 
 /// Counters of an engine. `cumulative` only grows; subtract two of them for an interval.
 /// Work of calls still in flight on a caller's stream may be counted in part.
@@ -101,34 +84,6 @@ struct Stats {
     friend KVTIER_EXPORT StageSeconds operator-(const StageSeconds& a,
                                                 const StageSeconds& b) noexcept;
   };
-  /// What an engine has asked of one tier, in pages, and what it was answered; a page that no tier
-  /// before had is asked of the next. Each page is counted once:
-  ///
-  ///     gets = hits + misses + corrupt + get_timeouts + get_failures
-  ///     puts = stored + refused + put_timeouts + put_failures
-  struct Tier {
-    std::string kind;                ///< As `PageTier::kind`.
-    std::uint64_t gets = 0;          ///< Asked for.
-    std::uint64_t hits = 0;          ///< Whole, as they were written.
-    std::uint64_t misses = 0;        ///< Not there.
-    std::uint64_t corrupt = 0;       ///< With other bytes; removed there.
-    std::uint64_t get_timeouts = 0;  ///< Not answered within `memory.tier_deadline`.
-    std::uint64_t get_failures = 0;  ///< Not to be had for another reason.
-    std::uint64_t puts = 0;          ///< Offered.
-    std::uint64_t stored = 0;        ///< Taken.
-    std::uint64_t refused = 0;       ///< No room.
-    std::uint64_t put_timeouts = 0;  ///< As of gets.
-    std::uint64_t put_failures = 0;
-    std::uint64_t bytes_read = 0;     ///< Of the hits.
-    std::uint64_t bytes_written = 0;  ///< Of those stored.
-    LatencyHistogram get_time;        ///< Of calls, each with pages of one call of the engine.
-    LatencyHistogram put_time;
-    std::uint64_t evicted = 0;  ///< Pages that the tier let go by itself, of all its users.
-    // What the tier says now, of all its users; 0 where it does not know.
-    std::uint64_t capacity_bytes = 0;
-    std::uint64_t used_bytes = 0;
-    std::uint64_t servers = 0, servers_open = 0, servers_probing = 0;  ///< As in `TierStats`.
-  };
   /// A tenant that has sessions or a quota.
   struct Tenant {
     std::string name;
@@ -139,7 +94,8 @@ struct Stats {
   Cumulative cumulative;
   Snapshot snapshot;
   StageSeconds seconds;
-  std::vector<Tier> tiers;      ///< In the order in which they are asked.
+  /// In the order in which they are asked; a page that no tier before had is asked of the next.
+  std::vector<TierStats> tiers;
   std::vector<Tenant> tenants;  ///< By name.
 };
 

@@ -229,13 +229,13 @@ DecodeInputs to_decode_inputs(const kvtier_attend_args& args) {
           .bias = to_view(args.bias, "bias")};
 }
 
-kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,
+kvtier_tier_stats to_tier_stats(const std::vector<TierStats>& tiers, std::size_t index,
                                 std::size_t struct_size) {
   if (index >= tiers.size()) {
     invalid("index: expected one of " + std::to_string(tiers.size()) + " tiers, found " +
             std::to_string(index));
   }
-  const Stats::Tier& tier = tiers[index];
+  const TierStats& tier = tiers[index];
   kvtier_tier_stats c = {.struct_size = struct_size,
                          .kind = {},
                          .gets = tier.gets,

@@ -84,7 +84,7 @@ Config to_config(const kvtier_config& c);
 AttendOutputs to_outputs(const kvtier_attend_args& args);
 DecodeInputs to_decode_inputs(const kvtier_attend_args& args);
 /// Statistics of one tier, with the size that the caller gave. Throws for an index past the last.
-kvtier_tier_stats to_tier_stats(const std::vector<Stats::Tier>& tiers, std::size_t index,
+kvtier_tier_stats to_tier_stats(const std::vector<TierStats>& tiers, std::size_t index,
                                 std::size_t struct_size);
 const kvtier_attend_args& checked_args(const kvtier_attend_args* args);
 

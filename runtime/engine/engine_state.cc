@@ -227,26 +227,6 @@ void EngineState::log(LogLevel level, const std::string& message) const {
   if (config.log) config.log(level, message);
 }
 
-void EngineState::add_tier_stats(Stats& stats) const {
-  Stats::Cumulative& sum = stats.cumulative;
-  const PageTierCounters counted = tiers->counters();
-  const PagePool::Counters& moved = pools.pages->counters();
-  sum.pages_evicted = moved.evicted;
-  sum.pages_restored = moved.restored;
-  sum.tier_bytes_written = counted.written * pools.pages->page_bytes();
-  sum.tier_bytes_read = counted.hits * pools.pages->page_bytes();
-  sum.tier_hits = counted.hits;
-  sum.tier_misses = counted.misses;
-  sum.tier_corrupt = counted.corrupt;
-  sum.tier_refused = counted.refused;
-  sum.tier_unavailable = counted.unavailable;
-  sum.tier_nanoseconds = counted.wait_nanoseconds;
-  sum.pages_lost = counted.lost;
-  sum.pages_repaired = counted.repaired;
-  stats.snapshot.pages_in_tiers = pools.pages->num_evicted();
-  stats.tiers = tiers->uses();
-}
-
 Stats EngineState::stats() {
   const std::lock_guard lock(submission.mutex());
   Stats stats;
@@ -256,7 +236,7 @@ Stats EngineState::stats() {
   stats.snapshot.prefix_tokens = prefixes.size() * page_tokens;
   stats.snapshot.device_bytes = fixed_device_bytes_ + pools.session_bytes;
   stats.tenants = quotas.stats();
-  if (tiers) add_tier_stats(stats);
+  if (tiers) tiers->add_to(stats);
   return stats;
 }
 

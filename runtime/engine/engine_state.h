@@ -66,7 +66,6 @@ class EngineState : private PagePool::Owner {
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches(const DevicePools& sizes);
   void make_row_cache(const DevicePools& sizes);
-  void add_tier_stats(Stats& stats) const;
 
   std::size_t fixed_device_bytes_;
 };

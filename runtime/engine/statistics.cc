@@ -100,13 +100,16 @@ void Statistics::add_to(Stats& stats, const Pools& pools) const {
   sum.cold_steps = cold_steps;
   sum.prefix_tokens_asked = prefix_tokens_asked;
   sum.prefix_tokens_attached = prefix_tokens_attached;
+  const PagePool& pages = *pools.pages;
+  sum.pages_evicted = pages.counters().evicted;
+  sum.pages_restored = pages.counters().restored;
 
   Stats::Snapshot& now = stats.snapshot;
-  const PagePool& pages = *pools.pages;
   now.sessions = open_.size();
   now.pages = pages.num_frames();
   now.pages_used = pages.num_used();
   now.pages_shared = pages.num_shared();
+  now.pages_in_tiers = pages.num_evicted();
   if (!pools.pages_on_device) {
     now.host_page_bytes = now.pages * pages.page_bytes();
     now.host_page_bytes_used = now.pages_used * pages.page_bytes();

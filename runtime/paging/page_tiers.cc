@@ -56,7 +56,7 @@ class PageTiers::Clock {
   ~Clock() {
     const auto spent = std::chrono::steady_clock::now() - start_;
     const std::lock_guard lock(tiers_.mutex_);
-    tiers_.counters_.wait_nanoseconds += static_cast<std::uint64_t>(
+    tiers_.wait_nanoseconds_ += static_cast<std::uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
   }
   Clock(const Clock&) = delete;  // adds once
@@ -96,7 +96,7 @@ std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config, std::size
 }
 
 std::size_t PageTiers::capacity_pages(std::size_t page_bytes) const {
-  const std::uint64_t capacity = tiers_.front()->stats().capacity;
+  const std::uint64_t capacity = tiers_.front()->stats().capacity_bytes;
   return capacity == 0 ? std::numeric_limits<std::uint32_t>::max() : capacity / page_bytes;
 }
 
@@ -121,9 +121,9 @@ void PageTiers::write(std::span<PageOut> pages) {
   put(0, puts);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     pages[i].stored = puts[i].status == TierStatus::kOk;
+    if (pages[i].stored) continue;
     const std::lock_guard lock(mutex_);
-    ++(pages[i].stored ? counters_.written : counters_.refused);
-    if (!pages[i].stored) last_refusal_ = puts[i].status;
+    last_refusal_ = puts[i].status;
   }
   report_refusal(!pages.back().stored);
   std::erase_if(puts, [](const TierPut& put) { return put.status != TierStatus::kOk; });
@@ -152,7 +152,7 @@ void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
 void PageTiers::count_put(std::size_t tier, std::span<const TierPut> pages,
                           std::chrono::nanoseconds time, bool late) {
   const std::lock_guard lock(mutex_);
-  Stats::Tier& use = uses_[tier];
+  TierStats& use = uses_[tier];
   use.put_time.add(time);
   use.puts += pages.size();
   for (const TierPut& page : pages) {
@@ -181,28 +181,36 @@ bool PageTiers::get(std::size_t tier, std::span<TierGet> pages) {
   return end >= until;
 }
 
-std::vector<Stats::Tier> PageTiers::uses() const {
-  std::vector<Stats::Tier> uses;
+void PageTiers::add_to(Stats& stats) const {
+  Stats::Cumulative& sum = stats.cumulative;
   {
     const std::lock_guard lock(mutex_);
-    uses = uses_;
+    stats.tiers = uses_;
+    sum.pages_lost = lost_;
+    sum.tier_unavailable = unavailable_;
+    sum.tier_nanoseconds = wait_nanoseconds_;
   }
-  for (std::size_t i = 0; i < uses.size(); ++i) {
+  for (std::size_t i = 0; i < tiers_.size(); ++i) {
+    TierStats& use = stats.tiers[i];
     const TierStats now = tiers_[i]->stats();
-    uses[i].kind = tiers_[i]->kind();
-    uses[i].evicted = now.evicted;
-    uses[i].capacity_bytes = now.capacity;
-    uses[i].used_bytes = now.bytes;
-    uses[i].servers = now.servers;
-    uses[i].servers_open = now.servers_open;
-    uses[i].servers_probing = now.servers_probing;
+    use.kind = tiers_[i]->kind();
+    use.removed = now.removed;
+    use.evicted = now.evicted;
+    use.pages = now.pages;
+    use.capacity_bytes = now.capacity_bytes;
+    use.used_bytes = now.used_bytes;
+    use.servers = now.servers;
+    use.servers_open = now.servers_open;
+    use.servers_probing = now.servers_probing;
+    sum.tier_hits += use.hits;
+    sum.tier_misses += use.misses;
+    sum.tier_corrupt += use.corrupt;
+    sum.tier_bytes_read += use.bytes_read;
   }
-  return uses;
-}
-
-PageTierCounters PageTiers::counters() const {
-  const std::lock_guard lock(mutex_);
-  return counters_;
+  const TierStats& first = stats.tiers.front();
+  sum.pages_repaired = sum.tier_hits - first.hits;
+  sum.tier_bytes_written = first.bytes_written;
+  sum.tier_refused = first.puts - first.stored;
 }
 
 std::string PageTiers::describe_refusal() const {
@@ -226,21 +234,17 @@ bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wante
 
 void PageTiers::count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late) {
   const std::lock_guard lock(mutex_);
-  Stats::Tier& use = uses_[tier];
+  TierStats& use = uses_[tier];
   switch (status) {
     case TierStatus::kOk:
-      ++counters_.hits;
-      if (tier > 0) ++counters_.repaired;
       ++use.hits;
       use.bytes_read += bytes;
       break;
     case TierStatus::kCorrupt:
-      ++counters_.corrupt;
       ++use.corrupt;
       break;
     case TierStatus::kMiss:
     case TierStatus::kFull:
-      ++counters_.misses;
       ++use.misses;
       break;
     case TierStatus::kUnavailable:
@@ -277,7 +281,7 @@ void PageTiers::read(std::span<PageIn> pages) {
   }
   const std::lock_guard lock(mutex_);
   for (const std::size_t i : left) {
-    ++(pages[i].outcome == PageIn::Outcome::kLost ? counters_.lost : counters_.unavailable);
+    ++(pages[i].outcome == PageIn::Outcome::kLost ? lost_ : unavailable_);
   }
 }
 

@@ -46,19 +46,6 @@ struct PageIn {
   Outcome outcome = Outcome::kUnavailable;
 };
 
-/// What went to the tiers and came back, in pages.
-struct PageTierCounters {
-  std::uint64_t written = 0;      ///< Kept by the first tier.
-  std::uint64_t refused = 0;      ///< Offered to it, and not taken.
-  std::uint64_t hits = 0;         ///< Read whole; each from one tier.
-  std::uint64_t repaired = 0;     ///< Of those: not from the first.
-  std::uint64_t misses = 0;       ///< Answers that a page is not there.
-  std::uint64_t corrupt = 0;      ///< Answers with other bytes than were written.
-  std::uint64_t unavailable = 0;  ///< Pages asked for and not answered in time.
-  std::uint64_t lost = 0;         ///< Pages that no tier had.
-  std::uint64_t wait_nanoseconds = 0;
-};
-
 /// The stores below the page pool. The first keeps pages until they are removed, and what it has
 /// accepted is stored; the others get copies, which are read where the first has failed. Calls
 /// block until done or until a deadline. Thread-safe.
@@ -76,9 +63,8 @@ class PageTiers {
   /// Removes pages from every tier.
   void remove(std::span<const PageVersion> pages);
 
-  [[nodiscard]] PageTierCounters counters() const;
-  /// What each tier was asked and answered, and what it says of itself now.
-  [[nodiscard]] std::vector<Stats::Tier> uses() const;
+  /// Adds what each tier was asked and answered, what it says of itself now, and their sums.
+  void add_to(Stats& stats) const;
   [[nodiscard]] const std::vector<std::shared_ptr<PageTier>>& all() const noexcept {
     return tiers_;
   }
@@ -111,10 +97,12 @@ class PageTiers {
   std::vector<std::shared_ptr<PageTier>> tiers_;
   std::chrono::milliseconds deadline_;
   Log log_;
-  std::uint64_t nonce_;       ///< Of this engine: others may share a tier.
-  mutable std::mutex mutex_;  // guards what follows, and is not held while a tier is asked
-  PageTierCounters counters_;
-  std::vector<Stats::Tier> uses_;  ///< By tier; what it says of itself left out.
+  std::uint64_t nonce_;            ///< Of this engine: others may share a tier.
+  mutable std::mutex mutex_;       // guards what follows, and is not held while a tier is asked
+  std::uint64_t lost_ = 0;         ///< Pages that no tier had.
+  std::uint64_t unavailable_ = 0;  ///< Pages asked for and not answered in time.
+  std::uint64_t wait_nanoseconds_ = 0;
+  std::vector<TierStats> uses_;  ///< By tier; what it says of itself left out.
   TierStatus last_refusal_ = TierStatus::kOk;
   bool refusing_ = false;  ///< The log has said so.
 };

@@ -28,8 +28,8 @@ LatencyHistogram histogram_of(const v1::LatencyCounts& from) {
   return to;
 }
 
-Stats::Tier tier_of(const v1::TierStats& from) {
-  Stats::Tier to;
+TierStats tier_of(const v1::TierStats& from) {
+  TierStats to;
   to.kind = from.kind();
   services::read_fields(services::kTierFields, from, to);
   services::read_fields(services::kTierStateFields, from, to);

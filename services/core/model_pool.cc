@@ -50,7 +50,7 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& from) {
 }
 
 /// Adds what an engine has asked of its tiers, which are those of all engines in the same order.
-void add(std::vector<Stats::Tier>& to, const std::vector<Stats::Tier>& from) {
+void add(std::vector<TierStats>& to, const std::vector<TierStats>& from) {
   for (std::size_t i = 0; i < std::min(to.size(), from.size()); ++i) {
     add_fields(kTierFields, from[i], to[i]);
     to[i].get_time += from[i].get_time;
@@ -223,7 +223,7 @@ void ModelPool::lose_device() {
 std::shared_ptr<Model> ModelPool::retire(std::size_t index) {
   std::shared_ptr<Model> model = models_[index];
   Stats last = stats_of(*model);
-  for (Stats::Tier& tier : last.tiers) tier.capacity_bytes = tier.used_bytes = 0;
+  for (TierStats& tier : last.tiers) tier.capacity_bytes = tier.used_bytes = 0;
   add(retired_, last.cumulative);
   if (retired_tiers_.empty()) retired_tiers_ = unused_tiers();
   add(retired_tiers_, last.tiers);
@@ -231,12 +231,12 @@ std::shared_ptr<Model> ModelPool::retire(std::size_t index) {
   return model;
 }
 
-std::vector<Stats::Tier> ModelPool::unused_tiers() const {
-  std::vector<Stats::Tier> tiers;
+std::vector<TierStats> ModelPool::unused_tiers() const {
+  std::vector<TierStats> tiers;
   if (!options_.disk_cache.empty()) tiers.emplace_back().kind = "file";
   for (const auto& shared : options_.memory.tiers) {
     const TierStats now = shared->stats();
-    Stats::Tier& tier = tiers.emplace_back();
+    TierStats& tier = tiers.emplace_back();
     tier.kind = shared->kind();
     tier.servers = now.servers;
     tier.servers_open = now.servers_open;

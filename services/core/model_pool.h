@@ -97,7 +97,7 @@ class ModelPool {
   [[nodiscard]] std::optional<std::size_t> place_for(const Tenant* owner) const;
   [[nodiscard]] std::shared_ptr<Model> find_locked(const std::string& key);
   /// The tiers that engines have, with nothing counted.
-  [[nodiscard]] std::vector<Stats::Tier> unused_tiers() const;
+  [[nodiscard]] std::vector<TierStats> unused_tiers() const;
   /// Returns the folder of a cache that no engine has.
   [[nodiscard]] std::filesystem::path free_disk_cache() const;
 
@@ -108,7 +108,7 @@ class ModelPool {
   mutable std::mutex mutex_;                    ///< Guards all below.
   std::vector<std::shared_ptr<Model>> models_;  ///< Least recently acquired first.
   Stats::Cumulative retired_;
-  std::vector<Stats::Tier> retired_tiers_;
+  std::vector<TierStats> retired_tiers_;
 };
 
 }  // namespace kvtier::services

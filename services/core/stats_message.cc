@@ -16,7 +16,7 @@ void fill(const LatencyHistogram& from, v1::LatencyCounts& to) {
   fill(from.nanoseconds, *to.mutable_total());
 }
 
-void fill(const Stats::Tier& from, v1::TierStats& to) {
+void fill(const TierStats& from, v1::TierStats& to) {
   to.set_kind(from.kind);
   write_fields(kTierFields, from, to);
   write_fields(kTierStateFields, from, to);
@@ -44,7 +44,7 @@ void fill(const Stats& from, v1::GetStatsResponse& to) {
   write_fields(kCumulativeFields, from.cumulative, *to.mutable_cumulative());
   fill(from.cumulative.tier_nanoseconds, *to.mutable_cumulative()->mutable_tier_wait());
   write_fields(kSnapshotFields, from.snapshot, *to.mutable_snapshot());
-  for (const Stats::Tier& tier : from.tiers) fill(tier, *to.add_tiers());
+  for (const TierStats& tier : from.tiers) fill(tier, *to.add_tiers());
 }
 
 void fill(const PageStats& from, v1::PageCacheStats& to) {

@@ -110,7 +110,7 @@ void add_times(const LatencyHistogram& times, const Labels& labels, Families& fa
 }
 
 /// One store below the page pools of the engines.
-void add_tier(const Stats::Tier& use, Families& families) {
+void add_tier(const TierStats& use, Families& families) {
   const Labels tier{{"tier", "engine_" + use.kind}};
   const auto with = [&tier](const char* label, const char* value) {
     Labels labels = tier;
@@ -155,7 +155,7 @@ void add_tier(const Stats::Tier& use, Families& families) {
 /// Pages of sessions that are not in host memory.
 void add_tiers(const Stats& stats, Families& families) {
   const Stats::Cumulative& sums = stats.cumulative;
-  for (const Stats::Tier& tier : stats.tiers) add_tier(tier, families);
+  for (const TierStats& tier : stats.tiers) add_tier(tier, families);
   families.gauge("kvtier_pages", kPages, stats.snapshot.pages_in_tiers,
                  {{"tier", "engine_file"}, {"state", "committed"}});
   families.counter("kvtier_evictions_total", "Pages evicted for others.", sums.pages_evicted,

@@ -69,28 +69,28 @@ inline constexpr auto kSnapshotFields = std::to_array<StatsField<Stats::Snapshot
      {"row_cache_bytes", &Stats::Snapshot::row_cache_bytes},
      {"row_cache_bytes_used", &Stats::Snapshot::row_cache_bytes_used}});
 inline constexpr auto kTierFields =
-    std::to_array<StatsField<Stats::Tier>>({{"gets", &Stats::Tier::gets},
-                                            {"hits", &Stats::Tier::hits},
-                                            {"misses", &Stats::Tier::misses},
-                                            {"corrupt", &Stats::Tier::corrupt},
-                                            {"get_timeouts", &Stats::Tier::get_timeouts},
-                                            {"get_failures", &Stats::Tier::get_failures},
-                                            {"puts", &Stats::Tier::puts},
-                                            {"stored", &Stats::Tier::stored},
-                                            {"refused", &Stats::Tier::refused},
-                                            {"put_timeouts", &Stats::Tier::put_timeouts},
-                                            {"put_failures", &Stats::Tier::put_failures},
-                                            {"bytes_read", &Stats::Tier::bytes_read},
-                                            {"bytes_written", &Stats::Tier::bytes_written}});
+    std::to_array<StatsField<TierStats>>({{"gets", &TierStats::gets},
+                                          {"hits", &TierStats::hits},
+                                          {"misses", &TierStats::misses},
+                                          {"corrupt", &TierStats::corrupt},
+                                          {"get_timeouts", &TierStats::get_timeouts},
+                                          {"get_failures", &TierStats::get_failures},
+                                          {"puts", &TierStats::puts},
+                                          {"stored", &TierStats::stored},
+                                          {"refused", &TierStats::refused},
+                                          {"put_timeouts", &TierStats::put_timeouts},
+                                          {"put_failures", &TierStats::put_failures},
+                                          {"bytes_read", &TierStats::bytes_read},
+                                          {"bytes_written", &TierStats::bytes_written}});
 /// What a tier says of itself.
 inline constexpr auto kTierStateFields =
-    std::to_array<StatsField<Stats::Tier>>({{"pages_evicted", &Stats::Tier::evicted},
-                                            {"capacity_bytes", &Stats::Tier::capacity_bytes},
-                                            {"used_bytes", &Stats::Tier::used_bytes}});
+    std::to_array<StatsField<TierStats>>({{"pages_evicted", &TierStats::evicted},
+                                          {"capacity_bytes", &TierStats::capacity_bytes},
+                                          {"used_bytes", &TierStats::used_bytes}});
 inline constexpr auto kTierServerFields =
-    std::to_array<StatsField<Stats::Tier>>({{"servers", &Stats::Tier::servers},
-                                            {"servers_open", &Stats::Tier::servers_open},
-                                            {"servers_probing", &Stats::Tier::servers_probing}});
+    std::to_array<StatsField<TierStats>>({{"servers", &TierStats::servers},
+                                          {"servers_open", &TierStats::servers_open},
+                                          {"servers_probing", &TierStats::servers_probing}});
 
 template <typename Struct, typename Number, std::size_t N>
 void add_fields(const StatsFields<Struct, Number, N>& fields, const Struct& from, Struct& to) {

@@ -41,7 +41,7 @@ void expect_sums(const Stats& stats, std::uint64_t page_bytes) {
   const Stats::Cumulative& sum = stats.cumulative;
   std::uint64_t hits = 0, misses = 0, corrupt = 0, read = 0, repaired = 0;
   std::uint64_t asked = stats.tiers.front().gets;
-  for (const Stats::Tier& tier : stats.tiers) {
+  for (const TierStats& tier : stats.tiers) {
     EXPECT_EQ(tier.gets,
               tier.hits + tier.misses + tier.corrupt + tier.get_timeouts + tier.get_failures);
     EXPECT_EQ(tier.puts, tier.stored + tier.refused + tier.put_timeouts + tier.put_failures);
@@ -118,8 +118,8 @@ TEST_P(TierStatsTest, CountersOfTiersAddUpWhateverFails) {
   EXPECT_GT(stats.cumulative.pages_repaired, 0U);
   EXPECT_GT(stats.cumulative.pages_lost, 0U);
   EXPECT_GT(stats.tiers[0].hits, 0U);
-  const Stats::Tier& one = stats.tiers[0];
-  const Stats::Tier& other = stats.tiers[1];
+  const TierStats& one = stats.tiers[0];
+  const TierStats& other = stats.tiers[1];
   EXPECT_GT(one.corrupt + other.corrupt, 0U);
   EXPECT_GT(one.misses + other.misses, 0U);
   EXPECT_GT(one.get_failures + other.get_failures, 0U);
@@ -171,8 +171,10 @@ TEST(PageTiersTest, TenThousandBitsThatTurnOnTheWayBackAreFoundAndNoneIsServed) 
     ASSERT_EQ(in.outcome, runtime::PageIn::Outcome::kLost) << "page " << i;
     tiers.remove({&out.version, 1});
   }
-  EXPECT_EQ(tiers.counters().corrupt, kPages);
-  EXPECT_EQ(tiers.counters().hits, 0U);
+  Stats stats;
+  tiers.add_to(stats);
+  EXPECT_EQ(stats.cumulative.tier_corrupt, kPages);
+  EXPECT_EQ(stats.cumulative.tier_hits, 0U);
 }
 
 }  // namespace

@@ -125,7 +125,7 @@ FileTier::State::State(const FileTierOptions& wanted)
     stats.evicted += index.drop(*victim);
     folder.remove(*victim);
   }
-  stats.capacity = options.capacity_bytes;
+  stats.capacity_bytes = options.capacity_bytes;
 }
 
 FileTier::State::~State() {
@@ -336,7 +336,7 @@ TierStats FileTier::stats() const {
   const std::lock_guard lock(state_->mutex);
   TierStats stats = state_->stats;
   stats.pages = state_->index.num_pages();
-  stats.bytes = state_->index.num_bytes();
+  stats.used_bytes = state_->index.num_bytes();
   return stats;
 }
 

@@ -138,7 +138,7 @@ class FileTier::Get {
       switch (pages_[i].status) {
         case TierStatus::kOk:
           ++stats.hits;
-          stats.read_bytes += pages_[i].bytes.size();
+          stats.bytes_read += pages_[i].bytes.size();
           break;
         case TierStatus::kMiss:
           ++stats.misses;

@@ -241,7 +241,7 @@ class FileTier::Put {
     for (std::size_t i = 0; i < pages_.size(); ++i) {
       if (pages_[i].status == TierStatus::kOk) {
         ++(present_[i] ? stats.present : stats.stored);
-        if (!present_[i]) stats.written_bytes += pages_[i].bytes.size();
+        if (!present_[i]) stats.bytes_written += pages_[i].bytes.size();
       } else if (pages_[i].status == TierStatus::kFull) {
         ++stats.refused;
       } else {

@@ -81,7 +81,7 @@ void RemoteTier::put(std::span<TierPut> pages, Deadline deadline) {
   for (const TierPut& page : pages) {
     if (page.status == TierStatus::kOk) {
       ++stats_.stored;
-      stats_.written_bytes += page.bytes.size();
+      stats_.bytes_written += page.bytes.size();
     } else if (page.status == TierStatus::kFull) {
       ++stats_.refused;
     } else {
@@ -116,7 +116,7 @@ void RemoteTier::get(std::span<TierGet> pages, Deadline deadline) {
     switch (page.status) {
       case TierStatus::kOk:
         ++stats_.hits;
-        stats_.read_bytes += page.bytes.size();
+        stats_.bytes_read += page.bytes.size();
         break;
       case TierStatus::kMiss:
         ++stats_.misses;

@@ -90,7 +90,7 @@ nb::dict histogram_of(const kvtier::LatencyHistogram& histogram) {
   return d;
 }
 
-nb::dict tier_of(const kvtier::Stats::Tier& t) {
+nb::dict tier_of(const kvtier::TierStats& t) {
   nb::dict d;
   d["kind"] = t.kind;
   d["gets"] = t.gets;
@@ -132,7 +132,7 @@ nb::dict tenant_of(const kvtier::Stats::Tenant& t) {
 
 nb::dict dict_of(const kvtier::Stats& stats) {
   nb::list tiers;
-  for (const kvtier::Stats::Tier& tier : stats.tiers) tiers.append(tier_of(tier));
+  for (const kvtier::TierStats& tier : stats.tiers) tiers.append(tier_of(tier));
   nb::list tenants;
   for (const kvtier::Stats::Tenant& tenant : stats.tenants) tenants.append(tenant_of(tenant));
   nb::dict d;

@@ -125,13 +125,16 @@ class Calls : private PagePool::Owner {
     ASSERT_LE(pool_.num_used(), kFrames);
     ASSERT_EQ(pool_.num_shared(), shared);
     const PagePool::Counters& moved = pool_.counters();
-    const PageTierCounters& counted = tiers_.counters();
-    ASSERT_EQ(moved.restored, counted.hits);
+    ASSERT_EQ(moved.restored, tier_sums().tier_hits);
     ASSERT_GE(moved.evicted, moved.restored + pool_.num_evicted());
   }
 
   [[nodiscard]] const PagePool& pool() const { return pool_; }
-  [[nodiscard]] const PageTiers& tiers() const { return tiers_; }
+  [[nodiscard]] Stats::Cumulative tier_sums() const {
+    Stats stats;
+    tiers_.add_to(stats);
+    return stats.cumulative;
+  }
   [[nodiscard]] std::uint64_t num_refused() const { return num_refused_; }
   [[nodiscard]] std::uint64_t num_lost() const { return num_lost_; }
 
@@ -426,7 +429,7 @@ class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
     lost = calls.num_lost();
     RecordProperty("calls", count);
     RecordProperty("restored", std::to_string(calls.pool().counters().restored));
-    RecordProperty("repaired", std::to_string(calls.tiers().counters().repaired));
+    RecordProperty("repaired", std::to_string(calls.tier_sums().pages_repaired));
   }
 
   std::filesystem::path folder_;

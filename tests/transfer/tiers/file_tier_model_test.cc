@@ -48,7 +48,7 @@ TEST_P(FileTierModel, AgreesWithAMapOverRestarts) {
     std::uint64_t bytes = 0;
     for (const auto& [each, held] : model) bytes += held;
     ASSERT_EQ(tier->stats().pages, model.size()) << step;
-    ASSERT_EQ(tier->stats().bytes, bytes) << step;
+    ASSERT_EQ(tier->stats().used_bytes, bytes) << step;
   }
 }
 

@@ -78,9 +78,9 @@ TEST_P(FileTierModes, ServesPagesOfAnySizeAndAfterARestart) {
     }
     const TierStats stats = tier.stats();
     EXPECT_EQ(stats.pages, sizes.size());
-    EXPECT_EQ(stats.bytes, bytes);
-    EXPECT_EQ(stats.read_bytes, bytes);
-    EXPECT_EQ(stats.written_bytes, restarted ? 0 : bytes);
+    EXPECT_EQ(stats.used_bytes, bytes);
+    EXPECT_EQ(stats.bytes_read, bytes);
+    EXPECT_EQ(stats.bytes_written, restarted ? 0 : bytes);
     expect_sums(stats);
   }
 }
@@ -224,7 +224,7 @@ TEST(FileTier, WritesAPageOnce) {
   const TierStats stats = tier.stats();
   EXPECT_EQ(stats.stored, 2U);
   EXPECT_EQ(stats.present, 2U);
-  EXPECT_EQ(stats.written_bytes, 10'000U);
+  EXPECT_EQ(stats.bytes_written, 10'000U);
   expect_sums(stats);
 }
 

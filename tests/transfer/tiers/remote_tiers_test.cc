@@ -42,8 +42,8 @@ TEST_P(RemoteTiers, RestoresPagesOfEverySizeInOneBatch) {
   const TierStats stats = tier_->stats();
   EXPECT_EQ(stats.stored, pages.size());
   EXPECT_EQ(stats.hits, pages.size());
-  EXPECT_EQ(stats.written_bytes, bytes);
-  EXPECT_EQ(stats.read_bytes, bytes);
+  EXPECT_EQ(stats.bytes_written, bytes);
+  EXPECT_EQ(stats.bytes_read, bytes);
 }
 
 TEST_P(RemoteTiers, RestoresALargePageInPartsOfTheServersLimit) {
