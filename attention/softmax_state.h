@@ -3,6 +3,7 @@
 #include "transfer/device/host_device.h"
 
 #include <cmath>
+#include <limits>
 
 namespace kvtier::attention {
 
@@ -42,6 +43,34 @@ struct MergeWeights {
   w.state.sum = a.sum * w.a + b.sum * w.b;
   return w;
 }
+
+/// A sum of exponentials without an accumulator beside it, kept as e^max * sum. Empty: sum 0.
+struct LogSum {
+  float max = -std::numeric_limits<float>::infinity();
+  float sum = 0.0F;
+
+  KVTIER_HOST_DEVICE void add(float x) {
+    if (sum == 0.0F) {
+      max = x;
+      sum = 1.0F;
+      return;
+    }
+    const float scale = expf(-fabsf(x - max));
+    sum = x > max ? sum * scale + 1.0F : sum + scale;
+    max = fmaxf(max, x);
+  }
+  KVTIER_HOST_DEVICE void merge(const LogSum& other) {
+    if (other.sum == 0.0F) return;
+    if (sum == 0.0F) {
+      *this = other;
+      return;
+    }
+    const float scale = expf(-fabsf(other.max - max));
+    sum = other.max > max ? sum * scale + other.sum : sum + other.sum * scale;
+    max = fmaxf(max, other.max);
+  }
+  KVTIER_HOST_DEVICE float log() const { return max + logf(sum); }
+};
 
 /// Applies a logit soft cap: cap * tanh(x / cap); x itself when cap is 0.
 [[nodiscard]] KVTIER_HOST_DEVICE inline float soft_cap(float x, float cap) {

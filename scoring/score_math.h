@@ -1,5 +1,6 @@
 #pragma once
 
+#include "attention/softmax_state.h"
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "transfer/device/host_device.h"
@@ -7,11 +8,12 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 /// The algebra of scoring, defined once for host and device. Formulas: docs/algorithm.md, sections
 /// "Score" and "Select".
 namespace kvtier::scoring {
+
+using attention::LogSum;
 
 /// Returns the low 32 bits of (high:low) >> shift; shift in 0..31.
 KVTIER_HOST_DEVICE inline std::uint32_t shift_pair_right(std::uint32_t high, std::uint32_t low,
@@ -188,33 +190,5 @@ KVTIER_HOST_DEVICE inline float weighted_score(const ScoreParams& params,
   }
   return settled_score(score);
 }
-
-/// A sum of exponentials, kept as e^max * sum. Empty: sum 0.
-struct LogSum {
-  float max = -std::numeric_limits<float>::infinity();
-  float sum = 0.0F;
-
-  KVTIER_HOST_DEVICE void add(float x) {
-    if (sum == 0.0F) {
-      max = x;
-      sum = 1.0F;
-      return;
-    }
-    const float scale = expf(-fabsf(x - max));
-    sum = x > max ? sum * scale + 1.0F : sum + scale;
-    max = fmaxf(max, x);
-  }
-  KVTIER_HOST_DEVICE void merge(const LogSum& other) {
-    if (other.sum == 0.0F) return;
-    if (sum == 0.0F) {
-      *this = other;
-      return;
-    }
-    const float scale = expf(-fabsf(other.max - max));
-    sum = other.max > max ? sum * scale + other.sum : sum + other.sum * scale;
-    max = fmaxf(max, other.max);
-  }
-  KVTIER_HOST_DEVICE float log() const { return max + logf(sum); }
-};
 
 }  // namespace kvtier::scoring

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/log_sum_exp.h"
 #include "llama/threads.h"
 
 #include <algorithm>
@@ -16,13 +17,6 @@ namespace {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double log_sum_exp(std::span<const float> logits) {
-  const double max = *std::max_element(logits.begin(), logits.end());
-  double sum = 0.0;
-  for (const float x : logits) sum += std::exp(x - max);
-  return max + std::log(sum);
 }
 
 /// `divergence`, given the normalisers of both.

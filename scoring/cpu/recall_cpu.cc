@@ -1,5 +1,6 @@
 #include "scoring/cpu/recall_cpu.h"
 
+#include "include/types/log_sum_exp.h"
 #include "scoring/cpu/simd_math.h"
 #include "scoring/cpu/top_k_cpu.h"
 #include "scoring/miss_tolerance.h"
@@ -96,12 +97,6 @@ Moments read_logits(const RecallGroup& group, int head, std::vector<float>& logi
 }
 
 }  // namespace
-
-double log_add(double a, double b) {
-  const double max = std::max(a, b);
-  if (max == kNone) return kNone;
-  return max + std::log(std::exp(a - max) + std::exp(b - max));
-}
 
 double log_of_static(const SelectRequest& request, const HeadIndex& at,
                      const transfer::AttendedSpans& spans, ValueWeighting weighting) {

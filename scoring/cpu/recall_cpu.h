@@ -10,9 +10,6 @@
 /// Selections for a recall target on the CPU backend.
 namespace kvtier::scoring::cpu {
 
-/// ln(e^a + e^b).
-[[nodiscard]] double log_add(double a, double b);
-
 /// A query head of the group of a KV head.
 struct HeadIndex {
   int row = 0;

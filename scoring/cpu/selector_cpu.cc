@@ -1,3 +1,4 @@
+#include "include/types/log_sum_exp.h"
 #include "scoring/cpu/priority_cpu.h"
 #include "scoring/cpu/recall_cpu.h"
 #include "scoring/cpu/selector_call_cpu.h"

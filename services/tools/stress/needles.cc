@@ -1,6 +1,7 @@
 #include "services/tools/stress/needles.h"
 
 #include "formats/float16.h"
+#include "include/types/log_sum_exp.h"
 #include "services/evaluation/random.h"
 #include "services/evaluation/threads.h"
 
@@ -115,14 +116,6 @@ double spread_of(std::span<const float> values) {
   }
   const auto n = static_cast<double>(values.size());
   return std::sqrt(std::max(squares / n - sum / n * sum / n, 0.0));
-}
-
-/// Softmax of one query head over a sample: what turns a logit into a weight.
-double log_sum_exp(std::span<const float> logits) {
-  const float max = *std::ranges::max_element(logits);
-  double sum = 0.0;
-  for (const float logit : logits) sum += std::exp(static_cast<double>(logit - max));
-  return static_cast<double>(max) + std::log(sum);
 }
 
 /// The query heads of one KV head at one step, over a sample of the tokens.
