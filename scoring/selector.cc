@@ -13,54 +13,6 @@ namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::size_t kAlignment = 256;
-
-/// Byte offsets of the regions of the workspace.
-struct Layout {
-  std::size_t entries = 0;
-  std::size_t scalars = 0;
-  std::size_t scores = 0;
-  std::size_t combined = 0;
-  std::size_t token_mask = 0;
-  std::size_t scratch = 0;
-  std::size_t rest_logs = 0;
-  std::size_t lse = 0;
-  std::size_t ids = 0;
-  std::size_t head_mask = 0;
-  std::size_t counts = 0;
-  std::size_t bias = 0;
-  std::size_t staged = 0;
-  std::size_t total = 0;
-};
-
-Layout layout(const SelectorLimits& limits, std::size_t scratch_bytes) {
-  Layout result;
-  const auto place = [&result](std::size_t& offset, std::size_t bytes) {
-    offset = result.total;
-    result.total += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  };
-  const auto rows = static_cast<std::size_t>(limits.rows);
-  const std::size_t queries = rows * static_cast<std::size_t>(limits.query_heads);
-  const std::size_t groups = rows * static_cast<std::size_t>(limits.kv_heads);
-  const auto tokens = static_cast<std::size_t>(limits.max_tokens);
-  const auto selected = static_cast<std::size_t>(limits.max_selected);
-  place(result.entries, queries * kMaxEntriesPerHead * sizeof(float));
-  place(result.scalars, queries * sizeof(QueryScalars));
-  place(result.scores, queries * tokens * sizeof(float));
-  place(result.combined, groups * tokens * sizeof(float));
-  place(result.token_mask, groups * tokens * sizeof(std::uint16_t));
-  place(result.scratch, scratch_bytes);
-  place(result.rest_logs, queries * sizeof(float));
-  place(result.lse, queries * sizeof(float));
-  place(result.ids, groups * selected * sizeof(std::int32_t));
-  place(result.head_mask, groups * selected * sizeof(std::uint16_t));
-  place(result.counts, groups * sizeof(std::int32_t));
-  place(result.bias, queries * selected * sizeof(float));
-  place(result.staged, groups * static_cast<std::size_t>(limits.staged_rows) *
-                           static_cast<std::size_t>(limits.row_bytes));
-  return result;
-}
-
 std::size_t scratch_bytes(Backend backend, const SelectorLimits& limits) {
   if constexpr (transfer::kWithCuda) {
     if (backend == Backend::kCuda) return cuda::scratch_bytes(limits);
@@ -111,30 +63,18 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
 
 Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
     : limits_(padded(limits)) {
-  const Layout at = layout(limits_, scratch_bytes(device.backend(), limits_));
-  memory_ = device.allocate(transfer::Space::kDevice, at.total);
-  std::byte* base = memory_.data();
-  entries_ = reinterpret_cast<float*>(base + at.entries);
-  scalars_ = reinterpret_cast<QueryScalars*>(base + at.scalars);
-  scores_ = reinterpret_cast<float*>(base + at.scores);
-  combined_ = reinterpret_cast<float*>(base + at.combined);
-  token_mask_ = reinterpret_cast<std::uint16_t*>(base + at.token_mask);
-  scratch_ = base + at.scratch;
-  rest_logs_ = reinterpret_cast<float*>(base + at.rest_logs);
-  lse_ = reinterpret_cast<float*>(base + at.lse);
-  selection_.ids = reinterpret_cast<std::int32_t*>(base + at.ids);
-  selection_.head_mask = reinterpret_cast<std::uint16_t*>(base + at.head_mask);
-  selection_.counts = reinterpret_cast<std::int32_t*>(base + at.counts);
-  bias_ = reinterpret_cast<float*>(base + at.bias);
-  selection_.capacity = limits.max_selected;
-  selection_.staged = limits.staged_rows > 0 ? base + at.staged : nullptr;
-  selection_.staged_capacity = limits.staged_rows;
+  const std::size_t scratch = scratch_bytes(device.backend(), limits_);
+  transfer::Arena counted;
+  (void)place(counted, limits_, scratch);
+  memory_ = device.allocate(transfer::Space::kDevice, counted.bytes());
+  transfer::Arena arena(memory_.data());
+  at_ = place(arena, limits_, scratch);
   if constexpr (transfer::kWithCuda) {
     if (device.backend() != Backend::kCuda) return;
     exchange_ = cuda::lease_exchange();
     device_ = cuda::device_limits();
     const std::unique_ptr<transfer::Stream> stream = device.make_stream();
-    stream->fill(scratch_, 0, cuda::zeroed_bytes(limits_));
+    stream->fill(at_.scratch, 0, cuda::zeroed_bytes(limits_));
     stream->synchronize();
   }
 }
@@ -143,34 +83,65 @@ std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
   const SelectorLimits limits = padded(unpadded);
   std::size_t scratch = cpu::scratch_bytes(limits);
   if constexpr (transfer::kWithCuda) scratch = std::max(scratch, cuda::scratch_bytes(limits));
-  return layout(limits, scratch).total;
+  transfer::Arena arena;
+  (void)place(arena, limits, scratch);
+  return arena.bytes();
+}
+
+Selector::Arrays Selector::place(transfer::Arena& arena, const SelectorLimits& limits,
+                                 std::size_t scratch_bytes) {
+  const auto rows = static_cast<std::size_t>(limits.rows);
+  const std::size_t queries = rows * static_cast<std::size_t>(limits.query_heads);
+  const std::size_t groups = rows * static_cast<std::size_t>(limits.kv_heads);
+  const auto tokens = static_cast<std::size_t>(limits.max_tokens);
+  const auto selected = static_cast<std::size_t>(limits.max_selected);
+  Arrays at;
+  at.entries = arena.take<float>(queries * kMaxEntriesPerHead);
+  at.scalars = arena.take<QueryScalars>(queries);
+  at.scores = arena.take<float>(queries * tokens);
+  at.combined = arena.take<float>(groups * tokens);
+  at.token_mask = arena.take<std::uint16_t>(groups * tokens);
+  at.scratch = arena.take<std::byte>(scratch_bytes);
+  at.rest_logs = arena.take<float>(queries);
+  at.lse = arena.take<float>(queries);
+  at.selection.ids = arena.take<std::int32_t>(groups * selected);
+  at.selection.head_mask = arena.take<std::uint16_t>(groups * selected);
+  at.selection.counts = arena.take<std::int32_t>(groups);
+  at.selection.capacity = limits.max_selected;
+  at.bias = arena.take<float>(queries * selected);
+  if (limits.staged_rows == 0) return at;
+  at.selection.staged =
+      arena.take<std::byte>(groups * static_cast<std::size_t>(limits.staged_rows) *
+                            static_cast<std::size_t>(limits.row_bytes));
+  at.selection.staged_capacity = limits.staged_rows;
+  return at;
 }
 
 SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
   QueryTables coarse;
   if (params.coarse_bits > 0) {
     const std::int64_t heads = std::int64_t{limits_.rows} * limits_.query_heads;
-    coarse = {.entries = entries_ + heads * entries_per_head(params),
+    coarse = {.entries = at_.entries + heads * entries_per_head(params),
               .entries_per_head = entries_per_head(coarse_phase(params)),
-              .scalars = scalars_};
+              .scalars = at_.scalars};
   }
   return {.limits = limits_,
-          .tables = {.entries = entries_,
+          .tables = {.entries = at_.entries,
                      .entries_per_head = entries_per_head(params),
-                     .scalars = scalars_},
+                     .scalars = at_.scalars},
           .coarse_tables = coarse,
-          .scores = scores_,
-          .combined = combined_,
-          .token_mask = token_mask_,
-          .scratch = scratch_,
-          .rest_logs = rest_logs_,
+          .scores = at_.scores,
+          .combined = at_.combined,
+          .token_mask = at_.token_mask,
+          .scratch = at_.scratch,
+          .rest_logs = at_.rest_logs,
           .selection = params.rule == SelectionRule::kPriority ? biased_selection(!params.shared())
-                                                               : selection_};
+                                                               : at_.selection};
 }
 
 transfer::SelectionView Selector::biased_selection(bool per_query_head) const {
-  transfer::SelectionView view = selection_;
-  view.bias = bias_;
+  transfer::SelectionView view = at_.selection;
+  view.bias = at_.bias;
   view.bias_heads = per_query_head ? limits_.query_heads / limits_.kv_heads : 1;
   return view;
 }
@@ -193,7 +164,7 @@ void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
                             float* queries) {
   assert(input.items.count <= limits_.rows);
   assert(input.kv.query_heads == limits_.query_heads);
-  scoring::read_queries(stream, params, planes, input, queries, entries_, scalars_);
+  scoring::read_queries(stream, params, planes, input, queries, at_.entries, at_.scalars);
 }
 
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request) {
@@ -207,14 +178,14 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   const SelectionPlan& how = plan(request, recall_params.active);
   if (!request.tables_built && !how.reads_queries) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
-                       request.kv.query_heads, entries_, scalars_);
+                       request.kv.query_heads, at_.entries, at_.scalars);
   }
   const SelectorWorkspace space = workspace(request.params);
   if (request.params.coarse_bits > 0) {
     assert(!recall_params.active);
     build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
                        request.rows.count, request.kv.query_heads,
-                       const_cast<float*>(space.coarse_tables.entries), scalars_);
+                       const_cast<float*>(space.coarse_tables.entries), at_.scalars);
   }
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
@@ -234,7 +205,7 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
       return cuda::export_missed(stream.native(), request, workspace(request.params), batch);
     }
   }
-  stream.run([batch, rest_logs = rest_logs_, heads = request.kv.query_heads] {
+  stream.run([batch, rest_logs = at_.rest_logs, heads = request.kv.query_heads] {
     cpu::export_missed(batch, heads, rest_logs);
   });
 }
@@ -244,7 +215,7 @@ transfer::SelectionView Selector::adopt(transfer::Stream& stream, const SelectRe
   check(request, limits_);
   SelectorWorkspace space = workspace(request.params);
   space.selection =
-      bias.data != nullptr ? biased_selection(ids.heads > limits_.kv_heads) : selection_;
+      bias.data != nullptr ? biased_selection(ids.heads > limits_.kv_heads) : at_.selection;
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       cuda::adopt(stream.native(), request, space, ids, bias);

@@ -5,6 +5,7 @@
 #include "scoring/estimator.h"
 #include "scoring/exchange_lease.h"
 #include "scoring/selection_plan.h"
+#include "transfer/device/arena.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/sequence.h"
 #include "transfer/kv/slots.h"
@@ -121,7 +122,9 @@ class Selector {
   void export_missed(transfer::Stream& stream, const SelectRequest& request,
                      const MissedBatch& batch);
   /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
-  [[nodiscard]] float* lse(int row) const { return lse_ + std::int64_t{row} * limits_.query_heads; }
+  [[nodiscard]] float* lse(int row) const {
+    return at_.lse + std::int64_t{row} * limits_.query_heads;
+  }
 
   /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
   /// always-attended span, duplicates once; others are ignored. `bias` (or none) is added to their
@@ -141,6 +144,21 @@ class Selector {
                      const IdFloats& out);
 
  private:
+  /// The arrays in `memory_`, in the order in which they lie; selector_kernels.h gives the shapes.
+  struct Arrays {
+    float* entries = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]
+    QueryScalars* scalars = nullptr;  // [rows][query_heads]
+    float* scores = nullptr;
+    float* combined = nullptr;
+    std::uint16_t* token_mask = nullptr;
+    std::byte* scratch = nullptr;
+    float* rest_logs = nullptr;         // [rows][query_heads]
+    float* lse = nullptr;               // [rows][query_heads]
+    float* bias = nullptr;              // [rows][kv_heads][max_selected][group]
+    transfer::SelectionView selection;  // its arrays, but the staging area, are before the biases
+  };
+  [[nodiscard]] static Arrays place(transfer::Arena& arena, const SelectorLimits& limits,
+                                    std::size_t scratch_bytes);
   [[nodiscard]] SelectorWorkspace workspace(const ScoreParams& params) const;
   /// Biases are per KV head or per query head.
   [[nodiscard]] transfer::SelectionView biased_selection(bool per_query_head) const;
@@ -151,17 +169,7 @@ class Selector {
   SelectShape planned_;  // what `plan_` is the plan of
   SelectionPlan plan_;
   transfer::Buffer memory_;
-  // Regions of memory_, in this order; selector_kernels.h gives the shapes.
-  float* entries_ = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]
-  QueryScalars* scalars_ = nullptr;  // [rows][query_heads]
-  float* scores_ = nullptr;
-  float* combined_ = nullptr;
-  std::uint16_t* token_mask_ = nullptr;
-  std::byte* scratch_ = nullptr;
-  float* rest_logs_ = nullptr;         // [rows][query_heads]
-  float* lse_ = nullptr;               // [rows][query_heads]
-  float* bias_ = nullptr;              // [rows][kv_heads][max_selected][group]
-  transfer::SelectionView selection_;  // its arrays, then the staging area
+  Arrays at_;
 };
 
 }  // namespace kvtier::scoring

@@ -2,6 +2,7 @@
 #include "scoring/generic/two_phase_cuda.h"
 #include "scoring/plan/paths_cuda.cuh"
 #include "scoring/plan/selector_cuda.h"
+#include "transfer/device/arena.h"
 #include "transfer/device/cuda_check.h"
 
 #include <algorithm>
@@ -176,20 +177,19 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   scratch.tiles = (limits.max_tokens + kTileTokens - 1) / kTileTokens;
   scratch.segments = scratch.tiles * (kTileTokens / kSegmentTokens);
 
-  std::size_t offset = 0;
-  const auto place = [&]<typename T>(T*& array, std::int64_t count) {
-    array = base == nullptr ? nullptr : reinterpret_cast<T*>(base + offset);
-    constexpr std::size_t kAlignment = 256;
-    const std::size_t size = static_cast<std::size_t>(count) * sizeof(T);
-    offset += (size + kAlignment - 1) / kAlignment * kAlignment;
+  transfer::Arena arena(base);
+  const auto place = [&arena]<typename T>(T*& array, std::int64_t count) {
+    array = arena.take<T>(static_cast<std::size_t>(count));
+  };
+  const auto place_bytes = [&arena]<typename T>(T*& array, std::size_t size) {
+    array = reinterpret_cast<T*>(arena.take<std::byte>(size));
   };
   const std::int64_t groups = rows * limits.kv_heads;
-  scratch.filter.mailboxes = reinterpret_cast<Mailbox*>(base);
-  offset += mailboxes_bytes(groups);
+  place_bytes(scratch.filter.mailboxes, mailboxes_bytes(groups));
   const int group = limits.query_heads / limits.kv_heads;
   place(scratch.filter.fused_parts, fused_parts_words(groups, group));
   place(scratch.filter.fused_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
-  if (zeroed != nullptr) *zeroed = offset;
+  if (zeroed != nullptr) *zeroed = arena.bytes();
   place(scratch.plans, rows);
   place(scratch.states, sets);
   place(scratch.histogram, sets * kRadixBins);
@@ -197,9 +197,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
   place(scratch.partials, sets * scratch.tiles);
   place(scratch.normalisers, sets);
-  std::byte* estimates = nullptr;
-  place(estimates, static_cast<std::int64_t>(estimates_bytes(sets)));
-  scratch.estimates = reinterpret_cast<HeadEstimate*>(estimates);
+  place_bytes(scratch.estimates, estimates_bytes(sets));
   FilterScratch& filter = scratch.filter;
   constexpr int kMostChunks = 8;
   constexpr int kMostProducts = 4;
@@ -219,11 +217,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.fused_scores, filter.fused_bytes);
   place(filter.fused_factors, groups * kMaxGroup);
   place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
-  std::byte* stream_groups = nullptr;
-  place(stream_groups, groups * stream_group_bytes());
-  filter.stream_groups = reinterpret_cast<StreamGroup*>(stream_groups);
+  place_bytes(filter.stream_groups, static_cast<std::size_t>(groups * stream_group_bytes()));
   place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);
-  if (bytes != nullptr) *bytes = offset;
+  if (bytes != nullptr) *bytes = arena.bytes();
   return scratch;
 }
 

@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
+#include "transfer/device/arena.h"
 #include "transfer/device/with_cuda.h"
 #include "transfer/row_cache/row_cache_kernels.h"
 
@@ -11,38 +12,25 @@
 namespace kvtier::transfer {
 namespace {
 
-constexpr std::size_t kAlign = 256;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-std::size_t set_bytes(const KvGeometry& geometry, int num_sets) {
-  const std::size_t sets =
-      static_cast<std::size_t>(geometry.kv_heads) * static_cast<std::size_t>(num_sets);
-  return aligned(sets * sizeof(RowCacheSet));
-}
-
 std::int64_t all_sets(const KvGeometry& geometry, int num_sets) {
   return std::int64_t{geometry.kv_heads} * num_sets;
 }
 
-/// Offsets of what `RowCachePlaces` points to; lists are in front.
-struct PlaceOffsets {
-  std::size_t places = 0;
-  std::size_t unordered = 0;
-  std::size_t tickets = 0;
-  std::size_t end = 0;
-};
+RowCache take_row_cache(Arena& arena, const KvGeometry& geometry, int num_sets) {
+  const auto sets = static_cast<std::size_t>(all_sets(geometry, num_sets));
+  // Initialisers run in this order.
+  return {arena.take<RowCacheSet>(sets),
+          arena.take<std::byte>(sets * kSetWays * static_cast<std::size_t>(geometry.row_bytes()))};
+}
 
-PlaceOffsets place_offsets(const KvGeometry& geometry, std::int64_t rows,
+RowCachePlaces take_places(Arena& arena, const KvGeometry& geometry, std::int64_t rows,
                            std::int64_t staged_capacity) {
-  const std::size_t lists = static_cast<std::size_t>(rows * geometry.kv_heads);
+  const auto lists = static_cast<std::size_t>(rows * geometry.kv_heads);
   const std::size_t entries = lists * static_cast<std::size_t>(staged_capacity);
-  PlaceOffsets at;
-  at.places = aligned(lists * sizeof(PlacedList));
-  at.unordered = at.places + aligned(entries * sizeof(RowPlace));
-  at.tickets = at.unordered + aligned(entries * sizeof(FoundRow));
-  at.end = at.tickets + aligned(lists * sizeof(std::uint32_t));
-  return at;
+  return {.lists = arena.take<PlacedList>(lists),
+          .places = arena.take<RowPlace>(entries),
+          .unordered = arena.take<FoundRow>(entries),
+          .tickets = arena.take<std::uint32_t>(lists)};
 }
 
 void expect(bool ok, const char* what, std::int64_t found) {
@@ -75,34 +63,33 @@ void check(const RowCacheGather& gather) {
 }  // namespace
 
 std::size_t row_cache_bytes(const KvGeometry& geometry, int num_sets) {
-  const auto rows = static_cast<std::size_t>(all_sets(geometry, num_sets)) * kSetWays;
-  return set_bytes(geometry, num_sets) + rows * static_cast<std::size_t>(geometry.row_bytes());
+  Arena arena;
+  (void)take_row_cache(arena, geometry, num_sets);
+  return arena.bytes();
 }
 
 RowCache row_cache_in(const KvGeometry& geometry, int num_sets, std::byte* memory) {
-  if (memory == nullptr) return {};
-  return {reinterpret_cast<RowCacheSet*>(memory), memory + set_bytes(geometry, num_sets)};
+  Arena arena(memory);
+  return take_row_cache(arena, geometry, num_sets);
 }
 
 std::size_t row_cache_places_bytes(const KvGeometry& geometry, std::int64_t rows,
                                    std::int64_t staged_capacity) {
-  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
-  return at.end;
+  Arena arena;
+  (void)take_places(arena, geometry, rows, staged_capacity);
+  return arena.bytes();
 }
 
 RowCachePlaces row_cache_places_in(const KvGeometry& geometry, std::int64_t rows,
                                    std::int64_t staged_capacity, std::byte* memory) {
-  if (memory == nullptr) return {};
-  const PlaceOffsets at = place_offsets(geometry, rows, staged_capacity);
-  return {.lists = reinterpret_cast<PlacedList*>(memory),
-          .places = reinterpret_cast<RowPlace*>(memory + at.places),
-          .unordered = reinterpret_cast<FoundRow*>(memory + at.unordered),
-          .tickets = reinterpret_cast<std::uint32_t*>(memory + at.tickets)};
+  Arena arena(memory);
+  return take_places(arena, geometry, rows, staged_capacity);
 }
 
 void clear_row_cache(Stream& stream, const KvGeometry& geometry, int num_sets,
                      const RowCache& row_cache) {
-  stream.fill(row_cache.sets, kEmptySetByte, set_bytes(geometry, num_sets));
+  stream.fill(row_cache.sets, kEmptySetByte,
+              static_cast<std::size_t>(all_sets(geometry, num_sets)) * sizeof(RowCacheSet));
 }
 
 void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget) {
