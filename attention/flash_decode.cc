@@ -1,7 +1,5 @@
 #include "attention/flash_decode.h"
 
-#include "kvtier/error.h"
-
 #include "attention/flash_decode_kernels.h"
 #include "transfer/device/with_cuda.h"
 
@@ -9,7 +7,6 @@
 #include <cassert>
 #include <limits>
 #include <memory>
-#include <string>
 
 namespace kvtier::attention {
 namespace {
@@ -17,33 +14,19 @@ namespace {
 using transfer::kWithCuda;
 using transfer::Stream;
 
-void expect_at_most(const char* what, std::int64_t found, std::int64_t limit) {
-  if (found >= 0 && found <= limit) return;
-  throw Error(ErrorCode::kInvalidArgument, std::string("attention: ") + what + ": expected 0.." +
-                                               std::to_string(limit) + ", found " +
-                                               std::to_string(found));
-}
-
-void check_request(const FlashDecodeLimits& limits, const AttendRequest& request,
-                   const transfer::SelectionView& selection, std::int64_t max_selected,
-                   const OutputBatch& outputs) {
-  expect_at_most("query rows", request.rows.count, limits.rows);
-  expect_at_most("query heads", request.kv.query_heads, limits.query_heads);
-  expect_at_most("head_dim", request.kv.head_dim, limits.head_dim);
-  if (request.kv.kv_heads < 1 || request.kv.query_heads % request.kv.kv_heads != 0) {
-    throw Error(ErrorCode::kInvalidArgument, "attention: KV heads: expected a divisor of " +
-                                                 std::to_string(request.kv.query_heads) +
-                                                 ", found " + std::to_string(request.kv.kv_heads));
-  }
-  for (int r = 0; r < request.rows.count; ++r) {
-    expect_at_most("sequence index", request.rows[r].sequence, request.sequences.count - 1);
-  }
-  if (selection.ids != nullptr) expect_at_most("selected rows", max_selected, selection.capacity);
-  if (outputs.count != request.rows.count) {
-    throw Error(ErrorCode::kInvalidArgument, "attention: outputs: expected " +
-                                                 std::to_string(request.rows.count) + ", found " +
-                                                 std::to_string(outputs.count));
-  }
+// What callers have checked, for asserts.
+[[maybe_unused]] bool valid(const FlashDecodeLimits& limits, const AttendRequest& request,
+                            const transfer::SelectionView& selection, std::int64_t max_selected,
+                            const OutputBatch& outputs) {
+  return request.rows.count >= 0 && request.rows.count <= limits.rows &&
+         request.kv.query_heads <= limits.query_heads && request.kv.head_dim <= limits.head_dim &&
+         request.kv.kv_heads >= 1 && request.kv.query_heads % request.kv.kv_heads == 0 &&
+         std::all_of(&request.rows[0], &request.rows[0] + request.rows.count,
+                     [&](const transfer::QueryRow& row) {
+                       return row.sequence >= 0 && row.sequence < request.sequences.count;
+                     }) &&
+         (selection.ids == nullptr || (max_selected >= 0 && max_selected <= selection.capacity)) &&
+         outputs.count == request.rows.count;
 }
 
 /// Upper bound of the always-attended tokens of any row, from values fixed when a step is captured.
@@ -84,7 +67,7 @@ FlashDecode::FlashDecode(transfer::Device& device, const FlashDecodeLimits& limi
 void FlashDecode::attend(Stream& stream, const AttendRequest& request,
                          const transfer::SelectionView& selection, std::int64_t max_selected,
                          const OutputBatch& outputs) {
-  check_request(limits_, request, selection, max_selected, outputs);
+  assert(valid(limits_, request, selection, max_selected, outputs));
   if (request.rows.count == 0) return;
   std::byte* const memory = memory_.data();
   if constexpr (kWithCuda) {
@@ -102,7 +85,7 @@ void FlashDecode::attend_in_parts(const AttendRequest& request,
                                   const transfer::SelectionView& selection,
                                   std::int64_t max_selected, const OutputBatch& outputs,
                                   RowSource& source) {
-  check_request(limits_, request, selection, max_selected, outputs);
+  assert(valid(limits_, request, selection, max_selected, outputs));
   assert(selection.staged_capacity == 0);
   if (request.rows.count == 0) return;
   cpu::attend(request, selection, limits_, memory_.data(), max_span_tokens(request), max_selected,

@@ -90,7 +90,7 @@ class FlashDecode {
   /// its counts. On CUDA one launch, which shares the rows out by the counts on the device.
   ///
   /// Counts the rows read in place by where they are, and the selected ones when there is no
-  /// staging area (otherwise `gather_rows` has counted them). Throws `kInvalidArgument`.
+  /// staging area (otherwise `gather_rows` has counted them).
   void attend(transfer::Stream& stream, const AttendRequest& request,
               const transfer::SelectionView& selection, std::int64_t max_selected,
               const OutputBatch& outputs);

@@ -41,7 +41,6 @@ struct PackedRows {
 /// where it overlaps with the append. So may the one after that, if that one waits for nothing
 /// else: it finds a sequence's length with or without the new tokens, at most
 /// `kMostOverlappedTokens`, and the sketches of all tokens before them.
-/// Throws `kInvalidArgument` as `transfer::check_append` does.
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
                  const PackedRows& packed, bool pages_on_device);

@@ -90,7 +90,6 @@ void read_queries(transfer::Stream& stream, const ScoreParams& params,
   assert(params.query_planes() <= planes.num_planes && planes.head_dim == input.kv.head_dim);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr && cuda::reads_queries_at_once(params, input)) {
-      transfer::check_queries(input.kv, input.items);
       return cuda::read_queries(stream.native(), params, planes, input, queries, entries, scalars);
     }
   }

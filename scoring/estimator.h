@@ -116,7 +116,7 @@ struct QueryInput {
 
 /// Converts queries to fp32 as `transfer::pack_queries` does, `queries [rows, query_heads,
 /// head_dim]`, and fills their tables as `build_query_tables` does. On Hopper one kernel, which
-/// runs beside the append. Enqueued. Throws `kInvalidArgument` as `pack_queries` does.
+/// runs beside the append. Enqueued.
 void read_queries(transfer::Stream& stream, const ScoreParams& params,
                   const hashing::PlanesView& planes, const QueryInput& input, float* queries,
                   float* entries, QueryScalars* scalars);

@@ -174,7 +174,6 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
                                          const RecallParams& recall_params) {
   check(request, limits_);
-  if (request.input != nullptr) transfer::check_queries(request.kv, request.input->items);
   const SelectionPlan& how = plan(request, recall_params.active);
   if (!request.tables_built && !how.reads_queries) {
     build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,

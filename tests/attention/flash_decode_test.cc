@@ -316,36 +316,5 @@ TEST_P(FlashDecodeTest, DoesNothingWithoutQueries) {
   EXPECT_EQ(placed.request.flags->rows_resident, 0U);
 }
 
-TEST_P(FlashDecodeTest, RejectsWhatItsWorkspaceCannotHold) {
-  Problem problem = make_problem(25, DType::kBFloat16, 64, 2, 2, {50}, {0, 1});
-  select_at_random(problem, 25, 0.5);
-  const Placed placed = place(problem);
-  const auto expect_rejected = [&](auto change, const FlashDecodeLimits& limits) {
-    Placed wrong = place(problem);
-    FlashDecode flash(*device_, limits);
-    std::int64_t max_selected = wrong.selection.capacity;
-    change(wrong, max_selected);
-    try {
-      flash.attend(*stream_, wrong.request, wrong.selection, max_selected, wrong.outputs);
-      ADD_FAILURE() << "expected an error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-    }
-    stream_->synchronize();
-    for (const std::byte byte : download<std::byte>(wrong.out.data(), wrong.out.bytes())) {
-      ASSERT_EQ(byte, std::byte{0xA5});
-    }
-  };
-  const FlashDecodeLimits fits = limits_of(problem);
-  const auto nothing = [](Placed&, std::int64_t&) {};
-  expect_rejected(nothing, {.rows = 1, .query_heads = 4, .head_dim = 64});
-  expect_rejected(nothing, {.rows = 2, .query_heads = 3, .head_dim = 64});
-  expect_rejected(nothing, {.rows = 2, .query_heads = 4, .head_dim = 32});
-  expect_rejected([](Placed& p, std::int64_t&) { p.request.kv.kv_heads = 3; }, fits);
-  expect_rejected([](Placed& p, std::int64_t&) { p.request.rows[1].sequence = 1; }, fits);
-  expect_rejected([](Placed&, std::int64_t& max_selected) { ++max_selected; }, fits);
-  expect_rejected([](Placed& p, std::int64_t&) { p.outputs.count = 1; }, fits);
-}
-
 }  // namespace
 }  // namespace kvtier::attention

@@ -1,6 +1,5 @@
 #include "hashing/append.h"
 
-#include "support/fake_device.h"
 #include "support/oracle.h"
 #include "transfer/kv/rows_fixture.h"
 
@@ -433,48 +432,6 @@ TEST_P(AppendRowsTest, MarksAndCountsTokensThatAreNotFinite) {
     expect_place(*flags, 0);
     EXPECT_EQ(flags->nonfinite_queries, 0U);
   }
-}
-
-class AppendRowsArguments : public ::testing::Test {
- protected:
-  testing::FakeDevice device_;
-  std::unique_ptr<transfer::Stream> stream_ = device_.make_stream();
-};
-
-TEST_F(AppendRowsArguments, RejectsABadAppendWhole) {
-  const KvGeometry good = transfer::geometry(2, 64, 16, 4, 8);
-  std::byte memory[64] = {};
-  transfer::SequenceCounters counters;
-  const std::byte* page = memory;
-  transfer::AppendBatch batch;
-  batch.push({.sequence = {&page, memory, memory, &counters},
-              .keys = {.data = memory},
-              .values = {.data = memory},
-              .tokens = 1});
-  const auto expect_rejected = [&](const KvGeometry& g, const transfer::AppendBatch& items) {
-    try {
-      append_rows(*stream_, g, items, {}, {memory}, true);
-      ADD_FAILURE() << "expected an error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-    }
-    EXPECT_EQ(device_.pending(*stream_), 0U);
-  };
-  KvGeometry odd = good;
-  odd.head_dim = 80;
-  expect_rejected(odd, batch);
-  transfer::AppendBatch broken = batch;
-  broken[0].values.data = nullptr;
-  expect_rejected(good, broken);
-  broken = batch;
-  broken[0].sequence.pages = nullptr;
-  expect_rejected(good, broken);
-  broken = batch;
-  broken[0].tokens = -1;
-  expect_rejected(good, broken);
-  broken = batch;
-  broken.count = transfer::kMaxBatch + 1;
-  expect_rejected(good, broken);
 }
 
 }  // namespace

@@ -179,25 +179,6 @@ TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
   }
 }
 
-TEST_P(GivenQueriesTest, RejectsABadQuery) {
-  const TokenSet set = random_tokens(7, 1, 3000, signs_);
-  const Problem problem = make_problem({&set}, 1, 4);
-  SelectRequest request = make_request(problem);
-  request.keep_scores = false;
-  Selector selector(*device_, make_limits(problem, problem.config.top_k));
-  QueryInput input = input_of(request, problem, request.queries, false);
-  input.items[0].token = -1;
-  request.input = &input;
-  request.packed = allocate<float>(problem.queries.size()).as<float>();
-
-  try {
-    (void)selector.select(*stream_, request);
-    ADD_FAILURE() << "expected an error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-  }
-}
-
 }  // namespace
 
 }  // namespace kvtier::scoring

@@ -204,19 +204,6 @@ TEST_P(ReadQueriesTest, NoRowsIsNoWork) {
       read(params, planes, make_input({.head_dim = 64, .rows = 0}, nullptr), true).entries.empty());
 }
 
-TEST_P(ReadQueriesTest, RejectsABadQuery) {
-  const hashing::Planes planes = make_planes(64, 64);
-  const ScoreParams params = score_params(norm_aware(64, 4), 64, 0.1F);
-  QueryInput input = make_input({.head_dim = 64}, nullptr);
-  input.items[0].token = -1;
-  try {
-    (void)read(params, planes, input, true);
-    ADD_FAILURE() << "expected an error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-  }
-}
-
 }  // namespace
 
 }  // namespace kvtier::scoring

@@ -80,9 +80,6 @@ struct RowSquares {
   float value = 0.0F;
 };
 
-/// Throws `kInvalidArgument` when an append cannot be what the three functions below take.
-void check_append(const KvGeometry& geometry, const AppendBatch& batch);
-
 /// Rounds K and V to the storage dtype and interleaves them: `packed [tokens of all items,
 /// kv_heads, row]`. Counts non-finite (token, head) pairs in `flags`, and says where the first is:
 /// at the sequence's length and behind it; without counters the first token is 0.
@@ -138,8 +135,6 @@ struct QueryItem {
   }
 };
 using QueryItems = Batch<QueryItem>;
-/// Throws `kInvalidArgument` when queries cannot be what `pack_queries` takes.
-void check_queries(const KvGeometry& geometry, const QueryItems& items);
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out);
 
 /// Returns whether a host tensor `[tokens, heads, head_dim]` has no NaN or infinity, nor what

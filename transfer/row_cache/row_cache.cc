@@ -1,13 +1,11 @@
 #include "transfer/row_cache/row_cache.h"
 
-#include "kvtier/error.h"
-
-#include "include/types/failure.h"
 #include "transfer/device/arena.h"
 #include "transfer/device/with_cuda.h"
 #include "transfer/row_cache/row_cache_kernels.h"
 
-#include <string>
+#include <algorithm>
+#include <cassert>
 
 namespace kvtier::transfer {
 namespace {
@@ -33,31 +31,18 @@ RowCachePlaces take_places(Arena& arena, const KvGeometry& geometry, std::int64_
           .tickets = arena.take<std::uint32_t>(lists)};
 }
 
-void expect(bool ok, const char* what, std::int64_t found) {
-  if (ok) return;
-  throw_error(ErrorCode::kInvalidArgument, what, ", found ", found);
-}
-
-void check(const RowCacheGather& gather) {
-  expect(gather.shape.num_sets >= 1, "sets of the row cache: expected at least 1",
-         gather.shape.num_sets);
-  expect(gather.row_cache.count == gather.sequences.count,
-         "cached rows: expected those of each sequence", gather.row_cache.count);
-  for (int i = 0; i < gather.rows.count; ++i) {
-    const int sequence = gather.rows[i].sequence;
-    expect(sequence >= 0 && sequence < gather.sequences.count,
-           "sequence of a row: expected one of the batch", sequence);
-  }
+// What callers have checked, for an assert.
+[[maybe_unused]] bool valid(const RowCacheGather& gather) {
   const SelectionView& selection = gather.selection;
-  expect(!gather.prefetched || selection.staged_capacity == 0,
-         "staged_capacity: expected 0 for row prefetch", selection.staged_capacity);
-  expect(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity,
-         "staged_capacity: expected 0 to the capacity", selection.staged_capacity);
-  expect(selection.staged != nullptr || selection.staged_capacity == 0,
-         "staged: expected a staging area for all rows", 0);
-  expect(gather.totals != nullptr, "totals: expected memory for them", 0);
-  expect(gather.places.lists == nullptr || !gather.prefetched,
-         "places: expected none for row prefetch", 1);
+  const bool in_batch =
+      std::all_of(&gather.rows[0], &gather.rows[0] + gather.rows.count, [&](const QueryRow& row) {
+        return row.sequence >= 0 && row.sequence < gather.sequences.count;
+      });
+  return gather.shape.num_sets >= 1 && gather.row_cache.count == gather.sequences.count &&
+         in_batch && gather.totals != nullptr && selection.staged_capacity >= 0 &&
+         selection.staged_capacity <= selection.capacity &&
+         (selection.staged != nullptr || selection.staged_capacity == 0) &&
+         (!gather.prefetched || (selection.staged_capacity == 0 && gather.places.lists == nullptr));
 }
 
 }  // namespace
@@ -104,9 +89,8 @@ void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCac
 }
 
 void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather) {
-  check(gather);
-  expect(gather.places.lists == nullptr || stream.native() != nullptr,
-         "places: expected none on the CPU", 1);
+  assert(valid(gather));
+  assert(gather.places.lists == nullptr || stream.native() != nullptr);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::gather_cached_rows(stream.native(), geometry, gather);
