@@ -36,17 +36,6 @@ __device__ inline void raise_nonfinite(const QueryItem& item) {
   raise_nonfinite(*item.flags, &StepFlags::nonfinite_queries, 1, item.place());
 }
 
-__device__ inline float load_float(const void* data, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(data)[i]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-    default:
-      return static_cast<const float*>(data)[i];
-  }
-}
-
 /// Returns the bits of a value rounded to the storage dtype, and whether they are NaN or infinity.
 __device__ inline std::uint16_t to_storage(float value, DType dtype, bool& nonfinite) {
   if (dtype == DType::kFloat16) {
