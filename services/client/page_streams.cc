@@ -7,6 +7,7 @@
 #include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/completion_queue.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/support/async_stream.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/sync_stream.h>

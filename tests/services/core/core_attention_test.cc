@@ -8,6 +8,7 @@ namespace kvtier::services::testing {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 /// The same calls on an engine of this process: the service must return its bits.
 class Embedded {
