@@ -101,6 +101,11 @@ cmake_options() {
     echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache
     echo -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache
   fi
-  # The tree is kept free of the warnings of g++ 12; other compilers have others.
-  if [[ $(c++ -dumpversion) != 12* ]]; then echo -DKVTIER_WERROR=OFF; fi
+}
+
+# strict_options: prints the same for those who change the tree. It is kept free of the warnings of g++ 12; other
+# compilers have others.
+strict_options() {
+  cmake_options
+  if [[ $(c++ -dumpversion) == 12* ]]; then echo -DKVTIER_WERROR=ON; fi
 }

@@ -23,7 +23,7 @@ if use_cuda; then : "${preset:=cuda}"; else : "${preset:=release}"; fi
 scripts/check.sh
 
 say "building preset $preset"
-mapfile -t options < <(cmake_options)
+mapfile -t options < <(strict_options)
 options+=(-DKVTIER_UNITY=ON)  # on a fresh machine less to compile
 if [[ ${CI:-} == true ]]; then options+=(-DKVTIER_QUICK=ON); fi  # nobody will use these programs
 cmake --preset "$preset" "${options[@]}"
