@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Sequence, TypeVar, Union
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvtier.calls import Caller
 from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SessionMemory, SketchConfig
 from kvtier.connection import ClientOptions, default_folder
 from kvtier.data_plane import PlaneCall
-from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory, end_attachment
+from kvtier.device import HANDLE_BYTES, UUID_BYTES, SharedDeviceMemory
 from kvtier.errors import ClientError, Details, ErrorCode, invalid, make_error
 from kvtier.pages import RemotePages
 from kvtier.session import (
@@ -253,9 +254,10 @@ class Client(Caller):
             share = self.connection.shared_memory.ShareDeviceMemory
             region = self.connection.call_once(share, request).region
         except BaseException:
-            end_attachment(self.connection, attached)
+            self.planes.detach(attached)
             raise
-        return SharedDeviceMemory(self.connection, attached, region, pointer, nbytes)
+        unshare = partial(self.planes.detach, attached)
+        return SharedDeviceMemory(unshare, region, pointer, nbytes)
 
     def open_pages(self, model: str, page_bytes: int) -> RemotePages:
         """Opens a lease on the server's page cache. `model` names the model, the layout of its

@@ -10,15 +10,16 @@ import threading
 import time
 from typing import Any, Callable, NamedTuple, TypeVar
 
+import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvtier import frames, tensors
+from kvtier.arena import Arena
 from kvtier.connection import Connection, check_peer
 from kvtier.device import DeviceTensor
 from kvtier.errors import ClientError, Details, ErrorCode, make_error
-from kvtier.page_plane import Arena
 from kvtier.v1 import shared_memory_pb2, status_pb2, tensor_pb2
 
 Reply = TypeVar("Reply")
@@ -26,6 +27,7 @@ Reply = TypeVar("Reply")
 _MAX_CHANNELS = 4
 # What kept a server from giving a channel may have gone by then.
 _ASK_AGAIN_AFTER = 5.0
+_DETACH_SECONDS = 1.0
 _MAX_DESCRIPTORS = 8
 _BUFFER_BYTES = 64 << 10
 # Without them the process that made the memory could make it smaller, and reading it would end this one.
@@ -363,6 +365,18 @@ class Planes:
     def attach(self, staging_bytes: int) -> Attached | None:
         """Returns a channel that no call uses; None when there is none to be had."""
         return self._attach(staging_bytes) if self._usable else None
+
+    def detach(self, attached: Attached) -> None:
+        """Ends an attachment and closes its channel. Waits for the server, a second at most."""
+        connection = self._connection
+        request = shared_memory_pb2.DeleteAttachmentRequest(name=attached.name)
+        try:
+            connection.shared_memory.DeleteAttachment(
+                request, timeout=_DETACH_SECONDS, metadata=connection.metadata
+            )
+        except (grpc.RpcError, ValueError):
+            pass  # the end of the connection ends it, too
+        attached.channel.close()
 
     def _make(self) -> Channel | None:
         attached = self._attach(0)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import Any, Callable, Sequence
 
-import grpc
 import numpy as np
 
 from kvtier.errors import invalid
 from kvtier.lease import Closing
-from kvtier.v1 import shared_memory_pb2, tensor_pb2
-
-if TYPE_CHECKING:
-    from kvtier.connection import Connection
-    from kvtier.data_plane import Attached
+from kvtier.v1 import tensor_pb2
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 _ALIGNMENT = 16  # of a tensor within its allocation, as the server asks
-_CLOSE_SECONDS = 1.0
 
 #: By the name that numpy, torch and cupy end a type with: as the message says it, as replies and
 #: numpy have it, bfloat16 as its bits.
@@ -82,12 +76,12 @@ class SharedDeviceMemory(Closing):
     `Client.share_device_memory`."""
 
     def __init__(
-        self, connection: Connection, attached: Attached, region: str, pointer: int, nbytes: int
+        self, unshare: Callable[[], None], region: str, pointer: int, nbytes: int
     ) -> None:
         self.region = region
         self.pointer = pointer
         self.nbytes = nbytes
-        self._end = weakref.finalize(self, end_attachment, connection, attached)
+        self._end = weakref.finalize(self, unshare)
 
     def tensor(
         self, array: Any = None, *, offset: int = 0, shape: Sequence[int] = (), dtype: str = ""
@@ -106,17 +100,6 @@ class SharedDeviceMemory(Closing):
     def close(self) -> None:
         """Waits until the server has let the memory go, a second at most."""
         self._end()
-
-
-def end_attachment(connection: Connection, attached: Attached) -> None:
-    request = shared_memory_pb2.DeleteAttachmentRequest(name=attached.name)
-    try:
-        connection.shared_memory.DeleteAttachment(
-            request, timeout=_CLOSE_SECONDS, metadata=connection.metadata
-        )
-    except (grpc.RpcError, ValueError):
-        pass  # the end of the connection ends it, too
-    attached.channel.close()
 
 
 def _described(array: Any) -> tuple[int, tuple[int, ...], str]:

@@ -11,7 +11,7 @@ from typing import Any
 import kvtier
 import numpy as np
 from kvtier import frames
-from kvtier.page_plane import Arena
+from kvtier.arena import Arena
 from server import ServerTest
 
 PAGE = 40_000  # bytes, no multiple of anything
