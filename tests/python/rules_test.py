@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
 import tempfile
@@ -114,12 +115,17 @@ class RulesTest(unittest.TestCase):
         self.addCleanup(self.told.never.set)
 
     def open(self, **options: Any) -> kvtier.RemoteSession:
-        client = kvtier.Client(self.address, **options)
-        self.addCleanup(client.close)
-        session = client.open(MODEL)
+        self.client = kvtier.Client(self.address, **options)
+        self.addCleanup(self.client.close)
+        session = self.client.open(MODEL)
         self.addCleanup(session.close)
         self.told.requests.clear()
         return session
+
+    def set_timeout(self, seconds: float) -> None:
+        """Of calls from now on."""
+        connection = self.client.connection
+        connection.options = dataclasses.replace(connection.options, timeout=seconds)
 
     def test_what_cannot_be_taken_now_is_asked_again_with_the_same_id(self) -> None:
         self.told.refusals = [
@@ -182,7 +188,8 @@ class RulesTest(unittest.TestCase):
         self.assertEqual(session.length(0), 2)
 
     def test_no_call_waits_longer_than_the_timeout(self) -> None:
-        session = self.open(timeout=0.2)
+        session = self.open()
+        self.set_timeout(0.2)
         self.told.hang = True
         calls: list[Callable[[], Any]] = [
             session.refresh,
@@ -195,11 +202,13 @@ class RulesTest(unittest.TestCase):
         self.assertEqual(session.length(0), 0)
 
     def test_a_step_after_one_that_took_too_long_has_a_new_stream(self) -> None:
-        session = self.open(timeout=0.5)
+        session = self.open()
+        self.set_timeout(0.5)
         self.told.hang = True
         with self.assertRaises(kvtier.DeadlineExceededError):
             session.decode(0, ROW, ROW, ROW)
         self.told.hang = False
+        self.set_timeout(30.0)
         session.decode(0, ROW, ROW, ROW)
         self.assertEqual(session.length(0), 1)
 

@@ -1,21 +1,45 @@
 #pragma once
 
+#include "tests/support/eventually.h"
+
 #include <gtest/gtest.h>
 
-#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <fcntl.h>
 #include <filesystem>
+#include <poll.h>
 #include <spawn.h>
 #include <string>
 #include <sys/types.h>
 #include <sys/wait.h>
-#include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 namespace kvtier::testing {
+
+/// Returns the exit code of a child, or -1 after a signal. Fails the test, and kills a child that
+/// does not end.
+inline int wait_for_exit(pid_t pid) {
+  int status = 0;
+  if (!eventually([&] { return ::waitpid(pid, &status, WNOHANG) != 0; }, 2 * kPatience)) {
+    ADD_FAILURE() << "process " << pid << " does not end";
+    ::kill(pid, SIGKILL);
+    (void)::waitpid(pid, &status, 0);
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/// Reads the next byte of a pipe or terminal. Returns false at its end; fails the test when nothing
+/// comes.
+inline bool read_byte(int fd, char& byte) {
+  pollfd waiting{fd, POLLIN, 0};
+  const int ready =
+      ::poll(&waiting, 1, static_cast<int>(std::chrono::milliseconds(kPatience).count()));
+  EXPECT_EQ(ready, 1) << "nothing comes";
+  return ready == 1 && ::read(fd, &byte, 1) == 1;
+}
 
 /// A program in a process of its own. Killed at the end, when it still runs.
 class Program {
@@ -50,33 +74,29 @@ class Program {
   std::string read_line() {
     std::string line;
     char c = 0;
-    while (::read(out_, &c, 1) == 1 && c != '\n') line += c;
+    while (read_byte(out_, c) && c != '\n') line += c;
     return line;
+  }
+  /// Returns what is left of standard output at its end.
+  std::string read_rest() {
+    std::string text;
+    for (char c = 0; read_byte(out_, c);) text += c;
+    return text;
   }
   [[nodiscard]] pid_t pid() const noexcept { return pid_; }
   void signal(int number) { ::kill(pid_, number); }
   /// Stops the program and returns once all of its threads have stopped.
   void stop() {
     signal(SIGSTOP);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
     siginfo_t info{};
-    while (std::chrono::steady_clock::now() < deadline) {
-      if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WNOHANG) == 0 &&
-          info.si_pid == pid_) {
-        return;
-      }
-      std::this_thread::yield();
-    }
-    ADD_FAILURE() << "program " << pid_ << " does not stop";
+    EXPECT_TRUE(eventually([&] {
+      return ::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WNOHANG) == 0 &&
+             info.si_pid == pid_;
+    })) << "program "
+        << pid_ << " does not stop";
   }
   /// Returns the exit code, or -1 after a signal.
-  int wait() {
-    int status = 0;
-    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
-    }
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  }
+  int wait() { return wait_for_exit(std::exchange(pid_, -1)); }
 
  private:
   static std::vector<char*> pointers(const std::vector<std::string>& texts) {

@@ -1,5 +1,7 @@
 #include "services/base/executor.h"
 
+#include "tests/support/eventually.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -12,9 +14,9 @@
 namespace kvtier::services::testing {
 namespace {
 
+using kvtier::testing::await;
+using kvtier::testing::kPatience;
 using Clock = std::chrono::steady_clock;
-
-constexpr auto kPatience = std::chrono::seconds(60);
 
 /// One thread, and a clock that only the tasks move: whose piece is next follows from the queueing.
 class FairPoolTest : public ::testing::Test {
@@ -25,10 +27,10 @@ class FairPoolTest : public ::testing::Test {
         gate_(pool_->make_strand({.tenant = 99})) {
     gate_->post([this] {
       closed_.set_value();
-      open_.get_future().wait();
+      await(open_);
     });
     // Else the thread might take what is posted next before it.
-    EXPECT_EQ(closed_.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+    await(closed_);
   }
   std::unique_ptr<Strand> strand(std::uint32_t tenant, const void* engine = nullptr,
                                  int weight = 1) {
@@ -142,9 +144,9 @@ TEST(EngineGateTest, RunsOnePieceAtATimeAndBlocksNoThreads) {
   strands.push_back(pool->make_strand({.tenant = 1, .engine = &engine}));
   strands.back()->post([&] {
     holds.set_value();
-    go.get_future().wait();
+    await(go);
   });
-  holds.get_future().wait();
+  await(holds);
   std::atomic<int> inside{0};
   std::atomic<bool> overlapped{false};
   for (int i = 0; i < 4; ++i) {
@@ -156,7 +158,7 @@ TEST(EngineGateTest, RunsOnePieceAtATimeAndBlocksNoThreads) {
   }
   strands.push_back(pool->make_strand());
   strands.back()->post([&] { other.set_value(); });
-  EXPECT_EQ(other.get_future().wait_for(kPatience), std::future_status::ready);
+  await(other);
   go.set_value();
   pool->finish();
   EXPECT_FALSE(overlapped);
@@ -175,7 +177,7 @@ TEST(EngineGateTest, ATaskThatStepsAsideLetsOthersHaveItsEngine) {
     status = passed.get_future().wait_for(kPatience);
     pool->on_tier_wait(false);
   });
-  holds.get_future().wait();
+  await(holds);
   second->post([&] { passed.set_value(); });
   pool->finish();
   EXPECT_EQ(status, std::future_status::ready);

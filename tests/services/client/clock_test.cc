@@ -1,4 +1,5 @@
 #include "tests/services/client/client_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <atomic>
 #include <chrono>
@@ -52,7 +53,7 @@ class TurningClockTest : public ServerTest, public ::testing::WithParamInterface
     ServiceCore& core = server_->core();
     core.run({.tenant = core.tenants().all()[0].get()}, request, response,
              [&ok](const ServiceError* error) { ok.set_value(error == nullptr); });
-    EXPECT_TRUE(ok.get_future().get());
+    EXPECT_TRUE(kvtier::testing::await(ok));
     return response;
   }
 };

@@ -1,4 +1,5 @@
 #include "tests/services/core/core_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <chrono>
 #include <future>
@@ -8,9 +9,10 @@
 namespace kvtier::services::testing {
 namespace {
 
+using kvtier::testing::await;
+
 constexpr std::int64_t kStored = 70;
 constexpr std::int64_t kQueries = 20;
-constexpr auto kPatience = std::chrono::seconds(60);
 
 ServiceCoreOptions one_token_a_piece() {
   ServiceCoreOptions options = small_options();
@@ -180,9 +182,7 @@ class CoreFairTest : public ::testing::Test {
   void run(Start start) {
     std::promise<std::string> ended;
     start([&ended](const ServiceError* error) { ended.set_value(error ? error->reason() : "OK"); });
-    auto result = ended.get_future();
-    ASSERT_EQ(result.wait_for(kPatience), std::future_status::ready);
-    ASSERT_EQ(result.get(), "OK");
+    ASSERT_EQ(await(ended), "OK");
   }
   std::string open_with_tokens(std::size_t tenant, int layers = kLayers) {
     v1::CreateSessionRequest request;
@@ -222,7 +222,7 @@ class CoreFairTest : public ::testing::Test {
     v1::AttendResponse response;
     run([&](Done ended) { core_.run(heavy, request, response, std::move(ended)); });
     EXPECT_EQ(pieces, kQueries);
-    EXPECT_EQ(done.get_future().wait_for(kPatience), std::future_status::ready);
+    await(done);
     return after_arrival;
   }
 
@@ -259,14 +259,14 @@ TEST_F(CoreParkedTest, CallsThatWaitForAnEngineTakeNoThread) {
   holder.cancelled = [&] {
     if (++asked > 1) return false;
     holds.set_value();
-    go.get_future().wait();
+    await(go);
     return false;
   };
   const v1::AttendRequest request = attend_request(first, 1);
   v1::AttendResponse response;
   core_.run(holder, request, response,
             [&](const ServiceError* error) { ended.set_value(error ? error->reason() : "OK"); });
-  ASSERT_EQ(holds.get_future().wait_for(kPatience), std::future_status::ready);
+  await(holds);
   std::vector<v1::AttendRequest> requests;
   for (const std::string& name : waiting) requests.push_back(attend_request(name, 1));
   std::vector<v1::AttendResponse> responses(waiting.size());
@@ -279,9 +279,7 @@ TEST_F(CoreParkedTest, CallsThatWaitForAnEngineTakeNoThread) {
   run([&](Done done) { core_.run_in(mine, call(0), step, stepped, std::move(done)); });
   EXPECT_EQ(answered, 0U);
   go.set_value();
-  auto result = ended.get_future();
-  ASSERT_EQ(result.wait_for(kPatience), std::future_status::ready);
-  EXPECT_EQ(result.get(), "OK");
+  EXPECT_EQ(await(ended), "OK");
   pool_->finish();
   EXPECT_EQ(answered, waiting.size());
 }

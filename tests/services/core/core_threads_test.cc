@@ -1,4 +1,5 @@
 #include "tests/services/core/core_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <future>
 #include <thread>
@@ -6,13 +7,15 @@
 namespace kvtier::services::testing {
 namespace {
 
+using kvtier::testing::await;
+
 /// Waits for calls that run on other threads.
 class Waiting {
  public:
   Done listener() {
     return [this](const ServiceError* error) { reason_.set_value(error ? error->reason() : "OK"); };
   }
-  std::string reason() { return reason_.get_future().get(); }
+  std::string reason() { return await(reason_); }
 
  private:
   std::promise<std::string> reason_;
@@ -156,10 +159,10 @@ TEST_F(StrandTest, QueuesAShortTaskBehindOthers) {
   std::vector<int> order;
   strand_->post([&] {
     running.set_value();
-    go.get_future().wait();
+    await(go);
     order.push_back(0);
   });
-  running.get_future().wait();
+  await(running);
   std::thread::id other;
   strand_->post([&] { order.push_back(1); });
   strand_->enqueue(Strand::Start::kNowIfIdle, [&] {
@@ -169,7 +172,7 @@ TEST_F(StrandTest, QueuesAShortTaskBehindOthers) {
   });
   EXPECT_EQ(other, std::thread::id());
   go.set_value();
-  done.get_future().wait();
+  await(done);
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
   EXPECT_NE(other, std::this_thread::get_id());
 }
@@ -187,7 +190,7 @@ TEST_F(StrandTest, HandsToThePoolWhatCameWhileATaskRanHere) {
     });
     inside = false;
   });
-  EXPECT_NE(other.get_future().get(), std::this_thread::get_id());
+  EXPECT_NE(await(other), std::this_thread::get_id());
   EXPECT_FALSE(overlapped);
 }
 
@@ -213,7 +216,7 @@ TEST_F(StrandTest, TakesTurnsWithOthers) {
   const std::unique_ptr<Strand> other = one->make_strand();
   std::promise<void> go;
   std::vector<int> order;
-  busy->post([&] { go.get_future().wait(); });
+  busy->post([&] { await(go); });
   for (int i = 1; i <= 3; ++i) {
     busy->post([&order, i] { order.push_back(i); });
   }
@@ -229,7 +232,7 @@ TEST_F(StrandTest, MayEndInATask) {
     strand_.reset();
     done.set_value();
   });
-  done.get_future().wait();
+  await(done);
   strand_ = pool_->make_strand();
   strand_->enqueue(Strand::Start::kNowIfIdle, [&] { strand_.reset(); });
   EXPECT_EQ(strand_, nullptr);

@@ -58,7 +58,7 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
     run([&](const ServiceError* error) {
       reason.set_value(error == nullptr ? "OK" : error->what());
     });
-    EXPECT_EQ(reason.get_future().get(), "OK");
+    EXPECT_EQ(await(reason), "OK");
   }
   static std::string text_of(std::span<const std::byte> bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};

@@ -78,7 +78,7 @@ class PlaneCudaMemory : public PlaneTest {
                   [&](const ServiceError* error) {
                     reason.set_value(error == nullptr ? "OK" : error->what());
                   });
-    ASSERT_EQ(reason.get_future().get(), "OK");
+    ASSERT_EQ(await(reason), "OK");
   }
   v1::DecodeResponse decode_here(v1::DecodeRequest request) {
     v1::DecodeResponse response;
@@ -86,7 +86,7 @@ class PlaneCudaMemory : public PlaneTest {
     core_->run({.tenant = &tenant()}, request, response, [&](const ServiceError* error) {
       reason.set_value(error == nullptr ? "OK" : error->what());
     });
-    EXPECT_EQ(reason.get_future().get(), "OK");
+    EXPECT_EQ(await(reason), "OK");
     return response;
   }
   [[nodiscard]] std::string client_bytes(std::int64_t offset, std::size_t count) {

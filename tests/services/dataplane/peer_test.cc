@@ -2,13 +2,14 @@
 
 #include "kvtier/error.h"
 
+#include "tests/support/program.h"
+
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include <sys/wait.h>
 #include <unistd.h>
 
 namespace kvtier::services {
@@ -45,10 +46,9 @@ class PeerTest : public ::testing::Test {
       }
       ::_exit(0);
     }
-    int status = 0;
-    EXPECT_EQ(::waitpid(child, &status, 0), child);
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) < 2);
-    return WEXITSTATUS(status) == 0;
+    const int code = kvtier::testing::wait_for_exit(child);
+    EXPECT_TRUE(code == 0 || code == 1) << code;
+    return code == 0;
   }
 
   std::filesystem::path folder_;

@@ -6,8 +6,8 @@
 #include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 #include "tests/support/eventually.h"
+#include "tests/support/random_bytes.h"
 
-#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstring>
@@ -25,19 +25,11 @@
 
 namespace kvtier::services::testing {
 
+using kvtier::testing::await;
 using kvtier::testing::eventually;
+using kvtier::testing::random_bytes;
 
 inline constexpr std::int64_t kPageBytes = 64 << 10;
-
-inline std::vector<std::byte> random_bytes(std::size_t size, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::byte> bytes(size);
-  for (std::size_t i = 0; i < size; i += sizeof(std::uint64_t)) {
-    const std::uint64_t word = random();
-    std::memcpy(bytes.data() + i, &word, std::min(sizeof(word), size - i));
-  }
-  return bytes;
-}
 
 /// Descriptors that the process has open.
 inline std::size_t open_descriptors() {
@@ -102,7 +94,7 @@ class PlaneTest : public ::testing::Test {
     core_->run({.tenant = &tenant(index)}, request, response, [&](const ServiceError* error) {
       reason.set_value(error == nullptr ? "OK" : error->reason());
     });
-    EXPECT_EQ(reason.get_future().get(), "OK");
+    EXPECT_EQ(await(reason), "OK");
     return response.session().name();
   }
 

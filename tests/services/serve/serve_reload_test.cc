@@ -1,23 +1,25 @@
 #include "tests/services/base/certificates.h"
 #include "tests/services/serve/serve_fixture.h"
+#include "tests/support/eventually.h"
+#include "tests/support/unix_socket.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <string>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
-#include <thread>
 #include <unistd.h>
 
 namespace kvtier::services {
 namespace {
+
+using kvtier::testing::eventually;
 
 TEST_F(ServeTest, HangupReadsTheTenantsAgainAndEndsNoServer) {
   const std::string digest(64, 'a');
@@ -27,13 +29,9 @@ TEST_F(ServeTest, HangupReadsTheTenantsAgainAndEndsNoServer) {
   };
   const auto server = serve({"--tenants", tenants("alpha")}, {}, {"--log-level=info"});
   ASSERT_THAT(server->read_line(), HasSubstr("listening on ")) << err();
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   const auto hang_up_until = [&](const std::string& said) {
     server->signal(SIGHUP);
-    while (err().find(said) == std::string::npos) {
-      ASSERT_LT(std::chrono::steady_clock::now(), end) << err();
-      std::this_thread::yield();
-    }
+    ASSERT_TRUE(eventually([&] { return err().find(said) != std::string::npos; })) << err();
   };
   (void)tenants("beta");
   hang_up_until("the former ones stay: tenants: expected tenants of the start, found beta");
@@ -89,17 +87,11 @@ TEST_F(ServeTest, PeersWriteNoLinesInItsLog) {
   bytes += std::string(2, '\0') + static_cast<char>(headers.size()) +
            std::string("\x01\x05\0\0\0\x01", 6) + headers;
   for (int i = 0; i < 50; ++i) {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
-    const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    const int fd = kvtier::testing::connect_unix(path);
     ASSERT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(bytes.size()));
     ::shutdown(fd, SHUT_WR);
-    std::array<char, 512> ignored{};
-    while (::recv(fd, ignored.data(), ignored.size(), 0) > 0) {
-    }
+    (void)kvtier::testing::read_to_end(fd);
     ::close(fd);
   }
   server->signal(SIGTERM);

@@ -5,6 +5,7 @@
 #include "tests/services/base/certificates.h"
 #include "tests/services/serve/serve_fixture.h"
 #include "tests/support/eventually.h"
+#include "tests/support/unix_socket.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +15,6 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -23,7 +23,6 @@
 #include <sstream>
 #include <string>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
@@ -106,9 +105,9 @@ TEST_F(ServeTest, KilledEndsAReadOverSeveralConnections) {
       std::ranges::fill(read, std::byte{0});
     }
   });
-  while (reads < 3 && end.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    std::this_thread::yield();
-  }
+  EXPECT_TRUE(eventually([&] {
+    return reads >= 3 || end.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }));
   server->signal(SIGKILL);
   EXPECT_EQ(end.get(), ErrorCode::kUnavailable);
 }
@@ -267,21 +266,10 @@ class Flood {
   Flood& operator=(const Flood&) = delete;
 
   void connect(int count) {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    std::strncpy(address.sun_path, path_.c_str(), sizeof(address.sun_path) - 1);
-    for (int i = 0; i < count; ++i) {
-      sockets_.push_back(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-      ASSERT_EQ(::connect(sockets_.back(), reinterpret_cast<sockaddr*>(&address), sizeof(address)),
-                0);
-    }
+    for (int i = 0; i < count; ++i) sockets_.push_back(kvtier::testing::connect_unix(path_));
   }
   /// Returns once the server has closed the last of them.
-  void await_refusal() {
-    char byte = 0;
-    while (::recv(sockets_.back(), &byte, 1, 0) > 0) {
-    }
-  }
+  void await_refusal() { (void)kvtier::testing::read_to_end(sockets_.back()); }
 
  private:
   std::string path_;
@@ -329,7 +317,7 @@ TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
             << error.what();
       }
     });
-    busy.get_future().wait();
+    kvtier::testing::await(busy);
     server->signal(SIGTERM);
     EXPECT_EQ(server->wait(), 0) << err();
     load.join();
@@ -340,11 +328,7 @@ TEST_F(ServeTest, SigtermUnderLoadEndsWellEveryTime) {
 class StalledReader {
  public:
   StalledReader(const std::string& path, const std::string& lease, const std::string& handle)
-      : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
-    EXPECT_EQ(::connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+      : socket_(kvtier::testing::connect_unix(path)) {
     v1::ReadPagesRequest request;
     request.set_lease(lease);
     request.add_handles(handle);

@@ -21,6 +21,7 @@ namespace kvtier::services {
 namespace {
 
 namespace fs = std::filesystem;
+using kvtier::testing::eventually;
 using std::chrono::milliseconds;
 using ::testing::Not;
 
@@ -51,11 +52,12 @@ class ServeWorkerTest : public ServeTest {
   /// Returns the worker of a supervisor, once it has another than `before`.
   static pid_t worker_of(const Program& supervisor, pid_t before = -1) {
     const std::string self = std::to_string(supervisor.pid());
-    for (;; std::this_thread::yield()) {
-      pid_t pid = -1;
+    pid_t pid = -1;
+    EXPECT_TRUE(eventually([&] {
       std::ifstream("/proc/" + self + "/task/" + self + "/children") >> pid;
-      if (pid > 0 && pid != before) return pid;
-    }
+      return pid > 0 && pid != before;
+    }));
+    return pid;
   }
   /// A session of another engine than those of `open`.
   static RemoteSessionConfig other_model() {
@@ -70,7 +72,7 @@ class ServeWorkerTest : public ServeTest {
   }
   void await_log(const std::string& text) const {
     const auto logged = [&] { return err().find(text) != std::string::npos; };
-    ASSERT_TRUE(kvtier::testing::eventually(logged, std::chrono::seconds(60))) << err();
+    ASSERT_TRUE(eventually(logged)) << err();
   }
   template <typename Call>
   static std::string reason_of(const Call& call) {
@@ -80,6 +82,14 @@ class ServeWorkerTest : public ServeTest {
       return error.reason();
     }
     return "OK";
+  }
+  /// Repeats a call of a session until it finds another worker than that which it was opened in.
+  static void await_loss(RemoteSession& session) {
+    EXPECT_TRUE(eventually([&] {
+      const std::string reason = reason_of([&] { session.refresh(); });
+      EXPECT_NE(reason, "OK");
+      return reason == "SERVER_EPOCH";
+    }));
   }
 };
 
@@ -115,10 +125,7 @@ TEST_F(ServeWorkerTest, KilledIsReplacedAtTheSameAddressAndKeepsPages) {
   gets[0].handle = handle;
   EXPECT_EQ(pages.get(gets)[0].reason, "SERVER_EPOCH");
   // A client that was connected before finds the next worker by itself.
-  std::string reason;
-  while ((reason = reason_of([&] { session.refresh(); })) != "SERVER_EPOCH") {
-    ASSERT_NE(reason, "OK");
-  }
+  await_loss(session);
   EXPECT_THAT(err(), HasSubstr("ended by signal 9; its sessions are lost, another starts at once"));
 
   // The second fault in a row waits.
@@ -154,13 +161,13 @@ TEST_P(ServeWorkerFaultTest, ThatLosesItsDeviceIsReplaced) {
   const RemoteSessionConfig other = other_model();
   EXPECT_EQ(reason_of([&] { (void)before.open(other); }), "DEVICE_LOST");
   // The fault may show first in the session of an engine, and only then in the making of one.
-  while (worker_of(*server) == first) (void)reason_of([&] { (void)before.open(other); });
+  EXPECT_TRUE(eventually([&] {
+    (void)reason_of([&] { (void)before.open(other); });
+    return worker_of(*server) != first;
+  }));
   Client after = client();
   EXPECT_EQ(after.open(other).length(), 0);
-  std::string reason;
-  while ((reason = reason_of([&] { session->refresh(); })) != "SERVER_EPOCH") {
-    ASSERT_NE(reason, "OK");
-  }
+  await_loss(*session);
   EXPECT_THAT(err(), HasSubstr("the device cannot be used by this process any more"));
   EXPECT_THAT(err(), HasSubstr("ended by exit code 70"));
   server->signal(SIGTERM);
@@ -187,9 +194,11 @@ TEST_F(ServeWorkerTest, ThatWaitsForItsDeviceInVainIsReplaced) {
 
   fail();
   std::thread opener([&] { (void)reason_of([&] { (void)open(before); }); });
-  EXPECT_TRUE(kvtier::testing::eventually([&] { return !fs::exists(fault_file()); }));
-  while (worker_of(*server) == first) (void)reason_of([&] { session->append(0, token, token); });
-
+  EXPECT_TRUE(eventually([&] { return !fs::exists(fault_file()); }));
+  EXPECT_TRUE(eventually([&] {
+    (void)reason_of([&] { session->append(0, token, token); });
+    return worker_of(*server) != first;
+  }));
   opener.join();
   Client after = client();
   EXPECT_EQ(open(after).length(), 0);

@@ -5,6 +5,7 @@
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 #include "tests/support/eventually.h"
+#include "tests/support/unix_socket.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/client_context.h>
@@ -17,13 +18,13 @@
 #include <future>
 #include <random>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <thread>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
 namespace {
 
+using kvtier::testing::read_to_end;
 using ::testing::HasSubstr;
 
 /// Paths of all methods on the listener of clients.
@@ -58,13 +59,7 @@ class HostileTest : public ServerTest {
   void start() { start(options()); }
   /// A connection that speaks for itself.
   [[nodiscard]] int connect() const {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    const std::string path = (folder_ / "kvtier.sock").string();
-    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
-    const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    EXPECT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    return fd;
+    return kvtier::testing::connect_unix((folder_ / "kvtier.sock").string());
   }
   RawReply call(const std::string& method, const std::string& bytes,
                 const std::vector<std::pair<std::string, std::string>>& metadata = {}) {
@@ -301,9 +296,7 @@ TEST_F(HostileTest, FramesThatBreakHttp2EndNothing) {
     const std::string bytes = greeting + attack;
     (void)::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     (void)::shutdown(fd, SHUT_WR);
-    char reply[4096];
-    while (::recv(fd, reply, sizeof(reply), 0) > 0) {
-    }
+    (void)read_to_end(fd);
     ::close(fd);
   }
   SCOPED_TRACE(seed);
@@ -331,8 +324,7 @@ TEST_F(HostileTest, HeadersWithoutEndAndResetsEndTheirConnection) {
     bytes += frame(1, 5, stream, "\x83\x86\x84\x41\x01x") + frame(3, 0, stream, "\x08\x08\x08\x08");
   }
   (void)::send(resets, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  while (::recv(resets, bytes.data(), bytes.size(), 0) > 0) {  // until the server ends it
-  }
+  (void)read_to_end(resets);
   ::close(resets);
   EXPECT_EQ(watched_counts().resets, before.resets + 1);
   expect_alive();
@@ -394,9 +386,7 @@ TEST_F(HostileTest, ConnectionWhoseClientIsSilentIsClosed) {
   const std::string bytes = http2_greeting() + http2_call();  // and never an answer to a PING
   ASSERT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
             static_cast<ssize_t>(bytes.size()));
-  char reply[4096];
-  while (::recv(fd, reply, sizeof(reply), 0) > 0) {
-  }
+  (void)read_to_end(fd);
   ::close(fd);
 }
 
@@ -406,11 +396,7 @@ TEST_F(HostileTest, ClientThatPingsTooOftenIsSentAway) {
   const std::string bytes = http2_greeting() + repeated(frame(6, 0, 0, "8 bytes!"), 10);
   ASSERT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
             static_cast<ssize_t>(bytes.size()));
-  std::string replies;
-  char reply[4096];
-  for (ssize_t count = 0; (count = ::recv(fd, reply, sizeof(reply), 0)) > 0;) {
-    replies.append(reply, static_cast<std::size_t>(count));
-  }
+  const std::string replies = read_to_end(fd);
   ::close(fd);
   EXPECT_THAT(replies, HasSubstr("too_many_pings"));
   expect_alive();
@@ -422,11 +408,11 @@ class HeldAnswers final : public ServiceCoreObserver {
   void finished(const Operation& operation) noexcept override {
     if (operation.method != "SessionService/GetSession") return;
     reached_.set_value();
-    released_.get_future().wait();
+    kvtier::testing::await(released_);
   }
   void lease_renewed(std::chrono::nanoseconds /*remaining*/) noexcept override {}
   void device_failed() noexcept override {}
-  void await() { reached_.get_future().wait(); }
+  void await() { kvtier::testing::await(reached_); }
   void release() { released_.set_value(); }
 
  private:
@@ -477,8 +463,7 @@ TEST_F(HostileTest, DrainEndsWithTheLastCallAndWaitsForNoIdleClient) {
   EXPECT_TRUE(watch->Read(&health));   // that it serves no more
   EXPECT_FALSE(watch->Read(&health));  // cut off
   EXPECT_FALSE(watch->Finish().ok());
-  while (::recv(idle, &byte, 1, 0) > 0) {  // closed by the server
-  }
+  (void)read_to_end(idle);
   ::close(idle);
 }
 

@@ -13,7 +13,6 @@
 #include <array>
 #include <atomic>
 #include <random>
-#include <thread>
 
 namespace kvtier::services::testing {
 namespace {
@@ -300,9 +299,9 @@ TEST_F(PagesTest, ClientsThatAreTooSlowAreCutOffAndNobodyElse) {
   v1::WritePagesResponse written;
   const auto slow_writer = transfer_->WritePages(&writer_context, &written);
   ASSERT_TRUE(slow_writer->Write(chunk_of(0, handles[2], bytes_of(3), 0)));
-  while (stats().bytes_written < 2 * static_cast<std::uint64_t>(kPageBytes) + chunk_bytes_) {
-    std::this_thread::yield();
-  }
+  ASSERT_TRUE(kvtier::testing::eventually([&] {
+    return stats().bytes_written >= 2 * static_cast<std::uint64_t>(kPageBytes) + chunk_bytes_;
+  }));
   // Reads on, 4 MiB in every 10 s of the server's clock.
   grpc::ClientContext context;
   const auto reader = transfer_->ReadPages(&context, request);

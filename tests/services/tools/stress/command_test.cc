@@ -1,19 +1,18 @@
 #include "tests/services/evaluation/trace_fixture.h"
+#include "tests/support/eventually.h"
+#include "tests/support/program.h"
 
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
 
-#include <array>
 #include <csignal>
 #include <cstdlib>
-#include <fstream>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
 
+using kvtier::testing::eventually;
+using kvtier::testing::Program;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -201,90 +200,44 @@ TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
   EXPECT_TRUE(listing().empty());
 }
 
-/// The program as a process of its own, its streams in pipes.
-class Child {
- public:
-  explicit Child(std::vector<std::string> arguments) {
+/// A run that would go on for minutes.
+std::vector<std::string> long_run(const std::string& json) {
+  return {"kvtier",        "stress", "--tokens", "4K", "--kv-heads", "1",
+          "--query-heads", "1",      "--k",      "64", "--head-dim", "64",
+          "--steps",       "200000", "--json",   json, "--backend",  "cpu"};
+}
+
+/// Runs the program as a process of its own.
+class StressProcessTest : public StressCommandTest {
+ protected:
+  void TearDown() override {
+    std::filesystem::remove(err_path());
+    StressCommandTest::TearDown();
+  }
+  /// Starts a long run, signals it once a line of its errors begins with `line`, and returns what
+  /// it leaves.
+  CliResult run_until(const std::string& line, int signal) {
     const char* program = std::getenv("KVTIER_PROGRAM");
     EXPECT_NE(program, nullptr);
-    if (program == nullptr) return;
-    arguments.insert(arguments.begin(), program);
-    std::vector<char*> argv;
-    for (std::string& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    std::array<int, 2> out{};
-    std::array<int, 2> err{};
-    EXPECT_EQ(::pipe(out.data()), 0);
-    EXPECT_EQ(::pipe(err.data()), 0);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, out[1], 1);
-    posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-    for (const int end : {out[0], out[1], err[0], err[1]}) {
-      posix_spawn_file_actions_addclose(&actions, end);
-    }
-    EXPECT_EQ(posix_spawn(&pid_, program, &actions, nullptr, argv.data(), environ), 0);
-    posix_spawn_file_actions_destroy(&actions);
-    ::close(out[1]);
-    ::close(err[1]);
-    out_ = ::fdopen(out[0], "r");
-    err_ = ::fdopen(err[0], "r");
-  }
-  Child(const Child&) = delete;  // owns the process
-  Child& operator=(const Child&) = delete;
-  ~Child() {
-    if (out_ != nullptr) std::fclose(out_);
-    if (err_ != nullptr) std::fclose(err_);
-  }
-
-  /// Reads stderr until a line begins with `text`. Returns false at its end.
-  [[nodiscard]] bool wait_for_line(const std::string& text) {
-    std::array<char, 4096> line{};
-    while (err_ != nullptr && std::fgets(line.data(), line.size(), err_) != nullptr) {
-      if (std::string_view(line.data()).starts_with(text)) return true;
-    }
-    return false;
-  }
-  void send(int signal) const { EXPECT_EQ(::kill(pid_, signal), 0); }
-
-  /// Reads both streams to their ends, and returns what the process left.
-  [[nodiscard]] CliResult finish() {
+    if (program == nullptr) return {};
+    Program child(program, long_run(file("a.json").string()), {}, err_path());
+    EXPECT_TRUE(eventually(
+        [&] { return ("\n" + read_text(err_path())).find("\n" + line) != std::string::npos; }));
+    child.signal(signal);
     CliResult result;
-    result.err = rest(err_);  // little enough to fit the other pipe meanwhile
-    result.out = rest(out_);
-    int status = 0;
-    EXPECT_EQ(::waitpid(pid_, &status, 0), pid_);
-    result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+    result.out = child.read_rest();
+    result.code = child.wait();
+    result.err = read_text(err_path());
     return result;
   }
 
  private:
-  static std::string rest(FILE* stream) {
-    std::string text;
-    for (int c = std::fgetc(stream); c != EOF; c = std::fgetc(stream)) {
-      text.push_back(static_cast<char>(c));
-    }
-    return text;
-  }
-
-  pid_t pid_ = -1;
-  FILE* out_ = nullptr;
-  FILE* err_ = nullptr;
+  [[nodiscard]] std::filesystem::path err_path() const { return folder_.string() + ".err"; }
 };
 
-/// A run that would go on for minutes.
-std::vector<std::string> long_run(const std::string& json) {
-  return {"stress", "--tokens", "4K", "--kv-heads", "1",  "--query-heads",
-          "1",      "--k",      "64", "--head-dim", "64", "--steps",
-          "200000", "--json",   json, "--backend",  "cpu"};
-}
-
-TEST_F(StressCommandTest, WritesWhatWasMeasuredAfterAnInterruption) {
+TEST_F(StressProcessTest, WritesWhatWasMeasuredAfterAnInterruption) {
   for (const int signal : {SIGINT, SIGTERM}) {
-    Child child(long_run(file("a.json").string()));
-    ASSERT_TRUE(child.wait_for_line("decode: step 1 of 200000"));
-    child.send(signal);
-    const CliResult result = child.finish();
+    const CliResult result = run_until("decode: step 1 of 200000", signal);
 
     EXPECT_EQ(result.code, 130);
     EXPECT_THAT(result.out, StartsWith("interrupted: what was measured until then\n"));
@@ -298,11 +251,8 @@ TEST_F(StressCommandTest, WritesWhatWasMeasuredAfterAnInterruption) {
   }
 }
 
-TEST_F(StressCommandTest, StopsDuringIngest) {
-  Child child(long_run(file("a.json").string()));
-  ASSERT_TRUE(child.wait_for_line("ingest: "));
-  child.send(SIGINT);
-  const CliResult result = child.finish();
+TEST_F(StressProcessTest, StopsDuringIngest) {
+  const CliResult result = run_until("ingest: ", SIGINT);
 
   EXPECT_EQ(result.code, 130);
   EXPECT_THAT(result.out, StartsWith("interrupted: "));

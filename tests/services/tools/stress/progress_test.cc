@@ -10,7 +10,7 @@ namespace kvtier::services {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 const ProgressWriter::Clock::time_point kStart{std::chrono::hours(1)};
 

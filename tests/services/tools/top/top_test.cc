@@ -42,7 +42,8 @@ class InTerminal {
   std::string read_until(const std::string& text) {
     std::string seen;
     char c = 0;
-    while (seen.find(text) == std::string::npos && ::read(terminal_, &c, 1) == 1) seen += c;
+    while (seen.find(text) == std::string::npos && kvtier::testing::read_byte(terminal_, c))
+      seen += c;
     return seen;
   }
   void resize(unsigned short columns) const {
@@ -53,9 +54,7 @@ class InTerminal {
   void signal(int number) const { ::kill(pid_, number); }
   int wait() {
     read_until("\xff never sent");
-    int status = 0;
-    EXPECT_EQ(::waitpid(pid_, &status, 0), pid_);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    return kvtier::testing::wait_for_exit(pid_);
   }
 
  private:
