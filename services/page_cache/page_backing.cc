@@ -49,7 +49,7 @@ PageBacking make(const PageBackingOptions& options, std::span<const std::byte> s
   const auto raw = [](auto bytes) {
     return std::span(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size());
   };
-  PageBacking backing;
+  PageBacking backing{.read_time = options.read_time, .write_time = options.write_time};
   tiers::HmacSha256 hmac;
   if (!hmac.set_key(raw(secret)) ||
       !hmac.compute(raw(kSaltPrefix), raw(std::string_view(tenant.name())), backing.salt)) {

@@ -6,6 +6,7 @@
 #include "services/page_cache/page_slots.h"
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -26,6 +27,9 @@ struct PageBacking {
   std::array<unsigned char, 32> salt{};
   std::shared_ptr<tiers::SealedFileTier> disk{};    ///< May be null.
   std::vector<std::shared_ptr<PageTier>> remote{};  ///< Asked in this order, after the disk.
+  /// How long a lookup waits for pages, of which the others are misses, and a deletion; and how
+  /// long a page may take to be written.
+  std::chrono::seconds read_time{2}, write_time{30};
 
   [[nodiscard]] bool empty() const noexcept { return disk == nullptr && remote.empty(); }
   /// What a page is called in the tiers.
@@ -43,6 +47,7 @@ struct PageBackingOptions {
   std::size_t max_page_bytes = 0;
   /// Returns the remote tiers of an owner; empty: none.
   std::function<std::vector<std::shared_ptr<PageTier>>(const std::string& owner)> make_remote{};
+  std::chrono::seconds read_time{2}, write_time{30};  ///< As those of `PageBacking`.
 
   static constexpr std::uint64_t kLeastCapacity = std::uint64_t{64} << 20;
 };

@@ -25,10 +25,7 @@ bool consists_of(const PageDigest& digest, unsigned char byte) {
 
 using Clock = std::chrono::steady_clock;
 
-/// What a lookup may take to bring pages; those that have not come by then are misses.
-constexpr std::chrono::seconds kBringTime{2};
-constexpr std::chrono::seconds kWriteTime{30};
-constexpr std::chrono::seconds kRemoveTime{2};
+/// What goes to a tier, or comes from one, at once.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{16} << 20;
 constexpr std::size_t kBatchPages = 1024;
 
@@ -628,7 +625,7 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
                         std::span<const PageDigest> digests) {
   const bool wants_pages = query.pages || query.pin;
   const auto length = static_cast<std::uint64_t>(lease.config.page_bytes);
-  const PageTier::Deadline deadline = Clock::now() + kBringTime;
+  const PageTier::Deadline deadline = Clock::now() + backing_.read_time;
   // More would only drive each other out.
   std::size_t room = static_cast<std::size_t>(options_.arena_bytes) / 2 / length;
   const std::size_t layers = query.layers.size();
@@ -774,9 +771,9 @@ void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
   }
   lock.unlock();
   try {
-    if (!to_disk.empty()) backing_.disk->put(to_disk, Clock::now() + kWriteTime);
+    if (!to_disk.empty()) backing_.disk->put(to_disk, Clock::now() + backing_.write_time);
     for (const auto& tier : backing_.remote) {
-      if (!to_remote.empty()) tier->put(to_remote, Clock::now() + kWriteTime);
+      if (!to_remote.empty()) tier->put(to_remote, Clock::now() + backing_.write_time);
     }
   } catch (const std::exception&) {
     // Want of memory or randomness: what was not written has no kOk.
@@ -799,8 +796,8 @@ std::size_t TenantPages::remove_pages(Lock& lock) {
     tasks_.pop_front();
   }
   lock.unlock();
-  if (backing_.disk != nullptr) backing_.disk->remove(keys, Clock::now() + kRemoveTime);
-  for (const auto& tier : backing_.remote) tier->remove(keys, Clock::now() + kRemoveTime);
+  if (backing_.disk != nullptr) backing_.disk->remove(keys, Clock::now() + backing_.read_time);
+  for (const auto& tier : backing_.remote) tier->remove(keys, Clock::now() + backing_.read_time);
   lock.lock();
   return keys.size();
 }
@@ -831,7 +828,8 @@ void TenantPages::end_writer() noexcept {
 void TenantPages::await_tasks() {
   Lock lock(mutex_);
   const std::uint64_t last = num_tasks_;
-  task_done_.wait_until(lock, Clock::now() + kWriteTime, [&] { return num_tasks_done_ >= last; });
+  task_done_.wait_until(lock, Clock::now() + backing_.write_time,
+                        [&] { return num_tasks_done_ >= last; });
 }
 
 void TenantPages::settle() {

@@ -120,7 +120,9 @@ TEST_P(ClientPagesTest, SaysWhichPagesTheDiskHas) {
   stored.core.pages.backing = make_backing({.key_file = key,
                                             .folder = (folder_ / "pages").string(),
                                             .capacity_bytes = PageBackingOptions::kLeastCapacity,
-                                            .max_page_bytes = std::size_t{4} << 20});
+                                            .max_page_bytes = std::size_t{4} << 20,
+                                            .read_time = kvtier::testing::kPatience,
+                                            .write_time = kvtier::testing::kPatience});
   stored.core.pages.waits_for_disk = true;
   start_server(stored);
   EXPECT_TRUE(put("a", 1).durable);

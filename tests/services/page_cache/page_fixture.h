@@ -2,6 +2,7 @@
 
 #include "services/page_cache/page_store.h"
 #include "services/page_cache/tenant_pages.h"
+#include "tests/support/random_bytes.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gtest/gtest.h>
@@ -20,14 +21,8 @@
 
 namespace kvtier::services::testing {
 
+using kvtier::testing::random_bytes;
 using PageBytes = std::vector<std::byte>;
-
-inline PageBytes random_bytes(std::size_t count, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  PageBytes bytes(count);
-  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-  return bytes;
-}
 
 /// Returns the reason of the `ServiceError` that `act` throws, or "OK".
 template <typename Act>

@@ -1,11 +1,11 @@
 #include "services/page_cache/persistent_arenas.h"
 
 #include "tests/services/page_cache/page_fixture.h"
+#include "tests/support/program.h"
 
 #include <gmock/gmock.h>
 
 #include <functional>
-#include <sys/wait.h>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -31,9 +31,7 @@ class PersistentArenasTest : public PageStoreTest {
       act();
       ::_exit(HasFailure() ? 1 : 0);
     }
-    int status = -1;
-    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
-    ASSERT_EQ(status, 0);
+    ASSERT_EQ(kvtier::testing::wait_for_exit(pid), 0);
   }
 
   std::shared_ptr<const PersistentArenas> kept_ =

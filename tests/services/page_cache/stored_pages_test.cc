@@ -1,6 +1,7 @@
 #include "services/page_cache/page_backing.h"
 #include "tests/services/page_cache/page_fixture.h"
 #include "tests/support/fault_tier.h"
+#include "tests/support/program.h"
 #include "transfer/tiers/sealed_file_tier.h"
 
 #include <gmock/gmock.h>
@@ -11,13 +12,13 @@
 #include <fstream>
 #include <functional>
 #include <map>
-#include <sys/wait.h>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
 namespace {
 
 namespace fs = std::filesystem;
+using kvtier::testing::kPatience;
 using ::testing::Each;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -43,7 +44,9 @@ class StoredPagesTest : public PageStoreTest {
     return {.key_file = folder_ / "key",
             .folder = folder_ / "pages",
             .capacity_bytes = PageBackingOptions::kLeastCapacity,
-            .max_page_bytes = 4 * kPageBytes};
+            .max_page_bytes = 4 * kPageBytes,
+            .read_time = kPatience,
+            .write_time = kPatience};
   }
   PageStoreOptions stored_options(const PageBackingOptions& backing) {
     PageStoreOptions options = small_options();
@@ -66,9 +69,7 @@ class StoredPagesTest : public PageStoreTest {
       act();
       ::_exit(HasFailure() ? 1 : 0);
     }
-    int status = -1;
-    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
-    ASSERT_EQ(status, 0);
+    ASSERT_EQ(kvtier::testing::wait_for_exit(pid), 0);
   }
   void settle() { lease_->pages.settle(); }
   /// Returns the bytes of the page that a hash finds, or nothing.
@@ -90,8 +91,9 @@ class StoredPagesTest : public PageStoreTest {
     return found;
   }
   static std::string text_of(const fs::path& path) {
-    std::ifstream in(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(in), {}};
+    std::string text(fs::file_size(path), '\0');
+    std::ifstream(path, std::ios::binary).read(text.data(), std::ssize(text));
+    return text;
   }
   static std::string name_of(std::uint64_t number) { return "hash " + std::to_string(number); }
 
@@ -191,18 +193,18 @@ TEST_F(StoredPagesTest, RecordsOfAnotherOwnerOrSecretDoNotOpen) {
   const std::string secret(32, 's'), other(32, 'o');
   const kvtier::PageKey key{1, 2, 3};
   const PageBytes page = bytes_of(7);
-  const auto soon = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  const auto soon = [] { return std::chrono::steady_clock::now() + std::chrono::minutes(1); };
   const auto put = [&] {
     tiers::SealedFileTier tier(files, {"alpha", bytes_of_text(secret)});
     TierPut one{.key = key, .bytes = page};
-    tier.put({&one, 1}, soon);
+    tier.put({&one, 1}, soon());
     EXPECT_EQ(one.status, TierStatus::kOk);
   };
   const auto get = [&](std::string_view owner, const std::string& with) {
     tiers::SealedFileTier tier(files, {owner, bytes_of_text(with)});
     PageBytes read(page.size());
     TierGet one{.key = key, .bytes = read};
-    tier.get({&one, 1}, soon);
+    tier.get({&one, 1}, soon());
     if (one.status == TierStatus::kOk) {
       EXPECT_EQ(read, page);
     }
@@ -376,10 +378,13 @@ TEST_F(StoredPagesTest, StoresThatShareServersFindEachOthersPages) {
   const auto servers = std::make_shared<kvtier::testing::FaultTier>();
   PageBackingOptions shared{.key_file = folder_ / "key",
                             .max_page_bytes = 4 * kPageBytes,
-                            .make_remote = [&](const std::string& owner) {
-                              EXPECT_EQ(owner, "pages/alpha");
-                              return std::vector<std::shared_ptr<PageTier>>{servers};
-                            }};
+                            .make_remote =
+                                [&](const std::string& owner) {
+                                  EXPECT_EQ(owner, "pages/alpha");
+                                  return std::vector<std::shared_ptr<PageTier>>{servers};
+                                },
+                            .read_time = kPatience,
+                            .write_time = kPatience};
   end_store();
   make_store(stored_options(shared));
   (void)put("a", 1);
