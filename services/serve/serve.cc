@@ -4,6 +4,7 @@
 
 #include "services/console/enum_names.h"
 #include "services/console/log.h"
+#include "services/console/named_option.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/serve/option.h"
 #include "services/serve/secret_files.h"
@@ -243,6 +244,21 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   const auto add = [app](const char* flag, auto& to, const char* description) {
     return with_environment(app->add_option(flag, to, description));
   };
+  const auto add_flag = [app](const char* flag, bool& to, const char* description) {
+    with_environment(app->add_flag(flag, to, description));
+  };
+  const auto add_name = [app](const char* flag, const auto& names, auto& to,
+                              const char* description) {
+    with_environment(add_named(*app, flag, names, to, description));
+  };
+  const auto add_number = [&add](const char* flag, auto& to, int lowest, int highest,
+                                 const char* description) {
+    add(flag, to, description)->check(CLI::Range(lowest, highest))->capture_default_str();
+  };
+  const auto add_seconds = [&add](const char* flag, double& to, double lowest, double highest,
+                                  const char* description) {
+    add(flag, to, description)->check(seconds_between(lowest, highest))->capture_default_str();
+  };
   add("--config", command.config_file, "TOML file of these options, without the dashes");
   add("--listen", command.listen,
       "unix:PATH or tcp:HOST:PORT (default unix:$XDG_RUNTIME_DIR/kvtier/kvtier.sock, or "
@@ -259,34 +275,19 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       "unix:PATH or tcp:HOST:PORT of the data plane, or none (default: beside each Unix socket, "
       "with .data behind its name)")
       ->delimiter(',');
-  with_environment(app->add_flag("--insecure-tcp", command.insecure_tcp,
-                                 "Allow TCP without TLS, on loopback only"));
+  add_flag("--insecure-tcp", command.insecure_tcp, "Allow TCP without TLS, on loopback only");
   add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");
   add("--tls-key", command.tls_key, "Key of the server, PEM");
   add("--tls-client-ca", command.tls_client_ca, "CA of the clients' certificates, PEM");
   add("--tls-client-crl", command.tls_client_crl,
       "Revocation lists of that CA, PEM; read again by SIGHUP (default: none is revoked)");
   add("--tenants", command.tenants_file, "JSON file of tenants (default: one tenant for all)");
-  const auto add_named = [app](const char* flag, const auto& names, auto& to,
-                               const char* description) {
-    std::vector<std::string> known;
-    for (const auto& [name, value] : names) known.emplace_back(name);
-    with_environment(app->add_option_function<std::string>(
-                            flag,
-                            [&names, &to](const std::string& text) {
-                              for (const auto& [name, value] : names) {
-                                if (name == text) to = value;
-                              }
-                            },
-                            description)
-                         ->check(CLI::IsMember(known)));
-  };
-  add_named("--backend", kBackendNames, command.backend,
-            "Where kernels run: auto, cpu, cuda (default auto)");
-  add_named("--kv-dtype", kPageFormatNames, command.page_format,
-            "Rows in pages: model, or int8 for models in bf16 (default model)");
-  with_environment(app->add_flag("--verify-rows", command.verify_rows,
-                                 "Compare rows in host memory with checksums as they are read"));
+  add_name("--backend", kBackendNames, command.backend,
+           "Where kernels run: auto, cpu, cuda (default auto)");
+  add_name("--kv-dtype", kPageFormatNames, command.page_format,
+           "Rows in pages: model, or int8 for models in bf16 (default model)");
+  add_flag("--verify-rows", command.verify_rows,
+           "Compare rows in host memory with checksums as they are read");
   with_environment(
       app->add_option_function<std::string>(
              "--worker",
@@ -298,83 +299,61 @@ void add_serve(CLI::App& program, ServeCommand& command) {
           ->check(CLI::IsMember({"auto", "on", "off"})));
   add("--threads", command.threads, "Threads that sessions work on; 0: one per core")
       ->check(CLI::Range(0, 1024));
-  add("--max-models", command.max_models, "Engines, one per geometry and set of sketches")
-      ->check(CLI::Range(1, 1024))
-      ->capture_default_str();
-  add("--max-sessions", command.max_sessions, "Sessions in all")
-      ->check(CLI::Range(1, 16384))
-      ->capture_default_str();
-  add("--max-session-tokens", command.max_session_tokens, "Tokens of one session")
-      ->check(CLI::Range(64, 1 << 26))
-      ->capture_default_str();
-  with_environment(app->add_flag(
-      "--whole-sessions", command.whole_sessions,
-      "Create a session only where all tokens of its capacity find room, which it then has"));
-  add("--host-memory-mib", command.host_memory_mib, "Pages of keys and values, of each engine")
-      ->check(CLI::Range(1, 1 << 24))
-      ->capture_default_str();
+  add_number("--max-models", command.max_models, 1, 1024,
+             "Engines, one per geometry and set of sketches");
+  add_number("--max-sessions", command.max_sessions, 1, 16384, "Sessions in all");
+  add_number("--max-session-tokens", command.max_session_tokens, 64, 1 << 26,
+             "Tokens of one session");
+  add_flag("--whole-sessions", command.whole_sessions,
+           "Create a session only where all tokens of its capacity find room, which it then has");
+  add_number("--host-memory-mib", command.host_memory_mib, 1, 1 << 24,
+             "Pages of keys and values, of each engine");
   add("--disk-cache", command.disk_cache,
       "Folder for pages that find no room in host memory; emptied at the start (default: none)")
       ->check([](const std::string& text) {
         return text.empty() ? std::string("expected a folder, found nothing") : std::string();
       });
-  add("--disk-capacity-mib", command.disk_capacity_mib, "Pages in that folder, of each engine")
-      ->check(CLI::Range(64, 1 << 28))
-      ->capture_default_str();
-  add_named("--page-policy", kPagePolicyNames, command.page_policy,
-            "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
+  add_number("--disk-capacity-mib", command.disk_capacity_mib, 64, 1 << 28,
+             "Pages in that folder, of each engine");
+  add_name("--page-policy", kPagePolicyNames, command.page_policy,
+           "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
   add_remote_tiers(*app, command);
   add("--calibration", command.calibration_file,
       "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)")
       ->check(CLI::ExistingFile);
-  add("--device-memory-mib", command.device_memory_mib, "Sketches and workspaces, of each engine")
-      ->check(CLI::Range(1, 1 << 24))
-      ->capture_default_str();
-  with_environment(app->add_flag("--prefetch-rows", command.prefetch_rows,
-                                 "After each step cache rows that the next may choose"));
+  add_number("--device-memory-mib", command.device_memory_mib, 1, 1 << 24,
+             "Sketches and workspaces, of each engine");
+  add_flag("--prefetch-rows", command.prefetch_rows,
+           "After each step cache rows that the next may choose");
   add("--row-cache-mib", command.row_cache_mib,
       "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none "
       "(default: what sketches and workspaces leave of --device-memory-mib)")
       ->check(CLI::Range(0, 1 << 24));
-  add("--row-cache-rows", command.row_cache_rows,
+  add_number(
+      "--row-cache-rows", command.row_cache_rows, -1, 1 << 20,
       "Of these, rows per KV head of a session's layer; -1: by the rows that a step selects; 0: "
-      "none")
-      ->check(CLI::Range(-1, 1 << 20))
-      ->capture_default_str();
-  add_named("--row-cache-policy", kRowCachePolicyNames, command.row_cache_policy,
-            "Which of them goes for a new one: clock, lru, score (default score)");
-  add("--max-inflight-mib", command.max_inflight_mib, "Requests and replies in flight")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  add("--session-memory-mib", command.session_memory_mib,
-      "What sessions hold beside their pages: tables, first and last tokens, last replies")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  add("--page-arena-mib", command.page_arena_mib,
-      "Page cache of one tenant in MiB, a multiple of 4; 0: none")
-      ->check(CLI::Range(0, 1 << 22))
-      ->capture_default_str();
-  add("--page-memory-mib", command.page_memory_mib, "Page caches of all tenants in MiB")
-      ->check(CLI::Range(0, 1 << 22))
-      ->capture_default_str();
+      "none");
+  add_name("--row-cache-policy", kRowCachePolicyNames, command.row_cache_policy,
+           "Which of them goes for a new one: clock, lru, score (default score)");
+  add_number("--max-inflight-mib", command.max_inflight_mib, 1, 1 << 20,
+             "Requests and replies in flight");
+  add_number("--session-memory-mib", command.session_memory_mib, 1, 1 << 20,
+             "What sessions hold beside their pages: tables, first and last tokens, last replies");
+  add_number("--page-arena-mib", command.page_arena_mib, 0, 1 << 22,
+             "Page cache of one tenant in MiB, a multiple of 4; 0: none");
+  add_number("--page-memory-mib", command.page_memory_mib, 0, 1 << 22,
+             "Page caches of all tenants in MiB");
   add_page_tiers(*app, command);
-  add("--max-device-regions", command.max_device_regions,
-      "Allocations of CUDA memory that a client on a Unix socket may share; 0: none")
-      ->check(CLI::Range(0, 256))
-      ->capture_default_str();
-  add("--lease-seconds", command.lease_seconds, "How long a session lives without a call")
-      ->check(seconds_between(1.0, 86400.0))
-      ->capture_default_str();
-  add("--stream-idle-seconds", command.stream_idle_seconds, "How long a stream may stand still")
-      ->check(seconds_between(1.0, 86400.0))
-      ->capture_default_str();
-  add("--device-timeout-seconds", command.device_timeout_seconds,
-      "How long an engine may work at one call before its device is taken for lost")
-      ->check(seconds_between(1.0, 86400.0))
-      ->capture_default_str();
-  add("--drain-seconds", command.drain_seconds, "How long calls may take to finish at the end")
-      ->check(seconds_between(0.0, 3600.0))
-      ->capture_default_str();
+  add_number("--max-device-regions", command.max_device_regions, 0, 256,
+             "Allocations of CUDA memory that a client on a Unix socket may share; 0: none");
+  add_seconds("--lease-seconds", command.lease_seconds, 1.0, 86400.0,
+              "How long a session lives without a call");
+  add_seconds("--stream-idle-seconds", command.stream_idle_seconds, 1.0, 86400.0,
+              "How long a stream may stand still");
+  add_seconds("--device-timeout-seconds", command.device_timeout_seconds, 1.0, 86400.0,
+              "How long an engine may work at one call before its device is taken for lost");
+  add_seconds("--drain-seconds", command.drain_seconds, 0.0, 3600.0,
+              "How long calls may take to finish at the end");
   app->parse_complete_callback([app, &command] {
     if (!command.config_file.empty()) read_config(*app, command.config_file);
   });

@@ -57,13 +57,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
                  "Value weightings; each must go with each estimator (default: the estimator's)");
   add_named_list(app, "--selection", kSelectionNames, grid.selections,
                  "Who shares a selection (default per_kv_head)");
-  app.add_option_function<std::string>(
-         "--plane-kind",
-         [&grid](const std::string& text) {
-           grid.plane_kind = text == "gaussian" ? PlaneKind::kGaussian : PlaneKind::kOrthogonal;
-         },
-         "Kind of hyperplanes (default: gaussian for collisions, orthogonal for norm_aware)")
-      ->check(CLI::IsMember(names_in(kPlaneKindNames)));
+  add_named(app, "--plane-kind", kPlaneKindNames, grid.plane_kind,
+            "Kind of hyperplanes (default: gaussian for collisions, orthogonal for norm_aware)");
   app.add_option("--planes-per-table", grid.planes_per_table,
                  "P of the collision estimators (default 10, hard_collision 2)");
   app.add_option("--tables", grid.tables,
