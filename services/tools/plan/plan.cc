@@ -73,8 +73,7 @@ bool fits(const PlanCommand& command, StressOptions options, std::int64_t tokens
           std::size_t weights) {
   options.tokens = tokens;
   if (!has_room(command, stored_need(options), weights)) return false;
-  Backend backend = options.backend;
-  return has_room(command, memory_need(options, backend), weights);
+  return has_room(command, memory_need(options), weights);
 }
 
 std::int64_t largest_context(const PlanCommand& command, const StressOptions& options,
@@ -173,8 +172,7 @@ Plan make_plan(const PlanCommand& command) {
   std::optional<Calibration> calibration;
   if (!command.calibration.empty()) calibration = read_calibration(command.calibration);
 
-  Backend backend = plan.options.backend;
-  plan.need = memory_need(plan.options, backend);
+  plan.need = memory_need(plan.options);
   plan.fits = has_room(command, plan.need, plan.weights);
   const std::size_t taken = plan.need.device() + plan.weights;
   plan.row_cache = std::min(most_row_cache(plan.options),

@@ -147,20 +147,19 @@ std::size_t most_row_cache(const StressOptions& options) {
   return static_cast<std::size_t>(options.batch) * session_need(options, rows).row_cache;
 }
 
-MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
+MemoryNeed memory_need(const StressOptions& options) {
   MemoryNeed need = stored_need(options);
   const auto layers = static_cast<std::size_t>(*options.layers);
   const auto sequences = static_cast<std::size_t>(options.batch);
   need.source = ingest_buffer_bytes(options) +
                 layers * sequences * LayerSource::bytes(synthetic_shape(options));
 
-  backend = backend_in_use(options.backend);
+  const Backend backend = need.backend = backend_in_use(options.backend);
   need.workspace = workspace_bytes(options, SIZE_MAX / 2, backend);
   if (options.device_budget) {
     need.workspace =
         std::min(need.workspace, workspace_bytes(options, *options.device_budget, backend));
   }
-  need.backend = backend;
   need.row_cache = sequences * session_need(options, options.rows_kept(backend)).row_cache;
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;
@@ -169,7 +168,7 @@ MemoryNeed memory_need(const StressOptions& options, Backend& backend) {
   return need;
 }
 
-void check_memory(const StressOptions& options, const MemoryNeed& need, Backend backend,
+void check_memory(const StressOptions& options, const MemoryNeed& need,
                   const MemoryAvailable& available) {
   if (options.host_budget && *options.host_budget < need.pages) {
     refuse("host budget", need.pages, *options.host_budget, options, need);
@@ -179,10 +178,10 @@ void check_memory(const StressOptions& options, const MemoryNeed& need, Backend 
   }
   const std::size_t device =
       std::max(need.device(), options.device_budget.value_or(0)) + kSpareDeviceBytes;
-  if (backend == Backend::kCuda && available.device && *available.device < device) {
+  if (need.backend == Backend::kCuda && available.device && *available.device < device) {
     refuse("free device memory", device, *available.device, options, need);
   }
-  const std::size_t host = need.host() + (backend == Backend::kCpu ? need.device() : 0);
+  const std::size_t host = need.host() + (need.backend == Backend::kCpu ? need.device() : 0);
   if (available.host && *available.host < host) {
     refuse("available host memory", host, *available.host, options, need);
   }

@@ -47,9 +47,9 @@ struct MemoryNeed {
 /// Returns the row cache of the sequences of a run at its largest by the rule of docs/memory.md.
 [[nodiscard]] std::size_t most_row_cache(const StressOptions& options);
 
-/// Computes the need of a run by `kvtier/memory.h`. `backend` is set to the one in use, for which a
-/// small engine is started where that is automatic.
-[[nodiscard]] MemoryNeed memory_need(const StressOptions& options, Backend& backend);
+/// Computes the need of a run by `kvtier/memory.h`, for the backend in use: a small engine is
+/// started where that is automatic.
+[[nodiscard]] MemoryNeed memory_need(const StressOptions& options);
 
 /// Memory that is there; nothing where it is not known.
 struct MemoryAvailable {
@@ -59,7 +59,7 @@ struct MemoryAvailable {
 
 /// Throws `kResourceExhausted` with the arithmetic when a run does not fit the budgets or the
 /// machine.
-void check_memory(const StressOptions& options, const MemoryNeed& need, Backend backend,
+void check_memory(const StressOptions& options, const MemoryNeed& need,
                   const MemoryAvailable& available);
 
 /// Returns the arithmetic of a run, one line per tier.

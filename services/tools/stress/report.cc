@@ -189,7 +189,7 @@ void write_report(std::ostream& out, const StressOptions& options, const StressR
       << *options.kv_heads << " KV heads, head_dim " << *options.head_dim << ", batch "
       << options.batch << '\n'
       << "select   " << show_estimator(options) << ", k " << options.top_k
-      << " per KV head, backend " << name_of(kBackendNames, report.backend) << '\n';
+      << " per KV head, backend " << name_of(kBackendNames, report.need.backend) << '\n';
   if (report.ingested_tokens > 0) {
     out << format(
                "data     step-to-step overlap of the exact best tokens %.3f at N/100, %.3f at "
@@ -236,7 +236,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"candidates", options.candidates},
         {"kv_dtype", name_of(kPageFormatNames, options.page_format)},
         {"seed", options.seed}}},
-      {"backend", name_of(kBackendNames, report.backend)},
+      {"backend", name_of(kBackendNames, report.need.backend)},
       {"interrupted", report.interrupted},
       {"steps_measured", report.step_seconds.size()},
       {"step_seconds", to_json(f.times)},
@@ -256,7 +256,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
       {"rows_attended", report.moved.rows_attended},
       {"selected_overlap", number(report.selected_overlap)},
       {"row_cache",
-       {{"rows", options.rows_kept(report.backend)},
+       {{"rows", options.rows_kept(report.need.backend)},
         {"share", number(f.row_cache_share)},
         {"hits", report.moved.row_cache_hits},
         {"misses", report.moved.row_cache_misses},

@@ -94,9 +94,9 @@ double found_share(const Stats::Cumulative& moved) {
 StressRun::StressRun(StressOptions options, StressHooks hooks)
     : options_(std::move(options)), hooks_(std::move(hooks)) {
   options_.resolve();
-  report_.need = memory_need(options_, report_.backend);
-  device_ = make_tensor_device(report_.backend);
-  check_memory(options_, report_.need, report_.backend,
+  report_.need = memory_need(options_);
+  device_ = make_tensor_device(report_.need.backend);
+  check_memory(options_, report_.need,
                {.host = available_host_bytes(), .device = device_->free_bytes()});
 }
 

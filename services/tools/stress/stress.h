@@ -51,7 +51,6 @@ struct ImposedShare {
 [[nodiscard]] double found_share(const Stats::Cumulative& moved);
 
 struct StressReport {
-  Backend backend = Backend::kCpu;
   MemoryNeed need;
   Calibration calibration;
   bool interrupted = false;

@@ -30,10 +30,11 @@ StressOptions memory_options() {
   return options;
 }
 
-std::string refusal_of(const StressOptions& options, const MemoryNeed& need, Backend backend,
+std::string refusal_of(const StressOptions& options, MemoryNeed need, Backend backend,
                        const MemoryAvailable& available) {
+  need.backend = backend;
   try {
-    check_memory(options, need, backend, available);
+    check_memory(options, need, available);
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted);
     return error.what();
@@ -42,10 +43,9 @@ std::string refusal_of(const StressOptions& options, const MemoryNeed& need, Bac
 }
 
 TEST(StressMemory, NeedsWhatTheRowsAndSketchesAddUpTo) {
-  Backend backend = Backend::kAuto;
-  const MemoryNeed need = memory_need(memory_options(), backend);
+  const MemoryNeed need = memory_need(memory_options());
 
-  EXPECT_EQ(backend, Backend::kCpu);
+  EXPECT_EQ(need.backend, Backend::kCpu);
   // 3007 tokens in 47 pages of 64; rows of 256 bytes.
   EXPECT_EQ(need.pages, std::size_t{47} * 64 * 2 * 256 * 3 * 2);
   // Three blocks of 1024 tokens of 36 bytes.
@@ -58,8 +58,7 @@ TEST(StressMemory, NeedsWhatTheRowsAndSketchesAddUpTo) {
 TEST(StressMemory, LeavesRoomForTheRowCacheWhereThereIsOne) {
   StressOptions options = memory_options();
   options.row_cache_rows = 100;
-  Backend backend = Backend::kAuto;
-  const MemoryNeed need = memory_need(options, backend);
+  const MemoryNeed need = memory_need(options);
   const Engine engine(engine_config(options, need));
   // 3 layers of 2 sequences, 4 sets of 32 rows for each of 2 KV heads.
   EXPECT_GE(engine.stats().snapshot.row_cache_bytes, std::size_t{3} * 2 * 4 * 32 * 2 * 256);
@@ -71,8 +70,7 @@ TEST(StressMemory, SufficesForTheEngine) {
        {Estimator::kNormAware, Estimator::kSoftCollision, Estimator::kHardCollision}) {
     StressOptions options = memory_options();
     options.estimator = estimator;
-    Backend backend = Backend::kAuto;
-    const MemoryNeed need = memory_need(options, backend);
+    const MemoryNeed need = memory_need(options);
     Engine engine(engine_config(options, need));
     std::vector<Session> sessions;
     for (int i = 0; i < options.batch; ++i) {
@@ -94,10 +92,9 @@ TEST(StressMemory, SufficesForTheEngine) {
 TEST(StressMemory, SufficesWithinABudgetOfExactlyTheNeed) {
   StressOptions options = memory_options();
   options.tokens = 200000;  // sketches above the workspace, so that nothing shrinks
-  Backend backend = Backend::kAuto;
-  options.device_budget = memory_need(options, backend).device();
-  const MemoryNeed need = memory_need(options, backend);
-  check_memory(options, need, backend, {});
+  options.device_budget = memory_need(options).device();
+  const MemoryNeed need = memory_need(options);
+  check_memory(options, need, {});
   Engine engine(engine_config(options, need));
   std::vector<Session> sessions;
   for (int i = 0; i < options.batch; ++i) {
@@ -111,8 +108,7 @@ TEST(StressMemory, SufficesWithinABudgetOfExactlyTheNeed) {
 TEST(StressMemory, SufficesForTheDenseEngine) {
   StressOptions options = memory_options();
   options.compare_dense = true;
-  Backend backend = Backend::kAuto;
-  const MemoryNeed need = memory_need(options, backend);
+  const MemoryNeed need = memory_need(options);
   Engine engine(dense_config(options, need));
   std::vector<Session> sessions;
   for (int i = 0; i < options.batch; ++i) {
