@@ -2,9 +2,8 @@
 
 namespace kvtier::services {
 
-bool DataCall::add(const TensorView& view, std::int64_t first, std::int64_t count,
-                   v1::Tensor& message, const CopyBytes& copy) {
-  const std::uint64_t bytes = describe_rows(view, count, message);
+bool DataCall::add(const TensorView& view, v1::Tensor& message, const CopyBytes& copy) {
+  const std::uint64_t bytes = describe_tensor(view, message);
   const std::uint64_t room = shares() ? channel_.staging().size() : kMaxPayloadBytes;
   if (bytes > kMaxPayloadBytes || !lies_within({used_, bytes}, room) ||
       body_.tensors.size() == kMaxDescriptors) {
@@ -17,7 +16,7 @@ bool DataCall::add(const TensorView& view, std::int64_t first, std::int64_t coun
     payload_.resize(used_ + bytes);
     to = payload_.data() + used_;
   }
-  if (bytes > 0) copy_rows(view, first, count, to, copy);
+  if (bytes > 0) copy_tensor(view, to, copy);
   body_.tensors.push_back({used_, bytes});
   used_ += aligned_bytes(bytes);
   return true;

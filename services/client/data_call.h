@@ -19,10 +19,9 @@ class DataCall {
  public:
   DataCall(DataChannel& channel, Method method) : channel_(channel) { body_.method = method; }
 
-  /// Copies rows of a tensor, and gives `message` its dtype and shape. Returns false when there is
-  /// no room: the call must go another way then.
-  [[nodiscard]] bool add(const TensorView& view, std::int64_t first, std::int64_t count,
-                         v1::Tensor& message, const CopyBytes& copy = {});
+  /// Copies a tensor, and gives `message` its dtype and shape. Returns false when there is no room:
+  /// the call must go another way then.
+  [[nodiscard]] bool add(const TensorView& view, v1::Tensor& message, const CopyBytes& copy = {});
   /// Makes room for the reply, as `output_bytes_for` says for attention. Returns as `add`.
   [[nodiscard]] bool reserve_output(std::uint64_t bytes);
   /// Returns as `add`, and throws as `DataChannel`.

@@ -135,7 +135,7 @@ MutableTensorView columns_of(MutableTensorView view, std::int64_t first, std::in
 void RequestTensors::add(const Field& field, const TensorView& view, v1::Tensor& message) {
   check_readable(field, view, memories_);
   if (const auto place = memories_.place_of(view)) {
-    describe_rows(view, view.shape[0], message);
+    describe_tensor(view, message);
     *message.mutable_memory() = *place;
     return;
   }
@@ -161,13 +161,13 @@ void RequestTensors::add_rows(const FetchOutputs& outputs) {
 
 void RequestTensors::fill() const {
   for (const Slot& slot : slots_) {
-    copy_rows(slot.view, 0, slot.view.shape[0], *slot.message, slot.copy);
+    copy_tensor(slot.view, *slot.message, slot.copy);
   }
 }
 
 bool RequestTensors::add_to(DataCall& call) const {
   for (const Slot& slot : slots_) {
-    if (!call.add(slot.view, 0, slot.view.shape[0], *slot.message, slot.copy)) return false;
+    if (!call.add(slot.view, *slot.message, slot.copy)) return false;
   }
   return call.reserve_output(output_bytes_);
 }

@@ -120,39 +120,32 @@ v1::AttendOptions message_of(const AttendOptions& options) {
   return message;
 }
 
-std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message) {
+std::size_t describe_tensor(const TensorView& view, v1::Tensor& message) {
   message.set_dtype(enum_message(view.dtype));
   message.clear_shape();
   std::size_t bytes = dtype_bytes(view.dtype);
   for (int i = 0; i < view.rank; ++i) {
-    const std::int64_t extent = i == 0 ? count : view.shape[static_cast<std::size_t>(i)];
+    const std::int64_t extent = view.shape[static_cast<std::size_t>(i)];
     message.add_shape(extent);
     bytes *= static_cast<std::size_t>(extent);
   }
   return bytes;
 }
 
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to,
-               const CopyBytes& copy) {
-  TensorView rows = view;
-  rows.data = static_cast<const std::byte*>(view.data) +
-              static_cast<std::size_t>(first * view.strides[0]) * dtype_bytes(view.dtype);
-  rows.shape[0] = count;
-  for_each_run(rows, [&](std::size_t from, std::size_t at, std::size_t size) {
-    copy_bytes(copy, to + at, static_cast<const std::byte*>(rows.data) + from, size);
+void copy_tensor(const TensorView& view, std::byte* to, const CopyBytes& copy) {
+  for_each_run(view, [&](std::size_t from, std::size_t at, std::size_t size) {
+    copy_bytes(copy, to + at, static_cast<const std::byte*>(view.data) + from, size);
   });
 }
 
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message,
-               const CopyBytes& copy) {
+void copy_tensor(const TensorView& view, v1::Tensor& message, const CopyBytes& copy) {
   std::string& data = *message.mutable_data();
-  data.resize(describe_rows(view, count, message));
+  data.resize(describe_tensor(view, message));
   if (data.empty()) return;
-  copy_rows(view, first, count, reinterpret_cast<std::byte*>(data.data()), copy);
+  copy_tensor(view, reinterpret_cast<std::byte*>(data.data()), copy);
 }
 
-bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
-               const MutableTensorView& view, const CopyBytes& copy) {
+bool copy_back(const v1::Tensor& message, const MutableTensorView& view, const CopyBytes& copy) {
   if (message.dtype() != enum_message(view.dtype) || message.shape_size() != view.rank)
     return false;
   std::size_t bytes = dtype_bytes(view.dtype);
@@ -161,16 +154,12 @@ bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
     if (message.shape(i) != extent) return false;
     bytes *= static_cast<std::size_t>(extent);
   }
-  if (data.size() != bytes) return false;
+  if (message.data().size() != bytes) return false;
   if (bytes == 0) return true;
   for_each_run(view, [&](std::size_t to, std::size_t from, std::size_t size) {
-    copy_bytes(copy, static_cast<std::byte*>(view.data) + to, data.data() + from, size);
+    copy_bytes(copy, static_cast<std::byte*>(view.data) + to, message.data().data() + from, size);
   });
   return true;
-}
-
-bool copy_back(const v1::Tensor& message, const MutableTensorView& view, const CopyBytes& copy) {
-  return copy_back(message, std::as_bytes(std::span(message.data())), view, copy);
 }
 
 }  // namespace kvtier::services

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <span>
 
 /// From the types of the library to messages. Every field is set, so that nothing is left to the
 /// defaults of the other side.
@@ -23,23 +22,17 @@ namespace kvtier::services {
 /// What is left out stays left out.
 [[nodiscard]] v1::AttendOptions message_of(const AttendOptions& options);
 
-/// Gives a message the dtype of a tensor of rank 1 to 4 and the shape of `count` of its rows, and
-/// returns their bytes.
-std::size_t describe_rows(const TensorView& view, std::int64_t count, v1::Tensor& message);
+/// Gives a message the dtype and shape of a tensor of rank 1 to 4, and returns its bytes.
+std::size_t describe_tensor(const TensorView& view, v1::Tensor& message);
 /// Copies bytes, which are there when it returns; empty: as memcpy does.
 using CopyBytes = std::function<void(void* to, const void* from, std::size_t bytes)>;
-/// Copies these rows, strided as they may be, to dense memory.
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, std::byte* to,
-               const CopyBytes& copy = {});
+/// Copies a tensor, strided as it may be, to dense memory.
+void copy_tensor(const TensorView& view, std::byte* to, const CopyBytes& copy = {});
 /// Both, to a message with data.
-void copy_rows(const TensorView& view, std::int64_t first, std::int64_t count, v1::Tensor& message,
-               const CopyBytes& copy = {});
+void copy_tensor(const TensorView& view, v1::Tensor& message, const CopyBytes& copy = {});
 /// Copies a dense message into a view of the same shape and dtype. Returns false when it has
 /// another.
 [[nodiscard]] bool copy_back(const v1::Tensor& message, const MutableTensorView& view,
                              const CopyBytes& copy = {});
-/// As `copy_back`, of a message whose data is elsewhere.
-[[nodiscard]] bool copy_back(const v1::Tensor& message, std::span<const std::byte> data,
-                             const MutableTensorView& view, const CopyBytes& copy = {});
 
 }  // namespace kvtier::services

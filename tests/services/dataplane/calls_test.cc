@@ -34,7 +34,7 @@ class PlaneCalls : public PlaneTest, public ::testing::WithParamInterface<const 
 
   static void move_tensor(DataCall& call, v1::Tensor& tensor) {
     v1::Tensor described;
-    ASSERT_TRUE(call.add(view_of(tensor), 0, tensor.shape(0), described));
+    ASSERT_TRUE(call.add(view_of(tensor), described));
     tensor = described;
   }
   void append(const std::string& session, v1::AppendRequest request) {
@@ -163,7 +163,7 @@ TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   request.set_layer(1);
   v1::FetchRequest original = request;
   DataCall call(*channel_, Method::kFetch);
-  ASSERT_TRUE(call.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
+  ASSERT_TRUE(call.add(tokens, *request.mutable_tokens()));
   ASSERT_TRUE(call.reserve_output(1 << 14));
   v1::FetchResponse response;
   ASSERT_TRUE(call.run(request, response));
@@ -178,7 +178,7 @@ TEST_P(PlaneCalls, FetchToTheBitsOfTheCore) {
   EXPECT_EQ(response.key().shape_size(), 3);
 
   DataCall narrow(*channel_, Method::kFetch);
-  ASSERT_TRUE(narrow.add(tokens, 0, kKvHeads, *request.mutable_tokens()));
+  ASSERT_TRUE(narrow.add(tokens, *request.mutable_tokens()));
   ASSERT_TRUE(narrow.reserve_output(64));
   if (channel_->staging().empty()) return;  // the reply's size is then its own
   EXPECT_THROW((void)narrow.run(request, response), ClientError);
@@ -247,8 +247,8 @@ TEST_P(PlaneCalls, BatchesOfFetchesAnswerAsTheCore) {
     v1::FetchRequest& ours = *request.add_items();
     ours.set_session(ours_);
     ours.set_layer(layer);
-    ASSERT_TRUE(call.add(TensorView(ids.data(), DType::kInt32, {kKvHeads, 3}), 0, kKvHeads,
-                         *ours.mutable_tokens()));
+    ASSERT_TRUE(
+        call.add(TensorView(ids.data(), DType::kInt32, {kKvHeads, 3}), *ours.mutable_tokens()));
     v1::FetchRequest& item = *original.add_items();
     item = ours;
     item.set_session(theirs_);
