@@ -423,9 +423,9 @@ void DataConnection::attach(const IncomingFrame& frame) {
     attached.regions.push_back({RegionKind::kStaging, staging_->bytes().size()});
     descriptors.push_back(staging_->descriptor());
   }
-  if (staging_ && context_.pages != nullptr) {
+  if (staging_) {
     try {
-      const ArenaFile arena = context_.pages->arena(attachment_->tenant);
+      const ArenaFile arena = context_.pages.arena(attachment_->tenant);
       attached.regions.push_back({RegionKind::kReadArena, arena.bytes});
       descriptors.push_back(arena.fd);
     } catch (const ServiceError&) {
@@ -510,11 +510,7 @@ void DataConnection::call(const std::shared_ptr<IncomingFrame>& frame) {
 }
 
 PageRequest DataConnection::page_request(const std::shared_ptr<IncomingFrame>& frame) const {
-  if (context_.pages == nullptr) {
-    throw ServiceError(Code::kFailedPrecondition, "FAILED_PRECONDITION",
-                       "this server stores no pages");
-  }
-  return {*context_.pages, attachment_->tenant, frame->header(), frame, staging_ != nullptr};
+  return {context_.pages, attachment_->tenant, frame->header(), frame, staging_ != nullptr};
 }
 
 void DataConnection::read_pages(const std::shared_ptr<IncomingFrame>& frame) {

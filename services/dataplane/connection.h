@@ -50,7 +50,7 @@ struct DataPlaneCounters {
 /// What connections share.
 struct ConnectionContext {
   ServiceCore& core;
-  PageStore* pages = nullptr;  ///< May be null: no pages.
+  PageStore& pages;
   Attachments& attachments;
   const ConnectionLimits limits;
   DataPlaneCounters& counters;
@@ -122,7 +122,6 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void call(const std::shared_ptr<IncomingFrame>& frame);
   void read_pages(const std::shared_ptr<IncomingFrame>& frame);
   void write_pages(const std::shared_ptr<IncomingFrame>& frame);
-  /// Throws FAILED_PRECONDITION where there are no pages.
   [[nodiscard]] PageRequest page_request(const std::shared_ptr<IncomingFrame>& frame) const;
   /// Does a part of the first job, and comes back for the rest unless the queue is full.
   void work();

@@ -61,11 +61,11 @@ std::int64_t max_memory(const DataPlaneOptions& options) noexcept {
 
 class DataPlane::Impl {
  public:
-  Impl(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore* pages)
+  Impl(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore& pages)
       : options_(std::move(options)),
         attachments_(options_.attachments, options_.now),
         context_{core, pages, attachments_, options_.limits, counters_, options_.now},
-        loop_(static_cast<int>(options_.threads)),
+        loop_(1),
         work_(boost::asio::make_work_guard(loop_)) {
     if (!tls.empty()) tls_ = make_tls_context(tls);
     endpoints_ = options_.listen;
@@ -74,9 +74,7 @@ class DataPlane::Impl {
         accept(Descriptor(fd), is_unix);
       });
     }
-    for (std::size_t i = 0; i < options_.threads; ++i) {
-      threads_.emplace_back([this] { loop_.run(); });
-    }
+    thread_ = std::thread([this] { loop_.run(); });
   }
   ~Impl() { stop(std::chrono::milliseconds(0)); }
   Impl(const Impl&) = delete;  // owns sockets and threads
@@ -102,9 +100,7 @@ class DataPlane::Impl {
     }
     open.clear();
     work_.reset();
-    for (std::thread& thread : threads_) {
-      if (thread.joinable()) thread.join();
-    }
+    if (thread_.joinable()) thread_.join();
     listener_.leave_paths();
   }
 
@@ -164,7 +160,7 @@ class DataPlane::Impl {
   boost::asio::io_context loop_;
   boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
   Listener listener_;
-  std::vector<std::thread> threads_;
+  std::thread thread_;                 ///< Reads and writes sockets.
   std::mutex mutex_;                   ///< Guards all below.
   std::shared_ptr<ssl::context> tls_;  ///< Null: plaintext.
   std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
@@ -173,7 +169,7 @@ class DataPlane::Impl {
 };
 
 DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core,
-                     PageStore* pages)
+                     PageStore& pages)
     : impl_(std::make_unique<Impl>(std::move(options), tls, core, pages)) {}
 DataPlane::~DataPlane() = default;
 void DataPlane::start() { impl_->start(); }

@@ -23,7 +23,6 @@ struct DataPlaneOptions {
   std::shared_ptr<const BoundSockets> bound{};  ///< Has the sockets of `listen`; null: none.
   AttachmentLimits attachments;
   ConnectionLimits limits;
-  std::size_t threads = 1;  ///< That read and write sockets.
   /// As `kvtier::open_device_memory`, of the engines' backend; empty: no device memory is shared.
   std::function<std::shared_ptr<std::byte>(const DeviceMemoryHandle&, std::size_t)>
       open_device_memory{};
@@ -37,9 +36,9 @@ struct DataPlaneOptions {
 /// beside memory that they share with the server.
 class DataPlane {
  public:
-  /// Listens; over TCP with TLS, unless `tls` is empty. `core`, and `pages` if there are any, must
-  /// outlive this. Throws as `Server`.
-  DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore* pages);
+  /// Listens; over TCP with TLS, unless `tls` is empty. `core` and `pages` must outlive this.
+  /// Throws as `Server`.
+  DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore& pages);
   /// Stops without grace. The core must not work on anything any more.
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;  // owns sockets and threads

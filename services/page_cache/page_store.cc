@@ -31,13 +31,6 @@ PageStoreOptions checked(PageStoreOptions options) {
 PinnedPage::PinnedPage(PinnedPage&& other) noexcept
     : owner_(std::exchange(other.owner_, nullptr)), page_(other.page_), bytes_(other.bytes_) {}
 
-PinnedPage& PinnedPage::operator=(PinnedPage&& other) noexcept {
-  std::swap(owner_, other.owner_);
-  std::swap(page_, other.page_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
 PinnedPage::~PinnedPage() {
   if (owner_ != nullptr) owner_->unread(*page_);
 }

@@ -159,7 +159,6 @@ class TenantPages;
 class PinnedPage {
  public:
   PinnedPage(PinnedPage&& other) noexcept;
-  PinnedPage& operator=(PinnedPage&& other) noexcept;
   ~PinnedPage();
 
   [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_; }

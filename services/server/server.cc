@@ -162,7 +162,7 @@ class Server::Impl {
       }
       data_plane_ = std::make_unique<DataPlane>(std::move(data),
                                                 identity_ ? identity_->get().first : TlsIdentity{},
-                                                core_, &core_.pages());
+                                                core_, core_.pages());
       client_services_.push_back(make_shared_memory_service(core_, streams_, *data_plane_));
     }
     client_server_ = listen(options_.listen, client_services_, false, endpoints_);

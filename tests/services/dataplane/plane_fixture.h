@@ -60,7 +60,7 @@ class PlaneTest : public ::testing::Test {
     pages.arena_bytes = 32 * std::int64_t{1 << 20};
     pages_ = std::make_unique<PageStore>(pages);
     if (options.listen.empty()) options.listen = {parse_endpoint(socket())};
-    plane_ = std::make_unique<DataPlane>(std::move(options), tls, *core_, pages_.get());
+    plane_ = std::make_unique<DataPlane>(std::move(options), tls, *core_, *pages_);
     plane_->start();
   }
   void start() { start(small_options(), {}); }
