@@ -41,45 +41,37 @@ std::vector<std::shared_ptr<StreamState>> StreamRegistry::all() {
   return {states_.begin(), states_.end()};
 }
 
-void StreamRegistry::end_idle(TimePoint since) {
-  const grpc::Status status = to_status(
-      ServiceError(Code::kFailedPrecondition, "STREAM_IDLE", "nothing moved for too long"));
+template <typename Applies>
+void StreamRegistry::end_where(const ServiceError& why, Applies applies) {
+  const grpc::Status status = to_status(why);
   for (const auto& state : all()) {
     const std::lock_guard lock(state->mutex);
-    if (state->phase == StreamState::Phase::kWorking || state->active >= since) continue;
-    if (!state->end_status && state->phase != StreamState::Phase::kFinished) ++ended_idle_;
+    if (state->end_status || state->phase == StreamState::Phase::kFinished) continue;
+    if (!applies(*state)) continue;
+    ++ended_idle_;
     end(*state, status, Writes::kCancel);
   }
+}
+
+void StreamRegistry::end_idle(TimePoint since) {
+  end_where({Code::kFailedPrecondition, "STREAM_IDLE", "nothing moved for too long"},
+            [&](const StreamState& state) {
+              return state.phase != StreamState::Phase::kWorking && state.active < since;
+            });
 }
 
 void StreamRegistry::end_unread(TimePoint since) {
   unwritten_.cancel(since);
-  for (const auto& state : all()) {
-    const std::lock_guard lock(state->mutex);
-    if (state->is_bulk || state->phase != StreamState::Phase::kWriting || state->active >= since ||
-        state->end_status) {
-      continue;
-    }
-    ++ended_idle_;
-    end(*state,
-        to_status(ServiceError(Code::kResourceExhausted, "SLOW_CLIENT",
-                               "the client does not read its reply")),
-        Writes::kCancel);
-  }
+  end_where({Code::kResourceExhausted, "SLOW_CLIENT", "the client does not read its reply"},
+            [&](const StreamState& state) {
+              return !state.is_bulk && state.phase == StreamState::Phase::kWriting &&
+                     state.active < since;
+            });
 }
 
 void StreamRegistry::end_slow(TimePoint now, const MinimumRate& rate) {
-  const grpc::Status status = to_status(ServiceError(Code::kResourceExhausted, "SLOW_CLIENT",
-                                                     "the client sends or reads too slowly"));
-  for (const auto& state : all()) {
-    const std::lock_guard lock(state->mutex);
-    if (!state->is_bulk || state->end_status || state->phase == StreamState::Phase::kFinished) {
-      continue;
-    }
-    if (!state->rate.too_slow(now, rate)) continue;
-    ++ended_idle_;
-    end(*state, status, Writes::kCancel);
-  }
+  end_where({Code::kResourceExhausted, "SLOW_CLIENT", "the client sends or reads too slowly"},
+            [&](StreamState& state) { return state.is_bulk && state.rate.too_slow(now, rate); });
 }
 
 void StreamRegistry::end_all(const grpc::Status& status) {

@@ -60,6 +60,9 @@ class StreamRegistry {
 
  private:
   [[nodiscard]] std::vector<std::shared_ptr<StreamState>> all();
+  /// Ends those that `applies` to, and counts them.
+  template <typename Applies>
+  void end_where(const ServiceError& why, Applies applies);
 
   const std::function<TimePoint()> now_;
   UnwrittenReplies unwritten_;
