@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/text.h"
+#include "services/evaluation/replay_metrics.h"
 #include "services/evaluation/threads.h"
 #include "services/tools/stress/decoder.h"
 #include "services/tools/stress/ingest.h"
@@ -45,29 +46,19 @@ void add(Stats::Cumulative& to, const Stats::Cumulative& more) {
   to.row_cache_evictions += more.row_cache_evictions;
 }
 
-/// Sums of a mean.
-struct Share {
-  double sum = 0.0;
-  std::int64_t count = 0;
-  [[nodiscard]] double mean() const {
-    return count > 0 ? sum / static_cast<double>(count) : std::numeric_limits<double>::quiet_NaN();
-  }
-};
-
 using Lists = std::vector<std::vector<std::int32_t>>;
 
-void add_overlap(Share& share, const Lists& before, const Lists& after) {
+void add_overlap(Mean& mean, const Lists& before, const Lists& after) {
   for (std::size_t i = 0; i < before.size() && i < after.size(); ++i) {
     if (after[i].empty()) continue;
     std::vector<std::int32_t> both;
     std::ranges::set_intersection(before[i], after[i], std::back_inserter(both));
-    share.sum += static_cast<double>(both.size()) / static_cast<double>(after[i].size());
-    ++share.count;
+    mean.add(static_cast<double>(both.size()) / static_cast<double>(after[i].size()));
   }
 }
 
 /// Adds ||y - y_dense|| / ||y_dense|| of every query head.
-void add_errors(Share& share, std::span<const float> found, std::span<const float> dense,
+void add_errors(Mean& mean, std::span<const float> found, std::span<const float> dense,
                 std::size_t head_dim) {
   for (std::size_t begin = 0; begin + head_dim <= found.size(); begin += head_dim) {
     double difference = 0.0;
@@ -78,8 +69,7 @@ void add_errors(Share& share, std::span<const float> found, std::span<const floa
       difference += d * d;
       length += y * y;
     }
-    share.sum += length > 0.0 ? std::sqrt(difference / length) : 0.0;
-    ++share.count;
+    mean.add(length > 0.0 ? std::sqrt(difference / length) : 0.0);
   }
 }
 
@@ -207,7 +197,7 @@ Decoder StressRun::decoder_of(Engine& engine, std::vector<Session>& sessions, in
 void StressRun::decode() {
   Decoder decoder = decoder_of(*engine_, sessions_, *options_.layers);
   const int probes = std::min(options_.steps, kMaxProbes);
-  Share overlap;
+  Mean overlap;
   std::vector<Lists> before;  // of each (sequence, layer)
   for (int step = 0; step < kWarmupSteps + options_.steps; ++step) {
     const int measured = step - kWarmupSteps;
@@ -249,7 +239,7 @@ void StressRun::decode() {
     }
     before = std::move(now);
   }
-  report_.selected_overlap = overlap.mean();
+  report_.selected_overlap = overlap.value();
 }
 
 void StressRun::impose_shares() {
@@ -310,7 +300,7 @@ void StressRun::compare_dense() {
   if (report_.interrupted) return;
   Decoder decoder = decoder_of(engine, sessions, 1, LayerMode::kDense);
   DenseComparison dense;
-  Share errors;
+  Mean errors;
   for (std::size_t step = 0; step < kWarmupSteps + outputs_.size(); ++step) {
     decoder.prepare();
     const double seconds = interrupted() ? -1.0 : decoder.run();
@@ -326,7 +316,7 @@ void StressRun::compare_dense() {
               .done = static_cast<double>(dense.step_seconds.size()),
               .total = static_cast<double>(outputs_.size())});
   }
-  dense.output_error = errors.mean();
+  dense.output_error = errors.value();
   if (!dense.step_seconds.empty()) report_.dense = std::move(dense);
 }
 
