@@ -19,11 +19,14 @@
 
 namespace kvtier::testing {
 
+/// How long a program may compute before it ends, or says the next word.
+inline constexpr std::chrono::seconds kProgramPatience{300};
+
 /// Returns the exit code of a child, or -1 after a signal. Fails the test, and kills a child that
 /// does not end.
 inline int wait_for_exit(pid_t pid) {
   int status = 0;
-  if (!eventually([&] { return ::waitpid(pid, &status, WNOHANG) != 0; }, 2 * kPatience)) {
+  if (!eventually([&] { return ::waitpid(pid, &status, WNOHANG) != 0; }, kProgramPatience)) {
     ADD_FAILURE() << "process " << pid << " does not end";
     ::kill(pid, SIGKILL);
     (void)::waitpid(pid, &status, 0);
@@ -36,7 +39,7 @@ inline int wait_for_exit(pid_t pid) {
 inline bool read_byte(int fd, char& byte) {
   pollfd waiting{fd, POLLIN, 0};
   const int ready =
-      ::poll(&waiting, 1, static_cast<int>(std::chrono::milliseconds(kPatience).count()));
+      ::poll(&waiting, 1, static_cast<int>(std::chrono::milliseconds(kProgramPatience).count()));
   EXPECT_EQ(ready, 1) << "nothing comes";
   return ready == 1 && ::read(fd, &byte, 1) == 1;
 }

@@ -98,6 +98,14 @@ inline ServiceCoreOptions small_options() {
   return options;
 }
 
+/// Of a core with threads and the real clock, whose calls wait as long as a busy machine makes
+/// them.
+inline ServiceCoreOptions patient_options() {
+  ServiceCoreOptions options = small_options();
+  options.max_call_time = std::chrono::minutes(10);
+  return options;
+}
+
 /// A tensor message of random fp32 `[tokens, heads, kHeadDim]`.
 inline v1::Tensor random_tensor(std::int64_t tokens, int heads, std::uint64_t seed) {
   v1::Tensor tensor;

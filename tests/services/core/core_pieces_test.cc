@@ -15,7 +15,7 @@ constexpr std::int64_t kStored = 70;
 constexpr std::int64_t kQueries = 20;
 
 ServiceCoreOptions one_token_a_piece() {
-  ServiceCoreOptions options = small_options();
+  ServiceCoreOptions options = patient_options();
   options.piece_work = 1;
   options.tenants = two_tenants();
   return options;

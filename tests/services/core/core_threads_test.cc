@@ -23,7 +23,7 @@ class Waiting {
 
 class CoreThreadsTest : public ::testing::Test {
  protected:
-  CoreThreadsTest() : pool_(make_thread_pool(2)), core_(small_options(), *pool_) {}
+  CoreThreadsTest() : pool_(make_thread_pool(2)), core_(patient_options(), *pool_) {}
   ~CoreThreadsTest() override { pool_->finish(); }
 
   Call call() { return {.tenant = core_.tenants().all()[0].get()}; }

@@ -9,17 +9,13 @@
 #include "tests/support/random_bytes.h"
 
 #include <array>
-#include <csignal>
 #include <cstring>
-#include <fcntl.h>
 #include <filesystem>
 #include <future>
 #include <memory>
 #include <random>
 #include <stdlib.h>
 #include <string>
-#include <sys/wait.h>
-#include <thread>
 #include <unistd.h>
 #include <vector>
 
@@ -72,7 +68,10 @@ class PlaneTest : public ::testing::Test {
   }
   [[nodiscard]] std::unique_ptr<DataChannel> attach(std::size_t index = 0) {
     return std::make_unique<DataChannel>(DataChannelOptions{
-        .endpoint = plane_->endpoints()[0].text(), .token = token(index), .tls = {}});
+        .endpoint = plane_->endpoints()[0].text(),
+        .token = token(index),
+        .tls = {},
+        .timeout = std::chrono::minutes(5)});  // of all replies to the last request
   }
   /// Waits for a state that another thread brings about.
   [[nodiscard]] bool all_is_free() {
