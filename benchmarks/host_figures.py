@@ -109,7 +109,8 @@ def tiers(_):
 
 
 def oversubscription_path():
-    files = sorted(RESULTS.glob("*-cpu-oversubscription.json"))
+    """The newest run; of one day, that on a machine at rest."""
+    files = sorted([*RESULTS.glob("*-cpu-oversubscription.json"), *RESULTS.glob("*-cpu-page-prefetch.json")])
     return files[-1] if files else None
 
 
@@ -119,9 +120,9 @@ def oversubscription_block(_):
         return "Not measured: no run of `kvtier-tier-bench --only oversubscription` is committed."
     document = load(path)
     first = document["rows"][0]
-    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}, load average "
-            f"{document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end. Each session has {first['layers']} layers, "
-            f"8 KV heads and {first['context_tokens']:,} tokens.")
+    about = document.get("note") or f"load average {document['load_at_start']:.1f} at the start and {document['load_at_end']:.1f} at the end"
+    return (f"`benchmarks/results/{path.name}`, {document['date']}, by `{document['command']}`: {document['hardware']}; {about}. "
+            f"Each session has {first['layers']} layers, 8 KV heads and {first['context_tokens']:,} tokens.")
 
 
 def oversubscription(_):
