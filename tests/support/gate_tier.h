@@ -1,11 +1,13 @@
 #pragma once
 
+#include "support/eventually.h"
 #include "support/fault_tier.h"
 
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
 #include <span>
+#include <stdexcept>
 #include <string>
 
 namespace kvtier::testing {
@@ -43,10 +45,12 @@ class GateTier final : public PageTier {
     }
     changed_.notify_all();
   }
-  /// Waits until a get stands at the gate.
+  /// Waits until a get stands at the gate. Throws when none comes within `kPatience`.
   void wait_for_a_get() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return num_waiting_ > 0; });
+    if (!changed_.wait_for(lock, kPatience, [&] { return num_waiting_ > 0; })) {
+      throw std::runtime_error("expected a get at the gate, found none");
+    }
   }
   FaultTier& pages() { return pages_; }
 
