@@ -182,7 +182,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "kvtier_engine":
             raise
         raise ImportError(
-            f"kvtier.{name}: expected the package kvtier-engine, found none; "
-            "pip install kvtier-engine"
+            f"kvtier.{name}: expected the package kvtier-engine, found none "
+            "(in a checkout: pip install ./python/engine)"
         ) from error
     return getattr(kvtier_engine, name)

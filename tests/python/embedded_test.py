@@ -580,7 +580,9 @@ class ImportTest(unittest.TestCase):
         saved = sys.modules.pop("kvtier_engine")
         sys.modules["kvtier_engine"] = None  # type: ignore[assignment]
         try:
-            with self.assertRaisesRegex(ImportError, "pip install kvtier-engine"):
+            with self.assertRaisesRegex(
+                ImportError, "expected the package kvtier-engine, found none .*pip install ./python/engine"
+            ):
                 kvtier.Engine  # noqa: B018
         finally:
             sys.modules["kvtier_engine"] = saved
