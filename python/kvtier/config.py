@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from kvtier.errors import invalid
 from kvtier.v1 import retrieval_pb2, session_pb2
 
 __all__ = [
@@ -25,6 +26,25 @@ __all__ = [
     "SketchConfig",
     "ValueWeighting",
 ]
+
+
+def check_member(name: str, value: object, kind: type[enum.Enum]) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a member of `kind`."""
+    if not isinstance(value, kind):
+        members = ", ".join(f"kvtier.{kind.__name__}.{each}" for each in kind.__members__)
+        raise invalid(f"{name}: expected one of {members}, found {value!r}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Raises `InvalidArgumentError` where a field whose default is a member of an enumeration is
+    given anything else, such as the name of a member."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if isinstance(each.default, enum.Enum):
+                name = f"{type(self).__name__}.{each.name}"
+                check_member(name, getattr(self, each.name), type(each.default))
 
 
 class DType(enum.Enum):
@@ -93,7 +113,7 @@ class LayerMode(enum.Enum):
 
 
 @dataclass(frozen=True)
-class SketchConfig:
+class SketchConfig(Settings):
     """The bits kept of each key."""
 
     kind: PlaneKind = PlaneKind.GAUSSIAN
@@ -111,7 +131,7 @@ class SketchConfig:
 
 
 @dataclass(frozen=True)
-class RetrievalConfig:
+class RetrievalConfig(Settings):
     """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`. The defaults are nearest
     to dense attention for the bytes and rows that they cost; `socket` has the paper's."""
 
@@ -143,6 +163,11 @@ class RetrievalConfig:
     #: the whole code being read of `candidates` times k tokens; 0: all bits of every token.
     coarse_bits: int = 0
     candidates: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plane_kind is not None:
+            check_member("RetrievalConfig.plane_kind", self.plane_kind, PlaneKind)
 
     @staticmethod
     def of(estimator: Estimator, **fields: Any) -> RetrievalConfig:
@@ -208,7 +233,7 @@ class RetrievalConfig:
 
 
 @dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(Settings):
     """Attention of one layer. `softmax_scale` None: 1 / sqrt(head_dim)."""
 
     mode: LayerMode = LayerMode.SPARSE
@@ -226,7 +251,7 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """Shape of a model's KV. `layer_options`: empty, or one per layer."""
 
     layers: int = 1
@@ -289,6 +314,10 @@ class AttendOptions:
     retrieval: RetrievalConfig | None = None
     #: Only with a norm-aware estimator and without a logit softcap.
     recall_target: RecallTarget | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_member("AttendOptions.mode", self.mode, LayerMode)
 
     def message(self) -> retrieval_pb2.AttendOptions:
         return retrieval_pb2.AttendOptions(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvtier.config import Settings
+
 __all__ = [
     "Backend",
     "HostAllocation",
@@ -71,7 +73,7 @@ class PagePolicy(enum.Enum):
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Settings):
     """Memory of an engine, allocated when it is made. Sizes in bytes."""
 
     #: Sketches, staging and workspaces, and pages with `KvPlacement.DEVICE`.

@@ -39,6 +39,30 @@ class Case:
         return from_bits(bfloat_bits(self.random.standard_normal(shape, np.float32)))
 
 
+class SettingsTest(unittest.TestCase):
+    def test_refuses_what_is_no_member_of_an_enumeration(self) -> None:
+        kinds = {
+            kvtier.ModelConfig: {"kv_dtype": kvtier.DType},
+            kvtier.RetrievalConfig: {"rule": kvtier.SelectionRule, "plane_kind": kvtier.PlaneKind},
+            kvtier.SketchConfig: {"code": kvtier.SketchCode},
+            kvtier.LayerConfig: {"mode": kvtier.LayerMode},
+            kvtier.AttendOptions: {"mode": kvtier.LayerMode},
+            kvtier.MemoryConfig: {"placement": kvtier.KvPlacement},
+        }
+        for settings, fields in kinds.items():
+            for name, kind in fields.items():
+                first = list(kind.__members__)[0]
+                with self.subTest(name), self.assertRaises(kvtier.InvalidArgumentError) as caught:
+                    settings(**{name: first})
+                expected = ", ".join(f"kvtier.{each}" for each in kind)
+                self.assertEqual(
+                    caught.exception.message,
+                    f"{settings.__name__}.{name}: expected one of {expected}, found '{first}'",
+                )
+        with self.assertRaisesRegex(ValueError, "rule: expected .*TOP_K.*found <SketchCode.SIGN"):
+            dataclasses.replace(kvtier.RetrievalConfig(), rule=kvtier.SketchCode.SIGN)
+
+
 class SessionTest(ServerTest):
     """Over memory that is shared with the server."""
 

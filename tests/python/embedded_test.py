@@ -497,13 +497,24 @@ class BadInputTest(EngineTest):
         for message, settings in (
             ("head_dim", {"shape": model(head_dim=65)}),
             ("model.head_dim: expected an integer, found 'x'", {"shape": model(head_dim="x")}),
-            ("model.kv_dtype: expected FLOAT16, BFLOAT16", {"shape": model(kv_dtype="fp8")}),
             ("tier_deadline", {"sizes": memory(tier_deadline=0.0)}),
             ("page_tokens", {"sizes": memory(page_tokens=63)}),
             ("memory.host_bytes: expected an integer of at least 0", {"sizes": memory(host_bytes=-1)}),
         ):
             with self.subTest(message), self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
                 self.open(**settings)
+
+    def test_refuses_the_name_of_a_backend(self) -> None:
+        for make in (
+            lambda: kvtier.Engine(model(), NORM_AWARE, memory(), backend="CPU"),  # type: ignore[arg-type]
+            lambda: kvtier.device_bytes_for(model(), 1, 1, backend="CPU"),  # type: ignore[arg-type]
+            lambda: kvtier.PagedSketches(model(), num_blocks=1, max_tokens=1, backend="CPU"),  # type: ignore[arg-type]
+        ):
+            with self.assertRaisesRegex(
+                kvtier.InvalidArgumentError,
+                "backend: expected one of .*kvtier.Backend.CPU, kvtier.Backend.CUDA, found 'CPU'",
+            ):
+                make()
 
     def test_errors_are_those_of_the_client(self) -> None:
         session = self.open()

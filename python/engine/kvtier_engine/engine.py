@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
-from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig
+from kvtier.config import AttendOptions, ModelConfig, RetrievalConfig, SketchConfig, check_member
 from kvtier.engine_config import Backend, MemoryConfig
 from kvtier.lease import Closing
 from kvtier.session import check_ids
@@ -70,6 +70,7 @@ class Engine(Closing):
         reject_nonfinite: bool = True,
         time_stages: bool = False,
     ) -> None:
+        check_member("backend", backend, Backend)
         self.model = model
         self.retrieval = retrieval
         self.memory = memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from kvtier.config import ModelConfig, RetrievalConfig, SessionMemory, SketchConfig
+from kvtier.config import ModelConfig, RetrievalConfig, SessionMemory, SketchConfig, check_member
 from kvtier.engine_config import Backend, MemoryConfig
 
 from kvtier_engine import _native
@@ -43,6 +43,7 @@ def device_bytes_for(
     """Returns the least `MemoryConfig.device_bytes` with which an engine of these settings on
     `backend`, `CPU` or `CUDA`, has its workspace, the sketches of so many sessions of so many tokens,
     and as much row cache as they can use. Raises as `session_memory`."""
+    check_member("backend", backend, Backend)
     return _native.device_bytes_for(
         model, memory, retrieval, extra_sketches, backend, tokens, sessions
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from kvtier.config import ModelConfig, RetrievalConfig, Selection
+from kvtier.config import ModelConfig, RetrievalConfig, Selection, check_member
 from kvtier.engine_config import Backend
 from kvtier.lease import Closing
 
@@ -56,6 +56,7 @@ class PagedSketches(Closing):
         max_batch_rows: int = 16,
         backend: Backend = Backend.AUTO,
     ) -> None:
+        check_member("backend", backend, Backend)
         self.model = model
         self.retrieval = retrieval
         self._max_tokens = max_tokens
