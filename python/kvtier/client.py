@@ -349,7 +349,7 @@ class Client(Caller):
         request = attention_pb2.BatchFetchRequest()
         call = PlaneCall(frames.BATCH_FETCH, request)
         for item in items:
-            ids = tensors.check("tokens", item.tokens)
+            ids = tensors.check("tokens", item.tokens, ["int32"])
             message = request.items.add()
             fill_fetch(message, item.session, item.layer)
             call.output_bytes += item.session.fetch_bytes(ids)

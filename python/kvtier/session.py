@@ -120,7 +120,7 @@ def fill_attend(
 
 def check_tensor(name: str, value: TensorLike) -> _Tensor:
     """Returns what a call can send, `value` itself where it is that."""
-    return value if isinstance(value, DeviceTensor) else tensors.check(name, value)
+    return value if isinstance(value, DeviceTensor) else tensors.check(name, value, tensors.FLOATS)
 
 
 def check_outputs(query: _Tensor, outputs: Outputs) -> Outputs:
@@ -154,9 +154,9 @@ def add_optional(
     bias: ArrayLike | None,
 ) -> None:
     if selected is not None:
-        call.add(request.selected, tensors.check("selected", selected))
+        call.add(request.selected, tensors.check("selected", selected, ["int32"]))
     if bias is not None:
-        call.add(request.bias, tensors.check("bias", bias))
+        call.add(request.bias, tensors.check("bias", bias, ["float32"]))
 
 
 def fill_fetch(
@@ -312,7 +312,7 @@ class RemoteSession(Leased):
     def fetch(self, layer: int, tokens: ArrayLike) -> FetchResult:
         """Returns stored rows. `tokens`: int32 [kv_heads, n], for each KV head its own ids in any
         order; for -1 the row is zeros."""
-        ids = tensors.check("tokens", tokens)
+        ids = tensors.check("tokens", tokens, ["int32"])
         if ids.ndim != 2:
             raise invalid(f"tokens: expected [kv_heads, n], found shape {list(ids.shape)}")
         parts = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,14 +22,18 @@ _TYPES: dict[str, int] = {
 }
 
 
-def check(name: str, array: ArrayLike) -> Array:
-    """Returns a dense array that a message can carry, `array` itself where it is one."""
+#: Of keys, values and queries; uint16 is the bits of bfloat16.
+FLOATS = ("float32", "float16", "bfloat16", "uint16")
+
+
+def check(name: str, array: ArrayLike, dtypes: Sequence[str]) -> Array:
+    """Returns a dense array of one of `dtypes` that a message can carry, `array` itself where it is
+    one."""
     found = np.asarray(array)
-    if not found.dtype.isnative or found.dtype.name not in _TYPES:
-        raise invalid(
-            f"{name}: expected float32, float16, bfloat16 (or its bits as uint16) or int32, "
-            f"found {found.dtype}"
-        )
+    if not found.dtype.isnative or found.dtype.name not in dtypes:
+        floats = "float32, float16 or bfloat16 (or its bits as uint16)"
+        expected = floats if dtypes == FLOATS else " or ".join(dtypes)
+        raise invalid(f"{name}: expected {expected}, found {found.dtype}")
     if not 1 <= found.ndim <= 4:
         raise invalid(f"{name}: expected 1 to 4 dimensions, found shape {list(found.shape)}")
     return np.ascontiguousarray(found)

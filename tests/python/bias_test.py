@@ -90,7 +90,7 @@ class BiasTest(ServerTest):
 
         for wrong, message in (
             (bias[:, :, 1:], r"expected fp32 of the shape of selected, int32 \[2, 2, 40\], found"),
-            (bias.astype(np.float16), "expected fp32 of the shape of selected"),
+            (bias.astype(np.float16), "expected float32, found float16"),
             (bias.astype(np.float64), "expected float32"),
         ):
             with self.assertRaisesRegex(kvtier.InvalidArgumentError, f"bias: {message}"):

@@ -363,8 +363,18 @@ class SessionTest(ServerTest):
     def test_arguments_are_refused_and_nothing_changes(self) -> None:
         case = Case(4)
         query = case.query(1)
-        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected float32.*found float64"):
-            self.session.append(0, case.keys.astype(np.float64), case.values)
+        for dtype in ("float64", "int32"):
+            with self.assertRaises(kvtier.InvalidArgumentError) as caught:
+                self.session.append(0, case.keys.astype(dtype), case.values)
+            self.assertEqual(
+                caught.exception.message,
+                "keys: expected float32, float16 or bfloat16 (or its bits as uint16), "
+                f"found {dtype}",
+            )
+        with self.assertRaisesRegex(
+            kvtier.InvalidArgumentError, "selected: expected int32, found float32"
+        ):
+            self.session.attend(0, query, selected=query)
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected float32.*found >f4"):
             self.session.attend(0, query.astype(">f4"))
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected 1 to 4 dimensions"):

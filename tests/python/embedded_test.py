@@ -458,7 +458,13 @@ class BadInputTest(EngineTest):
         cases: list[tuple[str, Any]] = [
             ("layer: expected 0..1, found 2", lambda: session.append(2, keys, values)),
             ("keys: expected an array .*, found list", lambda: session.append(0, [1.0], values)),
-            ("keys: expected float32.*, found float64", lambda: session.append(0, keys.astype(float), values)),
+            (
+                r"keys: expected float32, float16 or bfloat16 \(or its bits as uint16\), found float64",
+                lambda: session.append(0, keys.astype(float), values),
+            ),
+            ("keys: expected fp32, fp16 or bf16, found int32", lambda: session.append(0, keys.astype(np.int32), values)),
+            ("selected: expected int32, found float64", lambda: session.attend(0, query, selected=np.zeros((1, KV_HEADS, 1)))),
+            ("bias: expected float32, found float64", lambda: session.attend(0, query, selected=np.zeros((1, KV_HEADS, 1), np.int32), bias=np.zeros((1, KV_HEADS, 1)))),
             ("keys: expected .*found fp16", lambda: session.append(0, keys[:, :1], values)),
             ("values: expected .*found", lambda: session.append(0, keys, values[:5])),
             ("keys: expected finite", lambda: session.append(0, bad, values)),

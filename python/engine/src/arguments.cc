@@ -41,6 +41,17 @@ std::string dtype_text(nb::dlpack::dtype dtype) {
   return kind + std::to_string(dtype.bits);
 }
 
+/// Returns the dtypes of the arrays that calls have by this name, as an error lists them.
+std::string_view dtypes_of(std::string_view name) {
+  for (const std::string_view ids : {"blocks", "ids", "lengths", "selected", "slots", "tokens"}) {
+    if (name == ids) return "int32";
+  }
+  for (const std::string_view sums : {"bias", "lse", "missed", "scores"}) {
+    if (name == sums) return "float32";
+  }
+  return "float32, float16 or bfloat16 (or its bits as uint16)";
+}
+
 DType dtype_of(std::string_view name, nb::dlpack::dtype dtype) {
   using Code = nb::dlpack::dtype_code;
   const auto is = [&](Code code, int bits) {
@@ -50,7 +61,7 @@ DType dtype_of(std::string_view name, nb::dlpack::dtype dtype) {
   if (is(Code::Float, 16)) return DType::kFloat16;
   if (is(Code::Bfloat, 16) || is(Code::UInt, 16)) return DType::kBFloat16;
   if (is(Code::Int, 32)) return DType::kInt32;
-  invalid(name, "float32, float16, bfloat16 (or its bits as uint16) or int32", dtype_text(dtype));
+  invalid(name, dtypes_of(name), dtype_text(dtype));
 }
 
 MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend backend) {
