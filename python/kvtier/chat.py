@@ -8,28 +8,35 @@ the end of the input ends it. Needs the extra `hf`."""
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ContextManager, Optional, Sequence
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from typing import TYPE_CHECKING, Any, ContextManager, Optional, Sequence
 
 import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
 from kvtier.engine_config import Backend, KvPlacement
 from kvtier.errors import invalid
-from kvtier.hf import KvtierCache, default_retrieval, graphed
+
+# torch, transformers and kvtier.hf are imported where they are used: --help and the errors of
+# options need none of them.
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.hf import KvtierCache
 
 #: How a step selects, beside `kvtier.hf.default_retrieval`.
 PRESETS = ("priority", "top_k", "socket", "dense")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def retrieval_of(preset: str, k: int, head_dim: int) -> RetrievalConfig:
     """Returns the settings of a preset; `k` 0: its own number of tokens."""
+    from kvtier.hf import default_retrieval
+
     retrieval = default_retrieval(head_dim)
     if preset == "top_k":
         retrieval = replace(retrieval, rule=SelectionRule.TOP_K)
@@ -48,6 +55,8 @@ class Chat:
     time of its steps, behind the first token."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: KvtierCache) -> None:
+        import torch
+
         self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
@@ -60,6 +69,8 @@ class Chat:
     def ask(self, text: str, most_tokens: int, streamer: Optional[Any] = None) -> str:
         """Returns the answer. `InvalidArgumentError`, nothing changed, where the cache has no room
         for the turn and an answer."""
+        import torch
+
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._ids(messages)
         room = self.cache.max_tokens - ids.shape[1]
@@ -75,14 +86,16 @@ class Chat:
         if kept < self.cache.get_seq_length():
             self.cache.crop(kept - self.cache.get_seq_length())
         clock = _Clock(streamer)
+        # Newer releases of transformers rename the argument, which `generate` passes on.
+        steps = inspect.signature(self.model.prepare_inputs_for_generation).parameters
         start = time.perf_counter()
         found = self.model.generate(
             ids.to(self.model.device),
             attention_mask=torch.ones_like(ids, device=self.model.device),
-            past_key_values=self.cache,
             max_new_tokens=min(most_tokens, room),
             do_sample=False,
             streamer=clock,
+            **{"cache" if "cache" in steps else "past_key_values": self.cache},
         ).cpu()
         self.ids = found
         new = found[0, ids.shape[1] :]
@@ -94,6 +107,8 @@ class Chat:
         return answer
 
     def _ids(self, messages: list[dict[str, str]]) -> torch.Tensor:
+        import torch
+
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in messages)
         else:
@@ -158,10 +173,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--prompt", help="one turn, instead of turns from standard input")
     result.add_argument("--max-tokens", type=int, help="of the whole conversation")
     result.add_argument("--new-tokens", type=int, default=256, help="most of an answer")
-    result.add_argument("--dtype", default="auto", help="of the weights, such as float32")
     result.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
+        "--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: the model's)"
     )
+    result.add_argument("--device", help="of the model (default: cuda where there is a GPU, else cpu)")
     result.add_argument(
         "--no-graphs", action="store_true", help="on a GPU: run tokens from Python, not as CUDA graphs"
     )
@@ -176,6 +191,21 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             parser().error(f"--{name.replace('_', '-')}: expected at least {least}, found {found}")
     if not (options.model / "config.json").is_file():
         parser().error(f"--model: expected a folder with config.json, found {options.model}")
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+        from kvtier.hf import KvtierCache, graphed
+    except ModuleNotFoundError as error:
+        package = (error.name or "").replace("_", "-")
+        print(
+            f"error: expected the package {package}, found none "
+            "(in a checkout: pip install './python[hf]' ./python/engine)",
+            file=sys.stderr,
+        )
+        return 1
+    if options.device is None:
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = model.to(options.device).eval()

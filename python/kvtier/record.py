@@ -99,7 +99,12 @@ def parser() -> argparse.ArgumentParser:
         "--layers",
         help=f"such as 0,5,9, or all (default: {_DEFAULT_LAYERS}, spread over the model)",
     )
-    result.add_argument("--dtype", default="auto", help="of the weights, such as float32")
+    result.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        default="auto",
+        help="of the weights (default auto: the model's)",
+    )
     result.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
     )

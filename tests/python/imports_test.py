@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import tempfile
 import unittest
 from pathlib import Path
+
+from server import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
@@ -34,6 +39,23 @@ class Imports(unittest.TestCase):
 
         visit("kvtier.client", [])
         self.assertLess({"kvtier.session", "kvtier.pages", "kvtier.lease"}, done)
+
+    def test_the_options_of_the_chat_need_no_torch(self) -> None:
+        def chat(*arguments: str) -> subprocess.CompletedProcess[str]:
+            program = "import sys; sys.modules['torch'] = None; from kvtier.chat import main; sys.exit(main())"
+            return subprocess.run(
+                [sys.executable, "-c", program, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+
+        self.assertIn("--preset", chat("--help").stdout)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text("{}")
+            found = chat("--model", folder)
+        self.assertEqual(found.returncode, 1)
+        self.assertRegex(found.stderr, "^error: expected the package torch, found none .*pip install")
 
 
 if __name__ == "__main__":

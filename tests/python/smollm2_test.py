@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,9 @@ class CommandsTest(unittest.TestCase):
         turns = io.StringIO("What is the capital of France?\nAnd of Italy?\n\nnot read\n")
         stdin, sys.stdin = sys.stdin, turns
         try:
-            out, err = self.run_main(kvtier.chat, *common, "--new-tokens", "24")
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)  # of arguments that will be removed
+                out, err = self.run_main(kvtier.chat, *common, "--new-tokens", "24")
         finally:
             sys.stdin = stdin
         first, second = out.strip().splitlines()
@@ -213,6 +216,10 @@ class CommandsTest(unittest.TestCase):
     def test_chat_refuses(self) -> None:
         _, err = self.run_main(kvtier.chat, "--model", self.folder, code=2)
         self.assertIn("--model: expected a folder with config.json, found", err)
+        _, err = self.run_main(kvtier.chat, "--model", MODEL, "--dtype", "bf16", code=2)
+        self.assertIn("invalid choice: 'bf16' (choose from", err)
+        _, err = self.run_main(kvtier.record, "--dtype", "bf16", code=2)
+        self.assertIn("invalid choice: 'bf16' (choose from", err)
         _, err = self.run_main(kvtier.chat, "--model", MODEL, "--k", "-1", code=2)
         self.assertIn("--k: expected at least 0, found -1", err)
         _, err = self.run_main(
