@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvtier.connection import ClientOptions, Connection, Watchdog
 from kvtier.data_plane import PlaneCall, Planes, Reply
-from kvtier.errors import ClientError
+from kvtier.errors import ClientError, ErrorCode, make_error
 from kvtier.lease import Closing, LeaseKeeper
 
 _RELEASE_SECONDS = 1.0
@@ -48,11 +48,13 @@ class Caller(Closing):
 
 
 class Leased(Closing):
-    """Lives in the server under a name, by a lease that is renewed as long as the object lives."""
+    """Lives in the server under a name, by a lease that is renewed as long as the object lives.
+    `kind`: what errors call it."""
 
-    def __init__(self, client: Caller, name: str, ttl: Duration) -> None:
+    def __init__(self, client: Caller, kind: str, name: str, ttl: Duration) -> None:
         self._client = client
         self._connection = client.connection
+        self._kind = kind
         self._name = name
         self._closing = threading.Lock()
         self._open = True
@@ -60,6 +62,13 @@ class Leased(Closing):
 
     @property
     def name(self) -> str:
+        return self._name
+
+    def open_name(self) -> str:
+        """Returns the name, for a request. `FailedPreconditionError` after `close`."""
+        if not self._open:
+            message = f"{self._kind}: expected an open one, found one that is closed"
+            raise make_error(ErrorCode.FAILED_PRECONDITION, message)
         return self._name
 
     def _end(self, method: Callable[..., Any], request: Any) -> None:

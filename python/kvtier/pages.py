@@ -53,7 +53,7 @@ class RemotePages(Leased):
     error among them where `NotFoundError` with reason PAGE_GONE is a miss."""
 
     def __init__(self, client: Caller, response: page_pb2.OpenLeaseResponse) -> None:
-        super().__init__(client, response.lease.name, response.lease.ttl)
+        super().__init__(client, "lease", response.lease.name, response.lease.ttl)
         self._planes = client.planes
         self._page_bytes = response.lease.page_bytes
         self._limits = response.limits
@@ -73,7 +73,7 @@ class RemotePages(Leased):
         """Returns the pages of the leading hashes for which all `layers` are stored, by hash, then
         layer. With `pin` they stay until `unpin`."""
         request = page_pb2.LookupPrefixRequest(
-            lease=self._name, hashes=hashes, layers=layers, pin=pin
+            lease=self.open_name(), hashes=hashes, layers=layers, pin=pin
         )
         if pin:
             request.request_id = self._client.make_request_id()
@@ -107,7 +107,7 @@ class RemotePages(Leased):
         """Stores pages, each hash and layer once."""
         data = [readable(page.data, self._page_bytes) for page in pages]
         request = page_pb2.BatchReservePagesRequest(
-            lease=self._name, request_id=self._client.make_request_id()
+            lease=self.open_name(), request_id=self._client.make_request_id()
         )
         for page in pages:
             request.keys.add(hash=page.hash, layer=page.layer)
@@ -160,7 +160,7 @@ class RemotePages(Leased):
         """Keeps pages from eviction until as many `unpin`, or the end of the lease; returns the
         page, or an error, for each."""
         request = page_pb2.BatchPinPagesRequest(
-            lease=self._name, handles=handles, request_id=self._client.make_request_id()
+            lease=self.open_name(), handles=handles, request_id=self._client.make_request_id()
         )
         response = self._connection.call(self._connection.pages.BatchPinPages, request)
         return [
@@ -173,14 +173,14 @@ class RemotePages(Leased):
     def unpin(self, handles: Sequence[str]) -> list[ClientError | None]:
         """Ends pins, one each; returns None, or an error, for each."""
         request = page_pb2.BatchUnpinPagesRequest(
-            lease=self._name, handles=handles, request_id=self._client.make_request_id()
+            lease=self.open_name(), handles=handles, request_id=self._client.make_request_id()
         )
         return self._statuses(self._connection.pages.BatchUnpinPages, request)
 
     def remove(self, handles: Sequence[str]) -> list[ClientError | None]:
         """Deletes pages; returns None, or an error, for each."""
         request = page_pb2.BatchDeletePagesRequest(
-            lease=self._name, handles=handles, request_id=self._client.make_request_id()
+            lease=self.open_name(), handles=handles, request_id=self._client.make_request_id()
         )
         return self._statuses(self._connection.pages.BatchDeletePages, request)
 
@@ -205,7 +205,7 @@ class RemotePages(Leased):
         for first in range(0, len(hashes), size):
             part = hashes[first : first + size]
             request = page_pb2.BatchLookupPagesRequest(
-                lease=self._name, hashes=part, layers=layers, pin=pin, hits_only=hits_only
+                lease=self.open_name(), hashes=part, layers=layers, pin=pin, hits_only=hits_only
             )
             if pin:
                 request.request_id = self._client.make_request_id()
@@ -289,7 +289,7 @@ class RemotePages(Leased):
         outcomes: list[GetOutcome] = [missing] * len(handles)
         pages: dict[int, NDArray[np.uint8]] = {}
         request = transfer_pb2.ReadPagesRequest(
-            lease=self._name, handles=handles, stale_reads=stale_reads
+            lease=self.open_name(), handles=handles, stale_reads=stale_reads
         )
         with translated():
             responses = connection.transfer.ReadPages(

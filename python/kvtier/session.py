@@ -93,7 +93,7 @@ def fill_select(
     with_scores: bool,
     with_bias: bool,
 ) -> None:
-    request.session = session.name
+    request.session = session.open_name()
     request.layer = layer
     request.options.CopyFrom(options.message())
     request.with_scores = with_scores
@@ -108,7 +108,7 @@ def fill_attend(
     with_missed: bool,
     outputs: Outputs,
 ) -> None:
-    request.session = session.name
+    request.session = session.open_name()
     request.layer = layer
     request.options.CopyFrom(options.message())
     request.with_missed = with_missed
@@ -162,7 +162,7 @@ def add_optional(
 def fill_fetch(
     request: attention_pb2.FetchRequest, session: RemoteSession, layer: int
 ) -> None:
-    request.session = session.name
+    request.session = session.open_name()
     request.layer = layer
 
 
@@ -208,7 +208,7 @@ class RemoteSession(Leased):
     """
 
     def __init__(self, client: Caller, session: session_pb2.Session) -> None:
-        super().__init__(client, session.name, session.lease_ttl)
+        super().__init__(client, "session", session.name, session.lease_ttl)
         self._planes = client.planes
         self._lengths: list[int] = list(session.layer_lengths)
         self._row_bytes = 4 * session.geometry.kv_heads * session.geometry.head_dim
@@ -219,6 +219,7 @@ class RemoteSession(Leased):
     def append(self, layer: int, keys: TensorLike, values: TensorLike) -> None:
         """Stores tokens, [tokens, kv_heads, head_dim] each, in chunks; those before one that fails
         stay."""
+        name = self.open_name()
         key = check_tensor("keys", keys)
         value = check_tensor("values", values)
         if key.shape[0] != value.shape[0]:
@@ -227,10 +228,10 @@ class RemoteSession(Leased):
             (_rows(key, first, end), _rows(value, first, end))
             for first, end in _chunks_of(key, value)
         ]
-        if not self._append_over_plane(layer, chunks):
+        if not self._append_over_plane(name, layer, chunks):
             connection = self._connection
             response = connection.call_once(
-                connection.attention.Append, self._append_requests(layer, chunks)
+                connection.attention.Append, self._append_requests(name, layer, chunks)
             )
             self._lengths = list(response.layer_lengths)
 
@@ -331,7 +332,7 @@ class RemoteSession(Leased):
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on, in every layer."""
         request = session_pb2.TruncateSessionRequest(
-            name=self._name, tokens=tokens, request_id=self._client.make_request_id()
+            name=self.open_name(), tokens=tokens, request_id=self._client.make_request_id()
         )
         response = self._connection.call(self._connection.sessions.TruncateSession, request)
         self._lengths = list(response.session.layer_lengths)
@@ -339,7 +340,7 @@ class RemoteSession(Leased):
     def fork(self, count: int) -> list[RemoteSession]:
         """Opens `count` sessions (1 to 64) that start as this one is and share its pages."""
         request = session_pb2.ForkSessionRequest(
-            name=self._name, count=count, request_id=self._client.make_request_id()
+            name=self.open_name(), count=count, request_id=self._client.make_request_id()
         )
         response = self._connection.call(self._connection.sessions.ForkSession, request)
         return [RemoteSession(self._client, session) for session in response.sessions]
@@ -348,7 +349,7 @@ class RemoteSession(Leased):
         """Stores the whole pages of the first tokens, whose ids these are, for sessions that are
         opened later with the same ids and fingerprint; returns how many tokens that is."""
         request = session_pb2.PublishPrefixRequest(
-            name=self._name, token_ids=check_ids(token_ids)
+            name=self.open_name(), token_ids=check_ids(token_ids)
         )
         response = self._connection.call(self._connection.sessions.PublishPrefix, request)
         return int(response.stored_tokens)
@@ -364,7 +365,7 @@ class RemoteSession(Leased):
 
     def refresh(self) -> None:
         """Asks the server for the lengths."""
-        request = session_pb2.GetSessionRequest(name=self._name)
+        request = session_pb2.GetSessionRequest(name=self.open_name())
         response = self._connection.call(self._connection.sessions.GetSession, request)
         self._lengths = list(response.session.layer_lengths)
 
@@ -391,10 +392,12 @@ class RemoteSession(Leased):
         """Takes note of tokens that a call has stored."""
         self._lengths[layer] += tokens
 
-    def _append_over_plane(self, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]) -> bool:
+    def _append_over_plane(
+        self, name: str, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]
+    ) -> bool:
         """Returns False when nothing was sent."""
         for index, (key, value) in enumerate(chunks):
-            request = attention_pb2.AppendRequest(session=self._name, layer=layer)
+            request = attention_pb2.AppendRequest(session=name, layer=layer)
             if self.knows(layer):
                 request.position = self._lengths[layer]
             call = PlaneCall(frames.APPEND, request)
@@ -409,13 +412,13 @@ class RemoteSession(Leased):
         return True
 
     def _append_requests(
-        self, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]
+        self, name: str, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]
     ) -> Iterator[attention_pb2.AppendRequest]:
         position = self._lengths[layer] if self.knows(layer) else None
         for index, (key, value) in enumerate(chunks):
             request = attention_pb2.AppendRequest(layer=layer)
             if index == 0:
-                request.session = self._name
+                request.session = name
             if position is not None:
                 request.position = position
                 position += key.shape[0]

@@ -406,9 +406,32 @@ class SessionTest(ServerTest):
         self.session.refresh()
         self.assertEqual(self.session.length(0), 4)
 
-    def test_a_released_session_is_unknown(self) -> None:
+    def test_a_closed_session_refuses_calls(self) -> None:
         self.session.close()
         self.session.close()
+        rows = Case(1)
+        query = rows.query(1)
+        calls: list[Any] = [
+            self.session.refresh,
+            lambda: self.session.append(0, rows.keys, rows.values),
+            lambda: self.session.select(0, query),
+            lambda: self.session.attend(0, query),
+            lambda: self.session.decode(0, query, rows.keys, rows.values),
+            lambda: self.session.fetch(0, np.zeros((2, 1), np.int32)),
+            lambda: self.session.truncate(0),
+            lambda: self.session.fork(1),
+            lambda: self.session.publish([1]),
+            lambda: self.client.batch_attend([kvtier.AttendItem(self.session, 0, query)]),
+        ]
+        for call in calls:
+            with self.assertRaisesRegex(
+                kvtier.FailedPreconditionError,
+                "session: expected an open one, found one that is closed",
+            ):
+                call()
+
+    def test_a_session_that_was_released_by_name_is_unknown(self) -> None:
+        self.client.release(self.session.name)
         with self.assertRaises(kvtier.NotFoundError):
             self.session.refresh()
 

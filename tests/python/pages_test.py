@@ -229,12 +229,22 @@ class PagesTest(ServerTest):
             assert isinstance(data, np.ndarray), data
             np.testing.assert_array_equal(data, page(seed))
 
-    def test_a_closed_lease_is_unknown(self) -> None:
+    def test_a_closed_lease_refuses_calls(self) -> None:
         pages = self.open("closed")
         pages.close()
         pages.close()
-        with self.assertRaises(kvtier.ClientError):
-            pages.lookup([digest(1)], [0])
+        calls: list[Any] = [
+            lambda: pages.lookup([digest(1)], [0]),
+            lambda: pages.find([digest(1)], [0]),
+            lambda: pages.get(["handle"]),
+            lambda: pages.remove(["handle"]),
+        ]
+        for call in calls:
+            with self.assertRaisesRegex(
+                kvtier.FailedPreconditionError,
+                "lease: expected an open one, found one that is closed",
+            ):
+                call()
         gc.collect()
 
 
