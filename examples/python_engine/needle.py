@@ -62,6 +62,13 @@ def attend_options(
     return kvtier.AttendOptions(dense_from=max(0, context - WINDOW), retrieval=chosen)
 
 
+def selection_text(retrieval: kvtier.RetrievalConfig) -> str:
+    """Says how many tokens a head selects, and how."""
+    if retrieval.rule == kvtier.SelectionRule.PRIORITY:
+        return f"{retrieval.top_k} tokens sampled by priority"
+    return f"the {retrieval.top_k} tokens with the highest scores"
+
+
 def answer(
     decoder: Decoder,
     session: kvtier.RemoteSession,
@@ -157,10 +164,13 @@ def main() -> None:
             return
         for options in rows:
             chosen = options.retrieval
-            print("every token is attended" if chosen is None else f"{chosen.top_k} tokens by score")
+            print("every token is attended" if chosen is None else selection_text(chosen))
             session.truncate(task.context)
             ask(decoder, session, task, options, arguments.questions)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except kvtier.ClientError as error:
+        raise SystemExit(f"error: {error}")

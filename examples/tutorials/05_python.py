@@ -62,4 +62,7 @@ def main(server: str) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("expected the address of a server, such as unix:/tmp/kvtier.sock")
-    sys.exit(main(sys.argv[1]))
+    try:
+        sys.exit(main(sys.argv[1]))
+    except kvtier.ClientError as error:
+        sys.exit(f"error: {error}")

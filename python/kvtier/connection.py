@@ -30,6 +30,8 @@ T = TypeVar("T")
 _MAX_MESSAGE_BYTES = 4 << 20
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
+# What grpc's message ends with where nothing listens, before the number of the error in some releases.
+_NO_LISTENER = ("Connection refused", "No such file or directory")
 
 
 def _check_user(user: int) -> None:
@@ -95,21 +97,6 @@ def delay_before(error: ClientError, attempt: int) -> float | None:
     return random.uniform(delay / 2, delay)
 
 
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """Raises as `ClientError` what grpc raises."""
-    try:
-        yield
-    except grpc.RpcError as failure:
-        raise error_of(failure) from None
-    except ValueError as failure:
-        if isinstance(failure, ClientError):
-            raise
-        # So grpc refuses a channel that is closed.
-        message = "client: expected an open client, found one that is closed"
-        raise make_error(ErrorCode.FAILED_PRECONDITION, message) from failure
-
-
 class _Deadline(threading.local):
     """Of the calls of a thread, by the steady clock."""
 
@@ -158,6 +145,31 @@ class Connection:
             raise make_error(ErrorCode.DEADLINE_EXCEEDED, "client: the deadline has passed")
         return min(self.options.timeout, left)
 
+    def error_of(self, failure: Any) -> ClientError:
+        """Returns the error of a call that grpc has raised."""
+        error = error_of(failure)
+        if error.code != ErrorCode.UNAVAILABLE or not error.message.startswith("failed to connect"):
+            return error
+        if not error.message.rstrip(" ()0123456789").endswith(_NO_LISTENER):
+            return error
+        server = self.options.server
+        message = f"server: expected kvtier serve at {server}, found none (start it: kvtier serve)"
+        return make_error(error.code, message, error.details)
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raises as `ClientError` what grpc raises."""
+        try:
+            yield
+        except grpc.RpcError as failure:
+            raise self.error_of(failure) from None
+        except ValueError as failure:
+            if isinstance(failure, ClientError):
+                raise
+            # So grpc refuses a channel that is closed.
+            message = "client: expected an open client, found one that is closed"
+            raise make_error(ErrorCode.FAILED_PRECONDITION, message) from failure
+
     def retry(self, attempt: Callable[[], T]) -> T:
         """Runs `attempt`, which raises `ClientError`, until it is taken or attempts are used up."""
         for i in range(self.options.attempts):
@@ -180,7 +192,7 @@ class Connection:
         """As `call`, of a call that must not be repeated."""
         left = self.seconds_left()
         seconds = left if timeout is None else min(timeout, left)
-        with translated():
+        with self.translated():
             return method(request, timeout=seconds, metadata=self.metadata)
 
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from kvtier import frames, page_plane
 from kvtier.buffers import Bytes, readable, writable
 from kvtier.calls import Caller, Leased
-from kvtier.connection import translated
 from kvtier.data_plane import Channel, PlaneCall
-from kvtier.errors import ClientError, Details, ErrorCode, error_of, invalid, make_error
+from kvtier.errors import ClientError, Details, ErrorCode, invalid, make_error
 from kvtier.v1 import page_pb2, status_pb2, transfer_pb2
 
 _CHUNK_HEAD_BYTES = 256
@@ -291,7 +290,7 @@ class RemotePages(Leased):
         request = transfer_pb2.ReadPagesRequest(
             lease=self.open_name(), handles=handles, stale_reads=stale_reads
         )
-        with translated():
+        with connection.translated():
             responses = connection.transfer.ReadPages(
                 request, timeout=connection.seconds_left(), metadata=connection.metadata
             )
@@ -309,7 +308,7 @@ class RemotePages(Leased):
                     if chunk.last:
                         outcomes[chunk.index] = page
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            raise connection.error_of(failure) from None
         return outcomes
 
 

@@ -7,8 +7,8 @@ from typing import Any, Iterator
 
 import grpc
 
-from kvtier.connection import Connection, Watchdog, translated
-from kvtier.errors import ClientError, ErrorCode, error_of, make_error
+from kvtier.connection import Connection, Watchdog
+from kvtier.errors import ClientError, ErrorCode, make_error
 from kvtier.v1 import attention_pb2
 
 
@@ -37,7 +37,7 @@ class DecodeStream:
         except StopIteration:
             failure = make_error(ErrorCode.UNAVAILABLE, "the server ended the stream")
         except grpc.RpcError as error:
-            failure = error_of(error)
+            failure = self._connection.error_of(error)
         if self._watchdog.stop(self._call) and response is None:
             failure = make_error(
                 ErrorCode.DEADLINE_EXCEEDED, f"the step took longer than {timeout} s"
@@ -64,7 +64,7 @@ class DecodeStream:
             while (request := requests.get()) is not None:
                 yield request
 
-        with translated():
+        with self._connection.translated():
             self._call = self._connection.attention.Decode(
                 sent(), metadata=self._connection.metadata
             )

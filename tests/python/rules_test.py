@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+import socket
 import tempfile
 import threading
 import time
@@ -138,11 +139,30 @@ class RulesTest(unittest.TestCase):
         self.assertEqual(len(ids), 3)
         self.assertEqual(len(set(ids)), 1)
 
+    def test_a_server_that_is_not_there_is_named(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))  # and does not listen
+            for server in (
+                f"unix:{folder}/none.sock",
+                f"unix:{folder}/none/none.sock",
+                f"tcp:127.0.0.1:{bound.getsockname()[1]}",
+            ):
+                with kvtier.Client(server, insecure_tcp=True, attempts=1) as client:
+                    for call in (lambda: client.open(MODEL), lambda: client.open_pages("m", 4096)):
+                        with self.assertRaises(kvtier.UnavailableError) as caught:
+                            call()
+                        self.assertEqual(
+                            caught.exception.message,
+                            f"server: expected kvtier serve at {server}, found none "
+                            "(start it: kvtier serve)",
+                        )
+
     def test_attempts_are_bounded(self) -> None:
         session = self.open(attempts=2)
         self.told.refusals = [(grpc.StatusCode.UNAVAILABLE, ())] * 5
-        with self.assertRaises(kvtier.UnavailableError):
+        with self.assertRaises(kvtier.UnavailableError) as caught:
             session.refresh()
+        self.assertNotIn("expected kvtier serve", caught.exception.message)
         self.assertEqual(len(self.told.requests), 2)
 
     def test_quotas_and_wrong_arguments_are_not_asked_again(self) -> None:
