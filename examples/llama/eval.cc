@@ -268,10 +268,7 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
   result.place = store->place();
   const auto d = static_cast<std::size_t>(config.model.head_dim);
   result.row_bytes = config.memory.page_format == PageFormat::kInt8 ? 2 * d + 8 : 4 * d;
-  result.sketches.push_back(config.retrieval.sketch(config.model.head_dim));
   result.head_dim = config.model.head_dim;
-  result.sketches.insert(result.sketches.end(), config.extra_sketches.begin(),
-                         config.extra_sketches.end());
   for (const TaskCase& task : cases) {
     CaseRun run(decoder, *store, methods, options, task);
     for (std::int64_t i = 0; i < options.sequences; ++i) {

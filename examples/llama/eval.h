@@ -53,7 +53,7 @@ struct EvalRow {
   double effective_sparsity = 0.0;  ///< Rows visible over rows attended.
   double sketch_bytes_read = 0.0;   ///< Mean per query token, KV head and layer.
   double tokens_per_second = 0.0;   ///< Of the tail, whole model.
-  std::size_t device_bytes = 0;     ///< Sketches of the session.
+  std::size_t device_bytes = 0;     ///< Sketches of the session, of all methods together.
   std::size_t host_bytes = 0;       ///< KV pages of the session.
   double pages_restored = 0.0;      ///< Mean per sequence: pages that came back from a tier.
 
@@ -64,8 +64,7 @@ struct EvalRow {
 struct EvalResult {
   std::string place = "cpu";  ///< As `KvStore::place`.
   std::vector<EvalRow> rows;
-  std::vector<SketchConfig> sketches;  ///< That the sessions carried.
-  std::size_t row_bytes = 0;           ///< Of a token and KV head in its page.
+  std::size_t row_bytes = 0;  ///< Of a token and KV head in its page.
   int head_dim = 0;
   std::vector<std::string> left_out;  ///< Methods asked for that kvtier does not allow.
   double prefill_seconds = 0.0;

@@ -1,6 +1,7 @@
 #include "llama/report.h"
 
 #include "kvtier/error.h"
+#include "kvtier/memory.h"
 
 #include "formats/safetensors.h"
 
@@ -12,6 +13,7 @@
 #include <ctime>
 #include <fstream>
 #include <map>
+#include <set>
 
 namespace kvtier::llama {
 namespace {
@@ -68,11 +70,10 @@ void print_header(std::ostream& out, const EvalRow& row, const std::string& plac
   out << "  " << std::string(107, '-') << '\n';
 }
 
-/// How a method takes tokens, and from which bits.
+/// How a method that is not dense takes tokens, and from which bits.
 std::string how_of(const Method& method, int head_dim) {
-  if (method.dense) return {};
   const RetrievalConfig& retrieval = method.retrieval;
-  return format("  %s, %d bits, %s:\n", rule_name(retrieval.rule).c_str(),
+  return format("%s, %d bits, %s", rule_name(retrieval.rule).c_str(),
                 retrieval.sketch(head_dim).num_planes, code_name(retrieval.code).c_str());
 }
 
@@ -118,13 +119,16 @@ void print_legend(std::ostream& out, const EvalRow& row) {
          "  eff.: rows visible over rows attended\n";
 }
 
-std::string sketches_text(const std::vector<SketchConfig>& sketches) {
-  std::string text;
-  for (const SketchConfig& sketch : sketches) {
-    text += (text.empty() ? "" : " + ") + std::to_string(sketch.num_planes) +
-            (sketch.kind == PlaneKind::kGaussian ? " gaussian" : " orthogonal");
-  }
-  return text;
+/// Returns what the sketches of one method take of a session as long as `row`'s.
+std::size_t sketch_bytes(const ModelConfig& model, const EvalRow& row) {
+  Config config;
+  config.model.layers = model.layers;
+  config.model.query_heads = model.query_heads;
+  config.model.kv_heads = model.kv_heads;
+  config.model.head_dim = model.head_dim;
+  config.retrieval = row.method.retrieval;
+  config.memory.max_session_tokens = row.context + row.tail;
+  return session_memory(config, row.context + row.tail).sketches;
 }
 
 void print_placement(std::ostream& out, const ModelConfig& model, const EvalResult& result) {
@@ -133,16 +137,19 @@ void print_placement(std::ostream& out, const ModelConfig& model, const EvalResu
                         [](const EvalRow& a, const EvalRow& b) { return a.context < b.context; });
   const bool on_cuda = result.place == backend_name(Backend::kCuda);
   const auto host = static_cast<double>(row.host_bytes);
-  const auto device = static_cast<double>(row.device_bytes);
   out << "Where the KV lives (" << row.task << ", backend " << result.place << ")\n\n";
   out << format("  %-18s %10s   %s\n", "keys and values", bytes_text(host).c_str(),
                 on_cuda ? "pages in pinned host memory" : "pages in host memory");
-  out << format("  %-18s %10s   %s: %s bits per key, and norms\n", "sketches",
-                bytes_text(device).c_str(),
-                on_cuda ? "in device memory" : "all that a GPU would hold",
-                sketches_text(result.sketches).c_str());
-  out << format("  %-18s %10s   of the size of the keys and values\n", "",
-                format("%.1f %%", 100.0 * device / host).c_str());
+  std::set<std::string> listed;
+  for (const EvalRow& other : result.rows) {
+    if (other.method.dense || other.task != row.task) continue;
+    const std::string how = how_of(other.method, model.head_dim);
+    if (!listed.insert(how).second) continue;
+    const auto bytes = static_cast<double>(sketch_bytes(model, other));
+    out << format("  %-18s %10s   %s: %.1f %% of the keys and values%s\n", "sketches",
+                  bytes_text(bytes).c_str(), how.c_str(), 100.0 * bytes / host,
+                  on_cuda ? ", in device memory" : "");
+  }
   const auto row_bytes = static_cast<double>(result.row_bytes);
   double fewest = row.rows_attended;
   for (const EvalRow& other : result.rows) {
@@ -229,13 +236,16 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_d
 
 void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result) {
   const EvalRow* previous = nullptr;
+  std::string heading;
   for (const EvalRow& row : result.rows) {
     if (previous == nullptr || previous->task != row.task) {
       if (previous != nullptr) out << '\n';
       print_header(out, row, result.place);
+      heading.clear();
     }
-    const std::string how = how_of(row.method, model.head_dim);
-    if (previous == nullptr || how != how_of(previous->method, model.head_dim)) out << how;
+    const std::string how = row.method.dense ? "" : how_of(row.method, model.head_dim);
+    if (!how.empty() && how != heading) out << "  " << how << ":\n";
+    heading = how;
     print_row(out, row);
     previous = &row;
   }

@@ -120,16 +120,21 @@ class Chat:
 
     def where(self) -> str:
         """Says where keys and values are and what they take."""
+        from kvtier.hf.shape import BLOCK_TOKENS
+
         engine = self.cache.engine
         stats = engine.stats().snapshot
         on_gpu = engine.backend == Backend.CUDA
         place = "GPU memory" if engine.memory.placement == KvPlacement.DEVICE else "host memory"
         if engine.memory.placement == KvPlacement.HOST and on_gpu:
             place = "pinned host memory"
+        tokens = self.cache.get_seq_length()
+        room = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
         return (
-            f"{self.cache.get_seq_length()} tokens: keys and values "
+            f"{tokens} tokens: keys and values "
             f"{_mib(stats['host_page_bytes_used'])} in {place}, sketches "
-            f"{_mib(stats['sketch_bytes_used'])} on the {'GPU' if on_gpu else 'CPU'}"
+            f"{_mib(stats['sketch_bytes_used'])} on the {'GPU' if on_gpu else 'CPU'} "
+            f"(room for {room:,} tokens)"
         )
 
 

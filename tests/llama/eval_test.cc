@@ -222,6 +222,7 @@ TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
 }
 
 TEST_F(EvalTest, PrintsAlignedTables) {
+  options_.retrieval.estimators = {"soft_collision", "norm_aware"};
   options_.retrieval.weightings = {"linear", "logit"};
   const EvalResult result = run();
   std::ostringstream out;
@@ -231,6 +232,9 @@ TEST_F(EvalTest, PrintsAlignedTables) {
   EXPECT_THAT(out.str(), HasSubstr("soft_collision, linear"));
   EXPECT_THAT(out.str(), HasSubstr("Where the KV lives"));
   EXPECT_THAT(out.str(), HasSubstr("left out: soft_collision has no value weighting logit"));
+  for (const char* sketches : {"   top_k, 600 bits, sign: ", "   priority, 256 bits, scalar: "}) {
+    EXPECT_THAT(out.str(), HasSubstr(sketches));
+  }
   std::istringstream lines(out.str());
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 110U) << line;
 }

@@ -207,6 +207,7 @@ class CommandsTest(unittest.TestCase):
         self.assertIn("Paris", first)
         self.assertIn("Rome", second)
         self.assertEqual(len(re.findall(r"tokens/s; \d+ tokens: keys and values", err)), 2)
+        self.assertEqual(err.count("sketches 3.2 MiB on the CPU (room for 1,024 tokens)"), 2)
         for preset in kvtier.chat.PRESETS:
             with self.subTest(preset):
                 more = ["--preset", preset, "--k", "32", "--new-tokens", "8"]

@@ -21,7 +21,7 @@ from kvtier.config import (
 from kvtier.engine_config import Backend, MemoryConfig
 from kvtier.errors import invalid
 
-_BLOCK_TOKENS = 1024  # of sketches, the unit in which a session takes them
+BLOCK_TOKENS = 1024  # of sketches, the unit in which a session takes them
 _MAX_PLANES = 1024
 
 
@@ -102,11 +102,11 @@ def memory_config(
     time."""
     if backend == Backend.AUTO:
         backend = Backend.CUDA if torch.cuda.is_available() else Backend.CPU
-    memory = MemoryConfig(max_session_tokens=tokens + _BLOCK_TOKENS, max_batch_rows=rows)
+    memory = MemoryConfig(max_session_tokens=tokens + BLOCK_TOKENS, max_batch_rows=rows)
     session = kvtier.session_memory(model, tokens + 2 * memory.page_tokens, retrieval, memory)
     memory = replace(memory, host_bytes=sessions * session.pages)
     device_bytes = kvtier.device_bytes_for(
-        model, tokens + _BLOCK_TOKENS, sessions, retrieval, memory, backend=backend
+        model, tokens + BLOCK_TOKENS, sessions, retrieval, memory, backend=backend
     )
     return replace(memory, device_bytes=device_bytes, max_session_tokens=tokens)
 
