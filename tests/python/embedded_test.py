@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import logging
 import sys
 import threading
-import dataclasses
 import unittest
 from pathlib import Path
 from typing import Any
@@ -587,7 +589,10 @@ class DocumentTest(unittest.TestCase):
         text = (ROOT / "docs" / "python.md").read_text()
         example = text.split("```python\n")[1].split("```")[0]
         found: dict[str, Any] = {}
-        exec(example, found)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(example, found)
+        self.assertEqual(printed.getvalue(), f"(1, 8, 64) {found['engine'].backend}\n")
         self.assertEqual(found["out"].shape, (1, 8, 64))
         self.assertTrue(np.isfinite(found["lse"]).all())
 
