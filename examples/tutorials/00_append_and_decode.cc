@@ -51,7 +51,7 @@ int main() try {
   const Tensor dense =
       tutorial::dense_attention(config.model, query, keys, values, session.length());
   const double sparse_error = tutorial::relative_error(out, dense);
-  std::printf("128 of %lld tokens by score: relative error %.4f, missed mass of head 0 %.4f\n",
+  std::printf("128 of %lld tokens by priority: relative error %.4f, missed mass of head 0 %.4f\n",
               static_cast<long long>(session.length()), sparse_error, double{missed[0]});
 
   // With k above the length, every token is attended: the result is dense attention.
