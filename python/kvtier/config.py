@@ -132,8 +132,9 @@ class SketchConfig(Settings):
 
 @dataclass(frozen=True)
 class RetrievalConfig(Settings):
-    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`. The defaults are nearest
-    to dense attention for the bytes and rows that they cost; `socket` has the paper's."""
+    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`. The defaults measure
+    nearest to dense attention for the bytes and rows that they cost, unless rows are few
+    (docs/choosing.md); `socket` has the paper's."""
 
     estimator: Estimator = Estimator.NORM_AWARE
     value_weighting: ValueWeighting = ValueWeighting.DEFAULT
