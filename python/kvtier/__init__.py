@@ -183,6 +183,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(
             f"kvtier.{name}: expected the package kvtier-engine, found none "
-            "(in a checkout: pip install ./python/engine)"
+            "(in a checkout: pip install ./python ./python/engine)"
         ) from error
     return getattr(kvtier_engine, name)

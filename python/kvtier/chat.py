@@ -201,6 +201,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
         from kvtier.hf import KvtierCache, graphed
+
+        kvtier.Engine  # noqa: B018
     except ModuleNotFoundError as error:
         package = (error.name or "").replace("_", "-")
         print(
@@ -208,6 +210,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             "(in a checkout: pip install './python[hf]' ./python/engine)",
             file=sys.stderr,
         )
+        return 1
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     if options.device is None:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"

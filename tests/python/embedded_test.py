@@ -603,7 +603,7 @@ class ImportTest(unittest.TestCase):
         sys.modules["kvtier_engine"] = None  # type: ignore[assignment]
         try:
             with self.assertRaisesRegex(
-                ImportError, "expected the package kvtier-engine, found none .*pip install ./python/engine"
+                ImportError, "expected the package kvtier-engine, found none .*pip install ./python ./python/engine"
             ):
                 kvtier.Engine  # noqa: B018
         finally:
