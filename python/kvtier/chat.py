@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ContextManager, Optional, Sequence
 import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
 from kvtier.engine_config import Backend, KvPlacement
-from kvtier.errors import invalid
+from kvtier.errors import invalid, without_package
 
 # torch, transformers and kvtier.hf are imported where they are used: --help and the errors of
 # options need none of them.
@@ -203,16 +203,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         from kvtier.hf import KvtierCache, graphed
 
         kvtier.Engine  # noqa: B018
-    except ModuleNotFoundError as error:
-        package = (error.name or "").replace("_", "-")
-        print(
-            f"error: expected the package {package}, found none "
-            "(in a checkout: pip install './python[hf]' ./python/engine)",
-            file=sys.stderr,
-        )
-        return 1
     except ImportError as error:
-        print(f"error: {error}", file=sys.stderr)
+        command = "pip install './python[hf]' ./python/engine"
+        print(without_package(error, command), file=sys.stderr)
         return 1
     if options.device is None:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -180,6 +180,14 @@ def invalid(message: str) -> InvalidArgumentError:
     return InvalidArgumentError(ErrorCode.INVALID_ARGUMENT, message)
 
 
+def without_package(error: ImportError, command: str) -> str:
+    """Returns what a program says that cannot import a package which `command` installs."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"error: {error}"
+    package = error.name.replace("_", "-")
+    return f"error: expected the package {package}, found none (in a checkout: {command})"
+
+
 def error_of(failure: Any) -> ClientError:
     """Returns the error of a call that failed (`grpc.RpcError`, which is the call as well)."""
     code: grpc.StatusCode = failure.code()

@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
-import torch
-from safetensors.torch import save_file
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from kvtier.errors import InvalidArgumentError, invalid, without_package
 
-from kvtier.errors import InvalidArgumentError, invalid
-from kvtier.hf.shape import layer_windows, text_config
+# What the extra `record` brings is imported where it is used: --help and the errors of options need
+# none of it.
+if TYPE_CHECKING:
+    import torch
 
 _NAME = "kvtier_record"
 _DEFAULT_LAYERS = 8
@@ -32,6 +30,13 @@ def record(model: Any, ids: torch.Tensor, steps: int, layers: Sequence[int]) -> 
     head_dim], `.q` and `.o` [query_heads, steps, head_dim]. `ids`: [1, tokens]. `layers`: indices,
     which attend to all tokens. Queries are scaled such that attention divides their products by
     sqrt(head_dim). `InvalidArgumentError` for layers that no trace can describe."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    from kvtier.hf.shape import layer_windows, text_config
+
     windows = layer_windows(text_config(model.config))
     if not 0 < steps <= ids.shape[1]:
         raise invalid(f"steps: expected 1 to {ids.shape[1]}, found {steps}")
@@ -105,9 +110,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="of the weights (default auto: the model's)",
     )
-    result.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
-    )
+    result.add_argument("--device", help="of the model (default: cuda where there is a GPU, else cpu)")
     return result
 
 
@@ -117,6 +120,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         parser().error(f"--model: expected a folder with config.json, found {options.model}")
     if not options.text.is_file():
         parser().error(f"--text: expected a file, found {options.text}")
+    try:
+        import torch
+        from safetensors.torch import save_file
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from kvtier.hf.shape import layer_windows, text_config
+    except ImportError as error:
+        print(without_package(error, "pip install './python[record]'"), file=sys.stderr)
+        return 1
+    if options.device is None:
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = model.to(options.device).eval()

@@ -40,9 +40,9 @@ class Imports(unittest.TestCase):
         visit("kvtier.client", [])
         self.assertLess({"kvtier.session", "kvtier.pages", "kvtier.lease"}, done)
 
-    def test_the_options_of_the_chat_need_no_torch(self) -> None:
-        def chat(*arguments: str) -> subprocess.CompletedProcess[str]:
-            program = "import sys; sys.modules['torch'] = None; from kvtier.chat import main; sys.exit(main())"
+    def test_options_of_programs_need_no_torch(self) -> None:
+        def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+            program = f"import sys; sys.modules['torch'] = None; from kvtier.{name} import main; sys.exit(main())"
             return subprocess.run(
                 [sys.executable, "-c", program, *arguments],
                 capture_output=True,
@@ -50,12 +50,16 @@ class Imports(unittest.TestCase):
                 timeout=PATIENCE,
             )
 
-        self.assertIn("--preset", chat("--help").stdout)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text("{}")
-            found = chat("--model", folder)
-        self.assertEqual(found.returncode, 1)
-        self.assertRegex(found.stderr, "^error: expected the package torch, found none .*pip install")
+            text = ["--text", f"{folder}/config.json", "--out", f"{folder}/out"]
+            for name, more in (("chat", []), ("record", text)):
+                self.assertIn("--dtype {auto,", run(name, "--help").stdout)
+                found = run(name, "--model", folder, *more)
+                self.assertEqual(found.returncode, 1)
+                self.assertRegex(
+                    found.stderr, "^error: expected the package torch, found none .*pip install"
+                )
 
 
 if __name__ == "__main__":
