@@ -112,6 +112,12 @@ std::size_t row_bytes(const StressOptions& options) {
 
 void read_shape(const std::filesystem::path& config, StressOptions& options) {
   const json document = read_decoder(config);
+  constexpr const char* kLatent = "kv_lora_rank";
+  if (document.contains(kLatent) && !document[kLatent].is_null()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                config.string() + ": expected standard attention, found latent attention (" +
+                    kLatent + " " + document[kLatent].dump() + ")");
+  }
   const int heads = field(config, document, "num_attention_heads");
   options.layers = field(config, document, "num_hidden_layers");
   options.query_heads = heads;

@@ -50,7 +50,8 @@ struct Plan {
 };
 
 /// Reads layers, heads and head_dim into `options`. Throws `kNotFound` for a file that cannot be
-/// read, `kInvalidArgument` for one that does not say them.
+/// read, `kInvalidArgument` for one that does not say them, or says latent attention, which kvtier
+/// does not have.
 void read_shape(const std::filesystem::path& config, StressOptions& options);
 
 /// Returns the layers with a sliding window, as transformers reads `sliding_window`, `layer_types`

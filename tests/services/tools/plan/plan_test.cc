@@ -106,6 +106,14 @@ TEST_F(PlanTest, RefusesConfigurationsThatDoNotSay) {
   EXPECT_THAT(read(R"({"num_attention_heads": 4})"), HasSubstr("expected num_hidden_layers"));
   EXPECT_THAT(read(R"({"num_attention_heads": "4"})"),
               HasSubstr("num_attention_heads: expected 1 to 1048576, found \"4\""));
+  const std::string shape = kShape;
+  const std::string all_but_brace = shape.substr(0, shape.size() - 1);
+  EXPECT_THAT(read(all_but_brace + R"(, "kv_lora_rank": 512})"),
+              HasSubstr("expected standard attention, found latent attention "
+                        "(kv_lora_rank 512)"));
+  EXPECT_FALSE(options.layers);
+  EXPECT_NO_THROW(
+      read_shape(write("standard.json", all_but_brace + R"(, "kv_lora_rank": null})"), options));
   EXPECT_THAT(refusal(ErrorCode::kNotFound, [&] { read_shape(file("none"), options); }),
               HasSubstr("--model: expected a file"));
 }
