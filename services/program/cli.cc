@@ -67,7 +67,7 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   if (app.got_subcommand("completion")) run_completion(app, manual_command, console);
   if (app.got_subcommand("man")) run_man(app, manual_command, kVersion, console);
   if (app.got_subcommand("calibrate")) run_calibrate(std::move(calibrate_command), console);
-  if (app.got_subcommand("plan")) run_plan(plan_command, console);
+  if (app.got_subcommand("plan")) return run_plan(plan_command, console);
   if (app.got_subcommand("top")) run_top(top_command, console);
   if (app.got_subcommand("replay")) run_replay(replay_command, console);
   return 0;

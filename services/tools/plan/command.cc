@@ -23,7 +23,9 @@ std::string bytes(std::size_t count) { return show_bytes(static_cast<double>(cou
 
 void add_plan(CLI::App& program, PlanCommand& command) {
   CLI::App& app = *program.add_subcommand(
-      "plan", "Compute the memory of a model at a length, its largest context, and its speed");
+      "plan",
+      "Compute the memory of a model at a length, its largest context, and its speed; exit status "
+      "1 where it does not fit");
   StressOptions& options = command.options;
   options.estimator = Estimator::kNormAware;
   app.add_option("--model", command.model, "A config.json of Hugging Face, or its folder")
@@ -51,7 +53,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
       ->capture_default_str();
 }
 
-void run_plan(const PlanCommand& command, const Console& console) {
+int run_plan(const PlanCommand& command, const Console& console) {
   const Plan plan = make_plan(command);
   const StressOptions& options = plan.options;
   const MemoryNeed& need = plan.need;
@@ -70,7 +72,11 @@ void run_plan(const PlanCommand& command, const Console& console) {
                 "read in " + std::to_string(plan.windows.layers) + " of " +
                     std::to_string(*options.layers) + " layers; their KV is kept whole");
   }
-  out << line("KV", bytes(need.pages), "host memory")
+  const auto verdict = [](bool fits) { return fits ? "fits" : "does not fit"; };
+  const std::string of_host = command.host_bytes ? " of " + bytes(*command.host_bytes) : "";
+  out << line("KV", bytes(need.pages) + of_host,
+              std::string("host memory") +
+                  (command.host_bytes ? std::string(": ") + verdict(plan.fits_host) : ""))
       << line("weights", bytes(plan.weights), weights)
       << line("sketches", bytes(need.sketches), "on the GPU")
       << line("tables", bytes(need.tables), "on the GPU")
@@ -79,7 +85,7 @@ void run_plan(const PlanCommand& command, const Console& console) {
       << line("GPU in all",
               bytes(need.device() + plan.weights + plan.row_cache) + " of " +
                   bytes(command.gpu_bytes),
-              plan.fits ? "fits" : "does not fit");
+              verdict(plan.fits_gpu));
   out << line("largest context",
               plan.largest_tokens == 0 ? "none" : std::to_string(plan.largest_tokens) + " tokens",
               command.host_bytes ? "" : "with as much host memory as it takes");
@@ -90,13 +96,15 @@ void run_plan(const PlanCommand& command, const Console& console) {
     out << line("reads", format("%.2f ms", *plan.read_seconds * 1e3),
                 "a token, weights and sketches of each sequence");
   }
-  if (!plan.fetch_seconds && !plan.read_seconds) return;
+  const int exit_code = plan.fits_gpu && plan.fits_host ? 0 : 1;
+  if (!plan.fetch_seconds && !plan.read_seconds) return exit_code;
   const double seconds = plan.fetch_seconds.value_or(0.0) + plan.read_seconds.value_or(0.0);
   const bool both = plan.fetch_seconds && plan.read_seconds;
   out << line(
       "speed",
       (both ? "about " : "at most ") + format("%.1f", 1.0 / std::max(seconds, 1e-9)) + " tokens/s",
       "of one sequence; attention over the fetched rows is not counted");
+  return exit_code;
 }
 
 }  // namespace kvtier::services

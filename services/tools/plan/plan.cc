@@ -63,9 +63,16 @@ int full_every(const std::filesystem::path& path, const json& config) {
                                                    : otherwise;
 }
 
+bool fits_gpu(const PlanCommand& command, const MemoryNeed& need, std::size_t weights) {
+  return need.device() + weights <= command.gpu_bytes;
+}
+
+bool fits_host(const PlanCommand& command, const MemoryNeed& need) {
+  return !command.host_bytes || need.pages <= *command.host_bytes;
+}
+
 bool has_room(const PlanCommand& command, const MemoryNeed& need, std::size_t weights) {
-  return need.device() + weights <= command.gpu_bytes &&
-         (!command.host_bytes || need.pages <= *command.host_bytes);
+  return fits_gpu(command, need, weights) && fits_host(command, need);
 }
 
 /// Whether a context fits. An engine is started only where the rest fits.
@@ -179,7 +186,8 @@ Plan make_plan(const PlanCommand& command) {
   if (!command.calibration.empty()) calibration = read_calibration(command.calibration);
 
   plan.need = memory_need(plan.options);
-  plan.fits = has_room(command, plan.need, plan.weights);
+  plan.fits_gpu = fits_gpu(command, plan.need, plan.weights);
+  plan.fits_host = fits_host(command, plan.need);
   const std::size_t taken = plan.need.device() + plan.weights;
   plan.row_cache = std::min(most_row_cache(plan.options),
                             command.gpu_bytes - std::min(command.gpu_bytes, taken));

@@ -41,7 +41,8 @@ struct Plan {
   MemoryNeed need;
   std::size_t weights = 0;
   std::size_t row_cache = 0;  ///< What the GPU has left for it, as far as steps have a use for it.
-  bool fits = false;
+  bool fits_gpu = false;      ///< Without the row cache, which takes what is left.
+  bool fits_host = false;
   std::int64_t largest_tokens = 0;  ///< Of one sequence; 0: none fits.
   /// Seconds in which a token's rows cross the link; nothing without a calibration.
   std::optional<double> fetch_seconds;
@@ -69,7 +70,7 @@ void read_shape(const std::filesystem::path& config, StressOptions& options);
 /// Adds the subcommand and its options to a program.
 void add_plan(CLI::App& program, PlanCommand& command);
 
-/// Writes a plan as text.
-void run_plan(const PlanCommand& command, const Console& console);
+/// Writes a plan as text. Returns 0, or 1 where the model does not fit.
+[[nodiscard]] int run_plan(const PlanCommand& command, const Console& console);
 
 }  // namespace kvtier::services

@@ -136,7 +136,8 @@ TEST_F(PlanTest, FollowsTheFormulasOfTheManual) {
   constexpr std::size_t kTokens = 65536 + kWarmupSteps + 1;
   EXPECT_EQ(plan.need.pages, 4U * 2 * 4 * 64 * ((kTokens + 63) / 64 * 64));
   EXPECT_EQ(plan.need.sketches, 4U * 2 * 36 * 1024 * (kTokens / 1024 + 1));
-  EXPECT_TRUE(plan.fits);
+  EXPECT_TRUE(plan.fits_gpu);
+  EXPECT_TRUE(plan.fits_host);
   EXPECT_FALSE(plan.fetch_seconds || plan.read_seconds);
 }
 
@@ -146,13 +147,14 @@ TEST_F(PlanTest, FindsTheLargestContext) {
   const std::int64_t largest = make_plan(wanted).largest_tokens;
   EXPECT_GT(largest, 0);
   wanted.options.tokens = largest;
-  EXPECT_TRUE(make_plan(wanted).fits);
+  EXPECT_TRUE(make_plan(wanted).fits_gpu);
   wanted.options.tokens = largest + 1024;
-  EXPECT_FALSE(make_plan(wanted).fits);
+  EXPECT_FALSE(make_plan(wanted).fits_gpu);
 
   wanted.host_bytes = 64 * MiB;  // pages of 2 KiB a token
   wanted.options.tokens = 65536;
-  EXPECT_FALSE(make_plan(wanted).fits);
+  EXPECT_FALSE(make_plan(wanted).fits_host);
+  EXPECT_TRUE(make_plan(wanted).fits_gpu);
   EXPECT_EQ(make_plan(wanted).largest_tokens, 31 * 1024);
   wanted.weight_bytes = 2 * GiB;
   EXPECT_EQ(make_plan(wanted).largest_tokens, 0);
@@ -205,6 +207,27 @@ TEST_F(PlanTest, LayersWithAWindowReadThatAlone) {
   wanted.options.tokens = 1024;
   wanted.options.top_k = 512;
   EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 256 * (1024 / 20e9 + 3 * 1920 / 20e9), 1e-12);
+}
+
+TEST_F(PlanTest, SaysWhichMemoryDoesNotFit) {
+  const auto plan = [&](const char* gpu, const char* host) {
+    return run_kvtier({"plan", "--model", write("config.json", kShape), "--backend", "cpu", "--gpu",
+                       gpu, "--host", host});
+  };
+  const CliResult fits = plan("1G", "1G");
+  EXPECT_EQ(fits.code, 0) << fits.err;
+  EXPECT_THAT(fits.out, HasSubstr("of 1.0 GiB  host memory: fits\n"));
+  EXPECT_THAT(fits.out, HasSubstr("of 1.0 GiB  fits\n"));
+
+  const CliResult host = plan("1G", "1M");
+  EXPECT_EQ(host.code, 1);
+  EXPECT_THAT(host.out, HasSubstr("of 1.0 MiB  host memory: does not fit\n"));
+  EXPECT_THAT(host.out, HasSubstr("of 1.0 GiB  fits\n"));
+
+  const CliResult gpu = plan("1M", "1G");
+  EXPECT_EQ(gpu.code, 1);
+  EXPECT_THAT(gpu.out, HasSubstr("of 1.0 GiB  host memory: fits\n"));
+  EXPECT_THAT(gpu.out, HasSubstr("of 1.0 MiB  does not fit\n"));
 }
 
 TEST_F(PlanTest, IsACommand) {
