@@ -1,3 +1,5 @@
+#include "services/tools/stress/command.h"
+
 #include "services/console/enum_names.h"
 #include "services/console/named_option.h"
 #include "services/console/text.h"
@@ -28,8 +30,10 @@ void add_plan(CLI::App& program, PlanCommand& command) {
       "1 where it does not fit");
   StressOptions& options = command.options;
   options.estimator = Estimator::kNormAware;
-  app.add_option("--model", command.model, "A config.json of Hugging Face, or its folder")
-      ->required();
+  CLI::Option* preset = add_preset(app, options);
+  app.add_option("--model", command.model,
+                 "A config.json of Hugging Face, or its folder; this or --preset is required")
+      ->excludes(preset);
   add_size(app, "--tokens", options.tokens,
            "Tokens of context, for example 64K or 1M (default 64K)");
   add_size(app, "--gpu", command.gpu_bytes, "Memory of the GPU, for example 80G")->required();
@@ -51,6 +55,11 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   app.add_option("--hits", command.hits, "Share of selected rows that are on the GPU already")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
+  app.parse_complete_callback([&command] {
+    if (command.model.empty() && command.options.preset.empty()) {
+      throw CLI::RequiredError("--model or --preset");
+    }
+  });
 }
 
 int run_plan(const PlanCommand& command, const Console& console) {

@@ -176,12 +176,15 @@ std::size_t weight_bytes_beside(const std::filesystem::path& config) {
 Plan make_plan(const PlanCommand& command) {
   Plan plan;
   plan.options = command.options;
+  const bool has_file = !command.model.empty();
   const std::filesystem::path config = config_file(command.model);
-  read_shape(config, plan.options);
+  if (has_file) read_shape(config, plan.options);
   plan.options.steps = 1;
   plan.options.row_cache_rows = 0;
   plan.options.resolve();
-  plan.weights = command.weight_bytes ? *command.weight_bytes : weight_bytes_beside(config);
+  plan.weights = command.weight_bytes ? *command.weight_bytes
+                 : has_file           ? weight_bytes_beside(config)
+                                      : 0;
   std::optional<Calibration> calibration;
   if (!command.calibration.empty()) calibration = read_calibration(command.calibration);
 
@@ -192,7 +195,7 @@ Plan make_plan(const PlanCommand& command) {
   plan.row_cache = std::min(most_row_cache(plan.options),
                             command.gpu_bytes - std::min(command.gpu_bytes, taken));
   plan.largest_tokens = largest_context(command, plan.options, plan.weights);
-  plan.windows = read_windows(config);
+  if (has_file) plan.windows = read_windows(config);
   const double full_layers = *plan.options.layers - plan.windows.layers;
   if (calibration) {
     const double heads = *plan.options.kv_heads;

@@ -17,14 +17,14 @@ namespace kvtier::services {
 
 /// The subcommand `plan`.
 struct PlanCommand {
-  std::string model;  ///< A config.json of Hugging Face, or its folder.
+  std::string model;  ///< A config.json of Hugging Face, or its folder; empty: `options.preset`.
   std::size_t gpu_bytes = 0;
   std::optional<std::size_t> host_bytes;    ///< Left out: any number.
   std::optional<std::size_t> weight_bytes;  ///< Left out: of the files beside the configuration.
   std::string calibration;                  ///< Empty: none.
   std::optional<double> device_gb_per_s;    ///< Rate at which the GPU reads its memory.
   double hits = 0.0;                        ///< Share of the rows that are found on the GPU.
-  StressOptions options;                    ///< Without the shape.
+  StressOptions options;                    ///< Without the shape, or with a preset.
 };
 
 /// Layers with a sliding window, of which a step reads the last tokens alone. Their KV and sketches

@@ -27,14 +27,19 @@ constexpr std::array<std::pair<std::string_view, DriftModel>, 2> kDriftNames{
 
 }  // namespace
 
+CLI::Option* add_preset(CLI::App& app, StressOptions& options) {
+  std::vector<std::string> presets;
+  for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
+  return app
+      .add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
+      ->check(CLI::IsMember(presets));
+}
+
 void add_stress(CLI::App& program, StressCommand& command) {
   CLI::App& app = *program.add_subcommand(
       "stress", "Decode over a long synthetic context and measure speed, memory and recall");
   StressOptions& options = command.options;
-  std::vector<std::string> presets;
-  for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
-  app.add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
-      ->check(CLI::IsMember(presets));
+  add_preset(app, options);
   add_size(app, "--tokens", options.tokens,
            "Tokens of context, for example 64K or 1M (default 64K)");
   app.add_option("--layers", options.layers, "Layers (default 1)");

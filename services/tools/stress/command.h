@@ -9,7 +9,8 @@
 
 namespace CLI {
 class App;
-}
+class Option;
+}  // namespace CLI
 
 namespace kvtier::services {
 
@@ -18,6 +19,9 @@ struct StressCommand {
   std::string json;
   StressOptions options;
 };
+
+/// Adds --preset, which every command has that takes a shape.
+CLI::Option* add_preset(CLI::App& app, StressOptions& options);
 
 /// Adds the subcommand and its options to a program.
 void add_stress(CLI::App& program, StressCommand& command);

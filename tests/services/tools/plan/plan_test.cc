@@ -8,12 +8,16 @@
 #include <gmock/gmock.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <sstream>
 
 namespace kvtier::services {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 constexpr const char* kShape =
     R"({"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})";
@@ -136,6 +140,11 @@ TEST_F(PlanTest, FollowsTheFormulasOfTheManual) {
   constexpr std::size_t kTokens = 65536 + kWarmupSteps + 1;
   EXPECT_EQ(plan.need.pages, 4U * 2 * 4 * 64 * ((kTokens + 63) / 64 * 64));
   EXPECT_EQ(plan.need.sketches, 4U * 2 * 36 * 1024 * (kTokens / 1024 + 1));
+  const auto regions = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
+  EXPECT_EQ(plan.need.tables, 4 * (256 + regions(8 * ((kTokens + 63) / 64)) +
+                                   regions(8 * ((kTokens + 1023) / 1024)) + 2 * 256 * 129));
+  constexpr std::size_t kCachedRows = 4 * 512;  // four times those of a step
+  EXPECT_EQ(plan.row_cache, 4U * 2 * (kCachedRows / 32) * (32 * (4 * 64 + 8) + 16));
   EXPECT_TRUE(plan.fits_gpu);
   EXPECT_TRUE(plan.fits_host);
   EXPECT_FALSE(plan.fetch_seconds || plan.read_seconds);
@@ -207,6 +216,48 @@ TEST_F(PlanTest, LayersWithAWindowReadThatAlone) {
   wanted.options.tokens = 1024;
   wanted.options.top_k = 512;
   EXPECT_NEAR(*make_plan(wanted).fetch_seconds, 256 * (1024 / 20e9 + 3 * 1920 / 20e9), 1e-12);
+}
+
+TEST_F(PlanTest, TakesTheShapeOfAPreset) {
+  const CliResult result =
+      run_kvtier({"plan", "--preset", "qwen3-8b", "--backend", "cpu", "--gpu", "80G"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, StartsWith("36 layers, 32 query heads, 8 KV heads, head_dim 128; 65536"));
+  EXPECT_THAT(result.out, HasSubstr("not counted"));
+
+  const CliResult neither = run_kvtier({"plan", "--gpu", "80G"});
+  EXPECT_EQ(neither.code, 2);
+  EXPECT_THAT(neither.err, HasSubstr("--model or --preset is required"));
+  const CliResult both =
+      run_kvtier({"plan", "--preset", "qwen3-8b", "--model", "config.json", "--gpu", "80G"});
+  EXPECT_EQ(both.code, 2);
+  EXPECT_THAT(both.err, HasSubstr("excludes"));
+}
+
+/// Splits a command line at its spaces.
+std::vector<std::string> words(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
+TEST(MemoryManual, ShowsWhatTheProgramPrints) {
+  const std::filesystem::path manual =
+      recorded_trace().parent_path().parent_path().parent_path() / "docs" / "memory.md";
+  if (!exists(manual)) GTEST_SKIP() << "no source tree on this machine";
+  const std::string text = read_text(manual);
+  const std::string begin = "```sh\nbuild/release/services/kvtier ";
+  const std::string between = "\n```\n```\n";
+  int examples = 0;
+  for (std::size_t at = text.find(begin); at != std::string::npos; at = text.find(begin, at + 1)) {
+    const std::size_t command = at + begin.size();
+    const std::size_t end = text.find(between, command);
+    ASSERT_NE(end, std::string::npos);
+    const std::size_t output = end + between.size();
+    const CliResult result = run_kvtier(words(text.substr(command, end - command)));
+    EXPECT_EQ(result.out + result.err, text.substr(output, text.find("```\n", output) - output));
+    ++examples;
+  }
+  EXPECT_EQ(examples, 2);
 }
 
 TEST_F(PlanTest, SaysWhichMemoryDoesNotFit) {
