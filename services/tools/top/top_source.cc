@@ -41,9 +41,10 @@ TopSource admin_source(const std::string& address) {
     v1::GetMetricsResponse response;
     const grpc::Status status = stub->GetMetrics(&context, request, &response);
     if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED) {
+      const bool is_default = address == "unix:" + default_socket_folder() + "/kvtier.sock";
       throw Error(ErrorCode::kInvalidArgument,
                   "server: expected an admin socket, found that of clients at " + address +
-                      ": try " + address + ".admin");
+                      (is_default ? ": leave out --server" : ": try " + address + ".admin"));
     }
     if (!status.ok()) {
       throw Error(ErrorCode::kUnavailable, "server: expected AdminService at " + address +

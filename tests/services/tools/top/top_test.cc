@@ -124,7 +124,7 @@ TEST_F(TopTest, SaysWhyThereIsNothingToShow) {
   for (const Case& c : std::vector<Case>{
            {{"--server", nowhere}, "expected AdminService at " + nowhere},
            {{"--metrics", nowhere}, "expected a page, found No such file"},
-           {{"--server", "unix:" + (folder_ / "x.sock").string()}, "found that of clients at"},
+           {{"--server", "unix:" + (folder_ / "x.sock").string()}, "x.sock: try unix:"},
            {{"--metrics", "http://127.0.0.1:1/"}, "tcp:127.0.0.1:1"},
            {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH"},
            {{"--server", admin_}, "expected a terminal, found none"}}) {
@@ -134,6 +134,22 @@ TEST_F(TopTest, SaysWhyThereIsNothingToShow) {
     EXPECT_EQ(top.wait(), 1);
     EXPECT_THAT(err("top"), HasSubstr(c.message));
   }
+}
+
+TEST_F(TopTest, FindsTheAdminSocketBesideTheDefaultOne) {
+  const std::vector<std::string> environment{"XDG_RUNTIME_DIR=" + folder_.string()};
+  Program server(KVTIER_BINARY, {"kvtier", "serve", "--backend", "cpu"}, environment,
+                 folder_ / "default");
+  ASSERT_THAT(server.read_line(), HasSubstr("listening on")) << err("default");
+  const std::string clients = "unix:" + (folder_ / "kvtier" / "kvtier.sock").string();
+  Program wrong(KVTIER_BINARY, {"kvtier", "top", "--server", clients, "--json"}, environment,
+                folder_ / "top");
+  EXPECT_EQ(wrong.wait(), 1);
+  EXPECT_THAT(err("top"),
+              HasSubstr("found that of clients at " + clients + ": leave out --server"));
+  Program right(KVTIER_BINARY, {"kvtier", "top", "--json"}, environment, folder_ / "top");
+  EXPECT_EQ(MetricsReading::parse(right.read_line()).sum("kvtier_server_state"), 1) << err("top");
+  EXPECT_EQ(right.wait(), 0);
 }
 
 TEST_F(TopTest, FillsATerminalUntilQIsPressed) {
