@@ -52,13 +52,4 @@ CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names&
       ->check(CLI::IsMember(names_in(names)));
 }
 
-/// Adds an option that takes sizes such as 64K or 1G (2^10, 2^30), in any case.
-template <typename Number>
-CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
-                      const std::string& description) {
-  return app.add_option(flag, to, description)
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::NonNegativeNumber);
-}
-
 }  // namespace kvtier::services

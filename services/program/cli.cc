@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/log.h"
+#include "services/console/number_option.h"
 #include "services/serve/serve.h"
 #include "services/tools/calibrate/calibrate.h"
 #include "services/tools/manual/command.h"
@@ -50,6 +51,7 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_plan(app, plan_command);
   ManualCommand manual_command;
   add_manual(app, manual_command);
+  expect_numbers(app);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));

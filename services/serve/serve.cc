@@ -5,6 +5,7 @@
 #include "services/console/enum_names.h"
 #include "services/console/log.h"
 #include "services/console/named_option.h"
+#include "services/console/number_option.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/serve/option.h"
 #include "services/serve/secret_files.h"
@@ -26,21 +27,6 @@
 
 namespace kvtier::services {
 namespace {
-
-/// A number within bounds; unlike CLI::Range it refuses NaN, which no comparison finds outside.
-CLI::Validator seconds_between(double lowest, double highest) {
-  return CLI::Validator(
-      [lowest, highest](std::string& text) {
-        double value = 0.0;
-        const bool within =
-            CLI::detail::lexical_cast(text, value) && lowest <= value && value <= highest;
-        if (within) return std::string();
-        std::ostringstream problem;
-        problem << "expected " << lowest << " to " << highest << ", found " << text;
-        return problem.str();
-      },
-      "SECONDS");
-}
 
 /// Returns the line of a TOML text on which a key stands, or 0.
 int line_of(const std::string& text, const std::string& key) {
@@ -253,11 +239,11 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   };
   const auto add_number = [&add](const char* flag, auto& to, int lowest, int highest,
                                  const char* description) {
-    add(flag, to, description)->check(CLI::Range(lowest, highest))->capture_default_str();
+    add(flag, to, description)->check(between(lowest, highest))->capture_default_str();
   };
   const auto add_seconds = [&add](const char* flag, double& to, double lowest, double highest,
                                   const char* description) {
-    add(flag, to, description)->check(seconds_between(lowest, highest))->capture_default_str();
+    add(flag, to, description)->check(between(lowest, highest))->capture_default_str();
   };
   add("--config", command.config_file, "TOML file of these options, without the dashes");
   add("--listen", command.listen,
@@ -298,7 +284,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
              "may be used (default auto)")
           ->check(CLI::IsMember({"auto", "on", "off"})));
   add("--threads", command.threads, "Threads that sessions work on; 0: one per core")
-      ->check(CLI::Range(0, 1024));
+      ->check(between(0, 1024));
   add_number("--max-models", command.max_models, 1, 1024,
              "Engines, one per geometry and set of sketches");
   add_number("--max-sessions", command.max_sessions, 1, 16384, "Sessions in all");
@@ -328,7 +314,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--row-cache-mib", command.row_cache_mib,
       "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none "
       "(default: what sketches and workspaces leave of --device-memory-mib)")
-      ->check(CLI::Range(0, 1 << 24));
+      ->check(between(0, 1 << 24));
   add_number(
       "--row-cache-rows", command.row_cache_rows, -1, 1 << 20,
       "Of these, rows per KV head of a session's layer; -1: by the rows that a step selects; 0: "

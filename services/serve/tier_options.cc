@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/number_option.h"
 #include "services/page_cache/page_store.h"
 #include "services/serve/option.h"
 
@@ -33,7 +34,7 @@ void add_remote_tiers(CLI::App& app, ServeCommand& command) {
   add("--remote-key-file", remote.key_file,
       "Secret that seals the copies, 16 bytes or more (default: drawn at the start)");
   add("--remote-ttl-seconds", command.remote_ttl_seconds, "After which servers forget a copy")
-      ->check(CLI::Range(1, 30 * 86400))
+      ->check(between(1, 30 * 86400))
       ->capture_default_str();
 }
 
@@ -50,7 +51,7 @@ void add_page_tiers(CLI::App& app, ServeCommand& command) {
       "Folder that keeps the page cache's pages over a restart, sealed (default: none)")
       ->check(path);
   add("--page-folder-mib", command.page_folder_mib, "Pages of one tenant in that folder")
-      ->check(CLI::Range(64, 1 << 28))
+      ->check(between(64, 1 << 28))
       ->capture_default_str();
   add("--page-key-file", command.page_key_file,
       "Secret that seals them there and on servers, 16 to 4096 bytes")

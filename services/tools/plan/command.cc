@@ -2,6 +2,7 @@
 
 #include "services/console/enum_names.h"
 #include "services/console/named_option.h"
+#include "services/console/number_option.h"
 #include "services/console/text.h"
 #include "services/tools/plan/plan.h"
 
@@ -51,9 +52,9 @@ void add_plan(CLI::App& program, PlanCommand& command) {
                  "File of kvtier calibrate, for the time of the fetches");
   app.add_option("--device-gbps", command.device_gb_per_s,
                  "GB/s at which the GPU reads its memory, for the time of weights and sketches")
-      ->check(CLI::PositiveNumber);
+      ->check(between(1e-3, 1e9));
   app.add_option("--hits", command.hits, "Share of selected rows that are on the GPU already")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(between(0.0, 1.0))
       ->capture_default_str();
   app.parse_complete_callback([&command] {
     if (command.model.empty() && command.options.preset.empty()) {

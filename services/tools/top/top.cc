@@ -1,6 +1,7 @@
 #include "services/tools/top/top.h"
 
 #include "services/base/endpoint.h"
+#include "services/console/number_option.h"
 #include "services/metrics/metrics_reading.h"
 #include "services/tools/top/terminal.h"
 #include "services/tools/top/top_frame.h"
@@ -73,7 +74,7 @@ void add_top(CLI::App& program, TopCommand& command) {
                  "http://HOST:PORT")
       ->excludes(server);
   app.add_option("--interval", command.interval_seconds, "Seconds between two readings")
-      ->check(CLI::Range(0.1, 3600.0))
+      ->check(between(0.1, 3600.0))
       ->capture_default_str();
   CLI::Option* once =
       app.add_flag("--once", command.once, "Print one frame, over one interval, and end");

@@ -110,6 +110,29 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
   }
 }
 
+TEST_F(CliTest, SaysWhatNumbersItExpects) {
+  const std::string trace = recorded_trace().string();
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"stress", "--tokens", "-5"}, "--tokens: expected a size such as 64K, found -5"},
+      {{"stress", "--tokens", "-5K"}, "--tokens: expected a size such as 64K, found -5K"},
+      {{"stress", "--tokens", "80 apples"}, "expected a size such as 64K, found 80 apples"},
+      {{"stress", "--host-budget", "99999999P"}, "expected a size such as 64K, found 99999999P"},
+      {{"stress", "--k", "2K"}, "--k: expected a whole number, found 2K"},
+      {{"stress", "--seed", "-5"}, "--seed: expected a whole number of 0 or more, found -5"},
+      {{"stress", "--layers", ""}, "--layers"},
+      {{"replay", trace, "--k", "8,9K"}, "--k: expected a whole number, found 9K"},
+      {{"replay", trace, "--tau", "warm"}, "--tau: expected a number, found warm"},
+      {{"plan", "--preset", "qwen3-8b", "--gpu", "1G", "--hits", "nan"},
+       "--hits: expected 0 to 1, found nan"},
+      {{"calibrate", "--region", "much"}, "--region: expected a size such as 64K, found much"}};
+  for (const auto& [arguments, message] : cases) {
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
 TEST_F(CliTest, PrintsErrorsWithTheirCode) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{"--estimator", "norm_aware", "--value-weighting", "linear"},

@@ -110,10 +110,14 @@ TEST_F(CalibrateTest, LeavesTheFileAloneWhenItFails) {
 TEST_F(CalibrateTest, RejectsCommandLinesItDoesNotUnderstand) {
   const std::string path = file("calibration").string();
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{"--region", "big"}, "big"},           {{"--region", "-8G"}, "--region"},
-      {{"--region", "8X"}, "--region: x"},    {{"--allocation", "auto"}, "auto"},
-      {{"--allocation", "malloc"}, "malloc"}, {{"--backend", "tpu"}, "tpu"},
-      {{"--regoin", "8G"}, "--regoin"},       {{"extra"}, "extra"},
+      {{"--region", "big"}, "big"},
+      {{"--region", "-8G"}, "--region"},
+      {{"--region", "8X"}, "a size such as 64K, found 8X"},
+      {{"--allocation", "auto"}, "auto"},
+      {{"--allocation", "malloc"}, "malloc"},
+      {{"--backend", "tpu"}, "tpu"},
+      {{"--regoin", "8G"}, "--regoin"},
+      {{"extra"}, "extra"},
   };
   for (const auto& [options, part] : cases) {
     std::vector<std::string> arguments{"calibrate", "--output", path};

@@ -294,7 +294,7 @@ TEST_F(PlanTest, IsACommand) {
   EXPECT_EQ(run_kvtier({"plan", "--model", config}).code, 2);
   const CliResult size = run_kvtier({"plan", "--model", config, "--gpu", "80 apples"});
   EXPECT_EQ(size.code, 2);
-  EXPECT_THAT(size.err, HasSubstr("apples unit not recognized"));
+  EXPECT_THAT(size.err, HasSubstr("--gpu: expected a size such as 64K, found 80 apples"));
   const CliResult k = run_kvtier({"plan", "--model", config, "--gpu", "1G", "--k", "0"});
   EXPECT_EQ(k.code, 1);
   EXPECT_THAT(k.err, HasSubstr("k: expected 1"));

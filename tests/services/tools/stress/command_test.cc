@@ -149,7 +149,7 @@ TEST_F(StressCommandTest, ShowsABarOnATerminalAndLinesElsewhere) {
 
 TEST_F(StressCommandTest, RejectsCommandLinesItDoesNotUnderstand) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{"--tokens", "1.5M"}, "--tokens: Value 1.5"},
+      {{"--tokens", "1.5M"}, "--tokens: expected a size such as 64K, found 1.5M"},
       {{"--tokens", "1KK"}, "--tokens"},
       {{"--tokens", "-1K"}, "--tokens"},
       {{"--host-budget", "-1"}, "--host-budget"},
