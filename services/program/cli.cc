@@ -25,10 +25,27 @@ constexpr const char* kVersion = "kvtier " KVTIER_VERSION;
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
+/// What to say of arguments that no command takes.
+std::string unexpected(const CLI::App& app) {
+  std::string found;
+  for (const std::string& argument : app.remaining(true)) found += " " + argument;
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  const std::string command = parsed.empty() ? "" : " " + parsed.front()->get_name();
+  if (!command.empty() || found.starts_with(" -")) {
+    return "error: expected what kvtier" + command + " --help lists, found" + found;
+  }
+  std::string names;
+  for (const CLI::App* child : app.get_subcommands([](const CLI::App*) { return true; })) {
+    names += (names.empty() ? "" : ", ") + child->get_name();
+  }
+  return "error: expected one of " + names + ", found" + found;
+}
+
 int run_program(std::vector<std::string> arguments, const Console& console) {
   CLI::App app("kvtier: long-context KV cache off the GPU", "kvtier");
   app.set_version_flag("--version", kVersion);
   app.require_subcommand(0, 1);  // `man serve`: serve is no second command
+  app.fallthrough();             // `serve --log-level debug`: commands inherit it
   std::string log_level = "warning";
   app.add_option("--log-level", log_level, "Messages of the library on stderr")
       ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
@@ -55,6 +72,9 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
+  } catch (const CLI::ExtrasError&) {
+    console.err << unexpected(app) << '\n';
+    return kExitUsage;
   } catch (const CLI::ParseError& error) {
     return app.exit(error, console.out, console.err) == 0 ? 0 : kExitUsage;
   }

@@ -110,6 +110,36 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
   }
 }
 
+TEST_F(CliTest, SaysWhatItExpectsInPlaceOfWhatItDoesNotKnow) {
+  const std::string commands =
+      "error: expected one of replay, serve, top, stress, calibrate, plan, completion, man, found ";
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"serv"}, commands + "serv\n"},
+      {{"help"}, commands + "help\n"},
+      {{"serv", "--backend", "cpu"}, commands + "serv --backend cpu\n"},
+      {{"--loud"}, "error: expected what kvtier --help lists, found --loud\n"},
+      {{"stress", "--token", "4K"},
+       "error: expected what kvtier stress --help lists, found --token 4K\n"},
+      {{"man", "serve", "stress"}, "error: expected what kvtier man --help lists, found stress\n"}};
+  for (const auto& [arguments, message] : cases) {
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_EQ(result.err, message);
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST_F(CliTest, TakesOptionsOfTheProgramBehindACommand) {
+  write_trace(file("trace.safetensors"), make_layer({}, 1));
+  const std::string trace = file("trace.safetensors").string();
+  const CliResult result = run_kvtier(
+      {"replay", "--log-level", "info", "--backend", "cpu", trace, "--log-format", "json"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("engine ready on CPU"));
+  EXPECT_THAT(result.err, StartsWith("{"));
+  EXPECT_THAT(run_kvtier({"replay", "--version"}).out, StartsWith("kvtier 0."));
+}
+
 TEST_F(CliTest, SaysWhatNumbersItExpects) {
   const std::string trace = recorded_trace().string();
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
