@@ -13,12 +13,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <fstream>
 #include <openssl/rand.h>
 #include <random>
 #include <sstream>
 #include <string_view>
 #include <thread>
+#include <unistd.h>
 
 namespace kvtier::services {
 namespace {
@@ -113,6 +115,23 @@ std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) 
   return std::chrono::milliseconds(jitter(random));
 }
 
+/// Says what was expected where gRPC found no server. Its own text, which only names the error of
+/// the socket, follows where there may be one: over TCP, or where the socket may not be opened.
+grpc::Status explained(const grpc::Status& status, const std::string& server) {
+  const std::string& found = status.error_message();
+  const bool unreached = status.error_code() == grpc::StatusCode::UNAVAILABLE &&
+                         found.starts_with("failed to connect");
+  if (!unreached) return status;
+  std::string text =
+      "server: expected kvtier serve at " + server + ", found none (start it: kvtier serve)";
+  constexpr std::string_view kUnix = "unix:";
+  const bool is_unix = server.starts_with(kUnix);
+  const bool denied =
+      is_unix && ::access(server.c_str() + kUnix.size(), W_OK) != 0 && errno == EACCES;
+  if (!is_unix || denied) text += ": " + found;
+  return {status.error_code(), text, status.error_details()};
+}
+
 const ClientOptions& checked(const ClientOptions& options) {
   if (options.timeout.count() <= 0) {
     bad("timeout: expected above 0, found " + std::to_string(options.timeout.count()) + " ms");
@@ -182,7 +201,9 @@ void Connection::retry(const std::function<grpc::Status()>& attempt) const {
     const grpc::Status status = attempt();
     if (status.ok()) return;
     const std::chrono::milliseconds delay = delay_before(status, i);
-    if (delay.count() < 0 || i + 1 >= options_.attempts) throw_status(status);
+    if (delay.count() < 0 || i + 1 >= options_.attempts) {
+      throw_status(explained(status, options_.server));
+    }
     std::this_thread::sleep_for(delay);
   }
 }
@@ -198,7 +219,7 @@ void Connection::call(const std::function<grpc::Status(grpc::ClientContext&)>& a
 void Connection::call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {
   grpc::ClientContext context;
   prepare(context);
-  throw_status(attempt(context));
+  throw_status(explained(attempt(context), options_.server));
 }
 
 void throw_status(const grpc::Status& status) {

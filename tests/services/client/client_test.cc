@@ -430,8 +430,17 @@ TEST_P(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
 
 TEST_P(ClientTest, CallsEndWhereNoServerIs) {
   ClientOptions options{.server = "unix:" + (folder_ / "none.sock").string(), .attempts = 1};
+  const std::string missing = "server: expected kvtier serve at " + options.server +
+                              ", found none (start it: kvtier serve)";
   Client client(options);
   EXPECT_EQ(code_of([&] { (void)client.open(session_config()); }), ErrorCode::kUnavailable);
+  EXPECT_EQ(message_, missing);
+
+  options = {.server = "tcp:127.0.0.1:1", .insecure_tcp = true, .attempts = 1};
+  Client tcp(options);
+  EXPECT_EQ(code_of([&] { (void)tcp.open(session_config()); }), ErrorCode::kUnavailable);
+  EXPECT_THAT(message_, HasSubstr("server: expected kvtier serve at tcp:127.0.0.1:1, found none "
+                                  "(start it: kvtier serve): failed to connect"));
 }
 
 TEST_P(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
