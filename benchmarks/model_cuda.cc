@@ -6,6 +6,7 @@
 #include "benchmarks/context_cuda.h"
 #include "benchmarks/decoder_cuda.h"
 #include "benchmarks/model_rows_cuda.h"
+#include "services/console/host_memory.h"
 #include "services/tools/stress/memory.h"
 #include "transfer/device/cuda_check.h"
 

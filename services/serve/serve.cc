@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/enum_names.h"
+#include "services/console/host_memory.h"
 #include "services/console/log.h"
 #include "services/console/named_option.h"
 #include "services/console/number_option.h"
@@ -137,6 +138,17 @@ void check_together(const ServeCommand& command) {
     throw Error(ErrorCode::kInvalidArgument,
                 "prefetch-rows: expected row-cache-mib and row-cache-rows above 0, found 0");
   }
+}
+
+/// Warns of memory that the machine does not have: an engine takes it with its first session.
+void warn_of_host_memory(std::size_t wanted, Log& log) {
+  const std::optional<std::size_t> available = available_host_bytes();
+  if (!available || wanted <= *available) return;
+  log.write({.level = LogLevel::kWarning,
+             .event = "host_memory",
+             .message = "host-memory-mib: expected at most the " +
+                        std::to_string(*available / MiB) + " available, found " +
+                        std::to_string(wanted / MiB) + "; sessions may be refused"});
 }
 
 ServerOptions server_options(const ServeCommand& command) {
@@ -295,7 +307,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_number("--host-memory-mib", command.host_memory_mib, 1, 1 << 24,
              "Pages of keys and values, of each engine");
   add("--disk-cache", command.disk_cache,
-      "Folder for pages that find no room in host memory; emptied at the start (default: none)")
+      "Folder for pages that find no room in host memory; made where it is missing, with those "
+      "above it, and emptied at the start (default: none)")
       ->check([](const std::string& text) {
         return text.empty() ? std::string("expected a folder, found nothing") : std::string();
       });
@@ -353,6 +366,7 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
                         {"redis-password-file", command.remote.redis_password_file},
                         {"remote-key-file", command.remote.key_file}},
                        log);
+  warn_of_host_memory(options.core.models.memory.host_bytes, log);
   ServingOptions serving{.drain = milliseconds(command.drain_seconds),
                          .has_tls = !command.tls_certificate.empty()};
   if (!command.tenants_file.empty()) {

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <optional>
 #include <string>
 
@@ -64,10 +63,5 @@ void check_memory(const StressOptions& options, const MemoryNeed& need,
 
 /// Returns the arithmetic of a run, one line per tier.
 [[nodiscard]] std::string show_memory(const StressOptions& options, const MemoryNeed& need);
-
-/// Returns the host memory that can be had without swapping: the kernel's estimate, or less where
-/// a control group limits it. Files are looked up below `root`.
-[[nodiscard]] std::optional<std::size_t> available_host_bytes(
-    const std::filesystem::path& root = "/");
 
 }  // namespace kvtier::services

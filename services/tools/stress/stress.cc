@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/host_memory.h"
 #include "services/console/text.h"
 #include "services/evaluation/replay_metrics.h"
 #include "services/evaluation/threads.h"

@@ -49,6 +49,13 @@ TEST_F(ServeTest, WithoutOptionsServesOnTheDefaultSocketUntilSigterm) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "kvtier" / "kvtier.sock"));
 }
 
+TEST_F(ServeTest, WarnsOfMoreHostMemoryThanThereIs) {
+  const auto server = serve({"--backend", "cpu", "--host-memory-mib", "16777216"});
+  ASSERT_THAT(server->read_line(), HasSubstr("listening on")) << err();
+  EXPECT_THAT(err(), HasSubstr("warning: host-memory-mib: expected at most the "));
+  EXPECT_THAT(err(), HasSubstr(" available, found 16777216; sessions may be refused"));
+}
+
 TEST_F(ServeTest, HasAnAdminSocketBesideItsFirstUnixSocket) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   const auto server = serve({"--listen", address});
