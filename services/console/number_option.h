@@ -58,7 +58,8 @@ CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
             text = size;
             return std::string();
           },
-          "SIZE"));
+          ""))
+      ->type_name("SIZE");
 }
 
 /// Makes all options of numbers, those of subcommands too, say what they expect.

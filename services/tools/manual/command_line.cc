@@ -34,6 +34,7 @@ OptionText option_text(const CLI::Option& from) {
   option.description = one_line(from.get_description());
   option.environment = from.get_envname();
   option.default_value = from.get_default_str();
+  option.required = from.get_required();
   if (from.get_items_expected_max() > 0) read_type(from.get_type_name(), option);
   return option;
 }

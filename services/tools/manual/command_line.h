@@ -16,6 +16,7 @@ struct OptionText {
   std::vector<std::string> values;  ///< All that it takes, when that is a list.
   std::string environment;          ///< Variable that sets it, or empty.
   std::string default_value;        ///< As `--help` has it, or empty.
+  bool required = false;
 };
 
 /// A program, or one of its subcommands.

@@ -68,7 +68,11 @@ std::string man_page(const CommandText& program, const std::string& command,
   std::string text = ".TH " + upper(name) + " 1 \"\" \"" + version +
                      "\" \"User Commands\"\n.SH NAME\n" + roff(name) + " \\- " +
                      roff(page->description) + "\n.SH SYNOPSIS\n.B " + program.name +
-                     (command.empty() ? "" : " " + command) + "\n[\\fIOPTION\\fR]...";
+                     (command.empty() ? "" : " " + command) + '\n';
+  for (const OptionText& option : page->options) {
+    if (option.required && !option.flags.empty()) text += tag(option) + ' ';
+  }
+  text += "[\\fIOPTION\\fR]...";
   if (!page->commands.empty()) text += " \\fICOMMAND\\fR [\\fIARGUMENT\\fR]...";
   for (const OptionText& option : page->options) {
     if (option.flags.empty()) text += " \\fI" + roff(option.name) + "\\fR";

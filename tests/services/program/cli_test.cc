@@ -61,6 +61,9 @@ TEST_F(CliTest, PrintsManualPages) {
   EXPECT_THAT(command.out, HasSubstr("[\\fIOPTION\\fR]... \\fITRACE\\fR\n"));
   EXPECT_THAT(command.out, HasSubstr("\nOne of: soft_collision, "));
 
+  EXPECT_THAT(run_kvtier({"man", "plan"}).out,
+              HasSubstr("\n\\fB\\-\\-gpu\\fR \\fISIZE\\fR [\\fIOPTION\\fR]...\n"));
+
   const CliResult unknown = run_kvtier({"man", "replya"});
   EXPECT_EQ(unknown.code, 1);
   EXPECT_THAT(unknown.err, HasSubstr("expected a command, found replya"));
