@@ -271,8 +271,8 @@ SafeTensors SafeTensors::open(const std::filesystem::path& path) {
   const std::size_t most = std::min(mapping.bytes - kLengthBytes, kMaxHeaderBytes);
   if (header_bytes > most) {
     fail(ErrorCode::kDataLoss, path,
-         "header length: expected at most " + std::to_string(most) + ", found " +
-             std::to_string(header_bytes));
+         "expected a safetensors file, with a header of at most " + std::to_string(most) +
+             " bytes, found one of " + std::to_string(header_bytes));
   }
   const char* begin = reinterpret_cast<const char*>(mapping.data + kLengthBytes);
   const json header = parse_header(path, begin, begin + header_bytes);

@@ -17,11 +17,6 @@
 namespace kvtier::services {
 namespace {
 
-[[noreturn]] void bad_endpoint(const std::string& expected, const std::string& found) {
-  throw Error(ErrorCode::kInvalidArgument,
-              "listen: expected " + expected + ", found \"" + found + "\"");
-}
-
 std::string folder_of(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
 /// Makes `folder` for this user alone, or checks that it is that already. A name in /tmp may have
@@ -55,7 +50,11 @@ bool Endpoint::is_loopback() const {
           (host.starts_with("127.") && ::inet_pton(AF_INET, host.c_str(), &address) == 1));
 }
 
-Endpoint parse_endpoint(const std::string& text) {
+Endpoint parse_endpoint(const std::string& text, const char* option) {
+  const auto bad_endpoint = [option](const std::string& expected, const std::string& found) {
+    throw Error(ErrorCode::kInvalidArgument,
+                std::string(option) + ": expected " + expected + ", found \"" + found + "\"");
+  };
   constexpr std::string_view kUnix = "unix:";
   constexpr std::string_view kTcp = "tcp:";
   Endpoint endpoint;
@@ -101,6 +100,10 @@ SocketLock::SocketLock(const std::string& path) : path_(path) {
   if (folder_of(path) == default_socket_folder()) make_private_folder(folder_of(path));
   const std::string lock = path + ".lock";
   fd_ = ::open(lock.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd_ < 0 && errno == ENOENT) {
+    throw Error(ErrorCode::kUnavailable,
+                path + ": expected the folder " + folder_of(path) + ", found none");
+  }
   if (fd_ < 0) {
     throw Error(ErrorCode::kUnavailable, lock + ": cannot be written: " + std::strerror(errno));
   }

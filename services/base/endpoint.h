@@ -19,9 +19,9 @@ struct Endpoint {
   [[nodiscard]] bool is_loopback() const;
 };
 
-/// Parses "unix:PATH" or "tcp:HOST:PORT". Throws `kInvalidArgument`, also for a path that is
-/// relative or too long for a socket.
-[[nodiscard]] Endpoint parse_endpoint(const std::string& text);
+/// Parses "unix:PATH" or "tcp:HOST:PORT", the value of `option`, which errors name. Throws
+/// `kInvalidArgument`, also for a path that is relative or too long for a socket.
+[[nodiscard]] Endpoint parse_endpoint(const std::string& text, const char* option = "listen");
 
 /// Returns the folder of the default sockets, "$XDG_RUNTIME_DIR/kvtier", or "/tmp/kvtier-UID"
 /// without that variable.

@@ -118,7 +118,8 @@ std::vector<Endpoint> data_endpoints(const ServeCommand& command,
                                      const std::vector<Endpoint>& listen) {
   std::vector<Endpoint> endpoints;
   if (command.data_listen.size() == 1 && command.data_listen[0] == "none") return endpoints;
-  for (const std::string& text : command.data_listen) endpoints.push_back(parse_endpoint(text));
+  for (const std::string& text : command.data_listen)
+    endpoints.push_back(parse_endpoint(text, "data-listen"));
   if (!endpoints.empty()) return endpoints;
   for (const Endpoint& endpoint : listen) {
     if (endpoint.is_unix) endpoints.push_back(parse_endpoint(endpoint.text() + ".data"));
@@ -160,7 +161,7 @@ ServerOptions server_options(const ServeCommand& command) {
     options.listen.push_back(parse_endpoint("unix:" + folder + "/kvtier.sock"));
   }
   for (const std::string& text : command.admin_listen) {
-    options.admin.push_back(parse_endpoint(text));
+    options.admin.push_back(parse_endpoint(text, "admin-listen"));
   }
   if (options.admin.empty()) {
     if (command.listen.empty()) {
@@ -170,7 +171,7 @@ ServerOptions server_options(const ServeCommand& command) {
       options.admin.push_back(parse_endpoint(own->text() + ".admin"));
     }
   }
-  if (!command.metrics.empty()) options.metrics = parse_endpoint(command.metrics);
+  if (!command.metrics.empty()) options.metrics = parse_endpoint(command.metrics, "metrics");
   options.data.listen = data_endpoints(command, options.listen);
   options.insecure_tcp = command.insecure_tcp;
   options.tls = {.certificate = command.tls_certificate,

@@ -184,8 +184,8 @@ TEST_F(SafeTensorsTest, RefusesABadHeaderLength) {
        {std::uint64_t{1} << 63, ~std::uint64_t{0}, ~std::uint64_t{0} - 7, std::uint64_t{1} << 32,
         std::uint64_t{kGoodHeader.size() + kData.size() + 1}}) {
     expect_error(file_of(kGoodHeader, kData, length), ErrorCode::kDataLoss,
-                 "header length: expected at most " +
-                     std::to_string(kGoodHeader.size() + kData.size()) + ", found " +
+                 "expected a safetensors file, with a header of at most " +
+                     std::to_string(kGoodHeader.size() + kData.size()) + " bytes, found one of " +
                      std::to_string(length));
   }
   expect_error(file_of(kGoodHeader, kData, 0), ErrorCode::kDataLoss, "header: expected JSON");

@@ -28,6 +28,16 @@ void check_range(std::vector<std::string>& problems, const char* field, std::int
                      std::to_string(high) + ", found " + std::to_string(found));
 }
 
+/// Names the option of the command line where a problem begins with the field of a `Config`.
+std::string as_option(std::string problem) {
+  for (const std::string_view structure : {"model.", "retrieval."}) {
+    if (problem.starts_with(structure)) problem.erase(0, structure.size());
+  }
+  constexpr std::string_view kBits = "num_planes:";
+  if (problem.starts_with(kBits)) problem.replace(0, kBits.size(), "bits:");
+  return problem;
+}
+
 }  // namespace
 
 const std::vector<ModelPreset>& model_presets() {
@@ -70,9 +80,9 @@ void StressOptions::resolve() {
   Config config;
   config.model = model();
   config.retrieval = retrieval();
-  for (std::string& problem : config.validate()) problems.push_back(std::move(problem));
+  for (const std::string& problem : config.validate()) problems.push_back(as_option(problem));
   if (problems.empty()) return;
-  std::string message = "stress options:";
+  std::string message = "options:";
   for (const std::string& problem : problems) message += "\n  " + problem;
   throw Error(ErrorCode::kInvalidArgument, message);
 }

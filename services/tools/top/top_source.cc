@@ -23,7 +23,7 @@ constexpr int kMaxBytes = 16 << 20;
 }  // namespace
 
 TopSource admin_source(const std::string& address) {
-  const Endpoint endpoint = parse_endpoint(address);
+  const Endpoint endpoint = parse_endpoint(address, "server");
   if (!endpoint.is_unix) {
     throw Error(ErrorCode::kInvalidArgument, "server: expected unix:PATH, found " + address);
   }
@@ -61,7 +61,9 @@ TopSource http_source(const std::string& address) {
     text.replace(0, kHttp.size(), "tcp:");
     if (text.ends_with('/')) text.pop_back();
   }
-  return [endpoint = parse_endpoint(text)] { return http_get(endpoint, "/status.json", kTimeout); };
+  return [endpoint = parse_endpoint(text, "metrics")] {
+    return http_get(endpoint, "/status.json", kTimeout);
+  };
 }
 
 }  // namespace kvtier::services

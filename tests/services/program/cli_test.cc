@@ -194,6 +194,9 @@ TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
   EXPECT_THAT(run_kvtier({"replay", file("none").string()}).err, StartsWith("error: NOT_FOUND: "));
   std::ofstream(file("short")) << "abc";
   EXPECT_THAT(run_kvtier({"replay", file("short").string()}).err, StartsWith("error: DATA_LOSS: "));
+  std::ofstream(file("text")) << "# A text, and no trace.\n";
+  EXPECT_THAT(run_kvtier({"replay", file("text").string()}).err,
+              HasSubstr("expected a safetensors file, with a header of at most 16 bytes"));
   TraceValues tensors = make_layer({}, 1);
   tensors.erase("o");
   write_trace(file("trace.safetensors"), tensors);

@@ -56,6 +56,22 @@ TEST_F(ServeTest, WarnsOfMoreHostMemoryThanThereIs) {
   EXPECT_THAT(err(), HasSubstr(" available, found 16777216; sessions may be refused"));
 }
 
+TEST_F(ServeTest, NamesTheOptionOfAnAddressThatItCannotUse) {
+  const std::string missing = (folder_ / "none").string();
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--listen", "/x"}, "listen: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
+      {{"--admin-listen", "/x"}, "admin-listen: expected unix:PATH"},
+      {{"--data-listen", "/x"}, "data-listen: expected unix:PATH"},
+      {{"--metrics", "127.0.0.1:1"}, "metrics: expected unix:PATH"},
+      {{"--listen", "unix:" + missing + "/x.sock"},
+       "x.sock.data: expected the folder " + missing + ", found none"}};
+  for (const auto& [arguments, message] : cases) {
+    const auto server = serve(arguments);
+    EXPECT_EQ(server->wait(), 1) << message;
+    EXPECT_THAT(err(), HasSubstr(message));
+  }
+}
+
 TEST_F(ServeTest, HasAnAdminSocketBesideItsFirstUnixSocket) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   const auto server = serve({"--listen", address});

@@ -297,7 +297,7 @@ TEST_F(PlanTest, IsACommand) {
   EXPECT_THAT(size.err, HasSubstr("--gpu: expected a size such as 64K, found 80 apples"));
   const CliResult k = run_kvtier({"plan", "--model", config, "--gpu", "1G", "--k", "0"});
   EXPECT_EQ(k.code, 1);
-  EXPECT_THAT(k.err, HasSubstr("k: expected 1"));
+  EXPECT_THAT(k.err, HasSubstr("INVALID_ARGUMENT: options:\n  k: expected 1"));
 }
 
 }  // namespace

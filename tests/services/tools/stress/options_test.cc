@@ -102,7 +102,8 @@ TEST(StressOptions, RejectsNegativeAndHugeShapes) {
   for (const int bad : {0, -1, std::numeric_limits<int>::max()}) {
     StressOptions options;
     options.layers = bad;
-    EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument), HasSubstr("model.layers"));
+    EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument),
+                HasSubstr("layers: expected 1..4096"));
     options.layers = 1;
     options.kv_heads = bad;
     EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument), HasSubstr("kv_heads"));

@@ -127,6 +127,8 @@ TEST_F(TopTest, SaysWhyThereIsNothingToShow) {
            {{"--server", "unix:" + (folder_ / "x.sock").string()}, "x.sock: try unix:"},
            {{"--metrics", "http://127.0.0.1:1/"}, "tcp:127.0.0.1:1"},
            {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH"},
+           {{"--server", "/x"}, "server: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
+           {{"--metrics", "/x"}, "metrics: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
            {{"--server", admin_}, "expected a terminal, found none"}}) {
     std::vector<std::string> arguments{"kvtier", "top"};
     arguments.insert(arguments.end(), c.arguments.begin(), c.arguments.end());
