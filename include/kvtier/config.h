@@ -112,7 +112,7 @@ struct SketchConfig {
 };
 
 /// How tokens are scored and chosen. The defaults are nearest to dense attention for the bytes and
-/// rows that they cost (docs/choosing.md); `socket` has the paper's.
+/// rows that they cost, unless rows are few (docs/choosing.md); `socket` has the paper's.
 struct RetrievalConfig {
   Estimator estimator = Estimator::kNormAware;
   ValueWeighting value_weighting = ValueWeighting::kDefault;

@@ -88,7 +88,7 @@ struct TierStats {
   std::uint64_t removed = 0;          ///< Pages that `remove` took out.
   std::uint64_t evicted = 0;          ///< Pages that the tier itself let go, to make room.
   std::uint64_t pages = 0;            ///< Held now; 0 where only a server knows.
-  std::uint64_t used_bytes = 0;       ///< Their sizes, without headers and padding; 0 likewise.
+  std::uint64_t used_bytes = 0;       ///< Their sizes, without headers and padding; 0: not known.
   std::uint64_t capacity_bytes = 0;   ///< Of pages, headers and padding; 0: not known.
   std::uint64_t servers = 0;          ///< Of a remote tier, now.
   std::uint64_t servers_open = 0;     ///< Of those: nothing is sent to them, because they fail.
