@@ -30,9 +30,13 @@ struct ModelSpec {
 class Model {
  public:
   Model(const Config& config, std::string key, const Tenant* owner)
-      : engine(config), key_(std::move(key)), owner_(owner) {}
+      : engine(config),
+        row_cache_rows(engine.stats().snapshot.row_cache_rows),
+        key_(std::move(key)),
+        owner_(owner) {}
 
   Engine engine;
+  const int row_cache_rows;  ///< As in the engine's `Stats`.
   /// Set after a fault of the device: the engine answers nothing more.
   std::atomic<bool> failed{false};
 

@@ -442,9 +442,8 @@ void ServiceCore::describe(SessionEntry& entry, v1::Session& session) const {
   session.mutable_layer_lengths()->Resize(model.layers, 0);
   session.set_capacity_tokens(entry.capacity_tokens);
   fill(options_.lease_ttl, *session.mutable_lease_ttl());
-  const Engine& engine = entry.model->engine;
   *session.mutable_memory() = message_of(kvtier::session_memory(
-      engine.config(), entry.capacity_tokens, engine.stats().snapshot.row_cache_rows));
+      entry.model->engine.config(), entry.capacity_tokens, entry.model->row_cache_rows));
   describe_length(entry, session);
 }
 
