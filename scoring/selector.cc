@@ -201,7 +201,8 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
   assert(batch.count == request.rows.count);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::export_missed(stream.native(), request, workspace(request.params), batch);
+      return cuda::export_missed(stream.native(), request, workspace(request.params), batch,
+                                 plan(request, true));
     }
   }
   stream.run([batch, rest_logs = at_.rest_logs, heads = request.kv.query_heads] {

@@ -44,7 +44,7 @@ namespace cuda {  // `stream` is a cudaStream_t
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const RecallParams& recall_params, const SelectionPlan& plan);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const MissedBatch& batch);
+                   const MissedBatch& batch, const SelectionPlan& plan);
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
            const IdTensor& ids, const IdFloats& bias);
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

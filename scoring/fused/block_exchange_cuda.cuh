@@ -42,10 +42,10 @@ struct alignas(256) Mailbox {
 inline constexpr std::uint32_t kProductsStage = 0;
 inline constexpr std::uint32_t kSumsStage = 1;
 inline constexpr std::uint32_t kListsStage = 2;
-inline constexpr std::uint32_t kFirstRoundStage = 3;  ///< At most eight rounds.
-inline constexpr std::uint32_t kIdsStage = 11;
-inline constexpr std::uint32_t kPartsStage = 12;
-inline constexpr int kStageBits = 4;
+inline constexpr std::uint32_t kIdsStage = 3;
+inline constexpr std::uint32_t kPartsStage = 4;
+inline constexpr std::uint32_t kFirstRoundStage = 5;  ///< At most 27 rounds.
+inline constexpr int kStageBits = 5;
 
 class BlockExchange {
  public:

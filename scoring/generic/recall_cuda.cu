@@ -329,17 +329,7 @@ __global__ __launch_bounds__(kThreads) void write_missed(
   if (!last_block(&estimates->ticket, gridDim.x)) return;
   const auto head = static_cast<int>(threadIdx.x);
   if (head >= group) return;
-  HeadEstimate& estimate = estimates[head];
-  const std::uint64_t attended = __ldcg(&estimate.attended);
-  estimate.attended = 0;
-  const std::uint64_t rest = estimate.total - attended;
-  float share = 0.0F;
-  if (rest > 0) {
-    const float log_rest = logf(static_cast<float>(rest) / kWeightUnits) + estimate.log_unit;
-    const float lse = item.lse[(kv_head * group + head) * item.lse_stride];
-    share = 1.0F / (1.0F + expf(lse - log_rest));
-  }
-  item.missed[(kv_head * group + head) * item.missed_stride] = share;
+  write_missed_share(item, kv_head * group + head, estimates[head]);
 }
 
 }  // namespace

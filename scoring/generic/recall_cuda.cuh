@@ -194,6 +194,21 @@ __device__ inline void merge_lanes(LogSum& sum) {
   }
 }
 
+/// Writes the missed share of a head, and makes it ready for the next launch.
+__device__ inline void write_missed_share(const MissedItem& item, std::int64_t head_of_row,
+                                          HeadEstimate& estimate) {
+  const std::uint64_t attended = __ldcg(&estimate.attended);
+  estimate.attended = 0;
+  const std::uint64_t rest = estimate.total > attended ? estimate.total - attended : 0;
+  float share = 0.0F;
+  if (rest > 0) {
+    const float log_rest = logf(static_cast<float>(rest) / kWeightUnits) + estimate.log_unit;
+    const float lse = item.lse[head_of_row * item.lse_stride];
+    share = 1.0F / (1.0F + expf(lse - log_rest));
+  }
+  item.missed[head_of_row * item.missed_stride] = share;
+}
+
 __device__ inline LogSum log_sum(float2 parts) {
   LogSum sum;
   sum.max = parts.x;

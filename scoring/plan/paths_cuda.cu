@@ -40,8 +40,12 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   const ScoreParams& params = shape.params;
   SelectionPlan plan;
   if (shape.rows == 0 || shape.max_length == 0 || shape.rule.mode != LayerMode::kSparse ||
-      shape.keep_scores || shape.recall || params.coarse_bits > 0 ||
-      params.selection == Selection::kPerSequence || device.major < kMajorWithClusters) {
+      shape.keep_scores || params.coarse_bits > 0 || params.selection == Selection::kPerSequence ||
+      device.major < kMajorWithClusters) {
+    return plan;
+  }
+  if (shape.recall) {
+    if (may_exchange && stream_serves_recall(shape)) plan_stream(shape, device, plan);
     return plan;
   }
   const bool counts = params.threshold == 0.0F;
@@ -65,17 +69,24 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   return plan;
 }
 
-void enqueue_path(const Stage& stage, const SelectionPlan& plan) {
+FilterArgs path_args(const Stage& stage, const RecallParams& recall_params) {
   const SelectorWorkspace& workspace = stage.workspace;
-  const FilterArgs args{.request = stage.request,
-                        .tables = workspace.tables,
-                        .plans = stage.scratch.plans,
-                        .filter = stage.scratch.filter,
-                        .ids = reinterpret_cast<std::int32_t*>(workspace.combined),
-                        .values = workspace.scores,
-                        .selection = workspace.selection,
-                        .max_tokens = workspace.limits.max_tokens,
-                        .segments = stage.scratch.segments};
+  return {.request = stage.request,
+          .recall = recall_params,
+          .tables = workspace.tables,
+          .plans = stage.scratch.plans,
+          .filter = stage.scratch.filter,
+          .estimates = stage.scratch.estimates,
+          .ids = reinterpret_cast<std::int32_t*>(workspace.combined),
+          .values = workspace.scores,
+          .selection = workspace.selection,
+          .max_tokens = workspace.limits.max_tokens,
+          .segments = stage.scratch.segments};
+}
+
+void enqueue_path(const Stage& stage, const SelectionPlan& plan,
+                  const RecallParams& recall_params) {
+  const FilterArgs args = path_args(stage, recall_params);
   switch (plan.path) {
     case SelectionPath::kFused:
       return enqueue_fused(stage.stream, args, plan);

@@ -55,7 +55,9 @@ struct SampleRest {
 
 /// Fills `workspace.selection` by a path that is not the generic one. Everything, the plan of the
 /// rows included.
-void enqueue_path(const Stage& stage, const SelectionPlan& plan);
+void enqueue_path(const Stage& stage, const SelectionPlan& plan, const RecallParams& recall_params);
+struct FilterArgs;
+[[nodiscard]] FilterArgs path_args(const Stage& stage, const RecallParams& recall_params);
 
 /// Bits of the weights that the sample makes columns of and the pass multiplies, 4, 6 or 8; 0: the
 /// weights have more.
@@ -84,6 +86,8 @@ inline constexpr unsigned kFusedBlocks = 16;
 inline constexpr int kFusedParts = 256;
 /// Most blocks of the pass of a selection by a stream of keys (stream/stream_cuda.cuh).
 inline constexpr int kMostStreamBlocks = 256;
+/// Floats of what a block of it sums of a head for a recall target.
+inline constexpr int kRecallSums = 8;
 /// Bytes of what it keeps of a (row, KV head).
 [[nodiscard]] std::int64_t stream_group_bytes();
 /// Most bytes that the static shared memory of a kernel has which takes what a block may have.
@@ -94,9 +98,11 @@ inline int most_table_bytes(int block_bytes) { return block_bytes - kStaticBytes
 /// The arguments of the stages.
 struct FilterArgs {
   SelectRequest request;
+  RecallParams recall;
   QueryTables tables;
   RowPlan* plans;
   FilterScratch filter;
+  HeadEstimate* estimates;
   std::int32_t* ids;
   float* values;
   transfer::SelectionView selection;

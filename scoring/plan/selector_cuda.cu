@@ -219,6 +219,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
   place_bytes(filter.stream_groups, static_cast<std::size_t>(groups * stream_group_bytes()));
   place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);
+  place(filter.stream_recall, (groups + kMostStreamBlocks) * kFusedHeads * kRecallSums);
   if (bytes != nullptr) *bytes = arena.bytes();
   return scratch;
 }
@@ -271,7 +272,7 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
   const bool thresholds = request.params.threshold > 0.0F;
-  if (plan.path != SelectionPath::kGeneric) return enqueue_path(stage, plan);
+  if (plan.path != SelectionPath::kGeneric) return enqueue_path(stage, plan, recall_params);
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);
@@ -294,10 +295,12 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
 }
 
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-                   const MissedBatch& batch) {
+                   const MissedBatch& batch, const SelectionPlan& plan) {
   const auto wanted = [](const MissedItem& item) { return item.missed != nullptr; };
   if (std::none_of(batch.items, batch.items + batch.count, wanted)) return;
-  enqueue_missed(make_stage(stream, request, workspace), batch);
+  const Stage stage = make_stage(stream, request, workspace);
+  if (plan.path == SelectionPath::kStream) return enqueue_missed_of_stream(stage, batch);
+  enqueue_missed(stage, batch);
 }
 
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

@@ -80,6 +80,7 @@ struct FilterScratch {
   StreamGroup* stream_groups;  // [rows][kv_heads]
   float2* stream_sums;  // [groups + blocks of the pass][kMaxGroup] parts of normalisers, as maximum
                         // and sum
+  float* stream_recall;  // [groups + blocks of the pass][kFusedHeads][kRecallSums]
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
@@ -164,6 +165,8 @@ void enqueue_static(const Stage& stage, bool with_values);
 void enqueue_marks(const Stage& stage);
 /// Writes the shares that the selection misses, after `enqueue_estimates`.
 void enqueue_missed(const Stage& stage, const MissedBatch& batch);
+/// The same after a selection by a stream of keys.
+void enqueue_missed_of_stream(const Stage& stage, const MissedBatch& batch);
 /// Writes `token_mask` and the counts per segment from the caller's ids.
 void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias);
 /// What the biases of a selection are made from.

@@ -34,13 +34,52 @@ struct Candidates {
   }
 };
 
+/// Masses of tokens are multiples of 2^-31.
+inline constexpr float kMassUnits = 0x1p31F;
+
+/// What a selection for a recall target knows of a (row, KV head), in shared memory. A token's
+/// share of the attention of a head is 2^(slope x + offset), x its base-2 logit without the value
+/// norm.
+struct RecallShared {
+  float slopes[kFusedHeads];
+  float offsets[kFusedHeads];  ///< -infinity past the group.
+  float shares[kFusedHeads];   ///< Of all eligible tokens.
+  float statics[kFusedHeads];  ///< Base-2 logarithms of the always-attended tokens' masses.
+  std::uint64_t all;           ///< Mean of `shares` over the heads, in `kMassUnits`.
+  // The bin of a round that has the last token which is needed, and what is above it and in it.
+  int bin;
+  std::uint32_t count;
+  std::uint32_t in_bin;
+  std::uint64_t mass;
+  std::uint64_t of_bin;
+};
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// Lists the tokens with approximate keys of at least `least`. All threads; begins and ends with a
+/// What tokens are ordered by: their approximate keys or, where these are priorities and kByScore,
+/// those of their scores, which are at most two steps lower than the exact ones.
+template <bool kByScore>
+struct KeyOrder {
+  std::uint32_t set;  ///< Of the priorities,
+  bool prioritised;   ///< if there are some.
+
+  __device__ KeyOrder(const ScoreParams& params, int kv_head)
+      : set(priority_key(params, kv_head)), prioritised(params.rule == SelectionRule::kPriority) {}
+  __device__ int of(unsigned key, int token) const {
+    if constexpr (!kByScore) return static_cast<int>(key);
+    if (!prioritised || key == 0) return static_cast<int>(key);
+    const float log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
+    const float steps = floorf(fmaf(log_uniform, kKeySteps, static_cast<float>(key)));
+    return max(static_cast<int>(steps), 1);
+  }
+};
+
+/// Lists the tokens that `order` gives at least `least`. All threads; begins and ends with a
 /// barrier.
-__device__ inline Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
-                                             const std::uint16_t* approximate, int least,
-                                             ChoiceMemory& memory, FusedShared& shared) {
+template <typename Order>
+__device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
+                                      const Order& order, const std::uint16_t* approximate,
+                                      int least, ChoiceMemory& memory, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const auto* vectors = reinterpret_cast<const uint4*>(approximate);
@@ -51,13 +90,14 @@ __device__ inline Candidates list_candidates(const FilterArgs& args, const Fused
   // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
   auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
   constexpr int kKept = sizeof(memory.keys);
-  const auto votes_of = [&](const uint4& loaded) {
+  const auto votes_of = [&](const uint4& loaded, int vector) {
+    const int token = work.first_token + vector * 8;
     unsigned votes = 0;
     const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (static_cast<int>(words[i] & 0xFFFFU) >= least) votes |= 1U << (2 * i);
-      if (static_cast<int>(words[i] >> 16) >= least) votes |= 2U << (2 * i);
+      if (order.of(words[i] & 0xFFFFU, token + 2 * i) >= least) votes |= 1U << (2 * i);
+      if (order.of(words[i] >> 16, token + 2 * i + 1) >= least) votes |= 2U << (2 * i);
     }
     return votes;
   };
@@ -74,8 +114,8 @@ __device__ inline Candidates list_candidates(const FilterArgs& args, const Fused
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const unsigned votes = votes_of(loaded[j]);
       const int i = base + j * 32;
+      const unsigned votes = votes_of(loaded[j], i);
       if (i < end && i < kKept) kept[i] = static_cast<std::uint8_t>(votes);
       mine += __popc(votes);
     }
@@ -96,7 +136,7 @@ __device__ inline Candidates list_candidates(const FilterArgs& args, const Fused
   const int first = min(begin + lane * of_lane, end);
   const int last = min(first + of_lane, end);
   const auto votes_at = [&](int vector) -> unsigned {
-    return vector < kKept ? kept[vector] : votes_of(__ldcg(vectors + vector));
+    return vector < kKept ? kept[vector] : votes_of(__ldcg(vectors + vector), vector);
   };
   int count = 0;
 #pragma unroll 4
@@ -154,11 +194,14 @@ __device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work
 }
 
 /// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
-/// `shared.bins`. Returns how many the thread has counted. No barrier at the end.
-template <int kQuads, int kChunks, int kBits>
+/// `shared.bins`. Returns how many the thread has counted. No barrier at the end. kWeighs: writes
+/// keys of the scores and, at the same places, the masses of the tokens, and counts nothing.
+template <bool kWeighs, int kQuads, int kChunks, int kBits>
 __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& work,
                                      const Candidates& found, std::uint32_t least,
-                                     const StreamQueries& queries, ChoiceMemory& memory,
+                                     const StreamQueries& queries,
+                                     [[maybe_unused]] const RecallShared* recall,
+                                     [[maybe_unused]] std::uint32_t* masses, ChoiceMemory& memory,
                                      FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
@@ -173,6 +216,16 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& wo
   for (int quad = 0; quad < kQuads; ++quad)
     references[quad] = shared.references[quad * 4 + lane % 4];
   const auto sum_of = [](float a, float b) { return a + b; };
+  [[maybe_unused]] float slopes[kQuads];
+  [[maybe_unused]] float offsets[kQuads];
+  if constexpr (kWeighs) {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      slopes[quad] = recall->slopes[quad * 4 + lane % 4];
+      offsets[quad] = recall->offsets[quad * 4 + lane % 4];
+    }
+  }
+  const float of_group = 1.0F / static_cast<float>(args.request.kv.group());
   unsigned counted = 0;
   // Of few tokens a tile for each warp, so that all have some.
   const int tiles = found.count <= kFusedWarps * kFusedTile ? 1 : kUnitTiles;
@@ -187,23 +240,29 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& wo
     for (int tile = 0; tile < tiles; ++tile) {
       __syncwarp();  // binary products take whole warps
       float shares[4] = {};
+      [[maybe_unused]] float weights[4] = {};
       float most[4] = {kLowestValue, kLowestValue, kLowestValue, kLowestValue};
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         float values[4];
-        scorer.score(quad, tile, values);
+        float logits[4];
+        scorer.score(quad, tile, values, logits);
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
           const float value = values[row] - references[quad];
           shares[row] += exp2_fast(value);
           most[row] = fmaxf(most[row], value);
+          if constexpr (kWeighs) {
+            const float share = exp2_fast(fmaf(slopes[quad], logits[row], offsets[quad]));
+            weights[row] += logits[row] > -INFINITY ? share : 0.0F;
+          }
         }
       }
       const float sum = reduce_heads(shares, sum_of);
       const int i = base + tile * kFusedTile + own_token();
       const bool present = i < found.count;
       const int token = present ? found.tokens[i] : 0;
-      const float uniform = priorities.used ? priorities.uniform(token) : 1.0F;
+      const float uniform = priorities.used && !kWeighs ? priorities.uniform(token) : 1.0F;
       std::uint32_t key = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
       if (__any_sync(kFullWarp, present && !(sum >= kLeastSum))) {
         // Sums that may have underflowed, relative to the largest of the heads.
@@ -225,7 +284,10 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& wo
         if (!(sum >= kLeastSum)) key = key_of_log(low);
       }
       if (!present || key < least) key = 0;
-      if (key != 0) {
+      if constexpr (kWeighs) {
+        const float mass = fminf(reduce_heads(weights, sum_of) * of_group, 1.0F);
+        masses[base + tile * kFusedTile + lane] = present ? __float2uint_rn(mass * kMassUnits) : 0U;
+      } else if (key != 0) {
         atomicAdd(&shared.bins[first_bin_of<ShareBins>(key)], 1U);
         ++counted;
       }

@@ -1,7 +1,7 @@
 #include "scoring/fused/attention_cuda.cuh"
 #include "scoring/fused/choice_cuda.cuh"
 #include "scoring/fused/launch_cuda.cuh"
-#include "scoring/stream/candidates_cuda.cuh"
+#include "scoring/stream/recall_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
 #include "transfer/device/launch_cuda.cuh"
 
@@ -31,11 +31,11 @@ struct StreamBins {
   __device__ static int least(int bin) { return kBase + (bin << kShift); }
 };
 
-/// Natural logarithms of the masses of the always-attended tokens, each times its value norm as the
-/// weighting says, merged into the base-2 normalisers of `shared.references`. All threads; begins
-/// and ends with a barrier. `memory`: room for the group's queries and the warps' sums.
-__device__ void add_static(const FilterArgs& args, int row, int kv_head, float* memory,
-                           FusedShared& shared) {
+/// Adds the masses of the always-attended tokens to base-2 logarithms of sums, of each head; each
+/// times its value norm, if `with_values`, as the weighting says. All threads; begins and ends with
+/// a barrier. `memory`: room for the group's queries and the warps' sums.
+__device__ void add_static(const FilterArgs& args, int row, int kv_head, bool with_values,
+                           float* memory, float* log_sums) {
   const SelectRequest& request = args.request;
   const transfer::KvGeometry& kv = request.kv;
   const int group = kv.group();
@@ -78,7 +78,7 @@ __device__ void add_static(const FilterArgs& args, int row, int kv_head, float* 
         }
       }
       float logit = product * request.params.logit_scale;
-      if (request.params.weighting != ValueWeighting::kNone) {
+      if (with_values && request.params.weighting != ValueWeighting::kNone) {
         logit += logf(load_norms(request.sketch, blocks[token / hashing::kBlockTokens], kv_head,
                                  static_cast<int>(token % hashing::kBlockTokens))
                           .value);
@@ -103,12 +103,12 @@ __device__ void add_static(const FilterArgs& args, int row, int kv_head, float* 
   __syncthreads();  // the sums of all warps are there
   if (thread < group) {
     FusedSum total;
-    total.add(shared.references[thread], 1.0F);
+    if (log_sums[thread] > -INFINITY) total.add(log_sums[thread], 1.0F);
     for (int w = 0; w < kFusedWarps; ++w) {
       const float2 of_warp = sums[thread * kFusedWarps + w];
       if (of_warp.y > 0.0F) total.add(of_warp.x * kLog2E, of_warp.y);
     }
-    shared.references[thread] = normaliser(total);
+    log_sums[thread] = total.sum > 0.0F ? normaliser(total) : -INFINITY;
   }
   __syncthreads();
 }
@@ -155,20 +155,24 @@ __device__ KeyError key_error(int group, const StreamQueries& queries, const Fus
 }
 
 /// The least approximate key of a token whose exact key, base 2, may be `exact` or more.
-__device__ int least_approximate(float exact, const KeyError& error) {
-  constexpr float kRounding = 2.0F;  // steps
+/// `rounding`: steps that the approximate key may be lower by.
+__device__ int least_approximate(float exact, const KeyError& error, float rounding) {
   const float bound = exact + error.least;
   if (!(bound >= kLeastLogSum) || !(error.most < kMostLogShare)) return 1;
-  const float steps = floorf((bound + kKeyOffset) * kKeySteps) - kRounding;
+  const float steps = floorf((bound + kKeyOffset) * kKeySteps) - rounding;
   return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
 }
 
-/// The least approximate key of tokens that may be among the `wanted` best. All threads; begins and
+/// Steps that the rounding of an approximate key takes at most.
+constexpr float kRounding = 2.0F;
+
+/// What `order` gives tokens at least that may be among the `wanted` best. All threads; begins and
 /// ends with a barrier.
-__device__ int least_of_best(const FusedWork& work, const std::uint16_t* approximate,
-                             std::uint32_t wanted, const KeyError& error,
-                             const BlockExchange& peers, ChoiceMemory& memory,
-                             FusedShared& shared) {
+template <bool kByScore>
+__device__ int least_of_best(const FusedWork& work, const KeyOrder<kByScore>& order,
+                             const std::uint16_t* approximate, std::uint32_t wanted, int round,
+                             const KeyError& error, const BlockExchange& peers,
+                             ChoiceMemory& memory, FusedShared& shared) {
   const auto* vectors = reinterpret_cast<const uint4*>(approximate);
   constexpr int kAtOnce = 8;
 #pragma unroll 1
@@ -183,18 +187,19 @@ __device__ int least_of_best(const FusedWork& work, const std::uint16_t* approxi
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const unsigned words[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+      const int token = work.first_token + (base + j * kFusedThreads) * 8;
 #pragma unroll
-      for (const unsigned word : words) {
-        if ((word & 0xFFFFU) != 0) atomicAdd(&shared.bins[StreamBins::of(word & 0xFFFFU)], 1U);
-        if (word >> 16 != 0) atomicAdd(&shared.bins[StreamBins::of(word >> 16)], 1U);
+      for (int k = 0; k < 8; ++k) {
+        const unsigned key = words[k / 2] >> (k % 2 * 16) & 0xFFFFU;
+        if (key != 0) atomicAdd(&shared.bins[StreamBins::of(order.of(key, token + k))], 1U);
       }
     }
   }
-  find_bin(wanted, 0, peers, memory.exchange, shared);
+  find_bin(wanted, round, peers, memory.exchange, shared);
   if (shared.bin == 0) return 1;
   // As many tokens have approximate keys of at least this one, so exact keys of at least that.
   const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
-  return least_approximate(least - error.most, error);
+  return least_approximate(least - error.most, error, kRounding + (kByScore ? 1.0F : 0.0F));
 }
 
 /// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
@@ -254,37 +259,83 @@ __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const Bl
   return shared.count;
 }
 
-/// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
+/// Finds how many of the best tokens reach a recall target, and what the missed mass is made from.
+/// Advances `round`. All threads; ends with a barrier.
 template <int kQuads, int kChunks, int kBits>
-__device__ int choose(const FilterArgs& args, const FusedWork& work, int row,
-                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
-                      StreamQueries& queries, FusedShared& shared) {
+__device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work, int row,
+                                    const KeyError& error, const std::uint16_t* approximate,
+                                    const BlockExchange& peers, int& round, ChoiceMemory& memory,
+                                    const StreamQueries& queries, RecallShared& recall,
+                                    FusedShared& shared) {
+  const int group = args.request.kv.group();
+  const std::int64_t eligible = work.plan.end - work.plan.begin;
+  if (threadIdx.x < kFusedHeads) recall.statics[threadIdx.x] = -INFINITY;
+  add_static(args, row, work.kv_head, false, reinterpret_cast<float*>(&memory), recall.statics);
+  weigh_heads(args, work, peers.rank, queries, recall);
+  auto count = static_cast<std::uint32_t>(work.plan.k);
+  if (args.recall.missed > 0.0 && count > 0) {
+    if (threadIdx.x == 0) {
+      float shares = 0.0F;
+      for (int head = 0; head < group; ++head) shares += recall.shares[head];
+      recall.all = __float2ull_rn(shares / static_cast<float>(group) * kMassUnits);
+    }
+    const KeyOrder<true> order(args.request.params, work.kv_head);
+    int least = 1;
+    if (work.plan.k < eligible) {
+      least = least_of_best(work, order, approximate, count, round++, error, peers, memory, shared);
+    }
+    const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+    std::uint32_t* const masses =
+        args.filter.slots + work.group_index * args.max_tokens + work.first_token;
+    (void)write_exact_keys<true, kQuads, kChunks, kBits>(args, work, found, 1, queries, &recall,
+                                                         masses, memory, shared);
+    __syncthreads();  // keys and masses are there
+    count = count_by_mass(args, work, peers, found, masses, round, memory.exchange, recall, shared);
+  }
+  if (count >= eligible && peers.rank == 0 && static_cast<int>(threadIdx.x) < group) {
+    args.estimates[work.group_index * group + threadIdx.x].total = 0;  // nothing is missed
+  }
+  return count;
+}
+
+/// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
+template <bool kRecall, int kQuads, int kChunks, int kBits>
+__device__ int choose(const FilterArgs& args, FusedWork& work, int row, const BlockExchange& peers,
+                      TaggedWord* posted, ChoiceMemory& memory, StreamQueries& queries,
+                      [[maybe_unused]] RecallShared* recall, FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
-  const bool limited = work.plan.k < work.plan.end - work.plan.begin;
   sum_normalisers(args, work.group_index, shared);
-  const bool bounded = prioritised && params.threshold > 0.0F;
-  if (bounded) add_static(args, row, work.kv_head, reinterpret_cast<float*>(&memory), shared);
+  const bool bounded = !kRecall && prioritised && params.threshold > 0.0F;
+  if (bounded) {
+    add_static(args, row, work.kv_head, true, reinterpret_cast<float*>(&memory), shared.references);
+  }
   const KeyError error = key_error(group, queries, shared);
   const std::uint16_t* approximate =
       args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token;
+  int rounds = 0;
+  if constexpr (kRecall) {
+    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, row, error, approximate, peers,
+                                                     rounds, memory, queries, *recall, shared);
+  }
+  const bool limited = work.plan.k < work.plan.end - work.plan.begin;
+  const KeyOrder<false> order(params, work.kv_head);
   int least = 1;
   std::uint32_t least_key = 1;
   if (bounded) {
     // A priority of p / u, where p is the mean of the heads' shares.
     const float least_sum = params.threshold * static_cast<float>(group);
-    least = least_approximate(log2_norm(least_sum), error);
+    least = least_approximate(log2_norm(least_sum), error, kRounding);
     least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
   } else if (limited) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
-    least = least_of_best(work, approximate, wanted, error, peers, memory, shared);
+    least = least_of_best(work, order, approximate, wanted, rounds++, error, peers, memory, shared);
   }
-  const Candidates found = list_candidates(args, work, approximate, least, memory, shared);
-  const unsigned counted = write_exact_keys<kQuads, kChunks, kBits>(args, work, found, least_key,
-                                                                    queries, memory, shared);
+  const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+  const unsigned counted = write_exact_keys<false, kQuads, kChunks, kBits>(
+      args, work, found, least_key, queries, nullptr, nullptr, memory, shared);
   auto chosen = static_cast<std::uint32_t>(work.plan.k);
-  int rounds = 1;
   bool all = false;
   if (bounded) {
     const std::uint32_t total = exchange_counts(counted, rounds++, peers, shared);
@@ -314,8 +365,9 @@ __device__ int choose(const FilterArgs& args, const FusedWork& work, int row,
 // `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
 // exchange counts by bins of approximate keys, then those of exact keys and the keys of the last
 // bin; each waits for all the others' part before it posts the next. Then they attend, if that is
-// wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works.
-template <int kQuads, int kChunks, int kBits>
+// wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works. kRecall: as
+// many as a recall target says.
+template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
     const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
@@ -333,7 +385,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   transfer::cuda::let_next_start();
   // Of a row of which nothing is eligible it is of no use.
   args.filter.stream_groups[std::int64_t{row} * args.request.kv.kv_heads + kv_head].load(queries);
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  FusedWork work(args, row, kv_head, rank, shape.blocks);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
@@ -346,8 +398,13 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   if (!work.empty()) {  // as all of the group
     TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
     auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
-    const int chosen =
-        choose<kQuads, kChunks, kBits>(args, work, row, peers, posted, memory, queries, shared);
+    RecallShared* recall = nullptr;
+    if constexpr (kRecall) {
+      __shared__ RecallShared of_group;
+      recall = &of_group;
+    }
+    const int chosen = choose<kRecall, kQuads, kChunks, kBits>(args, work, row, peers, posted,
+                                                               memory, queries, recall, shared);
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
@@ -375,6 +432,14 @@ bool stream_serves(const SelectShape& shape) {
          (reads_static ? readable : faster);
 }
 
+bool stream_serves_recall(const SelectShape& shape) {
+  const ScoreParams& params = shape.params;
+  return params.estimator == Estimator::kNormAware && params.query_bits > 0 && one_set(shape) &&
+         params.threshold == 0.0F && params.weight_bits() <= kFusedMostBits &&
+         sign_chunks(params) <= kFusedChunks && shape.group <= kFusedHeads &&
+         (!shape.int8_rows || shape.fp16_sinks);
+}
+
 void plan_stream(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   constexpr std::int64_t kLeastTokens = 2048;
   const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
@@ -391,8 +456,14 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Se
   int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
   const FusedAttention attention = fused_attention(request, bytes);
-  const auto kernel = visit_stream_shape(
-      request, [](auto made) { return choose_from_stream<made.kQuads, made.kChunks, made.kBits>; });
+  const auto plain = [](auto made) {
+    return choose_from_stream<false, made.kQuads, made.kChunks, made.kBits>;
+  };
+  const auto of_recall = [](auto made) {
+    return choose_from_stream<true, made.kQuads, made.kChunks, made.kBits>;
+  };
+  const auto kernel = args.recall.active ? visit_recall_shape(request, of_recall)
+                                         : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.rows.count));

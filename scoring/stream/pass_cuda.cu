@@ -230,6 +230,69 @@ struct LaneSums {
   }
 };
 
+/// Of the warps, in shared memory.
+using RecallParts = RecallSums[kFusedHeads];
+
+/// What the lanes of a warp sum for a recall target. A lane has one head of each quad.
+template <int kQuads>
+struct LaneRecall {
+  RecallSums heads[kQuads] = {};
+
+  /// Of a tile. `slope`: of the weights, of which none exceeds 2^60.
+  template <bool kWeights>
+  __device__ void add(int quad, const float (&logits)[4], const float (&keys)[4], float reference,
+                      float slope) {
+    constexpr float kMostLog = 60.0F;
+    RecallSums& sums = heads[quad];
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      const bool counts = logits[row] > -INFINITY;
+      const float y = counts ? logits[row] - reference : 0.0F;
+      sums.first += y;
+      sums.second = fmaf(y, y, sums.second);
+      if (quad == 0) {
+        sums.key_squares = counts ? fmaf(keys[row], keys[row], sums.key_squares) : sums.key_squares;
+        sums.count += counts ? 1.0F : 0.0F;
+      }
+      if constexpr (kWeights) {
+        float weight = counts ? exp2_fast(fminf(slope * y, kMostLog)) : 0.0F;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums.weights[i] += weight;
+          weight *= y;
+        }
+      }
+    }
+  }
+  /// Writes the warp's sums.
+  __device__ void store(RecallParts* parts) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      heads[quad].key_squares = heads[0].key_squares;  // of the same tokens
+      heads[quad].count = heads[0].count;
+    }
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        heads[quad].add(heads[quad].of_lane(distance));
+      }
+      if (lane < 4) parts[threadIdx.x / 32][quad * 4 + lane] = heads[quad];
+    }
+  }
+};
+
+/// The block's sums for a head. A whole warp, after a barrier.
+__device__ inline RecallSums block_recall(const RecallParts* parts, int head) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  RecallSums total{};
+  if (lane < kFusedWarps) total = parts[lane][head];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) total.add(total.of_lane(distance));
+  return total;
+}
+
 /// The block's sum for a head. A whole warp, after a barrier.
 __device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -241,9 +304,10 @@ __device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
   return sum_lanes(total);
 }
 
-/// Turns the warps' sums into references. All threads; begins and ends with a barrier.
+/// Turns the warps' sums into references and, with `parts`, slopes. All threads; begins and ends
+/// with a barrier.
 __device__ inline void make_references(const FilterArgs& args, const StreamWork& work,
-                                       StreamQueries& queries) {
+                                       const RecallParts* parts, StreamQueries& queries) {
   const int group = args.request.kv.group();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
@@ -252,6 +316,19 @@ __device__ inline void make_references(const FilterArgs& args, const StreamWork&
   if (head < kMaxGroup) {
     float reference = INFINITY;
     if (head < group) reference = normaliser(block_sum(queries, head));
+    if (parts != nullptr && head < group) {
+      const RecallSums sums = block_recall(parts, head);
+      const float of_one = sums.count > 0.0F ? 1.0F / sums.count : 0.0F;
+      const float noise =
+          recall_noise(args, work.group_index * group + head, sums.key_squares * of_one);
+      const float slope = recall_slope(sums.first * of_one, sums.second * of_one, noise);
+      if (lane == 0) {
+        queries.slopes[head] = slope;
+        if (work.first_of_group()) {
+          args.filter.stream_groups[work.group_index].slopes[head] = slope;
+        }
+      }
+    }
     if (lane == 0) {
       queries.references[head] = reference;
       if (work.first_of_group()) {
@@ -268,14 +345,22 @@ __device__ inline std::uint16_t approximate_key(float sum, float log_uniform) {
   return static_cast<std::uint16_t>(fminf(fmaxf(steps, 1.0F), 65535.0F));
 }
 
+/// Key norms of the lane's tokens of a tile.
+template <typename Scorer>
+__device__ void key_norms(const Scorer& scorer, int tile, float (&keys)[4]) {
+#pragma unroll
+  for (int row = 0; row < 4; ++row) keys[row] = scorer.key_norm(tile, row);
+}
+
 /// Scores the units that give references, and makes these. All threads; ends with a barrier.
-template <int kQuads, int kChunks, int kBits>
+template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void find_references(const FilterArgs& args, const StreamWork& work,
                                 StreamRing<kChunks>& ring,
-                                UnitScorer<kQuads, kChunks, kBits>& scorer,
+                                UnitScorer<kQuads, kChunks, kBits>& scorer, RecallParts* parts,
                                 StreamQueries& queries) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   LaneSums<kQuads> sums;
+  [[maybe_unused]] LaneRecall<kQuads> recall;
 #pragma unroll 1
   for (int i = 0; i < work.warp_references(warp); ++i) {
     const int first = work.reference_unit(warp, i) * kFusedUnit;
@@ -284,21 +369,30 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
     for (int quad = 0; quad < kQuads; ++quad) {
       float values[kUnitTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kUnitTiles; ++tile) scorer.score(quad, tile, values[tile]);
+      for (int tile = 0; tile < kUnitTiles; ++tile) {
+        float logits[4];
+        scorer.score(quad, tile, values[tile], logits);
+        if constexpr (kRecall) {
+          float keys[4];
+          key_norms(scorer, tile, keys);
+          recall.template add<false>(quad, logits, keys, 0.0F, 0.0F);
+        }
+      }
       sums.add(quad, values);
     }
     ring.release();
   }
   sums.store(queries);
-  make_references(args, work, queries);
+  if constexpr (kRecall) recall.store(parts);
+  make_references(args, work, parts, queries);
 }
 
 /// Writes the approximate keys of the block's units, and its parts of the normalisers.
-template <int kQuads, int kChunks, int kBits>
+template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork& work,
                                        StreamRing<kChunks>& ring,
                                        UnitScorer<kQuads, kChunks, kBits>& scorer,
-                                       StreamQueries& queries) {
+                                       RecallParts* parts_of_warps, StreamQueries& queries) {
   // Shares that add up to more than this are summed with a maximum of their own.
   constexpr float kMostPart = 0x1p60F;
   const ScoreParams& params = args.request.params;
@@ -311,9 +405,12 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   float references[kQuads];
   float parts[kQuads];  // relative to the references
   LaneSums<kQuads> far;
+  [[maybe_unused]] LaneRecall<kQuads> recall;
+  [[maybe_unused]] float slopes[kQuads];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     references[quad] = queries.references[quad * 4 + lane % 4];
+    if constexpr (kRecall) slopes[quad] = queries.slopes[quad * 4 + lane % 4];
     parts[quad] = 0.0F;
   }
   const int units = work.warp_units(warp);
@@ -330,7 +427,13 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
       float part = 0.0F;
 #pragma unroll
       for (int tile = 0; tile < kUnitTiles; ++tile) {
-        scorer.score(quad, tile, values[tile]);
+        float logits[4];
+        scorer.score(quad, tile, values[tile], logits);
+        if constexpr (kRecall) {
+          float key_norm[4];
+          key_norms(scorer, tile, key_norm);
+          recall.template add<true>(quad, logits, key_norm, references[quad], slopes[quad]);
+        }
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
           const float share = exp2_fast(values[tile][row] - references[quad]);
@@ -368,22 +471,27 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
     if (parts[quad] > 0.0F) far.heads[quad].add(references[quad], parts[quad]);
   }
   far.store(queries);
+  if constexpr (kRecall) recall.store(parts_of_warps);
   __syncthreads();  // the sums of all warps are there
   const int head = warp;
   if (head < args.request.kv.group()) {
     const FusedSum total = block_sum(queries, head);
-    if (lane == 0) {
-      // Pairs of a group and a block that has units of it, in order, differ in this sum.
-      const std::int64_t part = work.group_index + blockIdx.x;
-      args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
+    // Pairs of a group and a block that has units of it, in order, differ in this sum.
+    const std::int64_t part = work.group_index + blockIdx.x;
+    if (lane == 0) args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
+    if constexpr (kRecall) {
+      const RecallSums sums = block_recall(parts_of_warps, head);
+      auto* const to = reinterpret_cast<RecallSums*>(args.filter.stream_recall);
+      if (lane == 0) to[part * kFusedHeads + head] = sums;
     }
   }
 }
 
 /// `started`: whether the ring has started to copy the units.
-template <int kQuads, int kChunks, int kBits>
+template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool started,
-                           StreamRing<kChunks>& ring, FusedNorms* norms, StreamQueries& queries) {
+                           StreamRing<kChunks>& ring, FusedNorms* norms, RecallParts* parts,
+                           StreamQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   // Before the copies: loads that are issued after them return after them.
@@ -395,8 +503,8 @@ __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool 
   }
   UnitScorer<kQuads, kChunks, kBits> scorer(
       params, queries, chunks, norms + static_cast<int>(threadIdx.x) / 32 * kFusedUnit);
-  find_references(args, work, ring, scorer, queries);
-  write_approximate_keys(args, work, ring, scorer, queries);
+  find_references<kRecall>(args, work, ring, scorer, parts, queries);
+  write_approximate_keys<kRecall>(args, work, ring, scorer, parts, queries);
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();  // all warps have used the queries
 }
@@ -417,8 +525,9 @@ struct StreamShare {
 #endif
 
 // Blocks have runs of (unit, KV head) pairs, which may be of several (row, KV head). Dynamic shared
-// memory: the warps' norms, then their rings. `shape.early`: copies start before the wait.
-template <int kQuads, int kChunks, int kBits>
+// memory: the warps' norms, then their rings. `shape.early`: copies start before the wait. kRecall:
+// sums of the heads' weights too.
+template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void stream_pass(const __grid_constant__ FilterArgs args,
                                                  const __grid_constant__ StreamShape shape) {
@@ -426,6 +535,11 @@ __global__ __launch_bounds__(kFusedThreads,
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ StreamUnits units;
   __shared__ __align__(16) StreamQueries queries;
+  RecallParts* parts = nullptr;
+  if constexpr (kRecall) {
+    __shared__ RecallParts of_warps[kFusedWarps];
+    parts = of_warps;
+  }
   auto* const norms = reinterpret_cast<FusedNorms*>(dynamic);
   StreamRing<kChunks> ring(args, sign_chunks(args.request.params),
                            dynamic + kFusedWarps * kFusedUnit * sizeof(FusedNorms));
@@ -448,7 +562,8 @@ __global__ __launch_bounds__(kFusedThreads,
 #pragma unroll 1
   while (share.at < share.end) {
     const StreamWork work(args, units, share.at, share.end, share.each);
-    score_work<kQuads, kChunks, kBits>(args, work, work.copies_same(early), ring, norms, queries);
+    score_work<kRecall, kQuads, kChunks, kBits>(args, work, work.copies_same(early), ring, norms,
+                                                parts, queries);
     early = {};
     share.at += work.count;
   }
@@ -464,12 +579,20 @@ void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
   const StreamShape shape{.blocks = stream_blocks(),
                           .early = request.after_append &&
                                    request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
-  visit_stream_shape(request, [&](auto made) {
-    const auto kernel = stream_pass<made.kQuads, made.kChunks, made.kBits>;
-    const int bytes = fused_ring_bytes(stages_of(made.kChunks), sign_chunks(request.params));
+  const int chunks = sign_chunks(request.params);
+  const auto launch = [&](auto kernel, int stages) {
+    const int bytes = fused_ring_bytes(stages, chunks);
     allow_shape(kernel, bytes);
     transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(shape.blocks)),
                                        kFusedThreads, static_cast<std::size_t>(bytes), args, shape);
+  };
+  if (args.recall.active) {
+    return visit_recall_shape(request, [&](auto made) {
+      launch(stream_pass<true, made.kQuads, made.kChunks, made.kBits>, stages_of(made.kChunks));
+    });
+  }
+  visit_stream_shape(request, [&](auto made) {
+    launch(stream_pass<false, made.kQuads, made.kChunks, made.kBits>, stages_of(made.kChunks));
   });
 }
 

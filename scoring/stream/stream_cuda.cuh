@@ -92,12 +92,59 @@ struct StreamShape {
 
 inline constexpr int kStreamColumns = kMaxGroup / 4 * kFusedChunks * kFusedMostBits / 2 * 32;
 
+/// Sums over eligible tokens of one head, for a recall target. y is the base-2 logit of a token,
+/// without its value norm, less the reference of the head.
+struct RecallSums {
+  float weights[4];  ///< Of 2^(slope y) y^i.
+  float first;       ///< Of y,
+  float second;      ///< y^2,
+  float key_squares;
+  float count;
+
+  __device__ void add(const RecallSums& other) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] += other.weights[i];
+    first += other.first;
+    second += other.second;
+    key_squares += other.key_squares;
+    count += other.count;
+  }
+  /// That of the lane whose number differs in the bits of `distance`.
+  [[nodiscard]] __device__ RecallSums of_lane(int distance) const {
+    RecallSums other{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      other.weights[i] = __shfl_xor_sync(kFullWarp, weights[i], distance);
+    }
+    other.first = __shfl_xor_sync(kFullWarp, first, distance);
+    other.second = __shfl_xor_sync(kFullWarp, second, distance);
+    other.key_squares = __shfl_xor_sync(kFullWarp, key_squares, distance);
+    other.count = __shfl_xor_sync(kFullWarp, count, distance);
+    return other;
+  }
+};
+static_assert(sizeof(RecallSums) == kRecallSums * sizeof(float));
+
+/// Slope of a head's weights (docs/algorithm.md, section 3), 0 to 1, from the mean and the mean
+/// square of its base-2 logits. `noise`: variance of their noise, base 2.
+__device__ inline float recall_slope(float mean, float mean_square, float noise) {
+  const float variance = mean_square - mean * mean;
+  return variance > noise ? 1.0F - noise / variance : 0.0F;
+}
+/// Variance of the noise of a head's base-2 logits.
+__device__ inline float recall_noise(const FilterArgs& args, std::int64_t head,
+                                     float mean_key_square) {
+  const float norm = __ldg(&args.tables.scalars[head].query_norm) * kLog2E;
+  return static_cast<float>(args.recall.noise) * norm * norm * mean_key_square;
+}
+
 /// What scoring needs in shared memory, of the heads of one group.
 struct StreamQueries {
   alignas(16) std::uint32_t columns[kStreamColumns];
   int weight_sums[kMaxGroup];
   alignas(16) float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
   alignas(16) float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
+  float slopes[kMaxGroup];                  ///< Of the weights of a recall target, in the pass.
   float2 warp_sums[kFusedWarps][kMaxGroup];
 };
 
@@ -107,6 +154,7 @@ struct StreamGroup {
   int weight_sums[kMaxGroup];
   float factors[kMaxGroup];
   float references[kMaxGroup];
+  float slopes[kMaxGroup];
   int first_block;  ///< Blocks of the pass that have units of it.
   int last_block;
 
@@ -136,6 +184,7 @@ struct StreamGroup {
       queries.weight_sums[thread] = __ldcg(weight_sums + thread);
       queries.factors[thread] = __ldcg(factors + thread);
       queries.references[thread] = __ldcg(references + thread);
+      queries.slopes[thread] = __ldcg(slopes + thread);
     }
   }
 };
@@ -201,8 +250,18 @@ class UnitScorer {
         make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
     __syncwarp();
   }
-  /// Base-2 logits of the lane's tokens of a tile, of its head of a quad.
+  /// Base-2 logits of the lane's tokens of a tile, of its head of a quad, with value norms as the
+  /// weighting says.
   __device__ void score(int quad, int tile, float (&values)[4]) const {
+    float logits[4];
+    score(quad, tile, values, logits);
+  }
+  /// Key norm of the lane's token `row` of a tile.
+  [[nodiscard]] __device__ float key_norm(int tile, int row) const {
+    return norms_[tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4 + row * 8].key;
+  }
+  /// The same, and without value norms: -infinity of tokens that are left out.
+  __device__ void score(int quad, int tile, float (&values)[4], float (&logits)[4]) const {
     int counts[2][kBits / 2][4];
     count_planes<kFusedUnit>(unit_ + tile * kFusedTile * hashing::kChunkBytes, columns_[quad],
                              chunks_, counts);
@@ -218,6 +277,7 @@ class UnitScorer {
       const float sum = __int_as_float(bits) - offsets_[quad];
       const FusedNorms norm = norms[row * 8];
       values[row] = fmaf(factors_[quad] * sum, norm.key, norm.log_value);
+      logits[row] = norm.log_value > -INFINITY ? factors_[quad] * sum * norm.key : -INFINITY;
     }
   }
 
@@ -290,6 +350,19 @@ auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
   if (bits == 4 && chunks == 2) return visit(StreamKernel<4, 2, 4>{});
   if (bits == 6) return visit(StreamKernel<4, 2, 6>{});
   return visit(StreamKernel<4, 0, 8>{});
+}
+
+/// The same for a recall target, of groups of up to kFusedHeads: fewer kernels, since each is used
+/// less.
+template <typename Visit>
+auto visit_recall_shape(const SelectRequest& request, const Visit& visit) {
+  const bool wide = request.kv.group() > 4;
+  const int bits = stream_weight_bits(request.params);
+  if (bits == 4 && sign_chunks(request.params) == 2) {
+    return wide ? visit(StreamKernel<2, 2, 4>{}) : visit(StreamKernel<1, 2, 4>{});
+  }
+  if (bits == 6) return wide ? visit(StreamKernel<2, 2, 6>{}) : visit(StreamKernel<1, 2, 6>{});
+  return wide ? visit(StreamKernel<2, 0, 8>{}) : visit(StreamKernel<1, 0, 8>{});
 }
 
 }  // namespace kvtier::scoring::cuda

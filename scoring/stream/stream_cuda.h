@@ -7,6 +7,8 @@ namespace kvtier::scoring::cuda {
 
 /// Returns whether the path serves a shape, where blocks may wait for one another.
 [[nodiscard]] bool stream_serves(const SelectShape& shape);
+/// The same with a recall target, or where the missed mass is wanted.
+[[nodiscard]] bool stream_serves_recall(const SelectShape& shape);
 void plan_stream(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan);
 /// Fills `args.selection`, from tables that `read_queries` has built. Two launches.
 void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);

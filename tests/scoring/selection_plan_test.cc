@@ -88,6 +88,17 @@ TEST_F(SelectionPlanTest, DoesNotKnowTheCountUnderAThreshold) {
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
 }
 
+TEST_F(SelectionPlanTest, CountsByMassInTheStream) {
+  SelectShape shape = shape_of(32 << 10);
+  shape.recall = true;
+  const SelectionPlan plan = plan_of(shape);
+  EXPECT_EQ(plan.path, SelectionPath::kStream);
+  EXPECT_FALSE(plan.k_known || plan.reads_queries || plan.attends);
+  shape.group = 16;
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
+  EXPECT_EQ(plan_of(shape, false).path, SelectionPath::kGeneric);
+}
+
 TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
   const auto path_with = [](auto change) {
     SelectShape shape = shape_of(32 << 10);
@@ -99,7 +110,11 @@ TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
   EXPECT_EQ(path_with([](SelectShape& s) { s.params.selection = Selection::kPerSequence; }),
             SelectionPath::kGeneric);
   EXPECT_EQ(path_with([](SelectShape& s) { s.params.query_bits = 0; }), SelectionPath::kGeneric);
-  EXPECT_EQ(path_with([](SelectShape& s) { s.recall = true; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) {
+              s.recall = true;
+              s.params.selection = Selection::kPerQueryHead;
+            }),
+            SelectionPath::kGeneric);
   EXPECT_EQ(path_with([](SelectShape& s) {
               s.params.estimator = Estimator::kHardCollision;
               s.params.rule = SelectionRule::kTopK;
