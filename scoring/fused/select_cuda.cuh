@@ -32,8 +32,8 @@ inline constexpr int kFusedQueryBits = 4;
 inline constexpr int kFusedMostBits = 8;
 /// Most chunks of 128 planes.
 inline constexpr int kFusedChunks = 4;
-/// Bins of a round of the search.
-inline constexpr int kFusedBins = kFusedThreads;
+/// Of a round of the search a thread has a bin.
+static_assert(kFusedBins == kFusedThreads);
 /// Bytes for the tables of a group's queries while they are made.
 inline constexpr int kFusedTableBytes = 40 * 1024 + 256;
 /// Candidates of a block that the last round compares one by one.

@@ -86,6 +86,8 @@ inline constexpr unsigned kFusedBlocks = 16;
 inline constexpr int kFusedParts = 256;
 /// Most blocks of the pass of a selection by a stream of keys (stream/stream_cuda.cuh).
 inline constexpr int kMostStreamBlocks = 256;
+/// Bins that tokens are counted by, of their keys.
+inline constexpr int kFusedBins = 512;
 /// Floats of what a block of it sums of a head for a recall target.
 inline constexpr int kRecallSums = 8;
 /// Bytes of what it keeps of a (row, KV head).

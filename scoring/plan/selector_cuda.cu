@@ -219,6 +219,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
   place_bytes(filter.stream_groups, static_cast<std::size_t>(groups * stream_group_bytes()));
   place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);
+  place(filter.stream_counts, (groups + kMostStreamBlocks) * 2 * kFusedBins);
   place(filter.stream_recall, (groups + kMostStreamBlocks) * kFusedHeads * kRecallSums);
   if (bytes != nullptr) *bytes = arena.bytes();
   return scratch;

@@ -80,7 +80,9 @@ struct FilterScratch {
   StreamGroup* stream_groups;  // [rows][kv_heads]
   float2* stream_sums;  // [groups + blocks of the pass][kMaxGroup] parts of normalisers, as maximum
                         // and sum
-  float* stream_recall;  // [groups + blocks of the pass][kFusedHeads][kRecallSums]
+  std::uint32_t* stream_counts;  // [groups + blocks of the pass][2][kFusedBins] tokens by bins of
+                                 // approximate keys; of scores, where these are priorities
+  float* stream_recall;          // [groups + blocks of the pass][kFusedHeads][kRecallSums]
 };
 
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a

@@ -18,19 +18,6 @@ struct ChoiceShape {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// Of approximate keys: 1/8 octaves from 2^-44 to 2^20; what is below counts in the first, what is
-/// above in the last.
-struct StreamBins {
-  static constexpr int kBase = 256 * static_cast<int>(kKeySteps);
-  static constexpr int kShift = 4;
-
-  __device__ static int of(unsigned key) {
-    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kFusedBins - 1);
-  }
-  /// The least key of a bin but the first.
-  __device__ static int least(int bin) { return kBase + (bin << kShift); }
-};
-
 /// Adds the masses of the always-attended tokens to base-2 logarithms of sums, of each head; each
 /// times its value norm, if `with_values`, as the weighting says. All threads; begins and ends with
 /// a barrier. `memory`: room for the group's queries and the warps' sums.
@@ -154,6 +141,9 @@ __device__ KeyError key_error(int group, const StreamQueries& queries, const Fus
   return error;
 }
 
+/// Steps that the rounding of an approximate key takes at most.
+constexpr float kRounding = 2.0F;
+
 /// The least approximate key of a token whose exact key, base 2, may be `exact` or more.
 /// `rounding`: steps that the approximate key may be lower by.
 __device__ int least_approximate(float exact, const KeyError& error, float rounding) {
@@ -163,39 +153,40 @@ __device__ int least_approximate(float exact, const KeyError& error, float round
   return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
 }
 
-/// Steps that the rounding of an approximate key takes at most.
-constexpr float kRounding = 2.0F;
-
-/// What `order` gives tokens at least that may be among the `wanted` best. All threads; begins and
-/// ends with a barrier.
+/// The least approximate key of tokens that may be among the `wanted` best; kByScore: by score,
+/// where keys are priorities. All threads; begins and ends with a barrier. `shared.bins` are clear
+/// before and after.
 template <bool kByScore>
-__device__ int least_of_best(const FusedWork& work, const KeyOrder<kByScore>& order,
-                             const std::uint16_t* approximate, std::uint32_t wanted, int round,
-                             const KeyError& error, const BlockExchange& peers,
-                             ChoiceMemory& memory, FusedShared& shared) {
-  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
-  constexpr int kAtOnce = 8;
-#pragma unroll 1
-  for (int base = static_cast<int>(threadIdx.x); base < work.count / 8;
-       base += kAtOnce * kFusedThreads) {
-    uint4 loaded[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = base + j * kFusedThreads;
-      loaded[j] = i < work.count / 8 ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const unsigned words[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
-      const int token = work.first_token + (base + j * kFusedThreads) * 8;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const unsigned key = words[k / 2] >> (k % 2 * 16) & 0xFFFFU;
-        if (key != 0) atomicAdd(&shared.bins[StreamBins::of(order.of(key, token + k))], 1U);
-      }
-    }
+__device__ int least_of_best(const FilterArgs& args, std::int64_t group_index, std::uint32_t wanted,
+                             const KeyError& error, FusedShared& shared) {
+  constexpr int kVectors = kFusedBins / 4;
+  const StreamGroup& of_group = args.filter.stream_groups[group_index];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int last = __ldcg(&of_group.last_block);
+  uint4 sum = make_uint4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int block = __ldcg(&of_group.first_block) + thread / kVectors; block <= last;
+       block += kFusedThreads / kVectors) {
+    const std::uint32_t* counts =
+        args.filter.stream_counts + ((group_index + block) * 2 + (kByScore ? 1 : 0)) * kFusedBins;
+    const uint4 part = __ldcg(reinterpret_cast<const uint4*>(counts) + thread % kVectors);
+    sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
   }
-  find_bin(wanted, round, peers, memory.exchange, shared);
+  __syncthreads();
+  std::uint32_t* const bins = shared.bins + thread % kVectors * 4;
+  atomicAdd(bins, sum.x);
+  atomicAdd(bins + 1, sum.y);
+  atomicAdd(bins + 2, sum.z);
+  atomicAdd(bins + 3, sum.w);
+  if (thread == 0) shared.bin = 0;
+  __syncthreads();                          // the counts of all blocks of the pass are there
+  const int bin = kFusedBins - 1 - thread;  // the best first
+  const std::uint32_t count = shared.bins[bin];
+  std::uint32_t total = 0;
+  const std::uint32_t before = block_exclusive_sum(count, &total);
+  shared.bins[bin] = 0;
+  if (before < wanted && before + count >= wanted) shared.bin = bin;
+  __syncthreads();  // the bin of the last one is known
   if (shared.bin == 0) return 1;
   // As many tokens have approximate keys of at least this one, so exact keys of at least that.
   const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
@@ -282,7 +273,7 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
     const KeyOrder<true> order(args.request.params, work.kv_head);
     int least = 1;
     if (work.plan.k < eligible) {
-      least = least_of_best(work, order, approximate, count, round++, error, peers, memory, shared);
+      least = least_of_best<true>(args, work.group_index, count, error, shared);
     }
     const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
     std::uint32_t* const masses =
@@ -330,7 +321,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, int row, const Bl
     least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
   } else if (limited) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
-    least = least_of_best(work, order, approximate, wanted, rounds++, error, peers, memory, shared);
+    least = least_of_best<false>(args, work.group_index, wanted, error, shared);
   }
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
   const unsigned counted = write_exact_keys<false, kQuads, kChunks, kBits>(
@@ -363,10 +354,10 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, int row, const Bl
 #endif
 
 // `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
-// exchange counts by bins of approximate keys, then those of exact keys and the keys of the last
-// bin; each waits for all the others' part before it posts the next. Then they attend, if that is
-// wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention works. kRecall: as
-// many as a recall target says.
+// exchange counts by bins of exact keys and the keys of the last bin; each waits for all the
+// others' part before it posts the next. Then they attend, if that is wanted. Dynamic shared
+// memory: `ChoiceMemory`, in the place of which attention works. kRecall: as many as a recall
+// target says.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,

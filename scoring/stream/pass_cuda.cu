@@ -387,12 +387,15 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
   make_references(args, work, parts, queries);
 }
 
-/// Writes the approximate keys of the block's units, and its parts of the normalisers.
+/// Writes the approximate keys of the block's units, and its parts of the normalisers. Counts
+/// tokens in `bins`, clear before; for a recall target by their scores, too, in the next
+/// kFusedBins.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork& work,
                                        StreamRing<kChunks>& ring,
                                        UnitScorer<kQuads, kChunks, kBits>& scorer,
-                                       RecallParts* parts_of_warps, StreamQueries& queries) {
+                                       RecallParts* parts_of_warps, std::uint32_t* bins,
+                                       StreamQueries& queries) {
   // Shares that add up to more than this are summed with a maximum of their own.
   constexpr float kMostPart = 0x1p60F;
   const ScoreParams& params = args.request.params;
@@ -452,18 +455,21 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
 #pragma unroll
     for (int tile = 0; tile < kUnitTiles; ++tile) {
       const float sum = reduce_heads(shares[tile], [](float a, float b) { return a + b; });
+      const int token = tile * kFusedTile + own_token();
+      const bool eligible = token >= begin && token < end;
       float log_uniform = 0.0F;
       if (prioritised) {
-        const int token = first + tile * kFusedTile + own_token();
-        log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
+        log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(first + token)));
       }
-      keys[first + tile * kFusedTile] = approximate_key(sum, log_uniform);
-    }
-    if (begin > 0 || end < kFusedUnit) {
-      for (int tile = 0; tile < kUnitTiles; ++tile) {
-        const int token = tile * kFusedTile + own_token();
-        if (token < begin || token >= end) keys[first + tile * kFusedTile] = 0;
+      const unsigned key = eligible ? approximate_key(sum, log_uniform) : 0U;
+      keys[first + tile * kFusedTile] = static_cast<std::uint16_t>(key);
+      if (eligible) {
+        atomicAdd(bins + StreamBins::of(key), 1U);
+        if constexpr (kRecall) {
+          atomicAdd(bins + kFusedBins + StreamBins::of(approximate_key(sum, 0.0F)), 1U);
+        }
       }
+      __syncwarp();  // binary products take whole warps
     }
   }
 #pragma unroll
@@ -472,12 +478,15 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   }
   far.store(queries);
   if constexpr (kRecall) recall.store(parts_of_warps);
-  __syncthreads();  // the sums of all warps are there
+  __syncthreads();  // the sums and counts of all warps are there
+  // Pairs of a group and a block that has units of it, in order, differ in this sum.
+  const std::int64_t part = work.group_index + blockIdx.x;
+  std::uint32_t* const counts = args.filter.stream_counts + part * 2 * kFusedBins + threadIdx.x;
+  counts[0] = bins[threadIdx.x];
+  if constexpr (kRecall) counts[kFusedBins] = bins[kFusedBins + threadIdx.x];
   const int head = warp;
   if (head < args.request.kv.group()) {
     const FusedSum total = block_sum(queries, head);
-    // Pairs of a group and a block that has units of it, in order, differ in this sum.
-    const std::int64_t part = work.group_index + blockIdx.x;
     if (lane == 0) args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
     if constexpr (kRecall) {
       const RecallSums sums = block_recall(parts_of_warps, head);
@@ -491,9 +500,11 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool started,
                            StreamRing<kChunks>& ring, FusedNorms* norms, RecallParts* parts,
-                           StreamQueries& queries) {
+                           std::uint32_t* bins, StreamQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
+  bins[threadIdx.x] = 0;
+  if constexpr (kRecall) bins[kFusedBins + threadIdx.x] = 0;
   // Before the copies: loads that are issued after them return after them.
   fill_queries<kQuads, kBits>(args, chunks, work.group_index, queries);
   if (!started) ring.start(work);
@@ -504,7 +515,7 @@ __device__ void score_work(const FilterArgs& args, const StreamWork& work, bool 
   UnitScorer<kQuads, kChunks, kBits> scorer(
       params, queries, chunks, norms + static_cast<int>(threadIdx.x) / 32 * kFusedUnit);
   find_references<kRecall>(args, work, ring, scorer, parts, queries);
-  write_approximate_keys<kRecall>(args, work, ring, scorer, parts, queries);
+  write_approximate_keys<kRecall>(args, work, ring, scorer, parts, bins, queries);
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();  // all warps have used the queries
 }
@@ -535,6 +546,7 @@ __global__ __launch_bounds__(kFusedThreads,
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ StreamUnits units;
   __shared__ __align__(16) StreamQueries queries;
+  __shared__ std::uint32_t bins[(kRecall ? 2 : 1) * kFusedBins];
   RecallParts* parts = nullptr;
   if constexpr (kRecall) {
     __shared__ RecallParts of_warps[kFusedWarps];
@@ -563,7 +575,7 @@ __global__ __launch_bounds__(kFusedThreads,
   while (share.at < share.end) {
     const StreamWork work(args, units, share.at, share.end, share.each);
     score_work<kRecall, kQuads, kChunks, kBits>(args, work, work.copies_same(early), ring, norms,
-                                                parts, queries);
+                                                parts, bins, queries);
     early = {};
     share.at += work.count;
   }

@@ -23,6 +23,19 @@ namespace kvtier::scoring::cuda {
 /// Approximate keys are 1/128 octaves above 2^-300, 1 the least of an eligible token, 0 of others.
 inline constexpr float kKeySteps = 128.0F;
 inline constexpr float kKeyOffset = 300.0F;
+/// Of approximate keys: 1/8 octaves from 2^-44 to 2^20; what is below counts in the first, what is
+/// above in the last.
+struct StreamBins {
+  static constexpr int kBase = 256 * static_cast<int>(kKeySteps);
+  static constexpr int kShift = 4;
+
+  __device__ static int of(unsigned key) {
+    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kFusedBins - 1);
+  }
+  /// The least key of a bin but the first.
+  __device__ static int least(int bin) { return kBase + (bin << kShift); }
+};
+
 /// Sums of shares below this one, base 2, may have underflowed: bounds below it take every token.
 inline constexpr float kLeastLogSum = -110.0F;
 /// References further below the exact normalisers than this may have let shares overflow.
