@@ -1,9 +1,12 @@
 #include "services/wire/rpc.h"
 
+#include "services/wire/each_tensor.h"
+
 #include <gtest/gtest.h>
 
 #include <set>
 #include <string>
+#include <vector>
 
 namespace kvtier::services::testing {
 namespace {
@@ -41,6 +44,42 @@ std::set<std::string> listed_methods(const ServiceDescriptor& service) {
     names.insert(method->name());
   });
   return names;
+}
+
+/// Fills every tensor of a message, items of a batch too, and returns them in the order of their
+/// fields.
+std::vector<const google::protobuf::Message*> fill_tensors(google::protobuf::Message& message) {
+  std::vector<const google::protobuf::Message*> tensors;
+  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
+    const google::protobuf::FieldDescriptor* field = message.GetDescriptor()->field(i);
+    if (field->message_type() == nullptr) continue;
+    const google::protobuf::Reflection& access = *message.GetReflection();
+    if (field->message_type() == v1::Tensor::descriptor()) {
+      tensors.push_back(access.MutableMessage(&message, field));
+    } else if (field->name() == "items" || field->name() == "response") {
+      auto* inner = field->is_repeated() ? access.AddMessage(&message, field)
+                                         : access.MutableMessage(&message, field);
+      const auto more = fill_tensors(*inner);
+      tensors.insert(tensors.end(), more.begin(), more.end());
+    }
+  }
+  return tensors;
+}
+
+template <typename Message>
+void expect_every_tensor() {
+  Message message;
+  const auto expected = fill_tensors(message);
+  std::vector<const google::protobuf::Message*> found;
+  each_tensor(message, [&](v1::Tensor& tensor) { found.push_back(&tensor); });
+  EXPECT_EQ(found, expected) << message.GetTypeName();
+}
+
+TEST(EachTensor, VisitsAllInTheOrderOfTheirFields) {
+  each_rpc<PlaneRpcs>([](auto rpc) {
+    expect_every_tensor<typename decltype(rpc)::Request>();
+    expect_every_tensor<typename decltype(rpc)::Response>();
+  });
 }
 
 TEST(Rpc, NamesFollowFromRequests) {
