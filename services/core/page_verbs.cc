@@ -63,6 +63,15 @@ void attempt_page(v1::PageResult& result, Act act) {
   }
 }
 
+/// Calls `act` with each handle of a request that may be repeated.
+template <typename Request, typename Response, typename Act>
+void each_handle(PageLease& lease, const Request& request, Response& response, Act act) {
+  execute_once(lease.tenant.replies(), request, response, [&] {
+    check_at_most("handles", request.handles_size(), kMaxBatchPages);
+    for (const std::string& handle : request.handles()) act(handle);
+  });
+}
+
 }  // namespace
 
 std::int64_t page_bytes_of(const v1::OpenLeaseRequest& request) {
@@ -143,11 +152,8 @@ void execute(PageLease& lease, const v1::BatchCommitPagesRequest& request,
 
 void execute(PageLease& lease, const v1::BatchAbortPagesRequest& request,
              v1::BatchAbortPagesResponse& response) {
-  execute_once(lease.tenant.replies(), request, response, [&] {
-    check_at_most("handles", request.handles_size(), kMaxBatchPages);
-    for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { lease.pages.abort(lease, handle); });
-    }
+  each_handle(lease, request, response, [&](const std::string& handle) {
+    attempt(*response.add_statuses(), [&] { lease.pages.abort(lease, handle); });
   });
 }
 
@@ -164,21 +170,15 @@ void execute(PageLease& lease, const v1::BatchDeletePagesRequest& request,
 
 void execute(PageLease& lease, const v1::BatchPinPagesRequest& request,
              v1::BatchPinPagesResponse& response) {
-  execute_once(lease.tenant.replies(), request, response, [&] {
-    check_at_most("handles", request.handles_size(), kMaxBatchPages);
-    for (const std::string& handle : request.handles()) {
-      attempt_page(*response.add_items(), [&] { return lease.pages.pin(lease, handle); });
-    }
+  each_handle(lease, request, response, [&](const std::string& handle) {
+    attempt_page(*response.add_items(), [&] { return lease.pages.pin(lease, handle); });
   });
 }
 
 void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
              v1::BatchUnpinPagesResponse& response) {
-  execute_once(lease.tenant.replies(), request, response, [&] {
-    check_at_most("handles", request.handles_size(), kMaxBatchPages);
-    for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { lease.pages.unpin(lease, handle); });
-    }
+  each_handle(lease, request, response, [&](const std::string& handle) {
+    attempt(*response.add_statuses(), [&] { lease.pages.unpin(lease, handle); });
   });
 }
 
