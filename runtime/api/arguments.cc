@@ -13,10 +13,6 @@ namespace kvtier::runtime {
 
 namespace {
 
-bool is_float(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-}
-
 std::string shape3(std::int64_t tokens, int heads, const std::string& last) {
   return "[" + (tokens < 0 ? std::string("tokens") : std::to_string(tokens)) + ", " +
          std::to_string(heads) + ", " + last + "]";
@@ -26,17 +22,6 @@ std::string shape3(std::int64_t tokens, int heads, const std::string& last) {
 void check_space(std::string_view name, const TensorView& tensor, StreamRef stream) {
   if (stream.given() && tensor.space == MemorySpace::kHost) {
     throw_invalid(name, "device memory in a call with a stream", "host memory");
-  }
-}
-
-void check_last_stride(std::string_view name, const TensorView& tensor, std::size_t dim) {
-  if (tensor.shape[dim] > 1 && tensor.strides[dim] != 1) {
-    throw_invalid(name, "last stride 1", join("last stride ", tensor.strides[dim]));
-  }
-  for (std::size_t i = 0; i < dim; ++i) {
-    if (tensor.strides[i] < 0) {
-      throw_invalid(name, "strides of at least 0", join("stride ", tensor.strides[i]));
-    }
   }
 }
 
@@ -77,7 +62,7 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
                        (same_ids ? " or " + shape3(tokens, 1, "n") : ""), " with n >= ", min_n),
                   describe(tensor));
   }
-  check_last_stride(name, tensor, 2);
+  check_strides(name, tensor);
   check_space(name, tensor, stream);
 }
 
@@ -104,7 +89,7 @@ void check_per_head(std::string_view name, const MutableTensorView& tensor, std:
       tensor.shape[1] != heads) {
     throw_invalid(name, join("fp32 [", tokens, ", ", heads, "]"), describe(tensor));
   }
-  check_last_stride(name, tensor, 1);
+  check_strides(name, tensor);
   check_space(name, tensor, stream);
 }
 
@@ -115,7 +100,7 @@ void check_bias(const EngineState& engine, const TensorView& bias, const TensorV
   if (bias.dtype != DType::kFloat32 || bias.rank != 3 || bias.shape != ids.shape) {
     throw_invalid("bias", join("fp32 of the shape of selected, ", describe(ids)), describe(bias));
   }
-  check_last_stride("bias", bias, 2);
+  check_strides("bias", bias);
   check_space("bias", bias, stream);
   if (bias.space != MemorySpace::kHost && engine.device->backend() != Backend::kCpu) return;
   for (std::int64_t token = 0; token < bias.shape[0]; ++token) {
@@ -160,7 +145,7 @@ void check_rows(std::string_view name, const TensorView& tensor, DType dtype,
       !std::equal(shape.begin(), shape.end(), tensor.shape.begin())) {
     throw_invalid(name, describe(expected), tensor.empty() ? "none" : describe(tensor));
   }
-  check_last_stride(name, tensor, static_cast<std::size_t>(tensor.rank) - 1);
+  check_strides(name, tensor);
   if (tensor.space != MemorySpace::kHost) throw_invalid(name, "host memory", "device memory");
 }
 
@@ -197,6 +182,18 @@ void check_selection(const char* call, const SessionState& session, int layer,
 
 }  // namespace
 
+void check_strides(std::string_view name, const TensorView& tensor) {
+  const auto last = static_cast<std::size_t>(tensor.rank) - 1;
+  if (tensor.shape[last] > 1 && tensor.strides[last] != 1) {
+    throw_invalid(name, "last stride 1", join("last stride ", tensor.strides[last]));
+  }
+  for (std::size_t i = 0; i < last; ++i) {
+    if (tensor.strides[i] < 0) {
+      throw_invalid(name, "strides of at least 0", join("stride ", tensor.strides[i]));
+    }
+  }
+}
+
 void check_layer(const EngineState& engine, int layer) {
   if (layer < 0 || layer >= engine.config.model.layers) {
     throw_invalid("layer", join("0..", engine.config.model.layers - 1), layer);
@@ -215,7 +212,7 @@ std::int64_t check_tokens(const EngineState& engine, std::string_view name,
     throw_invalid(name, join(shape3(-1, heads, std::to_string(head_dim)), " with tokens >= 1"),
                   describe(tensor));
   }
-  check_last_stride(name, tensor, 2);
+  check_strides(name, tensor);
   check_space(name, tensor, stream);
   return tensor.shape[0];
 }

@@ -10,6 +10,12 @@
 /// Checks of public arguments. Each throws before anything has changed, with expected and found.
 namespace kvtier::runtime {
 
+[[nodiscard]] inline bool is_float(DType dtype) { return dtype != DType::kInt32; }
+
+/// Throws `kInvalidArgument` unless the last stride of a tensor with dimensions is 1, where it has
+/// more than one element, and none is below 0.
+void check_strides(std::string_view name, const TensorView& tensor);
+
 /// Throws `kInvalidArgument` unless `layer` exists.
 void check_layer(const EngineState& engine, int layer);
 

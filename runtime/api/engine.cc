@@ -70,22 +70,12 @@ class SessionUse {
 };
 
 /// One call on a session: `body` enqueues its work within a submission scope, and the call returns
-/// with its outputs written when it has no stream.
+/// with its outputs written when it has no stream. `uncaptured`: the name of a call that no graph
+/// may contain.
 template <typename Body>
-void submit(SessionState& session, StreamRef stream, Body body) {
+void submit(SessionState& session, StreamRef stream, Body body, const char* uncaptured = nullptr) {
   SubmissionScope scope(session.engine().submission, stream);
-  {
-    const SessionUse use(session, scope);
-    body(scope);
-  }
-  scope.finish();
-}
-
-/// `submit` of a call that no graph may contain.
-template <typename Body>
-void submit_uncaptured(const char* call, SessionState& session, StreamRef stream, Body body) {
-  SubmissionScope scope(session.engine().submission, stream);
-  scope.refuse_capture(call);
+  if (uncaptured != nullptr) scope.refuse_capture(uncaptured);
   {
     const SessionUse use(session, scope);
     body(scope);
@@ -342,8 +332,9 @@ void Session::reserve(std::int64_t tokens, StreamRef stream) {
   if (tokens < 0) {
     throw_error(ErrorCode::kInvalidArgument, "tokens: expected at least 0, found ", tokens);
   }
-  submit_uncaptured("reserve", *impl_, stream,
-                    [&](SubmissionScope& scope) { impl_->reserve(scope.stream(), tokens); });
+  submit(
+      *impl_, stream, [&](SubmissionScope& scope) { impl_->reserve(scope.stream(), tokens); },
+      "reserve");
 }
 
 void Session::select(int layer, const TensorView& query, const SelectOutputs& outputs,
@@ -435,9 +426,12 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
     throw_error(ErrorCode::kInvalidArgument, "tokens: expected 0..", longest,
                 " (the longest layer), found ", tokens);
   }
-  submit_uncaptured("truncate", *impl_, stream, [&](SubmissionScope& scope) {
-    impl_->truncate(scope.stream(), tokens, layer.value_or(0), end);
-  });
+  submit(
+      *impl_, stream,
+      [&](SubmissionScope& scope) {
+        impl_->truncate(scope.stream(), tokens, layer.value_or(0), end);
+      },
+      "truncate");
 }
 
 void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
@@ -446,8 +440,8 @@ void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream)
                 " (the session's length), found ", token_ids.size());
   }
   impl_->check_flags();
-  submit_uncaptured("publish", *impl_, stream,
-                    [&](SubmissionScope& scope) { impl_->publish(scope, token_ids); });
+  submit(
+      *impl_, stream, [&](SubmissionScope& scope) { impl_->publish(scope, token_ids); }, "publish");
 }
 
 std::vector<Session> Session::fork(int count, StreamRef stream) {

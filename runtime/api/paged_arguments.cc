@@ -4,6 +4,7 @@
 
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
+#include "runtime/api/arguments.h"
 
 #include <bit>
 #include <limits>
@@ -59,8 +60,6 @@ namespace kvtier::runtime {
 
 namespace {
 
-bool is_float(DType dtype) { return dtype != DType::kInt32; }
-
 std::string shape_text(std::initializer_list<std::int64_t> shape) {
   std::string text = "[";
   for (const std::int64_t extent : shape) {
@@ -84,14 +83,7 @@ void check_tensor(const PagedShape& paged, const std::string& name, const Tensor
     throw_invalid(name, join(dtypes, " ", shape_text(shape)),
                   tensor.empty() ? "none" : describe(tensor));
   }
-  if (tensor.shape[dim - 1] > 1 && tensor.strides[dim - 1] != 1) {
-    throw_invalid(name, "last stride 1", join("last stride ", tensor.strides[dim - 1]));
-  }
-  for (std::size_t i = 0; i + 1 < dim; ++i) {
-    if (tensor.strides[i] < 0) {
-      throw_invalid(name, "strides of at least 0", join("stride ", tensor.strides[i]));
-    }
-  }
+  check_strides(name, tensor);
   if (paged.backend == Backend::kCuda && tensor.space != MemorySpace::kDevice) {
     throw_invalid(name, "device memory", "host memory");
   }
